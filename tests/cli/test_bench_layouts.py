@@ -305,8 +305,7 @@ def ended(group: RunGroup, index: int, step_s: float, **end: Any) -> None:
 def test_the_layouts_are_one_array(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*TYPED, *LENGTH, "--json"]) == 0
     value = json.loads(capsys.readouterr().out)
-    array = {"folder": str(place / "out"), "job_id": "77", "array": "0-3%1"}
-    assert value == {**array, "arrays": [array]}
+    assert value == {"folder": str(place / "out"), "job_id": "77", "array": "0-3%1"}
     group = RunGroup(place / "out")
     assert (group.name, group.job_id, group.record.keys) == ("small-layouts", "77", ["layout"])
     assert "#SBATCH --array=0-3%1\n" in group.script_file.read_text()

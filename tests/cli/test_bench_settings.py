@@ -2,25 +2,17 @@
 
 import csv
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 from steering import Desk
 
-from tests.support.benches import train_made_up
 from trainkit.bench import run_bench
-from trainkit.bench.run_bench import read_bench
-from trainkit.cli import control
 from trainkit.cli.main import main
-from trainkit.control.cancel import CancelResult
-from trainkit.errors import UsageError
 from trainkit.job import group_parts
-from trainkit.run.files import read_json, write_json
+from trainkit.run.files import read_json
 from trainkit.run.group import RunGroup, create_task_run
 from trainkit.run.registry import find_bench_folder
-from trainkit.run.rundir import RunDir
-from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
 
 CURVE = """
 plan = json.load(open(f"{RUN_DIR}/attempts/001/plan.json"))
@@ -132,21 +124,15 @@ BATCH, GPUS = "train.device_batch_size", "resources.gpus_per_node"
 
 
 class Sbatch:
-    """Takes scripts as jobs 77, 78, …; refuses the one with the number `refused`, loses `unreachable`."""
+    """Takes scripts as jobs 77, 78, …."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.taken: list[list[str]] = []
         """The options of each."""
-        self.refused: int | None = None
-        self.unreachable: int | None = None
         monkeypatch.setattr(group_parts, "show_config", dict)
         monkeypatch.setattr(group_parts, "submit_script", self.submit)
 
     def submit(self, script: Path, *, extra_argv: list[str], **more: object) -> str:
-        if len(self.taken) == self.refused:
-            raise SlurmRefused("sbatch: error: Job violates accounting/QOS policy")
-        if len(self.taken) == self.unreachable:
-            raise SlurmUnreachable("Slurm does not answer", may_have_arrived=True)
         self.taken.append([script.parent.name, *extra_argv])
         return str(76 + len(self.taken))
 
@@ -182,162 +168,13 @@ def test_on_slurm_the_rounds_are_one_array(tmp_path: Path, sbatch: Sbatch) -> No
     assert sbatch.taken == [["out"]]
 
 
-def test_on_slurm_jobs_that_differ_are_arrays_that_wait_for_each_other(
+def test_points_that_need_different_jobs_are_refused(
     tmp_path: Path, sbatch: Sbatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert submit(*SIZES, "--repeats", "2", "--json") == 0
-    out, err = capsys.readouterr()
-    names = [f"array-{number}" for number in range(1, 5)]
-    assert sbatch.taken == [
-        [names[0]],
-        *(
-            [name, f"--dependency=afterany:{job_id}"]
-            for name, job_id in zip(names[1:], (77, 78, 79), strict=True)
-        ),
-    ]
-    assert json.loads(out) == {
-        "folder": str(tmp_path / "out"),
-        "arrays": [
-            {"folder": str(tmp_path / "out" / name), "job_id": str(job_id), "array": "0-1%1"}
-            for name, job_id in zip(names, (77, 78, 79, 80), strict=True)
-        ],
-    }
-    assert "4, one after another, because the points need different jobs" in err
-    made = read_bench(tmp_path / "out")
-    assert [group.job_id for group in made.groups] == ["77", "78", "79", "80"]
-    for item in made.runs:
-        folder, index = item.run.split("/")
-        point = RunGroup(tmp_path / "out" / folder).point(int(index))
-        assert point.values == {**item.values, "repeat": item.repeat}
-    assert [item.run for item in made.runs[:4]] == ["array-1/0", "array-2/0", "array-1/1", "array-2/1"]
-    assert [(item.values, item.repeat) for item in made.points[1]] == [
-        ({BATCH: 2, GPUS: 2}, 1),
-        ({BATCH: 2, GPUS: 2}, 2),
-    ], "in rounds, so that nothing disturbs all runs of one size"
-    run = made.groups[1].run(0)
-    create_task_run(run, "78_0")
-    assert read_json(run.plan_file)["world_size"] == 2
-
-
-def test_several_arrays_share_one_copy_of_the_code(tmp_path: Path, sbatch: Sbatch) -> None:
-    (tmp_path / "mine.py").write_text("x = 1\n")
-    typed = ["bench", "settings", "small.yaml", "--backend", "sbatch", "--out", "out", *SIZES]
-    assert main([*typed, "--set", "launch.snapshot=true"]) == 0
-    one, two = read_bench(tmp_path / "out").groups
-    assert one.record.code == two.record.code != None  # noqa: E711
-    assert (two.code_dir.is_symlink(), two.code_dir.resolve()) == (True, one.code_dir)
-    create_task_run(two.run(0), "78_0")
-    assert (two.run(0).code_dir / "mine.py").read_text() == "x = 1\n"
-    assert two.provenance_file.read_bytes() == one.provenance_file.read_bytes()
-
-
-def test_the_runs_of_several_arrays_have_one_status_and_one_summary(
-    tmp_path: Path, sbatch: Sbatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert submit(*SIZES, "--steps", "10", "--warmup", "2") == 0
-    group = read_bench(tmp_path / "out").groups[1]
-    source = RunDir(tmp_path / "made")
-    train_made_up(source, step_s=0.5)
-    create_task_run(group.run(0), "78_0")
-    group.run(0).metrics_file.write_bytes(source.metrics_file.read_bytes())
-    end = {"state": "finished", "action": "stopped", "exit_code": 0, "reason": "all ranks", "verdict": None}
-    write_json(group.run(0).attempt(1).end_file, end)
-    capsys.readouterr()
-    assert main(["status", "out", "--json"]) == 0
-    value = json.loads(capsys.readouterr().out)
-    assert value["states"] == {"unknown": 3, "finished": 1}
-    assert [(point["values"], point["state"]) for point in value["points"]][1] == (
-        {BATCH: 2, GPUS: 2},
-        "finished",
-    )
-    for command in (["status", "out"], ["watch", "out", "--once"]):
-        assert main(command) == 0
-        lines = capsys.readouterr().out.splitlines()
-        assert [" ".join(line.split()) for line in lines[:4]] == [
-            "bench out",
-            f"folder {tmp_path / 'out'}",
-            "jobs 77, 78",
-            "runs 4: 3 unknown, 1 finished",
-        ]
-        assert lines[-1].split()[:4] == ["array-2/0", "finished", "2", "2"]
-    assert main(["bench", "settings", "--collect", "out", "--json"]) == 0
-    first = json.loads(capsys.readouterr().out)["rows"][0]
-    assert (first[BATCH], first[GPUS], first["status"], first["run"]) == (2, 2, "finished", "array-2/0")
-    assert main(["report", "out", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["best"]["values"] == {BATCH: 2, GPUS: 2}
-    assert main(["logs", "out"]) == 2
-    assert "unknown run 'out'" in capsys.readouterr().err
-
-
-def cancelled_groups(monkeypatch: pytest.MonkeyPatch, unknown: str = "") -> list[str]:
-    """The arrays that are cancelled, in order; Slurm says nothing of the one called `unknown`."""
-    names: list[str] = []
-
-    def cancel(group: RunGroup, *, now: bool, wait: bool) -> CancelResult:
-        if group.path.name == unknown:
-            raise UsageError(f"cannot tell whether {group.path} was submitted")
-        names.append(group.path.name)
-        facts = {"run_dir": str(group.path), "state": "cancelled"}
-        return CancelResult("cancelled", "2 runs killed", facts)
-
-    monkeypatch.setattr(control, "cancel_group", cancel)
-    return names
-
-
-def test_if_slurm_refuses_one_array_none_runs(
-    tmp_path: Path, sbatch: Sbatch, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    cancelled = cancelled_groups(monkeypatch)
-    sbatch.refused = 1
-    assert submit(*SIZES, "--sweep", "resources.nodes=1,2") == 2
-    assert cancelled == ["array-1"]
-    err = capsys.readouterr().err
-    assert f"not all arrays were submitted: the others are cancelled, and {tmp_path / 'out'} is kept" in err
-    assert "accounting/QOS policy" in err
-    assert [group.path.name for group in read_bench(tmp_path / "out").groups] == ["array-1"]
-    assert main(["status", "out", "--json"]) == 0
-    value = json.loads(capsys.readouterr().out)
-    assert value["states"] == {"unknown": 2, "not started": 6}
-    assert [point["job_id"] for point in value["points"]][:2] == ["77_0", None]
-    sbatch.refused, sbatch.taken = 0, []
-    shutil.rmtree(tmp_path / "out")
-    assert submit(*SIZES) == 2
-    assert not (tmp_path / "out").exists()
-
-
-def test_an_array_that_may_have_been_submitted_is_cancelled_too(
-    tmp_path: Path, sbatch: Sbatch, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Cancelling the first one alone would start it."""
-    cancelled = cancelled_groups(monkeypatch)
-    sbatch.unreachable = 1
-    assert submit(*SIZES) == 3
-    assert cancelled == ["array-2", "array-1"]
-    sbatch.taken = []
-    cancelled_groups(monkeypatch, unknown="array-2")
-    capsys.readouterr()
-    shutil.rmtree(tmp_path / "out")
-    assert submit(*SIZES) == 3
-    assert "out may still run: cannot tell whether" in capsys.readouterr().err
-
-
-def test_a_bench_is_cancelled_from_its_last_array_on(
-    tmp_path: Path, sbatch: Sbatch, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert submit(*SIZES, "--sweep", "resources.nodes=1,2") == 0
-    cancelled = cancelled_groups(monkeypatch)
-    capsys.readouterr()
-    assert main(["cancel", "out", "--json"]) == 0
-    value = json.loads(capsys.readouterr().out)
-    assert cancelled == ["array-4", "array-3", "array-2", "array-1"]
-    assert value["state"] == "cancelled"
-    assert [Path(array["run_dir"]).name for array in value["arrays"]] == cancelled[::-1]
-    cancelled = cancelled_groups(monkeypatch, unknown="array-3")
-    assert main(["cancel", "out"]) == 2
-    assert cancelled == ["array-4", "array-2", "array-1"], "the others are cancelled all the same"
-    assert "cannot tell whether" in capsys.readouterr().err
-    (tmp_path / "out/bench.json").write_text("garbage")
-    assert main(["cancel", "out/array-2", "--json"]) == 0, "a damaged bench.json is not in the way"
+    for more in ((), ("--dry-run",)):
+        assert submit(*SIZES, *more) == 2
+        assert f"point 1 ({BATCH}=2, {GPUS}=2) needs a different job than point 0" in capsys.readouterr().err
+    assert (sbatch.taken, (tmp_path / "out").exists()) == ([], False)
 
 
 def test_a_bench_that_runs_on_this_machine_is_ended_where_it_runs(
@@ -354,7 +191,8 @@ def test_a_bench_that_runs_on_this_machine_is_ended_where_it_runs(
 def test_a_bench_in_runs_is_not_taken_for_a_run_of_this_path(tmp_path: Path, sbatch: Sbatch) -> None:
     assert submit("--sweep", "seed=1,2") == 0
     assert main(["bench", "settings", "small.yaml", "--backend", "sbatch", "--no-snapshot",
-                 "--out", "runs/out", *SIZES]) == 0  # fmt: skip
+                 "--out", "runs/out", "--sweep", "seed=1,2"]) == 0  # fmt: skip
+    (tmp_path / "runs/out/sweep.json").unlink()
     assert find_bench_folder("out", with_groups=False) is None
     assert find_bench_folder("runs/out", with_groups=False) is not None
     assert find_bench_folder("out") == Path("out")

@@ -53,13 +53,10 @@ def test_failures_come_first_and_then_the_best(tmp_path: Path) -> None:
     assert "curves" not in report.to_dict()["best"]
 
 
-def test_hours_and_goodput_are_sums_and_a_failed_run_without_checkpoint_kept_nothing(tmp_path: Path) -> None:
+def test_hours_are_a_sum(tmp_path: Path) -> None:
     report = report_of(made_up_sweep(tmp_path / "mine", AXES, num_steps=20, failed=8))
     allocated_s = STARTUP_S + 20 * STEP_S + 2.0
     assert report.worker_hours == pytest.approx(9 * allocated_s * 2 / 3600)
-    assert report.goodput == pytest.approx(8 * 20 * (STEP_S - 0.5) / (9 * allocated_s))
-    assert report.points[0].productive_s == 0.0
-    assert report.num_measured == 9
 
 
 def test_points_that_have_not_started_are_pending_not_failed(tmp_path: Path) -> None:
@@ -116,7 +113,6 @@ def test_what_is_read_of_a_point_does_not_grow_with_its_curve(tmp_path: Path) ->
     assert RunDir(sampled.points[0].run_dir).metrics_file.stat().st_size > 2_000_000
     assert len(sampled.points[0].curves["loss"]) <= 2 * NUM_SAMPLES
     assert sampled.points[0].step == 20_000
-    assert sampled.goodput == pytest.approx(20_000 * 1.5 / (20_000 * STEP_S + 12), rel=0.01)
     assert len(whole.points[0].curves["loss"]) >= NUM_SAMPLES
 
 

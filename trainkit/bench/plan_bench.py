@@ -24,7 +24,7 @@ from trainkit.errors import ConfigError, Problem, UsageError
 from trainkit.formats import JsonObject
 from trainkit.launch.create import new_folder
 from trainkit.launch.plan_run import Gatherer, plan_run
-from trainkit.launch.submission import LoadedPoint, PlannedPoint, job_difference
+from trainkit.launch.submission import ArraySpec, LoadedPoint, PlannedPoint, Submission, checked
 from trainkit.observe.sweep_report import REPEAT
 from trainkit.plan.batch import GLOBAL, MICROBATCHES, BatchRequest, batch_changes, make_batch
 from trainkit.plan.facts import Facts
@@ -195,26 +195,10 @@ class PlannedBench:
             for index, (values, point) in enumerate(order)
         ]
 
-    @property
-    def arrays(self) -> list[list[PlannedPoint]]:
-        """The runs by the array on Slurm that has them, in the order in which the arrays run.
-
-        One has them all if their jobs have one script and size. Otherwise every kind of job has one for each
-        round of repeats.
-        """
-        kinds: list[list[PlannedPoint]] = []
-        for item in self.runs:
-            own = next((runs for runs in kinds if not job_difference(runs[0], item)), None)
-            if own is None:
-                kinds.append(own := [])
-            own.append(item)
-        if len(kinds) == 1:
-            return kinds
-        num_points = len(self.points)
-        rounds = range(self.request.repeats)
-        return [
-            [item for item in kind if item.index // num_points == one] for one in rounds for kind in kinds
-        ]
+    def submission(self, at_once: int) -> Submission:
+        """The runs as one array; raises UsageError if their points need different jobs."""
+        runs = self.runs
+        return checked(runs, (), ArraySpec(tuple(range(len(runs))), at_once))
 
     def to_dict(self) -> dict[str, object]:
         """The points that would run, and those that would not, as a JSON object."""

@@ -1,4 +1,4 @@
-"""A bench: bench.json, which describes it, and its runs, on this machine or in Slurm arrays."""
+"""A bench: bench.json, which describes it, and its runs, on this machine or in a Slurm array."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shlex import quote
 from typing import Literal
 
 from trainkit.backends import SUPERVISOR_EXIT_S, backend_of
-from trainkit.backends.jobs import JobQuery, liveness_probe, query_job_status, query_jobs_or_warn, utc_clock
+from trainkit.backends.jobs import liveness_probe, query_job_status, query_jobs_or_warn, utc_clock
 from trainkit.config.load import Change
 from trainkit.control.cancel import cancel_run
 from trainkit.errors import UsageError, print_note
@@ -127,10 +127,10 @@ class Bench:
         return RunDir(self.folder / item.run)
 
     @property
-    def groups(self) -> list[RunGroup]:
-        """The arrays of its runs on Slurm; empty on this machine."""
-        folders = dict.fromkeys(self.run_dir(item).path.parent for item in self.runs)
-        return [group for group in map(RunGroup, folders) if group.exists()]
+    def group(self) -> RunGroup | None:
+        """The array of its runs on Slurm; None on this machine."""
+        group = RunGroup(self.folder)
+        return group if group.exists() else None
 
     @property
     def points(self) -> list[tuple[BenchRun, ...]]:
@@ -256,26 +256,21 @@ def _wait(run: RunDir) -> None:
 
 
 def query_bench_status(bench: Bench, warn: Callable[[str], None]) -> GroupStatus:
-    """The status of a bench; looks up its arrays that Slurm has not acknowledged."""
-    for group in bench.groups:
-        recover_parts(group)
-    return bench_status(bench, lambda ids: query_jobs_or_warn(ids, warn))
-
-
-def bench_status(bench: Bench, query: JobQuery) -> GroupStatus:
-    """The status of the runs of a bench, as if they were one group.
+    """The status of the runs of a bench, as if they were one group; looks up an unacknowledged array.
 
     With several repeats their number is one of the values of a run.
     """
-    files = [GroupFiles(group) for group in bench.groups]
-    jobs = query([job_id for item in files for job_id in item.open_ids])
-    known = {point.run_dir: point for item in files for point in item.status(jobs, utc_clock()).points}
+    known: dict[str, PointStatus] = {}
+    if (group := bench.group) is not None:
+        recover_parts(group)
+        files = GroupFiles(group)
+        jobs = query_jobs_or_warn(files.open_ids, warn)
+        known = {point.run_dir: point for point in files.status(jobs, utc_clock()).points}
     points = []
     for index, item in enumerate(bench.runs):
         run = bench.run_dir(item)
         values = {**item.values, REPEAT: item.repeat} if bench.repeats > 1 else item.values
         point = known.get(str(run.path))
-        # Else on this machine, or in an array that was not submitted and has no folder.
         state, reason = run_state(bench, item) if point is None else (point.state, point.reason)
         reason = "" if state == FINISHED else failure_of(run) or reason
         point = point or PointStatus(index, values, state, None, None, None, str(run.path))

@@ -31,7 +31,6 @@ from trainkit.observe.sweep_report import REPEAT, Sweep
 from trainkit.run.events import training_curve
 from trainkit.run.files import read_object, write_atomic
 from trainkit.run.manifest import remove_all
-from trainkit.run.rundir import RunDir
 
 
 @dataclass(frozen=True)
@@ -107,8 +106,7 @@ def sweep_of_bench(bench: Bench, warn: Callable[[str], None]) -> Sweep:
         speeds[index] = measured(records, bench.length.measured)["tokens_per_s"]
         sizes[index] = prod(item.degrees.values())
     first = bench.run_dir(bench.runs[0])
-    origins = (bench.folder, first.path.parent, first.path)
-    origin = next((path for path in origins if RunDir(path).provenance_file.is_file()), first.path)
+    origin = first if bench.group is None else bench.group
     return Sweep(
         name=bench.folder.name,
         folder=bench.folder,
@@ -117,7 +115,7 @@ def sweep_of_bench(bench: Bench, warn: Callable[[str], None]) -> Sweep:
         world_sizes=sizes,
         is_cuda=bench.device == "cuda",
         config=flat_config(first),
-        provenance=read_object(RunDir(origin).provenance_file),
+        provenance=read_object(origin.provenance_file),
         speeds=speeds,
     )
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from difflib import get_close_matches
 from pathlib import Path
 from shlex import quote
@@ -26,7 +25,6 @@ from trainkit.bench.summary import (
     write_plots,
     write_summary,
 )
-from trainkit.cli.control import cancel_bench
 from trainkit.cli.help import Group, examples, terminal_width, warn
 from trainkit.cli.options import (
     ConfigRequest,
@@ -40,11 +38,11 @@ from trainkit.cli.options import (
 from trainkit.cli.output import echo_json
 from trainkit.cli.started import print_created
 from trainkit.cli.submit import GroupRequest, sweep_option
-from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, TrainkitError, UsageError
+from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, UsageError
 from trainkit.formats import short_keys, shown_value, table
-from trainkit.launch.create import create_run, new_folder, start_run
+from trainkit.launch.create import create_run, start_run
 from trainkit.launch.start import create_submission, start_group
-from trainkit.launch.submission import ArraySpec, Submission
+from trainkit.launch.submission import Submission
 from trainkit.plan.launch import describe_plan
 from trainkit.plan.workload import TRAINER
 from trainkit.run.group import RunGroup
@@ -174,9 +172,8 @@ def settings(request: ConfigRequest | None, sweeps: tuple[str, ...], **typed: An
     Any config key can be swept, except those that a bench sets itself, such as train.steps. Points that
     cannot run are listed with the reason, and the others run.
 
-    On this machine the points run one after another, and Ctrl-C ends the current one. On Slurm they are an
-    array, or one for each size of job if the sweep changes it; --follow writes the summary, and so does
-    --collect DIR later. Exits with 1 if nothing was measured.
+    On this machine the points run one after another, and Ctrl-C ends the current one. On Slurm they are one
+    array; --follow, or --collect DIR later, writes the summary. Exits with 1 if nothing was measured.
     """
 
     def plan(asked: BenchRequest, config: ConfigRequest) -> PlannedBench:
@@ -210,14 +207,15 @@ def _bench(
     folder = named_folder(out, OPTION)
     length = BenchLength(steps, warmup)
     planned = plan(BenchRequest(config.path, length, repeats, "name" in config.flags), config)
+    submission = None if planned.plan.is_here else planned.submission(at_once)
     if not dry_run:
         click.echo(describe_plan(planned.plan, planned.name).splitlines()[0], err=True)
     _describe(planned)
     if dry_run:
         return _list(planned, as_json)
-    if planned.plan.is_here:
+    if submission is None:
         return _run_here(planned, folder, as_json)
-    return _submit(planned, folder, at_once, follow, as_json)
+    return _submit(planned, submission, folder, follow, as_json)
 
 
 def _describe(planned: PlannedBench) -> None:
@@ -230,9 +228,6 @@ def _describe(planned: PlannedBench) -> None:
     processes = f"{' or '.join(map(str, sizes))} process{'es' if sizes != [1] else ''}"
     facts.append((what, f"{count} {what if count > 1 else what[:-1]} of {processes}{times}"))
     facts.append(("steps", planned.request.length.text))
-    num_arrays = 1 if planned.plan.is_here else len(planned.arrays)
-    if num_arrays > 1:
-        facts.append(("arrays", f"{num_arrays}, one after another, because the points need different jobs"))
     facts += [("adapted", f"{item.name}: {note}") for item in planned.points for note in item.notes]
     facts += [("not possible", f"{name}: {reason}") for name, reason in planned.impossible.items()]
     if planned.left_out:
@@ -282,30 +277,27 @@ def _run_here(planned: PlannedBench, out: Path | None, as_json: bool) -> int:
     return summarize(bench, as_json)
 
 
-def _submit(planned: PlannedBench, out: Path | None, at_once: int, follow: bool, as_json: bool) -> int:
-    """Submit the points, as one array or several; with --follow, wait and write the summary."""
-    bench = _create_arrays(planned, out, at_once)
-    groups = bench.groups
-    _start_arrays(bench.folder, groups)
-    shown = quote(str(bench.folder))
+def _submit(
+    planned: PlannedBench, submission: Submission, out: Path | None, follow: bool, as_json: bool
+) -> int:
+    """Submit the runs as one array; with --follow, wait and write the summary."""
+    created = create_submission(submission, ["trainkit", *sys.argv[1:]], out, OPTION)
+    print_created(created)
+    group = RunGroup(created.run.path)
+    bench = planned.create(group.path, list(map(str, group.points)))
+    job_id, shown = start_group(group), quote(str(bench.folder))
     if not follow:
         if as_json:
-            arrays = [
-                {"folder": str(group.path), "job_id": group.job_id, "array": group.record.array}
-                for group in groups
-            ]
-            own = arrays[0] if len(arrays) == 1 else {}
-            echo_json({**own, "folder": str(bench.folder), "arrays": arrays})
+            echo_json({"folder": str(bench.folder), "job_id": job_id, "array": group.record.array})
         else:
-            click.echo("\n".join([str(bench.folder), *(str(group.job_id) for group in groups)]))
+            click.echo(f"{bench.folder}\n{job_id}")
         click.echo(
             f"`trainkit status {shown}` shows the runs; "
             f"`{bench.command} --collect {shown}` writes the summary",
             err=True,
         )
         return EXIT_OK
-    jobs = ", ".join(str(group.job_id) for group in groups)
-    click.echo(f"{bench.folder}: job{'s' if len(groups) > 1 else ''} {jobs}", err=True)
+    click.echo(f"{bench.folder}: job {job_id}", err=True)
     try:
         wait_for_runs(bench, lambda text: click.echo(text, err=True))
     except KeyboardInterrupt:
@@ -316,53 +308,6 @@ def _submit(planned: PlannedBench, out: Path | None, at_once: int, follow: bool,
         )
         return EXIT_INTERRUPTED
     return summarize(bench, as_json)
-
-
-def _create_arrays(planned: PlannedBench, out: Path | None, at_once: int) -> Bench:
-    """Create the folder of a bench: a group of runs, or a folder of groups if there are several arrays."""
-    argv, arrays = ["trainkit", *sys.argv[1:]], planned.arrays
-    specs = [ArraySpec(tuple(range(len(runs))), at_once) for runs in arrays]
-    if len(arrays) == 1:
-        created = create_submission(Submission(planned.runs, specs[0]), argv, out, OPTION)
-        print_created(created)
-        return planned.create(created.run.path, [str(index) for index in specs[0].indices])
-    places: dict[int, str] = {}
-    first = None
-    with new_folder(planned.name, out, OPTION) as (folder, _):
-        for number, (runs, spec) in enumerate(zip(arrays, specs, strict=True), 1):
-            points = [replace(run, index=index) for index, run in enumerate(runs)]
-            place = folder / f"array-{number}"
-            created = create_submission(Submission(points, spec), argv, place, OPTION, shares=first)
-            first = first or RunGroup(created.run.path)
-            places |= {run.index: f"{place.name}/{index}" for index, run in enumerate(runs)}
-        print_created(created)
-        return planned.create(folder, [places[index] for index in sorted(places)])
-
-
-def _start_arrays(folder: Path, groups: Sequence[RunGroup]) -> None:
-    """Submit arrays that run one after another: all of them, or none."""
-    after = None
-    for number, group in enumerate(groups, 1):
-        try:
-            after = start_group(group, after)
-        except BaseException:
-            if len(groups) > 1:  # else its folder is that of the bench, which `start_group` removes
-                _undo(folder, groups[number:])
-            raise
-
-
-def _undo(folder: Path, not_started: Sequence[RunGroup]) -> None:
-    """Cancel the arrays of a bench of which the next one could not be submitted."""
-    for group in not_started:
-        shutil.rmtree(group.path, ignore_errors=True)  # the arrays that run matter more
-    if not any(folder.glob("array-*")):  # the first one was refused
-        shutil.rmtree(folder)
-        return
-    try:
-        cancel_bench(folder, now=True, wait=False)
-        click.echo(f"not all arrays were submitted: the others are cancelled, and {folder} is kept", err=True)
-    except TrainkitError as error:
-        click.echo(f"warning: {folder} may still run: {error.message}", err=True)
 
 
 def summarize(bench: Bench, as_json: bool) -> int:

@@ -31,7 +31,7 @@ from trainkit.cli.options import (
 from trainkit.cli.output import echo_json
 from trainkit.control.cancel import cancel_group, cancel_run
 from trainkit.errors import EXIT_FAILED, EXIT_OK, TrainkitError, UsageError
-from trainkit.formats import JsonObject, rank_list
+from trainkit.formats import rank_list
 from trainkit.job.failure.stacks import Reply, explain_silence, gather, group_replies
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.group import RunGroup
@@ -58,7 +58,7 @@ def cancel(run_name: str, now: bool, wait: bool, as_json: bool) -> int:
     """
     folder = find_bench_folder(run_name, with_groups=False)
     if folder is not None:
-        return cancel_bench(folder, now=now, wait=wait, as_json=as_json)
+        return _ended_bench(folder, as_json)
     found = find_run_or_group(run_name, to_change=True)
     if isinstance(found, RunGroup):
         result = cancel_group(found, now=now, wait=wait)
@@ -70,38 +70,20 @@ def cancel(run_name: str, now: bool, wait: bool, as_json: bool) -> int:
     return EXIT_FAILED if wait and result.state == "cancelling" else EXIT_OK
 
 
-def cancel_bench(folder: Path, *, now: bool, wait: bool, as_json: bool = False) -> int:
-    """Cancel all arrays of a bench on Slurm; one on this machine can only have ended."""
+def _ended_bench(folder: Path, as_json: bool) -> int:
+    """Cancel nothing of a bench on this machine, which must have ended."""
     from trainkit.bench.run_bench import have_ended, query_bench_status, read_bench
 
     bench = read_bench(folder)
-    groups, problems, facts = bench.groups, list[TrainkitError](), list[JsonObject]()
-    if not groups:
-        if not have_ended(query_bench_status(bench, lambda text: None).states):
-            raise UsageError(
-                f"{bench.folder} is a bench on this machine, and not all of its runs have ended",
-                hint="Ctrl-C ends it in the terminal where it runs",
-            )
-        click.echo(f"{bench.folder} has already ended", err=True)
-    # The last array first: each of them starts when the one before has ended.
-    for group in reversed(groups):
-        try:
-            result = cancel_group(group, now=now, wait=wait)
-        except TrainkitError as error:
-            problems.append(error)
-            continue
-        facts.append(result.facts)
-        click.echo(f"{group.path.name}: {result.message}", err=True)
-    if problems:
-        for other in problems[1:]:
-            click.echo(other.render(), err=True)
-        raise problems[0]
-    states = [fact["state"] for fact in facts]
-    state = next((one for one in ("cancelling", "cancelled") if one in states), "ended")
+    if not have_ended(query_bench_status(bench, lambda text: None).states):
+        raise UsageError(
+            f"{bench.folder} is a bench on this machine, and not all of its runs have ended",
+            hint="Ctrl-C ends it in the terminal where it runs",
+        )
+    click.echo(f"{bench.folder} has already ended", err=True)
     if as_json:
-        value = {"run_dir": str(bench.folder), "state": state, "arrays": [dict(fact) for fact in facts[::-1]]}
-        echo_json(value)
-    return EXIT_FAILED if wait and state == "cancelling" else EXIT_OK
+        echo_json({"run_dir": str(bench.folder), "state": "ended"})
+    return EXIT_OK
 
 
 @click.command(cls=Command, epilog=examples("trainkit requeue last", "trainkit requeue last --json"))

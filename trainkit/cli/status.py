@@ -135,7 +135,7 @@ def show_runs(found: RunGroup | Bench | None, show_all: bool, as_json: bool) -> 
         lines = {
             "bench": status.name,
             "folder": status.run_dir,
-            "jobs": ", ".join(str(group.job_id) for group in found.groups) or "on this machine",
+            "jobs": "on this machine",
             "runs": f"{len(status.points):,}: {state_counts(status.states)}",
         }
     if as_json:

@@ -12,12 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 from trainkit.config.schema import flatten
 from trainkit.formats import JsonObject, plural, shown, shown_value
-from trainkit.observe.goodput import Point, idle_gaps, worker_hours
+from trainkit.observe.goodput import Point, worker_hours
 from trainkit.observe.group import (
     FAILED,
     NUM_READERS,
@@ -33,7 +33,6 @@ from trainkit.run.events import StepRecord, read_events, steps_of
 from trainkit.run.files import Record, numbers, parse_records, read_object, reversed_lines, sampled_lines
 from trainkit.run.group import RunGroup
 from trainkit.run.history import Attempt, PlanRecord, attempts_of, ended_attempts, timestamp
-from trainkit.run.manifest import published
 from trainkit.run.rundir import RunDir
 
 TEMPLATE = "sweep_report.html.j2"
@@ -82,10 +81,7 @@ class PointReport:
     """Its value of the objective."""
     tokens_per_s: float | None
     """The median of the records that were read."""
-    allocated_s: float
     worker_hours: float | None
-    productive_s: float | None
-    """Seconds in steps that count, without waiting for data: the steps times their mean duration."""
     curves: dict[str, list[Point]] = field(default_factory=dict)
 
 
@@ -103,9 +99,6 @@ class SweepReport:
     best: PointReport | None
     is_cuda: bool
     worker_hours: float | None
-    goodput: float | None
-    """Productive over allocated time of all runs whose steps were recorded."""
-    num_measured: int
     config: FlatConfig
     provenance: dict[str, Any]
 
@@ -131,15 +124,8 @@ class Sweep:
     is_cuda: bool
     config: FlatConfig
     provenance: dict[str, Any]
-    has_command: bool = False
-    """Whether its runs are a COMMAND."""
     speeds: Mapping[int, float | None] | None = None
     """For a bench: index of a point -> its measured tokens per second, by which points are compared."""
-
-    @property
-    def saves(self) -> bool:
-        """Whether its runs are trained by trainkit, which knows what they saved."""
-        return self.speeds is None and not self.has_command
 
 
 def sweep_of_group(group: RunGroup, status: GroupStatus) -> Sweep:
@@ -157,7 +143,6 @@ def sweep_of_group(group: RunGroup, status: GroupStatus) -> Sweep:
         is_cuda=plan.text("device") == "cuda",
         config=dict(flatten(group.record.config)),
         provenance=read_object(group.provenance_file),
-        has_command=plan.is_command,
     )
 
 
@@ -167,8 +152,6 @@ def read_sweep(sweep: Sweep, now: float) -> SweepReport:
     with ThreadPoolExecutor(NUM_READERS) as readers:
         found = list(readers.map(lambda point: _read_point(sweep, point, objective, now), sweep.points))
     points = sorted(found, key=lambda point: _order(point, objective))
-    measured = [point for point in found if point.productive_s is not None and point.allocated_s > 0]
-    productive_s = sum(point.productive_s or 0.0 for point in measured)
     known_hours = [point.worker_hours for point in found if point.worker_hours is not None]
     results = [point for point in points if point.result is not None]
     return SweepReport(
@@ -181,8 +164,6 @@ def read_sweep(sweep: Sweep, now: float) -> SweepReport:
         best=min(results, key=lambda point: _rank(point, objective), default=None),
         is_cuda=sweep.is_cuda,
         worker_hours=sum(known_hours) if known_hours else None,
-        goodput=productive_s / sum(point.allocated_s for point in measured) if measured else None,
-        num_measured=len(measured),
         config=sweep.config,
         provenance=sweep.provenance,
     )
@@ -218,10 +199,6 @@ def _read_point(sweep: Sweep, status: PointStatus, objective: Objective, now: fl
     records = sample_records(run.metrics_file)
     end = now if status.state in ACTIVE_STATES else timestamp(records[-1].time) if records else None
     attempts = ended_attempts(attempts_of(read_events(run, *EVENTS)), end)
-    if attempts and sweep.saves and status.state not in (*ACTIVE_STATES, "finished"):
-        # Nothing is left of the steps after the newest checkpoint.
-        attempts[-1].kept_step = max((item.step for item in published(run.checkpoints_dir)), default=0)
-    allocated_s = sum(attempt.allocated_s for attempt in attempts) + idle_gaps(attempts)
     world_size = sweep.world_sizes.get(status.index)
     speeds, best = numbers(records, "tokens_per_s"), status.best
     tokens_per_s = median(speeds) if speeds else None
@@ -239,9 +216,7 @@ def _read_point(sweep: Sweep, status: PointStatus, objective: Objective, now: fl
         step=records[-1].step if records else None,
         result=result,
         tokens_per_s=tokens_per_s,
-        allocated_s=allocated_s,
         worker_hours=worker_hours(attempts, world_size) if attempts else None,
-        productive_s=_productive_s(attempts, records),
         curves={name: _curve(attempts, records, name) for name in ("loss", "tokens_per_s")},
     )
 
@@ -258,22 +233,6 @@ def sample_records(path: Path) -> list[StepRecord]:
     except FileNotFoundError:
         return []
     return list(steps_of(parse_records(lines)))
-
-
-def _productive_s(attempts: Sequence[Attempt], records: Sequence[StepRecord]) -> float | None:
-    """The steps that count of each attempt times the mean duration of its records; None without records."""
-    total, is_known = 0.0, False
-    for attempt in attempts:
-        own = [
-            item for item in records if item.attempt == attempt.number and item.number("step_s") is not None
-        ]
-        if not own or attempt.training is None:
-            continue
-        is_known = True
-        num_steps = max(0.0, min(attempt.kept_step, own[-1].step) - attempt.start_step)
-        times = ((item.number("step_s"), item.number("data_wait_s")) for item in own)
-        total += num_steps * fmean((step_s or 0.0) - (wait_s or 0.0) for step_s, wait_s in times)
-    return total if is_known else None
 
 
 def _curve(attempts: Sequence[Attempt], records: Sequence[StepRecord], name: str) -> list[Point]:
