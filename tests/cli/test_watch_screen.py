@@ -21,7 +21,9 @@ from tests.support.groups import make_group
 from tests.support.watched_runs import NOW, requeued_job, running_job, unreachable
 from trainkit.bench.run_bench import Bench, BenchLength, BenchRun
 from trainkit.cli.watch_screen import RunScreen, TextScreen, WatchApp, joined
+from trainkit.control.cancel import CancelResult
 from trainkit.run.group import RunGroup
+from trainkit.run.record import AttemptRecord
 from trainkit.run.registry import register
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.jobs import JobInfo
@@ -124,6 +126,59 @@ def test_keys_lead_to_texts_and_back(folder: Path) -> None:
         await pilot.press("q")
 
     assert drive(run, use, size=(80, 50)).return_value == 0
+
+
+def test_nothing_is_done_without_a_yes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, cancelled = watched_runs.running(folder / "runs" / "running"), []
+
+    def cancel(run: RunDir, **options: Any) -> CancelResult:
+        cancelled.append((run.path, options["now"]))
+        return CancelResult("cancelling", "4711 is saving", {})
+
+    monkeypatch.setattr("trainkit.cli.watch_screen.cancel_run", cancel)
+
+    async def use(pilot: Pilot[Any], app: WatchApp) -> None:
+        await wait_for(pilot, lambda: view_of(app), "no view")
+        for answer in ("n", "escape"):
+            await pilot.press("c")
+            await shows(pilot, "Cancel running? It saves and ends.")
+            await pilot.press(answer)
+            await wait_for(pilot, lambda: view_of(app), "not back")
+        assert cancelled == []
+        await pilot.press("c")
+        await pilot.press("y")
+        await shows(pilot, "4711 is saving")
+        assert cancelled == [(run.path, False)]
+
+    drive(run, use)
+
+
+def test_requeue_says_what_it_did_or_why_it_could_not(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from trainkit.errors import UsageError
+
+    run = watched_runs.failed(folder / "runs" / "failed")
+    answers: list[object] = [
+        (AttemptRecord(3, "4712"), True),
+        UsageError("4711 is already pending"),
+        UsageError("runs/[/b] cannot be read"),  # no markup
+    ]
+
+    def requeue(run: RunDir) -> object:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr("trainkit.control.resume.requeue_run", requeue)
+
+    async def use(pilot: Pilot[Any], app: WatchApp) -> None:
+        await wait_for(pilot, lambda: view_of(app), "no view")
+        for text in ("started attempt 3 as 4712", "4711 is already pending", "runs/[/b] cannot be read"):
+            await pilot.press("r")
+            await pilot.press("y")
+            await shows(pilot, text)
+
+    drive(run, use)
 
 
 def test_a_list_opens_runs_and_comes_from_a_run(folder: Path) -> None:
