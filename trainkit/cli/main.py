@@ -42,6 +42,7 @@ SECTIONS = {
         "stacks": "Print the Python stacks of every rank of a running job.",
         "attach": "Open a shell on a node of a running job.",
         "debug": "Debug a rank of a running job that waits at breakpoint().",
+        "ui": "Show the curves of a run in a browser.",
         "sync": "Send the metrics of a run to MLflow and Weights & Biases.",
     },
     "Control": {
@@ -79,6 +80,7 @@ ELSEWHERE = {
     "generate": "contrib.generate.command:command",
     "replay": "contrib.replay.command:command",
     "sync": "contrib.trackers.command:sync",
+    "ui": "contrib.trackers.command:ui",
 }
 
 
