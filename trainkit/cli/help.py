@@ -20,7 +20,7 @@ SECTIONS = {
         *("--layout", "--collect", "--rank", "--node", "--attempt", "--all", "--list", "--keep-last"),
         *("--tokenizer", "--text-key", "--val-fraction", "--task", "--simulate-world"),
         *("--format", "--dtype", "--merge", "--tool"),
-        *("--max-tokens", "--temperature"),
+        *("--max-tokens", "--temperature", "--top-k", "--top-p"),
     ),
     "Where": (
         *("--nodes", "--gpus-per-node", "--gpus", "--gpu-type", "--backend", "--per", "--cluster"),
