@@ -143,7 +143,7 @@ ALLOWED = {
         *("errors", "formats", "config", "data", "plan", "task", "adapters", "safetensors", "trainer"),
     },
     "contrib.replay": {  # starts ranks as the job does, in a folder of its own
-        *("errors", "run", "formats", "config", "data", "cluster", "plan", "job", "control"),
+        *("errors", "folders", "run", "formats", "config", "data", "cluster", "plan", "job", "control"),
         *("launch", "cli", "trainer"),
     },
     # Sends what a run has written.
