@@ -19,7 +19,7 @@ from trainkit.plan.torch_build import OLDEST
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
-SIZES = {"trainkit": (263, 60_121), "tests": (365, 59_047)}
+SIZES = {"trainkit": (263, 60_067), "tests": (365, 58_850)}
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (5, 400)
 """By so much the code may be smaller before `SIZES` is lowered."""
@@ -143,7 +143,7 @@ ALLOWED = {
         *("errors", "formats", "config", "data", "plan", "task", "adapters", "safetensors", "trainer"),
     },
     "contrib.replay": {  # starts ranks as the job does, in a folder of its own
-        *("errors", "run", "formats", "config", "data", "cluster", "plan", "job", "control"),
+        *("errors", "folders", "run", "formats", "config", "data", "cluster", "plan", "job", "control"),
         *("launch", "cli", "trainer"),
     },
     # Sends what a run has written.

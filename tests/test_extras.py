@@ -90,7 +90,7 @@ assert [*Path("runs").glob("*/wandb/offline-run-*/*.wandb")]
 """,
 }
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow(seconds=12), pytest.mark.xdist_group("extras")]
 
 
 def setup_cfg() -> tuple[list[str], dict[str, list[str]]]:

@@ -77,7 +77,11 @@ def test_installs_once_and_again_when_an_input_changes(checkout: Checkout) -> No
     done = checkout.make_venv()
     assert (done.returncode, checkout.installs()) == (0, ["."]), done.stderr
     log = (checkout.fake / "log").read_text()
-    assert "python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ." in log
+    pip, compiles = log.splitlines()[-2:]
+    assert pip.endswith(
+        "-m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e ."
+    )
+    assert compiles == "python -m compileall -qq -j 0 .venv/lib"
     assert checkout.make_venv().returncode == 0
     assert checkout.installs() == []
     assert checkout.make_venv("test").returncode == 0
@@ -198,7 +202,7 @@ def test_another_folder_and_other_constraints(checkout: Checkout) -> None:
     done = checkout.make_venv(*options)
     assert (done.returncode, checkout.installs(), checkout.made_venv()) == (0, [".[test]"], True), done.stderr
     assert (
-        "pip install --quiet --disable-pip-version-check -c constraints-oldest.txt -e .[test]"
+        "pip install --quiet --disable-pip-version-check --no-compile -c constraints-oldest.txt -e .[test]"
         in (checkout.fake / "log").read_text()
     )
     for again in (options, ("test",)):

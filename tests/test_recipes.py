@@ -33,7 +33,7 @@ class Recipe:
     """Whether the export is a model of transformers."""
     before: str | None = None
     """The recipe from which it starts."""
-    steps: int = 64
+    steps: int = 96
 
     @property
     def environ(self) -> dict[str, str]:
@@ -47,8 +47,8 @@ class Recipe:
 
 
 RECIPES = [
-    Recipe("gpt_3d", 3.6, is_text=True, steps=16),
-    Recipe("dual_gpu_gpt", 3.6, is_text=True, steps=16),
+    Recipe("gpt_3d", 3.4, is_text=True, steps=16),
+    Recipe("dual_gpu_gpt", 3.4, is_text=True, steps=16),
     Recipe("temporal_encoder", 0.05, is_text=False),
     Recipe("multimodal_qa", 0.5, is_text=False),
     Recipe("phase2_multimodal", 0.2, is_text=False, before="phase1_multimodal"),

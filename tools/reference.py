@@ -104,6 +104,7 @@ MORE = {
     "report": ("run-folder.md",),
     "compare": ("run-folder.md",),
     "stacks": ("recovery.md#hangs",),
+    "ui": ("trackers.md#pages",),
     "sync": ("trackers.md#compute-nodes-without-internet",),
     "cancel": ("recovery.md",),
     "requeue": ("recovery.md",),

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast, overload
 from trainkit.backends.jobs import liveness_probe, query_job_status
 from trainkit.control.cancel import cancel_group, cancel_run
 from trainkit.errors import ConfigError, Problem, TrainkitError, UsageError, notes_as_warnings, warn_caller
-from trainkit.formats import rank_list, relative_path
+from trainkit.formats import rank_list
 from trainkit.function import ARGV, CALL_FILE, CALLS_FOLDER, Call, by_value, dumps, read_pickle, result_file
 from trainkit.observe.group import GroupStatus, PointStatus
 from trainkit.observe.logs import run_is_over
@@ -280,7 +280,7 @@ class Run:
         return None
 
     def _error(self, end: AttemptEnd | None) -> RunError:
-        shown = relative_path(str(self._folder.path), Path.cwd())
+        shown = self._folder.word
         if end is not None and end.state == "finished":
             return RunError(f"{shown} has no result", hint="only a run of a function has one")
         status = self.status

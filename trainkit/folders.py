@@ -1,11 +1,12 @@
-"""Makes folders, also where file systems show changes late, and finds those of this user and of trainkit."""
+"""Makes folders, also where file systems show changes late, and finds and names them."""
 
 from __future__ import annotations
 
 import errno
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path, PurePath
 
 
@@ -29,6 +30,37 @@ def ensure_folder(path: Path, mode: int = 0o777, *, parents: bool = False) -> No
         # A folder that exists on a read-only disk.
         if not path.is_dir():
             raise
+
+
+_typed_in: Path | None = None
+"""The folder in which the command was typed, while it works in another one."""
+
+
+@contextmanager
+def working_in(folder: Path) -> Iterator[None]:
+    """Change to a folder; a `shown_path` is still relative to the one in which the command was typed."""
+    global _typed_in
+    here, outer = Path.cwd(), _typed_in
+    os.chdir(folder)
+    _typed_in = outer or here
+    try:
+        yield
+    finally:
+        _typed_in = outer
+        os.chdir(here)
+
+
+def shown_path(path: str | PurePath) -> str:
+    """A path in a message: relative if it is below the folder in which the command was typed."""
+    return relative_path(str(path), _typed_in or Path.cwd())
+
+
+def relative_path(path: str, cwd: Path) -> str:
+    """A path relative to `cwd` if it is below `cwd`, else unchanged; both are valid as RUN."""
+    if not Path(path).is_relative_to(cwd) or Path(path) == cwd:
+        return path
+    below = str(Path(path).relative_to(cwd))
+    return f"./{below}" if below.startswith("-") else below  # not an option
 
 
 def state_folder(environ: Mapping[str, str] = os.environ) -> Path:

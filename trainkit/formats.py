@@ -7,7 +7,6 @@ import math
 import re
 from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import zip_longest
-from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
@@ -142,12 +141,6 @@ def short_keys(keys: Sequence[str]) -> list[str]:
     """The last part of every key, or the full key if another has the same last part."""
     last = [key.rpartition(".")[2] for key in keys]
     return [key if last.count(part) > 1 else part for key, part in zip(keys, last, strict=True)]
-
-
-def relative_path(path: str, cwd: Path) -> str:
-    """A path relative to `cwd` if it is below `cwd`, else unchanged; both are valid as RUN."""
-    is_below = Path(path).is_relative_to(cwd) and Path(path) != cwd
-    return str(Path(path).relative_to(cwd)) if is_below else path
 
 
 MAX_SPANS = 8

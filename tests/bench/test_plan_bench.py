@@ -259,8 +259,3 @@ def test_an_impossible_layout_that_was_asked_for(
     with pytest.raises(ConfigError) as caught:
         asked(tmp_path, text, ranks, *settings)
     assert problem in caught.value.problems[0].render()
-
-
-def test_two_that_mean_the_same(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"two --layout are the same: dp_shard=2,tp=2"):
-        planned(tmp_path, 4, ("tp=2", "dp_shard=2,tp=2"))

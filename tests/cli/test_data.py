@@ -70,9 +70,7 @@ def test_errors_are_worded(tmp_path):
     done = trainkit_data("prepare", "corpsu.txt", "--out", "shards", cwd=tmp_path)
     assert done.returncode == EXIT_USAGE
     assert done.stdout == ""
-    assert done.stderr == (
-        f"error: data source {tmp_path}/corpsu.txt does not exist\n\nhint: check the path\n"
-    )
+    assert done.stderr == ("error: data source corpsu.txt does not exist\n\nhint: check the path\n")
     done = trainkit_data("prepare", "corpsu.txt", "--out", "shards", "--json", cwd=tmp_path)
     assert json.loads(done.stdout)["exit_code"] == EXIT_USAGE
     assert not (tmp_path / "shards").exists()
@@ -212,6 +210,6 @@ def test_full_disk_exits_1(tmp_path):
     shell = f"ulimit -f 100; trap '' XFSZ; exec {sys.executable} -m trainkit data prepare a.jsonl --out out"
     done = run_program("bash", "-c", shell, cwd=tmp_path, env=environ())
     assert done.returncode == EXIT_FAILED
-    assert f"error: cannot write to {tmp_path}/out: File too large" in done.stderr
+    assert "error: cannot write to out: File too large" in done.stderr
     assert "resumes where it stopped" in done.stderr
     assert trainkit_data("prepare", "a.jsonl", "--out", "out", cwd=tmp_path).returncode == EXIT_OK

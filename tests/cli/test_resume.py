@@ -5,8 +5,9 @@ from trainkit.run.manifest import MANIFEST_VERSION, SEAL, file_hash, seal
 from trainkit.run.rundir import RunDir
 
 
-def ended_run(desk):
-    desk.works("")
+def ended_run(desk, code=75):
+    """A run that has ended, with this exit code: by default to be resumed."""
+    desk.works(f"sys.exit({code} if ATTEMPT == 1 else 0)")
     run = desk.submit()
     desk.wait_for_end(run)
     return run
@@ -60,7 +61,7 @@ def test_the_steps_of_the_config_do_not_count_for_a_command(desk):
 
 
 def test_resume_from_another_folder_works_where_it_was_submitted(desk):
-    desk.works("print(os.getcwd())")
+    desk.works("print(os.getcwd()); sys.exit(75 if ATTEMPT == 1 else 0)")
     run = desk.submit()
     desk.wait_for_end(run)
     home, desk.folder = desk.folder, desk.folder / "state"
@@ -103,13 +104,28 @@ def test_fork_without_a_checkpoint_is_refused(desk):
 
 
 def test_a_finished_run_names_what_extends_it(desk):
-    run = ended_run(desk)
+    run = ended_run(desk, 0)
     publish(run, 10)
     run.plan_file.write_text(json.dumps(read_json(run.plan_file) | {"command": None}))
     for more in ([], ["--as", "fork"], ["--set", "optimizer.lr=1e-4"]):
         done = desk.trainkit("resume", "small", *more)
         assert (done.returncode, "has finished: it has trained for all 10 steps" in done.stderr) == (2, True)
-        assert f"`trainkit resume {run.path} --set train.steps=N` with a larger N extends it" in done.stderr
+        assert "`trainkit resume runs/small --set train.steps=N` with a larger N extends it" in done.stderr
+
+
+def test_a_finished_command_names_what_repeats_it(desk):
+    run = ended_run(desk, 0)
+    refused = desk.trainkit("resume", "small", "--nodes", "1")
+    assert (refused.returncode, refused.stderr.partition("error: ")[2]) == (
+        2,
+        "runs/small has finished: its command ended with exit code 0\n\n"
+        "hint: `trainkit submit runs/small` runs it again in a new folder, `trainkit requeue runs/small` in"
+        " this one\n",
+    )
+    assert run.attempt_numbers() == [1]
+    for number, words in enumerate((["requeue"], ["resume", "--new-code"], ["resume", "--set", "seed=7"]), 2):
+        assert desk.trainkit(*words, "runs/small").returncode == 0
+        desk.wait_for_end(run, number)
 
 
 def test_a_run_of_this_machine_does_not_go_to_slurm_unasked(desk):

@@ -169,6 +169,19 @@ def test_the_terminal_is_restored(run: RunDir, tmp_path: Path, number: int, code
 
 
 @needs_tmux
+@pytest.mark.slow(seconds=10)
+def test_cancel_by_a_key(run: RunDir, tmp_path: Path) -> None:
+    with Tmux(tmp_path, 80, 24, tmp_path) as terminal:
+        terminal.type([*TRAINKIT, "watch", "mine", "--interval", "0.5"])
+        terminal.wait_for(r"^progress +step")
+        terminal.keys("c")
+        terminal.wait_for(r"Cancel mine\? It saves and ends\.")
+        terminal.keys("y")
+        terminal.wait_for(r"^mine +(STOPPED|CANCELLED)")
+        terminal.wait_for(r"^hint: `trainkit resume ")
+
+
+@needs_tmux
 @pytest.mark.slow(seconds=5)
 def test_a_closed_terminal_ends_it(run: RunDir, tmp_path: Path) -> None:
     with Tmux(tmp_path, 80, 24, tmp_path) as terminal:

@@ -21,7 +21,9 @@ from tests.support.groups import make_group
 from tests.support.watched_runs import NOW, requeued_job, running_job, unreachable
 from trainkit.bench.run_bench import Bench, BenchLength, BenchRun
 from trainkit.cli.watch_screen import RunScreen, TextScreen, WatchApp, joined
+from trainkit.control.cancel import CancelResult
 from trainkit.run.group import RunGroup
+from trainkit.run.record import AttemptRecord
 from trainkit.run.registry import register
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.jobs import JobInfo
@@ -126,6 +128,59 @@ def test_keys_lead_to_texts_and_back(folder: Path) -> None:
     assert drive(run, use, size=(80, 50)).return_value == 0
 
 
+def test_nothing_is_done_without_a_yes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, cancelled = watched_runs.running(folder / "runs" / "running"), []
+
+    def cancel(run: RunDir, **options: Any) -> CancelResult:
+        cancelled.append((run.path, options["now"]))
+        return CancelResult("cancelling", "4711 is saving", {})
+
+    monkeypatch.setattr("trainkit.cli.watch_screen.cancel_run", cancel)
+
+    async def use(pilot: Pilot[Any], app: WatchApp) -> None:
+        await wait_for(pilot, lambda: view_of(app), "no view")
+        for answer in ("n", "escape"):
+            await pilot.press("c")
+            await shows(pilot, "Cancel running? It saves and ends.")
+            await pilot.press(answer)
+            await wait_for(pilot, lambda: view_of(app), "not back")
+        assert cancelled == []
+        await pilot.press("c")
+        await pilot.press("y")
+        await shows(pilot, "4711 is saving")
+        assert cancelled == [(run.path, False)]
+
+    drive(run, use)
+
+
+def test_requeue_says_what_it_did_or_why_it_could_not(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from trainkit.errors import UsageError
+
+    run = watched_runs.failed(folder / "runs" / "failed")
+    answers: list[object] = [
+        (AttemptRecord(3, "4712"), True),
+        UsageError("4711 is already pending"),
+        UsageError("runs/[/b] cannot be read"),  # no markup
+    ]
+
+    def requeue(run: RunDir) -> object:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr("trainkit.control.resume.requeue_run", requeue)
+
+    async def use(pilot: Pilot[Any], app: WatchApp) -> None:
+        await wait_for(pilot, lambda: view_of(app), "no view")
+        for text in ("started attempt 3 as 4712", "4711 is already pending", "runs/[/b] cannot be read"):
+            await pilot.press("r")
+            await pilot.press("y")
+            await shows(pilot, text)
+
+    drive(run, use)
+
+
 def test_a_list_opens_runs_and_comes_from_a_run(folder: Path) -> None:
     for name in ("running", "failed"):
         run = RUNS[name][0](folder / "runs" / name)
@@ -207,21 +262,41 @@ def test_a_sweep_is_one_line_and_opens(folder: Path) -> None:
     drive(None, use, query)
 
 
-def test_the_runs_of_a_bench_on_this_machine_are_one_list(folder: Path) -> None:
+def test_the_runs_of_a_bench_with_several_arrays_are_one_list(folder: Path) -> None:
+    places = {"one": ("12", 2), "two": ("13", 4), "lost": (None, 8)}  # `watch` does not look up the third
     runs = []
-    for seed in (1, 2):
-        watched_runs.finished(folder / f"point-{seed}")
-        runs.append(BenchRun(f"point-{seed}", {"seed": seed}, 1, {}, None, None, []))
-    runs.append(BenchRun("point-3", {"seed": 3}, 1, {}, None, None, []))
-    bench = Bench(folder, "settings", "local", "cpu", BenchLength(20, 5), 1, ("seed",), tuple(runs))
+    for name, (job_id, num_nodes) in places.items():
+        (folder / name).mkdir()
+        points = {index: {"seed": index + 1, "resources.nodes": num_nodes} for index in range(2)}
+        make_group(folder / name, points, job_id)
+        runs += [BenchRun(f"{name}/group/{i}", points[i], 1, {}, None, None, []) for i in points]
+    watched_runs.finished(folder / "two/group/1")
+    length, keys = BenchLength(20, 5), ("seed", "resources.nodes")
+    bench = Bench(folder, "settings", "sbatch", "cpu", length, 1, keys, tuple(runs))
+    asked: list[set[str]] = []
+
+    def query(ids: Sequence[str], warn: Callable[[str], None]) -> dict[str, JobInfo]:
+        asked.append(set(ids))
+        return {job_id: JobInfo(job_id, JobState.PENDING, reason="Priority") for job_id in ids}
 
     async def use(pilot: Pilot[Any], app: WatchApp) -> None:
-        await shows(pilot, f"{folder.name}: 3 runs: 1 not started, 2 finished")
-        heading, *rows = (line.split() for line in screen_text(app).splitlines()[1:5])
-        assert heading == ["POINT", "STATE", "SEED", "BEST", "REASON"]
-        assert [row[0] for row in rows] == ["point-3", "point-1", "point-2"]
+        await shows(pilot, f"{folder.name}: 6 runs: 2 unknown, 3 pending, 1 finished")
+        heading, *rows = (line.split() for line in screen_text(app).splitlines()[1:8])
+        assert heading == ["POINT", "STATE", "SEED", "NODES", "BEST", "REASON"]
+        assert [row[:2] for row in rows[:2]] == [["lost/group/0", "unknown"], ["lost/group/1", "unknown"]]
+        assert [row[:4] for row in rows[2:]] == [
+            ["one/group/0", "pending", "1", "2"],
+            ["one/group/1", "pending", "2", "2"],
+            ["two/group/0", "pending", "1", "4"],
+            ["two/group/1", "finished", "2", "4"],
+        ]
+        await pilot.press("ctrl+end", "enter")
+        await shows(pilot, "step 600 of 600")
+        await pilot.press("escape")
+        await shows(pilot, "3 pending, 1 finished")
 
-    drive(bench, use)
+    drive(bench, use, query)
+    assert {"12_0", "12_1", "13_0"} in asked
 
 
 def test_a_run_that_is_not_in_a_list_leads_to_the_list(folder: Path) -> None:

@@ -124,9 +124,9 @@ def test_a_group_is_cancelled_and_resumed(workstation):
     wait_for(lambda: has_begun(group.run(0)))
     refused = desk.trainkit("resume", str(group.path))
     assert refused.returncode == 2
-    assert f"error: {group.path} is running as local-" in refused.stderr
+    assert f"error: runs/{group.path.name} is running as local-" in refused.stderr
     waiting = desk.trainkit("cancel", f"{group.path}/1")
-    assert f"{group.path}/1 has not started" in waiting.stderr
+    assert f"runs/{group.path.name}/1 has not started" in waiting.stderr
     cancelled = desk.trainkit("cancel", str(group.path), "--wait")
     assert cancelled.returncode == 0
     assert "1 run ended, 2 runs removed from the queue" in cancelled.stderr
@@ -137,7 +137,7 @@ def test_a_group_is_cancelled_and_resumed(workstation):
     assert desk.trainkit("resume", str(group.path)).returncode == 0
     wait_for(lambda: status(desk, group.path)["states"] == {"finished": 3})
     refused = desk.trainkit("resume", str(group.path))
-    assert f"error: all runs of {group.path} have finished" in refused.stderr
+    assert f"error: all runs of runs/{group.path.name} have finished" in refused.stderr
     assert (done(desk), [read_job(group.run(index)).newest.attempt for index in range(3)]) == (
         ["0", "1", "2"],
         [2, 1, 1],

@@ -13,6 +13,7 @@ from tests.support.hf_models import need, save_model
 from tests.support.parity import Case, run_cases
 from tests.support.programs import run_program
 from trainkit.cli.ckpt import chosen_checkpoint
+from trainkit.config.schema import RunConfig
 from trainkit.contrib.generate import worker as generate_module
 from trainkit.contrib.generate.worker import choose_token, generate, main
 from trainkit.errors import UsageError
@@ -21,15 +22,37 @@ from trainkit.run.rundir import RunDir
 LOGITS = torch.tensor([1.0, 3.0, 2.0, -1.0])
 
 
-@pytest.mark.parametrize(("temperature", "expected"), [(0.0, {1}), (5.0, {0, 1, 2, 3})])
-def test_the_temperature_says_how_random_a_token_is(temperature: float, expected: set[int]) -> None:
+def choices(**options: Any) -> set[int]:
     generator = torch.Generator().manual_seed(0)
-    assert {choose_token(LOGITS, temperature, generator) for _ in range(200)} == expected
+    return {choose_token(LOGITS, generator=generator, **options) for _ in range(200)}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"temperature": 0.0}, {1}),
+        ({"temperature": 5.0}, {0, 1, 2, 3}),
+        ({"temperature": 5.0, "top_k": 2}, {1, 2}),
+        ({"temperature": 1.0, "top_p": 0.5}, {1}),
+        ({"temperature": 1.0, "top_p": 0.7}, {1, 2}),
+        ({"temperature": 5.0, "top_k": 9, "top_p": 1.0}, {0, 1, 2, 3}),
+    ],
+)
+def test_tokens_are_chosen_among_the_allowed_ones(options: dict[str, Any], expected: set[int]) -> None:
+    assert choices(**options) == expected
 
 
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
+
+
+def test_a_config_json_of_something_else_ends_no_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text('{"eos_token_id": 97}')
+    assert generate_module._end_tokens(RunConfig()) == []
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
@@ -68,7 +91,11 @@ VALUES: dict[str, Any] = {
     "prompt": "def ",
     "max_tokens": 8,
     "temperature": 0.0,
+    "top_k": None,
+    "top_p": None,
     "seed": 0,
+    "device": "cpu",
+    "dtype": None,
     "tokenizer": None,
     "as_json": False,
 }
@@ -95,13 +122,13 @@ def test_checkpoints_of_every_layout_continue_a_prompt(
         return capsys.readouterr().out
 
     expected = ask(str(alone), "def ", "--temperature", "0", "--max-tokens", "8")
-    assert expected["num_tokens"] == 8
+    assert (expected["num_tokens"], expected["stopped_by"]) == (8, "max_tokens")
     assert json.loads(answer(request(split, as_json=True)))["text"] == expected["text"]
     shown = answer(request(alone, temperature=1.0, seed=1))
     assert shown.startswith("def ")
     assert shown == answer(request(alone, temperature=1.0, seed=1))
-    whole = json.loads(answer(request(alone, max_tokens=1000, as_json=True)))
-    assert whole["num_tokens"] == 32 - len("def ")  # the length of the training samples
+    generate(request(alone, max_tokens=1000))
+    assert "stopped after 32 tokens" in capsys.readouterr().err
     monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(request(alone, prompt="x" * 40))))
     assert main() == 2
     assert "the prompt has 40 tokens" in capsys.readouterr().err

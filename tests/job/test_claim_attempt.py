@@ -39,14 +39,12 @@ def test_the_first_start_takes_the_attempt_that_was_submitted(run: RunDir) -> No
     assert entry.pid == os.getpid()
 
 
-def test_a_job_that_came_back_opens_the_next_one_with_the_same_plan(run: RunDir) -> None:
-    add_slurm_attempt(run, 1, "7", "submit", "sbatch")
-    claim_attempt(run, "7")
-    attempt = claim_attempt(run, "7")
+def test_a_job_that_came_back_opens_the_next_one_with_the_same_plan(taken: RunDir) -> None:
+    attempt = claim_attempt(taken, "7")
     assert isinstance(attempt, AttemptDir)
-    assert reasons(run) == [(1, "7", "submit"), (2, "7", AUTO_RESTART)]
-    assert attempt.plan_file.read_bytes() == run.attempt(1).plan_file.read_bytes()
-    assert attempt.config_file.read_bytes() == run.attempt(1).config_file.read_bytes()
+    assert reasons(taken) == [(1, "7", "submit"), (2, "7", AUTO_RESTART)]
+    assert attempt.plan_file.read_bytes() == taken.attempt(1).plan_file.read_bytes()
+    assert attempt.config_file.read_bytes() == taken.attempt(1).config_file.read_bytes()
 
 
 def test_a_job_whose_submission_was_interrupted_still_knows_its_attempt(run: RunDir) -> None:
@@ -58,6 +56,14 @@ def test_a_job_that_was_cancelled_while_it_waited_does_not_start(run: RunDir) ->
     add_slurm_attempt(run, 1, "7", "submit", "sbatch")
     mark_cancelled(run)
     assert claim_attempt(run, "7").reason == "it was cancelled before it started"
+
+
+@pytest.fixture
+def taken(run: RunDir) -> RunDir:
+    """A run whose first attempt job 7 has claimed."""
+    add_slurm_attempt(run, 1, "7", "submit", "sbatch")
+    claim_attempt(run, "7")
+    return run
 
 
 def says(monkeypatch: pytest.MonkeyPatch, job: JobDetails | None) -> None:
@@ -80,104 +86,88 @@ def leaves_to(job_id: str, claimed: AttemptDir | NothingToDo) -> bool:
     "state", [JobState.RUNNING, JobState.PENDING, JobState.REQUEUED, JobState.HELD, JobState.SUSPENDED]
 )
 def test_a_second_job_leaves_a_run_to_the_one_that_carries_it(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, state: JobState
+    taken: RunDir, monkeypatch: pytest.MonkeyPatch, state: JobState
 ) -> None:
     """The script submitted by hand once more, an old job requeued, a duplicate after a lost answer."""
-    add_slurm_attempt(run, 1, "7", "submit", "sbatch")
-    claim_attempt(run, "7")
     says(monkeypatch, replace(RUNNING, state=state))
-    assert leaves_to("7", claim_attempt(run, "8"))
-    assert reasons(run) == [(1, "7", "submit")]
+    assert leaves_to("7", claim_attempt(taken, "8"))
+    assert reasons(taken) == [(1, "7", "submit")]
 
 
 def test_an_old_job_that_is_requeued_leaves_the_run_to_the_newer_one(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
+    taken: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    add_slurm_attempt(run, 1, "7", "submit", "sbatch")
-    claim_attempt(run, "7")
-    reopen_attempt(run.attempt(1))
-    add_slurm_attempt(run, 2, "8", "resume", "sbatch")
+    reopen_attempt(taken.attempt(1))
+    add_slurm_attempt(taken, 2, "8", "resume", "sbatch")
     says(monkeypatch, replace(RUNNING, state=JobState.PENDING))
-    assert leaves_to("8", claim_attempt(run, "7"))
-    assert isinstance(claim_attempt(run, "8"), AttemptDir)
-    assert run.attempt_numbers() == [1, 2]
+    assert leaves_to("8", claim_attempt(taken, "7"))
+    assert isinstance(claim_attempt(taken, "8"), AttemptDir)
+    assert taken.attempt_numbers() == [1, 2]
 
 
 @pytest.mark.parametrize("job", [None, replace(RUNNING, state=JobState.UNKNOWN, slurm_state="REVOKED")])
 def test_where_slurm_does_not_know_the_lock_of_the_supervisor_does(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, job: JobDetails | None
+    taken: RunDir, monkeypatch: pytest.MonkeyPatch, job: JobDetails | None
 ) -> None:
-    add_slurm_attempt(run, 1, "7", "submit", "sbatch")
-    claim_attempt(run, "7")
     says(monkeypatch, job)
-    with file_lock(run.supervisor_lock_file):
-        assert leaves_to("7", claim_attempt(run, "8"))
-    following = claim_attempt(run, "8")
+    with file_lock(taken.supervisor_lock_file):
+        assert leaves_to("7", claim_attempt(taken, "8"))
+    following = claim_attempt(taken, "8")
     assert isinstance(following, AttemptDir)
     assert following.number == 2
 
 
-def test_a_job_that_slurm_has_forgotten_carries_nothing(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_slurm_has_forgotten_carries_nothing(
+    taken: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def forgotten(job_id: str) -> JobDetails:
         raise SlurmRefused("scontrol: Invalid job id specified")
 
-    add_slurm_attempt(run, 1, "7", "submit", "sbatch")
-    claim_attempt(run, "7")
     monkeypatch.setattr("trainkit.job.claim_attempt.job_details", forgotten)
-    with file_lock(run.supervisor_lock_file):  # of a host that is down
-        assert isinstance(claim_attempt(run, "8"), AttemptDir)
+    with file_lock(taken.supervisor_lock_file):  # of a host that is down
+        assert isinstance(claim_attempt(taken, "8"), AttemptDir)
 
 
 def test_a_follow_up_does_not_take_the_lock_of_a_dead_host_for_a_live_job(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
+    taken: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    add_slurm_attempt(run, 1, "7", "submit", "sbatch")
-    claim_attempt(run, "7")
-    set_follow_ups(run, ["9", "10"])
+    set_follow_ups(taken, ["9", "10"])
     says(monkeypatch, None)
-    with file_lock(run.supervisor_lock_file):
-        assert isinstance(claim_attempt(run, "9"), AttemptDir)
+    with file_lock(taken.supervisor_lock_file):
+        assert isinstance(claim_attempt(taken, "9"), AttemptDir)
 
 
-def test_a_follow_up_that_leaves_is_not_counted_on(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    add_slurm_attempt(run, 1, "7", "submit", "sbatch")
-    claim_attempt(run, "7")
-    set_follow_ups(run, ["9", "10"])
+def test_a_follow_up_that_leaves_is_not_counted_on(taken: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_follow_ups(taken, ["9", "10"])
     says(monkeypatch, RUNNING)
-    assert leaves_to("7", claim_attempt(run, "9"))
-    assert read_job(run).waiting == []
+    assert leaves_to("7", claim_attempt(taken, "9"))
+    assert read_job(taken).waiting == []
 
 
 def test_a_job_that_leaves_does_not_end_the_attempt_that_saves_after_a_cancel(
-    run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+    taken: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    add_slurm_attempt(run, 1, "7", "submit", "sbatch")
-    claim_attempt(run, "7")
-    mark_cancelled(run)
+    mark_cancelled(taken)
     says(monkeypatch, RUNNING)
-    assert allocation.SlurmAllocation(run, "8", []).claim() == EXIT_OK
-    assert not run.attempt(1).end_file.exists()
+    assert allocation.SlurmAllocation(taken, "8", []).claim() == EXIT_OK
+    assert not taken.attempt(1).end_file.exists()
 
 
-def test_a_job_that_comes_back_does_not_run_a_finished_run_again(run: RunDir) -> None:
-    add_slurm_attempt(run, 1, "7", "submit", "sbatch")
-    claim_attempt(run, "7")
-    AttemptEnd("failed", "failed", exit_code=1).write(run.attempt(1))
-    assert isinstance(claim_attempt(run, "7"), AttemptDir), "a person may have requeued it"
-    AttemptEnd("finished", "finished", exit_code=0).write(run.attempt(2))
-    assert claim_attempt(run, "7") == NothingToDo("the run has finished")
-    assert run.attempt_numbers() == [1, 2]
+def test_a_job_that_comes_back_does_not_run_a_finished_run_again(taken: RunDir) -> None:
+    AttemptEnd("failed", "failed", exit_code=1).write(taken.attempt(1))
+    assert isinstance(claim_attempt(taken, "7"), AttemptDir), "a person may have requeued it"
+    AttemptEnd("finished", "finished", exit_code=0).write(taken.attempt(2))
+    assert claim_attempt(taken, "7") == NothingToDo("the run has finished")
+    assert taken.attempt_numbers() == [1, 2]
 
 
 @pytest.mark.parametrize("state", [JobState.COMPLETING, JobState.COMPLETED, JobState.NODE_FAIL])
 def test_a_job_by_hand_continues_a_run_whose_job_is_over(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, state: JobState
+    taken: RunDir, monkeypatch: pytest.MonkeyPatch, state: JobState
 ) -> None:
-    add_slurm_attempt(run, 1, "7", "submit", "sbatch")
-    claim_attempt(run, "7")
     says(monkeypatch, replace(RUNNING, state=state))
-    assert isinstance(claim_attempt(run, "8"), AttemptDir)
-    assert reasons(run) == [(1, "7", "submit"), (2, "8", "submit")]
+    assert isinstance(claim_attempt(taken, "8"), AttemptDir)
+    assert reasons(taken) == [(1, "7", "submit"), (2, "8", "submit")]
 
 
 def test_a_start_that_was_superseded_while_it_waited_for_the_lock_does_not_start(

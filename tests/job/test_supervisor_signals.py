@@ -20,6 +20,12 @@ from trainkit.slurm.jobs import JobDetails
 from trainkit.slurm.states import JobState
 
 
+@pytest.fixture(autouse=True)
+def no_eviction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that is requeued does not wait until Slurm ends it."""
+    monkeypatch.setattr(allocation, "await_eviction", lambda: None)
+
+
 def test_what_cancel_now_kills_was_not_a_failure(
     run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -65,7 +71,6 @@ def test_what_is_to_end_now_is_not_asked_to_save(
 def test_a_requested_requeue_is_neither_lost_nor_a_crash(
     run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch, then: str
 ) -> None:
-    monkeypatch.setattr(allocation, "await_eviction", lambda: None)
     monkeypatch.setattr(SlurmAttemptWatch, "poll_interval_s", 0.05)
     monkeypatch.setattr("trainkit.job.attempt_watch.SIGNAL_RECORD_S", 0.1)
     code = (
@@ -102,9 +107,8 @@ def test_a_person_who_tells_only_the_ranks(run: RunDir, slurm: Slurm, job: JobDe
     ],
 )
 def test_a_preemption_brings_the_job_back(
-    run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch, job: JobDetails | None, asked: int
+    run: RunDir, slurm: Slurm, job: JobDetails | None, asked: int
 ) -> None:
-    monkeypatch.setattr(allocation, "await_eviction", lambda: None)
     slurm.job = job
     code, end = step(run, "raise SystemExit(75)", record_signal(run, "SIGTERM"))
     assert (code, end["action"], end["cause"]) == (EXIT_STOPPED, "requeue", "preempted")
@@ -112,10 +116,7 @@ def test_a_preemption_brings_the_job_back(
     assert run.attempt_numbers() == [1]
 
 
-def test_a_preempted_command_that_exits_with_0_comes_back(
-    run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(allocation, "await_eviction", lambda: None)
+def test_a_preempted_command_that_exits_with_0_comes_back(run: RunDir, slurm: Slurm) -> None:
     plan_file = run.attempt(1).plan_file
     write_json(plan_file, {**read_json(plan_file), "command": ["python", "train.py"]})
     slurm.job = replace(RUNNING, is_preempted=True)
@@ -142,7 +143,6 @@ def test_a_notice_that_a_full_disk_did_not_take(
     action: str,
     cause: str | None,
 ) -> None:
-    monkeypatch.setattr(allocation, "await_eviction", lambda: None)
     monkeypatch.setattr(resubmit, "cancel_waiting", lambda job_ids: pytest.fail("it is to be requeued"))
     slurm.job = job
     end = step(run, "raise SystemExit(75)")[1]
@@ -177,7 +177,6 @@ def test_a_notice_before_the_step_is_started_again(
         return signal.SIGTERM
 
     monkeypatch.setattr(supervisor.processes, "wait_for_notice", take_away)
-    monkeypatch.setattr(allocation, "await_eviction", lambda: None)
     _, end = step(run, f"import sys; sys.exit({says!r} or 5)")
     assert (end["action"], end["cause"], slurm.requeued) == expected
     assert run.attempt_numbers() == [1]
@@ -229,7 +228,6 @@ def test_a_step_is_not_started_again_where_it_would_not_hear_that_its_time_is_ov
     run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slurm signals the time limit once, up to a minute early: it may have done so during the wait."""
-    monkeypatch.setattr(allocation, "await_eviction", lambda: None)
     left_s = LaunchPlan.from_dict(read_json(run.attempt(1).plan_file)).grace_s + 60 + 30
     slurm.job = replace(RUNNING, end_time=datetime.now(timezone.utc) + timedelta(seconds=left_s + 5))
 
@@ -256,7 +254,6 @@ def test_a_step_is_not_started_again_where_it_would_not_hear_that_its_time_is_ov
 def test_a_job_that_a_person_ends_after_it_was_judged_does_not_come_back(
     run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch, now: JobDetails | None, requeued: int
 ) -> None:
-    monkeypatch.setattr(allocation, "await_eviction", lambda: None)
     slurm.job = replace(RUNNING, end_time=datetime.now(timezone.utc))
     answers = [slurm.job, now]
     monkeypatch.setattr(allocation, "query_job", lambda job_id, patience_s: answers.pop(0))
@@ -278,10 +275,7 @@ def test_a_job_that_somebody_else_brought_back_is_left_to_it(
     assert (end["action"], slurm.requeued, run.attempt_numbers()) == ("requeue", 0, [1])
 
 
-def test_without_a_controller_no_step_is_started(
-    run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(allocation, "await_eviction", lambda: None)
+def test_without_a_controller_no_step_is_started(run: RunDir, slurm: Slurm) -> None:
     slurm.job = None
     assert step(run, "raise SystemExit(1)")[1]["action"] == "requeue"
 
@@ -289,7 +283,6 @@ def test_without_a_controller_no_step_is_started(
 def test_a_host_that_is_lost_is_no_place_to_start_again(
     run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(allocation, "await_eviction", lambda: None)
     monkeypatch.setattr("trainkit.job.allocation.exclude_from", lambda *args: ())
     slurm.job, slurm.lost = RUNNING, ("node1",)
     end = step(run, "raise SystemExit(137)")[1]

@@ -20,7 +20,7 @@ from trainkit.run.group import RunGroup
 MAX_ARRAY_SIZE = 12
 MAX_JOBS = 8
 
-pytestmark = pytest.mark.slow(seconds=18)
+pytestmark = [pytest.mark.slow(seconds=18), pytest.mark.xdist_group("large groups")]
 
 
 @pytest.fixture(scope="module")

@@ -221,9 +221,9 @@ def test_cancel_of_a_job_that_just_starts(login: Login, backend: str) -> None:
 def test_a_damaged_record_is_named(login: Login) -> None:
     run = login.finish(login.submit("--gpus-per-node", "1", "--", "true"))
     run.job_file.write_text("garbage")
-    done = login.trainkit("resume", str(run.path))
+    done = login.trainkit("resume", str(run.path), *settings("seed=7"))
     assert done.returncode == 2
-    assert f"error: {run.job_file} cannot be read" in done.stderr
+    assert f"error: runs/{run.name}/job.json cannot be read" in done.stderr
     assert login.jobs() == []
     assert run.attempt_numbers() == [1]
 

@@ -21,7 +21,7 @@ from trainkit.job.rank_env import NONCE_VARIABLE, store_file
 from trainkit.run.manifest import best_step, find_damage, published
 from trainkit.run.rundir import RunDir
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow(seconds=3), pytest.mark.xdist_group("faults")]
 
 OPTIONS = ["model.dropout=0.1", "train.steps=6", "checkpoint.every_steps=2"]
 

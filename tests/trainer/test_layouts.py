@@ -17,7 +17,7 @@ from trainkit.trainer.models.decoder import Decoder
 from trainkit.trainer.models.model import StageSpec
 from trainkit.trainer.parallel import data_parallel
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow(seconds=4), pytest.mark.xdist_group("layouts")]
 
 REPLICATE = ["parallel.dp_replicate=-1", "parallel.dp_shard=1"]
 SHARD: list[str] = []

@@ -32,7 +32,7 @@ from trainkit.contrib.doctor import to_json
 from trainkit.contrib.doctor.bandwidth import LAYOUT_VARIABLE
 from trainkit.contrib.doctor.bandwidth import Layout as Hosts
 from trainkit.contrib.generate.worker import generate
-from trainkit.errors import TrainkitError
+from trainkit.errors import TrainkitError, UsageError
 from trainkit.run.events import read_metrics
 from trainkit.run.rundir import AttemptDir, RunDir
 
@@ -298,10 +298,7 @@ def continue_prompt(rank: int, request: dict[str, Any], out: str) -> None:
 
 def continue_prompts(runs: Runs, folder: Path) -> list[Record]:
     runs.of("fp16")
-    asked = request(folder / "fp16", as_json=True)
-    config = Path(asked["config_file"]).read_text().replace("dtype: fp16", "dtype: fp32")
-    asked["config_file"] = str(folder / "generate.yaml")  # the values of a CPU
-    Path(asked["config_file"]).write_text(config)
+    asked = request(folder / "fp16", as_json=True, device="auto", dtype="fp32")
     return in_ranks(folder / "generate", 1, continue_prompt, asked, str(folder / "text"))
 
 
@@ -311,6 +308,8 @@ def test_generate(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
     generate(asked)
     assert (runs.folder / "text").read_text() == capsys.readouterr().out
     assert Counter(record.of(MAIN))["copy gpu to pageable, waits"] == asked["max_tokens"]
+    with pytest.raises(UsageError, match="this machine has no GPU that torch can use"):
+        generate({**asked, "device": "cuda"})
 
 
 def own_loop(rank: int, folder: str) -> None:
@@ -489,6 +488,9 @@ OLD, NO_GPU, VIRTUAL, SHARED = (
     "test_distributed.py::test_two_tasks_that_see_the_same_gpu",
 )
 ELSEWHERE = {
+    ("generate", 'raise UsageError("--device is cuda, but this machine has no GPU that torch can use")'): (
+        "test_generate, on a CPU"
+    ),
     ("select_device", "driver = driver_cuda(library)"): OLD,
     ("select_device", "raise TrainkitError("): NO_GPU,
     ("select_device", 'listed = visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))'): NO_GPU,

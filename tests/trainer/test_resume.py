@@ -11,7 +11,7 @@ from tests.support.runs import losses, samples_seen, train
 from trainkit.run.manifest import published
 from trainkit.run.rundir import RunDir
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow(seconds=6), pytest.mark.xdist_group("resume")]
 
 DROPOUT = "model.dropout=0.1"
 

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from shlex import quote
 
 from trainkit.backends import SUPERVISOR_EXIT_S, JobStatus, backend_of
 from trainkit.backends.slurm import in_queue
@@ -67,8 +66,8 @@ def live_entry(run: RunDir, command: str) -> AttemptRecord | None:
     entry = None if job.newest is None else backend_of(job.newest).live_entry(run, job.newest, command)
     if entry is not None and (original := _copied_from(run, job)) is not None:
         raise UsageError(
-            f"{run.path} is a copy of {original.path}, which is running as {entry.job_id}",
-            hint=f"`trainkit {command} {quote(str(original.path))}` acts on that run",
+            f"{run.shown} is a copy of {original.shown}, which is running as {entry.job_id}",
+            hint=f"`trainkit {command} {original.word}` acts on that run",
         )
     return entry
 
@@ -110,9 +109,9 @@ def require_not_running(run: RunDir, command: str) -> None:
     entry = live_entry(run, command)
     if entry is not None:
         raise UsageError(
-            f"{run.path} is running as {entry.job_id}",
-            hint=f"`trainkit cancel {quote(str(run.path))}` ends it; "
-            f"`trainkit requeue {quote(str(run.path))}` saves and starts it again",
+            f"{run.shown} is running as {entry.job_id}",
+            hint=f"`trainkit cancel {run.word}` ends it; "
+            f"`trainkit requeue {run.word}` saves and starts it again",
         )
 
 
@@ -125,8 +124,8 @@ def wait_until_out_of_queue(run: RunDir) -> None:
     while (job := lingering_job(run)) is not None:
         if time.monotonic() > deadline_s:
             raise UsageError(
-                f"{run.path} has ended, but Slurm still has its job {job.job_id} ({job.slurm_state})",
-                hint=f"`trainkit cancel {quote(str(run.path))} --now` ends it",
+                f"{run.shown} has ended, but Slurm still has its job {job.job_id} ({job.slurm_state})",
+                hint=f"`trainkit cancel {run.word} --now` ends it",
             )
         if is_first:
             print_note(f"{job.job_id} has recorded its end: waiting until it exits")
@@ -166,8 +165,7 @@ def liveness_probe(
         entry = record.newest
         if entry is None:
             return None
-        backend = backend_of(entry)
-        if backend.queue_id(entry) is None:
+        if backend_of(entry).queue_id(entry) is None:
             return status_from_jobs(run, record, None).alive
         is_pending = notified != "" or alive is None
         interval_s = FIRST_QUERY_INTERVAL_S if is_pending and queried_s < 0 else QUERY_INTERVAL_S
@@ -175,12 +173,8 @@ def liveness_probe(
             return alive
         queried_s = time.monotonic()
         try:
-            job = backend.job(entry)
-            alive = in_queue(job)
-            if not alive and not is_over(run.attempt(entry.attempt)):
-                follow_ups = filter(in_queue, query_jobs(record.waiting).values())
-                job = next(follow_ups, job)
-                alive = in_queue(job)
+            status = status_from_jobs(run, record, query_jobs(open_job_ids(run, record)))
+            job, alive = status.job, status.alive
         except SlurmError as error:
             if str(error) != notified:
                 notified = str(error)

@@ -63,7 +63,7 @@ class LocalBackend(Backend):
                 if process is not None and process.pid == child.pid and process != before:
                     return f"local-{child.pid}"
                 time.sleep(self.poll_s)
-            message = f"the process of {group.path} has ended with exit code {child.returncode}"
+            message = f"the process of {group.shown} has ended with exit code {child.returncode}"
             raise TrainkitError(message, hint=f"its output: {group.process_log.read_text(errors='replace')}")
         except BaseException:
             child.kill()
@@ -90,7 +90,7 @@ class LocalBackend(Backend):
 
     def running_job(self, run: RunDir, entry: AttemptRecord) -> JobInfo:
         raise UsageError(
-            f"{run.path} is a local run, not a Slurm job", hint="use a shell on the machine that runs it"
+            f"{run.shown} is a local run, not a Slurm job", hint="use a shell on the machine that runs it"
         )
 
     def alive(self, run: RunDir, entry: AttemptRecord) -> bool | None:
@@ -108,9 +108,9 @@ class LocalBackend(Backend):
         alive = self.alive(run, entry)
         if alive is None:
             raise UsageError(
-                f"cannot tell from here whether {run.path} is running: it was started on {entry.host}",
+                f"cannot tell from here whether {run.shown} is running: it was started on {entry.host}",
                 hint=f"run `trainkit {command} {quote(str(run.path))}` on that host; if it is gone for good, "
-                f"`trainkit resume {quote(str(run.path))} --as DIR` continues in a new folder",
+                f"`trainkit resume {run.word} --as DIR` continues in a new folder",
             )
         return entry if alive else None
 

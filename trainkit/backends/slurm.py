@@ -148,7 +148,7 @@ class SbatchBackend(SlurmBackend):
             submit_follow_ups(attempt, job_id, new.plan.slurm, new.num_follow_ups)
         except OSError as error:
             raise TrainkitError(
-                f"{job_id} was submitted, but {run.path} cannot be written: {error.strerror}",
+                f"{job_id} was submitted, but {run.shown} cannot be written: {error.strerror}",
                 hint=f"free disk space, which the job needs too, or cancel it with `scancel {job_id}`",
             ) from error
         return entry
@@ -221,7 +221,7 @@ def _write_attempt(run: RunDir, new: NewAttempt, script: str) -> AttemptDir:
     except OSError as error:
         discard_attempt(attempt)
         raise UsageError(
-            f"{run.path} cannot be written: {error.strerror or error}; nothing was submitted",
+            f"{run.shown} cannot be written: {error.strerror or error}; nothing was submitted",
             hint="check its disk and your quota, or choose another folder with --run-dir",
         ) from error
     return attempt

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 from dataclasses import asdict
 from pathlib import Path
-from shlex import quote
 
 import click
 
@@ -17,6 +16,7 @@ from trainkit.cli.help import Group, examples, terminal_width
 from trainkit.cli.options import COUNT, INDEX, json_option, refuse_untrusted, run_argument, trust_option
 from trainkit.cli.output import echo_json
 from trainkit.errors import EXIT_FAILED, EXIT_OK, UsageError
+from trainkit.folders import shown_path
 from trainkit.formats import size, table
 from trainkit.job.processes import module_argv
 from trainkit.run.manifest import (
@@ -64,7 +64,7 @@ def ls(run_name: str, as_json: bool) -> int:
     elif listed:
         click.echo(table([HEADING, *(_row(item) for item in listed)], fit=terminal_width()))
     else:
-        click.echo(f"{run.path} has no checkpoints yet", err=True)
+        click.echo(f"{run.shown} has no checkpoints yet", err=True)
     return EXIT_OK
 
 
@@ -117,7 +117,7 @@ def prune(run_name: str, keep_last: int, dry_run: bool, as_json: bool) -> int:
             if not dry_run:
                 remove(checkpoint.path)
             if not as_json:
-                click.echo(f"{'would remove' if dry_run else 'removed'} {checkpoint.path}")
+                click.echo(f"{'would remove' if dry_run else 'removed'} {shown_path(checkpoint.path)}")
     kept = [checkpoint for checkpoint in there if checkpoint not in doomed]
     if as_json:
         removed = [str(checkpoint.path) for checkpoint in doomed]
@@ -204,10 +204,11 @@ def chosen_checkpoint(run: RunDir, step: int | None) -> Checkpoint:
     best = [item for item in there if item.step == best_step(run.checkpoints_dir)]
     chosen = newest_intact(best) or newest_intact(there)
     if chosen is None:
-        raise UsageError(f"{there[-1].path} is damaged: {find_damage(there[-1])}", hint="name another --step")
+        newest = shown_path(there[-1].path)
+        raise UsageError(f"{newest} is damaged: {find_damage(there[-1])}", hint="name another --step")
     if chosen.manifest().model is None:
         hint = "export the model in your own code"
-        raise UsageError(f"{chosen.path} is of a training loop of your own", hint=hint)
+        raise UsageError(f"{shown_path(chosen.path)} is of a training loop of your own", hint=hint)
     return chosen
 
 
@@ -215,13 +216,13 @@ def _wanted(run: RunDir, step: int | None) -> list[Checkpoint]:
     there = published(run.checkpoints_dir)
     if not there:
         raise UsageError(
-            f"{run.path} has no published checkpoint",
-            hint=f"`trainkit ckpt ls {quote(str(run.path))}` shows what there is instead",
+            f"{run.shown} has no published checkpoint",
+            hint=f"`trainkit ckpt ls {run.word}` shows what there is instead",
         )
     wanted = [checkpoint for checkpoint in there if step in (None, checkpoint.step)]
     if not wanted:
         steps = ", ".join(str(checkpoint.step) for checkpoint in there)
-        raise UsageError(f"{run.path} has no checkpoint of step {step}", hint=f"there are: {steps}")
+        raise UsageError(f"{run.shown} has no checkpoint of step {step}", hint=f"there are: {steps}")
     return wanted
 
 

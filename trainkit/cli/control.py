@@ -7,7 +7,6 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from shlex import quote
 from typing import Any, NoReturn
 
 import click
@@ -31,6 +30,7 @@ from trainkit.cli.options import (
 from trainkit.cli.output import echo_json
 from trainkit.control.cancel import cancel_group, cancel_run
 from trainkit.errors import EXIT_FAILED, EXIT_OK, TrainkitError, UsageError
+from trainkit.folders import shown_path
 from trainkit.formats import rank_list
 from trainkit.job.failure.stacks import Reply, explain_silence, gather, group_replies
 from trainkit.plan.launch import LaunchPlan
@@ -144,13 +144,13 @@ def _ask_stacks(run: RunDir, rank: int | None) -> tuple[AttemptDir, list[Reply],
         replies = gather(attempt, world_size, rank, WAIT_S)
     except OSError as error:
         raise UsageError(
-            f"{attempt.path} cannot be written: {error.strerror}",
+            f"{shown_path(attempt.path)} cannot be written: {error.strerror}",
             hint="requesting stacks needs write access to the run folder",
         ) from error
     if not replies:
         raise TrainkitError(
-            f"no rank of {run.path} responded within {WAIT_S:.0f} s",
-            hint=f"`trainkit status {quote(str(run.path))}` shows whether it is still running",
+            f"no rank of {run.shown} responded within {WAIT_S:.0f} s",
+            hint=f"`trainkit status {run.word}` shows whether it is still running",
         )
     asked = range(world_size) if rank is None else (rank,)
     return attempt, replies, sorted(set(asked) - {reply.rank for reply in replies})
@@ -161,13 +161,13 @@ def _running_attempt(run: RunDir) -> AttemptDir:
     entry = live_entry(run, "stacks")
     if entry is None:
         raise UsageError(
-            f"{run.path} is not running", hint=f"`trainkit status {quote(str(run.path))}` shows how it ended"
+            f"{run.shown} is not running", hint=f"`trainkit status {run.word}` shows how it ended"
         )
     attempt = run.attempt(entry.attempt)
     if not any(attempt.logs_dir.glob("rank-*.log")):
         raise UsageError(
-            f"no rank of attempt {attempt.number} of {run.path} has been started yet",
-            hint=f"`trainkit status {quote(str(run.path))}` shows what it waits for",
+            f"no rank of attempt {attempt.number} of {run.shown} has been started yet",
+            hint=f"`trainkit status {run.word}` shows what it waits for",
         )
     return attempt
 

@@ -16,6 +16,7 @@ from trainkit.cli.help import Command, examples, warn
 from trainkit.cli.options import COUNT, json_option, run_argument
 from trainkit.cli.output import echo_json
 from trainkit.errors import EXIT_OK
+from trainkit.folders import shown_path
 from trainkit.run.record import read_job
 from trainkit.run.registry import find_attempt, find_run
 
@@ -72,9 +73,8 @@ def diagnosis_text(found: Diagnosis) -> str:
             lines.append(f"{'where' if found.state == 'running' else 'first failure'}: {place}")
         if found.code is not None:
             lines += [f"in your code: {found.code.place}", *filter(None, [f"    {found.code.text}".rstrip()])]
-    lines += _section(
-        f"evidence, in {found.run_dir}", [line for item in found.evidence for line in _evidence(item)]
-    )
+    evidence = [line for item in found.evidence for line in _evidence(item)]
+    lines += _section(f"evidence, in {shown_path(found.run_dir)}", evidence)
     lines += _section("what to do", [line for item in found.advice for line in _wrapped(item, "- ", "  ")])
     if found.events:
         shown = [f"{item.line}: {item.text}" for item in found.events]

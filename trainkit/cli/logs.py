@@ -19,8 +19,8 @@ from trainkit.backends.jobs import liveness_probe
 from trainkit.cli.help import Command, examples
 from trainkit.cli.options import COUNT, INDEX, run_argument
 from trainkit.cli.output import escaped
-from trainkit.cli.started import run_word
 from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, UsageError
+from trainkit.folders import shown_path
 from trainkit.formats import there_are
 from trainkit.job.failed_starts import batch_log
 from trainkit.observe.logs import LogTail, follow, last_lines, start_of_last
@@ -84,8 +84,9 @@ def command(
         paths = [log]
     if not paths:
         raise UsageError(
-            f"attempt {attempt.number} of {run.path} has not written this log",
-            hint=f"`trainkit status {run_word(run)}` shows its progress; its logs are in {attempt.logs_dir}",
+            f"attempt {attempt.number} of {run.shown} has not written this log",
+            hint=f"`trainkit status {run.word}` shows its progress; "
+            f"its logs are in {shown_path(attempt.logs_dir)}",
         )
     output = getattr(sys.stdout, "whole", None)
     for path in paths:
@@ -96,7 +97,7 @@ def command(
                 text = raw.removesuffix(b"\n").decode(errors="replace")
                 click.echo(f"{path.stem} | {text}" if named else text, file=output)
     if (read_end(attempt) or AttemptEnd()).state == "failed":
-        which = f"{run_word(run)} --attempt {attempt.number}"
+        which = f"{run.word} --attempt {attempt.number}"
         click.echo(f"hint: `trainkit diagnose {which}` names the cause of its failure", err=True)
     return EXIT_OK
 
@@ -114,13 +115,13 @@ def _choice(rank: int | None, node: int | None, all_ranks: bool) -> Callable[[At
                 return [attempt.node_log(node)]  # without a plan nothing is known of its ranks
             if node >= len(nodes):
                 hint = there_are(range(len(nodes)))
-                raise UsageError(f"{attempt.run.path} has no node {node}", hint=hint)
+                raise UsageError(f"{attempt.run.shown} has no node {node}", hint=hint)
             return [attempt.node_log(node), *map(attempt.rank_log, nodes[node])]
         plan = read_plan(attempt)
         nodes = ranks_of_nodes(plan)
         if rank is not None and nodes and rank >= nodes[-1].stop:
             hint = there_are(range(nodes[-1].stop))
-            raise UsageError(f"{attempt.run.path} has no rank {rank}", hint=hint)
+            raise UsageError(f"{attempt.run.shown} has no rank {rank}", hint=hint)
         return [log_of(attempt, plan, rank or 0)]
 
     return logs_of
@@ -197,8 +198,8 @@ def follow_detachable(run: RunDir, attempt: int, to_stderr: bool) -> int:
         return follow_run(run, attempt, to_stderr)
     except KeyboardInterrupt:
         click.echo(
-            f"\ndetached; the job continues: `trainkit logs {run_word(run)} -f` follows it, "
-            f"`trainkit cancel {run_word(run)}` ends it",
+            f"\ndetached; the job continues: `trainkit logs {run.word} -f` follows it, "
+            f"`trainkit cancel {run.word}` ends it",
             err=True,
         )
         return EXIT_INTERRUPTED
@@ -239,12 +240,12 @@ def print_end(run: RunDir) -> int:
     """Print on stderr how the newest attempt ended; returns 0 if it finished or was stopped, else 1."""
     run.follow()
     if not run.attempt_numbers():
-        click.echo(f"ended: {run.path} was deleted while the run was there", err=True)
+        click.echo(f"ended: {run.shown} was deleted while the run was there", err=True)
         return EXIT_FAILED
     end = _end_soon(run)
     if end is None:
         if not (read_job(run).newest or AttemptRecord()).has_started:
-            shown = f"`trainkit status {run_word(run)}` shows what Slurm reports"
+            shown = f"`trainkit status {run.word}` shows what Slurm reports"
             click.echo(f"died: the job ended before the supervisor began; {shown}", err=True)
             return EXIT_FAILED
         log = run.attempt(run.attempt_numbers()[-1]).supervisor_log
@@ -257,8 +258,8 @@ def print_end(run: RunDir) -> int:
     if end.verdict:
         # The log of rank 0 was shown.
         num_log_lines = 0 if end.verdict.rank == 0 else FAILURE_LOG_LINES
-        for line in failure_lines(end.verdict, run_word(run), num_log_lines=num_log_lines):
+        for line in failure_lines(end.verdict, run.word, num_log_lines=num_log_lines):
             click.echo(line, err=True)
     if end.state == "stopped":
-        click.echo(f"`trainkit resume {run_word(run)}` continues it", err=True)
+        click.echo(f"`trainkit resume {run.word}` continues it", err=True)
     return EXIT_OK if end.exit_code in (EXIT_OK, EXIT_STOPPED) else EXIT_FAILED

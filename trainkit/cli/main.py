@@ -12,6 +12,7 @@ import itertools
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -19,7 +20,7 @@ import click
 from trainkit import __version__
 from trainkit.cli.output import EscapedStream, echo_json, escaped_output
 from trainkit.cli.usage import CommandGroup, from_click
-from trainkit.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, TrainkitError
+from trainkit.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, TrainkitError, UsageError
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -42,6 +43,7 @@ SECTIONS = {
         "stacks": "Print the Python stacks of every rank of a running job.",
         "attach": "Open a shell on a node of a running job.",
         "debug": "Debug a rank of a running job that waits at breakpoint().",
+        "ui": "Show the curves of a run in a browser.",
         "sync": "Send the metrics of a run to MLflow and Weights & Biases.",
     },
     "Control": {
@@ -79,6 +81,7 @@ ELSEWHERE = {
     "generate": "contrib.generate.command:command",
     "replay": "contrib.replay.command:command",
     "sync": "contrib.trackers.command:sync",
+    "ui": "contrib.trackers.command:ui",
 }
 
 
@@ -150,6 +153,10 @@ def cli(ctx: click.Context, debug: bool, no_color: bool) -> None:
         os.environ["NO_COLOR"] = "1"
     if os.environ.get("NO_COLOR"):
         ctx.color = False
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise UsageError("the current folder was deleted", hint="`cd` to one that exists") from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:

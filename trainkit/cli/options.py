@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from trainkit.cli.help import Command, complete_config, complete_profile, complete_run, complete_setting
-from trainkit.errors import UsageError
+from trainkit.errors import ConfigError, Problem, UsageError
 from trainkit.folders import QUICKSTART, default_config
 from trainkit.plan.workload import TRAINER, Workload, name_of, workload_of
 from trainkit.run.owner import refuse_foreign
@@ -252,6 +252,10 @@ def _request_options(function: Function, *shape: Callable[[Any], Any], unless: s
         if config is None and (unless is None or others[unless] is None):
             config = choose_config(argv)
         request = None
+        if config is not None and config.endswith(".py"):
+            named = "run" if click.get_current_context().info_name == "run" else "submit"
+            hint = f"`trainkit {named} -- python {shlex.quote(config)}` runs a script of your own"
+            raise ConfigError([Problem("", "no such config", config, hint)])
         if config is not None:
             request = ConfigRequest(config, profile, overrides, flags, argv, chooses_nodes=chooses)
         return function(request=request, **others)

@@ -26,14 +26,13 @@ from trainkit.cli.options import (
 )
 from trainkit.cli.output import echo_json
 from trainkit.cli.run import shown_failures, stay_in_foreground
-from trainkit.cli.started import print_created, print_started, run_word
+from trainkit.cli.started import print_created, print_started
 from trainkit.errors import EXIT_OK, UsageError
 from trainkit.formats import duration
 from trainkit.plan.launch import describe_plan
 from trainkit.run.group import RunGroup
 from trainkit.run.manifest import published
 from trainkit.run.registry import find_run_or_group, one_run
-from trainkit.run.rundir import RunDir
 
 
 @click.command(
@@ -163,7 +162,7 @@ def command(
         return stay_in_foreground(run, name, entry, plan)
     print_started(run, name, entry, plan.backend, as_json, plan.warnings)
     if not follow:
-        click.echo(f"`trainkit logs {run_word(run)} -f` follows its log", err=True)
+        click.echo(f"`trainkit logs {run.word} -f` follows its log", err=True)
         return EXIT_OK
     return follow_detachable(run, entry.attempt, to_stderr=as_json)
 
@@ -177,5 +176,5 @@ def _resume_group(group: RunGroup, as_json: bool) -> int:
         echo_json(value)
     else:
         click.echo(f"{group.path}\n{job_id}")
-    click.echo(f"`trainkit status {run_word(RunDir(group.path))}` shows all runs", err=True)
+    click.echo(f"`trainkit status {group.word}` shows all runs", err=True)
     return EXIT_OK

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from shlex import quote
 from typing import TYPE_CHECKING
 
 import click
 
 from trainkit.cli.output import echo_json
-from trainkit.formats import plural, relative_path
+from trainkit.folders import shown_path
+from trainkit.formats import plural
 from trainkit.run.rundir import RUNS_FOLDER, RunDir
 
 if TYPE_CHECKING:
     from trainkit.launch.create import CreatedRun
     from trainkit.run.record import AttemptRecord
-
-
-def run_word(run: RunDir) -> str:
-    """A run as one word of a command that is typed in this folder."""
-    return quote(relative_path(str(run.path), Path.cwd()))
 
 
 def print_created(created: CreatedRun) -> None:
@@ -30,7 +25,8 @@ def print_created(created: CreatedRun) -> None:
     code = created.code
     if code is None:
         return
-    click.echo(f"  code                {plural(code.num_files, 'file')} of {code.source} copied", err=True)
+    source = "this folder" if Path(code.source) == Path.cwd() else shown_path(code.source)
+    click.echo(f"  code                {plural(code.num_files, 'file')} of {source} copied", err=True)
     for note in code.notes:
         click.echo(f"  note: {note}", err=True)
 

@@ -23,7 +23,8 @@ from trainkit.cli.help import Command, complete_run, examples, terminal_width, w
 from trainkit.cli.options import json_option
 from trainkit.cli.output import echo_json
 from trainkit.errors import EXIT_OK, UsageError
-from trainkit.formats import cell, duration, relative_path, short_keys, table
+from trainkit.folders import relative_path, shown_path
+from trainkit.formats import cell, duration, short_keys, table
 from trainkit.job.group_parts import recover_parts
 from trainkit.observe.group import GroupFiles, GroupStatus, PointStatus, most_relevant, state_counts
 from trainkit.observe.status import RunStatus, failure_lines, read_status
@@ -276,7 +277,7 @@ def _row(status: RunStatus | GroupStatus, cwd: Path) -> Sequence[str]:
 
 def run_details(status: RunStatus) -> str:
     """One run in detail, its failure first, then one value per line."""
-    failed, run = status.failure, quote(relative_path(status.run_dir, Path.cwd()))
+    failed, run = status.failure, quote(shown_path(status.run_dir))
     reason = f" - {status.reason}" if status.reason else ""
     workers = f"{cell(status.num_nodes)} x {cell(status.workers_per_node)}"
     place = f", partition {status.partition}" if status.partition else ""
@@ -301,7 +302,7 @@ def run_details(status: RunStatus) -> str:
         }
     if not status.is_command or status.checkpoint is not None:
         saved = status.checkpoint
-        lines["checkpoint"] = cell(saved and relative_path(saved, Path.cwd()))
+        lines["checkpoint"] = cell(saved and shown_path(saved))
     is_failed = status.state in ("failed", "died")
     for name, sent in status.trackers.items():
         place = sent.text("problem") or sent.text("place") or "not sent yet"

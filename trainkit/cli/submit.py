@@ -252,13 +252,13 @@ def command(
         require_controller()
     if dry_run or test_only:
         return _show(submission.preview(folder), test_only, as_json)
-    from trainkit.cli.started import print_created, run_word
+    from trainkit.cli.started import print_created
     from trainkit.launch.start import create_submission, start_submission
 
     created = create_submission(submission, ["trainkit", *sys.argv[1:]], folder)
     print_created(created)
     job_id, attempt = start_submission(submission, created, now=now)
-    run, shown = created.run, run_word(created.run)
+    run, shown = created.run, created.run.word
     if as_json:
         facts = {
             "run_dir": str(run.path),

@@ -39,7 +39,8 @@ def command(run_name: str | None, interval_s: float, once: bool, as_json: bool) 
     """Watch RUN in the terminal: progress, curves, nodes and warnings.
 
     RUN can also be a group of runs or a bench. Without RUN, lists active runs and the newest others to
-    choose from. Only reads. With --json or without a terminal, prints once.
+    choose from. Only reads, until a key that acts is pressed and confirmed. With --json or without a
+    terminal, prints once.
     """
     found = None if run_name is None else find_any(run_name)
     if not (once or as_json) and sys.stdout.isatty() and sys.stdin.isatty():

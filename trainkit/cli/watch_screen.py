@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from rich.cells import cell_len
 from rich.text import Text
+from textual import work
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.message import Message
-from textual.screen import Screen
+from textual.screen import ModalScreen, Screen
 from textual.widgets import DataTable, Footer, Static
 
 from trainkit.backends import JobStatus
@@ -28,6 +29,7 @@ from trainkit.backends.jobs import SlurmPoller, open_job_ids, status_from_jobs, 
 from trainkit.cli.diagnose import diagnosis_text
 from trainkit.cli.output import replaced
 from trainkit.cli.status import MAX_ENDED_RUNS, points_rows, read_all, read_group, runs_rows
+from trainkit.control.cancel import cancel_run
 from trainkit.errors import EXIT_INTERRUPTED, EXIT_OK, TrainkitError
 from trainkit.observe.group import GroupStatus, PointStatus, most_relevant, state_counts
 from trainkit.observe.logs import last_texts
@@ -45,6 +47,7 @@ from trainkit.observe.view_text import (
 )
 from trainkit.run.group import RunGroup
 from trainkit.run.history import RunHistory
+from trainkit.run.owner import refuse_foreign
 from trainkit.run.record import read_job
 from trainkit.run.registry import find_attempt
 from trainkit.run.rundir import RunDir
@@ -162,6 +165,8 @@ class RunScreen(ReadingScreen):
         Binding("d", "diagnosis", "Diagnosis"),
         Binding("n", "nodes", "Nodes"),
         Binding("w", "warnings", "Warnings"),
+        Binding("c", "cancel", "Cancel"),
+        Binding("r", "requeue", "Requeue"),
     ]
 
     def __init__(
@@ -221,6 +226,41 @@ class RunScreen(ReadingScreen):
         job, attempt = self._job, find_attempt(self.run_dir, None)
         found = diagnose(attempt, job.alive, job.job)
         return [Text(line) for line in diagnosis_text(found).splitlines()]
+
+    def action_cancel(self) -> None:
+        self._confirm(f"Cancel {self.run_dir.name}? It saves and ends.", self._cancel)
+
+    def action_requeue(self) -> None:
+        self._confirm(f"Requeue {self.run_dir.name}? It saves first if it runs.", self._requeue)
+
+    @work
+    async def _confirm(self, question: str, act: Callable[[], str]) -> None:
+        if await self.app.push_screen_wait(ConfirmScreen(question)):
+            self._act(act)
+
+    @work(thread=True)
+    def _act(self, act: Callable[[], str]) -> None:
+        try:
+            self._notify_plain(act())
+        except (OSError, TrainkitError) as error:
+            hint = getattr(error, "hint", "")
+            text = _error_text(error) + (f"; {hint}" if hint else "")
+            self.notify(text, severity="error", timeout=15, markup=False)
+
+    def _notify_plain(self, text: str) -> None:
+        self.notify(text, markup=False)
+
+    def _cancel(self) -> str:
+        return cancel_run(self.run_dir, now=False, wait=False, warn=self._notify_plain).message
+
+    def _requeue(self) -> str:
+        from trainkit.control.resume import requeue_run
+
+        refuse_foreign(self.run_dir.path, "`trainkit requeue --trust` executes it all the same")
+        entry, is_started = requeue_run(self.run_dir)
+        if is_started:
+            return f"started attempt {entry.attempt} as {entry.job_id}"
+        return f"{entry.job_id} is saving and will be requeued"
 
 
 class ListScreen(ReadingScreen):
@@ -325,6 +365,25 @@ class TextScreen(ReadingScreen):
             scroll.scroll_end(animate=False)
 
 
+class ConfirmScreen(ModalScreen[bool]):
+    """A question before an action."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("y", "answer(True)", "Yes"),
+        Binding("n,escape", "answer(False)", "No"),
+    ]
+
+    def __init__(self, question: str) -> None:
+        super().__init__()
+        self._question = question
+
+    def compose(self) -> ComposeResult:
+        yield Static(f"{self._question}\n\n  y  yes      n  no", id="question", markup=False)
+
+    def action_answer(self, is_sure: bool) -> None:
+        self.dismiss(is_sure)
+
+
 class WatchApp(App[int]):
     """Shows a run, the runs of a group or bench, or the list of runs."""
 
@@ -340,6 +399,8 @@ class WatchApp(App[int]):
     DataTable { height: 1fr; background: ansi_default; scrollbar-size: 1 1; }
     DataTable > .datatable--header { background: ansi_default; }
     #scroll { height: 1fr; background: ansi_default; scrollbar-size: 1 1; }
+    ConfirmScreen { align: center middle; }
+    #question { width: auto; max-width: 76; padding: 1 3; border: round; }
     """
 
     def __init__(

@@ -10,6 +10,7 @@ from typing import get_args
 
 from trainkit.config.training import DECODER, TRANSFORMERS, RopeKey
 from trainkit.errors import UsageError
+from trainkit.folders import shown_path
 from trainkit.formats import JsonObject
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -58,21 +59,22 @@ def find_hf_model(name: str, cwd: Path) -> HFModel:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UsageError(
-            f"is {name}, but {folder} has no {CONFIG_NAME}",
+            f"is {name}, but {shown_path(folder)} has no {CONFIG_NAME}",
             hint="name a folder that `save_pretrained` wrote, or `hf download` filled",
         ) from None
     except (OSError, ValueError) as error:
-        raise UsageError(f"is {name}, but {file} cannot be read: {error}") from None
+        raise UsageError(f"is {name}, but {shown_path(file)} cannot be read: {error}") from None
     if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
-        raise UsageError(f"is {name}, but {file} does not name a model_type")
+        raise UsageError(f"is {name}, but {shown_path(file)} does not name a model_type")
     if content.get("quantization_config"):
         hint = "train the model that it was made from"
-        raise UsageError(f"is {name}, whose weights are quantised: {file}", hint=hint)
+        raise UsageError(f"is {name}, whose weights are quantised: {shown_path(file)}", hint=hint)
     try:
         reason = _unlike_decoder(content)
         values = _decoder_values(content) if not reason else {}
     except (TypeError, ValueError, KeyError, AttributeError, ZeroDivisionError) as error:
-        raise UsageError(f"is {name}, but {file} is damaged: {error}", hint="download it again") from None
+        message = f"is {name}, but {shown_path(file)} is damaged: {error}"
+        raise UsageError(message, hint="download it again") from None
     if isinstance(content.get("vocab_size"), int):
         values["vocab_size"] = content["vocab_size"]
     return HFModel(folder, TRANSFORMERS if reason else DECODER, values, reason)

@@ -19,7 +19,7 @@ from trainkit.config.yamlfile import (
     read_yaml_file,
 )
 from trainkit.errors import ConfigError, Problem
-from trainkit.folders import find_shipped_config, shipped_config_names, shipped_configs
+from trainkit.folders import find_shipped_config, shipped_config_names, shipped_configs, shown_path
 from trainkit.formats import did_you_mean, near
 
 
@@ -74,7 +74,7 @@ class Layers:
             hint = f"`trainkit submit -- python {quote(name)}` runs a script of your own"
             return Problem("", "no such config", name, hint)
         if not path.parent.is_dir():
-            hint = f"there is no folder {path.parent}; {_shipped_hint(name)}"
+            hint = f"there is no folder {shown_path(path.parent)}; {_shipped_hint(name)}"
         else:
             files = {item.stem: item.name for item in path.parent.glob("*.y*ml")}
             close = near(path.stem, files, SIMILAR)

@@ -26,7 +26,7 @@ from trainkit.config.validation import (
 )
 from trainkit.config.yamlfile import LENGTHS, Entry, entry_at, merge, overlay, read_yaml_file
 from trainkit.errors import ConfigError, Problem, UsageError
-from trainkit.folders import FIRST_RUN, FIRST_RUN_NAME, config_folder, shipped_configs
+from trainkit.folders import FIRST_RUN, FIRST_RUN_NAME, config_folder, shipped_configs, shown_path
 
 DEFAULT_PRESET = ModelConfig.model_fields["preset"].default
 """Without effect where `model.hf` sets the sizes."""
@@ -173,7 +173,7 @@ def _with_hf_model(tree: Entry, config: RunConfig, cwd: Path, shipped: str) -> t
         return tree, []  # the task reads it
     architecture, problems = tree.find(("model", "architecture")), []
     if architecture is not None and architecture.value == DECODER and model.reason:
-        message = f"is llama, which cannot be {model.folder}: {model.reason}"
+        message = f"is llama, which cannot be {shown_path(model.folder)}: {model.reason}"
         hint = "remove it, or set it to transformers"
         problems.append(Problem("model.architecture", message, architecture.origin, hint))
     if architecture is not None and architecture.value not in (DECODER, TRANSFORMERS):
@@ -194,7 +194,7 @@ def _with_hf_model(tree: Entry, config: RunConfig, cwd: Path, shipped: str) -> t
     if model.tokenizer is not None:
         derived["data", "tokenizer"] = str(model.tokenizer)
     elif (tokenizer is None or tokenizer.origin.startswith(shipped)) and not config.model.from_scratch:
-        message = f"is not set, and {model.folder} has no tokenizer.json"
+        message = f"is not set, and {shown_path(model.folder)} has no tokenizer.json"
         hint = "save it there with `AutoTokenizer…save_pretrained`, or set data.tokenizer"
         problems.append(Problem("data.tokenizer", message, "", hint))
     for path, value in derived.items():
@@ -203,7 +203,7 @@ def _with_hf_model(tree: Entry, config: RunConfig, cwd: Path, shipped: str) -> t
             tree = merge(tree, entry_at(path, value, str(model.folder / CONFIG_NAME)))
         elif path[0] == "model" and found.plain() != value:
             says = "sets the sizes" if path == ("model", "preset") else f"says {value}"
-            message = f"is {found.plain()}, but {model.folder / CONFIG_NAME} {says}"
+            message = f"is {found.plain()}, but {shown_path(model.folder / CONFIG_NAME)} {says}"
             problems.append(Problem(".".join(path), message, found.origin, "remove it"))
     return tree, problems
 
@@ -215,7 +215,8 @@ def _sizes_of_transformers(tree: Entry, model: HFModel, shipped: str) -> Iterato
         if found is None or found.origin.startswith(shipped):
             continue
         if found.value not in (None, False) and found.plain() != model.values.get(key):
-            message = f"is {found.plain()}, but {model.folder / CONFIG_NAME} sets the sizes of the model"
+            file = shown_path(model.folder / CONFIG_NAME)
+            message = f"is {found.plain()}, but {file} sets the sizes of the model"
             yield Problem(f"model.{key}", message, found.origin, "remove it")
 
 

@@ -186,6 +186,9 @@ def meant(path: tuple[str, ...]) -> str | None:
     leaf, dotted = path[-1], ".".join(path)
     if leaf in OTHER_KEYS:
         return OTHER_KEYS[leaf]
+    same = [key for key in all_keys() if key.endswith(f".{leaf}")]
+    if len(same) == 1:
+        return same[0]
     if len(path) > 1 and (match := near(leaf, sections().get(path[0], ()))):
         return f"{path[0]}.{match}"
     words = {key.rpartition(".")[2]: key for key in reversed(all_keys())}

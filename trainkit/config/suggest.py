@@ -75,6 +75,8 @@ def value_hint(path: tuple[str, ...], found: Entry, origin: str) -> str:
         if name.isdigit():
             return f"job ids are reserved; add a letter, such as run-{name}"
         return f"did you mean {_written(path, name, origin)}?" if name else _default_hint(path)
+    if path == ("resources", "mem") and _accepts(path, with_unit := f"{typed}G"):
+        return f"did you mean {_written(path, with_unit, origin)}? Without a unit, Slurm reads MB"
     meant = first_accepted(readings(typed, _words(path)), lambda text: _accepts(path, text))
     if meant is not None:
         return f"did you mean {_written(path, meant, origin)}?"

@@ -216,6 +216,8 @@ def doubts(loaded: LoadedConfig, trains: bool) -> Iterator[str]:
             f"resources.{key} is {time}, which Slurm reads as {read};"
             f" {time}:00 is {plural(int(minutes), 'hour')}"
         )
+    if re.fullmatch(r"[1-9]\d{0,2}", mem := config.resources.mem or ""):
+        yield f"resources.mem is {mem}, which Slurm reads as {mem} MB; {mem}G is {mem} GB"
     if not trains:
         return
     if steps is not None and warmup > steps and loaded.set_by_user("schedule.warmup_steps"):

@@ -15,6 +15,7 @@ from trainkit.backends import backend_of, write_cancelled
 from trainkit.backends.jobs import lingering_job, live_entry, recover_job_id
 from trainkit.backends.slurm import cancel_follow_ups, in_queue, require_this_cluster, step_of
 from trainkit.errors import TrainkitError, UsageError, print_note
+from trainkit.folders import shown_path
 from trainkit.formats import JsonObject, plural
 from trainkit.job.group_parts import recover_parts
 from trainkit.observe.group import GroupFiles
@@ -79,7 +80,7 @@ def cancel_run(run: RunDir, *, now: bool, wait: bool, warn: Callable[[str], None
         return _run_result(run, job_id, "cancelling", f"{job_id} is saving and ends within {grace_s:g} s")
     if backend_of(entry).wait_until_gone(run, entry, grace_s + WAIT_MARGIN_S):
         return _run_result(run, job_id, "cancelled", f"{job_id} has ended")
-    message = f"{job_id} is still running; `trainkit cancel {quote(str(run.path))} --now` kills it"
+    message = f"{job_id} is still running; `trainkit cancel {run.word} --now` kills it"
     return _run_result(run, job_id, "cancelling", message)
 
 
@@ -87,9 +88,9 @@ def _end_lingering(run: RunDir, now: bool) -> CancelResult:
     """End the job of a run that has ended, if Slurm has it and it hangs or would start again."""
     job = lingering_job(run)
     if job is None or not (now or job.state.is_waiting):
-        return _run_result(run, None, "ended", f"{run.path} has already ended")
+        return _run_result(run, None, "ended", f"{run.shown} has already ended")
     cancel([job.job_id])
-    return _run_result(run, job.job_id, "ended", f"{run.path} had already ended; cancelled {job.job_id}")
+    return _run_result(run, job.job_id, "ended", f"{run.shown} had already ended; cancelled {job.job_id}")
 
 
 def _run_result(run: RunDir, job_id: str | None, state: str, message: str) -> CancelResult:
@@ -107,7 +108,7 @@ def cancel_group(group: RunGroup, *, now: bool, wait: bool) -> CancelResult:
     recover_parts(group)
     if group.job_id is None:
         raise UsageError(
-            f"cannot tell whether {group.path} was submitted: {group.sweep_file} has no job id",
+            f"cannot tell whether {group.shown} was submitted: {shown_path(group.sweep_file)} has no job id",
             hint="`squeue --me` lists your jobs",
         )
     require_this_cluster(group.record.cluster, group.job_id)
@@ -137,7 +138,7 @@ def _cancel_here(group: RunGroup, process: ProcessId, now: bool, wait: bool) -> 
     """Cancel a group of this machine: first the process that would start its other runs."""
     if process.alive() is None:
         raise UsageError(
-            f"cannot tell from here whether {group.path} is running: it was started on {process.host}",
+            f"cannot tell from here whether {group.shown} is running: it was started on {process.host}",
             hint=f"run `trainkit cancel {quote(str(group.path))}` on that host",
         )
     found = GroupFiles(group).status({}, datetime.now(timezone.utc)).points
@@ -185,12 +186,12 @@ def _group_result(group: RunGroup, num_running: int, num_pending: int, now: bool
         "num_waiting": num_pending,
     }
     if state == "ended":
-        return CancelResult(state, f"all runs of {group.path} have already ended", facts)
+        return CancelResult(state, f"all runs of {group.shown} have already ended", facts)
     done, shown = f" {'killed' if now else 'ended'}", ""
     if state == "cancelling":
         verb = " is saving and ends" if num_running == 1 else " are saving and end"
         done = f"{verb} within {_grace_s(group):g} s"
-        shown = f"; `trainkit status {quote(str(group.path))}` shows them"
+        shown = f"; `trainkit status {group.word}` shows them"
     counts = ((num_running, done), (num_pending, " removed from the queue"))
     message = ", ".join(f"{plural(count, 'run')}{text}" for count, text in counts if count)
     return CancelResult(state, message + shown, facts)

@@ -9,6 +9,7 @@ from pathlib import Path
 from trainkit.config import RunConfig, read_effective
 from trainkit.control.resume import refuse_by_hand, refuse_replay
 from trainkit.errors import UsageError
+from trainkit.folders import shown_path
 from trainkit.function import call_file
 from trainkit.launch.snapshot import moved
 from trainkit.plan.launch import LaunchPlan
@@ -70,14 +71,14 @@ def find_repeated(text: str, *, uses_current_code: bool) -> RepeatedRun | None:
     refuse_replay(run)
     refuse_by_hand(run)
     if call_file(run).exists():
-        raise UsageError(f"{run.path} is a run of a function", hint="call trainkit.submit(…) again")
+        raise UsageError(f"{run.shown} is a run of a function", hint="call trainkit.submit(…) again")
     job = read_job(run)
     code, cwd = job.code, job.cwd
     if code is not None and not uses_current_code:
         code = moved(code, run.code_dir) if run.code_dir.is_dir() else code
         if not Path(code.workdir).is_dir():
             raise UsageError(
-                f"{run.path} has lost the copy of its code: there is no {code.workdir}",
+                f"{run.shown} has lost the copy of its code: there is no {shown_path(code.workdir)}",
                 hint=f"--no-snapshot runs the code in {cwd} as it is now",
             )
     config, plan = read_effective(run.config_file), LaunchPlan.read(run.plan_file)

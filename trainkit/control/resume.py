@@ -23,7 +23,9 @@ from trainkit.config import LoadedConfig, RunConfig, load_config, read_effective
 from trainkit.config.training import ModelConfig
 from trainkit.data.checks import DataFacts
 from trainkit.errors import ConfigError, Problem, UsageError, print_note
+from trainkit.folders import working_in
 from trainkit.formats import plural
+from trainkit.function import call_file
 from trainkit.job.failed_starts import note_bad_hosts
 from trainkit.job.group_parts import recover_parts, submit_parts
 from trainkit.job.resubmit import excludable
@@ -35,7 +37,6 @@ from trainkit.plan.batch import learning_rate
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.model_shape import ModelShape, resolve_model_shape
 from trainkit.plan.slurm_request import with_excluded
-from trainkit.plan.workload import Workload
 from trainkit.run.end import is_over, read_end, read_newest_end
 from trainkit.run.files import numbers, read_json, utc_now
 from trainkit.run.group import RunGroup
@@ -47,6 +48,7 @@ from trainkit.slurm.environment import cluster_name
 
 if TYPE_CHECKING:
     from trainkit.launch.earliest_end import Choice
+    from trainkit.plan.workload import Workload
 
 REPLAY_FILE = "replay.json"
 """In the folder of a job of `trainkit replay`: which run and steps it computes again."""
@@ -58,15 +60,15 @@ def refuse_by_hand(run: RunDir) -> None:
     """Raise UsageError for a run of `trainkit.loop` that trainkit did not start, and cannot start again."""
     if run.was_started_by_hand:
         raise UsageError(
-            f"{run.path} was not started by trainkit",
+            f"{run.shown} was not started by trainkit",
             hint="start its program again: it resumes from the newest checkpoint",
         )
 
 
 def load_again(
     run: RunDir, overrides: Sequence[str], flags: Mapping[str, tuple[str, object]], profile: str | None = None
-) -> tuple[LoadedConfig, Workload]:
-    """The config of a run with changed values, and its workload."""
+) -> tuple[LoadedConfig, LaunchPlan]:
+    """The config of a run with changed values, and the plan that the run has had."""
     refuse_by_hand(run)
     loaded = load_config(run.config_file, profile=profile, overrides=overrides, flags=flags, layers=False)
     before = LaunchPlan.read(run.plan_file)
@@ -75,7 +77,7 @@ def load_again(
         # config.yaml has every key: those that were not set must not reach the tool of the launcher.
         adjustable = loaded.origins.keys() - set(before.launcher_keys)
     origin = loaded.origins["name"].rpartition(":")[0]
-    return loaded.adjusting(*adjustable, origin=origin), before.workload
+    return loaded.adjusting(*adjustable, origin=origin), before
 
 
 def expected_time_s(run: RunDir, plan: LaunchPlan, steps: int | None) -> float | None:
@@ -88,17 +90,31 @@ def expected_time_s(run: RunDir, plan: LaunchPlan, steps: int | None) -> float |
     return max(0, steps - (saved[-1].step if saved else 0)) * statistics.median(measured)
 
 
-def refuse_finished(run: RunDir, config: RunConfig, loaded: LoadedConfig) -> None:
-    """Raise UsageError if the run has computed all steps of its `config` and `loaded` asks for no others."""
-    before, now = config.train, loaded.config.train
-    end = read_end(run.attempt(max(run.attempt_numbers(), default=0)))
-    is_over = end is not None and end.state == "finished" and bool(published(run.checkpoints_dir))
-    if not is_over or (before.steps, before.epochs) != (now.steps, now.epochs):
+def refuse_finished(
+    run: RunDir, before: RunConfig, loaded: LoadedConfig, workload: Workload, *, new_code: bool
+) -> None:
+    """Raise UsageError if the run has finished and nothing is asked that it has not done.
+
+    That is another number of steps, for a command any other value than `before`, or new code.
+    """
+    end, now = read_end(run.attempt(max(run.attempt_numbers(), default=0))), loaded.config
+    if end is None or end.state != "finished":
         return
-    key, length = ("epochs", f"{now.epochs:g}") if now.epochs is not None else ("steps", f"{now.steps}")
+    if not workload.knows_run:
+        if new_code or any(changes(before, now)):
+            return
+        again = f"`trainkit submit {run.word}` runs it again in a new folder"
+        hint = f"{again}, `trainkit requeue {run.word}` in this one"
+        if call_file(run).exists():
+            hint = "call trainkit.submit(…) again"
+        raise UsageError(f"{run.shown} has finished: its command ended with exit code 0", hint=hint)
+    length = (now.train.steps, now.train.epochs)
+    if not published(run.checkpoints_dir) or (before.train.steps, before.train.epochs) != length:
+        return
+    key, number = ("steps", f"{length[0]}") if length[1] is None else ("epochs", f"{length[1]:g}")
     raise UsageError(
-        f"{run.path} has finished: it has trained for all {length} {key}",
-        hint=f"`trainkit resume {quote(str(run.path))} --set train.{key}=N` with a larger N extends it",
+        f"{run.shown} has finished: it has trained for all {number} {key}",
+        hint=f"`trainkit resume {run.word} --set train.{key}=N` with a larger N extends it",
     )
 
 
@@ -216,8 +232,8 @@ def refuse_replay(run: RunDir) -> None:
     except FileNotFoundError:
         return
     raise UsageError(
-        f"{run.path} is a replay of {record['run']}",
-        hint=f"`trainkit replay --collect {quote(str(run.path))}` compares the two; or name that run",
+        f"{run.shown} is a replay of {record['run']}",
+        hint=f"`trainkit replay --collect {run.word}` compares the two; or name that run",
     )
 
 
@@ -245,11 +261,8 @@ def submission_folder(run: RunDir, takes_new_code: bool) -> Iterator[Path]:
     if not submitted.is_dir():
         submitted = here
     code = None if takes_new_code else job.code
-    os.chdir(submitted)
-    try:
+    with working_in(submitted):
         yield submitted if code is None else Path(code.workdir)
-    finally:
-        os.chdir(here)
 
 
 def newest_checkpoint_of(run: RunDir) -> Path:
@@ -257,7 +270,7 @@ def newest_checkpoint_of(run: RunDir) -> Path:
     checkpoint = newest_intact(published(run.checkpoints_dir))
     if checkpoint is None:
         raise UsageError(
-            f"{run.path} has no intact checkpoint to resume from", hint="`trainkit submit` starts a new run"
+            f"{run.shown} has no intact checkpoint to resume from", hint="`trainkit submit` starts a new run"
         )
     return checkpoint.path
 
@@ -327,16 +340,14 @@ def planned_resume(
     if starts_here:
         require_not_running(run, "resume")
         note_dead_job(run, warn)
-    loaded, workload = load_again(run, overrides, flags)
-    job, before = read_job(run), read_effective(run.config_file)
-    if workload.knows_run:
-        refuse_finished(run, before, loaded)
+    loaded, plan_before = load_again(run, overrides, flags)
+    job, before, workload = read_job(run), read_effective(run.config_file), plan_before.workload
+    refuse_finished(run, before, loaded, workload, new_code=new_code)
     with submission_folder(run, new_code) as code_dir:
         if target is None and "launch.backend" not in flags:
             target = same_place(job.newest, loaded)
         target, resumes = target or make_target(loaded, run=run.path), bool(published(run.checkpoints_dir))
         facts = gather(loaded, workload, target=target, resumes=resumes, code_dir=code_dir)
-        plan_before = LaunchPlan.read(run.plan_file)
         lr_of = plan_before if before.optimizer == loaded.config.optimizer else None
         choice = None
         if chooses_nodes:
@@ -382,23 +393,23 @@ def resume_group(group: RunGroup) -> str:
     Returns its job id, on Slurm that of the newest array. Raises UsageError if its process may still be there
     and if there is none to start.
     """
-    path, process = quote(str(group.path)), group.record.process
+    path, process = group.word, group.record.process
     if process is None:
         return _submit_left(group)
     alive = process.alive()
     if alive is None:
         raise UsageError(
-            f"cannot tell from here whether {group.path} is running: it was started on {process.host}",
-            hint=f"run `trainkit resume {path}` on that host",
+            f"cannot tell from here whether {group.shown} is running: it was started on {process.host}",
+            hint=f"run `trainkit resume {quote(str(group.path))}` on that host",
         )
     if alive and group.has_process():
         raise UsageError(
-            f"{group.path} is running as {group.job_id}", hint=f"`trainkit cancel {path}` cancels its runs"
+            f"{group.shown} is running as {group.job_id}", hint=f"`trainkit cancel {path}` cancels its runs"
         )
     ends = (read_newest_end(group.run(index).path) for index in group.points)
     if all(end is not None and end.state == "finished" for end in ends):
         raise UsageError(
-            f"all runs of {group.path} have finished", hint=f"`trainkit status {path}` shows them"
+            f"all runs of {group.shown} have finished", hint=f"`trainkit status {path}` shows them"
         )
     group.update(cancelled_at=None)
     return start_group(group)
@@ -411,17 +422,17 @@ def start_again(run: RunDir, reason: str) -> AttemptRecord:
     """
     newest = read_job(run).newest
     if newest is None:
-        hint = f"`trainkit resume {quote(str(run.path))}` starts it"
-        raise UsageError(f"{run.path} was never started", hint=hint)
+        hint = f"`trainkit resume {run.word}` starts it"
+        raise UsageError(f"{run.shown} was never started", hint=hint)
     attempt = run.attempt(newest.attempt)
     plan = LaunchPlan.read(attempt.plan_file)
     if not plan.has_supervisor:
-        hint = f"`trainkit resume {quote(str(run.path))}` plans it anew"
+        hint = f"`trainkit resume {run.word}` plans it anew"
         where = "in a step that srun started, or on hosts without Slurm"
-        raise UsageError(f"{run.path} ran {where}", hint=hint)
+        raise UsageError(f"{run.shown} ran {where}", hint=hint)
     if plan.debug is not None:
-        hint = f"`trainkit resume {quote(str(run.path))}` starts it without"
-        raise UsageError(f"{run.path} ran in a debugger", hint=hint)
+        hint = f"`trainkit resume {run.word}` starts it without"
+        raise UsageError(f"{run.shown} ran in a debugger", hint=hint)
     hosts = note_dead_job(run, print_note)
     if hosts and plan.slurm is not None:
         left_out = with_excluded(plan.slurm, excludable(hosts, plan.slurm, print_note))
@@ -460,16 +471,16 @@ def requeue_run(run: RunDir) -> tuple[AttemptRecord, bool]:
 
 
 def _submit_left(group: RunGroup) -> str:
-    path = quote(str(group.path))
+    path = group.word
     require_this_cluster(group.record.cluster, group.job_id)
     recover_parts(group)
     if not group.left:
         hint = f"`trainkit resume {path}/INDEX` resumes one of them"
-        raise UsageError(f"all runs of {group.path} are submitted", hint=hint)
+        raise UsageError(f"all runs of {group.shown} are submitted", hint=hint)
     group.update(cancelled_at=None)
     if not submit_parts(group, print_note):
         raise UsageError(
-            f"Slurm takes none of the {plural(len(group.left), 'run')} that are left of {group.path} now",
+            f"Slurm takes none of the {plural(len(group.left), 'run')} that are left of {group.shown} now",
             hint="the jobs of the group submit them as they end",
         )
     return group.job_ids[-1]

@@ -9,7 +9,6 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from shlex import quote
 from typing import TYPE_CHECKING, NoReturn
 
 from trainkit.backends import backend_of
@@ -122,7 +121,7 @@ def debug(attempt: AttemptDir, rank: int) -> None:
     record = next((record for record in own if record.get("socket")), {})
     if not record:
         problem = "is in another debugger" if own else "is not at a breakpoint()"
-        hint = f"`trainkit stacks {quote(str(run.path))} --rank {rank}` shows where it is"
+        hint = f"`trainkit stacks {run.word} --rank {rank}` shows where it is"
         if others := sorted({number for number, _ in records} - {rank}):
             hint = f"{rank_list(others)} of this run may be"
         raise UsageError(f"rank {rank} {problem}", hint=hint)

@@ -20,9 +20,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from trainkit.errors import UsageError
+from trainkit.folders import shown_path
 from trainkit.formats import JsonObject
 from trainkit.run import files
 
@@ -119,9 +121,10 @@ def read_dataset_file(folder: Path) -> DatasetFile:
     try:
         record = files.read_json(path)
     except FileNotFoundError:
+        shown = shown_path(folder)
         raise UsageError(
-            f"{folder} is not a prepared dataset: it has no {DATASET_FILE}",
-            hint=f"run `trainkit data prepare SRC --out {folder}`; it also resumes an interrupted run",
+            f"{shown} is not a prepared dataset: it has no {DATASET_FILE}",
+            hint=f"run `trainkit data prepare SRC --out {quote(shown)}`; it also resumes an interrupted run",
         ) from None
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} cannot be read: {error}", hint="prepare the dataset again") from None
@@ -204,7 +207,8 @@ def check_made_by(wanted: str, identity: TokenizerIdentity, folder: Path, used: 
     """
     if wanted != BYTES and identity.sha256 != used.sha256:
         raise UsageError(
-            f"data.tokenizer {wanted} is not the tokenizer of {folder}, which was made with {used.name}",
+            f"data.tokenizer {wanted} is not the tokenizer of {shown_path(folder)}, "
+            f"which was made with {used.name}",
             hint="remove data.tokenizer, or prepare the texts again with this tokenizer",
         )
 
@@ -224,16 +228,17 @@ def refuse_several(used: Sequence[tuple[str, TokenizerIdentity]]) -> None:
 @lru_cache(maxsize=4)
 def _read(tokenizer: str) -> tuple[str, dict[str, int]]:
     """The sha256 of a tokenizer.json and the id of every token in it."""
-    path = Path(tokenizer)
+    path, shown = Path(tokenizer), shown_path(tokenizer)
     try:
         content = path.read_bytes()
     except FileNotFoundError:
         raise UsageError(
-            f"tokenizer {path} does not exist", hint="use `bytes`, or the path of a tokenizer.json"
+            f"tokenizer {shown} does not exist",
+            hint="use `bytes`, or the path of a tokenizer.json",
         ) from None
     except OSError as error:
         hint = "name the tokenizer.json in that folder" if path.is_dir() else ""
-        raise UsageError(f"tokenizer {path} cannot be read: {error.strerror}", hint=hint) from None
+        raise UsageError(f"tokenizer {shown} cannot be read: {error.strerror}", hint=hint) from None
     try:
         record = json.loads(content)
         ids = _token_ids(record)
@@ -241,7 +246,7 @@ def _read(tokenizer: str) -> tuple[str, dict[str, int]]:
         ids = {}
     if not ids:
         raise UsageError(
-            f"tokenizer {path} is not a Hugging Face tokenizer.json",
+            f"tokenizer {shown} is not a Hugging Face tokenizer.json",
             hint="save one with `tokenizer.backend_tokenizer.save(PATH)`, or use `bytes`",
         )
     return hashlib.sha256(content).hexdigest(), ids
@@ -264,13 +269,14 @@ def _eos_token(path: Path, ids: dict[str, int]) -> str:
         if named in ids:
             return named
         raise UsageError(
-            f"tokenizer {path} has no token {named!r}, which tokenizer_config.json names as eos_token"
+            f"tokenizer {shown_path(path)} has no token {named!r}, "
+            "which tokenizer_config.json names as eos_token"
         )
     for token in EOS_NAMES:
         if token in ids:
             return token
     raise UsageError(
-        f"tokenizer {path} has no known end-of-document token: none of {' '.join(EOS_NAMES)}",
+        f"tokenizer {shown_path(path)} has no known end-of-document token: none of {' '.join(EOS_NAMES)}",
         hint='put {"eos_token": "…"} with a token of its vocabulary into tokenizer_config.json next to it',
     )
 

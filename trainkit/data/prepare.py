@@ -42,7 +42,7 @@ from trainkit.data.sources import DatasetSpec, find_inputs
 from trainkit.data.tokenize import WORK_FOLDER, UnitJob, digest_unit, run_unit, token_dtype
 from trainkit.data.units import UNIT_BYTES, plan_units
 from trainkit.errors import TrainkitError, UsageError
-from trainkit.folders import ensure_folder
+from trainkit.folders import ensure_folder, shown_path
 from trainkit.locks import LockBusy, LockUnsupported, NotALock, file_lock
 from trainkit.run import files
 
@@ -149,7 +149,7 @@ def prepare(
     full or a worker was killed.
     """
     if folder.is_file():
-        raise UsageError(f"{folder} is a file", hint="name a new or empty folder for the shards")
+        raise UsageError(f"{shown_path(folder)} is a file", hint="name a new or empty folder for the shards")
     work = _Preparation(folder, spec, unit_bytes, workers, on_progress)
     try:
         if not is_dataset(folder):
@@ -159,11 +159,11 @@ def prepare(
                     return Prepared(folder, work.make(), was_there=False)
         return Prepared(folder, work.compare(), was_there=True)
     except LockBusy:
-        message = f"another process is preparing {folder}"
+        message = f"another process is preparing {shown_path(folder)}"
         raise UsageError(message, hint="wait until it has finished, or choose another folder") from None
     except OSError as error:
         raise TrainkitError(
-            f"cannot write to {folder}: {error.strerror or error}",
+            f"cannot write to {shown_path(folder)}: {error.strerror or error}",
             hint="free space there, or make it writable, and run the same command again: "
             "it resumes where it stopped",
         ) from error
@@ -272,7 +272,8 @@ def _make_work_folder(folder: Path) -> None:
     others = sorted(entry.name for entry in folder.iterdir() if entry.name != WORK_FOLDER)
     if others and not (folder / WORK_FOLDER / PLAN_FILE).exists():
         raise UsageError(
-            f"{folder} is not empty and not a dataset: it contains {others[0]}", hint="choose another folder"
+            f"{shown_path(folder)} is not empty and not a dataset: it contains {others[0]}",
+            hint="choose another folder",
         )
     ensure_folder(folder / WORK_FOLDER)
 
@@ -303,7 +304,7 @@ class DatasetMismatch(UsageError):
 
 def _mismatch(folder: Path, how: str) -> DatasetMismatch:
     return DatasetMismatch(
-        f"{folder} contains another dataset: it was {how}",
+        f"{shown_path(folder)} contains another dataset: it was {how}",
         hint="choose another folder; nothing was overwritten",
     )
 

@@ -26,6 +26,7 @@ from trainkit.data.dataset_file import (
 from trainkit.data.order import IntArray, Schedule, sample_index, source_seed
 from trainkit.data.sources import components, integer_weights, is_mixture
 from trainkit.errors import UsageError
+from trainkit.folders import shown_path
 
 MAX_OPEN_SHARDS = 256
 """Memory maps that a dataset keeps open; each uses a file descriptor, often limited to 1,024 per process."""
@@ -205,7 +206,7 @@ def _too_short(folder: Path, split: str, num_tokens: int, seq_len: int) -> Usage
     if split == VAL:
         hint += "; raise data.val_fraction, or name a data.val_source"
     return UsageError(
-        f"the {split} split of {folder} has {num_tokens:,} tokens, "
+        f"the {split} split of {shown_path(folder)} has {num_tokens:,} tokens, "
         f"fewer than one sample of data.seq_len {seq_len} + 1",
         hint=hint,
     )

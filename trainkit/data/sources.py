@@ -21,6 +21,7 @@ from typing import Any, cast
 from trainkit.config.training import DataConfig
 from trainkit.data.dataset_file import BYTES, TRAIN, VAL, is_dataset
 from trainkit.errors import UsageError
+from trainkit.folders import shown_path
 
 STDLIB = "stdlib"
 """The source available on every machine: the Python sources of the interpreter."""
@@ -158,6 +159,11 @@ class Input:
     """Bytes on disk."""
     mtime_ns: int
 
+    @property
+    def shown(self) -> str:
+        """Its path in a message."""
+        return shown_path(self.path)
+
 
 def find_inputs(spec: DatasetSpec) -> list[Input]:
     """Every file of a spec in the order in which it is tokenised.
@@ -192,21 +198,21 @@ def _expand(source: str, role: str, val_fraction: float) -> Iterator[Input]:
     try:
         is_folder = stat.S_ISDIR(path.stat().st_mode)
     except FileNotFoundError:
-        raise UsageError(f"data source {path} does not exist", hint="check the path") from None
+        raise UsageError(f"data source {shown_path(path)} does not exist", hint="check the path") from None
     except OSError as error:
-        raise UsageError(f"data source {path} cannot be read: {error.strerror}") from None
+        raise UsageError(f"data source {shown_path(path)} cannot be read: {error.strerror}") from None
     if not is_folder:
         form = form_of(path.name)
         if form is None:
             raise UsageError(
-                f"data source {path} is of an unsupported kind; supported: {KINDS}",
+                f"data source {shown_path(path)} is of an unsupported kind; supported: {KINDS}",
                 hint="rename plain text to .txt, one JSON object per line to .jsonl",
             )
         yield _input(str(path), path.name, role, *form)
         return
     if is_dataset(path):
         raise UsageError(
-            f"{path} is a prepared dataset and cannot be mixed with other sources",
+            f"{shown_path(path)} is a prepared dataset and cannot be mixed with other sources",
             hint="make it the only data.source, or give each source a weight: "
             "{" + f"{path.name}: 0.5, …" + "}",
         )
@@ -225,7 +231,7 @@ def _expand(source: str, role: str, val_fraction: float) -> Iterator[Input]:
             inputs += _saved_inputs(path, folder + slash, role)
     if not inputs:
         raise UsageError(
-            f"data source {path} contains no {KINDS} file and no saved Hugging Face dataset",
+            f"data source {shown_path(path)} contains no {KINDS} file and no saved Hugging Face dataset",
             hint="name a folder of texts",
         )
     yield from inputs
@@ -274,10 +280,11 @@ def _input(
         # A path object for each file triples the time that a large source takes.
         status = status or os.stat(path)  # noqa: PTH116
     except OSError as error:
-        raise UsageError(f"data source {path} cannot be read: {error.strerror}") from None
+        raise UsageError(f"data source {shown_path(path)} cannot be read: {error.strerror}") from None
     if not os.access(path, os.R_OK):
         raise UsageError(
-            f"data source {path} cannot be read: permission denied", hint="make it readable (chmod u+r)"
+            f"data source {shown_path(path)} cannot be read: permission denied",
+            hint="make it readable (chmod u+r)",
         )
     return Input(path, name, role, form, compressed, status.st_size, status.st_mtime_ns)
 

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
+from shlex import quote
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,6 +19,7 @@ from trainkit.data.dataset_file import BYTES, PLACES, SPLITS, Shard, identify, p
 from trainkit.data.sources import FORMS, DatasetSpec, Input
 from trainkit.data.units import SpanReader, Unit
 from trainkit.errors import UsageError
+from trainkit.folders import shown_path
 from trainkit.run import files
 
 T = TypeVar("T")
@@ -61,7 +63,7 @@ def _load(path: str) -> Any:
         library = tokenizers.Tokenizer.from_file(path)
     except Exception as error:  # the library raises plain Exceptions
         raise UsageError(
-            f"tokenizer {path} cannot be loaded by tokenizers {tokenizers.__version__}: {error}",
+            f"tokenizer {shown_path(path)} cannot be loaded by tokenizers {tokenizers.__version__}: {error}",
             hint="install a newer version of tokenizers, or save the tokenizer again",
         ) from None
     library.no_truncation()
@@ -139,8 +141,8 @@ def _tokenize(job: UnitJob, writers: dict[str, _ShardWriter]) -> list[str]:
                     writer.append(tokens, eos if piece.ends_document else None)
         except UnicodeDecodeError as error:
             raise UsageError(
-                f"{source.path} is not UTF-8: byte {error.object[error.start]:#04x}",
-                hint=f"`trainkit data validate {source.path}` lists all such lines; "
+                f"{source.shown} is not UTF-8: byte {error.object[error.start]:#04x}",
+                hint=f"`trainkit data validate {quote(source.shown)}` lists all such lines; "
                 "the tokenizer `bytes` accepts any bytes",
             ) from None
         _check_unchanged(source)
@@ -166,10 +168,10 @@ def _check_unchanged(source: Input) -> None:
     try:
         status = Path(source.path).stat()
     except OSError as error:
-        raise UsageError(f"{source.path} cannot be read: {error.strerror}") from None
+        raise UsageError(f"{source.shown} cannot be read: {error.strerror}") from None
     if (status.st_size, status.st_mtime_ns) != (source.size, source.mtime_ns):
         raise UsageError(
-            f"{source.path} changed while it was being prepared",
+            f"{source.shown} changed while it was being prepared",
             hint="wait until it is complete, then prepare into a new folder",
         )
 

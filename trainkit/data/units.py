@@ -11,6 +11,7 @@ import json
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from shlex import quote
 from typing import IO, Any, cast
 
 from trainkit.data.dataset_file import TRAIN, VAL
@@ -193,11 +194,11 @@ class SpanReader:
                 yield from self._rows(self._lines(stream)) if self.source.form == ROWS else self._text(stream)
         except (EOFError, zlib.error) as error:
             raise UsageError(
-                f"{self.source.path} is not a complete gzip file: {error}",
+                f"{self.source.shown} is not a complete gzip file: {error}",
                 hint="copy or compress the file again",
             ) from None
         except OSError as error:
-            raise UsageError(f"{self.source.path} cannot be read: {error.strerror or error}") from None
+            raise UsageError(f"{self.source.shown} cannot be read: {error.strerror or error}") from None
 
     def _text(self, stream: IO[bytes]) -> Iterator[Piece]:
         span = self.span
@@ -218,7 +219,7 @@ class SpanReader:
         while position < end:
             block = stream.read(min(PIECE_BYTES, end - position))
             if not block:
-                raise UsageError(f"{self.source.path} was truncated while being read")
+                raise UsageError(f"{self.source.shown} was truncated while being read")
             self._hash.update(block)
             position += len(block)
             kept += block
@@ -268,13 +269,14 @@ class SpanReader:
                 yield row, text
         except TableError as error:
             hint = "set data.text_key to a column of strings, or write the file again"
-            raise UsageError(f"{self.source.path}: {error}", hint=hint) from None
+            raise UsageError(f"{self.source.shown}: {error}", hint=hint) from None
 
 
 def _row_error(source: Input, row: int, error: RowError) -> UsageError:
     """What is wrong with one row, counted from 1."""
     return UsageError(
-        f"{source.path}:{row}: {error}", hint=f"`trainkit data validate {source.path}` lists all such rows"
+        f"{source.shown}:{row}: {error}",
+        hint=f"`trainkit data validate {quote(source.shown)}` lists all such rows",
     )
 
 

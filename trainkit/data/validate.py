@@ -14,6 +14,7 @@ from trainkit.data.dataset_file import SPLITS, check_shard_sizes, read_dataset_f
 from trainkit.data.sources import ROWS, TABLES, Input, TableError, read_column
 from trainkit.data.tokenize import Tokenizer, in_batches
 from trainkit.data.units import RowError, cell_text, open_input, row_text
+from trainkit.folders import shown_path
 from trainkit.run.manifest import file_hash
 
 LONG_ROW_BYTES = 1 << 20
@@ -32,7 +33,7 @@ class LineProblem:
     message: str
 
     def render(self) -> str:
-        place = self.file if self.line is None else f"{self.file}:{self.line}"
+        place = shown_path(self.file) if self.line is None else f"{shown_path(self.file)}:{self.line}"
         return f"{place}: {self.message}"
 
 
@@ -65,7 +66,7 @@ class SourceSummary:
         ):
             if first:
                 more = ", …" if count > len(first) else ""
-                yield f"{self.file}: {count:,} rows {what}: {', '.join(map(str, first))}{more}"
+                yield f"{shown_path(self.file)}: {count:,} rows {what}: {', '.join(map(str, first))}{more}"
 
     def add_row(self, number: int, text: bytes) -> bool:
         """Count a row; returns whether it has text."""

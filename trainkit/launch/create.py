@@ -23,7 +23,7 @@ from trainkit import __version__
 from trainkit.backends import JobScript, NewAttempt, backend_named
 from trainkit.config import RunConfig, dump_effective
 from trainkit.errors import UsageError
-from trainkit.folders import ensure_folder, user_name
+from trainkit.folders import ensure_folder, shown_path, user_name
 from trainkit.launch.environment import own_packages
 from trainkit.launch.secrets import mask_diff, refuse_leaks, without_secrets
 from trainkit.launch.snapshot import copy_again, copy_code, wants_copy
@@ -139,8 +139,9 @@ def _script(run: RunDir, job: JobRecord, config: RunConfig, plan: LaunchPlan) ->
 
     if job.cwd is None:
         raise UsageError(
-            f"{run.job_file} cannot be read, so the working directory and the code of the run are unknown",
-            hint=f"`trainkit resume {quote(str(run.path))} --as DIR` resumes in a new folder",
+            f"{shown_path(run.job_file)} cannot be read, "
+            "so the working directory and the code of the run are unknown",
+            hint=f"`trainkit resume {run.word} --as DIR` resumes in a new folder",
         )
     return script_for(run, next_attempt_number(run), plan, config, Path(job.cwd), job.code)
 

@@ -11,6 +11,7 @@ from shlex import quote
 from trainkit.backends.jobs import query_job_status
 from trainkit.config import read_effective
 from trainkit.errors import UsageError
+from trainkit.folders import shown_path
 from trainkit.observe.group import GroupFiles, PointStatus
 from trainkit.observe.status import RunStatus, read_status
 from trainkit.plan.launch import UNFINISHED_STATES, LaunchPlan
@@ -36,13 +37,14 @@ def open_runs(text: str, runs: Sequence[Dependency]) -> list[Dependency]:
             more = f"; {len(wrong):,} of {len(runs):,} runs will not finish"
         is_here = any(str(run.job_id).startswith("local-") for run in runs)
         whole = isinstance(first, PointStatus) and is_here
-        named = str(Path(first.run_dir).parent) if whole else first.run_dir
-        hint = f"resume it first: `trainkit resume {quote(named)}`"
+        place, named = shown_path(first.run_dir), Path(first.run_dir)
+        again = quote(shown_path(named.parent if whole else named))
+        hint = f"resume it first: `trainkit resume {again}`"
         if first.state == "unknown":
-            hint = f"`trainkit status {quote(first.run_dir)}` says why; without --after the run starts now"
+            hint = f"`trainkit status {quote(place)}` says why; without --after the run starts now"
         if first.state in UNFINISHED_STATES:
             hint = "try again when all of its runs are submitted"
-        raise UsageError(f"--after {text}: {first.run_dir} is {first.state}{more}", hint=hint)
+        raise UsageError(f"--after {text}: {place} is {first.state}{more}", hint=hint)
     return found
 
 
@@ -55,9 +57,10 @@ def dependency_ids(text: str, runs: Sequence[Dependency], arrays: Sequence[str] 
     found = open_runs(text, runs)
     local = next((run for run in found if str(run.job_id).startswith("local-")), None)
     if local is not None:
+        place = shown_path(local.run_dir)
         raise UsageError(
-            f"--after {text}: {local.run_dir} runs on this machine, and Slurm cannot wait for it",
-            hint=f"`trainkit logs {quote(local.run_dir)} -f` returns when it has ended",
+            f"--after {text}: {place} runs on this machine, and Slurm cannot wait for it",
+            hint=f"`trainkit logs {quote(place)} -f` returns when it has ended",
         )
     if all(base_id(str(run.job_id)) in arrays for run in runs):
         return list(dict.fromkeys(base_id(str(run.job_id)) for run in found))
@@ -109,8 +112,8 @@ def _run(run: RunDir, warn: Callable[[str], None], on_slurm: bool) -> RunStatus:
         num_follow_ups = read_effective(run.config_file).requeue.follow_ups
         if num_follow_ups:
             raise UsageError(
-                f"--after {run.path}: its {num_follow_ups} follow-up jobs (requeue.follow_ups) continue it "
+                f"--after {run.shown}: its {num_follow_ups} follow-up jobs (requeue.follow_ups) continue it "
                 "under other job ids, and Slurm would start this job when the first of them ends",
-                hint=f"`trainkit logs {quote(str(run.path))} -f` returns when the run has ended",
+                hint=f"`trainkit logs {run.word} -f` returns when the run has ended",
             )
     return status

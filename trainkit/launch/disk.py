@@ -8,6 +8,7 @@ from pathlib import Path
 
 from trainkit.config import RunConfig
 from trainkit.errors import UsageError
+from trainkit.folders import shown_path
 from trainkit.formats import size
 from trainkit.locks import NEEDS_FLOCK, local_locks, unsupported
 from trainkit.plan.launch import LaunchPlan
@@ -43,7 +44,7 @@ def disk_forecast(
     except OSError:
         return None  # what creates the folder says what is wrong with it
     if one * num_runs > free and starts:
-        message = f"a checkpoint needs {size(one)}, but {folder} has only {size(free)} free"
+        message = f"a checkpoint needs {size(one)}, but {shown_path(folder)} has only {size(free)} free"
         if num_runs > 1:
             message = f"{num_runs} runs with a checkpoint each need {size(one * num_runs)}: {message}"
         raise UsageError(message, hint="free disk space, or choose a folder on another disk with --run-dir")
@@ -52,7 +53,8 @@ def disk_forecast(
     if need < PLENTY_SHARE * free:
         return None
     whose = f"{num_runs} runs with " if num_runs > 1 else ""
-    text = f"{whose}up to {most} checkpoints of {size(one)}: {size(need)} of {size(free)} free in {folder}"
+    where = f"{size(free)} free in {shown_path(folder)}"
+    text = f"{whose}up to {most} checkpoints of {size(one)}: {size(need)} of {where}"
     if need > free:
         return f"warning: {text}; lower checkpoint.keep_last (now {kept}), or free disk space"
     return f"  disk                {text}"

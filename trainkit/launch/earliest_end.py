@@ -20,7 +20,7 @@ from trainkit.config import LoadedConfig, RunConfig, read_effective
 from trainkit.config.load import with_values
 from trainkit.config.training import DECODER
 from trainkit.errors import ConfigError, TrainkitError
-from trainkit.formats import JsonObject, duration, plural, relative_path, table, time_limit_s, time_text
+from trainkit.formats import JsonObject, duration, plural, table, time_limit_s, time_text
 from trainkit.launch.plan_run import gather, plan_run
 from trainkit.launch.queue_estimate import Answer, ask_starts, misfit, request_of, when
 from trainkit.plan.facts import Facts
@@ -323,7 +323,7 @@ def _measured(
             measured = numbers([record for record in records if record.attempt == number], "step_s")
             if gpu is None or (plan.num_nodes, gpu) in found or not measured or not _is_alike(run, config):
                 continue  # without a partition of this cluster, it was on other nodes
-            source = f"measured in {relative_path(str(run.path), Path.cwd())}"
+            source = f"measured in {run.shown}"
             found[plan.num_nodes, gpu] = Work(steps * statistics.median(measured), source)
     return found
 

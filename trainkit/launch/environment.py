@@ -20,6 +20,7 @@ from typing import Any
 from trainkit import __version__
 from trainkit.config.running import LaunchConfig
 from trainkit.errors import KeyProblem
+from trainkit.folders import shown_path
 from trainkit.job.processes import PYTHON_OPTIONS
 from trainkit.plan.facts import Interpreter
 from trainkit.plan.torch_build import TorchBuild, release_problem
@@ -204,10 +205,10 @@ def _venv_problems(key: str, given: str, folder: str, in_container: bool) -> Ite
     if in_container:
         return  # the folder may exist only in the container
     if not os.access(f"{folder}/bin/python", os.X_OK):
-        message = f"is {given!r}, and there is no {folder}/bin/python"
+        message = f"is {given!r}, and there is no {shown_path(folder)}/bin/python"
         yield key, message, f"`python3 -m venv {given}` creates a virtual environment"
     elif not Path(folder, "bin", "activate").is_file():
-        message = f"is {given!r}, and there is no {folder}/bin/activate"
+        message = f"is {given!r}, and there is no {shown_path(folder)}/bin/activate"
         yield key, message, "for an interpreter without an environment to activate, set launch.python"
 
 

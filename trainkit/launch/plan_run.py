@@ -21,6 +21,7 @@ from trainkit.config import InvalidConfig, LoadedConfig, RunConfig
 from trainkit.config.running import MAIL_TYPES, WEBHOOK_VARIABLE, LaunchConfig, NotifyConfig
 from trainkit.data.checks import DataFacts, inspect_data
 from trainkit.errors import ConfigError, KeyProblem, TrainkitError, UsageError
+from trainkit.folders import shown_path
 from trainkit.launch.environment import (
     NoAnswer,
     Packages,
@@ -139,7 +140,7 @@ def _missing(config: RunConfig, resumes: bool, code_dir: Path) -> Iterator[KeyPr
     file, _, _ = name.rpartition(":")
     # A task may also be in a module; an architecture is always in a file.
     if file and (key != "task" or file.endswith(".py")) and not (code_dir / file).is_file():
-        message = f"is {name}, but there is no file {(code_dir / file).absolute()}"
+        message = f"is {name}, but there is no file {shown_path((code_dir / file).absolute())}"
         yield key, message, "FILE.py is relative to the current folder"
 
 
@@ -269,7 +270,9 @@ def refuse_missing(command: Sequence[str], launch: LaunchConfig, launcher: str, 
     # launch.setup may change the folder or create the script.
     folder_is_known = launch.container is None and not launch.setup
     if script is not None and folder_is_known and not (cwd / script).exists():
-        raise UsageError(f"there is no {script} in {cwd}", hint="commands are started in this folder")
+        raise UsageError(
+            f"there is no {shown_path(cwd / script)}", hint="commands are started in this folder"
+        )
 
 
 def _script_of(command: Sequence[str]) -> str | None:

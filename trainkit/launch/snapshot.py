@@ -126,7 +126,7 @@ def moved(code: CodeCopy, folder: Path) -> CodeCopy:
 def _copy_error(error: OSError, run: RunDir) -> UsageError:
     if error.errno in _NO_SPACE:
         return UsageError(
-            f"cannot copy the code to {run.path}: {error.strerror}",
+            f"cannot copy the code to {run.shown}: {error.strerror}",
             hint="free disk space or quota, or use the files in place with --no-snapshot",
         )
     name = printable(os.fsdecode(error.filename)) if error.filename else str(run.path)

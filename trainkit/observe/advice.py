@@ -10,12 +10,11 @@ import math
 import re
 import shutil
 from collections.abc import Iterable
-from pathlib import Path
 from shlex import quote
 
 from trainkit.config import RunConfig
 from trainkit.config.running import ResourcesConfig
-from trainkit.formats import rank_list, relative_path, size, time_limit_s, time_text
+from trainkit.formats import rank_list, size, time_limit_s, time_text
 from trainkit.observe.attempt_files import MAX_LOGS, AttemptFiles
 from trainkit.observe.logs import Evidence, Match, Text, clean, json_line
 from trainkit.observe.signatures import load_signatures
@@ -33,7 +32,7 @@ def run_values(run: RunDir, attempt: AttemptDir) -> dict[str, str]:
     plan = read_plan(attempt)
     plan = plan if plan.values else read_plan(run)
     values = {
-        "run": quote(relative_path(str(run.path), Path.cwd())),
+        "run": run.word,
         "attempt_dir": str(attempt.path),
         **_disk_values(run),
     }

@@ -9,7 +9,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from shlex import join, quote
 
-from trainkit.formats import duration, relative_path
+from trainkit.folders import relative_path
+from trainkit.formats import duration
 from trainkit.observe.attempt_files import log_of
 from trainkit.observe.logs import last_texts
 from trainkit.observe.status import RunStatus

@@ -19,12 +19,13 @@ from trainkit.plan.launch import Layout
 from trainkit.plan.model_shape import ModelShape, num_params, num_params_between_embeddings
 from trainkit.plan.step_work import (
     DEFERRED_WEIGHT_GRADS,
+    InFlight,
     StepWork,
     losses_in_flight,
     num_stages,
     stage_layers,
-    stages_in_flight,
     stages_of,
+    worst_in_flight,
 )
 
 FLOAT32 = 4
@@ -311,14 +312,10 @@ def _pipeline_phases(work: StepWork, params: RankParams, pp_rank: int) -> Iterat
         others = losses_in_flight(schedule, work.layout.pp, work.passes_per_step) - 1
         a_logit = item if is_deferred else FLOAT32 + item
         losses = others * round(_logits(work) * a_logit + _head_bytes(work))
-    # The passes whose weight gradients may wait, over all stages of the rank.
-    half, split = pp_rank if is_deferred else 0, _split_gradient_bytes(work)
-    most = stages_in_flight(schedule, work.layout.pp, pp_rank, work.passes_per_step)
-    # Of all forward passes, the first is gone when there are gradients.
-    are_all = most == len(layers) * work.passes_per_step
-    summed = FLOAT32 * params.whole + (item * params.whole if is_deferred else 0)
-    for whole, gradients in [(most, 0), (most - 1, summed)] if are_all else [(most, summed)]:
-        activations = max(layers) * (whole * kept + half * split)
+    for state in worst_in_flight(schedule, work.layout.pp, pp_rank, work.passes_per_step):
+        gradients = _waiting_in_stages(work, params, state, has_embedding=pp_rank == 0)
+        a_layer = state.whole * kept + state.half * (kept + _split_gradient_bytes(work))
+        activations = max(layers) * a_layer
         in_block = buffers + _in_a_block(work, params)
         inside = activations + max(0, block - kept)
         yield "backward", _parts(work, params, gradients + item * params.head, inside, losses, in_block)
@@ -327,8 +324,21 @@ def _pipeline_phases(work: StepWork, params: RankParams, pp_rank: int) -> Iterat
             with_head = activations + _head_bytes(work)
             yield "loss", _parts(work, params, gradients, with_head, loss_bytes(work) + losses, buffers)
         if work.recomputes_for_weights:
-            again = max(layers) * (split + RECOMPUTED_COPIES * block)
+            again = max(layers) * (_split_gradient_bytes(work) + RECOMPUTED_COPIES * block)
             yield "weights", _parts(work, params, gradients, activations + again, losses, buffers)
+
+
+def _waiting_in_stages(work: StepWork, params: RankParams, state: InFlight, *, has_embedding: bool) -> int:
+    """The bytes of unsharded gradients of the stages of a pipeline."""
+    if not state.summed:
+        return 0
+    blocks, has_all = sum(params.layers[-state.summed :]), state.summed == len(params.layers)
+    found = FLOAT32 * (params.block * blocks + params.head + (params.embedding if has_all else 0))
+    if state.has_latest:
+        # The first stage does not defer weight gradients, so its latest ones are accumulated already.
+        blocks -= params.layers[0] if has_embedding and has_all else 0
+        found += work.itemsize * (params.block * blocks + params.head)
+    return found
 
 
 def _head_bytes(work: StepWork) -> int:

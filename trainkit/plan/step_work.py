@@ -240,6 +240,20 @@ DEFERRED_WEIGHT_GRADS: tuple[PipelineSchedule, ...] = ("interleaved_zero_bubble"
 `SPLIT_BACKWARD` do so only at the ends of a step."""
 
 
+@dataclass(frozen=True)
+class InFlight:
+    """The passes and gradients that a rank of a pipeline holds at a possible memory peak."""
+
+    whole: int = 1
+    """Forward passes, over all of its stages, whose gradients are not computed yet."""
+    half: int = 0
+    """Passes whose input gradients are computed, but not their weight gradients."""
+    summed: int = 0
+    """Number of its stages, counted from the last, that hold accumulated weight gradients."""
+    has_latest: bool = False
+    """Whether these stages also hold the weight gradients of their latest pass, not accumulated yet."""
+
+
 def bubble_fraction(schedule: PipelineSchedule, pp: int, num_microbatches: int) -> float:
     """The fraction of a step in which a rank is idle: (p - 1) / (m + p - 1) for 1F1B and GPipe."""
     if pp == 1:
@@ -281,6 +295,29 @@ def stages_in_flight(schedule: PipelineSchedule, pp: int, pp_rank: int, num_micr
     if schedule == "zbv":
         return min(both, 2 * pp, num_microbatches + 1 + pp_rank)
     return min(both, 2 * pp + 1)
+
+
+def worst_in_flight(
+    schedule: PipelineSchedule, pp: int, pp_rank: int, num_microbatches: int
+) -> list[InFlight]:
+    """The states of a rank at the start of those backward passes at which memory may peak."""
+    most = stages_in_flight(schedule, pp, pp_rank, num_microbatches)
+    stages = STAGES_PER_RANK[schedule]
+    if schedule not in DEFERRED_WEIGHT_GRADS:
+        if most < stages * num_microbatches:
+            return [InFlight(most, summed=stages)]
+        # All forward passes are done before the first backward pass leaves gradients.
+        return [InFlight(most), InFlight(most - 1, summed=stages)]
+    # With few microbatches, the forward passes are over before the earlier stage has gradients.
+    settled = pp + 1 if schedule == "zbv" else 2 * pp + (pp_rank == pp - 1)
+    summed = stages if num_microbatches >= settled else 1
+    if schedule == "interleaved_zero_bubble":
+        half = min(pp_rank, most - 1)
+        return [InFlight(most - half, half), InFlight(most - half, half, summed, has_latest=True)]
+    found = [InFlight(most), InFlight(most, 0, summed, has_latest=True)]
+    half = 2 * min(pp_rank, num_microbatches - pp)
+    # Deferred weight gradients are computed at the end of the step.
+    return [*found, InFlight(pp - pp_rank, half, stages)] if half > 0 else found
 
 
 def losses_in_flight(schedule: PipelineSchedule, pp: int, num_microbatches: int) -> int:

@@ -17,7 +17,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from shlex import quote
 from typing import Any, cast
 
 from trainkit.errors import UsageError
@@ -27,7 +26,7 @@ from trainkit.run.events import log_event
 from trainkit.run.files import read_json, read_record, write_atomic, write_json
 from trainkit.run.process import ProcessId
 from trainkit.run.record import CodeCopy, add_slurm_attempt, create_job, open_attempt
-from trainkit.run.rundir import Child, RunDir
+from trainkit.run.rundir import Child, RunDir, RunFolder
 
 GROUP_VERSION = 1
 BENCH_FILE = "bench.json"
@@ -104,7 +103,7 @@ class GroupRecord:
         return {**own, **last, **more}
 
 
-class RunGroup:
+class RunGroup(RunFolder):
     """The paths of one group, and the content of its `sweep.json`."""
 
     sweep_file = Child("sweep.json")
@@ -118,12 +117,6 @@ class RunGroup:
     supervisor_lock_file = Child(".supervisor.lock")
     """Locked by the process that starts its runs on this machine."""
     process_log = Child("logs/group.log")
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path).absolute()
-
-    def __repr__(self) -> str:
-        return f"RunGroup({str(self.path)!r})"
 
     def log_file(self, index: int | str, offset: int = 0) -> Path:
         """The log of a task; Slurm replaces ``%a`` by its index. `offset` is that of its part."""
@@ -163,19 +156,19 @@ class RunGroup:
             content = read_json(self.sweep_file)
         except (OSError, ValueError) as error:
             raise UsageError(
-                f"{self.sweep_file} cannot be read: {error}", hint="name one of its runs by its folder"
+                f"{self.shown}/sweep.json cannot be read: {error}", hint="name one of its runs by its folder"
             ) from error
         values = content.pop("points", None) if isinstance(content, dict) else None
         is_list = isinstance(values, list) and all(isinstance(value, dict) for value in values)
         points = [read_record(Point, value) for value in values or ()] if is_list else [Point()]
         if any(point.index < 0 for point in points):
-            raise UsageError(f"{self.sweep_file} was not written by trainkit")
+            raise UsageError(f"{self.shown}/sweep.json was not written by trainkit")
         record = read_record(GroupRecord, content)
         parts = [read_record(Part, one) for one in cast(list[object], record.parts) if isinstance(one, dict)]
         record = replace(record, parts=sorted(parts, key=lambda part: part.last))
         if record.version > GROUP_VERSION:
             raise UsageError(
-                f"{self.sweep_file} has version {record.version}; this trainkit knows {GROUP_VERSION}",
+                f"{self.shown}/sweep.json has version {record.version}; this trainkit knows {GROUP_VERSION}",
                 hint="use the trainkit that submitted it, or a newer one",
             )
         return record, {point.index: point for point in points}
@@ -211,7 +204,7 @@ class RunGroup:
         if index not in self.points:
             indices = sorted(self.points)
             raise UsageError(
-                f"{self.path} has no point {index}", hint=f"its points are {indices[0]} to {indices[-1]}"
+                f"{self.shown} has no point {index}", hint=f"its points are {indices[0]} to {indices[-1]}"
             )
         return self.points[index]
 
@@ -270,22 +263,22 @@ def create_task_run(run: RunDir, job_id: str | None = None) -> RunDir:
     group, index = found
     point = group.point(index)
     if (process := group.record.process) is not None:
-        path, starts, hint = quote(str(group.path)), "start one after another", "status {}` shows them"
+        path, starts, hint = group.word, "start one after another", "status {}` shows them"
         if process.alive() is False:
             starts, hint = "do not start any more", "resume {}` starts them"
         raise UsageError(
-            f"{run.path} has not started: the runs of {group.path} {starts}",
+            f"{run.shown} has not started: the runs of {group.shown} {starts}",
             hint=f"`trainkit {hint.format(path)}",
         )
     job_id = job_id or group.task_id(index)
     if job_id is None and group.job_id is not None:
         raise UsageError(
-            f"{run.path} is not submitted yet: {WAITS_FOR_ROOM}",
-            hint=f"`trainkit resume {quote(str(group.path))}` submits it as soon as Slurm takes it",
+            f"{run.shown} is not submitted yet: {WAITS_FOR_ROOM}",
+            hint=f"`trainkit resume {group.word}` submits it as soon as Slurm takes it",
         )
     if job_id is None:
         raise UsageError(
-            f"cannot tell whether {group.path} was submitted: its sweep.json has no job id",
+            f"cannot tell whether {group.shown} was submitted: its sweep.json has no job id",
             hint="`squeue --me` lists your jobs",
         )
     create_point_run(group, point, job_id)
@@ -309,7 +302,7 @@ def create_point_run(group: RunGroup, point: Point, job_id: str | None = None) -
             raise
         if not run.exists():  # else another command, or the task itself, has created it meanwhile
             raise UsageError(
-                f"cannot create the run folder {run.path}: {error.strerror or error}",
+                f"cannot create the run folder {run.shown}: {error.strerror or error}",
                 hint="check the permissions of its parent folder and the free space of the disk",
             ) from error
 

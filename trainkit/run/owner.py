@@ -8,6 +8,7 @@ from pathlib import Path
 from shlex import quote
 
 from trainkit.errors import UsageError
+from trainkit.folders import shown_path
 
 
 def refuse_foreign(folder: Path, hint: str) -> None:
@@ -22,16 +23,16 @@ def refuse_foreign(folder: Path, hint: str) -> None:
     modes = [status.st_mode for _, status in found]
     for (path, status), mode_above in zip(found, [*modes[1:], 0], strict=True):
         is_run, is_foreign = path == place, status.st_uid not in own
-        what = "the run" if is_run else str(folder)
+        shown, what = shown_path(path), "the run" if is_run else shown_path(folder)
         is_open = bool(status.st_mode & stat.S_IWOTH) and (is_run or not status.st_mode & stat.S_ISVTX)
         # Next to the run, only its project; further up, nobody who could have made a folder there.
         is_project = bool(status.st_mode & stat.S_IWGRP) if path == parent else not is_run
         if is_foreign and (not is_project or mode_above & stat.S_IWOTH):
-            raise UsageError(f"{path} belongs to user {status.st_uid}, who could replace {what}", hint=hint)
+            raise UsageError(f"{shown} belongs to user {status.st_uid}, who could replace {what}", hint=hint)
         if is_open:
             done = "could change what the run executes" if is_run else f"could replace {what}"
             also = "" if is_run else " or `chmod +t`"
             raise UsageError(
-                f"every user can write to {path}, and {done}",
-                hint=f"`chmod o-w {quote(str(path))}`{also}, or {hint}",
+                f"every user can write to {shown}, and {done}",
+                hint=f"`chmod o-w {quote(shown)}`{also}, or {hint}",
             )

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from itertools import islice
 from pathlib import Path
-from shlex import quote
 
 from trainkit.errors import UsageError, print_note
 from trainkit.folders import ensure_folder, state_folder
@@ -165,7 +164,7 @@ def one_run(found: RunDir | RunGroup, text: str) -> RunDir:
     indices = sorted(found.points)
     raise UsageError(
         f"{text} is a group of {len(indices):,} runs",
-        hint=f"choose one of them, for example {quote(str(found.run(indices[0]).path))}",
+        hint=f"choose one of them, for example {found.run(indices[0]).word}",
     )
 
 
@@ -173,10 +172,10 @@ def find_attempt(run: RunDir, number: int | None) -> AttemptDir:
     """An attempt of a run, the newest one for None; raises UsageError without it."""
     numbers = run.attempt_numbers()
     if not numbers:
-        hint = f"`trainkit resume {quote(str(run.path))}` starts it"
-        raise UsageError(f"{run.path} was never started", hint=hint)
+        hint = f"`trainkit resume {run.word}` starts it"
+        raise UsageError(f"{run.shown} was never started", hint=hint)
     if number is not None and number not in numbers:
-        raise UsageError(f"{run.path} has no attempt {number}", hint=there_are(numbers))
+        raise UsageError(f"{run.shown} has no attempt {number}", hint=there_are(numbers))
     return run.attempt(number or numbers[-1])
 
 
@@ -261,7 +260,7 @@ def _newest(text: str, matches: Sequence[KnownRun], to_change: bool) -> KnownRun
             hint = f"{did_you_mean(text, ['last', *known])}{LIST_HINT}"
         raise UnknownRun(f"unknown run {text!r}", hint=hint)
     if len(matches) > 1:
-        newest, *others = (str(item.run.path) for item in matches)
+        newest, *others = (item.run.shown for item in matches)
         count = f"{len(matches)} runs are called {text}"
         if to_change:
             raise UsageError(

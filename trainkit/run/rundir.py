@@ -9,10 +9,11 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from shlex import quote
 from typing import Protocol
 
 from trainkit.errors import TrainkitError, UsageError
-from trainkit.folders import ensure_folder
+from trainkit.folders import ensure_folder, shown_path
 from trainkit.locks import (
     NEEDS_FLOCK,
     LockBusy,
@@ -49,7 +50,27 @@ class Child:
         return folder.path / self._name
 
 
-class RunDir:
+class RunFolder:
+    """The folder of a run or a group, and how messages name it."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path).absolute()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self.path)!r})"
+
+    @property
+    def shown(self) -> str:
+        """Its path in a sentence."""
+        return shown_path(self.path)
+
+    @property
+    def word(self) -> str:
+        """Its path as a word of a command that is typed where this one was."""
+        return quote(self.shown)
+
+
+class RunDir(RunFolder):
     """The paths of one run folder."""
 
     config_file = Child("config.yaml")
@@ -83,9 +104,7 @@ class RunDir:
     supervisor_lock_file = Child(".supervisor.lock")
     """Locked by the run's supervisor until it exits."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path).absolute()
-        self._held: int | None = None
+    _held: int | None = None
 
     def hold(self) -> None:
         """Hold on to the folder, so that `follow` finds it wherever it is moved to. Raises OSError."""
@@ -117,9 +136,6 @@ class RunDir:
         with contextlib.suppress(OSError):
             # Of what another host has moved, this one knows the old path only.
             yield from (Path(entry) for entry in os.scandir(self.path.parent) if entry.inode() == inode)
-
-    def __repr__(self) -> str:
-        return f"RunDir({str(self.path)!r})"
 
     @property
     def name(self) -> str:
@@ -270,7 +286,7 @@ class RunLocked(TrainkitError):
     """A lock of a run is still held by another process; with `stopped`, a stop signal ended the wait."""
 
     def __init__(self, file: Path, busy: LockBusy) -> None:
-        hint = f"if the host of that process is down for good, remove {file}"
+        hint = f"if the host of that process is down for good, remove {shown_path(file)}"
         super().__init__(str(busy), hint)
         self.stopped = isinstance(busy, LockStopped)
 
@@ -288,14 +304,14 @@ def run_lock(run: RunDir, timeout_s: float | None = None) -> Iterator[None]:
         except LockBusy as busy:
             raise RunLocked(run.lock_file, busy) from None
         except LockUnsupported as error:
-            message = f"{run.lock_file} cannot be locked: {error.strerror}"
+            message = f"{shown_path(run.lock_file)} cannot be locked: {error.strerror}"
             raise UsageError(message, hint=NEEDS_FLOCK) from error
         except NotALock as error:
-            message = f"{run.lock_file} cannot be locked: {error.strerror}"
+            message = f"{shown_path(run.lock_file)} cannot be locked: {error.strerror}"
             raise UsageError(message, hint=error.hint) from None
         except OSError as error:
             raise UsageError(
-                f"{run.path} cannot be changed: {error.strerror}",
+                f"{run.shown} cannot be changed: {error.strerror}",
                 hint="only users with write access to its folder can control a run",
             ) from error
         yield

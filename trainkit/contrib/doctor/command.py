@@ -70,10 +70,10 @@ def command(
 ) -> int:
     """Check this machine, or with --nodes the nodes of a cluster: can a job run here?
 
-    Python, torch, GPUs, names, network, ports, disk, clock and bandwidth. With --nodes, or inside an
-    allocation, the checks run on all nodes at once, in a step of Slurm that waits up to 10 minutes for them.
-    Each line says what was found and what to do. The exit code is 1 if there is a failure; warnings do not
-    count.
+    Python, torch, GPUs, names, network, ports, disk, clock, bandwidth, and the settings of Slurm. With
+    --nodes, or inside an allocation, the checks run on all nodes at once, in a step of Slurm that waits up to
+    10 minutes for them. Each line says what was found and what to do. The exit code is 1 if there is a
+    failure; warnings do not count.
     """
     from trainkit.job.signals import exit_on_stop
 
@@ -110,10 +110,10 @@ def _checks(
     from trainkit.contrib.doctor import Request
     from trainkit.contrib.doctor.environment import with_interpreter
     from trainkit.contrib.doctor.node import node_findings
-    from trainkit.contrib.doctor.nodes import can_measure, check_nodes, local_bandwidth
+    from trainkit.contrib.doctor.nodes import can_measure, check_nodes, local_bandwidth, slurm_checks
 
-    launch = loaded.config.launch
-    on_slurm = nodes is not None or (launch.backend != "local" and has_slurm())
+    launch, on_cluster = loaded.config.launch, has_slurm()
+    on_slurm = nodes is not None or (on_cluster and launch.backend != "local")
     request = Request(folder, launch.network, quick=quick)
     request, checks = with_interpreter(request, loaded, Path.cwd(), on_slurm=on_slurm)
     yield from checks
@@ -129,6 +129,8 @@ def _checks(
 
         require_controller()
         yield from check_nodes(loaded, request, TIMEOUT_S)
+    if on_cluster:
+        yield from slurm_checks()
 
 
 def _line(check: Finding) -> str:

@@ -1,4 +1,4 @@
-"""The checks of a cluster: all nodes at once in a Slurm step, and how they differ."""
+"""The checks of a cluster: all nodes at once in a Slurm step, how they differ, and the settings of Slurm."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ from trainkit.contrib.doctor.node import measure, node_report, received, shared_
 from trainkit.errors import TrainkitError
 from trainkit.formats import plural
 from trainkit.job.node.rendezvous import LOCAL_ADDR
-from trainkit.job.preflight import Finding
+from trainkit.job.preflight import Finding, warn_if
 from trainkit.job.processes import module_argv
 from trainkit.plan.facts import Facts
 from trainkit.plan.make_plan import make_plan
 from trainkit.plan.slurm_request import option_argv
 from trainkit.plan.workload import Command
-from trainkit.slurm.client import plain_environ, run_slurm
+from trainkit.slurm.client import plain_environ, query, run_slurm
+from trainkit.slurm.control import parse_version, show_config
 from trainkit.slurm.environment import scrubbed
 
 LOGIN_NODE = Machine(0, 0, (), "this is a login node")
@@ -269,3 +270,77 @@ def _names(values: Mapping[str, object], value: object) -> str:
     hosts = sorted(host for host, found in values.items() if found == value)
     more = f" and {len(hosts) - 3} more" if len(hosts) > 3 else ""
     return f"{', '.join(hosts[:3])}{more}"
+
+
+OLDEST_SLURM = (22, 5)
+MIN_GRACE_S = 30
+MIN_JOB_AGE_S = 120
+
+
+def slurm_checks() -> Iterator[Finding]:
+    """The checks of Slurm's version and of the settings that decide whether a run survives."""
+    try:
+        config = show_config()
+        partitions = query(["scontrol", "show", "partition", "--oneliner"])
+    except TrainkitError as error:
+        yield Finding("Slurm", "failure", error.message, error.hint)
+        return
+    yield from settings_checks(config, partitions)
+
+
+def settings_checks(config: Mapping[str, str], partitions: str) -> Iterator[Finding]:
+    """The checks of `scontrol show config`, and of the text of `scontrol show partition --oneliner`."""
+    version = parse_version(config.get("SLURM_VERSION", ""))
+    text = f"{version[0]}.{version[1]:02d}.{version[2]}"
+    if version[:2] < OLDEST_SLURM:
+        yield Finding("Slurm", "warning", text, "not tested; the oldest tested version is 22.05")
+    else:
+        yield Finding("Slurm", "ok", f"{text}, cluster {config.get('ClusterName', 'unknown')}")
+    yield from _preemption(config, partitions)
+    if config.get("JobRequeue") == "0":
+        hint = "trainkit passes --requeue, and submits a new job where the site forbids it"
+        yield Finding("requeue", "warning", "JobRequeue is 0", hint)
+    else:
+        yield Finding("requeue", "ok", "jobs can be requeued")
+    kill_wait = config.get("KillWait", "unknown")
+    hint = "at the time limit SIGKILL follows this soon; requeue.grace_s asks for an earlier notice"
+    yield warn_if(_seconds(kill_wait, MIN_GRACE_S) < MIN_GRACE_S, "KillWait", kill_wait, hint)
+    if "slurmdbd" in config.get("AccountingStorageType", ""):
+        yield Finding("accounting", "ok", "sacct knows how old jobs ended")
+    else:
+        age = config.get("MinJobAge", "soon")
+        value = f"none: Slurm forgets a job {age} after its end"
+        hint = "how a job ended is then known from its run folder only"
+        yield warn_if(_seconds(age, MIN_JOB_AGE_S) < MIN_JOB_AGE_S, "accounting", value, hint)
+
+
+def _preemption(config: Mapping[str, str], partitions: str) -> Iterator[Finding]:
+    fields = [
+        dict(item.partition("=")[::2] for item in line.split()) for line in partitions.splitlines() if line
+    ]
+    default = config.get("PreemptMode", "OFF")
+    preempted = [
+        item
+        for item in fields
+        if not {"OFF", "GANG"} >= set(item.get("PreemptMode", default).upper().split(","))
+    ]
+    if config.get("PreemptType", "").endswith("none") or not preempted:
+        yield Finding("preemption", "ok", "jobs are not preempted")
+        return
+    sends_own = "send_user_signal" in config.get("PreemptParameters", "").split(",")
+    signal = "SIGTERM and the job's own signal" if sends_own else "SIGTERM"
+    for item in preempted:
+        grace_s = _seconds(item.get("GraceTime", ""), 0)
+        mode = item.get("PreemptMode", default)
+        value = f"partition {item['PartitionName']}: {mode}, GraceTime {grace_s} s, notice by {signal}"
+        hint = (
+            "a preempted run has no time for a save: set checkpoint.every_minutes to what you can lose, "
+            "or ask for a GraceTime of 30 s"
+        )
+        yield warn_if(grace_s < MIN_GRACE_S, "preemption", value, hint)
+
+
+def _seconds(text: str, unknown: int) -> int:
+    """The number in `30 sec`."""
+    first = text.partition(" ")[0]
+    return int(first) if first.isdigit() else unknown

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
-from shlex import quote
 
 import click
 
@@ -226,7 +225,7 @@ class Drill:
             failure = f"; {end.verdict.line}" if end.verdict else ""
             raise TrainkitError(
                 f"the uninterrupted run does not finish: {reason}{failure}",
-                hint=f"`trainkit logs {quote(str(run.path))}` shows what it printed",
+                hint=f"`trainkit logs {run.word}` shows what it printed",
             )
         if run.attempt_numbers() != [1]:
             first = read_end(run.attempt(1)) or AttemptEnd()
@@ -289,7 +288,7 @@ class Drill:
             return
         run, self.running = self.running, None
         if kill_job(run):
-            self.log_line(f"cancelled {run.path}")
+            self.log_line(f"cancelled {run.shown}")
 
 
 def computed_steps(run: RunDir) -> list[StepRecord]:

@@ -27,7 +27,9 @@ from trainkit.errors import EXIT_FAILED
 @run_argument
 @click.argument("prompt")
 @click.option("--step", type=click.IntRange(min=0), metavar="N", help="The checkpoint of this step.")
-@click.option("--max-tokens", type=click.IntRange(1), default=200, metavar="N", help="Tokens to generate.")
+@click.option(
+    "--max-tokens", type=click.IntRange(1), default=200, metavar="N", help="Tokens after which to stop."
+)
 @click.option(
     "--temperature",
     type=click.FloatRange(min=0.0),
@@ -35,29 +37,49 @@ from trainkit.errors import EXIT_FAILED
     metavar="T",
     help="Randomness of the text; 0 always takes the most likely token.",
 )
+@click.option("--top-k", type=click.IntRange(min=1), metavar="K", help="Only the K most likely tokens.")
+@click.option(
+    "--top-p",
+    type=click.FloatRange(min=0.0, max=1.0, min_open=True),
+    metavar="P",
+    help="Only the most likely tokens, up to a total probability of P.",
+)
 @click.option("--seed", type=int, default=0, help="The same seed gives the same text.")
 @click.option("--tokenizer", metavar="FILE", help="The tokenizer.json of prepared data.")
+@click.option(
+    "--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="Where the model runs."
+)
+@click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), help="Data type of the weights.")
 @trust_option
 @json_option
-def command(run_name: str, prompt: str, step: int | None, tokenizer: str | None, **options: object) -> int:
-    """Continue PROMPT with the best checkpoint of RUN, else the newest, on a GPU if this machine has one.
+def command(
+    run_name: str,
+    prompt: str,
+    step: int | None,
+    tokenizer: str | None,
+    as_json: bool,
+    **options: object,
+) -> int:
+    """Continue PROMPT with the best checkpoint of RUN, else the newest, on one process.
 
     The text appears as it is generated. PROMPT is read from stdin if it is -. It is encoded as the training
-    data, without special tokens. `trainkit ckpt export` writes the model for other ways to generate.
+    data, without special tokens. Weights are fp32 on a CPU, and of precision.dtype on a GPU.
     """
     from trainkit.job.processes import module_argv
     from trainkit.run.registry import find_run
 
     run = find_run(run_name)
     refuse_untrusted(run.path)
+    checkpoint = chosen_checkpoint(run, step)
     number = run.latest_number()
     config_file = run.config_file if number is None else run.attempt(number).config_file
     request = {
         "run": str(run.path.absolute()),
         "config_file": str(config_file.absolute()),
-        "checkpoint": str(chosen_checkpoint(run, step).path.absolute()),
+        "checkpoint": str(checkpoint.path.absolute()),
         "prompt": sys.stdin.read() if prompt == "-" else prompt,
         "tokenizer": None if tokenizer is None else str(Path(tokenizer).absolute()),
+        "as_json": as_json,
         **options,
     }
     # Another process: only the trainer may import torch.

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.config import read_effective
+from trainkit.config.hf_model import CONFIG_NAME
 from trainkit.config.schema import RunConfig
 from trainkit.data.dataset_file import BYTES, identify, read_dataset_file
 from trainkit.data.sources import prepared_folder
@@ -26,7 +27,14 @@ from trainkit.formats import JsonObject
 from trainkit.plan.model_shape import resolve_model_shape
 from trainkit.run.rundir import RunDir
 from trainkit.trainer.checkpoint.storage import SafeReader
-from trainkit.trainer.export import is_prepared, load_task_model, load_tensors, saved_tensors, show_error
+from trainkit.trainer.export import (
+    GENERATION_NAME,
+    is_prepared,
+    load_task_model,
+    load_tensors,
+    saved_tensors,
+    show_error,
+)
 from trainkit.trainer.models import load_architecture
 from trainkit.trainer.models.model import Model
 from trainkit.trainer.precision import DTYPES
@@ -48,35 +56,47 @@ def generate(request: JsonObject) -> None:
             hint="`trainkit ckpt export` writes the model for your own code",
         )
     tokenizer = Tokenizer(_tokenizer_name(config, request["tokenizer"]))
-    eos_id, prompt = tokenizer.identity.eos_id, request["prompt"]
-    tokens = list(map(int, tokenizer.encode([prompt.encode()])[0]))
-    tokens = tokens or [eos_id]  # in training, a document begins after the end of another
+    tokens = [int(token) for token in tokenizer.encode([request["prompt"].encode()])[0]]
+    tokens = tokens or [tokenizer.identity.eos_id]  # in training, a document begins after the end of another
     start, limit = len(tokens), config.data.seq_len
     if start >= limit:
         raise UsageError(
             f"the prompt has {start:,} tokens, but the model was trained with {limit:,} (data.seq_len)",
             hint=f"shorten it to at most {limit - 1:,} tokens",
         )
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    next_logits = logits_of(_load(config, request, device, tokenizer.identity.vocab_size), device)
+    wanted, has_gpu = request["device"], torch.cuda.is_available()
+    if wanted == "cuda" and not has_gpu:
+        raise UsageError("--device is cuda, but this machine has no GPU that torch can use")
+    device = torch.device("cuda" if has_gpu and wanted != "cpu" else "cpu")
+    model = _load(config, request, device, tokenizer.identity.vocab_size)
+    next_logits = logits_of(model, device)
+    ends = {tokenizer.identity.eos_id, *_end_tokens(config)}
     # On the CPU, so that a seed means the same on every device.
     generator = torch.Generator().manual_seed(request["seed"])
+    sampling = {name: request[name] for name in ("temperature", "top_k", "top_p")}
     show = (lambda piece: None) if request["as_json"] else _show
-    show(prompt)
-    text = shown = ""
-    while len(tokens) < min(limit, start + request["max_tokens"]):
-        token = choose_token(next_logits(tokens), request["temperature"], generator)
-        if token == eos_id:
+    show(request["prompt"])
+    number = min(request["max_tokens"], limit - start)
+    stopped_by = "max_tokens" if number == request["max_tokens"] else "seq_len"
+    text = ""
+    for _ in range(number):
+        tokens.append(choose_token(next_logits(tokens), generator=generator, **sampling))
+        if tokens[-1] in ends:
+            stopped_by = "eos"
             break
-        tokens.append(token)
-        text = tokenizer.decode(tokens[start:])
-        if not text.endswith(UNFINISHED):
-            show(text[len(shown) :])
-            shown = text
-    show(f"{text[len(shown) :]}\n")
+        whole = tokenizer.decode(tokens[start:])
+        if not whole.endswith(UNFINISHED):
+            show(whole[len(text) :])
+            text = whole
+    num_tokens = len(tokens) - start
+    whole = tokenizer.decode(tokens[start : len(tokens) - (stopped_by == "eos")])
+    show(f"{whole[len(text) :]}\n")
     if request["as_json"]:
-        value = {"prompt": prompt, "text": text, "num_tokens": len(tokens) - start}
-        print(json.dumps({**value, "checkpoint": request["checkpoint"]}, ensure_ascii=False))
+        value = {"prompt": request["prompt"], "text": whole, "num_tokens": num_tokens}
+        value |= {"stopped_by": stopped_by, "checkpoint": request["checkpoint"]}
+        print(json.dumps(value, ensure_ascii=False))
+    elif stopped_by == "seq_len":
+        print(f"stopped after {limit:,} tokens, the length of the training samples", file=sys.stderr)
 
 
 def _show(piece: str) -> None:
@@ -102,10 +122,19 @@ def _tokenizer_name(config: RunConfig, given: str | None) -> str:
     return BYTES if used.kind == BYTES else name
 
 
+def _end_tokens(config: RunConfig) -> list[int]:
+    """The tokens that end a text, according to the files of `model.hf`."""
+    if config.model.hf is None:
+        return []
+    files = [Path(config.model.hf, name) for name in (CONFIG_NAME, GENERATION_NAME)]
+    found = [json.loads(file.read_text("utf-8")).get("eos_token_id") for file in files if file.is_file()]
+    return [end for ends in found for end in (ends if isinstance(ends, list) else [ends])]
+
+
 def _load(config: RunConfig, request: JsonObject, device: torch.device, vocab_size: int) -> nn.Module:
-    """The model with the weights of a checkpoint: fp32 on a CPU, on a GPU of `precision.dtype`."""
+    """The model with the weights of a checkpoint."""
     run, reader = RunDir(Path(request["run"])), SafeReader(request["checkpoint"])
-    dtype = DTYPES[config.precision.dtype if device.type == "cuda" else "fp32"]
+    dtype = DTYPES[request["dtype"] or (config.precision.dtype if device.type == "cuda" else "fp32")]
     if config.uses_transformers:
         return load_task_model(config, run, reader)[1].to(device=device, dtype=dtype)
     saved = saved_tensors(reader, "model.")
@@ -141,11 +170,27 @@ def logits_of(model: nn.Module, device: torch.device) -> Callable[[list[int]], T
     return next_logits
 
 
-def choose_token(logits: Tensor, temperature: float, generator: torch.Generator | None = None) -> int:
-    """A token by its logits, float32 [vocab]: the most likely one for temperature 0, else a sample."""
+def choose_token(
+    logits: Tensor,
+    *,
+    temperature: float,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    generator: torch.Generator | None = None,
+) -> int:
+    """A token by its logits, float32 [vocab]: the most likely one for temperature 0, else a sample.
+
+    Samples are among the `top_k` most likely tokens, and among the fewest of them whose probabilities add up
+    to at least `top_p` (nucleus sampling, arXiv 1904.09751).
+    """
     if temperature == 0.0:
         return int(logits.argmax())
-    return int(torch.multinomial((logits / temperature).softmax(0), 1, generator=generator))
+    ordered, tokens = torch.sort(logits / temperature, descending=True, stable=True)
+    probabilities = ordered[:top_k].softmax(0)
+    if top_p is not None:
+        before = probabilities.cumsum(0) - probabilities
+        probabilities = probabilities[before < top_p]
+    return int(tokens[torch.multinomial(probabilities, 1, generator=generator)])
 
 
 def main() -> int:

@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -166,12 +165,12 @@ def _submit(what: ReplayPlan, folder: Path | None, follow: bool, as_json: bool) 
     from trainkit.contrib.replay.replay import submit_replay
 
     copy, entry = submit_replay(what, ["trainkit", *sys.argv[1:]], folder)
-    collect = f"`trainkit replay --collect {quote(str(copy.path))}` compares"
+    collect = f"`trainkit replay --collect {copy.word}` compares"
     if not follow:
         print_started(copy, copy.name, entry, what.plan.backend, as_json)
         click.echo(f"{collect} when the job has ended", err=True)
         return EXIT_OK
-    click.echo(f"{copy.path}: job {entry.job_id}", err=True)
+    click.echo(f"{copy.shown}: job {entry.job_id}", err=True)
     code = follow_detachable(copy, entry.attempt, to_stderr=True)
     if code != EXIT_OK:
         click.echo(f"{collect} later", err=True)

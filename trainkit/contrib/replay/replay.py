@@ -12,7 +12,6 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from shlex import quote
 from statistics import median
 
 from trainkit.cluster.machine import Machine, detect_machine
@@ -157,7 +156,7 @@ def _refuse_later(run: RunDir, at: RunStep) -> None:
     newest = max((record.step for record in training_curve(run)), default=0)
     if at.step > newest + at.config.train.log_every:
         raise UsageError(
-            f"{run.path} has not computed step {at.step}: its last record is of step {newest}",
+            f"{run.shown} has not computed step {at.step}: its last record is of step {newest}",
             hint="`trainkit data show` shows the samples of any step",
         )
 
@@ -172,7 +171,7 @@ def _start_step(run: RunDir, first: int) -> int:
     begin = min(start.step for start in attempt_starts(run).values())
     if not intact and begin > 0:
         raise UsageError(
-            f"{run.path} has no checkpoint before step {first}, and it began with step {begin + 1}",
+            f"{run.shown} has no checkpoint before step {first}, and it began with step {begin + 1}",
             hint="its first checkpoint was copied from another run: replay that one",
         )
     return max(intact, default=0)
@@ -269,7 +268,7 @@ def _refuse_too_large(run: RunDir, plan: LaunchPlan, machine: Machine, step: int
         return
     raise UsageError(
         f"the {plan.world_size} {plan.device} ranks of the replay do not fit: this machine has {have} {what}",
-        hint=f"`trainkit replay {quote(str(run.path))} --step {step} --submit` computes them in a job; "
+        hint=f"`trainkit replay {run.word} --step {step} --submit` computes them in a job; "
         "`--layout single` needs one rank and compares within rounding",
     )
 
@@ -340,12 +339,12 @@ def replay_of(copy: RunDir) -> ReplayPlan:
         record = read_json(copy.path / REPLAY_FILE)
     except FileNotFoundError:
         raise UsageError(
-            f"{copy.path} is not the folder of a replay",
+            f"{copy.shown} is not the folder of a replay",
             hint="`trainkit replay RUN --step N --submit` makes one",
         ) from None
     run = RunDir(record["run"])
     if not run.exists():
-        raise UsageError(f"the replayed run {run.path} is gone", hint="`--collect` compares with its files")
+        raise UsageError(f"the replayed run {run.shown} is gone", hint="`--collect` compares with its files")
     attempt = copy.attempt(copy.attempt_numbers()[-1])
     plan, config = LaunchPlan.read(attempt.plan_file), read_effective(attempt.config_file)
     start = max((checkpoint.step for checkpoint in published(copy.checkpoints_dir)), default=0)
@@ -353,10 +352,10 @@ def replay_of(copy: RunDir) -> ReplayPlan:
     done = max((record.step for record in training_curve(copy)), default=start)
     if done < last:
         raise TrainkitError(
-            f"{copy.path} has computed steps {start + 1} to {done} of {last}"
+            f"{copy.shown} has computed steps {start + 1} to {done} of {last}"
             if done > start
-            else f"{copy.path} has not computed a step yet",
-            hint=f"`trainkit status {quote(str(copy.path))}` says what it does",
+            else f"{copy.shown} has not computed a step yet",
+            hint=f"`trainkit status {copy.word}` says what it does",
         )
     return ReplayPlan(run, first, last, start, find_step(run, last), config, plan)
 

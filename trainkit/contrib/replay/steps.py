@@ -24,6 +24,7 @@ from trainkit.data.shards import TokenMixture, TokenShards, open_dataset
 from trainkit.data.sources import FORMS, ROWS, TEXT, components, dataset_spec, find_inputs, prepared_folder
 from trainkit.data.tokenize import Tokenizer
 from trainkit.errors import TrainkitError, UsageError
+from trainkit.folders import shown_path
 from trainkit.formats import plural
 from trainkit.job.processes import module_argv
 from trainkit.plan.launch import LaunchPlan
@@ -104,19 +105,19 @@ def find_step(run: RunDir, step: int) -> RunStep:
     started = attempt_starts(run)
     if not started:
         raise UsageError(
-            f"{run.path} has not begun to train",
+            f"{run.shown} has not begun to train",
             hint="steps are known once the first attempt of the built-in trainer has loaded its data",
         )
     newest = started[max(started)]
     if not 1 <= step <= newest.total_steps:
-        raise UsageError(f"{run.path} has no step {step}", hint=f"its steps are 1 to {newest.total_steps}")
+        raise UsageError(f"{run.shown} has no step {step}", hint=f"its steps are 1 to {newest.total_steps}")
     records = [record for record in training_curve(run) if record.attempt is not None]
     last = dict.fromkeys(started, 0) | {record.attempt: record.step for record in records}
     able = [number for number in sorted(started) if started[number].step < step]
     number = next((number for number in reversed(able) if last[number] >= step), able[-1] if able else None)
     if number is None:
         raise UsageError(
-            f"no attempt of {run.path} computed step {step}",
+            f"no attempt of {run.shown} computed step {step}",
             hint="a run copied from another has no earlier ones",
         )
     attempt = run.attempt(number)
@@ -146,7 +147,7 @@ def _refuse_other_runs(run: RunDir) -> None:
     file = run.attempt(numbers[-1]).plan_file if numbers else run.plan_file
     if file.is_file() and (command := LaunchPlan.read(file).command) is not None:
         raise UsageError(
-            f"{run.path} runs a command, {join(command)!r}, whose steps trainkit does not know",
+            f"{run.shown} runs a command, {join(command)!r}, whose steps trainkit does not know",
             hint="only runs of the built-in trainer, also with your own task, can be replayed",
         )
 
@@ -232,9 +233,7 @@ class Document:
     @property
     def where(self) -> str:
         """The position in words: ``corpus.jsonl line 7``; a file in the current folder is relative to it."""
-        path = Path(self.file)
-        shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else self.file
-        return f"{shown} {self.unit} {self.position:,}"
+        return f"{shown_path(self.file)} {self.unit} {self.position:,}"
 
 
 class SampleSources:

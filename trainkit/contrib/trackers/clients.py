@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from trainkit.config import read_effective
 from trainkit.config.running import MlflowConfig, WandbConfig
+from trainkit.errors import UsageError
 from trainkit.folders import ensure_folder
 from trainkit.run.files import read_json, read_object
 from trainkit.run.record import read_job
@@ -86,6 +87,19 @@ def store_uri(tracking_uri: str | None, run: RunDir) -> str:
         return uri
     cwd = Path(read_job(run).cwd or run.path.parent)  # `trainkit.attach` makes no job.json
     return f"sqlite:///{cwd / Path(uri).expanduser() / STORE_FILE}"
+
+
+def local_store(run: RunDir) -> str:
+    """The URI of the database of a run. Raises UsageError if the run is on a server, or in no MLflow."""
+    settings = read_effective(run.config_file).logging.trackers.get("mlflow")
+    if not isinstance(settings, MlflowConfig):
+        raise UsageError(
+            f"{run.path} has no MLflow: logging.mlflow is null", hint="TensorBoard has its curves"
+        )
+    uri = store_uri(settings.tracking_uri, run)
+    if urlsplit(uri).scheme in ("http", "https", "databricks"):
+        raise UsageError(f"the run is on the server {uri}", hint="open that in a browser")
+    return uri
 
 
 class MlflowRun:

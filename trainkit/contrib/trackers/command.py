@@ -1,15 +1,31 @@
-"""``trainkit sync``: send the metrics of a run to its trackers."""
+"""``trainkit sync``: send the metrics of a run to its trackers; ``trainkit ui``: show them in a browser."""
 
 from __future__ import annotations
 
 import json
+import os
+import socket
+import sys
 from dataclasses import asdict
+from importlib.util import find_spec
 
 import click
 
 from trainkit.cli.help import Command, examples
 from trainkit.cli.options import json_option, run_argument
 from trainkit.errors import EXIT_FAILED, EXIT_OK, UsageError
+from trainkit.folders import user_name
+
+HOST = "127.0.0.1"
+PORTS = {"tensorboard": 6006, "mlflow": 5000}
+# No module in the current folder is imported.
+_START = "import sys; sys.path[:] = filter(None, sys.path); "
+_MODULE = f"{_START}import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
+_TENSORBOARD = (
+    f"{_START}from tensorboard import default, program; page = program.TensorBoard(default.get_plugins()); "
+    "page.configure(sys.argv); sys.exit(page.main())"
+)
+"""As its own program does, which first says that it finds no TensorFlow."""
 
 
 @click.command(cls=Command, epilog=examples("trainkit sync last", "trainkit sync last --json"))
@@ -38,3 +54,50 @@ def sync(run_name: str, as_json: bool) -> int:
     if as_json:
         click.echo(json.dumps([asdict(sent) for sent in found], ensure_ascii=False))
     return EXIT_FAILED if any(sent.problem for sent in found) else EXIT_OK
+
+
+@click.command(cls=Command, epilog=examples("trainkit ui last", "trainkit ui last --tool mlflow --port 5001"))
+@run_argument
+@click.option("--tool", type=click.Choice(list(PORTS)), default="tensorboard", help="The program to start.")
+@click.option("--port", type=click.IntRange(1, 65535), help="Port; by default that of the program.")
+def ui(run_name: str, tool: str, port: int | None) -> None:
+    """Show the curves of RUN in a browser.
+
+    Other users of this host can open the page, other hosts cannot: the printed ssh line, run on your own,
+    brings it there.
+    """
+    from trainkit.run.registry import find_run
+
+    run = find_run(run_name)
+    port = port or PORTS[tool]
+    if find_spec(tool) is None:
+        raise UsageError(f"the package {tool} is not installed", hint=f"`pip install {tool}` installs it")
+    place = ["--host", HOST, "--port", str(port)]
+    if tool == "tensorboard":
+        if not run.tensorboard_dir.is_dir():
+            hint = "logging.tensorboard: true writes it"
+            raise UsageError(f"{run.path} has no tensorboard/", hint=hint)
+        # The fast loader introduces itself in three lines.
+        argv = ["--logdir", str(run.tensorboard_dir), "--load_fast", "false", *place]
+        start = _TENSORBOARD
+    else:
+        from trainkit.contrib.trackers.clients import local_store
+
+        store = local_store(run)
+        argv = ["mlflow", "server", "--backend-store-uri", store, "--workers", "1", *place]
+        start = _MODULE
+    _refuse_busy(port)
+    click.echo(f"http://{HOST}:{port}")
+    click.echo(f"ssh -L {port}:{HOST}:{port} {user_name()}@{socket.gethostname()}")
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-c", start, *argv])
+
+
+def _refuse_busy(port: int) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError as error:
+            hint = "choose another one with --port"
+            raise UsageError(f"port {port} cannot be used: {error.strerror}", hint=hint) from None

@@ -1,0 +1,104 @@
+"""The page of a tracker: bound to this host, with the ssh line for another."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.programs import run_program
+from tests.support.runs import free_port, make_attempt
+from trainkit.cli.main import main
+from trainkit.contrib.trackers import command
+
+
+class Started(Exception):
+    """The program that would replace this one."""
+
+
+@pytest.fixture(autouse=True)
+def _execv(monkeypatch: pytest.MonkeyPatch) -> None:
+    def execv(program: str, argv: list[str]) -> None:
+        raise Started(argv)
+
+    monkeypatch.setattr(os, "execv", execv)
+    monkeypatch.setattr(command, "find_spec", lambda name: name)
+
+
+def start(*argv: str) -> list[str]:
+    with pytest.raises(Started) as started:
+        main(["--debug", "ui", *argv])
+    found: list[str] = started.value.args[0]
+    return found
+
+
+def test_tensorboard(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = make_attempt(tmp_path / "run").run
+    run.tensorboard_dir.mkdir()
+    port = free_port()
+    argv = start(str(run.path), "--port", str(port))
+    place = ["--logdir", str(run.tensorboard_dir), "--load_fast", "false", "--host", "127.0.0.1"]
+    assert argv[0] == sys.executable
+    assert argv[3:] == [*place, "--port", str(port)]
+    (tmp_path / "tensorboard.py").write_text("print('of a stranger')")
+    shown = run_program(*argv[:3], "--help", cwd=tmp_path)
+    assert "--logdir" in shown.stdout
+    assert "stranger" not in shown.stdout
+    with subprocess.Popen(argv, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as page:
+        assert page.stderr.readline().startswith("TensorBoard ")  # and nothing before its address
+        page.kill()
+    url, ssh = capfd.readouterr().out.splitlines()
+    assert url == f"http://127.0.0.1:{port}"
+    assert ssh.startswith(f"ssh -L {port}:127.0.0.1:{port} ")
+    assert ssh.endswith(f"@{socket.gethostname()}")
+
+
+def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    run = make_attempt(tmp_path / "run", ["logging.mlflow=true"]).run
+    argv = start(str(run.path), "--tool", "mlflow", "--port", str(free_port()))
+    assert f"sqlite:///{tmp_path}/mlflow/mlflow.db" in argv
+    assert argv[argv.index("--host") + 1] == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("logging", "tool", "message"),
+    [
+        ("logging.mlflow={tracking_uri: 'http://host:5000'}", "mlflow", "is on the server http://host:5000"),
+        ("logging.mlflow=null", "mlflow", "has no MLflow: logging.mlflow is null"),
+        ("logging.mlflow=null", "tensorboard", "has no tensorboard/"),
+    ],
+)
+def test_nothing_to_show(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], logging: str, tool: str, message: str
+) -> None:
+    run = make_attempt(tmp_path / "run", [logging]).run
+    assert main(["ui", str(run.path), "--tool", tool]) == 2
+    assert message in capfd.readouterr().err
+
+
+def test_a_port_in_use(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = make_attempt(tmp_path / "run").run
+    run.tensorboard_dir.mkdir()
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        assert main(["ui", str(run.path), "--port", str(busy.getsockname()[1])]) == 2
+    assert "choose another one with --port" in capfd.readouterr().err
+
+
+def test_not_installed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_attempt(tmp_path / "run").run
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
+    assert main(["ui", str(run.path), "--tool", "mlflow"]) == 2
+    assert "`pip install mlflow` installs it" in capfd.readouterr().err
+
+
+def test_sync_without_a_tracker(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = make_attempt(tmp_path / "run").run
+    assert main(["sync", str(run.path)]) == 2
+    assert "has no tracker: logging.mlflow and logging.wandb are null" in capfd.readouterr().err
