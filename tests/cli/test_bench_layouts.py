@@ -194,6 +194,8 @@ def test_layouts_run_one_after_another_and_one_that_fails_stays_in_the_table(des
     assert [row["samples_per_s"] for row in rows] == ["16", "8", ""]
     assert rows[2]["verdict"].startswith("rank 1 failed first")
     assert [line.split()[0] for line in done.stdout.splitlines()[1:4]] == [row["layout"] for row in rows]
+    said = [line for line in done.stderr.splitlines() if line[:3] in ("1/3", "2/3", "3/3")]
+    assert [line.split()[1] for line in said] == ["tp=2:", "dp_replicate=2:", "dp_shard=2:"]
     assert [row["run"] for row in rows] == ["2", "1", "0"]  # in the order in which they were typed
     assert "1 failed, 2 finished" in done.stderr
     assert "no exposed_comm_s: " in done.stderr  # these workers wrote no profile

@@ -96,6 +96,12 @@ def test_points_run_in_rounds_and_one_that_fails_stays_in_the_table(desk: Desk) 
         (8, "failed (2 of 2)"),
     ]
     assert (value["fastest"]["name"], value["fastest"]["is_clear"]) == ("train.device_batch_size=4", True)
+    said = [line.partition(":")[0] for line in done.stderr.splitlines() if line[1:3] == "/6"]
+    batch = "train.device_batch_size"
+    assert said == [
+        f"{index}/6  {batch}={size} (repeat {repeat})"
+        for index, (repeat, size) in enumerate(((1, 2), (1, 4), (1, 8), (2, 2), (2, 4), (2, 8)), 1)
+    ]
     with (desk.folder / "runs/mine/summary.csv").open(newline="") as stream:
         rows = list(csv.DictReader(stream))
     assert [row["tokens_per_s"] for row in rows] == ["400", "200", ""]

@@ -270,13 +270,20 @@ def failure_of(run: RunDir) -> str:
     return end.verdict.line if end is not None and end.verdict else ""
 
 
-def wait_for_runs(bench: Bench, log_line: Callable[[str], None]) -> None:
-    """Wait until all runs of a bench have ended, and log their states whenever they change."""
-    logged = ""
+def wait_for_runs(
+    bench: Bench, log_line: Callable[[str], None], end_line: Callable[[Bench, PointStatus], str]
+) -> None:
+    """Wait until all runs of a bench have ended; log an `end_line` of each, and their states on changes."""
+    logged, known = "", set[int]()
     while True:
         status = query_bench_status(bench, log_line)
         remove_checkpoints(status)
         states = status.states
+        ended = [point for point in status.points if have_ended([point.state]) and point.state != "died"]
+        for point in ended:
+            if point.index not in known:
+                log_line(end_line(bench, point))
+        known = {point.index for point in ended}
         text = state_counts(states)
         if text != logged:
             log_line(text)

@@ -23,7 +23,7 @@ from trainkit.bench.run_bench import (
 )
 from trainkit.folders import ensure_folder
 from trainkit.formats import cell, short_keys, shown_value, table
-from trainkit.observe.group import NOT_STARTED
+from trainkit.observe.group import NOT_STARTED, PointStatus
 from trainkit.observe.page import flat_config
 from trainkit.observe.sweep_report import REPEAT, Sweep
 from trainkit.run.events import training_curve
@@ -62,6 +62,18 @@ class Summary:
     """Runs that have started and not ended, or that wait in the queue."""
     num_not_started: int
     """Runs without a group that were never started."""
+
+
+def end_line(bench: Bench, point: PointStatus) -> str:
+    """One line about a run that has ended."""
+    item = bench.runs[point.index]
+    row = measured(training_curve(bench.run_dir(item)), bench.length.measured)
+    which = f"{item.name} (repeat {item.repeat})" if bench.repeats > 1 else item.name
+    start = f"{point.index + 1}/{len(bench.runs)}  {which}:"
+    if point.state != FINISHED or row["step_s"] is None:
+        return f"{start} {point.state}{f': {point.reason}' if point.reason else ''}"
+    speed = "" if row["tokens_per_s"] is None else f"{row['tokens_per_s']:,.0f} tokens/s, "
+    return f"{start} {speed}{row['step_s']:.4f} s per step"
 
 
 def write_summary(bench: Bench, warn: Callable[[str], None]) -> Summary:

@@ -20,6 +20,7 @@ from trainkit.bench.summary import (
     INSTALL_HINT,
     LAYOUT_COLUMN,
     can_plot,
+    end_line,
     summary_table,
     write_plots,
     write_summary,
@@ -265,7 +266,7 @@ def _run(planned: PlannedBench, submission: Submission, out: Path | None, follow
         return EXIT_OK
     click.echo(f"{bench.folder}: job {job_id}", err=True)
     try:
-        wait_for_runs(bench, lambda text: click.echo(text, err=True))
+        wait_for_runs(bench, lambda text: click.echo(text, err=True), end_line)
     except BaseException as error:
         if is_here:
             cancel_group(group, now=True, wait=False)
