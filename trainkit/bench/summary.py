@@ -25,7 +25,7 @@ from trainkit.folders import ensure_folder
 from trainkit.formats import cell, short_keys, shown_value, table
 from trainkit.observe.group import NOT_STARTED, PointStatus
 from trainkit.observe.page import flat_config
-from trainkit.observe.sweep_report import REPEAT, Sweep
+from trainkit.observe.sweep_report import Sweep
 from trainkit.run.events import training_curve
 from trainkit.run.files import read_object, write_atomic
 
@@ -103,10 +103,7 @@ def sweep_of_bench(bench: Bench, warn: Callable[[str], None]) -> Sweep:
     first = bench.run_dir(bench.runs[0])
     origin = first if bench.group is None else bench.group
     return Sweep(
-        name=bench.folder.name,
-        folder=bench.folder,
-        keys=[*bench.keys, REPEAT] if bench.repeats > 1 else [*bench.keys],
-        points=query_bench_status(bench, warn).points,
+        query_bench_status(bench, warn),
         world_sizes=sizes,
         is_cuda=bench.device == "cuda",
         config=flat_config(first),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime, timezone
+from pathlib import Path
 
 import click
 
@@ -45,7 +46,7 @@ def command(run_name: str, as_json: bool) -> int:
 
             sweep = sweep_of_bench(found, warn)
         runs = read_sweep(sweep, now)
-        folder, page, value = sweep.folder, render_sweep(runs), runs.to_dict()
+        folder, page, value = Path(runs.run_dir), render_sweep(runs), runs.to_dict()
     file = folder / REPORT_FILE
     try:
         write_atomic(file, page)

@@ -115,10 +115,7 @@ class SweepReport:
 class Sweep:
     """The runs to report, and what they have in common."""
 
-    name: str
-    folder: Path
-    keys: list[str]
-    points: Sequence[PointStatus]
+    status: GroupStatus
     world_sizes: Mapping[int, int]
     """Index of a point -> its number of ranks, where known."""
     is_cuda: bool
@@ -135,10 +132,7 @@ def sweep_of_group(group: RunGroup, status: GroupStatus) -> Sweep:
         index: point.plan.get("world_size", plan.count("world_size")) for index, point in group.points.items()
     }
     return Sweep(
-        name=status.name,
-        folder=group.path,
-        keys=status.keys,
-        points=status.points,
+        status,
         world_sizes={index: size for index, size in sizes.items() if isinstance(size, int)},
         is_cuda=plan.text("device") == "cuda",
         config=dict(flatten(group.record.config)),
@@ -148,16 +142,16 @@ def sweep_of_group(group: RunGroup, status: GroupStatus) -> Sweep:
 
 def read_sweep(sweep: Sweep, now: float) -> SweepReport:
     """Read the report of a sweep; `now`, in seconds since the epoch, ends attempts that still run."""
-    objective = _objective(sweep)
+    objective, status = _objective(sweep), sweep.status
     with ThreadPoolExecutor(NUM_READERS) as readers:
-        found = list(readers.map(lambda point: _read_point(sweep, point, objective, now), sweep.points))
+        found = list(readers.map(lambda point: _read_point(sweep, point, objective, now), status.points))
     points = sorted(found, key=lambda point: _order(point, objective))
     known_hours = [point.worker_hours for point in found if point.worker_hours is not None]
     results = [point for point in points if point.result is not None]
     return SweepReport(
-        name=sweep.name,
-        run_dir=str(sweep.folder),
-        keys=sweep.keys,
+        name=status.name,
+        run_dir=status.run_dir,
+        keys=status.keys,
         objective=objective,
         points=points,
         states=count_states(point.state for point in found),
@@ -172,7 +166,7 @@ def read_sweep(sweep: Sweep, now: float) -> SweepReport:
 def _objective(sweep: Sweep) -> Objective:
     if sweep.speeds is not None:
         return OBJECTIVES["tokens_per_s"]
-    metrics = {point.best.metric for point in sweep.points if point.best}
+    metrics = {point.best.metric for point in sweep.status.points if point.best}
     return OBJECTIVES["val_loss" if "val_loss" in metrics else "loss"]
 
 
