@@ -7,6 +7,7 @@ the run continues elsewhere. The supervisor treats both kinds alike.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import signal
@@ -87,6 +88,8 @@ REQUEUE_PATIENCE_S = 600.0
 QUEUE_POLL_S = 1.0
 QUEUE_PATIENCE = 60
 """Errors of the queue after which a run starts without it."""
+NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
+"""Errors of a folder that no waiting helps against."""
 START_S = 30.0
 """Minimum time between the start of a step and the earliest moment of the time limit's notice signal."""
 
@@ -241,7 +244,8 @@ class LocalAllocation(Allocation):
             return f"waits for {busy}"
         except OSError as error:
             self._queue_errors += 1
-            if self._queue_errors < QUEUE_PATIENCE:
+            may_pass = not self._now and error.errno not in NOT_WRITABLE
+            if may_pass and self._queue_errors < QUEUE_PATIENCE:
                 return f"waits for the queue of this machine ({error.strerror})"
             log_line(f"starts without waiting for its turn: the queue of this machine has failed ({error})")
             place.leave()
