@@ -26,7 +26,7 @@ from trainkit.run.group import RunGroup
 from trainkit.run.record import (
     AttemptRecord,
     add_slurm_attempt,
-    claim_entry,
+    claimed_by,
     copy_submitit_files,
     discard_attempt,
     next_attempt_number,
@@ -171,8 +171,8 @@ class StepBackend(SlurmBackend):
         task = find_slurm_task()
         assert task is not None
         attempt = open_attempt(run, new.config_text, new.plan_text)
-        entry = add_slurm_attempt(run, attempt.number, task.job_id, new.reason, "srun", step_id=task.step_id)
-        claim_entry(run, attempt.number, os.getpid())
+        known = {"step_id": task.step_id, **claimed_by(os.getpid())}
+        entry = add_slurm_attempt(run, attempt.number, task.job_id, new.reason, "srun", **known)
         log_event(run, attempt.number, "submitted", job_id=task.job_id, reason=new.reason)
         log_event(run, attempt.number, "started", world_size=new.plan.world_size, nodes=new.plan.num_nodes)
         return entry

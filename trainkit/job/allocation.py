@@ -173,10 +173,6 @@ class Allocation:
         """How the run can be restarted now."""
         raise NotImplementedError
 
-    def has_time(self, plan: LaunchPlan) -> bool:
-        """Whether there is time for another attempt."""
-        return True
-
     def after_notice(
         self, attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome, received: signal.Signals
     ) -> Decision:
@@ -454,14 +450,14 @@ class SlurmAllocation(Allocation):
         may_requeue = job is None or job.may_requeue
         is_ours = job is not None and job.state is JobState.RUNNING and not self.is_being_requeued
         return RestartOptions(
-            restart=is_ours and len(self.good_hosts) >= plan.fewest_nodes and self.has_time(plan),
+            restart=is_ours and len(self.good_hosts) >= plan.fewest_nodes and self._has_time(plan),
             requeue=may_requeue and shutil.which("scontrol") is not None,
             resubmit=not may_requeue and shutil.which("sbatch") is not None,
             follow_up=bool(read_job(self.run).waiting),
             unavailable_reason="this host has neither scontrol nor sbatch, and requeue.follow_ups is 0",
         )
 
-    def has_time(self, plan: LaunchPlan) -> bool:
+    def _has_time(self, plan: LaunchPlan) -> bool:
         """Whether a step started now would run for a while before the time limit's notice signal.
 
         Slurm sends that signal once, and a step that starts later does not receive it.

@@ -18,6 +18,7 @@ from trainkit.run.record import (
     AttemptRecord,
     add_slurm_attempt,
     claim_entry,
+    claimed_by,
     read_job,
     read_job_to_change,
     reopen_attempt,
@@ -132,8 +133,7 @@ def _claim(run: RunDir, job_id: str) -> AttemptDir | NothingToDo:
 def register_start(attempt: AttemptDir, job_id: str, reason: str) -> None:
     """Record that this process of a Slurm job runs an attempt; call with the lock held."""
     backend = LaunchPlan.read(attempt.plan_file).backend
-    add_slurm_attempt(attempt.run, attempt.number, job_id, reason, backend)
-    claim_entry(attempt.run, attempt.number, os.getpid())
+    add_slurm_attempt(attempt.run, attempt.number, job_id, reason, backend, **claimed_by(os.getpid()))
 
 
 def is_follow_up(run: RunDir, job_id: str) -> bool:

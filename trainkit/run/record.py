@@ -298,7 +298,12 @@ def _append(run: RunDir, record: AttemptRecord) -> AttemptRecord:
 def claim_entry(run: RunDir, attempt: int, pid: int) -> None:
     """Record which process of the Slurm job runs an attempt; with the run's lock held."""
     with changed_job(run) as job:
-        job.change(attempt, **asdict(ProcessId.of(pid)), node=own_host(), started_at=utc_now())
+        job.change(attempt, **claimed_by(pid))
+
+
+def claimed_by(pid: int) -> dict[str, Any]:
+    """The values of an `AttemptRecord` that say which process of a Slurm job runs the attempt since now."""
+    return {**asdict(ProcessId.of(pid)), "node": own_host(), "started_at": utc_now()}
 
 
 def set_follow_ups(run: RunDir, job_ids: list[str]) -> None:
