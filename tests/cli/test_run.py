@@ -309,12 +309,6 @@ def test_a_script_keeps_the_name_that_a_config_or_flag_gives(desk):
         assert f"{name}: 1 node x 1 worker" in done.stdout + done.stderr
 
 
-def test_a_script_without_its_dashes(desk):
-    done = types(desk, "run", "python", "train.py")
-    assert done.returncode == 2
-    assert "hint: a program of your own comes after --: `trainkit run -- python train.py`\n" in done.stderr
-
-
 @pytest.mark.slow(seconds=25)
 @pytest.mark.parametrize(
     "options", [(), ("--gpus-per-node", "2", "--debug", "1")], ids=["one process", "rank 1 of 2"]
