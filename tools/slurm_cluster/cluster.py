@@ -280,7 +280,7 @@ def up(
     `options` are lines of slurm.conf, for example ``{"MinJobAge": "5"}``. With an `owner`, the cluster counts
     as abandoned once that process is dead. `slurm` is a version such as ``24.11``; None is the installed one.
     `with_cgroups` confines jobs to the CPUs and the memory that they ask for, with the CPUs of this machine.
-    With `beside`, the slurmdbd of another cluster knows this one too: commands reach both with ``--clusters``.
+    With `beside`, the slurmdbd of another cluster knows this one too: ``--clusters`` reaches both.
     Raises RuntimeError when a daemon does not start, and NotPossible for a version that cannot be had.
     """
     release = releases.find(slurm)
