@@ -152,8 +152,8 @@ def test_each_cluster_is_asked_about_its_own_jobs(fake: FakeSlurm) -> None:
 def test_a_cluster_that_cannot_be_reached(fake: FakeSlurm) -> None:
     """As 22.05 says it. It is asked once, this cluster for five seconds."""
     said = (
-        "squeue: error: No cluster 'east' known by database.\nsqueue: error: 'east' can't be reached now, or it is "
-        "an invalid entry for --cluster.  Use 'sacctmgr list clusters' to see available clusters."
+        "squeue: error: No cluster 'east' known by database.\nsqueue: error: 'east' can't be reached now, or "
+        "it is an invalid entry for --cluster.  Use 'sacctmgr list clusters' to see available clusters."
     )
     (fake.folder / "said").write_text(said)
     fake.add("squeue", "/bin/cat $here/said >&2; exit 1")

@@ -253,8 +253,10 @@ def test_would_start_without_partition() -> None:
 
 def test_would_start_on_another_cluster() -> None:
     """As 26.05 prints it."""
-    text = "sbatch: Job 6 to start at 1700000000 on cluster east a using 2 processors on nodes n[1-2] in partition low"
-    answer = parse_start_estimate(text)
+    text = (
+        "Job 6 to start at 1700000000 on cluster east a using 2 processors on nodes n[1-2] in partition low"
+    )
+    answer = parse_start_estimate(f"sbatch: {text}")
     assert answer.nodes == ["n1", "n2"]
     assert "on cluster east" in answer.message
 

@@ -142,7 +142,7 @@ def _plugins(state: State) -> dict[str, str]:
 def _accounting(state: State) -> dict[str, str]:
     if not state.accounting:
         return {"AccountingStorageType": "accounting_storage/none"}
-    dbd = State.load(Path(state.beside, STATE_LINK)) if state.beside else state
+    dbd = State.load(Path(state.accounting_of, STATE_LINK)) if state.accounting_of else state
     return {
         "AccountingStorageType": "accounting_storage/slurmdbd",
         "AccountingStorageHost": state.address(MACHINE_INDEX),

@@ -36,7 +36,7 @@ def claim(
     num_hosts: int,
     slurm: Path | None,
     confined: bool,
-    beside: Path | None,
+    accounting_of: Path | None,
 ) -> State:
     """Reserve the first free cluster number, and create the folder, the bridge and the host names.
 
@@ -61,7 +61,7 @@ def claim(
             port=port,
             slurm=str(slurm or ""),
             cgroups=confined,
-            beside=str(beside or ""),
+            accounting_of=str(accounting_of or ""),
             owner=owner,
             options=dict(options),
         )
@@ -81,12 +81,12 @@ def start(state: State) -> None:
     (state.path / "etc/hosts").write_text(network.hosts_file_inside(state))
     for number in range(config_files.NUM_GPUS):
         os.mknod(state.path / f"dev/gpu{number}", 0o600 | stat.S_IFCHR, os.makedev(1, 3))
-    if state.beside:
-        (state.path / "munge").symlink_to(Path(state.beside, "munge"))
+    if state.accounting_of:
+        (state.path / "munge").symlink_to(Path(state.accounting_of, "munge"))
     else:
         daemons.start_munge(state)
     if state.accounting:
-        if not state.beside:
+        if not state.accounting_of:
             daemons.start_database(state)
             daemons.start_slurmdbd(state)
         daemons.add_accounts(state)

@@ -34,7 +34,7 @@ class State:
     slurm: str = ""
     """The folder of another version of Slurm than the machine's own."""
     cgroups: bool = False
-    beside: str = ""
+    accounting_of: str = ""
     """The folder of the cluster whose slurmdbd and munge serve this one too."""
     up_s: float = 0
     owner: Pid | None = None

@@ -145,7 +145,7 @@ class SbatchBackend(SlurmBackend):
             log_event(run, attempt.number, "submitted", job_id=entry.job_id, reason=new.reason)
             if new.plan.slurm.clusters:
                 print_note(f"{entry.job_id} is on the cluster {entry.cluster}")
-            submit_follow_ups(attempt, entry, new.plan.slurm, new.num_follow_ups)
+            submit_follow_ups(attempt, entry.job, new.plan.slurm, new.num_follow_ups)
         except OSError as error:
             raise TrainkitError(
                 f"{job_id} was submitted, but {run.shown} cannot be written: {error.strerror}",
@@ -252,16 +252,14 @@ def _cancel_interrupted(token: str, since: float, clusters: Sequence[str]) -> bo
     return True
 
 
-def submit_follow_ups(
-    attempt: AttemptDir, entry: AttemptRecord, request: SlurmRequest, count: int
-) -> list[str]:
-    """Submit the script of an attempt `count` more times, as jobs that continue it; returns their ids.
+def submit_follow_ups(attempt: AttemptDir, job: str, request: SlurmRequest, count: int) -> list[str]:
+    """Submit the script of an attempt `count` more times, as jobs that continue `job`; returns their ids.
 
     Call with the run's lock held. A rejected submission is only reported: the run itself has started.
     """
-    run, job_id = attempt.run, entry.job_id
+    run = attempt.run
     # A job can only wait for one of its own cluster.
-    clusters = [entry.elsewhere] if entry.elsewhere else []
+    job_id, _, cluster = job.partition(";")
     submitit_script = submitit_file(run, job_id, "submission.sh")
     script = submitit_script if submitit_script.exists() else attempt.script_file
     ids: list[str] = []
@@ -280,7 +278,7 @@ def submit_follow_ups(
                 token=token,
                 cwd=run.path,
                 extra_argv=options,
-                clusters=clusters,
+                clusters=[cluster] if cluster else (),
                 is_only_job=False,
                 notify=print_note,
             ).partition(";")[0]

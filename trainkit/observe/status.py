@@ -92,7 +92,7 @@ class RunStatus:
     attempt: int | None
     job_id: str | None
     cluster: str | None
-    """That of the job, if it is not the one here."""
+    """The cluster of its job, if that is another one than here."""
     host: str | None
     num_nodes: int | None
     workers_per_node: int | None
