@@ -105,7 +105,7 @@ def test_points_run_in_rounds_and_one_that_fails_stays_in_the_table(desk: Desk) 
     with (desk.folder / "runs/mine/summary.csv").open(newline="") as stream:
         rows = list(csv.DictReader(stream))
     assert [row["tokens_per_s"] for row in rows] == ["400", "200", ""]
-    assert rows[0]["run"] == "point-1.repeat-1 point-1.repeat-2"
+    assert rows[0]["run"] == "1 4"
     made = read_json(desk.folder / "runs/mine/bench.json")
     assert (made["kind"], made["repeats"]) == ("settings", 2)
     assert made["impossible"].keys() == {"train.device_batch_size=3"}
@@ -175,17 +175,6 @@ def test_points_that_need_different_jobs_are_refused(
         assert submit(*SIZES, *more) == 2
         assert f"point 1 ({BATCH}=2, {GPUS}=2) needs a different job than point 0" in capsys.readouterr().err
     assert (sbatch.taken, (tmp_path / "out").exists()) == ([], False)
-
-
-def test_a_bench_that_runs_on_this_machine_is_ended_where_it_runs(
-    tmp_path: Path, sbatch: Sbatch, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert submit("--sweep", "seed=1,2") == 0
-    (tmp_path / "out/sweep.json").unlink()
-    for state in ("running", "not started"):
-        monkeypatch.setattr(run_bench, "run_state", lambda bench, item, state=state: (state, ""))
-        assert main(["cancel", "out"]) == 2
-        assert "Ctrl-C ends it in the terminal where it runs" in capsys.readouterr().err
 
 
 def test_a_bench_in_runs_is_not_taken_for_a_run_of_this_path(tmp_path: Path, sbatch: Sbatch) -> None:

@@ -1,4 +1,4 @@
-"""Ctrl-C while a drill or a bench starts a run: none is left that still runs."""
+"""Ctrl-C while a drill starts a run: none is left that still runs."""
 
 import os
 import signal
@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 from job_tree import wait_for
 
-from trainkit.bench.run_bench import run_here
 from trainkit.contrib.drill import command
 from trainkit.run.end import read_end
 from trainkit.run.record import read_job
@@ -28,15 +27,4 @@ def test_of_a_drill(start_job, tmp_path, monkeypatch):
     monkeypatch.setattr(command, "start_run", lambda *args: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
         list(command.Drill(tmp_path, None, None, 0, None, print).run([]))
-    assert is_killed(RunDir(tmp_path / "run"))
-
-
-def test_of_a_bench(start_job, tmp_path):
-    def start(index, item):
-        job = start_job("time.sleep(600)")
-        os.kill(os.getpid(), signal.SIGINT)
-        return job.run
-
-    with pytest.raises(KeyboardInterrupt):
-        run_here(SimpleNamespace(runs=["one"]), start, print)
     assert is_killed(RunDir(tmp_path / "run"))

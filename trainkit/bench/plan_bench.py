@@ -22,7 +22,6 @@ from trainkit.config import LoadedConfig, RunConfig
 from trainkit.config.load import Change, Values, short_training, with_changes, with_values
 from trainkit.errors import ConfigError, Problem, UsageError
 from trainkit.formats import JsonObject
-from trainkit.launch.create import new_folder
 from trainkit.launch.plan_run import Gatherer, plan_run
 from trainkit.launch.submission import ArraySpec, LoadedPoint, PlannedPoint, Submission, checked
 from trainkit.observe.sweep_report import REPEAT
@@ -235,17 +234,6 @@ class PlannedBench:
         )
         write_bench(bench, self.request.config, self.changes, self.impossible, self.left_out)
         return bench
-
-    def create_local(self, out: Path | None) -> Bench:
-        """Create the folder of a bench on this machine; UsageError if it cannot be written."""
-        # A layout is a name for a folder; values of settings can be anything.
-        is_named = self.kind == "layouts"
-        names = [item.name if is_named else f"point-{index}" for index, item in enumerate(self.points)]
-        if self.request.repeats > 1:
-            repeats = range(1, self.request.repeats + 1)
-            names = [f"{name}.repeat-{repeat}" for repeat in repeats for name in names]
-        with new_folder(self.name, out, OPTION) as (folder, _):
-            return self.create(folder, names)
 
 
 BARE: Values = {

@@ -1,4 +1,4 @@
-"""A bench: bench.json, which describes it, and its runs, on this machine or in a Slurm array."""
+"""A bench: bench.json, which describes it, and its runs, which are a group."""
 
 from __future__ import annotations
 
@@ -9,16 +9,12 @@ from pathlib import Path, PurePath
 from shlex import quote
 from typing import Literal
 
-from trainkit.backends import SUPERVISOR_EXIT_S, backend_of
-from trainkit.backends.jobs import liveness_probe, query_job_status, query_jobs_or_warn, utc_clock
+from trainkit.backends.jobs import query_job_status, query_jobs_or_warn, utc_clock
 from trainkit.config.load import Change
-from trainkit.control.cancel import cancel_run
-from trainkit.errors import UsageError, print_note
+from trainkit.errors import UsageError
 from trainkit.formats import JsonObject, shown
 from trainkit.job.group_parts import recover_parts
-from trainkit.launch.create import defer_sigint
 from trainkit.observe.group import NOT_STARTED, GroupFiles, GroupStatus, PointStatus, state_counts
-from trainkit.observe.logs import run_is_over
 from trainkit.observe.status import read_status
 from trainkit.observe.sweep_report import REPEAT
 from trainkit.run.end import read_newest_end
@@ -128,7 +124,7 @@ class Bench:
 
     @property
     def group(self) -> RunGroup | None:
-        """The array of its runs on Slurm; None on this machine."""
+        """The group of its runs; None in a folder of an earlier trainkit."""
         group = RunGroup(self.folder)
         return group if group.exists() else None
 
@@ -217,46 +213,16 @@ def read_bench(folder: Path) -> Bench:
         ) from error
 
 
-POLL_S = 0.1
+POLL_S = 0.5
 ASK_EVERY_S = 10.0
-"""Seconds between queries: Slurm's controller serves the whole cluster."""
+"""Seconds between queries of Slurm: its controller serves the whole cluster."""
 FINISHED = "finished"
 ENDED = (FINISHED, "failed", "stopped", "cancelled", "died")
 """Final states: a run of a bench is not restarted."""
 
 
-def run_here(
-    bench: Bench, start: Callable[[int, BenchRun], RunDir], on_end: Callable[[BenchRun], None]
-) -> None:
-    """Start the runs of a bench one after another; `on_end` is called with each run that has ended.
-
-    On an error or Ctrl-C the current run is killed.
-    """
-    for index, item in enumerate(bench.runs):
-        run: RunDir | None = None
-        try:
-            with defer_sigint():
-                run = start(index, item)
-            _wait(run)
-        except BaseException:
-            if run is not None:
-                cancel_run(run, now=True, wait=False, warn=print_note)
-            raise
-        remove_all(run.checkpoints_dir)  # a bench is never resumed
-        on_end(item)
-
-
-def _wait(run: RunDir) -> None:
-    is_alive = liveness_probe(run)
-    while not run_is_over(run, is_alive()):
-        time.sleep(POLL_S)
-    entry = read_job(run).newest
-    if entry is not None:
-        backend_of(entry).wait_until_gone(run, entry, SUPERVISOR_EXIT_S)  # or it would disturb the next run
-
-
 def query_bench_status(bench: Bench, warn: Callable[[str], None]) -> GroupStatus:
-    """The status of the runs of a bench, as if they were one group; looks up an unacknowledged array.
+    """The status of the runs of a bench; looks up an array that Slurm has not acknowledged.
 
     With several repeats their number is one of the values of a run.
     """
@@ -271,7 +237,7 @@ def query_bench_status(bench: Bench, warn: Callable[[str], None]) -> GroupStatus
         run = bench.run_dir(item)
         values = {**item.values, REPEAT: item.repeat} if bench.repeats > 1 else item.values
         point = known.get(str(run.path))
-        state, reason = run_state(bench, item) if point is None else (point.state, point.reason)
+        state, reason = _state(run) if point is None else (point.state, point.reason)
         reason = "" if state == FINISHED else failure_of(run) or reason
         point = point or PointStatus(index, values, state, None, None, None, str(run.path))
         points.append(replace(point, index=index, values=values, reason=reason or None))
@@ -288,9 +254,8 @@ def query_bench_status(bench: Bench, warn: Callable[[str], None]) -> GroupStatus
     )
 
 
-def run_state(bench: Bench, item: BenchRun) -> tuple[str, str | None]:
-    """The state of a run on this machine and its reason."""
-    run = bench.run_dir(item)
+def _state(run: RunDir) -> tuple[str, str | None]:
+    """The state of a run that is in no group, and its reason."""
     if not run.exists():
         return NOT_STARTED, None
     job = read_job(run)
@@ -305,11 +270,20 @@ def failure_of(run: RunDir) -> str:
     return end.verdict.line if end is not None and end.verdict else ""
 
 
-def wait_for_runs(bench: Bench, log_line: Callable[[str], None]) -> None:
-    """Wait until all runs of a bench on Slurm have ended, and log their states whenever they change."""
-    logged = ""
+def wait_for_runs(
+    bench: Bench, log_line: Callable[[str], None], end_line: Callable[[Bench, PointStatus], str]
+) -> None:
+    """Wait until all runs of a bench have ended; log an `end_line` of each, and their states on changes."""
+    logged, known = "", set[int]()
     while True:
-        states = query_bench_status(bench, log_line).states
+        status = query_bench_status(bench, log_line)
+        remove_checkpoints(status)
+        states = status.states
+        ended = [point for point in status.points if have_ended([point.state]) and point.state != "died"]
+        for point in ended:
+            if point.index not in known:
+                log_line(end_line(bench, point))
+        known = {point.index for point in ended}
         text = state_counts(states)
         if text != logged:
             log_line(text)
@@ -318,7 +292,14 @@ def wait_for_runs(bench: Bench, log_line: Callable[[str], None]) -> None:
         logged = text
         if is_sure and have_ended(states):
             return
-        time.sleep(ASK_EVERY_S)
+        time.sleep(POLL_S if bench.backend == "local" else ASK_EVERY_S)
+
+
+def remove_checkpoints(status: GroupStatus) -> None:
+    """Remove what the runs that have ended saved: a bench is never resumed."""
+    for point in status.points:
+        if have_ended([point.state]):
+            remove_all(RunDir(point.run_dir).checkpoints_dir)
 
 
 def have_ended(states: Iterable[str]) -> bool:

@@ -16,21 +16,18 @@ from trainkit.bench.run_bench import (
     FINISHED,
     LAYOUT,
     Bench,
-    BenchRun,
-    failure_of,
     have_ended,
     point_name,
     query_bench_status,
-    run_state,
+    remove_checkpoints,
 )
 from trainkit.folders import ensure_folder
 from trainkit.formats import cell, short_keys, shown_value, table
-from trainkit.observe.group import NOT_STARTED
+from trainkit.observe.group import NOT_STARTED, PointStatus
 from trainkit.observe.page import flat_config
 from trainkit.observe.sweep_report import REPEAT, Sweep
 from trainkit.run.events import training_curve
 from trainkit.run.files import read_object, write_atomic
-from trainkit.run.manifest import remove_all
 
 
 @dataclass(frozen=True)
@@ -64,18 +61,17 @@ class Summary:
     num_open: int
     """Runs that have started and not ended, or that wait in the queue."""
     num_not_started: int
-    """Runs of a bench on this machine that has not come to them, or was interrupted."""
+    """Runs without a group that were never started."""
 
 
-def end_line(bench: Bench, item: BenchRun) -> str:
-    """One line about a run on this machine that has just ended."""
-    state, reason = run_state(bench, item)
-    failure = failure_of(bench.run_dir(item)) or ("" if state == "finished" else reason)
+def end_line(bench: Bench, point: PointStatus) -> str:
+    """One line about a run that has ended."""
+    item = bench.runs[point.index]
     row = measured(training_curve(bench.run_dir(item)), bench.length.measured)
     which = f"{item.name} (repeat {item.repeat})" if bench.repeats > 1 else item.name
-    start = f"{bench.runs.index(item) + 1}/{len(bench.runs)}  {which}:"
-    if state != "finished" or row["step_s"] is None:
-        return f"{start} {state}{f': {failure}' if failure else ''}"
+    start = f"{point.index + 1}/{len(bench.runs)}  {which}:"
+    if point.state != FINISHED or row["step_s"] is None:
+        return f"{start} {point.state}{f': {point.reason}' if point.reason else ''}"
     speed = "" if row["tokens_per_s"] is None else f"{row['tokens_per_s']:,.0f} tokens/s, "
     return f"{start} {speed}{row['step_s']:.4f} s per step"
 
@@ -84,12 +80,11 @@ def write_summary(bench: Bench, warn: Callable[[str], None]) -> Summary:
     """Write summary.csv from the measurements so far."""
     by_run: dict[str, Row] = {}
     status = query_bench_status(bench, warn)
+    remove_checkpoints(status)
     for item, point in zip(bench.runs, status.points, strict=True):
         by_run[item.run], missing = row_of(bench, item, point.state, point.reason or "")
         if missing and point.state == FINISHED:
             warn(f"{item.name}: no exposed_comm_s: {missing}")
-        if have_ended([point.state]):
-            remove_all(bench.run_dir(item).checkpoints_dir)  # a bench is never resumed
     points = by_speed([by_run[item.run] for item in runs] for runs in bench.points)
     rows = [row for row, _ in points]
     write_atomic(bench.summary_file, csv_text(bench.keys, rows))

@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from trainkit.bench.plan_bench import OPTION, BenchRequest, PlannedBench, plan_layouts, plan_settings
-from trainkit.bench.run_bench import Bench, BenchLength, BenchRun, read_bench, run_here, wait_for_runs
+from trainkit.bench.run_bench import Bench, BenchLength, read_bench, wait_for_runs
 from trainkit.bench.summary import (
     COLUMNS,
     INSTALL_HINT,
@@ -38,16 +38,14 @@ from trainkit.cli.options import (
 from trainkit.cli.output import echo_json
 from trainkit.cli.started import print_created
 from trainkit.cli.submit import GroupRequest, sweep_option
+from trainkit.control.cancel import cancel_group
 from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, UsageError
 from trainkit.formats import short_keys, shown_value, table
-from trainkit.launch.create import create_run, start_run
 from trainkit.launch.start import create_submission, start_group
 from trainkit.launch.submission import Submission
 from trainkit.plan.launch import describe_plan
 from trainkit.plan.workload import TRAINER
 from trainkit.run.group import RunGroup
-from trainkit.run.registry import isolated_state
-from trainkit.run.rundir import RunDir
 
 STEPS = 30
 WARMUP = 5
@@ -96,7 +94,7 @@ def _bench_options(what: str, folder: str) -> Callable[[Function], Function]:
     """The options of every bench; `what` names its points, `folder` the default folder."""
     count = click.IntRange(min=1)
     repeats = f"Run all {what} N times, one round after another, to see how much they vary."
-    at_once = "On Slurm: maximum runs in parallel; default: 1, so that none disturbs another."
+    at_once = "Maximum runs in parallel; default: 1, so that none disturbs another."
     collect = "Write the summary of the bench in DIR; start nothing."
     return combined(
         click.option(
@@ -147,7 +145,7 @@ def layouts(request: ConfigRequest | None, layouts: tuple[str, ...], **typed: An
     train.global_batch_size is the same for all; train.device_batch_size and parallel.pp_microbatches are
     adapted to the layout where necessary.
 
-    On this machine the layouts run one after another, and Ctrl-C ends the current one. On Slurm they are one
+    On this machine the layouts run one after another, and Ctrl-C ends the bench. On Slurm they are one
     array; --follow, or --collect DIR later, writes the summary. Exits with 1 if nothing was measured.
     """
     return _bench(lambda asked, config: plan_layouts(asked, config.load_to_plan(), layouts), request, **typed)
@@ -172,7 +170,7 @@ def settings(request: ConfigRequest | None, sweeps: tuple[str, ...], **typed: An
     Any config key can be swept, except those that a bench sets itself, such as train.steps. Points that
     cannot run are listed with the reason, and the others run.
 
-    On this machine the points run one after another, and Ctrl-C ends the current one. On Slurm they are one
+    On this machine the points run one after another, and Ctrl-C ends the bench. On Slurm they are one
     array; --follow, or --collect DIR later, writes the summary. Exits with 1 if nothing was measured.
     """
 
@@ -207,15 +205,13 @@ def _bench(
     folder = named_folder(out, OPTION)
     length = BenchLength(steps, warmup)
     planned = plan(BenchRequest(config.path, length, repeats, "name" in config.flags), config)
-    submission = None if planned.plan.is_here else planned.submission(at_once)
+    submission = planned.submission(at_once)
     if not dry_run:
         click.echo(describe_plan(planned.plan, planned.name).splitlines()[0], err=True)
     _describe(planned)
     if dry_run:
         return _list(planned, as_json)
-    if submission is None:
-        return _run_here(planned, folder, as_json)
-    return _submit(planned, submission, folder, follow, as_json)
+    return _run(planned, submission, folder, follow, as_json)
 
 
 def _describe(planned: PlannedBench) -> None:
@@ -252,58 +248,34 @@ def _list(planned: PlannedBench, as_json: bool) -> int:
     return EXIT_OK
 
 
-def _run_here(planned: PlannedBench, out: Path | None, as_json: bool) -> int:
-    """Run the points one after another on this machine, and write the summary."""
-    bench = planned.create_local(out)
-    runs = planned.runs
-
-    def start(index: int, item: BenchRun) -> RunDir:
-        point = runs[index]
-        created = create_run(point.config, point.plan, ["trainkit", *sys.argv[1:]], bench.folder / item.run)
-        if index == 0:
-            print_created(created)
-        start_run(created.run, point.config, point.plan, "run")
-        return created.run
-
-    shown = quote(str(bench.folder))
-    first = quote(str(bench.folder / bench.runs[0].run))
-    click.echo(f"the runs are in {shown}; `trainkit logs {first} -f` follows the first", err=True)
-    try:
-        with isolated_state(bench.folder):
-            run_here(bench, start, lambda item: click.echo(end_line(bench, item), err=True))
-    except KeyboardInterrupt:
-        click.echo(f"\n`{bench.command} --collect {shown}` writes the summary so far", err=True)
-        return EXIT_INTERRUPTED
-    return summarize(bench, as_json)
-
-
-def _submit(
-    planned: PlannedBench, submission: Submission, out: Path | None, follow: bool, as_json: bool
-) -> int:
-    """Submit the runs as one array; with --follow, wait and write the summary."""
+def _run(planned: PlannedBench, submission: Submission, out: Path | None, follow: bool, as_json: bool) -> int:
+    """Start the runs as one group; on this machine, or with --follow, wait and write the summary."""
     created = create_submission(submission, ["trainkit", *sys.argv[1:]], out, OPTION)
     print_created(created)
-    group = RunGroup(created.run.path)
+    group, is_here = RunGroup(created.run.path), planned.plan.is_here
     bench = planned.create(group.path, list(map(str, group.points)))
-    job_id, shown = start_group(group), quote(str(bench.folder))
-    if not follow:
+    shown = quote(str(bench.folder))
+    collect = f"`{bench.command} --collect {shown}` writes the summary"
+    job_id = start_group(group)
+    if not (follow or is_here):
         if as_json:
             echo_json({"folder": str(bench.folder), "job_id": job_id, "array": group.record.array})
         else:
             click.echo(f"{bench.folder}\n{job_id}")
-        click.echo(
-            f"`trainkit status {shown}` shows the runs; "
-            f"`{bench.command} --collect {shown}` writes the summary",
-            err=True,
-        )
+        click.echo(f"`trainkit status {shown}` shows the runs; {collect}", err=True)
         return EXIT_OK
     click.echo(f"{bench.folder}: job {job_id}", err=True)
     try:
-        wait_for_runs(bench, lambda text: click.echo(text, err=True))
-    except KeyboardInterrupt:
+        wait_for_runs(bench, lambda text: click.echo(text, err=True), end_line)
+    except BaseException as error:
+        if is_here:
+            cancel_group(group, now=True, wait=False)
+        if not isinstance(error, KeyboardInterrupt):
+            raise
         click.echo(
-            f"\ndetached; the runs continue: `{bench.command} --collect {shown}` writes the summary, "
-            f"`trainkit cancel {shown}` ends them",
+            f"\n{collect} so far"
+            if is_here
+            else f"\ndetached; the runs continue: {collect}, `trainkit cancel {shown}` ends them",
             err=True,
         )
         return EXIT_INTERRUPTED

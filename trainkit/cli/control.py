@@ -36,7 +36,7 @@ from trainkit.job.failure.stacks import Reply, explain_silence, gather, group_re
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.group import RunGroup
 from trainkit.run.record import read_job
-from trainkit.run.registry import find_bench_folder, find_run, find_run_or_group
+from trainkit.run.registry import find_run, find_run_or_group
 from trainkit.run.rundir import RUNS_FOLDER, AttemptDir, RunDir
 
 WAIT_S = 20.0
@@ -54,11 +54,8 @@ WAIT_S = 20.0
 def cancel(run_name: str, now: bool, wait: bool, as_json: bool) -> int:
     """Cancel RUN: it saves and exits, or is killed after the grace time.
 
-    For a group, and for a bench on Slurm, cancels all of its runs. Succeeds if RUN has already ended.
+    For a group or a bench, cancels all of its runs. Succeeds if RUN has already ended.
     """
-    folder = find_bench_folder(run_name, with_groups=False)
-    if folder is not None:
-        return _ended_bench(folder, as_json)
     found = find_run_or_group(run_name, to_change=True)
     if isinstance(found, RunGroup):
         result = cancel_group(found, now=now, wait=wait)
@@ -68,22 +65,6 @@ def cancel(run_name: str, now: bool, wait: bool, as_json: bool) -> int:
     if as_json:
         echo_json(result.facts)
     return EXIT_FAILED if wait and result.state == "cancelling" else EXIT_OK
-
-
-def _ended_bench(folder: Path, as_json: bool) -> int:
-    """Cancel nothing of a bench on this machine, which must have ended."""
-    from trainkit.bench.run_bench import have_ended, query_bench_status, read_bench
-
-    bench = read_bench(folder)
-    if not have_ended(query_bench_status(bench, lambda text: None).states):
-        raise UsageError(
-            f"{bench.folder} is a bench on this machine, and not all of its runs have ended",
-            hint="Ctrl-C ends it in the terminal where it runs",
-        )
-    click.echo(f"{bench.folder} has already ended", err=True)
-    if as_json:
-        echo_json({"run_dir": str(bench.folder), "state": "ended"})
-    return EXIT_OK
 
 
 @click.command(cls=Command, epilog=examples("trainkit requeue last", "trainkit requeue last --json"))
