@@ -28,9 +28,9 @@ def submit(
     resources: Mapping[str, Any] = ..., launch: Mapping[str, Any] = ..., requeue: Mapping[str, Any] = ...,
     logging: Mapping[str, Any] = ..., notify: Mapping[str, Any] = ..., profiler: Mapping[str, Any] = ...,
     nodes: int | str = ..., gpus_per_node: int | str = ..., time: str | None = ..., slice: str | None = ...,
-    time_min: str | None = ..., partition: str | None = ..., account: str | None = ...,
-    qos: str | None = ..., constraint: str | None = ..., cluster: str | None = ...,
-    gpu_type: str | None = ..., per: str = ..., backend: str = ...
+    time_min: str | None = ..., partition: str | None = ..., clusters: Sequence[Any] = ...,
+    account: str | None = ..., qos: str | None = ..., constraint: str | None = ...,
+    cluster: str | None = ..., gpu_type: str | None = ..., per: str = ..., backend: str = ...
 ) -> Run:
     """Start a run on Slurm, or in the background on this machine, as ``trainkit submit`` does.
 
@@ -54,9 +54,9 @@ def sweep(
     resources: Mapping[str, Any] = ..., launch: Mapping[str, Any] = ..., requeue: Mapping[str, Any] = ...,
     logging: Mapping[str, Any] = ..., notify: Mapping[str, Any] = ..., profiler: Mapping[str, Any] = ...,
     nodes: int | str = ..., gpus_per_node: int | str = ..., time: str | None = ..., slice: str | None = ...,
-    time_min: str | None = ..., partition: str | None = ..., account: str | None = ...,
-    qos: str | None = ..., constraint: str | None = ..., cluster: str | None = ...,
-    gpu_type: str | None = ..., per: str = ..., backend: str = ...
+    time_min: str | None = ..., partition: str | None = ..., clusters: Sequence[Any] = ...,
+    account: str | None = ..., qos: str | None = ..., constraint: str | None = ...,
+    cluster: str | None = ..., gpu_type: str | None = ..., per: str = ..., backend: str = ...
 ) -> Group:
     """Start a run for each combination of `values`, at most `limit` at once, as ``submit --sweep`` does.
 
@@ -75,9 +75,9 @@ def map_array(
     resources: Mapping[str, Any] = ..., launch: Mapping[str, Any] = ..., requeue: Mapping[str, Any] = ...,
     logging: Mapping[str, Any] = ..., notify: Mapping[str, Any] = ..., profiler: Mapping[str, Any] = ...,
     nodes: int | str = ..., gpus_per_node: int | str = ..., time: str | None = ..., slice: str | None = ...,
-    time_min: str | None = ..., partition: str | None = ..., account: str | None = ...,
-    qos: str | None = ..., constraint: str | None = ..., cluster: str | None = ...,
-    gpu_type: str | None = ..., per: str = ..., backend: str = ...
+    time_min: str | None = ..., partition: str | None = ..., clusters: Sequence[Any] = ...,
+    account: str | None = ..., qos: str | None = ..., constraint: str | None = ...,
+    cluster: str | None = ..., gpu_type: str | None = ..., per: str = ..., backend: str = ...
 ) -> Group:
     """Start a run of a function for each item of `iterables`, at most `limit` at once, as one group.
 

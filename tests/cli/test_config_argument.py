@@ -63,8 +63,6 @@ def test_the_config_of_this_folder(empty_folder: Path, capsys: pytest.CaptureFix
 def test_a_command_is_not_taken_for_a_config(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["submit", "--backend", "local", "--dry-run", "--json", *COMMAND]) == 0
     assert json.loads(capsys.readouterr().out)["command"] == COMMAND[1:]
-    assert main(["submit", "train.py", "--dry-run"]) == 2
-    assert "hint: `trainkit submit -- python train.py` runs a script of your own" in capsys.readouterr().err
 
 
 def test_collect_asks_for_no_config(capsys: pytest.CaptureFixture[str]) -> None:

@@ -81,7 +81,7 @@ def test_validate_lists_problems_on_stdout(tmp_path):
     done = trainkit_data("validate", "a.jsonl", cwd=tmp_path)
     assert done.returncode == EXIT_FAILED
     lines = done.stdout.splitlines()
-    assert [line.split(": ")[0] for line in lines[:-1]] == [f"{tmp_path}/a.jsonl:2", f"{tmp_path}/a.jsonl:4"]
+    assert [line.split(": ")[0] for line in lines[:-1]] == ["a.jsonl:2", "a.jsonl:4"]
     assert lines[-1] == f"{tmp_path}/a.jsonl: 1 rows without text, which are skipped: 3"
     assert done.stderr == "1 sources: 4 lines, 1 documents, 4 tokens (bytes), 1 empty; 2 problems\n"
     value = json.loads(trainkit_data("validate", "a.jsonl", "--json", cwd=tmp_path).stdout)

@@ -246,7 +246,7 @@ def test_an_environment_without_torch_is_refused_with_its_line(desk, command):
     assert problem in done.stderr
     done = desk.trainkit("run", str(desk.config), "--set", "launch.venv=gone")
     assert done.returncode == 2
-    assert f"is 'gone', and there is no {desk.folder}/gone/bin/python" in done.stderr
+    assert "is 'gone', and there is no gone/bin/python" in done.stderr
     assert not (desk.folder / "runs").exists()
 
 
@@ -307,12 +307,6 @@ def test_a_script_keeps_the_name_that_a_config_or_flag_gives(desk):
         done = types(desk, "submit", *options, *command)
         assert done.stderr.startswith("config: config.yaml (in this folder)\n"), done.stderr
         assert f"{name}: 1 node x 1 worker" in done.stdout + done.stderr
-
-
-def test_a_script_without_its_dashes(desk):
-    done = types(desk, "run", "python", "train.py")
-    assert done.returncode == 2
-    assert "hint: a program of your own comes after --: `trainkit run -- python train.py`\n" in done.stderr
 
 
 @pytest.mark.slow(seconds=25)

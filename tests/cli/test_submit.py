@@ -131,14 +131,6 @@ def test_closing_the_terminal_does_not_end_the_job(desk):
     assert desk.status(run)["state"] in ("starting", "running")
 
 
-def test_reserved_name(desk):
-    done = desk.trainkit("submit", str(desk.config), "--name", "last")
-    assert (done.returncode, "name: is last, which commands take for the newest run" in done.stderr) == (
-        2,
-        True,
-    )
-
-
 @pytest.mark.parametrize(
     "args", [["submit", "x.yaml", "--dry-run"], ["check", "x.yaml"], ["status"], ["logs", "last"]]
 )

@@ -13,7 +13,7 @@ from trainkit.cluster.init_files import differences, profile_text, write_new
 from trainkit.cluster.model import Account, Cluster, NodeKind, Partition, Qos
 from trainkit.cluster.profile import known_cluster, user_folder
 from trainkit.config import LoadedConfig, load_config
-from trainkit.errors import UsageError
+from trainkit.errors import ConfigError, UsageError
 from trainkit.slurm.client import FIELD, RECORD
 
 ANSWERS = {
@@ -82,6 +82,44 @@ def test_what_a_qos_overrides_is_queried_only_where_it_decides(slurm: FakeSlurm)
     assert known(slurm, "resources.qos=long", "resources.time=2-0").qos == (Qos("long", None, ("time",)),)
     assert known(slurm, "resources.qos=long", "resources.nodes=2").qos == (Qos("long", None, ("time",)),)
     assert slurm.programs.count("sacctmgr") == 2
+
+
+def test_clusters_that_a_job_can_be_sent_to(slurm: FakeSlurm) -> None:
+    """The first of them is asked. Of several, the others would refuse a job for the names of its hosts."""
+    slurm.add("sacctmgr", "echo west; echo east")
+    slurm.add("scontrol", 'shift; [ "$1" = show ] && what=$2 || what=$3; /bin/cat "$here/$what"')
+    (slurm.folder / "config").write_text(ANSWERS["config"].replace("west", "east"))
+    note_failure("east", "g1", "died", "lost", run="/runs/small", attempt=2)
+    for names in (["east"], ["east", "west"]):
+        found = known(slurm, f"resources.clusters={','.join(names)}")
+        assert bool(found.bad_nodes) == (len(names) == 1)
+    assert {call[1] for call in slurm.calls if call[0] in ("scontrol", "sinfo")} == {"--clusters=east"}
+
+
+WITHOUT = "You are not running a supported accounting_storage plugin"
+
+
+@pytest.mark.parametrize(
+    ("names", "sacctmgr", "conf", "message", "hint"),
+    [
+        ("west,esat", "echo west; echo east", True, "names esat, which Slurm's accounting does not", "east"),
+        ("east", f"echo {WITHOUT} >&2; exit 1", True, f"find another cluster: sacctmgr: {WITHOUT}", "remove"),
+        ("east", "echo east", False, "no slurm.conf tells which cluster this is", "SLURM_CONF"),
+    ],
+)
+def test_clusters_that_it_cannot(
+    slurm: FakeSlurm, names: str, sacctmgr: str, conf: bool, message: str, hint: str
+) -> None:
+    slurm.add("sacctmgr", sacctmgr)
+    if not conf:
+        (slurm.folder / "slurm.conf").write_text("")
+    with pytest.raises(ConfigError) as caught:
+        known(slurm, f"resources.clusters={names}")
+    (problem,) = caught.value.problems
+    assert problem.key == "resources.clusters"
+    assert message in problem.message
+    assert hint in problem.hint
+    assert slurm.programs == ["sacctmgr"]
 
 
 def test_slurm_that_is_away(slurm: FakeSlurm) -> None:

@@ -55,7 +55,6 @@ def test_extends_takes_the_same_names(name: str, tmp_path: Path) -> None:
     [
         ("no/zzz.yaml", "/no; shipped configs: quickstart, models/125m, "),
         ("zzz", "hint: shipped configs: quickstart, models/125m, "),
-        ("train.py", "train.py: no such config\n  hint: `trainkit submit -- python train.py` runs"),
     ],
 )
 def test_a_missing_config(name: str, problem: str, tmp_path: Path) -> None:

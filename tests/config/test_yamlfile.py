@@ -70,27 +70,19 @@ def test_byte_order_mark_and_crlf(tmp_path: Path) -> None:
 
 
 NOT_TEXT, TWICE = "a.yaml: this is not UTF-8 text", "duplicate key, first on line"
-TAB = (
-    "while scanning for the next token, found character that cannot start any token\n"
-    "  hint: indent with spaces: YAML does not allow tabs"
-)
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "a.yaml: the file is empty\n  hint: a config needs at least one key"),
         (b"# only words\n", "a.yaml: the file is empty\n  hint: a config needs at least one key"),
-        (b"- 1\n", 'a.yaml: the file is not a mapping\n  hint: write lines like "seed: 1"'),
         (b"hello\n", 'a.yaml: the file is not a mapping\n  hint: write lines like "seed: 1"'),
         (b"seed: \xff\n", f"{NOT_TEXT}: byte 0xff at offset 6\n  hint: a config is a text file in YAML"),
         (b"a: 1\nb: [1\n", None),
         (b"a: 1\n---\nb: 2\n", None),
         (b"a: \x00\n", None),
         (b"a: @x\n", None),
-        (b"train:\n\tsteps: 1\n", f"a.yaml:2: invalid YAML: {TAB}"),
         (b"seed: 1\nname: a\nseed: 2\n", f"a.yaml:3: seed: {TWICE} 1\n  hint: remove one of them"),
-        (b"train:\n  a: 1\n  a: 2\n", f"a.yaml:3: train.a: {TWICE} 2\n  hint: remove one of them"),
         (b"1: a\n", "a.yaml:1: a key must be text\n  hint: put it in quotes"),
         (b"seed: !secret 1\n", "a.yaml:1: seed: the tag !secret is not supported"),
     ],

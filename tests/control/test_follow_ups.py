@@ -14,6 +14,7 @@ from trainkit.backends.jobs import (
     live_entry,
     liveness_probe,
     open_job_ids,
+    query_jobs_or_warn,
     require_not_running,
     status_from_jobs,
 )
@@ -25,10 +26,10 @@ from trainkit.errors import UsageError
 from trainkit.plan.slurm_request import SlurmRequest
 from trainkit.run.end import AttemptEnd
 from trainkit.run.files import read_json, write_json
-from trainkit.run.record import add_slurm_attempt, read_job, set_follow_ups
+from trainkit.run.record import add_slurm_attempt, change_newest, read_job, set_follow_ups
 from trainkit.run.registry import find_run, register
 from trainkit.run.rundir import RunDir, submission_token
-from trainkit.slurm.client import SlurmRefused
+from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState
 
@@ -256,15 +257,34 @@ def test_a_run_on_another_cluster_is_not_taken_for_dead(
 ) -> None:
     (tmp_path / "slurm.conf").write_text("ClusterName=west\n")
     monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
-    monkeypatch.setenv("SLURM_CLUSTERS", "east")
-    add_slurm_attempt(run, 2, "8", "submit", "sbatch")
-    monkeypatch.delenv("SLURM_CLUSTERS")
-    queue(monkeypatch)
-    assert open_job_ids(run, read_job(run)) == []
-    assert status_from_jobs(run, read_job(run), {}).alive is None
+    change_newest(run, cluster="west")
+    add_slurm_attempt(run, 2, "7;east", "submit", "sbatch")
+    set_follow_ups(run, ["8", "9"])
+    record = read_job(run)
+    assert [(entry.job_id, entry.job) for entry in record.attempts] == [("7", "7"), ("7", "7;east")]
+    assert record.of_job("7") == record.attempts[1:]
+    assert record.of_job("7", "west") == record.attempts[:1]
+    assert open_job_ids(run, record) == ["7;east", "8;east", "9;east"]
+
+    # This cluster answers, and has a job 7 and 8 too.
+    def away(ids: Sequence[str]) -> dict[str, JobInfo]:
+        if any(";" in job for job in ids):
+            raise SlurmUnreachable("squeue cannot reach Slurm: No cluster 'east' known by database")
+        return dict.fromkeys(ids, WAITS)
+
+    answers(monkeypatch, away)
+    said: list[str] = []
+    known = query_jobs_or_warn([*open_job_ids(run, record), "7"], said.append)
+    assert known == {"7": WAITS}
+    assert [text.rpartition(": ")[2] for text in said] == ["the state of 3 Slurm jobs is unknown"]
+    assert status_from_jobs(run, record, known).alive is None
     assert liveness_probe(run)() is None
-    with pytest.raises(UsageError, match="job 8 is on the cluster east, but this is west"):
+    with pytest.raises(SlurmUnreachable):
         live_entry(run, "resume")
+    queue(monkeypatch, **{"j7;east": ENDED, "j8;east": WAITS})
+    entry = live_entry(run, "resume")
+    assert entry is not None
+    assert entry.job == "8;east"
 
 
 def test_a_requeue_of_a_job_that_waits_leaves_no_request(

@@ -1,5 +1,6 @@
 """The queue of this machine: who starts next, on which GPUs, and what a killed run leaves."""
 
+import errno
 import multiprocessing
 import os
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.groups import make_group
+from trainkit.job import allocation
 from trainkit.job.local_queue import VISIBLE, QueuePlace
 from trainkit.plan.launch import Batch, LaunchPlan, Layout
 from trainkit.run.end import AttemptEnd
@@ -170,3 +172,24 @@ def test_a_run_waits_for_others_to_finish(start: Start, tmp_path: Path) -> None:
         group.run(index).attempt(1).make_latest()
         end(group.run(index), "finished")
     assert last.take() == (None, "0")
+
+
+@pytest.mark.parametrize(
+    ("now", "code", "num_waits"), [(True, errno.EIO, 0), (False, errno.EACCES, 0), (False, errno.EIO, 2)]
+)
+def test_a_run_waits_only_for_a_queue_that_may_come_back(
+    now: bool, code: int, num_waits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(place: QueuePlace, *, now: bool) -> str | None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(QueuePlace, "take", fail)
+    monkeypatch.setattr(allocation, "QUEUE_PATIENCE", 3)
+    run, said = RunDir(tmp_path), list[str]()
+    monkeypatch.setattr(allocation, "log_line", said.append)
+    here = allocation.Allocation(run, now=now)
+    place = QueuePlace(run.attempt(1), ONE_GPU)
+    while here._waits_for(place) is not None:
+        said.append("waits")
+    assert said[:-1] == ["waits"] * num_waits
+    assert said[-1].startswith("starts without waiting for its turn: the queue of this machine has failed")

@@ -264,19 +264,13 @@ def test_children_of_workers_end_with_them(start_job):
 
 
 @pytest.mark.slow
-def test_run_folder_that_vanishes_ends_everything(start_job):
+@pytest.mark.parametrize("is_asked", [True, False])
+def test_run_folder_that_vanishes_ends_everything(start_job, is_asked):
     job = start_job("listen(); ready(); time.sleep(600)\n", grace_s=0.5)
     everything = [*job.worker_pids(), *descendants(job.entry.pid)]
     shutil.rmtree(job.run.path)
-    os.kill(job.entry.pid, signal.SIGTERM)
-    wait_for(lambda: not any(map(is_running, [job.entry.pid, *everything])))
-
-
-@pytest.mark.slow
-def test_run_folder_that_vanishes_is_noticed(start_job):
-    job = start_job("listen(); ready(); time.sleep(600)\n")
-    everything = [*job.worker_pids(), *descendants(job.entry.pid)]
-    shutil.rmtree(job.run.path)
+    if is_asked:
+        os.kill(job.entry.pid, signal.SIGTERM)
     wait_for(lambda: not any(map(is_running, [job.entry.pid, *everything])))
 
 

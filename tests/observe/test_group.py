@@ -4,6 +4,7 @@ import gc
 import json
 import shutil
 import time
+from collections.abc import Sequence
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,8 @@ from typing import Any
 import pytest
 
 from tests.support.groups import SUBMITTED_AT, make_group
+from trainkit.control import cancel as control_cancel
 from trainkit.control.cancel import cancel_group
-from trainkit.errors import UsageError
 from trainkit.observe.group import GroupFiles, GroupStatus, most_relevant
 from trainkit.run.end import Best
 from trainkit.run.events import log_event
@@ -220,7 +221,7 @@ def test_ten_thousand_points_cost_little_more_than_reading_them(
     assert len(json.loads(text)["points"]) == 10_000
 
 
-def test_a_group_on_another_cluster_is_not_asked_of_this_one(
+def test_a_group_on_another_cluster_is_asked_of_that_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "slurm.conf").write_text("ClusterName=west\n")
@@ -230,12 +231,23 @@ def test_a_group_on_another_cluster_is_not_asked_of_this_one(
     assert len(GroupFiles(group).open_ids) == 4
     started(group, 0)
     group.update(cluster="east")
-    assert GroupFiles(group).open_ids == ["12_0"], "this point was started here"
+    names = ["12_0", "12_1;east", "12_2;east", "12_3;east"]
+    assert GroupFiles(group).open_ids == names, "the first point was started here"
     # Its ids exist here too, as those of other jobs.
-    assert states(group, jobs(_1=JobState.RUNNING, _2=JobState.RUNNING))[1:] == ["unknown"] * 3
-    with pytest.raises(UsageError, match="job 12 is on the cluster east, but this is west"):
-        cancel_group(group, now=True, wait=False)
+    here = jobs(_0=JobState.RUNNING, _1=JobState.RUNNING, _2=JobState.RUNNING)
+    assert states(group, here)[1:] == ["unknown"] * 3
+    there = {f"{job};east": info for job, info in jobs(_1=JobState.RUNNING, _2=JobState.PENDING).items()}
+    there["12_3;east"] = JobInfo("12_3", JobState.UNKNOWN)
+    assert states(group, here | there) == ["starting", "starting", "pending", "died"]
+    done: list[tuple[str, Sequence[str]]] = []
+    monkeypatch.setattr(control_cancel, "query_jobs", lambda ids: {job: (here | there)[job] for job in ids})
+    for name in ("cancel_waiting", "cancel"):
+        monkeypatch.setattr(control_cancel, name, lambda ids, name=name: done.append((name, ids)))
+    monkeypatch.setattr(control_cancel, "send_signal", lambda ids, signal: done.append((signal, ids)))
+    cancel_group(group, now=False, wait=False)
+    # The first point, as one that was resumed, has a job that is none of the group's array.
+    assert done == [("cancel_waiting", ["12;east", "12_0"]), ("TERM", ["12;east", "12_0"])]
     create_task_run(group.run(3))
     assert read_json(group.run(3).job_file)["attempts"][0]["cluster"] == "east"
     monkeypatch.setenv("SLURM_CLUSTERS", "east")
-    assert GroupFiles(group).open_ids == ["12_1", "12_2", "12_3"]
+    assert GroupFiles(group).jobs == {0: "12_0;west", 1: "12_1", 2: "12_2", 3: "12_3"}

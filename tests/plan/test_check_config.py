@@ -60,26 +60,22 @@ def test_plan_prints_the_weights_of_a_mixture(tmp_path: Path) -> None:
     )
 
 
-def test_float8_where_the_plan_finds_no_gpu(tmp_path: Path) -> None:
-    overrides = ["precision.float8=true", "precision.dtype=bf16"]
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (
+            ["precision.float8=true", "precision.dtype=bf16"],
+            "precision.float8: is true, but the run would use CPUs: cpu: there is no NVIDIA driver",
+        ),
+        (["model.vocab_size=100"], "model.vocab_size: is 100, but the tokenizer has "),
+    ],
+)
+def test_what_only_the_plan_and_the_data_tell(tmp_path: Path, overrides: list[str], problem: str) -> None:
     loaded = load_config(None, overrides=overrides, environ={}, cwd=tmp_path)
     with pytest.raises(ConfigError) as error:
         check_config(loaded, CPU)
-    [problem] = error.value.problems
-    assert problem.render().startswith(
-        "--set precision.float8=true: precision.float8: is true, but the run would use CPUs: "
-        "cpu: there is no NVIDIA driver"
-    )
-
-
-def test_vocabulary_against_the_tokenizer(tmp_path: Path) -> None:
-    loaded = load_config(None, overrides=["model.vocab_size=100"], environ={}, cwd=tmp_path)
-    with pytest.raises(ConfigError) as error:
-        check_config(loaded, CPU)
-    [problem] = error.value.problems
-    assert problem.render().startswith(
-        "--set model.vocab_size=100: model.vocab_size: is 100, but the tokenizer has "
-    )
+    [found] = error.value.problems
+    assert found.render().startswith(f"--set {overrides[0]}: {problem}")
 
 
 UNCHECKED = "whether the run fits in the memory of its GPUs was not checked: "

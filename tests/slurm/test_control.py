@@ -38,6 +38,17 @@ GONE = "echo 'scancel: error: Kill job error on job id 12: Invalid job id specif
         (lambda: cancel_waiting(["12", "13_4"]), "", ["scancel --state=PENDING 12 13_4"]),
         pytest.param(lambda: cancel(["12"]), GONE, ["scancel 12"], id="it has ended"),
         (lambda: send_signal(["12"], "USR2"), "", ["scancel --signal=USR2 12"]),
+        (
+            lambda: cancel_waiting(["12;east", "12", "13_4;east"]),
+            "",
+            ["scancel --clusters=east --state=PENDING 12 13_4", "scancel --state=PENDING 12"],
+        ),
+        (
+            lambda: kill_steps([("12", "0"), ("12_3;east", "1")]),
+            "",
+            ["scancel --signal=KILL 12.0", "scancel --clusters=east --signal=KILL 12_3.1"],
+        ),
+        (lambda: requeue("12;east"), "", ["scontrol --clusters=east requeue 12"]),
     ],
 )
 def test_what_slurm_is_asked_to_do(

@@ -100,7 +100,7 @@ def test_another_cluster_that_jobs_are_sent_to(tmp_path: Path) -> None:
     environ = {"SLURM_CONF": str(file)}
     assert cluster_name({**environ, "SBATCH_CLUSTERS": "east"}) == "east"
     assert cluster_name({**environ, "SLURM_CLUSTERS": "north"}) == "north"
-    assert cluster_name({**environ, "SLURM_CLUSTERS": "north,east"}) == "west"
+    assert cluster_name({**environ, "SLURM_CLUSTERS": "north,east"}) is None
 
 
 @pytest.mark.parametrize("place", ["etc/slurm.conf", "etc/slurm/slurm.conf"])
@@ -128,6 +128,6 @@ def test_a_job_id_means_something_on_its_own_cluster(tmp_path: Path) -> None:
     assert other_cluster("west", here) is None
     assert other_cluster("east", here) == "east"
     assert other_cluster("east", {**here, "SLURM_CLUSTERS": "east"}) is None
-    assert other_cluster("east", {**here, "SLURM_CLUSTERS": "north,east"}) is None
+    assert other_cluster("east", {**here, "SLURM_CLUSTERS": "north,east"}) == "east"
     assert other_cluster(None, here) is None
     assert other_cluster("east", {"PATH": ""}) is None

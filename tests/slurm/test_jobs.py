@@ -127,6 +127,43 @@ def test_one_call_for_all_jobs(fake: FakeSlurm) -> None:
     assert "--jobs=7,9,8" in fake.calls[0]
 
 
+def test_each_cluster_is_asked_about_its_own_jobs(fake: FakeSlurm) -> None:
+    """Two clusters may give the same number to two jobs."""
+    fake.add("squeue", "case $1 in *=east) /bin/cat $here/east;; *) /bin/cat $here/here;; esac")
+    (fake.folder / "here").write_text(queue_line(7) + queue_line(8))
+    (fake.folder / "east").write_text(queue_line(7, state="PENDING"))
+    prints(fake, "sacct", accounting_line("9", "FAILED"))
+    jobs = query_jobs(["7;east", "8", "9;east", "7"])
+    found = {name: (job.job_id, job.state) for name, job in jobs.items()}
+    assert found == {
+        "8": ("8", JobState.RUNNING),
+        "7": ("7", JobState.RUNNING),
+        "7;east": ("7", JobState.PENDING),
+        "9;east": ("9", JobState.FAILED),
+    }
+    asked = [(call[0], call[1] == "--clusters=east", call[-1]) for call in fake.calls]
+    assert asked == [
+        ("squeue", False, "--jobs=8,7"),
+        ("squeue", True, "--jobs=7,9"),
+        ("sacct", True, "--jobs=9"),
+    ]
+
+
+def test_a_cluster_that_cannot_be_reached(fake: FakeSlurm) -> None:
+    """As 22.05 says it. It is asked once, this cluster for five seconds."""
+    said = (
+        "squeue: error: No cluster 'east' known by database.\nsqueue: error: 'east' can't be reached now, or "
+        "it is an invalid entry for --cluster.  Use 'sacctmgr list clusters' to see available clusters."
+    )
+    (fake.folder / "said").write_text(said)
+    fake.add("squeue", "/bin/cat $here/said >&2; exit 1")
+    with pytest.raises(SlurmUnreachable, match="No cluster 'east' known by database") as caught:
+        query_jobs(["7;east"])
+    assert caught.value.hint.startswith("`sacctmgr show clusters` lists those")
+    assert not caught.value.may_have_arrived
+    assert fake.programs == ["squeue"]
+
+
 def test_nothing_is_asked_about_nothing(fake: FakeSlurm) -> None:
     assert query_jobs([]) == {}
 
@@ -211,7 +248,7 @@ def test_squeue_away_is_an_error_whatever_accounting_says(
     assert fake.programs == ["squeue"]
 
 
-@pytest.mark.parametrize("job_id", ["--all", "1;2", "", "7 8"])
+@pytest.mark.parametrize("job_id", ["--all", "1; 2", "", "7 8"])
 def test_what_is_no_job_id_is_never_handed_over(fake: FakeSlurm, job_id: str) -> None:
     fake.add("squeue")
     with pytest.raises(UsageError, match="is not a Slurm job id"):

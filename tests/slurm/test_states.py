@@ -9,9 +9,11 @@ from trainkit.slurm.states import (
     JobState,
     array_indices,
     base_id,
+    by_cluster,
     checked_job_id,
     expand_tasks,
     is_job_id,
+    on_cluster,
     reason_sentence,
     state_in_accounting,
     state_in_queue,
@@ -118,11 +120,19 @@ def test_what_slurm_adds_is_kept() -> None:
 @pytest.mark.parametrize("text", ["1", "123456789", "123_0", "123_42"])
 def test_job_ids(text: str) -> None:
     assert is_job_id(text)
-    assert checked_job_id(text) == text
+    for name in (text, on_cluster(text, "west-2")):
+        assert checked_job_id(name) == name
+
+
+def test_jobs_of_other_clusters() -> None:
+    names = [on_cluster("7", None), on_cluster("7", "east"), on_cluster("8_[1-2]", "east"), "9", "7"]
+    assert names == ["7", "7;east", "8_[1-2];east", "9", "7"]
+    assert by_cluster(names) == {"": ["7", "9"], "east": ["7", "8_[1-2]"]}
+    assert list(map(base_id, names)) == ["7", "7;east", "8;east", "9", "7"]
 
 
 @pytest.mark.parametrize(
-    "text", ["", "-1", "a", "1 ", "1;2", "1_", "_1", "1_[2-3]", "1.0", "1_2_3", "--all", "1\n", "١"]
+    "text", ["", "-1", "a", "1 ", "1;", "1; 2", "1_", "_1", "1_[2-3]", "1.0", "1_2_3", "--all", "1\n", "١"]
 )
 def test_no_job_ids(text: str) -> None:
     assert not is_job_id(text)

@@ -50,8 +50,8 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def send(script: Path) -> str:
-    return submit_script(script, token=MARK, cwd=script.parent, notify=print)
+def send(script: Path, *clusters: str) -> str:
+    return submit_script(script, token=MARK, cwd=script.parent, clusters=clusters, notify=print)
 
 
 MINE = f"{LISTING} 9 $(/bin/date +%s) {MARK} /x"
@@ -62,7 +62,11 @@ MINE = f"{LISTING} 9 $(/bin/date +%s) {MARK} /x"
     [
         pytest.param("echo 4711", "", "4711", "sbatch", id="answered"),
         pytest.param(
-            "echo 'Welcome, 12 jobs wait'; echo '4711;west'; echo note >&2", "", "4711", "sbatch", id="site"
+            "echo 'Welcome, 12 jobs wait'; echo '4711;west'; echo note >&2",
+            "",
+            "4711;west",
+            "sbatch",
+            id="site",
         ),
         pytest.param(
             f"[ $n -gt 1 ] && echo 12 || {{ {LOST}; }}",
@@ -199,6 +203,24 @@ def test_a_site_that_rewrites_comments(fake: FakeSlurm, script: Path) -> None:
     assert send(script) == "9"
 
 
+def test_several_clusters(fake: FakeSlurm, script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job's own commands get no SLURM_CLUSTERS; a lost answer is looked for on each of them."""
+    monkeypatch.setenv("SLURM_CLUSTERS", "north")
+    fake.add(
+        "sbatch",
+        f'echo "$SLURM_CLUSTERS" > "{fake.folder}/variable"; [ $n = 1 ] && echo "4;east" || {{ {LOST}; }}',
+    )
+    fake.add("squeue", f"case $1 in *=east) {MINE};; esac")
+    assert send(script, "west", "east") == "4;east"
+    assert (fake.folder / "variable").read_text() == "\n"
+    assert send(script, "west", "east") == "9;east"
+    assert [call[:2] for call in fake.calls] == [
+        *[["sbatch", "--clusters=west,east"]] * 2,
+        ["squeue", "--clusters=west"],
+        ["squeue", "--clusters=east"],
+    ]
+
+
 @pytest.mark.parametrize("token", ["", "two words", "a\nb", "a,b", "ä", "$(x)"])
 def test_a_token_is_one_word(token: str, script: Path) -> None:
     with pytest.raises(ValueError, match="a token must be one word"):
@@ -227,6 +249,16 @@ def test_would_start(fake: FakeSlurm) -> None:
 def test_would_start_without_partition() -> None:
     answer = parse_start_estimate("sbatch: Job 3 to start at Unknown using 16 processors on n1")
     assert (answer.start_time, answer.nodes) == (None, ["n1"])
+
+
+def test_would_start_on_another_cluster() -> None:
+    """As 26.05 prints it."""
+    text = (
+        "Job 6 to start at 1700000000 on cluster east a using 2 processors on nodes n[1-2] in partition low"
+    )
+    answer = parse_start_estimate(f"sbatch: {text}")
+    assert answer.nodes == ["n1", "n2"]
+    assert "on cluster east" in answer.message
 
 
 def test_would_not_start(fake: FakeSlurm) -> None:

@@ -273,12 +273,14 @@ def up(
     num_hosts: int = NUM_HOSTS,
     slurm: str | None = None,
     with_cgroups: bool = False,
+    accounting_of: Cluster | None = None,
 ) -> Cluster:
     """Start a cluster and wait until its hosts are idle, after removing abandoned clusters.
 
     `options` are lines of slurm.conf, for example ``{"MinJobAge": "5"}``. With an `owner`, the cluster counts
     as abandoned once that process is dead. `slurm` is a version such as ``24.11``; None is the installed one.
     `with_cgroups` confines jobs to the CPUs and the memory that they ask for, with the CPUs of this machine.
+    With `accounting_of`, the slurmdbd of another cluster knows this one too: ``--clusters`` reaches both.
     Raises RuntimeError when a daemon does not start, and NotPossible for a version that cannot be had.
     """
     release = releases.find(slurm)
@@ -286,7 +288,8 @@ def up(
         cgroups.require()
     lifecycle.clean_up()
     began = time.monotonic()
-    state = lifecycle.claim(folder, accounting, options or {}, owner, num_hosts, release, with_cgroups)
+    other = None if accounting_of is None else accounting_of.folder
+    state = lifecycle.claim(folder, accounting, options or {}, owner, num_hosts, release, with_cgroups, other)
     try:
         lifecycle.start(state)
         cluster = Cluster(state)

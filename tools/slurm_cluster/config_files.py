@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tools.slurm_cluster.network import MACHINE_INDEX
-from tools.slurm_cluster.state import State
+from tools.slurm_cluster.state import STATE_LINK, State
 
 NUM_CPUS = 8
 """Of each host, unless its jobs are confined to real ones."""
@@ -142,10 +142,11 @@ def _plugins(state: State) -> dict[str, str]:
 def _accounting(state: State) -> dict[str, str]:
     if not state.accounting:
         return {"AccountingStorageType": "accounting_storage/none"}
+    dbd = State.load(Path(state.accounting_of, STATE_LINK)) if state.accounting_of else state
     return {
         "AccountingStorageType": "accounting_storage/slurmdbd",
         "AccountingStorageHost": state.address(MACHINE_INDEX),
-        "AccountingStoragePort": str(state.port + 1),
+        "AccountingStoragePort": str(dbd.port + 1),
         # Not a password: with munge this is the path of its socket.
         "AccountingStoragePass": f"{state.path}/munge/socket",
         "AccountingStorageTRES": "gres/gpu",

@@ -91,7 +91,7 @@ def add_accounts(state: State) -> None:
     for change in (
         f"add cluster {state.name}",
         f"add account {ACCOUNT} {OTHER_ACCOUNT} Organization=trainkit",
-        f"add qos {SHORT_QOS} set MaxWall=00:10:00",
+        *([] if state.accounting_of else [f"add qos {SHORT_QOS} set MaxWall=00:10:00"]),
         f"add user root Account={ACCOUNT},{OTHER_ACCOUNT}",
         f"modify user root set DefaultAccount={ACCOUNT}",
         f"modify account {ACCOUNT} set QOS+={SHORT_QOS}",

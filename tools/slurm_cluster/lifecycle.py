@@ -36,6 +36,7 @@ def claim(
     num_hosts: int,
     slurm: Path | None,
     confined: bool,
+    accounting_of: Path | None,
 ) -> State:
     """Reserve the first free cluster number, and create the folder, the bridge and the host names.
 
@@ -60,6 +61,7 @@ def claim(
             port=port,
             slurm=str(slurm or ""),
             cgroups=confined,
+            accounting_of=str(accounting_of or ""),
             owner=owner,
             options=dict(options),
         )
@@ -79,10 +81,14 @@ def start(state: State) -> None:
     (state.path / "etc/hosts").write_text(network.hosts_file_inside(state))
     for number in range(config_files.NUM_GPUS):
         os.mknod(state.path / f"dev/gpu{number}", 0o600 | stat.S_IFCHR, os.makedev(1, 3))
-    daemons.start_munge(state)
+    if state.accounting_of:
+        (state.path / "munge").symlink_to(Path(state.accounting_of, "munge"))
+    else:
+        daemons.start_munge(state)
     if state.accounting:
-        daemons.start_database(state)
-        daemons.start_slurmdbd(state)
+        if not state.accounting_of:
+            daemons.start_database(state)
+            daemons.start_slurmdbd(state)
         daemons.add_accounts(state)
     daemons.start_slurmctld(state)
     for index in state.hosts():

@@ -34,6 +34,8 @@ class State:
     slurm: str = ""
     """The folder of another version of Slurm than the machine's own."""
     cgroups: bool = False
+    accounting_of: str = ""
+    """The folder of the cluster whose slurmdbd and munge serve this one too."""
     up_s: float = 0
     owner: Pid | None = None
     options: dict[str, str] = field(default_factory=dict)

@@ -107,14 +107,11 @@ class Backend(ABC):
         return None
 
     def queue_id(self, entry: AttemptRecord) -> str | None:
-        """The job of an attempt for a query of Slurm; None if Slurm cannot be asked about it from here."""
+        """The job of an attempt for a query of Slurm, as `AttemptRecord.job`; None without Slurm."""
         return None
 
     def job(self, entry: AttemptRecord) -> JobInfo | None:
-        """Slurm's information about the job of an attempt; None when Slurm does not know it.
-
-        Raises UsageError for a job on a cluster that cannot be queried from here.
-        """
+        """Slurm's information about the job of an attempt; None when Slurm does not know it."""
         return None
 
     @abstractmethod

@@ -11,13 +11,13 @@ from pathlib import Path
 from trainkit.backends import SUPERVISOR_EXIT_S, JobStatus, backend_of
 from trainkit.backends.slurm import in_queue
 from trainkit.errors import SlurmError, TrainkitError, UsageError, print_note
+from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import is_over
-from trainkit.run.files import read_json
 from trainkit.run.group import RunGroup, is_index
 from trainkit.run.record import AttemptRecord, JobRecord, add_slurm_attempt, read_job
 from trainkit.run.rundir import RunDir, submission_token
 from trainkit.slurm.jobs import JobInfo, query_jobs
-from trainkit.slurm.states import JobState
+from trainkit.slurm.states import JobState, by_cluster, on_cluster
 from trainkit.slurm.submit import find_by_token
 
 QUERY_INTERVAL_S = 10.0
@@ -42,12 +42,19 @@ def open_job_ids(run: RunDir, job: JobRecord) -> list[str]:
 
 
 def query_jobs_or_warn(ids: Sequence[str], warn: Callable[[str], None]) -> dict[str, JobInfo] | None:
-    """Slurm's information about these jobs; calls `warn` and returns None when Slurm does not answer."""
-    try:
-        return query_jobs(ids)
-    except TrainkitError as error:
-        warn(f"{error.message}: the state of {len(ids):,} Slurm jobs is unknown")
-        return None
+    """Slurm's information about these jobs; calls `warn` and returns None when Slurm does not answer.
+
+    Jobs of another cluster are missing while that does not answer.
+    """
+    known: dict[str, JobInfo] | None = {}
+    for cluster, own in by_cluster(ids).items():
+        try:
+            found = query_jobs([on_cluster(job_id, cluster) for job_id in own])
+            known = None if known is None else known | found
+        except TrainkitError as error:
+            warn(f"{error.message}: the state of {len(own):,} Slurm jobs is unknown")
+            known = known if cluster else None
+    return known
 
 
 def status_from_jobs(run: RunDir, job: JobRecord, jobs: Mapping[str, JobInfo] | None) -> JobStatus:
@@ -97,10 +104,11 @@ def recover_job_id(run: RunDir) -> None:
     ):
         return
     written = attempt.script_file.stat().st_mtime
-    job_id = find_by_token(submission_token(run, attempt.number), since=written)
+    plan = LaunchPlan.read(attempt.plan_file)
+    clusters = () if plan.slurm is None else plan.slurm.clusters
+    job_id = find_by_token(submission_token(run, attempt.number), since=written, clusters=clusters)
     if job_id is not None:
-        backend = str(read_json(attempt.plan_file)["backend"])
-        add_slurm_attempt(run, attempt.number, job_id, "submit", backend)
+        add_slurm_attempt(run, attempt.number, job_id, "submit", plan.backend)
 
 
 def require_not_running(run: RunDir, command: str) -> None:
@@ -136,7 +144,7 @@ def wait_until_out_of_queue(run: RunDir) -> None:
 def lingering_job(run: RunDir) -> JobInfo | None:
     """The Slurm job of a run that has recorded its end, while Slurm still runs it, or starts it again.
 
-    None if Slurm does not answer. Raises UsageError for a job on a cluster that cannot be queried from here.
+    None if Slurm does not answer.
     """
     entry = read_job(run).newest
     if entry is None or not is_over(run.attempt(entry.attempt)):
@@ -247,7 +255,7 @@ class SlurmPoller:
         time.sleep(max(0.0, self._asked_s + MIN_QUERY_INTERVAL_S - time.monotonic()))
         self._asked_s, texts = time.monotonic(), list[str]()
         jobs = query_jobs_or_warn(ids, texts.append)
-        if jobs is not None:
+        if not texts:
             self._problem = None
         elif self._problem is None:
             self._problem = "; ".join(texts), self._clock()

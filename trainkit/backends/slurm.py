@@ -11,12 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from shlex import quote
 from typing import TYPE_CHECKING, TypeGuard
 
-from trainkit.backends import Backend, JobScript, JobStatus, NewAttempt, write_cancelled
+from trainkit.backends import Backend, JobStatus, NewAttempt, write_cancelled
 from trainkit.errors import TrainkitError, UsageError, print_note
-from trainkit.job.group_parts import submit_parts
+from trainkit.job.group_parts import clusters_of, submit_parts
 from trainkit.job.node.slurm_step import find_slurm_task
 from trainkit.job.signals import AGENT_SIGNAL
 from trainkit.run.end import KILLED, is_over
@@ -26,7 +25,7 @@ from trainkit.run.group import RunGroup
 from trainkit.run.record import (
     AttemptRecord,
     add_slurm_attempt,
-    claim_entry,
+    claimed_by,
     copy_submitit_files,
     discard_attempt,
     next_attempt_number,
@@ -39,7 +38,6 @@ from trainkit.run.record import (
 from trainkit.run.rundir import AttemptDir, RunDir, submission_token
 from trainkit.slurm.client import SlurmUnreachable
 from trainkit.slurm.control import cancel, cancel_waiting, kill_steps, send_signal
-from trainkit.slurm.environment import cluster_name, other_cluster
 from trainkit.slurm.jobs import JobInfo, query_jobs
 from trainkit.slurm.states import JobState
 from trainkit.slurm.submit import find_by_token, submit_script
@@ -54,11 +52,10 @@ class SlurmBackend(Backend):
     poll_s = 1.0
 
     def queue_id(self, entry: AttemptRecord) -> str | None:
-        return None if other_cluster(entry.cluster) else entry.job_id
+        return entry.job
 
     def job(self, entry: AttemptRecord) -> JobInfo | None:
-        require_this_cluster(entry.cluster, entry.job_id)
-        return query_jobs([entry.job_id]).get(entry.job_id)
+        return query_jobs([entry.job]).get(entry.job)
 
     def running_job(self, run: RunDir, entry: AttemptRecord) -> JobInfo:
         job = self.job(entry)
@@ -74,9 +71,9 @@ class SlurmBackend(Backend):
     def status(
         self, run: RunDir, entry: AttemptRecord, waiting: Sequence[str], jobs: Mapping[str, JobInfo] | None
     ) -> JobStatus:
-        if jobs is None or other_cluster(entry.cluster):
-            return JobStatus(None)
-        job = jobs.get(entry.job_id)
+        if jobs is None or (entry.elsewhere and entry.job not in jobs):
+            return JobStatus(None)  # its cluster does not answer
+        job = jobs.get(entry.job)
         if not in_queue(job):
             # `jobs` has no follow-ups of a run that recorded its end.
             job = next((item for item in map(jobs.get, waiting) if in_queue(item)), job)
@@ -90,19 +87,20 @@ class SlurmBackend(Backend):
             return entry
         waiting = read_job(run).waiting
         jobs = query_jobs(waiting)
-        return next((replace(entry, job_id=job_id) for job_id in waiting if in_queue(jobs.get(job_id))), None)
+        ids = (job.partition(";")[0] for job in waiting if in_queue(jobs.get(job)))
+        return next((replace(entry, job_id=job_id) for job_id in ids), None)
 
     def signal(self, run: RunDir, entry: AttemptRecord, number: signal.Signals) -> str:
         job = self.job(entry)
         if job is not None and job.state.is_waiting:
             if number == signal.SIGUSR2:
                 return "waiting"
-            cancel([entry.job_id])
+            cancel([entry.job])
             write_cancelled(run, entry, "cancelled before it started")
             return "cancelled"
         # A command may not expect SIGUSR2: its agents tell it in the way that it handles.
         sent = AGENT_SIGNAL if number == signal.SIGUSR2 else number
-        send_signal([entry.job_id], sent.name)
+        send_signal([entry.job], sent.name)
         return "signalled"
 
     def kill(self, run: RunDir, entry: AttemptRecord) -> None:
@@ -110,8 +108,8 @@ class SlurmBackend(Backend):
         if step_id is not None:
             # Before scancel, whose SIGTERM would make the ranks start to save.
             with contextlib.suppress(UsageError):
-                kill_steps([(entry.job_id, step_id)])
-        cancel([entry.job_id])
+                kill_steps([(entry.job, step_id)])
+        cancel([entry.job])
         write_cancelled(run, entry, KILLED)
 
     def is_gone(self, run: RunDir, entry: AttemptRecord) -> bool:
@@ -136,16 +134,18 @@ class SbatchBackend(SlurmBackend):
         attempt = _write_attempt(run, new, new.script.text)
         token = submission_token(run, attempt.number)
         try:
-            with removed_unless_submitted(attempt.path, token):
-                job_id = self.submit(attempt, new.script, token)
+            with removed_unless_submitted(attempt.path, token, new.plan.slurm.clusters):
+                job_id = self.submit(attempt, new, token)
         except BaseException:
             if not attempt.path.exists():
                 discard_attempt(attempt)
             raise
         try:
             entry = add_slurm_attempt(run, attempt.number, job_id, new.reason, self.name)
-            log_event(run, attempt.number, "submitted", job_id=job_id, reason=new.reason)
-            submit_follow_ups(attempt, job_id, new.plan.slurm, new.num_follow_ups)
+            log_event(run, attempt.number, "submitted", job_id=entry.job_id, reason=new.reason)
+            if new.plan.slurm.clusters:
+                print_note(f"{entry.job_id} is on the cluster {entry.cluster}")
+            submit_follow_ups(attempt, entry.job, new.plan.slurm, new.num_follow_ups)
         except OSError as error:
             raise TrainkitError(
                 f"{job_id} was submitted, but {run.shown} cannot be written: {error.strerror}",
@@ -154,14 +154,21 @@ class SbatchBackend(SlurmBackend):
         return entry
 
     def start_group(self, group: RunGroup, after: str | None) -> str:
-        with removed_unless_submitted(group.path, submission_token(RunDir(group.path), 1)):
+        token, clusters = submission_token(RunDir(group.path), 1), clusters_of(group)
+        with removed_unless_submitted(group.path, token, clusters):
             submit_parts(group, print_note, after=after)
         assert group.job_id is not None
+        if clusters:
+            print_note(f"{group.job_id} is on the cluster {group.record.cluster}")
         return group.job_id
 
-    def submit(self, attempt: AttemptDir, script: JobScript, token: str) -> str:
+    def submit(self, attempt: AttemptDir, new: NewAttempt, token: str) -> str:
         """Submit the script of an attempt once; returns the job id."""
-        return submit_script(attempt.script_file, token=token, cwd=attempt.run.path, notify=print_note)
+        assert new.plan.slurm is not None
+        clusters = new.plan.slurm.clusters
+        return submit_script(
+            attempt.script_file, token=token, cwd=attempt.run.path, clusters=clusters, notify=print_note
+        )
 
 
 class StepBackend(SlurmBackend):
@@ -171,21 +178,11 @@ class StepBackend(SlurmBackend):
         task = find_slurm_task()
         assert task is not None
         attempt = open_attempt(run, new.config_text, new.plan_text)
-        entry = add_slurm_attempt(run, attempt.number, task.job_id, new.reason, "srun", step_id=task.step_id)
-        claim_entry(run, attempt.number, os.getpid())
+        known = {"step_id": task.step_id, **claimed_by(os.getpid())}
+        entry = add_slurm_attempt(run, attempt.number, task.job_id, new.reason, "srun", **known)
         log_event(run, attempt.number, "submitted", job_id=task.job_id, reason=new.reason)
         log_event(run, attempt.number, "started", world_size=new.plan.world_size, nodes=new.plan.num_nodes)
         return entry
-
-
-def require_this_cluster(named: str | None, job_id: str | None) -> None:
-    """Raise UsageError when a job is on a cluster that cannot be queried from here."""
-    cluster = other_cluster(named)
-    if cluster is not None:
-        raise UsageError(
-            f"job {job_id} is on the cluster {cluster}, but this is {cluster_name()}",
-            hint=f"log in to {cluster}, or `export SLURM_CLUSTERS={quote(cluster)}`",
-        )
 
 
 def in_queue(job: JobInfo | None) -> TypeGuard[JobInfo]:
@@ -203,7 +200,7 @@ def cancel_follow_ups(run: RunDir, keep: str = "") -> None:
 
     Raises SlurmUnreachable.
     """
-    waiting = [job_id for job_id in read_job(run).waiting if job_id != keep]
+    waiting = [job for job in read_job(run).waiting if job != keep]
     if waiting:
         cancel_waiting(waiting)
         set_follow_ups(run, [])
@@ -228,7 +225,7 @@ def _write_attempt(run: RunDir, new: NewAttempt, script: str) -> AttemptDir:
 
 
 @contextmanager
-def removed_unless_submitted(folder: Path, token: str) -> Iterator[None]:
+def removed_unless_submitted(folder: Path, token: str, clusters: Sequence[str]) -> Iterator[None]:
     """Remove a folder when the job submitted within the block certainly does not exist."""
     began = time.time()
     try:
@@ -236,16 +233,16 @@ def removed_unless_submitted(folder: Path, token: str) -> Iterator[None]:
     except BaseException as error:
         may_exist = isinstance(error, SlurmUnreachable) and error.may_have_arrived
         if isinstance(error, KeyboardInterrupt):
-            may_exist = not _cancel_interrupted(token, began)
+            may_exist = not _cancel_interrupted(token, began, clusters)
         if not may_exist:
             shutil.rmtree(folder, ignore_errors=True)
         raise
 
 
-def _cancel_interrupted(token: str, since: float) -> bool:
+def _cancel_interrupted(token: str, since: float, clusters: Sequence[str]) -> bool:
     """Cancel the job with this token after Ctrl-C; False when Slurm does not say whether there is one."""
     try:
-        found = find_by_token(token, since=since)
+        found = find_by_token(token, since=since, clusters=clusters)
         if found is not None:
             cancel([found])
             print_note(f"{found} had already been submitted and was cancelled")
@@ -255,12 +252,14 @@ def _cancel_interrupted(token: str, since: float) -> bool:
     return True
 
 
-def submit_follow_ups(attempt: AttemptDir, job_id: str, request: SlurmRequest, count: int) -> list[str]:
-    """Submit the script of an attempt `count` more times, as jobs that continue it; returns their ids.
+def submit_follow_ups(attempt: AttemptDir, job: str, request: SlurmRequest, count: int) -> list[str]:
+    """Submit the script of an attempt `count` more times, as jobs that continue `job`; returns their ids.
 
     Call with the run's lock held. A rejected submission is only reported: the run itself has started.
     """
     run = attempt.run
+    # A job can only wait for one of its own cluster.
+    job_id, _, cluster = job.partition(";")
     submitit_script = submitit_file(run, job_id, "submission.sh")
     script = submitit_script if submitit_script.exists() else attempt.script_file
     ids: list[str] = []
@@ -275,8 +274,14 @@ def submit_follow_ups(attempt: AttemptDir, job_id: str, request: SlurmRequest, c
         )
         try:
             new_id = submit_script(
-                script, token=token, cwd=run.path, extra_argv=options, is_only_job=False, notify=print_note
-            )
+                script,
+                token=token,
+                cwd=run.path,
+                extra_argv=options,
+                clusters=[cluster] if cluster else (),
+                is_only_job=False,
+                notify=print_note,
+            ).partition(";")[0]
         except TrainkitError as error:
             print_note(f"only {len(ids)} of {count} follow-up jobs are in the queue: {error.message}")
             break

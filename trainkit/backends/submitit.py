@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainkit.backends import JobScript
+from trainkit.backends import JobScript, NewAttempt
 from trainkit.backends.slurm import SbatchBackend
 from trainkit.errors import UsageError, print_note
 from trainkit.run.files import write_json
@@ -80,15 +80,16 @@ class SubmititBackend(SbatchBackend):
     def array_problem(self) -> tuple[str, str]:
         return "trainkit does not submit arrays through submitit", "add --backend sbatch"
 
-    def submit(self, attempt: AttemptDir, script: JobScript, token: str) -> str:
+    def submit(self, attempt: AttemptDir, new: NewAttempt, token: str) -> str:
         """Submit the script; raises SlurmUnreachable when the job may exist."""
         from submitit.core.utils import FailedJobError, FailedSubmissionError
 
         from trainkit.job.supervisor import SubmititJob
 
         run = attempt.run
-        write_json(run.step_file, list(script.step))
-        executor = make_executor(run, script)
+        assert new.script is not None
+        write_json(run.step_file, list(new.script.step))
+        executor = make_executor(run, new.script)
         clean = scrubbed(os.environ)
 
         def submit() -> str:

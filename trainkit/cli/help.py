@@ -25,7 +25,8 @@ SECTIONS = {
     "Where": (
         *("--nodes", "--gpus-per-node", "--gpus", "--gpu-type", "--backend", "--per", "--cluster"),
         *("--device", "--node-rank", "--master-addr", "--master-port", "--port"),
-        *("--partition", "--account", "--qos", "--constraint", "--time", "--slice", "--time-min"),
+        *("--partition", "--clusters", "--account", "--qos", "--constraint"),
+        *("--time", "--slice", "--time-min"),
         *("--run-dir", "--dir", "--as"),
     ),
     "How": (

@@ -277,6 +277,7 @@ SLURM_FLAGS = {
     "slice": ("resources.slice", "T", "Time limit of each job, with --time for all of them together."),
     "time-min": ("resources.time_min", "T", "Shortest time limit to accept if the job starts sooner."),
     "partition": ("resources.partition", "P", "Slurm partition."),
+    "clusters": ("resources.clusters", "A,B", "Slurm clusters; of several, whichever starts the job first."),
     "account": ("resources.account", "A", "Slurm account."),
     "qos": ("resources.qos", "Q", "Slurm quality of service."),
     "constraint": ("resources.constraint", "C", "Required node features, in Slurm's syntax."),

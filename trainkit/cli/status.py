@@ -118,11 +118,12 @@ def show_runs(found: RunGroup | Bench | None, show_all: bool, as_json: bool) -> 
     if isinstance(found, RunGroup):
         status = query_group(found)
         job = ", ".join(found.job_ids) or "-"
+        place = f" on {found.elsewhere}" if found.elsewhere else ""
         best, value = status.best, status.to_dict()
         lines = {
             "group": status.name,
             "folder": status.run_dir,
-            "job": f"{job} [{status.array}], submitted {duration(status.age_s)} ago",
+            "job": f"{job} [{status.array}]{place}, submitted {duration(status.age_s)} ago",
             "runs": f"{len(status.points):,}: {state_counts(status.states)}",
             "best": "-" if best is None else f"{best}: {_result(best)}",
         }
@@ -280,6 +281,7 @@ def run_details(status: RunStatus) -> str:
     failed, run = status.failure, quote(shown_path(status.run_dir))
     reason = f" - {status.reason}" if status.reason else ""
     workers = f"{cell(status.num_nodes)} x {cell(status.workers_per_node)}"
+    job = cell(status.job_id) + (f" on {status.cluster}" if status.cluster else "")
     place = f", partition {status.partition}" if status.partition else ""
     place += f" ({status.gpu_type})" if status.gpu_type else ""
     lines = {
@@ -287,7 +289,7 @@ def run_details(status: RunStatus) -> str:
         "folder": status.run_dir,
         "command": join(status.command or ()),
         "state": f"{status.state}{reason}",
-        "attempt": f"{cell(status.attempt)} as {cell(status.job_id)}, started {duration(status.age_s)} ago",
+        "attempt": f"{cell(status.attempt)} as {job}, started {duration(status.age_s)} ago",
         "workers": f"{workers} on {cell(status.device)}{place}",
         "used": status.used,
         "growth": status.growth or "",

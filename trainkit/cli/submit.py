@@ -251,7 +251,8 @@ def command(
     if plan.slurm is not None and not dry_run:
         require_controller()
     if dry_run or test_only:
-        return _show(submission.preview(folder), test_only, as_json)
+        clusters = () if plan.slurm is None else plan.slurm.clusters
+        return _show(submission.preview(folder), test_only, as_json, clusters)
     from trainkit.cli.started import print_created
     from trainkit.launch.start import create_submission, start_submission
 
@@ -366,7 +367,7 @@ def _notes(submission: Submission, group: GroupRequest, workload: Workload) -> I
             yield f"  note: all points run in {Path.cwd()}: {others}"
 
 
-def _show(preview: Preview, test_only: bool, as_json: bool) -> int:
+def _show(preview: Preview, test_only: bool, as_json: bool, clusters: Sequence[str]) -> int:
     """Print the script that would be submitted, with --json the plan of a local run, or Slurm's estimate."""
     if not test_only:
         if preview.is_script or as_json:
@@ -381,5 +382,5 @@ def _show(preview: Preview, test_only: bool, as_json: bool) -> int:
         )
     from trainkit.slurm.submit import query_start
 
-    click.echo(query_start(preview.text).message)
+    click.echo(query_start(preview.text, clusters=clusters).message)
     return EXIT_OK

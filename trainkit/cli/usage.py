@@ -161,11 +161,14 @@ def _option_hint(error: click.NoSuchOption, args: Sequence[str]) -> str:
         return _setting_hint(found)
     if "--set" in known:
         from trainkit.config.schema import OTHER_KEYS, all_keys
+        from trainkit.config.suggest import nearest
 
         word = typed.lstrip("-").replace("-", "_")
         key = OTHER_KEYS.get(word) or next((key for key in all_keys() if key.endswith(f".{word}")), None)
         if key is not None:
             value = _typed([typed], args)
+            if value is not None:
+                value = nearest(tuple(key.split(".")), value) or value
             return f"did you mean --set {quote(f'{key}={value}') if value is not None else f'{key}=…'}?"
     return ""
 

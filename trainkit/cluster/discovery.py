@@ -67,16 +67,17 @@ def has_slurm() -> bool:
     return shutil.which("sbatch") is not None and finds_cluster() is not False
 
 
-def query_cluster(*, with_accounts: bool = False) -> Cluster:
+def query_cluster(name: str = "", *, with_accounts: bool = False) -> Cluster:
     """Query the controller for the cluster: up to four commands in parallel, then one for its nodes.
 
-    Accounts and QOS are included only `with_accounts`. The QOS that an account may use, and the limits that
-    a QOS overrides, are known only to accounting (`query_qos`). Raises
-    SlurmUnreachable after `CLUSTER_TIMEOUT_S`.
+    It is that of this machine, or another one by its `name`. Accounts and QOS are included only
+    `with_accounts`. The QOS that an account may use, and the limits that a QOS overrides, are known only to
+    accounting (`query_qos`). Raises SlurmUnreachable after `CLUSTER_TIMEOUT_S`.
     """
     user = user_name()
     assoc_mgr = ("scontrol", "--oneliner", "show", "assoc_mgr", f"users={user}", "flags=assoc,qos")
-    config, cluster, more = _ask_controller(CLUSTER_TIMEOUT_S, *([assoc_mgr] if with_accounts else []))
+    extra = [assoc_mgr] if with_accounts else []
+    config, cluster, more = _ask_controller(CLUSTER_TIMEOUT_S, *extra, name=name)
     if not (more and isinstance(more[0], str)):
         return cluster
     accounts, qos = parse_assoc_mgr(more[0], user)
@@ -84,10 +85,10 @@ def query_cluster(*, with_accounts: bool = False) -> Cluster:
 
 
 def _ask_controller(
-    timeout_s: float, *more: Sequence[str]
+    timeout_s: float, *more: Sequence[str], name: str = ""
 ) -> tuple[dict[str, str], Cluster, list[str | TrainkitError]]:
     """Its settings, the cluster without accounts and QOS, and the output or error of the commands `more`."""
-    outputs = _run_all([CONFIG_ARGV, PARTITIONS_ARGV, NODES_ARGV, *more], timeout_s)
+    outputs = _run_all([CONFIG_ARGV, PARTITIONS_ARGV, NODES_ARGV, *more], timeout_s, name)
     for output in outputs[:3]:
         if isinstance(output, TrainkitError):
             raise output
@@ -95,25 +96,34 @@ def _ask_controller(
     config = parse_config(settings)
     cluster = Cluster(
         name=config.get("ClusterName", ""),
-        partitions=tuple(parse_partitions(partitions, with_usable(parse_nodes(nodes), timeout_s))),
+        partitions=tuple(parse_partitions(partitions, with_usable(parse_nodes(nodes), timeout_s, name))),
         gpu_option=gpu_option(config),
         slurm_version=parse_version(config["SLURM_VERSION"]),
     )
     return config, cluster, outputs[3:]
 
 
-def _run_all(commands: Sequence[Sequence[str]], timeout_s: float) -> list[str | TrainkitError]:
+def _run_all(commands: Sequence[Sequence[str]], timeout_s: float, cluster: str) -> list[str | TrainkitError]:
     """Run commands in parallel; return the output or error of each, in order."""
     environ = plain_environ(os.environ)
 
     def run(argv: Sequence[str]) -> str | TrainkitError:
         try:
-            return run_slurm(argv, timeout_s, environ=environ)
+            return run_slurm(argv, timeout_s, environ=environ, cluster=cluster)
         except TrainkitError as error:
             return error
 
     with ThreadPoolExecutor(len(commands)) as threads:
         return list(threads.map(run, commands))
+
+
+def query_cluster_names() -> list[str]:
+    """The clusters that commands can name: those of the accounting.
+
+    Raises SlurmRefused without slurmdbd, and SlurmUnreachable.
+    """
+    argv = ["sacctmgr", "--noheader", "--parsable2", "show", "clusters", "format=Cluster"]
+    return run_slurm(argv, ACCOUNTING_TIMEOUT_S, environ=plain_environ(os.environ)).split()
 
 
 def discover_cluster() -> Cluster | None:
@@ -239,7 +249,7 @@ def parse_gpus(gres: str) -> dict[str, int]:
 
 
 def with_usable(
-    kinds: Mapping[str, tuple[NodeKind, ...]], timeout_s: float
+    kinds: Mapping[str, tuple[NodeKind, ...]], timeout_s: float, cluster: str = ""
 ) -> dict[str, tuple[NodeKind, ...]]:
     """Replace the CPUs and memory of nodes with the amounts that jobs can use, which sinfo does not print.
 
@@ -255,7 +265,7 @@ def with_usable(
         return dict(kinds)
     argv = ["scontrol", "--oneliner", "show", "node", ",".join(dict.fromkeys(hosts.values()))]
     try:
-        usable = parse_usable(run_slurm(argv, timeout_s, environ=plain_environ(os.environ)))
+        usable = parse_usable(run_slurm(argv, timeout_s, environ=plain_environ(os.environ), cluster=cluster))
     except TrainkitError:
         return dict(kinds)
     return {

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import BeforeValidator, Field, JsonValue, PlainValidator, ValidationError
 
 from trainkit.cluster.bad_nodes import excluded, memory_file
-from trainkit.cluster.discovery import query_cluster, query_qos
+from trainkit.cluster.discovery import query_cluster, query_cluster_names, query_qos
+from trainkit.cluster.limits import listed
 from trainkit.cluster.model import Account, Cluster, NodeKind, Partition, Qos
 from trainkit.config.running import SLURM_TIME, OneLine
 from trainkit.config.schema import show_value
@@ -25,7 +26,8 @@ from trainkit.config.yamlfile import Entry, read_yaml_file
 from trainkit.errors import ConfigError, Problem, SlurmError
 from trainkit.folders import config_folder, shipped_configs
 from trainkit.formats import did_you_mean, memory_mib, time_limit_s
-from trainkit.slurm.environment import cluster_name
+from trainkit.slurm.client import SlurmRefused
+from trainkit.slurm.environment import cluster_name, other_cluster
 
 if TYPE_CHECKING:
     from trainkit.config import LoadedConfig
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 
 FOLDER = "clusters"
 KEY = "launch.cluster"
+CLUSTERS = "resources.clusters"
 
 
 @dataclass(frozen=True)
@@ -56,9 +59,10 @@ def user_folder() -> Path:
 def find_profile(loaded: LoadedConfig) -> FoundProfile | None:
     """Find the profile that a run uses; None if there is none.
 
-    It is the profile that `launch.cluster` names, else the one of the ClusterName in slurm.conf. If
-    slurm.conf gives no name, it is the only profile. Raises ConfigError if the named profile does not exist,
-    if two profiles are of the same cluster, or if the profile is invalid.
+    It is the profile that `launch.cluster` names, else the one of the first of `resources.clusters`, else the
+    one of the ClusterName in slurm.conf. If slurm.conf gives no name, it is the only profile. Raises
+    ConfigError if the named profile does not exist, if two profiles are of the same cluster, or if it is
+    invalid.
     """
     folders = [Path.cwd() / FOLDER, user_folder()]
     named = loaded.config.launch.cluster
@@ -67,7 +71,7 @@ def find_profile(loaded: LoadedConfig) -> FoundProfile | None:
     files = [sorted(folder.glob("*.yaml")) for folder in folders]
     if not any(files):
         return None
-    name = cluster_name()
+    name = _first_cluster(loaded) or cluster_name()
     if name is None:
         if len(alone := [path for paths in files for path in paths]) > 1:
             return None
@@ -79,7 +83,8 @@ def find_profile(loaded: LoadedConfig) -> FoundProfile | None:
             message = f"is not set, and {' and '.join(path.stem for path in own)} are both profiles of {name}"
             raise ConfigError([loaded.problem(KEY, message, f"choose one, such as --cluster {own[0].stem}")])
         if own:
-            return _found(own[0], f"ClusterName is {name} in slurm.conf")
+            named = "ClusterName" if _first_cluster(loaded) is None else "the first of resources.clusters"
+            return _found(own[0], f"{named} is {name}" + " in slurm.conf" * (named == "ClusterName"))
     return None
 
 
@@ -119,13 +124,42 @@ def known_cluster(loaded: LoadedConfig, run: Path | None = None) -> Cluster:
     """The cluster of a config, from its profile or Slurm; sets `error` if Slurm does not answer.
 
     `run` is the folder of a run that starts again: its bad nodes include those on which a start of it failed.
-    Raises ConfigError for a profile that is invalid or does not exist.
+    Raises ConfigError for a profile that is invalid or does not exist, and for an unknown cluster.
     """
+    if loaded.config.resources.clusters:
+        _check_clusters(loaded)
     known = _profile_or_slurm(loaded)
-    name = known.name if known.partitions else cluster_name() or known.name
+    name = known.name if known.partitions else _first_cluster(loaded) or cluster_name() or known.name
     bad = excluded(name, run=None if run is None else str(run))
+    if len(loaded.config.resources.clusters) > 1:
+        bad = {}  # the other clusters would refuse a job that names hosts of the first one
     hint = f"`rm {quote(str(memory_file(name)))}` clears the list"
     return replace(known, bad_nodes=bad, forget_hint=hint) if bad else known
+
+
+def _first_cluster(loaded: LoadedConfig) -> str | None:
+    """The cluster that a run is planned for, if the config names clusters."""
+    return next(iter(loaded.config.resources.clusters), None)
+
+
+def _check_clusters(loaded: LoadedConfig) -> None:
+    """Raise ConfigError unless Slurm's commands can be sent to all of `resources.clusters`.
+
+    Of several, sbatch leaves out one that it does not know.
+    """
+    try:
+        known = query_cluster_names()
+    except SlurmRefused as error:
+        message = f"needs Slurm's accounting, by which commands find another cluster: {error.message}"
+        raise ConfigError([loaded.problem(CLUSTERS, message, "remove it")]) from None
+    unknown = [name for name in loaded.config.resources.clusters if name not in known]
+    if unknown:
+        hint = f"{did_you_mean(unknown[0], known)}clusters: {', '.join(known)}"
+        message = f"names {listed(unknown)}, which Slurm's accounting does not know"
+        raise ConfigError([loaded.problem(CLUSTERS, message, hint)])
+    if cluster_name() is None:
+        message = "cannot be used here: no slurm.conf tells which cluster this is"
+        raise ConfigError([loaded.problem(CLUSTERS, message, "export SLURM_CONF")])
 
 
 def _profile_or_slurm(loaded: LoadedConfig) -> Cluster:
@@ -151,7 +185,8 @@ def _cluster_from_slurm(loaded: LoadedConfig) -> Cluster:
     """Query Slurm for the cluster; if Slurm does not answer, only `error` and `reason` are set."""
     resources = loaded.config.resources
     try:
-        cluster = query_cluster(with_accounts=bool(resources.account or resources.qos))
+        name = other_cluster(_first_cluster(loaded)) or ""
+        cluster = query_cluster(name, with_accounts=bool(resources.account or resources.qos))
     except SlurmError as error:
         message = error.message.splitlines()[0]
         reason = f"unknown: Slurm did not answer, so no limits were checked ({message})"

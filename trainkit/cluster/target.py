@@ -79,7 +79,8 @@ def make_target(loaded: LoadedConfig, backend: str | None = None, run: Path | No
     """The target of a config and the description of its cluster; `backend` overrides the config's.
 
     `run` is the folder of a run that starts again, for `known_cluster`.
-    Raises ConfigError for a cluster profile that is invalid or does not exist.
+    Raises ConfigError for a cluster profile that is invalid or does not exist, and for clusters that a job
+    cannot be sent to.
     """
     launch = loaded.config.launch
     chosen, reason = choose_backend(backend or launch.backend, launch.cluster)
@@ -89,6 +90,9 @@ def make_target(loaded: LoadedConfig, backend: str | None = None, run: Path | No
     # Imported only for Slurm: a run on this machine needs neither profiles nor Slurm's commands.
     from trainkit.cluster.profile import known_cluster
 
+    if chosen == "submitit" and loaded.config.resources.clusters:
+        message = "cannot be used with submitit, which does not tell which cluster has got the job"
+        raise ConfigError([loaded.problem("resources.clusters", message, "use --backend sbatch")])
     cluster = known_cluster(loaded, run)
     return Target("submitit" if chosen == "submitit" else "sbatch", reason, cluster)
 

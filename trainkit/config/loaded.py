@@ -68,7 +68,10 @@ _NODES = (
 _DATA = tuple(f"data.{key}" for key in ("source", "val_source", "tokenizer", "text_key", "val_fraction"))
 _DEPENDENTS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("launch.backend", "launch.cluster"), ("resources", "launch", *_LAYOUT)),
-    (("resources.partition", "resources.account", "resources.qos"), ("resources", *_LAYOUT)),
+    (
+        ("resources.partition", "resources.clusters", "resources.account", "resources.qos"),
+        ("resources", *_LAYOUT),
+    ),
     (_NODES, (*_NODES, *_LAYOUT)),
     ((*_LAYOUT, "optimizer.name", "optimizer.state_dtype"), (*_LAYOUT, "resources.mem")),
     (_DATA, (*_DATA, "model.vocab_size")),

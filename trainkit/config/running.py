@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from trainkit.config.section import AtLeastOne, NotNegative, Positive, Section, list_field
 
@@ -16,6 +16,11 @@ OneLine = Annotated[
 ]
 NodeRange = Annotated[str, Field(pattern=r"^[1-9]\d{0,6}(-[1-9]\d{0,6}|(,[1-9]\d{0,6})+)$")]
 """As Slurm writes it: a range, or a list."""
+Names = Annotated[
+    tuple[Annotated[str, Field(pattern=r"^[a-z0-9_.-]+$")], ...],
+    BeforeValidator(lambda value: value.split(",") if isinstance(value, str) else value),
+]
+"""As a YAML list, or as Slurm's options write it: a,b."""
 OptionName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]*$")]
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 MetricName = Annotated[str, Field(min_length=1)]
@@ -135,6 +140,7 @@ class ResourcesConfig(Section):
         " what all of them may take.",
     )
     partition: OneLine | None = Field(default=None, description="Slurm partition.")
+    clusters: Names = list_field((), "Slurm clusters; of several, the one where the job would start first.")
     account: OneLine | None = Field(default=None, description="Slurm account.")
     qos: OneLine | None = Field(default=None, description="Slurm quality of service.")
     constraint: OneLine | None = Field(default=None, description="Required node features, in Slurm's syntax.")

@@ -28,6 +28,7 @@ _WHOLE = re.compile(r"[-+]?\d+\.0*|[-+]?\d+(\.\d+)?[eE]\+?\d+")
 _DURATION = re.compile(r"(\d+)\s*(m|min|minutes?|h|hours?|d|days?)")
 MAX_WHOLE = 10**18
 _UNIT_S = {"m": 60, "h": 3600, "d": 86_400}
+MEMORY = ("resources", "mem")
 _MEMORY = re.compile(r"(\d+)\s*([KMGT])I?B?")
 
 
@@ -75,16 +76,23 @@ def value_hint(path: tuple[str, ...], found: Entry, origin: str) -> str:
         if name.isdigit():
             return f"job ids are reserved; add a letter, such as run-{name}"
         return f"did you mean {_written(path, name, origin)}?" if name else _default_hint(path)
-    if path == ("resources", "mem") and _accepts(path, with_unit := f"{typed}G"):
-        return f"did you mean {_written(path, with_unit, origin)}? Without a unit, Slurm reads MB"
-    meant = first_accepted(readings(typed, _words(path)), lambda text: _accepts(path, text))
+    meant = nearest(path, typed)
     if meant is not None:
-        return f"did you mean {_written(path, meant, origin)}?"
+        unit = " Without a unit, Slurm reads MB" if path == MEMORY and typed.isdigit() else ""
+        return f"did you mean {_written(path, meant, origin)}?{unit}"
     if isinstance(value, int | float) and _accepts(path, quoted := f'"{typed}"'):
         return f"put it in quotes: {_written(path, quoted, origin)}"
     if origin.startswith("--set ") and "," in typed and all(_accepts(path, it) for it in typed.split(",")):
         return f"one run for each value: `trainkit submit --sweep {'.'.join(path)}={typed}`"
     return _default_hint(path)
+
+
+def nearest(path: tuple[str, ...], typed: str) -> str | None:
+    """What a typed text probably means for a key, in a form that it takes; None if nothing is near."""
+    found = readings(typed, _words(path))
+    if path == MEMORY and typed.isdigit():
+        found = iter((f"{typed}G",))
+    return first_accepted(found, lambda text: _accepts(path, text))
 
 
 def _section_hint(section: str, typed: str, origin: str) -> str:

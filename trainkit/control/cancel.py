@@ -13,7 +13,7 @@ from shlex import quote
 
 from trainkit.backends import backend_of, write_cancelled
 from trainkit.backends.jobs import lingering_job, live_entry, recover_job_id
-from trainkit.backends.slurm import cancel_follow_ups, in_queue, require_this_cluster, step_of
+from trainkit.backends.slurm import cancel_follow_ups, in_queue, step_of
 from trainkit.errors import TrainkitError, UsageError, print_note
 from trainkit.folders import shown_path
 from trainkit.formats import JsonObject, plural
@@ -24,11 +24,11 @@ from trainkit.run.end import KILLED
 from trainkit.run.files import utc_now
 from trainkit.run.group import RunGroup
 from trainkit.run.process import ProcessId
-from trainkit.run.record import mark_cancelled, read_job
+from trainkit.run.record import AttemptRecord, mark_cancelled, read_job
 from trainkit.run.rundir import RunDir, run_lock
 from trainkit.slurm.control import cancel, cancel_waiting, kill_steps, send_signal
 from trainkit.slurm.jobs import query_jobs
-from trainkit.slurm.states import base_id
+from trainkit.slurm.states import base_id, on_cluster
 
 WAIT_MARGIN_S = 30.0
 """How much longer than the grace time ``--wait`` waits."""
@@ -63,7 +63,7 @@ def cancel_run(run: RunDir, *, now: bool, wait: bool, warn: Callable[[str], None
                 # A full disk must not prevent a cancellation.
                 warn(f"the cancellation could not be recorded ({error})")
             # First, because the end of this job would start its follow-up jobs.
-            cancel_follow_ups(run, keep=entry.job_id)
+            cancel_follow_ups(run, keep=entry.job)
             if now:
                 backend_of(entry).kill(run, entry)
             else:
@@ -89,7 +89,8 @@ def _end_lingering(run: RunDir, now: bool) -> CancelResult:
     job = lingering_job(run)
     if job is None or not (now or job.state.is_waiting):
         return _run_result(run, None, "ended", f"{run.shown} has already ended")
-    cancel([job.job_id])
+    entry = read_job(run).newest or AttemptRecord()
+    cancel([on_cluster(job.job_id, entry.elsewhere)])
     return _run_result(run, job.job_id, "ended", f"{run.shown} had already ended; cancelled {job.job_id}")
 
 
@@ -111,20 +112,19 @@ def cancel_group(group: RunGroup, *, now: bool, wait: bool) -> CancelResult:
             f"cannot tell whether {group.shown} was submitted: {shown_path(group.sweep_file)} has no job id",
             hint="`squeue --me` lists your jobs",
         )
-    require_this_cluster(group.record.cluster, group.job_id)
     points = GroupFiles(group)
     jobs = query_jobs(points.open_ids)
     status = points.status(jobs, datetime.now(timezone.utc))
     alive = [
         point for point in status.points if point.state in UNFINISHED_STATES and point.job_id is not None
     ]
-    pending = [point.index for point in alive if jobs[str(point.job_id)].state.is_waiting]
+    pending = [point.index for point in alive if jobs[points.jobs[point.index]].state.is_waiting]
     running = [point.index for point in alive if point.index not in set(pending)]
-    job_ids = [str(point.job_id) for point in alive]
+    job_ids = [points.jobs[point.index] for point in alive]
     left = [] if group.record.cancelled_at else group.left
     if alive or left:
         # A resumed point has its own job outside the arrays.
-        own = [job_id for job_id in job_ids if base_id(job_id) not in group.job_ids]
+        own = [job for job in job_ids if base_id(job) not in group.jobs]
         _cancel_points(group, running, pending, own, now)
         pending += left
     state = "cancelled" if alive or left else "ended"
@@ -206,7 +206,7 @@ def _cancel_points(
     for run in created:
         with run_lock(run):
             mark_cancelled(run, now=now)
-    jobs = [*group.job_ids, *own_jobs]
+    jobs = [*group.jobs, *own_jobs]
     if now:
         # Before scancel, whose SIGTERM would make the ranks start to save.
         with contextlib.suppress(UsageError):
@@ -230,7 +230,7 @@ def _steps(runs: Sequence[RunDir]) -> list[tuple[str, str]]:
         entry = read_job(run).newest
         step_id = None if entry is None else step_of(run, entry)
         if entry is not None and step_id is not None:
-            found.append((entry.job_id, step_id))
+            found.append((entry.job, step_id))
     return found
 
 

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from trainkit.backends import backend_of
 from trainkit.backends.jobs import live_entry, recover_job_id, require_not_running, wait_until_out_of_queue
-from trainkit.backends.slurm import require_this_cluster
 from trainkit.cluster.target import Target, make_target
 from trainkit.config import LoadedConfig, RunConfig, load_config, read_effective
 from trainkit.config.training import ModelConfig
@@ -240,13 +239,14 @@ def refuse_replay(run: RunDir) -> None:
 def note_dead_job(run: RunDir, warn: Callable[[str], None]) -> list[str]:
     """Have the run avoid the hosts on which its newest job ended before the supervisor began; returns them.
 
-    Raises SlurmUnreachable, and UsageError for a job on a cluster that cannot be queried from here.
+    Raises SlurmUnreachable.
     """
     record = read_job(run)
     entry = record.newest
     if entry is None or is_over(run.attempt(entry.attempt)):
         return []
-    return note_bad_hosts(run, record, backend_of(entry).job(entry), cluster_name() or "", warn)[1]
+    cluster = entry.cluster or cluster_name() or ""
+    return note_bad_hosts(run, record, backend_of(entry).job(entry), cluster, warn)[1]
 
 
 @contextmanager
@@ -434,7 +434,9 @@ def start_again(run: RunDir, reason: str) -> AttemptRecord:
         hint = f"`trainkit resume {run.word}` starts it without"
         raise UsageError(f"{run.shown} ran in a debugger", hint=hint)
     hosts = note_dead_job(run, print_note)
-    if hosts and plan.slurm is not None:
+    if hosts and plan.slurm is not None and plan.slurm.clusters:
+        print_note(f"{', '.join(hosts)} not left out: a job that may go to another cluster cannot name hosts")
+    elif hosts and plan.slurm is not None:
         left_out = with_excluded(plan.slurm, excludable(hosts, plan.slurm, print_note))
         plan = replace(plan, slurm=left_out)
     return start_attempt(run, read_effective(attempt.config_file), plan, reason)
@@ -472,7 +474,6 @@ def requeue_run(run: RunDir) -> tuple[AttemptRecord, bool]:
 
 def _submit_left(group: RunGroup) -> str:
     path = group.word
-    require_this_cluster(group.record.cluster, group.job_id)
     recover_parts(group)
     if not group.left:
         hint = f"`trainkit resume {path}/INDEX` resumes one of them"

@@ -97,13 +97,14 @@ def attach(run: RunDir, node: int) -> NoReturn:
     if node >= len(hosts):
         raise UsageError(f"the job has no node {node}", hint=f"its nodes are 0 to {len(hosts) - 1}")
     _require_terminal("`trainkit logs` shows the output of the run")
-    _run_next_to(job, hosts[node], ("bash", "-i"))
+    _run_next_to(job, entry.elsewhere, hosts[node], ("bash", "-i"))
 
 
-def _run_next_to(job: JobInfo, host: str, argv: Sequence[str]) -> NoReturn:
+def _run_next_to(job: JobInfo, cluster: str | None, host: str, argv: Sequence[str]) -> NoReturn:
     """Replace this process by one on a host of a job, with this terminal."""
     argv = [
-        *("srun", f"--jobid={job.number or job.job_id}", "--overlap", "--mpi=none"),
+        *("srun", *([f"--clusters={cluster}"] if cluster else [])),
+        *(f"--jobid={job.number or job.job_id}", "--overlap", "--mpi=none"),
         *("--mem=0", "--nodes=1", "--ntasks=1"),
         *(f"--nodelist={host}", "--pty", *argv),
     ]
@@ -134,7 +135,8 @@ def debug(attempt: AttemptDir, rank: int) -> None:
                 raise UsageError(f"rank {rank} cannot be reached: {error}") from None
             entry = read_job(run).newest or AttemptRecord()
             again = (sys.executable, "-m", "trainkit", "debug", str(run.path), "--rank", str(rank))
-            _run_next_to(backend_of(entry).running_job(run, entry), str(record["node"]), again)
+            job = backend_of(entry).running_job(run, entry)
+            _run_next_to(job, entry.elsewhere, str(record["node"]), again)
         peer = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
         if peer != os.geteuid():
             hint = "whoever gets a terminal can read what is typed into it"

@@ -7,6 +7,7 @@ the run continues elsewhere. The supervisor treats both kinds alike.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import signal
@@ -87,6 +88,8 @@ REQUEUE_PATIENCE_S = 600.0
 QUEUE_POLL_S = 1.0
 QUEUE_PATIENCE = 60
 """Errors of the queue after which a run starts without it."""
+NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
+"""Errors of a folder that no waiting helps against."""
 START_S = 30.0
 """Minimum time between the start of a step and the earliest moment of the time limit's notice signal."""
 
@@ -170,10 +173,6 @@ class Allocation:
         """How the run can be restarted now."""
         raise NotImplementedError
 
-    def has_time(self, plan: LaunchPlan) -> bool:
-        """Whether there is time for another attempt."""
-        return True
-
     def after_notice(
         self, attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome, received: signal.Signals
     ) -> Decision:
@@ -241,7 +240,8 @@ class LocalAllocation(Allocation):
             return f"waits for {busy}"
         except OSError as error:
             self._queue_errors += 1
-            if self._queue_errors < QUEUE_PATIENCE:
+            may_pass = not self._now and error.errno not in NOT_WRITABLE
+            if may_pass and self._queue_errors < QUEUE_PATIENCE:
                 return f"waits for the queue of this machine ({error.strerror})"
             log_line(f"starts without waiting for its turn: the queue of this machine has failed ({error})")
             place.leave()
@@ -450,14 +450,14 @@ class SlurmAllocation(Allocation):
         may_requeue = job is None or job.may_requeue
         is_ours = job is not None and job.state is JobState.RUNNING and not self.is_being_requeued
         return RestartOptions(
-            restart=is_ours and len(self.good_hosts) >= plan.fewest_nodes and self.has_time(plan),
+            restart=is_ours and len(self.good_hosts) >= plan.fewest_nodes and self._has_time(plan),
             requeue=may_requeue and shutil.which("scontrol") is not None,
             resubmit=not may_requeue and shutil.which("sbatch") is not None,
             follow_up=bool(read_job(self.run).waiting),
             unavailable_reason="this host has neither scontrol nor sbatch, and requeue.follow_ups is 0",
         )
 
-    def has_time(self, plan: LaunchPlan) -> bool:
+    def _has_time(self, plan: LaunchPlan) -> bool:
         """Whether a step started now would run for a while before the time limit's notice signal.
 
         Slurm sends that signal once, and a step that starts later does not receive it.

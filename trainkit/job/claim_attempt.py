@@ -18,6 +18,7 @@ from trainkit.run.record import (
     AttemptRecord,
     add_slurm_attempt,
     claim_entry,
+    claimed_by,
     read_job,
     read_job_to_change,
     reopen_attempt,
@@ -25,7 +26,7 @@ from trainkit.run.record import (
 )
 from trainkit.run.rundir import AttemptDir, RunDir, is_supervised, run_lock
 from trainkit.slurm.client import SlurmRefused
-from trainkit.slurm.environment import other_cluster
+from trainkit.slurm.environment import cluster_name
 from trainkit.slurm.jobs import job_details
 from trainkit.slurm.states import JobState
 
@@ -53,7 +54,7 @@ def claim_attempt(run: RunDir, job_id: str, lock_timeout_s: float | None = None)
         wait_for_json(
             run.job_file,
             ENTRY_TIMEOUT_S,
-            accept=lambda _: bool(read_job(run).of_job(job_id)) or is_follow_up(run, job_id),
+            accept=lambda _: bool(read_job(run).of_job(job_id, cluster_name())) or is_follow_up(run, job_id),
         )
     while True:
         # Slurm is queried without the lock: `trainkit cancel` needs it.
@@ -80,12 +81,13 @@ def _carrier(run: RunDir, newest: AttemptRecord, job_id: str) -> str | None:
     """
     other = newest.job_id
     # The id of an array task that was found by its token lacks the index.
-    if other in (job_id, job_id.partition("_")[0]) or is_over(run.attempt(newest.attempt)):
+    is_own = other in (job_id, job_id.partition("_")[0]) and newest.elsewhere is None
+    if is_own or is_over(run.attempt(newest.attempt)):
         return None
     state = JobState.UNKNOWN
-    if newest.backend is not None and other_cluster(newest.cluster) is None:
+    if newest.backend is not None:
         try:
-            state = job_details(other).state
+            state = job_details(newest.job).state
         except SlurmRefused:
             return None  # Slurm no longer lists it
         except TrainkitError as error:
@@ -101,7 +103,7 @@ def _claim(run: RunDir, job_id: str) -> AttemptDir | NothingToDo:
     """`claim_attempt` with the lock held, when no other job carries the run."""
     refresh_listing(run.attempts_dir)
     job = read_job(run)
-    own, newest = job.of_job(job_id), run.attempt(run.attempt_numbers()[-1])
+    own, newest = job.of_job(job_id, cluster_name()), run.attempt(run.attempt_numbers()[-1])
     follows, has_ended = not own and job_id in (job.follow_ups or []), is_over(newest)
     if any(entry.is_cancelled for entry in own):
         is_open = own[-1].is_cancelled and not has_ended
@@ -132,8 +134,7 @@ def _claim(run: RunDir, job_id: str) -> AttemptDir | NothingToDo:
 def register_start(attempt: AttemptDir, job_id: str, reason: str) -> None:
     """Record that this process of a Slurm job runs an attempt; call with the lock held."""
     backend = LaunchPlan.read(attempt.plan_file).backend
-    add_slurm_attempt(attempt.run, attempt.number, job_id, reason, backend)
-    claim_entry(attempt.run, attempt.number, os.getpid())
+    add_slurm_attempt(attempt.run, attempt.number, job_id, reason, backend, **claimed_by(os.getpid()))
 
 
 def is_follow_up(run: RunDir, job_id: str) -> bool:

@@ -22,7 +22,6 @@ from trainkit.run.group import Part, RunGroup
 from trainkit.run.rundir import RunDir, submission_token
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
 from trainkit.slurm.control import cancel, show_config
-from trainkit.slurm.environment import other_cluster
 from trainkit.slurm.quoting import log_path
 from trainkit.slurm.states import array_spec
 from trainkit.slurm.submit import find_by_token, submit_script
@@ -87,7 +86,7 @@ def _submit(
         part = Part(indices[-1], offset)
         try:
             group.update(parts=[*parts, part])  # before its job may start, whose folder depends on it
-            job_id = _sbatch(group, part, indices, notify, after)
+            job = _sbatch(group, part, indices, notify, after)
         except (TrainkitError, OSError) as error:
             if not (isinstance(error, SlurmUnreachable) and error.may_have_arrived):
                 with suppress(OSError):  # then it is looked up
@@ -104,15 +103,15 @@ def _submit(
                 notify(f"{plural(len(left), 'run')} of {group.path} not submitted yet: {error}")
         else:
             try:
-                group.update(parts=[*parts, replace(part, job_id=job_id)], job_id=group.job_id or job_id)
+                _note_job(group, parts, part, job)
             except OSError as error:
-                message = f"{job_id} was submitted, but {group.path} cannot be written: {error.strerror}"
+                message = f"{job} was submitted, but {group.path} cannot be written: {error.strerror}"
                 hint = "free disk space; `trainkit status` then finds the job"
                 raise SlurmUnreachable(message, hint, may_have_arrived=True) from error
             count += len(indices)
             size = min(2 * size, most)
             if group.record.cancelled_at is not None:
-                cancel([job_id])  # which a command that cancelled the group could not know
+                cancel(group.jobs[-1:])  # which a command that cancelled the group could not know
     return count
 
 
@@ -142,8 +141,29 @@ def _sbatch(
     if after is not None:
         options.append(f"--dependency=afterany:{after}")
     return submit_script(
-        script, token=token, cwd=group.path, extra_argv=options, is_only_job=number == 1, notify=notify
+        script,
+        token=token,
+        cwd=group.path,
+        extra_argv=options,
+        clusters=clusters_of(group),
+        is_only_job=number == 1,
+        notify=notify,
     )
+
+
+def clusters_of(group: RunGroup) -> Sequence[str]:
+    """The clusters of which one gets the next array of a group: all its arrays are on the same one."""
+    if group.job_id is None:
+        request = LaunchPlan.from_dict(group.record.plan).slurm
+        return () if request is None else request.clusters
+    return (group.elsewhere,) if group.elsewhere else ()
+
+
+def _note_job(group: RunGroup, known: Sequence[Part], part: Part, job: str) -> None:
+    """Record the job of a group's last array, and where Slurm named it the cluster of them all."""
+    job_id, _, cluster = job.partition(";")
+    named = {"cluster": cluster} if cluster else {}
+    group.update(parts=[*known, replace(part, job_id=job_id)], job_id=group.job_id or job_id, **named)
 
 
 def recover_parts(group: RunGroup) -> None:
@@ -154,7 +174,7 @@ def recover_parts(group: RunGroup) -> None:
     """
     record = group.record
     is_known = bool(group.parts) and group.parts[-1].job_id is not None
-    if is_known or record.process is not None or other_cluster(record.cluster) is not None:
+    if is_known or record.process is not None:
         return
     with suppress(LockBusy, PermissionError), file_lock(group.path / LOCK, 0.0):
         group.update()
@@ -170,11 +190,11 @@ def _recover_last(group: RunGroup) -> None:
     try:
         since = script.stat().st_mtime
     except FileNotFoundError:  # it was to be submitted
-        job_id = None
+        job = None
     else:
-        job_id = find_by_token(token, since=since)
+        job = find_by_token(token, since=since, clusters=clusters_of(group))
     first = known[-1].last if known else -1
-    if job_id is not None:
-        group.update(parts=[*known, replace(part, job_id=job_id)], job_id=group.job_id or job_id)
+    if job is not None:
+        _note_job(group, known, part, job)
     elif record.parts and not any(group.run(i).path.exists() for i in group.points if first < i <= part.last):
         group.update(parts=known)

@@ -128,6 +128,7 @@ def _submit(following: AttemptDir, job_id: str, plan: LaunchPlan, exclude: Seque
     new_id = submit_script(
         following.script_file, token=token, cwd=run.path, extra_argv=options, notify=log_line
     )
+    new_id = new_id.partition(";")[0]  # it is on this cluster, as what it depends on
     copy_submitit_files(run, job_id, new_id)
     return f"{new_id}_{task}" if task else new_id
 

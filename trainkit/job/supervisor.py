@@ -217,8 +217,9 @@ class Supervisor:
             plan = self.plan(attempt)
             if received is not None:
                 return self.allocation.after_notice(attempt, plan, outcome, received)
-            if not self.allocation.has_time(plan):
-                return judge(attempt, plan, outcome, self.allocation.restart_options(plan))
+            options = self.allocation.restart_options(plan)
+            if not options.restart:  # the time is too short by now
+                return judge(attempt, plan, outcome, options)
             try:
                 following = retry_on_disk_error(lambda: self.allocation.claim_next(attempt))
             except RunLocked as locked:

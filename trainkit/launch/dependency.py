@@ -9,6 +9,7 @@ from pathlib import Path
 from shlex import quote
 
 from trainkit.backends.jobs import query_job_status
+from trainkit.cluster.limits import listed
 from trainkit.config import read_effective
 from trainkit.errors import UsageError
 from trainkit.folders import shown_path
@@ -19,8 +20,9 @@ from trainkit.run.history import RunHistory
 from trainkit.run.record import read_job
 from trainkit.run.registry import find_run_or_group
 from trainkit.run.rundir import RunDir
+from trainkit.slurm.environment import other_cluster
 from trainkit.slurm.jobs import query_jobs
-from trainkit.slurm.states import base_id
+from trainkit.slurm.states import base_id, by_cluster
 
 Dependency = RunStatus | PointStatus
 """A run that a job waits for; its job id is None if it was never submitted."""
@@ -77,7 +79,14 @@ def with_dependency(plan: LaunchPlan, texts: Sequence[str], waits_for: Sequence[
     reason = f"starts once {names} {verb} finished successfully"
     if plan.slurm is None:
         return replace(plan, after=tuple(waits_for), reasons={**plan.reasons, "after": reason})
-    dependency = "afterok:" + ":".join(dict.fromkeys(waits_for))
+    found = by_cluster(waits_for)
+    if list(found) != [other_cluster(name) or "" for name in plan.slurm.clusters or [None]]:
+        where = listed([f"{job} on {name or 'this one'}" for name, jobs in found.items() for job in jobs])
+        raise UsageError(
+            f"--after {names}: a job can wait only for jobs of its own cluster, and waits here for {where}",
+            hint="name that one cluster with --clusters",
+        )
+    dependency = "afterok:" + ":".join(*found.values())
     slurm = replace(plan.slurm, sbatch={**plan.slurm.sbatch, "dependency": dependency})
     return replace(plan, slurm=slurm, reasons={**plan.reasons, "after": f"{dependency}: {reason}"})
 
@@ -92,13 +101,16 @@ def dependencies(names: Sequence[str], warn: Callable[[str], None], *, on_slurm:
         found = find_run_or_group(name, to_change=True)
         arrays, runs = list[str](), list[Dependency]()
         if isinstance(found, RunDir):
-            runs = [_run(found, warn, on_slurm)]
+            runs, newest = [_run(found, warn, on_slurm)], read_job(found).newest
+            jobs = {} if newest is None else {newest.job_id: newest.job}
         else:
             points = GroupFiles(found)
             status = points.status(query_jobs(points.open_ids), datetime.now(timezone.utc))
             arrays, runs = found.job_ids, [*status.points]
+            jobs = {str(one.job_id): points.jobs[one.index] for one in status.points if one.job_id}
+            jobs |= zip(arrays, found.jobs, strict=True)
         if on_slurm:
-            waits_for += dependency_ids(name, runs, arrays)
+            waits_for += [jobs[job_id] for job_id in dependency_ids(name, runs, arrays)]
         elif open_runs(name, runs):
             waits_for.append(str(found.path))
     return waits_for

@@ -15,11 +15,12 @@ from datetime import datetime, timedelta, timezone
 from itertools import islice
 from pathlib import Path
 
+from trainkit.cluster.limits import listed
 from trainkit.cluster.model import Partition, ResourceRequest
 from trainkit.config import LoadedConfig, RunConfig, read_effective
 from trainkit.config.load import with_values
 from trainkit.config.training import DECODER
-from trainkit.errors import ConfigError, TrainkitError
+from trainkit.errors import ConfigError, TrainkitError, UsageError
 from trainkit.formats import JsonObject, duration, plural, table, time_limit_s, time_text
 from trainkit.launch.plan_run import gather, plan_run
 from trainkit.launch.queue_estimate import Answer, ask_starts, misfit, request_of, when
@@ -126,6 +127,9 @@ def choose_nodes(
     Of a run that resumes, `before` is that of `plan_nodes`, and `left` the share of its steps that is left.
     Raises the errors of `plan_run`. Without an answer of Slurm, the plan is that of the config.
     """
+    if clusters := loaded.config.resources.clusters:
+        message = f"cannot compare the starts on {listed(clusters, 'or')}, of which Slurm takes the first"
+        raise UsageError(f"--nodes auto {message}", hint="name the nodes, or a range of them")
     facts = facts or gather(loaded, workload, code_dir=code_dir)
     cluster = facts.target.cluster
     own = plan_run(loaded, facts, workload, code_dir=code_dir, before=before)

@@ -59,7 +59,9 @@ class Wait:
         return {"partition": self.partition, "is_asked": self.is_asked, **shown}
 
 
-def ask_starts(requests: Sequence[Options], enough_s: float | None = None) -> list[Answer]:
+def ask_starts(
+    requests: Sequence[Options], enough_s: float | None = None, clusters: Sequence[str] = ()
+) -> list[Answer]:
     """When Slurm would start a job with each of these options of sbatch; asks a few at once.
 
     All answers arrive within `enough_s`; without it, no question begins after ENOUGH_S. Raises
@@ -74,7 +76,8 @@ def ask_starts(requests: Sequence[Options], enough_s: float | None = None) -> li
             return Answer(remark=TOO_BUSY)
         timeout_s = ASK_TIMEOUT_S if enough_s is None else max(0.1, round(give_up - time.monotonic(), 1))
         try:
-            found = query_start("#!/bin/sh\n", timeout_s=timeout_s, extra_argv=option_argv(options))
+            argv = option_argv(options)
+            found = query_start("#!/bin/sh\n", timeout_s=timeout_s, extra_argv=argv, clusters=clusters)
         except SlurmRefused as error:
             answered.append(options)
             remark = error.sentence.splitlines()[-1] if error.sentence else error.message
@@ -111,9 +114,8 @@ def estimate_waits(plan: LaunchPlan, config: RunConfig, cluster: Cluster) -> lis
     options: Options = {**plan.slurm.sbatch, "comment": False}
     misfits = {name: "" if name in names else misfit(request, cluster, name) for name in [*names, *others]}
     fitting = [name for name, why_not in misfits.items() if not why_not]
-    answers = dict(
-        zip(fitting, ask_starts([{**options, "partition": name} for name in fitting]), strict=True)
-    )
+    requests = [{**options, "partition": name} for name in fitting]
+    answers = dict(zip(fitting, ask_starts(requests, clusters=plan.slurm.clusters), strict=True))
     return [
         Wait(name, name in names, answers.get(name) or Answer(remark=why_not))
         for name, why_not in misfits.items()

@@ -91,12 +91,13 @@ def _share_origin(source: RunGroup, group: RunGroup) -> CodeCopy | None:
 
 def _record(name: str, points: Sequence[PlannedPoint], array: str, code: CodeCopy | None) -> JsonObject:
     first = points[0]
-    plan = first.plan.to_dict()
+    plan, slurm = first.plan.to_dict(), first.plan.slurm
     record = GroupRecord(
         name=name,
         backend=first.plan.backend,
         cwd=str(Path.cwd()),
-        cluster=None if "," in os.environ.get("SLURM_CLUSTERS", "") else cluster_name(),
+        # Of several clusters Slurm chooses one, which the answer of sbatch names.
+        cluster=None if slurm is not None and slurm.clusters else cluster_name(),
         array=array,
         keys=list(dict.fromkeys(key for point in points for key in point.values)),
         code=code,

@@ -19,7 +19,7 @@ from trainkit.run.history import Attempt, PlanRecord, RunHistory
 from trainkit.run.record import AttemptRecord, attempt_of, is_alive
 from trainkit.slurm.environment import other_cluster
 from trainkit.slurm.jobs import JobInfo
-from trainkit.slurm.states import JobState
+from trainkit.slurm.states import JobState, on_cluster
 
 NUM_READERS = 4
 """Threads that read points in parallel: a network filesystem takes about a millisecond per file."""
@@ -156,30 +156,33 @@ class GroupFiles:
     def __init__(self, group: RunGroup) -> None:
         self.group = group
         self.points = _read_points(group)
-        self._elsewhere: dict[object, bool] = {}
+        self._elsewhere: dict[str | None, str | None] = {}
         """By cluster name: thousands of points are on the same one."""
+        self.jobs = {
+            files.point.index: on_cluster(files.job_id, self._cluster(files))
+            for files in self.points
+            if files.job_id is not None
+        }
+        """The job of each point for Slurm's commands, by its index."""
 
     @property
     def open_ids(self) -> list[str]:
-        """The ids of the jobs whose state in Slurm is needed."""
+        """The jobs whose state in Slurm is needed."""
         return [
-            files.job_id
+            self.jobs[files.point.index]
             for files in self.points
-            if files.job_id is not None
-            and not files.is_over
-            and not self._is_here(files)
-            and not self._is_elsewhere(files)
+            if files.job_id is not None and not files.is_over and not self._is_here(files)
         ]
 
     def _is_here(self, files: PointFiles) -> bool:
         """Whether the newest attempt of a point has a supervisor without Slurm, or will have."""
         return files.entry.backend is None if files.entry.attempt else self.group.record.process is not None
 
-    def _is_elsewhere(self, files: PointFiles) -> bool:
-        """Whether the job of a point is on a cluster that cannot be queried from here."""
+    def _cluster(self, files: PointFiles) -> str | None:
+        """The cluster of the job of a point, if Slurm's commands have to name it here."""
         named = files.entry.cluster if files.entry.attempt else self.group.record.cluster
         if named not in self._elsewhere:
-            self._elsewhere[named] = other_cluster(named) is not None
+            self._elsewhere[named] = other_cluster(named)
         return self._elsewhere[named]
 
     @property
@@ -221,9 +224,10 @@ class GroupFiles:
             return ("cancelled", None) if self.group.record.cancelled_at else ("pending", WAITS_FOR_ROOM)
         if files.job_id is None:
             return "unknown", "unknown whether it was submitted"
-        if self._is_elsewhere(files):
-            jobs = None
-        job = None if jobs is None else jobs.get(files.job_id)
+        name = self.jobs[files.point.index]
+        if self._cluster(files) and name not in (jobs or ()):
+            jobs = None  # its cluster does not answer
+        job = None if jobs is None else jobs.get(name)
         is_known = job is not None and job.state is not JobState.UNKNOWN
         alive = None if jobs is None else is_known and job is not None and not job.is_terminal
         if not files.entry.attempt:

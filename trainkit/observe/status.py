@@ -91,6 +91,8 @@ class RunStatus:
     reason: str | None
     attempt: int | None
     job_id: str | None
+    cluster: str | None
+    """The cluster of its job, if that is another one than here."""
     host: str | None
     num_nodes: int | None
     workers_per_node: int | None
@@ -168,7 +170,7 @@ class RunStatus:
 
     def to_dict(self) -> dict[str, object]:
         return {
-            **vars(self),
+            **{name: value for name, value in vars(self).items() if name != "cluster" or value},
             "last_event": self.last_event and self.last_event.values,
             "verdict": self.verdict and self.verdict.to_dict(),
             "restarts": [
@@ -228,6 +230,7 @@ def read_status(
         reason=reason,
         attempt=attempt,
         job_id=entry.job_id or None,
+        cluster=entry.elsewhere,
         host=entry.host if dead is None else dead.host,
         num_nodes=plan.count("num_nodes"),
         workers_per_node=plan.count("workers_per_node"),

@@ -297,6 +297,8 @@ class LaunchPlan:
         for name in ("after", "sizes", "debug", "grow", "gpu_types"):
             if not values[name]:
                 del values[name]
+        if self.slurm is not None and not self.slurm.clusters:
+            del values["slurm"]["clusters"]
         return values
 
     def to_text(self) -> str:

@@ -206,6 +206,9 @@ class SlurmDraft(LaunchDraft):
             expedite=bool(self.cluster.expedited_requeue),
             partition=names,
         )
+        if request.clusters:
+            choice = f", whichever starts the job first; planned for {request.clusters[0]}"
+            self.reasons["clusters"] = listed(request.clusters, "or") + choice * (len(request.clusters) > 1)
         spare = config.resources.spare_nodes
         if spare:
             self.reasons["spare_nodes"] = (

@@ -16,6 +16,8 @@ SBATCH_KEYS = {
     "time": "resources.time",
     "time-min": "resources.time_min",
     "partition": "resources.partition",
+    "clusters": "resources.clusters",
+    "cluster": "resources.clusters",
     "account": "resources.account",
     "qos": "resources.qos",
     "constraint": "resources.constraint",
@@ -82,11 +84,14 @@ class SlurmRequest:
     """srun options of the step that starts the ranks."""
     version: tuple[int, ...] = ()
     """The version of Slurm; empty if unknown."""
+    clusters: tuple[str, ...] = ()
+    """The clusters of which any one may take the job; empty for the one here."""
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> SlurmRequest:
         """The request that `dataclasses.asdict` wrote."""
-        return cls(dict(value["sbatch"]), dict(value["srun"]), tuple(value.get("version", ())))
+        names = (tuple(value.get(name, ())) for name in ("version", "clusters"))
+        return cls(dict(value["sbatch"]), dict(value["srun"]), *names)
 
     def comment(self, token: str) -> str:
         """The comment of a job: the token of its submission, then the config's."""
@@ -155,7 +160,7 @@ def make_request(
         "mpi": "none",
         **config.launch.srun_extra,
     }
-    return SlurmRequest(sbatch, srun)
+    return SlurmRequest(sbatch, srun, clusters=resources.clusters)
 
 
 def with_excluded(request: SlurmRequest, hosts: Sequence[str]) -> SlurmRequest:
@@ -172,9 +177,6 @@ def reserved_options(config: RunConfig) -> Iterator[tuple[str, str, str]]:
         key = f"resources.extra.{option}"
         if option in SBATCH_KEYS:
             yield key, "has its own key", f"use {SBATCH_KEYS[option]}"
-        elif option in ("clusters", "cluster"):
-            hint = "export SLURM_CLUSTERS, which every Slurm command reads"
-            yield key, "affects only sbatch, so other commands would not find the job", hint
         elif option in RESERVED_SBATCH_OPTIONS:
             yield key, "is set by trainkit", "remove it"
     for option in config.launch.srun_extra:

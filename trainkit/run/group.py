@@ -27,6 +27,8 @@ from trainkit.run.files import read_json, read_record, write_atomic, write_json
 from trainkit.run.process import ProcessId
 from trainkit.run.record import CodeCopy, add_slurm_attempt, create_job, open_attempt
 from trainkit.run.rundir import Child, RunDir, RunFolder
+from trainkit.slurm.environment import other_cluster
+from trainkit.slurm.states import on_cluster
 
 GROUP_VERSION = 1
 BENCH_FILE = "bench.json"
@@ -218,6 +220,16 @@ class RunGroup(RunFolder):
     def job_ids(self) -> list[str]:
         """The ids of its arrays."""
         return [part.job_id for part in self.parts if part.job_id is not None]
+
+    @property
+    def elsewhere(self) -> str | None:
+        """The cluster of its arrays, if Slurm's commands have to name it here."""
+        return other_cluster(self.record.cluster)
+
+    @property
+    def jobs(self) -> list[str]:
+        """Its arrays for Slurm's commands: see `on_cluster`."""
+        return [on_cluster(job_id, self.elsewhere) for job_id in self.job_ids]
 
     @property
     def left(self) -> list[int]:

@@ -15,7 +15,8 @@ from typing import Any
 from trainkit.run.files import read_json, read_object, read_record, utc_now, write_atomic, write_json
 from trainkit.run.process import ProcessId, boot_id, own_host
 from trainkit.run.rundir import AttemptDir, RunDir, is_supervised
-from trainkit.slurm.environment import cluster_name
+from trainkit.slurm.environment import cluster_name, other_cluster
+from trainkit.slurm.states import on_cluster
 
 AUTO_RESTART = "comeback"
 """The reason, in job.json, of an attempt that the supervisor starts without a command.
@@ -66,6 +67,16 @@ class AttemptRecord:
     requeue_requested_at: str | None = None
     more: dict[str, Any] = field(default_factory=dict)
     """What another version recorded."""
+
+    @property
+    def elsewhere(self) -> str | None:
+        """The cluster of its job, if Slurm's commands have to name it here."""
+        return other_cluster(self.cluster)
+
+    @property
+    def job(self) -> str:
+        """Its job for Slurm's commands: see `on_cluster`."""
+        return on_cluster(self.job_id, self.elsewhere)
 
     @property
     def in_foreground(self) -> bool:
@@ -154,9 +165,13 @@ class JobRecord:
 
     @property
     def waiting(self) -> list[str]:
-        """The follow-up jobs that have not started an attempt, in order; some may have left the queue."""
-        started = {entry.job_id for entry in self.attempts}
-        return [job_id for job_id in self.follow_ups or [] if job_id not in started]
+        """The follow-up jobs that have not started an attempt, in order, as `AttemptRecord.job` names them.
+
+        They are on the cluster of the newest attempt. Some may have left the queue.
+        """
+        elsewhere = None if self.newest is None else self.newest.elsewhere
+        started, jobs = {entry.job for entry in self.attempts}, self.follow_ups or []
+        return [job for job_id in jobs if (job := on_cluster(job_id, elsewhere)) not in started]
 
     @property
     def num_auto_restarts(self) -> int:
@@ -168,9 +183,12 @@ class JobRecord:
         """The record of an attempt; one of attempt 0 without it."""
         return next((entry for entry in self.attempts if entry.attempt == number), AttemptRecord())
 
-    def of_job(self, job_id: str) -> list[AttemptRecord]:
-        """The attempts of a job, oldest first."""
-        return [entry for entry in self.attempts if entry.job_id == job_id]
+    def of_job(self, job_id: str, cluster: str | None = None) -> list[AttemptRecord]:
+        """The attempts of a job, oldest first; of `cluster`, by default of that of the newest attempt."""
+        if cluster is None and self.newest is not None:
+            cluster = self.newest.cluster
+        own = [entry for entry in self.attempts if entry.job_id == job_id]
+        return [entry for entry in own if None in (cluster, entry.cluster) or entry.cluster == cluster]
 
     def change(self, number: int, **values: Any) -> None:
         self.attempts = [
@@ -282,10 +300,13 @@ def add_attempt(run: RunDir, attempt: int, pid: int, reason: str) -> AttemptReco
 def add_slurm_attempt(
     run: RunDir, attempt: int, job_id: str, reason: str, backend: str, **known: Any
 ) -> AttemptRecord:
-    """Record that a Slurm job will run an attempt; with the run's lock held."""
-    # Of several clusters Slurm chooses one, and only the answer of sbatch would name it.
-    cluster = None if "," in os.environ.get("SLURM_CLUSTERS", "") else cluster_name()
-    record = AttemptRecord(attempt, job_id, cluster, utc_now(), backend=backend, reason=reason)
+    """Record that a Slurm job will run an attempt; with the run's lock held.
+
+    `job_id` may name its cluster, as `on_cluster` does.
+    """
+    job_id, _, cluster = job_id.partition(";")
+    named = cluster or cluster_name()
+    record = AttemptRecord(attempt, job_id, named, utc_now(), backend=backend, reason=reason)
     return _append(run, replace(record, **known))
 
 
@@ -298,7 +319,12 @@ def _append(run: RunDir, record: AttemptRecord) -> AttemptRecord:
 def claim_entry(run: RunDir, attempt: int, pid: int) -> None:
     """Record which process of the Slurm job runs an attempt; with the run's lock held."""
     with changed_job(run) as job:
-        job.change(attempt, **asdict(ProcessId.of(pid)), node=own_host(), started_at=utc_now())
+        job.change(attempt, **claimed_by(pid))
+
+
+def claimed_by(pid: int) -> dict[str, Any]:
+    """The values of an `AttemptRecord` that say which process of a Slurm job runs the attempt since now."""
+    return {**asdict(ProcessId.of(pid)), "node": own_host(), "started_at": utc_now()}
 
 
 def set_follow_ups(run: RunDir, job_ids: list[str]) -> None:

@@ -34,9 +34,10 @@ _ACCOUNTING = ("sacct", "sacctmgr")
 NO_ANSWER_S = 5.0
 """How long after a wait without an answer the next query gets only SHORT_TIMEOUT_S, and no second try."""
 SHORT_TIMEOUT_S = 1.5
-_unanswered: dict[tuple[str, str], float] = {}
-"""When a wait for Slurm last ended without an answer, by PATH and SLURM_CONF."""
-_answered: dict[tuple[str, str], float] = {}
+_Place = tuple[str, str, str]
+_unanswered: dict[_Place, float] = {}
+"""When a wait for Slurm last ended without an answer, by PATH, SLURM_CONF and cluster."""
+_answered: dict[_Place, float] = {}
 """When Slurm's controller last answered."""
 ANSWER_VALID_S = 10.0
 
@@ -65,10 +66,12 @@ def run_slurm(
     environ: Mapping[str, str] | None = None,
     cwd: Path | None = None,
     *,
+    cluster: str = "",
     with_stderr: bool = False,
 ) -> str:
     """The stdout of a Slurm command, run once and without a shell; invalid UTF-8 becomes U+FFFD.
 
+    It goes to `cluster`, or to several with commas, by default to the one of the environment.
     `with_stderr` puts what it prints to stderr before that. Raises UsageError when the program is not
     installed, SlurmUnreachable when Slurm cannot be reached or does not answer within `timeout_s`,
     SlurmRefused when it refuses the request.
@@ -84,8 +87,11 @@ def run_slurm(
         )
     if any("\0" in arg for arg in argv):
         raise UsageError(f"an argument of {program} contains a NUL character: {list(argv)!r}")
+    if cluster:
+        argv = [program, f"--clusters={cluster}", *argv[1:]]
+    place = _place(environ, cluster)
     # Several queries in a row must not each wait for a controller that is away.
-    if timeout_s <= QUERY_TIMEOUT_S and _is_unanswered(environ):
+    if timeout_s <= QUERY_TIMEOUT_S and _is_unanswered(place):
         timeout_s = min(timeout_s, SHORT_TIMEOUT_S)
     began_s = time.monotonic()
     try:
@@ -101,7 +107,7 @@ def run_slurm(
         )
     except subprocess.TimeoutExpired as error:
         message = cleaned((error.stderr or b"").decode(errors="replace"))
-        _note_unanswered(program, environ, began_s)
+        _note_unanswered(program, place, began_s)
         raise SlurmUnreachable(
             f"`{program}` did not answer within {timeout_s:g} s" + (f": {message}" if message else ""),
             hint=UNREACHABLE_HINT,
@@ -111,27 +117,27 @@ def run_slurm(
     if done.returncode != 0:
         failed = failure(program, done.returncode, stderr if stderr.strip() else stdout)
         if isinstance(failed, SlurmUnreachable):
-            _note_unanswered(program, environ, began_s)
+            _note_unanswered(program, place, began_s)
         raise failed
     # The controller answers neither accounting's queries nor those for a version or a help text.
     if program not in _ACCOUNTING and argv[1:] not in (["--version"], ["--help"]):
-        _unanswered.pop(_place(environ), None)
-        _answered[_place(environ)] = time.monotonic()
+        _unanswered.pop(place, None)
+        _answered[place] = time.monotonic()
     return stderr + stdout if with_stderr else stdout
 
 
-def _note_unanswered(program: str, environ: Mapping[str, str], began_s: float) -> None:
+def _note_unanswered(program: str, place: _Place, began_s: float) -> None:
     # Accounting is another daemon, which may be down alone.
     if program not in _ACCOUNTING and time.monotonic() - began_s >= SHORT_TIMEOUT_S:
-        _unanswered[_place(environ)] = time.monotonic()
+        _unanswered[place] = time.monotonic()
 
 
-def _is_unanswered(environ: Mapping[str, str]) -> bool:
-    return time.monotonic() - _unanswered.get(_place(environ), -math.inf) < NO_ANSWER_S
+def _is_unanswered(place: _Place) -> bool:
+    return time.monotonic() - _unanswered.get(place, -math.inf) < NO_ANSWER_S
 
 
-def _place(environ: Mapping[str, str]) -> tuple[str, str]:
-    return environ.get("PATH", ""), environ.get("SLURM_CONF", "")
+def _place(environ: Mapping[str, str], cluster: str = "") -> _Place:
+    return environ.get("PATH", ""), environ.get("SLURM_CONF", ""), cluster
 
 
 def require_controller() -> None:
@@ -189,6 +195,7 @@ _NOT_DELIVERED = (
     r"[Tt]emporarily un(?:able|available)",
     r"Unable to locate backup controller",
     r"System submissions disabled",
+    r"invalid entry for --cluster",
 )
 _ANSWER_LOST = (
     r"Unable to contact slurm controller",
@@ -215,6 +222,10 @@ _LOST = re.compile("|".join(_ANSWER_LOST))
 _UNDELIVERED = re.compile("|".join(_NOT_DELIVERED))
 
 UNREACHABLE_HINTS = (
+    (
+        r"invalid entry for --cluster",
+        "`sacctmgr show clusters` lists those that can be reached from here: log in to the other one",
+    ),
     (
         r"configuration source",
         "Slurm is installed, but this machine does not belong to a cluster: "
@@ -265,6 +276,7 @@ REFUSAL_HINTS = (
     (r"group not permitted|[Pp]ermission denied", "you may not use this partition, or the job is not yours"),
     (r"[Ii]nvalid job id", "Slurm does not know this job, or no longer does: `squeue --me` lists yours"),
     (r"already (?:completing|finished|done)|already completing or completed", "the job has already ended"),
+    (r"Only one cluster", "name several with --clusters, and not by the variable SLURM_CLUSTERS"),
     (r"presently disabled", "the job has --no-requeue, or its current state does not allow this"),
 )
 
@@ -301,15 +313,16 @@ def query(
     timeout_s: float = QUERY_TIMEOUT_S,
     environ: Mapping[str, str] | None = None,
     patience_s: float = QUERY_PATIENCE_S,
+    cluster: str = "",
 ) -> str:
     """The stdout of a query, retried while Slurm cannot be reached; its times are Unix seconds.
 
-    Raises the errors of `run_slurm`.
+    Another cluster is asked once. Raises the errors of `run_slurm`.
     """
     plain = plain_environ(os.environ if environ is None else environ)
-    if patience_s <= QUERY_PATIENCE_S and _is_unanswered(plain):
+    if cluster or (patience_s <= QUERY_PATIENCE_S and _is_unanswered(_place(plain))):
         patience_s = 0.0
-    return retrying(lambda: run_slurm(argv, timeout_s, environ=plain), patience_s)
+    return retrying(lambda: run_slurm(argv, timeout_s, environ=plain, cluster=cluster), patience_s)
 
 
 def plain_environ(environ: Mapping[str, str]) -> dict[str, str]:

@@ -18,7 +18,7 @@ from trainkit.slurm.client import (
     run_slurm,
 )
 from trainkit.slurm.environment import scrubbed
-from trainkit.slurm.states import checked_job_id
+from trainkit.slurm.states import by_cluster, checked_job_id, on_cluster
 
 CONTROL_PATIENCE_S = 60.0
 """Long enough for a restart of the controller; Slurm delays a requeued job by 120 s anyway."""
@@ -37,14 +37,15 @@ def requeue(job_id: str, *, patience_s: float = CONTROL_PATIENCE_S) -> None:
 
     Retried while Slurm cannot be reached. Raises SlurmRefused for a job submitted with --no-requeue.
     """
-    argv = ["scontrol", "requeue", checked_job_id(job_id)]
+    job_id, _, cluster = checked_job_id(job_id).partition(";")
+    argv = ["scontrol", "requeue", job_id]
     attempts = 0
 
     def request() -> None:
         nonlocal attempts
         attempts += 1
         try:
-            run_slurm(argv, JOB_TIMEOUT_S)
+            run_slurm(argv, JOB_TIMEOUT_S, cluster=cluster)
         except SlurmRefused as error:
             # A refused retry means that the first request succeeded and its answer was lost.
             if attempts == 1 or not _PENDING.search(error.sentence):
@@ -84,21 +85,20 @@ def kill_steps(
 
     Cancelling the whole job instead sends SIGTERM first, and SIGKILL after KillWait (30 s by default).
     """
-    names = (f"{checked_job_id(job_id)}.{step_id}" for job_id, step_id in steps)
+    named = ((*checked_job_id(job).partition(";"), step_id) for job, step_id in steps)
+    names = (on_cluster(f"{job_id}.{step_id}", cluster) for job_id, _, cluster, step_id in named)
     _scancel([f"--signal={signal}"], names, patience_s)
 
 
 def _scancel(options: Sequence[str], names: Iterable[str], patience_s: float = QUERY_PATIENCE_S) -> None:
     """Run scancel for jobs or steps, if there are any; those that have already ended are ignored."""
-    argv = ["scancel", *options, *names]
-    if len(argv) == 1 + len(options):
-        return
-    try:
-        query(argv, patience_s=patience_s)
-    except SlurmRefused as error:
-        lines = error.sentence.splitlines()
-        if not lines or not all(_GONE.search(line) for line in lines):
-            raise
+    for cluster, own in by_cluster(names).items():
+        try:
+            query(["scancel", *options, *own], patience_s=patience_s, cluster=cluster)
+        except SlurmRefused as error:
+            lines = error.sentence.splitlines()
+            if not lines or not all(_GONE.search(line) for line in lines):
+                raise
 
 
 def move_dependents(job_id: str, new_id: str) -> list[str]:
@@ -149,10 +149,11 @@ def run_step(
     The step overlaps with others; without --mem=0 Slurm would refuse it if the first step uses all memory of
     the job. Raises SlurmRefused when Slurm does not start it or the command fails.
     """
+    job_id, _, cluster = checked_job_id(job_id).partition(";")
     step = [
-        *("srun", f"--jobid={checked_job_id(job_id)}", "--overlap", "--mpi=none", "--mem=0"),
+        *("srun", f"--jobid={job_id}", "--overlap", "--mpi=none", "--mem=0"),
         "--input=none",
         *(f"--nodes={num_nodes}", f"--ntasks={num_nodes}", "--ntasks-per-node=1"),
     ]
     clean = plain_environ(scrubbed(os.environ if environ is None else environ))
-    return run_slurm([*step, *argv], QUERY_TIMEOUT_S, environ=clean)
+    return run_slurm([*step, *argv], QUERY_TIMEOUT_S, environ=clean, cluster=cluster)

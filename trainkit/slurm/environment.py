@@ -31,19 +31,17 @@ def conf_file(environ: Mapping[str, str] = os.environ) -> Path | None:
 
 def cluster_name(environ: Mapping[str, str] = os.environ) -> str | None:
     """The name of the cluster that a job would be submitted to; None if unknown."""
-    chosen = scrubbed(environ).get("SLURM_CLUSTERS", "")
-    if chosen and "," not in chosen:
-        return chosen
-    return _conf_cluster_name(environ)
+    chosen = scrubbed(environ).get("SLURM_CLUSTERS") or _conf_cluster_name(environ)
+    return None if chosen and "," in chosen else chosen
 
 
 def other_cluster(named: str | None, environ: Mapping[str, str] = os.environ) -> str | None:
-    """The cluster of a job if Slurm's commands here use a different one, else None.
+    """The cluster of a job if Slurm's commands here use a different one or several, else None.
 
     A job id is valid only on its own cluster.
     """
     current = scrubbed(environ).get("SLURM_CLUSTERS") or _conf_cluster_name(environ)
-    return named if named and current and named not in current.split(",") else None
+    return named if named and current and named != current else None
 
 
 def _conf_cluster_name(environ: Mapping[str, str]) -> str | None:

@@ -27,8 +27,10 @@ from trainkit.slurm.client import (
 from trainkit.slurm.states import (
     JobState,
     base_id,
+    by_cluster,
     checked_job_id,
     expand_tasks,
+    on_cluster,
     reason_sentence,
     state_in_accounting,
     state_in_queue,
@@ -97,24 +99,31 @@ class JobInfo:
 
 
 def query_jobs(ids: Iterable[str]) -> dict[str, JobInfo]:
-    """The jobs with these ids, by id and in this order.
+    """The jobs with these ids, by id and in this order; other clusters follow, by the names of `on_cluster`.
 
     The id of an array selects all its tasks, whose ids are then the
     keys; tasks cancelled while pending may share one entry under the array's id. Jobs that neither squeue nor
-    sacct lists are included as `unknown`. Runs at most two commands; raises SlurmUnreachable if squeue fails.
+    sacct lists are included as `unknown`. Runs at most two commands for each cluster. Raises SlurmUnreachable
+    if squeue fails.
     """
-    wanted = list(dict.fromkeys(checked_job_id(job_id) for job_id in ids))
-    if not wanted:
-        return {}
-    known = parse_queue(_query_queue(wanted))
+    wanted = by_cluster(map(checked_job_id, ids))
+    return {
+        on_cluster(job_id, cluster): job
+        for cluster in sorted(wanted)
+        for job_id, job in _query_cluster(wanted[cluster], cluster)
+    }
+
+
+def _query_cluster(wanted: Sequence[str], cluster: str) -> Iterator[tuple[str, JobInfo]]:
+    known = parse_queue(_query_queue(wanted, cluster))
     arrays = {base_id(job_id) for job_id in known if "_" in job_id}
     # The tasks of an array leave squeue one by one, so an array that is listed may be incomplete.
     missing = [job_id for job_id in wanted if job_id not in known or job_id in arrays]
     reason = UNKNOWN_JOB
     if missing:
-        ended, reason = _query_accounting(missing)
+        ended, reason = _query_accounting(missing, cluster)
         known = {**ended, **known}
-    return dict(_select(wanted, known, reason))
+    return _select(wanted, known, reason)
 
 
 def _select(
@@ -136,13 +145,13 @@ def _select(
         yield job_id, info
 
 
-def _query_queue(wanted: Sequence[str]) -> str:
+def _query_queue(wanted: Sequence[str], cluster: str) -> str:
     bases = ",".join(dict.fromkeys(map(base_id, wanted)))
     selection = "--me" if len(bases) > _LONGEST_ARGUMENT else f"--jobs={bases}"
     layout = ",".join(f"{name}:{FIELD}" for name in _QUEUE_FIELDS[:-1]) + f",{_QUEUE_FIELDS[-1]}:{RECORD}"
     argv = ["squeue", "--all", "--noconvert", "--noheader", "--states=all", f"--Format={layout}", selection]
     try:
-        return query(argv)
+        return query(argv, cluster=cluster)
     except SlurmRefused as error:
         # squeue reports this for a single job that it no longer lists.
         if "invalid job id" in error.sentence.lower():
@@ -185,7 +194,7 @@ def _add(found: dict[str, JobInfo], info: JobInfo) -> None:
         found.setdefault(job_id, replace(info, job_id=job_id))
 
 
-def _query_accounting(missing: Sequence[str]) -> tuple[dict[str, JobInfo], str]:
+def _query_accounting(missing: Sequence[str], cluster: str) -> tuple[dict[str, JobInfo], str]:
     """The jobs that accounting lists, and the reason why all others are unknown."""
     bases = ",".join(dict.fromkeys(map(base_id, missing)))
     if len(bases) > _LONGEST_ARGUMENT:
@@ -195,7 +204,8 @@ def _query_accounting(missing: Sequence[str]) -> tuple[dict[str, JobInfo], str]:
         *(f"--format={','.join(_ACCOUNTING_FIELDS)}", f"--jobs={bases}"),
     ]
     try:
-        text = run_slurm(argv, _ACCOUNTING_TIMEOUT_S, environ=plain_environ(os.environ))
+        environ = plain_environ(os.environ)
+        text = run_slurm(argv, _ACCOUNTING_TIMEOUT_S, environ=environ, cluster=cluster)
     except TrainkitError as error:
         problem = error.message.splitlines()[-1]
         return {}, f"squeue no longer lists it, and accounting does not answer: {problem}"
@@ -267,8 +277,9 @@ def job_details(
 
     Raises SlurmUnreachable, and SlurmRefused for a job that Slurm no longer knows.
     """
-    argv = ["scontrol", "--oneliner", "show", "job", checked_job_id(job_id)]
-    return parse_job(query(argv, timeout_s=timeout_s, patience_s=patience_s))
+    job_id, _, cluster = checked_job_id(job_id).partition(";")
+    argv = ["scontrol", "--oneliner", "show", "job", job_id]
+    return parse_job(query(argv, timeout_s=timeout_s, patience_s=patience_s, cluster=cluster))
 
 
 def parse_job(text: str) -> JobDetails:

@@ -6,7 +6,7 @@ An id is `123`, a task of an array `123_4`, or its pending tasks `123_[5-9%2]`.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from itertools import groupby
 
@@ -188,18 +188,33 @@ def reason_sentence(reason: str) -> str:
 LARGEST_INDEX = 4_000_000
 """Slurm's own limit; MaxArraySize is far lower at most sites."""
 
-_JOB_ID = re.compile(r"(?P<base>\d+)(?:_(?P<task>\d+))?")
+_JOB_ID = re.compile(r"\d+(?:_\d+)?", re.ASCII)
+_JOB = re.compile(rf"{_JOB_ID.pattern}(?:;[\w.-]+)?", re.ASCII)
 _SPAN = re.compile(r"(?P<first>\d+)(?:-(?P<last>\d+)(?::(?P<stride>[1-9]\d*))?)?", re.ASCII)
 
 
 def is_job_id(text: str) -> bool:
     """Whether a string is the id of a job or of one array task."""
-    return bool(_JOB_ID.fullmatch(text)) and text.isascii()
+    return bool(_JOB_ID.fullmatch(text))
+
+
+def on_cluster(job_id: str, cluster: str | None) -> str:
+    """The name of a job: its id, on another cluster `1234;east`, as `sbatch --parsable` prints it."""
+    return f"{job_id};{cluster}" if cluster else job_id
+
+
+def by_cluster(jobs: Iterable[str]) -> dict[str, list[str]]:
+    """The ids of jobs that are named so, by cluster: that of an id alone is the empty text."""
+    found: dict[str, list[str]] = {}
+    for job in dict.fromkeys(jobs):
+        job_id, _, cluster = job.partition(";")
+        found.setdefault(cluster, []).append(job_id)
+    return found
 
 
 def checked_job_id(text: str) -> str:
-    """The job id unchanged; raises UsageError if it is not one."""
-    if not is_job_id(text):
+    """The id of a job, with its cluster if that is named, unchanged; raises UsageError if it is not one."""
+    if not _JOB.fullmatch(text):
         raise UsageError(
             f"{text!r} is not a Slurm job id", hint="for example 1234, or 1234_5 for a task of an array"
         )
@@ -207,8 +222,8 @@ def checked_job_id(text: str) -> str:
 
 
 def base_id(job_id: str) -> str:
-    """`123` of `123`, `123_4`, `123_[5-9]` and `123+1`."""
-    return re.split(r"[_+]", job_id, maxsplit=1)[0]
+    """`123` of `123`, `123_4`, `123_[5-9]` and `123+1`; the name of a cluster is kept."""
+    return re.sub(r"[_+][^;]*", "", job_id)
 
 
 def expand_tasks(job_id: str) -> list[str]:

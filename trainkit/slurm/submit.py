@@ -31,7 +31,7 @@ from trainkit.slurm.client import (
 )
 from trainkit.slurm.environment import scrubbed
 from trainkit.slurm.hosts import expand_hosts
-from trainkit.slurm.states import base_id
+from trainkit.slurm.states import base_id, on_cluster
 
 SUBMIT_TIMEOUT_S = 60.0
 SUBMIT_PATIENCE_S = 60.0
@@ -42,10 +42,10 @@ POLL_INTERVAL_S = 1.0
 CLOCK_SKEW_S = 5
 
 _TOKEN = re.compile(r"[\w.:@/+=-]+", re.ASCII)
-_JOB_ID = re.compile(r"(?P<job_id>\d+)(?:;\S+)?")
+_JOB_ID = re.compile(r"\d+(?:;\S+)?")
 _WILL_START = re.compile(
-    r"Job \d+ to start at (?P<start>\S+) (?:a )?using \d+ processors on (?:nodes )?(?P<nodes>\S+)"
-    r"(?: in partition \S+)?"
+    r"Job \d+ to start at (?P<start>\S+) (?:on cluster \S+ )?(?:a )?using \d+ processors on "
+    r"(?:nodes )?(?P<nodes>\S+)(?: in partition \S+)?"
 )
 
 
@@ -56,6 +56,8 @@ class _Submission:
     token: str
     script: str = ""
     since: float = 0.0
+    clusters: Sequence[str] = ()
+    """Those that may have it; none for the one of the environment."""
 
     def matches(self, comment: str, command: str, submitted: str) -> bool:
         """Whether a job is this submission and not that of an earlier run in the same folder."""
@@ -80,13 +82,15 @@ def submit_script(
     token: str,
     cwd: Path,
     extra_argv: Sequence[str] = (),
+    clusters: Sequence[str] = (),
     is_only_job: bool = True,
     notify: Callable[[str], None],
 ) -> str:
     """Submit a script and return the job id; for an array, the id of the whole array.
 
-    `is_only_job` means that no other job uses this script. If the answer is
-    lost, the token is looked up until it is certain whether the job exists; `notify` gets a message first.
+    Of several `clusters`, Slurm takes the one where the job would start first, and the id names it (see
+    `on_cluster`). `is_only_job` means that no other job uses this script. If the answer is lost, the token is
+    looked up until it is certain whether the job exists; `notify` gets a message first.
 
     Raises SlurmRefused with Slurm's message, or SlurmUnreachable. If the latter has `may_have_arrived` set,
     the job may exist: check with `find_by_token(token)` before submitting the script again.
@@ -95,13 +99,23 @@ def submit_script(
     argv = ["sbatch", "--parsable", *extra_argv, script]
 
     def submit() -> str:
-        return _job_id(run_slurm(argv, SUBMIT_TIMEOUT_S, environ=scrubbed(os.environ), cwd=cwd))
+        environ = scrubbed(os.environ)
+        # A variable would stay set in the job, whose own commands need no name of its cluster.
+        named = environ.pop("SLURM_CLUSTERS", "")
+        names = ",".join(clusters) or named
+        return _job_id(run_slurm(argv, SUBMIT_TIMEOUT_S, environ=environ, cwd=cwd, cluster=names))
 
-    return submit_once(submit, token=token, script=script if is_only_job else "", notify=notify)
+    script = script if is_only_job else ""
+    return submit_once(submit, token=token, script=script, clusters=clusters, notify=notify)
 
 
 def submit_once(
-    submit: Callable[[], str], *, token: str, script: str = "", notify: Callable[[str], None]
+    submit: Callable[[], str],
+    *,
+    token: str,
+    script: str = "",
+    clusters: Sequence[str] = (),
+    notify: Callable[[str], None],
 ) -> str:
     """Call `submit` until exactly one job exists, even if its answers are lost; return the job id.
 
@@ -110,7 +124,7 @@ def submit_once(
     """
     if not _TOKEN.fullmatch(token):
         raise ValueError(f"a token must be one word: {token!r}")
-    submission = _Submission(token, script, time.time())
+    submission = _Submission(token, script, time.time(), clusters)
     give_up = time.monotonic() + SUBMIT_PATIENCE_S
     pause_s = FIRST_PAUSE_S
     while True:
@@ -130,7 +144,7 @@ def _job_id(stdout: str) -> str:
     # A site's submit plugin may print more lines; only Slurm's own line has this form.
     for line in stdout.splitlines():
         if match := _JOB_ID.fullmatch(line.strip()):
-            return match["job_id"]
+            return match[0]
     raise SlurmUnreachable(
         f"sbatch printed no job id: {stdout.strip()!r}",
         hint="`squeue --me` shows whether the job exists",
@@ -175,28 +189,33 @@ def _unknown_outcome(script: str, lost: SlurmUnreachable) -> SlurmUnreachable:
     )
 
 
-def find_by_token(token: str, *, since: float = 0.0) -> str | None:
+def find_by_token(token: str, *, since: float = 0.0, clusters: Sequence[str] = ()) -> str | None:
     """The id of this user's job with the token, or None; for an array, the id of the whole array.
 
     Jobs submitted before `since` (Unix seconds) are ignored: a run folder that was deleted and created again
     has the same token. Queries squeue, which lists jobs until some minutes after their end. Raises
     SlurmUnreachable.
     """
-    return _find(_Submission(token, since=since), QUERY_PATIENCE_S)
+    return _find(_Submission(token, since=since, clusters=clusters), QUERY_PATIENCE_S)
 
 
 def _find(submission: _Submission, patience_s: float) -> str | None:
     layout = FIELD.join(("%F", "%V", "%k", "%o")) + RECORD
     argv = ["squeue", "--me", "--noheader", "--states=all", f"--format={layout}"]
-    found = query(argv, environ=scrubbed(os.environ), patience_s=patience_s)
-    for job_id, submitted, comment, command in records(found, 4):
-        if submission.matches(comment, command, submitted):
-            return base_id(job_id)
+    for cluster in submission.clusters or ("",):
+        found = query(argv, environ=scrubbed(os.environ), patience_s=patience_s, cluster=cluster)
+        for job_id, submitted, comment, command in records(found, 4):
+            if submission.matches(comment, command, submitted):
+                return on_cluster(base_id(job_id), cluster)
     return None
 
 
 def query_start(
-    script: str, *, timeout_s: float = SUBMIT_TIMEOUT_S, extra_argv: Sequence[str] = ()
+    script: str,
+    *,
+    timeout_s: float = SUBMIT_TIMEOUT_S,
+    extra_argv: Sequence[str] = (),
+    clusters: Sequence[str] = (),
 ) -> StartEstimate:
     """Estimate when and where Slurm would start a script, given as its text, without submitting it.
 
@@ -209,7 +228,8 @@ def query_start(
         path.write_text(script, encoding="utf-8", errors="surrogateescape")
         argv = ["sbatch", "--test-only", *extra_argv, str(path)]
         # sbatch prints the estimate to stderr.
-        printed = run_slurm(argv, timeout_s, environ=environ, cwd=path.parent, with_stderr=True)
+        names = ",".join(clusters)
+        printed = run_slurm(argv, timeout_s, environ, path.parent, cluster=names, with_stderr=True)
     return parse_start_estimate(printed)
 
 

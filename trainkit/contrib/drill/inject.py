@@ -126,7 +126,7 @@ class SlurmFaultInjector(FaultInjector):
         entry, step_id = self._step()
         if entry is None or step_id is None:
             return False
-        kill_steps([(entry.job_id, step_id)])
+        kill_steps([(entry.job, step_id)])
         return True
 
     def _step(self) -> tuple[AttemptRecord | None, str | None]:
@@ -143,7 +143,7 @@ class SlurmFaultInjector(FaultInjector):
         without = (RUN_DIR_VARIABLE, ATTEMPT_VARIABLE)
         environ = {name: value for name, value in os.environ.items() if name not in without}
         argv = ["sh", "-c", _KILL_BY_ENVIRONMENT, "sh", *own, *words]
-        return "killed" in run_step(job.job_id, job.num_nodes, argv, environ=environ)
+        return "killed" in run_step(entry.job, job.num_nodes, argv, environ=environ)
 
 
 def injector_for(run: RunDir, backend: str) -> FaultInjector:
@@ -165,7 +165,7 @@ def requeue_job(run: RunDir) -> bool:
     entry = read_job(run).newest
     if entry is None:
         return False
-    requeue(entry.job_id)
+    requeue(entry.job)
     return True
 
 

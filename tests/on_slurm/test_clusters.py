@@ -1,0 +1,129 @@
+"""Two clusters that one slurmdbd knows: a job goes to the one that starts it first, and all else follows."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.on_slurm.login import Login, settings, wait_for
+from tests.on_slurm.test_groups import submit, wait_for_states
+from tools.slurm_cluster.cluster import Cluster, up
+from tools.slurm_cluster.processes import Pid
+from trainkit.run.group import RunGroup
+from trainkit.run.record import read_job
+
+pytestmark = pytest.mark.slow(seconds=45)
+SHAPE = ("--nodes", "2", "--gpus-per-node", "1")
+
+
+@pytest.fixture(scope="module")
+def cluster(clusters_possible: None, slurm_version: str | None) -> Iterator[Cluster]:
+    """The cluster of the login node."""
+    made = up(owner=Pid.of(os.getpid()), slurm=slurm_version, num_hosts=2)
+    yield made
+    made.down()
+
+
+@pytest.fixture(scope="module")
+def second(cluster: Cluster, slurm_version: str | None) -> Iterator[Cluster]:
+    made = up(owner=Pid.of(os.getpid()), slurm=slurm_version, num_hosts=2, accounting_of=cluster)
+    yield made
+    made.down()
+
+
+@pytest.fixture
+def other(second: Cluster, tmp_path: Path) -> Iterator[Login]:
+    """The second cluster, as its own users see it."""
+    folder = tmp_path / "other"
+    folder.mkdir()
+    yield Login(second, folder)
+    second.cancel_all()
+
+
+def named(login: Login, other: Login) -> tuple[str, str]:
+    return "--clusters", f"{login.cluster.name},{other.cluster.name}"
+
+
+def test_a_run_is_where_there_is_room(login: Login, other: Login) -> None:
+    with login.other_job("--nodes=2"):
+        run = login.submit(*SHAPE, *named(login, other), "--", "python", "listens.py")
+        (job_id,) = other.jobs()
+        assert [(entry.job_id, entry.cluster) for entry in read_job(run).attempts] == [
+            (job_id, other.cluster.name)
+        ]
+        login.wait_for_log(run, "attempt 1 rank 1", rank=1)
+        seen = login.status(run)
+        assert (seen["state"], seen["job_id"], seen["cluster"]) == ("running", job_id, other.cluster.name)
+        assert "cluster" not in other.status(run)
+        assert f" as {job_id} on {other.cluster.name}," in login.trainkit("status", str(run.path)).stdout
+
+        assert login.trainkit("requeue", str(run.path)).returncode == 0
+        login.wait_for_log(run, "attempt 2 rank 0", attempt=2)
+        assert login.wait_for_end(run)["cause"] == "asked"
+        with other.other_job("--partition=high", "--nodes=2"):
+            assert login.wait_for_end(run, attempt=2)["cause"] == "preempted"
+        login.wait_for_log(run, "attempt 3 rank 0", attempt=3)
+        assert other.jobs() == [job_id], "it has requeued itself, where it is"
+        assert login.status(run)["state"] == "running"
+
+        done = login.trainkit("cancel", str(run.path), "--wait")
+        assert done.stdout + done.stderr == f"{job_id} has ended\n"
+        assert other.jobs() == []
+        assert len(login.jobs()) == 1, "that of somebody else, here"
+
+    with other.other_job("--nodes=2"):
+        done = login.trainkit("resume", str(run.path))
+        assert f" is on the cluster {login.cluster.name}\n" in done.stderr
+        login.wait_for_log(run, "attempt 4 rank 0", attempt=4)
+        assert "cluster" not in login.status(run)
+        assert other.status(run)["cluster"] == login.cluster.name
+        assert other.trainkit("cancel", str(run.path), "--now").returncode == 0
+        login.wait_until_idle()
+
+
+def test_a_group_and_follow_ups(login: Login, other: Login) -> None:
+    one = ("--nodes", "1", "--gpus-per-node", "1", *named(login, other))
+    with login.other_job("--nodes=2"):
+        sweep = ("--sweep", "seed=1,2,3", "--array", "%2", "--", "python", "listens.py")
+        group = submit(login, *one, *sweep)
+        wait_for_states(login, group, running=2, pending=1)
+        assert RunGroup(group.path).record.cluster == other.cluster.name
+        first = group.run(0)
+        assert login.trainkit("cancel", str(first.path), "--wait").returncode == 0
+        assert login.trainkit("resume", str(first.path)).returncode == 0
+        done = login.trainkit("cancel", str(group.path), "--wait")
+        assert done.returncode == 0, done.stderr
+        wait_for_states(login, group, cancelled=3)
+        assert other.jobs() == []
+
+        run = login.submit(*one, *settings("requeue.follow_ups=1"), "--", "python", "listens.py")
+        login.wait_for_log(run, "attempt 1 rank 0")
+        waiting = sorted(other.jobs(), key=int)[1:]
+        assert read_job(run).follow_ups == waiting
+        newest = read_job(run).attempts[0]
+        host = other.cluster.hosts.index(str(newest.node)) + 1
+        # Nobody is left who could requeue the job.
+        other.run(["kill", "-KILL", str(newest.pid)], host=host, check=True)
+        login.wait_for_log(run, "attempt 2 rank 0", attempt=2)
+        assert login.status(run)["job_id"] == waiting[0]
+        assert login.trainkit("cancel", str(run.path), "--wait").returncode == 0
+        wait_for(lambda: other.jobs() == [], "an empty queue")
+
+
+def test_a_job_waits_only_for_one_of_its_own_cluster(login: Login, other: Login) -> None:
+    there = ("--clusters", other.cluster.name)
+    run = login.submit(*there, *settings("resources.extra.hold=true"), "--", "true")
+    job_id = login.job_id(run)
+    for words in ((), named(login, other)):
+        done = login.trainkit("submit", str(login.config), *words, "--after", str(run.path), "--", "true")
+        assert done.returncode == 2
+        assert f"waits here for {job_id} on {other.cluster.name}\n" in done.stderr
+    second = login.submit(*there, "--after", str(run.path), "--", "true")
+    waits = other.cluster.job(login.job_id(second))["Dependency"]
+    assert waits == f"afterok:{job_id}(unfulfilled)"
+    for found in (second, run):
+        assert login.trainkit("cancel", str(found.path)).returncode == 0
+    assert other.jobs() == []
