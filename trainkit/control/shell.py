@@ -55,15 +55,7 @@ def shell_argv(loaded: LoadedConfig, start_file: str) -> list[str]:
         options["clusters"] = ",".join(plan.slurm.clusters)
     shell = ["bash", "--rcfile", start_file, "-i"]
     # An interactive step uses no resources of the allocation: steps started from the shell can have all.
-    return [
-        "salloc",
-        *option_argv(options),
-        "srun",
-        "--interactive",
-        "--preserve-env",
-        "--pty",
-        *shell,
-    ]
+    return ["salloc", *option_argv(options), "srun", "--interactive", "--preserve-env", "--pty", *shell]
 
 
 def shell_start_file(config: RunConfig, cwd: Path) -> str:
