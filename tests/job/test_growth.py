@@ -86,14 +86,14 @@ class Played:
         self.waits: dict[int, float | Exception] = {}
         """Number of nodes in addition -> when they are free."""
         monkeypatch.setattr(growth.time, "monotonic", lambda: self.now_s)
-        monkeypatch.setattr(growth, "query_start", self._query_start)
+        monkeypatch.setattr("trainkit.slurm.submit.query_start", self._query_start)
         monkeypatch.setenv("SLURM_JOB_PARTITION", "low")
         options = {"nodes": "2,4,8", "partition": "low,high", "exclude": "bad"}
         plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
         self.plan = replace(plan, num_nodes=2, sizes={"4": {}, "8": {}}, slurm=SlurmRequest({**options}))
         self.watch = GrowthWatch(attempt, self.plan, ["a", "b", "c"], num_good=2)
 
-    def _query_start(self, script: str, *, timeout_s: float, extra_argv: list[str]) -> StartEstimate:
+    def _query_start(self, script: str, *, extra_argv: list[str], **more: object) -> StartEstimate:
         self.asked.append(set(extra_argv))
         [nodes] = (int(word.removeprefix("--nodes=")) for word in extra_argv if word.startswith("--nodes="))
         wait_s = self.waits[nodes]

@@ -28,7 +28,6 @@ from trainkit.launch.earliest_end import (
     sizes_around,
     with_end,
 )
-from trainkit.launch.queue_estimate import Answer
 from trainkit.plan.facts import Facts
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.node_range import plan_nodes
@@ -36,6 +35,7 @@ from trainkit.run.events import log_event
 from trainkit.run.files import append_jsonl
 from trainkit.run.registry import register
 from trainkit.run.rundir import RunDir
+from trainkit.slurm.submit import Answer
 
 HOUR = 3600.0
 BATCH = ("data.seq_len=2048", "train.device_batch_size=2", "train.global_batch_size=64")

@@ -12,12 +12,13 @@ from trainkit.cluster.machine import Machine
 from trainkit.cluster.model import Cluster, NodeKind, Partition
 from trainkit.cluster.target import Target
 from trainkit.config import load_config
-from trainkit.launch import queue_estimate
-from trainkit.launch.queue_estimate import Answer, Wait, estimate_waits, wait_lines
+from trainkit.launch.queue_estimate import Wait, estimate_waits, wait_lines
 from trainkit.plan.facts import Facts
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.make_plan import make_plan
+from trainkit.slurm import submit
 from trainkit.slurm.client import SlurmUnreachable
+from trainkit.slurm.submit import Answer
 
 KIND = NodeKind(4, 64, 512_000, {"h100": 8})
 WEST = Cluster(
@@ -85,8 +86,8 @@ def test_slurm_that_is_away(fake: FakeSlurm) -> None:
 
 
 def test_the_time_is_bounded(fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queue_estimate, "ENOUGH_S", 0.3)
-    monkeypatch.setattr(queue_estimate, "ASK_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(submit, "ENOUGH_S", 0.3)
+    monkeypatch.setattr(submit, "ASK_TIMEOUT_S", 60.0)
     fake.add("sbatch", f"/bin/sleep 0.4; echo '{SAYS}' >&2")
     partitions = tuple(replace(WEST.partitions[0], name=f"p{number}") for number in range(12))
     cluster = replace(WEST, partitions=(WEST.partitions[0], *partitions))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from itertools import pairwise
@@ -22,8 +22,7 @@ from trainkit.plan.slurm_request import option_argv, with_excluded
 from trainkit.run.events import log_event
 from trainkit.run.history import Attempt, RunHistory, ended_attempts, find_restarts, timestamp
 from trainkit.run.rundir import AttemptDir
-from trainkit.slurm.client import SlurmRefused
-from trainkit.slurm.submit import query_start
+from trainkit.slurm.submit import ask_starts
 
 ASK_EVERY_S = 1800.0
 ENOUGH_S = 5.0
@@ -130,7 +129,7 @@ class GrowthWatch:
         larger = [
             # What was not measured is assumed to be in proportion.
             Size(size, measured.get(size, step_s * self._plan.num_nodes / size), wait_s)
-            for size, wait_s in self._waits()
+            for size, wait_s in self._waits().items()
         ]
         restart_s = self._restart_s(history.events.attempts)
         return decide_growth(total_steps - last[0].step, step_s, restart_s, larger)
@@ -142,31 +141,20 @@ class GrowthWatch:
         start_s = (own.first_step or 0.0) - (own.started or 0.0) if own.first_step else 0.0
         return min(filter(None, measured), default=REQUEUE_S + start_s)
 
-    def _waits(self) -> Iterator[tuple[int, float | None]]:
+    def _waits(self) -> dict[int, float | None]:
         """Larger numbers of nodes, and in how many seconds those that the run lacks are free."""
-        give_up_s = time.monotonic() + ENOUGH_S
         assert self._plan.slurm is not None
         # Its own nodes may have room for another job, but not for another node of this one.
         others = with_excluded(self._plan.slurm, self._hosts).sbatch
         partition = os.environ.get("SLURM_JOB_PARTITION") or others.get("partition", False)
-        for size in self._larger[:: -(-len(self._larger) // MOST_ASKED)]:
-            options = {
-                **others,
-                **{"nodes": size - self._num_good, "partition": partition},
-                **{"comment": False, "dependency": False},
-            }
-            if (left_s := give_up_s - time.monotonic()) <= 0:
-                return
-            try:
-                found = query_start("#!/bin/sh\n", timeout_s=left_s, extra_argv=option_argv(options))
-            except SlurmRefused:
-                yield size, None
-                continue
-            except TrainkitError as error:
-                log_line(f"cannot ask when more nodes are free: {error.message}")
-                return
-            start = found.start_time
-            wait_s = None if start is None else (start - datetime.now(timezone.utc)).total_seconds()
-            yield size, wait_s
-            if wait_s is not None and wait_s <= SOON_S:
-                return  # fewer nodes are free too
+        others = {**others, "partition": partition, "comment": False, "dependency": False}
+        sizes = self._larger[:: -(-len(self._larger) // MOST_ASKED)]
+        asked = [option_argv({**others, "nodes": size - self._num_good}) for size in sizes]
+        try:
+            starts = [answer.start_time for answer in ask_starts(asked, ENOUGH_S)]
+        except TrainkitError as error:
+            log_line(f"cannot ask when more nodes are free: {error.message}")
+            return {}
+        now = datetime.now(timezone.utc)
+        waits = (None if start is None else (start - now).total_seconds() for start in starts)
+        return dict(zip(sizes, waits, strict=True))

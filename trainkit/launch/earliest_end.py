@@ -23,14 +23,14 @@ from trainkit.config.training import DECODER
 from trainkit.errors import ConfigError, TrainkitError, UsageError
 from trainkit.formats import JsonObject, duration, plural, table, time_limit_s, time_text
 from trainkit.launch.plan_run import gather, plan_run
-from trainkit.launch.queue_estimate import Answer, ask_starts, misfit, request_of, when
+from trainkit.launch.queue_estimate import misfit, request_of, when
 from trainkit.plan.facts import Facts
 from trainkit.plan.gpus import find_gpu
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.layouts import cost_of
 from trainkit.plan.model_shape import resolve_model_shape
 from trainkit.plan.node_range import KEY
-from trainkit.plan.slurm_request import Options
+from trainkit.plan.slurm_request import Options, option_argv
 from trainkit.plan.step_work import work_of
 from trainkit.plan.workload import TRAINER, Workload
 from trainkit.run.events import read_events
@@ -39,6 +39,7 @@ from trainkit.run.history import RunHistory, read_plan
 from trainkit.run.registry import iter_known_runs
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.client import query
+from trainkit.slurm.submit import Answer, ask_starts
 
 ENOUGH_S = 5.0
 """Seconds for all questions to Slurm together; what it has not answered by then does not count."""
@@ -246,7 +247,7 @@ def _gather(
     with ThreadPoolExecutor(2) as threads:
         priority = threads.submit(_priority)
         measured = threads.submit(_measured, plans, config, gpus)
-        found = ask_starts([_options(plans[size], size, item, s) for size, item, s in fitting], ENOUGH_S)
+        found = ask_starts([_argv(plans[size], size, item, s) for size, item, s in fitting], ENOUGH_S)
         base = _base(plans, config, facts, {gpus[item.name] for item in request.partitions}, own, request)
         work = {
             place: replace(all_steps, seconds=left * all_steps.seconds)
@@ -269,11 +270,12 @@ def _limits(request: ResourceRequest, partition: Partition) -> list[float]:
     return [longest] if request.time_min_s in (None, longest) else [longest, request.time_min_s]
 
 
-def _options(plan: LaunchPlan, size: int, partition: Partition, limit_s: float) -> Options:
+def _argv(plan: LaunchPlan, size: int, partition: Partition, limit_s: float) -> list[str]:
     assert plan.slurm is not None
     time: Options = {} if math.isinf(limit_s) else {"time": time_text(int(limit_s)), "time-min": False}
     nodes = size + plan.spare_nodes
-    return {**plan.slurm.sbatch, "comment": False, "nodes": nodes, "partition": partition.name, **time}
+    asked: Options = {**plan.slurm.sbatch, "nodes": nodes, "partition": partition.name, **time}
+    return option_argv({**asked, "comment": False})
 
 
 def _base(

@@ -2,45 +2,20 @@
 
 from __future__ import annotations
 
-import re
-import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 
 from trainkit.cluster.limits import partition_problems
 from trainkit.cluster.model import Cluster, ResourceRequest
 from trainkit.config import RunConfig
-from trainkit.errors import TrainkitError
 from trainkit.formats import JsonObject, duration, table
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.slurm_request import Options, option_argv
-from trainkit.slurm.client import SlurmRefused
-from trainkit.slurm.submit import query_start
+from trainkit.slurm.submit import Answer, ask_starts
 
-ASK_TIMEOUT_S = 5.0
-"""Timeout of one query; a busy controller answers these slowly."""
-ENOUGH_S = 8.0
-"""Seconds after which no further partitions are queried."""
-AT_ONCE = 4
 SOON_S = 60
-TOO_BUSY = "Slurm was too busy to answer"
-# Slurm also says this if nodes are only out of service for now: the job would be accepted and wait.
-MAY_CHANGE = re.compile(r"not available|busy")
-
-
-@dataclass(frozen=True)
-class Answer:
-    """Slurm's answer to one request."""
-
-    start_time: datetime | None = None
-    """None if the job would not start, or Slurm gives no time."""
-    nodes: tuple[str, ...] = ()
-    remark: str = ""
-    """Why it names no time."""
-    refused: bool = False
-    """Whether Slurm would reject the job."""
+MAX_SHOWN = 4
 
 
 @dataclass(frozen=True)
@@ -57,42 +32,6 @@ class Wait:
         start = self.answer.start_time
         shown = {**asdict(self.answer), "start_time": None if start is None else start.isoformat()}
         return {"partition": self.partition, "is_asked": self.is_asked, **shown}
-
-
-def ask_starts(
-    requests: Sequence[Options], enough_s: float | None = None, clusters: Sequence[str] = ()
-) -> list[Answer]:
-    """When Slurm would start a job with each of these options of sbatch; asks a few at once.
-
-    All answers arrive within `enough_s`; without it, no question begins after ENOUGH_S. Raises
-    SlurmUnreachable when Slurm answers none.
-    """
-    answered: list[Options] = []
-    lost: list[TrainkitError] = []
-    give_up = time.monotonic() + (ENOUGH_S if enough_s is None else enough_s)
-
-    def ask(options: Options) -> Answer:
-        if lost or time.monotonic() > give_up:
-            return Answer(remark=TOO_BUSY)
-        timeout_s = ASK_TIMEOUT_S if enough_s is None else max(0.1, round(give_up - time.monotonic(), 1))
-        try:
-            argv = option_argv(options)
-            found = query_start("#!/bin/sh\n", timeout_s=timeout_s, extra_argv=argv, clusters=clusters)
-        except SlurmRefused as error:
-            answered.append(options)
-            remark = error.sentence.splitlines()[-1] if error.sentence else error.message
-            return Answer(remark=remark, refused=not MAY_CHANGE.search(remark))
-        except TrainkitError as error:
-            lost.append(error)
-            return Answer(remark=TOO_BUSY)
-        answered.append(options)
-        return Answer(found.start_time, tuple(found.nodes))
-
-    with ThreadPoolExecutor(AT_ONCE) as threads:
-        answers = list(threads.map(ask, requests))
-    if lost and not answered:
-        raise lost[0]
-    return answers
 
 
 def request_of(plan: LaunchPlan, config: RunConfig, cluster: Cluster) -> ResourceRequest:
@@ -114,8 +53,8 @@ def estimate_waits(plan: LaunchPlan, config: RunConfig, cluster: Cluster) -> lis
     options: Options = {**plan.slurm.sbatch, "comment": False}
     misfits = {name: "" if name in names else misfit(request, cluster, name) for name in [*names, *others]}
     fitting = [name for name, why_not in misfits.items() if not why_not]
-    requests = [{**options, "partition": name} for name in fitting]
-    answers = dict(zip(fitting, ask_starts(requests, clusters=plan.slurm.clusters), strict=True))
+    asked = [option_argv({**options, "partition": name}) for name in fitting]
+    answers = dict(zip(fitting, ask_starts(asked, clusters=plan.slurm.clusters), strict=True))
     return [
         Wait(name, name in names, answers.get(name) or Answer(remark=why_not))
         for name, why_not in misfits.items()
@@ -153,5 +92,5 @@ def when(start: datetime, now: datetime) -> str:
 
 def _shortened(nodes: Sequence[str]) -> str:
     return (
-        ", ".join(nodes) if len(nodes) <= AT_ONCE else f"{nodes[0]}, … and {nodes[-1]} ({len(nodes)} nodes)"
+        ", ".join(nodes) if len(nodes) <= MAX_SHOWN else f"{nodes[0]}, … and {nodes[-1]} ({len(nodes)} nodes)"
     )

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from trainkit.errors import TrainkitError
 from trainkit.slurm.client import (
     FIELD,
     FIRST_PAUSE_S,
@@ -245,3 +246,63 @@ def parse_start_estimate(text: str) -> StartEstimate:
         nodes=expand_hosts(match["nodes"]),
         message=match[0].replace(match["start"], shown, 1),
     )
+
+
+ASK_TIMEOUT_S = 5.0
+"""Timeout of one query; a busy controller answers these slowly."""
+ENOUGH_S = 8.0
+"""Seconds after which no further partitions are queried."""
+AT_ONCE = 4
+TOO_BUSY = "Slurm was too busy to answer"
+# Slurm also says this if nodes are only out of service for now: the job would be accepted and wait.
+MAY_CHANGE = re.compile(r"not available|busy")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Slurm's answer to one request."""
+
+    start_time: datetime | None = None
+    """None if the job would not start, or Slurm gives no time."""
+    nodes: tuple[str, ...] = ()
+    remark: str = ""
+    """Why it names no time."""
+    refused: bool = False
+    """Whether Slurm would reject the job."""
+
+
+def ask_starts(
+    requests: Sequence[Sequence[str]], enough_s: float | None = None, clusters: Sequence[str] = ()
+) -> list[Answer]:
+    """When Slurm would start a job with each of these options of sbatch; asks a few at once.
+
+    All answers arrive within `enough_s`; without it, no question begins after ENOUGH_S. Raises
+    SlurmUnreachable when Slurm answers none.
+    """
+    answered: list[Sequence[str]] = []
+    lost: list[TrainkitError] = []
+    give_up = time.monotonic() + (ENOUGH_S if enough_s is None else enough_s)
+
+    def ask(options: Sequence[str]) -> Answer:
+        if lost or time.monotonic() > give_up:
+            return Answer(remark=TOO_BUSY)
+        timeout_s = ASK_TIMEOUT_S if enough_s is None else max(0.1, round(give_up - time.monotonic(), 1))
+        try:
+            found = query_start("#!/bin/sh\n", timeout_s=timeout_s, extra_argv=options, clusters=clusters)
+        except SlurmRefused as error:
+            answered.append(options)
+            remark = error.sentence.splitlines()[-1] if error.sentence else error.message
+            return Answer(remark=remark, refused=not MAY_CHANGE.search(remark))
+        except TrainkitError as error:
+            lost.append(error)
+            return Answer(remark=TOO_BUSY)
+        answered.append(options)
+        return Answer(found.start_time, tuple(found.nodes))
+
+    from concurrent.futures import ThreadPoolExecutor  # most that submit ask nothing
+
+    with ThreadPoolExecutor(AT_ONCE) as threads:
+        answers = list(threads.map(ask, requests))
+    if lost and not answered:
+        raise lost[0]
+    return answers
