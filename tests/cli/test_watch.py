@@ -218,13 +218,14 @@ class Slurm:
     def __init__(self) -> None:
         self.asked: list[tuple[str, ...]] = []
         self.is_reachable = True
+        self.state = JobState.RUNNING
 
     def query(self, ids: Sequence[str], warn: Callable[[str], None]) -> dict[str, JobInfo] | None:
         self.asked.append(tuple(ids))
         if not self.is_reachable:
             warn("squeue cannot reach Slurm")
             return None
-        return {job_id: JobInfo(job_id, JobState.RUNNING) for job_id in ids}
+        return {job_id: JobInfo(job_id, self.state) for job_id in ids}
 
 
 def begin(read: Callable[[], object], show: Callable[[object], object], interval_s: float) -> Any:
@@ -251,6 +252,24 @@ def test_slurm_is_asked_once_for_many_readings(monkeypatch: pytest.MonkeyPatch) 
         assert set(ids) <= set(poller.jobs(ids) or {})
     assert slurm.asked == [("1", "2")]
     assert poller.problem is None
+
+
+def test_slurm_is_asked_seldom_while_a_job_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in (("MIN_QUERY_INTERVAL_S", 0.0), ("QUERY_INTERVAL_S", 0.0)):
+        monkeypatch.setattr(jobs_of_runs, name, seconds)
+    slurm = Slurm()
+    slurm.state = JobState.PENDING
+    monkeypatch.setattr(jobs_of_runs, "query_jobs_or_warn", slurm.query)
+    poller = SlurmPoller()
+    wait_for(lambda: poller.jobs(["1"]) and len(slurm.asked) > 3)
+    slurm.state = JobState.RUNNING
+    wait_for(lambda: (poller.jobs(["1"]) or {})["1"].state is JobState.RUNNING)
+    count = len(slurm.asked)
+    for _ in range(100):
+        poller.jobs(["1"])
+    assert len(slurm.asked) == count
+    monkeypatch.setattr(jobs_of_runs, "RUNNING_QUERY_INTERVAL_S", 0.0)
+    wait_for(lambda: poller.jobs(["1"]) and len(slurm.asked) > count)
 
 
 def test_an_answer_is_about_all_jobs_of_the_question(monkeypatch: pytest.MonkeyPatch) -> None:

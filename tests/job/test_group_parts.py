@@ -70,7 +70,7 @@ def connect(monkeypatch: pytest.MonkeyPatch) -> Any:
     def connected(slurm: Slurm) -> Slurm:
         monkeypatch.setattr(group_parts, "submit_script", slurm.submit)
         monkeypatch.setattr(group_parts, "find_by_token", slurm.find)
-        monkeypatch.setattr(group_parts, "show_config", lambda: slurm.config)
+        monkeypatch.setattr(group_parts, "show_config", lambda cluster: slurm.config)
         return slurm
 
     return connected

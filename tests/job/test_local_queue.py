@@ -187,7 +187,7 @@ def test_a_run_waits_only_for_a_queue_that_may_come_back(
     monkeypatch.setattr(allocation, "QUEUE_PATIENCE", 3)
     run, said = RunDir(tmp_path), list[str]()
     monkeypatch.setattr(allocation, "log_line", said.append)
-    here = allocation.Allocation(run, now=now)
+    here = allocation.LocalAllocation(run, 1, now=now)
     place = QueuePlace(run.attempt(1), ONE_GPU)
     while here._waits_for(place) is not None:
         said.append("waits")

@@ -56,7 +56,7 @@ def test_the_space_for_checkpoints(
     except UsageError as error:
         found = error.message
     short = "; lower checkpoint.keep_last (now 3), or free disk space" if said and "warning" in said else ""
-    assert found == (said and said.replace("FOLDER", str(folder)) + short)
+    assert found == (said and said.replace("FOLDER", "not/yet") + short)
 
 
 def problem(tmp_path: Path, kind: str, options: str, folder: str = "me/runs/x") -> str | None:
@@ -176,7 +176,7 @@ def test_a_new_folder_that_everybody_could_replace(tmp_path: Path) -> None:
     (tmp_path / "open").chmod(0o777)
     (tmp_path / "link").symlink_to("open")
     for folder in (tmp_path / "open" / "run", tmp_path / "open" / "deep" / "run", tmp_path / "link" / "run"):
-        with pytest.raises(UsageError, match=r"every user can write to .*/open, and could replace"):
+        with pytest.raises(UsageError, match="every user can write to open, and could replace"):
             create(folder)
     assert list((tmp_path / "open").iterdir()) == []
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.on_slurm.login import Login, settings, wait_for
+from tests.on_slurm.login import Login, settings
 from tests.on_slurm.test_groups import submit, wait_for_states
+from tests.on_slurm.test_interactive import terminal
 from tools.slurm_cluster.cluster import Cluster, up
 from tools.slurm_cluster.processes import Pid
 from trainkit.run.group import RunGroup
@@ -69,9 +70,11 @@ def test_a_run_is_where_there_is_room(login: Login, other: Login) -> None:
         assert other.jobs() == [job_id], "it has requeued itself, where it is"
         assert login.status(run)["state"] == "running"
 
+        with terminal(login, "attach", str(run.path), "--node", "1") as shell:
+            assert shell.ask("hostname") == other.cluster.hosts[1]
         done = login.trainkit("cancel", str(run.path), "--wait")
         assert done.stdout + done.stderr == f"{job_id} has ended\n"
-        assert other.jobs() == []
+        other.wait_until_idle()
         assert len(login.jobs()) == 1, "that of somebody else, here"
 
     with other.other_job("--nodes=2"):
@@ -97,7 +100,7 @@ def test_a_group_and_follow_ups(login: Login, other: Login) -> None:
         done = login.trainkit("cancel", str(group.path), "--wait")
         assert done.returncode == 0, done.stderr
         wait_for_states(login, group, cancelled=3)
-        assert other.jobs() == []
+        other.wait_until_idle()
 
         run = login.submit(*one, *settings("requeue.follow_ups=1"), "--", "python", "listens.py")
         login.wait_for_log(run, "attempt 1 rank 0")
@@ -110,7 +113,7 @@ def test_a_group_and_follow_ups(login: Login, other: Login) -> None:
         login.wait_for_log(run, "attempt 2 rank 0", attempt=2)
         assert login.status(run)["job_id"] == waiting[0]
         assert login.trainkit("cancel", str(run.path), "--wait").returncode == 0
-        wait_for(lambda: other.jobs() == [], "an empty queue")
+        other.wait_until_idle()
 
 
 def test_a_job_waits_only_for_one_of_its_own_cluster(login: Login, other: Login) -> None:
@@ -126,4 +129,12 @@ def test_a_job_waits_only_for_one_of_its_own_cluster(login: Login, other: Login)
     assert waits == f"afterok:{job_id}(unfulfilled)"
     for found in (second, run):
         assert login.trainkit("cancel", str(found.path)).returncode == 0
-    assert other.jobs() == []
+    other.wait_until_idle()
+
+
+def test_a_shell_there(login: Login, other: Login) -> None:
+    shape = ("--nodes", "1", "--gpus-per-node", "1", "--time", "5", "--clusters", other.cluster.name)
+    with terminal(login, "shell", str(login.config), *shape) as shell:
+        shell.wait_for("Granted job allocation")
+        assert shell.ask("hostname") == other.cluster.hosts[0]
+        assert login.jobs() == []

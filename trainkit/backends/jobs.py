@@ -208,6 +208,10 @@ def utc_clock() -> datetime:
     return datetime.now(timezone.utc)
 
 
+RUNNING_QUERY_INTERVAL_S = 30.0
+"""Between two queries while a job runs: its files say how it goes, and when it ends."""
+
+
 class SlurmPoller:
     """Queries jobs for a screen that asks again and again: every `QUERY_INTERVAL_S` at most, in a thread."""
 
@@ -226,7 +230,8 @@ class SlurmPoller:
             self._problem = None
             return {}
         if wanted <= self._answer[0]:
-            if time.monotonic() - self._asked_s >= QUERY_INTERVAL_S:
+            runs = any(job.state is JobState.RUNNING for job in (self._answer[1] or {}).values())
+            if time.monotonic() - self._asked_s >= (RUNNING_QUERY_INTERVAL_S if runs else QUERY_INTERVAL_S):
                 self._ask(ids)
             return self._answer[1]
         # A job that an answer does not list has left the queue: the answer must be about all of them.

@@ -40,6 +40,7 @@ from trainkit.cli.started import print_created
 from trainkit.cli.submit import GroupRequest, sweep_option
 from trainkit.control.cancel import cancel_group
 from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, UsageError
+from trainkit.folders import shown_path
 from trainkit.formats import short_keys, shown_value, table
 from trainkit.launch.start import create_submission, start_group
 from trainkit.launch.submission import Submission
@@ -254,7 +255,7 @@ def _run(planned: PlannedBench, submission: Submission, out: Path | None, follow
     print_created(created)
     group, is_here = RunGroup(created.run.path), planned.plan.is_here
     bench = planned.create(group.path, list(map(str, group.points)))
-    shown = quote(str(bench.folder))
+    shown = quote(shown_path(bench.folder))
     collect = f"`{bench.command} --collect {shown}` writes the summary"
     job_id = start_group(group)
     if not (follow or is_here):
@@ -264,7 +265,7 @@ def _run(planned: PlannedBench, submission: Submission, out: Path | None, follow
             click.echo(f"{bench.folder}\n{job_id}")
         click.echo(f"`trainkit status {shown}` shows the runs; {collect}", err=True)
         return EXIT_OK
-    click.echo(f"{bench.folder}: job {job_id}", err=True)
+    click.echo(f"{shown_path(bench.folder)}: job {job_id}", err=True)
     try:
         wait_for_runs(bench, lambda text: click.echo(text, err=True), end_line)
     except BaseException as error:

@@ -71,7 +71,8 @@ def find_profile(loaded: LoadedConfig) -> FoundProfile | None:
     files = [sorted(folder.glob("*.yaml")) for folder in folders]
     if not any(files):
         return None
-    name = _first_cluster(loaded) or cluster_name()
+    first = _first_cluster(loaded)
+    name = first or cluster_name()
     if name is None:
         if len(alone := [path for paths in files for path in paths]) > 1:
             return None
@@ -83,8 +84,8 @@ def find_profile(loaded: LoadedConfig) -> FoundProfile | None:
             message = f"is not set, and {' and '.join(path.stem for path in own)} are both profiles of {name}"
             raise ConfigError([loaded.problem(KEY, message, f"choose one, such as --cluster {own[0].stem}")])
         if own:
-            named = "ClusterName" if _first_cluster(loaded) is None else "the first of resources.clusters"
-            return _found(own[0], f"{named} is {name}" + " in slurm.conf" * (named == "ClusterName"))
+            of_here = f"ClusterName is {name} in slurm.conf"
+            return _found(own[0], of_here if first is None else f"resources.clusters begins with {name}")
     return None
 
 

@@ -76,7 +76,7 @@ def _submit(
         _recover_last(group)
     if not group.left:
         return 0
-    config = show_config()
+    config = show_config(next(iter(clusters_of(group)), ""))
     max_size = int(config.get("MaxArraySize") or DEFAULT_MAX_ARRAY_SIZE)
     found = _MAX_TASKS.search(config.get("SchedulerParameters", ""))
     most = min(max_size, int(found["count"])) if found else max_size

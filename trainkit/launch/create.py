@@ -228,20 +228,21 @@ def _next_free_folder(parent: Path, name: str, option: str) -> Path:
 
 def _empty_folder(folder: Path, option: str) -> Path:
     """The requested folder, created if it does not exist; raises UsageError if it is not empty or unsafe."""
+    shown = shown_path(folder)
     if RunDir(folder).exists():
         raise UsageError(
-            f"{folder} already contains a run", hint=f"`trainkit resume {quote(str(folder))}` resumes it"
+            f"{shown} already contains a run", hint=f"`trainkit resume {quote(shown)}` resumes it"
         )
     if RunGroup(folder).exists():
         raise UsageError(
-            f"{folder} already contains a group of runs",
-            hint=f"`trainkit status {quote(str(folder))}` shows it",
+            f"{shown} already contains a group of runs",
+            hint=f"`trainkit status {quote(shown)}` shows it",
         )
     if folder.exists():
         if not folder.is_dir():
-            raise UsageError(f"{folder} is a file", hint=f"choose a folder with {option}")
+            raise UsageError(f"{shown} is a file", hint=f"choose a folder with {option}")
         if any(folder.iterdir()):
-            raise UsageError(f"{folder} is not empty", hint=f"choose a new or empty folder with {option}")
+            raise UsageError(f"{shown} is not empty", hint=f"choose a new or empty folder with {option}")
     refuse_foreign(folder, _only_yours(option))
     if folder.exists():
         return folder

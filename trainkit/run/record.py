@@ -169,9 +169,11 @@ class JobRecord:
 
         They are on the cluster of the newest attempt. Some may have left the queue.
         """
-        elsewhere = None if self.newest is None else self.newest.elsewhere
-        started, jobs = {entry.job for entry in self.attempts}, self.follow_ups or []
-        return [job for job_id in jobs if (job := on_cluster(job_id, elsewhere)) not in started]
+        if self.newest is None or not self.follow_ups:
+            return []
+        cluster, elsewhere = self.newest.cluster, self.newest.elsewhere
+        started = {entry.job_id for entry in self.attempts if entry.cluster == cluster}
+        return [on_cluster(job_id, elsewhere) for job_id in self.follow_ups if job_id not in started]
 
     @property
     def num_auto_restarts(self) -> int:

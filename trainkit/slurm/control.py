@@ -117,9 +117,9 @@ def move_dependents(job_id: str, new_id: str) -> list[str]:
     return moved
 
 
-def show_config() -> dict[str, str]:
+def show_config(cluster: str = "") -> dict[str, str]:
     """The controller's configuration: ClusterName, SLURM_VERSION, MaxArraySize, MinJobAge and others."""
-    return parse_config(query(["scontrol", "show", "config"]))
+    return parse_config(query(["scontrol", "show", "config"], cluster=cluster))
 
 
 def parse_config(text: str) -> dict[str, str]:

@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 CONFIG_FILES = (
@@ -40,18 +40,24 @@ def other_cluster(named: str | None, environ: Mapping[str, str] = os.environ) ->
 
     A job id is valid only on its own cluster.
     """
+    if not named:
+        return None
     current = scrubbed(environ).get("SLURM_CLUSTERS") or _conf_cluster_name(environ)
-    return named if named and current and named != current else None
+    return named if current and named != current else None
 
 
 def _conf_cluster_name(environ: Mapping[str, str]) -> str | None:
     """The ClusterName in slurm.conf; None without a readable file that sets it."""
     path = conf_file(environ)
     try:
-        text = "" if path is None else path.read_text(errors="replace")
+        return None if path is None else _name_in(path, path.stat().st_mtime_ns)
     except OSError:
         return None
-    match = _NAME.search(text)
+
+
+@lru_cache(maxsize=4)
+def _name_in(path: Path, mtime_ns: int) -> str | None:
+    match = _NAME.search(path.read_text(errors="replace"))
     # Slurm converts cluster names to lower case.
     return None if match is None else match["name"].lower()
 

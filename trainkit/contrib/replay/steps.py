@@ -159,7 +159,7 @@ def step_samples(at: RunStep) -> list[StepSample]:
     """
     if at.is_stream:
         raise UsageError(
-            f"{at.attempt.run.path} trains on a stream, whose samples have no position",
+            f"{at.attempt.run.shown} trains on a stream, whose samples have no position",
             hint="only datasets with a length can be read at any step",
         )
     run, config = at.attempt.run, at.config

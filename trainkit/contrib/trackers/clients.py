@@ -94,7 +94,7 @@ def local_store(run: RunDir) -> str:
     settings = read_effective(run.config_file).logging.trackers.get("mlflow")
     if not isinstance(settings, MlflowConfig):
         raise UsageError(
-            f"{run.path} has no MLflow: logging.mlflow is null", hint="TensorBoard has its curves"
+            f"{run.shown} has no MLflow: logging.mlflow is null", hint="TensorBoard has its curves"
         )
     uri = store_uri(settings.tracking_uri, run)
     if urlsplit(uri).scheme in ("http", "https", "databricks"):

@@ -76,7 +76,7 @@ def ui(run_name: str, tool: str, port: int | None) -> None:
     if tool == "tensorboard":
         if not run.tensorboard_dir.is_dir():
             hint = "logging.tensorboard: true writes it"
-            raise UsageError(f"{run.path} has no tensorboard/", hint=hint)
+            raise UsageError(f"{run.shown} has no tensorboard/", hint=hint)
         # The fast loader introduces itself in three lines.
         argv = ["--logdir", str(run.tensorboard_dir), "--load_fast", "false", *place]
         start = _TENSORBOARD

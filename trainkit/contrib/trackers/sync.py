@@ -55,7 +55,7 @@ def trackers_of(run: RunDir) -> dict[str, MlflowConfig | WandbConfig]:
     if not found:
         hint = "`trainkit resume RUN --set logging.mlflow=true` resumes it with one, and a finished run with"
         hint += " a larger train.steps"
-        raise UsageError(f"{run.path} has no tracker: logging.mlflow and logging.wandb are null", hint=hint)
+        raise UsageError(f"{run.shown} has no tracker: logging.mlflow and logging.wandb are null", hint=hint)
     return found
 
 
