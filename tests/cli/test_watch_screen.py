@@ -19,7 +19,7 @@ from textual.pilot import Pilot
 from tests.support import watched_runs
 from tests.support.groups import make_group
 from tests.support.watched_runs import NOW, requeued_job, running_job, unreachable
-from trainkit.bench.run_bench import Bench, BenchLength, BenchRun
+from trainkit.bench.run_bench import Bench
 from trainkit.cli.watch_screen import RunScreen, TextScreen, WatchApp, joined
 from trainkit.control.cancel import CancelResult
 from trainkit.run.group import RunGroup
@@ -260,43 +260,6 @@ def test_a_sweep_is_one_line_and_opens(folder: Path) -> None:
         await shows(pilot, "1 active, 0 ended")
 
     drive(None, use, query)
-
-
-def test_the_runs_of_a_bench_with_several_arrays_are_one_list(folder: Path) -> None:
-    places = {"one": ("12", 2), "two": ("13", 4), "lost": (None, 8)}  # `watch` does not look up the third
-    runs = []
-    for name, (job_id, num_nodes) in places.items():
-        (folder / name).mkdir()
-        points = {index: {"seed": index + 1, "resources.nodes": num_nodes} for index in range(2)}
-        make_group(folder / name, points, job_id)
-        runs += [BenchRun(f"{name}/group/{i}", points[i], 1, {}, None, None, []) for i in points]
-    watched_runs.finished(folder / "two/group/1")
-    length, keys = BenchLength(20, 5), ("seed", "resources.nodes")
-    bench = Bench(folder, "settings", "sbatch", "cpu", length, 1, keys, tuple(runs))
-    asked: list[set[str]] = []
-
-    def query(ids: Sequence[str], warn: Callable[[str], None]) -> dict[str, JobInfo]:
-        asked.append(set(ids))
-        return {job_id: JobInfo(job_id, JobState.PENDING, reason="Priority") for job_id in ids}
-
-    async def use(pilot: Pilot[Any], app: WatchApp) -> None:
-        await shows(pilot, f"{folder.name}: 6 runs: 2 unknown, 3 pending, 1 finished")
-        heading, *rows = (line.split() for line in screen_text(app).splitlines()[1:8])
-        assert heading == ["POINT", "STATE", "SEED", "NODES", "BEST", "REASON"]
-        assert [row[:2] for row in rows[:2]] == [["lost/group/0", "unknown"], ["lost/group/1", "unknown"]]
-        assert [row[:4] for row in rows[2:]] == [
-            ["one/group/0", "pending", "1", "2"],
-            ["one/group/1", "pending", "2", "2"],
-            ["two/group/0", "pending", "1", "4"],
-            ["two/group/1", "finished", "2", "4"],
-        ]
-        await pilot.press("ctrl+end", "enter")
-        await shows(pilot, "step 600 of 600")
-        await pilot.press("escape")
-        await shows(pilot, "3 pending, 1 finished")
-
-    drive(bench, use, query)
-    assert {"12_0", "12_1", "13_0"} in asked
 
 
 def test_a_run_that_is_not_in_a_list_leads_to_the_list(folder: Path) -> None:
