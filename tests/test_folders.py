@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.folders import config_folder, ensure_folder, state_folder, user_name
+from trainkit.folders import config_folder, ensure_folder, shown_path, state_folder, user_name, working_in
+from trainkit.run.rundir import RunDir
 
 
 @pytest.fixture
@@ -64,3 +65,22 @@ def test_a_user_without_name_and_home(tmp_path: Path, monkeypatch: pytest.Monkey
     assert state_folder({}) == folder / ".local/state/trainkit"
     assert config_folder({}) == folder / ".config/trainkit"
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_paths_are_shown_from_where_the_command_was_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    typed_in, submitted_from = tmp_path / "typed", tmp_path / "typed/project"
+    submitted_from.mkdir(parents=True)
+    monkeypatch.chdir(typed_in)
+    run = RunDir("project/runs/a run")
+    assert (run.shown, run.word) == ("project/runs/a run", "'project/runs/a run'")
+    with working_in(submitted_from):
+        assert (Path.cwd(), run.shown) == (submitted_from, "project/runs/a run")
+        with working_in(tmp_path):
+            assert (Path.cwd(), run.shown) == (tmp_path, "project/runs/a run")
+        assert (Path.cwd(), run.shown) == (submitted_from, "project/runs/a run")
+    assert Path.cwd() == typed_in
+    assert shown_path(typed_in / "-x") == "./-x"  # not an option
+    for path in (typed_in, tmp_path, tmp_path / "typed-2", Path("a")):
+        assert shown_path(path) == str(path)

@@ -158,3 +158,11 @@ def test_paths_are_as_short_as_they_can_be(here: Path, line: str) -> None:
 )
 def test_what_is_seldom_meant(here: Path, file: str, warning: str) -> None:
     assert typed(f"trainkit check {file}") == (0, f"warning: {warning}\n{file}: no problems, 1 warning\n")
+
+
+def test_a_folder_that_was_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    error = "error: the current folder was deleted\n\nhint: `cd` to one that exists\n"
+    assert typed("trainkit status") == (2, error)

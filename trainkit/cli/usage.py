@@ -157,6 +157,8 @@ def _option_hint(error: click.NoSuchOption, args: Sequence[str]) -> str:
     if typed in ("--config", "-c", "--file") and error.ctx is not None:
         named = quote(_typed([typed], args) or "CONFIG")
         return f"CONFIG has no option: `{error.ctx.command_path} {named}`"
+    if typed == "--dry-run" and args[0] == "run":
+        return "`trainkit submit --backend local --dry-run …` shows what would run"
     if "--set" in known and (found := next(filter(None, map(SETTING.fullmatch, args)), None)):
         return _setting_hint(found)
     if "--set" in known:
