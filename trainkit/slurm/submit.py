@@ -58,7 +58,7 @@ class _Submission:
     script: str = ""
     since: float = 0.0
     clusters: Sequence[str] = ()
-    """Those that may have it; none for the one of the environment."""
+    """The clusters of which one may have it; none for the one of the environment."""
 
     def matches(self, comment: str, command: str, submitted: str) -> bool:
         """Whether a job is this submission and not that of an earlier run in the same folder."""
