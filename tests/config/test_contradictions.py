@@ -70,6 +70,9 @@ schedule.decay_steps=5
 schedule.decay_steps=181 schedule.name=wsd
     schedule.decay_steps: is 181: with schedule.warmup_steps 20 that exceeds train.steps 200
     hint: null uses a fifth of the run
+precision.float8=rowwise precision.dtype=fp16
+    precision.float8: is rowwise, but precision.dtype is fp16
+    hint: float8 requires precision.dtype: bf16
 precision.tf32=true
     precision.tf32: is true, but precision.dtype is bf16
     hint: remove it: TF32 is for fp32, and slower

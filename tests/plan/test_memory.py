@@ -174,7 +174,15 @@ def test_document_mask() -> None:
     assert memory_of(masked).peak - memory_of(plain).peak == 2 * 4 * 2048**2
     assert memory_of(plain).peak / GIB == pytest.approx(0.88, rel=0.02)
     assert memory_of(masked).peak / GIB == pytest.approx(0.91, rel=0.02)
-    on_gpu = step_work(shape, **options)
+    compiled = step_work(shape, **options)
+    assert memory_of(replace(compiled, document_mask=True)) == memory_of(compiled)
+    on_gpu = compiled.with_parallel(compile=False)
+    for dense in (
+        on_gpu,
+        replace(compiled, dtype="fp32"),
+        replace(compiled, shape=llama("mini", 257, num_heads=64)),
+    ):
+        assert replace(dense, document_mask=True).has_dense_mask
     repeated = block_bytes(replace(on_gpu, document_mask=True)) - block_bytes(on_gpu)
     assert repeated == 2 * 2 * (shape.num_heads - shape.num_kv_heads) * shape.head_dim * 4 * 2048
 

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._ops import HigherOrderOperator
 from torch._subclasses import fake_tensor
 from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
@@ -137,12 +138,16 @@ def note_copy(source: Any, target: Any, non_blocking: bool) -> None:
 class PretendMode(TorchDispatchMode):
     """Sees every operation of a thread, also those inside of autograd and of DTensor."""
 
+    supports_higher_order_operators = True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if any(issubclass(kind, fake_tensor.FakeTensor) for kind in types):
             return func(*args, **kwargs)
         if not all(kind in PLAIN for kind in types):
             return NotImplemented  # it consists of other operations
+        if isinstance(func, HigherOrderOperator):  # attention that computes its mask
+            return put(run_kernel(func, args, kwargs), self._shared_place([*tensors_in(args)]))
         name = func._schema.name.partition("::")[2]
         tensors = list(tensors_in((*args, *kwargs.values())))
         if func.namespace in ("c10d", "_c10d_functional"):

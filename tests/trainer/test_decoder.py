@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from tests.support.models import ALONE, SEQ_LEN, nano, nano_shape, sample_keys, tokens
 from trainkit.plan.launch import Layout
@@ -15,7 +17,7 @@ from trainkit.plan.step_work import loss_chunks
 from trainkit.trainer.build import recompute_and_compile
 from trainkit.trainer.causal_lm import IGNORE_LABEL, Microbatch
 from trainkit.trainer.forward_backward import ForwardContext, SequentialForwardBackward, _ChunkedLoss
-from trainkit.trainer.models.decoder import Decoder
+from trainkit.trainer.models.decoder import MASK_BLOCK, Decoder, document_blocks, document_mask
 from trainkit.trainer.parallel.context import repeat_kv_heads
 from trainkit.trainer.progress import Progress
 
@@ -279,9 +281,11 @@ def test_when_a_loss_is_split() -> None:
 EOS = 256
 
 
-def masked(**config: int) -> Decoder:
+def masked(in_blocks: bool = False, **config: int) -> Decoder:
     model = nano(**config)
     model.eos_id = EOS
+    if in_blocks:
+        model.attend_in_blocks()
     return model
 
 
@@ -302,6 +306,46 @@ def test_packed_documents_have_the_logits_of_each_alone(
         torch.testing.assert_close(found[:1, start:end], alone, rtol=1e-4, atol=1e-5)
         start = end
     torch.testing.assert_close(found[1:], plain(packed[1:], sample_keys(1)), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("length", [256, 300, 1024])
+@pytest.mark.parametrize("share", [0.0, 0.003, 0.02, 0.3, 1.0])
+def test_blocks_of_documents(length: int, share: float) -> None:
+    """What the kernel computes is the mask in memory: blocks that it skips or takes whole, and the others."""
+    generator = torch.Generator().manual_seed(length)
+    packed = torch.where(torch.rand(3, length, generator=generator) < share, EOS, 0)
+    mask, dense = document_blocks(packed, EOS), document_mask(packed, EOS, torch.float32)[:, 0] == 0
+    padded = F.pad(dense, (0, -length % MASK_BLOCK) * 2)
+    cells = padded.unfold(1, MASK_BLOCK, MASK_BLOCK).unfold(2, MASK_BLOCK, MASK_BLOCK).flatten(3)
+    number = cells.sum(-1)
+    for counts, indices, holds in (
+        (mask.kv_num_blocks, mask.kv_indices, lambda n: (n > 0) & (n < MASK_BLOCK**2)),
+        (mask.full_kv_num_blocks, mask.full_kv_indices, lambda n: n == MASK_BLOCK**2),
+    ):
+        rank = torch.arange(indices.shape[-1]).expand_as(indices)
+        listed = torch.zeros_like(number).scatter_(
+            -1, indices[:, 0].long(), (rank < counts[..., None])[:, 0].long()
+        )
+        # The last block may reach beyond the sample, where nothing attends.
+        inside = listed.bool()[:, : length // MASK_BLOCK, : length // MASK_BLOCK]
+        assert torch.equal(inside, holds(number)[:, : length // MASK_BLOCK, : length // MASK_BLOCK])
+    at = [torch.arange(size) for size in (3, 1, length, length)]
+    grid = torch.meshgrid(*at, indexing="ij")
+    assert torch.equal(mask.mask_mod(*grid)[:, 0], dense)
+
+
+def test_blocks_are_compiled_once_for_all_documents() -> None:
+    """A step has another mask, which must not compile a block again."""
+    model = masked(in_blocks=True)
+    graphs = CompileCounterWithBackend("eager")
+    for block in model.layers:
+        block.forward = torch.compile(block.forward, backend=graphs, fullgraph=True)
+    with torch.no_grad():
+        found = [model(tokens(2, seed=seed) % (EOS + 1), sample_keys()) for seed in range(3)]
+    assert graphs.frame_count == 1
+    with torch.no_grad():
+        expected = [masked()(tokens(2, seed=seed) % (EOS + 1), sample_keys()) for seed in range(3)]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_document_mask_is_what_separates_documents() -> None:

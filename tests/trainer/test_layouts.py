@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from tests.support.models import SEQ_LEN, nano_shape, sample_keys, tokens
-from tests.support.runs import run_ranks, train
+from tests.support.runs import events, run_ranks, train
 from trainkit.plan.launch import Layout
 from trainkit.run.events import read_metrics
 from trainkit.run.rundir import RunDir
+from trainkit.trainer.build import CompileCache
 from trainkit.trainer.distributed import World
 from trainkit.trainer.models.decoder import Decoder
 from trainkit.trainer.models.model import StageSpec
@@ -132,9 +134,31 @@ def test_low_precision_stays_close(
 
 
 def test_compiled_on_one_process(tmp_path: Path, corpus: list[str], alone: list[dict[str, Any]]) -> None:
-    """With recomputation, which the compiler has to see through."""
+    """With recomputation, which the compiler has to see through; a later attempt takes what is compiled."""
     options = [*corpus, "parallel.compile=true", "parallel.activation_checkpointing=selective"]
-    assert_same(curve(tmp_path / "run", options), alone, tolerance=1e-4)
+    for stop, code in (("2", 75), ("null", 0)):
+        attempt = train(tmp_path / "run", [*options, f"train.stop_at_step={stop}"], expect=code)
+    assert [event["compiled"] for event in events(tmp_path / "run", "first_step")] == ["now", "before"]
+    saved_at = attempt.run.compiled_file.stat().st_mtime
+    assert saved_at < attempt.path.stat().st_mtime, "it is saved once"
+    assert_same(read_metrics(attempt.run), alone, tolerance=1e-4)
+
+
+def test_another_host_gets_what_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the file is damaged or cannot be written: then it compiles, and saves it."""
+    run = RunDir(tmp_path)
+    run.compiled_file.write_bytes(bytes(100))
+    before = []
+    for host in ("first", "second"):
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / host))
+        torch.compiler.reset()
+        counters.clear()
+        cache = CompileCache(run)
+        cache.load()
+        torch.compile(torch.nn.Linear(2, 2))(torch.ones(2, requires_grad=True)).sum().backward()
+        before.append((cache.save(), counters["inductor"]["fxgraph_cache_miss"] == 0))
+    assert before == [(False, False), (True, True)]
+    assert not CompileCache(RunDir(tmp_path / "removed")).save()
 
 
 def test_units_are_groups_of_blocks() -> None:

@@ -74,16 +74,19 @@ def test_a_cpu_has_none() -> None:
     assert error.value.exit_code == EXIT_NO_RESTART
 
 
-def test_blocks_multiply_in_float8() -> None:
+@pytest.mark.parametrize("rowwise", [False, True])
+def test_blocks_multiply_in_float8(rowwise: bool) -> None:
     pytest.importorskip("torchao")
     from torchao.float8.float8_linear import Float8Linear
 
     plain, low = nano(), nano()
     names = [name for name, _ in low.named_parameters()]
-    apply_float8(low.layers, emulate=True)
+    apply_float8(low.layers, rowwise=rowwise, emulate=True)
     assert [name for name, _ in low.named_parameters()] == names, "checkpoints stay what they are"
     assert isinstance(low.blocks[0].attention.wq, Float8Linear)
     assert low.blocks[0].attention.wq.config.pad_inner_dim, "the number of tokens can be anything"
+    granularity = low.blocks[0].attention.wq.config.cast_config_weight.scaling_granularity
+    assert granularity.value == ("axiswise" if rowwise else "tensorwise")
     assert not isinstance(low.head, Float8Linear)
     exact, rounded = plain(tokens(), sample_keys()), low(tokens(), sample_keys())
     assert not torch.equal(exact, rounded)

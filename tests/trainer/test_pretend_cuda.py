@@ -63,6 +63,7 @@ class Layout:
 LAYOUTS = {
     "fp16": Layout(1, ("precision.dtype=fp16", "precision.init_loss_scale=1e7")),
     "mask-8bit": Layout(1, (BF16, "data.document_mask=true", "optimizer.name=adamw_8bit"), tolerance=5e-4),
+    "blocks": Layout(1, (BF16, "data.document_mask=true", "parallel.compile=true"), tolerance=5e-4),
     "stream": Layout(1, (f"{TASK}Stream", "parallel.mesh_of_one=true", *PROFILED)),
     "fsdp": Layout(2, (BF16, "parallel.dp_shard=2"), 2),
     "replicate": Layout(
@@ -79,6 +80,7 @@ LAYOUTS = {
 def as_gpu() -> None:
     """Pretend, and note where steps begin and end and on which GPU the code of the task runs."""
     pretend_cuda.install()
+    torch.compile = lambda function=None, **_: function or (lambda other: other)  # nothing has kernels for it
 
     from trainkit.trainer import worker
     from trainkit.trainer.progress import Progress

@@ -196,7 +196,8 @@ class PrecisionConfig(Section):
     tf32: bool = Field(
         default=False, description="Multiply matrices in TF32 on a GPU, faster and less exact (fp32 only)."
     )
-    float8: bool = Field(
+    float8: bool | Literal["rowwise"] = Field(
         default=False,
-        description="Run the linear layers of decoder blocks in float8; needs torchao and a supported GPU.",
+        description="Run the linear layers of decoder blocks in float8; needs torchao and a supported GPU. "
+        "`rowwise` has a scale for each row instead of one for a matrix: more exact, less fast.",
     )

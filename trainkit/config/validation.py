@@ -315,17 +315,18 @@ def _precision(loaded: LoadedConfig) -> Iterator[Problem]:
         yield loaded.problem("precision.tf32", message, "remove it: TF32 is for fp32, and slower")
     if not config.precision.float8:
         return
+    value = str(config.precision.float8).lower()
     key, name = config.model_source
     if key == "task" or name == TRANSFORMERS:
         hint = "float8 requires trainkit's own decoder"
-        yield loaded.problem("precision.float8", f"is true, but {key} is {name}", hint)
+        yield loaded.problem("precision.float8", f"is {value}, but {key} is {name}", hint)
     if config.device == "cpu":
-        yield loaded.problem("precision.float8", "is true, but device is cpu", "float8 requires a GPU")
+        yield loaded.problem("precision.float8", f"is {value}, but device is cpu", "float8 requires a GPU")
     if config.precision.dtype != "bf16":
-        message = f"is true, but precision.dtype is {config.precision.dtype}"
+        message = f"is {value}, but precision.dtype is {config.precision.dtype}"
         yield loaded.problem("precision.float8", message, "float8 requires precision.dtype: bf16")
     if config.parallel.tp > 1:
-        message = f"is true, but parallel.tp is {config.parallel.tp}"
+        message = f"is {value}, but parallel.tp is {config.parallel.tp}"
         hint = "float8 with tensor parallelism is not supported yet"
         yield loaded.problem("precision.float8", message, hint)
 

@@ -243,12 +243,15 @@ def _silence_reason(policy: RequeuePolicy) -> str:
 
 
 def _float8_problems(config: RunConfig, plan: LaunchPlan) -> Iterator[Problem]:
+    value = str(config.precision.float8).lower()
     if plan.device == "cpu":
         if config.device != "cpu":  # that is a contradiction within the config
-            message = f"is true, but the run would use CPUs: {plan.reasons['device']}"
+            message = f"is {value}, but the run would use CPUs: {plan.reasons['device']}"
             yield Problem("precision.float8", message, hint="float8 requires a GPU")
     elif not compiles(config.parallel, plan.layout, plan.device):
-        message = "is true, but blocks are not compiled: scaling to float8 would take longer than it saves"
+        message = (
+            f"is {value}, but blocks are not compiled: scaling to float8 would take longer than it saves"
+        )
         hint = "remove parallel.compile: false; with pp > 1, use gpipe, 1f1b or interleaved_1f1b"
         yield Problem("precision.float8", message, hint=hint)
 

@@ -117,7 +117,7 @@ def block_bytes(work: StepWork) -> int:
     """
     shape, layout, item = work.shape, work.layout, work.itemsize
     # The GPU kernel that takes a mask needs as many key and value heads as query heads.
-    repeats = work.document_mask and work.device == "cuda"
+    repeats = work.has_dense_mask and work.device == "cuda"
     kv_dim = (shape.num_heads if repeats else shape.num_kv_heads) * shape.head_dim
     # Context parallelism gathers keys and values, and concatenates the outputs of both chunks.
     split = (2 if layout.cp == 1 else 3) * shape.dim + 2 * kv_dim * layout.cp + 4 * shape.ffn_dim
@@ -265,7 +265,7 @@ def _phases(work: StepWork, params: RankParams, pp_rank: int) -> Iterator[tuple[
     elif work.accumulates_shards and (work.layout.dp_replicate > 1 or not offload):
         waiting = own
     reduced = 0 if offload else own
-    mask = item * work.samples_per_pass * work.seq_len**2 if work.document_mask else 0
+    mask = item * work.samples_per_pass * work.seq_len**2 if work.has_dense_mask else 0
     kept, recomputed = kept_bytes(work), max(0, block_bytes(work) - kept_bytes(work))
     gathered = item * (params.whole if work.keeps_gathered else head) if is_wrapped else 0
     stays = work.keeps_gathered and work.shards > 1 and work.passes_per_step > 1  # for the next pass

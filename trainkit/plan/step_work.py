@@ -55,6 +55,16 @@ def stage_layers(num_layers: int, stages: int) -> list[range]:
     return [range(begin, end) for begin, end in itertools.pairwise(bounds)]
 
 
+MIN_BLOCK_HEAD_DIM = 16
+"""The smallest heads of attention that computes its mask."""
+
+
+def attends_in_blocks(parallel: ParallelConfig, shape: ModelShape, dtype: str, device: str) -> bool:
+    """Whether attention computes the mask of documents: compiled for a GPU, in half precision."""
+    compiled = device == "cuda" and parallel.compile is not False
+    return compiled and dtype != "fp32" and shape.head_dim >= MIN_BLOCK_HEAD_DIM
+
+
 @dataclass(frozen=True)
 class StepWork:
     """The model, layout and batch of a step."""
@@ -73,6 +83,13 @@ class StepWork:
     """CPU kernels keep more activations; a memory tracker without a GPU measures those."""
     document_mask: bool = False
     """Whether attention has a mask, which rules out context and pipeline parallelism."""
+
+    @property
+    def has_dense_mask(self) -> bool:
+        """Whether attention reads its mask from memory."""
+        return self.document_mask and not attends_in_blocks(
+            self.parallel, self.shape, self.dtype, self.device
+        )
 
     @property
     def itemsize(self) -> int:

@@ -91,6 +91,8 @@ class RunDir(RunFolder):
     """Which snapshot the files in `work_dir` come from."""
     events_file = Child("events.jsonl")
     metrics_file = Child("metrics.jsonl")
+    compiled_file = Child("compiled.bin")
+    """What torch.compile has made for the ranks, in the format of torch."""
     heartbeat_file = Child("heartbeat")
     """A command that prints nothing for long writes or touches it, to show that it does not hang."""
     tensorboard_dir = Child("tensorboard")

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
+from logging import getLogger
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -20,7 +23,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from trainkit.config.schema import RunConfig
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.layout_rules import compiles
-from trainkit.plan.step_work import loss_chunks
+from trainkit.plan.step_work import attends_in_blocks, loss_chunks
+from trainkit.run.files import write_atomic
 from trainkit.run.rundir import RunDir
 from trainkit.trainer.causal_lm import CausalLM, PrefetchedBatches
 from trainkit.trainer.checkpoint.state import StateBuffers
@@ -33,6 +37,7 @@ from trainkit.trainer.forward_backward import (
     TaskForwardBackward,
 )
 from trainkit.trainer.metrics import LocalGradient
+from trainkit.trainer.models.decoder import Decoder
 from trainkit.trainer.models.model import (
     Model,
     ReadWeight,
@@ -64,6 +69,7 @@ from trainkit.trainer.user_task import UserTask
 if TYPE_CHECKING:
     from trainkit.trainer.parallel.pipeline import TiedWeights
 
+log = getLogger(__name__)
 AnyTask = CausalLM | UserTask
 Batches = PrefetchedBatches | TaskBatches
 """The batches of consecutive steps."""
@@ -118,6 +124,34 @@ def recompute_and_compile(
         if compiled:
             # Not `block.compile()`, which would include the FSDP hooks and fail on them.
             block.forward = torch.compile(block.forward)
+
+
+class CompileCache:
+    """What torch has compiled for this rank, kept in the run folder: another host need not compile it again.
+
+    torch itself keeps it on the disk of each host.
+    """
+
+    def __init__(self, run: RunDir) -> None:
+        self._run = run
+        self._loaded: set[str] = set()
+
+    def load(self) -> None:
+        """Give this host what an attempt has saved; what is damaged or of another torch has no effect."""
+        with suppress(FileNotFoundError):
+            info = torch.compiler.load_cache_artifacts(self._run.compiled_file.read_bytes())
+            self._loaded = set() if info is None else {*chain(*info.artifacts.values())}
+
+    def save(self) -> bool:
+        """Save what was compiled, unless it is what was loaded; returns whether it is."""
+        found = torch.compiler.save_cache_artifacts()
+        if found is None or self._loaded.issuperset(chain(*found[1].artifacts.values())):
+            return found is not None
+        try:
+            write_atomic(self._run.compiled_file, found[0])
+        except OSError as error:
+            log.error(f"cannot save what was compiled to {self._run.compiled_file} ({error})")
+        return False
 
 
 def _selectively(inner: Callable[..., Any], preserve_rng_state: bool) -> Callable[..., Any]:
@@ -270,7 +304,7 @@ def _build_part(
     blocks = model.layers
     if config.precision.float8:
         require_float8(world.device)
-        apply_float8(blocks)
+        apply_float8(blocks, rowwise=config.precision.float8 == "rowwise")
     if layout.tp > 1:
         assert world.mesh is not None
         apply_tensor_parallel(
@@ -285,9 +319,12 @@ def _build_part(
     flash = has_flash_attention(world.device, DTYPES[config.precision.dtype])
     if world.cp_group is not None:
         apply_context_parallel(model.attentions, world.cp_group, flash)
-    if world.device.type == "cuda" and (not flash or config.data.document_mask):
+    kind, dtype, masked = world.device.type, config.precision.dtype, config.data.document_mask
+    if masked and flash and attends_in_blocks(parallel, model.shape, dtype, kind):
+        cast(Decoder, model).attend_in_blocks()
+    elif kind == "cuda" and (not flash or masked):
         repeat_kv_heads(model.attentions)
-    compiled = compiles(parallel, layout, world.device.type)
+    compiled = compiles(parallel, layout, kind)
     recompute_and_compile(blocks, parallel.activation_checkpointing, compiled=compiled)
     if world.mesh is not None and not reduces_on_host(world):
         apply_data_parallel(

@@ -20,7 +20,7 @@ from trainkit.job.signals import StopRequest
 from trainkit.plan.batch import learning_rate
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.rundir import AttemptDir
-from trainkit.trainer.build import Batches
+from trainkit.trainer.build import Batches, CompileCache
 from trainkit.trainer.checkpoint.saver import CheckpointSaver, SaveRequest
 from trainkit.trainer.checkpoint.state import StateBuffers, TrainingState
 from trainkit.trainer.distributed import World, record_event
@@ -81,6 +81,8 @@ class Trainer:
     """On rank 0 of several."""
     rank_records: RankRecords
     buffers: StateBuffers | None = None
+    compile_cache: CompileCache | None = None
+    """If anything is compiled."""
     _steps_done: int = 0
     """Steps of this attempt."""
     _is_best: bool = False
@@ -306,10 +308,16 @@ class Trainer:
                 self.saver.allocate_buffers()
             self._require_best_metric(("loss", *report.metrics), of_validation=False)
             if self.world.is_main:
-                record_event(self.attempt, "first_step", step=step)
+                self._record_first_step()
         if self._is_logged(step) or validation is not None:
             slowest = None if self.slow_ranks is None else self.slow_ranks.slowest
             self.metrics.write(self.state, report, lr, validation, slowest)
+
+    def _record_first_step(self) -> None:
+        found: dict[str, object] = {"step": self.state.step, "step_s": round(self.progress.last_step_s, 3)}
+        if self.compile_cache is not None:
+            found["compiled"] = "before" if self.compile_cache.save() else "now"
+        record_event(self.attempt, "first_step", **found)
 
     def _eval_due(self) -> bool:
         """Whether validation is due at this step and was not done yet, possibly by the previous attempt."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -101,7 +103,7 @@ def require_float8(device: torch.device) -> None:
         import torchao.float8  # noqa: F401
     except ImportError as error:
         raise TrainkitError(
-            f"precision.float8 is true, but torchao cannot be imported ({error})",
+            f"precision.float8 is set, but torchao cannot be imported ({error})",
             hint="pip install 'trainkit[float8]'",
             exit_code=EXIT_NO_RESTART,
         ) from None
@@ -109,21 +111,22 @@ def require_float8(device: torch.device) -> None:
     if not supported:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
         raise TrainkitError(
-            f"precision.float8 is true, but {name} does not support float8",
+            f"precision.float8 is set, but {name} does not support float8",
             hint="set precision.float8 to false; float8 requires an Ada, Hopper or newer GPU",
             exit_code=EXIT_NO_RESTART,
         )
 
 
-def apply_float8(layers: list[nn.Module], emulate: bool = False) -> None:
-    """Make the linear modules of these layers multiply in float8, with one scale per tensor.
+def apply_float8(layers: list[nn.Module], *, rowwise: bool = False, emulate: bool = False) -> None:
+    """Make the linear modules of these layers multiply in float8, with one scale per tensor or per row.
 
     The weights keep their dtype. `emulate` emulates float8 on a device without it.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     # The inner dimension of weight gradients is the number of tokens, which may not be such a multiple.
-    config = Float8LinearConfig(emulate=emulate, pad_inner_dim=True)
+    recipe = Float8LinearConfig.from_recipe_name("rowwise" if rowwise else "tensorwise")
+    config = replace(recipe, emulate=emulate, pad_inner_dim=True)
     for layer in layers:
         convert_to_float8_training(layer, config=config, module_filter_fn=_fits)
 

@@ -47,10 +47,11 @@ ATTENTION_OPS = frozenset(
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
         torch.ops.aten._scaled_dot_product_efficient_attention.default,
         torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+        torch.ops.higher_order.flex_attention,
     }
 )
-"""What `F.scaled_dot_product_attention` calls, which selective checkpointing saves. When one is renamed: take
-the new name from a profile of the function; without it attention is recomputed, which is slow but correct."""
+"""What `F.scaled_dot_product_attention` and `flex_attention` call, which selective checkpointing saves. When
+one is renamed: take the new name from a profile of it; without it attention is recomputed, which is slow."""
 
 REDUCTION_OPS = frozenset(
     {

@@ -33,7 +33,7 @@ from trainkit.plan.layout_rules import compiles
 from trainkit.run.manifest import BASE_FINGERPRINT, Checkpoint, Manifest
 from trainkit.run.process import own_host
 from trainkit.run.rundir import AttemptDir
-from trainkit.trainer.build import AnyTask, BuiltModel, build, build_task
+from trainkit.trainer.build import AnyTask, BuiltModel, CompileCache, build, build_task
 from trainkit.trainer.checkpoint.loader import (
     choose_checkpoint,
     load_initial_weights,
@@ -175,6 +175,9 @@ def build_trainer(
     # Of a task nothing is compiled unless the config says so.
     by_default = config.has_decoder and compiles(config.parallel, plan.layout, plan.device)
     compiled = config.parallel.compile is True or by_default
+    compile_cache = CompileCache(attempt.run) if compiled else None
+    if compile_cache is not None and world.rank % plan.workers_per_node == 0:
+        compile_cache.load()  # before the collective that all ranks begin with
     optimizer = ShardedAdamW(built.weights, config.optimizer, plan.layout, compiled=compiled)
     buffers = {} if built.buffers is None else built.buffers.tensors
     tensors = StateTensors.of(built.weights, optimizer, buffers)
@@ -231,6 +234,7 @@ def build_trainer(
         # Only the loss of a user's task knows what it is divided by.
         nominal_count=plan.batch.global_batch_size if config.has_user_task else plan.batch.tokens_per_step,
         buffers=built.buffers,
+        compile_cache=compile_cache,
         clock=StepClock(world, plan.layout),
         slow_ranks=SlowRanks(plan.layout, hosts, on_gpu=uses_gpu)
         if world.is_main and world.size > 1

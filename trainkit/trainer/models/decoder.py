@@ -13,6 +13,7 @@ from typing import ClassVar, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from trainkit.plan.model_shape import ModelShape, RopeScaling, flops_per_token, num_params
 from trainkit.safetensors import StoredWeights, WeightsError
@@ -20,6 +21,9 @@ from trainkit.trainer.models.model import HeadLoss, Model, PositionSlice, Role, 
 from trainkit.trainer.stateless_random import dropout, stable_key
 
 INIT_STD = 0.02
+MASK_BLOCK = 128
+"""Positions of a block of `document_blocks`."""
+Mask = Tensor | BlockMask
 
 
 def rope_table(positions: Tensor, head_dim: int, theta: float, scaling: RopeScaling | None = None) -> Tensor:
@@ -63,11 +67,44 @@ def document_mask(tokens: Tensor, eos_id: int, dtype: torch.dtype) -> Tensor:
     0 where a position attends and -inf elsewhere: attention kernels would turn a boolean mask into such a one
     in every layer, and keep each for the backward pass.
     """
-    is_end = tokens == eos_id
-    documents = is_end.cumsum(1) - is_end.long()  # the token that ends a document belongs to it
+    documents = _documents(tokens, eos_id)
     allowed = (documents[:, :, None] == documents[:, None, :]).tril()
     mask = torch.zeros(allowed.shape, dtype=dtype, device=tokens.device)
     return mask.masked_fill_(~allowed, -torch.inf)[:, None]
+
+
+def document_blocks(tokens: Tensor, eos_id: int) -> BlockMask:
+    """The same mask for `block_attention`, whose kernel computes it, and skips blocks of other documents.
+
+    It is made of the first and last document of each block, since their numbers rise with the position.
+    """
+    documents, length = _documents(tokens, eos_id), tokens.shape[1]
+    starts = torch.arange(0, length, MASK_BLOCK, device=tokens.device)
+    first, last = documents[:, starts], documents[:, (starts + MASK_BLOCK - 1).clamp(max=length - 1)]
+    whole = (last[:, :, None] == first[:, None, :]).tril(-1)
+    partly = (first[:, :, None] <= last[:, None, :]).tril() & ~whole
+
+    def allowed(sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & (documents[sample, query] == documents[sample, key])
+
+    def listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """How many blocks each row of blocks has, and their numbers, before those of the others."""
+        marks = blocks[:, None].byte()
+        return marks.sum(-1).int(), marks.argsort(dim=-1, descending=True, stable=True).int()
+
+    sizes, parts = (length, length), (*listed(partly), *listed(whole))
+    return BlockMask.from_kv_blocks(*parts, BLOCK_SIZE=MASK_BLOCK, mask_mod=allowed, seq_lengths=sizes)
+
+
+def block_attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
+    """Attention under a mask of `document_blocks`; all scores are in memory unless it is compiled."""
+    return flex_attention(q, k, v, block_mask=mask, enable_gqa=k.shape[1] != q.shape[1])
+
+
+def _documents(tokens: Tensor, eos_id: int) -> Tensor:
+    """The number of each token's document in its sample, int64 [B, T]; its last token ends it."""
+    is_end = tokens == eos_id
+    return is_end.cumsum(1) - is_end.long()
 
 
 class Attention(nn.Module):
@@ -84,7 +121,7 @@ class Attention(nn.Module):
         self.attend: Callable[..., Tensor] = causal_attention
         """Replaced by context parallelism, and where keys and values have to be repeated."""
 
-    def forward(self, x: Tensor, rope: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, rope: Tensor, mask: Mask | None = None) -> Tensor:
         # -1, since with tensor parallelism a rank has only some of the heads.
         heads = (*x.shape[:2], -1, self.head_dim)
         q, k = rotate(self.wq(x).view(heads), rope), rotate(self.wk(x).view(heads), rope)
@@ -127,7 +164,7 @@ class Block(nn.Module):
         positions: Tensor,
         sample_keys: Tensor,
         site_keys: Tensor,
-        mask: Tensor | None = None,
+        mask: Mask | None = None,
     ) -> Tensor:
         probability = self.dropout if self.training else 0.0
         y = self.attention(self.attention_norm(x), rope, mask)
@@ -157,6 +194,8 @@ class Decoder(Model):
     eos_id: int | None = None
     """If set, tokens attend only within their document, which this token ends. Needs the embedding and the
     whole sequence on one rank."""
+    masks_blocks: bool = False
+    """Whether the attentions take a mask of `document_blocks`; see `attend_in_blocks`."""
 
     TENSOR_PLAN: ClassVar[dict[str, Role]] = {
         "embedding": "embedding",
@@ -213,6 +252,12 @@ class Decoder(Model):
     def stream_shape(self) -> tuple[int, int]:
         return len(self.positions), self.shape.dim
 
+    def attend_in_blocks(self) -> None:
+        """Have the kernels of attention compute the mask of documents; for blocks that are compiled."""
+        self.masks_blocks = True
+        for attention in self.attentions:
+            cast(Attention, attention).attend = block_attention
+
     def set_positions(self, position_slice: PositionSlice) -> None:
         self.position_slice = position_slice
         self.rope, self.positions = self.make_rope(), position_slice.stream.clone()
@@ -231,10 +276,12 @@ class Decoder(Model):
         return torch.tensor([stable_key("dropout", site) for site in sites], dtype=torch.int32)
 
     def forward(self, x: Tensor, sample_keys: Tensor, loss: HeadLoss | None = None) -> Tensor:
-        mask = None
+        mask: Mask | None = None
         if self.embedding is not None:
             tokens, x = x, self.embedding(x)
-            if self.eos_id is not None:
+            if self.eos_id is not None and self.masks_blocks:
+                mask = document_blocks(tokens, self.eos_id)
+            elif self.eos_id is not None:
                 mask = document_mask(tokens, self.eos_id, x.dtype)
             if self.training:
                 x = dropout(x, self.shape.dropout, sample_keys, self.site_keys[0], self.positions)
