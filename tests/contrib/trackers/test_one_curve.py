@@ -67,9 +67,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     ]
     argv = ["server", *store, "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     with (folder / "log").open("wb") as log:
-        proc = subprocess.Popen(
-            [sys.executable, "-m", "mlflow", *argv], cwd=folder, stdout=log, stderr=log, process_group=0
-        )
+        # It would start processes for evaluations, each of which imports mlflow.
+        environ = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+        words = [sys.executable, "-m", "mlflow", *argv]
+        proc = subprocess.Popen(words, cwd=folder, env=environ, stdout=log, stderr=log, process_group=0)
     try:
         deadline_s = time.monotonic() + TIMEOUT_S
         url = f"http://127.0.0.1:{port}"
