@@ -33,9 +33,11 @@ test-smoke: slurm programs
 	$(PYTEST) 3 -m "not slow or smoke"
 
 # Many of these wait for Slurm: more at a time than there are cores. `tests/conftest.py` has their order.
+# Collected before: pytest compiles the assertions of all tests once then, not in each process.
 test-every: slurm programs
 	@$(SLURM) install --slurm 24.11
 	@$(SLURM) install --slurm 26.05
+	@-$(BIN)/python -m pytest --collect-only -qq >/dev/null 2>&1
 	$(PYTEST) 5 --durations 20
 
 # Several GB each, so another disk may suit better: `make test-oldest OLDEST=/scratch/torch-2.11`

@@ -78,7 +78,7 @@ def restored_signals() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Start the longest tests first, and those that wait for Slurm beside those that compute.
+    """Start the longest tests first, and those that wait for Slurm next to those that compute.
 
     A worker that is left with a long one at the end delays everything, and so do workers that all wait, and
     later all compute.

@@ -291,7 +291,7 @@ def test_all_tests_are_all() -> None:
 
 def chosen(target: str) -> str | None:
     """What the pytest of a target chooses with `-m`; None is everything."""
-    [line] = [line for line in make("--dry-run", target).splitlines() if " -m pytest " in line]
+    [line] = [line for line in make("--dry-run", target).splitlines() if "--numprocesses" in line]
     return line.partition(' -m "')[2].rstrip('"') or None
 
 

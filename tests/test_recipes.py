@@ -34,6 +34,8 @@ class Recipe:
     before: str | None = None
     """The recipe from which it starts."""
     steps: int = 96
+    shorter: tuple[tuple[str, str], ...] = ()
+    """More variables."""
 
     @property
     def environ(self) -> dict[str, str]:
@@ -43,11 +45,12 @@ class Recipe:
             "TRAINKIT_TRAIN__EVAL_EVERY": str(self.steps // 4),
             "TRAINKIT_TRAIN__LOG_EVERY": "1",
             "TRAINKIT_CHECKPOINT__EVERY_STEPS": str(self.steps // 4),
+            **dict(self.shorter),
         }
 
 
 RECIPES = [
-    Recipe("gpt_3d", 3.4, is_text=True, steps=16),
+    Recipe("gpt_3d", 3.7, is_text=True, steps=16, shorter=(("TRAINKIT_TRAIN__GLOBAL_BATCH_SIZE", "8"),)),
     Recipe("dual_gpu_gpt", 3.4, is_text=True, steps=16),
     Recipe("temporal_encoder", 0.05, is_text=False),
     Recipe("multimodal_qa", 0.5, is_text=False),

@@ -70,7 +70,7 @@ def test_plan_prints_the_weights_of_a_mixture(tmp_path: Path) -> None:
         (["model.vocab_size=100"], "model.vocab_size: is 100, but the tokenizer has "),
     ],
 )
-def test_what_only_the_plan_and_the_data_tell(tmp_path: Path, overrides: list[str], problem: str) -> None:
+def test_what_only_the_plan_and_the_data_show(tmp_path: Path, overrides: list[str], problem: str) -> None:
     loaded = load_config(None, overrides=overrides, environ={}, cwd=tmp_path)
     with pytest.raises(ConfigError) as error:
         check_config(loaded, CPU)

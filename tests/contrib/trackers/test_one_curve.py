@@ -21,9 +21,6 @@ from trainkit.run.events import read_metrics
 from trainkit.run.files import read_jsonl, write_json
 from trainkit.run.rundir import RunDir
 
-mlflow = pytest.importorskip("mlflow")
-pytest.importorskip("wandb")
-
 pytestmark = [pytest.mark.slow(seconds=10), pytest.mark.xdist_group("trackers")]
 
 CONFIG = """
@@ -58,6 +55,9 @@ def command(*argv: str, cwd: Path, **env: str) -> str:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of an MLflow server."""
+    # Not by the module: every process that collects the tests would import them, for seconds.
+    for name in ("mlflow", "wandb"):
+        pytest.importorskip(name)
     folder, port = tmp_path_factory.mktemp("server"), free_port()
     store = [
         "--backend-store-uri",
@@ -67,9 +67,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     ]
     argv = ["server", *store, "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     with (folder / "log").open("wb") as log:
-        proc = subprocess.Popen(
-            [sys.executable, "-m", "mlflow", *argv], cwd=folder, stdout=log, stderr=log, process_group=0
-        )
+        # It would start processes for evaluations, each of which imports mlflow.
+        environ = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+        words = [sys.executable, "-m", "mlflow", *argv]
+        proc = subprocess.Popen(words, cwd=folder, env=environ, stdout=log, stderr=log, process_group=0)
     try:
         deadline_s = time.monotonic() + TIMEOUT_S
         url = f"http://127.0.0.1:{port}"
@@ -115,6 +116,10 @@ def mlflow_curve(client: Any, run_id: str, name: str) -> list[tuple[int, float]]
     return [(item.step, item.value) for item in client.get_metric_history(run_id, name)]
 
 
+def client_of(uri: str) -> Any:
+    return pytest.importorskip("mlflow").MlflowClient(tracking_uri=uri)
+
+
 def the_run(client: Any) -> Any:
     """The only run of the only experiment."""
     experiment = client.get_experiment_by_name("curve")
@@ -130,7 +135,7 @@ def test_it_was_killed_between_checkpoints(run: RunDir) -> None:
 
 
 def test_mlflow_server(run: RunDir, server: str) -> None:
-    client = mlflow.MlflowClient(tracking_uri=server)
+    client = client_of(server)
     found = the_run(client)
     for name in ("loss", "val_loss", "lr", "tokens", "attempt", "step_s"):
         assert mlflow_curve(client, found.info.run_id, name) == curve(run, name), name
@@ -156,7 +161,7 @@ def test_mlflow_store(run: RunDir, tmp_path: Path) -> None:
     finally:
         position.write_text(before)
     assert (tmp_path / "store" / "mlflow.db").is_file()
-    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/store/mlflow.db")
+    client = client_of(f"sqlite:///{tmp_path}/store/mlflow.db")
     found = the_run(client)
     for name in ("loss", "val_loss", "tokens_per_s"):
         assert mlflow_curve(client, found.info.run_id, name) == curve(run, name), name
@@ -167,7 +172,7 @@ def test_a_run_that_was_deleted_in_mlflow_is_sent_again(run: RunDir, tmp_path: P
     settings = MlflowConfig(tracking_uri=str(tmp_path))
     position = run.trackers_dir / "mlflow.json"
     before = position.read_text()
-    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
+    client = client_of(f"sqlite:///{tmp_path}/mlflow.db")
     try:
         for _ in range(2):
             assert RunTracker(run, "mlflow", settings).update("finished", closes=True).num_sent == 20
