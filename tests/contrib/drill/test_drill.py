@@ -232,7 +232,7 @@ def test_ctrl_c_cancels_what_runs_and_says_where_it_lies(place: Place) -> None:
     _, words = process.communicate(timeout=120)
     assert process.returncode == 130
     (run,) = place.runs()
-    assert f"cancelled {run.path.relative_to(desk.folder)}" in words
+    assert f"cancelled {run.path.relative_to(place.folder)}" in words
     assert f"the runs are in {run.path.parent}" in words
     assert read_json(run.attempt(1).end_file)["state"] == "cancelled"
     assert find_processes(run) == NOTHING
