@@ -50,8 +50,8 @@ class Recipe:
 
 
 RECIPES = [
-    Recipe("gpt_3d", 3.7, is_text=True, steps=16, shorter=(("TRAINKIT_TRAIN__GLOBAL_BATCH_SIZE", "8"),)),
-    Recipe("dual_gpu_gpt", 3.4, is_text=True, steps=16),
+    Recipe("gpt_3d", 3.3, is_text=True, steps=24),
+    Recipe("dual_gpu_gpt", 3.3, is_text=True, steps=24),
     Recipe("temporal_encoder", 0.05, is_text=False),
     Recipe("multimodal_qa", 0.5, is_text=False),
     Recipe("phase2_multimodal", 0.2, is_text=False, before="phase1_multimodal"),

@@ -87,10 +87,10 @@ class Backend(ABC):
     def start(self, run: RunDir, new: NewAttempt) -> AttemptRecord:
         """Open and start a run's next attempt; returns its record. Call with the run's lock held."""
 
-    def start_group(self, group: RunGroup, after: str | None) -> str:
+    def start_group(self, group: RunGroup) -> str:
         """Start a group that `array_problem` allows; returns its job id.
 
-        It waits until the job `after` has ended. A group that certainly was not started is removed.
+        A group that certainly was not started is removed.
         """
         raise NotImplementedError
 

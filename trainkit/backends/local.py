@@ -50,9 +50,7 @@ class LocalBackend(Backend):
         log_event(run, attempt.number, "submitted", job_id=entry.job_id, reason=new.reason)
         return entry
 
-    def start_group(self, group: RunGroup, after: str | None) -> str:
-        if after is not None:
-            raise UsageError("a group on this machine waits for no job", hint="leave --after out")
+    def start_group(self, group: RunGroup) -> str:
         argv = module_argv("trainkit.backends.local_group", str(group.path))
         before, has_ended = group.record.process, False
         child = _start_process(argv, group.process_log, group.record.cwd)

@@ -153,10 +153,10 @@ class SbatchBackend(SlurmBackend):
             ) from error
         return entry
 
-    def start_group(self, group: RunGroup, after: str | None) -> str:
+    def start_group(self, group: RunGroup) -> str:
         token, clusters = submission_token(RunDir(group.path), 1), clusters_of(group)
         with removed_unless_submitted(group.path, token, clusters):
-            submit_parts(group, print_note, after=after)
+            submit_parts(group, print_note)
         assert group.job_id is not None
         if clusters:
             print_note(f"{group.job_id} is on the cluster {group.record.cluster}")

@@ -50,28 +50,25 @@ def submit_parts(
     notify: Callable[[str], None],
     *,
     size: int | None = None,
-    after: str | None = None,
     patience_s: float = 0.0,
 ) -> int:
     """Submit the points that no array has, until none is left or Slurm takes no more; returns their number.
 
     The first array has at most `size` points, and one for which Slurm has no room is halved. While there is
     none for a single one, it is tried again for `patience_s`: where all jobs of a group end at once, the
-    others find that this one submits, and make room. They wait until the job `after` has ended. Does nothing
-    while another process submits, and for a cancelled group.
+    others find that this one submits, and make room. Does nothing while another process submits, and for a
+    cancelled group.
     Raises TrainkitError as `submit_script` does if the group has no job yet; else `notify` gets its message.
     """
     try:
         with file_lock(group.path / LOCK, 0.0):
             group.update()  # reads what another process has submitted
-            return _submit(group, notify, size, after, time.monotonic() + patience_s)
+            return _submit(group, notify, size, time.monotonic() + patience_s)
     except LockBusy:
         return 0
 
 
-def _submit(
-    group: RunGroup, notify: Callable[[str], None], size: int | None, after: str | None, until_s: float
-) -> int:
+def _submit(group: RunGroup, notify: Callable[[str], None], size: int | None, until_s: float) -> int:
     if group.record.parts:
         _recover_last(group)
     if not group.left:
@@ -86,7 +83,7 @@ def _submit(
         part = Part(indices[-1], offset)
         try:
             group.update(parts=[*parts, part])  # before its job may start, whose folder depends on it
-            job = _sbatch(group, part, indices, notify, after)
+            job = _sbatch(group, part, indices, notify)
         except (TrainkitError, OSError) as error:
             if not (isinstance(error, SlurmUnreachable) and error.may_have_arrived):
                 with suppress(OSError):  # then it is looked up
@@ -115,9 +112,7 @@ def _submit(
     return count
 
 
-def _sbatch(
-    group: RunGroup, part: Part, indices: Sequence[int], notify: Callable[[str], None], after: str | None
-) -> str:
+def _sbatch(group: RunGroup, part: Part, indices: Sequence[int], notify: Callable[[str], None]) -> str:
     """Submit the last part of a group; returns the id of the array."""
     number, limit = len(group.record.parts), group.record.array.partition("%")[2]
     token, script = submission_token(RunDir(group.path), number), group.script_of(part)
@@ -128,8 +123,6 @@ def _sbatch(
         request = LaunchPlan.from_dict(group.record.plan).slurm
         assert request is not None
         options.append(f"--comment={request.comment(token)}")
-        # So many at once are meant for all arrays together.
-        after = group.record.parts[-2].job_id if limit else after
     if part.offset:
         text = group.script_file.read_text(encoding="utf-8")
         if TASK not in text:
@@ -138,8 +131,8 @@ def _sbatch(
         write_atomic(script, text.replace(TASK, f"$(({TASK} + {part.offset}))"))
         logs = log_path(str(group.logs_dir))
         options.append(f"--output={logs}/{group.log_file('%a', part.offset).name}")
-    if after is not None:
-        options.append(f"--dependency=afterany:{after}")
+    if number > 1 and limit:  # the limit is one of all arrays together
+        options.append(f"--dependency=afterany:{group.record.parts[-2].job_id}")
     return submit_script(
         script,
         token=token,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,13 +26,11 @@ def create_submission(
     argv: Sequence[str],
     run_dir: Path | None = None,
     option: str = "--run-dir",
-    shares: RunGroup | None = None,
 ) -> CreatedRun:
     """Create the folder of the run or group, without its job.
 
-    `option` is the command-line option of `run_dir`. `shares` is a group in the same folder whose code
-    and provenance this one shares. Raises UsageError when `run_dir` is not empty or cannot be written, or
-    a secret would be written.
+    `option` is the command-line option of `run_dir`. Raises UsageError when `run_dir` is not empty or cannot
+    be written, or a secret would be written.
     """
     config, plan = submission.points[0].config, submission.points[0].plan
     if submission.array is None:
@@ -41,10 +38,7 @@ def create_submission(
     with new_folder(config.name, run_dir, option) as (folder, name):
         group, run = RunGroup(folder), RunDir(folder)
         group.logs_dir.mkdir(mode=0o700)
-        if shares is None:
-            code = write_origin(run, config, plan, argv, submission.code_from)
-        else:
-            code = _share_origin(shares, group)
+        code = write_origin(run, config, plan, argv, submission.code_from)
         record = _record(name, submission.points, submission.array.directive, code)
         refuse_leaks(json.dumps(record), str(group.sweep_file), config.secrets, os.environ)
         if backend_named(plan.backend).template is not None:
@@ -70,23 +64,16 @@ def start_submission(
     return entry.job_id, entry.attempt
 
 
-def start_group(group: RunGroup, after: str | None = None) -> str:
-    """Start a group and return its job id; on Slurm it waits until the job `after` has ended.
+def start_group(group: RunGroup) -> str:
+    """Start a group and return its job id.
 
     Raises SlurmRefused after removing the group, and SlurmUnreachable, which keeps it if the job may exist.
     """
     with defer_sigint():  # a group that has started and is not listed could not be cancelled
-        job_id = backend_named(group.record.backend).start_group(group, after)
+        job_id = backend_named(group.record.backend).start_group(group)
         group.update(job_id=job_id, submitted_at=utc_now())
         register(RunDir(group.path), group.name)
     return job_id
-
-
-def _share_origin(source: RunGroup, group: RunGroup) -> CodeCopy | None:
-    shutil.copyfile(source.provenance_file, group.provenance_file)
-    if source.code_dir.is_dir():
-        group.code_dir.symlink_to(Path(os.pardir, source.path.name, source.code_dir.name))
-    return source.record.code
 
 
 def _record(name: str, points: Sequence[PlannedPoint], array: str, code: CodeCopy | None) -> JsonObject:
