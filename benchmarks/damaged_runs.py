@@ -151,12 +151,12 @@ def fault(line: str) -> tuple[str, str]:
     return "" if code in (0, 1, 2, 3) else f"exit code {code}", printed.decode()
 
 
-def faults(project: Path, name: str) -> Iterator[tuple[str, str]]:
+def faults(name: str) -> Iterator[tuple[str, str]]:
     """Each command that reads runs and does not end as it should, and what is wrong."""
     for line in (*COMMANDS, OF_DATA) if "data" in RUNS[name] else COMMANDS:
         wrong, output = fault(line.format(run=f"runs/{name}"))
         if not wrong and line == "status --json":
-            hidden = [one for one in {name, NEIGHBOUR} if str(project / "runs" / one) not in output]
+            hidden = [one for one in {name, NEIGHBOUR} if f"runs/{one}" not in output]
             wrong = f"{' and '.join(hidden)} hidden" if hidden and name != "bench" else ""
         if wrong:
             yield line, wrong
@@ -178,7 +178,7 @@ def tried(project: Path, name: str, change: Change, value: object) -> Iterator[s
     try:
         text = changed(before, change, value)
         file.write_text(text, errors="surrogatepass")
-        for line, wrong in faults(project, name):
+        for line, wrong in faults(name):
             place = ".".join(map(str, change.place))
             where = f"{name}/{change.file}" + ("" if change.line is None else f":{change.line + 1}")
             yield f"{where} {place or 'whole'} = {value!r}: {line}: {wrong}"
@@ -218,7 +218,7 @@ def try_piece(folder: Path, piece: Piece) -> Tried:
     shutil.rmtree(project, ignore_errors=True)
     make_project(project, [piece.run])
     os.chdir(project)
-    if unchanged := list(faults(project, piece.run)):
+    if unchanged := list(faults(piece.run)):
         raise AssertionError(unchanged)
     here, found = piece.changes(project / "runs" / piece.run)[:AT_A_TIME], []
     for change in here:

@@ -82,7 +82,7 @@ def test_validate_lists_problems_on_stdout(tmp_path):
     assert done.returncode == EXIT_FAILED
     lines = done.stdout.splitlines()
     assert [line.split(": ")[0] for line in lines[:-1]] == ["a.jsonl:2", "a.jsonl:4"]
-    assert lines[-1] == f"{tmp_path}/a.jsonl: 1 rows without text, which are skipped: 3"
+    assert lines[-1] == "a.jsonl: 1 rows without text, which are skipped: 3"
     assert done.stderr == "1 sources: 4 lines, 1 documents, 4 tokens (bytes), 1 empty; 2 problems\n"
     value = json.loads(trainkit_data("validate", "a.jsonl", "--json", cwd=tmp_path).stdout)
     assert [problem["line"] for problem in value["problems"]] == [2, 4]

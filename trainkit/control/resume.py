@@ -22,7 +22,7 @@ from trainkit.config import LoadedConfig, RunConfig, load_config, read_effective
 from trainkit.config.training import ModelConfig
 from trainkit.data.checks import DataFacts
 from trainkit.errors import ConfigError, Problem, UsageError, print_note
-from trainkit.folders import working_in
+from trainkit.folders import shown_path, working_in
 from trainkit.formats import plural
 from trainkit.function import call_file
 from trainkit.job.failed_starts import note_bad_hosts
@@ -231,7 +231,7 @@ def refuse_replay(run: RunDir) -> None:
     except FileNotFoundError:
         return
     raise UsageError(
-        f"{run.shown} is a replay of {record['run']}",
+        f"{run.shown} is a replay of {shown_path(record['run'])}",
         hint=f"`trainkit replay --collect {run.word}` compares the two; or name that run",
     )
 
