@@ -34,8 +34,6 @@ class Recipe:
     before: str | None = None
     """The recipe from which it starts."""
     steps: int = 96
-    shorter: tuple[tuple[str, str], ...] = ()
-    """More variables."""
 
     @property
     def environ(self) -> dict[str, str]:
@@ -45,7 +43,6 @@ class Recipe:
             "TRAINKIT_TRAIN__EVAL_EVERY": str(self.steps // 4),
             "TRAINKIT_TRAIN__LOG_EVERY": "1",
             "TRAINKIT_CHECKPOINT__EVERY_STEPS": str(self.steps // 4),
-            **dict(self.shorter),
         }
 
 

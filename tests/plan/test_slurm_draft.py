@@ -216,9 +216,8 @@ def test_what_says_how_many_nodes_says_spare_nodes_by_their_own_key() -> None:
     assert "launch.srun_extra.nodelist: is set by trainkit" in problems("launch.srun_extra={nodelist: h1}")[0]
     assert "launch.srun_extra.export: is set by trainkit" in problems("launch.srun_extra={export: NONE}")[0]
     assert problems("resources.extra={clusters: east}") == [
-        "--set resources.extra={clusters: east}: resources.extra.clusters: affects only sbatch,"
-        " so other commands would not find the job\n"
-        "  hint: export SLURM_CLUSTERS, which every Slurm command reads"
+        "--set resources.extra={clusters: east}: resources.extra.clusters: has its own key\n"
+        "  hint: use resources.clusters"
     ]
 
 
