@@ -550,7 +550,7 @@ def _start(
     for text in (*submission.plan.warnings, *found):
         warn_caller(text.strip().removeprefix("warning: "))
     if submission.plan.slurm is not None:
-        require_controller()
+        require_controller(submission.plan.slurm.clusters)
     with nullcontext() if given.function is None else by_value(given.function):
         pickles = {index: dumps(call) for index, call in calls.items()}  # what cannot be leaves no folder
     created = create_submission(submission, [*sys.orig_argv], where, "run_dir")

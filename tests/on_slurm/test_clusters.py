@@ -138,3 +138,23 @@ def test_a_shell_there(login: Login, other: Login) -> None:
         shell.wait_for("Granted job allocation")
         assert shell.ask("hostname") == other.cluster.hosts[0]
         assert login.jobs() == []
+
+
+def test_a_cluster_that_is_away(login: Login, other: Login) -> None:
+    alone, held = ("--clusters", other.cluster.name), settings("resources.extra.hold=true")
+    here, there = login.submit(*held, "--", "true"), login.submit(*alone, *held, "--", "true")
+    other.cluster.stop_slurmctld()
+    try:
+        assert (login.status(here)["state"], login.status(there)["state"]) == ("pending", "unknown")
+        again = ("submit", str(login.config), *alone, "--", "true")
+        for words in (("cancel", str(there.path)), again):
+            done = login.trainkit(*words)
+            assert done.returncode == 3, done.stderr
+            assert "hint: it is down, or not one of those that `sacctmgr show clusters` lists" in done.stderr
+        run = login.submit(*named(login, other), "--", "true")
+        assert read_job(run).attempts[0].cluster == login.cluster.name
+    finally:
+        other.cluster.start_slurmctld()
+    for found in (there, here):
+        assert login.trainkit("cancel", str(found.path)).returncode == 0
+    other.wait_until_idle()

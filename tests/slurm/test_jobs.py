@@ -159,7 +159,7 @@ def test_a_cluster_that_cannot_be_reached(fake: FakeSlurm) -> None:
     fake.add("squeue", "/bin/cat $here/said >&2; exit 1")
     with pytest.raises(SlurmUnreachable, match="No cluster 'east' known by database") as caught:
         query_jobs(["7;east"])
-    assert caught.value.hint.startswith("`sacctmgr show clusters` lists those")
+    assert caught.value.hint.startswith("it is down, or not one of those that `sacctmgr show clusters` lists")
     assert not caught.value.may_have_arrived
     assert fake.programs == ["squeue"]
 

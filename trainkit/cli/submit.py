@@ -249,7 +249,7 @@ def command(
     ):
         click.echo(line, err=True)
     if plan.slurm is not None and not dry_run:
-        require_controller()
+        require_controller(plan.slurm.clusters)
     if dry_run or test_only:
         clusters = () if plan.slurm is None else plan.slurm.clusters
         return _show(submission.preview(folder), test_only, as_json, clusters)

@@ -140,14 +140,16 @@ def _place(environ: Mapping[str, str], cluster: str = "") -> _Place:
     return environ.get("PATH", ""), environ.get("SLURM_CONF", ""), cluster
 
 
-def require_controller() -> None:
+def require_controller(clusters: Sequence[str] = ()) -> None:
     """Raise SlurmUnreachable unless Slurm answers a query, or has just answered another one.
 
     Before a submission: one whose answer is lost has to be looked up, which takes minutes if Slurm is away.
+    Of several `clusters`, sbatch leaves out those that do not answer.
     """
-    place = _place(os.environ)
+    cluster = clusters[0] if len(clusters) == 1 else ""
+    place = _place(os.environ, cluster)
     if time.monotonic() - _answered.get(place, -math.inf) > ANSWER_VALID_S:
-        query(["squeue", "--me", "--noheader", "--format=%A"])
+        query(["squeue", "--me", "--noheader", "--format=%A"], cluster=cluster)
 
 
 def failure(program: str, returncode: int, text: str) -> SlurmUnreachable | SlurmRefused:
@@ -224,7 +226,7 @@ _UNDELIVERED = re.compile("|".join(_NOT_DELIVERED))
 UNREACHABLE_HINTS = (
     (
         r"invalid entry for --cluster",
-        "`sacctmgr show clusters` lists those that can be reached from here: log in to the other one",
+        "it is down, or not one of those that `sacctmgr show clusters` lists: then log in to it",
     ),
     (
         r"configuration source",
