@@ -51,7 +51,7 @@ ATTENTION_OPS = frozenset(
     }
 )
 """What `F.scaled_dot_product_attention` and `flex_attention` call, which selective checkpointing saves.
-When one is renamed: take the new name from a profile; without it attention is recomputed: slow but correct."""
+When one is renamed: take the new name from a profile; without it attention is recomputed, which is slow."""
 
 REDUCTION_OPS = frozenset(
     {
