@@ -1,17 +1,23 @@
 """Counts what the tasks of a starting job ask of the file server and of the rendezvous store.
 
-    python benchmarks/startup_scale.py --tasks 8 --tasks 8000
+    python -m benchmarks.startup_scale --tasks 8 --tasks 8000
+    python -m benchmarks.startup_scale --gloo 64
 
 Runs trainkit's own waiting loops for every task on a simulated clock: the tasks start within 10 s, task 0
 publishes the port 2 s after its start, and rank 0 listens 20 s after that, when torch is imported and the
 data is found; the other ranks need up to 10 s longer. Nothing else of a job runs, so the counts are exact for
 these assumptions, and no times are measured.
+
+With `--gloo`, that many real processes make the groups of the trainer and gather once, connecting at once and
+when they first talk to each other: the sockets that they then have, and their processor time.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import multiprocessing
+import os
 import random
 import socket
 import time
@@ -19,6 +25,7 @@ from collections import Counter
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 START_SPREAD_S = 10.0
@@ -144,13 +151,64 @@ def count(num_tasks: int, seed: int) -> Counter[str]:
     return counts
 
 
+def connect_ranks(num_ranks: int, *, lazy: bool) -> tuple[int, float, float]:
+    """(sockets and processor seconds of all ranks, seconds until the slowest has its groups)."""
+    from trainkit.job.node.rendezvous import choose_port
+    from trainkit.trainer.distributed import dist
+
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "TORCH_GLOO_LAZY_INIT": str(int(lazy))}
+    port = choose_port()
+    context = multiprocessing.get_context("fork")
+    results, done = context.SimpleQueue(), context.Event()
+    ranks = [
+        context.Process(target=_connect, args=(rank, num_ranks, port, results, done))
+        for rank in range(num_ranks)
+    ]
+    for rank in ranks:
+        rank.start()
+    # After the forks, since it has threads.
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    found = [results.get() for _ in ranks]
+    done.set()
+    for rank in ranks:
+        rank.join()
+    del store
+    sockets, cpu_s, ready_s = zip(*found, strict=True)
+    return sum(sockets), sum(cpu_s), max(ready_s)
+
+
+def _connect(rank: int, num_ranks: int, port: int, results: Any, done: Any) -> None:
+    import torch
+
+    from trainkit.plan.launch import Layout
+    from trainkit.trainer.distributed import dist, gather_from_all, make_world
+
+    begin_s = time.monotonic()
+    store = dist.TCPStore("127.0.0.1", port, timeout=timedelta(minutes=5))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+    world = make_world(rank, torch.device("cpu"), Layout(dp_shard=num_ranks))
+    ready_s = time.monotonic() - begin_s
+    gather_from_all("host", world)
+    sockets = sum(file.is_socket() for file in Path("/proc/self/fd").iterdir())
+    results.put((sockets, sum(os.times()[:2]), ready_s))
+    done.wait()
+    os._exit(0)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tasks", type=int, action="append")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--gloo", type=int, metavar="RANKS")
     args = parser.parse_args()
+    if args.gloo:
+        print("| connections | sockets | processor s | groups after s |\n|---|---|---|---|")
+        for name, lazy in (("at once", False), ("when needed", True)):
+            sockets, cpu_s, ready_s = connect_ranks(args.gloo, lazy=lazy)
+            print(f"| {name} | {sockets:,} | {cpu_s:.1f} | {ready_s:.1f} |", flush=True)
+        return
     sizes = args.tasks or [8, 8000]
     found = {size: count(size, args.seed) for size in sizes}
     print(f"| operation | {' | '.join(f'{size:,} tasks' for size in sizes)} |")

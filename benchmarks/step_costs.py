@@ -1,6 +1,6 @@
 """Counts what a step costs, without a GPU: bytes and kernels of its parts, collectives of each layout.
 
-    python -m benchmarks.step_costs [--only block | parts | collectives]
+    python -m benchmarks.step_costs [--only block | masks | parts | collectives]
 
 The block is one of Llama 3 8B with 4,096 tokens, forward and backward, on tensors that have shapes but no
 values. Every operation that is not a view counts as one kernel, which reads its inputs and writes its outputs
@@ -39,7 +39,7 @@ from trainkit.plan.model_shape import resolve_model_shape
 from trainkit.plan.step_work import loss_chunks
 from trainkit.trainer.causal_lm import CausalLM
 from trainkit.trainer.forward_backward import _ChunkedLoss
-from trainkit.trainer.models.decoder import Block, rope_table
+from trainkit.trainer.models.decoder import MASK_BLOCK, Block, document_blocks, document_mask, rope_table
 from trainkit.trainer.models.model import Weight
 from trainkit.trainer.optimizer import ShardedAdamW
 
@@ -167,6 +167,22 @@ def count_loss() -> CountKernels:
     return count
 
 
+def show_masks() -> None:
+    """Print what the mask of documents costs a sample, in memory or computed by attention."""
+    end = 0
+    print("| mask of 4,096 tokens | documents of | MB in memory | blocks of scores | partly masked |")
+    print("|---|---|---|---|---|")
+    for length in (TOKENS, 1024, 256):
+        packed = torch.where(torch.arange(1, TOKENS + 1) % length == 0, end, 1)[None]
+        dense, mask = document_mask(packed, end, torch.bfloat16), document_blocks(packed, end)
+        parts = mask.kv_num_blocks, mask.full_kv_num_blocks
+        sizes = [item.numel() * item.element_size() for item in mask.as_tuple() if isinstance(item, Tensor)]
+        all_blocks = (TOKENS // MASK_BLOCK) ** 2
+        print(f"| read | {length:,} | {dense.numel() * 2 / 1e6:.2f} | {all_blocks} | {all_blocks} |")
+        partly, whole = (int(item.sum()) for item in parts)
+        print(f"| computed | {length:,} | {sum(sizes) / 1e6:.2f} | {partly + whole} | {partly} |", flush=True)
+
+
 def show_parts() -> None:
     """Print bytes and kernels of the update and of the loss."""
     print("| part | bytes a parameter | kernels | compiled: bytes | kernels |\n|---|---|---|---|---|")
@@ -219,9 +235,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", choices=["block", "parts", "collectives"], help="print one of the tables")
+    parser.add_argument(
+        "--only", choices=["block", "masks", "parts", "collectives"], help="print one of the tables"
+    )
     only = parser.parse_args().only
-    shows = {"block": show_block, "parts": show_parts, "collectives": show_collectives}
+    shows = {"block": show_block, "masks": show_masks, "parts": show_parts, "collectives": show_collectives}
     for show in [shows[only]] if only else shows.values():
         show()
     return 0

@@ -50,8 +50,8 @@ ATTENTION_OPS = frozenset(
         torch.ops.higher_order.flex_attention,
     }
 )
-"""What `F.scaled_dot_product_attention` and `flex_attention` call, which selective checkpointing saves. When
-one is renamed: take the new name from a profile of it; without it attention is recomputed, which is slow."""
+"""What `F.scaled_dot_product_attention` and `flex_attention` call, which selective checkpointing saves.
+When one is renamed: take the new name from a profile; without it attention is recomputed, which is slow."""
 
 REDUCTION_OPS = frozenset(
     {
