@@ -116,13 +116,6 @@ class Allocation:
         """Claim the first attempt to run; returns the exit code instead when there is nothing to do."""
         raise NotImplementedError
 
-    def leave_unclaimed(self, locked: RunLocked) -> int:
-        """End a start that could not claim an attempt; returns the exit code.
-
-        Writes nothing to the run folder: another process has its lock.
-        """
-        return EXIT_STOPPED if locked.stopped else EXIT_FAILED
-
     def claim_next(self, attempt: AttemptDir) -> AttemptDir | str:
         """Open the next attempt, which restarts the run in this allocation; the reason when it must not."""
         with run_lock(self.run, self.lock_timeout_s):
@@ -298,24 +291,6 @@ class SlurmAllocation(Allocation):
             with contextlib.suppress(OSError):
                 write_end(attempt.cancelled, Outcome(), Decision("stopped", CANCELLED, EXIT_STOPPED))
         return EXIT_OK
-
-    def leave_unclaimed(self, locked: RunLocked) -> int:
-        # It starts again later rather than take the lock over: a host that Slurm has lost may only be cut off
-        # from the controller and still write to the run folder. The file server releases the locks of a dead
-        # host, most within two minutes, some only when the host boots again.
-        if locked.stopped:
-            return EXIT_STOPPED
-        try:
-            plan = LaunchPlan.read(self.run.plan_file)
-            if self.restarts >= plan.requeue.max:
-                raise TrainkitError(f"requeue.max is {plan.requeue.max}")
-            self.job = query_job(self.job_id)
-            log_line(f"requeues job {self.job_id}, to try again later")
-            self._requeue(plan)
-        except (OSError, ValueError, TrainkitError) as error:
-            log_line(f"not requeued: {error}")
-            return EXIT_FAILED
-        return EXIT_STOPPED
 
     def register(self, attempt: AttemptDir) -> str:
         register_start(attempt, self.job_id, AUTO_RESTART)
