@@ -112,6 +112,15 @@ def test_tf32_is_another_rounding(tmp_path: Path) -> None:
     assert ("TF32" in log_text(attempt)) == (KIND == "cuda")
 
 
+def test_the_mask_of_documents_is_computed_or_read(tmp_path: Path) -> None:
+    """Compiled for a GPU, in half precision, attention computes the mask; otherwise it reads it."""
+    options = [ON_DEVICE, "precision.dtype=bf16", "train.steps=8", "data.document_mask=true"]
+    train(tmp_path / "read", [*options, "parallel.compile=false"])
+    compiled = f"parallel.compile={'true' if KIND == 'cuda' else 'false'}"
+    train(tmp_path / "computed", [*options, compiled, "parallel.activation_checkpointing=selective"])
+    assert losses(tmp_path / "computed") == pytest.approx(losses(tmp_path / "read"), abs=1e-2)
+
+
 def test_fp16_skips_what_overflows_and_then_learns(tmp_path: Path) -> None:
     options = ["precision.dtype=fp16", "precision.init_loss_scale=1.0e9", "train.steps=60"]
     options.append("train.global_batch_size=4")
