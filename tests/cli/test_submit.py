@@ -152,9 +152,9 @@ def test_odd_folder_names_are_only_names(desk):
     assert json.loads(done.stdout)["run_dir"] == folder
     refused = desk.trainkit("resume", folder)
     assert refused.returncode == 2
-    typed = refused.stderr.partition("hint: `trainkit ")[2].partition("` ends it")[0]
-    assert shlex.split(typed) == ["cancel", folder]
-    assert desk.trainkit("cancel", folder, "--wait").returncode == 0
+    typed = shlex.split(refused.stderr.partition("hint: `trainkit ")[2].partition("` ends it")[0])
+    assert typed == ["cancel", Path(folder).name]
+    assert desk.trainkit(*typed, "--wait").returncode == 0
     assert not (desk.folder / "x").exists()
 
 
