@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,9 @@ from tests.support.programs import run_program
 from trainkit.bench import run_bench
 from trainkit.bench.run_bench import read_bench
 from trainkit.bench.summary import COLUMNS
+from trainkit.cli import bench as bench_command
 from trainkit.cli.main import main
+from trainkit.errors import EXIT_INTERRUPTED
 from trainkit.job import group_parts
 from trainkit.run.end import KILLED, AttemptEnd, read_end
 from trainkit.run.files import read_json, write_json
@@ -223,6 +226,29 @@ def test_ctrl_c_ends_the_one_that_runs(desk: Desk) -> None:
         read_end(run.attempt(1)) or AttemptEnd()
     ).reason == KILLED  # at once: nobody needs what it could save
     assert sorted(path.name for path in (desk.folder / "mine").glob("*/job.json")) == ["job.json"]
+
+
+@pytest.mark.parametrize("is_here", [True, False])
+def test_ctrl_c_while_it_starts(is_here: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes once the group is started: here it is ended, on Slurm it continues."""
+
+    def start_group(group: object) -> str:
+        raise KeyboardInterrupt
+
+    group, cancelled = SimpleNamespace(path=tmp_path, points={}, exists=lambda: True), list[object]()
+    made = SimpleNamespace(folder=tmp_path, command="trainkit bench layouts")
+    planned: Any = SimpleNamespace(plan=SimpleNamespace(is_here=is_here), create=lambda *args: made)
+    for name, value in {
+        "create_submission": lambda *args: SimpleNamespace(run=group),
+        "print_created": lambda created: None,
+        "RunGroup": lambda path: group,
+        "start_group": start_group,
+        "cancel_group": lambda group, **how: cancelled.append(how),
+    }.items():
+        monkeypatch.setattr(bench_command, name, value)
+    submission: Any = None
+    assert bench_command._run(planned, submission, None, False, False) == EXIT_INTERRUPTED
+    assert cancelled == ([{"now": True, "wait": False}] if is_here else [])
 
 
 @pytest.mark.slow

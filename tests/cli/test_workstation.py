@@ -136,8 +136,8 @@ def test_a_group_is_cancelled_and_resumed(workstation):
     assert "error: --nodes would have no effect for a group of runs" in refused.stderr
     assert desk.trainkit("resume", str(group.path)).returncode == 0
     wait_for(lambda: status(desk, group.path)["states"] == {"finished": 3})
-    refused = desk.trainkit("resume", str(group.path))
-    assert f"error: all runs of runs/{group.path.name} have finished" in refused.stderr
+    refusal = f"error: all runs of runs/{group.path.name} have finished"
+    wait_for(lambda: refusal in desk.trainkit("resume", str(group.path)).stderr)  # its process has to exit
     assert (done(desk), [read_job(group.run(index)).newest.attempt for index in range(3)]) == (
         ["0", "1", "2"],
         [2, 1, 1],

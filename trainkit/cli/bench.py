@@ -257,26 +257,24 @@ def _run(planned: PlannedBench, submission: Submission, out: Path | None, follow
     bench = planned.create(group.path, list(map(str, group.points)))
     shown = quote(shown_path(bench.folder))
     collect = f"`{bench.command} --collect {shown}` writes the summary"
-    job_id = start_group(group)
-    if not (follow or is_here):
-        if as_json:
-            echo_json({"folder": str(bench.folder), "job_id": job_id, "array": group.record.array})
-        else:
-            click.echo(f"{bench.folder}\n{job_id}")
-        click.echo(f"`trainkit status {shown}` shows the runs; {collect}", err=True)
-        return EXIT_OK
-    click.echo(f"{shown_path(bench.folder)}: job {job_id}", err=True)
     try:
+        job_id = start_group(group)
+        if not (follow or is_here):
+            if as_json:
+                echo_json({"folder": str(bench.folder), "job_id": job_id, "array": group.record.array})
+            else:
+                click.echo(f"{bench.folder}\n{job_id}")
+            click.echo(f"`trainkit status {shown}` shows the runs; {collect}", err=True)
+            return EXIT_OK
+        click.echo(f"{shown_path(bench.folder)}: job {job_id}; `trainkit cancel {shown}` ends it", err=True)
         wait_for_runs(bench, lambda text: click.echo(text, err=True), end_line)
     except BaseException as error:
-        if is_here:
+        if is_here and group.exists():  # what could not be started is removed
             cancel_group(group, now=True, wait=False)
         if not isinstance(error, KeyboardInterrupt):
             raise
         click.echo(
-            f"\n{collect} so far"
-            if is_here
-            else f"\ndetached; the runs continue: {collect}, `trainkit cancel {shown}` ends them",
+            f"\n{collect} so far" if is_here else f"\ndetached; the runs continue: {collect}",
             err=True,
         )
         return EXIT_INTERRUPTED
