@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.folders import config_folder, ensure_folder, shown_path, state_folder, user_name, working_in
+from trainkit.folders import (
+    config_folder,
+    ensure_folder,
+    shown_path,
+    state_folder,
+    user_name,
+    whole_paths,
+    working_in,
+)
 from trainkit.run.rundir import RunDir
 
 
@@ -81,6 +89,15 @@ def test_paths_are_shown_from_where_the_command_was_typed(
             assert (Path.cwd(), run.shown) == (tmp_path, "project/runs/a run")
         assert (Path.cwd(), run.shown) == (submitted_from, "project/runs/a run")
     assert Path.cwd() == typed_in
+    bare = RunDir("7")
+    assert (bare.shown, bare.word) == ("7", str(typed_in / "7"))  # not the job 7
+    with whole_paths():  # what a job records is read anywhere
+        assert run.shown == str(run.path)
+    (gone := tmp_path / "gone").mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert run.shown == str(run.path)
+    monkeypatch.chdir(typed_in)
     assert shown_path(typed_in / "-x") == "./-x"  # not an option
     for path in (typed_in, tmp_path, tmp_path / "typed-2", Path("a")):
         assert shown_path(path) == str(path)

@@ -6,7 +6,7 @@ import errno
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePath
 
 
@@ -34,6 +34,8 @@ def ensure_folder(path: Path, mode: int = 0o777, *, parents: bool = False) -> No
 
 _typed_in: Path | None = None
 """The folder in which the command was typed, while it works in another one."""
+_is_recorded = False
+"""Whether what is said is recorded, and read in any folder."""
 
 
 @contextmanager
@@ -50,9 +52,23 @@ def working_in(folder: Path) -> Iterator[None]:
         os.chdir(here)
 
 
+@contextmanager
+def whole_paths() -> Iterator[None]:
+    """Within the block, as in the processes of a job, a `shown_path` is the whole path."""
+    global _is_recorded
+    before, _is_recorded = _is_recorded, True
+    try:
+        yield
+    finally:
+        _is_recorded = before
+
+
 def shown_path(path: str | PurePath) -> str:
     """A path in a message: relative if it is below the folder in which the command was typed."""
-    return relative_path(str(path), _typed_in or Path.cwd())
+    if not _is_recorded:
+        with suppress(FileNotFoundError):  # this folder was deleted
+            return relative_path(str(path), _typed_in or Path.cwd())
+    return str(path)
 
 
 def relative_path(path: str, cwd: Path) -> str:

@@ -35,6 +35,15 @@ def test_two_runs_and_the_keys_that_differ(capsys: pytest.CaptureFixture[str]) -
     assert [line.split() for line in differences.splitlines()] == [["0", "2"], ["seed", "0", "2"]]
 
 
+def test_a_slow_last_step_is_not_the_speed_of_a_run(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    metrics = place / "mine/0/metrics.jsonl"
+    *lines, last = metrics.read_text().splitlines()
+    before = json.loads(last)["tokens_per_s"]
+    metrics.write_text("\n".join([*lines, json.dumps({**json.loads(last), "tokens_per_s": 1.0})]) + "\n")
+    assert main(["compare", "mine/0", "mine/1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["runs"][0]["tokens_per_s"] > before / 2
+
+
 def test_a_group_stands_for_its_runs(capsys: pytest.CaptureFixture[str]) -> None:
     """More runs than keys have a row each."""
     assert main(["compare", "mine"]) == 0

@@ -153,7 +153,7 @@ def test_odd_folder_names_are_only_names(desk):
     refused = desk.trainkit("resume", folder)
     assert refused.returncode == 2
     typed = shlex.split(refused.stderr.partition("hint: `trainkit ")[2].partition("` ends it")[0])
-    assert typed == ["cancel", Path(folder).name]
+    assert typed == ["cancel", folder]  # a word without a slash could be another run
     assert desk.trainkit(*typed, "--wait").returncode == 0
     assert not (desk.folder / "x").exists()
 

@@ -14,6 +14,7 @@ import time
 
 from trainkit.backends import SUPERVISOR_EXIT_S, NewAttempt, backend_named
 from trainkit.errors import EXIT_FAILED, EXIT_OK, TrainkitError
+from trainkit.folders import whole_paths
 from trainkit.locks import LockBusy, acquire_lock
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import read_newest_end
@@ -69,6 +70,7 @@ def _start(group: RunGroup, index: int, began: str) -> None:
     print(f"run {index}: attempt {entry.attempt} as {entry.job_id}", flush=True)
 
 
+@whole_paths()
 def main() -> int:
     """Run the group that the command line names; returns the exit code."""
     group = RunGroup(sys.argv[1])

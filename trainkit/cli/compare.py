@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from shlex import join
+from statistics import median
 
 import click
 
@@ -42,6 +43,7 @@ class ComparedRun:
     best_val_loss: float | None
     best_step: int | None
     tokens_per_s: float | None
+    """The median: a step that is profiled, or follows a save, is slow."""
     allocated_s: float
     worker_hours: float | None
     """GPU-hours of a run on GPUs."""
@@ -109,6 +111,7 @@ def _labels(runs: Sequence[RunDir]) -> list[str]:
 def _compared(name: str, report: Report) -> ComparedRun:
     status = report.status
     best_step, best = min(report.val_loss, key=lambda point: point[1], default=(None, None))
+    speeds = [speed for own in report.curves["tokens_per_s"].values() for _, speed in own]
     return ComparedRun(
         run=name,
         state=status.state,
@@ -118,7 +121,7 @@ def _compared(name: str, report: Report) -> ComparedRun:
         val_loss=status.val_loss,
         best_val_loss=best,
         best_step=None if best_step is None else int(best_step),
-        tokens_per_s=status.tokens_per_s,
+        tokens_per_s=median(speeds) if speeds else None,
         allocated_s=round(report.allocated_s, 3),
         worker_hours=report.worker_hours,
         run_dir=status.run_dir,

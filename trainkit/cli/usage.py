@@ -159,7 +159,10 @@ def _option_hint(error: click.NoSuchOption, args: Sequence[str]) -> str:
         return f"CONFIG has no option: `{error.ctx.command_path} {named}`"
     if typed == "--dry-run" and args[0] == "run":
         return "`trainkit submit --backend local --dry-run …` shows what would run"
-    if "--set" in known and (found := next(filter(None, map(SETTING.fullmatch, args)), None)):
+    loose = (
+        word for before, word in zip(["", *args], args, strict=False) if before not in ("--set", "--sweep")
+    )
+    if "--set" in known and (found := next(filter(None, map(SETTING.fullmatch, loose)), None)):
         return _setting_hint(found)
     if "--set" in known:
         from trainkit.config.schema import OTHER_KEYS, all_keys

@@ -90,8 +90,8 @@ def value_hint(path: tuple[str, ...], found: Entry, origin: str) -> str:
 def nearest(path: tuple[str, ...], typed: str) -> str | None:
     """What a typed text probably means for a key, in a form that it takes; None if nothing is near."""
     found = readings(typed, _words(path))
-    if path == MEMORY and typed.isdigit():
-        found = iter((f"{typed}G",))
+    if path == MEMORY and typed.isdigit():  # of Slurm's users, few mean MB by a number this small
+        found = iter((f"{typed}{'G' if len(typed) <= 3 else 'M'}",) if int(typed) else ())
     return first_accepted(found, lambda text: _accepts(path, text))
 
 

@@ -47,7 +47,6 @@ from trainkit.slurm.environment import cluster_name
 
 if TYPE_CHECKING:
     from trainkit.launch.earliest_end import Choice
-    from trainkit.plan.workload import Workload
 
 REPLAY_FILE = "replay.json"
 """In the folder of a job of `trainkit replay`: which run and steps it computes again."""
@@ -90,7 +89,7 @@ def expected_time_s(run: RunDir, plan: LaunchPlan, steps: int | None) -> float |
 
 
 def refuse_finished(
-    run: RunDir, before: RunConfig, loaded: LoadedConfig, workload: Workload, *, new_code: bool
+    run: RunDir, before: RunConfig, loaded: LoadedConfig, plan: LaunchPlan, *, new_code: bool
 ) -> None:
     """Raise UsageError if the run has finished and nothing is asked that it has not done.
 
@@ -99,11 +98,12 @@ def refuse_finished(
     end, now = read_end(run.attempt(max(run.attempt_numbers(), default=0))), loaded.config
     if end is None or end.state != "finished":
         return
-    if not workload.knows_run:
+    if not plan.workload.knows_run:
         if new_code or any(changes(before, now)):
             return
-        again = f"`trainkit submit {run.word}` runs it again in a new folder"
-        hint = f"{again}, `trainkit requeue {run.word}` in this one"
+        hint = f"`trainkit submit {run.word}` runs it again in a new folder"
+        if plan.has_supervisor and plan.debug is None:
+            hint += f", `trainkit requeue {run.word}` in this one"
         if call_file(run).exists():
             hint = "call trainkit.submit(…) again"
         raise UsageError(f"{run.shown} has finished: its command ended with exit code 0", hint=hint)
@@ -342,7 +342,7 @@ def planned_resume(
         note_dead_job(run, warn)
     loaded, plan_before = load_again(run, overrides, flags)
     job, before, workload = read_job(run), read_effective(run.config_file), plan_before.workload
-    refuse_finished(run, before, loaded, workload, new_code=new_code)
+    refuse_finished(run, before, loaded, plan_before, new_code=new_code)
     with submission_folder(run, new_code) as code_dir:
         if target is None and "launch.backend" not in flags:
             target = same_place(job.newest, loaded)

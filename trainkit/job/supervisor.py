@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, TrainkitError
+from trainkit.folders import whole_paths
 from trainkit.job import processes
 from trainkit.job.allocation import (
     CANCELLED,
@@ -290,6 +291,7 @@ class SubmititJob:
 
     run_dir: str
 
+    @whole_paths()
     def __call__(self) -> None:
         run = RunDir(Path(self.run_dir))
         code = supervise_job(run, read_json(run.step_file))
@@ -298,6 +300,7 @@ class SubmititJob:
             raise SystemExit(code)
 
 
+@whole_paths()
 def main(argv: Sequence[str] | None = None) -> int:
     """Read the command line and run the supervisor; returns its exit code."""
     run_dir, kind, *rest = sys.argv[1:] if argv is None else argv

@@ -67,7 +67,8 @@ class RunFolder:
     @property
     def word(self) -> str:
         """Its path as a word of a command that is typed where this one was."""
-        return quote(self.shown)
+        # A word without a slash could also be a job id, the name of another run, or a config.
+        return quote(self.shown if "/" in self.shown else str(self.path))
 
 
 class RunDir(RunFolder):

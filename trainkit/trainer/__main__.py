@@ -12,6 +12,7 @@ import traceback
 from functools import partial
 
 from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, TrainkitError, UsageError
+from trainkit.folders import whole_paths
 from trainkit.job.rank_debugger import TERMINAL_VARIABLE, mode_of_rank, stop_at
 from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import LaunchPlan
@@ -25,6 +26,7 @@ from trainkit.trainer.progress import CurrentPhase, Progress, RankInfo, RankStac
 REPLAY_WORKER = "trainkit.contrib.replay.worker"
 
 
+@whole_paths()
 def main() -> None:
     """Run one worker and end the process with its exit code."""
     # Garbage collections would take a fifth of the import of torch, and find nothing to free.

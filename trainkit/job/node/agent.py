@@ -20,6 +20,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, EXIT_OK, EXIT_STOPPED, TrainkitError
+from trainkit.folders import whole_paths
 from trainkit.job import processes
 from trainkit.job.failure.launcher_report import LaunchedRanks, RankExit
 from trainkit.job.failure.records import killed_rank, lost_host_failure, record_refusal, record_silent_death
@@ -304,6 +305,7 @@ class Agent(ProcessGroup):
                 processes.end_descendants()
 
 
+@whole_paths()
 def main(argv: Sequence[str] | None = None) -> int:
     """Read the command line and run one node's agent; returns its exit code."""
     run_dir, *options = sys.argv[1:] if argv is None else argv
