@@ -1,14 +1,22 @@
 """What ``--after`` waits for."""
 
 import json
+from pathlib import Path
 
 import pytest
 
+from tests.support.groups import make_group
 from trainkit.errors import UsageError
-from trainkit.launch.dependency import dependency_ids, with_dependency
+from trainkit.launch import dependency
+from trainkit.launch.dependency import dependencies, dependency_ids, with_dependency
 from trainkit.observe.group import PointStatus
 from trainkit.plan.launch import Batch, LaunchPlan, Layout
 from trainkit.plan.slurm_request import SlurmRequest
+from trainkit.run.files import write_json
+from trainkit.run.group import create_task_run
+from trainkit.run.record import change_newest
+from trainkit.slurm.jobs import JobInfo
+from trainkit.slurm.states import JobState
 
 
 def plan(slurm: SlurmRequest | None) -> LaunchPlan:
@@ -93,6 +101,31 @@ def test_the_plan_says_what_it_waits_for() -> None:
         before.slurm,
         {"after": "starts immediately: a has already finished"},
     )
+
+
+@pytest.mark.parametrize("open_points", [(0, 1), (0,), (1,)])
+def test_a_point_on_another_cluster_may_have_the_id_of_its_array(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, open_points: tuple[int, ...]
+) -> None:
+    (tmp_path / "slurm.conf").write_text("ClusterName=west\n")
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
+    monkeypatch.delenv("SLURM_CLUSTERS", raising=False)
+    group = make_group(tmp_path, {0: {"seed": 1}, 1: {"seed": 2}}, cluster="east")
+    for index in group.points:
+        create_task_run(group.run(index))
+        if index not in open_points:
+            write_json(group.run(index).attempt(1).end_file, {"state": "finished", "action": "finished"})
+    # As after `trainkit resume` here, where a job has the id of the array there.
+    change_newest(group.run(1), job_id="12", cluster="west")
+    monkeypatch.setattr(
+        dependency, "query_jobs", lambda ids: {job: JobInfo(job, JobState.RUNNING) for job in ids}
+    )
+    waits_for = dependencies([str(group.path)], print, on_slurm=True)
+    assert waits_for == [("12_0;east", "12")[index] for index in open_points]
+    if len(open_points) > 1:
+        with pytest.raises(UsageError, match="a job can wait only for jobs of its own cluster") as caught:
+            with_dependency(plan(SlurmRequest({}, clusters=("east",))), ["g"], waits_for)
+        assert caught.value.message.endswith("waits here for 12_0 on east and 12 on this one")
 
 
 def test_a_run_on_this_machine_waits_for_folders() -> None:

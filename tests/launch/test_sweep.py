@@ -71,6 +71,7 @@ def test_problems_are_cut_off(tmp_path: Path) -> None:
     [
         ({"resources.nodes": 2}, "--nodes=1 or --nodes=2"),
         ({"resources.mem": "8G"}, "no --mem or --mem=8G"),
+        ({"resources.clusters": ["east", "west"]}, "no --clusters or --clusters=east,west"),
         ({"launch.modules": ["cuda"]}, 'launch.modules: [] or launch.modules: ["cuda"]'),
         ({"requeue.grace_s": 60}, "--signal=USR2@120 or --signal=USR2@60"),
         ({"device": "cuda", "resources.gpus_per_node": 1}, "device cpu or device cuda"),

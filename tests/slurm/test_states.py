@@ -141,7 +141,9 @@ def test_no_job_ids(text: str) -> None:
 
 
 def test_base_id() -> None:
-    assert [base_id(text) for text in ("12", "12_3", "12_[4-9%2]", "12+1")] == ["12"] * 4
+    for cluster in (None, "east", "my_cluster", "my-2_b-c"):
+        names = [on_cluster(text, cluster) for text in ("12", "12_3", "12_[4-9%2]", "12+1")]
+        assert list(map(base_id, names)) == [on_cluster("12", cluster)] * 4
 
 
 def test_expand_tasks() -> None:

@@ -22,7 +22,7 @@ from trainkit.run.registry import find_run_or_group
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.environment import other_cluster
 from trainkit.slurm.jobs import query_jobs
-from trainkit.slurm.states import base_id, by_cluster
+from trainkit.slurm.states import base_id, by_cluster, on_cluster
 
 Dependency = RunStatus | PointStatus
 """A run that a job waits for; its job id is None if it was never submitted."""
@@ -51,10 +51,10 @@ def open_runs(text: str, runs: Sequence[Dependency]) -> list[Dependency]:
 
 
 def dependency_ids(text: str, runs: Sequence[Dependency], arrays: Sequence[str] = ()) -> list[str]:
-    """The ids of the Slurm jobs that must succeed before the runs that `text` names have finished.
+    """The Slurm jobs that must succeed before the runs that `text` names have finished.
 
-    Empty if all have finished. `arrays` are the job ids of a group. Raises UsageError as `open_runs`, and if
-    a run is on this machine.
+    Empty if all have finished. Every job is named as by `on_cluster`, also in `job_id` of the runs; `arrays`
+    are those of a group. Raises UsageError as `open_runs`, and if a run is on this machine.
     """
     found = open_runs(text, runs)
     local = next((run for run in found if str(run.job_id).startswith("local-")), None)
@@ -101,16 +101,16 @@ def dependencies(names: Sequence[str], warn: Callable[[str], None], *, on_slurm:
         found = find_run_or_group(name, to_change=True)
         arrays, runs = list[str](), list[Dependency]()
         if isinstance(found, RunDir):
-            runs, newest = [_run(found, warn, on_slurm)], read_job(found).newest
-            jobs = {} if newest is None else {newest.job_id: newest.job}
+            run = _run(found, warn, on_slurm)
+            runs = [replace(run, job_id=run.job_id and on_cluster(run.job_id, run.cluster))]
         else:
             points = GroupFiles(found)
             status = points.status(query_jobs(points.open_ids), datetime.now(timezone.utc))
-            arrays, runs = found.job_ids, [*status.points]
-            jobs = {str(one.job_id): points.jobs[one.index] for one in status.points if one.job_id}
-            jobs |= zip(arrays, found.jobs, strict=True)
+            # The jobs of two clusters may have the same id.
+            runs = [replace(point, job_id=points.jobs.get(point.index)) for point in status.points]
+            arrays = found.jobs
         if on_slurm:
-            waits_for += [jobs[job_id] for job_id in dependency_ids(name, runs, arrays)]
+            waits_for += dependency_ids(name, runs, arrays)
         elif open_runs(name, runs):
             waits_for.append(str(found.path))
     return waits_for

@@ -324,9 +324,11 @@ def job_difference(
 
 
 def _job_of(point: PlannedPoint) -> dict[str, str]:
-    """The parts of a point's script by name, as shown to the user."""
+    """The parts of a point's job by name, as shown to the user."""
     plan = point.plan
     options = {} if plan.slurm is None else {**plan.slurm.srun, **plan.slurm.sbatch}
+    if plan.slurm is not None and plan.slurm.clusters:
+        options["clusters"] = ",".join(plan.slurm.clusters)
     script = {f"--{name}": "".join(option_argv({name: value})) for name, value in options.items()}
     # Not part of the script: agents set the variables and the network.
     launch = point.config.launch.model_dump(mode="json", exclude={"env", "network"})

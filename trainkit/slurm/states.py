@@ -223,7 +223,8 @@ def checked_job_id(text: str) -> str:
 
 def base_id(job_id: str) -> str:
     """`123` of `123`, `123_4`, `123_[5-9]` and `123+1`; the name of a cluster is kept."""
-    return re.sub(r"[_+][^;]*", "", job_id)
+    number, separator, cluster = job_id.partition(";")
+    return re.sub(r"[_+].*", "", number) + separator + cluster
 
 
 def expand_tasks(job_id: str) -> list[str]:
