@@ -1,4 +1,4 @@
-"""Breaks ten lines on which runs depend, one at a time, and shows whether the tests notice.
+"""Breaks eleven lines on which runs depend, one at a time, and shows whether the tests notice.
 
     python -m benchmarks.mutants [NAME ...]
 

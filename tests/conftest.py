@@ -102,8 +102,8 @@ def _side_by_side(units: list[list[pytest.Item]]) -> list[list[pytest.Item]]:
     starts: list[tuple[float, list[pytest.Item]]] = []
     for waits in (True, False):
         kind = [unit for unit in units if (unit[0].get_closest_marker("cluster") is not None) == waits]
-        ends = list(itertools.accumulate(sum(map(_seconds, unit)) for unit in kind))
-        starts += ((end / ends[-1], unit) for end, unit in zip(ends, kind, strict=True))
+        begins = [0.0, *itertools.accumulate(sum(map(_seconds, unit)) for unit in kind)]
+        starts += ((begin / begins[-1], unit) for begin, unit in zip(begins, kind, strict=False))
     return [unit for _, unit in sorted(starts, key=lambda start: start[0])]
 
 

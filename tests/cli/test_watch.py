@@ -264,6 +264,7 @@ def test_slurm_is_asked_seldom_while_a_job_runs(monkeypatch: pytest.MonkeyPatch)
     wait_for(lambda: poller.jobs(["1"]) and len(slurm.asked) > 3)
     slurm.state = JobState.RUNNING
     wait_for(lambda: (poller.jobs(["1"]) or {})["1"].state is JobState.RUNNING)
+    poller._thread.join()  # that began when the state was not known yet
     count = len(slurm.asked)
     for _ in range(100):
         poller.jobs(["1"])

@@ -44,6 +44,13 @@ def test_a_run_of_a_group_is_made_when_it_is_named(group: RunGroup) -> None:
     assert not group.run(3).exists()
 
 
+def test_a_group_is_not_one_run(group: RunGroup) -> None:
+    with pytest.raises(UsageError) as caught:
+        find_run("group")
+    assert caught.value.message == "group is a group of 2 runs"
+    assert caught.value.hint == f"choose one of them, for example {group.run(3).path}"
+
+
 @pytest.mark.parametrize("text", ["12_5", "group/5"])
 def test_no_such_point(group: RunGroup, text: str) -> None:
     with pytest.raises(UsageError, match="has no point 5"):
