@@ -110,6 +110,12 @@ def submit_script(
     return submit_once(submit, token=token, script=script, clusters=clusters, notify=notify)
 
 
+def cancel_command(job: str) -> str:
+    """The command that cancels a job that is named as `submit_script` returns it."""
+    job_id, _, cluster = job.partition(";")
+    return f"scancel --clusters={cluster} {job_id}" if cluster else f"scancel {job_id}"
+
+
 def submit_once(
     submit: Callable[[], str],
     *,
