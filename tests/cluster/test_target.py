@@ -122,6 +122,19 @@ def test_clusters_that_it_cannot(
     assert slurm.programs == ["sacctmgr"]
 
 
+@pytest.mark.parametrize("variable", ["SLURM_CLUSTERS", "SBATCH_CLUSTERS"])
+def test_clusters_of_the_environment_too(
+    slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    slurm.add("sacctmgr", "echo west; echo east")
+    monkeypatch.setenv(variable, "west,east")
+    with pytest.raises(ConfigError) as caught:
+        known(slurm, "resources.clusters=east")
+    (problem,) = caught.value.problems
+    assert problem.message == "cannot be used while the environment names several clusters: west,east"
+    assert problem.hint == "unset SLURM_CLUSTERS SBATCH_CLUSTERS"
+
+
 def test_slurm_that_is_away(slurm: FakeSlurm) -> None:
     slurm.add("sinfo", "echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1")
     found = known(slurm)

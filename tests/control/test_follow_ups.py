@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from trainkit.backends.slurm import cancel_follow_ups, submit_follow_ups
 from trainkit.control import cancel as control_cancel
 from trainkit.control.cancel import cancel_run
 from trainkit.control.resume import requeue_run
-from trainkit.errors import UsageError
+from trainkit.errors import TrainkitError, UsageError
 from trainkit.plan.slurm_request import SlurmRequest
 from trainkit.run.end import AttemptEnd
 from trainkit.run.files import read_json, write_json
@@ -77,6 +78,36 @@ def cancelled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ids: list[str] = []
     monkeypatch.setattr(slurm_backend, "cancel_waiting", ids.extend)
     return ids
+
+
+@pytest.mark.parametrize(
+    ("job", "command"), [("123", "scancel 123"), ("123;east", "scancel --clusters=east 123")]
+)
+def test_a_job_that_cannot_be_recorded_is_named_with_a_command(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, job: str, command: str
+) -> None:
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(slurm_backend, "submit_script", lambda *args, **more: job)
+    monkeypatch.setattr(slurm_backend, "add_slurm_attempt", full)
+    script, plan = SimpleNamespace(text="#!/bin/bash\n"), SimpleNamespace(slurm=REQUEST)
+    new: Any = SimpleNamespace(script=script, plan=plan, config_text="", plan_text="", reason="submit")
+    with pytest.raises(TrainkitError, match=r"^123 was submitted, but") as caught:
+        slurm_backend.SbatchBackend().start(run, new)
+    assert caught.value.hint.endswith(f"`{command}`")
+
+
+def test_what_ctrl_c_cancelled_is_named_by_its_id(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(slurm_backend, "find_by_token", lambda *args, **more: "123;east")
+    monkeypatch.setattr(slurm_backend, "cancel", done.extend)
+    with pytest.raises(KeyboardInterrupt), slurm_backend.removed_unless_submitted(run.path, "x", ["east"]):
+        raise KeyboardInterrupt
+    assert (done, run.path.exists()) == (["123;east"], False)
+    assert capsys.readouterr().err == "123 had already been submitted and was cancelled\n"
 
 
 def test_each_waits_for_all_before_it(run: RunDir, sbatch: Sbatch, capsys: Any) -> None:

@@ -19,7 +19,7 @@ from trainkit.job.group_parts import next_part, recover_parts, submit_parts
 from trainkit.locks import file_lock
 from trainkit.run.files import read_json, write_json
 from trainkit.run.group import Part, RunGroup, create_task_run
-from trainkit.slurm.client import SlurmRefused
+from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
 from trainkit.slurm.states import array_indices
 
 NO_ROOM = "sbatch: error: QOSMaxSubmitJobPerUserLimit\nsbatch: error: Batch job submission failed"
@@ -100,6 +100,19 @@ def test_one_array_where_it_fits(tmp_path: Path, connect: Any) -> None:
     slurm, group = connect(Slurm(1001, 10_000)), group_of(tmp_path, 5)
     assert submit_parts(group, print) == 5
     assert (len(slurm.jobs), group.left, group.task_id(4)) == (1, [], "100_4")
+
+
+def test_an_array_that_cannot_be_recorded_is_named_by_its_id(
+    tmp_path: Path, connect: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    connect(Slurm(1001, 10_000))
+    monkeypatch.setattr(group_parts, "submit_script", lambda *args, **more: "123;east")
+    monkeypatch.setattr(group_parts, "_note_job", full)
+    with pytest.raises(SlurmUnreachable, match=r"^123 was submitted, but"):
+        submit_parts(group_of(tmp_path, 5), print)
 
 
 def test_the_run_of_a_point_in_a_later_array(tmp_path: Path, connect: Any) -> None:

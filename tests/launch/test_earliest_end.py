@@ -16,6 +16,7 @@ from trainkit.cluster.target import LOCAL, Target
 from trainkit.config import LoadedConfig, dump_effective, load_config
 from trainkit.config.load import with_values
 from trainkit.data.checks import DataFacts
+from trainkit.errors import UsageError
 from trainkit.launch import earliest_end
 from trainkit.launch.earliest_end import (
     Choice,
@@ -292,6 +293,16 @@ def test_priorities_are_shown_where_slurm_has_them(fake: FakeSlurm, monkeypatch:
     fake.add("sshare", "echo FairShare 0.5")
     _, plan, choice = choose(monkeypatch)
     assert list(choice_lines(choice, plan))[-1].endswith(":\nWeights 1000\nFairShare 0.5")
+
+
+def test_the_one_cluster_of_the_config_is_asked(fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake.add("sbatch", ANSWERS.format(cases="8/*) start=0"))
+    fake.add("sprio")
+    assert choose(monkeypatch, "resources.clusters=east")[2].taken is not None
+    asked = [call[1] for call in fake.calls if call[0] != "scontrol"]
+    assert set(asked) == {"--clusters=east"}
+    with pytest.raises(UsageError, match="cannot compare the starts on east or west"):
+        choose(monkeypatch, "resources.clusters=east,west")
 
 
 def test_a_repeated_value_of_the_config_stays(fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 import errno
 import os
 import subprocess
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -11,6 +11,7 @@ from trainkit.run.files import read_json, write_json
 from trainkit.run.process import ProcessId
 from trainkit.run.record import (
     AttemptRecord,
+    JobRecord,
     add_slurm_attempt,
     claim_entry,
     copied_folder,
@@ -54,6 +55,17 @@ def test_what_cannot_be_known_is_not_guessed(change, expected):
 def test_damaged_job_file_is_no_attempts(tmp_path):
     (tmp_path / "job.json").write_text("{")
     assert read_job(RunDir(tmp_path)).attempts == []
+
+
+def test_a_follow_up_that_started_without_the_name_of_its_cluster_waits_no_longer(monkeypatch):
+    monkeypatch.setenv("SLURM_CLUSTERS", "here")
+    attempts = [AttemptRecord(1, "7", cluster="east"), AttemptRecord(2, "8")]
+    record = JobRecord(attempts=attempts, follow_ups=["8", "9"])
+    assert record.waiting == ["9"]
+    assert replace(record, attempts=attempts[::-1]).waiting == ["9;east"]
+    attempts[0] = replace(attempts[0], cluster="west")
+    attempts[1] = replace(attempts[1], cluster="east")
+    assert replace(record, follow_ups=["7", "8"]).waiting == ["7;east"]
 
 
 def test_attempts_keep_their_own_config_and_plan(tmp_path):

@@ -221,6 +221,13 @@ def test_several_clusters(fake: FakeSlurm, script: Path, monkeypatch: pytest.Mon
     ]
 
 
+def test_a_job_is_found_while_another_cluster_is_away(fake: FakeSlurm) -> None:
+    fake.add("squeue", f"case $1 in *=west) {AWAY};; *=east) {MINE};; esac")
+    assert find_by_token(MARK, clusters=["west", "east"]) == "9;east"
+    with pytest.raises(SlurmUnreachable):
+        find_by_token(MARK, clusters=["west", "north"])
+
+
 @pytest.mark.parametrize("token", ["", "two words", "a\nb", "a,b", "ä", "$(x)"])
 def test_a_token_is_one_word(token: str, script: Path) -> None:
     with pytest.raises(ValueError, match="a token must be one word"):

@@ -40,7 +40,7 @@ from trainkit.slurm.client import SlurmUnreachable
 from trainkit.slurm.control import cancel, cancel_waiting, kill_steps, send_signal
 from trainkit.slurm.jobs import JobInfo, query_jobs
 from trainkit.slurm.states import JobState
-from trainkit.slurm.submit import find_by_token, submit_script
+from trainkit.slurm.submit import cancel_command, find_by_token, submit_script
 
 if TYPE_CHECKING:
     from trainkit.plan.slurm_request import SlurmRequest
@@ -135,21 +135,21 @@ class SbatchBackend(SlurmBackend):
         token = submission_token(run, attempt.number)
         try:
             with removed_unless_submitted(attempt.path, token, new.plan.slurm.clusters):
-                job_id = self.submit(attempt, new, token)
+                job = self.submit(attempt, new, token)
         except BaseException:
             if not attempt.path.exists():
                 discard_attempt(attempt)
             raise
         try:
-            entry = add_slurm_attempt(run, attempt.number, job_id, new.reason, self.name)
+            entry = add_slurm_attempt(run, attempt.number, job, new.reason, self.name)
             log_event(run, attempt.number, "submitted", job_id=entry.job_id, reason=new.reason)
             if new.plan.slurm.clusters:
                 print_note(f"{entry.job_id} is on the cluster {entry.cluster}")
             submit_follow_ups(attempt, entry.job, new.plan.slurm, new.num_follow_ups)
         except OSError as error:
             raise TrainkitError(
-                f"{job_id} was submitted, but {run.shown} cannot be written: {error.strerror}",
-                hint=f"free disk space, which the job needs too, or cancel it with `scancel {job_id}`",
+                f"{job.partition(';')[0]} was submitted, but {run.shown} cannot be written: {error.strerror}",
+                hint=f"free disk space, which the job needs too, or cancel it with `{cancel_command(job)}`",
             ) from error
         return entry
 
@@ -245,7 +245,7 @@ def _cancel_interrupted(token: str, since: float, clusters: Sequence[str]) -> bo
         found = find_by_token(token, since=since, clusters=clusters)
         if found is not None:
             cancel([found])
-            print_note(f"{found} had already been submitted and was cancelled")
+            print_note(f"{found.partition(';')[0]} had already been submitted and was cancelled")
     except TrainkitError as error:
         print_note(f"cannot tell whether the job was submitted: {error.message}")
         return False

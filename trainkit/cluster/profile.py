@@ -5,6 +5,7 @@ A profile is a file `clusters/NAME.yaml` in the current folder or in the user's 
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +28,7 @@ from trainkit.errors import ConfigError, Problem, SlurmError
 from trainkit.folders import config_folder, shipped_configs
 from trainkit.formats import did_you_mean, memory_mib, time_limit_s
 from trainkit.slurm.client import SlurmRefused
-from trainkit.slurm.environment import cluster_name, other_cluster
+from trainkit.slurm.environment import cluster_name, other_cluster, scrubbed
 
 if TYPE_CHECKING:
     from trainkit.config import LoadedConfig
@@ -158,6 +159,9 @@ def _check_clusters(loaded: LoadedConfig) -> None:
         hint = f"{did_you_mean(unknown[0], known)}clusters: {', '.join(known)}"
         message = f"names {listed(unknown)}, which Slurm's accounting does not know"
         raise ConfigError([loaded.problem(CLUSTERS, message, hint)])
+    if "," in (named := scrubbed(os.environ).get("SLURM_CLUSTERS", "")):
+        message = f"cannot be used while the environment names several clusters: {named}"
+        raise ConfigError([loaded.problem(CLUSTERS, message, "unset SLURM_CLUSTERS SBATCH_CLUSTERS")])
     if cluster_name() is None:
         message = "cannot be used here: no slurm.conf tells which cluster this is"
         raise ConfigError([loaded.problem(CLUSTERS, message, "export SLURM_CONF")])

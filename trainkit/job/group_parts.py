@@ -102,7 +102,8 @@ def _submit(group: RunGroup, notify: Callable[[str], None], size: int | None, un
             try:
                 _note_job(group, parts, part, job)
             except OSError as error:
-                message = f"{job} was submitted, but {group.path} cannot be written: {error.strerror}"
+                job_id = job.partition(";")[0]
+                message = f"{job_id} was submitted, but {group.path} cannot be written: {error.strerror}"
                 hint = "free disk space; `trainkit status` then finds the job"
                 raise SlurmUnreachable(message, hint, may_have_arrived=True) from error
             count += len(indices)

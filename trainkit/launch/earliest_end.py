@@ -128,7 +128,7 @@ def choose_nodes(
     Of a run that resumes, `before` is that of `plan_nodes`, and `left` the share of its steps that is left.
     Raises the errors of `plan_run`. Without an answer of Slurm, the plan is that of the config.
     """
-    if clusters := loaded.config.resources.clusters:
+    if len(clusters := loaded.config.resources.clusters) > 1:
         message = f"cannot compare the starts on {listed(clusters, 'or')}, of which Slurm takes the first"
         raise UsageError(f"--nodes auto {message}", hint="name the nodes, or a range of them")
     facts = facts or gather(loaded, workload, code_dir=code_dir)
@@ -244,10 +244,12 @@ def _gather(
     ]
     misfits = [misfit(replace(request, nodes=size, time_s=s), cluster, item.name) for size, item, s in asked]
     fitting = [of for of, why_not in zip(asked, misfits, strict=True) if not why_not]
+    clusters = resources.clusters
     with ThreadPoolExecutor(2) as threads:
-        priority = threads.submit(_priority)
+        priority = threads.submit(_priority, ",".join(clusters))
         measured = threads.submit(_measured, plans, config, gpus)
-        found = ask_starts([_argv(plans[size], size, item, s) for size, item, s in fitting], ENOUGH_S)
+        options = [_argv(plans[size], size, item, s) for size, item, s in fitting]
+        found = ask_starts(options, ENOUGH_S, clusters)
         base = _base(plans, config, facts, {gpus[item.name] for item in request.partitions}, own, request)
         work = {
             place: replace(all_steps, seconds=left * all_steps.seconds)
@@ -348,12 +350,12 @@ def _earlier_runs() -> Iterator[RunDir]:
         yield from map(known.group.run, known.group.points) if known.is_group else (known.run,)
 
 
-def _priority() -> str:
+def _priority(cluster: str) -> str:
     """The user's shares and the weights of the priority; empty where the cluster has no such priorities."""
     parts = []
     for argv in (["sprio", "--weights"], ["sshare", "-U"]):
         try:
-            parts.append(query(argv, timeout_s=ENOUGH_S / 2, patience_s=0.0).rstrip())
+            parts.append(query(argv, timeout_s=ENOUGH_S / 2, patience_s=0.0, cluster=cluster).rstrip())
         except TrainkitError:
             return ""
     return "\n".join(parts)

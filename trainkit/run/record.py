@@ -171,9 +171,8 @@ class JobRecord:
         """
         if self.newest is None or not self.follow_ups:
             return []
-        cluster, elsewhere = self.newest.cluster, self.newest.elsewhere
-        started = {entry.job_id for entry in self.attempts if entry.cluster == cluster}
-        return [on_cluster(job_id, elsewhere) for job_id in self.follow_ups if job_id not in started]
+        elsewhere = self.newest.elsewhere
+        return [on_cluster(job_id, elsewhere) for job_id in self.follow_ups if not self.of_job(job_id)]
 
     @property
     def num_auto_restarts(self) -> int:

@@ -110,6 +110,12 @@ def submit_script(
     return submit_once(submit, token=token, script=script, clusters=clusters, notify=notify)
 
 
+def cancel_command(job: str) -> str:
+    """The command that cancels a job that is named as `submit_script` returns it."""
+    job_id, _, cluster = job.partition(";")
+    return f"scancel --clusters={cluster} {job_id}" if cluster else f"scancel {job_id}"
+
+
 def submit_once(
     submit: Callable[[], str],
     *,
@@ -203,11 +209,18 @@ def find_by_token(token: str, *, since: float = 0.0, clusters: Sequence[str] = (
 def _find(submission: _Submission, patience_s: float) -> str | None:
     layout = FIELD.join(("%F", "%V", "%k", "%o")) + RECORD
     argv = ["squeue", "--me", "--noheader", "--states=all", f"--format={layout}"]
+    away: SlurmUnreachable | None = None
     for cluster in submission.clusters or ("",):
-        found = query(argv, environ=scrubbed(os.environ), patience_s=patience_s, cluster=cluster)
+        try:
+            found = query(argv, environ=scrubbed(os.environ), patience_s=patience_s, cluster=cluster)
+        except SlurmUnreachable as error:
+            away = error  # another one may have the job
+            continue
         for job_id, submitted, comment, command in records(found, 4):
             if submission.matches(comment, command, submitted):
                 return on_cluster(base_id(job_id), cluster)
+    if away is not None:
+        raise away
     return None
 
 
