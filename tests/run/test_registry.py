@@ -4,11 +4,20 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.groups import make_group
 from trainkit.cli.status import read_all
 from trainkit.errors import UsageError
 from trainkit.run import registry
 from trainkit.run.files import append_jsonl, write_json
-from trainkit.run.registry import Start, find_run, index_file, iter_known_runs, record_over, register
+from trainkit.run.registry import (
+    Start,
+    find_run,
+    find_run_or_group,
+    index_file,
+    iter_known_runs,
+    record_over,
+    register,
+)
 from trainkit.run.rundir import RunDir
 
 
@@ -41,6 +50,29 @@ def test_runs_below_here_need_no_index(tmp_path):
     assert find_run("x").path == run.path
     assert find_run("local-x").path == run.path
     assert not index_file().exists()
+
+
+def test_a_job_id_that_two_clusters_have(tmp_path, monkeypatch):
+    (tmp_path / "slurm.conf").write_text("ClusterName=west\n")
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
+    monkeypatch.delenv("SLURM_CLUSTERS", raising=False)
+    group = make_group(tmp_path, {3: {"seed": 1}, 4: {"seed": 2}}, cluster="my_east")
+    register(RunDir(group.path), "group")
+    runs = [make_run(tmp_path / name, name) for name in ("old", "new")]
+    attempts = [{"attempt": 1, "job_id": job_id, "cluster": "west"} for job_id in ("12", "12_3")]
+    for run in runs:
+        write_json(run.job_file, {"attempts": attempts, "follow_ups": ["12_4"]})
+        register(run, run.name)
+    for text, there in (("12", group.path), ("12_3", group.run(3).path), ("12_4", group.run(4).path)):
+        assert find_run_or_group(text).path == runs[1].path
+        with pytest.raises(UsageError, match=f"2 runs are called {text}: ") as caught:
+            find_run_or_group(text, to_change=True)
+        # The older run had its job on the same cluster: Slurm has begun to count again.
+        assert caught.value.message.endswith(f": {runs[1].path}, {group.path}")
+        assert find_run_or_group(f"{text};west", to_change=True).path == runs[1].path
+        assert find_run_or_group(f"{text};my_east", to_change=True).path == there
+        with pytest.raises(UsageError, match="unknown run '12"):
+            find_run_or_group(f"{text};south")
 
 
 def test_folder_that_is_gone_is_forgotten(tmp_path):

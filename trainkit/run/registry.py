@@ -1,6 +1,7 @@
 """Finds runs: RUN on a command line is a job id, a run name, a run folder or `last`.
 
-A run of a group is also `GROUP/INDEX`, or the id of its array task, `123_4`.
+A run of a group is also `GROUP/INDEX`, or the id of its array task, `123_4`. A job id may name its cluster,
+`123;east`.
 
 Every start of a run appends a line to ``$XDG_STATE_HOME/trainkit/runs.jsonl``, so that runs are found from
 any directory; runs in ./runs are found without it.
@@ -24,6 +25,7 @@ from trainkit.run.files import append_jsonl, read_jsonl, utc_now
 from trainkit.run.group import BENCH_FILE, RunGroup, create_task_run, group_of, is_index
 from trainkit.run.record import read_job
 from trainkit.run.rundir import RUNS_FOLDER, AttemptDir, RunDir
+from trainkit.slurm.environment import other_cluster
 from trainkit.slurm.states import base_id, is_job_id
 
 LIST_HINT = "`trainkit status` lists the runs"
@@ -183,7 +185,7 @@ def find_run_or_group(text: str, *, to_change: bool = False) -> RunDir | RunGrou
     """The run or group that RUN refers to: by name the one in ./runs, else the newest one.
 
     Makes the folder of an array task that has not started. Raises UsageError when there is none, and when it
-    is `to_change` and several runs elsewhere have that name.
+    is `to_change` and several runs elsewhere have that name, or jobs with that id on several clusters.
     """
     run = RunDir(text)
     try:
@@ -202,18 +204,18 @@ def find_run_or_group(text: str, *, to_change: bool = False) -> RunDir | RunGrou
     if separator:
         groups = [item for item in _matching_name(head) if item.is_group]
         return _run_of_point(_newest(head, groups, to_change).group, int(tail))
+    job_id = text.partition(";")[0]
     if text == "last":
         matches = list(islice(iter_known_runs(), 1))
-    elif text.startswith("local-") or is_job_id(text):
-        # A point that was restarted individually is also registered as a run, later than its group.
-        matches = list(islice((item for item in iter_known_runs() if _has_job(item, text)), 1))
+    elif text.startswith("local-") or is_job_id(job_id):
+        matches = _matching_job(text, on_all_clusters=to_change and is_job_id(text))
     else:
         matches = _matching_name(text)
     newest = _newest(text, matches, to_change)
     if not newest.is_group:
         return newest.run
-    if is_job_id(text) and "_" in text:
-        return _run_of_point(newest.group, int(text.partition("_")[2]))
+    if is_job_id(job_id) and "_" in job_id:
+        return _run_of_point(newest.group, int(job_id.partition("_")[2]))
     return newest.group
 
 
@@ -232,6 +234,20 @@ def find_bench_folder(text: str, *, with_groups: bool = True) -> Path | None:
         except OSError:
             return None  # whatever else looks for a run there reports it
     return None
+
+
+def _matching_job(text: str, *, on_all_clusters: bool) -> list[KnownRun]:
+    """The newest run or group with this job, or the newest of each cluster that has a job with this id."""
+    matches, seen = list[KnownRun](), set[str | None]()
+    # A point that was restarted individually is also registered as a run, later than its group.
+    for item in iter_known_runs():
+        clusters = _clusters_of_job(item, text)
+        if clusters - seen:
+            matches.append(item)
+            if not on_all_clusters:
+                break
+        seen |= clusters
+    return matches
 
 
 def _matching_name(name: str) -> list[KnownRun]:
@@ -275,11 +291,18 @@ def _run_of_point(group: RunGroup, index: int) -> RunDir:
     return create_task_run(group.run(index))
 
 
-def _has_job(known: KnownRun, job_id: str) -> bool:
+def _clusters_of_job(known: KnownRun, text: str) -> set[str | None]:
+    """The clusters on which a run or group has this job: None is the one here, and an unknown one."""
+    job_id, _, cluster = text.partition(";")
     if known.is_group:
-        return (base_id(job_id) if is_job_id(job_id) else job_id) in known.group.job_ids
-    job = read_job(known.run)
-    return job_id in [*(entry.job_id for entry in job.attempts), *(job.follow_ups or [])]
+        group = known.group
+        has_job = (base_id(job_id) if is_job_id(job_id) else job_id) in group.job_ids
+        found = [group.record.cluster] if has_job else []
+    else:
+        job = read_job(known.run)
+        found = [entry.cluster for entry in job.attempts if entry.job_id == job_id]
+        found += [job.newest.cluster] if job.newest and job_id in (job.follow_ups or []) else []
+    return {other_cluster(name) for name in found if cluster in ("", name)}
 
 
 STATE_VARIABLE = "XDG_STATE_HOME"
