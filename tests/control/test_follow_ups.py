@@ -170,6 +170,32 @@ def test_one_that_carries_the_run_waits_no_more(run: RunDir, cancelled: list[str
     assert cancelled == ["10"]  # job.json knows them no more
 
 
+@pytest.mark.parametrize(("name", "has_ended"), [("east", True), ("east", False), ("west", True)])
+def test_another_cluster_that_is_away_keeps_no_run_that_is_over(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, name: str, has_ended: bool
+) -> None:
+    (tmp_path / "slurm.conf").write_text("ClusterName=west\n")
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
+    monkeypatch.delenv("SLURM_CLUSTERS", raising=False)
+    monkeypatch.setattr(slurm_backend, "cancel_waiting", away)
+    change_newest(run, cluster=name)
+    with_follow_ups(run, "8", "9")
+    if has_ended:
+        AttemptEnd("failed", "failed", exit_code=1).write(run.attempt(1))
+    if name == "west" or not has_ended:
+        with pytest.raises(SlurmUnreachable):
+            cancel_follow_ups(run)
+        assert read_job(run).follow_ups == ["8", "9"]
+        return
+    cancel_follow_ups(run)
+    assert "it is away: `scancel --clusters=east 8 9` cancels the follow-up jobs" in capsys.readouterr().err
+    assert read_job(run).follow_ups == [], "the next attempt may be on a cluster where these are other jobs"
+
+
+def away(jobs: Sequence[str]) -> None:
+    raise SlurmUnreachable("it is away")
+
+
 def test_without_follow_ups_slurm_is_not_asked(run: RunDir, cancelled: list[str]) -> None:
     before = run.job_file.read_text()
     cancel_follow_ups(run)

@@ -198,12 +198,23 @@ def step_of(run: RunDir, entry: AttemptRecord) -> str | None:
 def cancel_follow_ups(run: RunDir, keep: str = "") -> None:
     """Cancel the pending follow-up jobs except `keep`; call with the run's lock held.
 
-    Raises SlurmUnreachable.
+    Raises SlurmUnreachable, but not for those of a run that is over while another cluster does not answer.
     """
-    waiting = [job for job in read_job(run).waiting if job != keep]
-    if waiting:
+    record = read_job(run)
+    waiting, newest = [job for job in record.waiting if job != keep], record.newest
+    if newest is None or not waiting:
+        return
+    try:
         cancel_waiting(waiting)
-        set_follow_ups(run, [])
+    except SlurmUnreachable as error:
+        if not newest.elsewhere or not is_over(run.attempt(newest.attempt)):
+            raise
+        ids = " ".join(job.partition(";")[0] for job in waiting)
+        print_note(
+            f"{error.message}: `scancel --clusters={newest.elsewhere} {ids}` cancels the follow-up jobs "
+            "that may still be pending there"
+        )
+    set_follow_ups(run, [])
 
 
 def _write_attempt(run: RunDir, new: NewAttempt, script: str) -> AttemptDir:
