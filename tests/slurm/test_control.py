@@ -93,6 +93,17 @@ def test_cancel_while_slurm_is_away(fake: FakeSlurm) -> None:
     assert len(fake.calls) > 2, "not retried within its patience"
 
 
+def test_a_cluster_that_is_away_keeps_no_other_from_cancelling(fake: FakeSlurm) -> None:
+    fake.add("scancel", f'[ "$1" != --clusters=east ] || {{ {LOST}; }}')
+    with pytest.raises(SlurmUnreachable):
+        kill_steps([("12;east", "0"), ("12", "1"), ("12;south", "2")], patience_s=0)
+    assert [call[1:] for call in fake.calls] == [
+        ["--clusters=east", "--signal=KILL", "12.0"],
+        ["--signal=KILL", "12.1"],
+        ["--clusters=south", "--signal=KILL", "12.2"],
+    ]
+
+
 def test_no_job_id_is_an_option(fake: FakeSlurm) -> None:
     fake.add("scancel")
     fake.add("scontrol")

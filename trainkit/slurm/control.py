@@ -12,6 +12,7 @@ from trainkit.slurm.client import (
     QUERY_PATIENCE_S,
     QUERY_TIMEOUT_S,
     SlurmRefused,
+    SlurmUnreachable,
     plain_environ,
     query,
     retrying,
@@ -91,14 +92,22 @@ def kill_steps(
 
 
 def _scancel(options: Sequence[str], names: Iterable[str], patience_s: float = QUERY_PATIENCE_S) -> None:
-    """Run scancel for jobs or steps, if there are any; those that have already ended are ignored."""
+    """Run scancel for jobs or steps, if there are any; those that have already ended are ignored.
+
+    What one cluster refuses or does not answer is raised once all have been asked.
+    """
+    problems = list[SlurmRefused | SlurmUnreachable]()
     for cluster, own in by_cluster(names).items():
         try:
             query(["scancel", *options, *own], patience_s=patience_s, cluster=cluster)
+        except SlurmUnreachable as error:
+            problems.append(error)
         except SlurmRefused as error:
             lines = error.sentence.splitlines()
             if not lines or not all(_GONE.search(line) for line in lines):
-                raise
+                problems.append(error)
+    if problems:
+        raise problems[0]
 
 
 def move_dependents(job_id: str, new_id: str) -> list[str]:
