@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.groups import SUBMITTED_AT, make_group
+from trainkit.backends import jobs as backend_jobs
 from trainkit.control import cancel as control_cancel
 from trainkit.control.cancel import cancel_group
 from trainkit.observe.group import GroupFiles, GroupStatus, most_relevant
@@ -21,6 +22,7 @@ from trainkit.run.files import append_jsonl, read_json, write_json
 from trainkit.run.group import Point, RunGroup, create_task_run
 from trainkit.run.record import add_slurm_attempt, claim_entry
 from trainkit.run.rundir import RunDir, run_lock
+from trainkit.slurm.client import SlurmUnreachable
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState
 
@@ -222,7 +224,7 @@ def test_ten_thousand_points_cost_little_more_than_reading_them(
 
 
 def test_a_group_on_another_cluster_is_asked_of_that_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "slurm.conf").write_text("ClusterName=west\n")
     monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
@@ -240,13 +242,29 @@ def test_a_group_on_another_cluster_is_asked_of_that_one(
     there["12_3;east"] = JobInfo("12_3", JobState.UNKNOWN)
     assert states(group, here | there) == ["starting", "starting", "pending", "died"]
     done: list[tuple[str, Sequence[str]]] = []
-    monkeypatch.setattr(control_cancel, "query_jobs", lambda ids: {job: (here | there)[job] for job in ids})
+    away: list[str] = []
+
+    def query(ids: Sequence[str]) -> dict[str, JobInfo]:
+        if ids[0].partition(";")[2] in away:
+            raise SlurmUnreachable("it is away")
+        return {job: (here | there)[job] for job in ids}
+
+    monkeypatch.setattr(backend_jobs, "query_jobs", query)
     for name in ("cancel_waiting", "cancel"):
         monkeypatch.setattr(control_cancel, name, lambda ids, name=name: done.append((name, ids)))
     monkeypatch.setattr(control_cancel, "send_signal", lambda ids, signal: done.append((signal, ids)))
     cancel_group(group, now=False, wait=False)
     # The first point, as one that was resumed, has a job that is none of the group's array.
     assert done == [("cancel_waiting", ["12;east", "12_0"]), ("TERM", ["12;east", "12_0"])]
+    for away[:], jobs_there in ((["east"], ["12_0"]), ([""], ["12;east"]), (["", "east"], [])):
+        done.clear()
+        group.update(cancelled_at=None)
+        with pytest.raises(SlurmUnreachable, match="it is away"):
+            cancel_group(group, now=False, wait=False)
+        assert done == ([("cancel_waiting", jobs_there), ("TERM", jobs_there)] if jobs_there else [])
+        assert (group.record.cancelled_at is None) == (not jobs_there)
+    ends, see = "1 run is saving and ends within 120 s", f"; `trainkit status {group.word}` shows them\n"
+    assert capsys.readouterr().err == f"{ends}{see}{ends}, 1 run removed from the queue{see}"
     create_task_run(group.run(3))
     assert read_json(group.run(3).job_file)["attempts"][0]["cluster"] == "east"
     monkeypatch.setenv("SLURM_CLUSTERS", "east")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -46,15 +46,21 @@ def query_jobs_or_warn(ids: Sequence[str], warn: Callable[[str], None]) -> dict[
 
     Jobs of another cluster are missing while that does not answer.
     """
-    known: dict[str, JobInfo] | None = {}
+    known, problems = query_clusters(ids)
+    for cluster, error in problems.items():
+        warn(f"{error.message}: the state of {len(by_cluster(ids)[cluster]):,} Slurm jobs is unknown")
+    return None if "" in problems else known
+
+
+def query_clusters(ids: Iterable[str]) -> tuple[dict[str, JobInfo], dict[str, TrainkitError]]:
+    """Slurm's information about these jobs, and the error of each cluster that does not answer."""
+    known, problems = dict[str, JobInfo](), dict[str, TrainkitError]()
     for cluster, own in by_cluster(ids).items():
         try:
-            found = query_jobs([on_cluster(job_id, cluster) for job_id in own])
-            known = None if known is None else known | found
+            known |= query_jobs([on_cluster(job_id, cluster) for job_id in own])
         except TrainkitError as error:
-            warn(f"{error.message}: the state of {len(own):,} Slurm jobs is unknown")
-            known = known if cluster else None
-    return known
+            problems[cluster] = error
+    return known, problems
 
 
 def status_from_jobs(run: RunDir, job: JobRecord, jobs: Mapping[str, JobInfo] | None) -> JobStatus:

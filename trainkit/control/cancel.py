@@ -12,7 +12,7 @@ from datetime import datetime, timezone
 from shlex import quote
 
 from trainkit.backends import backend_of, write_cancelled
-from trainkit.backends.jobs import lingering_job, live_entry, recover_job_id
+from trainkit.backends.jobs import lingering_job, live_entry, query_clusters, recover_job_id
 from trainkit.backends.slurm import cancel_follow_ups, in_queue, step_of
 from trainkit.errors import TrainkitError, UsageError, print_note
 from trainkit.folders import shown_path
@@ -102,7 +102,8 @@ def cancel_group(group: RunGroup, *, now: bool, wait: bool) -> CancelResult:
     """Cancel all runs of a group that have not ended, with a constant number of Slurm commands.
 
     Pending runs never start; running ones save and exit, or with `now` are killed; with `wait`, return once
-    they have ended. Raises UsageError for a group whose array job is unknown.
+    they have ended. Raises UsageError for a group whose array job is unknown. The error of a cluster that
+    does not answer is raised once the runs on the others are cancelled.
     """
     if group.record.process is not None:
         return _cancel_here(group, group.record.process, now, wait)
@@ -113,10 +114,18 @@ def cancel_group(group: RunGroup, *, now: bool, wait: bool) -> CancelResult:
             hint="`squeue --me` lists your jobs",
         )
     points = GroupFiles(group)
-    jobs = query_jobs(points.open_ids)
+    jobs, problems = query_clusters(points.open_ids)
+    if problems and not jobs:
+        raise next(iter(problems.values()))
+
+    def answers(job: str) -> bool:
+        return job.partition(";")[2] not in problems
+
     status = points.status(jobs, datetime.now(timezone.utc))
     alive = [
-        point for point in status.points if point.state in UNFINISHED_STATES and point.job_id is not None
+        point
+        for point in status.points
+        if point.state in UNFINISHED_STATES and point.job_id is not None and answers(points.jobs[point.index])
     ]
     pending = [point.index for point in alive if jobs[points.jobs[point.index]].state.is_waiting]
     running = [point.index for point in alive if point.index not in set(pending)]
@@ -125,13 +134,18 @@ def cancel_group(group: RunGroup, *, now: bool, wait: bool) -> CancelResult:
     if alive or left:
         # A resumed point has its own job outside the arrays.
         own = [job for job in job_ids if base_id(job) not in group.jobs]
-        _cancel_points(group, running, pending, own, now)
+        _cancel_points(group, running, pending, [*filter(answers, group.jobs), *own], now)
         pending += left
     state = "cancelled" if alive or left else "ended"
     if running and not now:
         ended = wait and _wait_until_jobs_gone(job_ids, _grace_s(group) + WAIT_MARGIN_S)
         state = "cancelled" if ended else "cancelling"
-    return _group_result(group, len(running), len(pending), now, state)
+    result = _group_result(group, len(running), len(pending), now, state)
+    if problems:
+        if alive or left:
+            print_note(result.message)
+        raise next(iter(problems.values()))
+    return result
 
 
 def _cancel_here(group: RunGroup, process: ProcessId, now: bool, wait: bool) -> CancelResult:
@@ -198,15 +212,14 @@ def _group_result(group: RunGroup, num_running: int, num_pending: int, now: bool
 
 
 def _cancel_points(
-    group: RunGroup, running: Sequence[int], pending: Sequence[int], own_jobs: Sequence[str], now: bool
+    group: RunGroup, running: Sequence[int], pending: Sequence[int], jobs: Sequence[str], now: bool
 ) -> None:
-    """Cancel points by index; `own_jobs` are the jobs of points that run outside the array."""
+    """Cancel points by index; `jobs` are their arrays, and the jobs of points that run outside of these."""
     group.update(cancelled_at=utc_now())
     created = [group.run(index) for index in (*running, *pending) if group.run(index).exists()]
     for run in created:
         with run_lock(run):
             mark_cancelled(run, now=now)
-    jobs = [*group.jobs, *own_jobs]
     if now:
         # Before scancel, whose SIGTERM would make the ranks start to save.
         with contextlib.suppress(UsageError):
