@@ -31,6 +31,14 @@ def test_document_mask_rules_out_pipelines_and_split_samples() -> None:
     assert masked < found
 
 
+def test_older_gpus_read_the_mask_of_documents() -> None:
+    base = step_work("1b", seq_len=8192, dtype="fp16", layout=Layout(dp_shard=8))
+    masked = replace(base, document_mask=True)
+    for gpu_type, is_read in (("a100", False), ("v100", True), ("t4", True)):
+        plain, with_mask = (Choice(work, hardware(8, gpu_type)).memory.peak for work in (base, masked))
+        assert (with_mask - plain >= 2 * 8192**2) == is_read
+
+
 @settings(deadline=None, max_examples=30)
 @given(st.sampled_from(["125m", "7b", "70b"]), st.sampled_from([1, 2, 3, 6, 8, 12, 16, 64, 512]))
 def test_every_choice_is_a_layout_of_all_gpus(preset: str, num_gpus: int) -> None:

@@ -247,7 +247,7 @@ class Choice:
     @cached_property
     def memory(self) -> Memory:
         """Memory of the rank that needs the most."""
-        return memory_of(self.work)
+        return memory_of(self.work.on(self.hardware.gpu))
 
     @cached_property
     def cost(self) -> Cost:

@@ -287,7 +287,7 @@ def _check_gpu_memory(work: StepWork, gpu: Gpu) -> tuple[str, Problem | None]:
 
     If a name has variants, the one with the most memory counts.
     """
-    memory = memory_of(work)
+    memory = memory_of(work.on(gpu))
     peak, worst = memory.peak, memory.at_peak
     text = f"about {gib(peak)} of the {gib(gpu.memory)} of each {gpu.name} ({peak / gpu.memory:.0%})"
     if peak <= gpu.most_memory:

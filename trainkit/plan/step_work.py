@@ -10,6 +10,7 @@ from trainkit.config.running import ParallelConfig, PipelineSchedule
 from trainkit.config.schema import RunConfig
 from trainkit.config.training import OptimizerConfig
 from trainkit.config.validation import ROW_PARTS
+from trainkit.plan.gpus import Gpu
 from trainkit.plan.launch import Batch, Layout
 from trainkit.plan.model_shape import ModelShape
 
@@ -83,13 +84,18 @@ class StepWork:
     """CPU kernels keep more activations; a memory tracker without a GPU measures those."""
     document_mask: bool = False
     """Whether attention has a mask, which rules out context and pipeline parallelism."""
+    flash_attention: bool = True
+    """Whether its GPUs have it, which are those of compute capability 8.0 and later."""
+
+    def on(self, gpu: Gpu) -> StepWork:
+        """The same work on GPUs of a type."""
+        return replace(self, flash_attention=gpu.capability is None)
 
     @property
     def has_dense_mask(self) -> bool:
         """Whether attention reads its mask from memory."""
-        return self.document_mask and not attends_in_blocks(
-            self.parallel, self.shape, self.dtype, self.device
-        )
+        in_blocks = attends_in_blocks(self.parallel, self.shape, self.dtype, self.device)
+        return self.document_mask and not (in_blocks and self.flash_attention)
 
     @property
     def itemsize(self) -> int:
