@@ -297,9 +297,11 @@ def test_a_run_on_another_cluster_is_not_taken_for_dead(
     assert record.of_job("7", "west") == record.attempts[:1]
     assert open_job_ids(run, record) == ["7;east", "8;east", "9;east"]
 
-    # This cluster answers, and has a job 7 and 8 too.
+    # One cluster answers; this one has a job 7 and 8 too.
+    away_is_east = True
+
     def away(ids: Sequence[str]) -> dict[str, JobInfo]:
-        if any(";" in job for job in ids):
+        if any((";" in job) is away_is_east for job in ids):
             raise SlurmUnreachable("squeue cannot reach Slurm: No cluster 'east' known by database")
         return dict.fromkeys(ids, WAITS)
 
@@ -312,10 +314,21 @@ def test_a_run_on_another_cluster_is_not_taken_for_dead(
     assert liveness_probe(run)() is None
     with pytest.raises(SlurmUnreachable):
         live_entry(run, "resume")
+    away_is_east = False
+    ids = [*open_job_ids(run, record), "7"]
+    known = query_jobs_or_warn(ids, said.append)
+    assert known == dict.fromkeys(ids[:3], WAITS)
+    assert said[1].endswith("the state of 1 Slurm jobs is unknown")
+    assert status_from_jobs(run, record, known).alive is True
+    here = replace(record, attempts=record.attempts[:1], follow_ups=None)
+    assert status_from_jobs(run, here, known).alive is None
     queue(monkeypatch, **{"j7;east": ENDED, "j8;east": WAITS})
     entry = live_entry(run, "resume")
     assert entry is not None
     assert entry.job == "8;east"
+    run.attempt(2).create()
+    AttemptEnd("finished", "finished", exit_code=0).write(run.attempt(2))
+    assert liveness_probe(run)() is False
 
 
 def test_a_requeue_of_a_job_that_waits_leaves_no_request(

@@ -24,7 +24,7 @@ QUERY_INTERVAL_S = 10.0
 """Seconds between queries of a waiting command: the controller serves the whole cluster."""
 FIRST_QUERY_INTERVAL_S = 1.0
 JobQuery = Callable[[Sequence[str]], Mapping[str, JobInfo] | None]
-"""Slurm's information about jobs; None when Slurm does not answer."""
+"""Slurm's information about jobs, without those of a cluster that does not answer; None before an answer."""
 
 
 def query_job_status(run: RunDir, job: JobRecord, warn: Callable[[str], None]) -> JobStatus:
@@ -41,19 +41,14 @@ def open_job_ids(run: RunDir, job: JobRecord) -> list[str]:
     return [newest, *job.waiting]
 
 
-def query_jobs_or_warn(ids: Sequence[str], warn: Callable[[str], None]) -> dict[str, JobInfo] | None:
-    """Slurm's information about these jobs; calls `warn` and returns None when Slurm does not answer.
-
-    Jobs of another cluster are missing while that does not answer.
-    """
-    known: dict[str, JobInfo] | None = {}
+def query_jobs_or_warn(ids: Sequence[str], warn: Callable[[str], None]) -> dict[str, JobInfo]:
+    """Slurm's information about these jobs, without those of clusters that do not answer: `warn` says so."""
+    known: dict[str, JobInfo] = {}
     for cluster, own in by_cluster(ids).items():
         try:
-            found = query_jobs([on_cluster(job_id, cluster) for job_id in own])
-            known = None if known is None else known | found
+            known |= query_jobs([on_cluster(job_id, cluster) for job_id in own])
         except TrainkitError as error:
             warn(f"{error.message}: the state of {len(own):,} Slurm jobs is unknown")
-            known = known if cluster else None
     return known
 
 
@@ -234,7 +229,7 @@ class SlurmPoller:
             if time.monotonic() - self._asked_s >= (RUNNING_QUERY_INTERVAL_S if runs else QUERY_INTERVAL_S):
                 self._ask(ids)
             return self._answer[1]
-        # A job that an answer does not list has left the queue: the answer must be about all of them.
+        # A job that is missing in an answer counts as unknown: the answer must be about all of them.
         deadline_s = time.monotonic() + ANSWER_S
         while not wanted <= self._answer[0] and time.monotonic() < deadline_s:
             self._ask(ids)

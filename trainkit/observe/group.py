@@ -225,11 +225,9 @@ class GroupFiles:
         if files.job_id is None:
             return "unknown", "unknown whether it was submitted"
         name = self.jobs[files.point.index]
-        if self._cluster(files) and name not in (jobs or ()):
-            jobs = None  # its cluster does not answer
         job = None if jobs is None else jobs.get(name)
-        is_known = job is not None and job.state is not JobState.UNKNOWN
-        alive = None if jobs is None else is_known and job is not None and not job.is_terminal
+        # Without one, its cluster does not answer.
+        alive = None if job is None else job.state is not JobState.UNKNOWN and not job.is_terminal
         if not files.entry.attempt:
             # Its task has not created the folder yet.
             if alive is False and self.group.record.cancelled_at is not None:
