@@ -16,6 +16,7 @@ from trainkit.backends.jobs import (
     liveness_probe,
     open_job_ids,
     query_jobs_or_warn,
+    recover_job_id,
     require_not_running,
     status_from_jobs,
 )
@@ -329,6 +330,26 @@ def test_a_run_on_another_cluster_is_not_taken_for_dead(
     run.attempt(2).create()
     AttemptEnd("finished", "finished", exit_code=0).write(run.attempt(2))
     assert liveness_probe(run)() is False
+
+
+@pytest.mark.parametrize(("plan", "clusters"), [('{"slurm": {"clusters": ["east"]}}', ["east"]), ("{", [])])
+def test_a_job_is_found_whatever_its_plan(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, plan: str, clusters: list[str]
+) -> None:
+    """A damaged plan must not keep it from being cancelled."""
+    attempt = run.attempt(2)
+    attempt.create()
+    attempt.script_file.write_text("#!/bin/bash\n")
+    attempt.plan_file.write_text(plan)
+    write_json(run.job_file, {**read_json(run.job_file), "backend": "sbatch"})
+    asked: list[Any] = []
+    monkeypatch.setattr(
+        control_jobs, "find_by_token", lambda token, **more: asked.append(more["clusters"]) or "8"
+    )
+    recover_job_id(run)
+    newest = read_job(run).newest
+    assert newest is not None
+    assert (asked, newest.job_id, newest.backend) == ([clusters], "8", "sbatch")
 
 
 def test_a_requeue_of_a_job_that_waits_leaves_no_request(

@@ -11,9 +11,9 @@ from pathlib import Path
 from trainkit.backends import SUPERVISOR_EXIT_S, JobStatus, backend_of
 from trainkit.backends.slurm import in_queue
 from trainkit.errors import SlurmError, TrainkitError, UsageError, print_note
-from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import is_over
 from trainkit.run.group import RunGroup, is_index
+from trainkit.run.history import read_plan
 from trainkit.run.record import AttemptRecord, JobRecord, add_slurm_attempt, read_job
 from trainkit.run.rundir import RunDir, submission_token
 from trainkit.slurm.jobs import JobInfo, query_jobs
@@ -91,19 +91,19 @@ def recover_job_id(run: RunDir) -> None:
 
     Adds it to job.json; call with the lock held. Raises SlurmUnreachable when Slurm does not answer.
     """
-    attempt = run.attempt(max(run.attempt_numbers(), default=0))
+    attempt, job = run.attempt(max(run.attempt_numbers(), default=0)), read_job(run)
     if (
         not attempt.script_file.exists()
         or attempt.end_file.exists()
-        or read_job(run).of_attempt(attempt.number).attempt
+        or job.of_attempt(attempt.number).attempt
     ):
         return
     written = attempt.script_file.stat().st_mtime
-    plan = LaunchPlan.read(attempt.plan_file)
-    clusters = () if plan.slurm is None else plan.slurm.clusters
+    plan = read_plan(attempt)  # a damaged plan must not prevent a cancellation
+    clusters = plan.record("slurm").texts("clusters")
     job_id = find_by_token(submission_token(run, attempt.number), since=written, clusters=clusters)
     if job_id is not None:
-        add_slurm_attempt(run, attempt.number, job_id, "submit", plan.backend)
+        add_slurm_attempt(run, attempt.number, job_id, "submit", plan.text("backend") or str(job.backend))
 
 
 def require_not_running(run: RunDir, command: str) -> None:
