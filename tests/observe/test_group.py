@@ -239,6 +239,9 @@ def test_a_group_on_another_cluster_is_asked_of_that_one(
     there = {f"{job};east": info for job, info in jobs(_1=JobState.RUNNING, _2=JobState.PENDING).items()}
     there["12_3;east"] = JobInfo("12_3", JobState.UNKNOWN)
     assert states(group, here | there) == ["starting", "starting", "pending", "died"]
+    points = [point.to_dict() for point in GroupFiles(group).status(here | there, NOW).points]
+    assert [point.get("cluster") for point in points] == [None, "east", "east", "east"]
+    assert "cluster" not in points[0]
     done: list[tuple[str, Sequence[str]]] = []
     monkeypatch.setattr(control_cancel, "query_jobs", lambda ids: {job: (here | there)[job] for job in ids})
     for name in ("cancel_waiting", "cancel"):

@@ -91,9 +91,12 @@ class PointStatus:
     best: Best | None
     """The best result so far."""
     run_dir: str
+    cluster: str | None = None
+    """The cluster of its job, if that is another one than here."""
 
     def to_dict(self) -> dict[str, object]:
-        return {**vars(self), "best": self.best and asdict(self.best)}
+        own = {name: value for name, value in vars(self).items() if name != "cluster" or value}
+        return {**own, "best": self.best and asdict(self.best)}
 
     @property
     def problem(self) -> str:
@@ -210,6 +213,7 @@ class GroupFiles:
                     job_id=files.job_id,
                     best=files.best,
                     run_dir=str(self.group.run(files.point.index).path),
+                    cluster=self._cluster(files),
                 )
                 for files in self.points
             ],
