@@ -374,6 +374,19 @@ def test_the_summary_of_an_array(place: Path, capsys: pytest.CaptureFixture[str]
     assert [path for index in (0, 2, 3) for path in group.run(index).checkpoints_dir.iterdir()] == []
 
 
+@pytest.mark.parametrize("name", ["out", "./out", "{}/out"])
+def test_a_bench_of_several_arrays_names_them(
+    place: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    for number in (1, 2):
+        (place / "out" / f"array-{number}").mkdir(parents=True)
+        write_json(place / "out" / f"array-{number}" / "sweep.json", {})
+    write_json(place / "out" / "bench.json", {})
+    assert main(["cancel", name.format(place)]) == 2
+    hint = "hint: `trainkit cancel out/array-1`, `trainkit cancel out/array-2`\n"
+    assert capsys.readouterr().err.endswith(hint)
+
+
 def test_an_end_that_this_host_sees_late_is_waited_for(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
