@@ -173,7 +173,11 @@ class Job:
                 if log.exists() and (text := log.read_text()):
                     found[rank] = float(text.split()[0])
             if (ended := self.run.attempt(attempt)).end_file.exists():
-                raise AssertionError(f"{len(found)} ranks, then\n{ended.supervisor_log.read_text()[-2000:]}")
+                lines = ended.supervisor_log.read_text().splitlines()
+                kept = "\n".join(line for line in lines if not line.endswith(": Killed"))  # by the end of all
+                raise AssertionError(
+                    f"{len(found)} ranks, then\n{kept[-4000:]}\n{ended.end_file.read_text()}"
+                )
             return len(found) == self.num_hosts
 
         wait_for(all_have, f"{self.num_hosts} ranks of attempt {attempt}", PATIENCE_S, poll_s=1.0)

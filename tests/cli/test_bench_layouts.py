@@ -27,6 +27,8 @@ from trainkit.run.files import read_json, write_json
 from trainkit.run.group import RunGroup, create_task_run
 from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
+from trainkit.slurm.jobs import JobInfo
+from trainkit.slurm.states import JobState
 
 ROOT = Path(__file__).resolve().parents[2]
 TWO = ("--gpus-per-node", "2")
@@ -372,6 +374,19 @@ def test_the_summary_of_an_array(place: Path, capsys: pytest.CaptureFixture[str]
     assert [path for index in (0, 2, 3) for path in group.run(index).checkpoints_dir.iterdir()] == []
 
 
+@pytest.mark.parametrize("name", ["out", "./out", "{}/out"])
+def test_a_bench_of_several_arrays_names_them(
+    place: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    for number in (1, 2):
+        (place / "out" / f"array-{number}").mkdir(parents=True)
+        write_json(place / "out" / f"array-{number}" / "sweep.json", {})
+    write_json(place / "out" / "bench.json", {})
+    assert main(["cancel", name.format(place)]) == 2
+    hint = "hint: `trainkit cancel out/array-1`, `trainkit cancel out/array-2`\n"
+    assert capsys.readouterr().err.endswith(hint)
+
+
 def test_an_end_that_this_host_sees_late_is_waited_for(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -385,7 +400,7 @@ def test_an_end_that_this_host_sees_late_is_waited_for(
             started(group, 1)
         elif len(looks) == 3:
             write_json(group.run(1).attempt(1).end_file, END)
-        return {}
+        return {job_id: JobInfo(job_id, JobState.UNKNOWN) for job_id in ids}
 
     monkeypatch.setattr(run_bench, "query_jobs_or_warn", ask)
     typed = [*TYPED, *LENGTH, "--layout", "tp=2", "--layout", "pp=2", "--follow", "--json"]

@@ -220,11 +220,11 @@ class Slurm:
         self.is_reachable = True
         self.state = JobState.RUNNING
 
-    def query(self, ids: Sequence[str], warn: Callable[[str], None]) -> dict[str, JobInfo] | None:
+    def query(self, ids: Sequence[str], warn: Callable[[str], None]) -> dict[str, JobInfo]:
         self.asked.append(tuple(ids))
         if not self.is_reachable:
             warn("squeue cannot reach Slurm")
-            return None
+            return {}
         return {job_id: JobInfo(job_id, self.state) for job_id in ids}
 
 
@@ -290,7 +290,7 @@ def test_an_outage_says_since_when_and_ends(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(jobs_of_runs, "QUERY_INTERVAL_S", 0.01)
     monkeypatch.setattr(jobs_of_runs, "query_jobs_or_warn", slurm.query)
     poller = SlurmPoller()
-    assert poller.jobs(["1"]) is None
+    assert poller.jobs(["1"]) == {}
     first = poller.problem
     assert first.startswith("Slurm cannot be reached since ")
     assert first.endswith("squeue cannot reach Slurm")

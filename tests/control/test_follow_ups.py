@@ -16,6 +16,7 @@ from trainkit.backends.jobs import (
     liveness_probe,
     open_job_ids,
     query_jobs_or_warn,
+    recover_job_id,
     require_not_running,
     status_from_jobs,
 )
@@ -323,9 +324,11 @@ def test_a_run_on_another_cluster_is_not_taken_for_dead(
     assert record.of_job("7", "west") == record.attempts[:1]
     assert open_job_ids(run, record) == ["7;east", "8;east", "9;east"]
 
-    # This cluster answers, and has a job 7 and 8 too.
+    # One cluster answers; this one has a job 7 and 8 too.
+    away_is_east = True
+
     def away(ids: Sequence[str]) -> dict[str, JobInfo]:
-        if any(";" in job for job in ids):
+        if any((";" in job) is away_is_east for job in ids):
             raise SlurmUnreachable("squeue cannot reach Slurm: No cluster 'east' known by database")
         return dict.fromkeys(ids, WAITS)
 
@@ -338,10 +341,41 @@ def test_a_run_on_another_cluster_is_not_taken_for_dead(
     assert liveness_probe(run)() is None
     with pytest.raises(SlurmUnreachable):
         live_entry(run, "resume")
+    away_is_east = False
+    ids = [*open_job_ids(run, record), "7"]
+    known = query_jobs_or_warn(ids, said.append)
+    assert known == dict.fromkeys(ids[:3], WAITS)
+    assert said[1].endswith("the state of 1 Slurm jobs is unknown")
+    assert status_from_jobs(run, record, known).alive is True
+    here = replace(record, attempts=record.attempts[:1], follow_ups=None)
+    assert status_from_jobs(run, here, known).alive is None
     queue(monkeypatch, **{"j7;east": ENDED, "j8;east": WAITS})
     entry = live_entry(run, "resume")
     assert entry is not None
     assert entry.job == "8;east"
+    run.attempt(2).create()
+    AttemptEnd("finished", "finished", exit_code=0).write(run.attempt(2))
+    assert liveness_probe(run)() is False
+
+
+@pytest.mark.parametrize(("plan", "clusters"), [('{"slurm": {"clusters": ["east"]}}', ["east"]), ("{", [])])
+def test_a_job_is_found_whatever_its_plan(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, plan: str, clusters: list[str]
+) -> None:
+    """A damaged plan must not keep it from being cancelled."""
+    attempt = run.attempt(2)
+    attempt.create()
+    attempt.script_file.write_text("#!/bin/bash\n")
+    attempt.plan_file.write_text(plan)
+    write_json(run.job_file, {**read_json(run.job_file), "backend": "sbatch"})
+    asked: list[Any] = []
+    monkeypatch.setattr(
+        control_jobs, "find_by_token", lambda token, **more: asked.append(more["clusters"]) or "8"
+    )
+    recover_job_id(run)
+    newest = read_job(run).newest
+    assert newest is not None
+    assert (asked, newest.job_id, newest.backend) == ([clusters], "8", "sbatch")
 
 
 def test_a_requeue_of_a_job_that_waits_leaves_no_request(

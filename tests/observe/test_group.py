@@ -241,6 +241,9 @@ def test_a_group_on_another_cluster_is_asked_of_that_one(
     there = {f"{job};east": info for job, info in jobs(_1=JobState.RUNNING, _2=JobState.PENDING).items()}
     there["12_3;east"] = JobInfo("12_3", JobState.UNKNOWN)
     assert states(group, here | there) == ["starting", "starting", "pending", "died"]
+    points = [point.to_dict() for point in GroupFiles(group).status(here | there, NOW).points]
+    assert [point.get("cluster") for point in points] == [None, "east", "east", "east"]
+    assert "cluster" not in points[0]
     done: list[tuple[str, Sequence[str]]] = []
     away: list[str] = []
 

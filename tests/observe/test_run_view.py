@@ -165,6 +165,12 @@ def test_lines_fit_any_terminal(make: Callable[[Path], RunDir], tmp_path: Path) 
     assert view_lines(view, Size(80))[-1].plain
 
 
+def test_the_title_names_another_cluster(tmp_path: Path) -> None:
+    view = view_of(watched_runs.running(tmp_path / "run"))
+    there = replace(view, status=replace(view.status, job_id="7", cluster="east"))
+    assert " · job 7 on east · " in view_lines(there, Size(200))[0].plain
+
+
 def test_meaning_is_never_only_a_colour(tmp_path: Path) -> None:
     view = view_of(watched_runs.running(tmp_path / "run"))
     plain = "\n".join(line.plain for line in view_lines(view, Size(200, 50)))

@@ -128,7 +128,7 @@ class Backend(ABC):
     ) -> JobStatus:
         """The status of a run with this newest attempt and these `waiting` follow-ups.
 
-        `jobs` is Slurm's answer, None without one.
+        `jobs` is Slurm's answer, None without one; jobs of a cluster that does not answer are missing.
         """
 
     @abstractmethod

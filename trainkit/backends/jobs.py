@@ -11,9 +11,9 @@ from pathlib import Path
 from trainkit.backends import SUPERVISOR_EXIT_S, JobStatus, backend_of
 from trainkit.backends.slurm import in_queue
 from trainkit.errors import SlurmError, TrainkitError, UsageError, print_note
-from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import is_over
 from trainkit.run.group import RunGroup, is_index
+from trainkit.run.history import read_plan
 from trainkit.run.record import AttemptRecord, JobRecord, add_slurm_attempt, read_job
 from trainkit.run.rundir import RunDir, submission_token
 from trainkit.slurm.jobs import JobInfo, query_jobs
@@ -24,7 +24,7 @@ QUERY_INTERVAL_S = 10.0
 """Seconds between queries of a waiting command: the controller serves the whole cluster."""
 FIRST_QUERY_INTERVAL_S = 1.0
 JobQuery = Callable[[Sequence[str]], Mapping[str, JobInfo] | None]
-"""Slurm's information about jobs; None when Slurm does not answer."""
+"""Slurm's information about jobs, without those of a cluster that does not answer; None before an answer."""
 
 
 def query_job_status(run: RunDir, job: JobRecord, warn: Callable[[str], None]) -> JobStatus:
@@ -41,15 +41,12 @@ def open_job_ids(run: RunDir, job: JobRecord) -> list[str]:
     return [newest, *job.waiting]
 
 
-def query_jobs_or_warn(ids: Sequence[str], warn: Callable[[str], None]) -> dict[str, JobInfo] | None:
-    """Slurm's information about these jobs; calls `warn` and returns None when Slurm does not answer.
-
-    Jobs of another cluster are missing while that does not answer.
-    """
+def query_jobs_or_warn(ids: Sequence[str], warn: Callable[[str], None]) -> dict[str, JobInfo]:
+    """Slurm's information about these jobs, without those of clusters that do not answer: `warn` says so."""
     known, problems = query_clusters(ids)
     for cluster, error in problems.items():
         warn(f"{error.message}: the state of {len(by_cluster(ids)[cluster]):,} Slurm jobs is unknown")
-    return None if "" in problems else known
+    return known
 
 
 def query_clusters(ids: Iterable[str]) -> tuple[dict[str, JobInfo], dict[str, TrainkitError]]:
@@ -102,19 +99,19 @@ def recover_job_id(run: RunDir) -> None:
 
     Adds it to job.json; call with the lock held. Raises SlurmUnreachable when Slurm does not answer.
     """
-    attempt = run.attempt(max(run.attempt_numbers(), default=0))
+    attempt, job = run.attempt(max(run.attempt_numbers(), default=0)), read_job(run)
     if (
         not attempt.script_file.exists()
         or attempt.end_file.exists()
-        or read_job(run).of_attempt(attempt.number).attempt
+        or job.of_attempt(attempt.number).attempt
     ):
         return
     written = attempt.script_file.stat().st_mtime
-    plan = LaunchPlan.read(attempt.plan_file)
-    clusters = () if plan.slurm is None else plan.slurm.clusters
+    plan = read_plan(attempt)  # a damaged plan must not prevent a cancellation
+    clusters = plan.record("slurm").texts("clusters")
     job_id = find_by_token(submission_token(run, attempt.number), since=written, clusters=clusters)
     if job_id is not None:
-        add_slurm_attempt(run, attempt.number, job_id, "submit", plan.backend)
+        add_slurm_attempt(run, attempt.number, job_id, "submit", plan.text("backend") or str(job.backend))
 
 
 def require_not_running(run: RunDir, command: str) -> None:
@@ -240,7 +237,7 @@ class SlurmPoller:
             if time.monotonic() - self._asked_s >= (RUNNING_QUERY_INTERVAL_S if runs else QUERY_INTERVAL_S):
                 self._ask(ids)
             return self._answer[1]
-        # A job that an answer does not list has left the queue: the answer must be about all of them.
+        # A job that is missing in an answer counts as unknown: the answer must be about all of them.
         deadline_s = time.monotonic() + ANSWER_S
         while not wanted <= self._answer[0] and time.monotonic() < deadline_s:
             self._ask(ids)

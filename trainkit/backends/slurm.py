@@ -71,8 +71,9 @@ class SlurmBackend(Backend):
     def status(
         self, run: RunDir, entry: AttemptRecord, waiting: Sequence[str], jobs: Mapping[str, JobInfo] | None
     ) -> JobStatus:
-        if jobs is None or (entry.elsewhere and entry.job not in jobs):
-            return JobStatus(None)  # its cluster does not answer
+        if jobs is None or entry.job not in jobs:
+            # Nobody asks for the job of a run that has ended; otherwise its cluster does not answer.
+            return JobStatus(False if is_over(run.attempt(entry.attempt)) else None)
         job = jobs.get(entry.job)
         if not in_queue(job):
             # `jobs` has no follow-ups of a run that recorded its end.

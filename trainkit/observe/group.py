@@ -91,9 +91,12 @@ class PointStatus:
     best: Best | None
     """The best result so far."""
     run_dir: str
+    cluster: str | None = None
+    """The cluster of its job, if that is another one than here."""
 
     def to_dict(self) -> dict[str, object]:
-        return {**vars(self), "best": self.best and asdict(self.best)}
+        own = {name: value for name, value in vars(self).items() if name != "cluster" or value}
+        return {**own, "best": self.best and asdict(self.best)}
 
     @property
     def problem(self) -> str:
@@ -210,6 +213,7 @@ class GroupFiles:
                     job_id=files.job_id,
                     best=files.best,
                     run_dir=str(self.group.run(files.point.index).path),
+                    cluster=self._cluster(files),
                 )
                 for files in self.points
             ],
@@ -225,11 +229,9 @@ class GroupFiles:
         if files.job_id is None:
             return "unknown", "unknown whether it was submitted"
         name = self.jobs[files.point.index]
-        if self._cluster(files) and name not in (jobs or ()):
-            jobs = None  # its cluster does not answer
         job = None if jobs is None else jobs.get(name)
-        is_known = job is not None and job.state is not JobState.UNKNOWN
-        alive = None if jobs is None else is_known and job is not None and not job.is_terminal
+        # Without one, its cluster does not answer.
+        alive = None if job is None else job.state is not JobState.UNKNOWN and not job.is_terminal
         if not files.entry.attempt:
             # Its task has not created the folder yet.
             if alive is False and self.group.record.cancelled_at is not None:

@@ -83,7 +83,10 @@ def _title(view: RunView, size: Size) -> Text:
     if status.attempt is not None:
         facts.append(f"attempt {status.attempt}")
     if status.job_id is not None:
-        facts.append(f"job {status.job_id}" if not status.job_id.startswith("local") else status.job_id)
+        place = f" on {status.cluster}" if status.cluster else ""
+        facts.append(
+            f"job {status.job_id}{place}" if not status.job_id.startswith("local") else status.job_id
+        )
     if status.num_nodes is not None:
         kind = "GPU" if view.has_gpus else "process"
         facts.append(f"{plural(status.num_nodes, 'node')} x {plural(status.workers_per_node, kind)}")
