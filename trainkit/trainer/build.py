@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -127,9 +126,9 @@ def recompute_and_compile(
 
 
 class CompileCache:
-    """What torch has compiled for this rank, kept in the run folder: another host need not compile it again.
+    """What torch has compiled for rank 0, kept in the run folder for the hosts of later attempts.
 
-    torch itself keeps it on the disk of each host.
+    torch itself keeps it on the disk of each host. It may compile again: for a CPU, and for other devices.
     """
 
     def __init__(self, run: RunDir) -> None:
@@ -138,20 +137,24 @@ class CompileCache:
 
     def load(self) -> None:
         """Give this host what an attempt has saved; what is damaged or of another torch has no effect."""
-        with suppress(FileNotFoundError):
-            info = torch.compiler.load_cache_artifacts(self._run.compiled_file.read_bytes())
+        file = self._run.compiled_file
+        try:
+            info = torch.compiler.load_cache_artifacts(file.read_bytes())
             self._loaded = set() if info is None else {*chain(*info.artifacts.values())}
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            log.warning(f"cannot load what was compiled from {file} ({error})")
 
-    def save(self) -> bool:
-        """Save what was compiled, unless it is what was loaded; returns whether it is."""
+    def save(self) -> None:
+        """Save what was compiled, unless it is what was loaded."""
         found = torch.compiler.save_cache_artifacts()
         if found is None or self._loaded.issuperset(chain(*found[1].artifacts.values())):
-            return found is not None
+            return
         try:
             write_atomic(self._run.compiled_file, found[0])
         except OSError as error:
             log.error(f"cannot save what was compiled to {self._run.compiled_file} ({error})")
-        return False
 
 
 def _selectively(inner: Callable[..., Any], preserve_rng_state: bool) -> Callable[..., Any]:

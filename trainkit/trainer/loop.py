@@ -314,10 +314,10 @@ class Trainer:
             self.metrics.write(self.state, report, lr, validation, slowest)
 
     def _record_first_step(self) -> None:
-        found: dict[str, object] = {"step": self.state.step, "step_s": round(self.progress.last_step_s, 3)}
         if self.compile_cache is not None:
-            found["compiled"] = "before" if self.compile_cache.save() else "now"
-        record_event(self.attempt, "first_step", **found)
+            self.compile_cache.save()
+        step_s = round(self.progress.last_step_s, 3)
+        record_event(self.attempt, "first_step", step=self.state.step, step_s=step_s)
 
     def _eval_due(self) -> bool:
         """Whether validation is due at this step and was not done yet, possibly by the previous attempt."""
