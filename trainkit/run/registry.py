@@ -97,7 +97,8 @@ def starts() -> list[Start]:
         known = None if key in found else _known(folder)
         if known is not None:
             found[key] = Start(folder, None, known.time)
-    return sorted(found.values(), key=lambda start: start.time, reverse=True)
+    # Of two in one millisecond, the one that was recorded later.
+    return sorted(reversed(found.values()), key=lambda start: start.time, reverse=True)
 
 
 def _key(path: str, parents: dict[str, str]) -> str:
