@@ -91,6 +91,7 @@ def starts() -> list[Start]:
         key, is_over = _key(path, parents), record.get("over") is True
         # The run may have been started again while a command found that it was over.
         if not is_over or (key in found and found[key].time == time):
+            found.pop(key, None)
             found[key] = Start(Path(path), name, time, is_over)
     for folder in sorted((Path.cwd() / RUNS_FOLDER).glob("*/")):
         key = _key(str(folder), parents)
@@ -98,7 +99,7 @@ def starts() -> list[Start]:
         if known is not None:
             found[key] = Start(folder, None, known.time)
     # Of two in one millisecond, the one that was recorded later.
-    return sorted(reversed(found.values()), key=lambda start: start.time, reverse=True)
+    return sorted([*found.values()][::-1], key=lambda start: start.time, reverse=True)
 
 
 def _key(path: str, parents: dict[str, str]) -> str:
