@@ -98,8 +98,7 @@ def starts() -> list[Start]:
         known = None if key in found else _known(folder)
         if known is not None:
             found[key] = Start(folder, None, known.time)
-    # Of two in one millisecond, the one that was recorded later.
-    return sorted([*found.values()][::-1], key=lambda start: start.time, reverse=True)
+    return sorted(found.values(), key=lambda start: start.time)[::-1]  # also of two in one millisecond
 
 
 def _key(path: str, parents: dict[str, str]) -> str:
