@@ -179,6 +179,16 @@ def test_status_reads_no_run_again_that_was_over(tmp_path, read_folders):
     assert len(statuses_of(None)[0]) == len(list(iter_known_runs())) == 30
 
 
+def test_an_index_that_cannot_be_read_hides_no_run_in_runs(tmp_path, monkeypatch, capsys):
+    def of_root(path):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    run = make_run(tmp_path / "here/runs/x", "x")
+    monkeypatch.setattr(registry, "read_jsonl", of_root)
+    assert [known.run.path for known in iter_known_runs()] == [run.path]
+    assert f"cannot read {index_file()} (Permission denied)" in capsys.readouterr().err
+
+
 def test_an_index_that_cannot_be_written_only_costs_time(tmp_path, monkeypatch):
     def refuse(path, record):
         raise OSError(errno.EROFS, "Read-only file system", str(path))

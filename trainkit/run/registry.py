@@ -84,7 +84,12 @@ def starts() -> list[Start]:
     """Every start in the index or ./runs, the newest first, without access to the folders in the index."""
     found: dict[str, Start] = {}
     parents: dict[str, str] = {}
-    for record in read_jsonl(index_file()):
+    index, records = index_file(), []
+    try:
+        records = [*read_jsonl(index)]
+    except OSError as error:  # as after a command with sudo
+        print_note(f"note: cannot read {index} ({error.strerror}): runs are found by name in ./runs alone")
+    for record in records:
         path, name, time = record.get("path"), record.get("name"), record.get("time")
         if not (isinstance(path, str) and isinstance(name, str) and isinstance(time, str)):
             continue
