@@ -20,7 +20,7 @@ demo: venv ## Train a small model, kill it, resume it, and compare the losses.
 test: venv-test ## Style, types, all unit tests, and one real run of each kind (4 minutes).
 	@$(MAKE) --no-print-directory --jobs 2 lint test-smoke
 
-test-all: venv-rest ## Style, types and all tests, as continuous integration runs them (17 minutes).
+test-all: venv-rest ## Style, types and all tests, as continuous integration runs them (about 35 minutes on two cores).
 	@$(MAKE) --no-print-directory --jobs 2 lint test-every
 
 test-fast: venv-test ## Unit tests only.

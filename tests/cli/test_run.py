@@ -191,7 +191,7 @@ def test_a_folder_that_is_moved_or_deleted_is_not_made_again(desk, is_moved):
     assert process.returncode == 0
     assert shown.splitlines()[2:] == ["attempt 1 rank 0", "asked by SIGTERM"]
     reason = f"saved after SIGTERM: its folder was moved to {moved}"
-    assert f"stopped: {reason}\n`trainkit resume elsewhere` continues it" in words
+    assert f"stopped: {reason}\n`trainkit resume {moved}` continues it" in words
     assert read_json(moved / "attempts/001/end.json")["reason"] == reason
     assert f"its folder was moved to {moved}" in RunDir(moved).attempt(1).supervisor_log.read_text()
 

@@ -36,7 +36,7 @@ def claim(
     num_hosts: int,
     slurm: Path | None,
     confined: bool,
-    accounting_of: Path | None,
+    accounting_of: Path | None = None,
 ) -> State:
     """Reserve the first free cluster number, and create the folder, the bridge and the host names.
 
