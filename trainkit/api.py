@@ -280,14 +280,14 @@ class Run:
         return None
 
     def _error(self, end: AttemptEnd | None) -> RunError:
-        shown = self._folder.word
+        shown, word = self._folder.shown, self._folder.word
         if end is not None and end.state == "finished":
             return RunError(f"{shown} has no result", hint="only a run of a function has one")
         status = self.status
         what = f"{shown} is {status.state}" + (f": {status.reason}" if status.reason else "")
         if status.failure is not None:
-            return RunError(what, hint=f"`trainkit diagnose {shown}` names the cause")
-        return RunError(what, hint=f"`trainkit resume {shown}`, or its method resume, continues it")
+            return RunError(what, hint=f"`trainkit diagnose {word}` names the cause")
+        return RunError(what, hint=f"`trainkit resume {word}`, or its method resume, continues it")
 
     def __await__(self) -> Generator[Any, None, Any]:
         return _after(self._polls(), self.result).__await__()

@@ -99,12 +99,11 @@ def recover_job_id(run: RunDir) -> None:
 
     Adds it to job.json; call with the lock held. Raises SlurmUnreachable when Slurm does not answer.
     """
-    attempt, job = run.attempt(max(run.attempt_numbers(), default=0)), read_job(run)
-    if (
-        not attempt.script_file.exists()
-        or attempt.end_file.exists()
-        or job.of_attempt(attempt.number).attempt
-    ):
+    attempt = run.attempt(max(run.attempt_numbers(), default=0))
+    if not attempt.script_file.exists() or attempt.end_file.exists():
+        return
+    job = read_job(run)
+    if job.of_attempt(attempt.number).attempt:
         return
     written = attempt.script_file.stat().st_mtime
     plan = read_plan(attempt)  # a damaged plan must not prevent a cancellation

@@ -39,7 +39,7 @@ from trainkit.run.rundir import AttemptDir, RunDir, submission_token
 from trainkit.slurm.client import SlurmUnreachable
 from trainkit.slurm.control import cancel, cancel_waiting, kill_steps, send_signal
 from trainkit.slurm.jobs import JobInfo, query_jobs
-from trainkit.slurm.states import JobState
+from trainkit.slurm.states import JobState, split_job
 from trainkit.slurm.submit import cancel_command, find_by_token, submit_script
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class SlurmBackend(Backend):
             return entry
         waiting = read_job(run).waiting
         jobs = query_jobs(waiting)
-        ids = (job.partition(";")[0] for job in waiting if in_queue(jobs.get(job)))
+        ids = (split_job(job)[0] for job in waiting if in_queue(jobs.get(job)))
         return next((replace(entry, job_id=job_id) for job_id in ids), None)
 
     def signal(self, run: RunDir, entry: AttemptRecord, number: signal.Signals) -> str:
@@ -210,7 +210,7 @@ def cancel_follow_ups(run: RunDir, keep: str = "") -> None:
     except SlurmUnreachable as error:
         if not newest.elsewhere or not is_over(run.attempt(newest.attempt)):
             raise
-        ids = " ".join(job.partition(";")[0] for job in waiting)
+        ids = " ".join(split_job(job)[0] for job in waiting)
         print_note(
             f"{error.message}: `scancel --clusters={newest.elsewhere} {ids}` cancels the follow-up jobs "
             "that may still be pending there"
@@ -271,7 +271,7 @@ def submit_follow_ups(attempt: AttemptDir, job: str, request: SlurmRequest, coun
     """
     run = attempt.run
     # A job can only wait for one of its own cluster.
-    job_id, _, cluster = job.partition(";")
+    job_id, cluster = split_job(job)
     submitit_script = submitit_file(run, job_id, "submission.sh")
     script = submitit_script if submitit_script.exists() else attempt.script_file
     ids: list[str] = []
@@ -285,7 +285,7 @@ def submit_follow_ups(attempt: AttemptDir, job: str, request: SlurmRequest, coun
             "--kill-on-invalid-dep=yes",
         )
         try:
-            new_id = submit_script(
+            answer = submit_script(
                 script,
                 token=token,
                 cwd=run.path,
@@ -293,10 +293,11 @@ def submit_follow_ups(attempt: AttemptDir, job: str, request: SlurmRequest, coun
                 clusters=[cluster] if cluster else (),
                 is_only_job=False,
                 notify=print_note,
-            ).partition(";")[0]
+            )
         except TrainkitError as error:
             print_note(f"only {len(ids)} of {count} follow-up jobs are in the queue: {error.message}")
             break
+        new_id = split_job(answer)[0]
         copy_submitit_files(run, job_id, new_id)
         ids.append(new_id)
         set_follow_ups(run, ids)

@@ -251,10 +251,8 @@ def read_all(
             statuses.append(found.status(jobs, now))
         else:
             run, record = found
-            job, history = (
-                status_from_jobs(run, record, jobs),
-                histories.setdefault(run.path, RunHistory(run)),
-            )
+            job = status_from_jobs(run, record, jobs)
+            history = histories.setdefault(run.path, RunHistory(run))
             statuses.append(read_status(history, record, job.alive, now, job.job))
     return statuses, num_hidden
 

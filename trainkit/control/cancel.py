@@ -28,7 +28,7 @@ from trainkit.run.record import AttemptRecord, mark_cancelled, read_job
 from trainkit.run.rundir import RunDir, run_lock
 from trainkit.slurm.control import cancel, cancel_waiting, kill_steps, send_signal
 from trainkit.slurm.jobs import query_jobs
-from trainkit.slurm.states import base_id, on_cluster
+from trainkit.slurm.states import base_id, on_cluster, split_job
 
 WAIT_MARGIN_S = 30.0
 """How much longer than the grace time ``--wait`` waits."""
@@ -119,7 +119,7 @@ def cancel_group(group: RunGroup, *, now: bool, wait: bool) -> CancelResult:
         raise next(iter(problems.values()))
 
     def answers(job: str) -> bool:
-        return job.partition(";")[2] not in problems
+        return split_job(job)[1] not in problems
 
     status = points.status(jobs, datetime.now(timezone.utc))
     alive = [

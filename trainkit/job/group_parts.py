@@ -23,7 +23,7 @@ from trainkit.run.rundir import RunDir, submission_token
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
 from trainkit.slurm.control import cancel, show_config
 from trainkit.slurm.quoting import log_path
-from trainkit.slurm.states import array_spec
+from trainkit.slurm.states import array_spec, split_job
 from trainkit.slurm.submit import find_by_token, submit_script
 
 DEFAULT_MAX_ARRAY_SIZE = 1001
@@ -102,7 +102,7 @@ def _submit(group: RunGroup, notify: Callable[[str], None], size: int | None, un
             try:
                 _note_job(group, parts, part, job)
             except OSError as error:
-                job_id = job.partition(";")[0]
+                job_id = split_job(job)[0]
                 message = f"{job_id} was submitted, but {group.path} cannot be written: {error.strerror}"
                 hint = "free disk space; `trainkit status` then finds the job"
                 raise SlurmUnreachable(message, hint, may_have_arrived=True) from error
@@ -155,7 +155,7 @@ def clusters_of(group: RunGroup) -> Sequence[str]:
 
 def _note_job(group: RunGroup, known: Sequence[Part], part: Part, job: str) -> None:
     """Record the job of a group's last array, and where Slurm named it the cluster of them all."""
-    job_id, _, cluster = job.partition(";")
+    job_id, cluster = split_job(job)
     named = {"cluster": cluster} if cluster else {}
     group.update(parts=[*known, replace(part, job_id=job_id)], job_id=group.job_id or job_id, **named)
 

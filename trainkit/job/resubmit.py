@@ -38,6 +38,7 @@ from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
 from trainkit.slurm.control import cancel, cancel_waiting, exclude_hosts, move_dependents, requeue
 from trainkit.slurm.hosts import hosts_of_job, is_down, is_unavailable, node_states
 from trainkit.slurm.jobs import job_details
+from trainkit.slurm.states import split_job
 from trainkit.slurm.submit import query_start, submit_script
 
 EVICTION_S = 120.0
@@ -128,7 +129,7 @@ def _submit(following: AttemptDir, job_id: str, plan: LaunchPlan, exclude: Seque
     new_id = submit_script(
         following.script_file, token=token, cwd=run.path, extra_argv=options, notify=log_line
     )
-    new_id = new_id.partition(";")[0]  # it is on this cluster, as what it depends on
+    new_id = split_job(new_id)[0]  # it is on this cluster, as what it depends on
     copy_submitit_files(run, job_id, new_id)
     return f"{new_id}_{task}" if task else new_id
 

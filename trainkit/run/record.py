@@ -16,7 +16,7 @@ from trainkit.run.files import read_json, read_object, read_record, utc_now, wri
 from trainkit.run.process import ProcessId, boot_id, own_host
 from trainkit.run.rundir import AttemptDir, RunDir, is_supervised
 from trainkit.slurm.environment import cluster_name, other_cluster
-from trainkit.slurm.states import on_cluster
+from trainkit.slurm.states import on_cluster, split_job
 
 AUTO_RESTART = "comeback"
 """The reason, in job.json, of an attempt that the supervisor starts without a command.
@@ -305,7 +305,7 @@ def add_slurm_attempt(
 
     `job_id` may name its cluster, as `on_cluster` does.
     """
-    job_id, _, cluster = job_id.partition(";")
+    job_id, cluster = split_job(job_id)
     named = cluster or cluster_name()
     record = AttemptRecord(attempt, job_id, named, utc_now(), backend=backend, reason=reason)
     return _append(run, replace(record, **known))

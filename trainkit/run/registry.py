@@ -26,7 +26,7 @@ from trainkit.run.group import BENCH_FILE, RunGroup, create_task_run, group_of, 
 from trainkit.run.record import read_job
 from trainkit.run.rundir import RUNS_FOLDER, AttemptDir, RunDir
 from trainkit.slurm.environment import other_cluster
-from trainkit.slurm.states import base_id, is_job_id
+from trainkit.slurm.states import base_id, is_job_id, split_job
 
 LIST_HINT = "`trainkit status` lists the runs"
 
@@ -210,7 +210,7 @@ def find_run_or_group(text: str, *, to_change: bool = False) -> RunDir | RunGrou
     if separator:
         groups = [item for item in _matching_name(head) if item.is_group]
         return _run_of_point(_newest(head, groups, to_change).group, int(tail))
-    job_id = text.partition(";")[0]
+    job_id = split_job(text)[0]
     if text == "last":
         matches = list(islice(iter_known_runs(), 1))
     elif text.startswith("local-") or is_job_id(job_id):
@@ -299,7 +299,7 @@ def _run_of_point(group: RunGroup, index: int) -> RunDir:
 
 def _clusters_of_job(known: KnownRun, text: str) -> set[str | None]:
     """The clusters on which a run or group has this job: None is the one here, and an unknown one."""
-    job_id, _, cluster = text.partition(";")
+    job_id, cluster = split_job(text)
     if known.is_group:
         group = known.group
         has_job = (base_id(job_id) if is_job_id(job_id) else job_id) in group.job_ids

@@ -19,7 +19,7 @@ from trainkit.slurm.client import (
     run_slurm,
 )
 from trainkit.slurm.environment import scrubbed
-from trainkit.slurm.states import by_cluster, checked_job_id, on_cluster
+from trainkit.slurm.states import by_cluster, checked_job_id, on_cluster, split_job
 
 CONTROL_PATIENCE_S = 60.0
 """Long enough for a restart of the controller; Slurm delays a requeued job by 120 s anyway."""
@@ -38,7 +38,7 @@ def requeue(job_id: str, *, patience_s: float = CONTROL_PATIENCE_S) -> None:
 
     Retried while Slurm cannot be reached. Raises SlurmRefused for a job submitted with --no-requeue.
     """
-    job_id, _, cluster = checked_job_id(job_id).partition(";")
+    job_id, cluster = split_job(checked_job_id(job_id))
     argv = ["scontrol", "requeue", job_id]
     attempts = 0
 
@@ -86,8 +86,8 @@ def kill_steps(
 
     Cancelling the whole job instead sends SIGTERM first, and SIGKILL after KillWait (30 s by default).
     """
-    named = ((*checked_job_id(job).partition(";"), step_id) for job, step_id in steps)
-    names = (on_cluster(f"{job_id}.{step_id}", cluster) for job_id, _, cluster, step_id in named)
+    named = ((*split_job(checked_job_id(job)), step_id) for job, step_id in steps)
+    names = (on_cluster(f"{job_id}.{step_id}", cluster) for job_id, cluster, step_id in named)
     _scancel([f"--signal={signal}"], names, patience_s)
 
 
@@ -158,7 +158,7 @@ def run_step(
     The step overlaps with others; without --mem=0 Slurm would refuse it if the first step uses all memory of
     the job. Raises SlurmRefused when Slurm does not start it or the command fails.
     """
-    job_id, _, cluster = checked_job_id(job_id).partition(";")
+    job_id, cluster = split_job(checked_job_id(job_id))
     step = [
         *("srun", f"--jobid={job_id}", "--overlap", "--mpi=none", "--mem=0"),
         "--input=none",

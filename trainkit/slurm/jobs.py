@@ -32,6 +32,7 @@ from trainkit.slurm.states import (
     expand_tasks,
     on_cluster,
     reason_sentence,
+    split_job,
     state_in_accounting,
     state_in_queue,
 )
@@ -277,7 +278,7 @@ def job_details(
 
     Raises SlurmUnreachable, and SlurmRefused for a job that Slurm no longer knows.
     """
-    job_id, _, cluster = checked_job_id(job_id).partition(";")
+    job_id, cluster = split_job(checked_job_id(job_id))
     argv = ["scontrol", "--oneliner", "show", "job", job_id]
     return parse_job(query(argv, timeout_s=timeout_s, patience_s=patience_s, cluster=cluster))
 

@@ -203,11 +203,17 @@ def on_cluster(job_id: str, cluster: str | None) -> str:
     return f"{job_id};{cluster}" if cluster else job_id
 
 
+def split_job(job: str) -> tuple[str, str]:
+    """The id of a job that `on_cluster` names, and its cluster: empty for an id alone."""
+    job_id, _, cluster = job.partition(";")
+    return job_id, cluster
+
+
 def by_cluster(jobs: Iterable[str]) -> dict[str, list[str]]:
     """The ids of jobs that are named so, by cluster: that of an id alone is the empty text."""
     found: dict[str, list[str]] = {}
     for job in dict.fromkeys(jobs):
-        job_id, _, cluster = job.partition(";")
+        job_id, cluster = split_job(job)
         found.setdefault(cluster, []).append(job_id)
     return found
 
@@ -223,8 +229,8 @@ def checked_job_id(text: str) -> str:
 
 def base_id(job_id: str) -> str:
     """`123` of `123`, `123_4`, `123_[5-9]` and `123+1`; the name of a cluster is kept."""
-    number, separator, cluster = job_id.partition(";")
-    return re.sub(r"[_+].*", "", number) + separator + cluster
+    number, cluster = split_job(job_id)
+    return on_cluster(re.sub(r"[_+].*", "", number), cluster)
 
 
 def expand_tasks(job_id: str) -> list[str]:

@@ -32,7 +32,7 @@ from trainkit.slurm.client import (
 )
 from trainkit.slurm.environment import scrubbed
 from trainkit.slurm.hosts import expand_hosts
-from trainkit.slurm.states import base_id, on_cluster
+from trainkit.slurm.states import base_id, on_cluster, split_job
 
 SUBMIT_TIMEOUT_S = 60.0
 SUBMIT_PATIENCE_S = 60.0
@@ -112,7 +112,7 @@ def submit_script(
 
 def cancel_command(job: str) -> str:
     """The command that cancels a job that is named as `submit_script` returns it."""
-    job_id, _, cluster = job.partition(";")
+    job_id, cluster = split_job(job)
     return f"scancel --clusters={cluster} {job_id}" if cluster else f"scancel {job_id}"
 
 
