@@ -16,6 +16,7 @@ The parts:
     profile        where the GPU's time goes in three steps of 1b
     large          Llama 3 8B or, on a GPU with 80 GB, Llama 3.2 3B, with 8 microbatches a step
     save           how long saving a state of 2.7 GB blocks training, and how it slows the next steps
+    options        1b with a mask of documents, computed or read, and in float8
     350m           trainkit, compiled and not, and the hand-written loop, with alternating steps; then in
                    float32 and TF32
     hugging-face   the Trainer of transformers, where that is installed, on the model of 1b
@@ -86,6 +87,7 @@ PARTS = {
     "profile": Part("Time of a step of 1b", 60),
     "large": Part("Llama 3 8B or Llama 3.2 3B, 8 microbatches a step", 140),
     "save": Part("Saving the state", 90),
+    "options": Part("1b with a mask of documents, and in float8", 130),
     "350m": Part("350m, with alternating steps, and in float32", 120),
     "hugging-face": Part("Llama 3.2 1B with the Trainer of transformers", 100),
 }

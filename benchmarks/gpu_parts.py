@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -36,6 +37,7 @@ from trainkit.config import read_effective
 from trainkit.config.running import ParallelConfig
 from trainkit.config.training import ModelConfig
 from trainkit.job.signals import StopRequest
+from trainkit.plan import step_work
 from trainkit.plan.gpus import peak_flops
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.memory import block_bytes, memory_of
@@ -43,6 +45,7 @@ from trainkit.plan.model_shape import ModelShape, flops_per_token, num_params, r
 from trainkit.plan.step_work import StepWork
 from trainkit.run.files import read_json
 from trainkit.run.rundir import RunDir
+from trainkit.trainer import build
 from trainkit.trainer.build import build_task
 from trainkit.trainer.checkpoint.saver import CheckpointSaver, SaveRequest
 from trainkit.trainer.distributed import ONE_PROCESS, World
@@ -278,10 +281,36 @@ def measure_float32(case: Case, bench: Bench, mode: Recompute) -> None:
     """Steps of trainkit in float32, whose matrices are multiplied in float32 or in TF32."""
     for name, has_tf32 in (("float32", False), ("TF32", True)):
         torch.set_float32_matmul_precision("high" if has_tf32 else "highest")  # as a rank does
-        precision = "precision.dtype=fp32", f"precision.tf32={json.dumps(has_tf32)}"
-        make = partial(trainkit_loop, case, bench.device, bench.folder / name, mode, precision=precision)
+        options = "precision.dtype=fp32", f"precision.tf32={json.dumps(has_tf32)}"
+        make = partial(trainkit_loop, case, bench.device, bench.folder / name, mode, options=options)
         row = speed_row(case, bench, f"trainkit, {name}", mode, measure(make, case.steps, bench.device))
         bench.emit({**row, "MFU": None})  # of bf16
+
+
+def measure_options(bench: Bench) -> None:
+    """Steps of trainkit on 1b with other kernels of attention, on short texts, and with float8."""
+    choice = choose("1b", bench)
+    if choice is None:
+        return
+    texts = bench.folder / "texts"
+    texts.mkdir()
+    for number in range(100):
+        (texts / f"{number}.txt").write_text("text " * 204 + "\n")
+    masked = f"data.source={texts}", "data.tokenizer=bytes", "data.document_mask=true"
+    options = {"mask of documents, computed": masked, "mask of documents, read": masked}
+    if bench.has_gpu and importlib.util.find_spec("torchao") is not None:
+        options |= {"float8": ("precision.float8=true",), "float8, rowwise": ("precision.float8=rowwise",)}
+    else:
+        bench.emit({"model": "1b", "loop": "trainkit, float8", "skipped": "no GPU, or no torchao"})
+    for name, values in options.items():
+        make = partial(
+            *(trainkit_loop, choice.case, bench.device, bench.folder / name, choice.recompute),
+            options=values,
+        )
+        computes = step_work.attends_in_blocks
+        with patch.object(build, "attends_in_blocks", computes if "read" not in name else lambda *_: False):
+            times = measure(make, choice.case.steps, bench.device)
+        bench.emit(speed_row(choice.case, bench, f"trainkit, {name}", choice.recompute, times))
 
 
 def speed_row(case: Case, bench: Bench, loop: str, mode: Recompute, times: Times) -> Row:
@@ -311,9 +340,9 @@ def trainkit_loop(
     mode: Recompute,
     *,
     compiled: bool = True,
-    precision: tuple[str, ...] = (),
+    options: tuple[str, ...] = (),
 ) -> Iterator[Loop]:
-    """trainkit's trainer, without validation and saves; on a GPU in bf16, unless `precision` is given."""
+    """trainkit's trainer, without validation and saves; on a GPU in bf16, unless `options` say otherwise."""
     folder.mkdir()
     compiles = json.dumps(compiled and device == "cuda")
     overrides = [
@@ -322,9 +351,10 @@ def trainkit_loop(
         f"train.global_batch_size={case.batch_size * case.accumulation}",
         *("train.steps=1000", "train.eval_every=null", "checkpoint.every_steps=null"),
         *("checkpoint.async=false", "logging.tensorboard=false"),
-        *(precision or (f"precision.dtype={'bf16' if device == 'cuda' else 'fp32'}",)),
+        f"precision.dtype={'bf16' if device == 'cuda' else 'fp32'}",
         *(f"parallel.activation_checkpointing={mode}", f"parallel.compile={compiles}"),
         *(() if case.has_float32_averages else ("optimizer.state_dtype=bf16",)),
+        *options,
     ]
     attempt = make_attempt(folder, overrides, 1)
     config = read_effective(attempt.config_file)
@@ -543,6 +573,7 @@ PARTS: dict[str, Callable[[Bench], None]] = {
     "profile": profile_steps,
     "large": partial(train_model, "large"),
     "save": save_state,
+    "options": measure_options,
     "350m": partial(train_model, "350m"),
     "hugging-face": hugging_face,
 }

@@ -87,7 +87,7 @@ def test_without_a_gpu() -> None:
 
 @pytest.mark.slow(seconds=60)
 def test_every_bench_on_a_cpu(tmp_path: Path) -> None:
-    parts = ("profile", "large", "save", "350m")
+    parts = ("profile", "large", "save", "options", "350m")
     done = bench("--device", "cpu", "--memory-gib", "141", "--out", str(tmp_path), "--only", *parts)
     assert done.returncode == 0, done.stderr
     [file] = tmp_path.glob("*.json")
@@ -100,6 +100,10 @@ def test_every_bench_on_a_cpu(tmp_path: Path) -> None:
         rows = record["parts"][name]["rows"]
         assert [row["loop"] for row in rows] == loops
         assert all(row["tokens/s"] > 0 and row["of it update ms"] > 0 for row in rows)
+    skipped, *masked = record["parts"]["options"]["rows"]
+    assert skipped["skipped"] == "no GPU, or no torchao"
+    assert len(masked) == 2
+    assert all(row["tokens/s"] > 0 for row in masked)
     assert all(row["blocked s"] > 0 for row in record["parts"]["save"]["rows"])
     assert sum(row["ms per step"] for row in record["parts"]["profile"]["rows"]) > 0
     [table] = tmp_path.glob("*.md")

@@ -2,8 +2,10 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.config import LoadedConfig, load_config
-from trainkit.contrib.drill.command import MIN_STEPS, NUM_SAVES, drill_config
+from tests.support.runs import launch_plan
+from trainkit.config import LoadedConfig, RunConfig, load_config
+from trainkit.contrib.drill.command import MIN_STEPS, NUM_SAVES, Drill, drill_config
+from trainkit.run.events import StepRecord
 
 
 @pytest.fixture
@@ -68,6 +70,26 @@ def test_a_decay_that_is_longer_than_the_drill_is_a_share_of_it(load):
 def test_on_gpus_the_kernels_give_the_same_bits(load):
     assert drill_config(load(), 30, "cuda")[0].config.train.deterministic
     assert not drill_config(load(), 30, "cpu")[0].config.train.deterministic
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_on_gpus_an_equal_run_without_deterministic_kernels_is_compared(load, tmp_path, monkeypatch, device):
+    losses, asked, lines = {"uninterrupted": 2.0, "not-deterministic": 2.002}, {}, []
+
+    def run_uninterrupted(drill: Drill, name: str, config: RunConfig) -> tuple[list[StepRecord], float]:
+        asked[name] = config.train.deterministic
+        return [StepRecord({"step": 1, "loss": None}), StepRecord({"step": 2, "loss": losses[name]})], 1.0
+
+    monkeypatch.setattr(Drill, "_run_uninterrupted", run_uninterrupted)
+    config = drill_config(load(), 30, device)[0].config
+    drill = Drill(tmp_path, config, launch_plan(device=device), 0, 5, lines.append)
+    assert list(drill.run([])) == []
+    if device == "cpu":
+        assert (drill.difference, asked) == (None, {"uninterrupted": False})
+        return
+    assert asked == {"uninterrupted": True, "not-deterministic": False}
+    assert drill.difference == pytest.approx(1e-3)
+    assert lines == ["not-deterministic: losses differ by up to 1.0e-03 of their value"]
 
 
 def test_the_shortest_drill_saves_twice_before_its_last_third():

@@ -31,6 +31,7 @@ from trainkit.contrib.drill.result import (
     RunOutcome,
     all_passed,
     evaluate,
+    largest_difference,
     num_recomputed,
     result_table,
     summary,
@@ -60,7 +61,7 @@ DEFAULT_STEPS = 30
 MIN_STEPS = 12
 """With fewer steps there are not two checkpoints before the last third, which is never interrupted."""
 NUM_SAVES = 6
-REFERENCE = "uninterrupted"
+REFERENCE, NOT_DETERMINISTIC = "uninterrupted", "not-deterministic"
 
 
 @click.command(
@@ -176,6 +177,7 @@ def _drill(
         "seed": seed,
         "passed": all_passed(results),
         "changes": list(map(asdict, changes)),
+        "difference_if_not_deterministic": drill.difference,
         "scenarios": list(map(asdict, results)),
     }
     write_json(folder / "drill.json", value)
@@ -200,6 +202,8 @@ class Drill:
     reference: list[StepRecord] = field(default_factory=list)
     usual_s: float = 0.0
     """Duration of the uninterrupted run, in seconds."""
+    difference: float | None = None
+    """`largest_difference` of a run without deterministic kernels; None on CPUs, which have no others."""
     running: RunDir | None = None
 
     def run(self, scenarios: Sequence[Scenario]) -> Iterator[Result]:
@@ -208,16 +212,30 @@ class Drill:
         Raises TrainkitError when the uninterrupted run does not finish.
         """
         try:
-            self.reference, self.usual_s = self._run_uninterrupted()
+            self.reference, self.usual_s = self._run_uninterrupted(REFERENCE, self.config)
             for scenario in scenarios:
                 reason = skip_reason(scenario, self.config, self.plan)
                 yield Result(scenario.name, "skipped", reason) if reason else self._run_scenario(scenario)
+            if self.plan.device != "cpu" and not self.plan.workload.is_command:
+                self._compare_kernels()
         finally:
             self._kill_running()
 
-    def _run_uninterrupted(self) -> tuple[list[StepRecord], float]:
+    def _compare_kernels(self) -> None:
+        """Measure how far an equal run without `train.deterministic` is from the uninterrupted one."""
+        train = self.config.train.model_copy(update={"deterministic": False})
+        config = self.config.model_copy(update={"train": train})
+        try:
+            steps, _ = self._run_uninterrupted(NOT_DETERMINISTIC, config)
+        except TrainkitError as error:  # it proves nothing that the drill is about
+            self.log_line(f"{NOT_DETERMINISTIC}: {error}")
+            return
+        self.difference = largest_difference(self.reference, steps)
+        self.log_line(f"{NOT_DETERMINISTIC}: losses differ by up to {self.difference:.1e} of their value")
+
+    def _run_uninterrupted(self, name: str, config: RunConfig) -> tuple[list[StepRecord], float]:
         """The steps of a run, and its duration in seconds."""
-        run, watch = self._start(REFERENCE, float("inf"))
+        run, watch = self._start(name, config, float("inf"))
         watch.until(lambda: False)
         end = watch.end()
         if end.state != "finished":
@@ -243,14 +261,14 @@ class Drill:
         started = next(read_events(run, "started"))
         duration_s = seconds_between(started.time, parse_time(end.time)) or 0.0
         last = plural(steps[-1].step, "step") if steps else "no steps in metrics.jsonl"
-        self.log_line(f"{REFERENCE}: {last}, {duration_s:.1f} s")
+        self.log_line(f"{name}: {last}, {duration_s:.1f} s")
         remove_all(run.checkpoints_dir)  # the checkpoints of all runs of a large model would fill the disk
         return steps, duration_s
 
     def _run_scenario(self, scenario: Scenario) -> Result:
         # Longer than the run's own watchdog takes to end hanging ranks.
         patience_s = 2 * self.config.requeue.hang_min_s + 3 * self.usual_s
-        run, watch = self._start(scenario.name, patience_s)
+        run, watch = self._start(scenario.name, self.config, patience_s)
         plan = self.plan.at(self.plan.fewest_nodes)  # whatever the job gets has these ranks
         num_steps = self.reference[-1].step if self.reference else None
         target = choose_target(scenario, self.seed, num_steps, self.interval, plan.world_size, plan.num_nodes)
@@ -272,12 +290,12 @@ class Drill:
             remove_all(run.checkpoints_dir)
         return result
 
-    def _start(self, name: str, patience_s: float) -> tuple[RunDir, RunWatch]:
+    def _start(self, name: str, config: RunConfig, patience_s: float) -> tuple[RunDir, RunWatch]:
         with defer_sigint():
-            created = create_run(self.config, self.plan, ["trainkit", *sys.argv[1:]], self.folder / name)
+            created = create_run(config, self.plan, ["trainkit", *sys.argv[1:]], self.folder / name)
             if name == REFERENCE:
                 print_created(created)
-            start_run(created.run, self.config, self.plan, "submit")
+            start_run(created.run, config, self.plan, "submit")
             self.running = run = created.run
         poll_s = injector_for(run, self.plan.backend).poll_s
         return run, RunWatch(run, poll_s, patience_s, lambda text: self.log_line(f"{name}: {text}"))

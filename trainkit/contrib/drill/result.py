@@ -41,6 +41,13 @@ def compare(reference: Sequence[StepRecord], steps: Sequence[StepRecord], tolera
     return f"step {missing[0]} is missing" if missing else ""
 
 
+def largest_difference(reference: Sequence[StepRecord], steps: Sequence[StepRecord]) -> float:
+    """The largest difference of a loss from that of the same step of another run, relative to it."""
+    usual = {one.step: one.values["loss"] for one in reference}
+    pairs = [(one.values["loss"], usual.get(one.step)) for one in steps]
+    return max((abs(loss - other) / abs(other) for loss, other in pairs if loss and other), default=0.0)
+
+
 def steps_while_saving(steps: Sequence[StepRecord], events: Sequence[Event]) -> int:
     """Number of steps computed while a save was being written that an interruption then cut off.
 
