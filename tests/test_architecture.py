@@ -315,6 +315,8 @@ def test_the_lock_has_every_package_that_the_package_needs() -> None:
     assert len(versions) == len(lines)
     assert f"\ntorch=={pinned('constraints.txt')}" in text
     wanted = setup["options"]["install_requires"].split("\n")[1:]
+    for extra in ("tensorboard", "watch"):
+        wanted += setup["options.extras_require"][extra].split("\n")[1:]
     seen = set[str]()
     while wanted:
         item = Requirement(wanted.pop())

@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import sysconfig
 from importlib.metadata import distribution, requires
 from pathlib import Path
 
@@ -75,6 +74,22 @@ sys.argv[1:] = ["model.hf=llama", {ADAPTERS!r}]
     "qlora": f"""import sys
 sys.argv[1:] = ["model.hf=llama", {ADAPTERS!r}, "model.quantize=nf4"]
 {TRAINS}""",
+    "tensorboard": f"""import sys
+sys.argv[1:] = ["logging.tensorboard=true"]
+{TRAINS}
+from pathlib import Path
+assert [*Path("runs").glob("*/tensorboard/events.out.tfevents.*")]
+""",
+    "watch": """
+import asyncio
+from trainkit.cli.watch_screen import WatchApp
+async def quit_it():
+    app = WatchApp(None, 2.0)
+    async with app.run_test() as pilot:
+        await pilot.press("q")
+    assert app.return_code == 0
+asyncio.run(quit_it())
+""",
     "mlflow": f"""import sys
 sys.argv[1:] = ["logging.mlflow.tracking_uri=store"]
 {TRAINS}
@@ -124,12 +139,12 @@ def environment(folder: Path, requirements: list[str]) -> Path:
     [site] = (folder / "venv").glob("lib/*/site-packages")
     (site / "trainkit.pth").write_text(f"{ROOT}\n")
     for name in closure(requirements):
-        files = distribution(name).files
-        assert files is not None
-        for top in {file.parts[0] for file in files} - {"..", "__pycache__"}:
+        installed = distribution(name)
+        assert installed.files is not None
+        for top in {file.parts[0] for file in installed.files} - {"..", "__pycache__"}:
             link = site / top
             if not link.is_symlink():
-                link.symlink_to(Path(sysconfig.get_path("purelib")) / top)
+                link.symlink_to(str(installed.locate_file(top)))
     return python
 
 
@@ -162,18 +177,41 @@ def test_an_extra_is_all_that_its_feature_needs(
 
 
 def test_trainkit_is_imported_without_any_extra(tmp_path: Path) -> None:
+    """All but the screen of `watch`."""
     python = environment(tmp_path, setup_cfg()[0])
     code = """
 import importlib, pkgutil, trainkit
 names = [m.name for m in pkgutil.walk_packages(trainkit.__path__, "trainkit.") if "__main__" not in m.name]
+names.remove("trainkit.cli.watch_screen")
 for name in names:
     importlib.import_module(name)
-# Pillow is not among them: tensorboard requires it.
-for extra in "matplotlib torchao transformers pyarrow peft bitsandbytes mlflow wandb".split():
+extras = "matplotlib torchao transformers pyarrow PIL peft bitsandbytes mlflow wandb tensorboard textual"
+for extra in extras.split():
     assert importlib.util.find_spec(extra) is None, extra
 print(len(names))
 """
     assert int(execute(python, code, tmp_path)) > 100
+
+
+def test_a_run_without_any_extra(tmp_path: Path) -> None:
+    """It trains and is shown, and what needs an extra names it."""
+    python = environment(tmp_path, setup_cfg()[0])
+    code = f"""import contextlib, io, os, pty, sys
+{TRAINS}
+for line in ("watch last --once", "watch --once", "status last", "report last"):
+    assert main(line.split()) == 0, line
+for line in ("check quickstart --set logging.tensorboard=true", "ui last"):
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        assert main(line.split()) == 2, line
+    assert "pip install 'trainkit[tensorboard]'" in said.getvalue()
+assert os.waitstatus_to_exitcode(pty.spawn([sys.executable, "-m", "trainkit", "watch", "last"])) == 2
+"""
+    shown = execute(python, code, tmp_path)
+    assert "error: the package textual is not installed" in shown
+    assert "hint: `pip install 'trainkit[watch]'`; `trainkit watch --once` and `trainkit status` do" in shown
+    log = (tmp_path / "runs/quickstart/attempts/001/logs/rank-0000.log").read_text()
+    [line] = [line for line in log.splitlines() if "tensorboard" in line.lower()]
+    assert "writes no TensorBoard files: No module named 'tensorboard'" in line
 
 
 def test_every_extra_has_a_use_here() -> None:

@@ -1,7 +1,7 @@
 """Writes requirements-lock.txt: every package of the environment that the tests run in, with its hash.
 
 ``python -m tools.lock``, or `make lock`. The hashes are those of the files that pip would install here: for
-this platform and this version of Python. Packages of extras are not in it.
+this platform and this version of Python. Of the extras, it has `tensorboard` and `watch`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main() -> int:
         constraints.writelines(f"{name}=={version}\n" for name, version in sorted(installed.items()))
         constraints.flush()
         options = ("--dry-run", "--ignore-installed", "--quiet", "--report", "-", "-c", constraints.name)
-        argv = [sys.executable, "-m", "pip", "install", *options, str(ROOT)]
+        argv = [sys.executable, "-m", "pip", "install", *options, f"{ROOT}[tensorboard,watch]"]
         report = json.loads(subprocess.run(argv, stdout=subprocess.PIPE, check=True).stdout)
     lines = []
     for item in report["install"]:

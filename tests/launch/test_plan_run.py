@@ -286,6 +286,31 @@ def test_a_tracker_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.Mon
     assert not find_environment(RunConfig(), True, Command(("true",)), tmp_path).problems
 
 
+@pytest.mark.parametrize(
+    ("value", "workload", "resumes", "is_refused"),
+    [
+        (True, TRAINER, False, True),
+        ("auto", TRAINER, False, False),
+        (False, TRAINER, False, False),
+        (True, Command(("true",)), False, False),  # which writes none
+        (True, TRAINER, True, False),  # it may be the default of an earlier version
+    ],
+)
+def test_tensorboard_that_is_not_installed(
+    submitting: Submitting, value: object, workload: Workload, resumes: bool, is_refused: bool
+) -> None:
+    overrides = [f"logging.tensorboard={str(value).lower()}"]
+    loaded = load_config(None, overrides=overrides, environ={}, cwd=submitting.folder)
+    facts = gather(loaded, workload, target=LOCAL, resumes=resumes)
+    assert facts.environment is not None
+    refusal = (
+        "logging.tensorboard",
+        f"is set, but {sys.executable} has no tensorboard",
+        f"`{sys.executable} -m pip install 'trainkit[tensorboard]'` installs it",
+    )
+    assert list(facts.environment.problems) == [refusal] * is_refused
+
+
 @pytest.mark.parametrize("launch", [{"setup": ["module load x"]}, {"env": {"PYTHONPATH": "x"}}])
 def test_a_tracker_in_an_environment_that_only_the_job_knows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launch: dict[str, Any]

@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import re
+import sys
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -205,6 +206,22 @@ def test_a_resume_hides_the_steps_that_are_done_again(tmp_path: Path) -> None:
         second.write(step, scalars(step, loss=20.0 + step))
     second.close()
     assert curve(tmp_path, "loss") == [(1, 11.0), (2, 12.0), (3, 13.0), (4, 24.0), (5, 25.0), (6, 26.0)]
+
+
+def test_without_tensorboard_one_line_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with caplog.at_level("INFO"):
+        log = TensorBoardLog(tmp_path / "tensorboard", 1)
+        for step in (1, 2, 3):
+            log.write(step, scalars(step))
+        log.close()
+    [line] = caplog.records
+    assert line.levelname == "INFO"
+    assert line.getMessage().startswith("writes no TensorBoard files: ")
+    assert "`pip install 'trainkit[tensorboard]'`" in line.getMessage()
+    assert not (tmp_path / "tensorboard").exists()
 
 
 def test_nothing_written_leaves_nothing_behind_that_breaks_the_reader(tmp_path: Path) -> None:

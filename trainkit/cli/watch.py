@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 from datetime import datetime, timezone
+from importlib.util import find_spec
 from pathlib import Path
 
 import click
@@ -13,7 +14,7 @@ from trainkit.cli.help import Command, complete_run, examples
 from trainkit.cli.options import json_option
 from trainkit.cli.output import echo_json
 from trainkit.cli.status import find_any, look_at, show_runs
-from trainkit.errors import EXIT_OK
+from trainkit.errors import EXIT_OK, UsageError
 from trainkit.run.rundir import RunDir
 
 INTERVAL_S = 2.0
@@ -44,6 +45,9 @@ def command(run_name: str | None, interval_s: float, once: bool, as_json: bool) 
     """
     found = None if run_name is None else find_any(run_name)
     if not (once or as_json) and sys.stdout.isatty() and sys.stdin.isatty():
+        if find_spec("textual") is None:
+            hint = "`pip install 'trainkit[watch]'`; `trainkit watch --once` and `trainkit status` do without"
+            raise UsageError("the package textual is not installed", hint=hint)
         from trainkit.cli.watch_screen import watch
 
         return watch(found, interval_s)

@@ -347,7 +347,9 @@ class WandbConfig(Section):
 class LoggingConfig(Section):
     """Where metrics are logged, in addition to metrics.jsonl."""
 
-    tensorboard: bool = Field(default=True, description="Write TensorBoard event files.")
+    tensorboard: bool | Literal["auto"] = Field(
+        default="auto", description="Write TensorBoard files: auto where it is installed, true demands it."
+    )
     health_every_s: Positive | None = Field(
         default=10.0,
         description="Seconds between samples of processors, memory, network, disks and GPUs of each node, in"

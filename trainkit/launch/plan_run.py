@@ -66,6 +66,9 @@ class Gatherer:
         if self._machine is None:
             self._machine = detect_machine()
         environment = self._environment_of(loaded.config, self._target.submits_job, workload)
+        if resumes:  # earlier versions wrote `true` for what nobody had set: the ranks say what is missing
+            others = (item for item in environment.problems if item[0] != "logging.tensorboard")
+            environment = replace(environment, problems=tuple(others))
         launch, cluster = loaded.config.launch, self._target.cluster
         if cluster is not None:
             cwd = str(Path.cwd())
@@ -306,6 +309,8 @@ def find_environment(config: RunConfig, on_slurm: bool, workload: Workload, cwd:
     Where a package is not known, the ranks check it, or the job warns and trains.
     """
     launch, trackers = config.launch, tuple(config.logging.trackers)
+    if config.logging.tensorboard is True and not workload.is_command:
+        trackers = ("tensorboard", *trackers)
     key = next((name for name in ("python", "venv", "uv", "conda") if getattr(launch, name)), None)
     if not on_slurm and (launch.container is not None or key in (None, "conda")):
         key, launch = None, LaunchConfig(env=launch.env)

@@ -83,6 +83,7 @@ class TensorBoardLog:
         self._folder = folder
         self._first_step = first_step
         self._writer: Any = None
+        self._is_missing = False
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="tensorboard")
 
     def write(self, step: int, scalars: Mapping[str, float | None]) -> None:
@@ -90,6 +91,8 @@ class TensorBoardLog:
         self._pool.submit(self._add, step, scalars)
 
     def _add(self, step: int, scalars: Mapping[str, float | None]) -> None:
+        if self._is_missing:
+            return
         try:
             if self._writer is None:
                 from torch.utils.tensorboard import SummaryWriter
@@ -99,6 +102,9 @@ class TensorBoardLog:
             for name, value in scalars.items():
                 if value is not None:
                     self._writer.add_scalar(name, value, step)
+        except ImportError as error:
+            self._is_missing = True
+            log.info(f"writes no TensorBoard files: {error} (`pip install 'trainkit[tensorboard]'` adds it)")
         except Exception as error:  # nobody reads the result of this thread
             log.error(f"cannot write step {step} to TensorBoard ({error})")
 

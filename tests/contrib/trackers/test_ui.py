@@ -68,7 +68,8 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("logging.mlflow={tracking_uri: 'http://host:5000'}", "mlflow", "is on the server http://host:5000"),
         ("logging.mlflow=null", "mlflow", "has no MLflow: logging.mlflow is null"),
-        ("logging.mlflow=null", "tensorboard", "has no tensorboard/"),
+        ("logging.tensorboard=false", "tensorboard", "has no tensorboard/: logging.tensorboard is false"),
+        ("logging.tensorboard=auto", "tensorboard", "first record on, if it has `trainkit[tensorboard]`"),
     ],
 )
 def test_nothing_to_show(
@@ -89,13 +90,14 @@ def test_a_port_in_use(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Non
     assert "choose another one with --port" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("tool", command.PORTS)
 def test_not_installed(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tool: str
 ) -> None:
     run = make_attempt(tmp_path / "run").run
     monkeypatch.setattr(command, "find_spec", lambda name: None)
-    assert main(["ui", str(run.path), "--tool", "mlflow"]) == 2
-    assert "`pip install mlflow` installs it" in capfd.readouterr().err
+    assert main(["ui", str(run.path), "--tool", tool]) == 2
+    assert f"`pip install 'trainkit[{tool}]'`\n" in capfd.readouterr().err
 
 
 def test_sync_without_a_tracker(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

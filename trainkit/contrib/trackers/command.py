@@ -71,12 +71,17 @@ def ui(run_name: str, tool: str, port: int | None) -> None:
     run = find_run(run_name)
     port = port or PORTS[tool]
     if find_spec(tool) is None:
-        raise UsageError(f"the package {tool} is not installed", hint=f"`pip install {tool}` installs it")
+        raise UsageError(f"the package {tool} is not installed", hint=f"`pip install 'trainkit[{tool}]'`")
     place = ["--host", HOST, "--port", str(port)]
     if tool == "tensorboard":
         if not run.tensorboard_dir.is_dir():
-            hint = "logging.tensorboard: true writes it"
-            raise UsageError(f"{run.shown} has no tensorboard/", hint=hint)
+            from trainkit.config import read_effective
+
+            hint = f"`trainkit report {run.word}` has its curves"
+            why = "the built-in trainer writes it from its first record on, if it has `trainkit[tensorboard]`"
+            if run.config_file.exists() and read_effective(run.config_file).logging.tensorboard is False:
+                why = "logging.tensorboard is false"
+            raise UsageError(f"{run.shown} has no tensorboard/: {why}", hint=hint)
         # The fast loader introduces itself in three lines.
         argv = ["--logdir", str(run.tensorboard_dir), "--load_fast", "false", *place]
         start = _TENSORBOARD
