@@ -35,9 +35,10 @@ MAX_LAST_LINES = 400
 MAX_LINES_AFTER = 20
 """An error with more lines of ordinary output after it counts as handled by the program."""
 _REST_OF_AN_ERROR = re.compile(
-    r"^(?:\s|$|Traceback|\[rank\d+\]|\[[EWIF]\d|\[[EWF] |[EWIF]\d{4} |frame #|terminate called|srun:|slurmstepd:"
-    r"|Exception raised|During handling|The above exception|=+$|-+$|\*+$|[\w.<>]+(?:Error|Exception)\b"
-    r"|.*NCCL (?:WARN|INFO)|Root Cause|Failures:|Fatal Python error|Thread 0x|Current thread)",
+    r"^(?:\s|$|Traceback|\[rank\d+\]|\[[EWIF]\d|\[[EWF] |[EWIF]\d{4} |frame #|terminate called|srun:"
+    r"|slurmstepd:|Exception raised|During handling|The above exception|=+$|-+$|\*+$"
+    r"|[\w.<>]+(?:Error|Exception)\b|.*NCCL (?:WARN|INFO)|Root Cause|Failures:|Fatal Python error|Thread 0x"
+    r"|Current thread)",
     re.MULTILINE,
 )
 _RANK_PREFIX = re.compile(r"\[rank\d+\]: ?")
