@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from tests.observe.test_diagnose import failed, newest
+from trainkit.observe.logs import Text
 from trainkit.observe.signatures import (
     FILE,
     Confidence,
@@ -50,6 +51,15 @@ def test_no_line_of_a_log_takes_a_signature_long() -> None:
             if time.process_time() - began_s > 1.0:
                 slow.append(f"{signature.name}: {pattern.pattern}")
     assert not slow
+
+
+@pytest.mark.parametrize("text", ["CUDA out of memory ", "No space left on device "])
+def test_an_error_that_a_log_repeats_is_judged_once(text: str) -> None:
+    """400 lines of 1,000 characters, as `diagnose` reads them: in each, a program has survived 50 errors."""
+    log, began_s = Text("log", "log", [(text * 1000)[:1000]] * 400), time.process_time()
+    found = [match.evidence.line for signature in load_signatures() if (match := log.find(signature))]
+    assert set(found) == {400}
+    assert time.process_time() - began_s < 5
 
 
 def test_the_first_cause_and_the_advice_that_can_be_filled_in_are_shown(

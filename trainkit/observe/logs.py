@@ -35,9 +35,11 @@ MAX_LAST_LINES = 400
 MAX_LINES_AFTER = 20
 """An error with more lines of ordinary output after it counts as handled by the program."""
 _REST_OF_AN_ERROR = re.compile(
-    r"\s|$|Traceback|\[rank\d+\]|\[[EWIF]\d|\[[EWF] |[EWIF]\d{4} |frame #|terminate called|srun:|slurmstepd:"
-    r"|Exception raised|During handling|The above exception|=+$|-+$|\*+$|[\w.<>]+(?:Error|Exception)\b"
-    r"|.*NCCL (?:WARN|INFO)|Root Cause|Failures:|Fatal Python error|Thread 0x|Current thread"
+    r"^(?:\s|$|Traceback|\[rank\d+\]|\[[EWIF]\d|\[[EWF] |[EWIF]\d{4} |frame #|terminate called|srun:"
+    r"|slurmstepd:|Exception raised|During handling|The above exception|=+$|-+$|\*+$"
+    r"|[\w.<>]+(?:Error|Exception)\b|.*NCCL (?:WARN|INFO)|Root Cause|Failures:|Fatal Python error|Thread 0x"
+    r"|Current thread)",
+    re.MULTILINE,
 )
 _RANK_PREFIX = re.compile(r"\[rank\d+\]: ?")
 _NEXT_MESSAGE = re.compile(
@@ -97,18 +99,20 @@ class Text:
                 weight = bool({"rank", "host"} & groups.keys()), index
                 if found is not None and weight <= found[0]:
                     continue
-                if not self._is_survived(index) and not self._is_quoted(text, starts[index], match.start()):
+                if index >= self._num_survived and not self._is_quoted(text, starts[index], match.start()):
                     found = weight, groups
         if found is None:
             return None
         (_, index), groups = found
         return Match(signature, self, self.evidence(index), groups)
 
-    def _is_survived(self, index: int) -> bool:
+    @cached_property
+    def _num_survived(self) -> int:
+        """How many of its lines have so much ordinary output after them that errors there were handled."""
         if self.kind != "log":
-            return False
-        after = self.lines[index + 1 :]
-        return sum(not _REST_OF_AN_ERROR.match(line) for line in after) > MAX_LINES_AFTER
+            return 0
+        ordinary = [index for index, line in enumerate(self.lines) if not _REST_OF_AN_ERROR.match(line)]
+        return ordinary[-1 - MAX_LINES_AFTER] if len(ordinary) > MAX_LINES_AFTER else 0
 
     def _is_quoted(self, text: str, start: int, end: int) -> bool:
         """Whether a program prints the words as data, such as a sample or a JSON string."""
