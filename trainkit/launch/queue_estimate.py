@@ -10,8 +10,7 @@ from trainkit.cluster.limits import partition_problems
 from trainkit.cluster.model import Cluster, ResourceRequest
 from trainkit.config import RunConfig
 from trainkit.formats import JsonObject, duration, table
-from trainkit.plan.launch import LaunchPlan
-from trainkit.plan.slurm_request import Options, option_argv
+from trainkit.plan.launch import LaunchPlan, Options, option_argv
 from trainkit.slurm.submit import Answer, ask_starts
 
 SOON_S = 60

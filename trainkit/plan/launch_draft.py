@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from trainkit.cluster.machine import Machine
 from trainkit.config.loaded import LoadedConfig
 from trainkit.errors import ConfigError, Problem
 from trainkit.formats import plural
 from trainkit.plan.batch import BatchRequest, batch_reason, make_batch, scaled_lr
-from trainkit.plan.launch import Batch, Layout
+from trainkit.plan.launch import Batch, Layout, SlurmRequest
 from trainkit.plan.layout_rules import make_layout
-
-if TYPE_CHECKING:
-    from trainkit.plan.slurm_request import SlurmRequest
 
 WORKERS_PER_CPU = 16
 

@@ -13,8 +13,8 @@ from trainkit.config.running import MAIL_TYPES
 from trainkit.config.schema import RunConfig
 from trainkit.errors import KeyProblem, SlurmError
 from trainkit.formats import plural, time_text
+from trainkit.plan.launch import Options, SlurmRequest, with_excluded
 from trainkit.plan.launch_draft import BOUND_GPU_WARNING, LaunchDraft
-from trainkit.plan.slurm_request import Options, SlurmRequest, with_excluded
 from trainkit.plan.workload import PER_RANK
 
 SHARE_OF_TIME = 4
