@@ -15,8 +15,8 @@ from datetime import datetime, timedelta, timezone
 from itertools import islice
 from pathlib import Path
 
-from trainkit.cluster.limits import listed
-from trainkit.cluster.model import Partition, ResourceRequest
+from trainkit.cluster.limits import ResourceRequest, listed
+from trainkit.cluster.model import Partition
 from trainkit.config import LoadedConfig, RunConfig, read_effective
 from trainkit.config.load import with_values
 from trainkit.config.training import DECODER

@@ -7,8 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from trainkit.cluster.limits import limit_problems, listed, partition_refusals, spare_capacity
-from trainkit.cluster.model import Cluster, NodeKind, ResourceRequest, matching_nodes
+from trainkit.cluster.limits import (
+    ResourceRequest,
+    limit_problems,
+    listed,
+    partition_refusals,
+    spare_capacity,
+)
+from trainkit.cluster.model import Cluster, NodeKind
 from trainkit.config.running import MAIL_TYPES
 from trainkit.config.schema import RunConfig
 from trainkit.errors import KeyProblem, SlurmError
@@ -89,7 +95,7 @@ class SlurmDraft(LaunchDraft):
     cluster: Cluster = field(default_factory=lambda: Cluster("unknown"))
 
     def __post_init__(self) -> None:
-        self.asked = self.cluster.resource_request(self.loaded.config.resources)
+        self.asked = ResourceRequest.of(self.loaded.config.resources, self.cluster)
         """What the config requests; `request` adds the workers of a node."""
         refused = partition_refusals(self.asked, self.cluster)
         default = self.cluster.partition(None)
@@ -99,7 +105,7 @@ class SlurmDraft(LaunchDraft):
         self.partition = next(iter(self.partitions), None)
         gpu_type = self.asked.gpu_type
         self.kinds = {
-            item.name: matching_nodes(item, self.asked.constraint, gpu_type) or item.nodes
+            item.name: item.matching(self.asked.constraint, gpu_type) or item.nodes
             for item in self.partitions
         }
         """The nodes that the job may get, by partition; empty if unknown."""
