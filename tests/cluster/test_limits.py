@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.tables import messages
-from trainkit.cluster.limits import limit_problems, partition_problems
-from trainkit.cluster.model import Account, Cluster, NodeKind, Partition, Qos, ResourceRequest, features_of
+from trainkit.cluster.limits import ResourceRequest, limit_problems, partition_problems
+from trainkit.cluster.model import Account, Cluster, NodeKind, Partition, Qos, features_of
 from trainkit.config.running import ResourcesConfig
 
 HOUR_S = 3600
@@ -37,7 +37,7 @@ DERIVED = {"workers_per_node": 4, "gpus_per_node": 4, "cpus_per_node": 32}
 def request(cluster: Cluster, **values: Any) -> ResourceRequest:
     section = ResourcesConfig(**{key: value for key, value in values.items() if key not in DERIVED})
     return replace(
-        cluster.resource_request(section), **{key: values.get(key, was) for key, was in DERIVED.items()}
+        ResourceRequest.of(section, cluster), **{key: values.get(key, was) for key, was in DERIVED.items()}
     )
 
 

@@ -25,7 +25,7 @@ from trainkit.control import cancel as control_cancel
 from trainkit.control.cancel import cancel_run
 from trainkit.control.resume import requeue_run
 from trainkit.errors import TrainkitError, UsageError
-from trainkit.plan.slurm_request import SlurmRequest
+from trainkit.plan.launch import SlurmRequest
 from trainkit.run.end import AttemptEnd
 from trainkit.run.files import read_json, write_json
 from trainkit.run.record import add_slurm_attempt, change_newest, read_job, set_follow_ups

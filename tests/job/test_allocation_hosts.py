@@ -14,9 +14,8 @@ from trainkit.job.allocation import SlurmAllocation
 from trainkit.job.node.slurm_step import step_argv
 from trainkit.job.resubmit import lost_hosts
 from trainkit.plan.facts import Facts
-from trainkit.plan.launch import LaunchPlan
+from trainkit.plan.launch import LaunchPlan, option_argv
 from trainkit.plan.node_range import plan_nodes
-from trainkit.plan.slurm_request import option_argv
 from trainkit.run.files import append_jsonl
 from trainkit.run.record import open_attempt
 from trainkit.run.rundir import RunDir

@@ -14,8 +14,7 @@ from trainkit.errors import TrainkitError
 from trainkit.job import growth
 from trainkit.job.decision import Growth
 from trainkit.job.growth import ASK_EVERY_S, GrowthWatch, Size, decide_growth, step_seconds, vain_growths
-from trainkit.plan.launch import LaunchPlan
-from trainkit.plan.slurm_request import SlurmRequest
+from trainkit.plan.launch import LaunchPlan, SlurmRequest
 from trainkit.run.events import log_event
 from trainkit.run.files import append_jsonl, read_json, write_json
 from trainkit.run.history import Attempt

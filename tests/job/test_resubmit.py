@@ -14,8 +14,7 @@ from trainkit.job import resubmit as resubmit_module
 from trainkit.job.allocation import SlurmAllocation
 from trainkit.job.decision import Decision
 from trainkit.job.resubmit import excludable, resubmit
-from trainkit.plan.launch import LaunchPlan
-from trainkit.plan.slurm_request import SlurmRequest
+from trainkit.plan.launch import LaunchPlan, SlurmRequest
 from trainkit.run.files import read_json, read_jsonl, write_json
 from trainkit.run.record import AUTO_RESTART, add_slurm_attempt, mark_cancelled, read_job
 from trainkit.run.rundir import AttemptDir, RunDir, submission_token

@@ -9,8 +9,7 @@ from tests.support.runs import make_attempt
 from trainkit.job import progress_watch
 from trainkit.job.decision import SlowHost
 from trainkit.job.progress_watch import SlowHostWatch
-from trainkit.plan.launch import LaunchPlan
-from trainkit.plan.slurm_request import SlurmRequest
+from trainkit.plan.launch import LaunchPlan, SlurmRequest
 from trainkit.run.events import log_event
 from trainkit.run.files import read_json
 from trainkit.run.rundir import AttemptDir

@@ -10,8 +10,7 @@ from trainkit.errors import UsageError
 from trainkit.launch import dependency
 from trainkit.launch.dependency import dependencies, dependency_ids, with_dependency
 from trainkit.observe.group import PointStatus
-from trainkit.plan.launch import Batch, LaunchPlan, Layout
-from trainkit.plan.slurm_request import SlurmRequest
+from trainkit.plan.launch import Batch, LaunchPlan, Layout, SlurmRequest
 from trainkit.run.files import write_json
 from trainkit.run.group import create_task_run
 from trainkit.run.record import change_newest

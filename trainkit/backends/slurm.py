@@ -11,13 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TypeGuard
 
 from trainkit.backends import Backend, JobStatus, NewAttempt, write_cancelled
 from trainkit.errors import TrainkitError, UsageError, print_note
 from trainkit.job.group_parts import clusters_of, submit_parts
 from trainkit.job.node.slurm_step import find_slurm_task
 from trainkit.job.signals import AGENT_SIGNAL
+from trainkit.plan.launch import SlurmRequest
 from trainkit.run.end import KILLED, is_over
 from trainkit.run.events import log_event
 from trainkit.run.files import write_atomic
@@ -41,9 +42,6 @@ from trainkit.slurm.control import cancel, cancel_waiting, kill_steps, send_sign
 from trainkit.slurm.jobs import JobInfo, query_jobs
 from trainkit.slurm.states import JobState, split_job
 from trainkit.slurm.submit import cancel_command, find_by_token, submit_script
-
-if TYPE_CHECKING:
-    from trainkit.plan.slurm_request import SlurmRequest
 
 
 class SlurmBackend(Backend):

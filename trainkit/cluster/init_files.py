@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
-from trainkit.cluster.limits import listed, partition_problems
-from trainkit.cluster.model import Account, Cluster, Partition, Qos, ResourceRequest
+from trainkit.cluster.limits import ResourceRequest, listed, partition_problems
+from trainkit.cluster.model import Account, Cluster, Partition, Qos
 from trainkit.cluster.profile import AccountProfile, NodesProfile, PartitionProfile, QosProfile
 from trainkit.config.section import Section
 from trainkit.config.yamlfile import Dumper

@@ -1,4 +1,4 @@
-"""Checks the request of a job against the limits of a cluster. Pure.
+"""What a job requests of a cluster, checked against the limits of that. Pure.
 
 sbatch itself rejects few of these requests: it accepts the job, which then stays pending forever.
 """
@@ -6,22 +6,116 @@ sbatch itself rejects few of these requests: it accepts the job, which then stay
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from trainkit.cluster.model import (
-    Account,
-    Cluster,
-    NodeKind,
-    Partition,
-    Qos,
-    ResourceRequest,
-    features_of,
-    matching_nodes,
-)
+from trainkit.cluster.model import Account, Cluster, NodeKind, Partition, Qos, features_of
+from trainkit.config.running import ResourcesConfig
 from trainkit.errors import KeyProblem
-from trainkit.formats import did_you_mean, memory_text, plural, time_text
+from trainkit.formats import did_you_mean, memory_mib, memory_text, plural, time_limit_s, time_text
+from trainkit.slurm.hosts import expand_hosts
+
+
+@dataclass(frozen=True)
+class ResourceRequest:
+    """What a job requests of a cluster, in the units of its limits; None leaves the choice to Slurm."""
+
+    nodes: int
+    names: Mapping[str | None, Partition | None]
+    """The partitions by name, None for one that does not exist; the name None is the default one."""
+    workers_per_node: int = 1
+    gpus_per_node: int | None = None
+    gpu_type: str | None = None
+    gpu_types: tuple[str, ...] = ()
+    """Several types, of which the partition that starts the job has one."""
+    cpus_per_node: int | None = None
+    mem_mib: float | None = None
+    time_s: float | None = None
+    """Infinite for a job without a limit."""
+    time_min_s: float | None = None
+    """The time that the job accepts if that lets it start sooner; None for no less than `time_s`."""
+    is_sliced: bool = False
+    """Whether `time_s` is ``resources.slice``."""
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    spare_nodes: int = 0
+    """Nodes in addition to those that train."""
+    extra: Mapping[str, str | int | bool] = field(default_factory=dict)
+    """Other options of sbatch."""
+
+    @classmethod
+    def of(cls, resources: ResourcesConfig, cluster: Cluster) -> ResourceRequest:
+        """What the section `resources` requests, before a plan derives the workers of a node."""
+        types = resources.gpu_types
+        names: Iterable[str | None] = (None,)
+        if resources.partition is not None:
+            names = map(str.strip, resources.partition.split(","))
+        elif len(types) > 1:
+            names = [item.name for item in cluster.partitions if item.is_up and not item.is_hidden]
+        partitions = {name: cluster.partition(name) for name in names}
+        if len(types) > 1:
+            # A job gets all its nodes from one partition, which therefore decides the type.
+            one_type: dict[str | None, Partition | None] = {
+                name: item
+                for name, item in partitions.items()
+                if item is not None and item.gpu_type(resources.constraint) in types
+            }
+            if one_type:
+                partitions = one_type
+        return cls(
+            nodes=resources.most_nodes,
+            spare_nodes=resources.spare_nodes,
+            gpu_type=resources.gpu_type if len(types) == 1 else None,
+            gpu_types=types if len(types) > 1 else (),
+            mem_mib=None if resources.mem is None else memory_mib(resources.mem),
+            time_s=None if resources.job_time is None else time_limit_s(resources.job_time) or math.inf,
+            time_min_s=None if resources.time_min is None else time_limit_s(resources.time_min),
+            is_sliced=resources.slice is not None,
+            names=partitions,
+            account=resources.account,
+            qos=resources.qos,
+            constraint=resources.constraint,
+            extra=resources.extra,
+        )
+
+    @property
+    def partitions(self) -> list[Partition]:
+        """The requested partitions that exist."""
+        return [item for item in self.names.values() if item is not None]
+
+    @property
+    def named_nodes(self) -> list[str]:
+        """The nodes that the job must get; raises UsageError for text that is not a host list."""
+        nodelist = self.extra.get("nodelist")
+        return expand_hosts(nodelist) if isinstance(nodelist, str) else []
+
+    @property
+    def all_nodes(self) -> int:
+        """Nodes of the job, spare nodes included."""
+        return self.nodes + self.spare_nodes
+
+    @property
+    def needed_gpu_type(self) -> str | None:
+        """The GPU type, for a job that uses GPUs."""
+        return self.gpu_type if self.gpus_per_node else None
+
+    def exceeds(self, partition: Partition) -> bool:
+        """Whether the time or the nodes are above a limit of the partition, which a QOS may override."""
+        max_time_s, max_nodes = partition.max_time_s or math.inf, partition.max_nodes or math.inf
+        return (self.time_s or 0) > max_time_s or self.all_nodes > max_nodes
+
+    def with_workers(self, count: int, device: str, threads: int | None, per: str) -> ResourceRequest:
+        """The request with the workers of a node that a plan derived, and their GPUs and CPUs."""
+        # Without threads, each task gets at least one CPU.
+        each = 1 if threads is None and per == "gpu" else threads
+        return replace(
+            self,
+            workers_per_node=count,
+            gpus_per_node=count if device == "cuda" else None,
+            cpus_per_node=None if each is None or "overcommit" in self.extra else each * count,
+        )
 
 
 def limit_problems(request: ResourceRequest, cluster: Cluster) -> Iterator[KeyProblem]:
@@ -72,7 +166,7 @@ def spare_capacity(request: ResourceRequest) -> int | None:
     if not request.partitions or not all(partition.nodes for partition in request.partitions):
         return None
     counts = [
-        _num_fitting(request, item, matching_nodes(item, request.constraint, request.needed_gpu_type))
+        _num_fitting(request, item, item.matching(request.constraint, request.needed_gpu_type))
         for item in request.partitions
     ]
     return max(0, max(counts) - request.all_nodes)
@@ -234,7 +328,7 @@ def _node_problems(request: ResourceRequest, partition: Partition) -> Iterator[K
         yield "resources.gpu_type", message, hint
         gpu_type = None
     request = replace(request, constraint=constraint, gpu_type=gpu_type)
-    kinds = matching_nodes(partition, constraint, gpu_type)
+    kinds = partition.matching(constraint, gpu_type)
     if not kinds:
         gpus = f" with {gpu_type} GPUs" if gpu_type else ""
         message = (

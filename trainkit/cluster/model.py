@@ -1,19 +1,21 @@
-"""The model of a Slurm cluster: its partitions, nodes, accounts and QOS, and what a job requests of it.
+"""The model of a Slurm cluster: its partitions, nodes, accounts and QOS.
 
 Discovery (from Slurm) and profiles (from a file) both produce it; limits, plans and queue estimates read it.
 """
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
-from trainkit.config.running import ResourcesConfig
-from trainkit.formats import memory_mib, time_limit_s
-from trainkit.slurm.hosts import expand_hosts
+_NO_FEATURE = re.compile(r"[&|,()\[\]]|\*\d+")
+_ANY_OF = re.compile(r"[|,\[(*]")
+
+
+def features_of(constraint: str | None) -> tuple[str, ...]:
+    """The feature names in a constraint such as ``[rack1*2&rack2]``."""
+    return tuple(name.strip() for name in _NO_FEATURE.split(constraint or "") if name.strip())
 
 
 @dataclass(frozen=True)
@@ -69,8 +71,20 @@ class Partition:
 
     def gpu_type(self, constraint: str | None = None) -> str | None:
         """The type of the GPUs of those nodes with the features; None if there is none, or several."""
-        types = {name for kind in matching_nodes(self, constraint, None) for name in kind.gpus}
+        types = {name for kind in self.matching(constraint) for name in kind.gpus}
         return types.pop() if len(types) == 1 else None
+
+    def matching(self, constraint: str | None, gpu_type: str | None = None) -> tuple[NodeKind, ...]:
+        """The nodes that have the features of a constraint and the GPU type.
+
+        Only ``&`` is evaluated: with any other operator, every node counts as having the features.
+        """
+        needed = set() if _ANY_OF.search(constraint or "") else set(features_of(constraint))
+        return tuple(
+            kind
+            for kind in self.nodes
+            if needed <= set(kind.features) and (gpu_type is None or kind.num_gpus(gpu_type))
+        )
 
     def usable_cpus(self, kind: NodeKind) -> int | None:
         """CPUs per node of this kind that jobs of this partition may use; None if unknown."""
@@ -133,127 +147,3 @@ class Cluster:
         if name is None:
             return next((item for item in self.partitions if item.is_default), None)
         return next((item for item in self.partitions if item.name == name), None)
-
-    def resource_request(self, resources: ResourcesConfig) -> ResourceRequest:
-        """What the section `resources` requests here, before a plan derives the workers of a node."""
-        types = resources.gpu_types
-        names: Iterable[str | None] = (None,)
-        if resources.partition is not None:
-            names = map(str.strip, resources.partition.split(","))
-        elif len(types) > 1:
-            names = [item.name for item in self.partitions if item.is_up and not item.is_hidden]
-        partitions = {name: self.partition(name) for name in names}
-        if len(types) > 1:
-            # A job gets all its nodes from one partition, which therefore decides the type.
-            one_type: dict[str | None, Partition | None] = {
-                name: item
-                for name, item in partitions.items()
-                if item is not None and item.gpu_type(resources.constraint) in types
-            }
-            if one_type:
-                partitions = one_type
-        return ResourceRequest(
-            nodes=resources.most_nodes,
-            spare_nodes=resources.spare_nodes,
-            gpu_type=resources.gpu_type if len(types) == 1 else None,
-            gpu_types=types if len(types) > 1 else (),
-            mem_mib=None if resources.mem is None else memory_mib(resources.mem),
-            time_s=None if resources.job_time is None else time_limit_s(resources.job_time) or math.inf,
-            time_min_s=None if resources.time_min is None else time_limit_s(resources.time_min),
-            is_sliced=resources.slice is not None,
-            names=partitions,
-            account=resources.account,
-            qos=resources.qos,
-            constraint=resources.constraint,
-            extra=resources.extra,
-        )
-
-
-_NO_FEATURE = re.compile(r"[&|,()\[\]]|\*\d+")
-_ANY_OF = re.compile(r"[|,\[(*]")
-
-
-@dataclass(frozen=True)
-class ResourceRequest:
-    """What a job requests of a cluster, in the units of its limits; None leaves the choice to Slurm."""
-
-    nodes: int
-    names: Mapping[str | None, Partition | None]
-    """The partitions by name, None for one that does not exist; the name None is the default one."""
-    workers_per_node: int = 1
-    gpus_per_node: int | None = None
-    gpu_type: str | None = None
-    gpu_types: tuple[str, ...] = ()
-    """Several types, of which the partition that starts the job has one."""
-    cpus_per_node: int | None = None
-    mem_mib: float | None = None
-    time_s: float | None = None
-    """Infinite for a job without a limit."""
-    time_min_s: float | None = None
-    """The time that the job accepts if that lets it start sooner; None for no less than `time_s`."""
-    is_sliced: bool = False
-    """Whether `time_s` is ``resources.slice``."""
-    account: str | None = None
-    qos: str | None = None
-    constraint: str | None = None
-    spare_nodes: int = 0
-    """Nodes in addition to those that train."""
-    extra: Mapping[str, str | int | bool] = field(default_factory=dict)
-    """Other options of sbatch."""
-
-    @property
-    def partitions(self) -> list[Partition]:
-        """The requested partitions that exist."""
-        return [item for item in self.names.values() if item is not None]
-
-    @property
-    def named_nodes(self) -> list[str]:
-        """The nodes that the job must get; raises UsageError for text that is not a host list."""
-        nodelist = self.extra.get("nodelist")
-        return expand_hosts(nodelist) if isinstance(nodelist, str) else []
-
-    @property
-    def all_nodes(self) -> int:
-        """Nodes of the job, spare nodes included."""
-        return self.nodes + self.spare_nodes
-
-    @property
-    def needed_gpu_type(self) -> str | None:
-        """The GPU type, for a job that uses GPUs."""
-        return self.gpu_type if self.gpus_per_node else None
-
-    def exceeds(self, partition: Partition) -> bool:
-        """Whether the time or the nodes are above a limit of the partition, which a QOS may override."""
-        max_time_s, max_nodes = partition.max_time_s or math.inf, partition.max_nodes or math.inf
-        return (self.time_s or 0) > max_time_s or self.all_nodes > max_nodes
-
-    def with_workers(self, count: int, device: str, threads: int | None, per: str) -> ResourceRequest:
-        """The request with the workers of a node that a plan derived, and their GPUs and CPUs."""
-        # Without threads, each task gets at least one CPU.
-        each = 1 if threads is None and per == "gpu" else threads
-        return replace(
-            self,
-            workers_per_node=count,
-            gpus_per_node=count if device == "cuda" else None,
-            cpus_per_node=None if each is None or "overcommit" in self.extra else each * count,
-        )
-
-
-def features_of(constraint: str | None) -> tuple[str, ...]:
-    """The feature names in a constraint such as ``[rack1*2&rack2]``."""
-    return tuple(name.strip() for name in _NO_FEATURE.split(constraint or "") if name.strip())
-
-
-def matching_nodes(
-    partition: Partition, constraint: str | None, gpu_type: str | None
-) -> tuple[NodeKind, ...]:
-    """The nodes of a partition that have the features of a constraint and the GPU type.
-
-    Only ``&`` is evaluated: with any other operator, every node counts as having the features.
-    """
-    needed = set() if _ANY_OF.search(constraint or "") else set(features_of(constraint))
-    return tuple(
-        kind
-        for kind in partition.nodes
-        if needed <= set(kind.features) and (gpu_type is None or kind.num_gpus(gpu_type))
-    )

@@ -18,7 +18,7 @@ from pydantic import BeforeValidator, Field, JsonValue, PlainValidator, Validati
 
 from trainkit.cluster.bad_nodes import excluded, memory_file
 from trainkit.cluster.discovery import query_cluster, query_cluster_names, query_qos
-from trainkit.cluster.limits import listed
+from trainkit.cluster.limits import ResourceRequest, listed
 from trainkit.cluster.model import Account, Cluster, NodeKind, Partition, Qos
 from trainkit.config.running import SLURM_TIME, OneLine
 from trainkit.config.schema import show_value
@@ -198,7 +198,7 @@ def _cluster_from_slurm(loaded: LoadedConfig) -> Cluster:
         return Cluster("unknown", reason=reason, error=f"Slurm did not answer ({message})")
     reason = f"{cluster.name}: no profile found, so Slurm was queried (`trainkit init` writes a profile)"
     cluster = replace(cluster, reason=reason)
-    request = cluster.resource_request(resources)
+    request = ResourceRequest.of(resources, cluster)
     if resources.qos is None or not any(map(request.exceeds, request.partitions)):
         return cluster
     # Only accounting knows whether the QOS overrides that limit. It is slow, so query it only if needed.

@@ -33,9 +33,8 @@ from trainkit.launch.plan_run import gather, plan_run
 from trainkit.launch.snapshot import renewed_code
 from trainkit.launch.start import start_group
 from trainkit.plan.batch import learning_rate
-from trainkit.plan.launch import LaunchPlan
+from trainkit.plan.launch import LaunchPlan, with_excluded
 from trainkit.plan.model_shape import ModelShape, resolve_model_shape
-from trainkit.plan.slurm_request import with_excluded
 from trainkit.run.end import is_over, read_end, read_newest_end
 from trainkit.run.files import numbers, read_json, utc_now
 from trainkit.run.group import RunGroup

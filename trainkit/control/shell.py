@@ -22,8 +22,8 @@ from trainkit.job.rank_debugger import AT_PROMPT, CHOSEN_FILE, RUNNING
 from trainkit.launch.environment import find_interpreter
 from trainkit.launch.script import make_job_environment, render
 from trainkit.plan.facts import Facts
+from trainkit.plan.launch import option_argv
 from trainkit.plan.make_plan import make_plan
-from trainkit.plan.slurm_request import option_argv
 from trainkit.plan.workload import Command
 from trainkit.run.files import read_object, write_atomic
 from trainkit.run.process import own_host

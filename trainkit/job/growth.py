@@ -17,8 +17,7 @@ from trainkit.formats import duration, plural
 from trainkit.job.attempt_end import previous_ends
 from trainkit.job.decision import Growth, restarts_limit
 from trainkit.job.processes import log_line
-from trainkit.plan.launch import LaunchPlan
-from trainkit.plan.slurm_request import option_argv, with_excluded
+from trainkit.plan.launch import LaunchPlan, option_argv, with_excluded
 from trainkit.run.events import log_event
 from trainkit.run.history import Attempt, RunHistory, ended_attempts, find_restarts, timestamp
 from trainkit.run.rundir import AttemptDir

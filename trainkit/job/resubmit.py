@@ -20,8 +20,7 @@ from trainkit.errors import EXIT_OK, TrainkitError
 from trainkit.job import processes
 from trainkit.job.node.slurm_step import slurm_job_id
 from trainkit.job.processes import log_line, module_argv, retry_on_disk_error
-from trainkit.plan.launch import LaunchPlan
-from trainkit.plan.slurm_request import SlurmRequest, option_argv, with_excluded
+from trainkit.plan.launch import LaunchPlan, SlurmRequest, option_argv, with_excluded
 from trainkit.run.events import log_event
 from trainkit.run.files import write_atomic
 from trainkit.run.record import (

@@ -15,8 +15,8 @@ from datetime import datetime, timedelta, timezone
 from itertools import islice
 from pathlib import Path
 
-from trainkit.cluster.limits import listed
-from trainkit.cluster.model import Partition, ResourceRequest
+from trainkit.cluster.limits import ResourceRequest, listed
+from trainkit.cluster.model import Partition
 from trainkit.config import LoadedConfig, RunConfig, read_effective
 from trainkit.config.load import with_values
 from trainkit.config.training import DECODER
@@ -26,11 +26,10 @@ from trainkit.launch.plan_run import gather, plan_run
 from trainkit.launch.queue_estimate import misfit, request_of, when
 from trainkit.plan.facts import Facts
 from trainkit.plan.gpus import find_gpu
-from trainkit.plan.launch import LaunchPlan
+from trainkit.plan.launch import LaunchPlan, Options, option_argv
 from trainkit.plan.layouts import cost_of
 from trainkit.plan.model_shape import resolve_model_shape
 from trainkit.plan.node_range import KEY
-from trainkit.plan.slurm_request import Options, option_argv
 from trainkit.plan.step_work import work_of
 from trainkit.plan.workload import TRAINER, Workload
 from trainkit.run.events import read_events

@@ -6,12 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 
-from trainkit.cluster.limits import partition_problems
-from trainkit.cluster.model import Cluster, ResourceRequest
+from trainkit.cluster.limits import ResourceRequest, partition_problems
+from trainkit.cluster.model import Cluster
 from trainkit.config import RunConfig
 from trainkit.formats import JsonObject, duration, table
-from trainkit.plan.launch import LaunchPlan
-from trainkit.plan.slurm_request import Options, option_argv
+from trainkit.plan.launch import LaunchPlan, Options, option_argv
 from trainkit.slurm.submit import Answer, ask_starts
 
 SOON_S = 60
@@ -36,7 +35,7 @@ class Wait:
 
 def request_of(plan: LaunchPlan, config: RunConfig, cluster: Cluster) -> ResourceRequest:
     """What a planned job asks for."""
-    return cluster.resource_request(config.resources).with_workers(
+    return ResourceRequest.of(config.resources, cluster).with_workers(
         plan.workers_per_node, plan.device, plan.threads_per_worker, plan.per
     )
 

@@ -21,8 +21,7 @@ from trainkit.formats import plural
 from trainkit.job.processes import PYTHON_OPTIONS
 from trainkit.launch.environment import absolute_image, find_interpreter
 from trainkit.plan.facts import Interpreter
-from trainkit.plan.launch import LaunchPlan
-from trainkit.plan.slurm_request import Options, SlurmRequest, option_argv
+from trainkit.plan.launch import LaunchPlan, Options, SlurmRequest, option_argv
 from trainkit.run.group import RunGroup
 from trainkit.run.record import CodeCopy
 from trainkit.run.rundir import STARTS_FOLDER, RunDir, submission_token

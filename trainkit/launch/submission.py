@@ -20,8 +20,7 @@ from trainkit.errors import ConfigError, Problem, UsageError
 from trainkit.formats import JsonObject, plural, shown, shown_value
 from trainkit.launch.plan_run import Gatherer, plan_run
 from trainkit.launch.secrets import refuse_leaks
-from trainkit.plan.launch import LaunchPlan
-from trainkit.plan.slurm_request import option_argv
+from trainkit.plan.launch import LaunchPlan, option_argv
 from trainkit.plan.sweep import MAX_POINTS, filled_in, key_without_seed, names_key
 from trainkit.plan.workload import Workload
 from trainkit.run.rundir import RunDir, future_run

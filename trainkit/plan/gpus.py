@@ -166,9 +166,9 @@ def gpu_names(config: RunConfig, machine: Machine, target: Target) -> list[str]:
     """The names of the GPU types that a job may get; empty if unknown."""
     types = config.resources.gpu_types
     if len(types) > 1 and target.cluster is not None:
-        from trainkit.cluster.limits import partition_refusals  # as in `_nodes`
+        from trainkit.cluster.limits import ResourceRequest, partition_refusals  # as in `_nodes`
 
-        request = target.cluster.resource_request(config.resources)
+        request = ResourceRequest.of(config.resources, target.cluster)
         refused = partition_refusals(request, target.cluster)
         able = {item.gpu_type(request.constraint) for item in request.partitions if item.name not in refused}
         return [name for name in types if name in able] or list(types)
@@ -218,13 +218,13 @@ def _nodes(config: RunConfig, target: Target) -> tuple[NodeKind, ...]:
     if target.cluster is None:
         return ()
     # Imported only for Slurm: a dry run on this machine needs no model of a cluster.
-    from trainkit.cluster.model import matching_nodes
+    from trainkit.cluster.limits import ResourceRequest
 
-    request = target.cluster.resource_request(config.resources)
+    request = ResourceRequest.of(config.resources, target.cluster)
     return tuple(
         node
         for partition in request.partitions
-        for node in matching_nodes(partition, request.constraint, request.gpu_type)
+        for node in partition.matching(request.constraint, request.gpu_type)
         if node.num_gpus()
     )
 

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainkit.errors import UsageError
 from trainkit.formats import JsonObject
 from trainkit.plan.workload import Workload, workload_of
 from trainkit.run.files import read_json, with_right_types
 
-if TYPE_CHECKING:
-    from trainkit.plan.slurm_request import SlurmRequest
-
 PLAN_VERSION = 1
 ACCELERATE_CONFIG = "accelerate.yaml"
 DS_CONFIG = "ds_config.json"
 MEGATRON_ARGS = "megatron_args.txt"
+Options = dict[str, str | int | bool]
 
 
 @dataclass(frozen=True)
@@ -145,6 +143,31 @@ class DebugPlan:
     def words(self) -> str:
         """As a variable of the environment says it."""
         return " ".join(str(value) for value in (self.rank, self.mode, self.port) if value is not None)
+
+
+@dataclass(frozen=True)
+class SlurmRequest:
+    """The Slurm options of one job, in reading order."""
+
+    sbatch: Options = field(default_factory=dict)
+    """sbatch options by long name; True for an option without a value."""
+    srun: Options = field(default_factory=dict)
+    """srun options of the step that starts the ranks."""
+    version: tuple[int, ...] = ()
+    """The version of Slurm; empty if unknown."""
+    clusters: tuple[str, ...] = ()
+    """The clusters of which any one may take the job; empty for the one here."""
+
+    @classmethod
+    def from_dict(cls, value: Mapping[str, Any]) -> SlurmRequest:
+        """The request that `dataclasses.asdict` wrote."""
+        names = (tuple(value.get(name, ())) for name in ("version", "clusters"))
+        return cls(dict(value["sbatch"]), dict(value["srun"]), *names)
+
+    def comment(self, token: str) -> str:
+        """The comment of a job: the token of its submission, then the config's."""
+        own = self.sbatch.get("comment")
+        return f"{token} {own}" if own else token
 
 
 @dataclass(frozen=True)
@@ -343,15 +366,30 @@ class LaunchPlan:
         if values.get("debug") is not None:
             values["debug"] = DebugPlan(**_known(DebugPlan, values["debug"]))
         if values.get("slurm") is not None:
-            from trainkit.plan.slurm_request import SlurmRequest
-
             values["slurm"] = SlurmRequest.from_dict(values["slurm"])
-        return with_right_types(cls(**values), SlurmRequest=object)
+        return with_right_types(cls(**values))
 
 
 def _known(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """The values of the fields that this version has."""
     return {name: value for name, value in values.items() if name in kind.__dataclass_fields__}
+
+
+def with_excluded(request: SlurmRequest, hosts: Sequence[str]) -> SlurmRequest:
+    """The request with these hosts excluded too."""
+    before = str(request.sbatch.get("exclude") or "")
+    new = [host for host in hosts if host not in before.split(",")]
+    exclude = ",".join([*([before] if before else []), *new])
+    return replace(request, sbatch={**request.sbatch, "exclude": exclude}) if new else request
+
+
+def option_argv(options: Options) -> list[str]:
+    """Options as command-line arguments, such as ``--nodes=2``; False omits an option."""
+    return [
+        f"--{name}" if value is True else f"--{name}={value}"
+        for name, value in options.items()
+        if value is not False
+    ]
 
 
 def describe_plan(plan: LaunchPlan, name: str) -> str:

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from trainkit.cluster.machine import Machine
 from trainkit.config.loaded import LoadedConfig
 from trainkit.errors import ConfigError, Problem
 from trainkit.formats import plural
 from trainkit.plan.batch import BatchRequest, batch_reason, make_batch, scaled_lr
-from trainkit.plan.launch import Batch, Layout
+from trainkit.plan.launch import Batch, Layout, SlurmRequest
 from trainkit.plan.layout_rules import make_layout
-
-if TYPE_CHECKING:
-    from trainkit.config.schema import RunConfig
-    from trainkit.plan.slurm_request import SlurmRequest
 
 WORKERS_PER_CPU = 16
 
@@ -187,16 +182,3 @@ BOUND_GPU_WARNING = (
     "where a rank sees only its own GPU, NCCL may fail with `invalid device ordinal` or not use NVLink; "
     "`gpu-bind: none` in launch.srun_extra, or srun --gpu-bind=none, lets every task see all GPUs of its node"
 )
-
-
-def bound_gpus(config: RunConfig) -> Iterator[tuple[str, str, int, int]]:
-    """(key, value, GPUs of each task, tasks of each GPU) of each extra option that binds GPUs to tasks."""
-    sections = {"resources.extra": config.resources.extra, "launch.srun_extra": config.launch.srun_extra}
-    for section, options in sections.items():
-        for option, value in options.items():
-            kind, _, number = str(value).rpartition(":")
-            count = int(number) if number.isdigit() else 1
-            if option == "gpus-per-task" or (option, kind) == ("gpu-bind", "per_task"):
-                yield f"{section}.{option}", str(value), count, 1
-            elif option == "ntasks-per-gpu" or (option, kind) == ("gpu-bind", "single"):
-                yield f"{section}.{option}", str(value), 1, count

@@ -10,9 +10,8 @@ from trainkit.config.loaded import LoadedConfig
 from trainkit.errors import ConfigError
 from trainkit.formats import spans
 from trainkit.plan.facts import Facts
-from trainkit.plan.launch import LaunchPlan
+from trainkit.plan.launch import LaunchPlan, Options
 from trainkit.plan.make_plan import make_plan
-from trainkit.plan.slurm_request import Options
 from trainkit.plan.workload import TRAINER, Workload
 
 KEY = "resources.nodes"

@@ -3,19 +3,89 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Literal
 
-from trainkit.cluster.limits import limit_problems, listed, partition_refusals, spare_capacity
-from trainkit.cluster.model import Cluster, NodeKind, ResourceRequest, matching_nodes
-from trainkit.errors import SlurmError
+from trainkit.cluster.limits import (
+    ResourceRequest,
+    limit_problems,
+    listed,
+    partition_refusals,
+    spare_capacity,
+)
+from trainkit.cluster.model import Cluster, NodeKind
+from trainkit.config.running import MAIL_TYPES
+from trainkit.config.schema import RunConfig
+from trainkit.errors import KeyProblem, SlurmError
 from trainkit.formats import plural, time_text
-from trainkit.plan.launch_draft import BOUND_GPU_WARNING, LaunchDraft, bound_gpus
-from trainkit.plan.slurm_request import SlurmRequest, make_request, reserved_options, with_excluded
+from trainkit.plan.launch import Options, SlurmRequest, with_excluded
+from trainkit.plan.launch_draft import BOUND_GPU_WARNING, LaunchDraft
 from trainkit.plan.workload import PER_RANK
 
 SHARE_OF_TIME = 4
 """Slurm signals a job no earlier than when 1/SHARE_OF_TIME of its time is left."""
+
+_KEYS = {
+    "time": "resources.time",
+    "time-min": "resources.time_min",
+    "partition": "resources.partition",
+    "clusters": "resources.clusters",
+    "cluster": "resources.clusters",
+    "account": "resources.account",
+    "qos": "resources.qos",
+    "constraint": "resources.constraint",
+    "exclude": "resources.exclude",
+    "reservation": "resources.reservation",
+    "mem": "resources.mem",
+    "comment": "resources.comment",
+    "mail-user": "resources.mail_user",
+    "mail-type": "resources.mail_type",
+    "nodes": "resources.nodes",
+    "no-kill": "resources.spare_nodes",
+    "ntasks-per-node": "resources.gpus_per_node",
+    "ntasks": "resources.gpus_per_node",
+    "gpus-per-node": "resources.gpus_per_node",
+    "gres": "resources.gpus_per_node",
+    "gpus": "resources.gpus_per_node",
+    "gpus-per-task": "resources.gpus_per_node",
+    "cpus-per-task": "resources.cpus_per_gpu",
+    "job-name": "name",
+    "signal": "requeue.signal",
+    "requeue": "requeue.on",
+    "no-requeue": "requeue.on",
+    "array": "--array",
+    "dependency": "--after",
+}
+"""sbatch options that a config key or a command option sets; they are rejected in `resources.extra`."""
+
+_PASSED_ON = (
+    *("time_min", "account", "qos", "constraint", "exclude", "reservation"),
+    *("mem", "comment", "mail_user", "mail_type"),
+)
+"""Keys of `resources` whose values sbatch gets as they are."""
+
+_OWN_SBATCH = (
+    "output",
+    "error",
+    "open-mode",
+    "chdir",
+    "wrap",
+    "parsable",
+    "test-only",
+    "export-file",
+    "input",
+)
+"""sbatch options that trainkit sets itself."""
+
+_OWN_SRUN = (
+    *("nodes", "ntasks", "ntasks-per-node", "output", "error", "input", "kill-on-bad-exit", "wait"),
+    *("chdir", "pty", "multi-prog", "label", "jobid", "overlap", "signal", "export"),
+    *("nodelist", "nodefile", "exclude", "relative", "no-kill"),
+)
+
+_REQUEUED_BY_SLURM = ("preempted", "node_fail")
+"""Causes after which Slurm itself requeues a job that has --requeue."""
 
 
 @dataclass
@@ -25,7 +95,7 @@ class SlurmDraft(LaunchDraft):
     cluster: Cluster = field(default_factory=lambda: Cluster("unknown"))
 
     def __post_init__(self) -> None:
-        self.asked = self.cluster.resource_request(self.loaded.config.resources)
+        self.asked = ResourceRequest.of(self.loaded.config.resources, self.cluster)
         """What the config requests; `request` adds the workers of a node."""
         refused = partition_refusals(self.asked, self.cluster)
         default = self.cluster.partition(None)
@@ -35,7 +105,7 @@ class SlurmDraft(LaunchDraft):
         self.partition = next(iter(self.partitions), None)
         gpu_type = self.asked.gpu_type
         self.kinds = {
-            item.name: matching_nodes(item, self.asked.constraint, gpu_type) or item.nodes
+            item.name: item.matching(self.asked.constraint, gpu_type) or item.nodes
             for item in self.partitions
         }
         """The nodes that the job may get, by partition; empty if unknown."""
@@ -163,7 +233,7 @@ class SlurmDraft(LaunchDraft):
         """Refuse options that leave a rank without a GPU of its own; lists of GPUs are left to the ranks."""
         launch, extra = self.loaded.config.launch, self.loaded.config.resources.extra
         is_unbound = "none" in (launch.srun_extra.get("gpu-bind"), extra.get("gpu-bind"))
-        for key, value, num_gpus, sharing in bound_gpus(self.loaded.config):
+        for key, value, num_gpus, sharing in _bound_gpus(self.loaded.config):
             seen = f"is {value}: a task would see {plural(num_gpus, 'GPU')}"
             if per == "node" and num_gpus < workers_per_node:
                 hint = "remove it, or set launch.per: gpu" if launch.per == "node" else "remove it"
@@ -181,7 +251,7 @@ class SlurmDraft(LaunchDraft):
     ) -> SlurmRequest:
         """The Slurm options, after checking the request against the limits of the cluster."""
         config = self.loaded.config
-        for key, message, hint in reserved_options(config):
+        for key, message, hint in _reserved_options(config):
             self.problem(key, message, hint)
         if device == "cuda" and workers_per_node > 1:
             self._check_bindings(per, workers_per_node)
@@ -194,17 +264,20 @@ class SlurmDraft(LaunchDraft):
         if asked.gpu_types and asked.gpus_per_node and not self.cluster.partitions:
             message = "names several types, but the partitions of this cluster, which decide it, are unknown"
             self._unknown("resources.gpu_type", message, "name one type")
-        names = self._partition_names(asked)
-        cpus = None if threads is None else threads * workers_per_node // tasks
-        request = make_request(
-            config,
-            tasks_per_node=tasks,
-            cpus_per_task=cpus,
-            gpus_per_node=workers_per_node if device == "cuda" else None,
-            gpu_option=self.cluster.gpu_option,
-            notice=notice,
-            expedite=bool(self.cluster.expedited_requeue),
-            partition=names,
+        request = SlurmRequest(
+            self._sbatch(asked, tasks, threads, notice),
+            {
+                "nodes": asked.nodes,
+                "ntasks": asked.nodes * tasks,
+                "ntasks-per-node": tasks,
+                "kill-on-bad-exit": 0,
+                "wait": 0,
+                # torch meets by itself, and a cluster's default may be a plugin that its nodes do not have.
+                "mpi": "none",
+                **config.launch.srun_extra,
+            },
+            version=self.cluster.slurm_version,
+            clusters=config.resources.clusters,
         )
         if request.clusters:
             choice = f", whichever starts the job first; planned for {request.clusters[0]}"
@@ -214,8 +287,44 @@ class SlurmDraft(LaunchDraft):
             self.reasons["spare_nodes"] = (
                 f"{spare}: the job gets {asked.all_nodes} nodes, and {asked.nodes} of them train"
             )
-        request = with_excluded(request, self._bad_nodes(asked))
-        return replace(request, version=self.cluster.slurm_version)
+        return with_excluded(request, self._bad_nodes(asked))
+
+    def _sbatch(
+        self, asked: ResourceRequest, tasks_per_node: int, threads: int | None, notice: str
+    ) -> Options:
+        """The options of sbatch; `notice` is the signal before the time limit, such as ``USR2@120``."""
+        config, resources = self.loaded.config, self.loaded.config.resources
+        options: Options = {
+            "job-name": config.name,
+            "nodes": asked.all_nodes,
+            "ntasks-per-node": tasks_per_node,
+        }
+        if asked.spare_nodes:
+            options["no-kill"] = True  # the job survives the loss of a node
+        if threads is not None:
+            options["cpus-per-task"] = threads * asked.workers_per_node // tasks_per_node
+        if asked.gpus_per_node is not None:
+            # Slurm takes several types as all of them on each node, so a list of partitions stands for them.
+            kind = f"{asked.gpu_type}:" if asked.gpu_type else ""
+            prefix = "gpu:" if self.cluster.gpu_option == "gres" else ""
+            options[self.cluster.gpu_option] = f"{prefix}{kind}{asked.gpus_per_node}"
+        if resources.job_time is not None:
+            options["time"] = resources.job_time
+        if (partition := self._partition_names(asked)) is not None:
+            options["partition"] = partition
+        for name in _PASSED_ON:
+            if (value := getattr(resources, name)) is not None:
+                options[name.replace("_", "-")] = value
+        if config.notify.mail is not None:
+            options["mail-user"] = config.notify.mail
+            events = (MAIL_TYPES[event] for event in config.notify.on if event in MAIL_TYPES)
+            options["mail-type"] = ",".join(events)
+        options["signal"] = notice
+        if any(cause in config.requeue.on for cause in _REQUEUED_BY_SLURM):
+            options["requeue"] = "expedite" if self.cluster.expedited_requeue else True
+        else:
+            options["no-requeue"] = True
+        return options | resources.extra
 
     def _partition_names(self, asked: ResourceRequest) -> str | None:
         """The partitions to name in the request, which the GPU types may choose."""
@@ -254,3 +363,29 @@ class SlurmDraft(LaunchDraft):
         if self.cluster.error:
             raise SlurmError(f"{key} {message}: {self.cluster.error}", hint=f"try again, or {hint}")
         self.problem(key, message, hint)
+
+
+def _reserved_options(config: RunConfig) -> Iterator[KeyProblem]:
+    """A problem for every extra option that another key or trainkit itself sets."""
+    for option in config.resources.extra:
+        key = f"resources.extra.{option}"
+        if option in _KEYS:
+            yield key, "has its own key", f"use {_KEYS[option]}"
+        elif option in _OWN_SBATCH:
+            yield key, "is set by trainkit", "remove it"
+    for option in config.launch.srun_extra:
+        if option in _OWN_SRUN:
+            yield f"launch.srun_extra.{option}", "is set by trainkit", "remove it"
+
+
+def _bound_gpus(config: RunConfig) -> Iterator[tuple[str, str, int, int]]:
+    """(key, value, GPUs of each task, tasks of each GPU) of each extra option that binds GPUs to tasks."""
+    sections = {"resources.extra": config.resources.extra, "launch.srun_extra": config.launch.srun_extra}
+    for section, options in sections.items():
+        for option, value in options.items():
+            kind, _, number = str(value).rpartition(":")
+            count = int(number) if number.isdigit() else 1
+            if option == "gpus-per-task" or (option, kind) == ("gpu-bind", "per_task"):
+                yield f"{section}.{option}", str(value), count, 1
+            elif option == "ntasks-per-gpu" or (option, kind) == ("gpu-bind", "single"):
+                yield f"{section}.{option}", str(value), 1, count

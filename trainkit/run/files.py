@@ -404,33 +404,30 @@ def _fields(kind: Any) -> dict[str, tuple[frozenset[type], Any, type | None]]:
     return found
 
 
-def with_right_types(record: T, **unloaded: Any) -> T:
-    """A dataclass whose values have the types of their fields; raises TypeError that names one that has not.
-
-    `unloaded` are types that its module imports for type checkers alone.
-    """
-    hints = get_type_hints(type(record), localns=unloaded)
+def with_right_types(record: T) -> T:
+    """A dataclass whose values have the types of its fields; raises TypeError that names one that has not."""
+    hints = get_type_hints(type(record))
     for name in vars(record):
         value = getattr(record, name)
-        if not _fits(value, hints[name], unloaded):
+        if not _fits(value, hints[name]):
             raise TypeError(f"{name} is {str(value)[:100]!r}")
     return record
 
 
-def _fits(value: Any, hint: Any, unloaded: Mapping[str, Any]) -> bool:
+def _fits(value: Any, hint: Any) -> bool:
     origin, parts = get_origin(hint) or hint, get_args(hint)
     if origin in (Union, UnionType):
-        return any(_fits(value, part, unloaded) for part in parts)
+        return any(_fits(value, part) for part in parts)
     if origin is Literal:
         return value in parts
     if is_dataclass(origin):
-        return isinstance(value, cast(type, origin)) and with_right_types(value, **unloaded) is value
+        return isinstance(value, cast(type, origin)) and with_right_types(value) is value
     if origin is Any:
         return True
     if not isinstance(value, (int, float) if origin is float else origin):
         return False
     if isinstance(value, dict):
-        return all(_fits(item, parts[1], unloaded) for item in value.values())
+        return all(_fits(item, parts[1]) for item in value.values())
     if isinstance(value, list | tuple):
-        return all(_fits(item, parts[0], unloaded) for item in value)
+        return all(_fits(item, parts[0]) for item in value)
     return not isinstance(value, bool) or origin is bool

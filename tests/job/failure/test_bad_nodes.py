@@ -11,7 +11,7 @@ import pytest
 from trainkit.cluster.bad_nodes import Kind, excluded, memory_file, note_failure
 from trainkit.job import resubmit
 from trainkit.job.resubmit import exclude_from
-from trainkit.plan.slurm_request import SlurmRequest, with_excluded
+from trainkit.plan.launch import SlurmRequest, with_excluded
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
 
 NOON = datetime(2026, 1, 31, 12, tzinfo=timezone.utc)

@@ -27,8 +27,8 @@ from trainkit.job.node.rendezvous import LOCAL_ADDR
 from trainkit.job.preflight import Finding, warn_if
 from trainkit.job.processes import module_argv
 from trainkit.plan.facts import Facts
+from trainkit.plan.launch import option_argv
 from trainkit.plan.make_plan import make_plan
-from trainkit.plan.slurm_request import option_argv
 from trainkit.plan.workload import Command
 from trainkit.slurm.client import plain_environ, query, run_slurm
 from trainkit.slurm.control import parse_version, show_config
