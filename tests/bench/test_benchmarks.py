@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.gpu import memory_bytes
 from benchmarks.gpu_parts import TINY, Bench, Loop, choose, measure, trainkit_loop
 from benchmarks.queue_replay import MOST, REQUESTS, WORK_H, Job, Replay, Request, others
 from tests.support.programs import run_program
@@ -134,6 +135,14 @@ def test_a_bench_that_is_cut_off_keeps_its_rows(tmp_path: Path, number: signal.S
     assert len(parts()["save"]["rows"]) == 6
     assert "problem" not in parts()["save"]
     assert (parts()["350m"]["rows"], parts()["350m"]["problem"]) == ([], "cut off")
+
+
+@pytest.mark.parametrize(
+    ("found_gib", "wanted_gib", "gib"),
+    [(141, None, 141), (141, 80, 80), (80, 141, 80), (None, None, 80), (None, 141, 141)],
+)
+def test_the_memory_to_choose_for(found_gib: int | None, wanted_gib: float | None, gib: float) -> None:
+    assert memory_bytes(found_gib and found_gib * 2**30, wanted_gib) == gib * 2**30
 
 
 @pytest.mark.parametrize(
