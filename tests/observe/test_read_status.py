@@ -215,9 +215,8 @@ def test_what_several_attempts_took(run):
     append_jsonl(run.events_file, {"time": ago(9000), "event": "started", "attempt": 1})  # an older version
     append_jsonl(run.events_file, {"time": ago(5400), "event": "stopped", "attempt": 1})
     for number, nodes, begin, end in ((2, 2, 3600, 1800), (3, 4, 900, None)):
-        size = {"attempt": number, "nodes": nodes, "world_size": 4 * nodes, "partition": "b"} | {
-            "gpu_type": "l4"
-        }
+        place = {"partition": "b", "gpu_type": "l4"}
+        size = {"attempt": number, "nodes": nodes, "world_size": 4 * nodes, **place}
         append_jsonl(run.events_file, {"time": ago(begin), "event": "started", **size})
         if end is not None:
             append_jsonl(run.events_file, {"time": ago(end), "event": "stopped", "attempt": number})
