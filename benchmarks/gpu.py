@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import signal
@@ -272,7 +273,7 @@ def main() -> int:
             return error(f"{sys.executable} lacks {packages}", hint)
         if found["missing"]:
             install(args.wheels, found["missing"], site)
-        memory = min(found.get("memory") or 80 * 2**30, (args.memory_gib or 1e9) * 2**30)
+        memory = memory_bytes(found.get("memory"), args.memory_gib)
         out = args.out or (RECORDS if args.device == "cuda" else None)
         stem = None if out is None else out / stem_of(found)
         record: Record = {"environment": found, "parts": {}}
@@ -296,6 +297,11 @@ def main() -> int:
             print(f"{name}: {part.get('problem', 'done')} ({part['seconds']} s)", file=sys.stderr, flush=True)
     print(markdown(record), end="")
     return 0 if all(is_good(part) for part in record["parts"].values()) else 1
+
+
+def memory_bytes(found: int | None, wanted_gib: float | None) -> float:
+    """Memory of the GPU or, without one, of that to choose for; at most what is wanted."""
+    return min(found or math.inf, (wanted_gib or (math.inf if found else 80)) * 2**30)
 
 
 def stem_of(found: Record) -> str:

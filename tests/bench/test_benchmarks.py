@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import gpu
 from benchmarks.gpu_parts import TINY, Bench, Loop, choose, measure, trainkit_loop
 from benchmarks.queue_replay import MOST, REQUESTS, WORK_H, Job, Replay, Request, others
 from tests.support.programs import run_program
@@ -85,6 +86,21 @@ def test_without_a_gpu() -> None:
     assert "hint: " in done.stderr
 
 
+def test_what_a_python_lacks_is_one_line_to_copy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = {"torch": "2.11.0", "gpus": 1, "python": "3.12.3", "missing": ["pydantic", "xdist"]}
+    monkeypatch.setattr(gpu, "inspect", lambda environ: found)
+    monkeypatch.setattr(sys, "argv", ["gpu"])
+    monkeypatch.setattr(signal, "signal", lambda *args: None)
+    assert gpu.main() == 2
+    said, hint = capsys.readouterr().err.splitlines()
+    assert said == f"error: {sys.executable} lacks pydantic pytest-xdist"
+    assert hint.startswith(f"hint: {sys.executable} -m pip install pydantic pytest-xdist; without an index ")
+    wheels = "--python-version 3.12 --platform manylinux_2_28_x86_64 --dest wheels pydantic pytest-xdist"
+    assert hint.endswith(f" pip download --only-binary=:all: {wheels}, then: make gpu WHEELS=wheels")
+
+
 @pytest.mark.slow(seconds=60)
 def test_every_bench_on_a_cpu(tmp_path: Path) -> None:
     parts = ("profile", "large", "save", "options", "350m")
@@ -134,6 +150,14 @@ def test_a_bench_that_is_cut_off_keeps_its_rows(tmp_path: Path, number: signal.S
     assert len(parts()["save"]["rows"]) == 6
     assert "problem" not in parts()["save"]
     assert (parts()["350m"]["rows"], parts()["350m"]["problem"]) == ([], "cut off")
+
+
+@pytest.mark.parametrize(
+    ("found_gib", "wanted_gib", "gib"),
+    [(141, None, 141), (141, 80, 80), (80, 141, 80), (None, None, 80), (None, 141, 141)],
+)
+def test_the_memory_to_choose_for(found_gib: int | None, wanted_gib: float | None, gib: float) -> None:
+    assert gpu.memory_bytes(found_gib and found_gib * 2**30, wanted_gib) == gib * 2**30
 
 
 @pytest.mark.parametrize(

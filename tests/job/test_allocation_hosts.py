@@ -1,5 +1,6 @@
 """Which hosts of a job a step runs on, and which are lost."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -65,11 +66,15 @@ def test_of_a_range_the_step_has_what_is_there(tmp_path: Path, monkeypatch: pyte
     assert argv[1:4] == ["--nodelist=h19,h1", "--nodes=2", "--ntasks=2"]
     assert not {"--nodes=4", "--ntasks=4"} & set(argv)
     monkeypatch.setenv("SLURM_JOB_NODELIST", "h[1-3]")
+    monkeypatch.setenv("SLURM_JOB_PARTITION", "a")
     run = RunDir(tmp_path)
     attempt = open_attempt(run, "", made.to_text())
     allocation = SlurmAllocation(run, "7", step(made))
     fitted = allocation.fitted(attempt, made)
     assert (fitted.num_nodes, LaunchPlan.read(attempt.plan_file)) == (2, fitted)
+    assert allocation.place(fitted) == {"partition": "a"}
+    several = replace(fitted, gpu_types={"a": "a100", "h": "h100"})
+    assert allocation.place(several) == {"partition": "a", "gpu_type": "a100"}
     assert LaunchPlan.read(run.plan_file) == fitted
     allocation.bad["h2"] = "lost"
     assert allocation.fitted(attempt, fitted) is fitted

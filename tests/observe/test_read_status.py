@@ -215,7 +215,8 @@ def test_what_several_attempts_took(run):
     append_jsonl(run.events_file, {"time": ago(9000), "event": "started", "attempt": 1})  # an older version
     append_jsonl(run.events_file, {"time": ago(5400), "event": "stopped", "attempt": 1})
     for number, nodes, begin, end in ((2, 2, 3600, 1800), (3, 4, 900, None)):
-        size = {"attempt": number, "nodes": nodes, "world_size": 4 * nodes, "partition": "b"}
+        place = {"partition": "b", "gpu_type": "l4"}
+        size = {"attempt": number, "nodes": nodes, "world_size": 4 * nodes, **place}
         append_jsonl(run.events_file, {"time": ago(begin), "event": "started", **size})
         if end is not None:
             append_jsonl(run.events_file, {"time": ago(end), "event": "stopped", "attempt": number})
@@ -224,7 +225,7 @@ def test_what_several_attempts_took(run):
     assert (status.attempt_nodes, status.slices_s, status.partition) == ([2, 4], 2700.0, "b")
     assert status.used == "24 GPU-hours in 3 attempts; nodes: 2, 4; slices 00:45:00 of 02:00:00"
     assert f"used        {status.used}" in run_details(status)
-    assert "4 x 4 on cuda, partition b" in run_details(status)
+    assert "4 x 4 on cuda, partition b (l4)" in run_details(status)
     history = RunHistory(run)
     history.events.update()
     view = read_view(history, status, NOW)

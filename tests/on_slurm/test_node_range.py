@@ -22,6 +22,13 @@ if {"trainkit.job.supervisor", "submitit.core._submit"} & set(sys.orig_argv):
 """
 """The rest of a sitecustomize.py with which a run asks often for more nodes, and restarts for any gain."""
 
+SAVES = """
+import os, signal, sys, time
+signal.signal(signal.SIGUSR2, lambda *_: sys.exit(75))
+print(os.environ["WORLD_SIZE"], "ranks", flush=True)
+time.sleep(600)
+"""
+
 
 def shape(backend: str) -> tuple[str, ...]:
     """Options with which each backend has its own kind of task and of range."""
@@ -81,6 +88,23 @@ def test_a_run_grows_when_more_nodes_are_free(login: Login, tmp_path: Path, back
     expected = survival.losses_on_one(tmp_path, config)
     assert [r["loss"] for r in read_metrics(run)] == pytest.approx(expected, rel=1e-5)
     assert not survival.computed_twice(run)
+
+
+@pytest.mark.slow(seconds=30)
+def test_a_run_that_has_lost_a_node_has_more_again(login: Login) -> None:
+    """Without the node that died, which is excluded."""
+    login.script(SAVES, "size.py")
+    command = ("--gpus-per-node", "1", *settings("device=cpu"), "--", "python", "size.py")
+    with login.other_job("--partition=high", "--nodes=1"):
+        run = login.submit(*shape("sbatch"), "--partition", "high", *command)
+        login.wait_for_log(run, "3 ranks")
+        lost = survival.hosts_of(run, 1)[1]
+        login.cluster.kill_host(login.cluster.hosts.index(lost) + 1)
+        login.wait_for_log(run, "2 ranks", attempt=2)
+    assert login.trainkit("requeue", str(run.path)).returncode == 0
+    login.wait_for_log(run, "3 ranks", attempt=3)
+    assert lost not in survival.hosts_of(run, 3)
+    assert "nodes: 3, 2, 3" in login.trainkit("status", str(run.path)).stdout
 
 
 @pytest.mark.slow(seconds=90)

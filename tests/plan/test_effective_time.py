@@ -78,3 +78,5 @@ def test_nothing_is_said_of_a_short_run_or_one_node(
         assert found.failure_every_s == pytest.approx(24 * HOUR / (64 * 0.0065))
         assert found.share <= found.best_share
         assert found.best_interval_s == 10.0 * found.best_steps
+    asked = effective_time(config, num_nodes, 10.0, Assumed(restart_s=60))
+    assert (asked is None) == ("checkpoint.every_steps=null" in overrides and interval_s is None)

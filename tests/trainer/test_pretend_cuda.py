@@ -69,7 +69,7 @@ LAYOUTS = {
     "replicate": Layout(
         2, ("parallel.dp_replicate=2", "parallel.dp_shard=1", "train.steps=11", "precision.tf32=true"), 2
     ),
-    "tp": Layout(2, ("parallel.tp=2", "checkpoint.async=false")),
+    "tp": Layout(2, ("parallel.tp=2", "checkpoint.async=false", "train.deterministic=true")),
     "cp": Layout(2, ("parallel.cp=2", BF16), tolerance=5e-4),
     "pipeline": Layout(2, ("parallel.pp=2", f"parallel.pp_schedule={SCHEDULE}")),
     "offload": Layout(2, ("parallel.dp_shard=2", "parallel.offload=true"), 2),
@@ -207,6 +207,10 @@ def test_a_layout(runs: Runs, name: str) -> None:
     gpu, cpu = (curve(runs.folder / folder) for folder in (name, f"{name}-cpu"))
     for mine, other in zip(gpu, cpu, strict=True):
         assert mine == pytest.approx(other, rel=layout.tolerance, abs=layout.tolerance, nan_ok=True)
+    said = log_text(RunDir(runs.folder / name).attempt(1))
+    equal = "bit-identical" if "train.deterministic=true" in layout.overrides else "equal up to rounding"
+    assert f"the losses of equal runs are {equal} (train.deterministic)" in said
+    assert ("in TF32 (precision.tf32)" in said) == ("precision.tf32=true" in layout.overrides)
     skipped = [math.isnan(loss) for _, loss, *_ in gpu]
     assert (any(skipped), skipped[-1]) == (name == "fp16", False)
     for rank, record in enumerate(records):

@@ -100,14 +100,18 @@ class EffectiveTime:
 def effective_time(
     config: RunConfig, num_nodes: int, step_s: float, assumed: Assumed
 ) -> EffectiveTime | None:
-    """The share of effective time of a run; None on one node, without checkpoints, or if it is too short."""
+    """The share of effective time of a run; None without checkpoints.
+
+    None also on one node or for a short run, unless something else than the usual is assumed.
+    """
     saves, steps = config.checkpoint, config.train.steps
     rate = num_nodes * assumed.failures_per_node_day / DAY_S
     intervals = [
         *([] if saves.every_steps is None else [saves.every_steps * step_s]),
         *([] if saves.every_minutes is None else [saves.every_minutes * 60]),
     ]
-    if num_nodes < 2 or not intervals or steps is None or rate * steps * step_s < NOTABLE:
+    is_notable = num_nodes > 1 and steps is not None and rate * steps * step_s >= NOTABLE
+    if not intervals or not (is_notable or assumed != Assumed()):
         return None
     interval_s, best_s = min(intervals), best_interval_s(rate, assumed.save_s)
     best_steps = max(1, round(best_s / step_s))

@@ -48,10 +48,6 @@ def plan_nodes(
         and loaded.config.train.global_batch_size is None
     ):
         values[BATCH] = before.batch.global_batch_size
-    if facts.target.cluster is None:  # here there are as many nodes as one asks for
-        plan = make_plan(_with(loaded, resources.most_nodes, values), facts, workload)
-        note = f"{plan.num_nodes}: the most of {resources.nodes}, which this machine simulates"
-        return replace(plan, lr=before.lr if before else plan.lr, reasons={"nodes": note, **plan.reasons})
     counts = resources.node_counts
     if len(counts) > MOST_SIZES:
         message = (
@@ -66,6 +62,8 @@ def plan_nodes(
         except ConfigError as error:
             refused[num_nodes] = error
             continue
+        if facts.target.cluster is None:  # here there are as many nodes as one asks for
+            break
         if len(plans) == 1:
             values["resources.gpus_per_node"] = plans[0].workers_per_node
             if plans[0].batch.global_batch_size:
@@ -73,6 +71,9 @@ def plan_nodes(
     if not plans:
         raise refused[resources.fewest_nodes]
     first = plans[0] if before is None else replace(plans[0], lr=before.lr)
+    if facts.target.cluster is None:
+        note = f"{first.num_nodes}: the most of {resources.nodes}, which this machine simulates"
+        return replace(first, reasons={"nodes": note + _not_possible(refused), **first.reasons})
     if any(_given(plan) != _given(first) for plan in plans):
         message = f"is {resources.nodes}, with which the values that {workload.launcher} gets would change"
         hint = "name one number of nodes, or write the values into the command"
@@ -98,10 +99,7 @@ def _joined(
     sizes = [plan.num_nodes for plan in reversed(plans)]
     is_range = is_old or sizes == list(range(sizes[0], sizes[-1] + 1))
     nodes = f"{sizes[0]}-{sizes[-1]}" if is_range else ",".join(map(str, sizes))
-    note = f"{spans(sizes)}: as many as Slurm has"
-    if refused:
-        why = refused[min(refused)].problems[0]
-        note += f"; not {spans(sorted(refused))}: {why.key} {why.message}"
+    note = f"{spans(sizes)}: as many as Slurm has{_not_possible(refused)}"
     if len(plans) == 1:
         return replace(first, reasons={"nodes": note, **first.reasons})
     from trainkit.run.group import difference  # as in `LaunchPlan.at`
@@ -110,6 +108,13 @@ def _joined(
     own, *others = (_in_job(plan, nodes, first, least, note, is_old) for plan in plans)
     base = own.to_dict()
     return replace(own, sizes={str(one.num_nodes): difference(base, one.to_dict()) for one in others})
+
+
+def _not_possible(refused: Mapping[int, ConfigError]) -> str:
+    if not refused:
+        return ""
+    why = refused[min(refused)].problems[0]
+    return f"; not {spans(sorted(refused))}: {why.key} {why.message}"
 
 
 def _in_job(
