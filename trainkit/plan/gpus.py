@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainkit.errors import UsageError
+from trainkit.errors import KeyProblem, UsageError
 from trainkit.formats import MIB
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from trainkit.cluster.target import Target
     from trainkit.config.running import ResourcesConfig
     from trainkit.config.schema import RunConfig
+    from trainkit.plan.facts import Facts
 
 Version = tuple[int, int]
 USABLE = 0.92
@@ -264,6 +266,31 @@ def unchecked_memory(names: list[str]) -> str:
         f"whether the run fits in the memory of its GPUs was not checked: {reason}; "
         f"`trainkit plan CONFIG --gpu-type {EXAMPLE}` checks it for a type that you name"
     )
+
+
+def gpu_problems(names: list[str], config: RunConfig, facts: Facts, device: str) -> Iterator[KeyProblem]:
+    """Why the trainer cannot use the GPUs that it may get, as far as they and its torch are known.
+
+    `names` are those of `gpu_names`, of which a run on CPUs has none.
+    """
+    environment, machine = facts.environment, facts.machine
+    torch = None if environment is None else environment.torch
+    gpus = list(map(find_gpu, names))
+    old = [(gpu.capability, gpu.name) for gpu in gpus if gpu is not None and gpu.capability is not None]
+    # Where the job may also get others, its ranks decide.
+    capability, name = max(old) if old and len(old) == len(gpus) else (None, "")
+    if environment is not None and torch is not None:
+        # Libraries of the job's own may bring a newer CUDA than the driver's.
+        is_known = facts.target.cluster is None and "LD_LIBRARY_PATH" not in config.launch.env
+        driver = machine.driver_cuda if is_known else None
+        found = torch.problem(name, capability, driver) if device == "cuda" else None
+        if device == "cpu" and config.device == "auto" and torch.hip is not None:
+            message = f"torch {torch.version} of {torch.python} is for AMD GPUs, and the run would use CPUs"
+            found = message, "AMD GPUs are not supported; `device: cpu` trains without GPUs"
+        if found is not None:
+            yield environment.torch_key, *found
+    if capability is not None and config.precision.dtype == "bf16":
+        yield "precision.dtype", *bf16_problem(name)
 
 
 def bf16_problem(gpu: str) -> tuple[str, str]:

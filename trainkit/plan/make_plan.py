@@ -17,12 +17,12 @@ from trainkit.data.checks import DataFacts
 from trainkit.errors import ConfigError, KeyProblem, Problem
 from trainkit.formats import gib, memory_mib, time_limit_s
 from trainkit.plan.facts import Facts
-from trainkit.plan.gpus import Gpu, bf16_problem, find_gpu, gpu_names, known_gpu, unchecked_memory
+from trainkit.plan.gpus import gpu_names, gpu_problems, known_gpu, unchecked_memory
 from trainkit.plan.launch import Batch, LaunchPlan, Layout, NotifyPolicy, RequeuePolicy
 from trainkit.plan.launch_draft import LaunchDraft, StepDraft
 from trainkit.plan.launcher_files import Job, LauncherInput, describe_input, launcher_input
 from trainkit.plan.layout_rules import batch_problems, compiles, layout_problems
-from trainkit.plan.memory import checkpoint_bytes, memory_of, state_bytes
+from trainkit.plan.memory import check_gpu_memory, checkpoint_bytes, state_bytes
 from trainkit.plan.model_shape import resolve_model_shape, vocabulary_note
 from trainkit.plan.step_work import StepWork, work_of
 from trainkit.plan.workload import TRAINER, Workload
@@ -41,40 +41,20 @@ def make_plan(loaded: LoadedConfig, facts: Facts, workload: Workload = TRAINER) 
         plan = _launch_plan(loaded, facts, workload)
     except ConfigError as error:
         problems += error.problems
+    found_there = [] if facts.environment is None else [*facts.environment.problems]
     if not workload.is_command:
+        config, uses_gpus = loaded.config, plan is not None and plan.device == "cuda"
+        gpus = gpu_names(config, facts.machine, facts.target) if uses_gpus else []
         problems += map(_problem, facts.missing)
         if facts.data is not None:
-            plan, found = _with_model(loaded.config, facts, facts.data, plan)
+            plan, found = _with_model(config, facts.data, facts.machine, gpus, plan)
             problems += found
-    found_there = [] if facts.environment is None else [*facts.environment.problems]
-    if plan is not None and not problems and not workload.is_command:
-        found_there += _gpu_problems(loaded.config, facts, plan.device)
+        if plan is not None and not problems:
+            found_there += gpu_problems(gpus, config, facts, plan.device)
     problems += map(_problem, found_there)
     if plan is None or problems:
         raise ConfigError(loaded.located(problems))
     return plan
-
-
-def _gpu_problems(config: RunConfig, facts: Facts, device: str) -> Iterator[KeyProblem]:
-    """Why the trainer cannot use the GPUs that it may get, as far as they and its torch are known."""
-    environment, machine = facts.environment, facts.machine
-    torch = None if environment is None else environment.torch
-    gpus = list(map(find_gpu, gpu_names(config, machine, facts.target))) if device == "cuda" else []
-    old = [(gpu.capability, gpu.name) for gpu in gpus if gpu is not None and gpu.capability is not None]
-    # Where the job may also get others, its ranks decide.
-    capability, name = max(old) if old and len(old) == len(gpus) else (None, "")
-    if environment is not None and torch is not None:
-        # Libraries of the job's own may bring a newer CUDA than the driver's.
-        is_known = facts.target.cluster is None and "LD_LIBRARY_PATH" not in config.launch.env
-        driver = machine.driver_cuda if is_known else None
-        found = torch.problem(name, capability, driver) if device == "cuda" else None
-        if device == "cpu" and config.device == "auto" and torch.hip is not None:
-            message = f"torch {torch.version} of {torch.python} is for AMD GPUs, and the run would use CPUs"
-            found = message, "AMD GPUs are not supported; `device: cpu` trains without GPUs"
-        if found is not None:
-            yield environment.torch_key, *found
-    if capability is not None and config.precision.dtype == "bf16":
-        yield "precision.dtype", *bf16_problem(name)
 
 
 def _problem(found: KeyProblem) -> Problem:
@@ -92,9 +72,9 @@ def problems(loaded: LoadedConfig, facts: Facts, workload: Workload = TRAINER) -
 
 
 def _with_model(
-    config: RunConfig, facts: Facts, data: DataFacts, plan: LaunchPlan | None
+    config: RunConfig, data: DataFacts, machine: Machine, gpus: list[str], plan: LaunchPlan | None
 ) -> tuple[LaunchPlan | None, list[Problem]]:
-    """The plan with what its model and data add, and every problem of these."""
+    """The plan with what its model and data add, and every problem of these; `gpus` are of `gpu_names`."""
     model = config.model
     problems = [*map(_problem, data.problems)]
     if config.uses_transformers:
@@ -116,7 +96,7 @@ def _with_model(
         problems += _float8_problems(config, plan)
     if shape is not None:
         work = work_of(config, shape, plan.layout, plan.batch, plan.device)
-        plan, found = _check_model(config, facts, plan, work)
+        plan, found = _check_model(config, machine, gpus, plan, work)
         problems += found
     return plan, problems
 
@@ -257,10 +237,9 @@ def _float8_problems(config: RunConfig, plan: LaunchPlan) -> Iterator[Problem]:
 
 
 def _check_model(
-    config: RunConfig, facts: Facts, plan: LaunchPlan, work: StepWork
+    config: RunConfig, machine: Machine, gpus: list[str], plan: LaunchPlan, work: StepWork
 ) -> tuple[LaunchPlan, list[Problem]]:
     """The plan with its memory estimate, and all problems that prevent training the model with it."""
-    machine = facts.machine
     if config.model.architecture != DECODER:
         # The other rules and the memory of a custom architecture are unknown.
         return plan, [*batch_problems(work)]
@@ -271,41 +250,14 @@ def _check_model(
     if plan.device != "cuda":
         problem = _host_problem(config, plan, work, machine)
         return plan, [] if problem is None else [problem]
-    names = gpu_names(config, machine, facts.target)
-    gpu, problem = known_gpu(names, config.resources), None
+    gpu, problem = known_gpu(gpus, config.resources), None
     if gpu is None:
-        plan = replace(plan, warnings=(*plan.warnings, unchecked_memory(names)))
+        plan = replace(plan, warnings=(*plan.warnings, unchecked_memory(gpus)))
     else:
-        reason, problem = _check_gpu_memory(work, gpu)
+        reason, problem = check_gpu_memory(work, gpu)
         plan = replace(plan, reasons={**plan.reasons, "memory": reason})
     problem = problem or _staging_problem(config, plan, size, machine)
     return plan, [] if problem is None else [problem]
-
-
-def _check_gpu_memory(work: StepWork, gpu: Gpu) -> tuple[str, Problem | None]:
-    """A sentence about the memory of a run, and the problem if it certainly does not fit.
-
-    If a name has variants, the one with the most memory counts.
-    """
-    memory = memory_of(work.on(gpu))
-    peak, worst = memory.peak, memory.at_peak
-    text = f"about {gib(peak)} of the {gib(gpu.memory)} of each {gpu.name} ({peak / gpu.memory:.0%})"
-    if peak <= gpu.most_memory:
-        return text if peak <= gpu.usable else f"{text}: little headroom is left", None
-    # The key that affects the largest part.
-    state = worst.params + worst.gradients + worst.optimizer
-    if state > gpu.most_memory or state > worst.total / 2:
-        key, value = "parallel.dp_shard", work.layout.dp_shard
-        most = f"{gib(state)} for weights, gradients and optimizer state"
-    else:
-        key, value = "train.device_batch_size", work.device_batch_size
-        most = f"{gib(worst.activations + worst.loss)} for activations and loss"
-    limit = f"{gpu.name} has {gib(gpu.memory)}"
-    if gpu.most_memory > gpu.memory:
-        limit = f"even the largest GPU with that name has {gib(gpu.most_memory)}"
-    message = f"is {value}: each GPU needs about {gib(peak)} ({most}), but {limit}"
-    hint = "`trainkit plan` lists the settings that fit, and with --gpus N those on more GPUs"
-    return text, Problem(key, message, hint=hint)
 
 
 def _staging_problem(config: RunConfig, plan: LaunchPlan, size: int, machine: Machine) -> Problem | None:
