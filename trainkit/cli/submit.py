@@ -254,7 +254,7 @@ def command(
         clusters = () if plan.slurm is None else plan.slurm.clusters
         return _show(submission.preview(folder), test_only, as_json, clusters)
     from trainkit.cli.started import print_created
-    from trainkit.launch.start import create_submission, start_submission
+    from trainkit.launch.create import create_submission, start_submission
 
     created = create_submission(submission, ["trainkit", *sys.argv[1:]], folder)
     print_created(created)

@@ -1,6 +1,6 @@
 """What one command submits: a run, or the points of a sweep or array as one group.
 
-A run is a group of one. All points are checked before anything is written, which `start.py` does.
+A run is a group of one. All points are checked before anything is written, which `create.py` does.
 """
 
 from __future__ import annotations
