@@ -193,7 +193,7 @@ def _debug_plan(text: str, post_mortem: bool, workload: Workload) -> DebugPlan:
 
 def _debug_reason(plan: LaunchPlan, debug: DebugPlan) -> str:
     """Where the debugger of the rank is; UsageError without debugpy."""
-    from trainkit.launch.environment import NoAnswer, find_packages
+    from trainkit.launch.packages import NoAnswer, find_packages
 
     if debug.port is None:
         return f"rank {debug.rank} has the terminal; nothing counts as a hang"

@@ -22,7 +22,7 @@ from trainkit import __version__
 from trainkit.config import RunConfig
 from trainkit.errors import UsageError
 from trainkit.folders import ensure_folder, user_name
-from trainkit.launch.environment import own_packages
+from trainkit.launch.packages import own_packages
 from trainkit.launch.secrets import mask_diff, refuse_leaks, without_secrets
 from trainkit.launch.source_tree import SourceTree, add_links, below, find_tree, parents, printable
 from trainkit.plan.launch import LaunchPlan
