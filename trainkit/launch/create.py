@@ -26,7 +26,7 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.run.files import utc_now, write_atomic, write_json
 from trainkit.run.group import GroupRecord, Point, RunGroup, difference
 from trainkit.run.owner import refuse_foreign
-from trainkit.run.record import AttemptRecord, CodeCopy, JobRecord, create_job, next_attempt_number, read_job
+from trainkit.run.record import AttemptRecord, CodeCopy, JobRecord, create_job, read_job
 from trainkit.run.registry import register
 from trainkit.run.rundir import RUNS_FOLDER, RunDir, folders_named, run_lock
 from trainkit.slurm.environment import cluster_name
@@ -170,7 +170,7 @@ def _script(run: RunDir, job: JobRecord, config: RunConfig, plan: LaunchPlan) ->
             "so the working directory and the code of the run are unknown",
             hint=f"`trainkit resume {run.word} --as DIR` resumes in a new folder",
         )
-    return script_for(run, next_attempt_number(run), plan, config, Path(job.cwd), job.code)
+    return script_for(run, run.next_attempt().number, plan, config, Path(job.cwd), job.code)
 
 
 def _group_record(name: str, points: Sequence[PlannedPoint], array: str, code: CodeCopy | None) -> JsonObject:
