@@ -77,6 +77,15 @@ def write_origin(
     return code
 
 
+def future_code(
+    run: RunDir, config: RunConfig, plan: LaunchPlan, code_from: CodeCopy | None = None
+) -> CodeCopy | None:
+    """The description that `write_origin` would return now; writes nothing. Raises UsageError likewise."""
+    if code_from is not None:
+        return moved(code_from, run.code_dir)
+    return planned_code(Path.cwd(), run, plan.workload) if wants_copy(config, plan) else None
+
+
 @contextmanager
 def renewed_code(run: RunDir, config: RunConfig, plan: LaunchPlan) -> Iterator[None]:
     """Replace the run's copy of the code with the current code, and keep the old copy as ``code.001`` etc.
