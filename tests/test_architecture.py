@@ -120,7 +120,8 @@ ALLOWED = {
     # Commands and tasks that no run needs: the core names their modules, and imports none of them.
     "contrib.doctor": {  # checks machines before there is a run
         *("errors", "formats", "run", "config", "cluster", "plan", "slurm", "cli"),
-        *("job.node", "job.preflight", "job.rank_env", "job.processes", "job.signals", "launch.environment"),
+        *("job.node", "job.preflight", "job.rank_env", "job.processes", "job.signals"),
+        *("launch.environment", "launch.packages"),
     },
     "contrib.drill": {  # interrupts runs on purpose, as their owner could by hand
         *("errors", "run", "formats", "config", "plan", "slurm", "cli"),

@@ -538,7 +538,7 @@ def _start(
 ) -> Path:
     """The folder of what was started."""
     from trainkit.cli.submit import submission_warnings
-    from trainkit.launch.start import create_submission, start_submission
+    from trainkit.launch.create import create_submission, start_submission
     from trainkit.launch.submission import plan_submission
 
     where = None if run_dir is None else Path(run_dir)

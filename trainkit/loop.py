@@ -57,7 +57,7 @@ from trainkit.run.end import Action, AttemptEnd, first_of, rank_failures
 from trainkit.run.events import best_result
 from trainkit.run.files import utc_now, write_atomic
 from trainkit.run.process import own_host
-from trainkit.run.record import add_attempt, create_job, next_attempt_number
+from trainkit.run.record import add_attempt, create_job
 from trainkit.run.rundir import AttemptDir, RunDir, run_lock
 from trainkit.trainer.__main__ import record_failure
 from trainkit.trainer.checkpoint.loader import choose_checkpoint, load_tensors
@@ -148,8 +148,8 @@ def _own_attempt(run: RunDir, world: World, env: RankEnv) -> AttemptDir:
         with run_lock(run):
             if not run.job_file.exists():
                 create_job(run, backend="local", name=run.name, cwd=str(Path.cwd()), code=None)
-            number = next_attempt_number(run)
-            attempt = run.attempt(number)
+            attempt = run.next_attempt()
+            number = attempt.number
             attempt.create()
             plan = _plan_by_hand(env, world.device.type).to_text()
             for file in (attempt.plan_file, run.plan_file):

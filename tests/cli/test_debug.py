@@ -12,7 +12,7 @@ from steering import wait_for
 
 from tests.support.tmux import Tmux, needs_tmux
 from trainkit.cli.main import main
-from trainkit.launch import environment
+from trainkit.launch import packages
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import read_end
 from trainkit.run.files import read_json
@@ -293,7 +293,7 @@ def test_what_is_refused(args, expected, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("x.py").touch()
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
-    monkeypatch.setattr(environment, "find_packages", lambda *args: environment.Packages("3", "", {}, {}))
+    monkeypatch.setattr(packages, "find_packages", lambda *args: packages.Packages("3", "", {}, {}))
     assert main(["run", "--gpus-per-node", "2", *args]) == 2
     assert expected in capsys.readouterr().err
     assert not Path("runs").exists()

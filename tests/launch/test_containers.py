@@ -4,8 +4,12 @@ from typing import Any
 import pytest
 
 from trainkit.config.running import LaunchConfig
-from trainkit.launch.environment import absolute_image, container_problems, container_program
-from trainkit.launch.script import make_job_environment
+from trainkit.launch.environment import (
+    absolute_image,
+    container_problems,
+    container_program,
+    make_job_environment,
+)
 from trainkit.plan.facts import Interpreter
 
 

@@ -10,7 +10,8 @@ import pytest
 
 from tests.support.programs import run_program
 from trainkit.config.running import LaunchConfig
-from trainkit.launch.script import make_job_environment, render
+from trainkit.launch.environment import make_job_environment
+from trainkit.launch.script import render
 from trainkit.plan.facts import Interpreter
 
 PARTIAL = "partials/environment.sh.j2"

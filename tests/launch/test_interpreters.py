@@ -9,14 +9,8 @@ from tests.support.torch_builds import make_torch
 from trainkit import __version__
 from trainkit.config.running import LaunchConfig
 from trainkit.job.processes import PYTHON_OPTIONS
-from trainkit.launch.environment import (
-    NoAnswer,
-    Packages,
-    find_interpreter,
-    find_packages,
-    own_packages,
-    package_problem,
-)
+from trainkit.launch.environment import find_interpreter
+from trainkit.launch.packages import NoAnswer, Packages, find_packages, own_packages, package_problem
 from trainkit.plan.facts import Interpreter
 
 SUBMITTING = sys.executable

@@ -3,8 +3,7 @@ from typing import Any
 import pytest
 
 from trainkit.config.running import LaunchConfig
-from trainkit.launch.plan_run import launch_problems
-from trainkit.launch.script import JobEnvironment, make_job_environment
+from trainkit.launch.environment import JobEnvironment, launch_problems, make_job_environment
 from trainkit.plan.facts import Interpreter
 
 PYTHON = Interpreter(("/v/bin/python",), ("/v/bin/python",), venv="/v")

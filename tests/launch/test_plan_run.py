@@ -13,9 +13,10 @@ from trainkit.cluster.model import Cluster, NodeKind, Partition
 from trainkit.cluster.target import LOCAL, Target
 from trainkit.config import RunConfig, load_config
 from trainkit.errors import ConfigError, UsageError
-from trainkit.launch import plan_run as module
-from trainkit.launch.environment import Packages, find_packages, own_packages
-from trainkit.launch.plan_run import command_python, find_environment, gather, plan_run, refuse_missing
+from trainkit.launch import packages as module
+from trainkit.launch.environment import command_python
+from trainkit.launch.packages import Packages, find_environment, find_packages, own_packages
+from trainkit.launch.plan_run import gather, plan_run, refuse_missing
 from trainkit.plan.facts import KeyProblem
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.workload import TRAINER, Command, Workload

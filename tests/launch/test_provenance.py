@@ -3,8 +3,8 @@ import subprocess
 import pytest
 import torch
 
-from trainkit.launch.create import collect_provenance, git_state
 from trainkit.launch.secrets import mask_diff, secret_options, without_secrets
+from trainkit.launch.snapshot import collect_provenance, git_state
 
 
 def git(folder, *args):

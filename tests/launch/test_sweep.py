@@ -19,8 +19,8 @@ from trainkit.config import load_config
 from trainkit.errors import ConfigError, UsageError
 from trainkit.job import group_parts
 from trainkit.launch import submission
+from trainkit.launch.create import create_submission, start_group
 from trainkit.launch.plan_run import Gatherer, plan_run
-from trainkit.launch.start import create_submission, start_group
 from trainkit.launch.submission import ArraySpec, LoadedPoint, PlannedPoint, Submission, plan_submission
 from trainkit.plan.workload import TRAINER
 from trainkit.run.files import read_json

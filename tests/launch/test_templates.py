@@ -8,7 +8,8 @@ import pytest
 from trainkit.errors import UsageError
 from trainkit.folders import shipped_templates
 from trainkit.launch import script as templates
-from trainkit.launch.script import JobEnvironment, render
+from trainkit.launch.environment import JobEnvironment
+from trainkit.launch.script import render
 
 PARTIAL = "partials/environment.sh.j2"
 CONTEXT = {"environment": JobEnvironment("/w", ("python3",), ("python3",))}

@@ -10,7 +10,7 @@ from trainkit.cluster.model import Cluster
 from trainkit.cluster.target import Target
 from trainkit.config import load_config
 from trainkit.errors import ConfigError
-from trainkit.launch.start import create_submission
+from trainkit.launch.create import create_submission
 from trainkit.launch.submission import ArraySpec, LoadedPoint, PlannedPoint, Submission, checked
 from trainkit.plan.facts import Facts
 from trainkit.plan.make_plan import make_plan

@@ -29,7 +29,6 @@ from trainkit.run.record import (
     claimed_by,
     copy_submitit_files,
     discard_attempt,
-    next_attempt_number,
     open_attempt,
     read_job,
     read_rendezvous,
@@ -218,7 +217,7 @@ def cancel_follow_ups(run: RunDir, keep: str = "") -> None:
 
 def _write_attempt(run: RunDir, new: NewAttempt, script: str) -> AttemptDir:
     """Write all files of the run's next attempt, or none."""
-    attempt = run.attempt(next_attempt_number(run))
+    attempt = run.next_attempt()
     try:
         open_attempt(run, new.config_text, new.plan_text)
         for file in (attempt.script_file, run.script_file):

@@ -36,15 +36,14 @@ from trainkit.cli.options import (
     refuse_other_options,
 )
 from trainkit.cli.output import echo_json
-from trainkit.cli.started import print_created
+from trainkit.cli.started import describe_plan, print_created
 from trainkit.cli.submit import GroupRequest, sweep_option
 from trainkit.control.cancel import cancel_group
 from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, UsageError
 from trainkit.folders import shown_path
 from trainkit.formats import short_keys, shown_value, table
-from trainkit.launch.start import create_submission, start_group
+from trainkit.launch.create import create_submission, start_group
 from trainkit.launch.submission import Submission
-from trainkit.plan.launch import describe_plan
 from trainkit.plan.workload import TRAINER
 from trainkit.run.group import RunGroup
 

@@ -26,10 +26,9 @@ from trainkit.cli.options import (
 )
 from trainkit.cli.output import echo_json
 from trainkit.cli.run import shown_failures, stay_in_foreground
-from trainkit.cli.started import print_created, print_started
+from trainkit.cli.started import describe_plan, print_created, print_started
 from trainkit.errors import EXIT_OK, UsageError
 from trainkit.formats import duration
-from trainkit.plan.launch import describe_plan
 from trainkit.run.group import RunGroup
 from trainkit.run.manifest import published
 from trainkit.run.registry import find_run_or_group, one_run

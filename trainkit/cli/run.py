@@ -29,7 +29,7 @@ from trainkit.cli.options import (
     one_node_config_options,
     trailing_workload,
 )
-from trainkit.cli.started import print_created, print_started
+from trainkit.cli.started import describe_plan, print_created, print_started
 from trainkit.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, TrainkitError, UsageError
 from trainkit.folders import user_name
 from trainkit.job.node.rendezvous import master_address
@@ -44,7 +44,7 @@ from trainkit.job.step_run import (
     run_task,
     withdraw,
 )
-from trainkit.plan.launch import DebugPlan, LaunchPlan, describe_plan
+from trainkit.plan.launch import DebugPlan, LaunchPlan
 from trainkit.plan.workload import Workload
 from trainkit.run.record import AttemptRecord, read_job
 from trainkit.run.rundir import RUNS_FOLDER, AttemptDir, RunDir, next_name
@@ -193,7 +193,7 @@ def _debug_plan(text: str, post_mortem: bool, workload: Workload) -> DebugPlan:
 
 def _debug_reason(plan: LaunchPlan, debug: DebugPlan) -> str:
     """Where the debugger of the rank is; UsageError without debugpy."""
-    from trainkit.launch.environment import NoAnswer, find_packages
+    from trainkit.launch.packages import NoAnswer, find_packages
 
     if debug.port is None:
         return f"rank {debug.rank} has the terminal; nothing counts as a hang"

@@ -1,4 +1,4 @@
-"""What commands print of a run that they have started; imports nothing of what reads runs."""
+"""What commands print of a run that they plan and start; imports nothing of what reads runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,20 @@ from trainkit.run.rundir import RUNS_FOLDER, RunDir
 
 if TYPE_CHECKING:
     from trainkit.launch.create import CreatedRun
+    from trainkit.plan.launch import LaunchPlan
     from trainkit.run.record import AttemptRecord
+
+
+def describe_plan(plan: LaunchPlan, name: str) -> str:
+    """Describe a plan: one line with its size, one with the reason for each derived value, its warnings."""
+    nodes = plan.shown_nodes
+    workers = f"{plan.workers_per_node} worker{'s' if plan.workers_per_node > 1 else ''}"
+    spare = f", {plan.spare_nodes} spare" if plan.spare_nodes else ""
+    lines = [f"{name}: {nodes} x {workers} on {plan.device}{spare}, {plan.backend} backend"]
+    width = max((len(key) for key in plan.reasons), default=0)
+    lines += [f"  {key:<{width}}  {reason}" for key, reason in plan.reasons.items()]
+    lines += [f"warning: {text}" for text in plan.warnings]
+    return "\n".join(lines)
 
 
 def print_created(created: CreatedRun) -> None:

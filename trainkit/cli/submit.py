@@ -28,10 +28,10 @@ from trainkit.cli.options import (
     trust_option,
 )
 from trainkit.cli.output import echo_json
+from trainkit.cli.started import describe_plan, print_created
 from trainkit.errors import EXIT_OK, ConfigError, UsageError
 from trainkit.folders import find_shipped_config
 from trainkit.formats import JsonObject, shown_value
-from trainkit.plan.launch import describe_plan
 from trainkit.plan.workload import Workload
 from trainkit.run.rundir import RUNS_FOLDER, RunDir, next_name
 from trainkit.slurm.client import require_controller
@@ -253,8 +253,7 @@ def command(
     if dry_run or test_only:
         clusters = () if plan.slurm is None else plan.slurm.clusters
         return _show(submission.preview(folder), test_only, as_json, clusters)
-    from trainkit.cli.started import print_created
-    from trainkit.launch.start import create_submission, start_submission
+    from trainkit.launch.create import create_submission, start_submission
 
     created = create_submission(submission, ["trainkit", *sys.argv[1:]], folder)
     print_created(created)

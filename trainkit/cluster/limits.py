@@ -86,6 +86,12 @@ class ResourceRequest:
         return [item for item in self.names.values() if item is not None]
 
     @property
+    def gpu_nodes(self) -> list[NodeKind]:
+        """The kinds of GPU nodes that the job may get."""
+        found = (kind for item in self.partitions for kind in item.matching(self.constraint, self.gpu_type))
+        return [kind for kind in found if kind.num_gpus()]
+
+    @property
     def named_nodes(self) -> list[str]:
         """The nodes that the job must get; raises UsageError for text that is not a host list."""
         nodelist = self.extra.get("nodelist")

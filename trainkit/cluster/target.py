@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from trainkit.config import InvalidConfig, LoadedConfig, load_config
 from trainkit.errors import ConfigError, SlurmError
-from trainkit.slurm.environment import conf_file
+from trainkit.slurm.environment import conf_file, finds_cluster
 
 if TYPE_CHECKING:
     from trainkit.cluster.model import Cluster
@@ -58,10 +58,7 @@ def choose_backend(backend: str, cluster: str | None = None) -> tuple[str, str]:
     configured = conf_file()
     if configured is not None:
         return "sbatch", f"sbatch: found {sbatch} and {configured}"
-    # Imported only here: a machine without sbatch, or with a slurm.conf, runs no command for this.
-    from trainkit.slurm.environment import finds_cluster
-
-    finds = finds_cluster()
+    finds = finds_cluster()  # only here: a machine without sbatch, or with a slurm.conf, runs no command
     if finds is None:
         # Never train on a login node because a file was not found.
         raise SlurmError(

@@ -28,10 +28,9 @@ from trainkit.function import call_file
 from trainkit.job.failed_starts import note_bad_hosts
 from trainkit.job.group_parts import recover_parts, submit_parts
 from trainkit.job.resubmit import excludable
-from trainkit.launch.create import start_attempt
+from trainkit.launch.create import start_attempt, start_group
 from trainkit.launch.plan_run import gather, plan_run
 from trainkit.launch.snapshot import renewed_code
-from trainkit.launch.start import start_group
 from trainkit.plan.batch import learning_rate
 from trainkit.plan.launch import LaunchPlan, with_excluded
 from trainkit.plan.model_shape import ModelShape, resolve_model_shape

@@ -19,8 +19,8 @@ from trainkit.errors import ConfigError, Problem, UsageError
 from trainkit.folders import ensure_folder
 from trainkit.formats import rank_list
 from trainkit.job.rank_debugger import AT_PROMPT, CHOSEN_FILE, RUNNING
-from trainkit.launch.environment import find_interpreter
-from trainkit.launch.script import make_job_environment, render
+from trainkit.launch.environment import find_interpreter, make_job_environment
+from trainkit.launch.script import render
 from trainkit.plan.facts import Facts
 from trainkit.plan.launch import option_argv
 from trainkit.plan.make_plan import make_plan

@@ -22,7 +22,7 @@ from trainkit.data.dataset_file import (
     VAL,
     TokenizerIdentity,
     check_made_by,
-    check_shard_sizes,
+    checked_dataset,
     identify,
     is_dataset,
     read_dataset_file,
@@ -112,8 +112,7 @@ def _set_aside_if_damaged(target: Path) -> None:
     if not is_dataset(target):
         return
     try:
-        for split in read_dataset_file(target).splits:
-            check_shard_sizes(target, read_dataset_file(target), split)
+        checked_dataset(target)
     except UsageError as error:
         aside = target.with_name(f"{target.name}.damaged-{os.getpid()}")
         print(f"{error.message}: moved to {aside.name}, preparing again", file=sys.stderr)

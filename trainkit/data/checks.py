@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import TypeVar
 
 from trainkit.config.training import DataConfig
@@ -20,10 +19,9 @@ from trainkit.data.dataset_file import (
     SPLITS,
     TRAIN,
     VAL,
-    DatasetFile,
     TokenizerIdentity,
     check_made_by,
-    check_shard_sizes,
+    checked_dataset,
     identify,
     is_dataset,
     read_dataset_file,
@@ -105,7 +103,7 @@ def _inspect_source(
     problems: list[KeyProblem] = []
     folder = prepared_folder(config)
     if folder is not None:
-        file = _collect(problems, "data.source", lambda: _checked_shards(folder))
+        file = _collect(problems, "data.source", lambda: checked_dataset(folder))
         if file is None:
             return problems, None
         if tokenizer is None:
@@ -156,13 +154,6 @@ def _collect(problems: list[KeyProblem], key: str, check: Callable[[], T]) -> T 
     except OSError as error:
         problems.append((key, f"{error.filename} cannot be read: {error.strerror}", ""))
     return None
-
-
-def _checked_shards(folder: Path) -> DatasetFile:
-    file = read_dataset_file(folder)
-    for split in SPLITS:
-        check_shard_sizes(folder, file, split)
-    return file
 
 
 def _max_tokens(spec: DatasetSpec, inputs: list[Input]) -> dict[str, float]:

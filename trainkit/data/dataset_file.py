@@ -145,6 +145,14 @@ def read_dataset_file(folder: Path) -> DatasetFile:
         raise UsageError(f"{path} is damaged: {error!r}", hint="prepare the dataset again") from None
 
 
+def checked_dataset(folder: Path) -> DatasetFile:
+    """Read `dataset.json`, as `read_dataset_file` does, and check the sizes of all its shards."""
+    file = read_dataset_file(folder)
+    for split in SPLITS:
+        check_shard_sizes(folder, file, split)
+    return file
+
+
 def check_shard_sizes(folder: Path, file: DatasetFile, split: str) -> None:
     """Raise UsageError if a shard of a split is missing or its size has changed."""
     for shard in file.splits.get(split, ()):

@@ -1,44 +1,38 @@
-"""Creates the folder of a run in a safe place, with its code and provenance, and starts its attempts."""
+"""Creates the folder of what one command submits, a run or a group, in a safe place, and starts its job."""
 
 from __future__ import annotations
 
 import json
 import os
-import platform
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING
 
-from trainkit import __version__
 from trainkit.backends import JobScript, NewAttempt, backend_named
 from trainkit.config import RunConfig, dump_effective
 from trainkit.errors import UsageError
-from trainkit.folders import ensure_folder, shown_path, user_name
-from trainkit.launch.environment import own_packages
-from trainkit.launch.secrets import mask_diff, refuse_leaks, without_secrets
-from trainkit.launch.snapshot import copy_again, copy_code, wants_copy
+from trainkit.folders import ensure_folder, shown_path
+from trainkit.formats import JsonObject
+from trainkit.launch.secrets import refuse_leaks
+from trainkit.launch.snapshot import write_origin
 from trainkit.plan.launch import LaunchPlan
-from trainkit.run.files import utc_now, write_json
-from trainkit.run.group import RunGroup
+from trainkit.run.files import utc_now, write_atomic, write_json
+from trainkit.run.group import GroupRecord, Point, RunGroup, difference
 from trainkit.run.owner import refuse_foreign
-from trainkit.run.record import AttemptRecord, CodeCopy, JobRecord, create_job, next_attempt_number, read_job
+from trainkit.run.record import AttemptRecord, CodeCopy, JobRecord, create_job, read_job
 from trainkit.run.registry import register
 from trainkit.run.rundir import RUNS_FOLDER, RunDir, folders_named, run_lock
+from trainkit.slurm.environment import cluster_name
 
-GIT_TIMEOUT_S = 2.0
-MAX_DIFF_CHARS = 1_000_000
-DIFF_OPTIONS = ("--no-color", "--no-ext-diff", "--no-textconv", "--src-prefix=a/", "--dst-prefix=b/")
-"""What a user's configuration of git may change, and the mask for secrets must know."""
+if TYPE_CHECKING:
+    from trainkit.launch.submission import PlannedPoint, Submission
 
 
 @dataclass(frozen=True)
@@ -51,6 +45,32 @@ class CreatedRun:
     """The name of its config, with a number if ./runs had such a folder."""
     code: CodeCopy | None
     """None if the run uses the files in place."""
+
+
+def create_submission(
+    submission: Submission,
+    argv: Sequence[str],
+    run_dir: Path | None = None,
+    option: str = "--run-dir",
+) -> CreatedRun:
+    """Create the folder of the run or group, without its job.
+
+    `option` is the command-line option of `run_dir`. Raises UsageError when `run_dir` is not empty or cannot
+    be written, or a secret would be written.
+    """
+    config, plan = submission.points[0].config, submission.points[0].plan
+    if submission.array is None:
+        return create_run(config, plan, argv, run_dir, submission.code_from)
+    with new_folder(config.name, run_dir, option) as (folder, name):
+        group, run = RunGroup(folder), RunDir(folder)
+        group.logs_dir.mkdir(mode=0o700)
+        code = write_origin(run, config, plan, argv, submission.code_from)
+        record = _group_record(name, submission.points, submission.array.directive, code)
+        refuse_leaks(json.dumps(record), str(group.sweep_file), config.secrets, os.environ)
+        if backend_named(plan.backend).template is not None:
+            write_atomic(group.script_file, submission.script(run, code).text)
+        write_json(group.sweep_file, record)
+    return CreatedRun(run, config.name, name, code)
 
 
 def create_run(
@@ -74,26 +94,33 @@ def create_run(
     return CreatedRun(run, config.name, name, code)
 
 
-def write_origin(
-    run: RunDir, config: RunConfig, plan: LaunchPlan, argv: Sequence[str], code_from: CodeCopy | None = None
-) -> CodeCopy | None:
-    """Copy the code of a run and write provenance.json; returns the description of the copy.
+def start_submission(
+    submission: Submission, created: CreatedRun, *, now: bool = False
+) -> tuple[str, int | None]:
+    """Start what `create_submission` has created; returns the job id, and the attempt of a run.
 
-    `code_from` is that of `create_run`. Raises UsageError when the code cannot be copied or a secret would be
-    written.
+    `now` is that of `NewAttempt`, for a run.
+
+    Raises SlurmRefused after removing the folder, and SlurmUnreachable, which keeps it if the job may
+    exist.
     """
-    cwd = Path.cwd()
-    with ThreadPoolExecutor(1) as thread:  # overlaps git with the copy: both take about as long
-        provenance = thread.submit(collect_provenance, cwd)
-        if code_from is not None:
-            code: CodeCopy | None = copy_again(code_from, run)
-        else:
-            code = copy_code(cwd, run, plan.workload) if wants_copy(config, plan) else None
-        value = {**provenance.result(), "argv": without_secrets(argv, config.secrets)}
-        value["code"] = None if code is None else code.to_dict()
-    refuse_leaks(json.dumps(value), str(run.provenance_file), config.secrets, os.environ)
-    write_json(run.provenance_file, value)
-    return code
+    if submission.array is not None:
+        return start_group(RunGroup(created.run.path)), None
+    first = submission.points[0]
+    entry = start_run(created.run, first.config, first.plan, "submit", now=now)
+    return entry.job_id, entry.attempt
+
+
+def start_group(group: RunGroup) -> str:
+    """Start a group and return its job id.
+
+    Raises SlurmRefused after removing the group, and SlurmUnreachable, which keeps it if the job may exist.
+    """
+    with defer_sigint():  # a group that has started and is not listed could not be cancelled
+        job_id = backend_named(group.record.backend).start_group(group)
+        group.update(job_id=job_id, submitted_at=utc_now())
+        register(RunDir(group.path), group.name)
+    return job_id
 
 
 def start_run(
@@ -143,7 +170,43 @@ def _script(run: RunDir, job: JobRecord, config: RunConfig, plan: LaunchPlan) ->
             "so the working directory and the code of the run are unknown",
             hint=f"`trainkit resume {run.word} --as DIR` resumes in a new folder",
         )
-    return script_for(run, next_attempt_number(run), plan, config, Path(job.cwd), job.code)
+    return script_for(run, run.next_attempt().number, plan, config, Path(job.cwd), job.code)
+
+
+def _group_record(name: str, points: Sequence[PlannedPoint], array: str, code: CodeCopy | None) -> JsonObject:
+    first = points[0]
+    plan, slurm = first.plan.to_dict(), first.plan.slurm
+    record = GroupRecord(
+        name=name,
+        backend=first.plan.backend,
+        cwd=str(Path.cwd()),
+        # Of several clusters Slurm chooses one, which the answer of sbatch names.
+        cluster=None if slurm is not None and slurm.clusters else cluster_name(),
+        array=array,
+        keys=list(dict.fromkeys(key for point in points for key in point.values)),
+        code=code,
+        config=_config_dict(first.config),
+        plan=plan,
+    )
+    return record.to_dict(
+        Point(
+            point.index,
+            point.values,
+            _config_difference(first.config, point.config),
+            {} if point.plan == first.plan else difference(plan, point.plan.to_dict()),
+        )
+        for point in points
+    )
+
+
+def _config_dict(config: RunConfig, sections: set[str] | None = None) -> JsonObject:
+    return config.model_dump(mode="json", by_alias=True, include=sections)
+
+
+def _config_difference(base: RunConfig, other: RunConfig) -> JsonObject:
+    """`difference` of two configs; sections that are the same object, as most are, are not compared."""
+    changed = {name for name, value in base if getattr(other, name) is not value}
+    return difference(_config_dict(base, changed), _config_dict(other, changed))
 
 
 @contextmanager
@@ -249,57 +312,3 @@ def _empty_folder(folder: Path, option: str) -> Path:
     ensure_folder(folder.parent, parents=True)
     folder.mkdir(mode=0o700)
     return folder
-
-
-def collect_provenance(cwd: Path) -> dict[str, Any]:
-    """The versions, host, user and git state that a run starts from; runs git four times."""
-    return {
-        "time": utc_now(),
-        "trainkit": __version__,
-        "python": platform.python_version(),
-        "torch": own_packages("torch").torch.version or None,
-        "platform": platform.platform(),
-        "executable": sys.executable,
-        "cwd": str(cwd),
-        "host": os.uname().nodename,
-        "user": user_name(),
-        "git": git_state(cwd),
-    }
-
-
-def git_state(cwd: Path) -> dict[str, Any] | None:
-    """Commit, branch and uncommitted changes of a folder's repository; None if there is none.
-
-    Values in the diff that look like secrets are masked.
-    """
-    sha = _git(cwd, "rev-parse", "HEAD")
-    if sha is None:
-        return None
-    diff = _git(cwd, "diff", *DIFF_OPTIONS, "HEAD")
-    if diff is not None and diff and not diff.startswith("diff --git "):
-        diff = None  # of a form in which secrets would not be found
-    shown = None if diff is None else mask_diff(diff[:MAX_DIFF_CHARS])
-    status = _git(cwd, "status", "--porcelain")
-    return {
-        "sha": sha.strip(),
-        "branch": (_git(cwd, "rev-parse", "--abbrev-ref", "HEAD") or "").strip() or None,
-        "dirty": None if status is None else bool(status.strip()),
-        "diff": shown,
-        "diff_masked": diff is not None and shown != diff[:MAX_DIFF_CHARS],
-        "diff_cut_off": diff is not None and len(diff) > MAX_DIFF_CHARS,
-    }
-
-
-def _git(cwd: Path, *args: str) -> str | None:
-    """The output of git; None without git or a repository, or when it times out."""
-    try:
-        done = subprocess.run(
-            ["git", "--no-optional-locks", "-C", str(cwd), *args],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=GIT_TIMEOUT_S,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.decode("utf-8", errors="replace")

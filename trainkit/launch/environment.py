@@ -1,29 +1,22 @@
-"""The environment of ranks: the interpreter, how it is activated, its packages, and the container."""
+"""The environment of ranks: the interpreter, how it is activated, and the container."""
 
 from __future__ import annotations
 
-import json
 import os
-import platform
 import re
-import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePath
+from typing import ClassVar
 
-from trainkit import __version__
 from trainkit.config.running import LaunchConfig
 from trainkit.errors import KeyProblem
 from trainkit.folders import shown_path
 from trainkit.job.processes import PYTHON_OPTIONS
 from trainkit.plan.facts import Interpreter
-from trainkit.plan.torch_build import TorchBuild, release_problem
+from trainkit.slurm.environment import RANK_VARIABLES
 
 _VERSION = re.compile(r"python(\d+)\.(\d+)$")
 
@@ -72,123 +65,45 @@ def find_interpreter(
     return found, problems
 
 
-class NoAnswer(Exception):
-    """Why an interpreter does not run, or cannot import what it is asked for."""
+def command_python(
+    launch: LaunchConfig, command: Sequence[str], cwd: Path, environ: Mapping[str, str] = os.environ
+) -> tuple[str, ...]:
+    """The interpreter of a launcher such as torchrun: the one that would run the command without it.
 
-    def __init__(self, reason: str, *, is_slow: bool = False) -> None:
-        super().__init__(reason)
-        self.is_slow = is_slow
-
-
-_MARK = "trainkit-answer:"
-"""Before the answer: what is imported may print, too."""
-_PACKAGES = """
-import importlib.util, json, platform, sys
-from importlib import metadata
-files, versions = {}, {}
-for name in sys.argv[2:]:
-    spec = importlib.util.find_spec(name)
-    if spec is not None and spec.origin is not None:
-        files[name] = spec.origin
-    try:
-        versions[name] = metadata.version(name)
-    except metadata.PackageNotFoundError:
-        pass
-if "trainkit" in files:
-    versions["trainkit"] = __import__("trainkit").__version__
-print(sys.argv[1], json.dumps({
-    "python": platform.python_version(), "program": sys.executable, "files": files, "versions": versions,
-}))
-"""
-TIMEOUT_S = 60.0
-
-
-def ask(
-    argv: Sequence[str],
-    script: str,
-    args: Sequence[str],
-    env: Mapping[str, str],
-    cwd: Path | None = None,
-    timeout_s: float = TIMEOUT_S,
-) -> dict[str, Any]:
-    """The object that a script prints as JSON after its first argument, with an interpreter and its options.
-
-    `env` is added to the variables of this process. Raises NoAnswer.
+    That is the one that the config or the command names, else that of the active environment, else this one.
     """
-    try:
-        done = subprocess.run(
-            [*argv, "-c", script, _MARK, *args],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=timeout_s,
-            env={**os.environ, **env},
-            cwd=cwd,
-        )
-    except subprocess.TimeoutExpired:
-        raise NoAnswer(f"{argv[0]} took longer than {timeout_s:.0f} s", is_slow=True) from None
-    except OSError as error:
-        raise NoAnswer(f"{argv[0]} does not run: {error.strerror or error}") from None
-    line = next((line for line in done.stdout.splitlines() if line.startswith(_MARK)), None)
-    if done.returncode or line is None:
-        lines = [line for line in done.stderr.splitlines() if line.strip()]
-        raise NoAnswer((lines or [f"{argv[0]} ended with exit code {done.returncode}"])[-1])
-    found: dict[str, Any] = json.loads(line.removeprefix(_MARK))
-    return found
+    if any((launch.venv, launch.conda, launch.uv, launch.container, launch.python)):
+        return find_interpreter(launch, cwd, environ)[0].argv
+    if "/" in command[0] and PurePath(command[0]).name.startswith("python"):
+        return (os.path.normpath(cwd / Path(command[0]).expanduser()),)
+    active = environ.get("VIRTUAL_ENV") or environ.get("CONDA_PREFIX")
+    python = None if active is None else shutil.which("python", path=environ.get("PATH", os.defpath))
+    is_active = python is not None and PurePath(python).is_relative_to(str(active))
+    return (str(python) if is_active else sys.executable,)
 
 
-@dataclass(frozen=True)
-class Packages:
-    """What an interpreter would import. A folder of a package's name, such as W&B's ``wandb/``, is none."""
-
-    python: str
-    program: str
-    files: Mapping[str, str]
-    """Package -> the file that is imported first."""
-    versions: Mapping[str, str]
-
-    @cached_property
-    def torch(self) -> TorchBuild:
-        """Its torch, as far as the version.py of that says."""
-        return TorchBuild.read(self.program, self.files.get("torch"))
-
-    def is_below(self, name: str, folder: str) -> bool:
-        """Whether a package is installed in a folder or below it."""
-        return name in self.files and Path(self.files[name]).is_relative_to(folder)
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_JOB_VARIABLE = re.compile(r"(SLURM|SBATCH|SRUN|TRAINKIT_JOB)_\w+")
 
 
-def find_packages(
-    argv: Sequence[str],
-    names: Sequence[str],
-    env: Mapping[str, str],
-    cwd: Path | None = None,
-    timeout_s: float = TIMEOUT_S,
-) -> Packages:
-    """The packages among `names` that an interpreter with these options imports. Raises NoAnswer."""
-    return Packages(**ask(argv, _PACKAGES, names, env, cwd, timeout_s))
-
-
-def own_packages(*names: str) -> Packages:
-    """The ones of this interpreter, of which it need not start another."""
-    specs = ((name, find_spec(name)) for name in names)
-    files = {name: spec.origin for name, spec in specs if spec is not None and spec.origin is not None}
-    return Packages(platform.python_version(), sys.executable, files, {"trainkit": __version__})
-
-
-def package_problem(packages: Packages, program: str) -> tuple[str, str] | None:
-    """Why ranks of the built-in trainer cannot run with a `program`, and a hint; None when they can."""
-    missing = [name for name in ("torch", "trainkit") if name not in packages.files]
-    if missing:
-        message = f"has no {' and no '.join(missing)}"
-        if missing == ["torch"]:
-            return message, f"`{shlex.quote(program)} -m pip install torch` installs it"
-        return message, "install trainkit there too, or remove the key: then this interpreter is used"
-    version = packages.versions["trainkit"]
-    if version != __version__:
-        message = f"has trainkit {version}, and this is trainkit {__version__}"
-        return message, "install the same version there, or use the `trainkit` of that environment"
-    return release_problem(packages.torch.version)
+def launch_problems(launch: LaunchConfig) -> Iterator[KeyProblem]:
+    """(key, message, hint) for values that are invalid on any machine."""
+    for name in launch.modules:
+        if name.startswith("-") or len(name.split()) != 1:
+            hint = "list one name per entry; put other `module` commands in launch.setup"
+            yield "launch.modules", f"has {name!r}, which is not a module name", hint
+    if launch.conda is not None and launch.conda.startswith("-"):
+        yield "launch.conda", f"is {launch.conda!r}, which is an option, not an environment", ""
+    if any("\0" in line for line in launch.setup):
+        yield "launch.setup", "has a NUL character, which a script cannot contain", ""
+    for name, value in launch.env.items():
+        key = f"launch.env.{name}"
+        if not _VARIABLE.fullmatch(name):
+            yield key, "is not a valid environment variable name", "use letters, digits and _"
+        elif name in RANK_VARIABLES or _JOB_VARIABLE.fullmatch(name):
+            yield key, "is set by the job in every process", "remove it"
+        elif "\0" in value:
+            yield key, "has a NUL character, which an environment variable cannot contain", ""
 
 
 def _contradictions(launch: LaunchConfig) -> Iterator[KeyProblem]:
@@ -348,3 +263,94 @@ def container_problems(launch: LaunchConfig, cwd: str, available: Sequence[str] 
         if "," in mount or '"' in mount or len(parts) > 3 or not all(parts) or not parts[0].startswith("/"):
             hint = "use SRC, SRC:DST or SRC:DST:ro with absolute paths"
             yield "launch.container_mounts", f"has {mount!r}, which is not a mount", hint
+
+
+SRUN_DROPS_CPUS_PER_TASK = ((22, 5), (23, 11))
+"""srun ignores the --cpus-per-task of sbatch from the first version until before the second."""
+
+
+@dataclass(frozen=True)
+class JobEnvironment:
+    """The environment of the ranks; `context` is for templates/partials/environment.sh.j2."""
+
+    workdir: str
+    """The working directory of the job: in the copy of the code, or the folder it was submitted from."""
+    rank_python: tuple[str, ...]
+    """The argv prefix of Python in a task of the step: container, interpreter, options."""
+    host_python: tuple[str, ...]
+    """The argv prefix of Python in the script itself, outside of any container."""
+    srun_options: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
+    venv: str | None = None
+    conda: str | None = None
+    conda_script: str | None = None
+    env: tuple[tuple[str, str], ...] = ()
+    python_path: tuple[str, ...] = ()
+    setup: tuple[str, ...] = ()
+    sets_cpus_per_task: bool = True
+    """Whether the script must repeat --cpus-per-task for srun."""
+    rank_names: ClassVar[tuple[str, ...]] = RANK_VARIABLES
+
+
+def make_job_environment(
+    launch: LaunchConfig,
+    interpreter: Interpreter,
+    *,
+    run_dir: str,
+    workdir: str,
+    cwd: str | None = None,
+    slurm_version: tuple[int, ...] = (),
+    python_path: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    folders: Sequence[str] = (),
+    program: str | None = None,
+    gpus: bool = False,
+) -> JobEnvironment:
+    """The environment for a launch section and its interpreter.
+
+    `env` are its variables, by default those of `launch`. A container mounts `folders` in addition to the run
+    folder and `workdir`, all at the same paths; `program` is the result of `container_program`. The path of
+    an image is relative to `cwd`, by default `workdir`.
+    """
+    variables = launch.env if env is None else env
+    options: tuple[str, ...] = ()
+    prefix: tuple[str, ...] = ()
+    if launch.container is not None:
+        program = program or "apptainer"
+        image = absolute_image(launch.container, program, cwd or workdir)
+        places = dict.fromkeys((run_dir, workdir, *folders))
+        # Without folders inside another one, and with an explicit target, which pyxis requires.
+        outer = [
+            place
+            for place in places
+            if not any(other != place and Path(place).is_relative_to(other) for other in places)
+        ]
+        mounts = [item if ":" in item else f"{item}:{item}" for item in (*outer, *launch.container_mounts)]
+        if program == "pyxis":
+            # These keep the job's values even if the image sets them, as all do with Apptainer.
+            names = ",".join(dict.fromkeys((*variables, *(["PYTHONPATH"] if python_path else []))))
+            options = (
+                f"--container-image={image}",
+                f"--container-mounts={','.join(mounts)}",
+                f"--container-workdir={workdir}",
+                *((f"--container-env={names}",) if names else ()),
+            )
+        else:
+            binds = [word for mount in mounts for word in ("--bind", mount)]
+            prefix = (program, "exec", *(("--nv",) if gpus else ()), *binds, "--pwd", workdir, image)
+    first, after = SRUN_DROPS_CPUS_PER_TASK
+    return JobEnvironment(
+        workdir=workdir,
+        rank_python=(*prefix, *interpreter.argv, *interpreter.options),
+        host_python=(*interpreter.host_argv, *interpreter.host_options),
+        srun_options=options,
+        modules=launch.modules,
+        venv=interpreter.venv,
+        conda=interpreter.conda,
+        conda_script=interpreter.conda_script,
+        env=tuple(variables.items()),
+        python_path=tuple(python_path),
+        setup=launch.setup,
+        # True for an unknown version too: repeating the job's own value is harmless.
+        sets_cpus_per_task=not slurm_version or first <= slurm_version < after,
+    )

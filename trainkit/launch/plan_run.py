@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -22,27 +20,22 @@ from trainkit.config.running import MAIL_TYPES, WEBHOOK_VARIABLE, LaunchConfig, 
 from trainkit.data.checks import DataFacts, inspect_data
 from trainkit.errors import ConfigError, KeyProblem, TrainkitError, UsageError
 from trainkit.folders import shown_path
-from trainkit.launch.environment import (
-    NoAnswer,
-    Packages,
-    container_problems,
-    container_program,
-    find_interpreter,
-    find_packages,
-    own_packages,
-    package_problem,
-)
+from trainkit.launch.environment import command_python, container_problems, container_program
+from trainkit.launch.packages import find_environment
 from trainkit.launch.secrets import refuse_secrets
 from trainkit.launch.trainer_process import find_code_problems
-from trainkit.plan.facts import Environment, Facts, Interpreter
+from trainkit.plan.facts import Environment, Facts
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.make_plan import problems
 from trainkit.plan.node_range import plan_nodes
-from trainkit.plan.torch_build import release_problem
 from trainkit.plan.workload import SHELLS, TRAINER, Workload
 from trainkit.run.rundir import MANIFEST_NAME, RunDir
-from trainkit.slurm.environment import RANK_VARIABLES, conf_file
 from trainkit.slurm.quoting import quote
+
+_BATCH_ONLY = ("modules", "conda", "container", "setup")
+"""What only a batch script uses."""
+_EXPERIMENTAL = {"conda": "conda", "container": "Apptainer or pyxis"}
+"""Settings that were tested with a stand-in only, and what it stood in for."""
 
 
 class Gatherer:
@@ -217,47 +210,6 @@ def planning_error(invalid: InvalidConfig, workload: Workload, *, target: Target
         return invalid.with_problems_of_rest(error.problems if isinstance(error, ConfigError) else [])
 
 
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_JOB_VARIABLE = re.compile(r"(SLURM|SBATCH|SRUN|TRAINKIT_JOB)_\w+")
-
-
-def launch_problems(launch: LaunchConfig) -> Iterator[KeyProblem]:
-    """(key, message, hint) for values that are invalid on any machine."""
-    for name in launch.modules:
-        if name.startswith("-") or len(name.split()) != 1:
-            hint = "list one name per entry; put other `module` commands in launch.setup"
-            yield "launch.modules", f"has {name!r}, which is not a module name", hint
-    if launch.conda is not None and launch.conda.startswith("-"):
-        yield "launch.conda", f"is {launch.conda!r}, which is an option, not an environment", ""
-    if any("\0" in line for line in launch.setup):
-        yield "launch.setup", "has a NUL character, which a script cannot contain", ""
-    for name, value in launch.env.items():
-        key = f"launch.env.{name}"
-        if not _VARIABLE.fullmatch(name):
-            yield key, "is not a valid environment variable name", "use letters, digits and _"
-        elif name in RANK_VARIABLES or _JOB_VARIABLE.fullmatch(name):
-            yield key, "is set by the job in every process", "remove it"
-        elif "\0" in value:
-            yield key, "has a NUL character, which an environment variable cannot contain", ""
-
-
-def command_python(
-    launch: LaunchConfig, command: Sequence[str], cwd: Path, environ: Mapping[str, str] = os.environ
-) -> tuple[str, ...]:
-    """The interpreter of a launcher such as torchrun: the one that would run the command without it.
-
-    That is the one that the config or the command names, else that of the active environment, else this one.
-    """
-    if any((launch.venv, launch.conda, launch.uv, launch.container, launch.python)):
-        return find_interpreter(launch, cwd, environ)[0].argv
-    if "/" in command[0] and PurePath(command[0]).name.startswith("python"):
-        return (os.path.normpath(cwd / Path(command[0]).expanduser()),)
-    active = environ.get("VIRTUAL_ENV") or environ.get("CONDA_PREFIX")
-    python = None if active is None else shutil.which("python", path=environ.get("PATH", os.defpath))
-    is_active = python is not None and PurePath(python).is_relative_to(str(active))
-    return (str(python) if is_active else sys.executable,)
-
-
 def refuse_missing(command: Sequence[str], launch: LaunchConfig, launcher: str, cwd: Path) -> None:
     """Raise UsageError for a command that cannot start in `cwd`, its working directory."""
     elsewhere = (launch.venv, launch.conda, launch.uv, launch.container, launch.python)
@@ -284,94 +236,3 @@ def _script_of(command: Sequence[str]) -> str | None:
         return None  # the argument is a shell program, which may name any files
     before = takewhile(lambda word: word not in ("-m", "-c"), command)
     return next((word for word in before if word.endswith(".py")), None)
-
-
-SYSTEM_FOLDER = "/usr"
-"""What is installed below it may differ between this host and the nodes of a cluster."""
-_BATCH_ONLY = ("modules", "conda", "container", "setup")
-"""What only a batch script uses."""
-_EXPERIMENTAL = {"conda": "conda", "container": "Apptainer or pyxis"}
-"""Settings that were tested with a stand-in only, and what it stood in for."""
-
-
-LAUNCHER_MODULES = {
-    "torchrun": "torch",
-    "megatron": "torch",
-    "accelerate": "accelerate",
-    "deepspeed": "deepspeed",
-}
-"""Launcher -> the package that has it."""
-
-
-def find_environment(config: RunConfig, on_slurm: bool, workload: Workload, cwd: Path) -> Environment:
-    """The environment of the ranks, and what would fail in it, as far as that is known here.
-
-    Where a package is not known, the ranks check it, or the job warns and trains.
-    """
-    launch, trackers = config.launch, tuple(config.logging.trackers)
-    if config.logging.tensorboard is True and not workload.is_command:
-        trackers = ("tensorboard", *trackers)
-    key = next((name for name in ("python", "venv", "uv", "conda") if getattr(launch, name)), None)
-    if not on_slurm and (launch.container is not None or key in (None, "conda")):
-        key, launch = None, LaunchConfig(env=launch.env)
-    interpreter, found = find_interpreter(launch, cwd)
-    program, named = interpreter.argv[0], "device" if key is None else f"launch.{key}"
-    # On another host, PATH may lead to another program of this name.
-    is_known = not found and "/" in program and launch.container is None
-    is_known = is_known and not (on_slurm and (launch.modules or launch.setup))
-    trains_here = not workload.is_command and (key is None or not on_slurm)
-    may_use_gpus = not workload.is_command and config.device != "cpu"
-    may_use_gpus = may_use_gpus and (not on_slurm or _is_cluster_of_host(launch))
-    module = LAUNCHER_MODULES.get(workload.launcher)
-    is_of_nodes = on_slurm and PurePath(program).is_relative_to(SYSTEM_FOLDER)
-    if module and (is_of_nodes or command_python(config.launch, workload.argv, cwd) != interpreter.argv):
-        module = None  # the command starts with another Python
-    if "PYTHONPATH" in launch.env:
-        trackers, module = (), None
-    packages, torch = None, None
-    if is_known and (trackers or module or trains_here or may_use_gpus):
-        names = ("torch", "trainkit", *trackers, *filter(None, (module,)))
-        try:
-            packages = _packages_of(interpreter, names, launch.env, cwd)
-        except NoAnswer as error:
-            if trains_here and key is not None:
-                reason = str(error).removeprefix(f"{program} does not run: ")
-                message = f"uses {program}, which does not run: {reason}"
-                found.append((named, message, f"`{quote(program)} -V` shows it"))
-    if on_slurm:
-        found = [*launch_problems(launch), *found]
-    if packages is not None:
-        if trains_here and key is None and (problem := release_problem(packages.torch.version)):
-            found.append(("", f"{program} {problem[0]}", problem[1]))
-        elif trains_here and key is not None and (problem := package_problem(packages, program)):
-            found.append((named, f"uses {program}, which {problem[0]}", problem[1]))
-        for name in (name for name in trackers if name not in packages.files):
-            hint = f"`{quote(program)} -m pip install 'trainkit[{name}]'` installs it"
-            found.append((f"logging.{name}", f"is set, but {program} has no {name}", hint))
-        if module is not None and module not in packages.files:
-            hint = f"`{quote(program)} -m pip install {module}` installs it; launch.venv names another Python"
-            found.append(("", f"--launcher {workload.launcher} starts {module}, which {program} lacks", hint))
-        is_of_host = on_slurm and packages.is_below("torch", SYSTEM_FOLDER)
-        torch = packages.torch if may_use_gpus and not is_of_host else None
-    webhook = config.notify.webhook
-    if url := os.environ.get(webhook or ""):
-        from trainkit.job.notifications import url_problem  # slow to import, and seldom needed
-
-    if url and (what := url_problem(url)) is not None:
-        hint = f"export {webhook}=https://…, as the chat program shows it, in the shell that submits"
-        found.append(("notify.webhook", f"is {webhook}, whose value {what}", hint))
-    return Environment(interpreter, tuple(found), torch, named)
-
-
-def _packages_of(
-    interpreter: Interpreter, names: Sequence[str], env: Mapping[str, str], cwd: Path
-) -> Packages:
-    if interpreter.argv[0] == sys.executable and not {"PYTHONPATH", "PYTHONHOME"} & env.keys():
-        return own_packages(*names)
-    return find_packages((*interpreter.argv, *interpreter.options), names, env, cwd)
-
-
-def _is_cluster_of_host(launch: LaunchConfig) -> bool:
-    """Whether a job runs on the cluster of this host, not on one that only a profile describes."""
-    has_sbatch = shutil.which("sbatch", path=os.environ.get("PATH", os.defpath)) is not None
-    return has_sbatch and (launch.cluster is None or conf_file(os.environ) is not None)

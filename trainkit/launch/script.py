@@ -5,27 +5,24 @@ from __future__ import annotations
 import re
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from trainkit import __version__
 from trainkit.backends import JobScript, backend_named
 from trainkit.config import RunConfig
-from trainkit.config.running import LaunchConfig
 from trainkit.config.schema import MULTIMODAL
 from trainkit.errors import UsageError
 from trainkit.folders import shipped_templates
 from trainkit.formats import plural
 from trainkit.job.processes import PYTHON_OPTIONS
-from trainkit.launch.environment import absolute_image, find_interpreter
-from trainkit.plan.facts import Interpreter
+from trainkit.launch.environment import JobEnvironment, find_interpreter, make_job_environment
 from trainkit.plan.launch import LaunchPlan, Options, SlurmRequest, option_argv
 from trainkit.run.group import RunGroup
 from trainkit.run.record import CodeCopy
 from trainkit.run.rundir import STARTS_FOLDER, RunDir, submission_token
-from trainkit.slurm.environment import RANK_VARIABLES
 from trainkit.slurm.quoting import comment, directive, log_path, quote, words
 
 if TYPE_CHECKING:
@@ -253,94 +250,3 @@ def _place(error: BaseException, folders: list[Path]) -> str:
         if any(Path(frame.filename).is_relative_to(folder) for folder in folders):
             return f"{frame.filename}:{frame.lineno}: "
     return ""
-
-
-SRUN_DROPS_CPUS_PER_TASK = ((22, 5), (23, 11))
-"""srun ignores the --cpus-per-task of sbatch from the first version until before the second."""
-
-
-@dataclass(frozen=True)
-class JobEnvironment:
-    """The environment of the ranks; `context` is for templates/partials/environment.sh.j2."""
-
-    workdir: str
-    """The working directory of the job: in the copy of the code, or the folder it was submitted from."""
-    rank_python: tuple[str, ...]
-    """The argv prefix of Python in a task of the step: container, interpreter, options."""
-    host_python: tuple[str, ...]
-    """The argv prefix of Python in the script itself, outside of any container."""
-    srun_options: tuple[str, ...] = ()
-    modules: tuple[str, ...] = ()
-    venv: str | None = None
-    conda: str | None = None
-    conda_script: str | None = None
-    env: tuple[tuple[str, str], ...] = ()
-    python_path: tuple[str, ...] = ()
-    setup: tuple[str, ...] = ()
-    sets_cpus_per_task: bool = True
-    """Whether the script must repeat --cpus-per-task for srun."""
-    rank_names: ClassVar[tuple[str, ...]] = RANK_VARIABLES
-
-
-def make_job_environment(
-    launch: LaunchConfig,
-    interpreter: Interpreter,
-    *,
-    run_dir: str,
-    workdir: str,
-    cwd: str | None = None,
-    slurm_version: tuple[int, ...] = (),
-    python_path: Sequence[str] = (),
-    env: Mapping[str, str] | None = None,
-    folders: Sequence[str] = (),
-    program: str | None = None,
-    gpus: bool = False,
-) -> JobEnvironment:
-    """The environment for a launch section and its interpreter.
-
-    `env` are its variables, by default those of `launch`. A container mounts `folders` in addition to the run
-    folder and `workdir`, all at the same paths; `program` is the result of `container_program`. The path of
-    an image is relative to `cwd`, by default `workdir`.
-    """
-    variables = launch.env if env is None else env
-    options: tuple[str, ...] = ()
-    prefix: tuple[str, ...] = ()
-    if launch.container is not None:
-        program = program or "apptainer"
-        image = absolute_image(launch.container, program, cwd or workdir)
-        places = dict.fromkeys((run_dir, workdir, *folders))
-        # Without folders inside another one, and with an explicit target, which pyxis requires.
-        outer = [
-            place
-            for place in places
-            if not any(other != place and Path(place).is_relative_to(other) for other in places)
-        ]
-        mounts = [item if ":" in item else f"{item}:{item}" for item in (*outer, *launch.container_mounts)]
-        if program == "pyxis":
-            # These keep the job's values even if the image sets them, as all do with Apptainer.
-            names = ",".join(dict.fromkeys((*variables, *(["PYTHONPATH"] if python_path else []))))
-            options = (
-                f"--container-image={image}",
-                f"--container-mounts={','.join(mounts)}",
-                f"--container-workdir={workdir}",
-                *((f"--container-env={names}",) if names else ()),
-            )
-        else:
-            binds = [word for mount in mounts for word in ("--bind", mount)]
-            prefix = (program, "exec", *(("--nv",) if gpus else ()), *binds, "--pwd", workdir, image)
-    first, after = SRUN_DROPS_CPUS_PER_TASK
-    return JobEnvironment(
-        workdir=workdir,
-        rank_python=(*prefix, *interpreter.argv, *interpreter.options),
-        host_python=(*interpreter.host_argv, *interpreter.host_options),
-        srun_options=options,
-        modules=launch.modules,
-        venv=interpreter.venv,
-        conda=interpreter.conda,
-        conda_script=interpreter.conda_script,
-        env=tuple(variables.items()),
-        python_path=tuple(python_path),
-        setup=launch.setup,
-        # True for an unknown version too: repeating the job's own value is harmless.
-        sets_cpus_per_task=not slurm_version or first <= slurm_version < after,
-    )

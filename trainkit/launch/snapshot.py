@@ -1,10 +1,13 @@
-"""Copies the code of a run into its folder, so that edits after submit do not change the run."""
+"""What a run starts from: a copy of the code, which edits after submit do not change, and its provenance."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
+import platform
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,13 +16,18 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from stat import S_IMODE, S_ISLNK
+from typing import Any
 
+from trainkit import __version__
 from trainkit.config import RunConfig
 from trainkit.errors import UsageError
-from trainkit.folders import ensure_folder
+from trainkit.folders import ensure_folder, user_name
+from trainkit.launch.packages import own_packages
+from trainkit.launch.secrets import mask_diff, refuse_leaks, without_secrets
 from trainkit.launch.source_tree import SourceTree, add_links, below, find_tree, parents, printable
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.workload import Workload
+from trainkit.run.files import utc_now, write_json
 from trainkit.run.record import CodeCopy, changed_job, read_job
 from trainkit.run.rundir import RunDir
 
@@ -29,6 +37,10 @@ MAX_LISTED = 100
 """Maximum number of skipped files, and of links, that job.json lists."""
 NUM_THREADS = 8
 """On a shared file system each file takes milliseconds."""
+GIT_TIMEOUT_S = 2.0
+MAX_DIFF_CHARS = 1_000_000
+DIFF_OPTIONS = ("--no-color", "--no-ext-diff", "--no-textconv", "--src-prefix=a/", "--dst-prefix=b/")
+"""What a user's configuration of git may change, and the mask for secrets must know."""
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 WORK_FOLDER_NOTE = (
     "the command runs in work/ of its run folder, a copy of the code: relative outputs go there"
@@ -41,6 +53,37 @@ def wants_copy(config: RunConfig, plan: LaunchPlan) -> bool:
     A command also runs in a copy on this machine, so that what it writes is in the same place everywhere.
     """
     return config.launch.snapshot and (plan.slurm is not None or plan.workload.is_command)
+
+
+def write_origin(
+    run: RunDir, config: RunConfig, plan: LaunchPlan, argv: Sequence[str], code_from: CodeCopy | None = None
+) -> CodeCopy | None:
+    """Copy the code of a run and write provenance.json; returns the description of the copy.
+
+    `code_from` is the copy of another run's code, which it gets instead of the current code. Raises
+    UsageError when the code cannot be copied or a secret would be written.
+    """
+    cwd = Path.cwd()
+    with ThreadPoolExecutor(1) as thread:  # overlaps git with the copy: both take about as long
+        provenance = thread.submit(collect_provenance, cwd)
+        if code_from is not None:
+            code: CodeCopy | None = copy_again(code_from, run)
+        else:
+            code = copy_code(cwd, run, plan.workload) if wants_copy(config, plan) else None
+        value = {**provenance.result(), "argv": without_secrets(argv, config.secrets)}
+        value["code"] = None if code is None else code.to_dict()
+    refuse_leaks(json.dumps(value), str(run.provenance_file), config.secrets, os.environ)
+    write_json(run.provenance_file, value)
+    return code
+
+
+def future_code(
+    run: RunDir, config: RunConfig, plan: LaunchPlan, code_from: CodeCopy | None = None
+) -> CodeCopy | None:
+    """The description that `write_origin` would return now; writes nothing. Raises UsageError likewise."""
+    if code_from is not None:
+        return moved(code_from, run.code_dir)
+    return planned_code(Path.cwd(), run, plan.workload) if wants_copy(config, plan) else None
 
 
 @contextmanager
@@ -285,3 +328,57 @@ def find_import_path(tree: SourceTree, code: str, inherited: str) -> tuple[list[
 
 def _join(folder: str, name: str) -> str:
     return f"{folder}/{name}" if folder else name
+
+
+def collect_provenance(cwd: Path) -> dict[str, Any]:
+    """The versions, host, user and git state that a run starts from; runs git four times."""
+    return {
+        "time": utc_now(),
+        "trainkit": __version__,
+        "python": platform.python_version(),
+        "torch": own_packages("torch").torch.version or None,
+        "platform": platform.platform(),
+        "executable": sys.executable,
+        "cwd": str(cwd),
+        "host": os.uname().nodename,
+        "user": user_name(),
+        "git": git_state(cwd),
+    }
+
+
+def git_state(cwd: Path) -> dict[str, Any] | None:
+    """Commit, branch and uncommitted changes of a folder's repository; None if there is none.
+
+    Values in the diff that look like secrets are masked.
+    """
+    sha = _git(cwd, "rev-parse", "HEAD")
+    if sha is None:
+        return None
+    diff = _git(cwd, "diff", *DIFF_OPTIONS, "HEAD")
+    if diff is not None and diff and not diff.startswith("diff --git "):
+        diff = None  # of a form in which secrets would not be found
+    shown = None if diff is None else mask_diff(diff[:MAX_DIFF_CHARS])
+    status = _git(cwd, "status", "--porcelain")
+    return {
+        "sha": sha.strip(),
+        "branch": (_git(cwd, "rev-parse", "--abbrev-ref", "HEAD") or "").strip() or None,
+        "dirty": None if status is None else bool(status.strip()),
+        "diff": shown,
+        "diff_masked": diff is not None and shown != diff[:MAX_DIFF_CHARS],
+        "diff_cut_off": diff is not None and len(diff) > MAX_DIFF_CHARS,
+    }
+
+
+def _git(cwd: Path, *args: str) -> str | None:
+    """The output of git; None without git or a repository, or when it times out."""
+    try:
+        done = subprocess.run(
+            ["git", "--no-optional-locks", "-C", str(cwd), *args],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=GIT_TIMEOUT_S,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.decode("utf-8", errors="replace")

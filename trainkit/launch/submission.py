@@ -1,6 +1,6 @@
 """What one command submits: a run, or the points of a sweep or array as one group.
 
-A run is a group of one. All points are checked before anything is written, which `start.py` does.
+A run is a group of one. All points are checked before anything is written, which `create.py` does.
 """
 
 from __future__ import annotations
@@ -140,13 +140,9 @@ class Submission:
             files |= {place.path / name: text for name, text in point.plan.launcher_files.items()}
         if plan.slurm is None:
             return Preview(json.dumps(plan.to_dict(), ensure_ascii=False) + "\n", False, files)
-        from trainkit.launch.snapshot import moved, planned_code, wants_copy  # only of what has a script
+        from trainkit.launch.snapshot import future_code  # only of what has a script
 
-        if self.code_from is not None:
-            code: CodeCopy | None = moved(self.code_from, run.code_dir)
-        else:
-            code = planned_code(Path.cwd(), run, plan.workload) if wants_copy(config, plan) else None
-        script = self.script(run, code)
+        script = self.script(run, future_code(run, config, plan, self.code_from))
         if self.array is None:
             for where, text in (("plan.json", plan.to_text()), ("config.yaml", dump_effective(config))):
                 refuse_leaks(text, where, config.secrets, os.environ)

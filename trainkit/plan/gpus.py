@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainkit.errors import UsageError
+from trainkit.errors import KeyProblem, UsageError
 from trainkit.formats import MIB
 
 if TYPE_CHECKING:
     from trainkit.cluster.machine import Machine
-    from trainkit.cluster.model import NodeKind
     from trainkit.cluster.target import Target
     from trainkit.config.running import ResourcesConfig
     from trainkit.config.schema import RunConfig
+    from trainkit.plan.facts import Facts
 
 Version = tuple[int, int]
 USABLE = 0.92
@@ -165,18 +166,17 @@ class Hardware:
 def gpu_names(config: RunConfig, machine: Machine, target: Target) -> list[str]:
     """The names of the GPU types that a job may get; empty if unknown."""
     types = config.resources.gpu_types
-    if len(types) > 1 and target.cluster is not None:
-        from trainkit.cluster.limits import ResourceRequest, partition_refusals  # as in `_nodes`
+    if target.cluster is None or len(types) == 1:
+        return list(types or dict.fromkeys(machine.gpu_names))
+    # Imported only for Slurm: a dry run on this machine needs no model of a cluster.
+    from trainkit.cluster.limits import ResourceRequest, partition_refusals
 
-        request = ResourceRequest.of(config.resources, target.cluster)
-        refused = partition_refusals(request, target.cluster)
-        able = {item.gpu_type(request.constraint) for item in request.partitions if item.name not in refused}
-        return [name for name in types if name in able] or list(types)
-    if types:
-        return list(types)
-    if target.cluster is None:
-        return list(dict.fromkeys(machine.gpu_names))
-    return list(dict.fromkeys(kind for node in _nodes(config, target) for kind in node.gpus))
+    request = ResourceRequest.of(config.resources, target.cluster)
+    if not types:
+        return list(dict.fromkeys(kind for node in request.gpu_nodes for kind in node.gpus))
+    refused = partition_refusals(request, target.cluster)
+    able = {item.gpu_type(request.constraint) for item in request.partitions if item.name not in refused}
+    return [name for name in types if name in able] or list(types)
 
 
 def known_gpu(names: list[str], resources: ResourcesConfig | None = None) -> Gpu | None:
@@ -213,32 +213,16 @@ def find_hardware(
     return Hardware(gpu, num_gpus, size)
 
 
-def _nodes(config: RunConfig, target: Target) -> tuple[NodeKind, ...]:
-    """The kinds of GPU nodes that a job may get."""
-    if target.cluster is None:
-        return ()
-    # Imported only for Slurm: a dry run on this machine needs no model of a cluster.
-    from trainkit.cluster.limits import ResourceRequest
-
-    request = ResourceRequest.of(config.resources, target.cluster)
-    return tuple(
-        node
-        for partition in request.partitions
-        for node in partition.matching(request.constraint, request.gpu_type)
-        if node.num_gpus()
-    )
-
-
 def _node_size(config: RunConfig, machine: Machine, target: Target, gpu: Gpu) -> int:
     requested = config.resources.gpus_per_node
     if requested != "auto":
         return requested
-    on_cluster = [node.num_gpus() for node in _nodes(config, target)]
-    if on_cluster:
-        return max(on_cluster)
-    if target.cluster is None and machine.num_gpus:
-        return max(1, machine.num_gpus // config.resources.most_nodes)
-    return gpu.node_size
+    if target.cluster is not None:
+        from trainkit.cluster.limits import ResourceRequest  # as in `gpu_names`
+
+        request = ResourceRequest.of(config.resources, target.cluster)
+        return max((node.num_gpus() for node in request.gpu_nodes), default=gpu.node_size)
+    return max(1, machine.num_gpus // config.resources.most_nodes) if machine.num_gpus else gpu.node_size
 
 
 def _unknown(gpu_type: str | None, names: list[str], machine: Machine) -> UsageError:
@@ -264,6 +248,31 @@ def unchecked_memory(names: list[str]) -> str:
         f"whether the run fits in the memory of its GPUs was not checked: {reason}; "
         f"`trainkit plan CONFIG --gpu-type {EXAMPLE}` checks it for a type that you name"
     )
+
+
+def gpu_problems(names: list[str], config: RunConfig, facts: Facts, device: str) -> Iterator[KeyProblem]:
+    """Why the trainer cannot use the GPUs that it may get, as far as they and its torch are known.
+
+    `names` are those of `gpu_names`, of which a run on CPUs has none.
+    """
+    environment, machine = facts.environment, facts.machine
+    torch = None if environment is None else environment.torch
+    gpus = list(map(find_gpu, names))
+    old = [(gpu.capability, gpu.name) for gpu in gpus if gpu is not None and gpu.capability is not None]
+    # Where the job may also get others, its ranks decide.
+    capability, name = max(old) if old and len(old) == len(gpus) else (None, "")
+    if environment is not None and torch is not None:
+        # Libraries of the job's own may bring a newer CUDA than the driver's.
+        is_known = facts.target.cluster is None and "LD_LIBRARY_PATH" not in config.launch.env
+        driver = machine.driver_cuda if is_known else None
+        found = torch.problem(name, capability, driver) if device == "cuda" else None
+        if device == "cpu" and config.device == "auto" and torch.hip is not None:
+            message = f"torch {torch.version} of {torch.python} is for AMD GPUs, and the run would use CPUs"
+            found = message, "AMD GPUs are not supported; `device: cpu` trains without GPUs"
+        if found is not None:
+            yield environment.torch_key, *found
+    if capability is not None and config.precision.dtype == "bf16":
+        yield "precision.dtype", *bf16_problem(name)
 
 
 def bf16_problem(gpu: str) -> tuple[str, str]:

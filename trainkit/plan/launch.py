@@ -392,17 +392,5 @@ def option_argv(options: Options) -> list[str]:
     ]
 
 
-def describe_plan(plan: LaunchPlan, name: str) -> str:
-    """Describe a plan: one line with its size, one with the reason for each derived value, its warnings."""
-    nodes = plan.shown_nodes
-    workers = f"{plan.workers_per_node} worker{'s' if plan.workers_per_node > 1 else ''}"
-    spare = f", {plan.spare_nodes} spare" if plan.spare_nodes else ""
-    lines = [f"{name}: {nodes} x {workers} on {plan.device}{spare}, {plan.backend} backend"]
-    width = max((len(key) for key in plan.reasons), default=0)
-    lines += [f"  {key:<{width}}  {reason}" for key, reason in plan.reasons.items()]
-    lines += [f"warning: {text}" for text in plan.warnings]
-    return "\n".join(lines)
-
-
 UNFINISHED_STATES = ("pending", "starting", "running", "paused", "restarting", "stopping", "requeueing")
 """States of a run that may still finish."""

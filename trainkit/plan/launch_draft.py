@@ -1,20 +1,26 @@
-"""Launch drafts: derive the values of a plan for this machine or a running step, and its GPU binding."""
+"""Launch drafts: derive a plan, for this machine or a running step, without its model and data."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, fields, replace
+from typing import Literal, TypeVar
 
 from trainkit.cluster.machine import Machine
+from trainkit.cluster.target import LOCAL, Target
 from trainkit.config.loaded import LoadedConfig
+from trainkit.config.running import NotifyConfig, RequeueConfig
+from trainkit.config.validation import doubts
 from trainkit.errors import ConfigError, Problem
-from trainkit.formats import plural
+from trainkit.formats import plural, time_limit_s
 from trainkit.plan.batch import BatchRequest, batch_reason, make_batch, scaled_lr
-from trainkit.plan.launch import Batch, Layout, SlurmRequest
+from trainkit.plan.launch import Batch, LaunchPlan, Layout, NotifyPolicy, RequeuePolicy, SlurmRequest
+from trainkit.plan.launcher_files import Job, LauncherInput, describe_input, launcher_input
 from trainkit.plan.layout_rules import make_layout
+from trainkit.plan.workload import Workload
 
 WORKERS_PER_CPU = 16
+Policy = TypeVar("Policy", RequeuePolicy, NotifyPolicy)
 
 
 @dataclass
@@ -23,19 +29,109 @@ class LaunchDraft:
 
     loaded: LoadedConfig
     machine: Machine
+    target: Target
     problems: list[Problem] = field(default_factory=list)
     """Without the origins of their keys."""
     reasons: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     gpu_types: dict[str, str] = field(default_factory=dict)
     """The GPU type of each partition, of which Slurm chooses one."""
-    is_one_node: bool = False
-    """Whether this machine is one of several hosts that are started by hand, not all nodes."""
+
+    def plan(self, workload: Workload) -> LaunchPlan:
+        """The plan without its model and data; raises ConfigError with every problem."""
+        config, target = self.loaded.config, self.target
+        if target is not LOCAL:
+            self.reasons["backend"] = target.reason
+        if target.cluster is not None:
+            self.reasons["cluster"] = target.cluster.reason
+        device = self.device()
+        workers_per_node = self.workers_per_node(device)
+        sizes = target.node_sizes
+        num_nodes = config.resources.most_nodes if sizes is None else len(sizes)
+        world_size = num_nodes * workers_per_node if sizes is None else sum(sizes)
+        given, typed = LauncherInput(), tuple[str, ...]()
+        if not workload.is_command:
+            layout = self.layout(world_size)
+            batch = self.batch(layout)
+            lr = self.lr(layout)
+            if self.loaded.length_note:
+                self.reasons["length"] = self.loaded.length_note
+        else:
+            layout, batch, lr = Layout(dp_shard=world_size), Batch(0, 0, 0, 0), 0.0
+            job = Job(self.loaded, world_size, num_nodes, workers_per_node, device)
+            given, typed = self._launcher_input(job, workload), job.typed
+            self.reasons["end"] = (
+                "exit code 0 is the end; after a notice only if the command has created "
+                "$TRAINKIT_JOB_DONE_FILE"
+            )
+            if target.node_sizes is None:  # a step has no supervisor that could look at it
+                self.reasons["silence"] = _silence_reason(_policy(RequeuePolicy, config.requeue))
+        self.check_oversubscription(device, world_size)
+        threads = self.threads_per_worker(world_size)
+        lead_s = self.lead_s()
+        per = target.per or self.per(workload.launcher)
+        notice = workload.notice if config.requeue.signal == "auto" else config.requeue.signal
+        slurm = self.request(device, workers_per_node, threads, f"{notice}@{lead_s}", per)
+        self.warnings += doubts(self.loaded, trains=not workload.is_command)
+        if slurm is None and config.requeue.slow_hosts != "ignore":
+            self.warnings.append("requeue.slow_hosts has no effect: only a job on Slurm can leave out a host")
+        if batch is None or self.problems:
+            raise ConfigError(self.problems)
+        has_slices = slurm is not None and config.resources.slice is not None
+        total_s = time_limit_s(str(config.resources.time)) if has_slices else None
+        return LaunchPlan(
+            backend=target.backend,
+            num_nodes=num_nodes,
+            workers_per_node=workers_per_node,
+            env={**given.env, **config.launch.env},
+            network=config.launch.network,
+            requeue=replace(_policy(RequeuePolicy, config.requeue), total_s=total_s),
+            notify=_policy(NotifyPolicy, config.notify),
+            spare_nodes=0 if slurm is None else config.resources.spare_nodes,
+            per=per,
+            device=device,
+            layout=layout,
+            batch=batch,
+            lr=lr,
+            threads_per_worker=threads,
+            grace_s=min(config.requeue.grace_s, lead_s),
+            reasons=self.reasons,
+            command=workload.argv or None,
+            command_signal=config.requeue.signal,
+            launcher=workload.launcher,
+            trackers=tuple(config.logging.trackers),
+            log_pattern=config.logging.pattern if workload.is_command else None,
+            health_every_s=config.logging.health_every_s,
+            launcher_files=given.files,
+            launcher_values=given.values,
+            launcher_keys=typed,
+            slurm=slurm,
+            grow=slurm is not None and config.resources.grow,
+            gpu_types=self.gpu_types,
+            node_sizes=None if sizes is None or len(set(sizes)) == 1 else sizes,
+            warnings=tuple(self.warnings),
+        )
+
+    def _launcher_input(self, job: Job, workload: Workload) -> LauncherInput:
+        try:
+            given = launcher_input(job, workload.argv, workload.launcher)
+        except ConfigError as error:
+            self.problems += error.problems
+            return LauncherInput()
+        description = describe_input(given, workload.launcher)
+        if description is not None:
+            self.reasons["launcher"] = description
+            kept = [key for key in sorted(job.loaded.origins) if key.startswith(("model.", "schedule."))]
+            if own := [key for key in kept if job.loaded.set_by_user(key)]:
+                self.warnings.append(
+                    f"{workload.launcher} does not get {', '.join(own)}: the script has its own"
+                )
+        return given
 
     @property
     def nodes_here(self) -> int:
-        """The number of nodes that share this machine."""
-        return 1 if self.is_one_node else self.loaded.config.resources.most_nodes
+        """The number of nodes that share this machine: one if it is one of several hosts started by hand."""
+        return 1 if self.target.per == "node" else self.loaded.config.resources.most_nodes
 
     def _workers_here(self, world_size: int) -> int:
         return world_size * self.nodes_here // self.loaded.config.resources.most_nodes
@@ -154,15 +250,11 @@ class LaunchDraft:
 class StepDraft(LaunchDraft):
     """Derives a plan for a running step, whose first node is this machine."""
 
-    node_sizes: tuple[int, ...] = ()
-    is_task_per_rank: bool = False
-
     def workers_per_node(self, device: str) -> int:
-        count, num_gpus = max(self.node_sizes), self.machine.num_gpus
-        self.reasons["workers_per_node"] = (
-            f"{','.join(map(str, self.node_sizes))}: workers of each node of the step"
-        )
-        if device == "cuda" and count > num_gpus == 1 and self.is_task_per_rank:
+        sizes, num_gpus = self.target.node_sizes or (), self.machine.num_gpus
+        count = max(sizes)
+        self.reasons["workers_per_node"] = f"{','.join(map(str, sizes))}: workers of each node of the step"
+        if device == "cuda" and count > num_gpus == 1 and self.target.per == "gpu":
             # The ranks find out whether it is the same GPU in all tasks.
             self.warnings.append(f"task 0 sees one GPU of its node: {BOUND_GPU_WARNING}")
         elif device == "cuda" and count > num_gpus:
@@ -176,6 +268,22 @@ class StepDraft(LaunchDraft):
 
     def derived_threads(self, world_size: int) -> tuple[int | None, str]:
         return None, "the cores that Slurm allocated to each task"
+
+
+def _policy(policy: type[Policy], section: RequeueConfig | NotifyConfig) -> Policy:
+    """The values of a section that the job needs."""
+    known = (field.name for field in fields(policy) if field.name in type(section).model_fields)
+    return policy(**{name: getattr(section, name) for name in known})
+
+
+def _silence_reason(policy: RequeuePolicy) -> str:
+    """What happens to a command that prints nothing."""
+    if policy.look_s is None:
+        return "not watched: requeue.inspect_s and requeue.silence_s are null"
+    reported = f"before the first line, or at a lock file, reported after {policy.look_s:g} s"
+    if policy.silence_s is None:
+        return f"{reported}; never ended, as requeue.silence_s is null"
+    return f"{reported}; ended as a hang after {policy.silence_s:g} s"
 
 
 BOUND_GPU_WARNING = (

@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields, replace
-from typing import TypeVar
+from dataclasses import replace
 
 from trainkit.cluster.machine import Machine
-from trainkit.cluster.target import LOCAL
 from trainkit.config.loaded import LoadedConfig
-from trainkit.config.running import NotifyConfig, RequeueConfig
 from trainkit.config.schema import RunConfig
 from trainkit.config.training import DECODER
-from trainkit.config.validation import doubts
 from trainkit.data.checks import DataFacts
 from trainkit.errors import ConfigError, KeyProblem, Problem
-from trainkit.formats import gib, memory_mib, time_limit_s
+from trainkit.formats import gib, memory_mib
 from trainkit.plan.facts import Facts
-from trainkit.plan.gpus import Gpu, bf16_problem, find_gpu, gpu_names, known_gpu, unchecked_memory
-from trainkit.plan.launch import Batch, LaunchPlan, Layout, NotifyPolicy, RequeuePolicy
+from trainkit.plan.gpus import gpu_names, gpu_problems, known_gpu, unchecked_memory
+from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.launch_draft import LaunchDraft, StepDraft
-from trainkit.plan.launcher_files import Job, LauncherInput, describe_input, launcher_input
 from trainkit.plan.layout_rules import batch_problems, compiles, layout_problems
-from trainkit.plan.memory import checkpoint_bytes, memory_of, state_bytes
+from trainkit.plan.memory import check_gpu_memory, checkpoint_bytes, state_bytes
 from trainkit.plan.model_shape import resolve_model_shape, vocabulary_note
 from trainkit.plan.step_work import StepWork, work_of
 from trainkit.plan.workload import TRAINER, Workload
-
-Policy = TypeVar("Policy", RequeuePolicy, NotifyPolicy)
 
 
 def make_plan(loaded: LoadedConfig, facts: Facts, workload: Workload = TRAINER) -> LaunchPlan:
@@ -38,43 +31,23 @@ def make_plan(loaded: LoadedConfig, facts: Facts, workload: Workload = TRAINER) 
     """
     plan, problems = None, []
     try:
-        plan = _launch_plan(loaded, facts, workload)
+        plan = _draft(loaded, facts).plan(workload)
     except ConfigError as error:
         problems += error.problems
+    found_there = [] if facts.environment is None else [*facts.environment.problems]
     if not workload.is_command:
+        config, uses_gpus = loaded.config, plan is not None and plan.device == "cuda"
+        gpus = gpu_names(config, facts.machine, facts.target) if uses_gpus else []
         problems += map(_problem, facts.missing)
         if facts.data is not None:
-            plan, found = _with_model(loaded.config, facts, facts.data, plan)
+            plan, found = _with_model(config, facts.data, facts.machine, gpus, plan)
             problems += found
-    found_there = [] if facts.environment is None else [*facts.environment.problems]
-    if plan is not None and not problems and not workload.is_command:
-        found_there += _gpu_problems(loaded.config, facts, plan.device)
+        if plan is not None and not problems:
+            found_there += gpu_problems(gpus, config, facts, plan.device)
     problems += map(_problem, found_there)
     if plan is None or problems:
         raise ConfigError(loaded.located(problems))
     return plan
-
-
-def _gpu_problems(config: RunConfig, facts: Facts, device: str) -> Iterator[KeyProblem]:
-    """Why the trainer cannot use the GPUs that it may get, as far as they and its torch are known."""
-    environment, machine = facts.environment, facts.machine
-    torch = None if environment is None else environment.torch
-    gpus = list(map(find_gpu, gpu_names(config, machine, facts.target))) if device == "cuda" else []
-    old = [(gpu.capability, gpu.name) for gpu in gpus if gpu is not None and gpu.capability is not None]
-    # Where the job may also get others, its ranks decide.
-    capability, name = max(old) if old and len(old) == len(gpus) else (None, "")
-    if environment is not None and torch is not None:
-        # Libraries of the job's own may bring a newer CUDA than the driver's.
-        is_known = facts.target.cluster is None and "LD_LIBRARY_PATH" not in config.launch.env
-        driver = machine.driver_cuda if is_known else None
-        found = torch.problem(name, capability, driver) if device == "cuda" else None
-        if device == "cpu" and config.device == "auto" and torch.hip is not None:
-            message = f"torch {torch.version} of {torch.python} is for AMD GPUs, and the run would use CPUs"
-            found = message, "AMD GPUs are not supported; `device: cpu` trains without GPUs"
-        if found is not None:
-            yield environment.torch_key, *found
-    if capability is not None and config.precision.dtype == "bf16":
-        yield "precision.dtype", *bf16_problem(name)
 
 
 def _problem(found: KeyProblem) -> Problem:
@@ -92,9 +65,9 @@ def problems(loaded: LoadedConfig, facts: Facts, workload: Workload = TRAINER) -
 
 
 def _with_model(
-    config: RunConfig, facts: Facts, data: DataFacts, plan: LaunchPlan | None
+    config: RunConfig, data: DataFacts, machine: Machine, gpus: list[str], plan: LaunchPlan | None
 ) -> tuple[LaunchPlan | None, list[Problem]]:
-    """The plan with what its model and data add, and every problem of these."""
+    """The plan with what its model and data add, and every problem of these; `gpus` are of `gpu_names`."""
     model = config.model
     problems = [*map(_problem, data.problems)]
     if config.uses_transformers:
@@ -116,130 +89,21 @@ def _with_model(
         problems += _float8_problems(config, plan)
     if shape is not None:
         work = work_of(config, shape, plan.layout, plan.batch, plan.device)
-        plan, found = _check_model(config, facts, plan, work)
+        plan, found = _check_model(config, machine, gpus, plan, work)
         problems += found
     return plan, problems
-
-
-def _launch_plan(loaded: LoadedConfig, facts: Facts, workload: Workload) -> LaunchPlan:
-    """The plan without its model and data; raises ConfigError with every problem."""
-    config, target = loaded.config, facts.target
-    draft = _draft(loaded, facts)
-    if target is not LOCAL:
-        draft.reasons["backend"] = target.reason
-    if target.cluster is not None:
-        draft.reasons["cluster"] = target.cluster.reason
-    device = draft.device()
-    workers_per_node = draft.workers_per_node(device)
-    sizes = target.node_sizes
-    num_nodes = config.resources.most_nodes if sizes is None else len(sizes)
-    world_size = num_nodes * workers_per_node if sizes is None else sum(sizes)
-    given, typed = LauncherInput(), tuple[str, ...]()
-    if not workload.is_command:
-        layout = draft.layout(world_size)
-        batch = draft.batch(layout)
-        lr = draft.lr(layout)
-        if loaded.length_note:
-            draft.reasons["length"] = loaded.length_note
-    else:
-        layout, batch, lr = Layout(dp_shard=world_size), Batch(0, 0, 0, 0), 0.0
-        job = Job(loaded, world_size, num_nodes, workers_per_node, device)
-        given, typed = _launcher_input(draft, job, workload), job.typed
-        draft.reasons["end"] = (
-            "exit code 0 is the end; after a notice only if the command has created $TRAINKIT_JOB_DONE_FILE"
-        )
-        if target.node_sizes is None:  # a step has no supervisor that could look at it
-            draft.reasons["silence"] = _silence_reason(_policy(RequeuePolicy, config.requeue))
-    draft.check_oversubscription(device, world_size)
-    threads = draft.threads_per_worker(world_size)
-    lead_s = draft.lead_s()
-    per = target.per or draft.per(workload.launcher)
-    notice = workload.notice if config.requeue.signal == "auto" else config.requeue.signal
-    slurm = draft.request(device, workers_per_node, threads, f"{notice}@{lead_s}", per)
-    draft.warnings += doubts(loaded, trains=not workload.is_command)
-    if slurm is None and config.requeue.slow_hosts != "ignore":
-        draft.warnings.append("requeue.slow_hosts has no effect: only a job on Slurm can leave out a host")
-    if batch is None or draft.problems:
-        raise ConfigError(draft.problems)
-    has_slices = slurm is not None and config.resources.slice is not None
-    total_s = time_limit_s(str(config.resources.time)) if has_slices else None
-    return LaunchPlan(
-        backend=target.backend,
-        num_nodes=num_nodes,
-        workers_per_node=workers_per_node,
-        env={**given.env, **config.launch.env},
-        network=config.launch.network,
-        requeue=replace(_policy(RequeuePolicy, config.requeue), total_s=total_s),
-        notify=_policy(NotifyPolicy, config.notify),
-        spare_nodes=0 if slurm is None else config.resources.spare_nodes,
-        per=per,
-        device=device,
-        layout=layout,
-        batch=batch,
-        lr=lr,
-        threads_per_worker=threads,
-        grace_s=min(config.requeue.grace_s, lead_s),
-        reasons=draft.reasons,
-        command=workload.argv or None,
-        command_signal=config.requeue.signal,
-        launcher=workload.launcher,
-        trackers=tuple(config.logging.trackers),
-        log_pattern=config.logging.pattern if workload.is_command else None,
-        health_every_s=config.logging.health_every_s,
-        launcher_files=given.files,
-        launcher_values=given.values,
-        launcher_keys=typed,
-        slurm=slurm,
-        grow=slurm is not None and config.resources.grow,
-        gpu_types=draft.gpu_types,
-        node_sizes=None if sizes is None or len(set(sizes)) == 1 else sizes,
-        warnings=tuple(draft.warnings),
-    )
-
-
-def _launcher_input(draft: LaunchDraft, job: Job, workload: Workload) -> LauncherInput:
-    try:
-        given = launcher_input(job, workload.argv, workload.launcher)
-    except ConfigError as error:
-        draft.problems += error.problems
-        return LauncherInput()
-    description = describe_input(given, workload.launcher)
-    if description is not None:
-        draft.reasons["launcher"] = description
-        kept = [key for key in sorted(job.loaded.origins) if key.startswith(("model.", "schedule."))]
-        if own := [key for key in kept if job.loaded.set_by_user(key)]:
-            draft.warnings.append(
-                f"{workload.launcher} does not get {', '.join(own)}: the script has its own"
-            )
-    return given
 
 
 def _draft(loaded: LoadedConfig, facts: Facts) -> LaunchDraft:
     machine, target = facts.machine, facts.target
     if target.node_sizes is not None:
-        return StepDraft(loaded, machine, node_sizes=target.node_sizes, is_task_per_rank=target.per == "gpu")
+        return StepDraft(loaded, machine, target)
     if target.cluster is None:
-        return LaunchDraft(loaded, machine, is_one_node=target.per == "node")
+        return LaunchDraft(loaded, machine, target)
     # Imported only for Slurm: a run on this machine needs none of it.
     from trainkit.plan.slurm_draft import SlurmDraft
 
-    return SlurmDraft(loaded, machine, cluster=target.cluster)
-
-
-def _policy(policy: type[Policy], section: RequeueConfig | NotifyConfig) -> Policy:
-    """The values of a section that the job needs."""
-    known = (field.name for field in fields(policy) if field.name in type(section).model_fields)
-    return policy(**{name: getattr(section, name) for name in known})
-
-
-def _silence_reason(policy: RequeuePolicy) -> str:
-    """What happens to a command that prints nothing."""
-    if policy.look_s is None:
-        return "not watched: requeue.inspect_s and requeue.silence_s are null"
-    reported = f"before the first line, or at a lock file, reported after {policy.look_s:g} s"
-    if policy.silence_s is None:
-        return f"{reported}; never ended, as requeue.silence_s is null"
-    return f"{reported}; ended as a hang after {policy.silence_s:g} s"
+    return SlurmDraft(loaded, machine, target)
 
 
 def _float8_problems(config: RunConfig, plan: LaunchPlan) -> Iterator[Problem]:
@@ -257,10 +121,9 @@ def _float8_problems(config: RunConfig, plan: LaunchPlan) -> Iterator[Problem]:
 
 
 def _check_model(
-    config: RunConfig, facts: Facts, plan: LaunchPlan, work: StepWork
+    config: RunConfig, machine: Machine, gpus: list[str], plan: LaunchPlan, work: StepWork
 ) -> tuple[LaunchPlan, list[Problem]]:
     """The plan with its memory estimate, and all problems that prevent training the model with it."""
-    machine = facts.machine
     if config.model.architecture != DECODER:
         # The other rules and the memory of a custom architecture are unknown.
         return plan, [*batch_problems(work)]
@@ -271,41 +134,14 @@ def _check_model(
     if plan.device != "cuda":
         problem = _host_problem(config, plan, work, machine)
         return plan, [] if problem is None else [problem]
-    names = gpu_names(config, machine, facts.target)
-    gpu, problem = known_gpu(names, config.resources), None
+    gpu, problem = known_gpu(gpus, config.resources), None
     if gpu is None:
-        plan = replace(plan, warnings=(*plan.warnings, unchecked_memory(names)))
+        plan = replace(plan, warnings=(*plan.warnings, unchecked_memory(gpus)))
     else:
-        reason, problem = _check_gpu_memory(work, gpu)
+        reason, problem = check_gpu_memory(work, gpu)
         plan = replace(plan, reasons={**plan.reasons, "memory": reason})
     problem = problem or _staging_problem(config, plan, size, machine)
     return plan, [] if problem is None else [problem]
-
-
-def _check_gpu_memory(work: StepWork, gpu: Gpu) -> tuple[str, Problem | None]:
-    """A sentence about the memory of a run, and the problem if it certainly does not fit.
-
-    If a name has variants, the one with the most memory counts.
-    """
-    memory = memory_of(work.on(gpu))
-    peak, worst = memory.peak, memory.at_peak
-    text = f"about {gib(peak)} of the {gib(gpu.memory)} of each {gpu.name} ({peak / gpu.memory:.0%})"
-    if peak <= gpu.most_memory:
-        return text if peak <= gpu.usable else f"{text}: little headroom is left", None
-    # The key that affects the largest part.
-    state = worst.params + worst.gradients + worst.optimizer
-    if state > gpu.most_memory or state > worst.total / 2:
-        key, value = "parallel.dp_shard", work.layout.dp_shard
-        most = f"{gib(state)} for weights, gradients and optimizer state"
-    else:
-        key, value = "train.device_batch_size", work.device_batch_size
-        most = f"{gib(worst.activations + worst.loss)} for activations and loss"
-    limit = f"{gpu.name} has {gib(gpu.memory)}"
-    if gpu.most_memory > gpu.memory:
-        limit = f"even the largest GPU with that name has {gib(gpu.most_memory)}"
-    message = f"is {value}: each GPU needs about {gib(peak)} ({most}), but {limit}"
-    hint = "`trainkit plan` lists the settings that fit, and with --gpus N those on more GPUs"
-    return text, Problem(key, message, hint=hint)
 
 
 def _staging_problem(config: RunConfig, plan: LaunchPlan, size: int, machine: Machine) -> Problem | None:

@@ -15,6 +15,9 @@ from dataclasses import astuple, dataclass
 from functools import cached_property, lru_cache
 
 from trainkit.config.running import PipelineSchedule
+from trainkit.errors import Problem
+from trainkit.formats import gib
+from trainkit.plan.gpus import Gpu
 from trainkit.plan.launch import Layout
 from trainkit.plan.model_shape import ModelShape, num_params, num_params_between_embeddings
 from trainkit.plan.step_work import (
@@ -224,6 +227,32 @@ class Memory:
 def memory_of(work: StepWork) -> Memory:
     """The memory of the rank that needs the most."""
     return max((rank_memory(work, rank) for rank in extreme_ranks(work)), key=lambda found: found.peak)
+
+
+def check_gpu_memory(work: StepWork, gpu: Gpu) -> tuple[str, Problem | None]:
+    """A sentence about the memory of a run, and the problem if it certainly does not fit.
+
+    If a name has variants, the one with the most memory counts.
+    """
+    memory = memory_of(work.on(gpu))
+    peak, worst = memory.peak, memory.at_peak
+    text = f"about {gib(peak)} of the {gib(gpu.memory)} of each {gpu.name} ({peak / gpu.memory:.0%})"
+    if peak <= gpu.most_memory:
+        return text if peak <= gpu.usable else f"{text}: little headroom is left", None
+    # The key that affects the largest part.
+    state = worst.params + worst.gradients + worst.optimizer
+    if state > gpu.most_memory or state > worst.total / 2:
+        key, value = "parallel.dp_shard", work.layout.dp_shard
+        most = f"{gib(state)} for weights, gradients and optimizer state"
+    else:
+        key, value = "train.device_batch_size", work.device_batch_size
+        most = f"{gib(worst.activations + worst.loss)} for activations and loss"
+    limit = f"{gpu.name} has {gib(gpu.memory)}"
+    if gpu.most_memory > gpu.memory:
+        limit = f"even the largest GPU with that name has {gib(gpu.most_memory)}"
+    message = f"is {value}: each GPU needs about {gib(peak)} ({most}), but {limit}"
+    hint = "`trainkit plan` lists the settings that fit, and with --gpus N those on more GPUs"
+    return text, Problem(key, message, hint=hint)
 
 
 def extreme_ranks(work: StepWork) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from trainkit.cluster.limits import (
@@ -14,7 +14,7 @@ from trainkit.cluster.limits import (
     partition_refusals,
     spare_capacity,
 )
-from trainkit.cluster.model import Cluster, NodeKind
+from trainkit.cluster.model import NodeKind
 from trainkit.config.running import MAIL_TYPES
 from trainkit.config.schema import RunConfig
 from trainkit.errors import KeyProblem, SlurmError
@@ -92,9 +92,9 @@ _REQUEUED_BY_SLURM = ("preempted", "node_fail")
 class SlurmDraft(LaunchDraft):
     """Derives a plan for a Slurm job."""
 
-    cluster: Cluster = field(default_factory=lambda: Cluster("unknown"))
-
     def __post_init__(self) -> None:
+        assert self.target.cluster is not None
+        self.cluster = self.target.cluster
         self.asked = ResourceRequest.of(self.loaded.config.resources, self.cluster)
         """What the config requests; `request` adds the workers of a node."""
         refused = partition_refusals(self.asked, self.cluster)

@@ -345,17 +345,12 @@ def mark_cancelled(run: RunDir, *, now: bool = False) -> None:
     change_newest(run, cancelled_at=utc_now(), **({"cancelled_now": True} if now else {}))
 
 
-def next_attempt_number(run: RunDir) -> int:
-    """The number of the attempt that `open_attempt` would create."""
-    return max(run.attempt_numbers(), default=0) + 1
-
-
 def open_attempt(run: RunDir, config_text: str, plan_text: str) -> AttemptDir:
     """Create the run's next attempt; its config, plan and launcher files also become those of the run.
 
     Raises FileExistsError when another command has already created it, OSError when it cannot be written.
     """
-    attempt = run.attempt(next_attempt_number(run))
+    attempt = run.next_attempt()
     attempt.create()
     try:
         for file in (attempt.config_file, run.config_file):

@@ -173,6 +173,10 @@ class RunDir(RunFolder):
             return []
         return sorted(int(p.name) for p in self.attempts_dir.iterdir() if p.name.isdigit())
 
+    def next_attempt(self) -> AttemptDir:
+        """The attempt that would be created now."""
+        return self.attempt(max(self.attempt_numbers(), default=0) + 1)
+
     def exists(self) -> bool:
         """Whether this folder exists and contains a run."""
         is_run = self.config_file.is_file() or self.job_file.is_file()  # a loop by hand has no config

@@ -14,7 +14,8 @@ from trainkit.cluster.machine import NVIDIA_DRIVER, detect_machine
 from trainkit.config import LoadedConfig
 from trainkit.contrib.doctor import Request
 from trainkit.job.preflight import Finding, warn_if
-from trainkit.launch.environment import NoAnswer, Packages, ask, find_interpreter, find_packages
+from trainkit.launch.environment import find_interpreter
+from trainkit.launch.packages import NoAnswer, Packages, ask, find_packages
 from trainkit.plan.torch_build import TorchBuild, release_problem
 
 PYTHONS = ((3, 10), (3, 13))

@@ -21,7 +21,7 @@ from trainkit.cli.options import (
     trailing_workload,
 )
 from trainkit.cli.output import echo_json
-from trainkit.cli.started import print_created
+from trainkit.cli.started import describe_plan, print_created
 from trainkit.config import LoadedConfig, RunConfig
 from trainkit.config.load import Change, Values, short_training, with_changes, with_values
 from trainkit.contrib.drill.inject import injector_for, kill_job
@@ -49,7 +49,7 @@ from trainkit.errors import EXIT_FAILED, EXIT_OK, TrainkitError, UsageError
 from trainkit.formats import plural, table
 from trainkit.launch.create import create_run, defer_sigint, new_folder, start_run
 from trainkit.launch.plan_run import gather, plan_run
-from trainkit.plan.launch import LaunchPlan, describe_plan
+from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import AttemptEnd, read_end
 from trainkit.run.events import StepRecord, read_events, read_steps
 from trainkit.run.files import parse_time, seconds_between, write_json

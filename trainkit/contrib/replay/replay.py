@@ -27,9 +27,10 @@ from trainkit.job.node.worker_env import worker_argv, worker_environ
 from trainkit.job.processes import first_failed, kill_group, start_child
 from trainkit.job.rank_env import RankEnv
 from trainkit.job.signals import NOTICE_SIGNALS, describe_exit
-from trainkit.launch.create import collect_provenance, new_folder, start_run
+from trainkit.launch.create import new_folder, start_run
 from trainkit.launch.plan_run import gather, plan_run
 from trainkit.launch.secrets import without_secrets
+from trainkit.launch.snapshot import collect_provenance
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.layout_rules import DEGREES, parse_layout
 from trainkit.run.events import training_curve

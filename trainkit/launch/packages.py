@@ -1,0 +1,231 @@
+"""The packages of an interpreter, and what of them and of its environment a run lacks."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path, PurePath
+from typing import Any
+
+from trainkit import __version__
+from trainkit.config import RunConfig
+from trainkit.config.running import LaunchConfig
+from trainkit.launch.environment import command_python, find_interpreter, launch_problems
+from trainkit.plan.facts import Environment, Interpreter
+from trainkit.plan.torch_build import TorchBuild, release_problem
+from trainkit.plan.workload import Workload
+from trainkit.slurm.environment import conf_file
+from trainkit.slurm.quoting import quote
+
+
+class NoAnswer(Exception):
+    """Why an interpreter does not run, or cannot import what it is asked for."""
+
+    def __init__(self, reason: str, *, is_slow: bool = False) -> None:
+        super().__init__(reason)
+        self.is_slow = is_slow
+
+
+_MARK = "trainkit-answer:"
+"""Before the answer: what is imported may print, too."""
+_PACKAGES = """
+import importlib.util, json, platform, sys
+from importlib import metadata
+files, versions = {}, {}
+for name in sys.argv[2:]:
+    spec = importlib.util.find_spec(name)
+    if spec is not None and spec.origin is not None:
+        files[name] = spec.origin
+    try:
+        versions[name] = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        pass
+if "trainkit" in files:
+    versions["trainkit"] = __import__("trainkit").__version__
+print(sys.argv[1], json.dumps({
+    "python": platform.python_version(), "program": sys.executable, "files": files, "versions": versions,
+}))
+"""
+TIMEOUT_S = 60.0
+
+
+def ask(
+    argv: Sequence[str],
+    script: str,
+    args: Sequence[str],
+    env: Mapping[str, str],
+    cwd: Path | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> dict[str, Any]:
+    """The object that a script prints as JSON after its first argument, with an interpreter and its options.
+
+    `env` is added to the variables of this process. Raises NoAnswer.
+    """
+    try:
+        done = subprocess.run(
+            [*argv, "-c", script, _MARK, *args],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            env={**os.environ, **env},
+            cwd=cwd,
+        )
+    except subprocess.TimeoutExpired:
+        raise NoAnswer(f"{argv[0]} took longer than {timeout_s:.0f} s", is_slow=True) from None
+    except OSError as error:
+        raise NoAnswer(f"{argv[0]} does not run: {error.strerror or error}") from None
+    line = next((line for line in done.stdout.splitlines() if line.startswith(_MARK)), None)
+    if done.returncode or line is None:
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        raise NoAnswer((lines or [f"{argv[0]} ended with exit code {done.returncode}"])[-1])
+    found: dict[str, Any] = json.loads(line.removeprefix(_MARK))
+    return found
+
+
+@dataclass(frozen=True)
+class Packages:
+    """What an interpreter would import. A folder of a package's name, such as W&B's ``wandb/``, is none."""
+
+    python: str
+    program: str
+    files: Mapping[str, str]
+    """Package -> the file that is imported first."""
+    versions: Mapping[str, str]
+
+    @cached_property
+    def torch(self) -> TorchBuild:
+        """Its torch, as far as the version.py of that says."""
+        return TorchBuild.read(self.program, self.files.get("torch"))
+
+    def is_below(self, name: str, folder: str) -> bool:
+        """Whether a package is installed in a folder or below it."""
+        return name in self.files and Path(self.files[name]).is_relative_to(folder)
+
+
+def find_packages(
+    argv: Sequence[str],
+    names: Sequence[str],
+    env: Mapping[str, str],
+    cwd: Path | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> Packages:
+    """The packages among `names` that an interpreter with these options imports. Raises NoAnswer."""
+    return Packages(**ask(argv, _PACKAGES, names, env, cwd, timeout_s))
+
+
+def own_packages(*names: str) -> Packages:
+    """The ones of this interpreter, of which it need not start another."""
+    specs = ((name, find_spec(name)) for name in names)
+    files = {name: spec.origin for name, spec in specs if spec is not None and spec.origin is not None}
+    return Packages(platform.python_version(), sys.executable, files, {"trainkit": __version__})
+
+
+def package_problem(packages: Packages, program: str) -> tuple[str, str] | None:
+    """Why ranks of the built-in trainer cannot run with a `program`, and a hint; None when they can."""
+    missing = [name for name in ("torch", "trainkit") if name not in packages.files]
+    if missing:
+        message = f"has no {' and no '.join(missing)}"
+        if missing == ["torch"]:
+            return message, f"`{shlex.quote(program)} -m pip install torch` installs it"
+        return message, "install trainkit there too, or remove the key: then this interpreter is used"
+    version = packages.versions["trainkit"]
+    if version != __version__:
+        message = f"has trainkit {version}, and this is trainkit {__version__}"
+        return message, "install the same version there, or use the `trainkit` of that environment"
+    return release_problem(packages.torch.version)
+
+
+SYSTEM_FOLDER = "/usr"
+"""What is installed below it may differ between this host and the nodes of a cluster."""
+LAUNCHER_MODULES = {
+    "torchrun": "torch",
+    "megatron": "torch",
+    "accelerate": "accelerate",
+    "deepspeed": "deepspeed",
+}
+"""Launcher -> the package that has it."""
+
+
+def find_environment(config: RunConfig, on_slurm: bool, workload: Workload, cwd: Path) -> Environment:
+    """The environment of the ranks, and what would fail in it, as far as that is known here.
+
+    Where a package is not known, the ranks check it, or the job warns and trains.
+    """
+    launch, trackers = config.launch, tuple(config.logging.trackers)
+    if config.logging.tensorboard is True and not workload.is_command:
+        trackers = ("tensorboard", *trackers)
+    key = next((name for name in ("python", "venv", "uv", "conda") if getattr(launch, name)), None)
+    if not on_slurm and (launch.container is not None or key in (None, "conda")):
+        key, launch = None, LaunchConfig(env=launch.env)
+    interpreter, found = find_interpreter(launch, cwd)
+    program, named = interpreter.argv[0], "device" if key is None else f"launch.{key}"
+    # On another host, PATH may lead to another program of this name.
+    is_known = not found and "/" in program and launch.container is None
+    is_known = is_known and not (on_slurm and (launch.modules or launch.setup))
+    trains_here = not workload.is_command and (key is None or not on_slurm)
+    may_use_gpus = not workload.is_command and config.device != "cpu"
+    may_use_gpus = may_use_gpus and (not on_slurm or _is_cluster_of_host(launch))
+    module = LAUNCHER_MODULES.get(workload.launcher)
+    is_of_nodes = on_slurm and PurePath(program).is_relative_to(SYSTEM_FOLDER)
+    if module and (is_of_nodes or command_python(config.launch, workload.argv, cwd) != interpreter.argv):
+        module = None  # the command starts with another Python
+    if "PYTHONPATH" in launch.env:
+        trackers, module = (), None
+    packages, torch = None, None
+    if is_known and (trackers or module or trains_here or may_use_gpus):
+        names = ("torch", "trainkit", *trackers, *filter(None, (module,)))
+        try:
+            packages = _packages_of(interpreter, names, launch.env, cwd)
+        except NoAnswer as error:
+            if trains_here and key is not None:
+                reason = str(error).removeprefix(f"{program} does not run: ")
+                message = f"uses {program}, which does not run: {reason}"
+                found.append((named, message, f"`{quote(program)} -V` shows it"))
+    if on_slurm:
+        found = [*launch_problems(launch), *found]
+    if packages is not None:
+        if trains_here and key is None and (problem := release_problem(packages.torch.version)):
+            found.append(("", f"{program} {problem[0]}", problem[1]))
+        elif trains_here and key is not None and (problem := package_problem(packages, program)):
+            found.append((named, f"uses {program}, which {problem[0]}", problem[1]))
+        for name in (name for name in trackers if name not in packages.files):
+            hint = f"`{quote(program)} -m pip install 'trainkit[{name}]'` installs it"
+            found.append((f"logging.{name}", f"is set, but {program} has no {name}", hint))
+        if module is not None and module not in packages.files:
+            hint = f"`{quote(program)} -m pip install {module}` installs it; launch.venv names another Python"
+            found.append(("", f"--launcher {workload.launcher} starts {module}, which {program} lacks", hint))
+        is_of_host = on_slurm and packages.is_below("torch", SYSTEM_FOLDER)
+        torch = packages.torch if may_use_gpus and not is_of_host else None
+    webhook = config.notify.webhook
+    if url := os.environ.get(webhook or ""):
+        from trainkit.job.notifications import url_problem  # slow to import, and seldom needed
+
+    if url and (what := url_problem(url)) is not None:
+        hint = f"export {webhook}=https://…, as the chat program shows it, in the shell that submits"
+        found.append(("notify.webhook", f"is {webhook}, whose value {what}", hint))
+    return Environment(interpreter, tuple(found), torch, named)
+
+
+def _packages_of(
+    interpreter: Interpreter, names: Sequence[str], env: Mapping[str, str], cwd: Path
+) -> Packages:
+    if interpreter.argv[0] == sys.executable and not {"PYTHONPATH", "PYTHONHOME"} & env.keys():
+        return own_packages(*names)
+    return find_packages((*interpreter.argv, *interpreter.options), names, env, cwd)
+
+
+def _is_cluster_of_host(launch: LaunchConfig) -> bool:
+    """Whether a job runs on the cluster of this host, not on one that only a profile describes."""
+    has_sbatch = shutil.which("sbatch", path=os.environ.get("PATH", os.defpath)) is not None
+    return has_sbatch and (launch.cluster is None or conf_file(os.environ) is not None)
