@@ -147,9 +147,9 @@ def test_one_number_is_the_plan_that_it_always_was() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["resources.nodes=4-2"], "resources.nodes: is 4-2, which is no range"),
+        (["resources.nodes=4-2"], 'or a list such as 2,4,8, not "4-2"'),  # before anything asks for the most
         (["resources.nodes=2-4", "resources.spare_nodes=1"], "is 1, but resources.nodes is 2-4"),
-        (["resources.nodes='3,3'"], "resources.nodes: is 3,3, which is no range"),
+        (["resources.nodes='3,3'"], 'or a list such as 2,4,8, not "3,3"'),
         (
             ["resources.nodes=2..4"],
             'a whole number of at least 1, a range such as 2-8, or a list such as 2,4,8, not "2..4"',
