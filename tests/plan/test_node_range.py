@@ -12,6 +12,7 @@ from trainkit.cluster.machine import Machine
 from trainkit.cluster.model import Cluster, NodeKind, Partition
 from trainkit.cluster.target import LOCAL, Target
 from trainkit.config import load_config
+from trainkit.data.checks import DataFacts
 from trainkit.errors import ConfigError
 from trainkit.plan.facts import Facts
 from trainkit.plan.launch import LaunchPlan
@@ -52,6 +53,14 @@ def test_every_number_has_the_batch_and_the_learning_rate_of_the_largest() -> No
         assert there == here
         assert there.at(8) == made.at(8)
     assert made.at(9) is made
+
+
+def test_numbers_on_which_it_does_not_fit_in_memory_are_named() -> None:
+    given = ["model.preset=13b", "data.seq_len=4096", "train.device_batch_size=1", "resources.nodes='1,2,4'"]
+    loaded = load_config(None, overrides=given, environ={}, cwd=Path("/nowhere"))
+    made = plan_nodes(loaded, Facts(LOGIN, Target("sbatch", "a test", WEST), DataFacts(vocab_size=128256)))
+    assert (made.num_nodes, [*made.sizes]) == (4, ["2"])
+    assert "; not 1: parallel.dp_shard is 4: each GPU needs about " in made.reasons["nodes"]
 
 
 def test_what_is_asked_of_slurm() -> None:
