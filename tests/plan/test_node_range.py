@@ -12,6 +12,7 @@ from trainkit.cluster.machine import Machine
 from trainkit.cluster.model import Cluster, NodeKind, Partition
 from trainkit.cluster.target import LOCAL, Target
 from trainkit.config import load_config
+from trainkit.data.checks import DataFacts
 from trainkit.errors import ConfigError
 from trainkit.plan.facts import Facts
 from trainkit.plan.launch import LaunchPlan
@@ -52,6 +53,14 @@ def test_every_number_has_the_batch_and_the_learning_rate_of_the_largest() -> No
         assert there == here
         assert there.at(8) == made.at(8)
     assert made.at(9) is made
+
+
+def test_numbers_on_which_it_does_not_fit_in_memory_are_named() -> None:
+    given = ["model.preset=13b", "data.seq_len=4096", "train.device_batch_size=1", "resources.nodes='1,2,4'"]
+    loaded = load_config(None, overrides=given, environ={}, cwd=Path("/nowhere"))
+    made = plan_nodes(loaded, Facts(LOGIN, Target("sbatch", "a test", WEST), DataFacts(vocab_size=128256)))
+    assert (made.num_nodes, [*made.sizes]) == (4, ["2"])
+    assert "; not 1: parallel.dp_shard is 4: each GPU needs about " in made.reasons["nodes"]
 
 
 def test_what_is_asked_of_slurm() -> None:
@@ -147,9 +156,9 @@ def test_one_number_is_the_plan_that_it_always_was() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["resources.nodes=4-2"], "resources.nodes: is 4-2, which is no range"),
+        (["resources.nodes=4-2"], 'or a list such as 2,4,8, not "4-2"'),  # before anything asks for the most
         (["resources.nodes=2-4", "resources.spare_nodes=1"], "is 1, but resources.nodes is 2-4"),
-        (["resources.nodes='3,3'"], "resources.nodes: is 3,3, which is no range"),
+        (["resources.nodes='3,3'"], 'or a list such as 2,4,8, not "3,3"'),
         (
             ["resources.nodes=2..4"],
             'a whole number of at least 1, a range such as 2-8, or a list such as 2,4,8, not "2..4"',

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from trainkit.config.section import AtLeastOne, NotNegative, Positive, Section, list_field
 
@@ -14,7 +14,23 @@ DataParallelDegree = Literal[-1] | AtLeastOne
 OneLine = Annotated[
     str, Field(pattern=r"^[^\x00-\x1f\x7f]+$", json_schema_extra={"allowed": "one line of text"})
 ]
-NodeRange = Annotated[str, Field(pattern=r"^[1-9]\d{0,6}(-[1-9]\d{0,6}|(,[1-9]\d{0,6})+)$")]
+
+
+def node_counts(nodes: int | str) -> Sequence[int]:
+    """The numbers of nodes that a value of `resources.nodes` allows, the fewest first; none of 4-2."""
+    first, dash, last = str(nodes).partition("-")
+    return range(int(first), int(last) + 1) if dash else sorted(set(map(int, first.split(","))))
+
+
+def _several(nodes: str) -> str:
+    if len(node_counts(nodes)) < 2:
+        raise ValueError("no range")  # what is allowed is said instead
+    return nodes
+
+
+NodeRange = Annotated[
+    str, Field(pattern=r"^[1-9]\d{0,6}(-[1-9]\d{0,6}|(,[1-9]\d{0,6})+)$"), AfterValidator(_several)
+]
 """As Slurm writes it: a range, or a list."""
 Names = Annotated[
     tuple[Annotated[str, Field(pattern=r"^[a-z0-9_.-]+$")], ...],
@@ -175,9 +191,8 @@ class ResourcesConfig(Section):
 
     @property
     def node_counts(self) -> Sequence[int]:
-        """The numbers of nodes that the job may get, the fewest first; none of a range such as 4-2."""
-        first, dash, last = str(self.nodes).partition("-")
-        return range(int(first), int(last) + 1) if dash else sorted(set(map(int, first.split(","))))
+        """The numbers of nodes that the job may get, the fewest first."""
+        return node_counts(self.nodes)
 
     @property
     def fewest_nodes(self) -> int:

@@ -126,13 +126,7 @@ def contradictions(loaded: LoadedConfig) -> Iterator[Problem]:
 
 def _nodes(loaded: LoadedConfig) -> Iterator[Problem]:
     resources = loaded.config.resources
-    if isinstance(resources.nodes, int):
-        return
-    if len(resources.node_counts) < 2:
-        message = f"is {resources.nodes}, which is no range"
-        hint = "write the fewest nodes first, as in 2-8; 2,4,8 is a list"
-        yield loaded.problem("resources.nodes", message, hint)
-    elif resources.spare_nodes:
+    if resources.spare_nodes and not isinstance(resources.nodes, int):
         message = f"is {resources.spare_nodes}, but resources.nodes is {resources.nodes}"
         hint = "remove it: of a range, the nodes above the fewest are the spare ones"
         yield loaded.problem("resources.spare_nodes", message, hint)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,26 @@ def test_mig_slice_whose_temperature_and_processes_are_unknown(monkeypatch: pyte
     assert node.gpu_finding(nvml, "0") == Finding(
         "GPU 0", "ok", "H100, 79.0 of 80.0 GiB free, unknown temperature"
     )
+
+
+@pytest.mark.parametrize(
+    ("listed", "names"), [("2,0", ["2", "0"]), (None, ["0", "1"]), ("MIG-x", ["0", "1"])]
+)
+def test_the_gpus_that_this_task_sees(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: str | None, names: list[str]
+) -> None:
+    nvml: Any = FakeNvml()
+    nvml.nvmlDeviceGetCount = lambda: 2
+    monkeypatch.setattr(node, "NVIDIA_DRIVER", tmp_path)
+    monkeypatch.setattr(node, "nvml", lambda: nullcontext(nvml))
+    monkeypatch.setattr(node, "driver_cuda", lambda _: (13, 0))
+    monkeypatch.setattr(node, "driver_version", lambda: "580.1")
+    monkeypatch.setattr(node, "gpu_finding", lambda _, name: Finding(name, "ok", ""))
+    if listed is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
+    assert [found.name for found in node.check_gpus()] == ["driver", *names]
 
 
 def test_gpu_with_a_problem_fails(monkeypatch: pytest.MonkeyPatch) -> None:
