@@ -289,6 +289,23 @@ def test_folders_are_made_by_one_function() -> None:
     assert found == [], "use trainkit.folders.ensure_folder"
 
 
+def test_an_error_says_what_to_do() -> None:
+    """What a command refuses has a hint. The errors of a job, of a rank and of Slurm's answers are diagnosed."""
+    place_of_hint = {"UsageError": 2, "Problem": 4}
+    found = []
+    for path in files():
+        if part_of(path) in ("job", "slurm", "trainer"):
+            continue
+        for node in ast.walk(tree_of(path)):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+                continue
+            place = place_of_hint.get(node.func.id, 0)
+            is_whole = len(node.args) >= place or any(isinstance(arg, ast.Starred) for arg in node.args)
+            if not is_whole and not any(keyword.arg == "hint" for keyword in node.keywords):
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert len(found) == 1, found  # "and 3 more problems" has none
+
+
 def test_every_package_is_shipped() -> None:
     """setup.cfg lists the packages one by one, because some of them lie outside trainkit/."""
     setup = ConfigParser()
