@@ -290,7 +290,7 @@ def test_folders_are_made_by_one_function() -> None:
 
 
 def test_an_error_says_what_to_do() -> None:
-    """What a command refuses has a hint. The errors of a job, of a rank and of Slurm's answers are diagnosed."""
+    """What a command refuses has a hint; the errors of a job, a rank and Slurm are diagnosed."""
     place_of_hint = {"UsageError": 2, "Problem": 4}
     found = []
     for path in files():

@@ -122,7 +122,8 @@ class Layers:
             return []
         names = extends.value if isinstance(extends.value, list) else [extends.value]
         if not all(isinstance(name, str) and name for name in names):
-            self.problem("extends", "must be the name of a file or a list of names", extends.origin)
+            message, hint = "must be the name of a file or a list of names", "for example quickstart"
+            self.problem("extends", message, extends.origin, hint)
             return []
         return [(name, extends.origin) for name in names]
 
@@ -229,7 +230,7 @@ class Layers:
         except ValueError:
             return str(absolute)
 
-    def problem(self, key: str, message: str, origin: str, hint: str = "") -> None:
+    def problem(self, key: str, message: str, origin: str, hint: str) -> None:
         self.problems.append(Problem(key, message, origin, hint))
 
 

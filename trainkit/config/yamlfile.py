@@ -272,7 +272,9 @@ class _Builder:
             )
             raise ConfigError([Problem("", message, origin, hint)])
         if id(node) in self.open_nodes:
-            self.problem(node, path, "the value contains an alias of itself")
+            self.problem(
+                node, path, "the value contains an alias of itself", "write the value in place of it"
+            )
             return Entry(None, origin)
         self.open_nodes.add(id(node))
         try:
@@ -308,11 +310,11 @@ class _Builder:
         try:
             return parse_scalar(node)
         except ValueError as error:
-            self.problem(node, path, str(error))
+            self.problem(node, path, str(error), "text that begins with ! needs quotes")
             return None
 
     def origin(self, node: yaml.Node) -> str:
         return f"{self.shown}:{node.start_mark.line + 1}"
 
-    def problem(self, node: yaml.Node, path: tuple[str, ...], message: str, hint: str = "") -> None:
+    def problem(self, node: yaml.Node, path: tuple[str, ...], message: str, hint: str) -> None:
         self.problems.append(Problem(".".join(path), message, self.origin(node), hint))

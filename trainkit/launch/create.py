@@ -33,7 +33,7 @@ from trainkit.run.group import RunGroup
 from trainkit.run.owner import refuse_foreign
 from trainkit.run.record import AttemptRecord, CodeCopy, JobRecord, create_job, next_attempt_number, read_job
 from trainkit.run.registry import register
-from trainkit.run.rundir import RUNS_FOLDER, RunDir, folders_named, run_lock
+from trainkit.run.rundir import RUNS_FOLDER, RunDir, folders_named, next_name, run_lock
 
 GIT_TIMEOUT_S = 2.0
 MAX_DIFF_CHARS = 1_000_000
@@ -224,7 +224,7 @@ def refuse_place(name: str, run_dir: Path | None, option: str = "--run-dir") -> 
         if run_dir is not None:
             _refuse_used(run_dir, option)
         whose = f"choose a folder with {option} that only you or your project group can write to"
-        refuse_foreign(run_dir or place / name, whose)
+        refuse_foreign(run_dir or place / next_name(name, None), whose)
         found = next(path for path in (place, *place.absolute().parents) if os.path.lexists(path))
         if not found.is_dir():
             raise _cannot_create(place, f"{shown_path(found)} is not a folder", option)
