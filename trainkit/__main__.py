@@ -1,6 +1,7 @@
 """The `trainkit` program, and ``python -m trainkit``."""
 
 import gc
+import os
 import sys
 
 
@@ -9,6 +10,7 @@ def program() -> int:
     # Loading libraries allocates much and frees little: garbage collections would take 7 % of a dry run. A
     # command that runs for hours still collects.
     gc.set_threshold(100_000)
+    _open_closed_streams()
     try:
         from trainkit.cli.main import main
     except KeyboardInterrupt:
@@ -18,6 +20,18 @@ def program() -> int:
     # Python's last garbage collection takes a tenth of a short command, and the memory is freed anyway.
     gc.freeze()
     return code
+
+
+def _open_closed_streams() -> None:
+    """Put /dev/null where the shell has closed a stream (`>&-`), or the next file would be in its place."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+            os.set_inheritable(number, True)
+            setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8"))  # noqa: SIM115
 
 
 if __name__ == "__main__":

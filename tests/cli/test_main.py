@@ -181,10 +181,19 @@ def test_closed_pipe_is_quiet():
     assert (done.stdout, done.stderr) == ("0\n", "")
 
 
-def test_output_that_nobody_takes():
-    argv = ["bash", "-c", f"{sys.executable} -m trainkit --version >&-"]
-    done = run_program(*argv, cwd=ROOT)
-    assert (done.returncode, done.stderr) == (0, "")
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        ("--version >&-", 0),
+        ("status >&-", 0),
+        ("watch x --once >&-", 2),
+        ("check - <&-", 2),
+        ("status >&- 2>&-", 0),
+    ],
+)
+def test_a_stream_that_the_shell_has_closed(tmp_path, command, code):
+    done = run_program("bash", "-c", f"{sys.executable} -m trainkit {command}", cwd=tmp_path)
+    assert (done.returncode, "unexpected" in done.stderr) == (code, False), done.stderr
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

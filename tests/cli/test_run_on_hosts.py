@@ -135,7 +135,7 @@ def test_every_host_starts_its_ranks(hosts: Hosts) -> None:
     [
         (
             ["--node-rank", "1"],
-            "error: --node-rank 1: --nodes, --master-addr, --master-port is missing\n\n"
+            "error: --node-rank 1: --nodes, --master-addr, --master-port are missing\n\n"
             "hint: every host needs --nodes N --node-rank I --master-addr HOST --master-port PORT",
         ),
         (

@@ -1,4 +1,4 @@
-"""Whatever is typed either loads or is refused with problems; nothing else is raised."""
+"""Whatever is typed either loads or is refused with problems that have hints; nothing else is raised."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from trainkit.config import RunConfig, dump_effective, load_config, read_effective
 from trainkit.config.schema import all_keys
 from trainkit.config.yamlfile import dump
-from trainkit.errors import ConfigError
+from trainkit.errors import ConfigError, Problem
 
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
 keys = st.sampled_from([*RunConfig.model_fields, *all_keys(), "extends", "steps", "on", "", "a.b"]) | text
@@ -38,6 +38,7 @@ def test_any_input(
 ) -> None:
     folder = tmp_path_factory.mktemp("run")
     write(folder / "run.yaml", dump(content))
+    refused: list[Problem] = []
     try:
         config = load_config(
             "run.yaml",
@@ -45,7 +46,10 @@ def test_any_input(
             environ={f"TRAINKIT_{name}": value for name, value in environ.items()},
             cwd=folder,
         ).config
-    except ConfigError:
+    except ConfigError as error:
+        refused = error.problems
+    assert all(problem.hint for problem in refused), refused
+    if refused:
         return
     write(folder / "config.yaml", dump_effective(config))
     assert read_effective(folder / "config.yaml") == config

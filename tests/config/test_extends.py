@@ -78,7 +78,8 @@ def test_missing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", ["1", "[a.yaml, 2]", "{a: b}", '""'])
 def test_not_names(tmp_path: Path, value: str) -> None:
     text = message(tmp_path, {"run.yaml": f"extends: {value}\n", "a.yaml": "seed: 1\n"})
-    assert text == "run.yaml:1: extends: must be the name of a file or a list of names"
+    expected = "run.yaml:1: extends: must be the name of a file or a list of names"
+    assert text == f"{expected}\n  hint: for example quickstart"
 
 
 def test_problems_of_an_extended_file_have_its_lines(tmp_path: Path) -> None:

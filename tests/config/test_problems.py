@@ -102,6 +102,7 @@ def test_message(tmp_path: Path, override: str, message: str | None) -> None:
     if message is None:
         message = (
             "seed: {a: 1 is not valid YAML: while parsing a flow mapping, did not find expected ',' or '}'"
+            "\n  hint: seed must be a whole number of at least 0 and below 9.22337e+18"
         )
     if "\n  hint: " not in message and ": must be " in message:
         message += default_hint(override.partition("=")[0])
@@ -123,6 +124,10 @@ def test_message(tmp_path: Path, override: str, message: str | None) -> None:
         ("checkpoint.async_save=true", "did you mean checkpoint.async?"),
         ("learningrate=1", "`trainkit schema` prints every key"),
         ("qqqqq=1", "`trainkit schema` prints every key"),
+        ("checkpoint.dir=1", "`trainkit schema` prints every key"),
+        ("train.batch_size=1", "did you mean train.device_batch_size?"),
+        ("data.dataset=1", "did you mean data.source?"),
+        ("slurm=1", "did you mean resources?"),
         ("train.steps.x=1", None),
     ],
 )
@@ -179,9 +184,9 @@ def test_a_tracker_is_true_or_a_mapping(tmp_path: Path) -> None:
     found = problems(tmp_path, "logging.wandb={projekt: x}", "logging.mlflow=sqlite.db")
     assert found == [
         "--set logging.mlflow=sqlite.db: logging.mlflow: must be true, or a mapping with tracking_uri and"
-        ' experiment, or null, not "sqlite.db"',
+        ' experiment, or null, not "sqlite.db"' + default_hint("logging.mlflow"),
         "--set logging.wandb={projekt: x}: logging.wandb: must be true, or a mapping with project, entity and"
-        ' mode, or null, not {"projekt": "x"}',
+        ' mode, or null, not {"projekt": "x"}' + default_hint("logging.wandb"),
     ]
 
 

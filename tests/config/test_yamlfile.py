@@ -84,7 +84,10 @@ NOT_TEXT, TWICE = "a.yaml: this is not UTF-8 text", "duplicate key, first on lin
         (b"a: @x\n", None),
         (b"seed: 1\nname: a\nseed: 2\n", f"a.yaml:3: seed: {TWICE} 1\n  hint: remove one of them"),
         (b"1: a\n", "a.yaml:1: a key must be text\n  hint: put it in quotes"),
-        (b"seed: !secret 1\n", "a.yaml:1: seed: the tag !secret is not supported"),
+        (
+            b"seed: !secret 1\n",
+            "a.yaml:1: seed: the tag !secret is not supported\n  hint: text that begins with ! needs quotes",
+        ),
     ],
 )
 def test_not_a_config(tmp_path: Path, content: bytes, message: str | None) -> None:

@@ -42,7 +42,7 @@ from trainkit.control.cancel import cancel_group
 from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, UsageError
 from trainkit.folders import shown_path
 from trainkit.formats import short_keys, shown_value, table
-from trainkit.launch.create import create_submission, start_group
+from trainkit.launch.create import create_submission, refuse_place, start_group
 from trainkit.launch.submission import Submission
 from trainkit.plan.workload import TRAINER
 from trainkit.run.group import RunGroup
@@ -210,6 +210,7 @@ def _bench(
         click.echo(describe_plan(planned.plan, planned.name).splitlines()[0], err=True)
     _describe(planned)
     if dry_run:
+        refuse_place(planned.name, folder, OPTION)
         return _list(planned, as_json)
     return _run(planned, submission, folder, follow, as_json)
 

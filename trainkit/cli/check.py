@@ -202,5 +202,6 @@ def _waits(plan: LaunchPlan, config: RunConfig, cluster: Cluster, must: bool) ->
         click.echo(f"{message}; {cluster.out_of_date_hint}", err=True)
     asked = [wait for wait in waits if wait.is_asked]
     if asked and all(wait.answer.refused for wait in asked):
-        raise UsageError(f"Slurm would reject the job: {asked[0].answer.remark}")
+        hint = "`trainkit submit --dry-run` shows its options"
+        raise UsageError(f"Slurm would reject the job: {asked[0].answer.remark}", hint=hint)
     return waits

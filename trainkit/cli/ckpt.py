@@ -186,7 +186,8 @@ def export(
             return code if code > 0 else EXIT_FAILED
         partial.rename(out_name)
     except OSError as error:
-        raise UsageError(f"cannot write {out_name}: {error.strerror}") from None
+        message = f"--out {out_name} cannot be written: {error.strerror}"
+        raise UsageError(message, hint="name a new folder where you can write") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     files = sorted(item.name for item in out_name.iterdir())

@@ -31,7 +31,7 @@ from trainkit.cli.output import echo_json
 from trainkit.control.cancel import cancel_group, cancel_run
 from trainkit.errors import EXIT_FAILED, EXIT_OK, TrainkitError, UsageError
 from trainkit.folders import shown_path
-from trainkit.formats import rank_list
+from trainkit.formats import rank_list, there_are
 from trainkit.job.failure.stacks import Reply, explain_silence, gather, group_replies
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.group import RunGroup
@@ -148,7 +148,7 @@ def _ask_stacks(run: RunDir, rank: int | None) -> tuple[AttemptDir, list[Reply],
     attempt = _running_attempt(run)
     world_size = LaunchPlan.read(attempt.plan_file).world_size
     if rank is not None and rank >= world_size:
-        raise UsageError(f"the run has no rank {rank}", hint=f"its ranks are 0 to {world_size - 1}")
+        raise UsageError(f"the run has no rank {rank}", hint=there_are(range(world_size)))
     try:
         replies = gather(attempt, world_size, rank, WAIT_S)
     except OSError as error:

@@ -74,7 +74,7 @@ def host_place(
     if nodes is None or node_rank is None or not master_addr or master_port is None:
         typed = " ".join(f"{name} {value}" for name, value in given.items() if value is not None)
         raise UsageError(
-            f"{typed}: {', '.join(missing) or '--master-addr'} is missing",
+            f"{typed}: {', '.join(missing) or '--master-addr'} {'are' if len(missing) > 1 else 'is'} missing",
             hint="every host needs --nodes N --node-rank I --master-addr HOST --master-port PORT, "
             "with its own I from 0 to N-1",
         )

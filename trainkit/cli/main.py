@@ -171,8 +171,7 @@ def _main(argv: Sequence[str] | None) -> int:
     as_json = "--json" in itertools.takewhile(lambda arg: arg != "--", args)
     try:
         result = cli.main(args=args, prog_name="trainkit", standalone_mode=False)
-        if sys.stdout is not None:  # None when the parent closed it
-            sys.stdout.flush()
+        sys.stdout.flush()
         return result if isinstance(result, int) else EXIT_OK
     except (KeyboardInterrupt, click.Abort):
         print("interrupted", file=sys.stderr)

@@ -193,7 +193,9 @@ def _bad_value(param: click.Parameter, args: Sequence[str]) -> tuple[str, str] |
     from trainkit.config.schema import allowed_values, schema_words
     from trainkit.config.suggest import first_accepted, readings
 
-    kind, value = param.type, _typed(param.opts, args)
+    kind, name = param.type, _name(param)
+    # An argument with a choice is the only one of its command.
+    value = _typed(param.opts, args) if isinstance(param, click.Option) else args[-1]
     choices: Sequence[str] = ()
     if key := getattr(kind, "config_key", ()):
         words = ", or ".join((allowed_values(key), *getattr(kind, "others", ())))
@@ -208,7 +210,7 @@ def _bad_value(param: click.Parameter, args: Sequence[str]) -> tuple[str, str] |
         words = schema_words({"enum": choices})
     else:
         return None
-    if value is None:  # an argument, which has no option before it
+    if value is None:
         return None
 
     def accept(text: str) -> bool:
@@ -219,5 +221,5 @@ def _bad_value(param: click.Parameter, args: Sequence[str]) -> tuple[str, str] |
         return True
 
     meant = first_accepted(readings(value, choices), accept)
-    message = f"{param.opts[0]} {value}: must be {words}"
-    return message, "" if meant is None else f"did you mean {param.opts[0]} {quote(meant)}?"
+    message = f"{name} {value}: must be {words}"
+    return message, "" if meant is None else f"did you mean {name} {quote(meant)}?"

@@ -63,9 +63,11 @@ def find_hf_model(name: str, cwd: Path) -> HFModel:
             hint="name a folder that `save_pretrained` wrote, or `hf download` filled",
         ) from None
     except (OSError, ValueError) as error:
-        raise UsageError(f"is {name}, but {shown_path(file)} cannot be read: {error}") from None
+        message = f"is {name}, but {shown_path(file)} cannot be read: {error}"
+        raise UsageError(message, hint="download it again") from None
     if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
-        raise UsageError(f"is {name}, but {shown_path(file)} does not name a model_type")
+        message = f"is {name}, but {shown_path(file)} does not name a model_type"
+        raise UsageError(message, hint="name a folder that `save_pretrained` wrote")
     if content.get("quantization_config"):
         hint = "train the model that it was made from"
         raise UsageError(f"is {name}, whose weights are quantised: {shown_path(file)}", hint=hint)
@@ -86,7 +88,9 @@ def _find_folder(name: str, cwd: Path) -> Path:
         if folder.is_dir():
             return folder
     except OSError as error:
-        raise UsageError(f"is {name}, which cannot be read: {error.strerror}") from None
+        raise UsageError(
+            f"is {name}, which cannot be read: {error.strerror}", hint="check the path"
+        ) from None
     if not HUB_NAME.fullmatch(name):
         hint = "name a folder, or a model of the hub such as org/model that `hf download` has fetched"
         raise UsageError(f"is {name}, but there is no such folder", hint=hint)

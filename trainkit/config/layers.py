@@ -8,7 +8,7 @@ from shlex import quote
 
 from trainkit.config.edits import Edit, edit_of
 from trainkit.config.running import WEBHOOK_VARIABLE
-from trainkit.config.schema import CONFIG_VERSION, SIMILAR, is_known, sections
+from trainkit.config.schema import CONFIG_VERSION, SIMILAR, allowed_values, default_values, is_known, sections
 from trainkit.config.yamlfile import (
     STANDARD_INPUT,
     Entry,
@@ -42,6 +42,13 @@ def _form_hint(typed: str) -> str:
     key, _, value = typed.partition(":")
     meant = f"{key.strip()}={value.strip()}" if is_known(tuple(key.strip().split("."))) and value else ""
     return f"did you mean --set {quote(meant)}?" if meant else "for example --set train.steps=100"
+
+
+def _value_hint(path: tuple[str, ...]) -> str:
+    """What to type for a value that YAML does not understand."""
+    if (key := ".".join(path)) in default_values():
+        return f"{key} must be {allowed_values(path)}"
+    return "text with a colon, a bracket, # or ${…} needs quotes"
 
 
 ENV_PREFIX = "TRAINKIT_"
@@ -115,7 +122,8 @@ class Layers:
             return []
         names = extends.value if isinstance(extends.value, list) else [extends.value]
         if not all(isinstance(name, str) and name for name in names):
-            self.problem("extends", "must be the name of a file or a list of names", extends.origin)
+            message, hint = "must be the name of a file or a list of names", "for example quickstart"
+            self.problem("extends", message, extends.origin, hint)
             return []
         return [(name, extends.origin) for name in names]
 
@@ -170,7 +178,7 @@ class Layers:
         try:
             return merge(below, entry_at(path, parse_value(text, path), origin, text.strip()))
         except ValueError as error:
-            self.problem(".".join(path), str(error), origin)
+            self.problem(".".join(path), str(error), origin, _value_hint(path))
             return below
 
     def flags(self, overrides: Sequence[str], named: Mapping[str, tuple[str, object]]) -> Entry:
@@ -186,7 +194,7 @@ class Layers:
             try:
                 value = parse_value(raw, path)
             except ValueError as error:
-                self.problem(".".join(path), str(error), origin)
+                self.problem(".".join(path), str(error), origin, _value_hint(path))
                 continue
             if (edit := edit_of(key.strip(), value, origin)) is None:
                 self.edits = [edit for edit in self.edits if edit.path[: len(path)] != path]
@@ -222,7 +230,7 @@ class Layers:
         except ValueError:
             return str(absolute)
 
-    def problem(self, key: str, message: str, origin: str, hint: str = "") -> None:
+    def problem(self, key: str, message: str, origin: str, hint: str) -> None:
         self.problems.append(Problem(key, message, origin, hint))
 
 

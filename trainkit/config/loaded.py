@@ -35,7 +35,7 @@ class LoadedConfig:
         found = {key for key in keys if self.origins.get(key, "").startswith(f"{origin}:")}
         return replace(self, adjustable=self.adjustable | found)
 
-    def problem(self, key: str, message: str, hint: str = "") -> Problem:
+    def problem(self, key: str, message: str, hint: str) -> Problem:
         """A problem of a key, with the origin of its value unless that is the default."""
         origin = self.origins.get(key, DEFAULT)
         return Problem(key, message, "" if origin == DEFAULT else origin, hint)

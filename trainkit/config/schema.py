@@ -173,6 +173,8 @@ OTHER_KEYS = {
     **{"save_steps": "checkpoint.every_steps", "save_total_limit": "checkpoint.keep_last"},
     **{"eval_steps": "train.eval_every", "logging_steps": "train.log_every"},
     **{"num_nodes": "resources.nodes", "walltime": "resources.time", "queue": "resources.partition"},
+    **{"batch_size": "train.device_batch_size", "save_every": "checkpoint.every_steps", "slurm": "resources"},
+    **dict.fromkeys(("dataset", "data_path"), "data.source"),
     "timeout_min": "resources.time",
     **dict.fromkeys(("gpus", "devices", "num_gpus"), "resources.gpus_per_node"),
 }
@@ -196,7 +198,7 @@ def meant(path: tuple[str, ...]) -> str | None:
     words |= {name: name for name in RunConfig.model_fields}
     found = near(leaf, RunConfig.model_fields, SIMILAR) if len(path) == 1 and leaf not in words else None
     found = found or near(leaf, words, SIMILAR) or near(dotted, words, SIMILAR)
-    return words[found] if found else None
+    return words[found] if found and words[found] != path[0] else None  # `checkpoint.dir` is not `checkpoint`
 
 
 MAX_SHOWN = 80

@@ -102,11 +102,11 @@ def _section_hint(section: str, typed: str, origin: str) -> str:
         return f"write a space after the colon: {key}: {rest}"
     for key in sections()[section]:
         path = (section, key)
-        if _accepts(path, typed):
+        if (meant := nearest(path, typed)) is not None:
             if origin.startswith("--"):
-                return f"did you mean {_written(path, typed, origin)}?"
-            return f'write "{section}:" and, indented on the next line, "{key}: {typed}"'
-    return ""
+                return f"did you mean {_written(path, meant, origin)}?"
+            return f'write "{section}:" and, indented on the next line, "{key}: {meant}"'
+    return _default_hint((section,))
 
 
 def _words(path: tuple[str, ...]) -> tuple[str, ...]:
@@ -136,7 +136,10 @@ def _written(path: tuple[str, ...], text: str, origin: str) -> str:
 
 
 def _default_hint(path: tuple[str, ...]) -> str:
+    if len(path) == 1 and path[0] in sections():
+        key = sections()[path[0]][0]
+        return f"for example {path[0]}: {{{key}: {show_value(default_values()[f'{path[0]}.{key}'])}}}"
     default = default_values().get(".".join(path))
     if default in ({}, []):
         return f"write it as {'{NAME: VALUE}' if default == {} else '[VALUE, VALUE]'}"
-    return "" if default is None else f"the default is {show_value(default)}"
+    return f"the default is {show_value(default)}"

@@ -182,7 +182,9 @@ def read_yaml_file(path: Path, shown: str) -> Entry:
         hint = "a config is a text file in YAML"
         raise ConfigError([Problem("", f"invalid YAML: {_reason(error)}", shown, hint)]) from None
     except RecursionError:
-        raise ConfigError([Problem("", "the values are nested too deeply", shown)]) from None
+        raise ConfigError(
+            [Problem("", "the values are nested too deeply", shown, "a config has four levels")]
+        ) from None
     if node is None:
         raise ConfigError([Problem("", "the file is empty", shown, "a config needs at least one key")])
     builder = _Builder(shown)
@@ -241,7 +243,7 @@ def _read_text(path: Path, shown: str) -> str:
         message = f"this is not UTF-8 text: byte 0x{error.object[error.start]:02x} at offset {error.start}"
         problem_hint = "a config is a text file in YAML"
     except OSError as error:
-        message, problem_hint = f"the file cannot be read: {error.strerror}", ""
+        message, problem_hint = f"the file cannot be read: {error.strerror}", "`ls -l` shows who may read it"
     raise ConfigError([Problem("", message, shown, problem_hint)])
 
 
@@ -264,9 +266,15 @@ class _Builder:
         origin = self.origin(node)
         self.count += 1
         if self.count > MAX_VALUES:
-            raise ConfigError([Problem("", f"the config has more than {MAX_VALUES:,} values", origin)])
+            message, hint = (
+                f"the config has more than {MAX_VALUES:,} values",
+                "an alias repeats what it names",
+            )
+            raise ConfigError([Problem("", message, origin, hint)])
         if id(node) in self.open_nodes:
-            self.problem(node, path, "the value contains an alias of itself")
+            self.problem(
+                node, path, "the value contains an alias of itself", "write the value in place of it"
+            )
             return Entry(None, origin)
         self.open_nodes.add(id(node))
         try:
@@ -302,11 +310,11 @@ class _Builder:
         try:
             return parse_scalar(node)
         except ValueError as error:
-            self.problem(node, path, str(error))
+            self.problem(node, path, str(error), "text that begins with ! needs quotes")
             return None
 
     def origin(self, node: yaml.Node) -> str:
         return f"{self.shown}:{node.start_mark.line + 1}"
 
-    def problem(self, node: yaml.Node, path: tuple[str, ...], message: str, hint: str = "") -> None:
+    def problem(self, node: yaml.Node, path: tuple[str, ...], message: str, hint: str) -> None:
         self.problems.append(Problem(".".join(path), message, self.origin(node), hint))

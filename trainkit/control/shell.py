@@ -88,7 +88,8 @@ def open_shell(loaded: LoadedConfig, folder: Path) -> NoReturn:
         os.execvpe(argv[0], argv, scrubbed(os.environ))
     except FileNotFoundError:
         path.unlink()
-        raise UsageError("`salloc` is not on PATH: Slurm is not available here") from None
+        message = "`salloc` is not on PATH: Slurm is not available here"
+        raise UsageError(message, hint="type it on a login node of a cluster") from None
 
 
 def attach(run: RunDir, node: int) -> NoReturn:
@@ -134,7 +135,10 @@ def debug(attempt: AttemptDir, rank: int) -> None:
             client.connect(str(record["socket"]))
         except OSError as error:
             if own_host() == record["node"]:
-                raise UsageError(f"rank {rank} cannot be reached: {error}") from None
+                message = f"rank {rank} cannot be reached: {error}"
+                raise UsageError(
+                    message, hint=f"`trainkit status {run.word}` shows whether it runs"
+                ) from None
             entry = read_job(run).newest or AttemptRecord()
             again = (sys.executable, "-m", "trainkit", "debug", str(run.path), "--rank", str(rank))
             job = backend_of(entry).running_job(run, entry)

@@ -152,7 +152,7 @@ def _collect(problems: list[KeyProblem], key: str, check: Callable[[], T]) -> T 
     except UsageError as error:
         problems.append((key, error.message, error.hint))
     except OSError as error:
-        problems.append((key, f"{error.filename} cannot be read: {error.strerror}", ""))
+        problems.append((key, f"{error.filename} cannot be read: {error.strerror}", "check the path"))
     return None
 
 

@@ -245,7 +245,7 @@ def _read(tokenizer: str) -> tuple[str, dict[str, int]]:
             hint="use `bytes`, or the path of a tokenizer.json",
         ) from None
     except OSError as error:
-        hint = "name the tokenizer.json in that folder" if path.is_dir() else ""
+        hint = "name the tokenizer.json in that folder" if path.is_dir() else "check the path"
         raise UsageError(f"tokenizer {shown} cannot be read: {error.strerror}", hint=hint) from None
     try:
         record = json.loads(content)
@@ -278,7 +278,8 @@ def _eos_token(path: Path, ids: dict[str, int]) -> str:
             return named
         raise UsageError(
             f"tokenizer {shown_path(path)} has no token {named!r}, "
-            "which tokenizer_config.json names as eos_token"
+            "which tokenizer_config.json names as eos_token",
+            hint="both files have to come from one model",
         )
     for token in EOS_NAMES:
         if token in ids:
@@ -295,7 +296,7 @@ def _configured_eos(path: Path) -> str | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise UsageError(f"{path} cannot be read: {error}") from None
+        raise UsageError(f"{path} cannot be read: {error}", hint="copy it again, or remove it") from None
     eos = config.get("eos_token") if isinstance(config, dict) else None
     if isinstance(eos, dict):
         eos = eos.get("content")

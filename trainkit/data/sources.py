@@ -200,7 +200,8 @@ def _expand(source: str, role: str, val_fraction: float) -> Iterator[Input]:
     except FileNotFoundError:
         raise UsageError(f"data source {shown_path(path)} does not exist", hint="check the path") from None
     except OSError as error:
-        raise UsageError(f"data source {shown_path(path)} cannot be read: {error.strerror}") from None
+        message = f"data source {shown_path(path)} cannot be read: {error.strerror}"
+        raise UsageError(message, hint="check the path") from None
     if not is_folder:
         form = form_of(path.name)
         if form is None:
@@ -280,7 +281,8 @@ def _input(
         # A path object for each file triples the time that a large source takes.
         status = status or os.stat(path)  # noqa: PTH116
     except OSError as error:
-        raise UsageError(f"data source {shown_path(path)} cannot be read: {error.strerror}") from None
+        message = f"data source {shown_path(path)} cannot be read: {error.strerror}"
+        raise UsageError(message, hint="check the path") from None
     if not os.access(path, os.R_OK):
         raise UsageError(
             f"data source {shown_path(path)} cannot be read: permission denied",

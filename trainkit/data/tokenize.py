@@ -168,7 +168,8 @@ def _check_unchanged(source: Input) -> None:
     try:
         status = Path(source.path).stat()
     except OSError as error:
-        raise UsageError(f"{source.shown} cannot be read: {error.strerror}") from None
+        message = f"{source.shown} cannot be read: {error.strerror}"
+        raise UsageError(message, hint="check the path and the disk") from None
     if (status.st_size, status.st_mtime_ns) != (source.size, source.mtime_ns):
         raise UsageError(
             f"{source.shown} changed while it was being prepared",

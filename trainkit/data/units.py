@@ -198,7 +198,8 @@ class SpanReader:
                 hint="copy or compress the file again",
             ) from None
         except OSError as error:
-            raise UsageError(f"{self.source.shown} cannot be read: {error.strerror or error}") from None
+            message = f"{self.source.shown} cannot be read: {error.strerror or error}"
+            raise UsageError(message, hint="check the path and the disk") from None
 
     def _text(self, stream: IO[bytes]) -> Iterator[Piece]:
         span = self.span
@@ -219,7 +220,8 @@ class SpanReader:
         while position < end:
             block = stream.read(min(PIECE_BYTES, end - position))
             if not block:
-                raise UsageError(f"{self.source.shown} was truncated while being read")
+                message = f"{self.source.shown} was truncated while being read"
+                raise UsageError(message, hint="start again when nothing writes to it")
             self._hash.update(block)
             position += len(block)
             kept += block

@@ -28,7 +28,7 @@ from trainkit.run.group import GroupRecord, Point, RunGroup, difference
 from trainkit.run.owner import refuse_foreign
 from trainkit.run.record import AttemptRecord, CodeCopy, JobRecord, create_job, read_job
 from trainkit.run.registry import register
-from trainkit.run.rundir import RUNS_FOLDER, RunDir, folders_named, run_lock
+from trainkit.run.rundir import RUNS_FOLDER, RunDir, folders_named, next_name, run_lock
 from trainkit.slurm.environment import cluster_name
 
 if TYPE_CHECKING:
@@ -241,21 +241,19 @@ def defer_sigint() -> Iterator[None]:
 def new_folder(name: str, run_dir: Path | None, option: str = "--run-dir") -> Iterator[tuple[Path, str]]:
     """A new folder for a run or a group, and its name; removed when the block fails.
 
-    `option` is the command-line option of `run_dir`. Raises UsageError when `run_dir` is not empty or cannot
-    be written, and when its name or that of the current folder is not UTF-8.
+    `option` is the command-line option of `run_dir`. Raises UsageError as `refuse_place` does.
     """
-    for path in map(os.fsencode, (Path.cwd(), run_dir or "")):
-        shown = path.decode(errors="backslashreplace")
-        if shown.encode() != path:
-            message = f"the name of {shown} is not UTF-8"
-            raise UsageError(message, hint="rename it: the files of a run name it, and are UTF-8")
+    refuse_place(name, run_dir, option)
     folder = None
     try:
         if run_dir is None:
-            folder = _next_free_folder(Path(RUNS_FOLDER), name, option)
+            folder = _next_free_folder(Path(RUNS_FOLDER), name)
             name = folder.name
         else:
-            folder = _empty_folder(run_dir, option)
+            if not run_dir.exists():
+                ensure_folder(run_dir.parent, parents=True)
+                run_dir.mkdir(mode=0o700)
+            folder = run_dir
         yield folder, name
     except BaseException as error:
         if folder is not None:
@@ -263,20 +261,44 @@ def new_folder(name: str, run_dir: Path | None, option: str = "--run-dir") -> It
             shutil.rmtree(folder, ignore_errors=True)
         if not isinstance(error, OSError):
             raise
-        place = run_dir or Path(RUNS_FOLDER)
-        raise UsageError(
-            f"cannot create a run folder at {place}: {error.strerror or error}",
-            hint=f"choose a writable folder with {option}, and check that disk and quota are not full",
-        ) from error
+        raise _cannot_create(run_dir or Path(RUNS_FOLDER), error.strerror or str(error), option) from error
 
 
-def _only_yours(option: str) -> str:
-    return f"choose a folder with {option} that only you or your project group can write to"
+def _cannot_create(place: Path, reason: str, option: str) -> UsageError:
+    return UsageError(
+        f"cannot create a run folder at {place}: {reason}",
+        hint=f"choose a writable folder with {option}, and check that disk and quota are not full",
+    )
 
 
-def _next_free_folder(parent: Path, name: str, option: str) -> Path:
+def refuse_place(name: str, run_dir: Path | None, option: str = "--run-dir") -> None:
+    """Raise UsageError where no folder can be created for a run or a group; writes nothing.
+
+    That is where `run_dir` is not empty, where the folder cannot be written or another user could replace it,
+    and where its name or that of the current folder is not UTF-8.
+    """
+    for path in map(os.fsencode, (Path.cwd(), run_dir or "")):
+        shown = path.decode(errors="backslashreplace")
+        if shown.encode() != path:
+            message = f"the name of {shown} is not UTF-8"
+            raise UsageError(message, hint="rename it: the files of a run name it, and are UTF-8")
+    place = run_dir or Path(RUNS_FOLDER)
+    try:
+        if run_dir is not None:
+            _refuse_used(run_dir, option)
+        whose = f"choose a folder with {option} that only you or your project group can write to"
+        refuse_foreign(run_dir or place / next_name(name, None), whose)
+        found = next(path for path in (place, *place.absolute().parents) if os.path.lexists(path))
+        if not found.is_dir():
+            raise _cannot_create(place, f"{shown_path(found)} is not a folder", option)
+        if not os.access(found, os.W_OK | os.X_OK):
+            raise _cannot_create(place, f"{shown_path(found)} cannot be written", option)
+    except OSError as error:
+        raise _cannot_create(place, error.strerror or str(error), option) from error
+
+
+def _next_free_folder(parent: Path, name: str) -> Path:
     """`parent/name`, or the first of `name-2`, `name-3`, … that does not exist."""
-    refuse_foreign(parent / name, _only_yours(option))
     if not parent.is_dir():
         ensure_folder(parent, 0o755)
         parent.chmod(0o755)  # whatever the umask is
@@ -289,8 +311,8 @@ def _next_free_folder(parent: Path, name: str, option: str) -> Path:
     raise AssertionError("numbers do not end")
 
 
-def _empty_folder(folder: Path, option: str) -> Path:
-    """The requested folder, created if it does not exist; raises UsageError if it is not empty or unsafe."""
+def _refuse_used(folder: Path, option: str) -> None:
+    """Raise UsageError where the requested folder is a file or is not empty."""
     shown = shown_path(folder)
     if RunDir(folder).exists():
         raise UsageError(
@@ -306,9 +328,3 @@ def _empty_folder(folder: Path, option: str) -> Path:
             raise UsageError(f"{shown} is a file", hint=f"choose a folder with {option}")
         if any(folder.iterdir()):
             raise UsageError(f"{shown} is not empty", hint=f"choose a new or empty folder with {option}")
-    refuse_foreign(folder, _only_yours(option))
-    if folder.exists():
-        return folder
-    ensure_folder(folder.parent, parents=True)
-    folder.mkdir(mode=0o700)
-    return folder

@@ -304,7 +304,8 @@ def _base(
     total_s = time_limit_s(resources.time) if resources.time is not None else None
     total_s = total_s or max((item.job_time_s or 0 for item in request.partitions), default=0)
     if not total_s:
-        raise TrainkitError("nothing tells how long the run takes: resources.time and train.steps are null")
+        message = "nothing tells how long the run takes: resources.time and train.steps are null"
+        raise TrainkitError(message, hint="set one of them, or name a number of nodes")
     source = f"assumed: resources.time is that of {plural(own, 'node')}"
     return {(size, name): Work(total_s * own / size, source) for size in plans for name in gpus}
 

@@ -181,11 +181,12 @@ def render(name: str, context: Mapping[str, object], project: Path) -> str:
         raise UsageError(f"{_place(error, folders)}{error.message}", hint=error.hint) from error
     except TemplateSyntaxError as error:
         # For an unclosed tag, jinja2 sets the name to the file.
-        raise UsageError(f"{error.filename or error.name}:{error.lineno}: {error.message}") from error
+        message = f"{error.filename or error.name}:{error.lineno}: {error.message}"
+        raise UsageError(message, hint=f"{TEMPLATES_FOLDER}/ has Jinja templates") from error
     except TemplateNotFound as error:
         searched = " or ".join(map(str, folders))
         message = f"{_place(error, folders)}there is no template {error.name!r} in {searched}"
-        raise UsageError(message) from error
+        raise UsageError(message, hint="check the name after `extends` or `include`") from error
     except Exception as error:
         # Raised by an expression of the template, such as an undefined name or a division by zero.
         place = _place(error, folders) or f"{name}: "
@@ -234,7 +235,8 @@ def _environment(folders: list[Path]) -> Environment:
 def _verbatim(value: str) -> str:
     # Hides the lines from `_tidy` as hexadecimal between NULs, which no other filter lets through.
     if "\0" in value:
-        raise UsageError(f"{value!a} cannot be written in a script: it contains a NUL character")
+        message = f"{value!a} cannot be written in a script: it contains a NUL character"
+        raise UsageError(message, hint="remove it")
     return f"\0{value.encode(errors='surrogatepass').hex()}\0"
 
 

@@ -96,7 +96,8 @@ def _problems(
     text = _run(f"trying {task}", module_argv(CODE_CHECK, *options), values, timeout_s, folder)
     answers = [line for line in text.splitlines() if line.startswith(PREFIX)]
     if not answers:
-        raise TrainkitError(f"trying {task} failed: its process ended without an answer")
+        message = f"trying {task} failed: its process ended without an answer"
+        raise TrainkitError(message, hint="something in the file ends Python: `python FILE.py` shows what")
     found = json.loads(answers[-1].removeprefix(PREFIX))
     return [(key, message, hint) for key, message, hint in found]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.errors import UsageError
-from trainkit.formats import JsonObject
+from trainkit.formats import JsonObject, there_are
 from trainkit.plan.workload import Workload, workload_of
 from trainkit.run.files import read_json, with_right_types
 
@@ -294,8 +294,8 @@ class LaunchPlan:
     def in_debugger(self, debug: DebugPlan, reason: str) -> LaunchPlan:
         """The plan with nothing that counts as a hang; UsageError for a rank that it does not have."""
         if debug.rank >= self.world_size:
-            hint = f"its ranks are 0 to {self.world_size - 1}"
-            raise UsageError(f"the run has no rank {debug.rank}", hint=hint)
+            message = f"the run has no rank {debug.rank}"
+            raise UsageError(message, hint=there_are(range(self.world_size)))
         reasons = {key: text for key, text in self.reasons.items() if key != "silence"} | {"debug": reason}
         policy = replace(self.requeue, hang_factor=None, inspect_s=None, silence_s=None)
         notify = replace(self.notify, on=tuple(event for event in self.notify.on if event != "stalled"))

@@ -164,7 +164,8 @@ class RunGroup(RunFolder):
         is_list = isinstance(values, list) and all(isinstance(value, dict) for value in values)
         points = [read_record(Point, value) for value in values or ()] if is_list else [Point()]
         if any(point.index < 0 for point in points):
-            raise UsageError(f"{self.shown}/sweep.json was not written by trainkit")
+            message = f"{self.shown}/sweep.json was not written by trainkit"
+            raise UsageError(message, hint="name one of its runs by its folder")
         record = read_record(GroupRecord, content)
         parts = [read_record(Part, one) for one in cast(list[object], record.parts) if isinstance(one, dict)]
         record = replace(record, parts=sorted(parts, key=lambda part: part.last))

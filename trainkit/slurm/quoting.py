@@ -71,10 +71,12 @@ def comment(value: object) -> str:
 def _text(value: object) -> str:
     if isinstance(value, bool) or not isinstance(value, (str, int, float, os.PathLike)):
         # str() of an undefined template variable raises the error that names it.
-        raise UsageError(f"{type(value).__name__} {str(value)!r} cannot be written in a script")
+        message = f"{type(value).__name__} {str(value)!r} cannot be written in a script"
+        raise UsageError(message, hint="only text, numbers and paths can")
     text = os.fsdecode(value) if isinstance(value, os.PathLike) else str(value)
     if "\0" in text:
-        raise UsageError(f"{text!a} cannot be written in a script: it contains a NUL character")
+        message = f"{text!a} cannot be written in a script: it contains a NUL character"
+        raise UsageError(message, hint="remove it")
     return text
 
 

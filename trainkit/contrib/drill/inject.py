@@ -191,7 +191,8 @@ def flip_bytes(run: RunDir, rng: random.Random) -> Checkpoint:
     """
     checkpoints = published(run.checkpoints_dir)
     if not checkpoints:
-        raise UsageError(f"{run.checkpoints_dir} has no checkpoint to damage")
+        message = f"{run.checkpoints_dir} has no checkpoint to damage"
+        raise UsageError(message, hint="name a run that has saved")
     newest = checkpoints[-1]
     files = newest.manifest().files
     name = max(files, key=lambda name: files[name]["bytes"])

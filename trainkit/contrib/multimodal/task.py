@@ -337,7 +337,7 @@ class MultimodalLM(Task):
         for name, whole in (("patch", "size"), ("heads", "width")):
             if numbers[whole] % numbers[name]:
                 divides = f"which does not divide task_args.{whole} {numbers[whole]}"
-                raise UsageError(f"task_args.{name} is {numbers[name]}, {divides}")
+                raise UsageError(f"task_args.{name} is {numbers[name]}, {divides}", hint="change one of them")
         if medium == "image" and {train, val} - {DEMO, None}:
             require("PIL", "task_args.medium: image", "vision")
         self._files = {"train": train, "val": val}
@@ -355,7 +355,8 @@ class MultimodalLM(Task):
         taken = queries or self._medium.num_patches
         self._max_tokens = config.data.seq_len - taken
         if self._max_tokens < 2:
-            raise UsageError(f"data.seq_len is {config.data.seq_len}, of which the medium takes {taken}")
+            message = f"data.seq_len is {config.data.seq_len}, of which the medium takes {taken}"
+            raise UsageError(message, hint=f"at least {taken + 2} leave room for a text")
 
     def build_model(self) -> nn.Module:
         model = self.config.model

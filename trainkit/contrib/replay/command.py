@@ -28,6 +28,7 @@ from trainkit.cli.options import (
     trust_option,
 )
 from trainkit.errors import EXIT_FAILED, EXIT_OK, UsageError
+from trainkit.formats import there_are
 
 if TYPE_CHECKING:
     from trainkit.contrib.replay.compare import ComparedStep, Comparison, JudgedSample
@@ -306,9 +307,8 @@ def show(run_name: str, step: int, rank: int | None, as_json: bool) -> int:
     at = find_step(run, step)
     num_ranks = at.plan.world_size
     if rank is not None and rank >= num_ranks:
-        raise UsageError(
-            f"attempt {at.attempt.number} has no rank {rank}", hint=f"its ranks are 0 to {num_ranks - 1}"
-        )
+        message = f"attempt {at.attempt.number} has no rank {rank}"
+        raise UsageError(message, hint=there_are(range(num_ranks)))
     samples = [sample for sample in step_samples(at) if rank is None or rank in sample.ranks]
     if as_json:
         value = {
