@@ -250,11 +250,12 @@ def command(
         click.echo(line, err=True)
     if plan.slurm is not None and not dry_run:
         require_controller(plan.slurm.clusters)
+    from trainkit.launch.create import create_submission, refuse_place, start_submission
+
     if dry_run or test_only:
+        refuse_place(submission.points[0].config.name, folder)
         clusters = () if plan.slurm is None else plan.slurm.clusters
         return _show(submission.preview(folder), test_only, as_json, clusters)
-    from trainkit.launch.create import create_submission, start_submission
-
     created = create_submission(submission, ["trainkit", *sys.argv[1:]], folder)
     print_created(created)
     job_id, attempt = start_submission(submission, created, now=now)

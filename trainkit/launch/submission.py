@@ -18,7 +18,6 @@ from trainkit.backends import JobScript, backend_named
 from trainkit.config import LoadedConfig, RunConfig, dump_effective
 from trainkit.errors import ConfigError, Problem, UsageError
 from trainkit.formats import JsonObject, plural, shown, shown_value
-from trainkit.launch.create import refuse_place
 from trainkit.launch.plan_run import Gatherer, plan_run
 from trainkit.launch.secrets import refuse_leaks
 from trainkit.plan.launch import LaunchPlan, option_argv
@@ -132,10 +131,9 @@ class Submission:
     def preview(self, run_dir: Path | None) -> Preview:
         """The script, byte for byte, or the plan; writes nothing.
 
-        Raises UsageError if it would contain a secret, or its folder could not be created.
+        Raises UsageError if it would contain a secret.
         """
         config, plan = self.points[0].config, self.points[0].plan
-        refuse_place(config.name, run_dir)
         run = future_run(config.name, run_dir)
         files: dict[Path, str] = {}
         for place, point in self._distinct_runs(run):
