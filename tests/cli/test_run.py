@@ -173,20 +173,27 @@ def test_death_of_the_foreground_saves_and_ends(desk):
     assert read_json(run.attempt(1).end_file)["reason"] == "saved after SIGTERM"
 
 
+@pytest.mark.parametrize("is_replaced", [True, False])
 @pytest.mark.parametrize("is_moved", [True, False])
-def test_a_folder_that_is_moved_or_deleted_is_not_made_again(desk, is_moved):
+def test_a_folder_that_is_moved_or_deleted_is_not_made_again(desk, is_moved, is_replaced):
     process, run, supervisor = started(desk)
     moved = desk.folder / "elsewhere"
     if is_moved:
         run.path.rename(moved)
     else:
         wait_for(lambda: shutil.rmtree(run.path, ignore_errors=True) or not run.path.exists())
+    if is_replaced:  # by that of a run of this name, into which nothing of the old one is written
+        run.attempt(1).path.mkdir(parents=True)
     shown, words = process.communicate(timeout=120)
     wait_for(lambda: not is_running(supervisor))
-    assert not run.path.exists()
+    if is_replaced:
+        assert list(run.attempt(1).path.iterdir()) == []
+        assert not run.events_file.exists()
+    else:
+        assert not run.path.exists()
     if not is_moved:
         assert process.returncode == 1
-        assert "ended: runs/small was deleted" in words
+        assert f"ended: runs/small{' (deleted)' * is_replaced} was deleted" in words
         return
     assert process.returncode == 0
     assert shown.splitlines()[2:] == ["attempt 1 rank 0", "asked by SIGTERM"]

@@ -249,3 +249,16 @@ def test_a_held_folder_is_followed_also_with_its_parents(
         patch.setattr(Path, "stat", stale)
         assert not run.follow(), "a file system that does not answer has moved nothing"
     assert run.path == tmp_path / "elsewhere" / "mine"
+
+
+def test_a_folder_that_took_the_place_of_the_held_one_is_not_written_to(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "mine")
+    run.path.mkdir()
+    run.hold()
+    run.path.rmdir()
+    assert not run.follow()
+    assert (run.path, run.was_replaced) == (tmp_path / "mine", False)
+    run.path.mkdir()
+    assert not run.follow()
+    assert run.was_replaced
+    assert not run.events_file.parent.exists()

@@ -66,11 +66,8 @@ class AttemptWatch(ProcessGroup):
 
     def poll(self) -> None:
         """End the attempt when it was moved or deleted, or when its ranks hang."""
-        if self.attempt.run.follow():
-            self.outcome.moved_to = str(self.attempt.run.path)
-            log_line(f"attempt {self.attempt.number}: its folder was moved to {self.outcome.moved_to}")
-            if self.outcome.stop_signal is None:
-                self.stop_ranks()
+        if self._follow() and self.outcome.stop_signal is None:
+            self.stop_ranks()
         if self._is_deleted():
             self.end_all()
             return
@@ -82,6 +79,14 @@ class AttemptWatch(ProcessGroup):
             self.end_all()
         if self.progress is not None:
             self.progress.poll()
+
+    def _follow(self) -> bool:
+        """Whether the folder was moved since the last call; what is written goes to where it is now."""
+        is_moved = self.attempt.run.follow()
+        if is_moved:
+            self.outcome.moved_to = str(self.attempt.run.path)
+            log_line(f"attempt {self.attempt.number}: its folder was moved to {self.outcome.moved_to}")
+        return is_moved
 
     def end_all(self) -> None:
         """End every process of the attempt immediately."""
@@ -102,7 +107,9 @@ class AttemptWatch(ProcessGroup):
         """Called by `poll` unless the attempt was deleted."""
 
     def _is_deleted(self) -> bool:
-        """Whether the attempt's folder has been missing for DELETED_AFTER_S. Raises OSError."""
+        """Whether the attempt's folder was replaced, or missing for DELETED_AFTER_S. Raises OSError."""
+        if self.attempt.run.was_replaced:
+            return True
         if self.attempt.path.is_dir():
             self._missing_since_s = None
             return False
@@ -158,6 +165,7 @@ class LocalAttemptWatch(AttemptWatch):
             # A request to end the run overrides a request to restart it.
             outcome.stop_signal = received.name
             outcome.cause = "asked" if received.name == RESTART_SIGNAL else None
+        self._follow()
         try:
             fields = {"time": self.received_at or utc_now(), "signal": received.name}
             log_event(self.attempt.run, self.attempt.number, "signal", **fields)

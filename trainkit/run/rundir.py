@@ -108,6 +108,8 @@ class RunDir(RunFolder):
     """Locked by the run's supervisor until it exits."""
 
     _held: int | None = None
+    was_replaced = False
+    """Whether another folder has the place of the held one, which was deleted."""
 
     def hold(self) -> None:
         """Hold on to the folder, so that `follow` finds it wherever it is moved to. Raises OSError."""
@@ -130,6 +132,11 @@ class RunDir(RunFolder):
                 if found.is_dir() and os.path.samestat(held, found.stat()):
                     self.path = found
                     return True
+        with contextlib.suppress(OSError):
+            # By the number alone: a file system that was mounted again is another device.
+            if self.path.stat().st_ino != held.st_ino:
+                # That may be another run: nothing of this one is written there.
+                self.path, self.was_replaced = self.path.with_name(f"{self.name} (deleted)"), True
         return False
 
     def _places(self, inode: int) -> Iterator[Path]:

@@ -160,7 +160,8 @@ def _drill(
     log_line(describe_plan(plan, loaded.config.name))
     for change in changes:
         log_line(f"  drill               {change.sentence}")
-    with new_folder(datetime.now(timezone.utc).strftime("drill-%Y%m%d-%H%M%S"), None) as (path, _):
+    name = datetime.now(timezone.utc).strftime("drill-%Y%m%d-%H%M%S")
+    with new_folder(name, None, "`cd`") as (path, _):
         folder = path.absolute()
     interval = loaded.config.checkpoint.every_steps if plan.workload.knows_run else None
     drill = Drill(folder, loaded.config, plan, seed, interval, log_line)
