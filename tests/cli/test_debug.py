@@ -280,7 +280,7 @@ def test_debugpy(desk, tmp_path):
     [
         (["--debug", "x.yaml"], "--debug x.yaml: neither a rank nor debugpy\n\nhint: for example --debug 1"),
         (["--debug=debugpy", "--post-mortem"], "--debug debugpy: neither a rank nor debugpy"),
-        (["--debug", "2", "--", "python", "x.py"], "the run has no rank 2\n\nhint: its ranks are 0 to 1"),
+        (["--debug", "2", "--", "python", "x.py"], "the run has no rank 2\n\nhint: there are 0 to 1"),
         (["--post-mortem", "--", "bash", "x.sh"], "--post-mortem is for Python, and the COMMAND is bash"),
         (["--debug=debugpy", "--", sys.executable, "x.py"], "-m pip install debugpy` installs it"),
         (
