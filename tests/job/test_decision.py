@@ -37,8 +37,9 @@ def ended(codes, stop_signal=None, cause=None, **more):
     return Outcome(stop_signal, cause=cause, exits=list(enumerate(codes)), **{"step": 1, **more})
 
 
-def test_a_trainer_without_a_step_has_not_saved():
-    decision = after(ended([75, 75], "SIGINT", step=None))
+@pytest.mark.parametrize("step", [None, 0])
+def test_a_trainer_without_a_step_has_not_saved(step):
+    decision = after(ended([75, 75], "SIGINT", step=step))
     assert (decision.action, decision.reason) == ("stopped", "ended by SIGINT before the first step")
     assert after(ended([75], "SIGINT", step=None, workload=COMMAND)).reason == "saved after SIGINT"
 
