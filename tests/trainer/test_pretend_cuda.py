@@ -494,9 +494,7 @@ OLD, NO_GPU, VIRTUAL, SHARED = (
     "test_distributed.py::test_two_tasks_that_see_the_same_gpu",
 )
 ELSEWHERE = {
-    ("generate", 'raise UsageError("--device is cuda, but this machine has no GPU that torch can use")'): (
-        "test_generate, on a CPU"
-    ),
+    ("generate", "raise UsageError("): "test_generate, on a CPU",
     ("select_device", "driver = driver_cuda(library)"): OLD,
     ("select_device", "raise TrainkitError("): NO_GPU,
     ("select_device", 'listed = visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))'): NO_GPU,

@@ -66,8 +66,10 @@ def generate(request: JsonObject) -> None:
         )
     wanted, has_gpu = request["device"], torch.cuda.is_available()
     if wanted == "cuda" and not has_gpu:
-        message = "--device cuda: this machine has no GPU that torch can use"
-        raise UsageError(message, hint="--device cpu computes without one")
+        raise UsageError(
+            "--device cuda: this machine has no GPU that torch can use",
+            hint="--device cpu computes without one",
+        )
     device = torch.device("cuda" if has_gpu and wanted != "cpu" else "cpu")
     model = _load(config, request, device, tokenizer.identity.vocab_size)
     next_logits = logits_of(model, device)
