@@ -188,6 +188,7 @@ def test_closed_pipe_is_quiet():
         ("status >&-", 0),
         ("watch x --once >&-", 2),
         ("check - <&-", 2),
+        (r"check $'\xff.yaml' 2>&-", 2),
         ("status >&- 2>&-", 0),
     ],
 )

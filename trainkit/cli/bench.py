@@ -42,10 +42,11 @@ from trainkit.control.cancel import cancel_group
 from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, UsageError
 from trainkit.folders import shown_path
 from trainkit.formats import short_keys, shown_value, table
-from trainkit.launch.create import create_submission, refuse_place, start_group
+from trainkit.launch.create import create_submission, start_group
 from trainkit.launch.submission import Submission
 from trainkit.plan.workload import TRAINER
 from trainkit.run.group import RunGroup
+from trainkit.run.owner import refuse_place
 
 STEPS = 30
 WARMUP = 5

@@ -33,6 +33,7 @@ from trainkit.errors import EXIT_OK, ConfigError, UsageError
 from trainkit.folders import find_shipped_config
 from trainkit.formats import JsonObject, shown_value
 from trainkit.plan.workload import Workload
+from trainkit.run.owner import refuse_place
 from trainkit.run.rundir import RUNS_FOLDER, RunDir, next_name
 from trainkit.slurm.client import require_controller
 
@@ -250,12 +251,12 @@ def command(
         click.echo(line, err=True)
     if plan.slurm is not None and not dry_run:
         require_controller(plan.slurm.clusters)
-    from trainkit.launch.create import create_submission, refuse_place, start_submission
-
     if dry_run or test_only:
         refuse_place(submission.points[0].config.name, folder)
         clusters = () if plan.slurm is None else plan.slurm.clusters
         return _show(submission.preview(folder), test_only, as_json, clusters)
+    from trainkit.launch.create import create_submission, start_submission
+
     created = create_submission(submission, ["trainkit", *sys.argv[1:]], folder)
     print_created(created)
     job_id, attempt = start_submission(submission, created, now=now)

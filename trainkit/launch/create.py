@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from shlex import quote
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -25,10 +24,10 @@ from trainkit.launch.snapshot import write_origin
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.files import utc_now, write_atomic, write_json
 from trainkit.run.group import GroupRecord, Point, RunGroup, difference
-from trainkit.run.owner import refuse_foreign
+from trainkit.run.owner import cannot_create, refuse_place
 from trainkit.run.record import AttemptRecord, CodeCopy, JobRecord, create_job, read_job
 from trainkit.run.registry import register
-from trainkit.run.rundir import RUNS_FOLDER, RunDir, folders_named, next_name, run_lock
+from trainkit.run.rundir import RUNS_FOLDER, RunDir, folders_named, run_lock
 from trainkit.slurm.environment import cluster_name
 
 if TYPE_CHECKING:
@@ -261,40 +260,7 @@ def new_folder(name: str, run_dir: Path | None, option: str = "--run-dir") -> It
             shutil.rmtree(folder, ignore_errors=True)
         if not isinstance(error, OSError):
             raise
-        raise _cannot_create(run_dir or Path(RUNS_FOLDER), error.strerror or str(error), option) from error
-
-
-def _cannot_create(place: Path, reason: str, option: str) -> UsageError:
-    return UsageError(
-        f"cannot create a run folder at {place}: {reason}",
-        hint=f"choose a writable folder with {option}, and check that disk and quota are not full",
-    )
-
-
-def refuse_place(name: str, run_dir: Path | None, option: str = "--run-dir") -> None:
-    """Raise UsageError where no folder can be created for a run or a group; writes nothing.
-
-    That is where `run_dir` is not empty, where the folder cannot be written or another user could replace it,
-    and where its name or that of the current folder is not UTF-8.
-    """
-    for path in map(os.fsencode, (Path.cwd(), run_dir or "")):
-        shown = path.decode(errors="backslashreplace")
-        if shown.encode() != path:
-            message = f"the name of {shown} is not UTF-8"
-            raise UsageError(message, hint="rename it: the files of a run name it, and are UTF-8")
-    place = run_dir or Path(RUNS_FOLDER)
-    try:
-        if run_dir is not None:
-            _refuse_used(run_dir, option)
-        whose = f"choose a folder with {option} that only you or your project group can write to"
-        refuse_foreign(run_dir or place / next_name(name, None), whose)
-        found = next(path for path in (place, *place.absolute().parents) if os.path.lexists(path))
-        if not found.is_dir():
-            raise _cannot_create(place, f"{shown_path(found)} is not a folder", option)
-        if not os.access(found, os.W_OK | os.X_OK):
-            raise _cannot_create(place, f"{shown_path(found)} cannot be written", option)
-    except OSError as error:
-        raise _cannot_create(place, error.strerror or str(error), option) from error
+        raise cannot_create(run_dir or Path(RUNS_FOLDER), error.strerror or str(error), option) from error
 
 
 def _next_free_folder(parent: Path, name: str) -> Path:
@@ -309,22 +275,3 @@ def _next_free_folder(parent: Path, name: str) -> Path:
         except FileExistsError:
             continue
     raise AssertionError("numbers do not end")
-
-
-def _refuse_used(folder: Path, option: str) -> None:
-    """Raise UsageError where the requested folder is a file or is not empty."""
-    shown = shown_path(folder)
-    if RunDir(folder).exists():
-        raise UsageError(
-            f"{shown} already contains a run", hint=f"`trainkit resume {quote(shown)}` resumes it"
-        )
-    if RunGroup(folder).exists():
-        raise UsageError(
-            f"{shown} already contains a group of runs",
-            hint=f"`trainkit status {quote(shown)}` shows it",
-        )
-    if folder.exists():
-        if not folder.is_dir():
-            raise UsageError(f"{shown} is a file", hint=f"choose a folder with {option}")
-        if any(folder.iterdir()):
-            raise UsageError(f"{shown} is not empty", hint=f"choose a new or empty folder with {option}")
