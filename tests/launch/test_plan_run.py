@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 
+from tests.golden.__main__ import HERE as GOLDEN
+from tests.golden.__main__ import unpack_run
 from tests.support.torch_builds import make_torch
 from trainkit.cluster.machine import Machine
 from trainkit.cluster.model import Cluster, NodeKind, Partition
 from trainkit.cluster.target import LOCAL, Target
 from trainkit.config import RunConfig, load_config
+from trainkit.control.resume import load_again
 from trainkit.errors import ConfigError, UsageError
 from trainkit.launch import packages as module
 from trainkit.launch.environment import command_python
@@ -20,6 +23,7 @@ from trainkit.launch.plan_run import gather, plan_run, refuse_missing
 from trainkit.plan.facts import KeyProblem
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.workload import TRAINER, Command, Workload
+from trainkit.run.rundir import RunDir
 
 LAUNCH = RunConfig().launch
 
@@ -288,21 +292,29 @@ def test_a_tracker_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("value", "workload", "resumes", "is_refused"),
+    ("value", "workload", "repeats", "is_refused"),
     [
         (True, TRAINER, False, True),
         ("auto", TRAINER, False, False),
         (False, TRAINER, False, False),
         (True, Command(("true",)), False, False),  # which writes none
-        (True, TRAINER, True, False),  # it may be the default of an earlier version
+        (None, TRAINER, True, False),  # the config of a run has the default of an earlier version: true
+        (True, TRAINER, True, True),
     ],
 )
 def test_tensorboard_that_is_not_installed(
-    submitting: Submitting, value: object, workload: Workload, resumes: bool, is_refused: bool
+    submitting: Submitting, value: object, workload: Workload, repeats: bool, is_refused: bool
 ) -> None:
-    overrides = [f"logging.tensorboard={str(value).lower()}"]
-    loaded = load_config(None, overrides=overrides, environ={}, cwd=submitting.folder)
-    facts = gather(loaded, workload, target=LOCAL, resumes=resumes)
+    overrides = [] if value is None else [f"logging.tensorboard={str(value).lower()}"]
+    if repeats:
+        run = RunDir(unpack_run(GOLDEN / "folders" / "finished", submitting.folder))
+        text = run.config_file.read_text()
+        run.config_file.write_text(text.replace("tensorboard: false", "tensorboard: true"))
+        loaded = load_again(run, overrides, {})[0]
+        assert loaded.config.logging.tensorboard is True
+    else:
+        loaded = load_config(None, overrides=overrides, environ={}, cwd=submitting.folder)
+    facts = gather(loaded, workload, target=LOCAL)
     assert facts.environment is not None
     refusal = (
         "logging.tensorboard",
