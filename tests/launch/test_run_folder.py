@@ -9,6 +9,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -251,10 +252,17 @@ def test_a_held_folder_is_followed_also_with_its_parents(
     assert run.path == tmp_path / "elsewhere" / "mine"
 
 
-def test_a_folder_that_took_the_place_of_the_held_one_is_not_written_to(tmp_path: Path) -> None:
+@pytest.mark.parametrize("code", [None, errno.ESTALE, errno.ENOENT])
+def test_a_folder_that_took_the_place_of_the_held_one_is_not_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int | None
+) -> None:
     run = RunDir(tmp_path / "mine")
     run.path.mkdir()
     run.hold()
+    if code is not None:  # as for a folder that another host has deleted
+        monkeypatch.setattr(os, "fstat", Mock(side_effect=OSError(code, "")))
+        assert not run.follow()
+        assert not run.was_replaced, "after a restart of its server, every folder may be stale"
     run.path.rmdir()
     assert not run.follow()
     assert (run.path, run.was_replaced) == (tmp_path / "mine", False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import itertools
 import os
@@ -108,44 +109,49 @@ class RunDir(RunFolder):
     """Locked by the run's supervisor until it exits."""
 
     _held: int | None = None
+    _inode = 0
     was_replaced = False
     """Whether another folder has the place of the held one, which was deleted."""
 
     def hold(self) -> None:
         """Hold on to the folder, so that `follow` finds it wherever it is moved to. Raises OSError."""
         self._held = os.open(self.path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._inode = os.fstat(self._held).st_ino
 
     def follow(self) -> bool:
         """Whether the held folder was moved since the last call; `path` is then the new one."""
         if self._held is None:
             return False
+        held = None
         try:
             held = os.fstat(self._held)
             if os.path.samestat(held, self.path.stat()):
                 return False
         except FileNotFoundError:
             pass
-        except OSError:
-            return False  # a file system that does not answer has moved nothing
-        for found in self._places(held.st_ino):
+        except OSError as error:
+            if held is not None or error.errno != errno.ESTALE:
+                return False  # a file system that does not answer has moved nothing
+        for found in self._places():
             with contextlib.suppress(OSError):
-                if found.is_dir() and os.path.samestat(held, found.stat()):
+                if held is not None and found.is_dir() and os.path.samestat(held, found.stat()):
                     self.path = found
                     return True
         with contextlib.suppress(OSError):
-            # By the number alone: a file system that was mounted again is another device.
-            if self.path.stat().st_ino != held.st_ino:
+            # By the number alone: a file system that was mounted again is another device, and not only what
+            # another host has deleted is stale, but all after some restarts of a server.
+            if self.path.stat().st_ino != self._inode:
                 # That may be another run: nothing of this one is written there.
                 self.path, self.was_replaced = self.path.with_name(f"{self.name} (deleted)"), True
         return False
 
-    def _places(self, inode: int) -> Iterator[Path]:
+    def _places(self) -> Iterator[Path]:
         """Where the held folder may be now."""
         with contextlib.suppress(OSError):
             yield Path(f"/proc/self/fd/{self._held}").readlink()
         with contextlib.suppress(OSError):
             # Of what another host has moved, this one knows the old path only.
-            yield from (Path(entry) for entry in os.scandir(self.path.parent) if entry.inode() == inode)
+            yield from (Path(entry) for entry in os.scandir(self.path.parent) if entry.inode() == self._inode)
 
     @property
     def name(self) -> str:
