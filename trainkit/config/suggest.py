@@ -24,6 +24,7 @@ WORDS = {
 _QUOTES = "\"'`“”„‘’‚«»"
 _THOUSANDS = re.compile(r"[-+]?\d{1,3}([,_]\d{3})+")
 _DECIMAL_COMMA = re.compile(r"[-+]?\d+,\d+([eE][-+]?\d+)?")
+_RANGE = re.compile(r"(\d+) *- *(\d+)")
 _WHOLE = re.compile(r"[-+]?\d+\.0*|[-+]?\d+(\.\d+)?[eE]\+?\d+")
 _DURATION = re.compile(r"(\d+)\s*(m|min|minutes?|h|hours?|d|days?)")
 MAX_WHOLE = 10**18
@@ -43,6 +44,8 @@ def readings(text: str, words: Iterable[str] = ()) -> Iterator[str]:
         yield bare.replace(",", ".")
     if _WHOLE.fullmatch(bare) and abs(Decimal(bare)) < MAX_WHOLE:
         yield str(int(Decimal(bare)))
+    if (ends := _RANGE.fullmatch(bare)) is not None:
+        yield "-".join(sorted(ends.groups(), key=int))
     if small in WORDS:
         yield WORDS[small]
     if (match := near(small, words)) is not None:
