@@ -258,11 +258,13 @@ def test_a_folder_that_took_the_place_of_the_held_one_is_not_written_to(
 ) -> None:
     run = RunDir(tmp_path / "mine")
     run.path.mkdir()
+    run.provenance_file.write_text("{}")
     run.hold()
     if code is not None:  # as for a folder that another host has deleted
         monkeypatch.setattr(os, "fstat", Mock(side_effect=OSError(code, "")))
         assert not run.follow()
         assert not run.was_replaced, "after a restart of its server, every folder may be stale"
+    run.provenance_file.unlink()
     run.path.rmdir()
     assert not run.follow()
     assert (run.path, run.was_replaced) == (tmp_path / "mine", False)
@@ -270,3 +272,16 @@ def test_a_folder_that_took_the_place_of_the_held_one_is_not_written_to(
     assert not run.follow()
     assert run.was_replaced
     assert not run.events_file.parent.exists()
+
+
+def test_a_held_folder_whose_file_system_numbers_it_anew_is_the_same(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "mine")
+    for folder in (run.path, tmp_path / "other"):
+        folder.mkdir()
+    run.provenance_file.write_text("{}")
+    run.hold()
+    run.provenance_file.rename(tmp_path / "other" / "provenance.json")
+    run.path.rmdir()
+    (tmp_path / "other").rename(run.path)
+    assert not run.follow()
+    assert (run.path, run.was_replaced) == (tmp_path / "mine", False)

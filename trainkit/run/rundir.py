@@ -110,13 +110,24 @@ class RunDir(RunFolder):
 
     _held: int | None = None
     _inode = 0
+    _made: tuple[int, ...] = ()
     was_replaced = False
     """Whether another folder has the place of the held one, which was deleted."""
 
     def hold(self) -> None:
         """Hold on to the folder, so that `follow` finds it wherever it is moved to. Raises OSError."""
         self._held = os.open(self.path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        self._inode = os.fstat(self._held).st_ino
+        self._inode, self._made = os.fstat(self._held).st_ino, self._when_made()
+
+    def _when_made(self) -> tuple[int, ...]:
+        """What tells this folder from another one at its path; raises OSError if there is none.
+
+        Inodes do not: a new folder may get the number of a deleted one, and some file systems change them.
+        """
+        with contextlib.suppress(FileNotFoundError):
+            found = self.provenance_file.stat()
+            return found.st_mtime_ns, found.st_size
+        return (self.path.stat().st_ino,)
 
     def follow(self) -> bool:
         """Whether the held folder was moved since the last call; `path` is then the new one."""
@@ -138,10 +149,10 @@ class RunDir(RunFolder):
                     self.path = found
                     return True
         with contextlib.suppress(OSError):
-            # By the number alone: a file system that was mounted again is another device, and not only what
-            # another host has deleted is stale, but all after some restarts of a server.
-            if self.path.stat().st_ino != self._inode:
-                # That may be another run: nothing of this one is written there.
+            # It may still be the same: a file system that was mounted again is another device, and after some
+            # restarts of a server all is stale.
+            if self._when_made() != self._made:
+                # That is another run: nothing of this one is written there.
                 self.path, self.was_replaced = self.path.with_name(f"{self.name} (deleted)"), True
         return False
 
