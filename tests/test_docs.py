@@ -85,7 +85,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [text], trainers.BpeTrainer(vocab_size=300, special_tokens=["<unk>", "</s>"])
     )
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "train.py").write_text("import os\nprint(os.environ['RANK'])\n")
+    # The last point of a sweep is there to be cancelled and resumed.
+    script = "import os, sys, time\nprint(os.environ['RANK'])\ntime.sleep(600 * (sys.argv[-1] == '1e-3'))\n"
+    (folder / "train.py").write_text(script)
     (folder / "mine.yaml").write_text(
         next(block for block in blocks(README, "yaml") if "name: mine" in block)
     )

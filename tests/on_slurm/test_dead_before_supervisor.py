@@ -12,6 +12,7 @@ from tests.on_slurm.broken_runs import diagnosed
 from tests.on_slurm.login import BACKENDS, Login, log_of, settings
 from tests.on_slurm.test_training import QUICKSTART, SHORT
 from trainkit.run.files import read_jsonl
+from trainkit.run.group import RunGroup
 from trainkit.run.rundir import STARTS_FOLDER, RunDir
 
 ON_ONE = ("--nodes", "1", "--gpus-per-node", "1")
@@ -35,12 +36,15 @@ def failed_hosts(run: RunDir) -> list[str]:
 @pytest.mark.slow(seconds=15)
 def test_a_broken_node_is_left_out_by_the_requeue(login: Login) -> None:
     bad = login.cluster.hosts[0]  # an idle cluster takes it first
-    options = (*ON_ONE, *killed_on(bad), *PRINTS_HOST)
+    options = (*ON_ONE, *HOLD, *killed_on(bad), *PRINTS_HOST)
     runs = [
         login.submit("--backend", backend, "--per", per, *options)
         for backend, per in zip(BACKENDS, ("gpu", "node"), strict=True)
     ]
     group = login.submit("--array", "0-1", *options).path
+    # At once: while one ends, others start elsewhere.
+    held = [*map(login.job_id, runs), RunGroup(group).job_id]
+    login.run(["scontrol", "release", *map(str, held)], check=True)
     for run in (*runs, RunDir(group / "0"), RunDir(group / "1")):
         login.finish(run)
         assert failed_hosts(run) == [bad]

@@ -182,18 +182,20 @@ def test_ten_thousand_tasks_in_two_seconds_and_two_calls(login: Login) -> None:
     group = submit(login, "--array", "0-9999", *HELD, *LISTENS)
     counted, log = counting_calls(login)
     for state in ("pending", "cancelled"):
-        log.unlink(missing_ok=True)
-        began_s = cpu_s_of_children()
-        seen = status(login, group, env=counted)
-        in_group_s = cpu_s_of_children() - began_s
-        assert seen["states"] == {state: 10_000}
-        calls = Counter(log.read_text().split())
-        assert calls.total() <= 2, calls
-        began_s = cpu_s_of_children()
-        assert "10,000" in login.trainkit("status", env=counted).stdout
-        in_all_s = cpu_s_of_children() - began_s
-        assert 0.05 < in_group_s < 2.0
-        assert 0.05 < in_all_s < 2.0
+        in_group_s, in_all_s = [], []
+        for _ in range(2):  # what shares the core can only make one of them dearer
+            log.unlink(missing_ok=True)
+            began_s = cpu_s_of_children()
+            seen = status(login, group, env=counted)
+            in_group_s.append(cpu_s_of_children() - began_s)
+            assert seen["states"] == {state: 10_000}
+            calls = Counter(log.read_text().split())
+            assert calls.total() <= 2, calls
+            began_s = cpu_s_of_children()
+            assert "10,000" in login.trainkit("status", env=counted).stdout
+            in_all_s.append(cpu_s_of_children() - began_s)
+        assert 0.05 < min(in_group_s) < 2.0
+        assert 0.05 < min(in_all_s) < 2.0
         login.trainkit("cancel", str(group.path))
 
 

@@ -80,7 +80,7 @@ def test_a_place_that_cannot_be_written_ends_all_tasks(nano: Login) -> None:
     (nano.folder / "runs").write_text("a file")
     done = nano.run(["srun", "--ntasks=2", "--nodes=2", "trainkit", "run", "nano.yaml"], timeout_s=240)
     assert done.returncode != 0
-    assert "error: cannot create a run folder at runs: File exists" in done.stderr
+    assert "error: cannot create a run folder at runs: runs is not a folder" in done.stderr
 
 
 def test_what_a_process_is_in_the_batch_shell_and_in_steps(login: Login) -> None:
