@@ -243,7 +243,8 @@ def _read_text(path: Path, shown: str) -> str:
         message = f"this is not UTF-8 text: byte 0x{error.object[error.start]:02x} at offset {error.start}"
         problem_hint = "a config is a text file in YAML"
     except OSError as error:
-        message, problem_hint = f"the file cannot be read: {error.strerror}", "`ls -l` shows who may read it"
+        message = f"the file cannot be read: {error.strerror}"
+        problem_hint = "check the path and its permissions"
     raise ConfigError([Problem("", message, shown, problem_hint)])
 
 
