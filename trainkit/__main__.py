@@ -7,19 +7,20 @@ import sys
 
 def program() -> int:
     """Run the command of the command line; returns its exit code."""
-    # Loading libraries allocates much and frees little: garbage collections would take 7 % of a dry run. A
-    # command that runs for hours still collects.
-    gc.set_threshold(100_000)
-    _open_closed_streams()
     try:
+        # Loading libraries allocates much and frees little: garbage collections would take 7 % of a dry run.
+        # A command that runs for hours still collects.
+        gc.set_threshold(100_000)
+        _open_closed_streams()
         from trainkit.cli.main import main
-    except KeyboardInterrupt:
+
+        code = main()
+        # Python's last garbage collection takes a tenth of a short command, and the memory is freed anyway.
+        gc.freeze()
+        return code
+    except KeyboardInterrupt:  # outside of the command itself, which may have more to say
         print("\ninterrupted", file=sys.stderr)
         return 130
-    code = main()
-    # Python's last garbage collection takes a tenth of a short command, and the memory is freed anyway.
-    gc.freeze()
-    return code
 
 
 def _open_closed_streams() -> None:

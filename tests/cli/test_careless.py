@@ -133,6 +133,21 @@ def test_paths_are_as_short_as_they_can_be(here: Path, line: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "line",
+    [
+        *("status", "status live", "watch live --once", "logs cancelled", "diagnose cancelled"),
+        *("ckpt ls finished", "compare finished cancelled"),
+        "report finished --out ../page.html",
+    ],
+)
+def test_what_only_reads_writes_nothing(here: Path, line: str) -> None:
+    before = {file: file.lstat().st_mtime_ns for file in here.rglob("*")}
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert typed(f"trainkit {line}")[0] == 0
+    assert {file: file.lstat().st_mtime_ns for file in here.rglob("*")} == before
+
+
+@pytest.mark.parametrize(
     ("file", "warning"),
     [
         (

@@ -13,6 +13,7 @@ from click.shell_completion import ShellComplete
 
 import trainkit
 from tests.support.programs import run_program
+from trainkit.__main__ import program
 from trainkit.cli import main as main_module
 from trainkit.cli.help import Command
 from trainkit.cli.main import COMMANDS, cli, load_command, main
@@ -46,8 +47,8 @@ def test_a_run_is_looked_up_without_configs(command, tmp_path):
     """They take most of the start-up time of these commands."""
     script = (
         f"import sys\nfrom trainkit.cli.main import main\ncode = main(['{command}', 'nothere'])\n"
-        "heavy = {'torch', 'pydantic', 'rich'} & set(sys.modules)\n"
-        "assert not heavy, heavy\nsys.exit(code)"
+        "slow = {'torch', 'pydantic', 'rich', 'logging', 'socket', 'trainkit.plan.launch'}\n"
+        "assert not slow & set(sys.modules), slow & set(sys.modules)\nsys.exit(code)"
     )
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(tmp_path)}
     done = run_program(sys.executable, "-c", script, cwd=tmp_path, env=environ)
@@ -164,6 +165,18 @@ def test_exit_codes(error, code, words, monkeypatch, capsys):
     fail_with(monkeypatch, error)
     assert main(["status"]) == code
     assert capsys.readouterr().err == words
+
+
+@pytest.mark.parametrize("place", ["gc.set_threshold", "gc.freeze", "trainkit.cli.main.escaped_output"])
+def test_ctrl_c_around_a_command_is_one_word(place, monkeypatch, capsys):
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    for function in ("gc.set_threshold", "gc.freeze"):  # this process collects as before
+        monkeypatch.setattr(function, lambda *args: None)
+    monkeypatch.setattr(place, interrupt)
+    monkeypatch.setattr(sys, "argv", ["trainkit", "--version"])
+    assert (program(), capsys.readouterr().err) == (130, "\ninterrupted\n")
 
 
 def test_unexpected_error_is_one_line_and_debug_shows_where(monkeypatch, capsys):

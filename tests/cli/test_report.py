@@ -41,8 +41,16 @@ def test_json_has_the_points_failures_first(capsys: pytest.CaptureFixture[str], 
 def test_a_page_that_cannot_be_written(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = place / "mine" / "report.html"
     page.mkdir()
-    assert main(["report", "mine"]) == 1
-    assert capsys.readouterr().err.startswith(f"error: {page} cannot be written: Is a directory")
+    assert main(["report", "mine"]) == 2
+    assert capsys.readouterr().err == (
+        f"error: {page} cannot be written: Is a directory\n\n"
+        "hint: `trainkit report mine --out FILE` writes another file\n"
+    )
+    assert main(["report", "mine", "--out", "page.html"]) == 0
+    assert "3 runs, 1 failed, 2 finished" in Path("page.html").read_text()
+    assert capsys.readouterr().out == f"{Path.cwd() / 'page.html'}\n"
+    assert main(["report", "mine", "--out", "page.html"]) == 2
+    assert capsys.readouterr().err.startswith("error: --out page.html exists already")
 
 
 def test_a_point_of_a_sweep_has_a_report_of_its_own(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -124,7 +124,12 @@ def test_message(tmp_path: Path, override: str, message: str | None) -> None:
         ("checkpoint.async_save=true", "did you mean checkpoint.async?"),
         ("learningrate=1", "`trainkit schema` prints every key"),
         ("qqqqq=1", "`trainkit schema` prints every key"),
-        ("checkpoint.dir=1", "`trainkit schema` prints every key"),
+        (
+            "checkpoint.dir=1",
+            "checkpoint has every_steps, every_minutes, keep_last, best_metric, best_mode, async",
+        ),
+        ("schedule.name_=1", "did you mean schedule.name?"),
+        ("notify.name=1", "notify has on, webhook, mail, min_interval_s, stalled_after_s"),
         ("train.batch_size=1", "did you mean train.device_batch_size?"),
         ("data.dataset=1", "did you mean data.source?"),
         ("slurm=1", "did you mean resources?"),

@@ -2,12 +2,14 @@
 
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from slurm_job import RUNNING, Slurm, reasons
 
-from trainkit.errors import EXIT_OK, EXIT_STOPPED
+from trainkit.errors import EXIT_OK, EXIT_STOPPED, UsageError
 from trainkit.job import allocation, supervisor
 from trainkit.job.claim_attempt import NothingToDo, claim_attempt
 from trainkit.job.decision import Decision
@@ -56,6 +58,18 @@ def test_a_job_that_was_cancelled_while_it_waited_does_not_start(run: RunDir) ->
     add_slurm_attempt(run, 1, "7", "submit", "sbatch")
     mark_cancelled(run)
     assert claim_attempt(run, "7").reason == "it was cancelled before it started"
+
+
+@pytest.mark.parametrize(
+    "start", [lambda run: claim_attempt(run, "7"), lambda run: allocation.LocalAllocation(run, 1).claim()]
+)
+def test_a_start_leaves_nothing_in_the_place_of_a_run_that_is_gone(
+    start: Callable[[RunDir], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainkit.job.claim_attempt.ENTRY_TIMEOUT_S", 0.0)
+    with pytest.raises(UsageError, match="moved or deleted before this start"):
+        start(RunDir(tmp_path))
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.fixture

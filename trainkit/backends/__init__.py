@@ -14,11 +14,11 @@ from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, ClassVar
 
-from trainkit.plan.launch import LaunchPlan, Options
 from trainkit.run.files import utc_now
 from trainkit.run.rundir import RunDir
 
 if TYPE_CHECKING:
+    from trainkit.plan.launch import LaunchPlan, Options
     from trainkit.run.group import RunGroup
     from trainkit.run.record import AttemptRecord
     from trainkit.slurm.jobs import JobInfo

@@ -9,14 +9,13 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from trainkit.backends import SUPERVISOR_EXIT_S, JobStatus, backend_of
-from trainkit.backends.slurm import in_queue
 from trainkit.errors import SlurmError, TrainkitError, UsageError, print_note
 from trainkit.run.end import is_over
 from trainkit.run.group import RunGroup, is_index
 from trainkit.run.history import read_plan
 from trainkit.run.record import AttemptRecord, JobRecord, add_slurm_attempt, read_job
 from trainkit.run.rundir import RunDir, submission_token
-from trainkit.slurm.jobs import JobInfo, query_jobs
+from trainkit.slurm.jobs import JobInfo, in_queue, query_jobs
 from trainkit.slurm.states import JobState, by_cluster, on_cluster
 from trainkit.slurm.submit import find_by_token
 

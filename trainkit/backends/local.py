@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 from trainkit.backends import SUPERVISOR_EXIT_S, Backend, JobStatus, NewAttempt, write_cancelled
 from trainkit.errors import TrainkitError, UsageError
 from trainkit.job.processes import PAUSE_SIGNALS, descendants, dies_with, module_argv, signal_all
-from trainkit.job.rank_debugger import TERMINAL_VARIABLE
 from trainkit.job.signals import NOTICE_SIGNALS
 from trainkit.run.end import KILLED, is_over
 from trainkit.run.events import log_event, read_events
@@ -77,6 +76,8 @@ class LocalBackend(Backend):
         point = group_of(attempt.run)
         environ = {} if point is None else {"SLURM_ARRAY_TASK_ID": str(point[1])}
         if new.foreground and os.isatty(0):
+            from trainkit.job.rank_debugger import TERMINAL_VARIABLE  # its sockets are slow to load
+
             environ[TERMINAL_VARIABLE] = os.ttyname(0)
         cwd = read_job(attempt.run).cwd
         return _start_process(argv, attempt.supervisor_log, cwd, environ, foreground=new.foreground).pid

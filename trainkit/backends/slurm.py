@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeGuard
 
 from trainkit.backends import Backend, JobStatus, NewAttempt, write_cancelled
 from trainkit.errors import TrainkitError, UsageError, print_note
@@ -38,7 +37,7 @@ from trainkit.run.record import (
 from trainkit.run.rundir import AttemptDir, RunDir, submission_token
 from trainkit.slurm.client import SlurmUnreachable
 from trainkit.slurm.control import cancel, cancel_waiting, kill_steps, send_signal
-from trainkit.slurm.jobs import JobInfo, query_jobs
+from trainkit.slurm.jobs import JobInfo, in_queue, query_jobs
 from trainkit.slurm.states import JobState, split_job
 from trainkit.slurm.submit import cancel_command, find_by_token, submit_script
 
@@ -181,11 +180,6 @@ class StepBackend(SlurmBackend):
         log_event(run, attempt.number, "submitted", job_id=task.job_id, reason=new.reason)
         log_event(run, attempt.number, "started", world_size=new.plan.world_size, nodes=new.plan.num_nodes)
         return entry
-
-
-def in_queue(job: JobInfo | None) -> TypeGuard[JobInfo]:
-    """Whether the job is in Slurm's queue, pending or running."""
-    return job is not None and not job.is_terminal and job.state is not JobState.UNKNOWN
 
 
 def step_of(run: RunDir, entry: AttemptRecord) -> str | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from datetime import datetime, timezone
 from pathlib import Path
+from shlex import quote
 
 import click
 
@@ -11,7 +13,7 @@ from trainkit.cli.help import Command, examples, warn
 from trainkit.cli.options import json_option, run_argument
 from trainkit.cli.output import echo_json
 from trainkit.cli.status import find_any, look_at, query_group
-from trainkit.errors import EXIT_OK, TrainkitError
+from trainkit.errors import EXIT_OK, UsageError
 from trainkit.run.files import write_atomic
 from trainkit.run.group import RunGroup
 from trainkit.run.rundir import RunDir
@@ -19,8 +21,11 @@ from trainkit.run.rundir import RunDir
 
 @click.command(cls=Command, epilog=examples("trainkit report last", "trainkit report last --json"))
 @run_argument
+@click.option(
+    "--out", type=click.Path(path_type=Path), metavar="FILE", help="New file; default: in the folder of RUN."
+)
 @json_option
-def command(run_name: str, as_json: bool) -> int:
+def command(run_name: str, out: Path | None, as_json: bool) -> int:
     """Write report.html in the folder of RUN and print its path.
 
     The page shows the timeline, goodput and where the rest of the time went, curves, utilisation, requested
@@ -34,6 +39,8 @@ def command(run_name: str, as_json: bool) -> int:
     from trainkit.observe.sweep_report import read_sweep, render_sweep, sweep_of_group
 
     found = find_any(run_name, groups_of_bench=True)
+    if out is not None and os.path.lexists(out):
+        raise UsageError(f"--out {out} exists already", hint="name a new file")
     now = datetime.now(timezone.utc).timestamp()
     if isinstance(found, RunDir):
         report = read_report(*look_at(found)[:2], now)
@@ -47,13 +54,13 @@ def command(run_name: str, as_json: bool) -> int:
             sweep = sweep_of_bench(found, warn)
         runs = read_sweep(sweep, now)
         folder, page, value = Path(runs.run_dir), render_sweep(runs), runs.to_dict()
-    file = folder / REPORT_FILE
+    file = folder / REPORT_FILE if out is None else out.absolute()
     try:
         write_atomic(file, page)
     except OSError as error:
-        raise TrainkitError(
+        raise UsageError(
             f"{file} cannot be written: {error.strerror or error}",
-            hint="free disk space, or copy the folder to where you may write and name the copy",
+            hint=f"`trainkit report {quote(run_name)} --out FILE` writes another file",
         ) from error
     if as_json:
         echo_json({"report": str(file), **value})

@@ -25,7 +25,6 @@ from trainkit.cli.output import echo_json
 from trainkit.errors import EXIT_OK, UsageError
 from trainkit.folders import relative_path, shown_path
 from trainkit.formats import cell, duration, short_keys, table
-from trainkit.job.group_parts import recover_parts
 from trainkit.observe.group import GroupFiles, GroupStatus, PointStatus, most_relevant, state_counts
 from trainkit.observe.status import RunStatus, failure_lines, read_status
 from trainkit.run.end import Best, read_newest_end
@@ -152,6 +151,8 @@ def show_runs(found: RunGroup | Bench | None, show_all: bool, as_json: bool) -> 
 
 def query_group(group: RunGroup) -> GroupStatus:
     """The status of a group; looks its job up if Slurm has not acknowledged it."""
+    from trainkit.job.group_parts import recover_parts  # it can submit jobs, and most runs are in no group
+
     recover_parts(group)
     return read_group(group, lambda ids: query_jobs_or_warn(ids, warn))
 

@@ -185,7 +185,7 @@ SIMILAR = 0.75
 
 def meant(path: tuple[str, ...]) -> str | None:
     """The key or section closest to an unknown path, or None."""
-    leaf, dotted = path[-1], ".".join(path)
+    leaf = path[-1]
     if leaf in OTHER_KEYS:
         return OTHER_KEYS[leaf]
     same = [key for key in all_keys() if key.endswith(f".{leaf}")]
@@ -196,8 +196,10 @@ def meant(path: tuple[str, ...]) -> str | None:
     words = {key.rpartition(".")[2]: key for key in reversed(all_keys())}
     words |= {key.replace(".", "_"): key for key in all_keys()} | {key: key for key in all_keys()}
     words |= {name: name for name in RunConfig.model_fields}
+    if len(path) > 1:
+        del words["name"]  # of the run: in a section it would be that of something else
     found = near(leaf, RunConfig.model_fields, SIMILAR) if len(path) == 1 and leaf not in words else None
-    found = found or near(leaf, words, SIMILAR) or near(dotted, words, SIMILAR)
+    found = found or near(leaf, words, SIMILAR)
     return words[found] if found and words[found] != path[0] else None  # `checkpoint.dir` is not `checkpoint`
 
 

@@ -46,7 +46,9 @@ def without(entry: Entry, paths: list[tuple[str, ...]]) -> Entry:
 def unknown_problem(path: tuple[str, ...], entry: Entry) -> Problem:
     """The problem of an unknown key, with the closest key as the hint."""
     match = meant(path)
-    hint = f"did you mean {match}?" if match else "`trainkit schema` prints every key"
+    own = ", ".join(sections()[path[0]]) if len(path) > 1 else ""
+    other = f"{path[0]} has {own}" if own else "`trainkit schema` prints every key"
+    hint = f"did you mean {match}?" if match else other
     if "." in path[-1] and path[-1] in all_keys():
         section, _, leaf = path[-1].partition(".")
         hint = f'write "{section}:" and, indented on the next line, "{leaf}:"'

@@ -87,13 +87,13 @@ def expected_time_s(run: RunDir, plan: LaunchPlan, steps: int | None) -> float |
 
 
 def refuse_finished(
-    run: RunDir, before: RunConfig, loaded: LoadedConfig, plan: LaunchPlan, *, new_code: bool
+    run: RunDir, before: RunConfig, now: RunConfig, plan: LaunchPlan, *, new_code: bool = False
 ) -> None:
     """Raise UsageError if the run has finished and nothing is asked that it has not done.
 
     That is another number of steps, for a command any other value than `before`, or new code.
     """
-    end, now = read_end(run.attempt(max(run.attempt_numbers(), default=0))), loaded.config
+    end = read_end(run.attempt(max(run.attempt_numbers(), default=0)))
     if end is None or end.state != "finished":
         return
     if not plan.workload.knows_run:
@@ -340,7 +340,7 @@ def planned_resume(
         note_dead_job(run, warn)
     loaded, plan_before = load_again(run, overrides, flags)
     job, before, workload = read_job(run), read_effective(run.config_file), plan_before.workload
-    refuse_finished(run, before, loaded, plan_before, new_code=new_code)
+    refuse_finished(run, before, loaded.config, plan_before, new_code=new_code)
     with submission_folder(run, new_code) as code_dir:
         if target is None and "launch.backend" not in flags:
             target = same_place(job.newest, loaded)
@@ -416,14 +416,17 @@ def resume_group(group: RunGroup) -> str:
 def start_again(run: RunDir, reason: str) -> AttemptRecord:
     """Start the next attempt of a run that has ended, with the config and plan of its newest one.
 
-    Call with the run's lock held. Raises UsageError for a run that was never started.
+    Call with the run's lock held. Raises UsageError for a run that was never started, and for one that has
+    trained for all its steps: what a command has still to do, nobody else knows.
     """
     newest = read_job(run).newest
     if newest is None:
         hint = f"`trainkit resume {run.word}` starts it"
         raise UsageError(f"{run.shown} was never started", hint=hint)
     attempt = run.attempt(newest.attempt)
-    plan = LaunchPlan.read(attempt.plan_file)
+    plan, config = LaunchPlan.read(attempt.plan_file), read_effective(attempt.config_file)
+    if plan.workload.knows_run:
+        refuse_finished(run, config, config, plan)
     if not plan.has_supervisor:
         hint = f"`trainkit resume {run.word}` plans it anew"
         where = "in a step that srun started, or on hosts without Slurm"
@@ -437,7 +440,7 @@ def start_again(run: RunDir, reason: str) -> AttemptRecord:
     elif hosts and plan.slurm is not None:
         left_out = with_excluded(plan.slurm, excludable(hosts, plan.slurm, print_note))
         plan = replace(plan, slurm=left_out)
-    return start_attempt(run, read_effective(attempt.config_file), plan, reason)
+    return start_attempt(run, config, plan, reason)
 
 
 def requeue_run(run: RunDir) -> tuple[AttemptRecord, bool]:

@@ -73,7 +73,7 @@ from trainkit.run.record import (
     superseded_by,
     write_plan,
 )
-from trainkit.run.rundir import AttemptDir, RunDir, RunLocked, run_lock
+from trainkit.run.rundir import AttemptDir, RunDir, RunLocked, refuse_missing, run_lock
 from trainkit.slurm.client import JOB_TIMEOUT_S, QUERY_PATIENCE_S
 from trainkit.slurm.control import requeue
 from trainkit.slurm.hosts import expand_hosts, is_unavailable, node_states
@@ -197,6 +197,7 @@ class LocalAllocation(Allocation):
         """What it has got of this machine, until this process exits."""
 
     def claim(self) -> AttemptDir | int:
+        refuse_missing(self.run)
         # That command holds the lock until it has recorded the attempt.
         with run_lock(self.run):
             entry = read_job(self.run).of_attempt(self._number)

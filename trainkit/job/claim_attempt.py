@@ -24,7 +24,7 @@ from trainkit.run.record import (
     reopen_attempt,
     set_follow_ups,
 )
-from trainkit.run.rundir import AttemptDir, RunDir, is_supervised, run_lock
+from trainkit.run.rundir import AttemptDir, RunDir, is_supervised, refuse_missing, run_lock
 from trainkit.slurm.client import SlurmRefused
 from trainkit.slurm.environment import cluster_name
 from trainkit.slurm.jobs import job_details
@@ -48,7 +48,7 @@ def claim_attempt(run: RunDir, job_id: str, lock_timeout_s: float | None = None)
 
     There is nothing to do when the job was cancelled while pending, for a follow-up of an ended run, and
     while another job carries the run: the script was submitted twice, or an old job was requeued.
-    Raises RunLocked as `run_lock` does, UsageError when the run folder cannot be locked, and OSError.
+    Raises RunLocked as `run_lock` does, UsageError when the run is gone or cannot be locked, and OSError.
     """
     with contextlib.suppress(TimeoutError):
         wait_for_json(
@@ -56,6 +56,7 @@ def claim_attempt(run: RunDir, job_id: str, lock_timeout_s: float | None = None)
             ENTRY_TIMEOUT_S,
             accept=lambda _: bool(read_job(run).of_job(job_id, cluster_name())) or is_follow_up(run, job_id),
         )
+    refuse_missing(run)
     while True:
         # Slurm is queried without the lock: `trainkit cancel` needs it.
         newest = read_job_to_change(run).newest

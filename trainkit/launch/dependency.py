@@ -15,7 +15,8 @@ from trainkit.errors import UsageError
 from trainkit.folders import shown_path
 from trainkit.observe.group import GroupFiles, PointStatus
 from trainkit.observe.status import RunStatus, read_status
-from trainkit.plan.launch import UNFINISHED_STATES, LaunchPlan
+from trainkit.plan.launch import LaunchPlan
+from trainkit.run.end import UNFINISHED_STATES
 from trainkit.run.history import RunHistory
 from trainkit.run.record import read_job
 from trainkit.run.registry import find_run_or_group

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from functools import cached_property
@@ -264,6 +263,8 @@ def _read_points(group: RunGroup) -> list[PointFiles]:
     created = [int(name) for name in names if is_index(name) and int(name) in points]
     found = {index: PointFiles(point, group.task_id(index)) for index, point in points.items()}
     shares = [created[first : first + POINTS_PER_TASK] for first in range(0, len(created), POINTS_PER_TASK)]
+    from concurrent.futures import ThreadPoolExecutor  # slow to load, and most runs are in no group
+
     with ThreadPoolExecutor(NUM_READERS) as readers:
         for share in readers.map(lambda share: [_read(group, index) for index in share], shares):
             found |= {files.point.index: files for files in share}

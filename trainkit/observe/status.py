@@ -15,9 +15,9 @@ from trainkit.formats import number, time_text
 from trainkit.job.failed_starts import FailedStart, batch_log, failed_starts
 from trainkit.observe.goodput import worker_hours
 from trainkit.observe.logs import clean, printed_metrics, read_log
-from trainkit.plan.launch import UNFINISHED_STATES
 from trainkit.run.end import (
     SIGNALLED,
+    UNFINISHED_STATES,
     AttemptEnd,
     RankFailure,
     first_of,

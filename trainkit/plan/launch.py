@@ -390,7 +390,3 @@ def option_argv(options: Options) -> list[str]:
         for name, value in options.items()
         if value is not False
     ]
-
-
-UNFINISHED_STATES = ("pending", "starting", "running", "paused", "restarting", "stopping", "requeueing")
-"""States of a run that may still finish."""

@@ -26,6 +26,8 @@ continue without a slow host; `grow` to have more nodes; `not_started` when Slur
 which does not count as a failure of the run."""
 RESUME_ACTIONS = ("restart", "requeue", "resubmit", "follow_up")
 """The actions after which the run resumes without a command."""
+UNFINISHED_STATES = ("pending", "starting", "running", "paused", "restarting", "stopping", "requeueing")
+"""States of a run that may still finish."""
 KILLED = "killed by cancel --now"
 """The reason of an end without a save."""
 WITHOUT_RECORD = "ended without a record"

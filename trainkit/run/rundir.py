@@ -348,6 +348,15 @@ def run_lock(run: RunDir, timeout_s: float | None = None) -> Iterator[None]:
         yield
 
 
+def refuse_missing(run: RunDir) -> None:
+    """Raise UsageError if the run is gone: a start writes nothing into a folder that has its place now."""
+    if not run.exists():
+        raise UsageError(
+            f"{run.path} is not the folder of a run any more: it was moved or deleted before this start",
+            hint="`trainkit resume DIR` continues the run where it is now",
+        )
+
+
 def become_sole_supervisor(run: RunDir, timeout_s: float) -> None:
     """Lock the run for this supervisor until it exits; raises RunLocked like `run_lock`.
 

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from typing import TypeGuard
 
 from trainkit.errors import TrainkitError
 from trainkit.slurm.client import (
@@ -97,6 +98,11 @@ class JobInfo:
         if self.state.is_waiting:
             return reason_sentence(self.reason)
         return self.reason if self.state is JobState.UNKNOWN else ""
+
+
+def in_queue(job: JobInfo | None) -> TypeGuard[JobInfo]:
+    """Whether the job is in Slurm's queue, pending or running."""
+    return job is not None and not job.is_terminal and job.state is not JobState.UNKNOWN
 
 
 def query_jobs(ids: Iterable[str]) -> dict[str, JobInfo]:
