@@ -218,7 +218,6 @@ def _plan(
         import_path=import_path,
         notes=[*left_out, *linked, *notes],
         workdir=str(run.code_dir / tree.subfolder),
-        num_left_out=len(tree.left_out),
     )
     if workload.is_command:
         code.notes.append(WORK_FOLDER_NOTE)
