@@ -16,10 +16,10 @@ The parts:
     profile        where the GPU's time goes in three steps of 1b
     large          Llama 3 8B or, on a GPU with 80 GB, Llama 3.2 3B, with 8 microbatches a step
     save           how long saving a state of 2.7 GB blocks training, and how it slows the next steps
-    options        1b with a mask of documents, computed or read, and in float8
+    hugging-face   the Trainer of transformers, where that is installed, on the model of 1b
     350m           trainkit, compiled and not, and the hand-written loop, with alternating steps; then in
                    float32 and TF32
-    hugging-face   the Trainer of transformers, where that is installed, on the model of 1b
+    options        1b with a mask of documents, computed or read, and in float8
 
 The hand-written loop has what a careful user writes: bf16 autocast, fused AdamW, SDPA, compiled blocks and
 loss, clipping. Where its float32 state would not fit, it has all weights and averages in bf16. What the
@@ -88,9 +88,9 @@ PARTS = {
     "profile": Part("Time of a step of 1b", 60),
     "large": Part("Llama 3 8B or Llama 3.2 3B, 8 microbatches a step", 140),
     "save": Part("Saving the state", 90),
-    "options": Part("1b with a mask of documents, and in float8", 130),
-    "350m": Part("350m, with alternating steps, and in float32", 120),
     "hugging-face": Part("Llama 3.2 1B with the Trainer of transformers", 100),
+    "350m": Part("350m, with alternating steps, and in float32", 120),
+    "options": Part("1b with a mask of documents, and in float8", 130),
 }
 
 

@@ -68,6 +68,7 @@ from trainkit.trainer.distributed import (
     COLLECTIVE_TIMEOUT,
     World,
     broadcast_from_main,
+    group_ender,
     join_world,
     make_world,
     record_event,
@@ -222,7 +223,7 @@ class Attached:
         self._rank_info = RankInfo(env.rank, env.node_rank, own_host())
         self._stacks = RankStacks(attempt, env.rank, self._progress)
         self._stacks.listen(stop)
-        self._owns_group = owns_group
+        self._end_groups = group_ender() if owns_group else None
         self._is_by_hand = plan is None
         self._outcome: Action | None = None
         """How the loop has ended, if it has."""
@@ -385,8 +386,8 @@ class Attached:
         if self._is_by_hand and self.is_main:
             self._record_end()
         self._stacks.close()
-        if self._owns_group and dist.is_initialized():
-            dist.destroy_process_group()
+        if self._end_groups is not None and dist.is_initialized():
+            self._end_groups()
         # A group that is still referenced when Python exits can end it with SIGABRT.
         gc.collect()
 

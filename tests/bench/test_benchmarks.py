@@ -103,7 +103,7 @@ def test_what_a_python_lacks_is_one_line_to_copy(
 
 @pytest.mark.slow(seconds=60)
 def test_every_bench_on_a_cpu(tmp_path: Path) -> None:
-    parts = ("profile", "large", "save", "options", "350m")
+    parts = ("profile", "large", "save", "350m", "options")
     done = bench("--device", "cpu", "--memory-gib", "141", "--out", str(tmp_path), "--only", *parts)
     assert done.returncode == 0, done.stderr
     [file] = tmp_path.glob("*.json")

@@ -74,6 +74,21 @@ def test_damaged_file_names_key_and_line(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("version", "read"), [("config_version: 1\n", "auto"), ("config_version: 2\n", True), ("", True)]
+)
+def test_what_was_the_default_of_an_older_version_demands_nothing(
+    tmp_path: Path, version: str, read: object
+) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(f"{version}logging: {{tensorboard: true}}\n")
+    loaded = load_config(file, environ={}, cwd=tmp_path)
+    assert loaded.config == read_effective(file)
+    assert (loaded.config.config_version, loaded.config.logging.tensorboard) == (2, read)
+    asked = load_config(file, overrides=["logging.tensorboard=true"], environ={}, cwd=tmp_path)
+    assert asked.config.logging.tensorboard is True
+
+
 def test_a_newer_run_folder(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("config_version: 9\nother: 1\n")

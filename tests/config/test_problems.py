@@ -80,7 +80,7 @@ launch.env={A: [1]}
         ("checkpoint.keep_last=0", "checkpoint.keep_last: must be a whole number of at least 1, not 0"),
         ("checkpoint.async=1", "checkpoint.async: must be true or false, not 1"),
         ("parallel.dp_shard=0", "parallel.dp_shard: must be -1 or a whole number of at least 1, not 0"),
-        ("config_version=2", "config_version: must be 1, not 2"),
+        ("config_version=3", "config_version: must be 2, not 3"),
         ("seed={a: 1", None),
         *(
             (
@@ -170,10 +170,10 @@ def test_an_overruled_value_is_not_judged_but_its_name_is(tmp_path: Path) -> Non
 
 
 def test_a_newer_version_is_the_only_problem(tmp_path: Path) -> None:
-    text = "new_key: 1\nconfig_version: 2\ntrain: {steps: [1, 2]}\n"
+    text = "new_key: 1\nconfig_version: 3\ntrain: {steps: [1, 2]}\n"
     assert problems(tmp_path, "seed=x", text=text) == [
-        "run.yaml:2: config_version: the file is written for a newer trainkit: it has version 2, "
-        "but this trainkit supports version 1\n  hint: update trainkit"
+        "run.yaml:2: config_version: the file is written for a newer trainkit: it has version 3, "
+        "but this trainkit supports version 2\n  hint: update trainkit"
     ]
 
 

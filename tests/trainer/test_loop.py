@@ -178,6 +178,20 @@ def test_an_exception_is_shown_and_recorded_with_its_line(tmp_path: Path) -> Non
     assert (end.verdict.rank, end.verdict.type, end.reason) == (1, "KeyError", "rank 1 failed")
 
 
+@pytest.mark.parametrize(("last", "code"), [("", 0), ("raise KeyError('column')", 1)])
+def test_groups_that_do_not_end_are_not_waited_for(tmp_path: Path, last: str, code: int) -> None:
+    """NCCL waits for its peers, and one of them may be gone."""
+    (tmp_path / "train.py").write_text(
+        "import threading\nimport torch.distributed as dist\nfrom trainkit.loop import attach\n"
+        "from trainkit.trainer import distributed\n"
+        "dist.destroy_process_group, distributed.GROUPS_END_S = threading.Event().wait, 0.1\n"
+        f"for step in attach().steps(2):\n    pass\n{last}\n"
+    )
+    done = run_program(sys.executable, "train.py", cwd=tmp_path, timeout=60)
+    assert done.returncode == code, done.stderr
+    assert read_end(RunDir(tmp_path / "runs/attached").attempt(1)).exit_code == code
+
+
 def test_a_value_of_one_rank_alone_is_refused(tmp_path: Path) -> None:
     """Else its sum over the ranks would be mixed up with the next gradient."""
     assert start(tmp_path, 2, 12, 0, "main-logs") == [1, 1]

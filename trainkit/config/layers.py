@@ -23,19 +23,26 @@ from trainkit.folders import find_shipped_config, shipped_config_names, shipped_
 from trainkit.formats import did_you_mean, near
 
 
-def refuse_newer(entry: Entry) -> None:
-    """Raise ConfigError if the file has a newer config version than this trainkit supports.
+def as_this_version(entry: Entry) -> Entry:
+    """The content of a file in the present version of the format.
 
-    It reports only that: other problems of the file are probably valid for the newer version.
+    Raises ConfigError for a newer one, with that alone: other problems of the file are probably valid there.
     """
-    version = entry.value.get("config_version")
-    if version is None or not isinstance(version.value, int) or version.value <= CONFIG_VERSION:
-        return
-    message = (
-        f"the file is written for a newer trainkit: it has version {version.value}, "
-        f"but this trainkit supports version {CONFIG_VERSION}"
-    )
-    raise ConfigError([Problem("config_version", message, version.origin, "update trainkit")])
+    version, key = entry.value.get("config_version"), ("logging", "tensorboard")
+    if version is None or type(version.value) is not int:
+        return entry
+    if version.value > CONFIG_VERSION:
+        message = (
+            f"the file is written for a newer trainkit: it has version {version.value}, "
+            f"but this trainkit supports version {CONFIG_VERSION}"
+        )
+        raise ConfigError([Problem("config_version", message, version.origin, "update trainkit")])
+    if version.value == 1:
+        entry = merge(entry, entry_at(("config_version",), CONFIG_VERSION, version.origin))
+        if (found := entry.find(key)) is not None and found.value is True:
+            # It was the default, and demanded nothing.
+            entry = merge(entry, entry_at(key, "auto", found.origin))
+    return entry
 
 
 def _form_hint(typed: str) -> str:
@@ -100,7 +107,7 @@ class Layers:
         except ConfigError as error:
             self.problems += error.problems
             return EMPTY
-        refuse_newer(entry)
+        entry = as_this_version(entry)
         own = {key: value for key, value in entry.value.items() if key != "extends"}
         result = EMPTY
         for name, origin in self._extended(entry):

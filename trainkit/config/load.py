@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from trainkit.config import yamlfile
 from trainkit.config.hf_model import CONFIG_NAME, SIZES, HFModel, find_hf_model
-from trainkit.config.layers import EMPTY, Layers, refuse_newer, without_empty_sections
+from trainkit.config.layers import EMPTY, Layers, as_this_version, without_empty_sections
 from trainkit.config.loaded import DEFAULT, InvalidConfig, LoadedConfig, independent_problems
 from trainkit.config.schema import FREE_MAPPING, MULTIMODAL, RunConfig, flatten, meant
 from trainkit.config.training import DECODER, TRANSFORMERS, ModelConfig
@@ -270,8 +270,7 @@ def read_effective(path: str | Path) -> RunConfig:
 
     Raises ConfigError if the file cannot be read or is not a valid config.
     """
-    entry = read_yaml_file(Path(path), str(path))
-    refuse_newer(entry)
+    entry = as_this_version(read_yaml_file(Path(path), str(path)))
     try:
         return RunConfig.model_validate(entry.plain())
     except ValidationError as error:

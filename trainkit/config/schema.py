@@ -32,7 +32,7 @@ from trainkit.config.training import (
 )
 from trainkit.formats import JsonObject, near
 
-CONFIG_VERSION: Literal[1] = 1
+CONFIG_VERSION: Literal[2] = 2
 MULTIMODAL = "multimodal_lm"
 EXTENDS_SCHEMA = {
     "description": "Files merged before this one, in order; relative to this file or shipped with trainkit.",
@@ -49,7 +49,7 @@ class RunConfig(Section):
 
     model_config = ConfigDict(title="trainkit run config", json_schema_extra=_allow_extends)
 
-    config_version: Literal[1] = Field(default=CONFIG_VERSION, description="Version of the config format.")
+    config_version: Literal[2] = Field(default=CONFIG_VERSION, description="Version of the config format.")
     name: str = Field(
         default="run",
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$",

@@ -29,7 +29,7 @@ from trainkit.job.failed_starts import note_bad_hosts
 from trainkit.job.group_parts import recover_parts, submit_parts
 from trainkit.job.resubmit import excludable
 from trainkit.launch.create import start_attempt, start_group
-from trainkit.launch.plan_run import TENSORBOARD, gather, plan_run
+from trainkit.launch.plan_run import gather, plan_run
 from trainkit.launch.snapshot import renewed_code
 from trainkit.plan.batch import learning_rate
 from trainkit.plan.launch import LaunchPlan, with_excluded
@@ -68,7 +68,7 @@ def load_again(
     refuse_by_hand(run)
     loaded = load_config(run.config_file, profile=profile, overrides=overrides, flags=flags, layers=False)
     before = LaunchPlan.read(run.plan_file)
-    adjustable = {"train.device_batch_size", "parallel.pp_microbatches", TENSORBOARD}
+    adjustable = {"train.device_batch_size", "parallel.pp_microbatches"}
     if before.workload.is_command:
         # config.yaml has every key: those that were not set must not reach the tool of the launcher.
         adjustable = loaded.origins.keys() - set(before.launcher_keys)

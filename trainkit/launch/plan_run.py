@@ -37,9 +37,6 @@ _BATCH_ONLY = ("modules", "conda", "container", "setup")
 _EXPERIMENTAL = {"conda": "conda", "container": "Apptainer or pyxis"}
 """Settings that were tested with a stand-in only, and what it stood in for."""
 
-TENSORBOARD = "logging.tensorboard"
-"""Earlier versions wrote `true` in the config of a run for what nobody had set."""
-
 
 class Gatherer:
     """Gathers the facts of configs that share a place and mostly the data, such as the points of a group."""
@@ -62,9 +59,6 @@ class Gatherer:
         if self._machine is None:
             self._machine = detect_machine()
         environment = self._environment_of(loaded.config, self._target.submits_job, workload)
-        if not loaded.set_by_user(TENSORBOARD):  # the ranks say what is missing
-            others = (item for item in environment.problems if item[0] != TENSORBOARD)
-            environment = replace(environment, problems=tuple(others))
         launch, cluster = loaded.config.launch, self._target.cluster
         if cluster is not None:
             cwd = str(Path.cwd())

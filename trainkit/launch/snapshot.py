@@ -16,7 +16,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from stat import S_IMODE, S_ISLNK
-from typing import Any
 
 from trainkit import __version__
 from trainkit.config import RunConfig
@@ -218,7 +217,6 @@ def _plan(
         import_path=import_path,
         notes=[*left_out, *linked, *notes],
         workdir=str(run.code_dir / tree.subfolder),
-        num_left_out=len(tree.left_out),
     )
     if workload.is_command:
         code.notes.append(WORK_FOLDER_NOTE)
@@ -330,7 +328,7 @@ def _join(folder: str, name: str) -> str:
     return f"{folder}/{name}" if folder else name
 
 
-def collect_provenance(cwd: Path) -> dict[str, Any]:
+def collect_provenance(cwd: Path) -> dict[str, object]:
     """The versions, host, user and git state that a run starts from; runs git four times."""
     return {
         "time": utc_now(),
@@ -346,7 +344,7 @@ def collect_provenance(cwd: Path) -> dict[str, Any]:
     }
 
 
-def git_state(cwd: Path) -> dict[str, Any] | None:
+def git_state(cwd: Path) -> dict[str, object] | None:
     """Commit, branch and uncommitted changes of a folder's repository; None if there is none.
 
     Values in the diff that look like secrets are masked.

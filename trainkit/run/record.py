@@ -133,7 +133,6 @@ class CodeCopy:
     """Messages for the user."""
     workdir: str = ""
     """The working directory in the copy."""
-    num_left_out: int = 0
     more: dict[str, Any] = field(default_factory=dict)
     """What another version recorded."""
 

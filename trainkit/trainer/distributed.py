@@ -304,6 +304,28 @@ def _as_tensor(text: bytes, size: int) -> torch.Tensor:
     return torch.frombuffer(bytearray(text.ljust(size, b"\0")), dtype=torch.uint8)
 
 
+def group_ender() -> Callable[[], None]:
+    """What ends the process groups, and waits a limited time for that.
+
+    Make it before Python exits, when no thread can be started.
+    """
+    asked = threading.Event()
+
+    def end() -> None:
+        asked.wait()
+        dist.destroy_process_group()
+
+    ends = threading.Thread(target=end, daemon=True)
+    ends.start()
+
+    def ask() -> None:
+        asked.set()
+        # NCCL waits for the other ranks, and one of them may no longer respond.
+        ends.join(GROUPS_END_S)
+
+    return ask
+
+
 def exit_process(exit_code: int) -> None:
     """Flush the output and exit immediately, without the interpreter's shutdown.
 
@@ -311,10 +333,7 @@ def exit_process(exit_code: int) -> None:
     look like a crash.
     """
     if dist.is_initialized() and exit_code == 0:
-        # NCCL waits for the other ranks, and one of them may no longer respond.
-        ends = threading.Thread(target=dist.destroy_process_group, daemon=True)
-        ends.start()
-        ends.join(GROUPS_END_S)
+        group_ender()()
         gc.collect()
     with contextlib.suppress(OSError):  # a full disk must not change the exit code
         sys.stdout.flush()

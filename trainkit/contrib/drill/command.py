@@ -232,7 +232,10 @@ class Drill:
             self.log_line(f"{NOT_DETERMINISTIC}: {error}")
             return
         self.difference = largest_difference(self.reference, steps)
-        self.log_line(f"{NOT_DETERMINISTIC}: losses differ by up to {self.difference:.1e} of their value")
+        how = "cannot be compared: a step has one in only one of the runs"
+        if self.difference is not None:
+            how = f"differ by up to {self.difference:.1e} of their value"
+        self.log_line(f"{NOT_DETERMINISTIC}: losses {how}")
 
     def _run_uninterrupted(self, name: str, config: RunConfig) -> tuple[list[StepRecord], float]:
         """The steps of a run, and its duration in seconds."""

@@ -41,11 +41,16 @@ def compare(reference: Sequence[StepRecord], steps: Sequence[StepRecord], tolera
     return f"step {missing[0]} is missing" if missing else ""
 
 
-def largest_difference(reference: Sequence[StepRecord], steps: Sequence[StepRecord]) -> float:
-    """The largest difference of a loss from that of the same step of another run, relative to it."""
-    usual = {one.step: one.values["loss"] for one in reference}
-    pairs = [(one.values["loss"], usual.get(one.step)) for one in steps]
-    return max((abs(loss - other) / abs(other) for loss, other in pairs if loss and other), default=0.0)
+def largest_difference(reference: Sequence[StepRecord], steps: Sequence[StepRecord]) -> float | None:
+    """The largest difference of a loss from that of the same step of another run, relative to it.
+
+    None if a step has a loss in one of them only.
+    """
+    first, second = ({one.step: one.values["loss"] for one in run} for run in (reference, steps))
+    pairs = [(first.get(step), second.get(step)) for step in first.keys() | second.keys()]
+    if any((loss is None) != (other is None) for loss, other in pairs):
+        return None
+    return max((abs(loss - other) / abs(loss) for loss, other in pairs if loss and other), default=0.0)
 
 
 def steps_while_saving(steps: Sequence[StepRecord], events: Sequence[Event]) -> int:
