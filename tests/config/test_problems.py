@@ -133,6 +133,7 @@ def test_message(tmp_path: Path, override: str, message: str | None) -> None:
         ("train.batch_size=1", "did you mean train.device_batch_size?"),
         ("data.dataset=1", "did you mean data.source?"),
         ("slurm=1", "did you mean resources?"),
+        ("optimizer.decay=1", "did you mean optimizer.weight_decay?"),
         ("train.steps.x=1", None),
     ],
 )

@@ -191,8 +191,11 @@ def meant(path: tuple[str, ...]) -> str | None:
     same = [key for key in all_keys() if key.endswith(f".{leaf}")]
     if len(same) == 1:
         return same[0]
-    if len(path) > 1 and (match := near(leaf, sections().get(path[0], ()))):
-        return f"{path[0]}.{match}"
+    if len(path) > 1:
+        own = sections().get(path[0], ())
+        longer = [key for key in own if leaf in key.split("_")]
+        if match := near(leaf, own) or (longer[0] if len(longer) == 1 else None):
+            return f"{path[0]}.{match}"
     words = {key.rpartition(".")[2]: key for key in reversed(all_keys())}
     words |= {key.replace(".", "_"): key for key in all_keys()} | {key: key for key in all_keys()}
     words |= {name: name for name in RunConfig.model_fields}
