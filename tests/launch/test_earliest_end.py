@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
@@ -16,7 +17,7 @@ from trainkit.cluster.target import LOCAL, Target
 from trainkit.config import LoadedConfig, dump_effective, load_config
 from trainkit.config.load import with_values
 from trainkit.data.checks import DataFacts
-from trainkit.errors import UsageError
+from trainkit.errors import ConfigError, UsageError
 from trainkit.launch import earliest_end
 from trainkit.launch.earliest_end import (
     Choice,
@@ -29,9 +30,11 @@ from trainkit.launch.earliest_end import (
     sizes_around,
     with_end,
 )
+from trainkit.plan.effective_time import RESTART_S
 from trainkit.plan.facts import Facts
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.node_range import plan_nodes
+from trainkit.plan.workload import Command
 from trainkit.run.events import log_event
 from trainkit.run.files import append_jsonl
 from trainkit.run.registry import register
@@ -39,6 +42,7 @@ from trainkit.run.rundir import RunDir
 from trainkit.slurm.submit import Answer
 
 HOUR = 3600.0
+RESTART_H = RESTART_S / HOUR
 BATCH = ("data.seq_len=2048", "train.device_batch_size=2", "train.global_batch_size=64")
 NOW = datetime(2026, 3, 4, 5, 6, 7, tzinfo=timezone.utc)
 H100, A100 = NodeKind(8, 64, 900_000, {"h100": 4}), NodeKind(12, 64, 500_000, {"a100": 4})
@@ -111,34 +115,59 @@ def test_what_was_not_measured_is_in_proportion_to_what_was() -> None:
     assert (found[2, "h"].source, found[2, "a"].source) == ("y, scaled", "x, scaled")
 
 
-def offer(start_s: float | None, work_h: float, num_nodes: int = 1, limit_h: float = 1.0) -> Offer:
+def offer(
+    start_s: float | None, work_h: float, num_nodes: int = 1, limit_h: float = 1.0, is_slice: bool = False
+) -> Offer:
     start = None if start_s is None else NOW + timedelta(seconds=start_s)
     answer = Answer(start, remark="" if start else "busy")
-    return Offer(num_nodes, "h", limit_h * HOUR, Work(work_h * HOUR, "planned"), answer)
+    return Offer(num_nodes, "h", limit_h * HOUR, Work(work_h * HOUR, "planned"), answer, is_slice)
 
 
 @pytest.mark.parametrize(
-    ("given", "overrides", "end_h", "remark"),
+    ("given", "overrides", "end_h", "num_jobs", "remark"),
     [
-        (offer(-5, 1), [], 1, ""),  # Slurm's clock is behind
-        (offer(HOUR, 1), [], 2, ""),
-        (offer(HOUR, 2.5), [], 5.5, ""),  # three jobs, each of which waits
-        (offer(0, 2.5), ["requeue.on=[crash]"], None, "takes 2h30m, and requeue.on has no timeout"),
-        (offer(0, 2), ["resources.time=3:0:0", "resources.slice=1:0:0"], 2, ""),
+        (offer(-5, 1), [], 1, 1, ""),  # Slurm's clock is behind
+        (offer(HOUR, 1), [], 2, 1, ""),
+        (offer(HOUR, 2.5), [], 5.5 + 2 * RESTART_H, 3, ""),  # three jobs, each of which waits
+        (offer(0, 3), [], 3 + 3 * RESTART_H, 4, ""),  # the restarts take time of the jobs
+        (offer(0, 2.5), ["requeue.on=[crash]"], None, 1, "takes 2h30m, and requeue.on has no timeout"),
+        (
+            offer(0, 1, limit_h=RESTART_H),
+            [],
+            *(None, 1, "takes 1h00m, and a restart about 5m00s of each job"),
+        ),
+        (offer(0, 1.5), ["resources.time=3:0:0", "resources.slice=1:0:0"], 1.5 + RESTART_H, 2, ""),
         (
             offer(0, 4),
             ["resources.time=3:0:0", "resources.slice=1:0:0"],
-            None,
-            "takes 4h00m, and resources.time is 3:0:0",
+            *(None, 1, "takes 4h00m, and resources.time is 3:0:0"),
         ),
-        (offer(0, 99, limit_h=float("inf")), [], 99, ""),
-        (offer(None, 1), [], None, "busy"),
+        (
+            offer(0, 4, is_slice=True),
+            ["resources.time=3:0:0"],
+            *(None, 1, "takes 4h00m, and resources.time is 3:0:0"),
+        ),
+        (offer(0, 99, limit_h=float("inf")), [], 99, 1, ""),
+        (offer(None, 1), [], None, 1, "busy"),
     ],
 )
-def test_the_end(given: Offer, overrides: list[str], end_h: float | None, remark: str) -> None:
+def test_the_end(given: Offer, overrides: list[str], end_h: float | None, num_jobs: int, remark: str) -> None:
     found = with_end(given, config(*overrides).config, NOW)
     assert found.end_time == (None if end_h is None else NOW + timedelta(hours=end_h))
-    assert found.remark == remark
+    assert (found.num_jobs, found.remark) == (num_jobs, remark)
+
+
+def test_a_gap_is_used_once() -> None:
+    """The second job does not start before one that needs no gap."""
+
+    def end_h(whole_h: float, work_h: float = 1.5) -> float:
+        found = with_end(offer(0, work_h), config().config, NOW, NOW + timedelta(hours=whole_h))
+        assert found.end_time is not None
+        return (found.end_time - NOW).total_seconds() / HOUR
+
+    assert end_h(whole_h=0.5) == pytest.approx(1.5 + RESTART_H)
+    assert end_h(whole_h=10) == pytest.approx(10.5 + RESTART_H)
+    assert end_h(whole_h=10, work_h=1) == 1
 
 
 def test_the_earliest_end_with_the_fewest_nodes() -> None:
@@ -150,6 +179,8 @@ def test_the_earliest_end_with_the_fewest_nodes() -> None:
     assert earliest(offers[:3]) is offers[2]
     assert earliest(offers[:2]) is offers[1]
     assert earliest(offers[:1]) is None
+    whole, cut = (replace(one, end_time=NOW) for one in (offer(0, 9, 4, 9.0), offer(0, 9, 2, is_slice=True)))
+    assert earliest([replace(cut, num_jobs=9), whole]) is whole
 
 
 @pytest.mark.parametrize(
@@ -191,6 +222,92 @@ def test_a_choice(
     assert own.num_nodes in loaded.config.resources.node_counts
     assert len([call for call in fake.calls if call[0] == "sbatch"]) <= 12
     assert {item.work.source for item in choice.offers} == {"planned"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "cases", "partition", "slice_"),
+    [
+        (["resources.partition=a"], "8/*) start=0", "a", None),  # idle: no restart for nothing
+        ([], "8/*) start=0", "h", "12:00:00"),  # the limit of the only partition
+        (["resources.partition=a,h"], "*/a/*) start=90000", "h", "12:00:00"),
+        # A maintenance in some hours.
+        (["resources.partition=a"], "*/1-*) start=90000", "a", "04:00:00"),
+        (["resources.partition=a"], "*/1-* | */04:*) start=90000", "a", None),  # many restarts for one gap
+        (["resources.partition=a", "train.steps=99000"], "*/1-* | */04:*) start=90000", "a", "01:00:00"),
+        (["resources.partition=a", "resources.time_min=10:0:0"], "*/1-*) start=90000", "a", None),
+        (["resources.partition=a", "requeue.on=[crash]"], "*/1-*) start=90000", "a", None),
+        (["resources.partition=a", "resources.slice=2:0:0"], "*/02:*) start=90000", "a", "2:0:0"),
+    ],
+)
+def test_a_slice(
+    fake: FakeSlurm,
+    monkeypatch: pytest.MonkeyPatch,
+    overrides: list[str],
+    cases: str,
+    partition: str,
+    slice_: str | None,
+) -> None:
+    fake.add("sbatch", ANSWERS.format(cases=cases))
+    given = ["resources.time=1-00:00:00", "train.steps=300000", *overrides]
+    loaded, plan, choice = choose(monkeypatch, *given)
+    assert choice.taken is not None, list(choice_lines(choice, plan))
+    assert (choice.taken.partition, loaded.config.resources.slice) == (partition, slice_)
+    assert len([call for call in fake.calls if call[0] == "sbatch"]) <= earliest_end.MOST_ASKED
+    assert choice.taken.is_slice == (slice_ is not None and slice_ not in str(given))
+    assert plan.reasons.get("slice") == (
+        f"{slice_}: the earliest expected end (--nodes auto)" if choice.taken.is_slice else None
+    )
+    assert plan.workers_per_node == 4
+    if slice_ is not None:  # as if it had been typed
+        typed = plan_nodes(
+            config(*given, f"resources.slice={slice_}", f"resources.partition={partition}"), FACTS
+        )
+        assert plan.slurm is not None
+        assert typed.slurm is not None
+        options = ("time", "signal")
+        assert [plan.slurm.sbatch[one] for one in options] == [typed.slurm.sbatch[one] for one in options]
+        assert plan.requeue == typed.requeue
+        assert (plan.requeue.total_s, plan.reasons["time"]) == (24 * HOUR, typed.reasons["time"])
+        again = plan_nodes(with_values(loaded, {}, "again"), FACTS, before=plan)  # as `trainkit resume` does
+        assert (again.requeue, again.lr) == (plan.requeue, plan.lr)
+
+
+def test_what_fits_only_in_slices_is_refused_without_an_answer(
+    fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake.add("sbatch", REFUSES)
+    with pytest.raises(ConfigError, match="is 1-00:00:00, but partition h allows at most 12:00:00"):
+        choose(monkeypatch, "resources.time=1-00:00:00", "train.steps=500000")
+
+
+def test_a_command_is_not_cut(fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake.add("sbatch", ANSWERS.format(cases="*/1-*) start=90000"))
+    monkeypatch.setattr(earliest_end, "gather", lambda *args, **kwargs: replace(FACTS, data=None))
+    given = ("resources.partition=a", "resources.time=1-00:00:00", "resources.gpus_per_node=4")
+    loaded, _, choice = choose_nodes(config(*given), Command((sys.executable,)))
+    assert {offer.limit_s for offer in choice.offers} == {24 * HOUR}
+    assert loaded.config.resources.slice is None
+
+
+def test_of_too_many_questions_slices_are_left_out_first(
+    fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake.add("sbatch", ANSWERS.format(cases="8/*) start=0"))
+
+    def asked(num_partitions: int, *overrides: str) -> tuple[int, int, int]:
+        """The numbers of questions, of sizes, and of limits."""
+        names = [f"p{number}" for number in range(num_partitions)]
+        parts = tuple(Partition(name, max_time_s=24 * 3600, nodes=(H100,)) for name in names)
+        facts = replace(FACTS, target=Target("sbatch", "a test", replace(WEST, partitions=parts)))
+        given = (f"resources.partition='{','.join(names)}'", "resources.time=1-0", *overrides)
+        offers = choose(monkeypatch, *given, facts=facts)[2].offers
+        return len(offers), len({one.num_nodes for one in offers}), len({one.limit_s for one in offers})
+
+    assert asked(1) == (12, 4, 3)
+    assert asked(2) == (24, 4, 3)
+    assert asked(3) == (24, 4, 2)
+    assert asked(4) == (16, 4, 1)
+    assert asked(1, "resources.nodes=1-8", "train.global_batch_size=6720") == (24, 8, 3)
 
 
 def test_the_speed_is_that_of_earlier_runs(

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from tests.on_slurm.login import BACKENDS, Login, wait_for
+from trainkit.formats import time_text
 from trainkit.run.rundir import RunDir
 
 AUTO = ("--nodes", "auto", "--gpus-per-node", "1", "--set", "device=cpu")
@@ -21,9 +22,9 @@ while not os.path.exists(sys.argv[1]):
 
 
 @contextmanager
-def maintenance(login: Login) -> Iterator[None]:
-    """All hosts are reserved in half an hour, for an hour."""
-    when = ("starttime=now+30minutes", "duration=60", "flags=maint", "users=root", "nodes=ALL")
+def maintenance(login: Login, in_minutes: int) -> Iterator[None]:
+    """All hosts are reserved then, for an hour."""
+    when = (f"starttime=now+{in_minutes}minutes", "duration=60", "flags=maint", "users=root", "nodes=ALL")
     login.run(["scontrol", "create", "reservation", "reservationname=maintenance", *when], check=True)
     try:
         yield
@@ -31,7 +32,18 @@ def maintenance(login: Login) -> Iterator[None]:
         login.run(["scontrol", "delete", "reservation=maintenance"], check=True)
 
 
-@pytest.mark.slow(seconds=40)
+@contextmanager
+def time_limit(login: Login, partition: str, minutes: int, before: int) -> Iterator[None]:
+    """The partition has another limit."""
+    change = ["scontrol", "update", f"partitionname={partition}"]
+    login.run([*change, f"maxtime={minutes}"], check=True)
+    try:
+        yield
+    finally:
+        login.run([*change, f"maxtime={before}"], check=True)
+
+
+@pytest.mark.slow(seconds=45)
 def test_each_load_has_its_earliest_end(login: Login) -> None:
     def chosen(*options: str) -> tuple[int, str, set[float]]:
         """Nodes and partition of the plan, and the limits of those requests that end as early."""
@@ -41,6 +53,10 @@ def test_each_load_has_its_earliest_end(login: Login) -> None:
         ends = [offer for offer in found["offers"] if offer["end_time"] is not None]
         first = min(offer["end_time"] for offer in ends)
         sbatch = found["plan"]["slurm"]["sbatch"]
+        taken = found["taken"]
+        slice_ = time_text(int(taken["limit_s"])) if taken["is_slice"] else None
+        assert found["config"]["resources"]["slice"] == slice_
+        assert sbatch["time"] == (slice_ or found["config"]["resources"]["time"])
         best = [
             offer["limit_s"]
             for offer in ends
@@ -52,7 +68,11 @@ def test_each_load_has_its_earliest_end(login: Login) -> None:
     (login.folder / "small.yaml").write_text("name: small\ntrain: {global_batch_size: 16}\n")
     high = ("--partition", "high", "--time", "60")
     assert chosen(*high) == (4, "high", {3600})
-    with maintenance(login):
+    with maintenance(login, in_minutes=90):  # a slice before it, the others after it
+        assert chosen("--partition", "high", "--time", "08:00:00") == (4, "high", {3600})
+    with time_limit(login, "debug", 20, before=5):
+        assert chosen("--partition", "debug", "--time", "60") == (1, "debug", {1200})
+    with maintenance(login, in_minutes=30):
         assert chosen(*high, "--time-min", "20") == (4, "high", {1200})
     with login.other_job("--partition=high", "--nodes=3"):
         assert chosen(*high) == (1, "high", {3600})

@@ -303,19 +303,24 @@ def _too_many_nodes(request: ResourceRequest, limit: int) -> tuple[str, str]:
     return "resources.spare_nodes", shown
 
 
-def _time_problems(request: ResourceRequest, cluster: Cluster, partition: Partition) -> Iterator[KeyProblem]:
-    qos, time_s = _qos_of(request, cluster), request.time_s
-    option = "slice" if request.is_sliced else "time"
+def longest_time_s(request: ResourceRequest, cluster: Cluster, partition: Partition) -> tuple[float, str]:
+    """The longest time limit of a job in a partition, and what sets it; infinite where nothing does."""
+    qos = _qos_of(request, cluster)
     limits = [(qos.max_time_s, f"QOS {qos.name}")] if qos is not None else []
     if _applies("time", qos):
         limits.append((partition.max_time_s, f"partition {partition.name}"))
     known = [(limit_s, owner) for limit_s, owner in limits if limit_s is not None]
-    limit_s, owner = min(known, default=(None, ""))
-    if time_s is None or limit_s is None or time_s <= limit_s:
+    return min(known, default=(math.inf, ""))
+
+
+def _time_problems(request: ResourceRequest, cluster: Cluster, partition: Partition) -> Iterator[KeyProblem]:
+    time_s, option = request.time_s, "slice" if request.is_sliced else "time"
+    limit_s, owner = longest_time_s(request, cluster, partition)
+    if time_s is None or time_s <= limit_s:
         return
     shown = "sets no limit" if time_s == math.inf else f"is {time_text(int(time_s))}"
-    message = f"{shown}, but {owner} allows at most {time_text(limit_s)}"
-    yield f"resources.{option}", message, f"--{option} {time_text(limit_s)} fits"
+    message = f"{shown}, but {owner} allows at most {time_text(int(limit_s))}"
+    yield f"resources.{option}", message, f"--{option} {time_text(int(limit_s))} fits"
 
 
 def _node_problems(request: ResourceRequest, partition: Partition) -> Iterator[KeyProblem]:

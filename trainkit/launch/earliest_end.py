@@ -1,4 +1,4 @@
-"""``--nodes auto``: the number of nodes and the partition with which a run is expected to finish first.
+"""``--nodes auto``: the nodes, partition and slice of time with which a run is expected to finish first.
 
 Gathers when Slurm would start each request and how long the work takes there, then decides; nothing is
 certain about either: other jobs come and end as they like.
@@ -15,8 +15,8 @@ from datetime import datetime, timedelta, timezone
 from itertools import islice
 from pathlib import Path
 
-from trainkit.cluster.limits import ResourceRequest, listed
-from trainkit.cluster.model import Partition
+from trainkit.cluster.limits import ResourceRequest, listed, longest_time_s
+from trainkit.cluster.model import Cluster, Partition
 from trainkit.config import LoadedConfig, RunConfig, read_effective
 from trainkit.config.load import with_values
 from trainkit.config.training import DECODER
@@ -24,6 +24,7 @@ from trainkit.errors import ConfigError, TrainkitError, UsageError
 from trainkit.formats import JsonObject, duration, plural, table, time_limit_s, time_text
 from trainkit.launch.plan_run import gather, plan_run
 from trainkit.launch.queue_estimate import misfit, request_of, when
+from trainkit.plan.effective_time import RESTART_S
 from trainkit.plan.facts import Facts
 from trainkit.plan.gpus import find_gpu
 from trainkit.plan.launch import LaunchPlan, Options, option_argv
@@ -44,6 +45,10 @@ ENOUGH_S = 5.0
 """Seconds for all questions to Slurm together; what it has not answered by then does not count."""
 MOST_ASKED = 24
 """Requests that Slurm is asked about."""
+SLICES_S = (3600.0, 4 * 3600.0)
+"""Shorter limits that it is asked about too, if the run may be cut; a restart is small against each."""
+LEAST_SIZES = 4
+"""Numbers of nodes in each partition for which there must be enough questions before there are slices."""
 MOST_RUNS = 100
 """Earlier runs whose speed is looked up, the newest first."""
 SPEED_SECTIONS = {"task", "model", "precision", "parallel", "data"}
@@ -74,8 +79,12 @@ class Offer:
     """The time limit of a job."""
     work: Work
     answer: Answer
+    is_slice: bool = False
+    """Whether the config does not ask for this limit, but its time allows several such jobs."""
     end_time: datetime | None = None
     """None if it would not finish."""
+    num_jobs: int = 1
+    """Jobs until then."""
     remark: str = ""
     """Why not."""
 
@@ -86,6 +95,8 @@ class Offer:
             "num_nodes": self.num_nodes,
             "partition": self.partition,
             "limit_s": None if math.isinf(self.limit_s) else self.limit_s,
+            "is_slice": self.is_slice,
+            "num_jobs": self.num_jobs,
             "work": asdict(self.work),
             **{name: None if time is None else time.isoformat() for name, time in times.items()},
             "remark": self.remark,
@@ -132,30 +143,61 @@ def choose_nodes(
         raise UsageError(f"--nodes auto {message}", hint="name the nodes, or a range of them")
     facts = facts or gather(loaded, workload, code_dir=code_dir)
     cluster = facts.target.cluster
-    own = plan_run(loaded, facts, workload, code_dir=code_dir, before=before)
+    is_cut, base = _may_be_cut(loaded.config, workload), loaded
+    if is_cut and cluster is not None:
+        asked = ResourceRequest.of(loaded.config.resources, cluster)
+        longest_s = max(
+            (longest_time_s(asked, cluster, item)[0] for item in asked.partitions), default=math.inf
+        )
+        if longest_s < (asked.time_s or 0):
+            base = _sliced(loaded, longest_s)
+    own = plan_run(base, facts, workload, code_dir=code_dir, before=before)
+
+    def unchanged(choice: Choice) -> tuple[LoadedConfig, LaunchPlan, Choice]:
+        # What fits into no partition uncut is refused as without auto.
+        plan = own if base is loaded else plan_run(loaded, facts, workload, code_dir=code_dir, before=before)
+        return loaded, plan, choice
+
     if cluster is None or own.slurm is None:
-        return loaded, own, Choice((), None, "only Slurm knows when more or fewer nodes are free")
+        return unchanged(Choice((), None, "only Slurm knows when more or fewer nodes are free"))
     given = loaded.config.resources
     request = request_of(own, loaded.config, cluster)
     if not request.partitions:
         why = cluster.error or "the partitions of this cluster are unknown"
-        return loaded, own, Choice((), None, why)
-    wider, plan = loaded, own
+        return unchanged(Choice((), None, why))
+    wider, plan = base, own
     if isinstance(given.nodes, int):
         most = max(min(one.num_nodes, one.max_nodes or one.num_nodes) for one in request.partitions)
         sizes = sizes_around(given.nodes, most)
         if len(sizes) > 1:
             nodes = ",".join(map(str, sizes))
-            wider = with_values(loaded, {KEY: nodes}, f"--nodes auto: {nodes}")
+            wider = with_values(base, {KEY: nodes}, f"--nodes auto: {nodes}")
             plan = plan_run(wider, facts, workload, code_dir=code_dir, before=own)
     try:
-        offers, priority = _gather(plan, wider.config, facts, request, given.most_nodes, left)
+        offers, priority = _gather(plan, wider.config, facts, request, left, is_cut)
     except TrainkitError as error:
-        return loaded, own, Choice((), None, error.message.splitlines()[0])
+        return unchanged(Choice((), None, error.message.splitlines()[0]))
     best = earliest(offers)
     if best is None:
-        return loaded, own, Choice(offers, None, "none is known to finish", priority)
+        return unchanged(Choice(offers, None, "none is known to finish", priority))
+    if best.is_slice:
+        # Partitions that take only slices are planned for too now, and may have fewer GPUs per node.
+        gpus = {"resources.gpus_per_node": plan.workers_per_node} if len(request.partitions) > 1 else {}
+        wider = _sliced(wider, best.limit_s, **gpus)
+        plan = plan_run(wider, facts, workload, code_dir=code_dir, before=plan)
     return wider, taken(plan, best), Choice(offers, best, priority=priority)
+
+
+def _may_be_cut(config: RunConfig, workload: Workload) -> bool:
+    """Whether a run continues after any slice, of which the config sets none."""
+    asked = config.resources
+    is_limited = asked.time is not None and time_limit_s(asked.time) is not None
+    is_free = asked.slice is None and asked.time_min is None
+    return workload.knows_run and is_limited and is_free and "timeout" in config.requeue.on
+
+
+def _sliced(loaded: LoadedConfig, slice_s: float, **others: object) -> LoadedConfig:
+    return with_values(loaded, {"resources.slice": time_text(int(slice_s)), **others}, "--nodes auto")
 
 
 # Decide.
@@ -191,65 +233,80 @@ def expected_work(
     return found
 
 
-def with_end(offer: Offer, config: RunConfig, now: datetime) -> Offer:
+def with_end(offer: Offer, config: RunConfig, now: datetime, whole: datetime | None = None) -> Offer:
     """The offer with its expected end, or the reason why it would not finish.
 
-    A run that returns to the queue after each job is assumed to wait there as long as now.
+    A run that returns to the queue after each job is assumed to wait there as long as now, and to restart in
+    RESTART_S. A gap is used once: the second job starts no sooner than a longer one would, at `whole`.
     """
     start, resources = offer.answer.start_time, config.resources
     if start is None:
         return replace(offer, remark=offer.answer.remark or "Slurm gives no time")
-    jobs = math.ceil(offer.work.seconds / offer.limit_s)
-    needs = f"takes {duration(offer.work.seconds)}"
-    if jobs > 1 and "timeout" not in config.requeue.on:
-        return replace(offer, remark=f"{needs}, and requeue.on has no timeout")
-    total_s = None if resources.slice is None else time_limit_s(str(resources.time))
-    if total_s is not None and offer.work.seconds > total_s:
+    work_s, limit_s = offer.work.seconds, offer.limit_s
+    needs = f"takes {duration(work_s)}"
+    more = 0
+    if work_s > limit_s:
+        if "timeout" not in config.requeue.on:
+            return replace(offer, remark=f"{needs}, and requeue.on has no timeout")
+        if limit_s <= RESTART_S:
+            return replace(offer, remark=f"{needs}, and a restart about {duration(RESTART_S)} of each job")
+        more = math.ceil((work_s - limit_s) / (limit_s - RESTART_S))
+    is_sliced = offer.is_slice or resources.slice is not None
+    total_s = time_limit_s(str(resources.time)) if is_sliced else None
+    if total_s is not None and work_s > total_s:
         return replace(offer, remark=f"{needs}, and resources.time is {resources.time}")
-    wait = max(start - now, timedelta(0))
-    end = now + wait * max(1, jobs) + timedelta(seconds=offer.work.seconds)
-    return replace(offer, end_time=end)
+    wait_s = max(0.0, (start - now).total_seconds())
+    later_s = (whole - now).total_seconds() - wait_s - limit_s if more and whole is not None else 0.0
+    end_s = wait_s + work_s + more * RESTART_S + max(more * wait_s, later_s)
+    return replace(offer, end_time=now + timedelta(seconds=end_s), num_jobs=1 + more)
 
 
 def earliest(offers: Sequence[Offer]) -> Offer | None:
-    """The offer that ends first, of equal ones that with the fewest nodes; None if none is known to end."""
+    """The offer that ends first, of equal ones that with the fewest jobs, then nodes; None if none ends."""
     ending = [
-        (offer.end_time, offer.num_nodes, index) for index, offer in enumerate(offers) if offer.end_time
+        (offer.end_time, offer.num_jobs, offer.num_nodes, index)
+        for index, offer in enumerate(offers)
+        if offer.end_time
     ]
-    return offers[min(ending)[2]] if ending else None
+    return offers[min(ending)[-1]] if ending else None
 
 
 # Gather.
 
 
 def _gather(
-    plan: LaunchPlan, config: RunConfig, facts: Facts, request: ResourceRequest, own: int, left: float
+    plan: LaunchPlan, config: RunConfig, facts: Facts, request: ResourceRequest, left: float, cut: bool
 ) -> tuple[list[Offer], str]:
     """The offers of all sizes, partitions and time limits of a plan, and what Slurm says of the priority."""
     cluster, resources = facts.target.cluster, config.resources
     assert cluster is not None
-    limits = {item.name: _limits(request, item) for item in request.partitions}
     sizes = sorted([plan.num_nodes, *map(int, plan.sizes)], reverse=True)
+    # Too many questions leave out slices, then sizes.
+    least = min(len(sizes), LEAST_SIZES) * len(request.partitions)
+    slices = SLICES_S[: max(0, MOST_ASKED // least - 1)] if cut else None
+    limits = {item.name: _limits(request, cluster, item, slices) for item in request.partitions}
     most = max(2, MOST_ASKED // sum(map(len, limits.values())))
     plans = {size: plan.at(size) for size in sizes[:: -(-len(sizes) // most)]}
     gpus = {item.name: item.gpu_type(resources.constraint) or "" for item in cluster.partitions}
     if plan.device != "cuda":
         gpus = dict.fromkeys(gpus, "")
     asked = [
-        (size, item, limit_s)
+        (size, item, limit_s, is_slice)
+        for is_slice in (False, True)  # last: what the time is not enough for is not asked
         for size in plans
         for item in request.partitions
         for limit_s in limits[item.name]
+        if is_slice == (cut and limit_s != request.time_s)
     ]
-    misfits = [misfit(replace(request, nodes=size, time_s=s), cluster, item.name) for size, item, s in asked]
+    misfits = [misfit(replace(request, nodes=n, time_s=s), cluster, item.name) for n, item, s, _ in asked]
     fitting = [of for of, why_not in zip(asked, misfits, strict=True) if not why_not]
     clusters = resources.clusters
     with ThreadPoolExecutor(2) as threads:
         priority = threads.submit(_priority, ",".join(clusters))
         measured = threads.submit(_measured, plans, config, gpus)
-        options = [_argv(plans[size], size, item, s) for size, item, s in fitting]
+        options = [_argv(plans[size], size, item, s) for size, item, s, _ in fitting]
         found = ask_starts(options, ENOUGH_S, clusters)
-        base = _base(plans, config, facts, {gpus[item.name] for item in request.partitions}, own, request)
+        base = _base(plans, config, facts, {gpus[item.name] for item in request.partitions}, request)
         work = {
             place: replace(all_steps, seconds=left * all_steps.seconds)
             for place, all_steps in expected_work(base, measured.result()).items()
@@ -259,15 +316,24 @@ def _gather(
             Offer(
                 *(size, item.name, limit_s, work[size, gpus[item.name]]),
                 Answer(remark=why_not) if why_not else next(answers),
+                is_slice,
             )
-            for (size, item, limit_s), why_not in zip(asked, misfits, strict=True)
+            for (size, item, limit_s, is_slice), why_not in zip(asked, misfits, strict=True)
         ]
-        return [with_end(offer, config, now) for offer in offers], priority.result()
+        longest = sorted(offers, key=lambda one: one.limit_s)
+        whole = {(one.num_nodes, one.partition): one.answer.start_time for one in longest}
+        ends = [with_end(one, config, now, whole[one.num_nodes, one.partition]) for one in offers]
+        return ends, priority.result()
 
 
-def _limits(request: ResourceRequest, partition: Partition) -> list[float]:
-    """The time limits that a job may get."""
+def _limits(
+    request: ResourceRequest, cluster: Cluster, partition: Partition, slices: Sequence[float] | None
+) -> list[float]:
+    """The time limits that a job may get; `slices` are shorter ones, None for a run that is not cut."""
     longest = request.time_s or partition.job_time_s or math.inf
+    if slices is not None:
+        longest = min(longest, longest_time_s(request, cluster, partition)[0])
+        return [longest, *sorted((one for one in slices if one < longest), reverse=True)]
     return [longest] if request.time_min_s in (None, longest) else [longest, request.time_min_s]
 
 
@@ -284,10 +350,9 @@ def _base(
     config: RunConfig,
     facts: Facts,
     gpus: set[str],
-    own: int,
     request: ResourceRequest,
 ) -> dict[SizeAndGpu, Work]:
-    """The work in each place as `trainkit plan` estimates it, else as the time limit says of `own` nodes."""
+    """The work in each place as `trainkit plan` estimates it, else as the time limit says of its nodes."""
     steps, data = config.train.steps, facts.data
     known = {name: gpu for name in gpus if (gpu := find_gpu(name)) is not None}
     if data is not None and steps is not None and config.model.architecture == DECODER and gpus == {*known}:
@@ -306,8 +371,8 @@ def _base(
     if not total_s:
         message = "nothing tells how long the run takes: resources.time and train.steps are null"
         raise TrainkitError(message, hint="set one of them, or name a number of nodes")
-    source = f"assumed: resources.time is that of {plural(own, 'node')}"
-    return {(size, name): Work(total_s * own / size, source) for size in plans for name in gpus}
+    source = f"assumed: resources.time is that of {plural(request.nodes, 'node')}"
+    return {(size, name): Work(total_s * request.nodes / size, source) for size in plans for name in gpus}
 
 
 def _measured(
@@ -374,6 +439,8 @@ def taken(plan: LaunchPlan, offer: Offer) -> LaunchPlan:
     if not (sizes or own.spare_nodes):
         sbatch.pop("no-kill", None)
     reasons = {**own.reasons, "nodes": f"{offer.num_nodes}: the earliest expected end (--nodes auto)"}
+    if offer.is_slice:
+        reasons["slice"] = f"{time_text(int(offer.limit_s))}: the earliest expected end (--nodes auto)"
     if "nodes" in own.reasons:
         reasons["nodes"] += f", instead of {own.reasons['nodes']}"
     if "partition" in reasons:
