@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,6 +52,12 @@ def test_all_run_and_each_once(login: Login) -> None:
     again = RunGroup(group.path)
     assert again.left == []
     assert max(part.offset for part in again.parts) >= MAX_ARRAY_SIZE
+    report = json.loads(login.trainkit("report", str(group.path), "--json", check=True).stdout)
+    assert report["states"] == {"finished": 26}
+    assert len(report["points"]) == 26
+    points = {point["index"]: Path(point["run_dir"]).name for point in report["points"]}
+    assert points == {index: group.run(index).path.name for index in range(26)}
+    assert report["worker_hours"] > 0
     logs = [group.run(index).attempt(1).supervisor_log.read_text() for index in (0, 25)]
     assert all("finished" in log for log in logs)
 
