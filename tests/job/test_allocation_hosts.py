@@ -10,7 +10,7 @@ from trainkit.cluster.model import Cluster
 from trainkit.cluster.target import Target
 from trainkit.config import load_config
 from trainkit.errors import TrainkitError
-from trainkit.job import resubmit
+from trainkit.job import processes, resubmit
 from trainkit.job.allocation import SlurmAllocation
 from trainkit.job.node.slurm_step import step_argv
 from trainkit.job.resubmit import lost_hosts
@@ -84,6 +84,29 @@ def test_of_a_range_the_step_has_what_is_there(tmp_path: Path, monkeypatch: pyte
     assert allocation.fitted(attempt, fitted).num_nodes == 1
     allocation.bad["h3"] = "lost"
     assert not allocation.restart_options(fitted).restart
+
+
+@pytest.mark.parametrize(("per", "of_task"), [("gpu", "32"), ("node", "128")])
+def test_ranks_of_an_exclusive_job_use_the_cpus_of_its_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, per: str, of_task: str
+) -> None:
+    made = plan("resources.gpus_per_node=4", "resources.cpus_per_gpu=8", f"launch.per={per}")
+    started: list[dict[str, str]] = []
+    monkeypatch.setattr(processes, "start_child", lambda *args, environ, **more: started.append(environ))
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "h[1-2]")
+    run = RunDir(tmp_path)
+    attempt = open_attempt(run, "", made.to_text())
+    allocation = SlurmAllocation(run, "7", step(made))
+    monkeypatch.setenv("SLURM_JOB_CPUS_PER_NODE", "192,128(x12)")
+    assert allocation.fitted(attempt, made) is made
+    fitted = allocation.fitted(attempt, replace(made, fills_nodes=True))
+    assert (fitted.threads_per_worker, LaunchPlan.read(attempt.plan_file)) == (32, fitted)
+    assert allocation.place(fitted) == {"threads_per_worker": 32}
+    allocation.watch(attempt, fitted).start()
+    assert started[0]["SRUN_CPUS_PER_TASK"] == started[0]["SLURM_CPUS_PER_TASK"] == of_task
+    assert started[0]["SLURM_TRES_PER_TASK"] == f"cpu={of_task}"
+    monkeypatch.setenv("SLURM_JOB_CPUS_PER_NODE", "64(x2)")  # the next start of the job, on others
+    assert allocation.fitted(attempt, fitted).threads_per_worker == 16
 
 
 def test_a_template_may_have_put_something_before_srun() -> None:

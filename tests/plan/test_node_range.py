@@ -66,9 +66,11 @@ def test_numbers_on_which_it_does_not_fit_in_memory_are_named() -> None:
 def test_what_is_asked_of_slurm() -> None:
     newer = Target("sbatch", "a test", replace(WEST, slurm_version=(24, 11, 5)))
     for target, nodes in ((None, "2-8"), (newer, "2,4,8")):
-        request = plan("resources.nodes=2-8", target=target).slurm
+        made = plan("resources.nodes=2-8", "resources.extra={exclusive: true}", target=target)
+        request = made.slurm
         assert request is not None
         assert request.sbatch["nodes"] == nodes
+        assert made.fills_nodes == (target is not None)
         # The same tasks and CPUs, asked for in the way of each.
         old = target is None
         assert request.sbatch.get("ntasks-per-node") == (None if old else 4)

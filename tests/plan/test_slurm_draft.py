@@ -76,6 +76,23 @@ def test_gpus_and_their_cores(overrides: tuple[str, ...], workers: int, threads:
     assert (made.workers_per_node, made.threads_per_worker) == (workers, threads)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "fills"),
+    [
+        ((), True),
+        (("resources.extra.exclusive=false",), False),
+        (("resources.extra={exclusive: user}",), False),  # others of that user may be there
+        (("resources.cpus_per_gpu=3",), False),
+        (("launch.srun_extra={cpus-per-task: 2}",), False),
+        (("resources.partition=cpu",), False),
+    ],
+)
+def test_an_exclusive_job_uses_all_cpus_unless_their_number_is_given(
+    overrides: tuple[str, ...], fills: bool
+) -> None:
+    assert plan("resources.extra={exclusive: true}", *overrides).fills_nodes == fills
+
+
 def test_a_partition_without_gpus() -> None:
     made = plan("resources.partition=cpu", "resources.gpus_per_node=4")
     assert (made.device, made.workers_per_node, made.threads_per_worker) == ("cpu", 4, None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -148,7 +149,7 @@ class Allocation:
         """The plan for the nodes that there are, which becomes that of the attempt."""
         return plan
 
-    def place(self, plan: LaunchPlan) -> dict[str, str]:
+    def place(self, plan: LaunchPlan) -> dict[str, object]:
         """What Slurm chose for this start, for its event."""
         return {}
 
@@ -306,13 +307,22 @@ class SlurmAllocation(Allocation):
 
     def fitted(self, attempt: AttemptDir, plan: LaunchPlan) -> LaunchPlan:
         fitting = plan.at(len(self.good_hosts))
+        counts = re.findall(r"(\d+)(?:\(|,|$)", os.environ.get("SLURM_JOB_CPUS_PER_NODE", ""))  # 64(x2),128
+        threads = min(map(int, counts), default=0) // plan.workers_per_node
+        if plan.fills_nodes and threads not in (0, fitting.threads_per_worker):
+            fitting = replace(fitting, threads_per_worker=threads)
         if fitting is not plan:
             retry_on_disk_error(lambda: write_plan(attempt, fitting.to_text()))
         return fitting
 
-    def place(self, plan: LaunchPlan) -> dict[str, str]:
+    def place(self, plan: LaunchPlan) -> dict[str, object]:
         partition = os.environ.get("SLURM_JOB_PARTITION", "")
-        found = {"partition": partition, "gpu_type": plan.gpu_types.get(partition, "")}
+        threads = plan.threads_per_worker if plan.fills_nodes else None
+        found = {
+            "partition": partition,
+            "gpu_type": plan.gpu_types.get(partition),
+            "threads_per_worker": threads,
+        }
         return {name: value for name, value in found.items() if value}
 
     def watch(self, attempt: AttemptDir, plan: LaunchPlan) -> AttemptWatch:

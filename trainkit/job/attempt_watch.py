@@ -245,6 +245,12 @@ class SlurmAttemptWatch(AttemptWatch):
             ATTEMPT_VARIABLE: str(self.attempt.number),
             SUPERVISOR_VIEW_VARIABLE: self.supervisor_view,
         }
+        if self.plan.fills_nodes and self.plan.slurm is not None:
+            num_cpus = (self.plan.threads_per_worker or 1) * self.plan.workers_per_node
+            of_task = str(num_cpus // int(self.plan.slurm.srun["ntasks-per-node"]))
+            # Which of these srun reads depends on its version; it warns of an option above the job's value.
+            environ |= dict.fromkeys(("SRUN_CPUS_PER_TASK", "SLURM_CPUS_PER_TASK"), of_task)
+            environ["SLURM_TRES_PER_TASK"] = f"cpu={of_task}"
         # An NFS client that looks for it too early would remember for a minute that it is missing.
         with contextlib.suppress(OSError):  # the tasks create it too
             self.attempt.rendezvous_file.touch(mode=0o600)

@@ -243,6 +243,8 @@ class LaunchPlan:
     """Whether an attempt with fewer nodes than the most returns to the queue when Slurm would start more."""
     gpu_types: dict[str, str] = field(default_factory=dict)
     """The GPU type of each partition that may start the job, where it names several."""
+    fills_nodes: bool = False
+    """Whether the ranks use all CPUs of an exclusive job, which may be more than it has requested."""
     version: int = PLAN_VERSION
 
     @property
@@ -317,7 +319,7 @@ class LaunchPlan:
 
     def to_dict(self) -> dict[str, Any]:
         values = {**asdict(self), "world_size": self.world_size}
-        for name in ("after", "sizes", "debug", "grow", "gpu_types"):
+        for name in ("after", "sizes", "debug", "grow", "gpu_types", "fills_nodes"):
             if not values[name]:
                 del values[name]
         if self.slurm is not None and not self.slurm.clusters:

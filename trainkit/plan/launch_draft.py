@@ -108,6 +108,11 @@ class LaunchDraft:
             slurm=slurm,
             grow=slurm is not None and config.resources.grow,
             gpu_types=self.gpu_types,
+            fills_nodes=config.resources.extra.get("exclusive") is True
+            and config.resources.cpus_per_gpu == "auto"
+            and slurm is not None
+            and "cpus-per-task" in slurm.sbatch
+            and "cpus-per-task" not in slurm.srun,
             node_sizes=None if sizes is None or len(set(sizes)) == 1 else sizes,
             warnings=tuple(self.warnings),
         )

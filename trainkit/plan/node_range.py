@@ -136,4 +136,5 @@ def _in_job(
     for key, of in (("lr", first), ("exclude", least)):
         if key in reasons:
             reasons[key] = of.reasons[key]
-    return replace(plan, slurm=replace(plan.slurm, sbatch=sbatch, srun=srun), lr=first.lr, reasons=reasons)
+    slurm, fills = replace(plan.slurm, sbatch=sbatch, srun=srun), plan.fills_nodes and not is_old
+    return replace(plan, slurm=slurm, lr=first.lr, reasons=reasons, fills_nodes=fills)
