@@ -272,6 +272,22 @@ def test_a_slice(
         assert (again.requeue, again.lr) == (plan.requeue, plan.lr)
 
 
+def test_a_partition_that_takes_only_slices_changes_nothing_of_another(
+    fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake.add("sbatch", ANSWERS.format(cases="*/1-* | */04:*) start=90000"))
+    tiny = Partition("tiny", max_time_s=2 * 3600, nodes=(NodeKind(12, 64, 500_000, {"a100": 2}),))
+    facts = replace(
+        FACTS, target=Target("sbatch", "a test", replace(WEST, partitions=(WEST.partitions[1], tiny)))
+    )
+    given = ("resources.partition='a,tiny'", "resources.time=1-00:00:00", "train.steps=99000")
+    loaded, plan, choice = choose(monkeypatch, *given, facts=facts)
+    assert choice.taken is not None
+    assert (choice.taken.partition, loaded.config.resources.slice) == ("a", "01:00:00")
+    assert (plan.workers_per_node, loaded.config.resources.gpus_per_node) == (4, 4)
+    assert plan_nodes(with_values(loaded, {}, "again"), facts, before=plan).workers_per_node == 4
+
+
 def test_what_fits_only_in_slices_is_refused_without_an_answer(
     fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -301,6 +317,7 @@ def test_of_too_many_questions_slices_are_left_out_first(
         facts = replace(FACTS, target=Target("sbatch", "a test", replace(WEST, partitions=parts)))
         given = (f"resources.partition='{','.join(names)}'", "resources.time=1-0", *overrides)
         offers = choose(monkeypatch, *given, facts=facts)[2].offers
+        assert [one.is_slice for one in offers] == sorted(one.is_slice for one in offers)  # asked last
         return len(offers), len({one.num_nodes for one in offers}), len({one.limit_s for one in offers})
 
     assert asked(1) == (12, 4, 3)
