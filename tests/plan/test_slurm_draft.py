@@ -84,6 +84,7 @@ def test_gpus_and_their_cores(overrides: tuple[str, ...], workers: int, threads:
         (("resources.extra={exclusive: user}",), False),  # others of that user may be there
         (("resources.cpus_per_gpu=3",), False),
         (("launch.srun_extra={cpus-per-task: 2}",), False),
+        (("launch.srun_extra={gpus-per-task: 1}",), False),
         (("resources.partition=cpu",), False),
     ],
 )

@@ -112,7 +112,8 @@ class LaunchDraft:
             and config.resources.cpus_per_gpu == "auto"
             and slurm is not None
             and "cpus-per-task" in slurm.sbatch
-            and "cpus-per-task" not in slurm.srun,
+            and not {"cpus-per-task", "gpus-per-task"} & slurm.srun.keys()
+            and "gpus-per-task" not in slurm.sbatch,
             node_sizes=None if sizes is None or len(set(sizes)) == 1 else sizes,
             warnings=tuple(self.warnings),
         )
