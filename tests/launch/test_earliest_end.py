@@ -140,13 +140,14 @@ def offer(
         (
             offer(0, 4),
             ["resources.time=3:0:0", "resources.slice=1:0:0"],
-            *(None, 1, "takes 4h00m, and resources.time is 3:0:0"),
+            *(None, 1, "takes 4h20m with 4 restarts, and resources.time is 3:0:0"),
         ),
         (
-            offer(0, 4, is_slice=True),
-            ["resources.time=3:0:0"],
-            *(None, 1, "takes 4h00m, and resources.time is 3:0:0"),
+            offer(0, 2.9),
+            ["resources.time=3:0:0", "resources.slice=1:0:0"],
+            *(None, 1, "takes 3h09m with 3 restarts, and resources.time is 3:0:0"),
         ),
+        (offer(0, 4, is_slice=True), ["resources.time=3:0:0"], 4 + 4 * RESTART_H, 5, ""),
         (offer(0, 99, limit_h=float("inf")), [], 99, 1, ""),
         (offer(None, 1), [], None, 1, "busy"),
     ],
@@ -286,6 +287,29 @@ def test_a_partition_that_takes_only_slices_changes_nothing_of_another(
     assert (choice.taken.partition, loaded.config.resources.slice) == ("a", "01:00:00")
     assert (plan.workers_per_node, loaded.config.resources.gpus_per_node) == (4, 4)
     assert plan_nodes(with_values(loaded, {}, "again"), facts, before=plan).workers_per_node == 4
+
+
+def test_the_time_of_a_run_that_is_cut_is_enough_for_its_restarts(
+    fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake.add("sbatch", ANSWERS.format(cases="*/1-*) start=90000"))
+    cpus = ("device=cpu", "resources.gpus_per_node=1", "resources.nodes='4,8'")  # of unknown speed
+    loaded, plan, choice = choose(monkeypatch, "resources.partition=a", "resources.time=1-00:00:00", *cpus)
+    assert choice.taken is not None
+    assert (choice.taken.work.source.partition(":")[0], choice.taken.num_jobs) == ("assumed", 7)
+    assert (loaded.config.resources.slice, loaded.config.resources.time) == ("04:00:00", "1-00:35:00")
+    assert plan.requeue.total_s == 24 * HOUR + 7 * RESTART_S
+    assert "resources.time is raised from 1-00:00:00 to what" in plan.reasons["slice"]
+
+
+def test_a_partition_that_refuses_the_job_anyway_says_nothing_of_its_time(
+    fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake.add("sbatch", ANSWERS.format(cases="8/*) start=0"))
+    given = ("resources.partition='h,few'", "resources.nodes=4", "resources.time=1-00:00:00")
+    loaded, _, choice = choose(monkeypatch, *given, "train.steps=300000")
+    assert choice.taken is not None
+    assert (choice.taken.partition, loaded.config.resources.slice) == ("h", "12:00:00")
 
 
 def test_what_fits_only_in_slices_is_refused_without_an_answer(

@@ -146,7 +146,8 @@ def _times(loaded: LoadedConfig) -> Iterator[Problem]:
             yield loaded.problem("resources.slice", message, "set it to the time of all slices together")
         elif slice_s is None or slice_s > total_s:
             message = f"is {resources.slice}, which is more than the {resources.time} of resources.time"
-            yield loaded.problem("resources.slice", message, "resources.time is that of all slices together")
+            hint = "resources.time is that of all slices together; --set resources.slice=null for none"
+            yield loaded.problem("resources.slice", message, hint)
         if "timeout" not in loaded.config.requeue.on:
             message = f"is {resources.slice}, but requeue.on does not include timeout"
             yield loaded.problem("resources.slice", message, "add it: every slice ends with its time limit")

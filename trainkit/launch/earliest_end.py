@@ -146,9 +146,9 @@ def choose_nodes(
     is_cut, base = _may_be_cut(loaded.config, workload), loaded
     if is_cut and cluster is not None:
         asked = ResourceRequest.of(loaded.config.resources, cluster)
-        longest_s = max(
-            (longest_time_s(asked, cluster, item)[0] for item in asked.partitions), default=math.inf
-        )
+        short = replace(asked, time_s=0)
+        fitting = (item for item in asked.partitions if not misfit(short, cluster, item.name))
+        longest_s = max((longest_time_s(asked, cluster, item)[0] for item in fitting), default=math.inf)
         if longest_s < (asked.time_s or 0):
             base = _sliced(loaded, longest_s)
     own = plan_run(base, facts, workload, code_dir=code_dir, before=before)
@@ -180,12 +180,20 @@ def choose_nodes(
     best = earliest(offers)
     if best is None:
         return unchanged(Choice(offers, None, "none is known to finish", priority))
+    why_longer = ""
     if best.is_slice:
+        more: dict[str, object] = {}
         # Partitions that take only slices are planned for too now, and may have fewer GPUs per node.
-        gpus = {"resources.gpus_per_node": plan.workers_per_node} if len(request.partitions) > 1 else {}
-        wider = _sliced(wider, best.limit_s, **gpus)
+        if len(request.partitions) > 1:
+            more["resources.gpus_per_node"] = plan.workers_per_node
+        # An uncut job would return to the queue after its time too, but slices end for good after theirs.
+        total_s = 60 * math.ceil((best.work.seconds + best.num_jobs * RESTART_S) / 60)
+        if total_s > (time_limit_s(str(given.time)) or 0):
+            more["resources.time"] = time_text(total_s)
+            why_longer = f"; resources.time is raised from {given.time} to what all jobs are expected to take"
+        wider = _sliced(wider, best.limit_s, **more)
         plan = plan_run(wider, facts, workload, code_dir=code_dir, before=plan)
-    return wider, taken(plan, best), Choice(offers, best, priority=priority)
+    return wider, taken(plan, best, why_longer), Choice(offers, best, priority=priority)
 
 
 def _may_be_cut(config: RunConfig, workload: Workload) -> bool:
@@ -251,13 +259,15 @@ def with_end(offer: Offer, config: RunConfig, now: datetime, whole: datetime | N
         if limit_s <= RESTART_S:
             return replace(offer, remark=f"{needs}, and a restart about {duration(RESTART_S)} of each job")
         more = math.ceil((work_s - limit_s) / (limit_s - RESTART_S))
-    is_sliced = offer.is_slice or resources.slice is not None
-    total_s = time_limit_s(str(resources.time)) if is_sliced else None
-    if total_s is not None and work_s > total_s:
+    busy_s = work_s + more * RESTART_S
+    is_typed = resources.slice is not None and not offer.is_slice
+    total_s = time_limit_s(str(resources.time)) if is_typed else None
+    if total_s is not None and busy_s > total_s:
+        needs = f"takes {duration(busy_s)} with {plural(more, 'restart')}" if more else needs
         return replace(offer, remark=f"{needs}, and resources.time is {resources.time}")
     wait_s = max(0.0, (start - now).total_seconds())
     later_s = (whole - now).total_seconds() - wait_s - limit_s if more and whole is not None else 0.0
-    end_s = wait_s + work_s + more * RESTART_S + max(more * wait_s, later_s)
+    end_s = wait_s + busy_s + max(more * wait_s, later_s)
     return replace(offer, end_time=now + timedelta(seconds=end_s), num_jobs=1 + more)
 
 
@@ -429,7 +439,7 @@ def _priority(cluster: str) -> str:
 # Act.
 
 
-def taken(plan: LaunchPlan, offer: Offer) -> LaunchPlan:
+def taken(plan: LaunchPlan, offer: Offer, why_longer: str = "") -> LaunchPlan:
     """The plan of a job that requests what the offer does; a lost node leaves it the smaller sizes."""
     own = plan.at(offer.num_nodes)
     assert own.slurm is not None
@@ -440,7 +450,8 @@ def taken(plan: LaunchPlan, offer: Offer) -> LaunchPlan:
         sbatch.pop("no-kill", None)
     reasons = {**own.reasons, "nodes": f"{offer.num_nodes}: the earliest expected end (--nodes auto)"}
     if offer.is_slice:
-        reasons["slice"] = f"{time_text(int(offer.limit_s))}: the earliest expected end (--nodes auto)"
+        limit = time_text(int(offer.limit_s))
+        reasons["slice"] = f"{limit}: the earliest expected end (--nodes auto){why_longer}"
     if "nodes" in own.reasons:
         reasons["nodes"] += f", instead of {own.reasons['nodes']}"
     if "partition" in reasons:
