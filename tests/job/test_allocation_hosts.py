@@ -98,13 +98,19 @@ def test_ranks_of_an_exclusive_job_use_the_cpus_of_its_nodes(
     attempt = open_attempt(run, "", made.to_text())
     allocation = SlurmAllocation(run, "7", step(made))
     monkeypatch.setenv("SLURM_JOB_CPUS_PER_NODE", "192,128(x12)")
+    for name in ("SLURM_TRES_PER_TASK", "SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK"):
+        monkeypatch.delenv(name, raising=False)
     assert allocation.fitted(attempt, made) is made
     fitted = allocation.fitted(attempt, replace(made, fills_nodes=True))
     assert (fitted.threads_per_worker, LaunchPlan.read(attempt.plan_file)) == (32, fitted)
     assert allocation.place(fitted) == {"threads_per_worker": 32}
     allocation.watch(attempt, fitted).start()
     assert started[0]["SRUN_CPUS_PER_TASK"] == started[0]["SLURM_CPUS_PER_TASK"] == of_task
-    assert started[0]["SLURM_TRES_PER_TASK"] == f"cpu={of_task}"
+    assert "SLURM_TRES_PER_TASK" not in started[0]
+    for written in ("cpu={}", "gres/gpu:1,cpu:{}"):  # by different versions
+        monkeypatch.setenv("SLURM_TRES_PER_TASK", written.format(8))
+        allocation.watch(attempt, fitted).start()
+        assert started[-1]["SLURM_TRES_PER_TASK"] == written.format(of_task)
     monkeypatch.setenv("SLURM_JOB_CPUS_PER_NODE", "64(x2)")  # the next start of the job, on others
     assert allocation.fitted(attempt, fitted).threads_per_worker == 16
 

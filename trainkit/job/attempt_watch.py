@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -250,7 +251,8 @@ class SlurmAttemptWatch(AttemptWatch):
             of_task = str(num_cpus // int(self.plan.slurm.srun["ntasks-per-node"]))
             # Which of these srun reads depends on its version; it warns of an option above the job's value.
             environ |= dict.fromkeys(("SRUN_CPUS_PER_TASK", "SLURM_CPUS_PER_TASK"), of_task)
-            environ["SLURM_TRES_PER_TASK"] = f"cpu={of_task}"
+            if given := environ.get("SLURM_TRES_PER_TASK"):  # cpu=8 or cpu:8, and GPUs
+                environ["SLURM_TRES_PER_TASK"] = re.sub(r"\b(cpu[=:])\d+", rf"\g<1>{of_task}", given)
         # An NFS client that looks for it too early would remember for a minute that it is missing.
         with contextlib.suppress(OSError):  # the tasks create it too
             self.attempt.rendezvous_file.touch(mode=0o600)
