@@ -87,6 +87,10 @@ def test_what_was_the_default_of_an_older_version_demands_nothing(
     assert (loaded.config.config_version, loaded.config.logging.tensorboard) == (2, read)
     asked = load_config(file, overrides=["logging.tensorboard=true"], environ={}, cwd=tmp_path)
     assert asked.config.logging.tensorboard is True
+    for typed in ({"overrides": ["config_version=1"]}, {"environ": {"TRAINKIT_CONFIG_VERSION": "1"}}):
+        assert load_config(file, **{"environ": {}, "cwd": tmp_path, **typed}).config == loaded.config
+    schema = RunConfig.model_json_schema()["properties"]["config_version"]
+    assert (schema["enum"], schema["default"]) == ([1, 2], 2)
 
 
 def test_a_newer_run_folder(tmp_path: Path) -> None:

@@ -6,9 +6,9 @@ The keys of its sections are in `training.py` and `running.py`.
 import json
 from collections.abc import Iterator
 from functools import cache
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from trainkit.config.running import (
     CheckpointConfig,
@@ -49,7 +49,10 @@ class RunConfig(Section):
 
     model_config = ConfigDict(title="trainkit run config", json_schema_extra=_allow_extends)
 
-    config_version: Literal[2] = Field(default=CONFIG_VERSION, description="Version of the config format.")
+    config_version: Annotated[Literal[1, 2], AfterValidator(lambda _: CONFIG_VERSION)] = Field(
+        default=CONFIG_VERSION,
+        description="Version of the format. In files of version 1, `logging.tensorboard: true` means auto.",
+    )
     name: str = Field(
         default="run",
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$",
