@@ -379,7 +379,10 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60, help="of the idle run")
     args = parser.parse_args()
     before_gb = available_gb()
-    cluster = up(owner=Pid.of(os.getpid()), num_hosts=args.hosts)
+    # 256 hosts on two cores: after the test cluster's 5 s (Slurm's default is 10), Slurm gives up a start in
+    # which one of them answers late.
+    options = {"MessageTimeout": "30"}
+    cluster = up(owner=Pid.of(os.getpid()), num_hosts=args.hosts, options=options)
     try:
         print(f"{args.hosts} hosts after {cluster.state.up_s:.1f} s", file=sys.stderr)
         missed = measure(cluster, args, before_gb)

@@ -140,12 +140,12 @@ def offer(
         (
             offer(0, 4),
             ["resources.time=3:0:0", "resources.slice=1:0:0"],
-            *(None, 1, "takes 4h20m with 4 restarts, and resources.time is 3:0:0"),
+            *(None, 1, "takes 4h00m, and resources.time is 3:0:0"),
         ),
         (
-            offer(0, 2.9),
+            offer(0, 3),  # if the time is what it takes, it is so with its restarts
             ["resources.time=3:0:0", "resources.slice=1:0:0"],
-            *(None, 1, "takes 3h09m with 3 restarts, and resources.time is 3:0:0"),
+            *(3 + 3 * RESTART_H, 4, ""),
         ),
         (offer(0, 4, is_slice=True), ["resources.time=3:0:0"], 4 + 4 * RESTART_H, 5, ""),
         (offer(0, 99, limit_h=float("inf")), [], 99, 1, ""),

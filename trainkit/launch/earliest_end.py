@@ -262,8 +262,7 @@ def with_end(offer: Offer, config: RunConfig, now: datetime, whole: datetime | N
     busy_s = work_s + more * RESTART_S
     is_typed = resources.slice is not None and not offer.is_slice
     total_s = time_limit_s(str(resources.time)) if is_typed else None
-    if total_s is not None and busy_s > total_s:
-        needs = f"takes {duration(busy_s)} with {plural(more, 'restart')}" if more else needs
+    if total_s is not None and work_s > total_s:
         return replace(offer, remark=f"{needs}, and resources.time is {resources.time}")
     wait_s = max(0.0, (start - now).total_seconds())
     later_s = (whole - now).total_seconds() - wait_s - limit_s if more and whole is not None else 0.0
