@@ -148,9 +148,12 @@ def test_errors_of_a_gpu_and_of_its_program(tmp_path: Path, error: str, name: st
 
 def test_ranks_that_met_and_cannot_connect(tmp_path: Path) -> None:
     message = "no progress for 241 s, in connect; no rank is behind the others"
-    found = newest(failed(tmp_path, b"", message, "Hang"))
+    run = failed(tmp_path, b"", message, "Hang")
+    write_json(run.attempt(1).rendezvous_file, {"hosts": ["n1", "n2"]})
+    found = newest(run)
     assert (found.name, found.cause.partition(":")[2]) == ("connect", f" {message}")
-    assert any("NCCL_DEBUG=INFO" in item for item in found.advice)
+    for expected in ("NCCL_DEBUG=INFO", "`trainkit doctor --nodes 2` measures the connections"):
+        assert any(expected in item for item in found.advice)
 
 
 def test_an_exception_of_the_user_comes_before_those_that_noticed_it(tmp_path: Path) -> None:

@@ -166,17 +166,20 @@ def test_a_virtual_gpu_without_expandable_segments(cuda: FakeCuda, monkeypatch: 
         select_device("cuda", 0)
 
 
-def test_every_group_exchanges_a_number_when_the_world_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("groups", [["dp", "tp"], ["world"]])
+def test_every_group_exchanges_a_number_when_the_world_is_made(
+    monkeypatch: pytest.MonkeyPatch, groups: list[str]
+) -> None:
     sent: list[Any] = []
     monkeypatch.setattr(distributed.dist, "new_group", lambda **options: "checkpoints")
-    monkeypatch.setattr(
-        distributed, "build_mesh", lambda *args: SimpleNamespace(get_all_groups=lambda: ["dp", "tp"])
-    )
+    monkeypatch.setattr(distributed.dist, "group", SimpleNamespace(WORLD="world"))
+    mesh = SimpleNamespace(get_all_groups=lambda: groups)
+    monkeypatch.setattr(distributed, "build_mesh", lambda *args: mesh)
     monkeypatch.setattr(distributed, "context_group", lambda layout, timeout: "cp")
     monkeypatch.setattr(distributed, "set_timeout", lambda *args: None)
     monkeypatch.setattr(distributed.dist, "all_reduce", lambda one, group: sent.append((one.numel(), group)))
     distributed.make_world(0, torch.device("cpu"), Layout())
-    assert sent == [(1, "checkpoints"), (1, "dp"), (1, "tp"), (1, "cp")]
+    assert sent == [(1, name) for name in ("checkpoints", "world", *groups[groups == ["world"] :], "cp")]
 
 
 def test_groups_that_do_not_end_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,7 +61,7 @@ from trainkit.trainer.progress import Progress
 from trainkit.trainer.quantization import read_quantized
 from trainkit.trainer.stateless_random import fill_normal_
 from trainkit.trainer.task_batches import TaskBatches, digest_of
-from trainkit.trainer.torch_private import ATTENTION_OPS, REDUCTION_OPS
+from trainkit.trainer.torch_private import ATTENTION_OPS, REDUCTION_OPS, compiled_anew
 from trainkit.trainer.user_code import errors_of_user, refusal
 from trainkit.trainer.user_task import UserTask
 
@@ -155,6 +155,12 @@ class CompileCache:
             write_atomic(self._run.compiled_file, found[0])
         except OSError as error:
             log.error(f"cannot save what was compiled to {self._run.compiled_file} ({error})")
+
+    def source(self) -> str:
+        """Where the compiled code is from: the ``run`` or the ``host``; ``cold`` if any was made now."""
+        if compiled_anew():
+            return "cold"
+        return "run" if self._loaded else "host"
 
 
 def _selectively(inner: Callable[..., Any], preserve_rng_state: bool) -> Callable[..., Any]:

@@ -236,9 +236,10 @@ def make_world(
     cp_group = context_group(layout, timeout)
     # The first collective of a group connects its ranks: what keeps them from it is found now, not in a step.
     dist.all_reduce(torch.ones(1, device="cpu"), group=checkpoint_group)
-    for group in (*mesh.get_all_groups(), *([] if cp_group is None else [cp_group])):
+    groups = [dist.group.WORLD, *mesh.get_all_groups(), *([] if cp_group is None else [cp_group])]
+    for each in dict.fromkeys(groups):  # a dimension over all ranks may be the group of all
         one = torch.ones(1, device=device)
-        dist.all_reduce(one, group=group)
+        dist.all_reduce(one, group=each)
         one.item()
     return World(rank, layout.world_size, device, mesh, checkpoint_group, layout, cp_group)
 

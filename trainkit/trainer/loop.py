@@ -314,10 +314,12 @@ class Trainer:
             self.metrics.write(self.state, report, lr, validation, slowest)
 
     def _record_first_step(self) -> None:
-        if self.compile_cache is not None:
-            self.compile_cache.save()
         step_s = round(self.progress.last_step_s, 3)
-        record_event(self.attempt, "first_step", step=self.state.step, step_s=step_s)
+        compiled = {}
+        if self.compile_cache is not None:
+            compiled = {"compiled": self.compile_cache.source()}
+            self.compile_cache.save()
+        record_event(self.attempt, "first_step", step=self.state.step, step_s=step_s, **compiled)
 
     def _eval_due(self) -> bool:
         """Whether validation is due at this step and was not done yet, possibly by the previous attempt."""

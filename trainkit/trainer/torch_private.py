@@ -282,6 +282,17 @@ def fix_segments() -> None:
     (found or cast(Any, torch.cuda.memory)._set_allocator_settings)("expandable_segments:False")
 
 
+def compiled_anew() -> bool:
+    """Whether this process has compiled a graph that no cache had.
+
+    When it goes: leave ``compiled`` out of the event ``first_step``.
+    """
+    from torch._dynamo.utils import counters
+
+    found = counters["inductor"]
+    return not found["fxgraph_cache_hit"] or bool(found["fxgraph_cache_miss"] + found["fxgraph_cache_bypass"])
+
+
 def record_memory_history(enabled: bool) -> None:
     """Start or stop recording every allocation of CUDA with its stack.
 
