@@ -1,6 +1,6 @@
 """What a run on 256 hosts does to the controller and to the file system, and how fast it is.
 
-    python -m benchmarks.cluster_256               # 256 hosts, about 6 minutes and 6 GB of memory
+    python -m benchmarks.cluster_256               # 256 hosts, about 8 minutes and 8 GB of memory
     python -m benchmarks.cluster_256 --hosts 8
 
 Starts a Slurm cluster of 256 hosts on this machine (as root; see tools/slurm_cluster), one rank on each,
