@@ -6,18 +6,30 @@ import os
 import random
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import weakref
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from benchmarks import gpu
-from benchmarks.gpu_parts import TINY, Bench, Loop, choose, measure, trainkit_loop
+from benchmarks.gpu_parts import (
+    TINY,
+    Bench,
+    Loop,
+    choose,
+    hand_written_loop,
+    measure,
+    save_state,
+    trainkit_loop,
+)
 from benchmarks.queue_replay import MOST, REQUESTS, WORK_H, Job, Replay, Request, others
 from tests.support.programs import run_program
 from tests.support.runs import wait_until
@@ -103,13 +115,16 @@ def test_what_a_python_lacks_is_one_line_to_copy(
 
 @pytest.mark.slow(seconds=60)
 def test_every_bench_on_a_cpu(tmp_path: Path) -> None:
-    parts = ("profile", "large", "save", "350m", "options")
-    done = bench("--device", "cpu", "--memory-gib", "141", "--out", str(tmp_path), "--only", *parts)
+    has_transformers = find_spec("transformers") is not None
+    parts = [part for part in gpu.PARTS if part != "tests" and (part != "hugging-face" or has_transformers)]
+    asked = "--device", "cpu", "--memory-gib", "80", "--out", str(tmp_path)
+    done = bench(*asked, "--only", *reversed(parts))
     assert done.returncode == 0, done.stderr
     [file] = tmp_path.glob("*.json")
     record = json.loads(file.read_text())
-    assert list(record["parts"]) == list(parts)
+    assert list(record["parts"]) == parts, "in the order of their worth"
     for name, loops in (
+        ("1b", ["trainkit", "hand-written"]),
         ("large", ["trainkit", "hand-written"]),
         ("350m", ["trainkit", "hand-written", "trainkit, eager", "trainkit, float32", "trainkit, TF32"]),
     ):
@@ -120,17 +135,23 @@ def test_every_bench_on_a_cpu(tmp_path: Path) -> None:
     assert skipped["skipped"] == "no GPU, or no torchao"
     assert len(masked) == 2
     assert all(row["tokens/s"] > 0 for row in masked)
+    if has_transformers:
+        [row] = record["parts"]["hugging-face"]["rows"]
+        assert (row["loop"], row["tokens/s"] > 0) == ("Hugging Face Trainer", True)
     assert all(row["blocked s"] > 0 for row in record["parts"]["save"]["rows"])
     assert sum(row["ms per step"] for row in record["parts"]["profile"]["rows"]) > 0
     [table] = tmp_path.glob("*.md")
     assert table.read_text() == done.stdout
     large = record["parts"]["large"]
-    assert bench("--device", "cpu", "--out", str(tmp_path), "--only", "save").returncode == 0
+    assert bench(*asked, "--only", "save").returncode == 0
     again = json.loads(file.read_text())["parts"]
-    assert list(again) == list(parts)
+    assert list(again) == parts
     assert again["large"] == large
     assert again["save"] != record["parts"]["save"]
     assert "CPU, tiny sizes: no figure counts" in done.stdout
+    assert bench(*asked, "--only", "save", "--minutes", "0").returncode == 1
+    ended = json.loads(file.read_text())["parts"]["save"]
+    assert (ended["rows"], ended["problem"]) == ([], "0 minutes were over")
 
 
 @pytest.mark.slow
@@ -176,11 +197,21 @@ def test_a_model_that_does_not_fit_has_a_row_that_says_so(tmp_path: Path) -> Non
     assert re.fullmatch(r"needs \d+\.\d GiB, usable are 16\.0 GiB", row["skipped"])
 
 
-def test_a_model_is_freed_before_the_next_one_is_built(tmp_path: Path) -> None:
+def test_a_state_for_which_the_disk_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=4_000_000))
+    save_state(Bench("cpu", tmp_path, 0))  # 1 MB, saved in three ways
+    [row] = map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())
+    assert row == {"way": "all", "skipped": f"needs 0.0 GB, {tmp_path} has 0.0 GB"}
+    assert [file.name for file in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
+@pytest.mark.parametrize("name", ["trainkit", "hand-written"])
+def test_a_model_is_freed_before_the_next_one_is_built(tmp_path: Path, name: str) -> None:
     made = []
 
     def make() -> Iterator[Loop]:
-        for loop in trainkit_loop(TINY, "cpu", tmp_path / "run", "none"):
+        own = trainkit_loop(TINY, "cpu", tmp_path / "run", "none")
+        for loop in own if name == "trainkit" else hand_written_loop(TINY, "cpu"):
             made.append(weakref.ref(loop.optimizer))
             yield loop
 

@@ -126,6 +126,7 @@ def test_a_torch_without_cuda_is_refused_for_good(monkeypatch: pytest.MonkeyPatc
     ("name", "capability", "dtype", "message", "hint"),
     [
         ("Tesla V100-SXM2-16GB", (7, 0), "fp16", "has no kernels for the GPU Tesla V100", "/cu126`"),
+        ("Tesla V100", (7, 0), "bf16", "dtype is bf16, in which the tensor cores of Tesla V100", "fp16"),
         ("Tesla T4", (7, 5), "bf16", "dtype is bf16, in which the tensor cores of Tesla T4", "fp16"),
         ("Tesla T4", (7, 5), "fp16", "", ""),
         ("NVIDIA A100", (8, 0), "bf16", "", ""),
@@ -135,6 +136,8 @@ def test_a_gpu_that_torch_or_its_tensor_cores_do_not_support(
     cuda: FakeCuda, name: str, capability: tuple[int, int], dtype: str, message: str, hint: str
 ) -> None:
     cuda.name, cuda.capability = name, capability
+    if "bf16" in message:
+        cuda.archs = ["sm_{}{}".format(*capability), *cuda.archs]  # this torch has kernels for it
     if not message:
         assert select_device("cuda", 0, dtype=dtype) == torch.device("cuda", 0)
         return
@@ -234,6 +237,33 @@ def test_a_rank_runs_next_to_its_gpu(
         (tmp_path / "0000:3b:00.0" / "local_cpulist").write_text(f"{cpus}\n")
     distributed.bind_to_gpu(torch.device("cuda", 0))
     assert calls == ([] if bound is None else [bound])
+
+
+@pytest.mark.parametrize(
+    ("device", "numa", "binds"), [("cuda", "auto", True), ("cuda", "none", False), ("cpu", "auto", False)]
+)
+def test_what_a_rank_does_before_the_others_are_there(
+    cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, numa: str, binds: bool
+) -> None:
+    """It is bound next to its GPU if `launch.numa` says so, and connects in a phase of its own."""
+    attempt = make_attempt(tmp_path / "run", [f"device={device}", f"launch.numa={numa}"], num_procs=2)
+    bound: list[torch.device] = []
+    phases: list[str] = []
+    progress = Progress()
+
+    def join(*args: Any, on_arrival: Callable[[], None], **options: Any) -> None:
+        phases.append(progress.current.phase)
+        on_arrival()
+        phases.append(progress.current.phase)
+
+    monkeypatch.setattr(worker, "find_rank_env", lambda: rank(0, 1))
+    monkeypatch.setattr(worker, "bind_to_gpu", bound.append)
+    monkeypatch.setattr(worker, "build_task", lambda *args, **options: None)
+    monkeypatch.setattr(worker, "join_world", join)
+    plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
+    assert worker.run_worker(attempt, plan, StopRequest(), progress) == EXIT_STOPPED
+    assert bound == [torch.device("cuda", 0)] * binds
+    assert phases == ["rendezvous", "connect"]
 
 
 def test_a_torch_for_rocm_has_gpus(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.contrib.doctor import Request, bandwidth, nodes
+from trainkit.contrib.doctor import Request, bandwidth, node, nodes
 from trainkit.contrib.doctor.bandwidth import Bandwidth, Layout, bandwidth_checks, link_gbit_s, ring_rounds
+from trainkit.contrib.doctor.environment import num_gpus
 from trainkit.contrib.doctor.nodes import can_measure
 from trainkit.job.preflight import Finding
+from trainkit.run.process import own_host
 
 TWO = Layout(("a", "b"), (1, 1), "a", 1)
 
@@ -115,6 +117,26 @@ def test_first_rank_that_fails_is_named(fake_rank: tuple[str, str]) -> None:
     layout = Layout(("there", "here"), (1, 1), "127.0.0.1", 1)
     found = bandwidth.run_ranks(layout, "here", os.environ, (*fake_rank, "fails"))
     assert found == Bandwidth("rank 1 on here: RuntimeError: address already in use")
+
+
+FAKE_TORCH = """
+import json, os, sys
+gpus = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+if sys.argv[1] == "-c":
+    torch = {"version": "2.11.0", "cuda": "13.0", "gpus": len(gpus), "nccl": "2.28.9", "distributed": True}
+    print(sys.argv[3], json.dumps(torch))
+elif os.environ["RANK"] == "0":
+    print("trainkit-bandwidth:", json.dumps({"backend": " ".join(gpus)}))
+"""
+
+
+def test_the_gpus_that_this_task_sees_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as the torch of the ranks counts, which have the variable too."""
+    (tmp_path / "torch.py").write_text(FAKE_TORCH)
+    request = Request(tmp_path, python=(sys.executable, str(tmp_path / "torch.py")))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,0")
+    assert num_gpus(request) == 2
+    assert node.measure(request, Layout((own_host(),), (2,), "127.0.0.1", 1)).backend == "2 0"
 
 
 @pytest.mark.slow
