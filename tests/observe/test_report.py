@@ -293,3 +293,19 @@ def test_the_next_time_limit_is_without_the_steps_that_were_repeated(run):
     assert time.next_time == "--time 00:05:00 (20 % above all attempts without repeated steps)"
     write_json(run.attempt(2).end_file, {"state": "failed", "action": "failed", "reason": "crashed"})
     assert report_of(run).advice[0].next_time == "unknown: the run did not finish"
+
+
+@pytest.mark.parametrize(
+    ("percents", "used", "following"),
+    [
+        ((), "unknown", "unknown: not measured"),
+        ((60, 80), "70 % busy on average", "the same: they were busy"),
+        ((60, 79), "70 % busy on average", "find what they wait for before asking for more"),
+    ],
+)
+def test_gpus_that_wait_are_no_reason_to_ask_for_more(run, percents, used, following):
+    write_json(run.plan_file, {"num_nodes": 1, "workers_per_node": 2, "world_size": 2, "device": "cuda"})
+    (run.path / "health").mkdir()
+    append_jsonl(run.health_file("a"), {"gpus": [{"util_percent": percent} for percent in percents]})
+    *_, found = report_of(run).advice
+    assert (found.resource, found.used, found.next_time) == ("GPUs", used, following)

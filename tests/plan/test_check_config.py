@@ -78,6 +78,18 @@ def test_what_only_the_plan_and_the_data_show(tmp_path: Path, overrides: list[st
     assert found.render().startswith(f"--set {overrides[0]}: {problem}")
 
 
+def test_float8_needs_blocks_that_are_compiled(tmp_path: Path) -> None:
+    machine = Machine(16, 1, ("H100",), "this machine has an H100")
+    given = ["precision.float8=true", "precision.dtype=bf16", "parallel.compile=false"]
+    with pytest.raises(ConfigError) as error:
+        check_config(load_config(None, overrides=given, environ={}, cwd=tmp_path), machine)
+    [found] = error.value.problems
+    assert found.render().startswith(
+        f"--set {given[0]}: precision.float8: is true, but blocks are not compiled"
+    )
+    check_config(load_config(None, overrides=given[:2], environ={}, cwd=tmp_path), machine)
+
+
 UNCHECKED = "whether the run fits in the memory of its GPUs was not checked: "
 
 

@@ -168,6 +168,8 @@ def test_a_cluster_of_which_nothing_is_known() -> None:
         "device: is auto, but the hardware of this cluster's nodes is unknown\n"
         "  hint: set device: cuda or device: cpu"
     ]
+    [found] = problems("device=cuda", cluster=unknown)
+    assert found.startswith("resources.gpus_per_node: is auto, but the number of GPUs per node is unknown\n")
     made = plan("device=cuda", "resources.gpus_per_node=4", "resources.nodes=999", cluster=unknown)
     assert (made.world_size, made.threads_per_worker) == (3996, None)
 
