@@ -31,11 +31,14 @@ class Statement:
 class _OnCpu:
     """What expressions that depend on the device are on a CPU."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_torch: bool) -> None:
+        self.has_torch = has_torch
         self.values: dict[str, bool] = {}
         """Of attributes, keyword arguments and functions; of names with the file that they are in."""
         self.unset: set[str] = set()
         """Attributes that are None on a CPU."""
+        self.devices: dict[str, bool] = {}
+        """Of names of some devices, such as ``COMPILED_DEVICES``: whether the CPU is one."""
         self.file = ""
 
     def value(self, node: ast.expr | None) -> bool | None:
@@ -46,6 +49,9 @@ class _OnCpu:
         if isinstance(node, ast.BoolOp):
             values, ends = [self.value(item) for item in node.values], isinstance(node.op, ast.Or)
             return ends if ends in values else None if None in values else not ends
+        if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn):
+            has_cpu = self._has_cpu(node.comparators[0])
+            return None if has_cpu is None else has_cpu == isinstance(node.ops[0], ast.In)
         if isinstance(node, ast.Compare) and isinstance(node.comparators[0], ast.Constant):
             wanted = node.comparators[0].value
             if wanted in ("cpu", "cuda") and isinstance(node.ops[0], ast.Eq | ast.NotEq):
@@ -61,6 +67,14 @@ class _OnCpu:
             return self.values.get(f"{self.file}:{named.id}", self.values.get(named.id))
         return None
 
+    def _has_cpu(self, node: ast.expr) -> bool | None:
+        """Whether the CPU is one of these devices; None unless either it or a GPU is."""
+        if isinstance(node, ast.Name):
+            return self.devices.get(node.id)
+        items = node.elts if isinstance(node, ast.Tuple | ast.Set | ast.List) else []
+        found = {item.value for item in items if isinstance(item, ast.Constant)} & {"cpu", "cuda"}
+        return "cpu" in found if len(found) == 1 else None
+
     def learn(self, tree: ast.Module) -> None:
         """Follow the conditions of a file one step further."""
         reached, set_to = self.reached_in(tree), defaultdict(set)
@@ -72,6 +86,9 @@ class _OnCpu:
             if isinstance(node, ast.Assign):
                 target, value = node.targets[0], node.value
                 parts = [(target, value)]
+                has_cpu = self._has_cpu(value)
+                if isinstance(target, ast.Name) and has_cpu is not None:
+                    self.devices[target.id] = has_cpu
                 if isinstance(value, ast.Tuple) and isinstance(target, ast.Tuple):
                     parts = [*zip(target.elts, value.elts, strict=True)]
                 for at, item in parts:
@@ -127,18 +144,34 @@ class _OnCpu:
         """Whether the head of a statement asks for the device, or is about CUDA."""
         parts = [statement.value] if isinstance(statement, ast.AnnAssign) else ast.iter_child_nodes(statement)
         return any(
-            isinstance(node, ast.expr) and (self.value(node) is not None or ast.unparse(node) == "torch.cuda")
+            isinstance(node, ast.expr)
+            and (self.value(node) is not None or (self.has_torch and ast.unparse(node) == "torch.cuda"))
             for part in parts
             if part is not None and not isinstance(part, ast.stmt | ast.ExceptHandler)
             for node in ast.walk(part)
         )
 
 
-def cuda_statements() -> list[Statement]:
-    """The statements under a CUDA condition in all files of trainkit that use torch."""
-    trees = {path: ast.parse(path.read_text("utf-8")) for path in sorted(PRODUCT.rglob("*.py"))}
-    trees = {path: tree for path, tree in trees.items() if _uses_torch(tree)}
-    known = _OnCpu()
+def cuda_statements(folder: Path = PRODUCT) -> list[Statement]:
+    """The statements under a CUDA condition in all files of a folder, by default trainkit."""
+    trees = {path: ast.parse(path.read_text("utf-8")) for path in sorted(folder.rglob("*.py"))}
+    of_ranks = {path: tree for path, tree in trees.items() if _uses_torch(tree)}
+    # What the others call a GPU is often one of a plan: none of their names says anything elsewhere.
+    alone = [{path: tree} for path, tree in trees.items() if path not in of_ranks]
+    return sorted(item for group in (of_ranks, *alone) for item in _statements(group, folder))
+
+
+def not_run(ran: set[tuple[str, int]], folder: Path = PRODUCT) -> list[Statement]:
+    """The statements under a CUDA condition of which none of these lines, (file, number), is a part."""
+    return [
+        item
+        for item in cuda_statements(folder)
+        if not any((item.file, line) in ran for line in range(item.line, item.last + 1))
+    ]
+
+
+def _statements(trees: dict[Path, ast.Module], folder: Path) -> list[Statement]:
+    known = _OnCpu(has_torch=any(map(_uses_torch, trees.values())))
     before = -1
     while len(known.values) != before:
         before = len(known.values)
@@ -158,11 +191,11 @@ def cuda_statements() -> list[Statement]:
             if node not in reached or known.mentions(node):
                 body = getattr(node, "body", None)
                 last = body[0].lineno - 1 if body else node.end_lineno or 0
-                place = path.relative_to(PRODUCT).as_posix(), owners.get(node, "")
+                place = path.relative_to(folder).as_posix(), owners.get(node, "")
                 found.append(
                     Statement(*place, node.lineno, max(last, node.lineno), lines[node.lineno - 1].strip())
                 )
-    return sorted(found)
+    return found
 
 
 def _uses_torch(tree: ast.Module) -> bool:

@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 from tests.contrib.test_generate import request
 from tests.support import pretend_cuda, tasks
-from tests.support.cuda_lines import cuda_statements
+from tests.support.cuda_lines import not_run
 from tests.support.hf_models import need
 from tests.support.ranks import start_ranks, wait_for_all
 from tests.support.runs import TIMEOUT_S, events, fork_workers, free_port, log_text, make_attempt, wait_for
@@ -509,16 +509,75 @@ ELSEWHERE = {
     ("refuse_shared_gpu", "raise TrainkitError("): SHARED,
 }
 """The statements that no run here comes to, by function, and what runs them, or why nothing can."""
+PLANNED = {
+    "bench/measure.py": "bench/test_measure.py",
+    "bench/summary.py": "cli/test_report.py",
+    "cli/compare.py": "cli/test_compare.py",
+    "cluster/limits.py": "plan/test_slurm_draft.py",
+    "config/validation.py": "config/test_contradictions.py",
+    "contrib/drill/command.py": "contrib/drill/test_drill_config.py",
+    "contrib/replay/compare.py": "contrib/replay/test_compare.py",
+    "contrib/replay/replay.py": "contrib/replay/test_plan_replay.py",
+    "job/local_queue.py": "job/test_local_queue.py",
+    "job/node/health.py": "job/node/test_health.py",
+    "job/node/worker_env.py": "job/node/test_worker_env.py job/node/test_launchers.py",
+    "job/preflight.py": "job/test_preflight.py",
+    "launch/earliest_end.py": "launch/test_earliest_end.py",
+    "launch/packages.py": "launch/test_plan_run.py",
+    "launch/script.py": "launch/test_script.py",
+    "observe/report.py": "observe/test_report.py",
+    "observe/run_view.py": "observe/test_run_view.py",
+    "observe/status.py": "observe/test_read_status.py",
+    "observe/sweep_report.py": "observe/test_sweep_report.py",
+    "plan/gpus.py": "launch/test_plan_run.py",
+    "plan/launch_draft.py": "plan/test_make_plan.py",
+    "plan/launcher_files.py": "plan/test_launcher_files.py",
+    "plan/layout_rules.py": "plan/test_check_config.py",
+    "plan/make_plan.py": "plan/test_check_config.py",
+    "plan/memory.py": "plan/test_memory.py",
+    "plan/slurm_draft.py": "plan/test_slurm_draft.py",
+    "plan/step_work.py": "plan/test_memory.py",
+}
+"""Files whose GPUs are those of a plan, so that no rank runs each of these lines: the tests that do."""
+OF_A_RANK = """
+import torch
+COMPILED = ("cuda",)
+
+def update(device, tensors):
+    host = device.type not in COMPILED
+    if device.type in COMPILED:
+        compiled(tensors)
+    if host:
+        return one_by_one(tensors)
+    return at_once(tensors)
+"""
+OF_A_PLAN = """
+def unit(plan):
+    if plan.device == "cuda":
+        return "GPU"
+    return "process"
+"""
 
 
 def test_every_line_under_a_cuda_condition_runs(runs: Runs) -> None:
     ran = {line for name in (*LAYOUTS, *PROGRAMS) for record in runs.of(name) for line in record.lines}
-    missing = {
-        (item.function, item.text)
-        for item in cuda_statements()
-        if not any((item.file, line) in ran for line in range(item.line, item.last + 1))
-    }
+    found = not_run(ran)
+    missing = {(item.function, item.text) for item in found if item.file not in PLANNED}
     assert sorted(missing - ELSEWHERE.keys()) == []
     assert sorted(ELSEWHERE.keys() - missing) == [], "these run, or are gone"
     for file, _, test in (reason.partition("::") for reason in ELSEWHERE.values()):
         assert not test or f"def {test}(" in (Path(__file__).parent / file).read_text()
+    assert sorted(PLANNED.keys() - {item.file for item in found}) == [], "these run, or are gone"
+    for file in " ".join(PLANNED.values()).split():
+        assert (Path(__file__).parents[1] / file).is_file()
+
+
+def test_a_line_that_does_not_run_is_found(tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text(OF_A_RANK)
+    (tmp_path / "plan.py").write_text(OF_A_PLAN)
+    under_a_condition = {"rank.py": {6, 7, 8, 9, 11}, "plan.py": {3, 4}}
+    lines = {(file, line) for file, numbers in under_a_condition.items() for line in numbers}
+    assert {(item.file, item.line) for item in not_run(set(), tmp_path)} == lines
+    for missing in lines:
+        [found] = not_run(lines - {missing}, tmp_path)
+        assert (found.file, found.line) == missing
