@@ -82,6 +82,8 @@ launch.env={A: [1]}
         ("parallel.dp_shard=0", "parallel.dp_shard: must be -1 or a whole number of at least 1, not 0"),
         ("config_version=3", "config_version: must be one of 1, 2, not 3"),
         ("seed={a: 1", None),
+        ("name=1e3", f"name: must be {A_NAME}, not 1e3\n  hint: did you mean --set 'name=\"1e3\"'?"),
+        ("name=true", f"name: must be {A_NAME}, not true\n  hint: did you mean --set 'name=\"true\"'?"),
         *(
             (
                 f"name={json.dumps(name)}",

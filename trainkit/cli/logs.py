@@ -250,9 +250,8 @@ def print_end(run: RunDir) -> int:
             return EXIT_FAILED
         log = run.attempt(run.attempt_numbers()[-1]).supervisor_log
         last_line = b" ".join(last_lines(log, 1)[0]).decode("utf-8", errors="replace")
-        click.echo(
-            f"died: the supervisor exited without recording an end; {log} ends with: {last_line}", err=True
-        )
+        ends = f"ends with: {last_line}" if last_line else "has no line"
+        click.echo(f"died: the supervisor exited without recording an end; {log} {ends}", err=True)
         return EXIT_FAILED
     click.echo(f"{end.state}: {end.reason}", err=True)
     if end.verdict:

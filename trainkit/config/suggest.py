@@ -78,6 +78,8 @@ def value_hint(path: tuple[str, ...], found: Entry, origin: str) -> str:
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", plain).strip("-._")[:100]
         if name.isdigit():
             return f"job ids are reserved; add a letter, such as run-{name}"
+        if not _accepts(path, name):  # YAML reads it as a number or as true
+            name = name and f'"{name}"'
         return f"did you mean {_written(path, name, origin)}?" if name else _default_hint(path)
     meant = nearest(path, typed)
     if meant is not None:

@@ -10,10 +10,12 @@ import math
 import re
 import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from shlex import quote
 
 from trainkit.config import RunConfig
 from trainkit.config.running import ResourcesConfig
+from trainkit.errors import UsageError
 from trainkit.formats import rank_list, size, time_limit_s, time_text
 from trainkit.observe.attempt_files import MAX_LOGS, AttemptFiles
 from trainkit.observe.logs import Evidence, Match, Text, clean, json_line
@@ -23,6 +25,7 @@ from trainkit.run.files import Record, read_json
 from trainkit.run.history import PlanRecord, read_plan
 from trainkit.run.manifest import published
 from trainkit.run.rundir import AttemptDir, RunDir
+from trainkit.slurm.hosts import expand_hosts
 
 _MEM = re.compile(r"(\d+)([KMGT]?)")
 
@@ -87,6 +90,7 @@ def _config_values(config: RunConfig, plan: PlanRecord) -> dict[str, str]:
             "warmup_steps": str(config.schedule.warmup_steps),
             "precision": config.precision.dtype,
         }
+    values["nodelist"] = str(resources.extra.get("nodelist", ""))
     values["network"] = config.launch.network
     values["grace_s"] = f"{config.requeue.grace_s:g}"
     return values
@@ -102,6 +106,14 @@ def _time_values(resources: ResourcesConfig) -> dict[str, str]:
             option = key.replace("_", "-")
             return {"time": text, "time_key": key, "time_option": option, "more_time": time_text(2 * limit_s)}
     return {}
+
+
+def host_values(host: str, named: str) -> dict[str, str]:
+    """A host, and whether the run can do without it: no host that ``resources.extra.nodelist`` names."""
+    hosts: list[str] = []
+    with suppress(UsageError):  # of a damaged file
+        hosts = expand_hosts(named) if named else []
+    return {"host": host, "named_host" if host in hosts else "free_host": host}
 
 
 def _disk_values(run: RunDir) -> dict[str, str]:

@@ -17,7 +17,13 @@ from typing import Any, Literal
 
 from trainkit.formats import rank_list
 from trainkit.job.failure.launcher_report import RankExit, first_exit
-from trainkit.observe.advice import collective_values, hang_values, missing_rank_values, run_values
+from trainkit.observe.advice import (
+    collective_values,
+    hang_values,
+    host_values,
+    missing_rank_values,
+    run_values,
+)
 from trainkit.observe.attempt_files import MAX_LOGS, RANK_FILE, AttemptEvents, AttemptFiles
 from trainkit.observe.logs import Evidence, Match, Text, clean, num_lines_of_message, record_text
 from trainkit.observe.signatures import Role, fill, load_signatures
@@ -335,7 +341,7 @@ class _Case:
             **({} if failure.code is None else {"place": clean(failure.code.place)}),
             "reason": clean(str(self.end.reason or "")),
             **({} if rank is None else {"rank": str(rank)}),
-            **({} if host is None else {"host": host}),
+            **({} if host is None else host_values(host, values.get("nodelist", ""))),
         }
         added, more = hang_values(self.files, match, rank)
         values |= added | missing_rank_values(self.files, match) | self._host_values(match)
