@@ -187,7 +187,8 @@ class Runs:
         """Train a layout on pretended GPUs, and on CPUs at the same time."""
         layout = LAYOUTS[name]
         options = [*COMMON, *layout.overrides]
-        on_cpu = make_attempt(self.folder / f"{name}-cpu", options, layout.num_procs)
+        eager = "parallel.compile=false"  # as in the other run: to compile takes longer than all the rest
+        on_cpu = make_attempt(self.folder / f"{name}-cpu", [*options, eager], layout.num_procs)
         workers = fork_workers(on_cpu, layout.num_procs)
         attempt = make_attempt(self.folder / name, [*options, "device=cuda"], layout.num_procs)
         records = pretend(attempt, layout.num_procs)
