@@ -7,6 +7,7 @@ is then never reached on a CPU stands under a CUDA condition.
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -154,11 +155,18 @@ class _OnCpu:
 
 def cuda_statements(folder: Path = PRODUCT) -> list[Statement]:
     """The statements under a CUDA condition in all files of a folder, by default trainkit."""
-    trees = {path: ast.parse(path.read_text("utf-8")) for path in sorted(folder.rglob("*.py"))}
-    of_ranks = {path: tree for path, tree in trees.items() if _uses_torch(tree)}
-    # What the others call a GPU is often one of a plan: none of their names says anything elsewhere.
-    alone = [{path: tree} for path, tree in trees.items() if path not in of_ranks]
-    return sorted(item for group in (of_ranks, *alone) for item in _statements(group, folder))
+    texts = {path: path.read_text("utf-8") for path in sorted(folder.rglob("*.py"))}
+    of_ranks = [path for path, text in texts.items() if re.search(r"^\s*import torch\b", text, re.MULTILINE)]
+    # What the others call a GPU is often one of a plan: none of their names says anything elsewhere. Without
+    # the name of a device in quotes, they have no condition to begin with.
+    alone = [path for path, text in texts.items() if re.search("""["'](cuda|cpu)["']""", text)]
+    groups = [(of_ranks, True), *(([path], False) for path in alone if path not in of_ranks)]
+    trees = {path: ast.parse(texts[path]) for group, _ in groups for path in group}
+    return sorted(
+        item
+        for group, has_torch in groups
+        for item in _statements({path: trees[path] for path in group}, folder, has_torch=has_torch)
+    )
 
 
 def not_run(ran: set[tuple[str, int]], folder: Path = PRODUCT) -> list[Statement]:
@@ -170,8 +178,8 @@ def not_run(ran: set[tuple[str, int]], folder: Path = PRODUCT) -> list[Statement
     ]
 
 
-def _statements(trees: dict[Path, ast.Module], folder: Path) -> list[Statement]:
-    known = _OnCpu(has_torch=any(map(_uses_torch, trees.values())))
+def _statements(trees: dict[Path, ast.Module], folder: Path, *, has_torch: bool) -> list[Statement]:
+    known = _OnCpu(has_torch=has_torch)
     before = -1
     while len(known.values) != before:
         before = len(known.values)
@@ -196,13 +204,6 @@ def _statements(trees: dict[Path, ast.Module], folder: Path) -> list[Statement]:
                     Statement(*place, node.lineno, max(last, node.lineno), lines[node.lineno - 1].strip())
                 )
     return found
-
-
-def _uses_torch(tree: ast.Module) -> bool:
-    return any(
-        isinstance(node, ast.Import) and any(item.name.partition(".")[0] == "torch" for item in node.names)
-        for node in ast.walk(tree)
-    )
 
 
 if __name__ == "__main__":
