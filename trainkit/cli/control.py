@@ -222,9 +222,9 @@ def attach(run_name: str, node: int) -> NoReturn:
 def debug(run_name: str, rank: int) -> int:
     """Debug a rank of RUN that waits at breakpoint(), with Python's debugger in this terminal.
 
-    The other ranks continue: they stop at no breakpoint() any more. In the debugger, `c` continues the run,
-    to the next breakpoint(), and `q` stops it. While it runs, Ctrl-C leaves it running. `trainkit run
-    --debug` starts a run with a terminal.
+    The other ranks continue and ignore breakpoint(). In the debugger, `c` continues the run, to the next
+    breakpoint(), and `q` stops it. While it runs, Ctrl-C ends only the debugger. `trainkit run --debug`
+    starts a run with a terminal.
     """
     from trainkit.control import shell
 

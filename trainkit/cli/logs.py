@@ -63,7 +63,7 @@ def command(
 ) -> int:
     """Print the log of rank 0 of RUN, or the logs of the selected ranks.
 
-    Without one, because the job ended before its supervisor began, it is the output of the batch script.
+    If the job ended before its ranks started, prints the output of the batch script.
     """
     if sum((rank is not None, node is not None, all_ranks)) > 1:
         raise UsageError("--rank, --node and --all are mutually exclusive", hint="give only one of them")

@@ -186,7 +186,7 @@ choosing_shape_options = combined(
         "--nodes",
         type=NodesType(AUTO),
         metavar="N",
-        help=f"{NODES_HELP}; auto: as many, in slices of time too, as are expected to finish first.",
+        help=f"{NODES_HELP}; auto: the number that should finish first, also in slices.",
     ),
     gpus_per_node_option,
 )

@@ -74,9 +74,9 @@ def command(
 
     For a group on this machine, runs what has not finished.
 
-    It resumes in the same run folder as the next attempt, or with --as in a new run folder, and where it ran:
-    on Slurm, or on this machine, there in the foreground if its newest attempt was, unless --follow, --json
-    or --as is given. With --node-rank, --master-addr and --master-port it runs in the foreground on several
+    It resumes in the same run folder as the next attempt, or with --as in a new run folder, on Slurm or on
+    this machine, where it ran. A run of `trainkit run` resumes in the foreground, unless --follow, --json or
+    --as is given. With --node-rank, --master-addr and --master-port it runs in the foreground on several
     hosts, as `trainkit run` does.
     """
     from trainkit.control.resume import (

@@ -193,9 +193,9 @@ def command(
     Prints the run folder and the job id. With a COMMAND after --, each rank runs it instead of the built-in
     trainer.
 
-    In place of CONFIG, a run by name, folder or job id is run again in a new folder, from the folder it was
-    submitted from: with its config, its copy of the code and its command, where and on as many GPUs as it
-    ran. Options change it. A file or shipped config of that name comes first.
+    In place of CONFIG, a RUN (its name, folder or job id) is run again in a new folder: with its config, its
+    copy of the code and its command, on the same backend and number of GPUs, as if submitted from the same
+    folder. Options change it. A file or shipped config of that name comes first.
 
     --sweep and --array submit a group of runs: one Slurm array, or on this machine one run after another. The
     group's folder has one run folder per index. Sweep values are parsed as items of a YAML list: "a,b" is one

@@ -105,9 +105,9 @@ class CheckpointConfig(Section):
     keep_last: AtLeastOne = Field(default=3, description="Latest checkpoints to keep, besides the best one.")
     best_metric: MetricName | None = Field(
         default="val_loss",
-        description="Metric whose best value marks the best checkpoint: val_loss, loss, or one of your own"
-        " task, with val_ that of the validation; null keeps no best one. Without val_, it is that of the"
-        " checkpoint's step.",
+        description="Metric that chooses the best checkpoint: val_loss, loss, or one of your own task, "
+        "with val_ in front for its value in the validation; null keeps no best one. Without val_, it is "
+        "that of the checkpoint's step.",
         json_schema_extra={"allowed": "the name of a metric, or null"},
     )
     best_mode: Literal["min", "max"] = Field(
@@ -121,16 +121,15 @@ class ResourcesConfig(Section):
 
     nodes: AtLeastOne | NodeRange = Field(
         default=1,
-        description="Number of nodes; with a range such as 2-8 or a list such as 2,4,8, as many of them as"
-        " Slurm has.",
+        description="Number of nodes; of a range such as 2-8 or a list such as 2,4,8, as many as Slurm has.",
         json_schema_extra={
             "allowed": "a whole number of at least 1, a range such as 2-8, or a list such as 2,4,8"
         },
     )
     grow: bool = Field(
         default=False,
-        description="Whether a run on fewer than the most of `nodes` saves and returns to the queue for more"
-        " of them, when Slurm has them free and that saves time.",
+        description="With a range of nodes: save and requeue for more nodes when Slurm has them free and "
+        "that saves time.",
     )
     gpus_per_node: AtLeastOne | Literal["auto"] = Field(
         default="auto",
@@ -148,12 +147,12 @@ class ResourcesConfig(Section):
     time: SlurmTime | None = Field(default="01:00:00", description="Time limit of a job, in Slurm's format.")
     time_min: SlurmTime | None = Field(
         default=None,
-        description="Shortest time limit that the job may get: Slurm lowers its limit to start it sooner.",
+        description="Shortest time limit that the job accepts, if Slurm can then start it sooner.",
     )
     slice: SlurmTime | None = Field(
         default=None,
-        description="Time limit of each job of the run, which returns to the queue after it; `time` is then"
-        " what all of them may take.",
+        description="Time limit of each job of the run, which then saves and returns to the queue; `time` "
+        "limits all jobs together.",
     )
     partition: OneLine | None = Field(default=None, description="Slurm partition.")
     clusters: Names = list_field((), "Slurm clusters; of several, the one where the job would start first.")
@@ -216,7 +215,7 @@ class LaunchConfig(Section):
     env: dict[str, str] = Field(default={}, description="Environment variables for every process.")
     modules: tuple[OneLine, ...] = list_field((), "Environment modules to load.")
     python: OneLine | None = Field(
-        default=None, description="Python interpreter; null uses that of venv, conda, uv or container."
+        default=None, description="Python interpreter; null: that of venv, conda, uv, container or trainkit."
     )
     venv: OneLine | None = Field(default=None, description="Virtual environment to activate.")
     conda: OneLine | None = Field(default=None, description="Conda environment to activate (experimental).")
@@ -245,7 +244,7 @@ class LaunchConfig(Section):
     )
     snapshot: bool = Field(
         default=True,
-        description="Train from a copy of the code in the run folder; on this machine only for a COMMAND.",
+        description="Train from a copy of the code in the run folder; without Slurm only for a COMMAND.",
     )
 
 
@@ -281,7 +280,7 @@ class RequeueConfig(Section):
     )
     silence_s: Positive | None = Field(
         default=None,
-        description="Seconds without output of any rank after which a COMMAND hangs; null disables this.",
+        description="Seconds without output after which a COMMAND counts as a hang; null disables this.",
     )
     slow_hosts: Literal["ignore", "exclude", "restart"] = Field(
         default="ignore",
@@ -294,7 +293,7 @@ class RequeueConfig(Section):
         description="Seconds for which a rank must stay slow before slow_hosts: restart restarts the run.",
     )
     follow_ups: NotNegative = Field(
-        default=0, description="Jobs that wait in the queue to continue the run, for nodes without scontrol."
+        default=0, description="Dependent jobs that continue the run, for nodes without scontrol and sbatch."
     )
 
 
@@ -321,7 +320,7 @@ class NotifyConfig(Section):
         json_schema_extra={"allowed": "the name of an environment variable, or null"},
     )
     mail: OneLine | None = Field(
-        default=None, description="Recipient of emails that Slurm sends about those events that it knows."
+        default=None, description="Recipient of Slurm's emails about these events, except stalled and slow."
     )
     min_interval_s: NotNegative = Field(
         default=600,
@@ -363,7 +362,8 @@ class LoggingConfig(Section):
     """Where metrics are logged, in addition to metrics.jsonl."""
 
     tensorboard: bool | Literal["auto"] = Field(
-        default="auto", description="Write TensorBoard files: auto where it is installed, true demands it."
+        default="auto",
+        description="Write TensorBoard files; auto: if installed; true: refuse to run without.",
     )
     health_every_s: Positive | None = Field(
         default=10.0,
@@ -372,8 +372,8 @@ class LoggingConfig(Section):
     )
     pattern: str | None = Field(
         default="auto",
-        description="What finds the curve of a COMMAND in the log of rank 0: auto, null for none, or a"
-        " regular expression with the group step and others such as loss, lr and val_loss.",
+        description="How the curve of a COMMAND is read from the log of rank 0: auto, null for not at all, "
+        "or a regular expression with the group step and others such as loss, lr and val_loss.",
     )
     mlflow: MlflowConfig | bool | None = Field(
         default=None,

@@ -93,7 +93,7 @@ class DataConfig(Section):
         description="Key of the text in each line of a .jsonl file, or column of the text in a table.",
     )
     seq_len: AtLeastOne = Field(default=256, description="Tokens per sample.")
-    num_workers: NotNegative = Field(default=2, description="Prefetch threads per training process.")
+    num_workers: NotNegative = Field(default=2, description="Loader threads per rank; processes for a task.")
     val_fraction: BelowOne = Field(
         default=0.01, description="Fraction of the source held out for validation."
     )
@@ -116,7 +116,7 @@ class TrainConfig(Section):
         default=None, description="Passes over the training data, instead of steps; can be a fraction."
     )
     stop_at_step: AtLeastOne | None = Field(
-        default=None, description="Save after this step and exit with code 75, to split a run into slices."
+        default=None, description="Save after this step and exit with code 75; `trainkit resume` continues."
     )
     device_batch_size: AtLeastOne = Field(
         default=8,
@@ -142,7 +142,7 @@ class TrainConfig(Section):
         default=5,
         description="Consecutive steps with a non-finite loss or gradient after which the run stops.",
     )
-    deterministic: bool = Field(default=False, description="Use only kernels that repeat every bit on GPUs.")
+    deterministic: bool = Field(default=False, description="Use only deterministic kernels on GPUs.")
 
 
 class OptimizerConfig(Section):
