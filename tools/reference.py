@@ -318,9 +318,14 @@ def anchor_of(heading: str) -> str:
 API_INTRO = """\
 # Python API
 
-What a program of your own imports: from `trainkit`, to start runs from Python, also those of
-[a function](coming-from.md#submitit); from `trainkit.loop`, for [a loop of your own](own-script.md); and from
-`trainkit.task`, for [a task of your own](own-task.md). Everything else may change in any release.
+`trainkit` starts runs from a notebook or a program, also of [a function](coming-from.md#submitit);
+`trainkit.loop` is for [your own loop](own-script.md#your-own-loop-with-trainkits-checkpoints), and
+`trainkit.task` for [your own task](own-task.md). Everything else may change in any release.
+
+```python
+run = trainkit.submit("quickstart", nodes=2, train={"steps": 50})  # or command=["python", "train.py"]
+print(run.wait().status.state, run.metrics()[-1]["loss"])
+```
 """
 API = {
     "api": ("submit", "sweep", "map_array", "runs", "Run", "Group", "RunError"),
