@@ -18,15 +18,7 @@ from trainkit.plan.batch import BatchRequest, make_batch
 from trainkit.plan.gpus import Gpu, Hardware
 from trainkit.plan.launch import Batch, Layout
 from trainkit.plan.layout_rules import divisors_of, layout_problems, make_layout
-from trainkit.plan.memory import (
-    FLOAT32,
-    Memory,
-    RankParams,
-    gathered_bytes,
-    memory_of,
-    rank_params,
-    stream_bytes,
-)
+from trainkit.plan.memory import FLOAT32, Memory, RankParams, memory_of, rank_params, stream_bytes
 from trainkit.plan.model_shape import ModelShape
 from trainkit.plan.step_work import DEFERRED_WEIGHT_GRADS, StepWork, bubble_fraction, work_of
 
@@ -72,10 +64,11 @@ def _weights(work: StepWork) -> Iterator[Flow]:
     """
     params, layout, shards, copies = _params(work, 0), work.layout, work.shards, work.layout.dp_replicate
     passes = 1 if layout.pp > 1 else work.passes_per_step
+    again = work.block_itemsize * params.block * params.num_layers + work.itemsize * params.embedding
     head, heads = work.itemsize * params.head, int(params.head > 0)
     units = params.num_units + (params.embedding > 0)
     times, gathers = (1, 1) if work.keeps_gathered else (2, passes)
-    sent = gathers * ((gathered_bytes(work, params) - head) * times + head) * (shards - 1)
+    sent = gathers * (again * times + head) * (shards - 1)
     yield Flow("gather", sent // shards, gathers * (units * times + heads), shards, layout.tp)
     whole, calls = FLOAT32 * params.whole, units + heads
     yield Flow("scatter", passes * whole * (shards - 1) // shards, passes * calls, shards, layout.tp)

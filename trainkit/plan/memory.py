@@ -102,10 +102,10 @@ def rank_params(shape: ModelShape, layout: Layout, schedule: PipelineSchedule, p
     return RankParams(layers, block // layout.tp, matrix * has_embedding, matrix * has_head, unit_blocks)
 
 
-def gathered_bytes(work: StepWork, params: RankParams) -> int:
+def _gathered_bytes(work: StepWork, params: RankParams) -> int:
     """The bytes of all parameters of a rank when they are gathered."""
-    blocks = params.block * params.num_layers
-    return work.block_itemsize * blocks + work.itemsize * (params.whole - blocks)
+    less = work.itemsize - work.block_itemsize
+    return work.itemsize * params.whole - less * params.block * params.num_layers
 
 
 def stream_bytes(work: StepWork) -> int:
@@ -302,7 +302,7 @@ def _phases(work: StepWork, params: RankParams, pp_rank: int) -> Iterator[tuple[
     reduced = 0 if offload else own
     mask = item * work.samples_per_pass * work.seq_len**2 if work.has_dense_mask else 0
     kept, recomputed = kept_bytes(work), max(0, block_bytes(work) - kept_bytes(work))
-    whole, a_number = gathered_bytes(work, params), work.block_itemsize
+    whole = _gathered_bytes(work, params)
     gathered = (whole if work.keeps_gathered else item * head) if is_wrapped else 0
     stays = work.keeps_gathered and work.shards > 1 and work.passes_per_step > 1  # for the next pass
     yield "update", _parts(work, params, reduced)
@@ -318,8 +318,8 @@ def _phases(work: StepWork, params: RankParams, pp_rank: int) -> Iterator[tuple[
         gradients = (waiting or (0 if offload else made)) + item * both_ends
         buffers = _in_a_block(work, params)
         if is_wrapped:
-            rest = a_number * left + item * params.embedding
-            following = min(2 * a_number * unit, rest) if work.shards > 1 else item * unit
+            rest = work.block_itemsize * left + item * params.embedding
+            following = min(2 * work.block_itemsize * unit, rest) if work.shards > 1 else item * unit
             buffers += whole if stays else rest if work.keeps_gathered else following
             buffers += item * both_ends + FLOAT32 * (unit if done else head - both_ends)
         activations = kept * (blocks - done) + mask + recomputed
@@ -342,7 +342,7 @@ def _pipeline_phases(work: StepWork, params: RankParams, pp_rank: int) -> Iterat
     buffers = received * work.passes_per_step * work.tokens_per_pass * stream_bytes(work)
     reduced = 0 if work.parallel.offload else FLOAT32 * params.whole // work.shards
     yield "update", _parts(work, params, reduced, buffers=buffers)
-    buffers += gathered_bytes(work, params)  # for all passes
+    buffers += _gathered_bytes(work, params)  # for all passes
     kept, block = kept_bytes(work), block_bytes(work)
     losses = 0
     if has_head:

@@ -293,8 +293,7 @@ def assemble(
         )
         tied = [weight.param for weight in weights if weight.name in model_parts[0].tied_names]
         tied_weights = TiedWeights(tied, world)
-        read = task.read_weight
-        return BuiltModel(model_parts, weights, pipeline, tied_weights, None, read, float8_gather)
+        return BuiltModel(model_parts, weights, pipeline, tied_weights, None, task.read_weight, float8_gather)
     [model] = model_parts
     dtype = DTYPES[config.precision.dtype]
     is_cast = dtype != torch.float32 and not isinstance(model, FSDPModule)
@@ -309,8 +308,7 @@ def assemble(
         chunks,
     )
     weights = weights_of(model_parts, masters, is_read=task.reads_weights)
-    read = task.read_weight
-    return BuiltModel(model_parts, weights, forward_backward, None, None, read, float8_gather)
+    return BuiltModel(model_parts, weights, forward_backward, None, None, task.read_weight, float8_gather)
 
 
 def _build_part(
