@@ -9,8 +9,8 @@ once, as in a block that is not compiled; RMSNorm counts with the several kernel
 The other parts are counted the same way; a compiled update reads and writes each of its tensors once, and its
 kernels are those that the compiler makes for a CPU.
 
-Collectives are those of one rank in a step of two passes, by torch's fake process group; where blocks multiply
-in float8, which is emulated, with the bytes that are gathered.
+Collectives are those of one rank in a step of two passes, by torch's fake process group. For blocks in float8
+(emulated) also the bytes that are gathered are counted.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from trainkit.trainer.precision import apply_float8
 from trainkit.trainer.torch_private import DispatchMode, collective_kind
 
 pytest.importorskip("torchao")
-pytestmark = [pytest.mark.slow(seconds=10), pytest.mark.xdist_group("float8_gather")]
+pytestmark = [pytest.mark.slow(seconds=3), pytest.mark.xdist_group("float8_gather")]
 
 COMMON = [
     *("precision.dtype=bf16", "train.steps=3", "train.eval_every=2", "model.dropout=0.1"),
