@@ -73,6 +73,9 @@ schedule.decay_steps=181 schedule.name=wsd
 precision.float8=rowwise precision.dtype=fp16
     precision.float8: is rowwise, but precision.dtype is fp16
     hint: float8 requires precision.dtype: bf16
+precision.float8=gather parallel.offload=true
+    precision.float8: is gather, but parallel.offload is true
+    hint: precision.float8: true gathers in bf16, as offload requires
 precision.tf32=true
     precision.tf32: is true, but precision.dtype is bf16
     hint: remove it: TF32 is for fp32, and slower

@@ -148,8 +148,8 @@ def device_of(rank: int) -> Any:
     return torch.device("cuda", rank) if os.environ.get("TEST_DEVICE") == "cuda" else torch.device("cpu")
 
 
-def make_trainer(rank: int, attempt: AttemptDir, keep_labels: bool = False) -> Any:
-    """The trainer of one rank, among ranks that have met."""
+def make_trainer(rank: int, attempt: AttemptDir, keep_labels: bool = False, **precision: object) -> Any:
+    """The trainer of one rank, among ranks that have met; `precision` may be what only a GPU can do."""
     import torch
 
     from tests.support.ragged import RaggedBatches
@@ -163,6 +163,8 @@ def make_trainer(rank: int, attempt: AttemptDir, keep_labels: bool = False) -> A
     from trainkit.trainer.worker import build_trainer
 
     config = read_effective(attempt.config_file)
+    precision_config = config.precision.model_copy(update=precision)
+    config = config.model_copy(update={"precision": precision_config})
     plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
     device = device_of(rank)
     world = World(0, 1, device, None, None)

@@ -196,8 +196,9 @@ class PrecisionConfig(Section):
     tf32: bool = Field(
         default=False, description="Multiply matrices in TF32 on a GPU, faster and less exact (fp32 only)."
     )
-    float8: bool | Literal["rowwise"] = Field(
+    float8: bool | Literal["gather", "rowwise"] = Field(
         default=False,
         description="Run the linear layers of decoder blocks in float8; needs torchao and a supported GPU. "
+        "`gather` also gathers their sharded weights in float8, with the same losses as `true`. "
         "`rowwise` has a scale for each row instead of one for a matrix: more exact, less fast.",
     )

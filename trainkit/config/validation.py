@@ -326,6 +326,9 @@ def _precision(loaded: LoadedConfig) -> Iterator[Problem]:
         message = f"is {value}, but parallel.tp is {config.parallel.tp}"
         hint = "float8 with tensor parallelism is not supported yet"
         yield loaded.problem("precision.float8", message, hint)
+    if value == "gather" and config.parallel.offload:
+        hint = "precision.float8: true gathers in bf16, as offload requires"
+        yield loaded.problem("precision.float8", "is gather, but parallel.offload is true", hint)
 
 
 def _stages(loaded: LoadedConfig) -> Iterator[Problem]:

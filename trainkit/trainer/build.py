@@ -66,6 +66,7 @@ from trainkit.trainer.user_code import errors_of_user, refusal
 from trainkit.trainer.user_task import UserTask
 
 if TYPE_CHECKING:
+    from trainkit.trainer.parallel.float8_gather import Float8Gather
     from trainkit.trainer.parallel.pipeline import TiedWeights
 
 log = getLogger(__name__)
@@ -207,6 +208,8 @@ class BuiltModel:
     """Buffers to save: those of a `Model` are functions of its shape."""
     read_weight: ReadWeight | None = None
     """The initial values of the weights with `is_read`."""
+    float8_gather: Float8Gather | None = None
+    """To update whenever the weights have changed."""
 
 
 def build(
@@ -268,6 +271,12 @@ def assemble(
         use_loss_parallel=parallel.loss_parallel and layout.tp > 1,
         positions=positions if layout.cp > 1 else None,
     )
+    float8_gather = None
+    if config.precision.float8 == "gather" and layout.dp_shard * layout.cp > 1:
+        from trainkit.trainer.parallel.float8_gather import Float8Gather  # it needs torchao
+
+        assert world.mesh is not None
+        float8_gather = Float8Gather(model_parts, world.mesh["dp_shard"].get_group())
     if layout.pp > 1:
         # Imported only if needed: it adds a quarter to the start-up time of the trainer.
         from trainkit.trainer.parallel.pipeline import PipelineForwardBackward, TiedWeights
@@ -284,7 +293,7 @@ def assemble(
         )
         tied = [weight.param for weight in weights if weight.name in model_parts[0].tied_names]
         tied_weights = TiedWeights(tied, world)
-        return BuiltModel(model_parts, weights, pipeline, tied_weights, None, task.read_weight)
+        return BuiltModel(model_parts, weights, pipeline, tied_weights, None, task.read_weight, float8_gather)
     [model] = model_parts
     dtype = DTYPES[config.precision.dtype]
     is_cast = dtype != torch.float32 and not isinstance(model, FSDPModule)
@@ -299,7 +308,7 @@ def assemble(
         chunks,
     )
     weights = weights_of(model_parts, masters, is_read=task.reads_weights)
-    return BuiltModel(model_parts, weights, forward_backward, None, None, task.read_weight)
+    return BuiltModel(model_parts, weights, forward_backward, None, None, task.read_weight, float8_gather)
 
 
 def _build_part(

@@ -41,6 +41,7 @@ from trainkit.trainer.step_sync import (
 )
 
 if TYPE_CHECKING:
+    from trainkit.trainer.parallel.float8_gather import Float8Gather
     from trainkit.trainer.parallel.pipeline import TiedWeights
 
 log = getLogger(__name__)
@@ -83,6 +84,7 @@ class Trainer:
     buffers: StateBuffers | None = None
     compile_cache: CompileCache | None = None
     """If anything is compiled."""
+    float8_gather: Float8Gather | None = None
     _steps_done: int = 0
     """Steps of this attempt."""
     _is_best: bool = False
@@ -220,6 +222,8 @@ class Trainer:
         self.optimizer.step(lr, divisor, skip)
         self.optimizer.zero_grad()
         self.clock.end_update()
+        if self.float8_gather is not None:
+            self.float8_gather.update()
         self.loss_scale.update(skip)
         if self.buffers is not None:
             self.buffers.settle(self.world)

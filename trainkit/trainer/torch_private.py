@@ -127,12 +127,12 @@ def after_backward(callback: Callable[[], None]) -> None:
     cast(Any, Variable)._execution_engine.queue_callback(callback)
 
 
-def norm_of_each(tensors: list[Tensor]) -> list[Tensor]:
-    """The norm of each tensor, in one kernel for many of them, for gradient clipping.
+def norm_of_each(tensors: list[Tensor], order: float = 2) -> list[Tensor]:
+    """The norm of each tensor, in one kernel for many of them; of order inf, its largest number.
 
     When it goes: `torch.linalg.vector_norm` of each, with a kernel for each.
     """
-    return list(torch._foreach_norm(tensors))
+    return list(torch._foreach_norm(tensors, order))
 
 
 def copy_each(targets: list[Tensor], sources: list[Tensor]) -> None:
@@ -174,6 +174,31 @@ def all_gather_dim(local: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """
     whole: Tensor = _all_gather(local, gather_dim=dim, group=group)
     return whole
+
+
+def set_gather(
+    param: nn.Parameter, before: Callable[[int], Tensor], after: Callable[[Tensor], Tensor]
+) -> None:
+    """Make `fully_shard` gather `before(number of ranks)`, and compute with `after(gathered)`, made once.
+
+    FSDP looks for these functions on the shard in its first pass, where tests of torch set them too: call
+    before it, and after memory is allocated. All passes gather into the same memory. When they go: a subclass
+    of Tensor that has them as methods, as in torchao.
+    """
+
+    def fsdp_pre_all_gather(
+        mesh: DeviceMesh, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[Tensor], None]:
+        return (before(mesh.size()),), None
+
+    def fsdp_post_all_gather(
+        outputs: tuple[Tensor], metadata: None, param_dtype: Any, *, out: Tensor | None = None
+    ) -> tuple[Tensor, tuple[()]] | None:
+        return (after(outputs[0]), ()) if out is None else None
+
+    shard: Any = cast(Any, param)._local_tensor
+    shard.fsdp_pre_all_gather = fsdp_pre_all_gather
+    shard.fsdp_post_all_gather = fsdp_post_all_gather
 
 
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:

@@ -185,6 +185,8 @@ def build_trainer(
     loss_scale = LossScale(config.precision, world.device)
     progress.enter("load")
     state = resume(chosen, config, attempt, world, task, built, saver, tensors, loss_scale)
+    if built.float8_gather is not None:
+        built.float8_gather.update()
     num_samples, end = task.train_data.num_samples, end_position(config, task)
     total_steps = count_steps(config, plan, state, end)
     if world.is_main:
@@ -235,6 +237,7 @@ def build_trainer(
         nominal_count=plan.batch.global_batch_size if config.has_user_task else plan.batch.tokens_per_step,
         buffers=built.buffers,
         compile_cache=compile_cache,
+        float8_gather=built.float8_gather,
         clock=StepClock(world, plan.layout),
         slow_ranks=SlowRanks(plan.layout, hosts, on_gpu=uses_gpu)
         if world.is_main and world.size > 1
