@@ -171,26 +171,21 @@ def parse_queue(text: str) -> dict[str, JobInfo]:
     found: dict[str, JobInfo] = {}
     for fields in records(text, len(_QUEUE_FIELDS)):
         number, array, task, word, reason, nodes, num_nodes, start, end, restarts, exit_code, name = fields
+        job_id = number if task in ("", "N/A") else f"{array}_{task if task.isdigit() else f'[{task}]'}"
         restart_count = int(restarts) if restarts.isdigit() else None
         state = state_in_queue(word, restart_count)
-        code, signal = _exit_of(exit_code) if state.is_terminal else (None, None)
-        info = JobInfo(
-            job_id=number if task in ("", "N/A") else f"{array}_{task if task.isdigit() else f'[{task}]'}",
-            state=state,
-            slurm_state=word,
-            reason="" if reason in ("None", "N/A") else reason,
-            nodes=nodes,
-            num_nodes=int(num_nodes) if num_nodes.isdigit() else 0,
-            start_time=time_of(start),
-            end_time=time_of(end),
-            restarts=restart_count,
-            exit_code=code,
-            exit_signal=signal,
-            name=name,
-            number=number,
-        )
-        _add(found, info)
+        info = _job(job_id, state, word, nodes, num_nodes, start, end, exit_code, name)
+        reason = "" if reason in ("None", "N/A") else reason
+        _add(found, replace(info, reason=reason, restarts=restart_count, number=number))
     return found
+
+
+def _job(job_id: str, state: JobState, word: str, nodes: str, *more: str) -> JobInfo:
+    """A job from what squeue and sacct print alike, in the order of the latter."""
+    num_nodes, start, end, exit_code, name = more
+    code, signal = _exit_of(exit_code) if state.is_terminal else (None, None)
+    count, times = int(num_nodes) if num_nodes.isdigit() else 0, (time_of(start), time_of(end))
+    return JobInfo(job_id, state, word, "", nodes, count, *times, None, code, signal, name)
 
 
 def _add(found: dict[str, JobInfo], info: JobInfo) -> None:
@@ -223,25 +218,11 @@ def parse_accounting(text: str) -> dict[str, JobInfo]:
     """Parse the output of sacct, by job id, for jobs that squeue does not list."""
     found: dict[str, JobInfo] = {}
     for fields in records(text, len(_ACCOUNTING_FIELDS), end=FIELD):
-        job_id, word, nodes, num_nodes, start, end, exit_code, name = fields
+        job_id, word, nodes, *rest = fields
         state = state_in_accounting(word)
-        code, signal = _exit_of(exit_code) if state.is_terminal else (None, None)
-        info = JobInfo(
-            job_id=job_id,
-            state=state,
-            slurm_state=word,
-            reason=""
-            if state.is_terminal
-            else f"squeue no longer lists it, but accounting still reports {word}",
-            nodes="" if nodes == "None assigned" else nodes,
-            num_nodes=int(num_nodes) if num_nodes.isdigit() else 0,
-            start_time=time_of(start),
-            end_time=time_of(end),
-            exit_code=code,
-            exit_signal=signal,
-            name=name,
-        )
-        _add(found, info)
+        info = _job(job_id, state, word, "" if nodes == "None assigned" else nodes, *rest)
+        late = f"squeue no longer lists it, but accounting still reports {word}"
+        _add(found, info if state.is_terminal else replace(info, reason=late))
     return found
 
 

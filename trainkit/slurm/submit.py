@@ -68,13 +68,16 @@ class _Submission:
 
 
 @dataclass(frozen=True)
-class StartEstimate:
-    """The estimate of `sbatch --test-only`, which ignores the partition's time limit."""
+class Answer:
+    """When and where a job would start, which `sbatch --test-only` estimates without the time limit."""
 
-    start_time: datetime | None
-    nodes: list[str]
-    message: str
-    """Slurm's message, with the time in the local time zone."""
+    start_time: datetime | None = None
+    """None if the job would not start, or Slurm gives no time."""
+    nodes: tuple[str, ...] = ()
+    remark: str = ""
+    """Why it names no time."""
+    refused: bool = False
+    """Whether Slurm would reject the job."""
 
 
 def submit_script(
@@ -172,7 +175,14 @@ def _find_until_known(submission: _Submission, lost: SlurmUnreachable, give_up: 
         except SlurmUnreachable:
             missing_since = None
             if time.monotonic() >= give_up:
-                raise _unknown_outcome(submission.script, lost) from None
+                if lost.may_have_arrived:
+                    what = f"{submission.script} may or may not have been submitted ({lost.message})"
+                    raise SlurmUnreachable(
+                        f"the answer of sbatch was lost and Slurm cannot be queried: {what}",
+                        hint="once `scontrol ping` shows that the controller is up, check with `squeue --me`",
+                        may_have_arrived=True,
+                    ) from None
+                raise lost from None
         else:
             now = time.monotonic()
             missing_since = now if missing_since is None else missing_since
@@ -183,17 +193,6 @@ def _find_until_known(submission: _Submission, lost: SlurmUnreachable, give_up: 
                     raise SlurmUnreachable(lost.message, lost.hint)
                 return None
         time.sleep(POLL_INTERVAL_S)
-
-
-def _unknown_outcome(script: str, lost: SlurmUnreachable) -> SlurmUnreachable:
-    if not lost.may_have_arrived:
-        return lost
-    return SlurmUnreachable(
-        f"the answer of sbatch was lost and Slurm cannot be queried: {script} may or may not have been "
-        f"submitted ({lost.message})",
-        hint="once `scontrol ping` shows that the controller is up, check with `squeue --me`",
-        may_have_arrived=True,
-    )
 
 
 def find_by_token(token: str, *, since: float = 0.0, clusters: Sequence[str] = ()) -> str | None:
@@ -230,8 +229,10 @@ def query_start(
     timeout_s: float = SUBMIT_TIMEOUT_S,
     extra_argv: Sequence[str] = (),
     clusters: Sequence[str] = (),
-) -> StartEstimate:
+) -> tuple[Answer, str]:
     """Estimate when and where Slurm would start a script, given as its text, without submitting it.
+
+    Returns also Slurm's message, with the time in the local time zone.
 
     Raises SlurmRefused when Slurm would not accept it, SlurmUnreachable, and OSError when it cannot be
     written to a temporary file.
@@ -247,18 +248,15 @@ def query_start(
     return parse_start_estimate(printed)
 
 
-def parse_start_estimate(text: str) -> StartEstimate:
+def parse_start_estimate(text: str) -> tuple[Answer, str]:
     """Parse the message of `sbatch --test-only`; raises SlurmRefused if it is not an estimate."""
     match = _WILL_START.search(text)
     if match is None:
         raise SlurmRefused(f"cannot parse the output of sbatch --test-only: {text.strip()!r}", stderr=text)
     start_time = time_of(match["start"])
     shown = match["start"] if start_time is None else f"{start_time.astimezone():%Y-%m-%d %H:%M:%S}"
-    return StartEstimate(
-        start_time=start_time,
-        nodes=expand_hosts(match["nodes"]),
-        message=match[0].replace(match["start"], shown, 1),
-    )
+    answer = Answer(start_time, tuple(expand_hosts(match["nodes"])))
+    return answer, match[0].replace(match["start"], shown, 1)
 
 
 ASK_TIMEOUT_S = 5.0
@@ -269,19 +267,6 @@ AT_ONCE = 4
 TOO_BUSY = "Slurm was too busy to answer"
 # Slurm also says this if nodes are only out of service for now: the job would be accepted and wait.
 MAY_CHANGE = re.compile(r"not available|busy")
-
-
-@dataclass(frozen=True)
-class Answer:
-    """Slurm's answer to one request."""
-
-    start_time: datetime | None = None
-    """None if the job would not start, or Slurm gives no time."""
-    nodes: tuple[str, ...] = ()
-    remark: str = ""
-    """Why it names no time."""
-    refused: bool = False
-    """Whether Slurm would reject the job."""
 
 
 def ask_starts(
@@ -301,7 +286,7 @@ def ask_starts(
             return Answer(remark=TOO_BUSY)
         timeout_s = ASK_TIMEOUT_S if enough_s is None else max(0.1, round(give_up - time.monotonic(), 1))
         try:
-            found = query_start("#!/bin/sh\n", timeout_s=timeout_s, extra_argv=options, clusters=clusters)
+            found, _ = query_start("#!/bin/sh\n", timeout_s=timeout_s, extra_argv=options, clusters=clusters)
         except SlurmRefused as error:
             answered.append(options)
             remark = error.sentence.splitlines()[-1] if error.sentence else error.message
@@ -310,7 +295,7 @@ def ask_starts(
             lost.append(error)
             return Answer(remark=TOO_BUSY)
         answered.append(options)
-        return Answer(found.start_time, tuple(found.nodes))
+        return found
 
     from concurrent.futures import ThreadPoolExecutor  # most that submit ask nothing
 
