@@ -267,23 +267,6 @@ def rank_of(pid: int) -> int | None:
     return int(rank) if rank.isdigit() else None
 
 
-def ranks_of_script(pid: int) -> dict[int, int | None]:
-    """The processes that a script has started, which may be ranks: pid -> RANK in a world of their own."""
-    children, world = _children_of(pid), environ_of(pid).get("WORLD_SIZE")
-    while len(children) == 1 and (below := _children_of(children[0])):  # as of `sh -c` and `uv run`
-        children = below
-    worlds = {child: environ_of(child).get("WORLD_SIZE") for child in children}
-    return {child: None if worlds[child] == world else rank_of(child) for child in children}
-
-
-def _children_of(pid: int) -> list[int]:
-    """The processes that the main thread of a process has started."""
-    try:
-        return list(map(int, (PROC / str(pid) / "task" / str(pid) / "children").read_text().split()))
-    except OSError:
-        return []
-
-
 def exit_code_of_zombie(pid: int) -> int | None:
     """The exit code, negative for a signal, of a process that its parent has not waited for; else None."""
     try:
