@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
 from trainkit.backends import SUPERVISOR_EXIT_S, JobStatus, backend_of
-from trainkit.errors import SlurmError, TrainkitError, UsageError, print_note
+from trainkit.errors import SlurmError, UsageError, print_note
 from trainkit.run.end import is_over
 from trainkit.run.group import RunGroup, is_index
 from trainkit.run.history import read_plan
 from trainkit.run.record import AttemptRecord, JobRecord, add_slurm_attempt, read_job
 from trainkit.run.rundir import RunDir, submission_token
-from trainkit.slurm.jobs import JobInfo, in_queue, query_jobs
-from trainkit.slurm.states import JobState, by_cluster, on_cluster
+from trainkit.slurm.jobs import JobInfo, in_queue, query_clusters, query_jobs
+from trainkit.slurm.states import JobState, by_cluster
 from trainkit.slurm.submit import find_by_token
 
 QUERY_INTERVAL_S = 10.0
@@ -46,17 +46,6 @@ def query_jobs_or_warn(ids: Sequence[str], warn: Callable[[str], None]) -> dict[
     for cluster, error in problems.items():
         warn(f"{error.message}: the state of {len(by_cluster(ids)[cluster]):,} Slurm jobs is unknown")
     return known
-
-
-def query_clusters(ids: Iterable[str]) -> tuple[dict[str, JobInfo], dict[str, TrainkitError]]:
-    """Slurm's information about these jobs, and the error of each cluster that does not answer."""
-    known, problems = dict[str, JobInfo](), dict[str, TrainkitError]()
-    for cluster, own in by_cluster(ids).items():
-        try:
-            known |= query_jobs([on_cluster(job_id, cluster) for job_id in own])
-        except TrainkitError as error:
-            problems[cluster] = error
-    return known, problems
 
 
 def status_from_jobs(run: RunDir, job: JobRecord, jobs: Mapping[str, JobInfo] | None) -> JobStatus:

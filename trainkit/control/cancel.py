@@ -12,7 +12,7 @@ from datetime import datetime, timezone
 from shlex import quote
 
 from trainkit.backends import backend_of, write_cancelled
-from trainkit.backends.jobs import lingering_job, live_entry, query_clusters, recover_job_id
+from trainkit.backends.jobs import lingering_job, live_entry, recover_job_id
 from trainkit.backends.slurm import cancel_follow_ups, step_of
 from trainkit.errors import TrainkitError, UsageError, print_note
 from trainkit.folders import shown_path
@@ -27,7 +27,7 @@ from trainkit.run.process import ProcessId
 from trainkit.run.record import AttemptRecord, mark_cancelled, read_job
 from trainkit.run.rundir import RunDir, run_lock
 from trainkit.slurm.control import cancel, cancel_waiting, kill_steps, send_signal
-from trainkit.slurm.jobs import in_queue, query_jobs
+from trainkit.slurm.jobs import in_queue, query_clusters, query_jobs
 from trainkit.slurm.states import base_id, on_cluster, split_job
 
 WAIT_MARGIN_S = 30.0

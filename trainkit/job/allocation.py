@@ -54,7 +54,6 @@ from trainkit.job.processes import log_line, retry_on_disk_error
 from trainkit.job.progress_watch import slow_hosts
 from trainkit.job.resubmit import (
     await_eviction,
-    cancel_jobs,
     exclude_from,
     lost_hosts,
     resubmit,
@@ -76,7 +75,7 @@ from trainkit.run.record import (
 )
 from trainkit.run.rundir import AttemptDir, RunDir, RunLocked, refuse_missing, run_lock
 from trainkit.slurm.client import JOB_TIMEOUT_S, QUERY_PATIENCE_S
-from trainkit.slurm.control import requeue
+from trainkit.slurm.control import cancel, cancel_waiting, requeue
 from trainkit.slurm.hosts import expand_hosts, is_unavailable, node_states
 from trainkit.slurm.jobs import JobDetails, JobInfo, job_details
 from trainkit.slurm.states import JobState
@@ -527,10 +526,13 @@ class SlurmAllocation(Allocation):
 
         A start of the job that already runs elsewhere is left alone.
         """
-        waiting, completing = read_job(self.run).waiting, []
-        if self.is_queued:
-            waiting.append(self.job_id)
-        elif self.is_completing and self.is_being_requeued:
-            # The job enters the queue only after this shell has exited.
-            completing.append(self.job_id)
-        cancel_jobs(waiting, completing)
+        if shutil.which("scancel") is None:
+            return
+        waiting = [*read_job(self.run).waiting, *([self.job_id] if self.is_queued else [])]
+        try:
+            cancel_waiting(waiting)
+            if self.is_completing and self.is_being_requeued:
+                # The job enters the queue only after this shell has exited.
+                cancel([self.job_id])
+        except TrainkitError as error:
+            log_line(f"cannot cancel {', '.join(waiting) or self.job_id}: {error.message}")

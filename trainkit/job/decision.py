@@ -391,19 +391,11 @@ def _resume(
     delay_s: float = 0.0,
 ) -> Decision:
     """Restart in the cheapest available way; `in_place` allows a restart in the current allocation."""
-    candidates: list[tuple[Action, bool]] = [
-        ("requeue", options.requeue),
-        ("follow_up", options.follow_up),
-        ("resubmit", options.resubmit),
-    ]
-    if in_place:
-        candidates.insert(0, ("restart", options.restart))
-    action = next((action for action, possible in candidates if possible), None)
+    ways = RESUME_ACTIONS if in_place else RESUME_ACTIONS[1:]
+    action = next((way for way in ways if getattr(options, way)), None)
     if action is None:
-        final: Action = "stopped" if exit_code == EXIT_STOPPED else "failed"
-        return Decision(
-            final, f"{summary}; not started again: {options.unavailable_reason}", exit_code, cause
-        )
+        reason = f"{summary}; not started again: {options.unavailable_reason}"
+        return Decision("stopped" if exit_code == EXIT_STOPPED else "failed", reason, exit_code, cause)
     reason = f"{summary}; resumes (restart {len(previous) + 1})"
     return Decision(action, reason, EXIT_STOPPED, cause, delay_s if action == "restart" else 0.0)
 

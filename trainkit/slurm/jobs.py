@@ -106,19 +106,28 @@ def in_queue(job: JobInfo | None) -> TypeGuard[JobInfo]:
 
 
 def query_jobs(ids: Iterable[str]) -> dict[str, JobInfo]:
-    """The jobs with these ids, by id and in this order; other clusters follow, by the names of `on_cluster`.
+    """The jobs with these ids, as `query_clusters`; raises the error of the first cluster with one."""
+    known, problems = query_clusters(ids)
+    if problems:
+        raise next(iter(problems.values()))
+    return known
 
-    The id of an array selects all its tasks, whose ids are then the
-    keys; tasks cancelled while pending may share one entry under the array's id. Jobs that neither squeue nor
-    sacct lists are included as `unknown`. Runs at most two commands for each cluster. Raises SlurmUnreachable
-    if squeue fails.
+
+def query_clusters(ids: Iterable[str]) -> tuple[dict[str, JobInfo], dict[str, TrainkitError]]:
+    """The jobs with these ids, and the error of each cluster that does not answer.
+
+    By id and in this order; other clusters follow, by the names of `on_cluster`. The id of an array selects
+    all its tasks, whose ids are then the keys; tasks cancelled while pending may share one entry under the
+    array's id. Jobs that neither squeue nor sacct lists are included as `unknown`. Runs at most two commands
+    for each cluster.
     """
-    wanted = by_cluster(map(checked_job_id, ids))
-    return {
-        on_cluster(job_id, cluster): job
-        for cluster in sorted(wanted)
-        for job_id, job in _query_cluster(wanted[cluster], cluster)
-    }
+    known, problems = dict[str, JobInfo](), dict[str, TrainkitError]()
+    for cluster, own in sorted(by_cluster(map(checked_job_id, ids)).items()):
+        try:
+            known |= {on_cluster(job_id, cluster): job for job_id, job in _query_cluster(own, cluster)}
+        except TrainkitError as error:
+            problems[cluster] = error
+    return known, problems
 
 
 def _query_cluster(wanted: Sequence[str], cluster: str) -> Iterator[tuple[str, JobInfo]]:
