@@ -403,7 +403,7 @@ def _resume(
 EARLY_S = 60.0
 """How much earlier than requested Slurm may send the signal before the time limit."""
 SLACK_S = 30.0
-"""How much time may pass between a signal and the query."""
+"""How much time may pass between a signal and the query, or between the start of a step and a signal."""
 
 
 def termination_cause(
@@ -438,10 +438,10 @@ def termination_cause(
     if job.state is JobState.TIMEOUT or job.reason == "TimeLimit":
         return "timeout"
     if stop_signal == RESTART_SIGNAL:
-        return "timeout" if _is_nearly_over(job, grace_s) else "asked"
+        return "timeout" if is_nearly_over(job, grace_s) else "asked"
     return (
         "timeout"
-        if stop_signal == notice and not supervisor_was_signalled and _is_nearly_over(job, grace_s)
+        if stop_signal == notice and not supervisor_was_signalled and is_nearly_over(job, grace_s)
         else None
     )
 
@@ -452,11 +452,12 @@ def is_ending(job: JobDetails, restarts: int, grace_s: float) -> bool:
         job.state is not JobState.RUNNING
         or job.restarts > restarts
         or job.is_preempted
-        or _is_nearly_over(job, grace_s)
+        or is_nearly_over(job, grace_s)
     )
 
 
-def _is_nearly_over(job: JobDetails, grace_s: float) -> bool:
-    if job.end_time is None:
+def is_nearly_over(job: JobDetails | None, grace_s: float) -> bool:
+    """Whether a job has no more time than its notice leaves, or nearly so; False if that is unknown."""
+    if job is None or job.end_time is None:
         return False
     return job.end_time - datetime.now(timezone.utc) < timedelta(seconds=grace_s + EARLY_S + SLACK_S)

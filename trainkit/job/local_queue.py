@@ -17,12 +17,12 @@ from typing import Any
 from trainkit.cluster.machine import NoDriver, gpu_handle, num_usable_cpus, nvml
 from trainkit.folders import ensure_folder, state_folder
 from trainkit.formats import plural
+from trainkit.job.processes import proc_file
 from trainkit.job.rank_env import VISIBLE, visible_gpus
 from trainkit.locks import LockBusy, acquire_lock, file_lock, is_locked, owner_of, release_lock
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import read_newest_end
 from trainkit.run.group import RunGroup, group_of
-from trainkit.run.process import PROC
 from trainkit.run.record import is_alive, read_job, record_of
 from trainkit.run.rundir import AttemptDir, RunDir
 
@@ -150,10 +150,8 @@ def _gpu(driver: Any, name: str) -> Unit:
 
 
 def _process(pid: int) -> str:
-    name = ""
-    with suppress(OSError):  # in another container, or gone
-        name = f" ({(PROC / str(pid) / 'comm').read_text().strip()})"
-    return f"process {pid}{name}"
+    name = proc_file(pid, "comm").decode(errors="replace").strip()
+    return f"process {pid} ({name})" if name else f"process {pid}"
 
 
 def _unfinished(plan: LaunchPlan) -> str | None:

@@ -252,12 +252,17 @@ def ranks_below(pid: int) -> list[int]:
     return sorted(child for child in ranks if parent_pid(child) not in ranks)
 
 
-def environ_of(pid: int) -> dict[str, str]:
-    """The environment in which a process started; empty when it has ended or is another user's."""
+def proc_file(pid: int, name: str) -> bytes:
+    """A file of the kernel about a process; empty when that has ended, or is another user's."""
     try:
-        lines = (PROC / str(pid) / "environ").read_bytes().split(b"\0")
+        return (PROC / str(pid) / name).read_bytes()
     except OSError:
-        return {}
+        return b""
+
+
+def environ_of(pid: int) -> dict[str, str]:
+    """The environment in which a process started, as far as `proc_file` has it."""
+    lines = proc_file(pid, "environ").split(b"\0")
     return dict(os.fsdecode(line).partition("=")[::2] for line in lines)
 
 
@@ -269,11 +274,8 @@ def rank_of(pid: int) -> int | None:
 
 def exit_code_of_zombie(pid: int) -> int | None:
     """The exit code, negative for a signal, of a process that its parent has not waited for; else None."""
-    try:
-        fields = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return os.waitstatus_to_exitcode(int(fields[49])) if fields[0] == "Z" else None
+    fields = proc_file(pid, "stat").rpartition(b")")[2].split()
+    return os.waitstatus_to_exitcode(int(fields[49])) if fields[:1] == [b"Z"] else None
 
 
 def signal_handled_by(pid: int, configured: str) -> signal.Signals:
@@ -294,11 +296,8 @@ def ignores(pid: int, number: signal.Signals) -> bool:
 
 
 def _signal_mask(pid: int, name: str) -> set[int]:
-    try:
-        lines = (PROC / str(pid) / "status").read_text().splitlines()
-        mask = next((int(line.split()[1], 16) for line in lines if line.startswith(f"{name}:")), 0)
-    except (OSError, ValueError):
-        return set()  # it has ended
+    lines = proc_file(pid, "status").splitlines()
+    mask = next((int(line.split()[1], 16) for line in lines if line.startswith(f"{name}:".encode())), 0)
     return {number for number in range(1, 65) if mask & 1 << number - 1}
 
 

@@ -329,12 +329,12 @@ def _slurm_state(
     if job.state.is_waiting:
         was_requeued = has_started or job.state is JobState.REQUEUED
         return ("requeueing" if was_requeued else "pending"), job.sentence or None
-    if job.is_terminal and job.state is JobState.CANCELLED:
+    if job.state.is_terminal and job.state is JobState.CANCELLED:
         return "cancelled", _slurm_end(job)
     hosts = [starts[-1].host] if starts else expand_hosts(job.nodes) if job.nodes and not has_started else []
     host = next(iter(hosts), None)
     before = f"ended on {host} before the supervisor began"
-    if job.is_terminal:
+    if job.state.is_terminal:
         if host is not None and not job.log_not_opened:
             return "died", f"{_slurm_end(job)}; it {before}"
         return "died", _slurm_end(job) + _failed_requeue(end, job, entry)

@@ -83,11 +83,6 @@ class JobInfo:
     """The numeric job id of an array task; empty once squeue no longer lists it."""
 
     @property
-    def is_terminal(self) -> bool:
-        """Whether the job has ended and will not restart; False when unknown."""
-        return self.state.is_terminal
-
-    @property
     def log_not_opened(self) -> bool:
         """Whether the job failed before its batch script began, because a node could not open its log."""
         return self.state is JobState.FAILED and self.exit_signal == _LOG_NOT_OPENED
@@ -102,7 +97,7 @@ class JobInfo:
 
 def in_queue(job: JobInfo | None) -> TypeGuard[JobInfo]:
     """Whether the job is in Slurm's queue, pending or running."""
-    return job is not None and not job.is_terminal and job.state is not JobState.UNKNOWN
+    return job is not None and not job.state.is_terminal and job.state is not JobState.UNKNOWN
 
 
 def query_jobs(ids: Iterable[str]) -> dict[str, JobInfo]:
