@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 from trainkit.errors import TrainkitError
@@ -48,23 +49,6 @@ _WILL_START = re.compile(
     r"Job \d+ to start at (?P<start>\S+) (?:on cluster \S+ )?(?:a )?using \d+ processors on "
     r"(?:nodes )?(?P<nodes>\S+)(?: in partition \S+)?"
 )
-
-
-@dataclass(frozen=True)
-class _Submission:
-    """Identifies a submitted job by its token, or by its script if a site's plugin rewrites comments."""
-
-    token: str
-    script: str = ""
-    since: float = 0.0
-    clusters: Sequence[str] = ()
-    """The clusters of which one may have it; none for the one of the environment."""
-
-    def matches(self, comment: str, command: str, submitted: str) -> bool:
-        """Whether a job is this submission and not that of an earlier run in the same folder."""
-        # Old versions of Slurm print no submit time: then only the token counts.
-        recent = int(submitted) >= int(self.since) - CLOCK_SKEW_S if submitted.isdigit() else not self.since
-        return recent and (self.token in comment.split() or (bool(self.script) and command == self.script))
 
 
 @dataclass(frozen=True)
@@ -106,7 +90,7 @@ def submit_script(
     # A variable would stay set in the job, whose own commands need no name of its cluster.
     named = environ.pop("SLURM_CLUSTERS", "")
     names = ",".join(clusters) or named
-    submission = _Submission(token, script if is_only_job else "", time.time(), clusters)
+    find = partial(_find, token, script if is_only_job else "", time.time(), clusters, patience_s=0.0)
     give_up, pause_s = time.monotonic() + SUBMIT_PATIENCE_S, FIRST_PAUSE_S
     while True:
         try:
@@ -114,7 +98,7 @@ def submit_script(
         except SlurmUnreachable as lost:
             what = "checking whether the job was accepted" if lost.may_have_arrived else "retrying"
             notify(f"{lost.message}; {what}")
-            found = _find_until_known(submission, lost, give_up)
+            found = _find_until_known(find, script, lost, give_up)
         if found is not None:
             return found
         time.sleep(pause_s)
@@ -139,7 +123,9 @@ def _job_id(stdout: str) -> str:
     )
 
 
-def _find_until_known(submission: _Submission, lost: SlurmUnreachable, give_up: float) -> str | None:
+def _find_until_known(
+    find: Callable[[], str | None], script: str, lost: SlurmUnreachable, give_up: float
+) -> str | None:
     """Look a submission up until it is found; returns its job id, None if Slurm did not accept it.
 
     Raises SlurmUnreachable when Slurm cannot be reached until `give_up`.
@@ -148,12 +134,12 @@ def _find_until_known(submission: _Submission, lost: SlurmUnreachable, give_up: 
     missing_since: float | None = None
     while True:
         try:
-            found = _find(submission, patience_s=0.0)
+            found = find()
         except SlurmUnreachable:
             missing_since = None
             if time.monotonic() >= give_up:
                 if lost.may_have_arrived:
-                    what = f"{submission.script} may or may not have been submitted ({lost.message})"
+                    what = f"{script} may or may not have been submitted ({lost.message})"
                     raise SlurmUnreachable(
                         f"the answer of sbatch was lost and Slurm cannot be queried: {what}",
                         hint="once `scontrol ping` shows that the controller is up, check with `squeue --me`",
@@ -179,21 +165,24 @@ def find_by_token(token: str, *, since: float = 0.0, clusters: Sequence[str] = (
     has the same token. Queries squeue, which lists jobs until some minutes after their end. Raises
     SlurmUnreachable.
     """
-    return _find(_Submission(token, since=since, clusters=clusters), QUERY_PATIENCE_S)
+    return _find(token, "", since, clusters, patience_s=QUERY_PATIENCE_S)
 
 
-def _find(submission: _Submission, patience_s: float) -> str | None:
+def _find(token: str, script: str, since: float, clusters: Sequence[str], *, patience_s: float) -> str | None:
+    """The newest job with this token, or with this script if a site's plugin rewrites comments."""
     layout = FIELD.join(("%F", "%V", "%k", "%o")) + RECORD
     argv = ["squeue", "--me", "--noheader", "--states=all", f"--format={layout}"]
     away: SlurmUnreachable | None = None
-    for cluster in submission.clusters or ("",):
+    for cluster in clusters or ("",):
         try:
             found = query(argv, environ=scrubbed(os.environ), patience_s=patience_s, cluster=cluster)
         except SlurmUnreachable as error:
             away = error  # another one may have the job
             continue
         for job_id, submitted, comment, command in records(found, 4):
-            if submission.matches(comment, command, submitted):
+            # Old versions of Slurm print no submit time: then only the token counts.
+            is_recent = int(submitted) >= int(since) - CLOCK_SKEW_S if submitted.isdigit() else not since
+            if is_recent and (token in comment.split() or (script and command == script)):
                 return on_cluster(base_id(job_id), cluster)
     if away is not None:
         raise away
