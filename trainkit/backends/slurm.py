@@ -38,7 +38,7 @@ from trainkit.run.rundir import AttemptDir, RunDir, submission_token
 from trainkit.slurm.client import SlurmUnreachable
 from trainkit.slurm.control import cancel, cancel_waiting, kill_steps, send_signal
 from trainkit.slurm.jobs import JobInfo, in_queue, query_jobs
-from trainkit.slurm.states import JobState, split_job
+from trainkit.slurm.states import split_job
 from trainkit.slurm.submit import cancel_command, find_by_token, submit_script
 
 
@@ -52,13 +52,6 @@ class SlurmBackend(Backend):
 
     def job(self, entry: AttemptRecord) -> JobInfo | None:
         return query_jobs([entry.job]).get(entry.job)
-
-    def running_job(self, run: RunDir, entry: AttemptRecord) -> JobInfo:
-        job = self.job(entry)
-        if job is None or job.state is not JobState.RUNNING:
-            state = "is no longer known to Slurm" if job is None else f"is {job.state.value}, not running"
-            raise UsageError(f"{entry.job_id} {state}", hint="`trainkit status` shows more")
-        return job
 
     def alive(self, run: RunDir, entry: AttemptRecord) -> bool:
         # A job that squeue does not list is not running, whatever accounting says.

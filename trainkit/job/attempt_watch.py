@@ -129,11 +129,20 @@ class LocalAttemptWatch(AttemptWatch):
         self._stop_requested_s = 0.0
         self._nonce = new_nonce()
 
-    def on_pause(self, event: str) -> None:
-        try:
-            log_event(self.attempt.run, self.attempt.number, event)
-        except OSError as error:  # `status` then shows it as running
-            log_line(f"{event}, which cannot be recorded ({error})")
+    def pause(self) -> signal.Signals | None:
+        """Stop all descendants until SIGCONT or a notice; that time does not count."""
+        paused_s, received = time.monotonic(), None
+        for event, sent in (("paused", signal.SIGSTOP), ("continued", signal.SIGCONT)):
+            processes.signal_all(processes.descendants(os.getpid()), sent)
+            try:
+                log_event(self.attempt.run, self.attempt.number, event)
+            except OSError as error:  # `status` then shows it as running
+                log_line(f"{event}, which cannot be recorded ({error})")
+            while received in (None, signal.SIGCHLD, signal.SIGTSTP):
+                received = processes.wait_for_signal(self.poll_interval_s, *processes.PAUSE_SIGNALS)
+        if self.deadline_s is not None:
+            self.deadline_s += time.monotonic() - paused_s
+        return received
 
     def start(self) -> None:
         _remove_stale_stores()

@@ -396,28 +396,16 @@ class ProcessGroup:
             return
         received = wait_for_signal(min(left_s, self.poll_interval_s), *self.pauses_by)
         if received in self.pauses_by:
-            received = self._pause()
+            received = self.pause()
         if received not in (None, signal.SIGCHLD, signal.SIGCONT):
             self.received_at = utc_now()
             self.forward_signal(received)
             self.on_signal(received)
         self._reap()
 
-    def _pause(self) -> signal.Signals:
-        """Stop all descendants until the SIGCONT or notice that is returned; that time does not count."""
-        paused_s, received = time.monotonic(), None
-        signal_all(descendants(os.getpid()), signal.SIGSTOP)
-        self.on_pause("paused")
-        while received in (None, signal.SIGCHLD, signal.SIGTSTP):
-            received = wait_for_signal(self.poll_interval_s, *PAUSE_SIGNALS)
-        signal_all(descendants(os.getpid()), signal.SIGCONT)
-        self.on_pause("continued")
-        if self.deadline_s is not None:
-            self.deadline_s += time.monotonic() - paused_s
-        return received
-
-    def on_pause(self, event: str) -> None:
-        """Called with ``paused`` and ``continued``."""
+    def pause(self) -> signal.Signals | None:
+        """Called for one of `pauses_by`; returns the SIGCONT or notice that has ended the pause."""
+        raise NotImplementedError
 
     def _poll(self) -> None:
         """Call `poll` and log its OSErrors: a briefly unavailable filesystem must not end the members."""
