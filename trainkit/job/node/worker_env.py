@@ -284,7 +284,15 @@ class TrackerSender:
         processes.exit_code(child)
 
 
-PRESETS = ("auto", "ib", "socket", "debug")
+PRESETS = {
+    "auto": ("", {}),
+    "ib": ("; InfiniBand for NCCL", {"NCCL_IB_DISABLE": "0"}),
+    "socket": ("; NCCL uses sockets only", {"NCCL_IB_DISABLE": "1"}),
+    "debug": (
+        "; debug logs of NCCL and torch.distributed",
+        {"NCCL_DEBUG": "INFO", "TORCH_DISTRIBUTED_DEBUG": "DETAIL", "TORCH_CPP_LOG_LEVEL": "INFO"},
+    ),
+}
 SIOCGIFADDR = 0x8915
 SIOCGIFFLAGS = 0x8913
 IFF_UP = 0x1
@@ -321,19 +329,11 @@ def network_environ(preset: str, peer: str | None) -> tuple[dict[str, str], str]
         is_only = usable_interfaces() == [name]
         environ = {"GLOO_SOCKET_IFNAME": name, **(_nccl(name) if is_only else {})}
         reason = f"interface {name}: the route to {peer}{'' if is_only else '; NCCL chooses its own'}"
-    if preset == "ib":
-        if not INFINIBAND.is_dir() or not any(INFINIBAND.iterdir()):
-            raise UsageError(
-                f"launch.network is ib, but {socket.gethostname()} has no InfiniBand device",
-                hint="`launch.network: socket` uses TCP",
-            )
-        return {**environ, "NCCL_IB_DISABLE": "0"}, f"{reason}; InfiniBand for NCCL"
-    if preset == "socket":
-        return {**environ, "NCCL_IB_DISABLE": "1"}, f"{reason}; NCCL uses sockets only"
-    if preset == "debug":
-        debug = {"NCCL_DEBUG": "INFO", "TORCH_DISTRIBUTED_DEBUG": "DETAIL", "TORCH_CPP_LOG_LEVEL": "INFO"}
-        return {**environ, **debug}, f"{reason}; debug logs of NCCL and torch.distributed"
-    return environ, reason
+    if preset == "ib" and not (INFINIBAND.is_dir() and any(INFINIBAND.iterdir())):
+        message = f"launch.network is ib, but {socket.gethostname()} has no InfiniBand device"
+        raise UsageError(message, hint="`launch.network: socket` uses TCP")
+    why, more = PRESETS[preset]
+    return {**environ, **more}, f"{reason}{why}"
 
 
 def _nccl(name: str) -> dict[str, str]:
