@@ -276,9 +276,8 @@ def job_details(
 
 def parse_job(text: str) -> JobDetails:
     """Parse `scontrol show job`: `Name=value` pairs, with free text before UserId and at the end."""
-    found: dict[str, str] = {}
-    for match in _PAIR.finditer(text.partition(" UserId=")[2]):
-        found.setdefault(match["name"], match["value"])
+    # Of several with one name, the first one counts.
+    found: dict[str, str] = dict(reversed(_PAIR.findall(text.partition(" UserId=")[2])))
     word = found.get("JobState", "")
     restarts = int(found["Restarts"]) if found.get("Restarts", "").isdigit() else 0
     preempted = time_of(found.get("PreemptTime", "")) is not None
