@@ -224,7 +224,7 @@ def test_without_accounting_a_forgotten_job_is_unknown(fake: FakeSlurm, sacct: s
     if sacct is not None:
         fake.add("sacct", sacct)
     job = query_jobs(["7"])["7"]
-    assert (job.state, job.is_terminal) == (JobState.UNKNOWN, False)
+    assert (job.state, job.state.is_terminal) == (JobState.UNKNOWN, False)
     assert job.sentence.startswith("squeue no longer lists it, and accounting does not answer")
     assert why in job.sentence
 
