@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -105,9 +106,10 @@ def test_what_ctrl_c_cancelled_is_named_by_its_id(
     done: list[str] = []
     monkeypatch.setattr(slurm_backend, "find_by_token", lambda *args, **more: "123;east")
     monkeypatch.setattr(slurm_backend, "cancel", done.extend)
-    with pytest.raises(KeyboardInterrupt), slurm_backend.removed_unless_submitted(run.path, "x", ["east"]):
+    remove = partial(done.append, "folder")
+    with pytest.raises(KeyboardInterrupt), slurm_backend.removed_unless_submitted(remove, "x", ["east"]):
         raise KeyboardInterrupt
-    assert (done, run.path.exists()) == (["123;east"], False)
+    assert done == ["123;east", "folder"]
     assert capsys.readouterr().err == "123 had already been submitted and was cancelled\n"
 
 
