@@ -199,7 +199,7 @@ class LocalAttemptWatch(AttemptWatch):
         finally:
             processes.end_descendants()
             if (store := store_file(self._nonce)) is not None:
-                store.unlink(missing_ok=True)  # an agent that was killed has left it
+                store.unlink(missing_ok=True)
 
 
 def _remove_stale_stores() -> None:

@@ -46,7 +46,7 @@ from trainkit.job.node.worker_env import (
 )
 from trainkit.job.preflight import require_node
 from trainkit.job.processes import KILL_MARGIN_S, PEER_EXIT_S, ProcessGroup, log_line, redirect_output
-from trainkit.job.rank_env import ATTEMPT_VARIABLE, NONCE_VARIABLE, store_file
+from trainkit.job.rank_env import ATTEMPT_VARIABLE, NONCE_VARIABLE
 from trainkit.job.signals import (
     AGENT_SIGNAL,
     combine_exit_codes,
@@ -314,11 +314,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     attempt, node_rank = RunDir(run_dir).attempt(values["--attempt"]), values["--node-rank"]
     plan = LaunchPlan.read(attempt.plan_file)
     nonce = os.environ.get(NONCE_VARIABLE, "")
-    try:
-        return run_agent(attempt, plan, local_rendezvous(plan, node_rank, values["--master-port"], nonce))
-    finally:
-        if node_rank == 0 and (store := store_file(nonce)) is not None:
-            store.unlink(missing_ok=True)
+    return run_agent(attempt, plan, local_rendezvous(plan, node_rank, values["--master-port"], nonce))
 
 
 def run_agent(attempt: AttemptDir, plan: LaunchPlan, rendezvous: Rendezvous) -> int:
