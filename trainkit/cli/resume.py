@@ -117,7 +117,7 @@ def command(
         chooses_nodes=chooses_nodes,
     )
     with planned as found:
-        loaded, plan, knows_run = found.loaded, found.plan, found.plan.workload.knows_run
+        loaded, plan, knows_run = found.loaded, found.plan, found.knows_run
         if found.choice is not None:
             from trainkit.launch.earliest_end import choice_lines
 

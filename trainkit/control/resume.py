@@ -296,6 +296,8 @@ class PlannedResume:
     before: RunConfig
     loaded: LoadedConfig
     plan: LaunchPlan
+    knows_run: bool
+    """Whether its ranks write the run folder themselves."""
     choice: Choice | None = None
     """Why it has this number of nodes, with `chooses_nodes`."""
 
@@ -346,7 +348,7 @@ def planned_resume(
             plan = replace(plan, after=plan_before.after)  # what it has not waited for yet
         if workload.knows_run:
             refuse_incompatible(run, loaded, facts.data)
-        yield PlannedResume(job, before, loaded, plan, choice)
+        yield PlannedResume(job, before, loaded, plan, workload.knows_run, choice)
 
 
 def resume_run(
