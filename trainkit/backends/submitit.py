@@ -14,7 +14,7 @@ from trainkit.backends.slurm import SbatchBackend
 from trainkit.errors import UsageError
 from trainkit.run.files import write_json
 from trainkit.run.rundir import AttemptDir, RunDir
-from trainkit.slurm.client import SlurmRefused, SlurmUnreachable, failure
+from trainkit.slurm.client import SlurmUnreachable, failure
 from trainkit.slurm.environment import scrubbed
 from trainkit.slurm.quoting import directive
 
@@ -91,15 +91,13 @@ class SubmititBackend(SbatchBackend):
         try:
             with _environment(scrubbed(os.environ)):
                 return str(executor.submit(SubmititJob(str(run.path))).job_id)
-        except (FailedJobError, FailedSubmissionError) as error:
+        except FailedJobError as error:
             known = failure("sbatch", 1, str(error).strip())
-            if isinstance(known, SlurmRefused) and isinstance(error, FailedJobError):
-                raise UsageError(f"submitit: {known.message}", hint=known.hint) from None
-            if isinstance(known, SlurmUnreachable) and not known.may_have_arrived:
+            if isinstance(known, SlurmUnreachable):
                 raise known from None
-            message = f"{known.message}: the job may or may not have been submitted"
-            hint = f"`trainkit cancel {run.word}` ends it, if there is one"
-            raise SlurmUnreachable(message, hint, may_have_arrived=True) from None
+            raise UsageError(f"submitit: {known.message}", hint=known.hint) from None
+        except FailedSubmissionError as error:  # sbatch printed no job id
+            raise SlurmUnreachable(f"submitit: {error}", may_have_arrived=True) from None
 
 
 @contextmanager
