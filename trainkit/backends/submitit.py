@@ -7,16 +7,18 @@ import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainkit.backends import JobScript, NewAttempt
 from trainkit.backends.slurm import SbatchBackend
-from trainkit.errors import UsageError
+from trainkit.errors import UsageError, print_note
 from trainkit.run.files import write_json
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.slurm.client import SlurmUnreachable, failure
 from trainkit.slurm.environment import scrubbed
 from trainkit.slurm.quoting import directive
+from trainkit.slurm.submit import submit_once
 
 if TYPE_CHECKING:
     from submitit import AutoExecutor
@@ -46,7 +48,7 @@ def make_executor(run: RunDir, script: JobScript) -> AutoExecutor:
             )
     try:
         executor = AutoExecutor(
-            folder=run.path / "submitit", cluster="slurm", slurm_python=shlex.join(script.host_python)
+            folder=_folder(run), cluster="slurm", slurm_python=shlex.join(script.host_python)
         )
     except RuntimeError as error:
         raise UsageError(f"submitit: {error}", hint="submit from a login node of the cluster") from None
@@ -88,16 +90,23 @@ class SubmititBackend(SbatchBackend):
         assert new.script is not None
         write_json(run.step_file, list(new.script.step))
         executor = make_executor(run, new.script)
-        try:
-            with _environment(scrubbed(os.environ)):
-                return str(executor.submit(SubmititJob(str(run.path))).job_id)
-        except FailedJobError as error:
-            known = failure("sbatch", 1, str(error).strip())
-            if isinstance(known, SlurmUnreachable):
-                raise known from None
-            raise UsageError(f"submitit: {known.message}", hint=known.hint) from None
-        except FailedSubmissionError as error:  # sbatch printed no job id
-            raise SlurmUnreachable(f"submitit: {error}", may_have_arrived=True) from None
+        clean = scrubbed(os.environ)
+
+        def submit() -> str:
+            try:
+                with _environment(clean):
+                    return str(executor.submit(SubmititJob(str(run.path))).job_id)
+            except FailedJobError as error:
+                known = failure("sbatch", 1, str(error).strip())
+                if isinstance(known, SlurmUnreachable):
+                    raise known from None
+                raise UsageError(f"submitit: {known.message}", hint=known.hint) from None
+            except FailedSubmissionError as error:  # sbatch printed no job id
+                raise SlurmUnreachable(f"submitit: {error}", may_have_arrived=True) from None
+
+        job_id = submit_once(submit, token=token, notify=print_note)
+        _rename_files(run, job_id)
+        return job_id
 
 
 @contextmanager
@@ -111,3 +120,25 @@ def _environment(environ: Mapping[str, str]) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(inherited)
+
+
+def _rename_files(run: RunDir, job_id: str) -> None:
+    """Rename submitit's files to the names that its job waits for, for 60 s.
+
+    submitit does this itself unless the answer with the job id was lost.
+    """
+    from submitit.core.utils import JobPaths
+
+    paths = JobPaths(_folder(run), job_id)
+    if paths.submitted_pickle.exists():
+        return
+    for pattern, name in (
+        ("[0-9a-f]" * 32 + ".pkl", "submitted_pickle"),
+        (".submission*.sh", "submission_file"),
+    ):
+        files = [file for file in _folder(run).glob(pattern) if not file.is_symlink()]
+        paths.move_temporary_file(max(files, key=lambda file: file.stat().st_mtime), name)
+
+
+def _folder(run: RunDir) -> Path:
+    return run.path / "submitit"
