@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from tests.support.groups import SUBMITTED_AT, make_group
-from trainkit.backends import jobs as backend_jobs
 from trainkit.control import cancel as control_cancel
 from trainkit.control.cancel import cancel_group
 from trainkit.observe.group import GroupFiles, GroupStatus, most_relevant
@@ -247,12 +246,13 @@ def test_a_group_on_another_cluster_is_asked_of_that_one(
     done: list[tuple[str, Sequence[str]]] = []
     away: list[str] = []
 
-    def query(ids: Sequence[str]) -> dict[str, JobInfo]:
-        if ids[0].partition(";")[2] in away:
-            raise SlurmUnreachable("it is away")
-        return {job: (here | there)[job] for job in ids}
+    def query(ids: Sequence[str]) -> tuple[dict[str, JobInfo], dict[str, SlurmUnreachable]]:
+        answered = (job for job in ids if job.partition(";")[2] not in away)
+        return {job: (here | there)[job] for job in answered}, {
+            one: SlurmUnreachable("it is away") for one in away
+        }
 
-    monkeypatch.setattr(backend_jobs, "query_jobs", query)
+    monkeypatch.setattr(control_cancel, "query_clusters", query)
     for name in ("cancel_waiting", "cancel"):
         monkeypatch.setattr(control_cancel, name, lambda ids, name=name: done.append((name, ids)))
     monkeypatch.setattr(control_cancel, "send_signal", lambda ids, signal: done.append((signal, ids)))

@@ -114,10 +114,6 @@ class Backend(ABC):
         return None
 
     @abstractmethod
-    def running_job(self, run: RunDir, entry: AttemptRecord) -> JobInfo:
-        """The job of an attempt, for a shell on its nodes; raises UsageError unless it is a running one."""
-
-    @abstractmethod
     def alive(self, run: RunDir, entry: AttemptRecord) -> bool | None:
         """Whether the job of an attempt is running or pending; None when this host cannot tell."""
 

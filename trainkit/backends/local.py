@@ -87,11 +87,6 @@ class LocalBackend(Backend):
             return None
         return "local: it ran on this machine; --backend sbatch submits it to Slurm"
 
-    def running_job(self, run: RunDir, entry: AttemptRecord) -> JobInfo:
-        raise UsageError(
-            f"{run.shown} is a local run, not a Slurm job", hint="use a shell on the machine that runs it"
-        )
-
     def alive(self, run: RunDir, entry: AttemptRecord) -> bool | None:
         return is_alive(run, entry)
 

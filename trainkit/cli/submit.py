@@ -383,5 +383,5 @@ def _show(preview: Preview, test_only: bool, as_json: bool, clusters: Sequence[s
         )
     from trainkit.slurm.submit import query_start
 
-    click.echo(query_start(preview.text, clusters=clusters).message)
+    click.echo(query_start(preview.text, clusters=clusters)[1])
     return EXIT_OK

@@ -30,7 +30,7 @@ from trainkit.slurm.client import (
 )
 from trainkit.slurm.control import has_expedited_requeue, parse_config, parse_version
 from trainkit.slurm.environment import finds_cluster
-from trainkit.slurm.hosts import first_host
+from trainkit.slurm.hosts import expand_hosts
 
 CLUSTER_TIMEOUT_S = 10.0
 """Shorter than the timeout of sbatch, which runs next: report an unreachable controller early."""
@@ -256,7 +256,7 @@ def with_usable(
     Queries one node of each kind. If Slurm does not answer, everything counts as usable.
     """
     hosts = {
-        _hardware(kind): first_host(kind.hosts)
+        _hardware(kind): expand_hosts(kind.hosts)[0]
         for alike in kinds.values()
         for kind in alike[:MAX_QUERIED_KINDS]
         if kind.hosts

@@ -37,17 +37,17 @@ from trainkit.run.history import Attempt, attempts_of
 from trainkit.run.rundir import AttemptDir
 
 
-def slow_hosts(attempt: AttemptDir, plan: LaunchPlan, hosts: Sequence[str]) -> dict[str, str]:
+def slow_hosts(attempt: AttemptDir, plan: LaunchPlan, hosts: Sequence[str]) -> set[str]:
     """The `hosts` whose ranks were slow when an attempt ended, if the config excludes them."""
     if plan.requeue.slow_hosts == "ignore":
-        return {}
-    found = {}
+        return set()
+    found = set()
     events = read_events(attempt.run, *SLOWDOWN_EVENTS, attempt=attempt.number)
     seen = attempts_of(events).get(attempt.number) or Attempt(attempt.number)
     for event in seen.slow.values():
         if event.host is not None and event.host in hosts:
             log_line(f"excluding {event.host}: rank {event.rank} is {event.number('ratio')} times slower")
-            found[event.host] = "slow"
+            found.add(event.host)
     return found
 
 

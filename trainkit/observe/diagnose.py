@@ -127,7 +127,7 @@ class _Case:
             return self._nothing("the run finished")
         job = self.slurm_job
         # A job that waits to start again has an attempt that was interrupted.
-        is_over = job is not None and (job.is_terminal or job.state is JobState.REQUEUED)
+        is_over = job is not None and (job.state.is_terminal or job.state is JobState.REQUEUED)
         if not (self.has_ended or self.records or is_over or self.alive is False):
             silence = self._best(self.events.texts(only_silence=True)) if self.alive else None
             if silence is not None:

@@ -230,7 +230,7 @@ class GroupFiles:
         name = self.jobs[files.point.index]
         job = None if jobs is None else jobs.get(name)
         # Without one, its cluster does not answer.
-        alive = None if job is None else job.state is not JobState.UNKNOWN and not job.is_terminal
+        alive = None if job is None else job.state is not JobState.UNKNOWN and not job.state.is_terminal
         if not files.entry.attempt:
             # Its task has not created the folder yet.
             if alive is False and self.group.record.cancelled_at is not None:

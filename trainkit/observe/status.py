@@ -39,7 +39,7 @@ from trainkit.run.history import (
 from trainkit.run.manifest import newest_checkpoint
 from trainkit.run.record import AttemptRecord, JobRecord
 from trainkit.run.rundir import AttemptDir, RunDir
-from trainkit.slurm.hosts import first_host
+from trainkit.slurm.hosts import expand_hosts
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState, reason_sentence
 
@@ -329,11 +329,12 @@ def _slurm_state(
     if job.state.is_waiting:
         was_requeued = has_started or job.state is JobState.REQUEUED
         return ("requeueing" if was_requeued else "pending"), job.sentence or None
-    if job.is_terminal and job.state is JobState.CANCELLED:
+    if job.state.is_terminal and job.state is JobState.CANCELLED:
         return "cancelled", _slurm_end(job)
-    host = starts[-1].host if starts else first_host(job.nodes) if job.nodes and not has_started else None
+    hosts = [starts[-1].host] if starts else expand_hosts(job.nodes) if job.nodes and not has_started else []
+    host = next(iter(hosts), None)
     before = f"ended on {host} before the supervisor began"
-    if job.is_terminal:
+    if job.state.is_terminal:
         if host is not None and not job.log_not_opened:
             return "died", f"{_slurm_end(job)}; it {before}"
         return "died", _slurm_end(job) + _failed_requeue(end, job, entry)

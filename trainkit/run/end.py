@@ -24,8 +24,8 @@ Cause = Literal[
 """Why a run is restarted: a value of `requeue.on`; `asked` when a person requested it; `slow_host` to
 continue without a slow host; `grow` to have more nodes; `not_started` when Slurm could not start the step,
 which does not count as a failure of the run."""
-RESUME_ACTIONS = ("restart", "requeue", "resubmit", "follow_up")
-"""The actions after which the run resumes without a command."""
+RESUME_ACTIONS: tuple[Action, ...] = ("restart", "requeue", "follow_up", "resubmit")
+"""The actions after which the run resumes without a command, the cheapest first."""
 UNFINISHED_STATES = ("pending", "starting", "running", "paused", "restarting", "stopping", "requeueing")
 """States of a run that may still finish."""
 KILLED = "killed by cancel --now"

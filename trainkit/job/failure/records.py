@@ -31,10 +31,6 @@ if TYPE_CHECKING:
 
 _THROWN = re.compile(r"^  what\(\): +(.+)$", re.MULTILINE)
 """What C++ prints of an exception that ends a process with SIGABRT, such as one of NCCL's watchdog thread."""
-_LOST_PEER = re.compile(
-    r"Connection (?:reset|closed) by (?:remote )?peer|gloo/transport|Broken pipe|nccl(?:Remote|System)Error"
-)
-"""What a rank raises whose connection to another one has ended."""
 FINAL = ("ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "TabError")
 """Exceptions that a restart would raise again."""
 
@@ -55,24 +51,17 @@ def _last_lines(path: Path) -> list[str]:
 
 
 def killed_rank(
-    attempt: AttemptDir, worker: int, exit_code: int, seen: RankExit | None = None, has_launcher: bool = True
+    attempt: AttemptDir, worker: int, exit_code: int, seen: RankExit | None = None
 ) -> RankExit | None:
     """The rank whose death has ended a launcher or a script that starts ranks; None without one.
 
-    `seen` is the first exit that the agent saw. A launcher ends when a rank does; a script may have gone on,
-    so that another exception ended it than that of a rank which has noticed the death.
+    `seen` is the first exit below a launcher that the agent saw.
     """
-    lines = _last_lines(attempt.rank_log(worker))
-    reported = first_exit(lines)
+    reported = first_exit(_last_lines(attempt.rank_log(worker)))
     if reported is not None and (reported.code >= 0 or exit_code not in (EXIT_FAILED, 256 + reported.code)):
         reported = None
     if seen is None or seen.code >= 0 or (reported is not None and reported.rank is not None):
         return reported
-    if not has_launcher:
-        raised = last_exception(lines)
-        noticed = seen.rank is not None if raised is None else _LOST_PEER.search(raised.message) is not None
-        if exit_code != EXIT_FAILED or not seen.killed_outside_launcher or not noticed:
-            return reported
     return seen
 
 
