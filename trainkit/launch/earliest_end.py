@@ -35,6 +35,7 @@ from trainkit.plan.step_work import work_of
 from trainkit.plan.workload import TRAINER, Workload
 from trainkit.run.events import read_events
 from trainkit.run.files import numbers
+from trainkit.run.group import RunGroup
 from trainkit.run.history import RunHistory, read_plan
 from trainkit.run.registry import iter_known_runs
 from trainkit.run.rundir import RunDir
@@ -421,7 +422,7 @@ def _is_alike(run: RunDir, config: RunConfig) -> bool:
 
 def _earlier_runs() -> Iterator[RunDir]:
     for known in iter_known_runs():
-        yield from map(known.group.run, known.group.points) if known.is_group else (known.run,)
+        yield from map(known.run, known.points) if isinstance(known, RunGroup) else (known,)
 
 
 def _priority(cluster: str) -> str:

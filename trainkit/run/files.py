@@ -404,30 +404,30 @@ def _fields(kind: Any) -> dict[str, tuple[frozenset[type], Any, type | None]]:
     return found
 
 
-def with_right_types(record: T) -> T:
-    """A dataclass whose values have the types of its fields; raises TypeError that names one that has not."""
-    hints = get_type_hints(type(record))
-    for name in vars(record):
-        value = getattr(record, name)
-        if not _fits(value, hints[name]):
-            raise TypeError(f"{name} is {str(value)[:100]!r}")
-    return record
+def from_json(hint: Any, value: Any, name: str = "") -> Any:
+    """A JSON value as one of a type: objects become dataclasses, lists tuples where the type is one.
 
-
-def _fits(value: Any, hint: Any) -> bool:
-    origin, parts = get_origin(hint) or hint, get_args(hint)
-    if origin in (Union, UnionType):
-        return any(_fits(value, part) for part in parts)
-    if origin is Literal:
-        return value in parts
-    if is_dataclass(origin):
-        return isinstance(value, cast(type, origin)) and with_right_types(value) is value
-    if origin is Any:
-        return True
-    if not isinstance(value, (int, float) if origin is float else origin):
-        return False
-    if isinstance(value, dict):
-        return all(_fits(item, parts[1]) for item in value.values())
-    if isinstance(value, list | tuple):
-        return all(_fits(item, parts[0]) for item in value)
-    return not isinstance(value, bool) or origin is bool
+    Keys that a dataclass does not have are left out. Raises TypeError that names what is not of its type.
+    """
+    kind, parts = get_origin(hint) or hint, get_args(hint)
+    if kind in (Union, UnionType):
+        for part in parts:
+            with contextlib.suppress(TypeError):
+                return from_json(part, value, name)
+    elif is_dataclass(kind) and isinstance(value, dict):
+        hints = get_type_hints(kind)
+        own = {key: from_json(hints[key], item, key) for key, item in value.items() if key in hints}
+        return cast(type, kind)(**own)
+    elif kind is Any or (kind is Literal and value in parts):
+        return value
+    elif kind in (list, tuple) and isinstance(value, list | tuple):
+        return kind(from_json(parts[0], item, name) for item in value)
+    elif kind is dict and isinstance(value, dict):
+        return {key: from_json(parts[1], item, f"{name}.{key}") for key, item in value.items()}
+    elif (
+        kind is not Literal
+        and isinstance(value, (int, float) if kind is float else kind)
+        and (kind is bool or not isinstance(value, bool))
+    ):
+        return value
+    raise TypeError(f"{name} is {str(value)[:100]!r}")
