@@ -10,7 +10,7 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
 from itertools import islice
 from pathlib import Path
@@ -34,7 +34,7 @@ from trainkit.plan.node_range import KEY
 from trainkit.plan.step_work import work_of
 from trainkit.plan.workload import TRAINER, Workload
 from trainkit.run.events import read_events
-from trainkit.run.files import numbers
+from trainkit.run.files import as_json, numbers
 from trainkit.run.group import RunGroup
 from trainkit.run.history import RunHistory, read_plan
 from trainkit.run.registry import iter_known_runs
@@ -88,20 +88,12 @@ class Offer:
     """Jobs until then."""
     remark: str = ""
     """Why not."""
+    LEFT_OUT = ("answer",)
 
     def to_dict(self) -> JsonObject:
         """Plain data, times in ISO 8601."""
-        times = {"start_time": self.answer.start_time, "end_time": self.end_time}
-        return {
-            "num_nodes": self.num_nodes,
-            "partition": self.partition,
-            "limit_s": None if math.isinf(self.limit_s) else self.limit_s,
-            "is_slice": self.is_slice,
-            "num_jobs": self.num_jobs,
-            "work": asdict(self.work),
-            **{name: None if time is None else time.isoformat() for name, time in times.items()},
-            "remark": self.remark,
-        }
+        limit_s = None if math.isinf(self.limit_s) else self.limit_s
+        return {**as_json(self), "limit_s": limit_s, "start_time": as_json(self.answer.start_time)}
 
 
 @dataclass(frozen=True)

@@ -15,16 +15,15 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from trainkit.run.end import RankFailure, is_over
-from trainkit.run.files import LineTail, reversed_lines
+from trainkit.run.files import Tail, reversed_lines
 from trainkit.run.rundir import AttemptDir, RunDir
 
 if TYPE_CHECKING:
     from trainkit.observe.signatures import Signature, Where
 
-N = TypeVar("N", int, float)
 TAIL_BYTES = 262_144
 COUNTED_BYTES = 64 * 2**20
 """Up to this size of a log, its lines are counted to give the number of one near the end."""
@@ -204,16 +203,6 @@ def json_line(path: Path, key: str) -> int | None:
         return None
 
 
-class LogTail(LineTail):
-    """Reads the lines that are appended to a log."""
-
-    def read(self, *, unfinished: bool = False) -> list[str]:
-        """New lines, without their newlines; `unfinished` is for a file that no longer grows."""
-        return [
-            line.removesuffix(b"\n").decode(errors="replace") for line in self.lines(unfinished=unfinished)
-        ]
-
-
 def last_lines(path: Path, count: int) -> tuple[list[bytes], int]:
     """The last `count` complete lines of a file, and the position at which they end."""
     try:
@@ -265,7 +254,7 @@ def follow(
     number = first_attempt
     while True:
         attempt = run.attempt(number)
-        tails: dict[str, LogTail] = {}
+        tails: dict[str, Tail] = {}
         listed_s = float("-inf")
         while True:
             # Checked before reading, so that everything written before the end is read.
@@ -277,10 +266,10 @@ def follow(
                 listed_s = time.monotonic()
                 for path in logs_of(attempt):
                     if path.name not in tails:
-                        tails[path.name] = LogTail(path, 0 if last is None else start_of_last(path, last))
+                        tails[path.name] = Tail(path, 0 if last is None else start_of_last(path, last))
                     tails[path.name].path = path  # the run may have been moved
             for tail in tails.values():
-                for text in tail.read(unfinished=passed):
+                for text in tail.texts(unfinished=passed):
                     yield tail.path.stem, text
             if passed:
                 break
@@ -288,26 +277,3 @@ def follow(
         if over and not run.attempt(number + 1).path.is_dir():
             return
         number, last = number + 1, None
-
-
-SEARCHED_BYTES = 65_536
-"""How much of the end of a command's log is searched for its progress: it may be one long line."""
-
-
-def printed_metrics(log: Path, pattern: str | None) -> tuple[int | None, float | None]:
-    """The step and loss that a COMMAND has printed last into a log, as ``logging.pattern`` finds them."""
-    with log.open("rb") as stream:
-        stream.seek(max(0, os.fstat(stream.fileno()).st_size - SEARCHED_BYTES))
-        text = stream.read().decode(errors="replace")
-    # A progress bar overwrites its line; what follows the last end of a line is incomplete.
-    lines = reversed(re.split(r"[\r\n]", text)[:-1])
-    found = None if pattern is None else next(filter(None, map(re.compile(pattern).search, lines)), None)
-    values = {} if found is None else found.groupdict()
-    return _number(values.get("step"), int), _number(values.get("loss"), float)
-
-
-def _number(text: str | None, kind: Callable[[str], N]) -> N | None:
-    try:
-        return None if text is None else kind(text)
-    except ValueError:
-        return None  # the pattern matches other text too

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from trainkit.observe.goodput import CATEGORIES, Curves, Point, idle_gaps, read_curves, worker_hours
 from trainkit.observe.page import Chart, FlatConfig, Line, flat_config, line_chart, render_page
 from trainkit.observe.status import RunStatus, failure_lines
 from trainkit.run.events import Event
-from trainkit.run.files import Record, mean, numbers, read_jsonl, read_object, read_record
+from trainkit.run.files import Record, as_json, mean, numbers, read_jsonl, read_object, read_record
 from trainkit.run.history import (
     CURVES,
     Attempt,
@@ -108,13 +108,11 @@ class Report:
     config: FlatConfig
     layout: dict[str, int]
     provenance: dict[str, Any]
+    LEFT_OUT = ("curves", "val_loss")
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON, without the points of its curves."""
-        value = {**asdict(self), "status": self.status.to_dict()}
-        value.pop("curves"), value.pop("val_loss")
-        value["attempts"] = [attempt.to_dict() for attempt in self.attempts]
-        return value
+        return {**as_json(self), "attempts": [attempt.to_dict() for attempt in self.attempts]}
 
 
 def read_report(history: RunHistory, status: RunStatus, now: float) -> Report:

@@ -14,7 +14,7 @@ from trainkit.errors import EXIT_STOPPED, TrainkitError
 from trainkit.formats import number, time_text
 from trainkit.job.failed_starts import FailedStart, batch_log, failed_starts
 from trainkit.observe.goodput import worker_hours
-from trainkit.observe.logs import clean, printed_metrics, read_log
+from trainkit.observe.logs import clean, read_log
 from trainkit.run.end import (
     SIGNALLED,
     UNFINISHED_STATES,
@@ -26,7 +26,7 @@ from trainkit.run.end import (
     signal_name,
 )
 from trainkit.run.events import FAILED_SAVES, Event, StepRecord
-from trainkit.run.files import Record, parse_time, read_object, seconds_between
+from trainkit.run.files import Record, as_json, parse_time, read_object, seconds_between
 from trainkit.run.history import (
     Attempt,
     PlanRecord,
@@ -138,6 +138,7 @@ class RunStatus:
     """Seconds that the slices of the run have taken since a command started it; None without slices."""
     total_s: float | None = None
     """What all of them may take."""
+    OPTIONAL = ("cluster",)
 
     @property
     def is_command(self) -> bool:
@@ -169,17 +170,8 @@ class RunStatus:
         return None if self.is_active else self.verdict
 
     def to_dict(self) -> dict[str, object]:
-        return {
-            **{name: value for name, value in vars(self).items() if name != "cluster" or value},
-            "last_event": self.last_event and self.last_event.values,
-            "verdict": self.verdict and self.verdict.to_dict(),
-            "restarts": [
-                {**vars(restart), "verdict": restart.verdict and restart.verdict.values}
-                for restart in self.restarts
-            ],
-            "slowdowns": [event.values for event in self.slowdowns],
-            "trackers": {name: position.values for name, position in self.trackers.items()},
-        }
+        values: dict[str, object] = as_json(self)
+        return values
 
 
 def read_status(
@@ -198,13 +190,8 @@ def read_status(
     end = None if attempt is None else read_end(run.attempt(attempt))
     metrics = history.newest_steps()
     last = metrics[-1] if metrics else StepRecord({})
-    step, loss, has_log = last.count("step"), last.number("loss"), False
-    if plan.is_command and attempt is not None and not metrics:
-        printed = run.attempt(attempt).rank_log(0)
-        has_log = printed.exists()
-        if has_log and "log_pattern" not in plan.values:  # the agents of an earlier version found no curve
-            config = read_config(run.config_file)
-            step, loss = printed_metrics(printed, None if config is None else config.logging.pattern)
+    is_silent = plan.is_command and attempt is not None and not metrics
+    has_log = is_silent and run.attempt(entry.attempt).rank_log(0).exists()
     own_metrics = [record for record in metrics if record.attempt == attempt]
     starts = [one for one in failed_starts(run, job, slurm_job) if one.job_id == entry.job_id]
     seen, has_metrics = events.attempt(attempt), bool(own_metrics) or has_log
@@ -236,9 +223,9 @@ def read_status(
         workers_per_node=plan.count("workers_per_node"),
         device=plan.text("device"),
         command=plan.command,
-        step=step,
+        step=last.count("step"),
         total_steps=_total_steps(run, events.total_steps, plan),
-        loss=loss,
+        loss=last.number("loss"),
         val_loss=events.val_loss,
         first_val_loss=events.first_val_loss,
         tokens_per_s=last.number("tokens_per_s"),

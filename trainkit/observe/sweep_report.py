@@ -9,7 +9,7 @@ import os
 import shlex
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -30,7 +30,15 @@ from trainkit.observe.group import (
 from trainkit.observe.page import Chart, FlatConfig, Line, dot_chart, line_chart, render_page
 from trainkit.observe.status import ACTIVE_STATES
 from trainkit.run.events import StepRecord, read_events, steps_of
-from trainkit.run.files import Record, numbers, parse_records, read_object, reversed_lines, sampled_lines
+from trainkit.run.files import (
+    Record,
+    as_json,
+    numbers,
+    parse_records,
+    read_object,
+    reversed_lines,
+    sampled_lines,
+)
 from trainkit.run.group import RunGroup
 from trainkit.run.history import Attempt, PlanRecord, attempts_of, ended_attempts, timestamp
 from trainkit.run.rundir import RunDir
@@ -83,6 +91,7 @@ class PointReport:
     """The median of the records that were read."""
     worker_hours: float | None
     curves: dict[str, list[Point]] = field(default_factory=dict)
+    LEFT_OUT = ("curves",)
 
 
 @dataclass(frozen=True)
@@ -101,14 +110,12 @@ class SweepReport:
     worker_hours: float | None
     config: FlatConfig
     provenance: dict[str, Any]
+    LEFT_OUT = ("config", "provenance")
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON, without curves, config and provenance."""
-        value = asdict(self)
-        value.pop("config"), value.pop("provenance")
-        for point in (*value["points"], *([value["best"]] if value["best"] else [])):
-            point.pop("curves")
-        return value
+        values: dict[str, Any] = as_json(self)
+        return values
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,10 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from shlex import quote
-from typing import Protocol
 
 from trainkit.errors import TrainkitError, UsageError
 from trainkit.folders import ensure_folder, shown_path
 from trainkit.locks import (
-    NEEDS_FLOCK,
     LockBusy,
     LockStopped,
     LockUnsupported,
@@ -34,20 +32,13 @@ PARTIAL_SUFFIX = ".partial"
 REJECTED_SUFFIX = ".rejected"
 
 
-class Folder(Protocol):
-    """What has a path, below which its files are."""
-
-    @property
-    def path(self) -> Path: ...
-
-
 class Child:
     """A path below the `path` of its owner."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def __get__(self, folder: Folder, kind: type | None = None) -> Path:
+    def __get__(self, folder: RunFolder | AttemptDir, kind: type | None = None) -> Path:
         return folder.path / self._name
 
 
@@ -334,12 +325,9 @@ def run_lock(run: RunDir, timeout_s: float | None = None) -> Iterator[None]:
             stack.enter_context(file_lock(run.lock_file, timeout_s))
         except LockBusy as busy:
             raise RunLocked(run.lock_file, busy) from None
-        except LockUnsupported as error:
+        except (LockUnsupported, NotALock) as error:
             message = f"{shown_path(run.lock_file)} cannot be locked: {error.strerror}"
-            raise UsageError(message, hint=NEEDS_FLOCK) from error
-        except NotALock as error:
-            message = f"{shown_path(run.lock_file)} cannot be locked: {error.strerror}"
-            raise UsageError(message, hint=error.hint) from None
+            raise UsageError(message, hint=error.hint) from error
         except OSError as error:
             raise UsageError(
                 f"{run.shown} cannot be changed: {error.strerror}",
@@ -388,13 +376,6 @@ def claim_place(attempt: AttemptDir, node_rank: int) -> None:
 def is_there(attempt: AttemptDir, node_rank: int) -> bool:
     """Whether the host that has claimed a place is still there."""
     return is_locked(attempt.host_lock_file(node_rank))
-
-
-def future_run(name: str, run_dir: Path | None) -> RunDir:
-    """The run that `submit` would create now; writes nothing."""
-    if run_dir is not None:
-        return RunDir(run_dir)
-    return RunDir(next(folder for folder in folders_named(Path(RUNS_FOLDER), name) if not folder.exists()))
 
 
 def folders_named(parent: Path, name: str) -> Iterator[Path]:
