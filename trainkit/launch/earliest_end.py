@@ -79,7 +79,8 @@ class Offer:
     limit_s: float
     """The time limit of a job."""
     work: Work
-    answer: Answer
+    start_time: datetime | None = None
+    """None if Slurm gives no time."""
     is_slice: bool = False
     """Whether the config does not ask for this limit, but its time allows several such jobs."""
     end_time: datetime | None = None
@@ -88,12 +89,6 @@ class Offer:
     """Jobs until then."""
     remark: str = ""
     """Why not."""
-    LEFT_OUT = ("answer",)
-
-    def to_dict(self) -> JsonObject:
-        """Plain data, times in ISO 8601."""
-        limit_s = None if math.isinf(self.limit_s) else self.limit_s
-        return {**as_json(self), "limit_s": limit_s, "start_time": as_json(self.answer.start_time)}
 
 
 @dataclass(frozen=True)
@@ -107,14 +102,11 @@ class Choice:
     """Why none is, in a sentence."""
     priority: str = ""
     """What Slurm says of this user's priority."""
+    LEFT_OUT = ("priority",)
 
     def to_dict(self) -> JsonObject:
         """Plain data, without the priority."""
-        return {
-            "offers": [offer.to_dict() for offer in self.offers],
-            "taken": None if self.taken is None else self.taken.to_dict(),
-            "reason": self.reason or None,
-        }
+        return {**as_json(self), "reason": self.reason or None}
 
 
 def choose_nodes(
@@ -240,9 +232,9 @@ def with_end(offer: Offer, config: RunConfig, now: datetime, whole: datetime | N
     A run that returns to the queue after each job is assumed to wait there as long as now, and to restart in
     RESTART_S. A gap is used once: the second job starts no sooner than a longer one would, at `whole`.
     """
-    start, resources = offer.answer.start_time, config.resources
+    start, resources = offer.start_time, config.resources
     if start is None:
-        return replace(offer, remark=offer.answer.remark or "Slurm gives no time")
+        return replace(offer, remark=offer.remark or "Slurm gives no time")
     work_s, limit_s = offer.work.seconds, offer.limit_s
     needs = f"takes {duration(work_s)}"
     more = 0
@@ -314,16 +306,17 @@ def _gather(
             for place, all_steps in expected_work(base, measured.result()).items()
         }
         now, answers = datetime.now(timezone.utc), iter(found)
+        known = [Answer(remark=why_not) if why_not else next(answers) for why_not in misfits]
         offers = [
             Offer(
                 *(size, item.name, limit_s, work[size, gpus[item.name]]),
-                Answer(remark=why_not) if why_not else next(answers),
-                is_slice,
+                *(answer.start_time, is_slice),
+                remark=answer.remark,
             )
-            for (size, item, limit_s, is_slice), why_not in zip(asked, misfits, strict=True)
+            for (size, item, limit_s, is_slice), answer in zip(asked, known, strict=True)
         ]
         longest = sorted(offers, key=lambda one: one.limit_s)
-        whole = {(one.num_nodes, one.partition): one.answer.start_time for one in longest}
+        whole = {(one.num_nodes, one.partition): one.start_time for one in longest}
         ends = [with_end(one, config, now, whole[one.num_nodes, one.partition]) for one in offers]
         return ends, priority.result()
 
@@ -461,8 +454,7 @@ def choice_lines(choice: Choice, plan: LaunchPlan, fit: int | None = None) -> It
         rows = [("nodes", "partition", "limit", "would start", "would end", unit, "work from")]
         for offer in choice.offers:
             start, end = (
-                "no" if time is None else when(time, now)
-                for time in (offer.answer.start_time, offer.end_time)
+                "no" if time is None else when(time, now) for time in (offer.start_time, offer.end_time)
             )
             hours = offer.num_nodes * workers * offer.work.seconds / 3600
             limit = "none" if math.isinf(offer.limit_s) else time_text(int(offer.limit_s))

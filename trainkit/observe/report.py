@@ -112,7 +112,8 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON, without the points of its curves."""
-        return {**as_json(self), "attempts": [attempt.to_dict() for attempt in self.attempts]}
+        values: dict[str, Any] = as_json(self)
+        return values
 
 
 def read_report(history: RunHistory, status: RunStatus, now: float) -> Report:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from trainkit.errors import UsageError
 from trainkit.formats import JsonObject, there_are
 from trainkit.plan.workload import Workload, workload_of
-from trainkit.run.files import from_json, read_json
+from trainkit.run.files import as_json, from_json, read_json
 
 PLAN_VERSION = 1
 ACCELERATE_CONFIG = "accelerate.yaml"
@@ -157,6 +157,7 @@ class SlurmRequest:
     """The version of Slurm; empty if unknown."""
     clusters: tuple[str, ...] = ()
     """The clusters of which any one may take the job; empty for the one here."""
+    OPTIONAL = ("clusters",)
 
     def comment(self, token: str) -> str:
         """The comment of a job: the token of its submission, then the config's."""
@@ -240,6 +241,7 @@ class LaunchPlan:
     fills_nodes: bool = False
     """Whether the ranks use all CPUs of an exclusive job, which may be more than it has requested."""
     version: int = PLAN_VERSION
+    OPTIONAL = ("after", "sizes", "debug", "grow", "gpu_types", "fills_nodes")
 
     @property
     def is_here(self) -> bool:
@@ -312,13 +314,7 @@ class LaunchPlan:
         return node_rank * self.workers_per_node
 
     def to_dict(self) -> dict[str, Any]:
-        values = {**asdict(self), "world_size": self.world_size}
-        for name in ("after", "sizes", "debug", "grow", "gpu_types", "fills_nodes"):
-            if not values[name]:
-                del values[name]
-        if self.slurm is not None and not self.slurm.clusters:
-            del values["slurm"]["clusters"]
-        return values
+        return {**as_json(self), "world_size": self.world_size}
 
     def to_text(self) -> str:
         """The text of plan.json."""

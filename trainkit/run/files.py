@@ -399,7 +399,7 @@ def _fields(kind: Any) -> dict[str, tuple[frozenset[type], Any, type | None]]:
 
 
 def as_json(value: Any) -> Any:
-    """A value for a file or ``--json``: dataclasses and records become objects, times ISO 8601.
+    """A value for a file or ``--json``: objects of dataclasses and records, times in ISO 8601.
 
     A dataclass may name in `LEFT_OUT` the fields that are not written, in `OPTIONAL` those that are not while
     they have their default. What is in its `more`, of another version or damaged, is written unless a field
@@ -423,6 +423,8 @@ def as_json(value: Any) -> Any:
         return {key: as_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return list(map(as_json, value))
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
     return value.isoformat() if isinstance(value, datetime) else value
 
 

@@ -6,7 +6,7 @@ import math
 import os
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -97,11 +97,11 @@ class Attempt:
     slow: dict[int | None, Event] = field(default_factory=dict)
     """The ranks that became slow and still are; None is the whole run."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """As in the report's JSON."""
-        names = [item.name for item in fields(self)]
-        own = {name: getattr(self, name) for name in names[: names.index("cause")]}
-        return {**own, "kept_step": None if math.isinf(self.kept_step) else self.kept_step}
+    LEFT_OUT = (
+        *("cause", "is_paused", "waits_for", "saved", "failure", "growth", "silence", "open_save"),
+        *("failed_saves", "slow"),
+    )
+    """Of the report's JSON."""
 
     @property
     def allocated_s(self) -> float:
