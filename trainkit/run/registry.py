@@ -72,7 +72,6 @@ class Start:
 def starts() -> list[Start]:
     """Every start in the index or ./runs, the newest first, without access to the folders in the index."""
     found: dict[str, Start] = {}
-    parents: dict[str, str] = {}
     index, records = index_file(), []
     try:
         records = [*read_jsonl(index)]
@@ -82,27 +81,19 @@ def starts() -> list[Start]:
         path, name, time = record.get("path"), record.get("name"), record.get("time")
         if not (isinstance(path, str) and isinstance(name, str) and isinstance(time, str)):
             continue
-        key, is_over = _key(path, parents), record.get("over") is True
+        key, is_over = os.path.normpath(path), record.get("over") is True
         # The run may have been started again while a command found that it was over.
         if not is_over or (key in found and found[key].time == time):
             found.pop(key, None)
             found[key] = Start(Path(path), name, time, is_over)
     for folder in sorted((Path.cwd() / RUNS_FOLDER).glob("*/")):
-        key = _key(str(folder), parents)
+        key = str(folder)
         here = None if key in found else Start(folder, None, "").read()
         if here is not None:
             file = here.sweep_file if isinstance(here, RunGroup) else here.attempts_dir
             with suppress(OSError):  # deleted meanwhile
                 found[key] = Start(folder, None, _modified_at(file))
     return sorted(found.values(), key=lambda start: start.time)[::-1]  # also of two in one millisecond
-
-
-def _key(path: str, parents: dict[str, str]) -> str:
-    """A path that is the same for the same folder; `parents` caches the parents without symlinks."""
-    parent, name = os.path.split(os.path.normpath(path))
-    if parent not in parents:
-        parents[parent] = os.path.realpath(parent)
-    return f"{parents[parent]}/{name}"
 
 
 def record_over(over: Iterable[Start]) -> None:
