@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import date
 from functools import partial
@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from trainkit.cluster.limits import ResourceRequest, listed, partition_problems
-from trainkit.cluster.model import Account, Cluster, NodeKind, Partition, Qos
+from trainkit.cluster.model import Cluster, NodeKind, Partition
 from trainkit.cluster.profile import AccountProfile, NodesProfile, PartitionProfile, QosProfile
 from trainkit.config.section import Section
 from trainkit.config.yamlfile import Dumper
@@ -27,24 +27,6 @@ def describe_cluster(cluster: Cluster) -> str:
         f"{item.name}{' (default)' * item.is_default}" for item in cluster.partitions if not item.is_hidden
     ]
     return f"{cluster.name}, Slurm {version_text(cluster.slurm_version)}, with the partitions {listed(names)}"
-
-
-def differences(profile: Cluster, found: Cluster) -> list[str]:
-    """The sections of a profile that are out of date; sections that either side lacks are skipped."""
-    is_up = {item.name: item.is_up for item in found.partitions}
-    written = {item.name: replace(item, is_up=is_up.get(item.name, True)) for item in profile.partitions}
-    current = {item.name: item for item in found.partitions}
-    names = {**written, **current} if written and current else {}
-    different = [f"partition {name}" for name in names if written.get(name) != current.get(name)]
-    if None not in (profile.accounts, found.accounts) and _names(profile.accounts) != _names(found.accounts):
-        different.append("accounts")
-    if None not in (profile.qos, found.qos) and _names(profile.qos) != _names(found.qos):
-        different.append("qos")
-    return different
-
-
-def _names(items: Iterable[Account] | Iterable[Qos] | None) -> set[str]:
-    return {item.name for item in items or ()}
 
 
 TASK_FILES = ("{}.py", "{}.yaml", "test_{}.py")

@@ -34,7 +34,7 @@ from trainkit.plan.node_range import KEY
 from trainkit.plan.step_work import work_of
 from trainkit.plan.workload import TRAINER, Workload
 from trainkit.run.events import read_events
-from trainkit.run.files import as_json, numbers
+from trainkit.run.files import numbers, to_json
 from trainkit.run.group import RunGroup
 from trainkit.run.history import RunHistory, read_plan
 from trainkit.run.registry import iter_known_runs
@@ -106,7 +106,7 @@ class Choice:
 
     def to_dict(self) -> JsonObject:
         """Plain data, without the priority."""
-        return {**as_json(self), "reason": self.reason or None}
+        return {**to_json(self), "reason": self.reason or None}
 
 
 def choose_nodes(

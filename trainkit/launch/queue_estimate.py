@@ -11,7 +11,7 @@ from trainkit.cluster.model import Cluster
 from trainkit.config import RunConfig
 from trainkit.formats import JsonObject, duration, table
 from trainkit.plan.launch import LaunchPlan, Options, option_argv
-from trainkit.run.files import as_json
+from trainkit.run.files import to_json
 from trainkit.slurm.submit import Answer, ask_starts
 
 SOON_S = 60
@@ -30,7 +30,7 @@ class Wait:
 
     def to_dict(self) -> JsonObject:
         """Plain data, the time in ISO 8601."""
-        return {**as_json(self), **as_json(self.answer)}
+        return {**to_json(self), **to_json(self.answer)}
 
 
 def request_of(plan: LaunchPlan, config: RunConfig, cluster: Cluster) -> ResourceRequest:

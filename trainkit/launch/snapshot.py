@@ -26,7 +26,7 @@ from trainkit.launch.secrets import mask_diff, refuse_leaks, without_secrets
 from trainkit.launch.source_tree import SourceTree, add_links, below, find_tree, parents, printable
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.workload import Workload
-from trainkit.run.files import as_json, utc_now, write_json
+from trainkit.run.files import to_json, utc_now, write_json
 from trainkit.run.record import CodeCopy, changed_job, read_job
 from trainkit.run.rundir import RunDir
 
@@ -70,7 +70,7 @@ def write_origin(
         else:
             code = copy_code(cwd, run, plan.workload) if wants_copy(config, plan) else None
         value = {**provenance.result(), "argv": without_secrets(argv, config.secrets)}
-        value["code"] = as_json(code)
+        value["code"] = to_json(code)
     refuse_leaks(json.dumps(value), str(run.provenance_file), config.secrets, os.environ)
     write_json(run.provenance_file, value)
     return code

@@ -13,7 +13,7 @@ from trainkit.formats import JsonObject, shown, shown_value
 from trainkit.observe.status import ACTIVE_STATES, STATE_EVENTS, attempt_state
 from trainkit.run.end import AttemptEnd, Best, read_newest_end
 from trainkit.run.events import best_result, read_events
-from trainkit.run.files import as_json, read_object, seconds_between
+from trainkit.run.files import read_object, seconds_between, to_json
 from trainkit.run.group import WAITS_FOR_ROOM, Point, RunGroup, is_index
 from trainkit.run.history import Attempt, PlanRecord, attempts_of
 from trainkit.run.record import AttemptRecord, attempt_of, is_alive
@@ -144,9 +144,9 @@ class GroupStatus:
         return None
 
     def to_dict(self) -> dict[str, object]:
-        own = as_json(self)
+        own = to_json(self)
         points = own.pop("points")
-        best = as_json(self.best)
+        best = to_json(self.best)
         return {**own, "num_points": len(points), "states": self.states, "best": best, "points": points}
 
 

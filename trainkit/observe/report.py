@@ -12,7 +12,7 @@ from trainkit.observe.goodput import CATEGORIES, Curves, Point, idle_gaps, read_
 from trainkit.observe.page import Chart, FlatConfig, Line, flat_config, line_chart, render_page
 from trainkit.observe.status import RunStatus, failure_lines
 from trainkit.run.events import Event
-from trainkit.run.files import Record, as_json, mean, numbers, read_jsonl, read_object, read_record
+from trainkit.run.files import Record, mean, numbers, read_jsonl, read_object, read_record
 from trainkit.run.history import (
     CURVES,
     Attempt,
@@ -109,11 +109,6 @@ class Report:
     layout: dict[str, int]
     provenance: dict[str, Any]
     LEFT_OUT = ("curves", "val_loss")
-
-    def to_dict(self) -> dict[str, Any]:
-        """The report as JSON, without the points of its curves."""
-        values: dict[str, Any] = as_json(self)
-        return values
 
 
 def read_report(history: RunHistory, status: RunStatus, now: float) -> Report:

@@ -16,7 +16,7 @@ from trainkit.observe.logs import last_texts
 from trainkit.observe.status import RunStatus
 from trainkit.run.end import read_end
 from trainkit.run.events import Event, StepRecord
-from trainkit.run.files import Record, as_json, mean, numbers, parse_time, seconds_between
+from trainkit.run.files import Record, mean, numbers, parse_time, seconds_between, to_json
 from trainkit.run.history import CURVES, HealthSample, PlanRecord, RunHistory, read_plan
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.jobs import JobInfo
@@ -153,7 +153,7 @@ class RunView:
 
     def to_dict(self) -> dict[str, object]:
         """As a JSON object: the fields of `status --json`, and what `watch` adds; without the curves."""
-        return {**self.status.to_dict(), **as_json(self)}
+        return {**self.status.to_dict(), **to_json(self)}
 
 
 def read_view(

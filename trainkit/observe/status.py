@@ -26,7 +26,7 @@ from trainkit.run.end import (
     signal_name,
 )
 from trainkit.run.events import FAILED_SAVES, Event, StepRecord
-from trainkit.run.files import Record, as_json, parse_time, read_object, seconds_between
+from trainkit.run.files import Record, parse_time, read_object, seconds_between, to_json
 from trainkit.run.history import (
     Attempt,
     PlanRecord,
@@ -170,7 +170,7 @@ class RunStatus:
         return None if self.is_active else self.verdict
 
     def to_dict(self) -> dict[str, object]:
-        values: dict[str, object] = as_json(self)
+        values: dict[str, object] = to_json(self)
         return values
 
 

@@ -32,7 +32,6 @@ from trainkit.observe.status import ACTIVE_STATES
 from trainkit.run.events import StepRecord, read_events, steps_of
 from trainkit.run.files import (
     Record,
-    as_json,
     numbers,
     parse_records,
     read_object,
@@ -111,11 +110,6 @@ class SweepReport:
     config: FlatConfig
     provenance: dict[str, Any]
     LEFT_OUT = ("config", "provenance")
-
-    def to_dict(self) -> dict[str, Any]:
-        """The report as JSON, without curves, config and provenance."""
-        values: dict[str, Any] = as_json(self)
-        return values
 
 
 @dataclass(frozen=True)

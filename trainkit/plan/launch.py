@@ -12,7 +12,7 @@ from typing import Any
 from trainkit.errors import UsageError
 from trainkit.formats import JsonObject, there_are
 from trainkit.plan.workload import Workload, workload_of
-from trainkit.run.files import as_json, from_json, read_json
+from trainkit.run.files import from_json, read_json, to_json
 
 PLAN_VERSION = 1
 ACCELERATE_CONFIG = "accelerate.yaml"
@@ -314,7 +314,7 @@ class LaunchPlan:
         return node_rank * self.workers_per_node
 
     def to_dict(self) -> dict[str, Any]:
-        return {**as_json(self), "world_size": self.world_size}
+        return {**to_json(self), "world_size": self.world_size}
 
     def to_text(self) -> str:
         """The text of plan.json."""

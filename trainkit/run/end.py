@@ -10,7 +10,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from trainkit.run.files import as_json, parse_time, read_object, read_record, seconds_between, write_json
+from trainkit.run.files import parse_time, read_object, read_record, seconds_between, to_json, write_json
 from trainkit.run.record import read_job
 from trainkit.run.rundir import AttemptDir
 from trainkit.run.tracebacks import CodeLine
@@ -167,7 +167,7 @@ class AttemptEnd:
 
     def write(self, attempt: AttemptDir) -> None:
         """Write end.json. Raises OSError."""
-        write_json(attempt.end_file, as_json(self))
+        write_json(attempt.end_file, to_json(self))
 
 
 def read_end(attempt: AttemptDir) -> AttemptEnd | None:

@@ -398,7 +398,7 @@ def _fields(kind: Any) -> dict[str, tuple[frozenset[type], Any, type | None]]:
     return found
 
 
-def as_json(value: Any) -> Any:
+def to_json(value: Any) -> Any:
     """A value for a file or ``--json``: objects of dataclasses and records, times in ISO 8601.
 
     A dataclass may name in `LEFT_OUT` the fields that are not written, in `OPTIONAL` those that are not while
@@ -417,12 +417,12 @@ def as_json(value: Any) -> Any:
                 known.add(item.name)
             elif item.name in optional:
                 continue
-            own[item.name] = as_json(found)
+            own[item.name] = to_json(found)
         return own | {key: found for key, found in own.pop("more", {}).items() if key not in known - {"more"}}
     if isinstance(value, dict):
-        return {key: as_json(item) for key, item in value.items()}
+        return {key: to_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return list(map(as_json, value))
+        return list(map(to_json, value))
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value.isoformat() if isinstance(value, datetime) else value

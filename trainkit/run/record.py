@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from trainkit.run.files import as_json, read_json, read_object, read_record, utc_now, write_atomic, write_json
+from trainkit.run.files import read_json, read_object, read_record, to_json, utc_now, write_atomic, write_json
 from trainkit.run.process import ProcessId, boot_id, own_host
 from trainkit.run.rundir import AttemptDir, RunDir, is_supervised
 from trainkit.slurm.environment import cluster_name, other_cluster
@@ -193,7 +193,7 @@ class JobRecord:
 
 def create_job(run: RunDir, *, backend: str, name: str, cwd: str, code: CodeCopy | None) -> None:
     """Write the job.json of a new run, with no attempts."""
-    write_json(run.job_file, as_json(JobRecord(backend, name, cwd, code)))
+    write_json(run.job_file, to_json(JobRecord(backend, name, cwd, code)))
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,7 @@ def changed_job(run: RunDir) -> Iterator[JobRecord]:
     """
     job = read_job_to_change(run)
     yield job
-    write_json(run.job_file, as_json(job))
+    write_json(run.job_file, to_json(job))
 
 
 def read_job_to_change(run: RunDir) -> JobRecord:
