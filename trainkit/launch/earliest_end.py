@@ -89,6 +89,7 @@ class Offer:
     """Jobs until then."""
     remark: str = ""
     """Why not."""
+    UNLIMITED = ("limit_s",)
 
 
 @dataclass(frozen=True)

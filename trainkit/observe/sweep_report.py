@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any
 
 from trainkit.config.schema import flatten
-from trainkit.formats import JsonObject, plural, shown, shown_value
+from trainkit.formats import plural, shown, shown_value
 from trainkit.observe.goodput import Point, worker_hours
 from trainkit.observe.group import (
     FAILED,
@@ -74,15 +74,10 @@ OBJECTIVES = {
 }
 
 
-@dataclass(frozen=True)
-class PointReport:
+@dataclass(frozen=True, kw_only=True)
+class PointReport(PointStatus):
     """What one run did; None where a value is unknown."""
 
-    index: int
-    values: JsonObject
-    state: str
-    reason: str | None
-    run_dir: str
     step: int | None
     result: float | None
     """Its value of the objective."""
@@ -90,7 +85,7 @@ class PointReport:
     """The median of the records that were read."""
     worker_hours: float | None
     curves: dict[str, list[Point]] = field(default_factory=dict)
-    LEFT_OUT = ("curves",)
+    LEFT_OUT = ("job_id", "best", "cluster", "curves")
 
 
 @dataclass(frozen=True)
@@ -203,11 +198,7 @@ def _read_point(sweep: Sweep, status: PointStatus, objective: Objective, now: fl
     if objective.name != "tokens_per_s":
         result = float(best.value) if best is not None and best.metric == objective.name else None
     return PointReport(
-        index=status.index,
-        values=status.values,
-        state=status.state,
-        reason=status.reason,
-        run_dir=status.run_dir,
+        **vars(status),
         step=records[-1].step if records else None,
         result=result,
         tokens_per_s=tokens_per_s,

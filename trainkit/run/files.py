@@ -402,14 +402,15 @@ def to_json(value: Any) -> Any:
     """A value for a file or ``--json``: objects of dataclasses and records, times in ISO 8601.
 
     A dataclass may name in `LEFT_OUT` the fields that are not written, in `OPTIONAL` those that are not while
-    they have their default. What is in its `more`, of another version or damaged, is written unless a field
-    has a value for it.
+    they have their default, and in `UNLIMITED` those whose infinity is null. What is in its `more`, of
+    another version or damaged, is written unless a field has a value for it.
     """
     if isinstance(value, Record):
         return dict(value.values)
     if is_dataclass(value):
-        hidden, optional = (getattr(value, name, ()) for name in ("LEFT_OUT", "OPTIONAL"))
-        own, known = {}, set()
+        names = ("LEFT_OUT", "OPTIONAL", "UNLIMITED")
+        hidden, optional, unlimited = (getattr(value, name, ()) for name in names)
+        own, known = dict[str, Any](), set()
         for item in (item for item in fields(value) if item.name not in hidden):
             default = item.default if item.default_factory is MISSING else item.default_factory()
             found = getattr(value, item.name)
@@ -417,14 +418,12 @@ def to_json(value: Any) -> Any:
                 known.add(item.name)
             elif item.name in optional:
                 continue
-            own[item.name] = to_json(found)
+            own[item.name] = None if item.name in unlimited and found == math.inf else to_json(found)
         return own | {key: found for key, found in own.pop("more", {}).items() if key not in known - {"more"}}
     if isinstance(value, dict):
         return {key: to_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return list(map(to_json, value))
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
     return value.isoformat() if isinstance(value, datetime) else value
 
 

@@ -102,6 +102,7 @@ class Attempt:
         *("failed_saves", "slow"),
     )
     """Of the report's JSON."""
+    UNLIMITED = ("kept_step",)
 
     @property
     def allocated_s(self) -> float:
