@@ -63,7 +63,10 @@ def test_an_end_that_is_written_is_certain(run, alive, state):
     assert (status.state, status.reason) == (state, "because")
 
 
-def test_a_command_runs_when_rank_0_prints(run):
+def test_a_command_runs_when_rank_0_does_and_shows_what_it_prints(run):
+    pattern = r"step (?P<step>\d+): loss (?P<loss>\S+)"
+    config = RunConfig.model_validate({"logging": {"pattern": pattern}})
+    run.config_file.write_text(dump_effective(config))
     write_json(run.plan_file, {"num_nodes": 1, "workers_per_node": 1, "device": "cpu", "command": ["train"]})
     seen = status_of(run, True)
     assert (seen.state, seen.step, seen.total_steps) == ("starting", None, None)
@@ -72,6 +75,11 @@ def test_a_command_runs_when_rank_0_prints(run):
     log.write_text("loading\n")
     seen = status_of(run, True)
     assert (seen.state, seen.step, seen.loss) == ("running", None, None)
+    log.write_text("step 7: loss nan%\n")
+    assert (status_of(run, True).step, status_of(run, True).loss) == (7, None)
+    log.write_text("step 8: loss 2.5\nstep 9: loss 2.25\rstep 10: loss 2.0\nsaved\nstep 11: lo")
+    seen = status_of(run, True)
+    assert (seen.state, seen.step, seen.loss) == ("running", 10, 2.0)
 
 
 @pytest.mark.parametrize(("alive", "state"), [(True, "requeueing"), (False, "died"), (None, "unknown")])

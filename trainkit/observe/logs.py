@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from trainkit.run.end import RankFailure, is_over
 from trainkit.run.files import Tail, reversed_lines
@@ -24,6 +24,7 @@ from trainkit.run.rundir import AttemptDir, RunDir
 if TYPE_CHECKING:
     from trainkit.observe.signatures import Signature, Where
 
+N = TypeVar("N", int, float)
 TAIL_BYTES = 262_144
 COUNTED_BYTES = 64 * 2**20
 """Up to this size of a log, its lines are counted to give the number of one near the end."""
@@ -277,3 +278,26 @@ def follow(
         if over and not run.attempt(number + 1).path.is_dir():
             return
         number, last = number + 1, None
+
+
+SEARCHED_BYTES = 65_536
+"""How much of the end of a command's log is searched for its progress: it may be one long line."""
+
+
+def printed_metrics(log: Path, pattern: str | None) -> tuple[int | None, float | None]:
+    """The step and loss that a COMMAND has printed last into a log, as ``logging.pattern`` finds them."""
+    with log.open("rb") as stream:
+        stream.seek(max(0, os.fstat(stream.fileno()).st_size - SEARCHED_BYTES))
+        text = stream.read().decode(errors="replace")
+    # A progress bar overwrites its line; what follows the last end of a line is incomplete.
+    lines = reversed(re.split(r"[\r\n]", text)[:-1])
+    found = None if pattern is None else next(filter(None, map(re.compile(pattern).search, lines)), None)
+    values = {} if found is None else found.groupdict()
+    return _number(values.get("step"), int), _number(values.get("loss"), float)
+
+
+def _number(text: str | None, kind: Callable[[str], N]) -> N | None:
+    try:
+        return None if text is None else kind(text)
+    except ValueError:
+        return None  # the pattern matches other text too

@@ -14,7 +14,7 @@ from trainkit.errors import EXIT_STOPPED, TrainkitError
 from trainkit.formats import number, time_text
 from trainkit.job.failed_starts import FailedStart, batch_log, failed_starts
 from trainkit.observe.goodput import worker_hours
-from trainkit.observe.logs import clean, read_log
+from trainkit.observe.logs import clean, printed_metrics, read_log
 from trainkit.run.end import (
     SIGNALLED,
     UNFINISHED_STATES,
@@ -190,8 +190,13 @@ def read_status(
     end = None if attempt is None else read_end(run.attempt(attempt))
     metrics = history.newest_steps()
     last = metrics[-1] if metrics else StepRecord({})
-    is_silent = plan.is_command and attempt is not None and not metrics
-    has_log = is_silent and run.attempt(entry.attempt).rank_log(0).exists()
+    step, loss, has_log = last.count("step"), last.number("loss"), False
+    if plan.is_command and attempt is not None and not metrics:
+        printed = run.attempt(attempt).rank_log(0)
+        has_log = printed.exists()
+        if has_log and "log_pattern" not in plan.values:  # the agents of an earlier version found no curve
+            config = read_config(run.config_file)
+            step, loss = printed_metrics(printed, None if config is None else config.logging.pattern)
     own_metrics = [record for record in metrics if record.attempt == attempt]
     starts = [one for one in failed_starts(run, job, slurm_job) if one.job_id == entry.job_id]
     seen, has_metrics = events.attempt(attempt), bool(own_metrics) or has_log
@@ -223,9 +228,9 @@ def read_status(
         workers_per_node=plan.count("workers_per_node"),
         device=plan.text("device"),
         command=plan.command,
-        step=last.count("step"),
+        step=step,
         total_steps=_total_steps(run, events.total_steps, plan),
-        loss=last.number("loss"),
+        loss=loss,
         val_loss=events.val_loss,
         first_val_loss=events.first_val_loss,
         tokens_per_s=last.number("tokens_per_s"),
