@@ -151,7 +151,7 @@ def map_array(
 
 def runs() -> list[Run | Group]:
     """All runs and groups that are known on this machine, the newest first."""
-    return [Group(known.run.path) if known.is_group else Run(known.run.path) for known in iter_known_runs()]
+    return [(Group if isinstance(known, RunGroup) else Run)(known.path) for known in iter_known_runs()]
 
 
 class Run:

@@ -17,7 +17,7 @@ from trainkit.control.cancel import cancel_group
 from trainkit.observe.group import GroupFiles, GroupStatus, most_relevant
 from trainkit.run.end import Best
 from trainkit.run.events import log_event
-from trainkit.run.files import append_jsonl, read_json, write_json
+from trainkit.run.files import append_jsonl, read_json, to_json, write_json
 from trainkit.run.group import Point, RunGroup, create_task_run
 from trainkit.run.record import add_slurm_attempt, claim_entry
 from trainkit.run.rundir import RunDir, run_lock
@@ -240,7 +240,7 @@ def test_a_group_on_another_cluster_is_asked_of_that_one(
     there = {f"{job};east": info for job, info in jobs(_1=JobState.RUNNING, _2=JobState.PENDING).items()}
     there["12_3;east"] = JobInfo("12_3", JobState.UNKNOWN)
     assert states(group, here | there) == ["starting", "starting", "pending", "died"]
-    points = [point.to_dict() for point in GroupFiles(group).status(here | there, NOW).points]
+    points = to_json(GroupFiles(group).status(here | there, NOW).points)
     assert [point.get("cluster") for point in points] == [None, "east", "east", "east"]
     assert "cluster" not in points[0]
     done: list[tuple[str, Sequence[str]]] = []

@@ -18,7 +18,7 @@ from trainkit.observe.group import NOT_STARTED, GroupFiles, GroupStatus, PointSt
 from trainkit.observe.status import read_status
 from trainkit.observe.sweep_report import REPEAT
 from trainkit.run.end import read_newest_end
-from trainkit.run.files import read_json, with_right_types, write_json
+from trainkit.run.files import from_json, read_json, write_json
 from trainkit.run.group import BENCH_FILE, RunGroup
 from trainkit.run.history import RunHistory
 from trainkit.run.manifest import remove_all
@@ -186,17 +186,8 @@ def read_bench(folder: Path) -> Bench:
             )
         if not record["runs"]:
             raise ValueError("it has no runs")
-        bench = Bench(
-            folder=folder.absolute(),
-            kind=record["kind"],
-            backend=record["backend"],
-            device=record["device"],
-            length=BenchLength(**record["length"]),
-            repeats=record["repeats"],
-            keys=tuple(record["keys"]),
-            runs=tuple(BenchRun(**item) for item in record["runs"]),
-        )
-        for item in with_right_types(bench).runs:
+        bench: Bench = from_json(Bench, {**record, "folder": folder.absolute()})
+        for item in bench.runs:
             run = PurePath(item.run)
             if item.values.keys() != set(bench.keys) or "\0" in item.run or {"..", "/"} & {*run.parts}:
                 raise ValueError(f"{item.run!r} is no run of it")

@@ -181,25 +181,17 @@ def _waits(plan: LaunchPlan, config: RunConfig, cluster: Cluster, must: bool) ->
 
     Raises UsageError if Slurm would reject the job.
     """
-    from trainkit.cluster.discovery import query_cluster
-    from trainkit.cluster.init_files import differences
     from trainkit.launch.queue_estimate import estimate_waits
 
     try:
         if cluster.error:  # do not wait for the same timeout again
             raise SlurmError(cluster.error, hint="`trainkit check` without --estimate does not need it")
-        # Without a profile, the cluster is what Slurm has just said.
-        current = query_cluster() if cluster.out_of_date_hint else cluster
         waits = estimate_waits(plan, config, cluster)
     except TrainkitError as error:
         if must:
             raise
         click.echo(f"the start time is unknown: {error.message.splitlines()[0]}", err=True)
         return None
-    different = differences(cluster, current) if cluster.out_of_date_hint else []
-    if different:
-        message = f"the profile differs from what Slurm reports now: {', '.join(different)}"
-        click.echo(f"{message}; {cluster.out_of_date_hint}", err=True)
     asked = [wait for wait in waits if wait.is_asked]
     if asked and all(wait.answer.refused for wait in asked):
         hint = "`trainkit submit --dry-run` shows its options"

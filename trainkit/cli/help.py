@@ -119,13 +119,13 @@ def completion(shell: str) -> None:
 
 def complete_run(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> Items:
     """RUN: `last`, the names of known runs, and folders."""
-    from trainkit.run.registry import iter_known_runs
+    from trainkit.run.registry import starts
 
-    known = list(islice(iter_known_runs(), MAX_RUNS))
+    known = list(islice((start for start in starts() if start.read() is not None), MAX_RUNS))
     found = {"last": "the newest run"} if known else {}
-    for item in known:
-        found.setdefault(item.run.name, str(item.run.path))
-        found.setdefault(item.name, str(item.run.path))
+    for start in known:
+        found.setdefault(start.folder.name, str(start.folder))
+        found.setdefault(start.name or start.folder.name, str(start.folder))
     return [CompletionItem(incomplete, type="dir"), *_starting(found, incomplete)]
 
 

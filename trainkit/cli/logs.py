@@ -23,11 +23,11 @@ from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED
 from trainkit.folders import shown_path
 from trainkit.formats import there_are
 from trainkit.job.failed_starts import batch_log
-from trainkit.observe.logs import LogTail, follow, last_lines, start_of_last
+from trainkit.observe.logs import follow, last_lines, start_of_last
 from trainkit.observe.status import FAILURE_LOG_LINES, failure_lines
 from trainkit.run.end import AttemptEnd, read_end
 from trainkit.run.events import events_of
-from trainkit.run.files import JsonlTail
+from trainkit.run.files import Tail
 from trainkit.run.history import read_plan
 from trainkit.run.record import AttemptRecord, read_job
 from trainkit.run.registry import find_attempt, find_run
@@ -140,7 +140,7 @@ def follow_run(
     KeyboardInterrupt passes through.
     """
     run.hold()
-    events = JsonlTail(run.events_file, from_start=True)
+    events = Tail(run.events_file)
     is_alive = liveness_probe(run, lambda text: click.echo(text, err=True))
 
     def poll() -> bool | None:
@@ -180,10 +180,10 @@ def kept_terminal() -> Iterator[int]:
 
 def show_rank_0(attempt: AttemptDir, ended: threading.Event, terminal: int) -> None:
     """Print rank 0's log to a terminal as it grows, until `ended` is set."""
-    tail = LogTail(attempt.rank_log(0))
+    tail = Tail(attempt.rank_log(0))
     while not ended.wait(SHOW_S):
-        _write(tail.read(), terminal)
-    _write(tail.read(unfinished=True), terminal)
+        _write(tail.texts(), terminal)
+    _write(tail.texts(unfinished=True), terminal)
 
 
 def _write(lines: list[str], terminal: int) -> None:
@@ -219,8 +219,8 @@ LOGGED_EVENTS = {
 """Events of the trainer that rank 0's log also contains."""
 
 
-def _print_events(events: JsonlTail, attempt: int) -> None:
-    for event in events_of(events.read()):
+def _print_events(events: Tail, attempt: int) -> None:
+    for event in events_of(events.records()):
         if event.name not in LOGGED_EVENTS and (event.attempt or 0) >= attempt:
             click.echo(event.line, err=True)
 

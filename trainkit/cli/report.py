@@ -14,7 +14,7 @@ from trainkit.cli.options import json_option, run_argument
 from trainkit.cli.output import echo_json
 from trainkit.cli.status import find_any, look_at, query_group
 from trainkit.errors import EXIT_OK, UsageError
-from trainkit.run.files import write_atomic
+from trainkit.run.files import to_json, write_atomic
 from trainkit.run.group import RunGroup
 from trainkit.run.rundir import RunDir
 
@@ -44,7 +44,7 @@ def command(run_name: str, out: Path | None, as_json: bool) -> int:
     now = datetime.now(timezone.utc).timestamp()
     if isinstance(found, RunDir):
         report = read_report(*look_at(found)[:2], now)
-        folder, page, value = found.path, render_report(report), report.to_dict()
+        folder, page, value = found.path, render_report(report), to_json(report)
     else:
         if isinstance(found, RunGroup):
             sweep = sweep_of_group(found, query_group(found))
@@ -53,7 +53,7 @@ def command(run_name: str, out: Path | None, as_json: bool) -> int:
 
             sweep = sweep_of_bench(found, warn)
         runs = read_sweep(sweep, now)
-        folder, page, value = Path(runs.run_dir), render_sweep(runs), runs.to_dict()
+        folder, page, value = Path(runs.run_dir), render_sweep(runs), to_json(runs)
     file = folder / REPORT_FILE if out is None else out.absolute()
     try:
         write_atomic(file, page)

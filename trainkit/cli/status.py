@@ -226,15 +226,15 @@ def read_all(
             continue
         seen.add(place)
         group = None
-        if item.is_group:
+        if isinstance(item, RunGroup):
             try:
-                group = GroupFiles(item.group)
+                group = GroupFiles(item)
             except UsageError as error:
                 warn(error.message)
                 continue
             over = group.is_over
         else:
-            end = read_newest_end(item.run.path)
+            end = read_newest_end(item.path)
             over = end is not None and not end.resumes
         num_over += over
         if over and not start.is_over:
@@ -242,7 +242,8 @@ def read_all(
         if is_full and over:
             num_hidden += 1
         else:
-            known.append(group or (item.run, read_job(item.run)))
+            run = RunDir(item.path)
+            known.append(group or (run, read_job(run)))
     record_over(newly_over)
     ids = [found.open_ids if isinstance(found, GroupFiles) else open_job_ids(*found) for found in known]
     jobs, now = query([job_id for own in ids for job_id in own]), datetime.now(timezone.utc)

@@ -335,20 +335,18 @@ class _Case:
             rank = host = None
         values |= {
             "subject": _subject(rank, host),
-            **({"num_hosts": str(len(hosts))} if hosts else {}),
-            **({} if self.slurm_job is None else {"job_id": self.slurm_job.job_id}),
+            "num_hosts": str(len(hosts) or ""),
+            "job_id": "" if self.slurm_job is None else self.slurm_job.job_id,
             "message": clean(failure.message or ""),
-            **({} if failure.code is None else {"place": clean(failure.code.place)}),
+            "place": "" if failure.code is None else clean(failure.code.place),
             "reason": clean(str(self.end.reason or "")),
             **({} if rank is None else {"rank": str(rank)}),
             **({} if host is None else host_values(host, values.get("nodelist", ""))),
         }
         added, more = hang_values(self.files, match, rank)
         values |= added | missing_rank_values(self.files, match) | self._host_values(match)
-        values |= self._silent_rank_values(match)
-        values |= self.events.values()
-        memory = self.files.memory_in_use(host)
-        values |= {} if memory is None else {"memory_in_use": memory}
+        values |= self._silent_rank_values(match) | self.events.values()
+        values |= {"memory_in_use": self.files.memory_in_use(host)}
         values |= collective_values(self.files, match, self._rank_logs())
         if "suspect_rank" in values:
             rank = int(values["suspect_rank"])

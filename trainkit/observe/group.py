@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
 from shlex import quote
@@ -12,9 +12,10 @@ from shlex import quote
 from trainkit.formats import JsonObject, shown, shown_value
 from trainkit.observe.status import ACTIVE_STATES, STATE_EVENTS, attempt_state
 from trainkit.run.end import AttemptEnd, Best, read_newest_end
-from trainkit.run.files import read_object, seconds_between
+from trainkit.run.events import best_result, read_events
+from trainkit.run.files import read_object, seconds_between, to_json
 from trainkit.run.group import WAITS_FOR_ROOM, Point, RunGroup, is_index
-from trainkit.run.history import Attempt, PlanRecord, RunHistory
+from trainkit.run.history import Attempt, PlanRecord, attempts_of
 from trainkit.run.record import AttemptRecord, attempt_of, is_alive
 from trainkit.slurm.environment import other_cluster
 from trainkit.slurm.jobs import JobInfo
@@ -92,10 +93,7 @@ class PointStatus:
     run_dir: str
     cluster: str | None = None
     """The cluster of its job, if that is another one than here."""
-
-    def to_dict(self) -> dict[str, object]:
-        own = {name: value for name, value in vars(self).items() if name != "cluster" or value}
-        return {**own, "best": self.best and asdict(self.best)}
+    OPTIONAL = ("cluster",)
 
     @property
     def problem(self) -> str:
@@ -146,9 +144,9 @@ class GroupStatus:
         return None
 
     def to_dict(self) -> dict[str, object]:
-        own, points = dict(vars(self)), [point.to_dict() for point in self.points]
-        own.pop("points")
-        best = None if self.best is None else self.best.to_dict()
+        own = to_json(self)
+        points = own.pop("points")
+        best = to_json(self.best)
         return {**own, "num_points": len(points), "states": self.states, "best": best, "points": points}
 
 
@@ -282,12 +280,17 @@ def _read(group: RunGroup, index: int) -> PointFiles:
     if files.is_over or not entry.attempt:
         return files
     run = group.run(index)
-    seen, best = RunHistory(run).attempts_and_best(*STATE_EVENTS)
+    events = list(read_events(run, *STATE_EVENTS, "evaluated"))
     # Rank 0 of a COMMAND need not write metrics.
     is_command = PlanRecord(group.record.plan).is_command
     is_printing = is_command and run.attempt(entry.attempt).rank_log(0).exists()
     has_metrics = run.metrics_file.exists() or is_printing
-    return replace(files, seen=seen.get(entry.attempt), best=best, has_metrics=has_metrics)
+    return replace(
+        files,
+        seen=attempts_of(events).get(entry.attempt),
+        best=best_result(run, events),
+        has_metrics=has_metrics,
+    )
 
 
 def most_relevant(points: Sequence[PointStatus], count: int) -> list[PointStatus]:

@@ -26,7 +26,7 @@ from trainkit.run.end import (
     signal_name,
 )
 from trainkit.run.events import FAILED_SAVES, Event, StepRecord
-from trainkit.run.files import Record, parse_time, read_object, seconds_between
+from trainkit.run.files import Record, parse_time, read_object, seconds_between, to_json
 from trainkit.run.history import (
     Attempt,
     PlanRecord,
@@ -138,6 +138,7 @@ class RunStatus:
     """Seconds that the slices of the run have taken since a command started it; None without slices."""
     total_s: float | None = None
     """What all of them may take."""
+    OPTIONAL = ("cluster",)
 
     @property
     def is_command(self) -> bool:
@@ -169,17 +170,8 @@ class RunStatus:
         return None if self.is_active else self.verdict
 
     def to_dict(self) -> dict[str, object]:
-        return {
-            **{name: value for name, value in vars(self).items() if name != "cluster" or value},
-            "last_event": self.last_event and self.last_event.values,
-            "verdict": self.verdict and self.verdict.to_dict(),
-            "restarts": [
-                {**vars(restart), "verdict": restart.verdict and restart.verdict.values}
-                for restart in self.restarts
-            ],
-            "slowdowns": [event.values for event in self.slowdowns],
-            "trackers": {name: position.values for name, position in self.trackers.items()},
-        }
+        values: dict[str, object] = to_json(self)
+        return values
 
 
 def read_status(

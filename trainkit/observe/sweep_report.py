@@ -9,14 +9,14 @@ import os
 import shlex
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from trainkit.config.schema import flatten
-from trainkit.formats import JsonObject, plural, shown, shown_value
+from trainkit.formats import plural, shown, shown_value
 from trainkit.observe.goodput import Point, worker_hours
 from trainkit.observe.group import (
     FAILED,
@@ -30,7 +30,14 @@ from trainkit.observe.group import (
 from trainkit.observe.page import Chart, FlatConfig, Line, dot_chart, line_chart, render_page
 from trainkit.observe.status import ACTIVE_STATES
 from trainkit.run.events import StepRecord, read_events, steps_of
-from trainkit.run.files import Record, numbers, parse_records, read_object, reversed_lines, sampled_lines
+from trainkit.run.files import (
+    Record,
+    numbers,
+    parse_records,
+    read_object,
+    reversed_lines,
+    sampled_lines,
+)
 from trainkit.run.group import RunGroup
 from trainkit.run.history import Attempt, PlanRecord, attempts_of, ended_attempts, timestamp
 from trainkit.run.rundir import RunDir
@@ -67,15 +74,10 @@ OBJECTIVES = {
 }
 
 
-@dataclass(frozen=True)
-class PointReport:
+@dataclass(frozen=True, kw_only=True)
+class PointReport(PointStatus):
     """What one run did; None where a value is unknown."""
 
-    index: int
-    values: JsonObject
-    state: str
-    reason: str | None
-    run_dir: str
     step: int | None
     result: float | None
     """Its value of the objective."""
@@ -83,6 +85,7 @@ class PointReport:
     """The median of the records that were read."""
     worker_hours: float | None
     curves: dict[str, list[Point]] = field(default_factory=dict)
+    LEFT_OUT = ("job_id", "best", "cluster", "curves")
 
 
 @dataclass(frozen=True)
@@ -101,14 +104,7 @@ class SweepReport:
     worker_hours: float | None
     config: FlatConfig
     provenance: dict[str, Any]
-
-    def to_dict(self) -> dict[str, Any]:
-        """The report as JSON, without curves, config and provenance."""
-        value = asdict(self)
-        value.pop("config"), value.pop("provenance")
-        for point in (*value["points"], *([value["best"]] if value["best"] else [])):
-            point.pop("curves")
-        return value
+    LEFT_OUT = ("config", "provenance")
 
 
 @dataclass(frozen=True)
@@ -202,11 +198,7 @@ def _read_point(sweep: Sweep, status: PointStatus, objective: Objective, now: fl
     if objective.name != "tokens_per_s":
         result = float(best.value) if best is not None and best.metric == objective.name else None
     return PointReport(
-        index=status.index,
-        values=status.values,
-        state=status.state,
-        reason=status.reason,
-        run_dir=status.run_dir,
+        **vars(status),
         step=records[-1].step if records else None,
         result=result,
         tokens_per_s=tokens_per_s,

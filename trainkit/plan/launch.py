@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from trainkit.errors import UsageError
 from trainkit.formats import JsonObject, there_are
 from trainkit.plan.workload import Workload, workload_of
-from trainkit.run.files import read_json, with_right_types
+from trainkit.run.files import from_json, read_json, to_json
 
 PLAN_VERSION = 1
 ACCELERATE_CONFIG = "accelerate.yaml"
@@ -157,12 +157,7 @@ class SlurmRequest:
     """The version of Slurm; empty if unknown."""
     clusters: tuple[str, ...] = ()
     """The clusters of which any one may take the job; empty for the one here."""
-
-    @classmethod
-    def from_dict(cls, value: Mapping[str, Any]) -> SlurmRequest:
-        """The request that `dataclasses.asdict` wrote."""
-        names = (tuple(value.get(name, ())) for name in ("version", "clusters"))
-        return cls(dict(value["sbatch"]), dict(value["srun"]), *names)
+    OPTIONAL = ("clusters",)
 
     def comment(self, token: str) -> str:
         """The comment of a job: the token of its submission, then the config's."""
@@ -246,6 +241,7 @@ class LaunchPlan:
     fills_nodes: bool = False
     """Whether the ranks use all CPUs of an exclusive job, which may be more than it has requested."""
     version: int = PLAN_VERSION
+    OPTIONAL = ("after", "sizes", "debug", "grow", "gpu_types", "fills_nodes")
 
     @property
     def is_here(self) -> bool:
@@ -318,13 +314,7 @@ class LaunchPlan:
         return node_rank * self.workers_per_node
 
     def to_dict(self) -> dict[str, Any]:
-        values = {**asdict(self), "world_size": self.world_size}
-        for name in ("after", "sizes", "debug", "grow", "gpu_types", "fills_nodes"):
-            if not values[name]:
-                del values[name]
-        if self.slurm is not None and not self.slurm.clusters:
-            del values["slurm"]["clusters"]
-        return values
+        return {**to_json(self), "world_size": self.world_size}
 
     def to_text(self) -> str:
         """The text of plan.json."""
@@ -351,30 +341,11 @@ class LaunchPlan:
                     f"plan.json has version {value['version']}; this trainkit supports version {PLAN_VERSION}"
                 )
                 raise UsageError(message, hint="use the trainkit that submitted the run, or a newer one")
-            return cls._from_values(_known(cls, value))
+            Layout(**value["layout"]), Batch(**value["batch"])  # unknown degrees would change what runs
+            plan: LaunchPlan = from_json(cls, value)
+            return plan
         except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(f"plan.json is damaged: {error!r}") from None
-
-    @classmethod
-    def _from_values(cls, values: dict[str, Any]) -> LaunchPlan:
-        # Unknown degrees would change what runs; unknown policies of a newer version only miss here.
-        values["layout"] = Layout(**values["layout"])
-        values["batch"] = Batch(**values["batch"])
-        requeue = _known(RequeuePolicy, values.get("requeue", {}))
-        values["requeue"] = RequeuePolicy(**{**requeue, "on": tuple(requeue.get("on", RequeuePolicy.on))})
-        notify = _known(NotifyPolicy, values.get("notify", {}))
-        values["notify"] = NotifyPolicy(**{**notify, "on": tuple(notify.get("on", ()))})
-        values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-        if values.get("debug") is not None:
-            values["debug"] = DebugPlan(**_known(DebugPlan, values["debug"]))
-        if values.get("slurm") is not None:
-            values["slurm"] = SlurmRequest.from_dict(values["slurm"])
-        return with_right_types(cls(**values))
-
-
-def _known(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of the fields that this version has."""
-    return {name: value for name, value in values.items() if name in kind.__dataclass_fields__}
 
 
 def with_excluded(request: SlurmRequest, hosts: Sequence[str]) -> SlurmRequest:

@@ -14,7 +14,7 @@ import sys
 import tempfile
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -23,7 +23,7 @@ from trainkit.errors import UsageError
 from trainkit.formats import JsonObject
 from trainkit.locks import file_lock, is_locked
 from trainkit.run.events import log_event
-from trainkit.run.files import read_json, read_record, write_atomic, write_json
+from trainkit.run.files import read_json, read_record, to_json, write_atomic, write_json
 from trainkit.run.process import ProcessId
 from trainkit.run.record import CodeCopy, add_slurm_attempt, create_job, open_attempt
 from trainkit.run.rundir import Child, RunDir, RunFolder
@@ -49,9 +49,7 @@ class Point:
     """How its config differs from the group's, as `difference` computes it."""
     plan: JsonObject = field(default_factory=dict)
     """How its plan differs from the group's."""
-
-    def to_dict(self) -> JsonObject:
-        return {key: value for key, value in vars(self).items() if value != {} or key == "values"}
+    OPTIONAL = ("config", "plan")
 
 
 @dataclass(frozen=True)
@@ -93,16 +91,13 @@ class GroupRecord:
     cancelled_at: str | None = None
     more: JsonObject = field(default_factory=dict)
     """What another version recorded."""
+    OPTIONAL = ("process", "parts", "submitted_at", "cancelled_at")
 
     def to_dict(self, points: Iterable[Point]) -> JsonObject:
         """The JSON of sweep.json."""
-        own = {**vars(self), "code": None if self.code is None else self.code.to_dict()}
-        own["process"] = None if self.process is None else asdict(self.process)
-        own["parts"] = [asdict(part) for part in self.parts]
-        more, last = own.pop("more"), {"points": [point.to_dict() for point in points]}
-        optional = ("process", "parts", "submitted_at", "cancelled_at")
-        last |= {key: value for key in optional if (value := own.pop(key))}
-        return {**own, **last, **more}
+        own = to_json(self)
+        last = {key: own.pop(key) for key in self.OPTIONAL if key in own}
+        return {**own, "points": to_json(list(points)), **last}
 
 
 class RunGroup(RunFolder):
@@ -136,10 +131,6 @@ class RunGroup(RunFolder):
         """True when this folder contains a group."""
         return self.sweep_file.is_file()
 
-    @cached_property
-    def _content(self) -> tuple[GroupRecord, dict[int, Point]]:
-        return self._read()
-
     @property
     def record(self) -> GroupRecord:
         """The content of `sweep.json`, cached at the first access.
@@ -153,7 +144,8 @@ class RunGroup(RunFolder):
         """The points by index; raises as `record` does."""
         return self._content[1]
 
-    def _read(self) -> tuple[GroupRecord, dict[int, Point]]:
+    @cached_property
+    def _content(self) -> tuple[GroupRecord, dict[int, Point]]:
         try:
             content = read_json(self.sweep_file)
         except (OSError, ValueError) as error:
@@ -179,8 +171,8 @@ class RunGroup(RunFolder):
     def update(self, **changes: Any) -> None:
         """Write changed values into `sweep.json`; other changes since it was read are kept."""
         with file_lock(self.path / ".lock"):
-            record, points = self._read()
-            record = replace(record, **changes)
+            self.__dict__.pop("_content", None)
+            record, points = replace(self.record, **changes), self.points
             write_json(self.sweep_file, record.to_dict(points.values()))
         self.__dict__["_content"] = record, points
 

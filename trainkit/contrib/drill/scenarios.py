@@ -16,7 +16,7 @@ from trainkit.observe.logs import run_is_over
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import AttemptEnd, read_end, read_newest_end
 from trainkit.run.events import events_of, read_events, steps_of
-from trainkit.run.files import JsonlTail
+from trainkit.run.files import Tail
 from trainkit.run.manifest import partials, published
 from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir, run_lock
@@ -142,8 +142,8 @@ class RunWatch:
         self.first_step_s: dict[int, float] = {}
         """Attempt -> monotonic time at which its first step was seen."""
         self._log_line = log_line
-        self._metrics = JsonlTail(run.metrics_file, from_start=True)
-        self._events = JsonlTail(run.events_file, from_start=True)
+        self._metrics = Tail(run.metrics_file)
+        self._events = Tail(run.events_file)
         self.expect_life()
 
     def expect_life(self) -> None:
@@ -175,7 +175,7 @@ class RunWatch:
     def read(self) -> None:
         """Read new metrics and events."""
         # Steps first: those recorded before an attempt starts belong to the previous attempt.
-        for record in steps_of(self._metrics.read()):
+        for record in steps_of(self._metrics.records()):
             if "loss" not in record.values:
                 continue
             self._progress_s = time.monotonic()
@@ -183,7 +183,7 @@ class RunWatch:
             # A COMMAND need not record the attempt.
             attempt = self.attempt if record.attempt is None else record.attempt
             self.first_step_s.setdefault(attempt, time.monotonic())
-        for event in events_of(self._events.read()):
+        for event in events_of(self._events.records()):
             self._progress_s = time.monotonic()
             if event.name == "started":
                 self.started_s[event.attempt or 0] = time.monotonic()

@@ -18,7 +18,7 @@ from trainkit.job.preflight import PreflightFailed
 from trainkit.job.signals import describe_exit, signal_exit_code
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import RankFailure, first_of, rank_failures
-from trainkit.run.files import as_utc, refresh_listing, utc_now, write_json
+from trainkit.run.files import as_utc, refresh_listing, to_json, utc_now, write_json
 from trainkit.run.process import own_host
 from trainkit.run.record import read_rendezvous
 from trainkit.run.rundir import AttemptDir
@@ -89,7 +89,7 @@ def record_silent_death(
 def _write(attempt: AttemptDir, worker: int, failure: RankFailure) -> None:
     """Write the failure record of a worker of this host, with the end of its log."""
     log = (failure.log_tail or _last_lines(attempt.rank_log(worker)))[-LOG_TAIL_LINES:]
-    record = replace(failure, host=own_host(), time=utc_now(), log_tail=log).to_dict()
+    record = to_json(replace(failure, host=own_host(), time=utc_now(), log_tail=log))
     write_json(attempt.rank_error(worker), {**record, "traceback": None})
 
 

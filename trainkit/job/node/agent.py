@@ -56,7 +56,7 @@ from trainkit.job.signals import (
 )
 from trainkit.job.work_folder import WORK_DIR_VARIABLE, enter_work_folder
 from trainkit.plan.launch import LaunchPlan
-from trainkit.run.files import write_json
+from trainkit.run.files import to_json, write_json
 from trainkit.run.process import own_host
 from trainkit.run.record import read_job, read_rendezvous
 from trainkit.run.rundir import AttemptDir, RunDir
@@ -224,7 +224,7 @@ class Agent(ProcessGroup):
             record = self.attempt.rank_error(self.plan.first_rank_of(node_rank))
             host = None if record.exists() else lost_host(self.attempt, node_rank)
             if host is not None:
-                write_json(record, lost_host_failure(self.attempt, [host]).to_dict())
+                write_json(record, to_json(lost_host_failure(self.attempt, [host])))
 
     def _pids(self) -> dict[int, int]:
         """The pids of the ranks on this node, by rank."""
