@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict
 
 from trainkit.config.running import (
     CheckpointConfig,
@@ -20,7 +20,7 @@ from trainkit.config.running import (
     RequeueConfig,
     ResourcesConfig,
 )
-from trainkit.config.section import NotNegative, Section, list_field, section
+from trainkit.config.section import NotNegative, Section, key, section
 from trainkit.config.training import (
     TRANSFORMERS,
     DataConfig,
@@ -49,34 +49,29 @@ class RunConfig(Section):
 
     model_config = ConfigDict(title="trainkit run config", json_schema_extra=_allow_extends)
 
-    config_version: Annotated[Literal[1, 2], AfterValidator(lambda _: CONFIG_VERSION)] = Field(
-        default=CONFIG_VERSION,
-        description="Version of the format. In files of version 1, `logging.tensorboard: true` means auto.",
+    config_version: Annotated[Literal[1, 2], AfterValidator(lambda _: CONFIG_VERSION)] = key(
+        CONFIG_VERSION,
+        "Version of the format. In files of version 1, `logging.tensorboard: true` means auto.",
     )
-    name: str = Field(
-        default="run",
+    name: str = key(
+        "run",
+        "Name of the run and of its folder.",
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$",
-        description="Name of the run and of its folder.",
-        json_schema_extra={"allowed": "a name of at most 100 letters, digits, dots, dashes and underscores"},
+        allowed="a name of at most 100 letters, digits, dots, dashes and underscores",
     )
-    note: str | None = Field(default=None, description="A remark about the run.")
-    tags: tuple[str, ...] = list_field((), "Words by which `status --tag` finds the run.")
-    seed: NotNegative = Field(
-        default=0, lt=2**63, description="Random seed for weights, data order and dropout."
+    note: str | None = key(None, "A remark about the run.")
+    tags: tuple[str, ...] = key((), "Words by which `status --tag` finds the run.")
+    seed: NotNegative = key(0, "Random seed for weights, data order and dropout.", lt=2**63)
+    device: Literal["auto", "cpu", "cuda"] = key(
+        "auto", "Device to train on; auto: CUDA if there is a GPU, else the CPU."
     )
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="Device to train on; auto: CUDA if there is a GPU, else the CPU."
-    )
-    task: str = Field(
-        default="causal_lm",
+    task: str = key(
+        "causal_lm",
+        "causal_lm, multimodal_lm, or FILE.py:CLASS or MODULE:CLASS for your subclass of trainkit.task.Task.",
         pattern=r"^(causal_lm|multimodal_lm|[^:]+\.py:[A-Za-z_]\w*|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$",
-        description="causal_lm, multimodal_lm, or FILE.py:CLASS or MODULE:CLASS for your subclass of"
-        " trainkit.task.Task.",
-        json_schema_extra={"allowed": "causal_lm, multimodal_lm, FILE.py:CLASS or MODULE:CLASS"},
+        allowed="causal_lm, multimodal_lm, FILE.py:CLASS or MODULE:CLASS",
     )
-    task_args: JsonObject = Field(
-        default={}, description="Keyword arguments of multimodal_lm or of your own task."
-    )
+    task_args: JsonObject = key({}, "Keyword arguments of multimodal_lm or of your own task.")
     model: ModelConfig = section("The model.")
     data: DataConfig = section("Training and validation data.")
     train: TrainConfig = section("Length of the run and batch sizes.")
