@@ -25,7 +25,7 @@ from trainkit.bench.summary import (
     write_plots,
     write_summary,
 )
-from trainkit.cli.help import Group, examples, terminal_width, warn
+from trainkit.cli.help import Group, as_group, examples, terminal_width, warn
 from trainkit.cli.options import (
     ConfigRequest,
     Function,
@@ -66,12 +66,10 @@ class BenchGroup(Group):
         return super().resolve_command(ctx, args)
 
 
-@click.group(
+@as_group(
+    "trainkit bench layouts quickstart --gpus-per-node 2 --steps 20",
+    "trainkit bench settings quickstart --sweep train.device_batch_size=4,8 --dry-run",
     cls=BenchGroup,
-    epilog=examples(
-        "trainkit bench layouts quickstart --gpus-per-node 2 --steps 20",
-        "trainkit bench settings quickstart --sweep train.device_batch_size=4,8 --dry-run",
-    ),
 )
 def command() -> None:
     """Measure variants of a config for a few steps each.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from trainkit.cli.help import Command, examples, terminal_width, warn
+from trainkit.cli.help import as_command, terminal_width, warn
 from trainkit.cli.options import ConfigRequest, choosing_config_options, gpu_type_option, json_option
 from trainkit.errors import EXIT_OK, ConfigError, SlurmError, TrainkitError, UsageError
 from trainkit.formats import plural
@@ -23,15 +23,12 @@ if TYPE_CHECKING:
     from trainkit.plan.launch import LaunchPlan
 
 
-@click.command(
-    cls=Command,
-    epilog=examples(
-        "trainkit check",
-        "trainkit check quickstart --nodes 2 --show-origin",
-        "trainkit check quickstart --cluster example",
-        "trainkit check quickstart --simulate-world 4 --set parallel.tp=2",
-        "trainkit check quickstart --set train.steps=100 --json",
-    ),
+@as_command(
+    "trainkit check",
+    "trainkit check quickstart --nodes 2 --show-origin",
+    "trainkit check quickstart --cluster example",
+    "trainkit check quickstart --simulate-world 4 --set parallel.tp=2",
+    "trainkit check quickstart --set train.steps=100 --json",
 )
 @choosing_config_options
 @gpu_type_option
@@ -146,9 +143,7 @@ def command(
     return EXIT_OK
 
 
-@click.command(
-    cls=Command, epilog=examples("trainkit schema > trainkit.schema.json", "trainkit schema | head -n 20")
-)
+@as_command("trainkit schema > trainkit.schema.json", "trainkit schema | head -n 20")
 def schema() -> None:
     """Print the JSON schema of the config, for editors that complete and check YAML.
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 
 from trainkit.backends.jobs import require_not_running
-from trainkit.cli.help import Group, examples, terminal_width
+from trainkit.cli.help import as_group, examples, terminal_width
 from trainkit.cli.options import COUNT, INDEX, json_option, refuse_untrusted, run_argument, trust_option
 from trainkit.cli.output import echo_json
 from trainkit.errors import EXIT_FAILED, EXIT_OK, UsageError
@@ -36,14 +36,11 @@ from trainkit.run.rundir import RunDir, run_lock
 HEADING = ["CHECKPOINT", "STATE", "TIME", "SIZE", "LAYOUT", "BEST", "REASON"]
 
 
-@click.group(
-    cls=Group,
-    epilog=examples(
-        "trainkit ckpt ls last",
-        "trainkit ckpt verify last",
-        "trainkit ckpt prune last --keep-last 1 --dry-run",
-        "trainkit ckpt export last --out exported",
-    ),
+@as_group(
+    "trainkit ckpt ls last",
+    "trainkit ckpt verify last",
+    "trainkit ckpt prune last --keep-last 1 --dry-run",
+    "trainkit ckpt export last --out exported",
 )
 def command() -> None:
     """List, verify, prune and export the checkpoints of a run."""

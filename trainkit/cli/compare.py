@@ -13,7 +13,7 @@ from statistics import median
 import click
 
 from trainkit.cli.choose_runs import command_values
-from trainkit.cli.help import Command, complete_run, examples, terminal_width, warn
+from trainkit.cli.help import as_command, complete_run, terminal_width, warn
 from trainkit.cli.options import json_option
 from trainkit.cli.output import echo_json, masked
 from trainkit.cli.status import find_any, look_at
@@ -50,7 +50,7 @@ class ComparedRun:
     run_dir: str
 
 
-@click.command(cls=Command, epilog=examples("trainkit compare a b", "trainkit compare lr-sweep --csv"))
+@as_command("trainkit compare a b", "trainkit compare lr-sweep --csv")
 @click.argument("names", metavar="RUN…", nargs=-1, required=True, shell_complete=complete_run)
 @click.option("--csv", "as_csv", is_flag=True, help="Print one line of comma-separated values per run.")
 @json_option

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import click
 
 from trainkit.backends.jobs import live_entry
-from trainkit.cli.help import Command, examples
+from trainkit.cli.help import as_command
 from trainkit.cli.options import (
     INDEX,
     ConfigRequest,
@@ -43,10 +43,7 @@ WAIT_S = 20.0
 """Agents poll every two seconds and give their ranks three to reply; network filesystems add latency."""
 
 
-@click.command(
-    cls=Command,
-    epilog=examples("trainkit cancel last", "trainkit cancel last --wait", "trainkit cancel last --now"),
-)
+@as_command("trainkit cancel last", "trainkit cancel last --wait", "trainkit cancel last --now")
 @run_argument
 @click.option("--now", is_flag=True, help="Kill the run immediately, without saving.")
 @click.option("--wait", is_flag=True, help="Wait until the run has ended.")
@@ -76,7 +73,7 @@ def cancel(run_name: str, now: bool, wait: bool, as_json: bool) -> int:
     return EXIT_FAILED if wait and result.state == "cancelling" else EXIT_OK
 
 
-@click.command(cls=Command, epilog=examples("trainkit requeue last", "trainkit requeue last --json"))
+@as_command("trainkit requeue last", "trainkit requeue last --json")
 @run_argument
 @trust_option
 @json_option
@@ -101,10 +98,7 @@ def requeue(run_name: str, as_json: bool) -> int:
     return EXIT_OK
 
 
-@click.command(
-    cls=Command,
-    epilog=examples("trainkit stacks last", "trainkit stacks last --rank 1", "trainkit stacks last --json"),
-)
+@as_command("trainkit stacks last", "trainkit stacks last --rank 1", "trainkit stacks last --json")
 @run_argument
 @click.option("--rank", type=INDEX, metavar="R", help="Print all threads of this rank.")
 @json_option
@@ -204,7 +198,7 @@ def _position(group: Sequence[Reply]) -> str:
     return f": {step}, in {group[0].phase} for {longest_s:.1f} s"
 
 
-@click.command(cls=Command, epilog=examples("trainkit attach last", "trainkit attach last --node 1"))
+@as_command("trainkit attach last", "trainkit attach last --node 1")
 @run_argument
 @click.option(
     "--node", type=INDEX, default=0, metavar="N", help="Node of the job, counted from 0; default: 0."
@@ -216,7 +210,7 @@ def attach(run_name: str, node: int) -> NoReturn:
     shell.attach(find_run(run_name), node)
 
 
-@click.command(cls=Command, epilog=examples("trainkit debug last", "trainkit debug last --rank 5"))
+@as_command("trainkit debug last", "trainkit debug last --rank 5")
 @run_argument
 @click.option("--rank", type=INDEX, default=0, metavar="R", help="The rank; default: 0.")
 def debug(run_name: str, rank: int) -> int:
@@ -232,12 +226,9 @@ def debug(run_name: str, rank: int) -> int:
     return EXIT_OK
 
 
-@click.command(
-    cls=Command,
-    epilog=examples(
-        "trainkit shell --nodes 2 --gpus-per-node 4",
-        "trainkit shell quickstart --partition debug --time 00:30:00",
-    ),
+@as_command(
+    "trainkit shell --nodes 2 --gpus-per-node 4",
+    "trainkit shell quickstart --partition debug --time 00:30:00",
 )
 @config_argument
 @profile_option

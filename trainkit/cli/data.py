@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from trainkit.cli.help import Group, examples
+from trainkit.cli.help import Group, as_group, examples
 from trainkit.cli.options import json_option
 from trainkit.errors import EXIT_FAILED, EXIT_OK, UsageError
 from trainkit.formats import plural
@@ -45,13 +45,11 @@ class DataCommands(Group):
         return command
 
 
-@click.group(
+@as_group(
+    "trainkit data prepare stdlib --out shards",
+    "trainkit data validate stdlib",
+    "trainkit data show last --step 3",
     cls=DataCommands,
-    epilog=examples(
-        "trainkit data prepare stdlib --out shards",
-        "trainkit data validate stdlib",
-        "trainkit data show last --step 3",
-    ),
 )
 def command() -> None:
     """Prepare and validate training data, and show that of a step."""

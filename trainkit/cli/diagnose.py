@@ -12,7 +12,7 @@ import click
 
 from trainkit.backends import JobStatus
 from trainkit.backends.jobs import query_job_status
-from trainkit.cli.help import Command, examples, warn
+from trainkit.cli.help import as_command, warn
 from trainkit.cli.options import COUNT, json_option, run_argument
 from trainkit.cli.output import echo_json
 from trainkit.errors import EXIT_OK
@@ -31,11 +31,10 @@ _UNBROKEN = "\0"
 """Stands for a space at which no line may be broken."""
 
 
-@click.command(
-    cls=Command,
-    epilog=examples(
-        "trainkit diagnose last", "trainkit diagnose last --attempt 1", "trainkit diagnose last --json"
-    ),
+@as_command(
+    "trainkit diagnose last",
+    "trainkit diagnose last --attempt 1",
+    "trainkit diagnose last --json",
 )
 @run_argument
 @click.option(

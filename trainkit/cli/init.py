@@ -13,7 +13,7 @@ from shlex import quote
 
 import click
 
-from trainkit.cli.help import Command, examples
+from trainkit.cli.help import as_command
 from trainkit.cli.options import json_option
 from trainkit.errors import EXIT_OK, UsageError
 from trainkit.folders import FIRST_RUN
@@ -22,14 +22,11 @@ TASK_NAME = re.compile(r"[a-z][a-z0-9_]{0,60}")
 PROFILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
-@click.command(
-    cls=Command,
-    epilog=examples(
-        "trainkit init",
-        "trainkit init --task captions",
-        "trainkit init --cluster big --dir experiments",
-        "trainkit init --json",
-    ),
+@as_command(
+    "trainkit init",
+    "trainkit init --task captions",
+    "trainkit init --cluster big --dir experiments",
+    "trainkit init --json",
 )
 @click.option("--cluster", "name", metavar="NAME", help="Name of the profile; default: the cluster's name.")
 @click.option(

@@ -16,7 +16,7 @@ import click
 
 from trainkit.backends import SUPERVISOR_EXIT_S, backend_of
 from trainkit.backends.jobs import liveness_probe
-from trainkit.cli.help import Command, examples
+from trainkit.cli.help import as_command
 from trainkit.cli.options import COUNT, INDEX, run_argument
 from trainkit.cli.output import escaped
 from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, UsageError
@@ -39,10 +39,7 @@ END_S = 3.0
 SHOW_S = 0.1
 
 
-@click.command(
-    cls=Command,
-    epilog=examples("trainkit logs last", "trainkit logs last -f", "trainkit logs last --rank 1 --lines 20"),
-)
+@as_command("trainkit logs last", "trainkit logs last -f", "trainkit logs last --rank 1 --lines 20")
 @run_argument
 @click.option(
     "-f", "--follow", "following", is_flag=True, help="Follow the log, across attempts, until the run ends."

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trainkit.cli.help import Command, examples, terminal_width
+from trainkit.cli.help import as_command, terminal_width
 from trainkit.cli.options import COUNT, ConfigRequest, config_options, json_option
 from trainkit.cluster.machine import detect_machine
 from trainkit.errors import EXIT_FAILED, EXIT_OK, ConfigError, UsageError
@@ -30,14 +30,11 @@ if TYPE_CHECKING:
     from trainkit.plan.model_shape import ModelShape
 
 
-@click.command(
-    cls=Command,
-    epilog=examples(
-        "trainkit plan models/8b --gpus 8 --gpu-type h100",
-        "trainkit plan models/70b --nodes 8 --gpus-per-node 8 --gpu-type h100 --limit 3",
-        "trainkit plan models/7b --gpus 4 --gpu-type a100-40gb --set data.seq_len=2048 --all",
-        "trainkit plan quickstart --gpus 2 --gpu-type rtx4090 --profile balanced --json",
-    ),
+@as_command(
+    "trainkit plan models/8b --gpus 8 --gpu-type h100",
+    "trainkit plan models/70b --nodes 8 --gpus-per-node 8 --gpu-type h100 --limit 3",
+    "trainkit plan models/7b --gpus 4 --gpu-type a100-40gb --set data.seq_len=2048 --all",
+    "trainkit plan quickstart --gpus 2 --gpu-type rtx4090 --profile balanced --json",
 )
 @config_options
 @click.option("--gpus", type=COUNT, metavar="N", help="Total number of GPUs, in full nodes.")

@@ -9,7 +9,7 @@ from shlex import quote
 
 import click
 
-from trainkit.cli.help import Command, examples, warn
+from trainkit.cli.help import as_command, warn
 from trainkit.cli.options import json_option, run_argument
 from trainkit.cli.output import echo_json
 from trainkit.cli.status import find_any, look_at, query_group
@@ -19,7 +19,7 @@ from trainkit.run.group import RunGroup
 from trainkit.run.rundir import RunDir
 
 
-@click.command(cls=Command, epilog=examples("trainkit report last", "trainkit report last --json"))
+@as_command("trainkit report last", "trainkit report last --json")
 @run_argument
 @click.option(
     "--out", type=click.Path(path_type=Path), metavar="FILE", help="New file; default: in the folder of RUN."

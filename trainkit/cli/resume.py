@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from trainkit.cli.help import Command, examples, terminal_width, warn
+from trainkit.cli.help import as_command, terminal_width, warn
 from trainkit.cli.hosts import host_options, host_place, hosts_target, run_on_hosts
 from trainkit.cli.logs import follow_detachable
 from trainkit.cli.options import (
@@ -34,13 +34,10 @@ from trainkit.run.manifest import published
 from trainkit.run.registry import find_run_or_group, one_run
 
 
-@click.command(
-    cls=Command,
-    epilog=examples(
-        "trainkit resume last --follow",
-        "trainkit resume last --nodes 1 --gpus-per-node 4",
-        "trainkit resume last --set train.steps=400 --as runs/longer",
-    ),
+@as_command(
+    "trainkit resume last --follow",
+    "trainkit resume last --nodes 1 --gpus-per-node 4",
+    "trainkit resume last --set train.steps=400 --as runs/longer",
 )
 @run_argument
 @choosing_shape_options

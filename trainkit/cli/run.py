@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from trainkit.backends import backend_of
-from trainkit.cli.help import Command, examples
+from trainkit.cli.help import as_command
 from trainkit.cli.hosts import host_options, host_place, hosts_target, run_on_hosts
 from trainkit.cli.logs import follow_run, kept_terminal, print_end, show_rank_0
 from trainkit.cli.options import (
@@ -54,15 +54,13 @@ if TYPE_CHECKING:
     from trainkit.cluster.target import Target
 
 
-@click.command(
+@as_command(
+    "trainkit run",
+    "trainkit run quickstart --gpus-per-node 2 --set train.steps=20",
+    "trainkit run --gpus-per-node 2 -- python train.py --lr 0.1",
+    "srun --nodes=2 --ntasks-per-node=4 trainkit run quickstart",
+    "trainkit run quickstart --nodes 2 --node-rank 0 --master-addr host0 --master-port 29500",
     cls=WithTrailingCommand,
-    epilog=examples(
-        "trainkit run",
-        "trainkit run quickstart --gpus-per-node 2 --set train.steps=20",
-        "trainkit run --gpus-per-node 2 -- python train.py --lr 0.1",
-        "srun --nodes=2 --ntasks-per-node=4 trainkit run quickstart",
-        "trainkit run quickstart --nodes 2 --node-rank 0 --master-addr host0 --master-port 29500",
-    ),
 )
 @one_node_config_options
 @host_options
@@ -334,9 +332,7 @@ def _step_target(task: SlurmTask, num_procs: int | None) -> tuple[tuple[int, ...
     return sizes, Target("srun", reason, node_sizes=sizes, per="node")
 
 
-@click.command(
-    cls=Command, epilog=examples("trainkit env", "srun --ntasks=4 trainkit env", "trainkit env --json")
-)
+@as_command("trainkit env", "srun --ntasks=4 trainkit env", "trainkit env --json")
 @json_option
 def env(as_json: bool) -> int:
     """Print the rank environment that a process started here would get, or why it is not a rank."""

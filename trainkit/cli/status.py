@@ -19,7 +19,7 @@ from trainkit.backends.jobs import (
     query_jobs_or_warn,
     status_from_jobs,
 )
-from trainkit.cli.help import Command, complete_run, examples, terminal_width, warn
+from trainkit.cli.help import as_command, complete_run, terminal_width, warn
 from trainkit.cli.options import json_option
 from trainkit.cli.output import echo_json
 from trainkit.errors import EXIT_OK, UsageError
@@ -45,9 +45,7 @@ MAX_POINTS = 20
 MAX_REASON = 60
 
 
-@click.command(
-    cls=Command, epilog=examples("trainkit status", "trainkit status --all", "trainkit status last --json")
-)
+@as_command("trainkit status", "trainkit status --all", "trainkit status last --json")
 @click.argument("run_name", metavar="[RUN]", required=False, shell_complete=complete_run)
 @click.option("--all", "show_all", is_flag=True, help="Show every run instead of the newest ones.")
 @click.option(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from trainkit.cli.help import examples, terminal_width, warn
+from trainkit.cli.help import as_command, terminal_width, warn
 from trainkit.cli.options import (
     ConfigRequest,
     Function,
@@ -146,17 +146,15 @@ def sweep_option(help_text: str) -> Callable[[Function], Function]:
     return click.option("--sweep", "sweeps", multiple=True, metavar="KEY=V,V,…", help=help_text)
 
 
-@click.command(
+@as_command(
+    "trainkit submit",
+    "trainkit submit --nodes 2 --follow",
+    "trainkit submit quickstart --nodes auto --dry-run",
+    "trainkit submit quickstart --set train.steps=50 --name short --dry-run",
+    "trainkit submit quickstart --gpus-per-node 2 -- python -c 'print(1)'",
+    "trainkit submit quickstart --sweep optimizer.lr=1e-4,3e-4 --sweep seed=1,2 --dry-run",
+    "trainkit submit quickstart --array 0-9%4 --name seeds --dry-run",
     cls=WithTrailingCommand,
-    epilog=examples(
-        "trainkit submit",
-        "trainkit submit --nodes 2 --follow",
-        "trainkit submit quickstart --nodes auto --dry-run",
-        "trainkit submit quickstart --set train.steps=50 --name short --dry-run",
-        "trainkit submit quickstart --gpus-per-node 2 -- python -c 'print(1)'",
-        "trainkit submit quickstart --sweep optimizer.lr=1e-4,3e-4 --sweep seed=1,2 --dry-run",
-        "trainkit submit quickstart --array 0-9%4 --name seeds --dry-run",
-    ),
 )
 @choosing_config_options
 @gpu_type_option

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from trainkit.cli.help import Command, complete_run, examples
+from trainkit.cli.help import as_command, complete_run
 from trainkit.cli.options import json_option
 from trainkit.cli.output import echo_json
 from trainkit.cli.status import find_any, look_at, show_runs
@@ -21,9 +21,7 @@ INTERVAL_S = 2.0
 PIPE_WIDTH = 120
 
 
-@click.command(
-    cls=Command, epilog=examples("trainkit watch last", "trainkit watch", "trainkit watch last --once")
-)
+@as_command("trainkit watch last", "trainkit watch", "trainkit watch last --once")
 @click.argument("run_name", metavar="[RUN]", required=False, shell_complete=complete_run)
 @click.option(
     "--interval",

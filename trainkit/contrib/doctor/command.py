@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from trainkit.cli.help import Command, examples
+from trainkit.cli.help import as_command
 from trainkit.cli.options import (
     ConfigRequest,
     choose_config,
@@ -35,13 +35,10 @@ TIMEOUT_S = 600.0
 MARKS = {"ok": "ok     ", "warning": "warning", "failure": "FAILURE"}
 
 
-@click.command(
-    cls=Command,
-    epilog=examples(
-        "trainkit doctor --quick",
-        "trainkit doctor --nodes 2 --gpus-per-node 4 --partition debug",
-        "trainkit doctor --json",
-    ),
+@as_command(
+    "trainkit doctor --quick",
+    "trainkit doctor --nodes 2 --gpus-per-node 4 --partition debug",
+    "trainkit doctor --json",
 )
 @config_argument
 @click.option(

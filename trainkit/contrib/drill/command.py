@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from trainkit.cli.help import examples, terminal_width
+from trainkit.cli.help import as_command, terminal_width
 from trainkit.cli.options import (
     ConfigRequest,
     WithTrailingCommand,
@@ -64,13 +64,11 @@ NUM_SAVES = 6
 REFERENCE, NOT_DETERMINISTIC = "uninterrupted", "not-deterministic"
 
 
-@click.command(
+@as_command(
+    "trainkit drill --list",
+    "trainkit drill quickstart --nodes 2 --only signal --only rank",
+    "trainkit drill quickstart --nodes 2 --only signal --json",
     cls=WithTrailingCommand,
-    epilog=examples(
-        "trainkit drill --list",
-        "trainkit drill quickstart --nodes 2 --only signal --only rank",
-        "trainkit drill quickstart --nodes 2 --only signal --json",
-    ),
 )
 @config_options
 @launcher_option

@@ -10,19 +10,16 @@ from pathlib import Path
 import click
 
 from trainkit.cli.ckpt import chosen_checkpoint
-from trainkit.cli.help import Command, examples
+from trainkit.cli.help import as_command
 from trainkit.cli.options import json_option, refuse_untrusted, run_argument, trust_option
 from trainkit.errors import EXIT_FAILED
 
 
-@click.command(
-    cls=Command,
+@as_command(
+    'trainkit generate last "import "',
+    'trainkit generate last "import " --temperature 0 --max-tokens 50',
+    'trainkit generate last "import " --step 100 --json',
     context_settings={"show_default": True},
-    epilog=examples(
-        'trainkit generate last "import "',
-        'trainkit generate last "import " --temperature 0 --max-tokens 50',
-        'trainkit generate last "import " --step 100 --json',
-    ),
 )
 @run_argument
 @click.argument("prompt")

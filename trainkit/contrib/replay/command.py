@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trainkit.cli.help import Command, complete_run, examples, warn
+from trainkit.cli.help import as_command, complete_run, warn
 from trainkit.cli.options import (
     config_flags,
     job_options,
@@ -44,14 +44,11 @@ MAX_DOCUMENTS = 3
 SHAPE_KEYS = ("resources.nodes", "resources.gpus_per_node")
 
 
-@click.command(
-    cls=Command,
-    epilog=examples(
-        "trainkit replay last --step 20",
-        "trainkit replay last --step 18..22 --layout single",
-        "trainkit replay last --step 20 --json",
-        "trainkit replay last --step 20 --submit --time 10 --follow",
-    ),
+@as_command(
+    "trainkit replay last --step 20",
+    "trainkit replay last --step 18..22 --layout single",
+    "trainkit replay last --step 20 --json",
+    "trainkit replay last --step 20 --submit --time 10 --follow",
 )
 @click.argument("run_name", metavar="[RUN]", required=False, shell_complete=complete_run)
 @click.option("--step", "steps", metavar="N[..M]", help="Step, or range of steps.")
@@ -281,10 +278,10 @@ def _shown(values: dict[str, float | None]) -> str:
     return " ".join(f"{name}={'not finite' if value is None else value}" for name, value in values.items())
 
 
-@click.command(
-    cls=Command,
+@as_command(
+    "trainkit data show last --step 3",
+    "trainkit data show last --step 3 --rank 0 --json",
     short_help="Show the samples of a step of a run.",
-    epilog=examples("trainkit data show last --step 3", "trainkit data show last --step 3 --rank 0 --json"),
 )
 @run_argument
 @click.option("--step", type=click.IntRange(min=1), required=True, metavar="N", help="Step of the run.")
