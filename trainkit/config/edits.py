@@ -15,8 +15,8 @@ from trainkit.config.schema import (
     sections,
     show_value,
 )
-from trainkit.config.validation import unknown_problem, without
-from trainkit.config.yamlfile import Entry, entry_at, merge
+from trainkit.config.suggest import unknown_problem
+from trainkit.config.yamlfile import Entry, entry_at, merge, without
 from trainkit.errors import ConfigError, Problem
 
 
