@@ -35,7 +35,7 @@ from trainkit.cli.options import (
     named_folder,
     refuse_other_options,
 )
-from trainkit.cli.output import echo_json
+from trainkit.cli.output import echo_json, echo_result
 from trainkit.cli.started import describe_plan, print_created
 from trainkit.cli.submit import GroupRequest, sweep_option
 from trainkit.control.cancel import cancel_group
@@ -259,10 +259,8 @@ def _run(planned: PlannedBench, submission: Submission, out: Path | None, follow
     try:
         job_id = start_group(group)
         if not (follow or is_here):
-            if as_json:
-                echo_json({"folder": str(bench.folder), "job_id": job_id, "array": group.record.array})
-            else:
-                click.echo(f"{bench.folder}\n{job_id}")
+            facts = {"folder": str(bench.folder), "job_id": job_id, "array": group.record.array}
+            echo_result(facts, f"{bench.folder}\n{job_id}", as_json)
             click.echo(f"`trainkit status {shown}` shows the runs; {collect}", err=True)
             return EXIT_OK
         click.echo(f"{shown_path(bench.folder)}: job {job_id}; `trainkit cancel {shown}` ends it", err=True)
@@ -290,17 +288,14 @@ def summarize(bench: Bench, as_json: bool) -> int:
         click.echo(f"plots: {len(plots)} in {bench.plots_dir}{but}", err=True)
     else:
         click.echo(f"no plots: matplotlib is not installed ({INSTALL_HINT})", err=True)
-    if as_json:
-        value = {
-            "folder": str(bench.folder),
-            "summary": str(bench.summary_file),
-            "plots": [str(file) for file in plots],
-            "rows": summary.rows,
-            "fastest": None if summary.fastest is None else asdict(summary.fastest),
-        }
-        echo_json(value)
-    else:
-        click.echo(summary_table(bench.keys, summary.rows, terminal_width()))
+    value = {
+        "folder": str(bench.folder),
+        "summary": str(bench.summary_file),
+        "plots": [str(file) for file in plots],
+        "rows": summary.rows,
+        "fastest": None if summary.fastest is None else asdict(summary.fastest),
+    }
+    echo_result(value, summary_table(bench.keys, summary.rows, terminal_width()), as_json)
     if summary.fastest is not None:
         click.echo(f"fastest: {summary.fastest}", err=True)
     if summary.num_not_started:

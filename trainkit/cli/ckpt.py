@@ -14,7 +14,7 @@ import click
 from trainkit.backends.jobs import require_not_running
 from trainkit.cli.help import as_group, examples, terminal_width
 from trainkit.cli.options import COUNT, INDEX, json_option, refuse_untrusted, run_argument, trust_option
-from trainkit.cli.output import echo_json
+from trainkit.cli.output import echo_json, echo_result
 from trainkit.errors import EXIT_FAILED, EXIT_OK, UsageError
 from trainkit.folders import shown_path
 from trainkit.formats import size, table
@@ -163,17 +163,8 @@ def export(
     checkpoint = chosen_checkpoint(run, step)
     if out_name.exists() and not (out_name.is_dir() and not any(out_name.iterdir())):
         raise UsageError(f"--out {out_name} exists already", hint="name a new or an empty folder")
-    number = run.latest_number()
-    config_file = run.config_file if number is None else run.attempt(number).config_file
     partial = out_name.absolute().with_name(f".{out_name.name}.partial-{os.getpid()}")
-    request = {
-        "run": str(run.path.absolute()),
-        "config_file": str(config_file.absolute()),
-        "checkpoint": str(checkpoint.path.absolute()),
-        "out": str(partial),
-        "dtype": dtype,
-        "merge": merge,
-    }
+    request = {**places_of(run, checkpoint), "out": str(partial), "dtype": dtype, "merge": merge}
     try:
         partial.mkdir(parents=True)
         # Another process: only the trainer may import torch.
@@ -188,11 +179,8 @@ def export(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     files = sorted(item.name for item in out_name.iterdir())
-    if as_json:
-        value = {"out": str(out_name), "checkpoint": str(checkpoint.path), "files": files}
-        echo_json(value)
-    else:
-        click.echo(f"exported {checkpoint.path.name} to {out_name}: {', '.join(files)}")
+    value = {"out": str(out_name), "checkpoint": str(checkpoint.path), "files": files}
+    echo_result(value, f"exported {checkpoint.path.name} to {out_name}: {', '.join(files)}", as_json)
     return EXIT_OK
 
 
@@ -208,6 +196,14 @@ def chosen_checkpoint(run: RunDir, step: int | None) -> Checkpoint:
         hint = "export the model in your own code"
         raise UsageError(f"{shown_path(chosen.path)} is of a training loop of your own", hint=hint)
     return chosen
+
+
+def places_of(run: RunDir, checkpoint: Checkpoint) -> dict[str, str]:
+    """Where a process finds a checkpoint and its config."""
+    number = run.latest_number()
+    config_file = run.config_file if number is None else run.attempt(number).config_file
+    files = {"run": run.path, "config_file": config_file, "checkpoint": checkpoint.path}
+    return {name: str(path.absolute()) for name, path in files.items()}
 
 
 def _wanted(run: RunDir, step: int | None) -> list[Checkpoint]:

@@ -14,7 +14,7 @@ from trainkit.backends import JobStatus
 from trainkit.backends.jobs import query_job_status
 from trainkit.cli.help import as_command, warn
 from trainkit.cli.options import COUNT, json_option, run_argument
-from trainkit.cli.output import echo_json
+from trainkit.cli.output import echo_result
 from trainkit.errors import EXIT_OK
 from trainkit.folders import shown_path
 from trainkit.run.record import read_job
@@ -54,10 +54,7 @@ def command(run_name: str, number: int | None, as_json: bool) -> int:
     is_newest = attempt.number == run.attempt_numbers()[-1]
     status = query_job_status(run, read_job(run), warn) if is_newest else JobStatus(False)
     found = diagnose(attempt, status.alive, status.job)
-    if as_json:
-        echo_json(asdict(found))
-    else:
-        click.echo(diagnosis_text(found))
+    echo_result(asdict(found), diagnosis_text(found), as_json)
     return EXIT_OK
 
 

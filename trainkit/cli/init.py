@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import keyword
 import re
 import sys
@@ -15,6 +14,7 @@ import click
 
 from trainkit.cli.help import as_command
 from trainkit.cli.options import json_option
+from trainkit.cli.output import echo_result
 from trainkit.errors import EXIT_OK, UsageError
 from trainkit.folders import FIRST_RUN
 
@@ -76,15 +76,9 @@ def command(name: str | None, folder: str, task: str | None, as_json: bool) -> i
             "nothing to write: every file already exists",
             hint="delete one of them, or write elsewhere with --cluster NAME and --dir DIR",
         )
-    if as_json:
-        value = {
-            "cluster": None if cluster is None else asdict(cluster),
-            "written": list(map(str, written)),
-            "kept": list(map(str, kept)),
-        }
-        click.echo(json.dumps(value, ensure_ascii=False))
-    else:
-        click.echo("\n".join(map(str, written)))
+    paths = {"written": list(map(str, written)), "kept": list(map(str, kept))}
+    value = {"cluster": None if cluster is None else asdict(cluster), **paths}
+    echo_result(value, "\n".join(paths["written"]), as_json)
     click.echo(f"next: trainkit check {quote(str(run_config))}", err=True)
     return EXIT_OK
 
@@ -110,7 +104,7 @@ def _write_task(name: str, folder: Path, as_json: bool) -> int:
     for path, text in texts.items():
         write_new(path, text)
     written = list(map(str, texts))
-    click.echo(json.dumps({"written": written, "kept": []}) if as_json else "\n".join(written))
+    echo_result({"written": written, "kept": []}, "\n".join(written), as_json)
     place = "" if folder == Path() else f"cd {quote(str(folder))} && "
     click.echo(f"next: {place}trainkit check {name}.yaml --task-smoke", err=True)
     return EXIT_OK

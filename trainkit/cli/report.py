@@ -11,7 +11,7 @@ import click
 
 from trainkit.cli.help import as_command, warn
 from trainkit.cli.options import json_option, run_argument
-from trainkit.cli.output import echo_json
+from trainkit.cli.output import echo_result
 from trainkit.cli.status import find_any, look_at, query_group
 from trainkit.errors import EXIT_OK, UsageError
 from trainkit.run.files import write_atomic
@@ -62,8 +62,5 @@ def command(run_name: str, out: Path | None, as_json: bool) -> int:
             f"{file} cannot be written: {error.strerror or error}",
             hint=f"`trainkit report {quote(run_name)} --out FILE` writes another file",
         ) from error
-    if as_json:
-        echo_json({"report": str(file), **value})
-    else:
-        click.echo(str(file))
+    echo_result({"report": str(file), **value}, str(file), as_json)
     return EXIT_OK

@@ -24,7 +24,7 @@ from trainkit.cli.options import (
     slurm_options,
     trust_option,
 )
-from trainkit.cli.output import echo_json
+from trainkit.cli.output import echo_result
 from trainkit.cli.run import shown_failures, stay_in_foreground
 from trainkit.cli.started import describe_plan, print_created, print_started
 from trainkit.errors import EXIT_OK, UsageError
@@ -167,10 +167,7 @@ def _resume_group(group: RunGroup, as_json: bool) -> int:
     from trainkit.control.resume import resume_group
 
     job_id = resume_group(group)
-    if as_json:
-        value = {"run_dir": str(group.path), "name": group.name, "job_id": job_id}
-        echo_json(value)
-    else:
-        click.echo(f"{group.path}\n{job_id}")
+    value = {"run_dir": str(group.path), "name": group.name, "job_id": job_id}
+    echo_result(value, f"{group.path}\n{job_id}", as_json)
     click.echo(f"`trainkit status {group.word}` shows all runs", err=True)
     return EXIT_OK

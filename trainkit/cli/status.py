@@ -21,7 +21,7 @@ from trainkit.backends.jobs import (
 )
 from trainkit.cli.help import as_command, complete_run, terminal_width, warn
 from trainkit.cli.options import json_option
-from trainkit.cli.output import echo_json
+from trainkit.cli.output import echo_json, echo_result
 from trainkit.errors import EXIT_OK, UsageError
 from trainkit.folders import relative_path, shown_path
 from trainkit.formats import cell, duration, short_keys, table
@@ -80,10 +80,7 @@ def command(
     found = None if run_name is None else find_any(run_name)
     if isinstance(found, RunDir):
         status = look_at(found)[1]
-        if as_json:
-            echo_json(status.to_dict())
-        else:
-            click.echo(run_details(status))
+        echo_result(status.to_dict(), run_details(status), as_json)
         return EXIT_OK
     return show_runs(found, show_all, as_json)
 

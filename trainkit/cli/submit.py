@@ -27,7 +27,7 @@ from trainkit.cli.options import (
     trailing_workload,
     trust_option,
 )
-from trainkit.cli.output import echo_json
+from trainkit.cli.output import echo_result
 from trainkit.cli.started import describe_plan, print_created
 from trainkit.errors import EXIT_OK, ConfigError, UsageError
 from trainkit.folders import find_shipped_config
@@ -259,20 +259,17 @@ def command(
     print_created(created)
     job_id, attempt = start_submission(submission, created, now=now)
     run, shown = created.run, created.run.word
-    if as_json:
-        facts = {
-            "run_dir": str(run.path),
-            "name": created.name,
-            "job_id": job_id,
-            **({} if attempt is None else {"attempt": attempt}),
-            "backend": plan.backend,
-            **({} if spec is None else {"array": spec.directive, "num_points": len(submission.points)}),
-            "warnings": list(plan.warnings),
-            **({} if choice is None else choice.to_dict()),
-        }
-        echo_json(facts)
-    else:
-        click.echo(f"{run.path}\n{job_id}")
+    facts = {
+        "run_dir": str(run.path),
+        "name": created.name,
+        "job_id": job_id,
+        **({} if attempt is None else {"attempt": attempt}),
+        "backend": plan.backend,
+        **({} if spec is None else {"array": spec.directive, "num_points": len(submission.points)}),
+        "warnings": list(plan.warnings),
+        **({} if choice is None else choice.to_dict()),
+    }
+    echo_result(facts, f"{run.path}\n{job_id}", as_json)
     if follow and attempt is not None:
         from trainkit.cli.logs import follow_detachable  # what reads runs is slow to import
 

@@ -20,7 +20,7 @@ from trainkit.cli.options import (
     launcher_option,
     trailing_workload,
 )
-from trainkit.cli.output import echo_json
+from trainkit.cli.output import echo_json, echo_result
 from trainkit.cli.started import describe_plan, print_created
 from trainkit.config import LoadedConfig, RunConfig
 from trainkit.config.load import Change, Values, short_training, with_changes, with_values
@@ -180,10 +180,7 @@ def _drill(
         "scenarios": list(map(asdict, results)),
     }
     write_json(folder / "drill.json", value)
-    if as_json:
-        echo_json(value)
-    else:
-        click.echo(f"{result_table(results, terminal_width())}\n\n{summary(results)}")
+    echo_result(value, f"{result_table(results, terminal_width())}\n\n{summary(results)}", as_json)
     return EXIT_OK if value["passed"] else EXIT_FAILED
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from trainkit.cli.ckpt import chosen_checkpoint
+from trainkit.cli.ckpt import chosen_checkpoint, places_of
 from trainkit.cli.help import as_command
 from trainkit.cli.options import json_option, refuse_untrusted, run_argument, trust_option
 from trainkit.errors import EXIT_FAILED
@@ -68,12 +68,8 @@ def command(
     run = find_run(run_name)
     refuse_untrusted(run.path)
     checkpoint = chosen_checkpoint(run, step)
-    number = run.latest_number()
-    config_file = run.config_file if number is None else run.attempt(number).config_file
     request = {
-        "run": str(run.path.absolute()),
-        "config_file": str(config_file.absolute()),
-        "checkpoint": str(checkpoint.path.absolute()),
+        **places_of(run, checkpoint),
         "prompt": sys.stdin.read() if prompt == "-" else prompt,
         "tokenizer": None if tokenizer is None else str(Path(tokenizer).absolute()),
         "as_json": as_json,
