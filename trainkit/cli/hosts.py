@@ -92,7 +92,7 @@ def hosts_target(place: HostPlace) -> Target:
     from trainkit.cluster.target import Target
 
     reason = f"hosts: this is node {place.node_rank} of {place.num_nodes}; {place.first}"
-    return Target("hosts", reason, per="node")
+    return Target("hosts", reason, per="node", finds_cluster=False)
 
 
 def run_on_hosts(

@@ -54,7 +54,7 @@ class ConfigRequest:
         from trainkit.config import load_config
         from trainkit.config.yamlfile import entry_at
 
-        load = load_config if target is not None and target.backend == "hosts" else load_with_cluster
+        load = load_config if target is not None and not target.finds_cluster else load_with_cluster
         name = name_of(self.argv)
         return load(
             self.path or None,

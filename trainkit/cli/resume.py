@@ -139,7 +139,7 @@ def command(
                 lambda: (source, name, resume_run(source, loaded.config, plan, new_code=new_code)),
             )
         newest = found.job.newest
-        was_here = newest is not None and newest.in_foreground and plan.backend == "local"
+        was_here = newest is not None and newest.in_foreground and plan.is_here
         foreground = was_here and fork is None and not (follow or as_json)
         if foreground:
             plan = shown_failures(plan)

@@ -39,8 +39,8 @@ def run_values(run: RunDir, attempt: AttemptDir) -> dict[str, str]:
         "attempt_dir": str(attempt.path),
         **_disk_values(run),
     }
-    if plan.command is not None:
-        values["command"] = " ".join(quote(str(word)) for word in plan.command)
+    if plan.is_command:
+        values["command"] = " ".join(quote(str(word)) for word in plan.command or ())
     else:
         values |= _batch_values(plan.record("batch"))
     if run.was_started_by_hand:
