@@ -25,16 +25,8 @@ from trainkit.bench.summary import (
     write_plots,
     write_summary,
 )
+from trainkit.cli import options
 from trainkit.cli.help import Group, as_group, examples, terminal_width, warn
-from trainkit.cli.options import (
-    ConfigRequest,
-    Function,
-    combined,
-    config_options_unless,
-    json_option,
-    named_folder,
-    refuse_other_options,
-)
 from trainkit.cli.output import echo_json, echo_result
 from trainkit.cli.started import describe_plan, print_created
 from trainkit.cli.submit import GroupRequest, sweep_option
@@ -89,13 +81,13 @@ def _columns(own: Mapping[str, str]) -> str:
     return "\b\nColumns of summary.csv:\n" + "\n".join(lines)
 
 
-def _bench_options(what: str, folder: str) -> Callable[[Function], Function]:
+def _bench_options(what: str, folder: str) -> Callable[[options.Function], options.Function]:
     """The options of every bench; `what` names its points, `folder` the default folder."""
     count = click.IntRange(min=1)
     repeats = f"Run all {what} N times, one round after another, to see how much they vary."
     at_once = "Maximum runs in parallel; default: 1, so that none disturbs another."
     collect = "Write the summary of the bench in DIR; start nothing."
-    return combined(
+    return options.combined(
         click.option(
             "--steps", type=count, default=STEPS, metavar="N", help=f"Steps per run; default: {STEPS}."
         ),
@@ -112,7 +104,7 @@ def _bench_options(what: str, folder: str) -> Callable[[Function], Function]:
         click.option("--follow", is_flag=True, help="On Slurm: wait for the runs and write the summary."),
         click.option("--dry-run", is_flag=True, help=f"Print the {what} that would run; start nothing."),
         click.option("--collect", metavar="DIR", help=collect),
-        json_option,
+        options.json_option,
     )
 
 
@@ -127,7 +119,7 @@ def _bench_options(what: str, folder: str) -> Callable[[Function], Function]:
         "--layout tp=2 --layout dp_shard=2,zero=2",
     )
 )
-@config_options_unless("collect")
+@options.config_options_unless("collect")
 @click.option(
     "--layout",
     "layouts",
@@ -136,7 +128,7 @@ def _bench_options(what: str, folder: str) -> Callable[[Function], Function]:
     help="Layout, as keys of the section parallel; repeatable. Default: all possible layouts.",
 )
 @_bench_options("layouts", "runs/NAME-layouts")
-def layouts(request: ConfigRequest | None, layouts: tuple[str, ...], **typed: Any) -> int:
+def layouts(request: options.ConfigRequest | None, layouts: tuple[str, ...], **typed: Any) -> int:
     """Run CONFIG on several layouts for a few steps each; write summary.csv and plots.
 
     Without --layout, runs all layouts that the number of processes, the model and the batch allow, simplest
@@ -160,10 +152,10 @@ def layouts(request: ConfigRequest | None, layouts: tuple[str, ...], **typed: An
         "trainkit bench settings --collect runs/batches",
     )
 )
-@config_options_unless("collect")
+@options.config_options_unless("collect")
 @sweep_option("Values to measure, and every combination of several --sweep; repeatable.")
 @_bench_options("points", "runs/NAME-settings")
-def settings(request: ConfigRequest | None, sweeps: tuple[str, ...], **typed: Any) -> int:
+def settings(request: options.ConfigRequest | None, sweeps: tuple[str, ...], **typed: Any) -> int:
     """Run CONFIG with every value of --sweep for a few steps each; write summary.csv and plots.
 
     Any config key can be swept, except those that a bench sets itself, such as train.steps. Points that
@@ -173,7 +165,7 @@ def settings(request: ConfigRequest | None, sweeps: tuple[str, ...], **typed: An
     array; --follow, or --collect DIR later, writes the summary. Exits with 1 if nothing was measured.
     """
 
-    def plan(asked: BenchRequest, config: ConfigRequest) -> PlannedBench:
+    def plan(asked: BenchRequest, config: options.ConfigRequest) -> PlannedBench:
         if not sweeps:
             raise UsageError("no --sweep", hint="for example --sweep train.device_batch_size=4,8,16")
         return plan_settings(asked, GroupRequest(sweeps, None).points(config, TRAINER)[1])
@@ -182,8 +174,8 @@ def settings(request: ConfigRequest | None, sweeps: tuple[str, ...], **typed: An
 
 
 def _bench(
-    plan: Callable[[BenchRequest, ConfigRequest], PlannedBench],
-    config: ConfigRequest | None,
+    plan: Callable[[BenchRequest, options.ConfigRequest], PlannedBench],
+    config: options.ConfigRequest | None,
     *,
     steps: int,
     warmup: int,
@@ -196,12 +188,12 @@ def _bench(
     as_json: bool,
 ) -> int:
     if collect is not None:
-        refuse_other_options("collect")
+        options.refuse_other_options("collect")
         if not collect.strip():
             raise UsageError("--collect is empty", hint="name the folder of a bench")
         return summarize(read_bench(Path(collect)), as_json)
     assert config is not None
-    folder = named_folder(out, OPTION)
+    folder = options.named_folder(out, OPTION)
     length = BenchLength(steps, warmup)
     planned = plan(BenchRequest(config.path, length, repeats, "name" in config.flags), config)
     submission = planned.submission(at_once)

@@ -12,21 +12,8 @@ from typing import Any, NoReturn
 import click
 
 from trainkit.backends.jobs import live_entry
+from trainkit.cli import options
 from trainkit.cli.help import as_command
-from trainkit.cli.options import (
-    INDEX,
-    ConfigRequest,
-    config_argument,
-    config_flags,
-    json_option,
-    profile_option,
-    refuse_untrusted,
-    run_argument,
-    set_option,
-    shape_options,
-    slurm_options,
-    trust_option,
-)
 from trainkit.cli.output import echo_json
 from trainkit.control.cancel import cancel_group, cancel_run
 from trainkit.errors import EXIT_FAILED, EXIT_OK, TrainkitError, UsageError
@@ -44,10 +31,10 @@ WAIT_S = 20.0
 
 
 @as_command("trainkit cancel last", "trainkit cancel last --wait", "trainkit cancel last --now")
-@run_argument
+@options.run_argument
 @click.option("--now", is_flag=True, help="Kill the run immediately, without saving.")
 @click.option("--wait", is_flag=True, help="Wait until the run has ended.")
-@json_option
+@options.json_option
 def cancel(run_name: str, now: bool, wait: bool, as_json: bool) -> int:
     """Cancel RUN: it saves and exits, or is killed after the grace time.
 
@@ -74,9 +61,9 @@ def cancel(run_name: str, now: bool, wait: bool, as_json: bool) -> int:
 
 
 @as_command("trainkit requeue last", "trainkit requeue last --json")
-@run_argument
-@trust_option
-@json_option
+@options.run_argument
+@options.trust_option
+@options.json_option
 def requeue(run_name: str, as_json: bool) -> int:
     """Start the next attempt of RUN with the same config and plan.
 
@@ -86,7 +73,7 @@ def requeue(run_name: str, as_json: bool) -> int:
     from trainkit.control.resume import requeue_run
 
     run = find_run(run_name, to_change=True)
-    refuse_untrusted(run.path)
+    options.refuse_untrusted(run.path)
     entry, is_started = requeue_run(run)
     job = read_job(run)
     if not is_started:
@@ -99,9 +86,9 @@ def requeue(run_name: str, as_json: bool) -> int:
 
 
 @as_command("trainkit stacks last", "trainkit stacks last --rank 1", "trainkit stacks last --json")
-@run_argument
-@click.option("--rank", type=INDEX, metavar="R", help="Print all threads of this rank.")
-@json_option
+@options.run_argument
+@click.option("--rank", type=options.INDEX, metavar="R", help="Print all threads of this rank.")
+@options.json_option
 def stacks(run_name: str, rank: int | None, as_json: bool) -> int:
     """Print the Python stacks of RUN's ranks, grouping ranks with identical stacks.
 
@@ -199,9 +186,9 @@ def _position(group: Sequence[Reply]) -> str:
 
 
 @as_command("trainkit attach last", "trainkit attach last --node 1")
-@run_argument
+@options.run_argument
 @click.option(
-    "--node", type=INDEX, default=0, metavar="N", help="Node of the job, counted from 0; default: 0."
+    "--node", type=options.INDEX, default=0, metavar="N", help="Node of the job, counted from 0; default: 0."
 )
 def attach(run_name: str, node: int) -> NoReturn:
     """Open a shell on a node of RUN's job, next to its processes."""
@@ -211,8 +198,8 @@ def attach(run_name: str, node: int) -> NoReturn:
 
 
 @as_command("trainkit debug last", "trainkit debug last --rank 5")
-@run_argument
-@click.option("--rank", type=INDEX, default=0, metavar="R", help="The rank; default: 0.")
+@options.run_argument
+@click.option("--rank", type=options.INDEX, default=0, metavar="R", help="The rank; default: 0.")
 def debug(run_name: str, rank: int) -> int:
     """Debug a rank of RUN that waits at breakpoint(), with Python's debugger in this terminal.
 
@@ -230,11 +217,11 @@ def debug(run_name: str, rank: int) -> int:
     "trainkit shell --nodes 2 --gpus-per-node 4",
     "trainkit shell quickstart --partition debug --time 00:30:00",
 )
-@config_argument
-@profile_option
-@set_option
-@slurm_options
-@shape_options
+@options.config_argument
+@options.profile_option
+@options.set_option
+@options.slurm_options
+@options.shape_options
 @click.option("--dry-run", is_flag=True, help="Print the command and the shell's startup file; run nothing.")
 def shell(
     config: str | None, profile: str | None, overrides: tuple[str, ...], dry_run: bool, **typed: Any
@@ -245,8 +232,8 @@ def shell(
     """
     from trainkit.control.shell import open_shell, shell_argv, shell_start_file
 
-    flags = config_flags(typed)
-    loaded = ConfigRequest(config or "shell", profile, overrides, flags).load()
+    flags = options.config_flags(typed)
+    loaded = options.ConfigRequest(config or "shell", profile, overrides, flags).load()
     if loaded.config.launch.container is not None:
         click.echo("note: the shell runs outside launch.container", err=True)
     if not dry_run:

@@ -7,23 +7,10 @@ from pathlib import Path
 
 import click
 
+from trainkit.cli import options
 from trainkit.cli.help import as_command, terminal_width, warn
 from trainkit.cli.hosts import host_options, host_place, hosts_target, run_on_hosts
 from trainkit.cli.logs import follow_detachable
-from trainkit.cli.options import (
-    AUTO,
-    backend_option,
-    choosing_shape_options,
-    config_flags,
-    json_option,
-    now_option,
-    refuse_other_options,
-    refuse_untrusted,
-    run_argument,
-    set_option,
-    slurm_options,
-    trust_option,
-)
 from trainkit.cli.output import echo_result
 from trainkit.cli.run import shown_failures, stay_in_foreground
 from trainkit.cli.started import describe_plan, print_created, print_started
@@ -39,18 +26,18 @@ from trainkit.run.registry import find_run_or_group, one_run
     "trainkit resume last --nodes 1 --gpus-per-node 4",
     "trainkit resume last --set train.steps=400 --as runs/longer",
 )
-@run_argument
-@choosing_shape_options
+@options.run_argument
+@options.choosing_shape_options
 @host_options
-@slurm_options
-@set_option
-@backend_option
+@options.slurm_options
+@options.set_option
+@options.backend_option
 @click.option("--new-code", is_flag=True, help="Use the current code instead of the run's snapshot.")
 @click.option("--as", "fork_dir", metavar="DIR", help="Resume in a new run folder and leave RUN unchanged.")
-@now_option
-@trust_option
+@options.now_option
+@options.trust_option
 @click.option("--follow", is_flag=True, help="Show rank 0's log until the run ends; Ctrl-C detaches.")
-@json_option
+@options.json_option
 def command(
     run_name: str,
     nodes: int | None,
@@ -88,12 +75,12 @@ def command(
     from trainkit.launch.create import create_run, start_run
 
     named = find_run_or_group(run_name, to_change=True)
-    refuse_untrusted(named.path)
+    options.refuse_untrusted(named.path)
     if isinstance(named, RunGroup) and (named.record.process is not None or named.left):
-        refuse_other_options("run_name", "for a group of runs")
+        options.refuse_other_options("run_name", "for a group of runs")
         return _resume_group(named, as_json)
     source = one_run(named, run_name)
-    if chooses_nodes := str(nodes) == AUTO:
+    if chooses_nodes := str(nodes) == options.AUTO:
         nodes = None
     place = host_place(nodes, node_rank, master_addr, master_port)
     if place is not None and (as_json or follow or fork_dir is not None):
@@ -103,7 +90,9 @@ def command(
             hint="the run stays in the foreground and in its folder; leave the option out",
         )
     is_first = place is None or place.node_rank == 0
-    flags = config_flags({"nodes": nodes, "gpus_per_node": gpus_per_node, "backend": backend, **slurm})
+    flags = options.config_flags(
+        {"nodes": nodes, "gpus_per_node": gpus_per_node, "backend": backend, **slurm}
+    )
     fork = None if fork_dir is None else Path(fork_dir).absolute()
     planned = planned_resume(
         *(source, overrides, flags),

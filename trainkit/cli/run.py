@@ -17,18 +17,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from trainkit.backends import backend_of
+from trainkit.cli import options
 from trainkit.cli.help import as_command
 from trainkit.cli.hosts import host_options, host_place, hosts_target, run_on_hosts
 from trainkit.cli.logs import follow_run, kept_terminal, print_end, show_rank_0
-from trainkit.cli.options import (
-    ConfigRequest,
-    WithTrailingCommand,
-    json_option,
-    launcher_option,
-    named_folder,
-    one_node_config_options,
-    trailing_workload,
-)
+from trainkit.cli.options import ConfigRequest
 from trainkit.cli.started import describe_plan, print_created, print_started
 from trainkit.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, TrainkitError, UsageError
 from trainkit.folders import user_name
@@ -60,12 +53,12 @@ if TYPE_CHECKING:
     "trainkit run --gpus-per-node 2 -- python train.py --lr 0.1",
     "srun --nodes=2 --ntasks-per-node=4 trainkit run quickstart",
     "trainkit run quickstart --nodes 2 --node-rank 0 --master-addr host0 --master-port 29500",
-    cls=WithTrailingCommand,
+    cls=options.WithTrailingCommand,
 )
-@one_node_config_options
+@options.one_node_config_options
 @host_options
 @click.option("--run-dir", metavar="DIR", help="Exact run folder, new or empty; default: runs/NAME.")
-@launcher_option
+@options.launcher_option
 @click.option(
     "--debug",
     is_flag=False,
@@ -99,7 +92,7 @@ def command(
     from trainkit.launch.disk import disk_forecast
     from trainkit.launch.plan_run import gather, plan_run
 
-    workload = trailing_workload(launcher)
+    workload = options.trailing_workload(launcher)
     nodes = request.flags.get("resources.nodes")
     place = host_place(None if nodes is None else int(str(nodes[1])), **host)
     debug_plan = (
@@ -131,7 +124,7 @@ def command(
     plan = shown_failures(plan)
     if debug_plan is not None:
         plan = plan.in_debugger(debug_plan, _debug_reason(plan, debug_plan))
-    folder = named_folder(run_dir)
+    folder = options.named_folder(run_dir)
     if place is None or place.node_rank == 0:
         click.echo(describe_plan(plan, next_name(loaded.config.name, folder)), err=True)
     if (forecast := disk_forecast(folder or Path(RUNS_FOLDER), plan, loaded.config)) is not None:
@@ -333,7 +326,7 @@ def _step_target(task: SlurmTask, num_procs: int | None) -> tuple[tuple[int, ...
 
 
 @as_command("trainkit env", "srun --ntasks=4 trainkit env", "trainkit env --json")
-@json_option
+@options.json_option
 def env(as_json: bool) -> int:
     """Print the rank environment that a process started here would get, or why it is not a rank."""
     rank, reason = _rank_here()

@@ -11,22 +11,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from trainkit.cli import options
 from trainkit.cli.help import as_command, terminal_width, warn
-from trainkit.cli.options import (
-    ConfigRequest,
-    Function,
-    WithTrailingCommand,
-    after_option,
-    choosing_config_options,
-    gpu_type_option,
-    json_option,
-    launcher_option,
-    named_folder,
-    now_option,
-    refuse_untrusted,
-    trailing_workload,
-    trust_option,
-)
 from trainkit.cli.output import echo_result
 from trainkit.cli.started import describe_plan, print_created
 from trainkit.errors import EXIT_OK, ConfigError, UsageError
@@ -47,7 +33,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RepeatRequest(ConfigRequest):
+class RepeatRequest(options.ConfigRequest):
     """The config of a run, instead of a file and what is around it, and what the command line changes."""
 
     run: RunDir
@@ -70,7 +56,7 @@ class GroupRequest:
         return bool(self.sweeps) or self.array is not None
 
     def points(
-        self, request: ConfigRequest, workload: Workload
+        self, request: options.ConfigRequest, workload: Workload
     ) -> tuple[ArraySpec | None, Iterator[LoadedPoint]]:
         """The array, None for a run, and the config of every point; a group can have 100,000 points.
 
@@ -106,7 +92,7 @@ class GroupRequest:
         )
 
 
-def swept(request: ConfigRequest, found: Sequence[JsonObject]) -> Iterator[LoadedPoint]:
+def swept(request: options.ConfigRequest, found: Sequence[JsonObject]) -> Iterator[LoadedPoint]:
     """The config of each point of a sweep; points that differ only in the seed are loaded once."""
     from trainkit.config.schema import is_known
     from trainkit.launch.submission import LoadedPoint
@@ -141,7 +127,7 @@ def _with_seed(loaded: LoadedConfig, seed: int, origin: str) -> LoadedConfig | C
         return error
 
 
-def sweep_option(help_text: str) -> Callable[[Function], Function]:
+def sweep_option(help_text: str) -> Callable[[options.Function], options.Function]:
     """``--sweep KEY=V,V,…``, repeatable, given as `sweeps`."""
     return click.option("--sweep", "sweeps", multiple=True, metavar="KEY=V,V,…", help=help_text)
 
@@ -154,27 +140,27 @@ def sweep_option(help_text: str) -> Callable[[Function], Function]:
     "trainkit submit quickstart --gpus-per-node 2 -- python -c 'print(1)'",
     "trainkit submit quickstart --sweep optimizer.lr=1e-4,3e-4 --sweep seed=1,2 --dry-run",
     "trainkit submit quickstart --array 0-9%4 --name seeds --dry-run",
-    cls=WithTrailingCommand,
+    cls=options.WithTrailingCommand,
 )
-@choosing_config_options
-@gpu_type_option
+@options.choosing_config_options
+@options.gpu_type_option
 @sweep_option("One run per value, and per combination of several --sweep.")
 @click.option(
     "--array",
     metavar="SPEC",
     help="One run per index, as in 0-9 or 1,3,5, with consecutive seeds; %4 runs at most 4 at once.",
 )
-@after_option
-@now_option
-@trust_option
+@options.after_option
+@options.now_option
+@options.trust_option
 @click.option("--run-dir", metavar="DIR", help="Exact run folder, new or empty; default: runs/NAME.")
-@launcher_option
+@options.launcher_option
 @click.option("--dry-run", is_flag=True, help="Print what would be submitted; write and start nothing.")
 @click.option("--test-only", is_flag=True, help="Ask Slurm when the job would start; submit nothing.")
 @click.option("--follow", is_flag=True, help="Show rank 0's log until the run ends; Ctrl-C detaches.")
-@json_option
+@options.json_option
 def command(
-    request: ConfigRequest,
+    request: options.ConfigRequest,
     sweeps: tuple[str, ...],
     array: str | None,
     after: tuple[str, ...],
@@ -201,8 +187,8 @@ def command(
     """
     from trainkit.launch.submission import plan_submission
 
-    group, workload = GroupRequest(sweeps, array), trailing_workload(launcher)
-    folder = named_folder(run_dir)
+    group, workload = GroupRequest(sweeps, array), options.trailing_workload(launcher)
+    folder = options.named_folder(run_dir)
     request, workload, repeated = _repeated(request, workload)
     if repeated is not None:
         from trainkit.control.resume import submission_folder
@@ -283,7 +269,7 @@ def command(
 
 
 def _chosen(
-    request: ConfigRequest, workload: Workload, code_from: CodeCopy | None
+    request: options.ConfigRequest, workload: Workload, code_from: CodeCopy | None
 ) -> tuple[Submission, Choice]:
     """The run with the number of nodes that is expected to finish first; prints what that rests on."""
     from trainkit.launch.earliest_end import choice_lines, choose_nodes
@@ -297,8 +283,8 @@ def _chosen(
 
 
 def _repeated(
-    request: ConfigRequest, workload: Workload
-) -> tuple[ConfigRequest, Workload, RepeatedRun | None]:
+    request: options.ConfigRequest, workload: Workload
+) -> tuple[options.ConfigRequest, Workload, RepeatedRun | None]:
     """The run that CONFIG names; the request for its config, and the workload: its own if none is typed."""
     is_config = request.path in ("", "-") or Path(request.path).expanduser().is_file()
     if is_config or find_shipped_config(request.path) is not None:
@@ -309,13 +295,13 @@ def _repeated(
     found = find_repeated(request.path, uses_current_code="launch.snapshot" in typed)
     if found is None:
         return request, workload, None
-    refuse_untrusted(found.run.path)
+    options.refuse_untrusted(found.run.path)
     values = {} if request.profile is not None else found.found_values(typed)
     again = RepeatRequest(**{**vars(request), "flags": {**values, **request.flags}}, run=found.run)
     return again, workload if workload.is_command else found.plan.workload, found
 
 
-def _changes(repeated: RepeatedRun, submission: Submission, request: ConfigRequest) -> Iterator[str]:
+def _changes(repeated: RepeatedRun, submission: Submission, request: options.ConfigRequest) -> Iterator[str]:
     from trainkit.control.resume import changes
 
     found = [key for key, (origin, _) in request.flags.items() if origin == str(repeated.run.plan_file)]

@@ -11,15 +11,8 @@ from pathlib import Path
 
 import click
 
+from trainkit.cli import options
 from trainkit.cli.help import as_command, terminal_width
-from trainkit.cli.options import (
-    ConfigRequest,
-    WithTrailingCommand,
-    config_options,
-    json_option,
-    launcher_option,
-    trailing_workload,
-)
 from trainkit.cli.output import echo_json, echo_result
 from trainkit.cli.started import describe_plan, print_created
 from trainkit.config import LoadedConfig, RunConfig
@@ -68,10 +61,10 @@ REFERENCE, NOT_DETERMINISTIC = "uninterrupted", "not-deterministic"
     "trainkit drill --list",
     "trainkit drill quickstart --nodes 2 --only signal --only rank",
     "trainkit drill quickstart --nodes 2 --only signal --json",
-    cls=WithTrailingCommand,
+    cls=options.WithTrailingCommand,
 )
-@config_options
-@launcher_option
+@options.config_options
+@options.launcher_option
 @click.option(
     "--steps",
     type=click.IntRange(min=MIN_STEPS),
@@ -89,9 +82,9 @@ REFERENCE, NOT_DETERMINISTIC = "uninterrupted", "not-deterministic"
 @click.option(
     "--list", "only_list", is_flag=True, help="List the scenarios and which are possible here; run nothing."
 )
-@json_option
+@options.json_option
 def command(
-    request: ConfigRequest,
+    request: options.ConfigRequest,
     launcher: str,
     steps: int | None,
     seed: int,
@@ -106,7 +99,7 @@ def command(
     tried passed. Only runs of the built-in trainer are shortened: limit the steps of a COMMAND yourself.
     Ctrl-C cancels the current run.
     """
-    workload = trailing_workload(launcher)
+    workload = options.trailing_workload(launcher)
     if workload.is_command and steps is not None:
         raise UsageError(
             f"--steps {steps} applies to the built-in trainer, not to a COMMAND",
