@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
@@ -229,7 +230,7 @@ class _Planned:
             "headline": None if best is None else headline(best),
             "choices": [choice_dict(choice, config, best) for choice in self.listed(show_all, limit)],
             "config": None if self.own is None else choice_dict(self.own, config, best),
-            "effective_time": None if self.effective is None else self.effective.to_dict(),
+            "effective_time": None if self.effective is None else asdict(self.effective),
             "config_problems": [problem.render() for problem in self.own_problems],
             "would_fit": [
                 {

@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,7 @@ from trainkit.slurm.control import kill_steps
 
 if TYPE_CHECKING:
     from trainkit.cluster.target import Target
+    from trainkit.config import RunConfig
 
 
 @as_command(
@@ -88,7 +90,6 @@ def command(
     and `fg` continues it. A run also saves and stops when its terminal closes.
     """
     from trainkit.cluster.target import Target
-    from trainkit.launch.create import create_run, start_run
     from trainkit.launch.disk import disk_forecast
     from trainkit.launch.plan_run import gather, plan_run
 
@@ -129,16 +130,20 @@ def command(
         click.echo(describe_plan(plan, next_name(loaded.config.name, folder)), err=True)
     if (forecast := disk_forecast(folder or Path(RUNS_FOLDER), plan, loaded.config)) is not None:
         click.echo(forecast, err=True)
-
-    def start() -> tuple[RunDir, str, AttemptRecord]:
-        created = create_run(loaded.config, plan, ["trainkit", *sys.argv[1:]], folder)
-        print_created(created)
-        return created.run, created.name, start_run(created.run, loaded.config, plan, "run")
-
+    start = partial(_start, loaded.config, plan, folder)
     if place is not None:
         parent, named = (Path(RUNS_FOLDER), None) if folder is None else (folder.parent, folder.name)
         return run_on_hosts(place, loaded.config, plan, parent.absolute(), named, start)
     return stay_in_foreground(*start(), plan)
+
+
+def _start(config: RunConfig, plan: LaunchPlan, folder: Path | None) -> tuple[RunDir, str, AttemptRecord]:
+    """Create and start a run; its folder, its name, and the entry of its attempt."""
+    from trainkit.launch.create import create_run, start_run
+
+    created = create_run(config, plan, ["trainkit", *sys.argv[1:]], folder)
+    print_created(created)
+    return created.run, created.name, start_run(created.run, config, plan, "run")
 
 
 def shown_failures(plan: LaunchPlan) -> LaunchPlan:
@@ -282,7 +287,6 @@ def _start_in_step(
     request: ConfigRequest, workload: Workload, run_dir: str | None, task: SlurmTask
 ) -> AttemptDir:
     """Load, plan, create and start the run, as the first task of the step."""
-    from trainkit.launch.create import create_run, start_run
     from trainkit.launch.plan_run import gather, plan_run
 
     procs = request.flags.get("resources.gpus_per_node")
@@ -293,13 +297,11 @@ def _start_in_step(
     }
     loaded = replace(request, flags={**request.flags, **shape}).load_to_plan(workload, target)
     plan = plan_run(loaded, gather(loaded, workload, target=target), workload)
-    folder = None if run_dir is None else Path(run_dir)
+    folder = options.named_folder(run_dir)
     click.echo(describe_plan(plan, next_name(loaded.config.name, folder)), err=True)
-    created = create_run(loaded.config, plan, ["trainkit", *sys.argv[1:]], folder)
-    print_created(created)
-    entry = start_run(created.run, loaded.config, plan, "run")
-    click.echo(str(created.run.path))
-    return created.run.attempt(entry.attempt)
+    run, _, entry = _start(loaded.config, plan, folder)
+    click.echo(str(run.path))
+    return run.attempt(entry.attempt)
 
 
 def _step_target(task: SlurmTask, num_procs: int | None) -> tuple[tuple[int, ...], Target]:
