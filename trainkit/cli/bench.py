@@ -26,7 +26,7 @@ from trainkit.bench.summary import (
     write_summary,
 )
 from trainkit.cli import options
-from trainkit.cli.help import Group, as_group, examples, terminal_width, warn
+from trainkit.cli.help import Group, as_group, examples, option, terminal_width, warn
 from trainkit.cli.output import echo_json, echo_result
 from trainkit.cli.started import describe_plan, print_created
 from trainkit.cli.submit import GroupRequest, sweep_option
@@ -88,22 +88,19 @@ def _bench_options(what: str, folder: str) -> Callable[[options.Function], optio
     at_once = "Maximum runs in parallel; default: 1, so that none disturbs another."
     collect = "Write the summary of the bench in DIR; start nothing."
     return options.combined(
-        click.option(
-            "--steps", type=count, default=STEPS, metavar="N", help=f"Steps per run; default: {STEPS}."
-        ),
-        click.option(
-            "--warmup",
+        option("--steps N", f"Steps per run; default: {STEPS}.", type=count, default=STEPS),
+        option(
+            "--warmup K",
+            f"Warm-up steps, not measured; default: {WARMUP}.",
             type=click.IntRange(min=0),
             default=WARMUP,
-            metavar="K",
-            help=f"Warm-up steps, not measured; default: {WARMUP}.",
         ),
-        click.option("--repeats", type=count, default=1, metavar="N", help=repeats),
-        click.option("--out", metavar="DIR", help=f"Folder of the bench, new or empty; default: {folder}."),
-        click.option("--at-once", type=count, default=1, metavar="N", help=at_once),
-        click.option("--follow", is_flag=True, help="On Slurm: wait for the runs and write the summary."),
-        click.option("--dry-run", is_flag=True, help=f"Print the {what} that would run; start nothing."),
-        click.option("--collect", metavar="DIR", help=collect),
+        option("--repeats N", repeats, type=count, default=1),
+        option("--out DIR", f"Folder of the bench, new or empty; default: {folder}."),
+        option("--at-once N", at_once, type=count, default=1),
+        option("--follow", "On Slurm: wait for the runs and write the summary."),
+        option("--dry-run", f"Print the {what} that would run; start nothing."),
+        option("--collect DIR", collect),
         options.json_option,
     )
 
@@ -120,12 +117,11 @@ def _bench_options(what: str, folder: str) -> Callable[[options.Function], optio
     )
 )
 @options.config_options_unless("collect")
-@click.option(
-    "--layout",
-    "layouts",
+@option(
+    "--layout KEY=N,KEY=N,…",
+    "Layout, as keys of the section parallel; repeatable. Default: all possible layouts.",
+    name="layouts",
     multiple=True,
-    metavar="KEY=N,KEY=N,…",
-    help="Layout, as keys of the section parallel; repeatable. Default: all possible layouts.",
 )
 @_bench_options("layouts", "runs/NAME-layouts")
 def layouts(request: options.ConfigRequest | None, layouts: tuple[str, ...], **typed: Any) -> int:

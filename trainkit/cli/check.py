@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from trainkit.cli.help import as_command, terminal_width, warn
+from trainkit.cli.help import as_command, option, terminal_width, warn
 from trainkit.cli.options import ConfigRequest, choosing_config_options, gpu_type_option, json_option
 from trainkit.errors import EXIT_OK, ConfigError, SlurmError, TrainkitError, UsageError
 from trainkit.formats import plural
@@ -32,33 +32,26 @@ if TYPE_CHECKING:
 )
 @choosing_config_options
 @gpu_type_option
-@click.option("--show-origin", is_flag=True, help="Print every value with its origin.")
+@option("--show-origin", "Print every value with its origin.")
 @click.option(
     "--estimate/--no-estimate",
     "estimate",
     default=None,
     help="Require Slurm's estimate of the start time; default: print it if Slurm answers.",
 )
-@click.option(
-    "--simulate-world",
-    "world_size",
+@option(
+    "--simulate-world N",
+    "Check for N GPUs instead, and simulate a step of one of the N ranks without allocating memory.",
+    name="world_size",
     type=click.IntRange(min=1),
-    metavar="N",
-    help="Check for N GPUs instead, and simulate a step of one of the N ranks without allocating memory.",
 )
-@click.option("--rank", type=click.IntRange(min=0), metavar="N", help="Rank to simulate; default: 0.")
-@click.option(
+@option("--rank N", "Rank to simulate; default: 0.", type=click.IntRange(min=0))
+@option(
     "--task-smoke",
-    "smoke",
-    is_flag=True,
-    help="Try your own task too: a few samples forward and backward on this machine's CPU.",
+    "Try your own task too: a few samples forward and backward on this machine's CPU.",
+    name="smoke",
 )
-@click.option(
-    "--test-notification",
-    "test_notification",
-    is_flag=True,
-    help="Send a test message to the webhook of notify.",
-)
+@option("--test-notification", "Send a test message to the webhook of notify.")
 @json_option
 def command(
     request: ConfigRequest,

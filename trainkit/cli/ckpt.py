@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 
 from trainkit.backends.jobs import require_not_running
-from trainkit.cli.help import as_group, examples, terminal_width
+from trainkit.cli.help import as_group, examples, option, terminal_width
 from trainkit.cli.options import COUNT, INDEX, json_option, refuse_untrusted, run_argument, trust_option
 from trainkit.cli.output import echo_json, echo_result
 from trainkit.errors import EXIT_FAILED, EXIT_OK, UsageError
@@ -67,7 +67,7 @@ def ls(run_name: str, as_json: bool) -> int:
 
 @command.command(epilog=examples("trainkit ckpt verify last", "trainkit ckpt verify last --json"))
 @run_argument
-@click.option("--step", type=INDEX, metavar="N", help="Only the checkpoint of this step.")
+@option("--step N", "Only the checkpoint of this step.", type=INDEX)
 @json_option
 def verify(run_name: str, step: int | None, as_json: bool) -> int:
     """Compare every file of RUN's published checkpoints with its hash; exit code 1 when one differs.
@@ -93,10 +93,8 @@ def verify(run_name: str, step: int | None, as_json: bool) -> int:
     )
 )
 @run_argument
-@click.option(
-    "--keep-last", type=COUNT, metavar="N", required=True, help="Number of newest checkpoints to keep."
-)
-@click.option("--dry-run", is_flag=True, help="Only print what would be removed.")
+@option("--keep-last N", "Number of newest checkpoints to keep.", type=COUNT, required=True)
+@option("--dry-run", "Only print what would be removed.")
 @json_option
 def prune(run_name: str, keep_last: int, dry_run: bool, as_json: bool) -> int:
     """Delete the checkpoints of RUN except the newest N, the best one, and the newest intact one.
@@ -131,24 +129,24 @@ def prune(run_name: str, keep_last: int, dry_run: bool, as_json: bool) -> int:
     )
 )
 @run_argument
-@click.option("--out", "out_name", type=click.Path(path_type=Path), required=True, help="Folder to create.")
-@click.option("--step", type=INDEX, metavar="N", help="The checkpoint of this step.")
-@click.option(
+@option("--out", "Folder to create.", name="out_name", type=click.Path(path_type=Path), required=True)
+@option("--step N", "The checkpoint of this step.", type=INDEX)
+@option(
     "--format",
-    "format_name",
+    "Files that transformers loads; a task of your own writes what it wants.",
+    name="format_name",
     type=click.Choice(["hf"]),
     default="hf",
     show_default=True,
-    help="Files that transformers loads; a task of your own writes what it wants.",
 )
-@click.option(
+@option(
     "--dtype",
+    "Data type of the weights.",
     type=click.Choice(["fp32", "bf16", "fp16"]),
     default="fp32",
     show_default=True,
-    help="Data type of the weights.",
 )
-@click.option("--merge", is_flag=True, help="Add the adapters of model.lora to the model.")
+@option("--merge", "Add the adapters of model.lora to the model.")
 @trust_option
 @json_option
 def export(

@@ -12,7 +12,7 @@ from statistics import median
 import click
 
 from trainkit.cli.choose_runs import command_values
-from trainkit.cli.help import as_command, complete_run, terminal_width, warn
+from trainkit.cli.help import as_command, complete_run, option, terminal_width, warn
 from trainkit.cli.options import json_option
 from trainkit.cli.output import echo_json, masked
 from trainkit.cli.status import find_any, look_at
@@ -30,7 +30,7 @@ MAX_CELL = 40
 
 @as_command("trainkit compare a b", "trainkit compare lr-sweep --csv")
 @click.argument("names", metavar="RUN…", nargs=-1, required=True, shell_complete=complete_run)
-@click.option("--csv", "as_csv", is_flag=True, help="Print one line of comma-separated values per run.")
+@option("--csv", "Print one line of comma-separated values per run.", name="as_csv")
 @json_option
 def command(names: tuple[str, ...], as_csv: bool, as_json: bool) -> int:
     """Compare runs: what each reached, and the config keys in which they differ.

@@ -13,7 +13,7 @@ import click
 
 from trainkit.backends.jobs import live_entry
 from trainkit.cli import options
-from trainkit.cli.help import as_command
+from trainkit.cli.help import as_command, option
 from trainkit.cli.output import echo_json
 from trainkit.control.cancel import cancel_group, cancel_run
 from trainkit.errors import EXIT_FAILED, EXIT_OK, TrainkitError, UsageError
@@ -32,8 +32,8 @@ WAIT_S = 20.0
 
 @as_command("trainkit cancel last", "trainkit cancel last --wait", "trainkit cancel last --now")
 @options.run_argument
-@click.option("--now", is_flag=True, help="Kill the run immediately, without saving.")
-@click.option("--wait", is_flag=True, help="Wait until the run has ended.")
+@option("--now", "Kill the run immediately, without saving.")
+@option("--wait", "Wait until the run has ended.")
 @options.json_option
 def cancel(run_name: str, now: bool, wait: bool, as_json: bool) -> int:
     """Cancel RUN: it saves and exits, or is killed after the grace time.
@@ -87,7 +87,7 @@ def requeue(run_name: str, as_json: bool) -> int:
 
 @as_command("trainkit stacks last", "trainkit stacks last --rank 1", "trainkit stacks last --json")
 @options.run_argument
-@click.option("--rank", type=options.INDEX, metavar="R", help="Print all threads of this rank.")
+@option("--rank R", "Print all threads of this rank.", type=options.INDEX)
 @options.json_option
 def stacks(run_name: str, rank: int | None, as_json: bool) -> int:
     """Print the Python stacks of RUN's ranks, grouping ranks with identical stacks.
@@ -187,9 +187,7 @@ def _position(group: Sequence[Reply]) -> str:
 
 @as_command("trainkit attach last", "trainkit attach last --node 1")
 @options.run_argument
-@click.option(
-    "--node", type=options.INDEX, default=0, metavar="N", help="Node of the job, counted from 0; default: 0."
-)
+@option("--node N", "Node of the job, counted from 0; default: 0.", type=options.INDEX, default=0)
 def attach(run_name: str, node: int) -> NoReturn:
     """Open a shell on a node of RUN's job, next to its processes."""
     from trainkit.control import shell
@@ -199,7 +197,7 @@ def attach(run_name: str, node: int) -> NoReturn:
 
 @as_command("trainkit debug last", "trainkit debug last --rank 5")
 @options.run_argument
-@click.option("--rank", type=options.INDEX, default=0, metavar="R", help="The rank; default: 0.")
+@option("--rank R", "The rank; default: 0.", type=options.INDEX, default=0)
 def debug(run_name: str, rank: int) -> int:
     """Debug a rank of RUN that waits at breakpoint(), with Python's debugger in this terminal.
 
@@ -222,7 +220,7 @@ def debug(run_name: str, rank: int) -> int:
 @options.set_option
 @options.slurm_options
 @options.shape_options
-@click.option("--dry-run", is_flag=True, help="Print the command and the shell's startup file; run nothing.")
+@option("--dry-run", "Print the command and the shell's startup file; run nothing.")
 def shell(
     config: str | None, profile: str | None, overrides: tuple[str, ...], dry_run: bool, **typed: Any
 ) -> int:

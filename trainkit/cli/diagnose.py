@@ -8,11 +8,9 @@ from dataclasses import asdict
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
-import click
-
 from trainkit.backends import JobStatus
 from trainkit.backends.jobs import query_job_status
-from trainkit.cli.help import as_command, warn
+from trainkit.cli.help import as_command, option, warn
 from trainkit.cli.options import COUNT, json_option, run_argument
 from trainkit.cli.output import echo_result
 from trainkit.errors import EXIT_OK
@@ -37,9 +35,7 @@ _UNBROKEN = "\0"
     "trainkit diagnose last --json",
 )
 @run_argument
-@click.option(
-    "--attempt", "number", type=COUNT, metavar="A", help="Attempt to diagnose; default: the newest."
-)
+@option("--attempt A", "Attempt to diagnose; default: the newest.", name="number", type=COUNT)
 @json_option
 def command(run_name: str, number: int | None, as_json: bool) -> int:
     """Name the first failing rank of RUN, the cause with its evidence, and what to do.

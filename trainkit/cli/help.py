@@ -106,6 +106,17 @@ def as_group(*lines: str, cls: type[click.Group] = Group) -> Callable[[Function]
     return click.group(cls=cls, epilog=examples(*lines))
 
 
+def option(shown: str, text: str, name: str = "", **rules: Any) -> Callable[[Any], Any]:
+    """An option, as its help shows it: ``--step N`` has a value, ``--merge`` alone is a flag.
+
+    `name` is the parameter that gets the value, unless it is that of the option.
+    """
+    flag, _, metavar = shown.partition(" ")
+    is_flag = not metavar and not rules
+    rules |= {"metavar": metavar} if metavar else {}
+    return click.option(*filter(None, (flag, name)), help=text, is_flag=is_flag, **rules)
+
+
 Items = list[CompletionItem]
 MAX_RUNS = 200
 """Completion proposes the newest runs: a shell waits for it."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from trainkit import __version__
+from trainkit.cli.help import option
 from trainkit.cli.logs import kept_terminal, print_end, show_rank_0
 from trainkit.cli.options import combined
 from trainkit.cli.started import print_started
@@ -39,18 +40,16 @@ LOCK_TIMEOUT_S = 10.0
 
 
 host_options = combined(
-    click.option(
-        "--node-rank",
+    option(
+        "--node-rank I",
+        "Node rank of this host, from 0; start the same command on every host.",
         type=click.IntRange(min=0),
-        metavar="I",
-        help="Node rank of this host, from 0; start the same command on every host.",
     ),
-    click.option("--master-addr", metavar="HOST", help="Address of the host with --node-rank 0."),
-    click.option(
-        "--master-port",
+    option("--master-addr HOST", "Address of the host with --node-rank 0."),
+    option(
+        "--master-port PORT",
+        "Free port of that host, the same on every host.",
         type=click.IntRange(1, 65_535),
-        metavar="PORT",
-        help="Free port of that host, the same on every host.",
     ),
 )
 

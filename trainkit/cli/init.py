@@ -12,7 +12,7 @@ from shlex import quote
 
 import click
 
-from trainkit.cli.help import as_command
+from trainkit.cli.help import as_command, option
 from trainkit.cli.options import json_option
 from trainkit.cli.output import echo_result
 from trainkit.errors import EXIT_OK, UsageError
@@ -28,13 +28,9 @@ PROFILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
     "trainkit init --cluster big --dir experiments",
     "trainkit init --json",
 )
-@click.option("--cluster", "name", metavar="NAME", help="Name of the profile; default: the cluster's name.")
-@click.option(
-    "--dir", "folder", metavar="DIR", default=".", help="Folder of the run config; default: the current one."
-)
-@click.option(
-    "--task", "task", metavar="NAME", help="Write NAME.py, a task of your own, its config and its test."
-)
+@option("--cluster NAME", "Name of the profile; default: the cluster's name.", name="name")
+@option("--dir DIR", "Folder of the run config; default: the current one.", name="folder", default=".")
+@option("--task NAME", "Write NAME.py, a task of your own, its config and its test.")
 @json_option
 def command(name: str | None, folder: str, task: str | None, as_json: bool) -> int:
     """Write the profile of this cluster and a first run config; existing files are kept.

@@ -16,7 +16,7 @@ import click
 
 from trainkit.backends import SUPERVISOR_EXIT_S, backend_of
 from trainkit.backends.jobs import liveness_probe
-from trainkit.cli.help import as_command
+from trainkit.cli.help import as_command, option
 from trainkit.cli.options import COUNT, INDEX, run_argument
 from trainkit.cli.output import escaped
 from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, UsageError
@@ -44,11 +44,11 @@ SHOW_S = 0.1
 @click.option(
     "-f", "--follow", "following", is_flag=True, help="Follow the log, across attempts, until the run ends."
 )
-@click.option("--rank", type=INDEX, metavar="R", help="Rank to print; default: 0.")
-@click.option("--node", type=INDEX, metavar="N", help="Print all ranks of this node and its agent.")
-@click.option("--all", "all_ranks", is_flag=True, help="Print all ranks, agents and the supervisor.")
-@click.option("--attempt", "number", type=COUNT, metavar="A", help="Attempt to print; default: the newest.")
-@click.option("--lines", type=INDEX, metavar="N", help="Print only the last N lines.")
+@option("--rank R", "Rank to print; default: 0.", type=INDEX)
+@option("--node N", "Print all ranks of this node and its agent.", type=INDEX)
+@option("--all", "Print all ranks, agents and the supervisor.", name="all_ranks")
+@option("--attempt A", "Attempt to print; default: the newest.", name="number", type=COUNT)
+@option("--lines N", "Print only the last N lines.", type=INDEX)
 def command(
     run_name: str,
     following: bool,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trainkit.cli.help import as_command, terminal_width
+from trainkit.cli.help import as_command, option, terminal_width
 from trainkit.cli.options import COUNT, ConfigRequest, config_options, json_option
 from trainkit.cluster.machine import detect_machine
 from trainkit.errors import EXIT_FAILED, EXIT_OK, ConfigError, UsageError
@@ -38,35 +38,30 @@ if TYPE_CHECKING:
     "trainkit plan quickstart --gpus 2 --gpu-type rtx4090 --profile balanced --json",
 )
 @config_options
-@click.option("--gpus", type=COUNT, metavar="N", help="Total number of GPUs, in full nodes.")
-@click.option("--gpu-type", "planned_type", metavar="TYPE", help="GPU type; default: that of the run.")
-@click.option("--all", "show_all", is_flag=True, help="Also list layouts that do not fit.")
-@click.option(
-    "--limit", type=COUNT, default=10, show_default=True, metavar="N", help="Maximum number of layouts."
-)
-@click.option(
-    "--failures-per-node-day",
+@option("--gpus N", "Total number of GPUs, in full nodes.", type=COUNT)
+@option("--gpu-type TYPE", "GPU type; default: that of the run.", name="planned_type")
+@option("--all", "Also list layouts that do not fit.", name="show_all")
+@option("--limit N", "Maximum number of layouts.", type=COUNT, default=10, show_default=True)
+@option(
+    "--failures-per-node-day RATE",
+    "Failures of a node per day, for the share of effective time.",
     type=click.FloatRange(min=0, min_open=True),
     default=FAILURES_PER_NODE_DAY,
     show_default=True,
-    metavar="RATE",
-    help="Failures of a node per day, for the share of effective time.",
 )
-@click.option(
-    "--restart-s",
+@option(
+    "--restart-s S",
+    "Seconds from a failure to the next step.",
     type=click.FloatRange(min=0),
     default=RESTART_S,
     show_default=True,
-    metavar="S",
-    help="Seconds from a failure to the next step.",
 )
-@click.option(
-    "--save-s",
+@option(
+    "--save-s S",
+    "Seconds for which a checkpoint holds up the ranks.",
     type=click.FloatRange(min=0, min_open=True),
     default=SAVE_S,
     show_default=True,
-    metavar="S",
-    help="Seconds for which a checkpoint holds up the ranks.",
 )
 @json_option
 def command(

@@ -9,7 +9,7 @@ from shlex import quote
 
 import click
 
-from trainkit.cli.help import as_command, warn
+from trainkit.cli.help import as_command, option, warn
 from trainkit.cli.options import json_option, run_argument
 from trainkit.cli.output import echo_result
 from trainkit.cli.status import find_any, look_at, query_group
@@ -21,9 +21,7 @@ from trainkit.run.rundir import RunDir
 
 @as_command("trainkit report last", "trainkit report last --json")
 @run_argument
-@click.option(
-    "--out", type=click.Path(path_type=Path), metavar="FILE", help="New file; default: in the folder of RUN."
-)
+@option("--out FILE", "New file; default: in the folder of RUN.", type=click.Path(path_type=Path))
 @json_option
 def command(run_name: str, out: Path | None, as_json: bool) -> int:
     """Write report.html in the folder of RUN and print its path.

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from trainkit.cli import options
-from trainkit.cli.help import as_command, terminal_width, warn
+from trainkit.cli.help import as_command, option, terminal_width, warn
 from trainkit.cli.hosts import host_options, host_place, hosts_target, run_on_hosts
 from trainkit.cli.logs import follow_detachable
 from trainkit.cli.output import echo_result
@@ -32,11 +32,11 @@ from trainkit.run.registry import find_run_or_group, one_run
 @options.slurm_options
 @options.set_option
 @options.backend_option
-@click.option("--new-code", is_flag=True, help="Use the current code instead of the run's snapshot.")
-@click.option("--as", "fork_dir", metavar="DIR", help="Resume in a new run folder and leave RUN unchanged.")
+@option("--new-code", "Use the current code instead of the run's snapshot.")
+@option("--as DIR", "Resume in a new run folder and leave RUN unchanged.", name="fork_dir")
 @options.now_option
 @options.trust_option
-@click.option("--follow", is_flag=True, help="Show rank 0's log until the run ends; Ctrl-C detaches.")
+@option("--follow", "Show rank 0's log until the run ends; Ctrl-C detaches.")
 @options.json_option
 def command(
     run_name: str,

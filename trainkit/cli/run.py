@@ -19,7 +19,7 @@ import click
 
 from trainkit.backends import backend_of
 from trainkit.cli import options
-from trainkit.cli.help import as_command
+from trainkit.cli.help import as_command, option
 from trainkit.cli.hosts import host_options, host_place, hosts_target, run_on_hosts
 from trainkit.cli.logs import follow_run, kept_terminal, print_end, show_rank_0
 from trainkit.cli.options import ConfigRequest
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 )
 @options.one_node_config_options
 @host_options
-@click.option("--run-dir", metavar="DIR", help="Exact run folder, new or empty; default: runs/NAME.")
+@option("--run-dir DIR", "Exact run folder, new or empty; default: runs/NAME.")
 @options.launcher_option
 @click.option(
     "--debug",
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     metavar="[RANK|debugpy]",
     help="Give the terminal to this rank, for breakpoint(); default: 0. debugpy waits for an editor.",
 )
-@click.option("--post-mortem", is_flag=True, help="Debug that rank where an exception ends it.")
+@option("--post-mortem", "Debug that rank where an exception ends it.")
 def command(
     request: ConfigRequest,
     run_dir: str | None,

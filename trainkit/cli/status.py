@@ -19,7 +19,7 @@ from trainkit.backends.jobs import (
     query_jobs_or_warn,
     status_from_jobs,
 )
-from trainkit.cli.help import as_command, complete_run, terminal_width, warn
+from trainkit.cli.help import as_command, complete_run, option, terminal_width, warn
 from trainkit.cli.options import json_option
 from trainkit.cli.output import echo_json, echo_result
 from trainkit.errors import EXIT_OK, UsageError
@@ -47,14 +47,10 @@ MAX_REASON = 60
 
 @as_command("trainkit status", "trainkit status --all", "trainkit status last --json")
 @click.argument("run_name", metavar="[RUN]", required=False, shell_complete=complete_run)
-@click.option("--all", "show_all", is_flag=True, help="Show every run instead of the newest ones.")
-@click.option(
-    "--where", multiple=True, metavar="KEY=VALUE", help="Show all runs with this value; repeatable."
-)
-@click.option("--tag", "tags", multiple=True, metavar="TAG", help="Show all runs with this tag; repeatable.")
-@click.option(
-    "--sort", "sort_key", metavar="KEY", help="Sort all runs by loss, val_loss, tokens_per_s or a config key."
-)
+@option("--all", "Show every run instead of the newest ones.", name="show_all")
+@option("--where KEY=VALUE", "Show all runs with this value; repeatable.", multiple=True)
+@option("--tag TAG", "Show all runs with this tag; repeatable.", name="tags", multiple=True)
+@option("--sort KEY", "Sort all runs by loss, val_loss, tokens_per_s or a config key.", name="sort_key")
 @json_option
 def command(
     run_name: str | None,

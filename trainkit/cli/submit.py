@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from trainkit.cli import options
-from trainkit.cli.help import as_command, terminal_width, warn
+from trainkit.cli.help import as_command, option, terminal_width, warn
 from trainkit.cli.output import echo_result
 from trainkit.cli.started import describe_plan, print_created
 from trainkit.errors import EXIT_OK, ConfigError, UsageError
@@ -129,7 +129,7 @@ def _with_seed(loaded: LoadedConfig, seed: int, origin: str) -> LoadedConfig | C
 
 def sweep_option(help_text: str) -> Callable[[options.Function], options.Function]:
     """``--sweep KEY=V,V,…``, repeatable, given as `sweeps`."""
-    return click.option("--sweep", "sweeps", multiple=True, metavar="KEY=V,V,…", help=help_text)
+    return option("--sweep KEY=V,V,…", help_text, name="sweeps", multiple=True)
 
 
 @as_command(
@@ -145,19 +145,18 @@ def sweep_option(help_text: str) -> Callable[[options.Function], options.Functio
 @options.choosing_config_options
 @options.gpu_type_option
 @sweep_option("One run per value, and per combination of several --sweep.")
-@click.option(
-    "--array",
-    metavar="SPEC",
-    help="One run per index, as in 0-9 or 1,3,5, with consecutive seeds; %4 runs at most 4 at once.",
+@option(
+    "--array SPEC",
+    "One run per index, as in 0-9 or 1,3,5, with consecutive seeds; %4 runs at most 4 at once.",
 )
 @options.after_option
 @options.now_option
 @options.trust_option
-@click.option("--run-dir", metavar="DIR", help="Exact run folder, new or empty; default: runs/NAME.")
+@option("--run-dir DIR", "Exact run folder, new or empty; default: runs/NAME.")
 @options.launcher_option
-@click.option("--dry-run", is_flag=True, help="Print what would be submitted; write and start nothing.")
-@click.option("--test-only", is_flag=True, help="Ask Slurm when the job would start; submit nothing.")
-@click.option("--follow", is_flag=True, help="Show rank 0's log until the run ends; Ctrl-C detaches.")
+@option("--dry-run", "Print what would be submitted; write and start nothing.")
+@option("--test-only", "Ask Slurm when the job would start; submit nothing.")
+@option("--follow", "Show rank 0's log until the run ends; Ctrl-C detaches.")
 @options.json_option
 def command(
     request: options.ConfigRequest,

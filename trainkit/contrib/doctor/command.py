@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from trainkit.cli import options
-from trainkit.cli.help import as_command
+from trainkit.cli.help import as_command, option
 from trainkit.cli.output import echo_json
 from trainkit.errors import EXIT_FAILED, EXIT_OK
 from trainkit.formats import plural
@@ -32,18 +32,16 @@ MARKS = {"ok": "ok     ", "warning": "warning", "failure": "FAILURE"}
     "trainkit doctor --json",
 )
 @options.config_argument
-@click.option(
-    "--quick", is_flag=True, help="Leave out what takes seconds: torch, and most of the write test."
-)
+@option("--quick", "Leave out what takes seconds: torch, and most of the write test.")
 @options.set_option
 @options.slurm_options
 @options.shape_options
-@click.option(
+@option(
     "--run-dir",
+    "Folder in which runs will be.",
     type=click.Path(path_type=Path, file_okay=False),
     default=Path("runs"),
     show_default=True,
-    help="Folder in which runs will be.",
 )
 @options.json_option
 def command(

@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 
 from trainkit.cli import options
-from trainkit.cli.help import as_command, terminal_width
+from trainkit.cli.help import as_command, option, terminal_width
 from trainkit.cli.output import echo_json, echo_result
 from trainkit.cli.started import describe_plan, print_created
 from trainkit.config import LoadedConfig, RunConfig
@@ -65,23 +65,10 @@ REFERENCE, NOT_DETERMINISTIC = "uninterrupted", "not-deterministic"
 )
 @options.config_options
 @options.launcher_option
-@click.option(
-    "--steps",
-    type=click.IntRange(min=MIN_STEPS),
-    metavar="N",
-    help=f"Steps of each run; default: {DEFAULT_STEPS}.",
-)
-@click.option("--seed", type=int, default=0, metavar="N", help="Seed for choosing times and targets.")
-@click.option(
-    "--only",
-    type=click.Choice(NAMES),
-    multiple=True,
-    metavar="NAME",
-    help="Run only this scenario; repeatable.",
-)
-@click.option(
-    "--list", "only_list", is_flag=True, help="List the scenarios and which are possible here; run nothing."
-)
+@option("--steps N", f"Steps of each run; default: {DEFAULT_STEPS}.", type=click.IntRange(min=MIN_STEPS))
+@option("--seed N", "Seed for choosing times and targets.", type=int, default=0)
+@option("--only NAME", "Run only this scenario; repeatable.", type=click.Choice(NAMES), multiple=True)
+@option("--list", "List the scenarios and which are possible here; run nothing.", name="only_list")
 @options.json_option
 def command(
     request: options.ConfigRequest,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from trainkit.cli import options
-from trainkit.cli.help import as_command, complete_run, warn
+from trainkit.cli.help import as_command, complete_run, option, warn
 from trainkit.errors import EXIT_FAILED, EXIT_OK, UsageError
 from trainkit.formats import there_are
 
@@ -41,25 +41,20 @@ SHAPE_KEYS = ("resources.nodes", "resources.gpus_per_node")
     "trainkit replay last --step 20 --submit --time 10 --follow",
 )
 @click.argument("run_name", metavar="[RUN]", required=False, shell_complete=complete_run)
-@click.option("--step", "steps", metavar="N[..M]", help="Step, or range of steps.")
-@click.option(
-    "--layout",
-    metavar="LAYOUT",
+@option("--step N[..M]", "Step, or range of steps.", name="steps")
+@option(
+    "--layout LAYOUT",
+    "`same` as in the run, `single` for one process, or as in tp=2,dp_shard=2.",
     default="same",
     show_default=True,
-    help="`same` as in the run, `single` for one process, or as in tp=2,dp_shard=2.",
 )
 @options.shape_options
-@click.option("--submit", is_flag=True, help="Compute in a job: on Slurm where there is one.")
+@option("--submit", "Compute in a job: on Slurm where there is one.")
 @options.job_options
-@click.option("--run-dir", metavar="DIR", help="Folder of the job, new or empty; default: runs/NAME-replay.")
-@click.option("--follow", is_flag=True, help="Wait for the job and compare; Ctrl-C detaches.")
-@click.option(
-    "--collect",
-    metavar="JOB",
-    help="Compare what a job computed, by its folder, name or job id; start nothing.",
-)
-@click.option("--keep", is_flag=True, help="Without --submit: keep the folder of the replay, with its logs.")
+@option("--run-dir DIR", "Folder of the job, new or empty; default: runs/NAME-replay.")
+@option("--follow", "Wait for the job and compare; Ctrl-C detaches.")
+@option("--collect JOB", "Compare what a job computed, by its folder, name or job id; start nothing.")
+@option("--keep", "Without --submit: keep the folder of the replay, with its logs.")
 @options.trust_option
 @options.json_option
 def command(
@@ -274,10 +269,8 @@ def _shown(values: dict[str, float | None]) -> str:
     short_help="Show the samples of a step of a run.",
 )
 @options.run_argument
-@click.option("--step", type=click.IntRange(min=1), required=True, metavar="N", help="Step of the run.")
-@click.option(
-    "--rank", type=click.IntRange(min=0), metavar="R", help="Only the samples that this rank reads."
-)
+@option("--step N", "Step of the run.", type=click.IntRange(min=1), required=True)
+@option("--rank R", "Only the samples that this rank reads.", type=click.IntRange(min=0))
 @options.trust_option
 @options.json_option
 def show(run_name: str, step: int, rank: int | None, as_json: bool) -> int:

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 import click
 
-from trainkit.cli.help import as_command
+from trainkit.cli.help import as_command, option
 from trainkit.cli.options import json_option, run_argument
 from trainkit.errors import EXIT_FAILED, EXIT_OK, UsageError
 from trainkit.folders import user_name
@@ -58,8 +58,8 @@ def sync(run_name: str, as_json: bool) -> int:
 
 @as_command("trainkit ui last", "trainkit ui last --tool mlflow --port 5001")
 @run_argument
-@click.option("--tool", type=click.Choice(list(PORTS)), default="tensorboard", help="The program to start.")
-@click.option("--port", type=click.IntRange(1, 65535), help="Port; by default that of the program.")
+@option("--tool", "The program to start.", type=click.Choice(list(PORTS)), default="tensorboard")
+@option("--port", "Port; by default that of the program.", type=click.IntRange(1, 65535))
 def ui(run_name: str, tool: str, port: int | None) -> None:
     """Show the curves of RUN in a browser.
 
