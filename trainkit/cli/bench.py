@@ -29,7 +29,7 @@ from trainkit.cli import options
 from trainkit.cli.help import Group, as_group, examples, option, terminal_width, warn
 from trainkit.cli.output import echo_json, echo_result
 from trainkit.cli.started import describe_plan, print_created
-from trainkit.cli.submit import GroupRequest, sweep_option
+from trainkit.cli.submit import group_points, sweep_option
 from trainkit.control.cancel import cancel_group
 from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, UsageError
 from trainkit.folders import shown_path
@@ -164,7 +164,7 @@ def settings(request: options.ConfigRequest | None, sweeps: tuple[str, ...], **t
     def plan(asked: BenchRequest, config: options.ConfigRequest) -> PlannedBench:
         if not sweeps:
             raise UsageError("no --sweep", hint="for example --sweep train.device_batch_size=4,8,16")
-        return plan_settings(asked, GroupRequest(sweeps, None).points(config, TRAINER)[1])
+        return plan_settings(asked, group_points(config, TRAINER, sweeps, None)[1])
 
     return _bench(plan, request, **typed)
 

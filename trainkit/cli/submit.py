@@ -45,51 +45,41 @@ class RepeatRequest(options.ConfigRequest):
         return load_again(self.run, self.overrides, self.flags, self.profile)[0]
 
 
-@dataclass(frozen=True)
-class GroupRequest:
-    """The points of a sweep or array."""
+def group_points(
+    request: options.ConfigRequest, workload: Workload, sweeps: Sequence[str], array: str | None
+) -> tuple[ArraySpec | None, Iterator[LoadedPoint]]:
+    """The array, None for a run, and the config of every point; a group can have 100,000 points.
 
-    sweeps: tuple[str, ...]
-    array: str | None
+    A COMMAND may contain swept keys. Without --sweep the points of an array get consecutive seeds, unless
+    they run a COMMAND. Raises UsageError for invalid options, and ConfigError for an invalid config.
+    """
+    from trainkit.launch.submission import ArraySpec, LoadedPoint, parse_array
+    from trainkit.plan.sweep import sweep_points
 
-    def __bool__(self) -> bool:
-        return bool(self.sweeps) or self.array is not None
-
-    def points(
-        self, request: options.ConfigRequest, workload: Workload
-    ) -> tuple[ArraySpec | None, Iterator[LoadedPoint]]:
-        """The array, None for a run, and the config of every point; a group can have 100,000 points.
-
-        A COMMAND may contain swept keys. Without --sweep the points of an array get consecutive seeds, unless
-        they run a COMMAND. Raises UsageError for invalid options, and ConfigError for an invalid config.
-        """
-        from trainkit.launch.submission import ArraySpec, LoadedPoint, parse_array
-        from trainkit.plan.sweep import sweep_points
-
-        spec = None if self.array is None else parse_array(self.array)
-        if self.sweeps:
-            if spec is not None and spec.indices:
-                raise UsageError(
-                    f"--array {self.array}: --sweep numbers its points itself",
-                    hint="with --sweep, --array only sets a limit, as in --array %4",
-                )
-            found = sweep_points(self.sweeps, workload.argv)
-            limit = None if spec is None else spec.limit
-            return ArraySpec(tuple(range(len(found))), limit), swept(request, found)
-        loaded = request.load_to_plan(workload)
-        if spec is None:
-            return None, iter([LoadedPoint(0, {}, loaded)])
-        if not spec.indices:
+    spec = None if array is None else parse_array(array)
+    if sweeps:
+        if spec is not None and spec.indices:
             raise UsageError(
-                f"--array {self.array} limits how many tasks run at once, but names no tasks",
-                hint="for example --array 0-9%4",
+                f"--array {array}: --sweep numbers its points itself",
+                hint="with --sweep, --array only sets a limit, as in --array %4",
             )
-        if workload.is_command:
-            return spec, (LoadedPoint(index, {}, loaded) for index in spec.indices)
-        seeds = ((index, loaded.config.seed + index) for index in spec.indices)
-        return spec, (
-            LoadedPoint(index, {"seed": seed}, _with_seed(loaded, seed, "--array")) for index, seed in seeds
+        found = sweep_points(sweeps, workload.argv)
+        limit = None if spec is None else spec.limit
+        return ArraySpec(tuple(range(len(found))), limit), swept(request, found)
+    loaded = request.load_to_plan(workload)
+    if spec is None:
+        return None, iter([LoadedPoint(0, {}, loaded)])
+    if not spec.indices:
+        raise UsageError(
+            f"--array {array} limits how many tasks run at once, but names no tasks",
+            hint="for example --array 0-9%4",
         )
+    if workload.is_command:
+        return spec, (LoadedPoint(index, {}, loaded) for index in spec.indices)
+    seeds = ((index, loaded.config.seed + index) for index in spec.indices)
+    return spec, (
+        LoadedPoint(index, {"seed": seed}, _with_seed(loaded, seed, "--array")) for index, seed in seeds
+    )
 
 
 def swept(request: options.ConfigRequest, found: Sequence[JsonObject]) -> Iterator[LoadedPoint]:
@@ -186,7 +176,7 @@ def command(
     """
     from trainkit.launch.submission import plan_submission
 
-    group, workload = GroupRequest(sweeps, array), options.trailing_workload(launcher)
+    is_group, workload = bool(sweeps) or array is not None, options.trailing_workload(launcher)
     folder = options.named_folder(run_dir)
     request, workload, repeated = _repeated(request, workload)
     if repeated is not None:
@@ -195,11 +185,11 @@ def command(
         folder = None if folder is None else folder.absolute()
         after = tuple(str(Path(name).absolute()) if Path(name).is_dir() else name for name in after)
         click.get_current_context().with_resource(submission_folder(repeated.run, takes_new_code=True))
-    if group and follow:
+    if is_group and follow:
         raise UsageError(
             "--follow follows one run, not a group", hint="`trainkit logs GROUP/0 -f` follows one of them"
         )
-    if group and now:
+    if is_group and now:
         raise UsageError(
             "--now starts one run, not a group, whose runs share what is free", hint="remove --now"
         )
@@ -207,7 +197,7 @@ def command(
     spec: ArraySpec | None = None
     choice: Choice | None = None
     if request.chooses_nodes:
-        if group or after:
+        if is_group or after:
             raise UsageError(
                 "--nodes auto is for one run that may start now: when a group or a run with --after would "
                 "start is unknown",
@@ -215,7 +205,7 @@ def command(
             )
         submission, choice = _chosen(request, workload, code_from)
     else:
-        spec, points = group.points(request, workload)
+        spec, points = group_points(request, workload, sweeps, array)
         submission = plan_submission(points, spec, workload, after=after, warn=warn, code_from=code_from)
     if repeated is not None:
         described = [replace(point, plan=repeated.described(point.plan)) for point in submission.points]
@@ -227,9 +217,9 @@ def command(
     is_shown = dry_run and plan.slurm is None and not as_json
     click.echo(describe_plan(plan, next_name(submission.points[0].config.name, folder)), err=not is_shown)
     for line in (
-        *([] if repeated is None or group else _changes(repeated, submission, request)),
+        *([] if repeated is None or is_group else _changes(repeated, submission, request)),
         *submission_warnings(submission, folder, workload, starts=not dry_run),
-        *_notes(submission, group, workload),
+        *(_notes(submission, workload, bool(sweeps)) if is_group else ()),
     ):
         click.echo(line, err=True)
     if plan.slurm is not None and not dry_run:
@@ -328,15 +318,13 @@ def submission_warnings(
         )
 
 
-def _notes(submission: Submission, group: GroupRequest, workload: Workload) -> Iterator[str]:
+def _notes(submission: Submission, workload: Workload, is_sweep: bool) -> Iterator[str]:
     """What to know of the points of a group."""
     from trainkit.launch.submission import describe_points, reaches_command
 
-    if not group:
-        return
     points = submission.points
-    yield f"  {'points':<18}  {describe_points(submission, bool(group.sweeps))}"
-    if workload.argv and group.sweeps:
+    yield f"  {'points':<18}  {describe_points(submission, is_sweep)}"
+    if workload.argv and is_sweep:
         generated = {json.dumps(item.plan.launcher_files) for item in points}
         if len(generated) == 1 and not reaches_command(points, workload.argv):
             yield (
