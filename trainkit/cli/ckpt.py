@@ -19,17 +19,7 @@ from trainkit.errors import EXIT_FAILED, EXIT_OK, UsageError
 from trainkit.folders import shown_path
 from trainkit.formats import size, table
 from trainkit.job.processes import module_argv
-from trainkit.run.manifest import (
-    Checkpoint,
-    ListedCheckpoint,
-    best_step,
-    find_damage,
-    list_checkpoints,
-    newest_intact,
-    obsolete,
-    published,
-    remove,
-)
+from trainkit.run import manifest
 from trainkit.run.registry import find_run
 from trainkit.run.rundir import RunDir, run_lock
 
@@ -55,7 +45,7 @@ def ls(run_name: str, as_json: bool) -> int:
     Compares file sizes with the manifest; `trainkit ckpt verify` reads every byte.
     """
     run = find_run(run_name)
-    listed = list_checkpoints(run)
+    listed = manifest.list_checkpoints(run)
     if as_json:
         echo_json([asdict(item) for item in listed])
     elif listed:
@@ -76,7 +66,7 @@ def verify(run_name: str, step: int | None, as_json: bool) -> int:
     """
     results = []
     for checkpoint in _wanted(find_run(run_name), step):
-        damage = find_damage(checkpoint)
+        damage = manifest.find_damage(checkpoint)
         if not checkpoint.path.is_dir():
             continue  # deleted meanwhile by the run, as superseded
         results.append({"step": checkpoint.step, "path": str(checkpoint.path), "damage": damage or None})
@@ -104,13 +94,13 @@ def prune(run_name: str, keep_last: int, dry_run: bool, as_json: bool) -> int:
     run = find_run(run_name)
     with run_lock(run):
         require_not_running(run, "ckpt prune")
-        there = published(run.checkpoints_dir)
-        doomed = obsolete(there, keep_last, best_step(run.checkpoints_dir))
-        intact = newest_intact(there) if doomed else None
+        there = manifest.published(run.checkpoints_dir)
+        doomed = manifest.obsolete(there, keep_last, manifest.best_step(run.checkpoints_dir))
+        intact = manifest.newest_intact(there) if doomed else None
         doomed = [checkpoint for checkpoint in doomed if checkpoint != intact]
         for checkpoint in doomed:
             if not dry_run:
-                remove(checkpoint.path)
+                manifest.remove(checkpoint.path)
             if not as_json:
                 click.echo(f"{'would remove' if dry_run else 'removed'} {shown_path(checkpoint.path)}")
     kept = [checkpoint for checkpoint in there if checkpoint not in doomed]
@@ -182,21 +172,23 @@ def export(
     return EXIT_OK
 
 
-def chosen_checkpoint(run: RunDir, step: int | None) -> Checkpoint:
+def chosen_checkpoint(run: RunDir, step: int | None) -> manifest.Checkpoint:
     """The checkpoint of a step, else the best one, else the newest intact one."""
     there = _wanted(run, step)
-    best = [item for item in there if item.step == best_step(run.checkpoints_dir)]
-    chosen = newest_intact(best) or newest_intact(there)
+    best = [item for item in there if item.step == manifest.best_step(run.checkpoints_dir)]
+    chosen = manifest.newest_intact(best) or manifest.newest_intact(there)
     if chosen is None:
         newest = shown_path(there[-1].path)
-        raise UsageError(f"{newest} is damaged: {find_damage(there[-1])}", hint="name another --step")
+        raise UsageError(
+            f"{newest} is damaged: {manifest.find_damage(there[-1])}", hint="name another --step"
+        )
     if chosen.manifest().model is None:
         hint = "export the model in your own code"
         raise UsageError(f"{shown_path(chosen.path)} is of a training loop of your own", hint=hint)
     return chosen
 
 
-def places_of(run: RunDir, checkpoint: Checkpoint) -> dict[str, str]:
+def places_of(run: RunDir, checkpoint: manifest.Checkpoint) -> dict[str, str]:
     """Where a process finds a checkpoint and its config."""
     number = run.latest_number()
     config_file = run.config_file if number is None else run.attempt(number).config_file
@@ -204,8 +196,8 @@ def places_of(run: RunDir, checkpoint: Checkpoint) -> dict[str, str]:
     return {name: str(path.absolute()) for name, path in files.items()}
 
 
-def _wanted(run: RunDir, step: int | None) -> list[Checkpoint]:
-    there = published(run.checkpoints_dir)
+def _wanted(run: RunDir, step: int | None) -> list[manifest.Checkpoint]:
+    there = manifest.published(run.checkpoints_dir)
     if not there:
         raise UsageError(
             f"{run.shown} has no published checkpoint",
@@ -218,7 +210,7 @@ def _wanted(run: RunDir, step: int | None) -> list[Checkpoint]:
     return wanted
 
 
-def _row(item: ListedCheckpoint) -> list[str]:
+def _row(item: manifest.ListedCheckpoint) -> list[str]:
     degrees = [f"{name}={degree}" for name, degree in (item.layout or {}).items() if degree != 1]
     metric, value = item.best_metric, item.best_value
     best = "best" if metric is None or value is None else f"best {metric}={value:.4f}"

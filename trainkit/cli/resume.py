@@ -63,15 +63,7 @@ def command(
     or --as is given. With --node-rank, --master-addr and --master-port it runs in the foreground on several
     hosts, as `trainkit run` does.
     """
-    from trainkit.control.resume import (
-        changes,
-        copy_newest_checkpoint,
-        expected_time_s,
-        learning_rate_change,
-        newest_checkpoint_of,
-        planned_resume,
-        resume_run,
-    )
+    from trainkit.control import resume
     from trainkit.launch.create import create_run, start_run
 
     named = find_run_or_group(run_name, to_change=True)
@@ -94,7 +86,7 @@ def command(
         {"nodes": nodes, "gpus_per_node": gpus_per_node, "backend": backend, **slurm}
     )
     fork = None if fork_dir is None else Path(fork_dir).absolute()
-    planned = planned_resume(
+    planned = resume.planned_resume(
         *(source, overrides, flags),
         warn=warn,
         target=None if place is None else hosts_target(place),
@@ -111,11 +103,13 @@ def command(
                 click.echo(line, err=True)
         if is_first:
             click.echo(describe_plan(plan, loaded.config.name if fork else found.job.name), err=True)
-            for change in changes(found.before, loaded.config):
+            for change in resume.changes(found.before, loaded.config):
                 click.echo(f"  changed             {change}", err=True)
-            if knows_run and (lr := learning_rate_change(source, found.before, loaded.config, plan.lr)):
+            if knows_run and (
+                lr := resume.learning_rate_change(source, found.before, loaded.config, plan.lr)
+            ):
                 click.echo(f"  learning rate       {lr}", err=True)
-            time_s = expected_time_s(source, plan, loaded.config.train.steps) if knows_run else None
+            time_s = resume.expected_time_s(source, plan, loaded.config.train.steps) if knows_run else None
             if time_s is not None:
                 left = "at the speed of its newest steps; checkpoints and validations come on top"
                 click.echo(f"  time                about {duration(time_s)} {left}", err=True)
@@ -125,7 +119,7 @@ def command(
             name, plan = found.job.name, shown_failures(plan)
             return run_on_hosts(
                 *(place, loaded.config, plan, source.path.parent, source.path.name),
-                lambda: (source, name, resume_run(source, loaded.config, plan, new_code=new_code)),
+                lambda: (source, name, resume.resume_run(source, loaded.config, plan, new_code=new_code)),
             )
         newest = found.job.newest
         was_here = newest is not None and newest.in_foreground and plan.is_here
@@ -134,13 +128,15 @@ def command(
             plan = shown_failures(plan)
         if fork is None:
             run, name = source, found.job.name
-            entry = resume_run(run, loaded.config, plan, new_code=new_code, now=now, foreground=foreground)
+            entry = resume.resume_run(
+                run, loaded.config, plan, new_code=new_code, now=now, foreground=foreground
+            )
         else:
-            checkpoint = newest_checkpoint_of(source)
+            checkpoint = resume.newest_checkpoint_of(source)
             created = create_run(loaded.config, plan, ["trainkit", *sys.argv[1:]], fork)
             run, name = created.run, created.name
             print_created(created)
-            copy_newest_checkpoint(checkpoint, run)
+            resume.copy_newest_checkpoint(checkpoint, run)
             entry = start_run(run, loaded.config, plan, "submit", now=now)
             click.echo(f"resuming from {checkpoint}", err=True)
     if foreground:

@@ -26,18 +26,11 @@ from trainkit.cli.options import ConfigRequest
 from trainkit.cli.started import describe_plan, print_created, print_started
 from trainkit.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, TrainkitError, UsageError
 from trainkit.folders import user_name
+from trainkit.job import step_run
 from trainkit.job.node.rendezvous import master_address
 from trainkit.job.node.slurm_step import SlurmTask, find_slurm_task, reason_not_a_task
 from trainkit.job.rank_env import find_rank_env, refuse_foreign_ranks
 from trainkit.job.signals import NOTICE_SIGNALS
-from trainkit.job.step_run import (
-    announce,
-    await_announcement,
-    exit_code_of,
-    run_first_task,
-    run_task,
-    withdraw,
-)
 from trainkit.plan.launch import DebugPlan, LaunchPlan
 from trainkit.plan.workload import Workload
 from trainkit.run.record import AttemptRecord, read_job
@@ -248,23 +241,25 @@ def run_in_step(request: ConfigRequest, workload: Workload, run_dir: str | None,
     """Run CONFIG or a COMMAND as this task of the step; returns the exit code of this task."""
     folder = Path(RUNS_FOLDER).absolute()
     if task.task != 0:
-        found = await_announcement(folder, task)
-        return found if isinstance(found, int) else _exit_code(run_task(found))
+        found = step_run.await_announcement(folder, task)
+        return found if isinstance(found, int) else _exit_code(step_run.run_task(found))
     try:
         attempt = _start_in_step(request, workload, run_dir, task)
     except TrainkitError as error:
         try:
-            announce(folder, task, error.exit_code)
+            step_run.announce(folder, task, error.exit_code)
         except OSError:
             return _end_step(task, error)
         raise
-    announce(folder, task, attempt)
+    step_run.announce(folder, task, attempt)
     with kept_terminal() as terminal:
         # The agent now writes to its log; the terminal shows rank 0.
-        decision = run_first_task(attempt, lambda attempt, ended: show_rank_0(attempt, ended, terminal))
-    withdraw(folder, task)
+        decision = step_run.run_first_task(
+            attempt, lambda attempt, ended: show_rank_0(attempt, ended, terminal)
+        )
+    step_run.withdraw(folder, task)
     print_end(attempt.run)
-    return _exit_code(exit_code_of(attempt, decision.exit_code))
+    return _exit_code(step_run.exit_code_of(attempt, decision.exit_code))
 
 
 def _end_step(task: SlurmTask, error: TrainkitError) -> int:

@@ -8,18 +8,8 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
+from trainkit.config import schema
 from trainkit.config.running import WEBHOOK_VARIABLE
-from trainkit.config.schema import (
-    CONFIG_VERSION,
-    FREE_MAPPING,
-    SIMILAR,
-    allowed_values,
-    default_values,
-    field_schema,
-    is_known,
-    sections,
-    show_value,
-)
 from trainkit.config.suggest import unknown_problem
 from trainkit.config.yamlfile import (
     STANDARD_INPUT,
@@ -44,14 +34,14 @@ def as_this_version(entry: Entry) -> Entry:
     version, key = entry.value.get("config_version"), ("logging", "tensorboard")
     if version is None or type(version.value) is not int:
         return entry
-    if version.value > CONFIG_VERSION:
+    if version.value > schema.CONFIG_VERSION:
         message = (
             f"the file is written for a newer trainkit: it has version {version.value}, "
-            f"but this trainkit supports version {CONFIG_VERSION}"
+            f"but this trainkit supports version {schema.CONFIG_VERSION}"
         )
         raise ConfigError([Problem("config_version", message, version.origin, "update trainkit")])
     if version.value == 1:
-        entry = merge(entry, entry_at(("config_version",), CONFIG_VERSION, version.origin))
+        entry = merge(entry, entry_at(("config_version",), schema.CONFIG_VERSION, version.origin))
         if (found := entry.find(key)) is not None and found.value is True:
             # It was the default, and demanded nothing.
             entry = merge(entry, entry_at(key, "auto", found.origin))
@@ -60,14 +50,16 @@ def as_this_version(entry: Entry) -> Entry:
 
 def _form_hint(typed: str) -> str:
     key, _, value = typed.partition(":")
-    meant = f"{key.strip()}={value.strip()}" if is_known(tuple(key.strip().split("."))) and value else ""
+    meant = (
+        f"{key.strip()}={value.strip()}" if schema.is_known(tuple(key.strip().split("."))) and value else ""
+    )
     return f"did you mean --set {quote(meant)}?" if meant else "for example --set train.steps=100"
 
 
 def _value_hint(path: tuple[str, ...]) -> str:
     """What to type for a value that YAML does not understand."""
-    if (key := ".".join(path)) in default_values():
-        return f"{key} must be {allowed_values(path)}"
+    if (key := ".".join(path)) in schema.default_values():
+        return f"{key} must be {schema.allowed_values(path)}"
     return "text with a colon, a bracket, # or ${…} needs quotes"
 
 
@@ -84,30 +76,30 @@ class Edit:
 
     @property
     def key(self) -> tuple[str, ...]:
-        return self.path[: 2 if self.path[0] in sections() else 1]
+        return self.path[: 2 if self.path[0] in schema.sections() else 1]
 
     @property
     def removes(self) -> bool:
         """Whether null removes an entry: of a mapping whose values cannot be null."""
-        if self.value is not None or len(self.path) != len(self.key) + 1 or not is_known(self.key):
+        if self.value is not None or len(self.path) != len(self.key) + 1 or not schema.is_known(self.key):
             return False
-        schema = field_schema(self.key)
-        return self.key[0] != FREE_MAPPING and any(
-            option.get("type") == "object" for option in schema.get("anyOf", [schema])
+        field = schema.field_schema(self.key)
+        return self.key[0] != schema.FREE_MAPPING and any(
+            option.get("type") == "object" for option in field.get("anyOf", [field])
         )
 
     def apply(self, tree: Entry) -> Entry:
         """The tree with the changed value; raises ConfigError if there is no such key or part."""
         name = ".".join(self.key)
-        if not is_known(self.key):
+        if not schema.is_known(self.key):
             raise ConfigError([unknown_problem(self.key, Entry(None, self.origin))])
         try:
-            if name not in default_values():
+            if name not in schema.default_values():
                 raise ValueError("is a section: += appends to a list")
-            found = tree.find(self.key) or entry_at((), default_values()[name], "default")
+            found = tree.find(self.key) or entry_at((), schema.default_values()[name], "default")
             entry = self._entry(found, self.path[len(self.key) :])
         except ValueError as error:
-            hint = f"{name} must be {allowed_values(self.key)}"
+            hint = f"{name} must be {schema.allowed_values(self.key)}"
             raise ConfigError([Problem(name, str(error), self.origin, hint)]) from None
         for part in reversed(self.key):
             entry = Entry({part: entry}, self.origin)
@@ -139,7 +131,7 @@ class Edit:
         if isinstance(value, dict) and isinstance(self.value, dict):
             return {**value, **self.value}
         if not isinstance(value, list):
-            raise ValueError(f"is {show_value(value)}: += appends to a list")
+            raise ValueError(f"is {schema.show_value(value)}: += appends to a list")
         return [*value, *(self.value if isinstance(self.value, list) else [self.value])]
 
     def _with_item(self, value: Any, name: str, rest: tuple[str, ...]) -> Any:
@@ -147,7 +139,7 @@ class Edit:
             self._refuse_missing(name, {})
             return value
         if not isinstance(value, list):
-            raise ValueError(f"is {show_value(value)}, which has no item {name}")
+            raise ValueError(f"is {schema.show_value(value)}, which has no item {name}")
         if not name.isdecimal() or int(name) >= len(value):
             items = f"has items 0 to {len(value) - 1}" if value else "is empty"
             raise ValueError(f"{items}, not {name}; += appends one")
@@ -196,7 +188,7 @@ class Layers:
             hint = f"there is no folder {shown_path(path.parent)}; {_shipped_hint(name)}"
         else:
             files = {item.stem: item.name for item in path.parent.glob("*.y*ml")}
-            close = near(path.stem, files, SIMILAR)
+            close = near(path.stem, files, schema.SIMILAR)
             meant = Path(name).with_name(files[close]) if close else None
             hint = _shipped_hint(name) if meant is None else f"did you mean {meant}?"
         return Problem("", "no such file or shipped config", name, hint)
@@ -349,6 +341,8 @@ def _shipped_hint(name: str) -> str:
 def without_empty_sections(entry: Entry) -> Entry:
     """The tree without empty sections, such as ``train:`` with every line commented out."""
     kept = {
-        key: value for key, value in entry.value.items() if not (key in sections() and value.value is None)
+        key: value
+        for key, value in entry.value.items()
+        if not (key in schema.sections() and value.value is None)
     }
     return Entry(kept, entry.origin)

@@ -10,26 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
-from trainkit.config.running import (
-    CheckpointConfig,
-    LaunchConfig,
-    LoggingConfig,
-    NotifyConfig,
-    ParallelConfig,
-    ProfilerConfig,
-    RequeueConfig,
-    ResourcesConfig,
-)
+from trainkit.config import running, training
 from trainkit.config.section import NotNegative, Section, key, section
-from trainkit.config.training import (
-    TRANSFORMERS,
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    PrecisionConfig,
-    ScheduleConfig,
-    TrainConfig,
-)
 from trainkit.formats import JsonObject, near
 
 CONFIG_VERSION: Literal[2] = 2
@@ -72,20 +54,20 @@ class RunConfig(Section):
         allowed="causal_lm, multimodal_lm, FILE.py:CLASS or MODULE:CLASS",
     )
     task_args: JsonObject = key({}, "Keyword arguments of multimodal_lm or of your own task.")
-    model: ModelConfig = section("The model.")
-    data: DataConfig = section("Training and validation data.")
-    train: TrainConfig = section("Length of the run and batch sizes.")
-    optimizer: OptimizerConfig = section("Optimizer and learning rate.")
-    schedule: ScheduleConfig = section("Learning rate schedule.")
-    precision: PrecisionConfig = section("Numeric precision.")
-    parallel: ParallelConfig = section("Parallel layout.")
-    checkpoint: CheckpointConfig = section("When checkpoints are saved.")
-    resources: ResourcesConfig = section("Resources that the run requests.")
-    launch: LaunchConfig = section("How processes are started.")
-    requeue: RequeueConfig = section("When the run restarts automatically.")
-    logging: LoggingConfig = section("Where metrics are logged.")
-    notify: NotifyConfig = section("Messages about the run, to a webhook and by email.")
-    profiler: ProfilerConfig = section("Steps to profile.")
+    model: training.ModelConfig = section("The model.")
+    data: training.DataConfig = section("Training and validation data.")
+    train: training.TrainConfig = section("Length of the run and batch sizes.")
+    optimizer: training.OptimizerConfig = section("Optimizer and learning rate.")
+    schedule: training.ScheduleConfig = section("Learning rate schedule.")
+    precision: training.PrecisionConfig = section("Numeric precision.")
+    parallel: running.ParallelConfig = section("Parallel layout.")
+    checkpoint: running.CheckpointConfig = section("When checkpoints are saved.")
+    resources: running.ResourcesConfig = section("Resources that the run requests.")
+    launch: running.LaunchConfig = section("How processes are started.")
+    requeue: running.RequeueConfig = section("When the run restarts automatically.")
+    logging: running.LoggingConfig = section("Where metrics are logged.")
+    notify: running.NotifyConfig = section("Messages about the run, to a webhook and by email.")
+    profiler: running.ProfilerConfig = section("Steps to profile.")
 
     @property
     def has_user_task(self) -> bool:
@@ -111,7 +93,7 @@ class RunConfig(Section):
     @property
     def uses_transformers(self) -> bool:
         """Whether the transformers library has the code of the model."""
-        return self.model_source == ("model.architecture", TRANSFORMERS)
+        return self.model_source == ("model.architecture", training.TRANSFORMERS)
 
 
 FREE_MAPPING = "task_args"
