@@ -426,16 +426,14 @@ def _given(
     argv = ARGV if function is not None else tuple(map(str, command))
     path = str(config) if isinstance(config, str | Path) else ""
     sections = {} if isinstance(config, str | Path | None) else config
-    name = argv if function is None else (f"{_name_of(function)}.py",)
+    name = argv
+    if function is not None:
+        named = getattr(function, "func", function)  # of a functools.partial
+        name = (str(getattr(named, "__name__", type(named).__name__)).strip("<>_") + ".py",)
     request = ConfigRequest(path, profile, (), _flags(sections, options), name)
     names = [str(one.path if isinstance(one, Run) else one) for one in after]
     where = None if run_dir is None else Path(run_dir)
     return _Given(request, workload_of(argv, launcher), function, names, where, now)
-
-
-def _name_of(function: Callable[..., Any]) -> str:
-    named = getattr(function, "func", function)  # of a functools.partial
-    return str(getattr(named, "__name__", type(named).__name__)).strip("<>_")
 
 
 def _flags(config: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, tuple[str, object]]:

@@ -18,7 +18,6 @@ from trainkit.cli.output import echo_json, masked
 from trainkit.cli.status import find_any, look_at
 from trainkit.errors import EXIT_OK, UsageError
 from trainkit.formats import JsonObject, cell, duration, number, shown_value, table
-from trainkit.observe.goodput import Point
 from trainkit.observe.report import Report, read_report
 from trainkit.observe.view_text import resampled, sparkline
 from trainkit.run.group import RunGroup
@@ -118,25 +117,21 @@ def _values(report: Report) -> dict[str, object]:
 def _figures(runs: Sequence[JsonObject], reports: Sequence[Report]) -> str:
     hours = "GPU-HOURS" if all(report.status.device == "cuda" for report in reports) else "WORKER-HOURS"
     heading = ("RUN", "STATE", "STEP", "LOSS", "VAL LOSS", "BEST", "TOKENS/S", "TIME", hours, "CURVE")
+    points = ([point for own in report.curves["loss"].values() for point in own] for report in reports)
+    curves = (sorted({int(step): loss for step, loss in found}.items()) for found in points)
     rows = [
         (
             *(run["run"], run["state"], cell(run["step"])),
             *(cell(run["loss"], ".4f"), cell(run["val_loss"], ".4f")),
             "-" if run["best_val_loss"] is None else f"{run['best_val_loss']:.4f} at {run['best_step']}",
             *(cell(run["tokens_per_s"], ",.0f"), duration(run["allocated_s"]), number(run["worker_hours"])),
-            sparkline(resampled(_loss_curve(report), CURVE_WIDTH)),
+            sparkline(resampled(curve, CURVE_WIDTH)),
         )
-        for run, report in zip(runs, reports, strict=True)
+        for run, curve in zip(runs, curves, strict=True)
     ]
     columns = zip(heading, *rows, strict=True)
     filled = [column for column in columns if set(column[1:]) - {"", "-"}]
     return table(list(zip(*filled, strict=True)), fit=terminal_width())
-
-
-def _loss_curve(report: Report) -> list[tuple[int, float]]:
-    """The loss by step over all attempts."""
-    points: list[Point] = [point for own in report.curves["loss"].values() for point in own]
-    return sorted({int(step): value for step, value in points}.items())
 
 
 def _differences(keys: Sequence[str], runs: Sequence[tuple[str, dict[str, object]]]) -> str:

@@ -52,9 +52,11 @@ def command(name: str | None, folder: str, task: str | None, as_json: bool) -> i
     cluster = discover_cluster()
     texts: dict[Path, str] = {}
     if cluster is not None:
-        texts[user_folder() / f"{_profile_name(name or cluster.name)}.yaml"] = profile_text(
-            cluster, date.today()
-        )
+        name = name or cluster.name
+        if not PROFILE_NAME.fullmatch(name):
+            hint = "--cluster NAME: letters, digits, dots, dashes and underscores, at most 100"
+            raise UsageError(f"{name!r} is not a valid profile name", hint=hint)
+        texts[user_folder() / f"{name}.yaml"] = profile_text(cluster, date.today())
     elif name is not None:
         raise UsageError(
             f"--cluster {name}: Slurm is not installed on this machine",
@@ -104,10 +106,3 @@ def _write_task(name: str, folder: Path, as_json: bool) -> int:
     place = "" if folder == Path() else f"cd {quote(str(folder))} && "
     click.echo(f"next: {place}trainkit check {name}.yaml --task-smoke", err=True)
     return EXIT_OK
-
-
-def _profile_name(name: str) -> str:
-    if not PROFILE_NAME.fullmatch(name):
-        hint = "--cluster NAME: letters, digits, dots, dashes and underscores, at most 100"
-        raise UsageError(f"{name!r} is not a valid profile name", hint=hint)
-    return name
