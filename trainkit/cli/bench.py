@@ -198,7 +198,8 @@ def _bench(
     _describe(planned)
     if dry_run:
         refuse_place(planned.name, folder, OPTION)
-        return _list(planned, as_json)
+        _list(planned, as_json)
+        return EXIT_OK
     return _run(planned, submission, folder, follow, as_json)
 
 
@@ -220,11 +221,11 @@ def _describe(planned: PlannedBench) -> None:
         click.echo(f"  {label:<12}  {text}", err=True)
 
 
-def _list(planned: PlannedBench, as_json: bool) -> int:
+def _list(planned: PlannedBench, as_json: bool) -> None:
     """Print the points that would run."""
     if as_json:
         echo_json(planned.to_dict())
-        return EXIT_OK
+        return
     keys = list(planned.points[0].values)
     rows = [[*(key.upper() for key in short_keys(keys)), "BATCH", "MICROBATCHES", "ACCUMULATION"]]
     for point in planned.points:
@@ -233,7 +234,6 @@ def _list(planned: PlannedBench, as_json: bool) -> int:
         values = [shown_value(value) for value in point.values.values()]
         rows.append([*values, str(batch.device_batch_size), microbatches, str(batch.accumulation_steps)])
     click.echo(table(rows, fit=terminal_width(), num_keys=len(keys)))
-    return EXIT_OK
 
 
 def _run(planned: PlannedBench, submission: Submission, out: Path | None, follow: bool, as_json: bool) -> int:

@@ -12,7 +12,7 @@ import click
 
 from trainkit.cli.help import as_command, option, terminal_width, warn
 from trainkit.cli.options import ConfigRequest, choosing_config_options, gpu_type_option, json_option
-from trainkit.errors import EXIT_OK, ConfigError, SlurmError, TrainkitError, UsageError
+from trainkit.errors import ConfigError, SlurmError, TrainkitError, UsageError
 from trainkit.formats import plural
 from trainkit.run.rundir import RUNS_FOLDER
 
@@ -62,7 +62,7 @@ def command(
     smoke: bool,
     test_notification: bool,
     as_json: bool,
-) -> int:
+) -> None:
     """Check CONFIG against the schema, the model's shape, the data, and the cluster or this machine.
 
     Prints every derived value with its reason and, on a cluster, when the job would start. If there are
@@ -91,7 +91,7 @@ def command(
         else:
             click.echo(f"layout: {plan.reasons['layout']}")
             click.echo("\n".join(simulation_lines(found)))
-        return EXIT_OK
+        return
     loaded, choice = request.load_to_plan(), None
     if request.chooses_nodes:
         from trainkit.launch.earliest_end import choice_lines, choose_nodes  # slow to import
@@ -120,7 +120,7 @@ def command(
         value = {"config": config, "origins": loaded.origins, "plan": plan.to_dict(), "wait": shown}
         value |= {} if choice is None else choice.to_dict()
         click.echo(json.dumps(value, ensure_ascii=False))
-        return EXIT_OK
+        return
     if show_origin:
         click.echo("\n".join(origin_lines(loaded, terminal_width())) + "\n")
     for name, reason in plan.reasons.items():
@@ -133,7 +133,6 @@ def command(
         warn(text)
     and_warnings = f", {plural(len(plan.warnings), 'warning')}" if plan.warnings else ""
     click.echo(f"{request.path}: no problems{and_warnings}", err=True)
-    return EXIT_OK
 
 
 @as_command("trainkit schema > trainkit.schema.json", "trainkit schema | head -n 20")

@@ -39,7 +39,7 @@ def command() -> None:
 @command.command(epilog=examples("trainkit ckpt ls last", "trainkit ckpt ls last --json"))
 @run_argument
 @json_option
-def ls(run_name: str, as_json: bool) -> int:
+def ls(run_name: str, as_json: bool) -> None:
     """List the checkpoints of RUN, including rejected ones and unfinished saves.
 
     Compares file sizes with the manifest; `trainkit ckpt verify` reads every byte.
@@ -52,7 +52,6 @@ def ls(run_name: str, as_json: bool) -> int:
         click.echo(table([HEADING, *(_row(item) for item in listed)], fit=terminal_width()))
     else:
         click.echo(f"{run.shown} has no checkpoints yet", err=True)
-    return EXIT_OK
 
 
 @command.command(epilog=examples("trainkit ckpt verify last", "trainkit ckpt verify last --json"))
@@ -86,7 +85,7 @@ def verify(run_name: str, step: int | None, as_json: bool) -> int:
 @option("--keep-last N", "Number of newest checkpoints to keep.", type=COUNT, required=True)
 @option("--dry-run", "Only print what would be removed.")
 @json_option
-def prune(run_name: str, keep_last: int, dry_run: bool, as_json: bool) -> int:
+def prune(run_name: str, keep_last: int, dry_run: bool, as_json: bool) -> None:
     """Delete the checkpoints of RUN except the newest N, the best one, and the newest intact one.
 
     Refused while the run is running. Checkpoints set aside as damaged are kept.
@@ -110,7 +109,6 @@ def prune(run_name: str, keep_last: int, dry_run: bool, as_json: bool) -> int:
         echo_json(value)
     else:
         click.echo(f"kept: {', '.join(item.path.name for item in kept) or 'nothing was there'}", err=True)
-    return EXIT_OK
 
 
 @command.command(

@@ -16,7 +16,7 @@ from trainkit.cli.help import as_command, complete_run, option, terminal_width, 
 from trainkit.cli.options import json_option
 from trainkit.cli.output import echo_json, masked
 from trainkit.cli.status import find_any, look_at
-from trainkit.errors import EXIT_OK, UsageError
+from trainkit.errors import UsageError
 from trainkit.formats import JsonObject, cell, duration, number, shown_value, table
 from trainkit.observe.report import Report, read_report
 from trainkit.observe.view_text import resampled, sparkline
@@ -31,7 +31,7 @@ MAX_CELL = 40
 @click.argument("names", metavar="RUN…", nargs=-1, required=True, shell_complete=complete_run)
 @option("--csv", "Print one line of comma-separated values per run.", name="as_csv")
 @json_option
-def command(names: tuple[str, ...], as_csv: bool, as_json: bool) -> int:
+def command(names: tuple[str, ...], as_csv: bool, as_json: bool) -> None:
     """Compare runs: what each reached, and the config keys in which they differ.
 
     A group of runs or a bench stands for all of its runs that have started.
@@ -62,7 +62,6 @@ def command(names: tuple[str, ...], as_csv: bool, as_json: bool) -> int:
         click.echo(_figures(compared, reports))
         columns = zip(compared, differing, values, strict=True)
         click.echo(f"\n{_differences(keys, [(run['run'], own) for run, own, known in columns if known])}")
-    return EXIT_OK
 
 
 def _runs_of(name: str) -> list[RunDir]:

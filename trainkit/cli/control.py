@@ -64,7 +64,7 @@ def cancel(run_name: str, now: bool, wait: bool, as_json: bool) -> int:
 @options.run_argument
 @options.trust_option
 @options.json_option
-def requeue(run_name: str, as_json: bool) -> int:
+def requeue(run_name: str, as_json: bool) -> None:
     """Start the next attempt of RUN with the same config and plan.
 
     A running job saves, stops and is then restarted.
@@ -79,17 +79,16 @@ def requeue(run_name: str, as_json: bool) -> int:
     if not is_started:
         click.echo(f"{entry.job_id} is saving and will be requeued", err=True)
         if not as_json:
-            return EXIT_OK
+            return
         entry = replace(entry, attempt=entry.attempt + 1)
     print_started(run, job.name, entry, str(job.backend), as_json)
-    return EXIT_OK
 
 
 @as_command("trainkit stacks last", "trainkit stacks last --rank 1", "trainkit stacks last --json")
 @options.run_argument
 @option("--rank R", "Print all threads of this rank.", type=options.INDEX)
 @options.json_option
-def stacks(run_name: str, rank: int | None, as_json: bool) -> int:
+def stacks(run_name: str, rank: int | None, as_json: bool) -> None:
     """Print the Python stacks of RUN's ranks, grouping ranks with identical stacks.
 
     Training continues. Ranks that do not respond, and the ranks of a COMMAND, are inspected with py-spy if it
@@ -107,7 +106,7 @@ def stacks(run_name: str, rank: int | None, as_json: bool) -> int:
             "silent": silent,
         }
         echo_json(value)
-        return EXIT_OK
+        return
     for group in groups:
         click.echo(_group_text(group, all_threads=rank is not None))
     for reply in replies:
@@ -118,7 +117,6 @@ def stacks(run_name: str, rank: int | None, as_json: bool) -> int:
         click.echo(waits.text)
     if silent:
         click.echo(f"no response from {rank_list(silent)}: ended, or the host does not respond")
-    return EXIT_OK
 
 
 def _ask_stacks(run: RunDir, rank: int | None) -> tuple[AttemptDir, list[Reply], list[int]]:
@@ -198,7 +196,7 @@ def attach(run_name: str, node: int) -> NoReturn:
 @as_command("trainkit debug last", "trainkit debug last --rank 5")
 @options.run_argument
 @option("--rank R", "The rank; default: 0.", type=options.INDEX, default=0)
-def debug(run_name: str, rank: int) -> int:
+def debug(run_name: str, rank: int) -> None:
     """Debug a rank of RUN that waits at breakpoint(), with Python's debugger in this terminal.
 
     The other ranks continue: they stop at no breakpoint() any more. In the debugger, `c` continues the run,
@@ -208,7 +206,6 @@ def debug(run_name: str, rank: int) -> int:
     from trainkit.control import shell
 
     shell.debug(_running_attempt(find_run(run_name)), rank)
-    return EXIT_OK
 
 
 @as_command(
@@ -223,7 +220,7 @@ def debug(run_name: str, rank: int) -> int:
 @option("--dry-run", "Print the command and the shell's startup file; run nothing.")
 def shell(
     config: str | None, profile: str | None, overrides: tuple[str, ...], dry_run: bool, **typed: Any
-) -> int:
+) -> None:
     """Allocate nodes and open a shell on the first one, with the environment of a job.
 
     In that shell, `srun trainkit run CONFIG` trains on all allocated nodes.
@@ -239,4 +236,3 @@ def shell(
     start_file = shell_start_file(loaded.config, Path.cwd())
     click.echo(shlex.join(shell_argv(loaded, "START_FILE")))
     click.echo(start_file, nl=False)
-    return EXIT_OK

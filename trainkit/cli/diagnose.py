@@ -13,7 +13,6 @@ from trainkit.backends.jobs import query_job_status
 from trainkit.cli.help import as_command, option, warn
 from trainkit.cli.options import COUNT, json_option, run_argument
 from trainkit.cli.output import echo_result
-from trainkit.errors import EXIT_OK
 from trainkit.folders import shown_path
 from trainkit.run.record import read_job
 from trainkit.run.registry import find_attempt, find_run
@@ -37,7 +36,7 @@ _UNBROKEN = "\0"
 @run_argument
 @option("--attempt A", "Attempt to diagnose; default: the newest.", name="number", type=COUNT)
 @json_option
-def command(run_name: str, number: int | None, as_json: bool) -> int:
+def command(run_name: str, number: int | None, as_json: bool) -> None:
     """Name the first failing rank of RUN, the cause with its evidence, and what to do.
 
     For an exception of your own code, it names file and line. Says `unknown`, with the last lines of that
@@ -51,7 +50,6 @@ def command(run_name: str, number: int | None, as_json: bool) -> int:
     status = query_job_status(run, read_job(run), warn) if is_newest else JobStatus(False)
     found = diagnose(attempt, status.alive, status.job)
     echo_result(asdict(found), diagnosis_text(found), as_json)
-    return EXIT_OK
 
 
 def diagnosis_text(found: Diagnosis) -> str:

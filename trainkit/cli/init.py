@@ -15,7 +15,7 @@ import click
 from trainkit.cli.help import as_command, option
 from trainkit.cli.options import json_option
 from trainkit.cli.output import echo_result
-from trainkit.errors import EXIT_OK, UsageError
+from trainkit.errors import UsageError
 from trainkit.folders import FIRST_RUN
 
 TASK_NAME = re.compile(r"[a-z][a-z0-9_]{0,60}")
@@ -32,7 +32,7 @@ PROFILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 @option("--dir DIR", "Folder of the run config; default: the current one.", name="folder", default=".")
 @option("--task NAME", "Write NAME.py, a task of your own, its config and its test.")
 @json_option
-def command(name: str | None, folder: str, task: str | None, as_json: bool) -> int:
+def command(name: str | None, folder: str, task: str | None, as_json: bool) -> None:
     """Write the profile of this cluster and a first run config; existing files are kept.
 
     With --task, write a task to start from instead: a model, data and a loss, which train as they are.
@@ -48,7 +48,8 @@ def command(name: str | None, folder: str, task: str | None, as_json: bool) -> i
     if task is not None:
         if name is not None:
             raise UsageError("--task conflicts with --cluster", hint="run `trainkit init` once for each")
-        return _write_task(task, Path(folder), as_json)
+        _write_task(task, Path(folder), as_json)
+        return
     cluster = discover_cluster()
     texts: dict[Path, str] = {}
     if cluster is not None:
@@ -78,10 +79,9 @@ def command(name: str | None, folder: str, task: str | None, as_json: bool) -> i
     value = {"cluster": None if cluster is None else asdict(cluster), **paths}
     echo_result(value, "\n".join(paths["written"]), as_json)
     click.echo(f"next: trainkit check {quote(str(run_config))}", err=True)
-    return EXIT_OK
 
 
-def _write_task(name: str, folder: Path, as_json: bool) -> int:
+def _write_task(name: str, folder: Path, as_json: bool) -> None:
     """Write the files of a new task, all of them or none."""
     from trainkit.cluster.init_files import task_texts, write_new
 
@@ -105,4 +105,3 @@ def _write_task(name: str, folder: Path, as_json: bool) -> int:
     echo_result({"written": written, "kept": []}, "\n".join(written), as_json)
     place = "" if folder == Path() else f"cd {quote(str(folder))} && "
     click.echo(f"next: {place}trainkit check {name}.yaml --task-smoke", err=True)
-    return EXIT_OK

@@ -57,7 +57,7 @@ def command(
     all_ranks: bool,
     number: int | None,
     lines: int | None,
-) -> int:
+) -> None:
     """Print the log of rank 0 of RUN, or the logs of the selected ranks.
 
     Without one, because the job ended before its supervisor began, it is the output of the batch script.
@@ -74,7 +74,7 @@ def command(
     job = read_job(run)
     entry = job.of_attempt(attempt.number)
     if following and entry.has_started:
-        return EXIT_OK
+        return
     paths = [path for path in logs_of(attempt) if path.exists()]
     if not paths and not entry.has_started and (log := batch_log(run, job, entry.job_id)).exists():
         click.echo("the supervisor has not begun; this is the output of the batch script:", err=True)
@@ -96,7 +96,6 @@ def command(
     if (read_end(attempt) or AttemptEnd()).state == "failed":
         which = f"{run.word} --attempt {attempt.number}"
         click.echo(f"hint: `trainkit diagnose {which}` names the cause of its failure", err=True)
-    return EXIT_OK
 
 
 def _choice(rank: int | None, node: int | None, all_ranks: bool) -> Callable[[AttemptDir], list[Path]]:

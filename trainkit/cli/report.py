@@ -13,7 +13,7 @@ from trainkit.cli.help import as_command, option, warn
 from trainkit.cli.options import json_option, run_argument
 from trainkit.cli.output import echo_result
 from trainkit.cli.status import find_any, look_at, query_group
-from trainkit.errors import EXIT_OK, UsageError
+from trainkit.errors import UsageError
 from trainkit.run.files import write_atomic
 from trainkit.run.group import RunGroup
 from trainkit.run.rundir import RunDir
@@ -23,7 +23,7 @@ from trainkit.run.rundir import RunDir
 @run_argument
 @option("--out FILE", "New file; default: in the folder of RUN.", type=click.Path(path_type=Path))
 @json_option
-def command(run_name: str, out: Path | None, as_json: bool) -> int:
+def command(run_name: str, out: Path | None, as_json: bool) -> None:
     """Write report.html in the folder of RUN and print its path.
 
     The page shows the timeline, goodput and where the rest of the time went, curves, utilisation, requested
@@ -61,4 +61,3 @@ def command(run_name: str, out: Path | None, as_json: bool) -> int:
             hint=f"`trainkit report {quote(run_name)} --out FILE` writes another file",
         ) from error
     echo_result({"report": str(file), **value}, str(file), as_json)
-    return EXIT_OK

@@ -324,7 +324,7 @@ def _step_target(task: SlurmTask, num_procs: int | None) -> tuple[tuple[int, ...
 
 @as_command("trainkit env", "srun --ntasks=4 trainkit env", "trainkit env --json")
 @options.json_option
-def env(as_json: bool) -> int:
+def env(as_json: bool) -> None:
     """Print the rank environment that a process started here would get, or why it is not a rank."""
     rank, reason = _rank_here()
     if as_json:
@@ -340,7 +340,6 @@ def env(as_json: bool) -> int:
             f"{rank['num_nodes']} ({','.join(rank.get('hosts', ())) or 'this host'}); "
             f"rank 0 at {rank['master_addr']}, port {port}; {reason}"
         )
-    return EXIT_OK
 
 
 RANK_KEYS = (

@@ -49,7 +49,8 @@ def command(run_name: str | None, interval_s: float, once: bool, as_json: bool) 
 
         return watch(found, interval_s)
     if not isinstance(found, RunDir):
-        return show_runs(found, False, as_json)
+        show_runs(found, False, as_json)
+        return EXIT_OK
     from trainkit.observe.run_view import read_view
     from trainkit.observe.view_text import Size, view_lines
 
