@@ -102,9 +102,11 @@ def option(shown: str, text: str, name: str = "", **rules: Any) -> Callable[[Any
     `name` is the parameter that gets the value, unless it is that of the option.
     """
     flag, _, metavar = shown.partition(" ")
-    is_flag = not metavar and not rules
-    rules |= {"metavar": metavar} if metavar else {}
-    return click.option(*filter(None, (flag, name)), help=text, is_flag=is_flag, **rules)
+    if metavar:
+        rules["metavar"] = metavar
+    elif not rules:
+        rules["is_flag"] = True
+    return click.option(*filter(None, (flag, name)), help=text, **rules)
 
 
 Items = list[CompletionItem]

@@ -13,6 +13,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from trainkit.cli.help import (
     Command,
@@ -122,25 +123,17 @@ after_option = option(
 now_option = option("--now", "On this machine: do not wait for GPUs or cores that other runs use.")
 run_argument = click.argument("run_name", metavar="RUN", shell_complete=complete_run)
 """A job id, a run name, a run folder or `last`."""
-_TRUST = "trainkit.trust"
-
-
-def _note_trust(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
-    ctx.meta[_TRUST] = value
-
-
 trust_option = click.option(
     "--trust",
     is_flag=True,
     expose_value=False,
-    callback=_note_trust,
     help="Execute files of RUN although another user could have changed them.",
 )
 
 
 def refuse_untrusted(folder: Path) -> None:
     """Raise UsageError where another user could replace files of a run, unless --trust is given."""
-    if not click.get_current_context().meta.get(_TRUST):
+    if click.get_current_context().get_parameter_source("trust") is not ParameterSource.COMMANDLINE:
         refuse_foreign(folder, "`--trust` executes it as you all the same")
 
 
@@ -335,7 +328,7 @@ def refuse_other_options(name: str, what: str = "") -> None:
         item.opts[0] if isinstance(item, click.Option) else str(item.metavar).strip("[]")
         for item in context.command.params
         if item.name not in (name, "as_json", "help")
-        and context.get_parameter_source(str(item.name)) is click.core.ParameterSource.COMMANDLINE
+        and context.get_parameter_source(str(item.name)) is ParameterSource.COMMANDLINE
     ]
     if typed:
         effect = f"would have no effect {what or f'with --{name}'}"
