@@ -13,7 +13,7 @@ import click
 from trainkit.cli.help import as_command, option, terminal_width, warn
 from trainkit.cli.options import ConfigRequest, choosing_config_options, gpu_type_option, json_option
 from trainkit.errors import ConfigError, SlurmError, TrainkitError, UsageError
-from trainkit.formats import plural
+from trainkit.formats import plural, table
 from trainkit.run.rundir import RUNS_FOLDER
 
 if TYPE_CHECKING:
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from trainkit.config import RunConfig
     from trainkit.launch.queue_estimate import Wait
     from trainkit.plan.launch import LaunchPlan
+
+MAX_COLUMN_WIDTH = 40
 
 
 @as_command(
@@ -68,7 +70,7 @@ def command(
     Prints every derived value with its reason and, on a cluster, when the job would start. If there are
     problems, lists all of them and exits with 2.
     """
-    from trainkit.config.loaded import origin_lines
+    from trainkit.config.schema import flatten, show_value
     from trainkit.launch.disk import lock_problem
     from trainkit.launch.plan_run import gather, plan_run
     from trainkit.launch.queue_estimate import wait_lines
@@ -122,7 +124,9 @@ def command(
         click.echo(json.dumps(value, ensure_ascii=False))
         return
     if show_origin:
-        click.echo("\n".join(origin_lines(loaded, terminal_width())) + "\n")
+        values = flatten(loaded.config.model_dump(mode="json", by_alias=True))
+        rows = [(key, show_value(value), loaded.origins[key]) for key, value in values]
+        click.echo(table(rows, max_width=MAX_COLUMN_WIDTH, fit=terminal_width()) + "\n")
     for name, reason in plan.reasons.items():
         click.echo(f"{name}: {reason}")
     if choice is not None:
