@@ -37,6 +37,10 @@ def written_secrets(text: str, names: Collection[str]) -> list[str]:
     ]
 
 
+MAY_BE_SECRET = ("launch.env.", "launch.setup", "logging.mlflow", "notify.webhook")
+"""Keys whose values no error shows: the origin of a flag contains it as typed, and errors end up in logs."""
+
+
 def contradictions(loaded: LoadedConfig) -> Iterator[Problem]:
     """Every contradiction between values of a config."""
     config = loaded.config
@@ -48,12 +52,8 @@ def contradictions(loaded: LoadedConfig) -> Iterator[Problem]:
     for item in found:
         problem = loaded.problem(*item)
         if item[0].startswith(MAY_BE_SECRET) and problem.to_dict()["line"] is None:
-            # The origin of a flag contains the value as typed, and errors end up in logs.
             problem = replace(problem, origin=problem.origin.partition("=")[0])
         yield problem
-
-
-MAY_BE_SECRET = ("launch.env.", "launch.setup", "logging.mlflow", "notify.webhook")
 
 
 def _name(config: RunConfig) -> Iterator[KeyProblem]:
