@@ -256,8 +256,7 @@ def test_points_that_differ_only_in_the_seed_are_planned_once(
 
 
 def test_each_bad_point_is_reported_however_points_are_loaded(request_of_config: ConfigRequest) -> None:
-    sweeps = "optimizer.lr=0.1,-1", "seed=1,-2"
-    array, points = group_points(request_of_config, TRAINER, sweeps, None)
+    array, points = group_points(request_of_config, TRAINER, ("optimizer.lr=0.1,-1", "seed=1,-2"), None)
     with pytest.raises(ConfigError) as caught:
         plan(points, array)
     lr = "--sweep optimizer.lr=-1: optimizer.lr: must be a number above 0, not -1"
