@@ -108,7 +108,7 @@ def test_what_does_not_contradict(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["HF_TOKEN", "WANDB_API_KEY", "MY_PASSWORD"])
 def test_a_secret_must_not_be_written_down(tmp_path: Path, name: str) -> None:
     assert problem(tmp_path, f"launch.env.{name}=abc") == (
-        f"--set launch.env.{name}=***: launch.env.{name}: looks like a secret, "
+        f"--set launch.env.{name}: launch.env.{name}: looks like a secret, "
         "but the config is written to the run folder\n"
         f"  hint: export {name} in the shell instead; the job inherits it"
     )

@@ -81,6 +81,8 @@ class Backend(ABC):
     """The template of its batch script; None if it has no script."""
     poll_s: ClassVar[float]
     """Seconds between two looks at a job that is about to end."""
+    ask_every_s: ClassVar[float]
+    """Seconds between two looks at runs that continue: Slurm's controller serves the whole cluster."""
 
     @abstractmethod
     def start(self, run: RunDir, new: NewAttempt) -> AttemptRecord:

@@ -36,6 +36,7 @@ class LocalBackend(Backend):
     """A supervisor process on this machine, which survives the terminal unless it runs in the foreground."""
 
     poll_s = 0.05
+    ask_every_s = 0.5
 
     def start(self, run: RunDir, new: NewAttempt) -> AttemptRecord:
         attempt = open_attempt(run, new.config_text, new.plan_text)

@@ -46,6 +46,7 @@ class SlurmBackend(Backend):
     """A job of Slurm, whose state only Slurm knows."""
 
     poll_s = 1.0
+    ask_every_s = 10.0
 
     def queue_id(self, entry: AttemptRecord) -> str | None:
         return entry.job

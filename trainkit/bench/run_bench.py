@@ -9,6 +9,7 @@ from pathlib import Path, PurePath
 from shlex import quote
 from typing import Literal
 
+from trainkit.backends import backend_named
 from trainkit.backends.jobs import query_job_status, query_jobs_or_warn, utc_clock
 from trainkit.config.load import Change
 from trainkit.errors import UsageError
@@ -204,9 +205,6 @@ def read_bench(folder: Path) -> Bench:
         ) from error
 
 
-POLL_S = 0.5
-ASK_EVERY_S = 10.0
-"""Seconds between queries of Slurm: its controller serves the whole cluster."""
 FINISHED = "finished"
 ENDED = (FINISHED, "failed", "stopped", "cancelled", "died")
 """Final states: a run of a bench is not restarted."""
@@ -283,7 +281,7 @@ def wait_for_runs(
         logged = text
         if is_sure and have_ended(states):
             return
-        time.sleep(POLL_S if bench.backend == "local" else ASK_EVERY_S)
+        time.sleep(backend_named(bench.backend).ask_every_s)
 
 
 def remove_checkpoints(status: GroupStatus) -> None:

@@ -16,7 +16,7 @@ import click
 
 from trainkit.backends import SUPERVISOR_EXIT_S, backend_of
 from trainkit.backends.jobs import liveness_probe
-from trainkit.cli.help import Command, examples
+from trainkit.cli.help import as_command, option
 from trainkit.cli.options import COUNT, INDEX, run_argument
 from trainkit.cli.output import escaped
 from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, UsageError
@@ -39,19 +39,16 @@ END_S = 3.0
 SHOW_S = 0.1
 
 
-@click.command(
-    cls=Command,
-    epilog=examples("trainkit logs last", "trainkit logs last -f", "trainkit logs last --rank 1 --lines 20"),
-)
+@as_command("trainkit logs last", "trainkit logs last -f", "trainkit logs last --rank 1 --lines 20")
 @run_argument
 @click.option(
     "-f", "--follow", "following", is_flag=True, help="Follow the log, across attempts, until the run ends."
 )
-@click.option("--rank", type=INDEX, metavar="R", help="Rank to print; default: 0.")
-@click.option("--node", type=INDEX, metavar="N", help="Print all ranks of this node and its agent.")
-@click.option("--all", "all_ranks", is_flag=True, help="Print all ranks, agents and the supervisor.")
-@click.option("--attempt", "number", type=COUNT, metavar="A", help="Attempt to print; default: the newest.")
-@click.option("--lines", type=INDEX, metavar="N", help="Print only the last N lines.")
+@option("--rank R", "Rank to print; default: 0.", type=INDEX)
+@option("--node N", "Print all ranks of this node and its agent.", type=INDEX)
+@option("--all", "Print all ranks, agents and the supervisor.", name="all_ranks")
+@option("--attempt A", "Attempt to print; default: the newest.", name="number", type=COUNT)
+@option("--lines N", "Print only the last N lines.", type=INDEX)
 def command(
     run_name: str,
     following: bool,
@@ -60,7 +57,7 @@ def command(
     all_ranks: bool,
     number: int | None,
     lines: int | None,
-) -> int:
+) -> None:
     """Print the log of rank 0 of RUN, or the logs of the selected ranks.
 
     If the job ended before its ranks started, prints the output of the batch script.
@@ -77,7 +74,7 @@ def command(
     job = read_job(run)
     entry = job.of_attempt(attempt.number)
     if following and entry.has_started:
-        return EXIT_OK
+        return
     paths = [path for path in logs_of(attempt) if path.exists()]
     if not paths and not entry.has_started and (log := batch_log(run, job, entry.job_id)).exists():
         click.echo("the supervisor has not begun; this is the output of the batch script:", err=True)
@@ -99,7 +96,6 @@ def command(
     if (read_end(attempt) or AttemptEnd()).state == "failed":
         which = f"{run.word} --attempt {attempt.number}"
         click.echo(f"hint: `trainkit diagnose {which}` names the cause of its failure", err=True)
-    return EXIT_OK
 
 
 def _choice(rank: int | None, node: int | None, all_ranks: bool) -> Callable[[AttemptDir], list[Path]]:

@@ -9,23 +9,21 @@ from shlex import quote
 
 import click
 
-from trainkit.cli.help import Command, examples, warn
+from trainkit.cli.help import as_command, option, warn
 from trainkit.cli.options import json_option, run_argument
-from trainkit.cli.output import echo_json
+from trainkit.cli.output import echo_result
 from trainkit.cli.status import find_any, look_at, query_group
-from trainkit.errors import EXIT_OK, UsageError
+from trainkit.errors import UsageError
 from trainkit.run.files import to_json, write_atomic
 from trainkit.run.group import RunGroup
 from trainkit.run.rundir import RunDir
 
 
-@click.command(cls=Command, epilog=examples("trainkit report last", "trainkit report last --json"))
+@as_command("trainkit report last", "trainkit report last --json")
 @run_argument
-@click.option(
-    "--out", type=click.Path(path_type=Path), metavar="FILE", help="New file; default: in the folder of RUN."
-)
+@option("--out FILE", "New file; default: in the folder of RUN.", type=click.Path(path_type=Path))
 @json_option
-def command(run_name: str, out: Path | None, as_json: bool) -> int:
+def command(run_name: str, out: Path | None, as_json: bool) -> None:
     """Write report.html in the folder of RUN and print its path.
 
     The page shows the timeline, goodput and where the rest of the time went, curves, utilisation, requested
@@ -62,8 +60,4 @@ def command(run_name: str, out: Path | None, as_json: bool) -> int:
             f"{file} cannot be written: {error.strerror or error}",
             hint=f"`trainkit report {quote(run_name)} --out FILE` writes another file",
         ) from error
-    if as_json:
-        echo_json({"report": str(file), **value})
-    else:
-        click.echo(str(file))
-    return EXIT_OK
+    echo_result({"report": str(file), **value}, str(file), as_json)

@@ -19,10 +19,10 @@ from trainkit.backends.jobs import (
     query_jobs_or_warn,
     status_from_jobs,
 )
-from trainkit.cli.help import Command, complete_run, examples, terminal_width, warn
+from trainkit.cli.help import as_command, complete_run, option, terminal_width, warn
 from trainkit.cli.options import json_option
-from trainkit.cli.output import echo_json
-from trainkit.errors import EXIT_OK, UsageError
+from trainkit.cli.output import echo_json, echo_result
+from trainkit.errors import UsageError
 from trainkit.folders import relative_path, shown_path
 from trainkit.formats import cell, duration, short_keys, table
 from trainkit.observe.group import GroupFiles, GroupStatus, PointStatus, most_relevant, state_counts
@@ -45,18 +45,12 @@ MAX_POINTS = 20
 MAX_REASON = 60
 
 
-@click.command(
-    cls=Command, epilog=examples("trainkit status", "trainkit status --all", "trainkit status last --json")
-)
+@as_command("trainkit status", "trainkit status --all", "trainkit status last --json")
 @click.argument("run_name", metavar="[RUN]", required=False, shell_complete=complete_run)
-@click.option("--all", "show_all", is_flag=True, help="Show every run instead of the newest ones.")
-@click.option(
-    "--where", multiple=True, metavar="KEY=VALUE", help="Show all runs with this value; repeatable."
-)
-@click.option("--tag", "tags", multiple=True, metavar="TAG", help="Show all runs with this tag; repeatable.")
-@click.option(
-    "--sort", "sort_key", metavar="KEY", help="Sort all runs by loss, val_loss, tokens_per_s or a config key."
-)
+@option("--all", "Show every run instead of the newest ones.", name="show_all")
+@option("--where KEY=VALUE", "Show all runs with this value; repeatable.", multiple=True)
+@option("--tag TAG", "Show all runs with this tag; repeatable.", name="tags", multiple=True)
+@option("--sort KEY", "Sort all runs by loss, val_loss, tokens_per_s or a config key.", name="sort_key")
 @json_option
 def command(
     run_name: str | None,
@@ -65,7 +59,7 @@ def command(
     tags: tuple[str, ...],
     sort_key: str | None,
     as_json: bool,
-) -> int:
+) -> None:
     """Show active runs and the 15 newest other runs, or RUN in detail.
 
     RUN is a job id, a run name, a run folder or `last`. The list shows a group of runs as one line; given as
@@ -78,16 +72,14 @@ def command(
         if run_name is not None:
             text = f"--where, --tag and --sort choose among all runs, but {run_name} is named"
             raise UsageError(text, hint="leave one of them out")
-        return _show_chosen(parse_choice(where, tags, sort_key), as_json)
+        _show_chosen(parse_choice(where, tags, sort_key), as_json)
+        return
     found = None if run_name is None else find_any(run_name)
     if isinstance(found, RunDir):
         status = look_at(found)[1]
-        if as_json:
-            echo_json(status.to_dict())
-        else:
-            click.echo(run_details(status))
-        return EXIT_OK
-    return show_runs(found, show_all, as_json)
+        echo_result(status.to_dict(), run_details(status), as_json)
+    else:
+        show_runs(found, show_all, as_json)
 
 
 def find_any(text: str, *, groups_of_bench: bool = False) -> RunDir | RunGroup | Bench:
@@ -110,10 +102,11 @@ def look_at(run: RunDir) -> tuple[RunHistory, RunStatus, JobInfo | None]:
     return history, read_status(history, record, job.alive, datetime.now(timezone.utc), job.job), job.job
 
 
-def show_runs(found: RunGroup | Bench | None, show_all: bool, as_json: bool) -> int:
+def show_runs(found: RunGroup | Bench | None, show_all: bool, as_json: bool) -> None:
     """Print the runs of a group or bench; for None all runs, or active ones and the newest others."""
     if found is None:
-        return _show_all_runs(show_all, as_json)
+        _show_all_runs(show_all, as_json)
+        return
     if isinstance(found, RunGroup):
         status = query_group(found)
         job = ", ".join(found.job_ids) or "-"
@@ -141,12 +134,11 @@ def show_runs(found: RunGroup | Bench | None, show_all: bool, as_json: bool) -> 
         }
     if as_json:
         echo_json(value)
-        return EXIT_OK
+        return
     shown = status.points if show_all else most_relevant(status.points, MAX_POINTS)
     click.echo(f"{_details(lines)}\n\n{table(points_rows(status, shown), fit=terminal_width())}")
     if len(shown) < len(status.points):
         click.echo(_not_shown(len(status.points) - len(shown)))
-    return EXIT_OK
 
 
 def query_group(group: RunGroup) -> GroupStatus:
@@ -163,15 +155,15 @@ def read_group(group: RunGroup, query: JobQuery) -> GroupStatus:
     return files.status(query(files.open_ids), datetime.now(timezone.utc))
 
 
-def _show_all_runs(show_all: bool, as_json: bool) -> int:
+def _show_all_runs(show_all: bool, as_json: bool) -> None:
     max_ended = None if show_all or as_json else MAX_ENDED_RUNS
     statuses, num_hidden = read_all(max_ended, lambda ids: query_jobs_or_warn(ids, warn), {})
     if as_json:
         _echo_json_of(statuses)
-        return EXIT_OK
+        return
     if not statuses:
         click.echo("no runs yet: `trainkit submit` starts one", err=True)
-        return EXIT_OK
+        return
     statuses.sort(key=lambda status: not status.is_active)
     num_shown = len(statuses)
     if not show_all:
@@ -180,10 +172,9 @@ def _show_all_runs(show_all: bool, as_json: bool) -> int:
     num_hidden += len(statuses) - num_shown
     if num_hidden:
         click.echo(_not_shown(num_hidden))
-    return EXIT_OK
 
 
-def _show_chosen(choice: Choice, as_json: bool) -> int:
+def _show_chosen(choice: Choice, as_json: bool) -> None:
     """Print the runs of a choice, with a column for each key that was asked for."""
     chosen = choice.apply(read_all(None, lambda ids: query_jobs_or_warn(ids, warn), {})[0])
     statuses = [run.status for run in chosen]
@@ -195,7 +186,6 @@ def _show_chosen(choice: Choice, as_json: bool) -> int:
         more = [choice.headings, *(run.texts(choice.columns) for run in chosen)]
         rows = zip(runs_rows(statuses, Path.cwd()), more, strict=True)
         click.echo(table([[*row, *own] for row, own in rows], fit=terminal_width()))
-    return EXIT_OK
 
 
 def _echo_json_of(statuses: Sequence[RunStatus | GroupStatus]) -> None:

@@ -20,7 +20,6 @@ from textual import work
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
-from textual.message import Message
 from textual.screen import ModalScreen, Screen
 from textual.widgets import DataTable, Footer, Static
 
@@ -78,14 +77,6 @@ def watch(found: RunDir | RunGroup | Bench | None, interval_s: float) -> int:
     return result if result is not None else app.return_code or EXIT_OK
 
 
-class Reading(Message):
-    """What a reader has read, or its error."""
-
-    def __init__(self, result: object) -> None:
-        super().__init__()
-        self.result: Any = result
-
-
 def read_again(
     read: Callable[[], object],
     show: Callable[[object], object],
@@ -115,7 +106,7 @@ class ReadingScreen(Screen[None]):
 
     def __init__(self, read: Callable[[], object], interval_s: float) -> None:
         super().__init__()
-        self._reader = read, lambda result: self.post_message(Reading(result)), interval_s
+        self._reader = read, partial(self.call_later, self.take), interval_s
         self._ended, self._is_on = threading.Event(), threading.Event()
         self._is_on.set()
         self._read_at: datetime | None = None
@@ -131,15 +122,15 @@ class ReadingScreen(Screen[None]):
         self._ended.set()
         self._is_on.set()
 
-    def on_reading(self, message: Reading) -> None:
+    def take(self, result: object) -> None:
         """Show what was read; of an error, its text and what was read before."""
-        if isinstance(message.result, Exception):
-            self.problem = _error_text(message.result)
+        if isinstance(result, Exception):
+            self.problem = _error_text(result)
             if self._read_at is not None:
                 self.problem += f"; shown is what was read at {self._read_at:%H:%M:%S} UTC"
         else:
             self.problem, self._read_at = None, datetime.now(timezone.utc)
-            self.result = message.result
+            self.result = result
         self.show()
 
     def on_resize(self) -> None:

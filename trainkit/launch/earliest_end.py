@@ -377,7 +377,7 @@ def _measured(
     """The work at the speed of earlier runs with the same steps, those of a bench too; the newest count."""
     found: dict[SizeAndGpu, Work] = {}
     steps = config.train.steps
-    if steps is None or plans[max(plans)].command is not None:
+    if steps is None or plans[max(plans)].workload.is_command:
         return found
     for run in islice(_earlier_runs(), MOST_RUNS):
         records = RunHistory(run).newest_steps()

@@ -43,7 +43,7 @@ def run_values(run: RunDir, attempt: AttemptDir) -> dict[str, str]:
         "resumable": "" if is_by_hand else run.word,
         "missing_logs_dir": "" if attempt.logs_dir.exists() else str(attempt.logs_dir),
         **_disk_values(run),
-        **({} if plan.command is not None else _batch_values(plan.record("batch"))),
+        **({} if plan.is_command else _batch_values(plan.record("batch"))),
     }
     config = read_config(attempt.config_file if attempt.config_file.is_file() else run.config_file)
     if config is None:

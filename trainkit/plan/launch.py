@@ -88,7 +88,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class RequeuePolicy:
-    """When the run may restart automatically."""
+    """When the run may restart automatically: the keys of the section `requeue` that a job needs."""
 
     on: tuple[str, ...] = ("preempted", "timeout", "node_fail", "crash", "hang")
     max: int = 100
@@ -96,16 +96,11 @@ class RequeuePolicy:
     total_s: float | None = None
     """Seconds that the jobs of a run may take together, each one slice of them; None without slices."""
     hang_factor: float | None = 20.0
-    """A step hangs when it takes this many times the median step time; None disables this."""
     hang_min_s: float = 300.0
     inspect_s: float | None = 600.0
-    """Seconds without output of any rank after which a command is looked at; None disables this."""
     silence_s: float | None = None
-    """Seconds without output of any rank after which a command hangs; None disables this."""
     slow_hosts: str = "ignore"
-    """What happens to the hosts of slow ranks: ``ignore``, ``exclude`` or ``restart``."""
     slow_after_s: float = 300.0
-    """Seconds for which a rank must stay slow before ``restart`` restarts the run."""
 
     @property
     def look_s(self) -> float | None:
@@ -116,16 +111,13 @@ class RequeuePolicy:
 
 @dataclass(frozen=True)
 class NotifyPolicy:
-    """What the run reports to a webhook."""
+    """What the run reports to a webhook: the keys of the section `notify` that a job needs."""
 
     on: tuple[str, ...] = ()
-    """Events to report: ``finished failed requeued stalled slow``."""
     webhook: str | None = None
     """The environment variable that contains the URL, which is a secret."""
     min_interval_s: float = 600.0
-    """Seconds between two reports of the same kind, except the last one of the run."""
     stalled_after_s: float = 1800.0
-    """Seconds without progress after which the run is stalled."""
 
 
 @dataclass(frozen=True)

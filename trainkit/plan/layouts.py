@@ -278,12 +278,8 @@ def choose(base: StepWork, hardware: Hardware, global_batch_size: int | None) ->
     `base` sets the sequence length, the schedule and the largest number of samples per pass. Activation
     checkpointing, the device batch, the microbatches and ``zero`` are chosen; the global batch is unchanged.
     """
-    found = []
-    for layout in layouts(base, hardware):
-        choice = best_on_layout(base, layout, hardware, global_batch_size)
-        if choice is not None:
-            found.append(choice)
-    return sorted(found, key=lambda choice: choice.rank)
+    best = (best_on_layout(base, layout, hardware, global_batch_size) for layout in layouts(base, hardware))
+    return sorted((choice for choice in best if choice is not None), key=lambda choice: choice.rank)
 
 
 def layouts(base: StepWork, hardware: Hardware) -> Iterator[Layout]:

@@ -11,16 +11,9 @@ from pathlib import Path
 
 import click
 
-from trainkit.cli.help import examples, terminal_width
-from trainkit.cli.options import (
-    ConfigRequest,
-    WithTrailingCommand,
-    config_options,
-    json_option,
-    launcher_option,
-    trailing_workload,
-)
-from trainkit.cli.output import echo_json
+from trainkit.cli import options
+from trainkit.cli.help import as_command, option, terminal_width
+from trainkit.cli.output import echo_json, echo_result
 from trainkit.cli.started import describe_plan, print_created
 from trainkit.config import LoadedConfig, RunConfig
 from trainkit.config.load import Change, Values, short_training, with_changes, with_values
@@ -64,36 +57,21 @@ NUM_SAVES = 6
 REFERENCE, NOT_DETERMINISTIC = "uninterrupted", "not-deterministic"
 
 
-@click.command(
-    cls=WithTrailingCommand,
-    epilog=examples(
-        "trainkit drill --list",
-        "trainkit drill quickstart --nodes 2 --only signal --only rank",
-        "trainkit drill quickstart --nodes 2 --only signal --json",
-    ),
+@as_command(
+    "trainkit drill --list",
+    "trainkit drill quickstart --nodes 2 --only signal --only rank",
+    "trainkit drill quickstart --nodes 2 --only signal --json",
+    cls=options.WithTrailingCommand,
 )
-@config_options
-@launcher_option
-@click.option(
-    "--steps",
-    type=click.IntRange(min=MIN_STEPS),
-    metavar="N",
-    help=f"Steps of each run; default: {DEFAULT_STEPS}.",
-)
-@click.option("--seed", type=int, default=0, metavar="N", help="Seed for choosing times and targets.")
-@click.option(
-    "--only",
-    type=click.Choice(NAMES),
-    multiple=True,
-    metavar="NAME",
-    help="Run only this scenario; repeatable.",
-)
-@click.option(
-    "--list", "only_list", is_flag=True, help="List the scenarios and which are possible here; run nothing."
-)
-@json_option
+@options.config_options
+@options.launcher_option
+@option("--steps N", f"Steps of each run; default: {DEFAULT_STEPS}.", type=click.IntRange(min=MIN_STEPS))
+@option("--seed N", "Seed for choosing times and targets.", type=int, default=0)
+@option("--only NAME", "Run only this scenario; repeatable.", type=click.Choice(NAMES), multiple=True)
+@option("--list", "List the scenarios and which are possible here; run nothing.", name="only_list")
+@options.json_option
 def command(
-    request: ConfigRequest,
+    request: options.ConfigRequest,
     launcher: str,
     steps: int | None,
     seed: int,
@@ -108,7 +86,7 @@ def command(
     tried passed. Only runs of the built-in trainer are shortened: limit the steps of a COMMAND yourself.
     Ctrl-C cancels the current run.
     """
-    workload = trailing_workload(launcher)
+    workload = options.trailing_workload(launcher)
     if workload.is_command and steps is not None:
         raise UsageError(
             f"--steps {steps} applies to the built-in trainer, not to a COMMAND",
@@ -182,10 +160,7 @@ def _drill(
         "scenarios": list(map(asdict, results)),
     }
     write_json(folder / "drill.json", value)
-    if as_json:
-        echo_json(value)
-    else:
-        click.echo(f"{result_table(results, terminal_width())}\n\n{summary(results)}")
+    echo_result(value, f"{result_table(results, terminal_width())}\n\n{summary(results)}", as_json)
     return EXIT_OK if value["passed"] else EXIT_FAILED
 
 
