@@ -12,7 +12,6 @@ from trainkit.cli.main import main
 from trainkit.job import group_parts
 from trainkit.run.files import read_json
 from trainkit.run.group import RunGroup, create_task_run
-from trainkit.run.registry import find_bench_folder
 
 CURVE = """
 plan = json.load(open(f"{RUN_DIR}/attempts/001/plan.json"))
@@ -175,19 +174,6 @@ def test_points_that_need_different_jobs_are_refused(
         assert submit(*SIZES, *more) == 2
         assert f"point 1 ({BATCH}=2, {GPUS}=2) needs a different job than point 0" in capsys.readouterr().err
     assert (sbatch.taken, (tmp_path / "out").exists()) == ([], False)
-
-
-def test_a_bench_in_runs_is_not_taken_for_a_run_of_this_path(tmp_path: Path, sbatch: Sbatch) -> None:
-    assert submit("--sweep", "seed=1,2") == 0
-    assert main(["bench", "settings", "small.yaml", "--backend", "sbatch", "--no-snapshot",
-                 "--out", "runs/out", "--sweep", "seed=1,2"]) == 0  # fmt: skip
-    (tmp_path / "runs/out/sweep.json").unlink()
-    assert find_bench_folder("out", with_groups=False) is None
-    assert find_bench_folder("runs/out", with_groups=False) is not None
-    assert find_bench_folder("out") == Path("out")
-    assert find_bench_folder("x" * 300) is None
-    (tmp_path / "out/bench.json").write_text("garbage")
-    assert find_bench_folder("out", with_groups=False) is None, "its array is intact"
 
 
 @pytest.mark.parametrize("key", ["launch.backend=sbatch,local", "launch.cluster=example"])

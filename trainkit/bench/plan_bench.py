@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from itertools import product
 from pathlib import Path
 
 from trainkit.backends import backend_named
@@ -16,7 +17,6 @@ from trainkit.bench.run_bench import (
     Kind,
     point_name,
     profiled_ranks,
-    write_bench,
 )
 from trainkit.config import LoadedConfig, RunConfig
 from trainkit.config.load import Change, Values, short_training, with_changes, with_values
@@ -57,17 +57,11 @@ class BenchPoint:
     def name(self) -> str:
         return point_name(self.values)
 
-    def run(self, folder: str, repeat: int) -> BenchRun:
+    def run(self, index: int, repeat: int) -> BenchRun:
         layout, batch = self.plan.layout, self.plan.batch
-        return BenchRun(
-            run=folder,
-            values=self.values,
-            repeat=repeat,
-            degrees={name: getattr(layout, name) for name in DEGREES},
-            device_batch_size=batch.device_batch_size,
-            pp_microbatches=batch.pp_microbatches,
-            notes=list(self.notes),
-        )
+        degrees = {name: getattr(layout, name) for name in DEGREES}
+        sizes = batch.device_batch_size, batch.pp_microbatches
+        return BenchRun(str(index), self.values, repeat, degrees, *sizes, list(self.notes))
 
 
 @dataclass(frozen=True)
@@ -177,27 +171,27 @@ class PlannedBench:
         """The plan of the first point."""
         return self.points[0].plan
 
-    @property
-    def runs(self) -> list[PlannedPoint]:
-        """All points once, then all of them again for each further repeat.
-
-        What disturbs the machine for a while thus disturbs several points, not one.
-        """
-        repeats = range(1, self.request.repeats + 1)
-        order = [
-            ({**point.values, REPEAT: repeat} if self.request.repeats > 1 else point.values, point)
-            for repeat in repeats
-            for point in self.points
-        ]
-        return [
-            PlannedPoint(index, values, point.config, point.plan)
-            for index, (values, point) in enumerate(order)
-        ]
-
     def submission(self, at_once: int) -> Submission:
-        """The runs as one array; raises UsageError if their points need different jobs."""
-        runs = self.runs
+        """The runs as one array; raises UsageError if their points need different jobs.
+
+        All points once, then all of them again for each further repeat: what disturbs the machine for a while
+        thus disturbs several points, not one.
+        """
+        runs = [
+            PlannedPoint(
+                index,
+                {**point.values, REPEAT: repeat} if self.request.repeats > 1 else point.values,
+                point.config,
+                point.plan,
+            )
+            for index, (repeat, point) in enumerate(self.order)
+        ]
         return checked(runs, (), ArraySpec(tuple(range(len(runs))), at_once))
+
+    @property
+    def order(self) -> list[tuple[int, BenchPoint]]:
+        """(repeat, point) of every run."""
+        return list(product(range(1, self.request.repeats + 1), self.points))
 
     def to_dict(self) -> dict[str, object]:
         """The points that would run, and those that would not, as a JSON object."""
@@ -216,23 +210,23 @@ class PlannedBench:
             "left_out": self.left_out,
         }
 
-    def create(self, folder: Path, run_names: Sequence[str]) -> Bench:
-        """Write bench.json in the folder; `run_names` are the folders of the runs in it."""
-        num_points = len(self.points)
+    def create(self, folder: Path) -> Bench:
+        """Write bench.json in the folder of the group of its runs."""
         bench = Bench(
             folder=folder.absolute(),
             kind=self.kind,
+            config=self.request.config,
             backend=self.plan.backend,
             device=self.plan.device,
             length=self.request.length,
             repeats=self.request.repeats,
-            keys=tuple(self.points[0].values),
-            runs=tuple(
-                self.points[index % num_points].run(name, index // num_points + 1)
-                for index, name in enumerate(run_names)
-            ),
+            keys=list(self.points[0].values),
+            changes=list(map(asdict, self.changes)),
+            runs=[point.run(index, repeat) for index, (repeat, point) in enumerate(self.order)],
+            impossible=self.impossible,
+            left_out=self.left_out,
         )
-        write_bench(bench, self.request.config, self.changes, self.impossible, self.left_out)
+        bench.write()
         return bench
 
 

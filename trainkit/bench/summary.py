@@ -5,9 +5,8 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +22,10 @@ from trainkit.bench.run_bench import (
 )
 from trainkit.folders import ensure_folder
 from trainkit.formats import cell, short_keys, shown_value, table
-from trainkit.observe.group import NOT_STARTED, PointStatus
-from trainkit.observe.page import flat_config
-from trainkit.observe.sweep_report import Sweep
+from trainkit.observe.group import PointStatus
+from trainkit.observe.sweep_report import Sweep, sweep_of_group
 from trainkit.run.events import training_curve
-from trainkit.run.files import read_object, write_atomic
+from trainkit.run.files import write_atomic
 
 
 @dataclass(frozen=True)
@@ -60,8 +58,6 @@ class Summary:
     """None unless at least two points finished."""
     num_open: int
     """Runs that have started and not ended, or that wait in the queue."""
-    num_not_started: int
-    """Runs without a group that were never started."""
 
 
 def end_line(bench: Bench, point: PointStatus) -> str:
@@ -88,28 +84,17 @@ def write_summary(bench: Bench, warn: Callable[[str], None]) -> Summary:
     points = by_speed([by_run[item.run] for item in runs] for runs in bench.points)
     rows = [row for row, _ in points]
     write_atomic(bench.summary_file, csv_text(bench.keys, rows))
-    num_not_started = status.states.get(NOT_STARTED, 0)
-    num_open = sum(not have_ended([point.state]) for point in status.points) - num_not_started
-    return Summary(rows, find_fastest(bench, points), num_open, num_not_started)
+    num_open = sum(not have_ended([point.state]) for point in status.points)
+    return Summary(rows, find_fastest(bench, points), num_open)
 
 
 def sweep_of_bench(bench: Bench, warn: Callable[[str], None]) -> Sweep:
     """The runs of a bench for `trainkit report`, which compares them by their measured speed."""
-    speeds, sizes = {}, {}
-    for index, item in enumerate(bench.runs):
-        records = training_curve(bench.run_dir(item))
-        speeds[index] = measured(records, bench.length.measured)["tokens_per_s"]
-        sizes[index] = prod(item.degrees.values())
-    first = bench.run_dir(bench.runs[0])
-    origin = first if bench.group is None else bench.group
-    return Sweep(
-        query_bench_status(bench, warn),
-        world_sizes=sizes,
-        is_cuda=bench.device == "cuda",
-        config=flat_config(first),
-        provenance=read_object(origin.provenance_file),
-        speeds=speeds,
-    )
+    speeds = {
+        int(item.run): measured(training_curve(bench.run_dir(item)), bench.length.measured)["tokens_per_s"]
+        for item in bench.runs
+    }
+    return replace(sweep_of_group(bench.group, query_bench_status(bench, warn)), speeds=speeds)
 
 
 def find_fastest(bench: Bench, points: Sequence[tuple[Row, Sequence[Row]]]) -> Fastest | None:

@@ -255,7 +255,7 @@ def _run(planned: PlannedBench, submission: Submission, out: Path | None, follow
     created = create_submission(submission, ["trainkit", *sys.argv[1:]], out, OPTION)
     print_created(created)
     group, is_here = RunGroup(created.run.path), planned.plan.is_here
-    bench = planned.create(group.path, list(map(str, group.points)))
+    bench = planned.create(group.path)
     shown = quote(shown_path(bench.folder))
     collect = f"`{bench.command} --collect {shown}` writes the summary"
     try:
@@ -305,8 +305,6 @@ def summarize(bench: Bench, as_json: bool) -> int:
         click.echo(summary_table(bench.keys, summary.rows, terminal_width()))
     if summary.fastest is not None:
         click.echo(f"fastest: {summary.fastest}", err=True)
-    if summary.num_not_started:
-        warn(f"{summary.num_not_started} of {len(bench.runs)} runs were not started")
     if summary.num_open:
         warn(f"{summary.num_open} of {len(bench.runs)} runs have not ended: collect again later")
     click.echo(f"summary: {bench.summary_file}", err=True)

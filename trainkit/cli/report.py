@@ -12,10 +12,11 @@ import click
 from trainkit.cli.help import Command, examples, warn
 from trainkit.cli.options import json_option, run_argument
 from trainkit.cli.output import echo_json
-from trainkit.cli.status import find_any, look_at, query_group
+from trainkit.cli.status import look_at, query_group
 from trainkit.errors import EXIT_OK, UsageError
 from trainkit.run.files import write_atomic
-from trainkit.run.group import RunGroup
+from trainkit.run.group import BENCH_FILE
+from trainkit.run.registry import find_run_or_group
 from trainkit.run.rundir import RunDir
 
 
@@ -38,7 +39,7 @@ def command(run_name: str, out: Path | None, as_json: bool) -> int:
     from trainkit.observe.report import read_report, render_report
     from trainkit.observe.sweep_report import read_sweep, render_sweep, sweep_of_group
 
-    found = find_any(run_name, groups_of_bench=True)
+    found = find_run_or_group(run_name)
     if out is not None and os.path.lexists(out):
         raise UsageError(f"--out {out} exists already", hint="name a new file")
     now = datetime.now(timezone.utc).timestamp()
@@ -46,12 +47,13 @@ def command(run_name: str, out: Path | None, as_json: bool) -> int:
         report = read_report(*look_at(found)[:2], now)
         folder, page, value = found.path, render_report(report), report.to_dict()
     else:
-        if isinstance(found, RunGroup):
-            sweep = sweep_of_group(found, query_group(found))
-        else:
+        if (found.path / BENCH_FILE).is_file():
+            from trainkit.bench.run_bench import read_bench
             from trainkit.bench.summary import sweep_of_bench
 
-            sweep = sweep_of_bench(found, warn)
+            sweep = sweep_of_bench(read_bench(found.path), warn)
+        else:
+            sweep = sweep_of_group(found, query_group(found))
         runs = read_sweep(sweep, now)
         folder, page, value = Path(runs.run_dir), render_sweep(runs), runs.to_dict()
     file = folder / REPORT_FILE if out is None else out.absolute()

@@ -24,8 +24,6 @@ NUM_READERS = 4
 """Threads that read points in parallel: a network filesystem takes about a millisecond per file."""
 POINTS_PER_TASK = 100
 NOT_CREATED = AttemptRecord()
-NOT_STARTED = "not started"
-"""Of a run of a bench that has not come to it."""
 FAILED = ("failed", "died", "unknown")
 """States that need attention, worst first."""
 ORDER = (
@@ -37,7 +35,6 @@ ORDER = (
     "restarting",
     "requeueing",
     "pending",
-    NOT_STARTED,
     "stopped",
     "cancelled",
     "finished",

@@ -32,7 +32,7 @@ from trainkit.slurm.states import on_cluster
 
 GROUP_VERSION = 1
 BENCH_FILE = "bench.json"
-"""In the folder of a bench, which is a group of runs, or has them or several groups in it."""
+"""In the folder of a bench, which is a group of runs."""
 WAITS_FOR_ROOM = "Slurm takes no more jobs of this user at once; those of the group submit it as they end"
 """Why a point is `RunGroup.left`."""
 
