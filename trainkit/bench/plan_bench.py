@@ -97,47 +97,30 @@ class PlannedBench:
         return {name: error.problems[0].sentence for name, error in self.errors.items()}
 
     def add_layout(
-        self,
-        loaded: LoadedConfig,
-        layout: Layout,
-        ranks: LaunchPlan,
-        shape: ModelShape,
-        typed: JsonObject | None = None,
+        self, loaded: LoadedConfig, layout: Layout, ranks: LaunchPlan, shape: ModelShape, typed: JsonObject
     ) -> None:
-        """Plan a layout; a `typed` one must be possible, of the others only the first ones run."""
-        name = layout_name(layout, {key: item for key, item in (typed or {}).items() if key not in DEGREES})
+        """Plan a layout with the values of ``--layout``; without any, only the first ones run.
+
+        Raises ConfigError if it is not possible.
+        """
+        name = layout_name(layout, {key: item for key, item in typed.items() if key not in DEGREES})
         if name in (point.name for point in self.points):
             raise UsageError(f"two --layout are the same: {name}", hint="remove one of them")
-        try:
-            settings, notes = layout_settings(loaded.config, layout, ranks, shape, typed or {})
-            if typed is None and len(self.points) == MAX_LAYOUTS:
-                self.left_out.append(name)
-                return
-            own = with_values(loaded, settings, f"layout {name}")
-        except ConfigError as error:
-            if typed is not None:
-                raise
-            self.errors[name] = error
+        settings, notes = layout_settings(loaded.config, layout, ranks, shape, typed)
+        if not typed and len(self.points) == MAX_LAYOUTS:
+            self.left_out.append(name)
             return
-        self.add({LAYOUT: name}, settings, own, notes)
-        if typed is not None and name in self.errors:
-            raise self.errors[name]
+        self.add({LAYOUT: name}, settings, with_values(loaded, settings, f"layout {name}"), notes)
 
     def add(
         self,
         values: JsonObject,
         settings: Mapping[str, object],
-        loaded: LoadedConfig | ConfigError,
+        loaded: LoadedConfig,
         notes: tuple[str, ...] = (),
     ) -> None:
-        """Plan a point whose config is `loaded`, or has an error."""
-        try:
-            if isinstance(loaded, ConfigError):
-                raise loaded
-            config, plan, changes = self._shortened(loaded, values)
-        except ConfigError as error:
-            self.errors[point_name(values)] = error
-            return
+        """Plan a point; raises ConfigError if it cannot run."""
+        config, plan, changes = self._shortened(loaded, values)
         self.points.append(BenchPoint(values, settings, notes, config, plan))
         self.changes = self.changes or changes
 
@@ -268,7 +251,12 @@ def plan_settings(request: BenchRequest, points: Iterable[LoadedPoint]) -> Plann
     """
     planned = PlannedBench("settings", request)
     for point in points:
-        planned.add(point.values, point.values, point.loaded)
+        try:
+            if isinstance(point.loaded, ConfigError):
+                raise point.loaded
+            planned.add(point.values, point.values, point.loaded)
+        except ConfigError as error:
+            planned.errors[point_name(point.values)] = error
     return _checked(planned)
 
 
@@ -307,7 +295,10 @@ def plan_layouts(request: BenchRequest, loaded: LoadedConfig, layouts: Sequence[
         splits_sequence = loaded.config.parallel.cp > 1 or loaded.config.data.seq_len >= LONG_SEQUENCE
         found = enumerate_layouts(ranks.world_size, ranks.workers_per_node, splits_sequence)
         for layout in sorted(found, key=_complexity):
-            planned.add_layout(loaded, layout, ranks, shape)
+            try:
+                planned.add_layout(loaded, layout, ranks, shape, {})
+            except ConfigError as error:
+                planned.errors[layout_name(layout, {})] = error
     return _checked(planned)
 
 
