@@ -7,7 +7,6 @@ import pytest
 from trainkit.bench import plan_bench
 from trainkit.bench.plan_bench import (
     BenchPoint,
-    BenchRequest,
     PlannedBench,
     bench_values,
     plan_layouts,
@@ -88,10 +87,16 @@ def test_the_ranks_that_are_profiled(world_size: int, ranks: tuple[int, ...]) ->
     assert profiled_ranks(world_size) == ranks
 
 
+def plan(loaded: LoadedConfig, layouts: tuple[str, ...]) -> PlannedBench:
+    planned = PlannedBench("layouts", "mine.yaml", BenchLength(30, 5), 1, keep_name=False)
+    plan_layouts(planned, loaded, layouts)
+    return planned
+
+
 def layouts_of_four(folder: Path) -> PlannedBench:
     shape = "model={preset: nano, num_layers: 8, num_kv_heads: 4}"
     loaded = load(folder, "resources.gpus_per_node=4", "device=cpu", "launch.backend=local", shape)
-    return plan_layouts(BenchRequest("mine.yaml", BenchLength(30, 5), 1, keep_name=False), loaded, ())
+    return plan(loaded, ())
 
 
 def test_a_bench_ends_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +133,7 @@ def test_when_none_can_be_planned_the_config_is_to_blame(
 ) -> None:
     refuse(monkeypatch)
     with pytest.raises(ConfigError, match=r"parallel\.dp_shard: is 1: too large for a GPU"):
-        layouts_of_four(tmp_path)
+        layouts_of_four(tmp_path).submission(1)
 
 
 SIZES = (
@@ -142,7 +147,7 @@ def planned(folder: Path, ranks: int, layouts: tuple[str, ...] = (), *settings: 
     """A bench on one node of the nano model with enough layers and heads to be split."""
     overrides = (*SIZES, *MODEL, f"resources.gpus_per_node={ranks}", *settings)
     loaded = load_config(None, overrides=overrides, environ={}, cwd=folder)
-    return plan_layouts(BenchRequest("mine.yaml", BenchLength(30, 5), 1, keep_name=False), loaded, layouts)
+    return plan(loaded, layouts)
 
 
 def asked(folder: Path, text: str, ranks: int = 4, *settings: str) -> BenchPoint:

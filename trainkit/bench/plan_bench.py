@@ -64,24 +64,17 @@ class BenchPoint:
         return BenchRun(str(index), self.values, repeat, degrees, *sizes, list(self.notes))
 
 
-@dataclass(frozen=True)
-class BenchRequest:
-    """What was typed, for every kind of bench."""
-
-    config: str
-    """The file or name of the config."""
-    length: BenchLength
-    repeats: int
-    keep_name: bool
-    """Keep the config's name."""
-
-
 @dataclass
 class PlannedBench:
     """A bench before its first run: the points that can run, and why others cannot."""
 
     kind: Kind
-    request: BenchRequest
+    config: str
+    """The file or name of the config, as typed."""
+    length: BenchLength
+    repeats: int
+    keep_name: bool
+    """Keep the config's name."""
     gatherer: Gatherer = field(default_factory=Gatherer)
     points: list[BenchPoint] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
@@ -128,10 +121,9 @@ class PlannedBench:
         self, loaded: LoadedConfig, values: JsonObject
     ) -> tuple[RunConfig, LaunchPlan, list[Change]]:
         """The config and plan of a point, and what a bench changes in it."""
-        length = self.request.length
-        own = bench_values(loaded.config, self.kind, length, self.request.keep_name)
+        own = bench_values(loaded.config, self.kind, self.length, self.keep_name)
         if self.kind == "settings":
-            _refuse_set_by_bench(values, {**own, **profiler_values(length, 1)})
+            _refuse_set_by_bench(values, {**own, **profiler_values(self.length, 1)})
         resources = loaded.config.resources
         if resources.fewest_nodes < resources.most_nodes:
             message = f"{loaded.origins['resources.nodes']}: a bench measures one number of nodes"
@@ -142,7 +134,7 @@ class PlannedBench:
             raise UsageError(*problem)
         short, changes = with_changes(loaded, own, ORIGIN)
         plan = plan_run(short, facts)
-        full, more = with_changes(short, profiler_values(length, plan.world_size), ORIGIN)
+        full, more = with_changes(short, profiler_values(self.length, plan.world_size), ORIGIN)
         return full.config, plan, [*changes, *more]
 
     @property
@@ -155,15 +147,19 @@ class PlannedBench:
         return self.points[0].plan
 
     def submission(self, at_once: int) -> Submission:
-        """The runs as one array; raises UsageError if their points need different jobs.
+        """The runs as one array; raises UsageError if they need different jobs.
+
+        Raises the ConfigError of the first point if none can run.
 
         All points once, then all of them again for each further repeat: what disturbs the machine for a while
         thus disturbs several points, not one.
         """
+        if not self.points:
+            raise next(iter(self.errors.values()))
         runs = [
             PlannedPoint(
                 index,
-                {**point.values, REPEAT: repeat} if self.request.repeats > 1 else point.values,
+                {**point.values, REPEAT: repeat} if self.repeats > 1 else point.values,
                 point.config,
                 point.plan,
             )
@@ -174,7 +170,7 @@ class PlannedBench:
     @property
     def order(self) -> list[tuple[int, BenchPoint]]:
         """(repeat, point) of every run."""
-        return list(product(range(1, self.request.repeats + 1), self.points))
+        return list(product(range(1, self.repeats + 1), self.points))
 
     def to_dict(self) -> dict[str, object]:
         """The points that would run, and those that would not, as a JSON object."""
@@ -188,7 +184,7 @@ class PlannedBench:
         ]
         return {
             "layouts" if self.kind == "layouts" else "points": points,
-            "repeats": self.request.repeats,
+            "repeats": self.repeats,
             "impossible": self.impossible,
             "left_out": self.left_out,
         }
@@ -198,11 +194,11 @@ class PlannedBench:
         bench = Bench(
             folder=folder.absolute(),
             kind=self.kind,
-            config=self.request.config,
+            config=self.config,
             backend=self.plan.backend,
             device=self.plan.device,
-            length=self.request.length,
-            repeats=self.request.repeats,
+            length=self.length,
+            repeats=self.repeats,
             keys=list(self.points[0].values),
             changes=list(map(asdict, self.changes)),
             runs=[point.run(index, repeat) for index, (repeat, point) in enumerate(self.order)],
@@ -244,12 +240,11 @@ def profiler_values(length: BenchLength, world_size: int) -> Values:
     return {f"profiler.{key}": (value, "measures exposed communication") for key, value in values.items()}
 
 
-def plan_settings(request: BenchRequest, points: Iterable[LoadedPoint]) -> PlannedBench:
+def plan_settings(planned: PlannedBench, points: Iterable[LoadedPoint]) -> None:
     """Plan the run of every point of a sweep; points that cannot run are listed with the reason.
 
-    Raises the ConfigError of the first point if none can run, and UsageError for a key that a bench sets.
+    Raises UsageError for a key that a bench sets.
     """
-    planned = PlannedBench("settings", request)
     for point in points:
         try:
             if isinstance(point.loaded, ConfigError):
@@ -257,17 +252,9 @@ def plan_settings(request: BenchRequest, points: Iterable[LoadedPoint]) -> Plann
             planned.add(point.values, point.values, point.loaded)
         except ConfigError as error:
             planned.errors[point_name(point.values)] = error
-    return _checked(planned)
 
 
-def _checked(planned: PlannedBench) -> PlannedBench:
-    """The bench; raises the ConfigError of the first point if none can run."""
-    if not planned.points:
-        raise next(iter(planned.errors.values()))
-    return planned
-
-
-def plan_layouts(request: BenchRequest, loaded: LoadedConfig, layouts: Sequence[str]) -> PlannedBench:
+def plan_layouts(planned: PlannedBench, loaded: LoadedConfig, layouts: Sequence[str]) -> None:
     """Plan the run of the typed layouts, which must all be possible, else of the first possible ones.
 
     Raises ConfigError and UsageError.
@@ -278,7 +265,6 @@ def plan_layouts(request: BenchRequest, loaded: LoadedConfig, layouts: Sequence[
         ("whose memory is unknown", f"{needs} trainkit's own decoder; {takes} model"),
         or_own=True,
     )
-    planned = PlannedBench("layouts", request)
     facts = planned.gatherer.facts(loaded)
     assert facts.data is not None
     shape, ranks = resolve_model_shape(loaded.config.model, facts.data.vocab_size), _ranks(loaded, facts)
@@ -299,7 +285,6 @@ def plan_layouts(request: BenchRequest, loaded: LoadedConfig, layouts: Sequence[
                 planned.add_layout(loaded, layout, ranks, shape, {})
             except ConfigError as error:
                 planned.errors[layout_name(layout, {})] = error
-    return _checked(planned)
 
 
 def _ranks(loaded: LoadedConfig, facts: Facts) -> LaunchPlan:

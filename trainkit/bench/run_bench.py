@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from shlex import quote
@@ -183,7 +183,7 @@ POLL_S = 0.5
 ASK_EVERY_S = 10.0
 """Seconds between queries of Slurm: its controller serves the whole cluster."""
 FINISHED = "finished"
-ENDED = (FINISHED, "failed", "stopped", "cancelled", "died")
+ENDED = {FINISHED, "failed", "stopped", "cancelled", "died"}
 """Final states: a run of a bench is not restarted."""
 
 
@@ -218,7 +218,7 @@ def wait_for_runs(
         status = query_bench_status(bench, log_line)
         remove_checkpoints(status)
         states = status.states
-        ended = [point for point in status.points if have_ended([point.state]) and point.state != "died"]
+        ended = [point for point in status.points if point.state in ENDED - {"died"}]
         for point in ended:
             if point.index not in known:
                 log_line(end_line(bench, point))
@@ -229,7 +229,7 @@ def wait_for_runs(
         # This host may see the end of a run shortly after Slurm has removed its job.
         is_sure = text == logged or "died" not in states
         logged = text
-        if is_sure and have_ended(states):
+        if is_sure and ENDED.issuperset(states):
             return
         time.sleep(POLL_S if bench.backend == "local" else ASK_EVERY_S)
 
@@ -237,10 +237,5 @@ def wait_for_runs(
 def remove_checkpoints(status: GroupStatus) -> None:
     """Remove what the runs that have ended saved: a bench is never resumed."""
     for point in status.points:
-        if have_ended([point.state]):
+        if point.state in ENDED:
             remove_all(RunDir(point.run_dir).checkpoints_dir)
-
-
-def have_ended(states: Iterable[str]) -> bool:
-    """Whether runs in these states have all ended."""
-    return all(state in ENDED for state in states)

@@ -12,10 +12,10 @@ from typing import Any
 
 from trainkit.bench.measure import Row, by_speed, measured, row_of, speed
 from trainkit.bench.run_bench import (
+    ENDED,
     FINISHED,
     LAYOUT,
     Bench,
-    have_ended,
     point_name,
     query_bench_status,
     remove_checkpoints,
@@ -84,7 +84,7 @@ def write_summary(bench: Bench, warn: Callable[[str], None]) -> Summary:
     points = by_speed([by_run[item.run] for item in runs] for runs in bench.points)
     rows = [row for row, _ in points]
     write_atomic(bench.summary_file, csv_text(bench.keys, rows))
-    num_open = sum(not have_ended([point.state]) for point in status.points)
+    num_open = sum(point.state not in ENDED for point in status.points)
     return Summary(rows, find_fastest(bench, points), num_open)
 
 

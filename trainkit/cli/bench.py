@@ -13,8 +13,8 @@ from typing import Any
 
 import click
 
-from trainkit.bench.plan_bench import OPTION, BenchRequest, PlannedBench, plan_layouts, plan_settings
-from trainkit.bench.run_bench import Bench, BenchLength, read_bench, wait_for_runs
+from trainkit.bench.plan_bench import OPTION, PlannedBench, plan_layouts, plan_settings
+from trainkit.bench.run_bench import Bench, BenchLength, Kind, read_bench, wait_for_runs
 from trainkit.bench.summary import (
     COLUMNS,
     INSTALL_HINT,
@@ -149,7 +149,11 @@ def layouts(request: ConfigRequest | None, layouts: tuple[str, ...], **typed: An
     On this machine the layouts run one after another, and Ctrl-C ends the bench. On Slurm they are one
     array; --follow, or --collect DIR later, writes the summary. Exits with 1 if nothing was measured.
     """
-    return _bench(lambda asked, config: plan_layouts(asked, config.load_to_plan(), layouts), request, **typed)
+
+    def plan(planned: PlannedBench, config: ConfigRequest) -> None:
+        plan_layouts(planned, config.load_to_plan(), layouts)
+
+    return _bench("layouts", plan, request, **typed)
 
 
 @command.command(
@@ -175,16 +179,17 @@ def settings(request: ConfigRequest | None, sweeps: tuple[str, ...], **typed: An
     array; --follow, or --collect DIR later, writes the summary. Exits with 1 if nothing was measured.
     """
 
-    def plan(asked: BenchRequest, config: ConfigRequest) -> PlannedBench:
+    def plan(planned: PlannedBench, config: ConfigRequest) -> None:
         if not sweeps:
             raise UsageError("no --sweep", hint="for example --sweep train.device_batch_size=4,8,16")
-        return plan_settings(asked, GroupRequest(sweeps, None).points(config, TRAINER)[1])
+        plan_settings(planned, GroupRequest(sweeps, None).points(config, TRAINER)[1])
 
-    return _bench(plan, request, **typed)
+    return _bench("settings", plan, request, **typed)
 
 
 def _bench(
-    plan: Callable[[BenchRequest, ConfigRequest], PlannedBench],
+    kind: Kind,
+    plan: Callable[[PlannedBench, ConfigRequest], None],
     config: ConfigRequest | None,
     *,
     steps: int,
@@ -205,7 +210,8 @@ def _bench(
     assert config is not None
     folder = named_folder(out, OPTION)
     length = BenchLength(steps, warmup)
-    planned = plan(BenchRequest(config.path, length, repeats, "name" in config.flags), config)
+    planned = PlannedBench(kind, config.path, length, repeats, "name" in config.flags)
+    plan(planned, config)
     submission = planned.submission(at_once)
     if not dry_run:
         click.echo(describe_plan(planned.plan, planned.name).splitlines()[0], err=True)
@@ -219,13 +225,13 @@ def _bench(
 def _describe(planned: PlannedBench) -> None:
     """Print the changes to the config, the points that run, and those that do not."""
     facts = [("bench", change.sentence) for change in planned.changes]
-    count, repeats = len(planned.points), planned.request.repeats
+    count, repeats = len(planned.points), planned.repeats
     what = planned.kind if planned.kind == "layouts" else "points"
     times = "" if repeats == 1 else f", {repeats} times each"
     sizes = sorted({item.plan.world_size for item in planned.points})
     processes = f"{' or '.join(map(str, sizes))} process{'es' if sizes != [1] else ''}"
     facts.append((what, f"{count} {what if count > 1 else what[:-1]} of {processes}{times}"))
-    facts.append(("steps", planned.request.length.text))
+    facts.append(("steps", planned.length.text))
     facts += [("adapted", f"{item.name}: {note}") for item in planned.points for note in item.notes]
     facts += [("not possible", f"{name}: {reason}") for name, reason in planned.impossible.items()]
     if planned.left_out:
