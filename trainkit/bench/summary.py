@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from trainkit.bench.run_bench import (
 from trainkit.folders import ensure_folder
 from trainkit.formats import cell, short_keys, shown_value, table
 from trainkit.observe.group import PointStatus
-from trainkit.observe.sweep_report import Sweep, sweep_of_group
 from trainkit.run.events import training_curve
 from trainkit.run.files import write_atomic
 
@@ -88,13 +87,12 @@ def write_summary(bench: Bench, warn: Callable[[str], None]) -> Summary:
     return Summary(rows, find_fastest(bench, points), num_open)
 
 
-def sweep_of_bench(bench: Bench, warn: Callable[[str], None]) -> Sweep:
-    """The runs of a bench for `trainkit report`, which compares them by their measured speed."""
-    speeds = {
+def measured_speeds(bench: Bench) -> dict[int, float | None]:
+    """The tokens per second of each run, by its index in the group, for `trainkit report`."""
+    return {
         int(item.run): measured(training_curve(bench.run_dir(item)), bench.length.measured)["tokens_per_s"]
         for item in bench.runs
     }
-    return replace(sweep_of_group(bench.group, query_bench_status(bench, warn)), speeds=speeds)
 
 
 def find_fastest(bench: Bench, points: Sequence[tuple[Row, Sequence[Row]]]) -> Fastest | None:

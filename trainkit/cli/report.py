@@ -9,7 +9,7 @@ from shlex import quote
 
 import click
 
-from trainkit.cli.help import Command, examples, warn
+from trainkit.cli.help import Command, examples
 from trainkit.cli.options import json_option, run_argument
 from trainkit.cli.output import echo_json
 from trainkit.cli.status import look_at, query_group
@@ -37,7 +37,7 @@ def command(run_name: str, out: Path | None, as_json: bool) -> int:
     """
     from trainkit.observe.page import REPORT_FILE
     from trainkit.observe.report import read_report, render_report
-    from trainkit.observe.sweep_report import read_sweep, render_sweep, sweep_of_group
+    from trainkit.observe.sweep_report import read_sweep, render_sweep
 
     found = find_run_or_group(run_name)
     if out is not None and os.path.lexists(out):
@@ -47,15 +47,14 @@ def command(run_name: str, out: Path | None, as_json: bool) -> int:
         report = read_report(*look_at(found)[:2], now)
         folder, page, value = found.path, render_report(report), report.to_dict()
     else:
+        speeds = None
         if (found.path / BENCH_FILE).is_file():
             from trainkit.bench.run_bench import read_bench
-            from trainkit.bench.summary import sweep_of_bench
+            from trainkit.bench.summary import measured_speeds
 
-            sweep = sweep_of_bench(read_bench(found.path), warn)
-        else:
-            sweep = sweep_of_group(found, query_group(found))
-        runs = read_sweep(sweep, now)
-        folder, page, value = Path(runs.run_dir), render_sweep(runs), runs.to_dict()
+            speeds = measured_speeds(read_bench(found.path))
+        runs = read_sweep(found, query_group(found), now, speeds)
+        folder, page, value = found.path, render_sweep(runs), runs.to_dict()
     file = folder / REPORT_FILE if out is None else out.absolute()
     try:
         write_atomic(file, page)
