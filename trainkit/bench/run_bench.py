@@ -13,7 +13,7 @@ from trainkit.backends.jobs import query_jobs_or_warn, utc_clock
 from trainkit.errors import UsageError
 from trainkit.formats import JsonObject, shown
 from trainkit.job.group_parts import recover_parts
-from trainkit.observe.group import GroupFiles, GroupStatus, PointStatus, state_counts
+from trainkit.observe.group import GroupFiles, PointStatus, count_states, state_counts
 from trainkit.run.end import read_newest_end
 from trainkit.run.files import read_json, with_right_types, write_json
 from trainkit.run.group import BENCH_FILE, RunGroup
@@ -187,26 +187,23 @@ ENDED = {FINISHED, "failed", "stopped", "cancelled", "died"}
 """Final states: a run of a bench is not restarted."""
 
 
-def query_bench_status(bench: Bench, warn: Callable[[str], None]) -> GroupStatus:
+def look_at_runs(bench: Bench, warn: Callable[[str], None]) -> list[PointStatus]:
     """The status of the runs of a bench, with the first failure of each that has one as its reason.
 
-    Looks up an array that Slurm has not acknowledged.
+    Looks up an array that Slurm has not acknowledged. Removes what the runs that have ended saved: a bench is
+    never resumed.
     """
-    group = bench.group
-    recover_parts(group)
-    files = GroupFiles(group)
-    status = files.status(query_jobs_or_warn(files.open_ids, warn), utc_clock())
-    points = [
-        replace(point, reason=None if point.state == FINISHED else _failure_of(point) or point.reason)
-        for point in status.points
-    ]
-    return replace(status, name=bench.folder.name, points=points)
-
-
-def _failure_of(point: PointStatus) -> str:
-    """The first failure of a run; empty if none is recorded."""
-    end = read_newest_end(Path(point.run_dir))
-    return end.verdict.line if end is not None and end.verdict else ""
+    recover_parts(bench.group)
+    files = GroupFiles(bench.group)
+    points = []
+    for point in files.status(query_jobs_or_warn(files.open_ids, warn), utc_clock()).points:
+        run = RunDir(point.run_dir)
+        if point.state in ENDED:
+            remove_all(run.checkpoints_dir)
+        end = read_newest_end(run.path)
+        failure = end.verdict.line if end is not None and end.verdict else point.reason
+        points.append(replace(point, reason=None if point.state == FINISHED else failure))
+    return points
 
 
 def wait_for_runs(
@@ -215,10 +212,9 @@ def wait_for_runs(
     """Wait until all runs of a bench have ended; log an `end_line` of each, and their states on changes."""
     logged, known = "", set[int]()
     while True:
-        status = query_bench_status(bench, log_line)
-        remove_checkpoints(status)
-        states = status.states
-        ended = [point for point in status.points if point.state in ENDED - {"died"}]
+        points = look_at_runs(bench, log_line)
+        states = count_states(point.state for point in points)
+        ended = [point for point in points if point.state in ENDED - {"died"}]
         for point in ended:
             if point.index not in known:
                 log_line(end_line(bench, point))
@@ -232,10 +228,3 @@ def wait_for_runs(
         if is_sure and ENDED.issuperset(states):
             return
         time.sleep(POLL_S if bench.backend == "local" else ASK_EVERY_S)
-
-
-def remove_checkpoints(status: GroupStatus) -> None:
-    """Remove what the runs that have ended saved: a bench is never resumed."""
-    for point in status.points:
-        if point.state in ENDED:
-            remove_all(RunDir(point.run_dir).checkpoints_dir)

@@ -16,9 +16,8 @@ from trainkit.bench.run_bench import (
     FINISHED,
     LAYOUT,
     Bench,
+    look_at_runs,
     point_name,
-    query_bench_status,
-    remove_checkpoints,
 )
 from trainkit.folders import ensure_folder
 from trainkit.formats import cell, short_keys, shown_value, table
@@ -74,16 +73,15 @@ def end_line(bench: Bench, point: PointStatus) -> str:
 def write_summary(bench: Bench, warn: Callable[[str], None]) -> Summary:
     """Write summary.csv from the measurements so far."""
     by_run: dict[str, Row] = {}
-    status = query_bench_status(bench, warn)
-    remove_checkpoints(status)
-    for item, point in zip(bench.runs, status.points, strict=True):
+    found = look_at_runs(bench, warn)
+    for item, point in zip(bench.runs, found, strict=True):
         by_run[item.run], missing = row_of(bench, item, point.state, point.reason or "")
         if missing and point.state == FINISHED:
             warn(f"{item.name}: no exposed_comm_s: {missing}")
     points = by_speed([by_run[item.run] for item in runs] for runs in bench.points)
     rows = [row for row, _ in points]
     write_atomic(bench.summary_file, csv_text(bench.keys, rows))
-    num_open = sum(point.state not in ENDED for point in status.points)
+    num_open = sum(point.state not in ENDED for point in found)
     return Summary(rows, find_fastest(bench, points), num_open)
 
 
