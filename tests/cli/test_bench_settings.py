@@ -17,7 +17,11 @@ CURVE = """
 plan = json.load(open(f"{RUN_DIR}/attempts/001/plan.json"))
 size = plan["batch"]["device_batch_size"]
 if size == 8:
-    sys.exit("no memory")
+    os.makedirs(f"{RUN_DIR}/attempts/001/errors", exist_ok=True)
+    with open(f"{RUN_DIR}/attempts/001/errors/rank-0000.json", "w") as stream:
+        json.dump({"rank": 0, "type": "OutOfMemoryError", "message": "no memory", "step": 3}, stream)
+    sys.exit(1)
+os.makedirs(f"{RUN_DIR}/checkpoints/step-00000010")
 with open(f"{RUN_DIR}/metrics.jsonl", "w") as stream:
     for step in range(1, 11):
         record = {"step": step, "time": "2026-01-01T00:00:00Z", "attempt": 1, "loss": 1.0,
@@ -104,7 +108,14 @@ def test_points_run_in_rounds_and_one_that_fails_stays_in_the_table(desk: Desk) 
     with (desk.folder / "runs/mine/summary.csv").open(newline="") as stream:
         rows = list(csv.DictReader(stream))
     assert [row["tokens_per_s"] for row in rows] == ["400", "200", ""]
-    assert rows[0]["run"] == "1 4"
+    assert [row["samples_per_s"] for row in rows] == ["16", "16", ""]
+    assert [row["run"] for row in rows] == ["1 4", "0 3", "2 5"]
+    assert rows[2]["verdict"] == "rank 0 failed first at step 3: OutOfMemoryError: no memory"
+    assert "2 failed, 4 finished" in done.stderr
+    assert "no exposed_comm_s: " in done.stderr  # these workers wrote no profile
+    for run in map(RunGroup(desk.folder / "runs/mine").run, range(6)):
+        assert run.attempt_numbers() == [1]  # what fails is not started again
+        assert not any(run.checkpoints_dir.iterdir())
     made = read_json(desk.folder / "runs/mine/bench.json")
     assert (made["kind"], made["repeats"]) == ("settings", 2)
     assert made["impossible"].keys() == {"train.device_batch_size=3"}
