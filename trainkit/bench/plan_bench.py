@@ -41,17 +41,13 @@ MAX_LAYOUTS = 16
 
 
 @dataclass(frozen=True)
-class BenchPoint:
-    """One point of a bench before its first run."""
+class BenchPoint(PlannedPoint):
+    """One point of a bench before its first run; its values are the layout, or those of the swept keys."""
 
-    values: JsonObject
-    """The layout, or the values of the swept keys."""
     settings: Mapping[str, object]
     """The values in the config that make it this point, by dotted key."""
     notes: tuple[str, ...]
     """The values adapted to the layout, one sentence each."""
-    config: RunConfig
-    plan: LaunchPlan
 
     @property
     def name(self) -> str:
@@ -114,7 +110,7 @@ class PlannedBench:
     ) -> None:
         """Plan a point; raises ConfigError if it cannot run."""
         config, plan, changes = self._shortened(loaded, values)
-        self.points.append(BenchPoint(values, settings, notes, config, plan))
+        self.points.append(BenchPoint(len(self.points), values, config, plan, settings, notes))
         self.changes = self.changes or changes
 
     def _shortened(
@@ -156,15 +152,10 @@ class PlannedBench:
         """
         if not self.points:
             raise next(iter(self.errors.values()))
-        runs = [
-            PlannedPoint(
-                index,
-                {**point.values, REPEAT: repeat} if self.repeats > 1 else point.values,
-                point.config,
-                point.plan,
-            )
-            for index, (repeat, point) in enumerate(self.order)
-        ]
+        runs: list[PlannedPoint] = []
+        for index, (repeat, point) in enumerate(self.order):
+            values = {**point.values, REPEAT: repeat} if self.repeats > 1 else point.values
+            runs.append(replace(point, index=index, values=values))
         return checked(runs, (), ArraySpec(tuple(range(len(runs))), at_once))
 
     @property

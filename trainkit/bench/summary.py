@@ -46,18 +46,6 @@ class Fastest:
         return text if self.is_clear else f"{text}, which is within the spread of the repeats"
 
 
-@dataclass(frozen=True)
-class Summary:
-    """The measurements of a bench so far."""
-
-    rows: list[Row]
-    """A row per point, sorted by speed."""
-    fastest: Fastest | None
-    """None unless at least two points finished."""
-    num_open: int
-    """Runs that have started and not ended, or that wait in the queue."""
-
-
 def end_line(bench: Bench, point: PointStatus) -> str:
     """One line about a run that has ended."""
     item = bench.runs[point.index]
@@ -70,8 +58,11 @@ def end_line(bench: Bench, point: PointStatus) -> str:
     return f"{start} {speed}{row['step_s']:.4f} s per step"
 
 
-def write_summary(bench: Bench, warn: Callable[[str], None]) -> Summary:
-    """Write summary.csv from the measurements so far."""
+def write_summary(bench: Bench, warn: Callable[[str], None]) -> tuple[list[Row], Fastest | None, int]:
+    """Write summary.csv from the measurements so far.
+
+    Returns its rows, the fastest point unless fewer than two have finished, and how many runs have not ended.
+    """
     by_run: dict[str, Row] = {}
     found = look_at_runs(bench, warn)
     for item, point in zip(bench.runs, found, strict=True):
@@ -81,8 +72,7 @@ def write_summary(bench: Bench, warn: Callable[[str], None]) -> Summary:
     points = by_speed([by_run[item.run] for item in runs] for runs in bench.points)
     rows = [row for row, _ in points]
     write_atomic(bench.summary_file, csv_text(bench.keys, rows))
-    num_open = sum(point.state not in ENDED for point in found)
-    return Summary(rows, find_fastest(bench, points), num_open)
+    return rows, find_fastest(bench, points), sum(point.state not in ENDED for point in found)
 
 
 def measured_speeds(bench: Bench) -> dict[int, float | None]:

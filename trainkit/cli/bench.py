@@ -290,10 +290,10 @@ def _run(planned: PlannedBench, submission: Submission, out: Path | None, follow
 
 def summarize(bench: Bench, as_json: bool) -> int:
     """Write and print the summary of what has been measured so far; 1 when nothing has."""
-    summary = write_summary(bench, warn)
+    rows, fastest, num_open = write_summary(bench, warn)
     plots: list[Path] = []
     if can_plot():
-        plots, empty = write_plots(bench.keys, summary.rows, bench.plots_dir)
+        plots, empty = write_plots(bench.keys, rows, bench.plots_dir)
         but = f"; none of {', '.join(empty)}: no values" if empty else ""
         click.echo(f"plots: {len(plots)} in {bench.plots_dir}{but}", err=True)
     else:
@@ -303,15 +303,15 @@ def summarize(bench: Bench, as_json: bool) -> int:
             "folder": str(bench.folder),
             "summary": str(bench.summary_file),
             "plots": [str(file) for file in plots],
-            "rows": summary.rows,
-            "fastest": None if summary.fastest is None else asdict(summary.fastest),
+            "rows": rows,
+            "fastest": None if fastest is None else asdict(fastest),
         }
         echo_json(value)
     else:
-        click.echo(summary_table(bench.keys, summary.rows, terminal_width()))
-    if summary.fastest is not None:
-        click.echo(f"fastest: {summary.fastest}", err=True)
-    if summary.num_open:
-        warn(f"{summary.num_open} of {len(bench.runs)} runs have not ended: collect again later")
+        click.echo(summary_table(bench.keys, rows, terminal_width()))
+    if fastest is not None:
+        click.echo(f"fastest: {fastest}", err=True)
+    if num_open:
+        warn(f"{num_open} of {len(bench.runs)} runs have not ended: collect again later")
     click.echo(f"summary: {bench.summary_file}", err=True)
-    return EXIT_OK if any(row["steps"] for row in summary.rows) else EXIT_FAILED
+    return EXIT_OK if any(row["steps"] for row in rows) else EXIT_FAILED
