@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from trainkit.contrib.drill.result import (
-    Result,
     RunOutcome,
     all_passed,
     compare,
@@ -16,8 +15,7 @@ from trainkit.contrib.drill.result import (
     steps_while_saving,
     summary,
 )
-from trainkit.contrib.drill.scenarios import SCENARIOS
-from trainkit.contrib.drill.scenarios import ScenarioRecord as Record
+from trainkit.contrib.drill.scenarios import SCENARIOS, Result
 from trainkit.run.end import AttemptEnd
 from trainkit.run.events import Event, StepRecord
 
@@ -44,18 +42,23 @@ def run_of(first: int, resumed: int, **more) -> RunOutcome:
     return replace(ended, **more)
 
 
+def record(action: str = "", step: int | None = None, *restart, **more) -> Result:
+    """What a scenario knows before its run is judged."""
+    return Result("", "passed", "", action, step, *restart, **more)
+
+
 def result_of(
-    name: str, record: Record, outcome: RunOutcome, reference=REFERENCE, interval=5, on=EVERYTHING
+    name: str, found: Result, outcome: RunOutcome, reference=REFERENCE, interval=5, on=EVERYTHING
 ) -> Result:
-    return evaluate(BY_NAME[name], record, outcome, reference, interval, on)
+    return evaluate(BY_NAME[name], replace(found, scenario=name), outcome, reference, interval, on)
 
 
 def test_a_graceful_stop_costs_no_step():
-    record = Record("SIGUSR2", 12, 3.0, "requeue")
-    assert result_of("signal", record, run_of(12, 12)) == Result(
+    found = record("SIGUSR2", 12, 3.0, "requeue")
+    assert result_of("signal", found, run_of(12, 12)) == Result(
         *("signal", "passed", "", "SIGUSR2", 12, 3.0, "requeue", 0, "equal", "runs/drill/x")
     )
-    result = result_of("signal", record, run_of(12, 11))
+    result = result_of("signal", found, run_of(12, 11))
     assert (result.state, result.num_recomputed) == ("failed", 1)
     assert result.message == "1 step was recomputed after a graceful stop"
 
@@ -73,73 +76,73 @@ def test_a_kill_costs_at_most_the_interval_between_two_saves(name: str, resumed:
     ended = run_of(14, resumed)
     rejected = Event({"event": "checkpoint_rejected", "attempt": 2, "step": 10})
     ended = replace(ended, events=[*ended.events, rejected])
-    assert result_of(name, Record("SIGKILL", 14), ended).state == state
+    assert result_of(name, record("SIGKILL", 14), ended).state == state
 
 
 def test_steps_during_a_save_that_was_cut_off_are_lost_on_top():
     ended = run_of(12, 5)
-    assert result_of("mid-save", Record(), ended).message == "7 steps were recomputed; the maximum is 5"
+    assert result_of("mid-save", record(), ended).message == "7 steps were recomputed; the maximum is 5"
     begun = Event({"event": "checkpoint_begin", "attempt": 1, "step": 10})
-    assert result_of("mid-save", Record(), replace(ended, events=[begun, *ended.events])).state == "passed"
+    assert result_of("mid-save", record(), replace(ended, events=[begun, *ended.events])).state == "passed"
 
 
 def test_an_unknown_interval_is_not_checked():
-    assert result_of("rank", Record(), run_of(25, 0), interval=None).state == "passed"
+    assert result_of("rank", record(), run_of(25, 0), interval=None).state == "passed"
 
 
 def test_another_curve():
     ended = run_of(12, 12)
     ended = replace(ended, steps=[*ended.steps[:-1], point(30, "0.5", 120, 2)])
-    result = result_of("signal", Record(), ended)
+    result = result_of("signal", record(), ended)
     assert (result.state, result.curve) == ("failed", "differs")
     assert result.message == f"loss 0.5 at step 30 instead of {1 / 30}"
 
 
 def test_a_run_that_does_not_finish():
     ended = run_of(12, 12, end=AttemptEnd("failed", reason="a worker ended with exit code 3"))
-    assert result_of("signal", Record(), ended).message == "the run failed: a worker ended with exit code 3"
+    assert result_of("signal", record(), ended).message == "the run failed: a worker ended with exit code 3"
     assert (
-        result_of("signal", Record(), replace(ended, end=AttemptEnd())).message
+        result_of("signal", record(), replace(ended, end=AttemptEnd())).message
         == "the run died: it recorded no reason"
     )
 
 
 def test_a_stuck_run_has_that_as_its_only_problem():
     ended = run_of(12, 12, end=AttemptEnd("cancelled", reason="killed by cancel --now"))
-    assert result_of("rank", Record(stuck="it made no progress for 9 s"), ended).message == (
+    assert result_of("rank", record(stuck="it made no progress for 9 s"), ended).message == (
         "it made no progress for 9 s"
     )
 
 
 def test_a_missing_restart_fails_only_where_the_config_asks_for_one():
-    record = Record("SIGKILL", 12, 3.0, "resume", no_restart="no nodes left")
-    broken = result_of("rank", record, run_of(12, 10))
+    found = record("SIGKILL", 12, 3.0, "resume", no_restart="no nodes left")
+    broken = result_of("rank", found, run_of(12, 10))
     assert (broken.state, broken.message) == ("failed", "it did not restart by itself: no nodes left")
-    allowed = result_of("rank", record, run_of(12, 10), on=("preempted",))
+    allowed = result_of("rank", found, run_of(12, 10), on=("preempted",))
     assert (allowed.state, allowed.message) == ("passed", "resumed by the drill: no nodes left")
-    assert result_of("signal", record, run_of(12, 12), on=()).state == "failed"
+    assert result_of("signal", found, run_of(12, 12), on=()).state == "failed"
 
 
 def test_damage_to_checkpoints():
     bad = run_of(12, 12, damages=["step-00000030: manifest.json is missing"])
-    assert result_of("signal", Record(), bad).message == "step-00000030: manifest.json is missing"
+    assert result_of("signal", record(), bad).message == "step-00000030: manifest.json is missing"
     rejected = Event({"event": "checkpoint_rejected", "attempt": 2, "step": 5})
     ended = run_of(12, 10)
     ended = replace(ended, events=[*ended.events, rejected])
-    assert result_of("damaged-checkpoint", Record(damaged_step=5), ended).state == "passed"
-    unnoticed = result_of("damaged-checkpoint", Record(damaged_step=10), ended)
+    assert result_of("damaged-checkpoint", record(damaged_step=5), ended).state == "passed"
+    unnoticed = result_of("damaged-checkpoint", record(damaged_step=10), ended)
     assert unnoticed.message == "the damage to the checkpoint of step 10 was not detected"
 
 
 def test_what_could_not_be_done_has_not_passed():
-    missed = result_of("rank", Record(missed="the run was over"), run_of(30, 30))
+    missed = result_of("rank", record(missed="the run was over"), run_of(30, 30))
     assert (missed.state, missed.message) == ("missed", "the run was over")
-    refused = result_of("requeue", Record("scontrol requeue", refused="scontrol: disabled"), run_of(12, 12))
+    refused = result_of("requeue", record("scontrol requeue", refused="scontrol: disabled"), run_of(12, 12))
     assert (refused.state, refused.message, refused.curve) == ("skipped", "scontrol: disabled", "")
 
 
 def test_without_a_curve_only_the_end_is_judged():
-    result = result_of("rank", Record("SIGKILL"), run_of(12, 10, steps=[], events=[]), reference=[])
+    result = result_of("rank", record("SIGKILL"), run_of(12, 10, steps=[], events=[]), reference=[])
     assert (result.state, result.curve, result.num_recomputed) == ("passed", "unknown", None)
     assert result.message == "only its end was checked: the COMMAND writes no steps to metrics.jsonl"
 

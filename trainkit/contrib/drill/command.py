@@ -27,18 +27,19 @@ from trainkit.config.load import Change, Values, short_training, with_changes, w
 from trainkit.contrib.drill.inject import injector_for, kill_job
 from trainkit.contrib.drill.result import (
     SIZES_TOLERANCE,
-    Result,
     RunOutcome,
     all_passed,
     evaluate,
     largest_difference,
     num_recomputed,
     result_table,
+    sentence,
     summary,
 )
 from trainkit.contrib.drill.scenarios import (
     NAMES,
     SCENARIOS,
+    Result,
     RunWatch,
     Scenario,
     ScenarioRunner,
@@ -170,7 +171,7 @@ def _drill(
         with isolated_state(folder):
             for result in drill.run(scenarios):
                 results.append(result)
-                log_line(f"{result.scenario}: {result.sentence}")
+                log_line(f"{result.scenario}: {sentence(result)}")
     finally:
         log_line(f"the runs are in {folder}; `trainkit status {folder}/NAME` shows one")
     value: dict[str, object] = {
@@ -179,7 +180,7 @@ def _drill(
         "passed": all_passed(results),
         "changes": list(map(asdict, changes)),
         "difference_if_not_deterministic": drill.difference,
-        "scenarios": list(map(asdict, results)),
+        "scenarios": [result.to_dict() for result in results],
     }
     write_json(folder / "drill.json", value)
     if as_json:
@@ -279,8 +280,8 @@ class Drill:
         where = "" if target.step is None else f", from step {target.step} on"
         self.log_line(f"{scenario.name}: {scenario.description}{where}")
         injector = injector_for(run, plan.backend)
-        record = ScenarioRunner(scenario, target, run, injector, watch, self.usual_s).run()
-        if record.refused:
+        result = ScenarioRunner(scenario, target, run, injector, watch, self.usual_s).run()
+        if result.refused:
             self._kill_running()
         self.running = None
         found = ((item, find_damage(item)) for item in published(run.checkpoints_dir))
@@ -288,7 +289,7 @@ class Drill:
         outcome = RunOutcome(watch.end(), computed_steps(run), list(read_events(run)), damages, str(run.path))
         tolerance = SIZES_TOLERANCE if self.plan.sizes else 0.0
         result = evaluate(
-            *(scenario, record, outcome, self.reference, self.interval, self.config.requeue.on, tolerance)
+            *(scenario, result, outcome, self.reference, self.interval, self.config.requeue.on, tolerance)
         )
         if result.state in ("passed", "skipped"):
             remove_all(run.checkpoints_dir)
