@@ -126,9 +126,9 @@ def evaluate(
         return replace(result, state="failed", message="; ".join(problems))
     if result.missed:
         return replace(result, state="missed", message=result.missed)
-    return (
-        replace(result, message=f"resumed by the drill: {result.no_restart}") if result.no_restart else result
-    )
+    if result.no_restart:
+        return replace(result, message=f"resumed by the drill: {result.no_restart}")
+    return result
 
 
 def _problems(

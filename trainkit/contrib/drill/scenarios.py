@@ -6,7 +6,6 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import islice
 from typing import Literal
 
 from trainkit.backends import backend_of
@@ -256,8 +255,9 @@ class Result:
     """The step of the checkpoint that the drill damaged."""
 
     def to_dict(self) -> JsonObject:
-        """The result as JSON, up to its run folder: the rest is in its message."""
-        return dict(islice(vars(self).items(), 10))
+        """The result as JSON; what its message says is not in it twice."""
+        said = ("no_restart", "missed", "stuck", "refused", "damaged_step")
+        return {name: value for name, value in vars(self).items() if name not in said}
 
 
 @dataclass
