@@ -223,22 +223,17 @@ def rank_record(attempt: AttemptDir, rank: int, step: int) -> JsonObject:
     return next((record for record in records if record.get("step") == step), {})
 
 
-@dataclass(frozen=True)
-class JudgedSample:
-    """A sample with its loss."""
+def worst_samples(
+    copy: RunDir, samples: Mapping[int, Sequence[StepSample]]
+) -> list[tuple[int, float | None, StepSample]]:
+    """(step, loss, sample) of the samples of some steps, the worst loss first.
 
-    step: int
-    loss: float | None
-    """Mean over its tokens, infinite if it is not finite; None for a user's task."""
-    sample: StepSample
-
-
-def worst_samples(copy: RunDir, samples: Mapping[int, Sequence[StepSample]]) -> list[JudgedSample]:
-    """The samples of the steps with their losses, the worst first."""
+    A loss is the mean over the tokens, infinite if it is not finite; None for a user's task.
+    """
     losses = {record["step"]: record["losses"] for record in read_jsonl(copy.path / SAMPLES_FILE)}
     found = [
-        JudgedSample(step, None if loss is None else float(loss), sample)
+        (step, None if loss is None else float(loss), sample)
         for step, own in samples.items()
         for loss, sample in zip(losses.get(step, [None] * len(own)), own, strict=True)
     ]
-    return sorted(found, key=lambda item: item.loss or 0.0, reverse=True)
+    return sorted(found, key=lambda item: item[1] or 0.0, reverse=True)
