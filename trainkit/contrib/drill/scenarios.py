@@ -11,7 +11,7 @@ from typing import Literal
 from trainkit.backends import backend_of
 from trainkit.backends.jobs import liveness_probe, recover_job_id, require_not_running
 from trainkit.config import RunConfig
-from trainkit.contrib.drill.inject import FaultInjector, flip_bytes, kill_job, notify, requeue_job
+from trainkit.contrib.drill.inject import FaultInjector, flip_bytes, kill_job, newest, notify, requeue_job
 from trainkit.control.resume import start_again
 from trainkit.formats import JsonObject
 from trainkit.observe.logs import run_is_over
@@ -20,7 +20,6 @@ from trainkit.run.end import AttemptEnd, read_end, read_newest_end
 from trainkit.run.events import events_of, read_events, steps_of
 from trainkit.run.files import JsonlTail
 from trainkit.run.manifest import partials, published
-from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir, run_lock
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
 
@@ -192,10 +191,9 @@ class RunWatch:
 
     def _is_in_queue(self) -> bool:
         """Whether the run's job is pending; asked only after `patience_s` without progress."""
-        entry = read_job(self.run).newest
-        self._progress_s = time.monotonic()
+        entry, self._progress_s = newest(self.run), time.monotonic()
         try:
-            job = None if entry is None else backend_of(entry).job(entry)
+            job = backend_of(entry).job(entry)
         except SlurmUnreachable as error:
             self._log_line(f"unknown whether {self.run.name} is in the queue: {error.message}")
             return True  # asked again after `patience_s`
@@ -378,8 +376,8 @@ class ScenarioRunner:
 
     def _save_was_cut_off(self) -> bool:
         """Whether the interruption prevented the save in progress from being published."""
-        newest = self.watch.attempt
+        attempt = self.watch.attempt
         events = list(read_events(self.run_dir, "training", "checkpoint_begin"))
-        resumed = [event for event in events if event.name == "training" and event.attempt == newest]
-        begun = [event for event in events if event.name != "training" and (event.attempt or 0) < newest]
+        resumed = [event for event in events if event.name == "training" and event.attempt == attempt]
+        begun = [event for event in events if event.name != "training" and (event.attempt or 0) < attempt]
         return bool(resumed and begun) and (begun[-1].step or 0) > (resumed[-1].step or 0)
