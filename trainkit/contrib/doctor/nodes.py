@@ -229,30 +229,25 @@ def _bandwidth(
 
 
 def compare_versions(reports: Sequence[NodeReport]) -> Iterator[Finding]:
-    """The checks of the packages of all nodes."""
-    names = {name for report in reports for name in report.versions}
-    differ: list[tuple[str | None, str]] = []
-    for name in sorted(names):
-        differ += _differences(name, {item.host: item.versions.get(name, "missing") for item in reports})
+    """The checks of the packages of all nodes; names a node if most have another version."""
     hint = "use one environment on a shared filesystem, or install the same versions there"
-    yield from (Finding("packages", "failure", text, hint, host) for host, text in differ)
-    if not differ:
+    is_same = True
+    for name in sorted({name for report in reports for name in report.versions}):
+        values = {item.host: item.versions.get(name, "missing") for item in reports}
+        (usual, count), *others = Counter(values.values()).most_common()
+        is_same &= not others
+        if others and count == others[0][1]:
+            shown = "; ".join(
+                f"{value} on {_names(values, value)}" for value in dict.fromkeys(values.values())
+            )
+            yield Finding("packages", "failure", f"{name} is {shown}", hint)
+            continue
+        for host, value in values.items():
+            if value != usual:
+                text = f"{name} is {value}, but {usual} on {count} of {len(values)} nodes"
+                yield Finding("packages", "failure", text, hint, host)
+    if is_same:
         yield Finding("packages", "ok", f"the same on {plural(len(reports), 'node')}")
-
-
-def _differences(name: str, values: Mapping[str, str]) -> Iterator[tuple[str | None, str]]:
-    """(host, sentence) for each host whose value is not that of the majority; without one, for no host."""
-    counts = Counter(values.values()).most_common()
-    if len(counts) == 1:
-        return
-    (usual, count), (_, second), *_ = counts
-    if count == second:
-        shown = "; ".join(f"{value} on {_names(values, value)}" for value, _ in counts)
-        yield None, f"{name} is {shown}"
-        return
-    for host, value in values.items():
-        if value != usual:
-            yield host, f"{name} is {value}, but {usual} on {count} of {len(values)} nodes"
 
 
 def _names(values: Mapping[str, object], value: object) -> str:
