@@ -209,8 +209,6 @@ BARE: Values = {
     "requeue.on": ([], "a failed run is not restarted"),
     "requeue.follow_ups": (0, "a failed run is not restarted"),
     "logging.tensorboard": (False, "the result is summary.csv"),
-    "logging.mlflow": (None, "the result is summary.csv"),
-    "logging.wandb": (None, "the result is summary.csv"),
 }
 """The values with which runs save nothing, log less and are not restarted."""
 

@@ -324,13 +324,10 @@ def drill_config(loaded: LoadedConfig, num_steps: int, device: str) -> tuple[Loa
 
     `device` is that of the plan: ``cpu`` or ``cuda``.
     """
-    config, in_no_tracker = loaded.config, (None, "runs of a drill are in no tracker")
     values: Values = {
-        **short_training(config, num_steps, "drill"),
+        **short_training(loaded.config, num_steps, "drill"),
         "checkpoint.every_steps": (num_steps // NUM_SAVES, "a drill is short"),
         "checkpoint.every_minutes": (None, "a drill saves at known steps"),
-        "logging.mlflow": in_no_tracker,
-        "logging.wandb": in_no_tracker,
     }
     if device != "cpu":
         values["train.deterministic"] = True, "makes two runs on GPUs bit-identical"
