@@ -16,7 +16,7 @@ from trainkit.job.group_parts import recover_parts
 from trainkit.observe.group import GroupFiles, PointStatus, count_states, state_counts
 from trainkit.run.end import read_newest_end
 from trainkit.run.files import read_json, with_right_types, write_json
-from trainkit.run.group import BENCH_FILE, RunGroup
+from trainkit.run.group import BENCH_FILE, OldBench, RunGroup
 from trainkit.run.manifest import remove_all
 from trainkit.run.rundir import RunDir
 
@@ -121,7 +121,8 @@ class Bench:
 
     @property
     def group(self) -> RunGroup:
-        return RunGroup(self.folder)
+        group = RunGroup(self.folder)
+        return group if group.exists() else OldBench(self.folder)
 
     def run_dir(self, item: BenchRun) -> RunDir:
         return RunDir(self.folder / item.run)
@@ -154,10 +155,8 @@ def read_bench(folder: Path) -> Bench:
 
     Raises UsageError if there is none, it is unreadable, or a trainkit with another format wrote it.
     """
-    file, hint = (
-        folder / BENCH_FILE,
-        f"`trainkit status {quote(str(folder))}/RUN` still shows each of its runs",
-    )
+    file = folder / BENCH_FILE
+    hint = f"`trainkit status {quote(str(folder))}/RUN` still shows each of its runs"
     try:
         record = read_json(file)
         if (version := record.pop("version")) != BENCH_VERSION:
@@ -165,7 +164,9 @@ def read_bench(folder: Path) -> Bench:
         record["length"] = BenchLength(**record["length"])
         record["runs"] = [BenchRun(**item) for item in record["runs"]]
         bench = with_right_types(Bench(folder.absolute(), **record))
-        if [item.run for item in bench.runs] != list(map(str, bench.group.points)):
+        group = bench.group
+        folders = [group.folder(index) for index in group.points]
+        if [str(bench.folder / item.run) for item in bench.runs] != folders:
             raise ValueError("its runs are not those of sweep.json")
         if bench.repeats < 1 or any(item.values.keys() != set(bench.keys) for item in bench.runs):
             raise ValueError("its runs have other values than its keys")

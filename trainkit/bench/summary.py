@@ -78,8 +78,8 @@ def write_summary(bench: Bench, warn: Callable[[str], None]) -> tuple[list[Row],
 def measured_speeds(bench: Bench) -> dict[int, float | None]:
     """The tokens per second of each run, by its index in the group, for `trainkit report`."""
     return {
-        int(item.run): measured(training_curve(bench.run_dir(item)), bench.length.measured)["tokens_per_s"]
-        for item in bench.runs
+        index: measured(training_curve(bench.run_dir(item)), bench.length.measured)["tokens_per_s"]
+        for index, item in enumerate(bench.runs)
     }
 
 

@@ -107,7 +107,7 @@ def show_runs(found: RunGroup | None, show_all: bool, as_json: bool) -> int:
     lines = {
         "group": status.name,
         "folder": status.run_dir,
-        "job": f"{job} [{status.array}]{place}, submitted {duration(status.age_s)} ago",
+        "job": status.array and f"{job} [{status.array}]{place}, submitted {duration(status.age_s)} ago",
         "runs": f"{len(status.points):,}: {state_counts(status.states)}",
         "best": "-" if best is None else f"{best}: {_result(best)}",
     }

@@ -22,7 +22,7 @@ from trainkit.errors import UsageError, print_note
 from trainkit.folders import ensure_folder, state_folder
 from trainkit.formats import did_you_mean, there_are
 from trainkit.run.files import append_jsonl, read_jsonl, utc_now
-from trainkit.run.group import RunGroup, create_task_run, group_of, is_index
+from trainkit.run.group import OldBench, RunGroup, create_task_run, group_of, is_index
 from trainkit.run.record import read_job
 from trainkit.run.rundir import RUNS_FOLDER, AttemptDir, RunDir
 from trainkit.slurm.environment import other_cluster
@@ -197,6 +197,8 @@ def find_run_or_group(text: str, *, to_change: bool = False) -> RunDir | RunGrou
     try:
         if RunGroup(text).exists():
             return RunGroup(text)
+        if OldBench(text).exists() and not to_change:
+            return OldBench(text)
         is_run = run.exists() or group_of(run) is not None
     except OSError as error:
         raise UsageError(
