@@ -185,7 +185,7 @@ def test_ctrl_c_while_it_starts(is_here: bool, tmp_path: Path, monkeypatch: pyte
         raise KeyboardInterrupt
 
     group, cancelled = SimpleNamespace(path=tmp_path, points={}, exists=lambda: True), list[object]()
-    made = SimpleNamespace(folder=tmp_path, command="trainkit bench layouts")
+    made = SimpleNamespace(folder=tmp_path, kind="layouts")
     planned: Any = SimpleNamespace(plan=SimpleNamespace(is_here=is_here), create=lambda *args: made)
     for name, value in {
         "create_submission": lambda *args: SimpleNamespace(run=group),

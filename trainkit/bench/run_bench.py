@@ -133,10 +133,6 @@ class Bench:
         return [self.runs[first::num_points] for first in range(num_points)]
 
     @property
-    def command(self) -> str:
-        return f"trainkit bench {self.kind}"
-
-    @property
     def summary_file(self) -> Path:
         return self.folder / SUMMARY_FILE
 

@@ -263,7 +263,7 @@ def _run(planned: PlannedBench, submission: Submission, out: Path | None, follow
     group, is_here = RunGroup(created.run.path), planned.plan.is_here
     bench = planned.create(group.path)
     shown = quote(shown_path(bench.folder))
-    collect = f"`{bench.command} --collect {shown}` writes the summary"
+    collect = f"`trainkit bench {bench.kind} --collect {shown}` writes the summary"
     try:
         job_id = start_group(group)
         if not (follow or is_here):

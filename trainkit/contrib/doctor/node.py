@@ -66,7 +66,7 @@ def node_findings(request: Request) -> Iterator[Finding]:
     yield from check_folder(request)
     yield from starmap(check_space, temporary_folders(os.environ).items())
     if not request.quick:
-        yield from check_torch(request)
+        yield check_torch(request)
 
 
 def node_report(request: Request, findings: Iterable[Finding] = ()) -> NodeReport:
