@@ -20,7 +20,6 @@ from trainkit.observe.sweep_report import (
     read_sweep,
     render_sweep,
     sample_records,
-    sweep_of_group,
 )
 from trainkit.run.files import to_json, write_json
 from trainkit.run.group import RunGroup
@@ -32,7 +31,7 @@ AXES: dict[str, list[Any]] = {"optimizer.lr": [1e-4, 3e-4, 1e-3], "seed": [1, 2,
 
 def report_of(group: RunGroup) -> SweepReport:
     status = GroupFiles(group).status({}, NOW)
-    return read_sweep(sweep_of_group(group, status), NOW.timestamp())
+    return read_sweep(group, status, NOW.timestamp())
 
 
 def test_failures_come_first_and_then_the_best(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 
 import click
 
-from trainkit.bench.plan_bench import OPTION, BenchRequest, PlannedBench, plan_layouts, plan_settings
-from trainkit.bench.run_bench import Bench, BenchLength, read_bench, wait_for_runs
+from trainkit.bench.plan_bench import OPTION, PlannedBench, plan_layouts, plan_settings
+from trainkit.bench.run_bench import Bench, BenchLength, Kind, read_bench, wait_for_runs
 from trainkit.bench.summary import (
     COLUMNS,
     INSTALL_HINT,
@@ -135,7 +135,11 @@ def layouts(request: options.ConfigRequest | None, layouts: tuple[str, ...], **t
     On this machine the layouts run one after another, and Ctrl-C ends the bench. On Slurm they are one
     array; --follow, or --collect DIR later, writes the summary. Exits with 1 if nothing was measured.
     """
-    return _bench(lambda asked, config: plan_layouts(asked, config.load_to_plan(), layouts), request, **typed)
+
+    def plan(planned: PlannedBench, config: options.ConfigRequest) -> None:
+        plan_layouts(planned, config.load_to_plan(), layouts)
+
+    return _bench("layouts", plan, request, **typed)
 
 
 @command.command(
@@ -161,16 +165,17 @@ def settings(request: options.ConfigRequest | None, sweeps: tuple[str, ...], **t
     array; --follow, or --collect DIR later, writes the summary. Exits with 1 if nothing was measured.
     """
 
-    def plan(asked: BenchRequest, config: options.ConfigRequest) -> PlannedBench:
+    def plan(planned: PlannedBench, config: options.ConfigRequest) -> None:
         if not sweeps:
             raise UsageError("no --sweep", hint="for example --sweep train.device_batch_size=4,8,16")
-        return plan_settings(asked, group_points(config, TRAINER, sweeps, None)[1])
+        plan_settings(planned, group_points(config, TRAINER, sweeps, None)[1])
 
-    return _bench(plan, request, **typed)
+    return _bench("settings", plan, request, **typed)
 
 
 def _bench(
-    plan: Callable[[BenchRequest, options.ConfigRequest], PlannedBench],
+    kind: Kind,
+    plan: Callable[[PlannedBench, options.ConfigRequest], None],
     config: options.ConfigRequest | None,
     *,
     steps: int,
@@ -191,7 +196,8 @@ def _bench(
     assert config is not None
     folder = options.named_folder(out, OPTION)
     length = BenchLength(steps, warmup)
-    planned = plan(BenchRequest(config.path, length, repeats, "name" in config.flags), config)
+    planned = PlannedBench(kind, config.path, length, repeats, "name" in config.flags)
+    plan(planned, config)
     submission = planned.submission(at_once)
     if not dry_run:
         click.echo(describe_plan(planned.plan, planned.name).splitlines()[0], err=True)
@@ -206,13 +212,13 @@ def _bench(
 def _describe(planned: PlannedBench) -> None:
     """Print the changes to the config, the points that run, and those that do not."""
     facts = [("bench", change.sentence) for change in planned.changes]
-    count, repeats = len(planned.points), planned.request.repeats
+    count, repeats = len(planned.points), planned.repeats
     what = planned.kind if planned.kind == "layouts" else "points"
     times = "" if repeats == 1 else f", {repeats} times each"
     sizes = sorted({item.plan.world_size for item in planned.points})
     processes = f"{' or '.join(map(str, sizes))} process{'es' if sizes != [1] else ''}"
     facts.append((what, f"{count} {what if count > 1 else what[:-1]} of {processes}{times}"))
-    facts.append(("steps", planned.request.length.text))
+    facts.append(("steps", planned.length.text))
     facts += [("adapted", f"{item.name}: {note}") for item in planned.points for note in item.notes]
     facts += [("not possible", f"{name}: {reason}") for name, reason in planned.impossible.items()]
     if planned.left_out:
@@ -241,9 +247,9 @@ def _run(planned: PlannedBench, submission: Submission, out: Path | None, follow
     created = create_submission(submission, ["trainkit", *sys.argv[1:]], out, OPTION)
     print_created(created)
     group, is_here = RunGroup(created.run.path), planned.plan.is_here
-    bench = planned.create(group.path, list(map(str, group.points)))
+    bench = planned.create(group.path)
     shown = quote(shown_path(bench.folder))
-    collect = f"`{bench.command} --collect {shown}` writes the summary"
+    collect = f"`trainkit bench {bench.kind} --collect {shown}` writes the summary"
     try:
         job_id = start_group(group)
         if not (follow or is_here):
@@ -268,10 +274,10 @@ def _run(planned: PlannedBench, submission: Submission, out: Path | None, follow
 
 def summarize(bench: Bench, as_json: bool) -> int:
     """Write and print the summary of what has been measured so far; 1 when nothing has."""
-    summary = write_summary(bench, warn)
+    rows, fastest, num_open = write_summary(bench, warn)
     plots: list[Path] = []
     if can_plot():
-        plots, empty = write_plots(bench.keys, summary.rows, bench.plots_dir)
+        plots, empty = write_plots(bench.keys, rows, bench.plots_dir)
         but = f"; none of {', '.join(empty)}: no values" if empty else ""
         click.echo(f"plots: {len(plots)} in {bench.plots_dir}{but}", err=True)
     else:
@@ -280,15 +286,13 @@ def summarize(bench: Bench, as_json: bool) -> int:
         "folder": str(bench.folder),
         "summary": str(bench.summary_file),
         "plots": [str(file) for file in plots],
-        "rows": summary.rows,
-        "fastest": None if summary.fastest is None else asdict(summary.fastest),
+        "rows": rows,
+        "fastest": None if fastest is None else asdict(fastest),
     }
-    echo_result(value, summary_table(bench.keys, summary.rows, terminal_width()), as_json)
-    if summary.fastest is not None:
-        click.echo(f"fastest: {summary.fastest}", err=True)
-    if summary.num_not_started:
-        warn(f"{summary.num_not_started} of {len(bench.runs)} runs were not started")
-    if summary.num_open:
-        warn(f"{summary.num_open} of {len(bench.runs)} runs have not ended: collect again later")
+    echo_result(value, summary_table(bench.keys, rows, terminal_width()), as_json)
+    if fastest is not None:
+        click.echo(f"fastest: {fastest}", err=True)
+    if num_open:
+        warn(f"{num_open} of {len(bench.runs)} runs have not ended: collect again later")
     click.echo(f"summary: {bench.summary_file}", err=True)
-    return EXIT_OK if any(row["steps"] for row in summary.rows) else EXIT_FAILED
+    return EXIT_OK if any(row["steps"] for row in rows) else EXIT_FAILED

@@ -15,12 +15,12 @@ from trainkit.cli.choose_runs import command_values
 from trainkit.cli.help import as_command, complete_run, option, terminal_width, warn
 from trainkit.cli.options import json_option
 from trainkit.cli.output import echo_json, masked
-from trainkit.cli.status import find_any, look_at
+from trainkit.cli.status import look_at
 from trainkit.errors import UsageError
 from trainkit.formats import JsonObject, cell, duration, number, shown_value, table
 from trainkit.observe.report import Report, read_report
 from trainkit.observe.view_text import resampled, sparkline
-from trainkit.run.group import RunGroup
+from trainkit.run.registry import find_run_or_group
 from trainkit.run.rundir import RunDir
 
 CURVE_WIDTH = 24
@@ -65,14 +65,10 @@ def command(names: tuple[str, ...], as_csv: bool, as_json: bool) -> None:
 
 
 def _runs_of(name: str) -> list[RunDir]:
-    found = find_any(name)
+    found = find_run_or_group(name)
     if isinstance(found, RunDir):
         return [found]
-    if isinstance(found, RunGroup):
-        runs = [found.run(index) for index in sorted(found.points)]
-    else:
-        runs = [found.run_dir(item) for item in found.runs]
-    return [run for run in runs if run.exists()]
+    return [run for index in sorted(found.points) if (run := found.run(index)).exists()]
 
 
 def _labels(runs: Sequence[RunDir]) -> list[str]:

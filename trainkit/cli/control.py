@@ -23,7 +23,7 @@ from trainkit.job.failure.stacks import Reply, explain_silence, gather, group_re
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.group import RunGroup
 from trainkit.run.record import read_job
-from trainkit.run.registry import UnknownRun, find_bench_folder, find_run, find_run_or_group
+from trainkit.run.registry import find_run, find_run_or_group
 from trainkit.run.rundir import RUNS_FOLDER, AttemptDir, RunDir
 
 WAIT_S = 20.0
@@ -40,16 +40,7 @@ def cancel(run_name: str, now: bool, wait: bool, as_json: bool) -> int:
 
     For a group or a bench, cancels all of its runs. Succeeds if RUN has already ended.
     """
-    try:
-        found = find_run_or_group(run_name, to_change=True)
-    except UnknownRun as error:
-        folder = find_bench_folder(run_name)
-        # Before a bench was one array, it was a group for each size of its jobs.
-        files = [] if folder is None else sorted(folder.glob("array-*/sweep.json"))
-        if not files:
-            raise
-        hint = ", ".join(f"`trainkit cancel {RunGroup(file.parent).word}`" for file in files)
-        raise UnknownRun(error.message, hint) from None
+    found = find_run_or_group(run_name, to_change=True)
     if isinstance(found, RunGroup):
         result = cancel_group(found, now=now, wait=wait)
     else:

@@ -31,12 +31,11 @@ from trainkit.run.end import Best, read_newest_end
 from trainkit.run.group import RunGroup
 from trainkit.run.history import Restart, RunHistory
 from trainkit.run.record import JobRecord, read_job
-from trainkit.run.registry import find_bench_folder, find_run_or_group, record_over, starts
+from trainkit.run.registry import find_run_or_group, record_over, starts
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.jobs import JobInfo
 
 if TYPE_CHECKING:
-    from trainkit.bench.run_bench import Bench
     from trainkit.cli.choose_runs import Choice
 
 HEADING = ("RUN", "STATE", "ATTEMPT", "WORKERS", "STEP", "LOSS", "TOKENS/S", "AGE")
@@ -74,25 +73,12 @@ def command(
             raise UsageError(text, hint="leave one of them out")
         _show_chosen(parse_choice(where, tags, sort_key), as_json)
         return
-    found = None if run_name is None else find_any(run_name)
+    found = None if run_name is None else find_run_or_group(run_name)
     if isinstance(found, RunDir):
         status = look_at(found)[1]
         echo_result(status.to_dict(), run_details(status), as_json)
     else:
         show_runs(found, show_all, as_json)
-
-
-def find_any(text: str, *, groups_of_bench: bool = False) -> RunDir | RunGroup | Bench:
-    """The bench in the folder of this name or path, else the run or group that RUN refers to.
-
-    A bench that is a single group is that group, unless `groups_of_bench`.
-    """
-    folder = find_bench_folder(text, with_groups=groups_of_bench)
-    if folder is None:
-        return find_run_or_group(text)
-    from trainkit.bench.run_bench import read_bench
-
-    return read_bench(folder)
 
 
 def look_at(run: RunDir) -> tuple[RunHistory, RunStatus, JobInfo | None]:
@@ -102,36 +88,22 @@ def look_at(run: RunDir) -> tuple[RunHistory, RunStatus, JobInfo | None]:
     return history, read_status(history, record, job.alive, datetime.now(timezone.utc), job.job), job.job
 
 
-def show_runs(found: RunGroup | Bench | None, show_all: bool, as_json: bool) -> None:
-    """Print the runs of a group or bench; for None all runs, or active ones and the newest others."""
+def show_runs(found: RunGroup | None, show_all: bool, as_json: bool) -> None:
+    """Print the runs of a group; for None all runs, or active ones and the newest others."""
     if found is None:
         _show_all_runs(show_all, as_json)
         return
-    if isinstance(found, RunGroup):
-        status = query_group(found)
-        job = ", ".join(found.job_ids) or "-"
-        place = f" on {found.elsewhere}" if found.elsewhere else ""
-        best, value = status.best, status.to_dict()
-        lines = {
-            "group": status.name,
-            "folder": status.run_dir,
-            "job": f"{job} [{status.array}]{place}, submitted {duration(status.age_s)} ago",
-            "runs": f"{len(status.points):,}: {state_counts(status.states)}",
-            "best": "-" if best is None else f"{best}: {_result(best)}",
-        }
-    else:
-        from trainkit.bench.run_bench import query_bench_status
-
-        status = query_bench_status(found, warn)
-        keys = ("run_dir", "name", "keys", "num_points", "states", "points")
-        whole = status.to_dict()
-        value = {key: whole[key] for key in keys}
-        lines = {
-            "bench": status.name,
-            "folder": status.run_dir,
-            "jobs": "on this machine",
-            "runs": f"{len(status.points):,}: {state_counts(status.states)}",
-        }
+    status = query_group(found)
+    job = ", ".join(found.job_ids) or "-"
+    place = f" on {found.elsewhere}" if found.elsewhere else ""
+    best, value = status.best, status.to_dict()
+    lines = {
+        "group": status.name,
+        "folder": status.run_dir,
+        "job": status.array and f"{job} [{status.array}]{place}, submitted {duration(status.age_s)} ago",
+        "runs": f"{len(status.points):,}: {state_counts(status.states)}",
+        "best": "-" if best is None else f"{best}: {_result(best)}",
+    }
     if as_json:
         echo_json(value)
         return
@@ -342,7 +314,7 @@ def _details(lines: Mapping[str, str]) -> str:
 
 
 def points_rows(status: GroupStatus, points: Sequence[PointStatus]) -> list[Sequence[str]]:
-    """A heading, and a row per run of a group or bench."""
+    """A heading, and a row per run of a group."""
     keys = [key.upper() for key in short_keys(status.keys)]
     rows: list[Sequence[str]] = [["POINT", "STATE", *keys, "BEST", "REASON"]]
     for point in points:

@@ -13,8 +13,9 @@ import click
 from trainkit.cli.help import as_command, complete_run, option
 from trainkit.cli.options import json_option
 from trainkit.cli.output import echo_json
-from trainkit.cli.status import find_any, look_at, show_runs
+from trainkit.cli.status import look_at, show_runs
 from trainkit.errors import EXIT_OK, UsageError
+from trainkit.run.registry import find_run_or_group
 from trainkit.run.rundir import RunDir
 
 INTERVAL_S = 2.0
@@ -40,7 +41,7 @@ def command(run_name: str | None, interval_s: float, once: bool, as_json: bool) 
     choose from. Only reads, until a key that acts is pressed and confirmed. With --json or without a
     terminal, prints once.
     """
-    found = None if run_name is None else find_any(run_name)
+    found = None if run_name is None else find_run_or_group(run_name)
     if not (once or as_json) and sys.stdout.isatty() and sys.stdin.isatty():
         if find_spec("textual") is None:
             hint = "`pip install 'trainkit[watch]'`; `trainkit watch --once` and `trainkit status` do without"

@@ -12,7 +12,7 @@ from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from textwrap import wrap
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from rich.cells import cell_len
 from rich.text import Text
@@ -51,9 +51,6 @@ from trainkit.run.record import read_job
 from trainkit.run.registry import find_attempt
 from trainkit.run.rundir import RunDir
 
-if TYPE_CHECKING:
-    from trainkit.bench.run_bench import Bench
-
 LOG_LINES = 200
 MAX_POINTS = 200
 MAX_SHARE = 0.05
@@ -63,8 +60,8 @@ HANGUP_S = 5
 """After SIGHUP the terminal may be gone: the process then ends without restoring it."""
 
 
-def watch(found: RunDir | RunGroup | Bench | None, interval_s: float) -> int:
-    """Show a run, the runs of a group or bench, or all runs, until the user quits; returns the exit code."""
+def watch(found: RunDir | RunGroup | None, interval_s: float) -> int:
+    """Show a run, the runs of a group, or all runs, until the user quits; returns the exit code."""
     for name in ("COLUMNS", "LINES"):
         os.environ.pop(name, None)  # else textual would not notice that the terminal is resized
     app = WatchApp(found, interval_s)
@@ -376,7 +373,7 @@ class ConfirmScreen(ModalScreen[bool]):
 
 
 class WatchApp(App[int]):
-    """Shows a run, the runs of a group or bench, or the list of runs."""
+    """Shows a run, the runs of a group, or the list of runs."""
 
     ENABLE_COMMAND_PALETTE = False
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -396,7 +393,7 @@ class WatchApp(App[int]):
 
     def __init__(
         self,
-        found: RunDir | RunGroup | Bench | None,
+        found: RunDir | RunGroup | None,
         interval_s: float,
         clock: Callable[[], datetime] = utc_clock,
     ) -> None:
@@ -411,19 +408,15 @@ class WatchApp(App[int]):
             asyncio.get_running_loop().add_signal_handler(number, self._end, number)
         self.open(self._found)
 
-    def open(self, found: RunDir | RunGroup | Bench | None) -> None:
-        """Show a run, the runs of a group or bench, or the list of runs."""
+    def open(self, found: RunDir | RunGroup | None) -> None:
+        """Show a run, the runs of a group, or the list of runs."""
         if isinstance(found, RunDir):
             self.push_screen(RunScreen(found, self._interval_s, self._poller, self.clock))
             return
         query = self._poller.jobs
         read: Callable[[], object] = partial(read_all, MAX_ENDED_RUNS, query, {})
-        if isinstance(found, RunGroup):
+        if found is not None:
             read = partial(read_group, found, query)
-        elif found is not None:
-            from trainkit.bench.run_bench import query_bench_status
-
-            read = partial(query_bench_status, found, lambda text: None)
         self.push_screen(ListScreen(read, self._interval_s, self._poller))
 
     def action_leave(self) -> None:

@@ -306,6 +306,8 @@ def short_training(config: RunConfig, num_steps: int, what: str) -> Values:
         "train.eval_every": (None, f"the {what} needs no validation"),
         "notify.webhook": (None, f"the {what} reports nothing"),
         "notify.mail": (None, f"the {what} reports nothing"),
+        "logging.mlflow": (None, f"runs of a {what} are in no tracker"),
+        "logging.wandb": (None, f"runs of a {what} are in no tracker"),
     }
     if schedule.decay_steps is not None and schedule.warmup_steps + schedule.decay_steps > num_steps:
         values["schedule.decay_steps"] = None, f"the schedule is longer than the {what}"

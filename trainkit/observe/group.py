@@ -14,7 +14,7 @@ from trainkit.observe.status import ACTIVE_STATES, STATE_EVENTS, attempt_state
 from trainkit.run.end import AttemptEnd, Best, read_newest_end
 from trainkit.run.events import best_result, read_events
 from trainkit.run.files import read_object, seconds_between, to_json
-from trainkit.run.group import WAITS_FOR_ROOM, Point, RunGroup, is_index
+from trainkit.run.group import WAITS_FOR_ROOM, Point, RunGroup
 from trainkit.run.history import Attempt, PlanRecord, attempts_of
 from trainkit.run.record import AttemptRecord, attempt_of, is_alive
 from trainkit.slurm.environment import other_cluster
@@ -25,8 +25,6 @@ NUM_READERS = 4
 """Threads that read points in parallel: a network filesystem takes about a millisecond per file."""
 POINTS_PER_TASK = 100
 NOT_CREATED = AttemptRecord()
-NOT_STARTED = "not started"
-"""Of a run of a bench that has not come to it."""
 FAILED = ("failed", "died", "unknown")
 """States that need attention, worst first."""
 ORDER = (
@@ -38,7 +36,6 @@ ORDER = (
     "restarting",
     "requeueing",
     "pending",
-    NOT_STARTED,
     "stopped",
     "cancelled",
     "finished",
@@ -257,8 +254,7 @@ class GroupFiles:
 
 def _read_points(group: RunGroup) -> list[PointFiles]:
     points = group.points
-    names = (path.name for path in group.path.iterdir())
-    created = [int(name) for name in names if is_index(name) and int(name) in points]
+    created = group.created()
     found = {index: PointFiles(point, group.task_id(index)) for index, point in points.items()}
     shares = [created[first : first + POINTS_PER_TASK] for first in range(0, len(created), POINTS_PER_TASK)]
     from concurrent.futures import ThreadPoolExecutor  # slow to load, and most runs are in no group
@@ -271,7 +267,7 @@ def _read_points(group: RunGroup) -> list[PointFiles]:
 
 def _read(group: RunGroup, index: int) -> PointFiles:
     # By text and with no more than the newest attempt: there may be ten thousand points.
-    folder = f"{group.path}/{index}"
+    folder = group.folder(index)
     attempts = read_object(f"{folder}/job.json").get("attempts")
     entry = attempt_of(attempts[-1]) if isinstance(attempts, list) and attempts else None
     entry, end = entry or NOT_CREATED, read_newest_end(folder)

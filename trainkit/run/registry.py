@@ -23,7 +23,7 @@ from trainkit.errors import UsageError, print_note
 from trainkit.folders import ensure_folder, state_folder
 from trainkit.formats import did_you_mean, there_are
 from trainkit.run.files import append_jsonl, read_jsonl, utc_now
-from trainkit.run.group import BENCH_FILE, RunGroup, create_task_run, group_of, is_index
+from trainkit.run.group import OldBench, RunGroup, create_task_run, group_of, is_index
 from trainkit.run.record import read_job
 from trainkit.run.rundir import RUNS_FOLDER, AttemptDir, RunDir
 from trainkit.slurm.environment import other_cluster
@@ -166,6 +166,8 @@ def find_run_or_group(text: str, *, to_change: bool = False) -> RunDir | RunGrou
     try:
         if RunGroup(text).exists():
             return RunGroup(text)
+        if OldBench(text).exists() and not to_change:
+            return OldBench(text)
         is_run = run.exists() or group_of(run) is not None
     except OSError as error:
         raise UsageError(
@@ -190,23 +192,6 @@ def find_run_or_group(text: str, *, to_change: bool = False) -> RunDir | RunGrou
     if isinstance(newest, RunGroup) and is_job_id(job_id) and "_" in job_id:
         return _run_of_point(newest, int(job_id.partition("_")[2]))
     return newest
-
-
-def find_bench_folder(text: str, *, with_groups: bool = True) -> Path | None:
-    """The folder of a bench at this path, or of this name in ./runs; None without one.
-
-    `with_groups` includes a bench whose runs are one array, which is also a group of runs.
-    """
-    for folder in (Path(text), Path(RUNS_FOLDER, text)):
-        try:
-            is_group = RunGroup(folder).exists()
-            if (folder / BENCH_FILE).is_file():
-                return folder if with_groups or not is_group else None
-            if is_group or RunDir(folder).exists():
-                return None
-        except OSError:
-            return None  # whatever else looks for a run there reports it
-    return None
 
 
 def _matching_job(text: str, *, on_all_clusters: bool) -> list[RunDir | RunGroup]:

@@ -20,18 +20,19 @@ from trainkit.config.load import Change, Values, short_training, with_changes, w
 from trainkit.contrib.drill.inject import injector_for, kill_job
 from trainkit.contrib.drill.result import (
     SIZES_TOLERANCE,
-    Result,
     RunOutcome,
     all_passed,
     evaluate,
     largest_difference,
     num_recomputed,
     result_table,
+    sentence,
     summary,
 )
 from trainkit.contrib.drill.scenarios import (
     NAMES,
     SCENARIOS,
+    Result,
     RunWatch,
     Scenario,
     ScenarioRunner,
@@ -148,7 +149,7 @@ def _drill(
         with isolated_state(folder):
             for result in drill.run(scenarios):
                 results.append(result)
-                log_line(f"{result.scenario}: {result.sentence}")
+                log_line(f"{result.scenario}: {sentence(result)}")
     finally:
         log_line(f"the runs are in {folder}; `trainkit status {folder}/NAME` shows one")
     value: dict[str, object] = {
@@ -157,7 +158,7 @@ def _drill(
         "passed": all_passed(results),
         "changes": list(map(asdict, changes)),
         "difference_if_not_deterministic": drill.difference,
-        "scenarios": list(map(asdict, results)),
+        "scenarios": [result.to_dict() for result in results],
     }
     write_json(folder / "drill.json", value)
     echo_result(value, f"{result_table(results, terminal_width())}\n\n{summary(results)}", as_json)
@@ -254,8 +255,8 @@ class Drill:
         where = "" if target.step is None else f", from step {target.step} on"
         self.log_line(f"{scenario.name}: {scenario.description}{where}")
         injector = injector_for(run, plan.backend)
-        record = ScenarioRunner(scenario, target, run, injector, watch, self.usual_s).run()
-        if record.refused:
+        result = ScenarioRunner(scenario, target, run, injector, watch, self.usual_s).run()
+        if result.refused:
             self._kill_running()
         self.running = None
         found = ((item, find_damage(item)) for item in published(run.checkpoints_dir))
@@ -263,7 +264,7 @@ class Drill:
         outcome = RunOutcome(watch.end(), computed_steps(run), list(read_events(run)), damages, str(run.path))
         tolerance = SIZES_TOLERANCE if self.plan.sizes else 0.0
         result = evaluate(
-            *(scenario, record, outcome, self.reference, self.interval, self.config.requeue.on, tolerance)
+            *(scenario, result, outcome, self.reference, self.interval, self.config.requeue.on, tolerance)
         )
         if result.state in ("passed", "skipped"):
             remove_all(run.checkpoints_dir)
@@ -298,13 +299,10 @@ def drill_config(loaded: LoadedConfig, num_steps: int, device: str) -> tuple[Loa
 
     `device` is that of the plan: ``cpu`` or ``cuda``.
     """
-    config, in_no_tracker = loaded.config, (None, "runs of a drill are in no tracker")
     values: Values = {
-        **short_training(config, num_steps, "drill"),
+        **short_training(loaded.config, num_steps, "drill"),
         "checkpoint.every_steps": (num_steps // NUM_SAVES, "a drill is short"),
         "checkpoint.every_minutes": (None, "a drill saves at known steps"),
-        "logging.mlflow": in_no_tracker,
-        "logging.wandb": in_no_tracker,
     }
     if device != "cpu":
         values["train.deterministic"] = True, "makes two runs on GPUs bit-identical"

@@ -8,7 +8,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from trainkit.errors import EXIT_FAILED, EXIT_OK, UsageError
 from trainkit.formats import there_are
 
 if TYPE_CHECKING:
-    from trainkit.contrib.replay.compare import ComparedStep, Comparison, JudgedSample
+    from trainkit.contrib.replay.compare import ComparedStep, Comparison
     from trainkit.contrib.replay.replay import Flags, ReplayPlan
     from trainkit.contrib.replay.steps import StepSample
     from trainkit.run.rundir import RunDir
@@ -174,13 +174,9 @@ def _report(what: ReplayPlan, copy: RunDir, as_json: bool) -> int:
         samples = {step: step_samples(find_step(what.run, step)) for step in range(what.first, what.last + 1)}
     worst = worst_samples(copy, samples)
     if as_json:
-        judged = [
-            {
-                "step": item.step,
-                "loss": item.loss if math.isfinite(item.loss or 0.0) else None,  # as in metrics.jsonl
-                **sample_fields(item.sample),
-            }
-            for item in worst
+        judged = [  # what is not finite is null, as in metrics.jsonl
+            {"step": step, "loss": loss if math.isfinite(loss or 0.0) else None, **sample_fields(sample)}
+            for step, loss, sample in worst
         ]
         click.echo(json.dumps({**found.to_dict(), "samples": judged}, ensure_ascii=False))
     else:
@@ -200,7 +196,9 @@ def _range(text: str) -> tuple[int, int]:
     return first, last
 
 
-def _lines(what: ReplayPlan, found: Comparison, worst: list[JudgedSample]) -> Iterator[str]:
+def _lines(
+    what: ReplayPlan, found: Comparison, worst: Sequence[tuple[int, float | None, StepSample]]
+) -> Iterator[str]:
     yield from _verdict_lines(found)
     bad = found.first_different
     has_several = len({step.attempt for step in found.steps}) > 1
@@ -208,10 +206,10 @@ def _lines(what: ReplayPlan, found: Comparison, worst: list[JudgedSample]) -> It
         if step.step >= what.first or step is bad:
             yield _step_line(step, has_several)
     if worst:
-        yield "samples:" if worst[0].loss is None else "samples, the worst loss first:"
-        for item in worst[:MAX_SAMPLES]:
-            loss = "" if item.loss is None else f" loss {item.loss:.4f}"
-            yield from sample_lines(item.sample, note=f"  step {item.step}{loss}")
+        yield "samples:" if worst[0][1] is None else "samples, the worst loss first:"
+        for step_number, loss, sample in worst[:MAX_SAMPLES]:
+            shown = "" if loss is None else f" loss {loss:.4f}"
+            yield from sample_lines(sample, note=f"  step {step_number}{shown}")
         if len(worst) > MAX_SAMPLES:
             yield f"and {len(worst) - MAX_SAMPLES:,} more; `trainkit data show` lists them all"
 
