@@ -48,7 +48,7 @@ from torch.optim import Optimizer
 
 from trainkit import __version__
 from trainkit.data.order import sample_index
-from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, EXIT_OK, EXIT_STOPPED, TrainkitError
+from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, FatalError
 from trainkit.folders import ensure_folder
 from trainkit.job.rank_env import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RankEnv, find_rank_env
 from trainkit.job.signals import StopRequest
@@ -423,10 +423,9 @@ class Attached:
         tensors: dict[str, Tensor] = {}
         for name, item in self._tracked.items():
             if name not in values:
-                raise TrainkitError(
+                raise FatalError(
                     f"{name} is tracked, but not in {checkpoint.path.name}",
                     hint="track what the run tracked before, or start a new run",
-                    exit_code=EXIT_NO_RESTART,
                 )
             tensors |= self._wanted(name, item, saved)
         load_tensors(checkpoint, tensors, self._world)
@@ -492,10 +491,9 @@ class Attached:
         for item in self._tracked.values():
             if isinstance(item, nn.Module) and params <= set(item.parameters()):
                 return item
-        raise TrainkitError(
+        raise FatalError(
             f"the parameters of {name} are not those of one tracked module",
             hint="track the module with it: run.track(model=model, optimizer=optimizer)",
-            exit_code=EXIT_NO_RESTART,
         )
 
     def _report_failures(self) -> None:
@@ -542,4 +540,4 @@ class _Control:
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._group)
         if int(extremes[0]) != -int(extremes[1]):
             message = f"the ranks differ in {what}: this one has {text or 'nothing'}"
-            raise TrainkitError(message, hint, exit_code=EXIT_NO_RESTART)
+            raise FatalError(message, hint)

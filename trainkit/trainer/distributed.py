@@ -42,7 +42,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # all documented,
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainkit.cluster.machine import NoDriver, driver_cuda, nvml
-from trainkit.errors import EXIT_NO_RESTART, TrainkitError
+from trainkit.errors import EXIT_NO_RESTART, FatalError, TrainkitError
 from trainkit.job.rank_debugger import mode_of_rank
 from trainkit.job.rank_env import GPU_BINDING_HINT, RankEnv, gpu_index, visible_gpus
 from trainkit.job.signals import StopRequest
@@ -169,7 +169,7 @@ def bind_to_gpu(device: torch.device) -> None:
 
 def _refuse(problem: tuple[str, str] | None, subject: str = "") -> None:
     if problem is not None:
-        raise TrainkitError(subject + problem[0], problem[1], EXIT_NO_RESTART)
+        raise FatalError(subject + problem[0], problem[1])
 
 
 def join_world(
@@ -423,13 +423,12 @@ def startup_barrier(
 
 
 def refuse_shared_gpu(env: RankEnv, gpu: str, store: Store) -> None:
-    """Raise TrainkitError (exit code 78) if a lower rank of this node has arrived with the same GPU."""
+    """Raise FatalError if a lower rank of this node has arrived with the same GPU."""
     for other in range(env.rank - env.local_rank, env.rank):
         if (_read(env, store, _arrival(other)) or "").endswith(f" {gpu}"):
-            raise TrainkitError(
+            raise FatalError(
                 f"ranks {other} and {env.rank} on {socket.gethostname()} have the same GPU, {gpu}",
                 hint=GPU_BINDING_HINT,
-                exit_code=EXIT_NO_RESTART,
             )
 
 

@@ -19,9 +19,9 @@ from trainkit.adapters import apply_lora, check_targets, is_independent, keeps_b
 from trainkit.config.hf_model import CONFIG_NAME
 from trainkit.config.schema import RunConfig
 from trainkit.data.cache import has_validation
-from trainkit.errors import EXIT_NO_RESTART, TrainkitError, UsageError
+from trainkit.errors import FatalError, UsageError
 from trainkit.formats import JsonObject
-from trainkit.safetensors import StoredWeights, WeightsError
+from trainkit.safetensors import StoredWeights
 from trainkit.task import Loss, Samples, Task, TokenSamples, parameters_on_meta
 from trainkit.trainer.parallel.tensor import STYLES, find_styles, matches
 from trainkit.trainer.quantization import quantize_linears, restore_linears
@@ -143,10 +143,9 @@ class HFCausalLM(Task):
         if not isinstance(limit, int) or seq_len <= limit:
             return
         if not is_rotary:
-            raise TrainkitError(
+            raise FatalError(
                 f"data.seq_len is {seq_len}, but {self._folder} has {limit} positions",
                 hint=f"set data.seq_len to at most {limit}",
-                exit_code=EXIT_NO_RESTART,
             )
         log.warning(
             f"data.seq_len is {seq_len}, longer than the {limit} tokens that {self._folder} was made for"
@@ -168,13 +167,12 @@ class HFCausalLM(Task):
         return model
 
     def _refuse_quantized(self, why: str) -> None:
-        """Raise TrainkitError (exit code 78) if there is a reason why each process needs the whole model."""
+        """Raise FatalError if there is a reason why each process needs the whole model."""
         name = self.config.model.quantize
         if why and name is not None:
-            raise TrainkitError(
+            raise FatalError(
                 f"model.quantize is {name}, which {self._folder} does not support: {why}",
                 hint="remove model.quantize, or change model.lora",
-                exit_code=EXIT_NO_RESTART,
             )
 
     def _counted(self, model: nn.Module) -> nn.Module:
@@ -243,13 +241,13 @@ def create_model(folder: Path) -> Any:
 
 
 def read_whole(folder: Path) -> Any:
-    """The model as transformers reads it; raises WeightsError if the files lack a part of it."""
+    """The model as transformers reads it; raises FatalError if the files lack a part of it."""
     model, found = import_transformers().AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **LOCAL
     )
     missing = sorted(found["missing_keys"]) + sorted(str(item) for item in found["mismatched_keys"])
     if missing:
-        raise WeightsError(
+        raise FatalError(
             f"{folder} has no weights for {missing[0]}",
             hint="save the whole model with `AutoModelForCausalLM…save_pretrained`",
         )
@@ -269,7 +267,7 @@ def find_stored(model: Any, weights: StoredWeights) -> tuple[dict[nn.Parameter, 
             return {}, f"it has no {name}"
         if weights.shape(stored) != tuple(tensor.shape):
             shapes = f"{list(weights.shape(stored))}, not {list(tensor.shape)}"
-            raise WeightsError(f"{stored} in {weights.folder} has shape {shapes} as in its config.json")
+            raise FatalError(f"{stored} in {weights.folder} has shape {shapes} as in its config.json")
         if isinstance(tensor, nn.Parameter):
             found[tensor] = stored
         else:

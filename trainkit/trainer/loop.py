@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainkit.config.schema import RunConfig
-from trainkit.errors import EXIT_NO_RESTART, EXIT_OK, EXIT_STOPPED, DivergedError, TrainkitError
+from trainkit.errors import EXIT_OK, EXIT_STOPPED, DivergedError, FatalError
 from trainkit.job.signals import StopRequest
 from trainkit.plan.batch import learning_rate
 from trainkit.plan.launch import LaunchPlan
@@ -358,10 +358,9 @@ class Trainer:
         """Raise TrainkitError if `checkpoint.best_metric` should be among these metrics and is not."""
         metric = self.config.checkpoint.best_metric
         if metric is not None and metric.startswith(VAL) == of_validation and metric not in names:
-            raise TrainkitError(
+            raise FatalError(
                 f"checkpoint.best_metric is {metric}, but there is {', '.join(names) or 'no validation'}",
                 hint="name a metric that the task logs, those of the validation with val_, or set it to null",
-                exit_code=EXIT_NO_RESTART,
             )
 
     def _update_best(self, values: Mapping[str, float]) -> None:

@@ -24,7 +24,7 @@ from trainkit import __version__
 from trainkit.cluster.machine import driver_version
 from trainkit.config import read_effective
 from trainkit.config.schema import RunConfig
-from trainkit.errors import EXIT_NO_RESTART, EXIT_STOPPED, TrainkitError
+from trainkit.errors import EXIT_STOPPED, FatalError
 from trainkit.formats import plural
 from trainkit.job.rank_env import find_rank_env, store_file
 from trainkit.job.signals import StopRequest
@@ -85,9 +85,8 @@ def join_and_build(
     """Join the other ranks and build the trainer; None if a rank was asked to stop meanwhile."""
     env = find_rank_env()
     if env.world_size != plan.world_size:
-        raise TrainkitError(
+        raise FatalError(
             f"the plan has {plan.world_size} ranks, but WORLD_SIZE is {env.world_size}",
-            exit_code=EXIT_NO_RESTART,
         )
     if "OMP_NUM_THREADS" not in os.environ and plan.threads_per_worker is not None:
         torch.set_num_threads(plan.threads_per_worker)
@@ -146,13 +145,12 @@ def run_unless_stopped(stop: StopRequest, work: Callable[[], T], device: torch.d
 
 
 def check_same_data(task: AnyTask, world: World) -> None:
-    """Raise TrainkitError (exit code 78) on ranks whose data differs from that of rank 0."""
+    """Raise FatalError on ranks whose data differs from that of rank 0."""
     identity = [task.train_data.fingerprint, val_fingerprint(task)]
     if broadcast_from_main(identity, world) != identity:
-        raise TrainkitError(
+        raise FatalError(
             f"the data of rank {world.rank} differs from the data of rank 0",
             hint="put the data on a filesystem that all nodes share",
-            exit_code=EXIT_NO_RESTART,
         )
 
 
@@ -249,7 +247,7 @@ def val_fingerprint(task: AnyTask) -> str:
 
 
 def refuse_other_run(checkpoint: Checkpoint, manifest: Manifest, task: AnyTask, optimizer: str) -> None:
-    """Raise TrainkitError (exit code 78) if a checkpoint is of another optimizer, or of other samples."""
+    """Raise FatalError if a checkpoint is of another optimizer, or of other samples."""
     name, before = checkpoint.path.name, manifest.optimizer
     for key, value in task.data_identity().items():
         saved = manifest.data.get(key)
@@ -259,11 +257,11 @@ def refuse_other_run(checkpoint: Checkpoint, manifest: Manifest, task: AnyTask, 
             "the training data has changed" if key == "fingerprint" else f"{key} is {value}, was {saved}"
         )
         hint = "restore it (for `stdlib`, the Python version too), or start a new run"
-        raise TrainkitError(f"{changed}: checkpoint {name} cannot be resumed", hint, EXIT_NO_RESTART)
+        raise FatalError(f"{changed}: checkpoint {name} cannot be resumed", hint)
     if before != optimizer:
         message = f"optimizer.name is {optimizer}, was {before}: checkpoint {name} cannot be resumed"
         hint = f"set optimizer.name to {before}, or start a new run with model.init_from"
-        raise TrainkitError(message, hint, EXIT_NO_RESTART)
+        raise FatalError(message, hint)
 
 
 def resume(

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader
 
 from trainkit.config.training import ModelConfig
-from trainkit.errors import EXIT_NO_RESTART, CheckpointError, TrainkitError
+from trainkit.errors import EXIT_NO_RESTART, CheckpointError, FatalError
 from trainkit.run.events import read_events
 from trainkit.run.files import read_record, refresh_listing
 from trainkit.run.manifest import (
@@ -203,15 +203,14 @@ def _inspect(candidate: Checkpoint, world: World) -> tuple[str, str, str]:
 def load_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor], world: World) -> None:
     """Fill the tensors in place from a checkpoint, whatever layout wrote it.
 
-    Raises TrainkitError (exit code 78) if names or shapes differ from those of the checkpoint.
+    Raises FatalError if names or shapes differ from those of the checkpoint.
     """
     reader = SafeReader(checkpoint.path)
     problem = _problem(_shapes_on_all_ranks(tensors, world), _saved_shapes(reader))
     if problem:
-        raise TrainkitError(
+        raise FatalError(
             f"checkpoint {checkpoint.path} belongs to another model ({problem})",
             hint="resume with the model section it was trained with, or start a new run",
-            exit_code=EXIT_NO_RESTART,
         )
     state_dict_loader.load(
         tensors, storage_reader=reader, process_group=world.checkpoint_group, no_dist=not world.distributed
@@ -222,17 +221,11 @@ PARTS = ("model.", "buffer.")
 """Prefixes of the names of weights and buffers in a checkpoint."""
 
 
-class InitError(TrainkitError):
-    """The weights of another run that do not fit; a restart would not change that."""
-
-    exit_code = EXIT_NO_RESTART
-
-
 @torch.no_grad()
 def read_initial_weights(weights: Sequence[Weight], read: ReadWeight, *, resumed: bool) -> None:
     """Fill the weights whose initial values are in files; a resumed run needs those that are never saved.
 
-    Raises InitError if a file has another shape than the model.
+    Raises FatalError if a file has another shape than the model.
     """
     for weight in weights:
         if not weight.is_read or (resumed and weight.is_saved):
@@ -240,7 +233,7 @@ def read_initial_weights(weights: Sequence[Weight], read: ReadWeight, *, resumed
         shard, index = local_tensor(weight.param), shard_index(weight.param)
         value = read(weight.name, index)
         if value.shape != shard.shape:
-            raise InitError(
+            raise FatalError(
                 f"the file has {list(value.shape)} for {weight.name} {[(i.start, i.stop) for i in index]}",
                 hint="the model and its files do not belong together",
             )
@@ -252,21 +245,21 @@ def load_initial_weights(
 ) -> None:
     """Fill the weights and buffers among `tensors` that match `model.init_include`, in place.
 
-    Raises InitError unless each of them is in the checkpoint, with its shape; and without `init_include`, if
+    Raises FatalError unless each of them is in the checkpoint, with its shape; and without `init_include`, if
     the checkpoint has others. A checkpoint of a run with the same `base`, the fingerprint of files with
     weights, may lack some: what was frozen there still is as in the files.
     """
     assert config.init_from is not None
     found = broadcast_from_main(_find(Path(config.init_from)) if world.is_main else None, world)
     if found is None:
-        raise InitError(
+        raise FatalError(
             f"model.init_from is {config.init_from}, which has no intact checkpoint",
             hint="name a run folder or a checkpoint of it: `trainkit ckpt ls RUN`",
         )
     checkpoint = Checkpoint(Path(found[0]), found[1])
     damage = agree_on_damage(checkpoint, world)
     if damage:
-        raise InitError(f"model.init_from: {checkpoint.path} is damaged: {damage}", hint="name another one")
+        raise FatalError(f"model.init_from: {checkpoint.path} is damaged: {damage}", hint="name another one")
     reader = SafeReader(checkpoint.path)
     shapes = {name: shape for name, shape in _saved_shapes(reader).items() if _matches(name, config)}
     own = {name: tensor for name, tensor in tensors.items() if _matches(name, config)}
@@ -278,7 +271,7 @@ def load_initial_weights(
     if not everywhere:
         problem = "no parameter matches model.init_include"
     if problem:
-        raise InitError(
+        raise FatalError(
             f"the weights of {checkpoint.path} do not fit: {problem}",
             hint="model.init_include takes only the parameters whose names match, such as ['encoder.*']",
         )

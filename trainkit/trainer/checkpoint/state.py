@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainkit.errors import EXIT_NO_RESTART, TrainkitError
+from trainkit.errors import FatalError
 from trainkit.trainer.distributed import World
 from trainkit.trainer.models.model import Weight, local_tensor
 from trainkit.trainer.optimizer import ShardedAdamW
@@ -143,10 +143,9 @@ def encode(path: str, value: Any, tensors: dict[str, Tensor]) -> Any:
         return {type(value).__name__ if type(value) in (list, tuple) else "list": items}
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise TrainkitError(
+    raise FatalError(
         f"{path} cannot be saved: it is a {type(value).__name__}",
         hint="let every tracked state_dict consist of tensors, numbers, strings, lists and dictionaries",
-        exit_code=EXIT_NO_RESTART,
     )
 
 

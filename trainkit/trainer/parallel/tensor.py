@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from trainkit.config.schema import RunConfig
-from trainkit.errors import EXIT_NO_RESTART, TrainkitError
+from trainkit.errors import FatalError
 from trainkit.plan.layout_rules import divisors
 from trainkit.task import Task
 from trainkit.trainer.models.model import Role, local_tensor, shard_index
@@ -102,17 +102,16 @@ def apply_tensor_parallel(
 
 
 def _check_plan_is_complete(model: nn.Module, plan: Mapping[str, Role]) -> None:
-    """Raise TrainkitError (exit code 78) for modules with parameters that the plan does not name.
+    """Raise FatalError for modules with parameters that the plan does not name.
 
     Their gradients would silently cover only the slice of one rank.
     """
     for name, module in model.named_modules():
         has_own = next(module.parameters(recurse=False), None) is not None
         if has_own and _role(name, plan) in (None, "whole_input"):
-            raise TrainkitError(
+            raise FatalError(
                 f"TENSOR_PLAN of {type(model).__name__} does not name `{name}`",
                 hint="give every module with its own parameters a role, or set parallel.tp to 1",
-                exit_code=EXIT_NO_RESTART,
             )
 
 
