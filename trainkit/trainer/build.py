@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from logging import getLogger
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -64,9 +64,6 @@ from trainkit.trainer.task_batches import TaskBatches, digest_of
 from trainkit.trainer.torch_private import ATTENTION_OPS, REDUCTION_OPS, compiled_anew
 from trainkit.trainer.user_code import errors_of_user, refusal
 from trainkit.trainer.user_task import UserTask
-
-if TYPE_CHECKING:
-    from trainkit.trainer.parallel.pipeline import TiedWeights
 
 log = getLogger(__name__)
 AnyTask = CausalLM | UserTask
@@ -202,11 +199,12 @@ class BuiltModel:
     model_parts: Sequence[nn.Module]
     weights: Sequence[Weight]
     forward_backward: ForwardBackward[Any]
-    tied_weights: TiedWeights | None
     buffers: StateBuffers | None = None
     """Buffers to save: those of a `Model` are functions of its shape."""
     read_weight: ReadWeight | None = None
     """The initial values of the weights with `is_read`."""
+    sum_tied_gradients: Callable[[], None] = lambda: None
+    """Sums the gradients of an embedding and a head that are tied, but in different stages of a pipeline."""
 
 
 def build(
@@ -270,7 +268,7 @@ def assemble(
     )
     if layout.pp > 1:
         # Imported only if needed: it adds a quarter to the start-up time of the trainer.
-        from trainkit.trainer.parallel.pipeline import PipelineForwardBackward, TiedWeights
+        from trainkit.trainer.parallel.pipeline import PipelineForwardBackward, sum_tied_gradients
 
         weights = weights_of(model_parts, is_read=task.reads_weights)
         pipeline = PipelineForwardBackward(
@@ -283,8 +281,8 @@ def assemble(
             plan.batch.accumulation_steps,
         )
         tied = [weight.param for weight in weights if weight.name in model_parts[0].tied_names]
-        tied_weights = TiedWeights(tied, world)
-        return BuiltModel(model_parts, weights, pipeline, tied_weights, None, task.read_weight)
+        sum_tied = partial(sum_tied_gradients, tied, world)
+        return BuiltModel(model_parts, weights, pipeline, None, task.read_weight, sum_tied)
     [model] = model_parts
     dtype = DTYPES[config.precision.dtype]
     is_cast = dtype != torch.float32 and not isinstance(model, FSDPModule)
@@ -299,7 +297,7 @@ def assemble(
         chunks,
     )
     weights = weights_of(model_parts, masters, is_read=task.reads_weights)
-    return BuiltModel(model_parts, weights, forward_backward, None, None, task.read_weight)
+    return BuiltModel(model_parts, weights, forward_backward, None, task.read_weight)
 
 
 def _build_part(
@@ -428,4 +426,4 @@ def _build_task(
         weights.append(Weight(name, master, False, cast_param, options, is_read, is_reread))
     switch = gradient_switch(module, world, config.parallel, masters, local_gradient)
     passes = TaskForwardBackward(module, switch, progress, config, world)
-    return BuiltModel([module], weights, passes, None, StateBuffers.of(model), task.read_weight)
+    return BuiltModel([module], weights, passes, StateBuffers.of(model), task.read_weight)

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterator, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, is_dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -156,41 +157,32 @@ class PrefetchedBatches:
     """
 
     def __init__(self, source: BatchSource, position: int, num_workers: int) -> None:
-        self._source = source
-        self._start = self._position = position
+        self._source, self._start = source, position
         self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="data") if num_workers else None
         self._ahead = max(2, num_workers)
-        self._queue: deque[Future[list[StepBatch]]] = deque()
-        self._ready: deque[StepBatch] = deque()
-        batch = source.batch
-        samples = batch.device_batch_size * batch.accumulation_steps
+        self._steps = self._read()
+        samples = source.batch.device_batch_size * source.batch.accumulation_steps
         self._num_steps = max(
             1, min(MAX_STEPS_PER_READ, MAX_TOKENS_PER_READ // (samples * source.dataset.seq_len))
         )
 
     def __iter__(self) -> Iterator[StepBatch]:
         """Begin at the first step again."""
-        self._position = self._start
-        self._queue.clear()
-        self._ready.clear()
+        self._steps = self._read()
         return self
 
     def __next__(self) -> StepBatch:
-        if not self._ready:
-            self._ready.extend(self._next_steps())
-        return self._ready.popleft()
+        return next(self._steps)
 
-    def _next_steps(self) -> list[StepBatch]:
-        if self._pool is None:
-            return self._source.steps_at(self._advance(), self._num_steps)
-        while len(self._queue) <= self._ahead:
-            self._queue.append(self._pool.submit(self._source.steps_at, self._advance(), self._num_steps))
-        return self._queue.popleft().result()
-
-    def _advance(self) -> int:
-        position = self._position
-        self._position += self._num_steps * self._source.batch.global_batch_size
-        return position
+    def _read(self) -> Iterator[StepBatch]:
+        queue: deque[Future[list[StepBatch]]] = deque()
+        for position in count(self._start, self._num_steps * self._source.batch.global_batch_size):
+            if self._pool is None:
+                yield from self._source.steps_at(position, self._num_steps)
+                continue
+            queue.append(self._pool.submit(self._source.steps_at, position, self._num_steps))
+            if len(queue) > self._ahead:
+                yield from queue.popleft().result()
 
     def close(self) -> None:
         """Stop prefetching, without waiting for reads in progress."""

@@ -64,8 +64,7 @@ class Evaluator:
                 # That of the batch before: while the host waits for it, the device computes this one.
                 if readback is not None and readback.finish().stop:
                     return None
-                readback = ReportReadback(self._world, forward_backward.metric_names)
-                readback.start(totals, no_norm)
+                readback = ReportReadback(self._world, totals, no_norm, forward_backward.metric_names)
             assert readback is not None
             total = readback.finish()
         finally:

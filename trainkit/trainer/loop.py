@@ -5,10 +5,10 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from logging import getLogger
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,9 +40,6 @@ from trainkit.trainer.step_sync import (
     pack_report,
 )
 
-if TYPE_CHECKING:
-    from trainkit.trainer.parallel.pipeline import TiedWeights
-
 log = getLogger(__name__)
 GC_EVERY_STEPS = 100
 VAL = "val_"
@@ -62,7 +59,7 @@ class Trainer:
     model_parts: Sequence[nn.Module]
     """The model on this rank: all of it, or some stages of a pipeline."""
     forward_backward: ForwardBackward[Any]
-    tied_weights: TiedWeights | None
+    sum_tied_gradients: Callable[[], None]
     optimizer: ShardedAdamW
     loss_scale: LossScale
     state: TrainingState
@@ -177,14 +174,16 @@ class Trainer:
             nonlocal local_report, in_flight
             self.clock.end_forward()
             self.rank_records.keep_loss(sums)
-            local_report = self._pack_report(sums, batch.num_tokens, data_wait_s)
+            due = self._save_by_time()
+            local_report = pack_report(self.world, sums, batch.num_tokens, bool(self.stop), due, data_wait_s)
+            if is_reported(self.state.step + 1, self.world):
+                local_report = torch.cat((local_report, self.clock.report()))
             if self.optimizer.has_whole_gradient and self.world.distributed:
                 # Overlaps with the last backward pass.
                 in_flight = dist.all_reduce(local_report, async_op=True)
 
         self.forward_backward.accumulate_gradient(batch.microbatches, scale, on_loss)
-        if self.tied_weights is not None:
-            self.tied_weights.sum_gradients()
+        self.sum_tied_gradients()
         self.optimizer.collect_gradients()
         square_sum = self.optimizer.square_sum()
         self.rank_records.keep_gradient(square_sum, self.world.device)
@@ -197,21 +196,14 @@ class Trainer:
         sums = all_reduce_sum(local, self.world)
         return sums[:-1], sums[-1]
 
-    def _pack_report(self, sums: Tensor, num_tokens: int | None, data_wait_s: float) -> Tensor:
-        due = self._save_by_time()
-        report = pack_report(self.world, sums, num_tokens, bool(self.stop), due, data_wait_s)
-        if is_reported(self.state.step + 1, self.world):
-            return torch.cat((report, self.clock.report()))
-        return report
-
     def _apply_gradient(self, totals: Tensor, square_sum: Tensor, lr: float) -> StepReport:
         """Clip and apply the gradient, or skip it on all ranks if it is not finite."""
         self.progress.enter("update")
         divisor = (totals[1] / self.nominal_count).float() * self.loss_scale.value
         grad_norm = square_sum.sqrt().float() / divisor
         num_times = NUM_TIMES * self.world.size if is_reported(self.state.step + 1, self.world) else 0
-        readback = ReportReadback(self.world, self.forward_backward.metric_names, num_times)
-        readback.start(totals, grad_norm, self.rank_records.values)
+        names, own = self.forward_backward.metric_names, self.rank_records.values
+        readback = ReportReadback(self.world, totals, grad_norm, names, num_times, own)
         skip = (~torch.isfinite(grad_norm + totals[0])).float()
         if self.config.train.grad_clip is not None:
             divisor = divisor * (grad_norm / self.config.train.grad_clip).clamp(min=1.0)

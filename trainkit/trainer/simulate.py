@@ -129,8 +129,7 @@ def _step(
 
     def step() -> None:
         built.forward_backward.accumulate_gradient(micros, one, lambda nll_sum: None)
-        if built.tied_weights is not None:
-            built.tied_weights.sum_gradients()
+        built.sum_tied_gradients()
         optimizer.collect_gradients()
         total = optimizer.square_sum()
         dist.all_reduce(total)

@@ -211,7 +211,7 @@ def build_trainer(
         progress=progress,
         model_parts=built.model_parts,
         forward_backward=built.forward_backward,
-        tied_weights=built.tied_weights,
+        sum_tied_gradients=built.sum_tied_gradients,
         optimizer=optimizer,
         loss_scale=loss_scale,
         state=state,

@@ -162,23 +162,16 @@ def _restore_best_link(checkpoint: Checkpoint) -> None:
 def agree_on_damage(candidate: Checkpoint, world: World) -> str:
     """The damage of a checkpoint, empty if it is intact; all ranks verify it together.
 
-    Raises CheckpointError if a rank cannot read it or sees different files than rank 0: one bad node must not
-    cause an intact checkpoint to be set aside.
+    Retries for `SETTLE_S` seconds until they agree. Raises CheckpointError if a rank cannot read it or sees
+    different files than rank 0: one bad node must not cause an intact checkpoint to be set aside.
     """
-    found = _inspect_on_all_ranks(candidate, world)
-    return found[0][0] or next((hashed for _, hashed, _ in found if hashed), "")
-
-
-def _inspect_on_all_ranks(candidate: Checkpoint, world: World) -> list[tuple[str, str, str]]:
-    """The findings of each rank, once they agree; retries for `SETTLE_S` seconds."""
     deadline_s = time.monotonic() + SETTLE_S
     while True:
-        mine = _inspect(candidate, world)
-        found = gather_from_all(mine, world)
+        found = gather_from_all(_inspect(candidate, world), world)
         agreed = found[0][0]
         odd = next((rank for rank, (plain, _, error) in enumerate(found) if error or plain != agreed), None)
         if odd is None:
-            return found
+            return agreed or next((hashed for _, hashed, _ in found if hashed), "")
         plain, _, error = found[odd]
         reason = error or plain or "it sees different files than rank 0"
         if not broadcast_from_main(time.monotonic() < deadline_s, world):

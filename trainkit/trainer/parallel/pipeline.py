@@ -169,36 +169,26 @@ def stage_specs(pp_rank: int, pp: int, schedule: PipelineSchedule, num_layers: i
     return [StageSpec(layers[stage], stage == 0, stage == last) for stage in stages_of(pp_rank, pp, schedule)]
 
 
-class TiedWeights:
-    """Keeps embedding and head equal if they are tied but on different stages.
+def sum_tied_gradients(params: Sequence[nn.Parameter], world: World) -> None:
+    """Keep embedding and head equal if they are tied but on different stages; `params` are this rank's.
 
     Each has its own gradient; both get the sum, which is the gradient of the shared weight, so their updates
-    are equal.
+    are equal. Call after the last backward pass of a step.
     """
-
-    def __init__(self, params: Sequence[nn.Parameter], world: World) -> None:
-        self._params = params
-        self._world = world
-
-    def sum_gradients(self) -> None:
-        """Sum the gradients of both parameters; call after the last backward pass of a step."""
-        grads = [local_tensor(cast(Tensor, param.grad)) for param in self._params]
-        if not grads:
-            return
-        if len(grads) == 2:
-            # This rank has the first and the last stage.
-            grads[0].add_(grads[1])
-            grads[1].copy_(grads[0])
-            return
-        [grad] = grads
-        received = torch.empty_like(grad)
-        assert self._world.mesh is not None
-        group = self._world.mesh["pp"].get_group()
-        other = dist.get_global_rank(group, self._world.layout.pp - 1 - self._world.place.pp)
-        exchange = [
-            dist.P2POp(dist.isend, grad, other, group),
-            dist.P2POp(dist.irecv, received, other, group),
-        ]
-        for work in dist.batch_isend_irecv(exchange):
-            work.wait()
-        grad.add_(received)
+    grads = [local_tensor(cast(Tensor, param.grad)) for param in params]
+    if not grads:
+        return
+    if len(grads) == 2:
+        # This rank has the first and the last stage.
+        grads[0].add_(grads[1])
+        grads[1].copy_(grads[0])
+        return
+    [grad] = grads
+    received = torch.empty_like(grad)
+    assert world.mesh is not None
+    group = world.mesh["pp"].get_group()
+    other = dist.get_global_rank(group, world.layout.pp - 1 - world.place.pp)
+    exchange = [dist.P2POp(dist.isend, grad, other, group), dist.P2POp(dist.irecv, received, other, group)]
+    for work in dist.batch_isend_irecv(exchange):
+        work.wait()
+    grad.add_(received)
