@@ -231,7 +231,7 @@ def trained_logits(
         folder, ["data.seq_len=32", *[item for item in options if "steps" not in item], "train.steps=4"], 1
     )
     trainer = make_trainer(0, attempt, keep_labels=True)
-    [part] = trainer.model_parts
+    [part] = trainer.built.model_parts
     part.eval()
     with torch.no_grad():
         if isinstance(part, Decoder):

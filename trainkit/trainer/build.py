@@ -197,6 +197,7 @@ class BuiltModel:
     """The model on this rank and its forward and backward passes."""
 
     model_parts: Sequence[nn.Module]
+    """All of it, or some stages of a pipeline."""
     weights: Sequence[Weight]
     forward_backward: ForwardBackward[Any]
     buffers: StateBuffers | None = None

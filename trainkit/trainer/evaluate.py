@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainkit.config.schema import RunConfig
 from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import Batch, LaunchPlan
-from trainkit.trainer.build import AnyTask
+from trainkit.trainer.build import AnyTask, BuiltModel
 from trainkit.trainer.distributed import World
-from trainkit.trainer.forward_backward import ForwardBackward
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.step_sync import ReportReadback, StepReport, all_reduce_sum, pack_report
 
@@ -37,25 +36,19 @@ class Evaluator:
         self._batches = task.val_batches(batch, world, num_samples)
 
     @torch.no_grad()
-    def run(
-        self,
-        model_parts: Sequence[nn.Module],
-        forward_backward: ForwardBackward[Any],
-        stop: StopRequest,
-        progress: Progress,
-    ) -> StepReport | None:
+    def run(self, built: BuiltModel, stop: StopRequest, progress: Progress) -> StepReport | None:
         """The loss and metrics of the validation, equal on all ranks; None if a rank was asked to stop."""
         totals: Tensor | None = None
         no_norm = torch.zeros((), device=self._world.device)
         readback: ReportReadback | None = None
-        for model in model_parts:
+        for model in built.model_parts:
             model.eval()
         try:
             batches: Iterator[Any] = iter(self._batches)
             for _ in range(self._num_batches):
                 progress.enter("evaluate")
                 batch = next(batches)
-                sums = forward_backward.loss_sums(batch.microbatches[0])
+                sums = built.forward_backward.loss_sums(batch.microbatches[0])
                 report = pack_report(
                     self._world, sums, batch.num_tokens, stop=bool(stop), save=False, data_wait_s=0.0
                 )
@@ -64,11 +57,11 @@ class Evaluator:
                 # That of the batch before: while the host waits for it, the device computes this one.
                 if readback is not None and readback.finish().stop:
                     return None
-                readback = ReportReadback(self._world, totals, no_norm, forward_backward.metric_names)
+                readback = ReportReadback(self._world, totals, no_norm, built.forward_backward.metric_names)
             assert readback is not None
             total = readback.finish()
         finally:
-            for model in model_parts:
+            for model in built.model_parts:
                 model.train()
         return None if total.stop else total
 

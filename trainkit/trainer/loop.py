@@ -5,14 +5,14 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from logging import getLogger
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainkit.config.schema import RunConfig
 from trainkit.errors import EXIT_OK, EXIT_STOPPED, DivergedError, FatalError
@@ -20,12 +20,11 @@ from trainkit.job.signals import StopRequest
 from trainkit.plan.batch import learning_rate
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.rundir import AttemptDir
-from trainkit.trainer.build import Batches, CompileCache
+from trainkit.trainer.build import Batches, BuiltModel, CompileCache
 from trainkit.trainer.checkpoint.saver import CheckpointSaver, SaveRequest
-from trainkit.trainer.checkpoint.state import StateBuffers, TrainingState
+from trainkit.trainer.checkpoint.state import TrainingState
 from trainkit.trainer.distributed import World, record_event
 from trainkit.trainer.evaluate import Evaluator
-from trainkit.trainer.forward_backward import ForwardBackward
 from trainkit.trainer.metrics import Metrics, RankRecords
 from trainkit.trainer.optimizer import ShardedAdamW
 from trainkit.trainer.precision import LossScale
@@ -56,10 +55,7 @@ class Trainer:
     world: World
     stop: StopRequest
     progress: Progress
-    model_parts: Sequence[nn.Module]
-    """The model on this rank: all of it, or some stages of a pipeline."""
-    forward_backward: ForwardBackward[Any]
-    sum_tied_gradients: Callable[[], None]
+    built: BuiltModel
     optimizer: ShardedAdamW
     loss_scale: LossScale
     state: TrainingState
@@ -77,7 +73,6 @@ class Trainer:
     slow_ranks: SlowRanks | None
     """On rank 0 of several."""
     rank_records: RankRecords
-    buffers: StateBuffers | None = None
     compile_cache: CompileCache | None = None
     """If anything is compiled."""
     _steps_done: int = 0
@@ -142,7 +137,7 @@ class Trainer:
         batch = next(self.batches)
         data_wait_s = time.monotonic() - started
         self.clock.begin_step(data_wait_s)
-        if self.buffers is not None:
+        if self.built.buffers is not None:
             # A forward pass may change them.
             self._await_staging()
         totals, square_sum = self._compute_gradient(batch, data_wait_s)
@@ -182,8 +177,8 @@ class Trainer:
                 # Overlaps with the last backward pass.
                 in_flight = dist.all_reduce(local_report, async_op=True)
 
-        self.forward_backward.accumulate_gradient(batch.microbatches, scale, on_loss)
-        self.sum_tied_gradients()
+        self.built.forward_backward.accumulate_gradient(batch.microbatches, scale, on_loss)
+        self.built.sum_tied_gradients()
         self.optimizer.collect_gradients()
         square_sum = self.optimizer.square_sum()
         self.rank_records.keep_gradient(square_sum, self.world.device)
@@ -202,7 +197,7 @@ class Trainer:
         divisor = (totals[1] / self.nominal_count).float() * self.loss_scale.value
         grad_norm = square_sum.sqrt().float() / divisor
         num_times = NUM_TIMES * self.world.size if is_reported(self.state.step + 1, self.world) else 0
-        names, own = self.forward_backward.metric_names, self.rank_records.values
+        names, own = self.built.forward_backward.metric_names, self.rank_records.values
         readback = ReportReadback(self.world, totals, grad_norm, names, num_times, own)
         skip = (~torch.isfinite(grad_norm + totals[0])).float()
         if self.config.train.grad_clip is not None:
@@ -213,8 +208,8 @@ class Trainer:
         self.optimizer.zero_grad()
         self.clock.end_update()
         self.loss_scale.update(skip)
-        if self.buffers is not None:
-            self.buffers.settle(self.world)
+        if self.built.buffers is not None:
+            self.built.buffers.settle(self.world)
         report = readback.finish()
         self.rank_records.add(self.state.step + 1, report.grad_norm, readback.own)
         return report
@@ -326,7 +321,7 @@ class Trainer:
         """Validate; returns (whether validation was completed, its result or None if it is not finite)."""
         assert self.evaluator is not None
         started = time.monotonic()
-        found = self.evaluator.run(self.model_parts, self.forward_backward, self.stop, self.progress)
+        found = self.evaluator.run(self.built, self.stop, self.progress)
         self.metrics.exclude(time.monotonic() - started)
         if found is None:
             return False, None

@@ -209,9 +209,7 @@ def build_trainer(
         world=world,
         stop=stop,
         progress=progress,
-        model_parts=built.model_parts,
-        forward_backward=built.forward_backward,
-        sum_tied_gradients=built.sum_tied_gradients,
+        built=built,
         optimizer=optimizer,
         loss_scale=loss_scale,
         state=state,
@@ -231,7 +229,6 @@ def build_trainer(
         manifest_record=manifest_record(config, plan, task),
         # Only the loss of a user's task knows what it is divided by.
         nominal_count=plan.batch.global_batch_size if config.has_user_task else plan.batch.tokens_per_step,
-        buffers=built.buffers,
         compile_cache=compile_cache,
         clock=StepClock(world, plan.layout),
         slow_ranks=SlowRanks(plan.layout, hosts, on_gpu=uses_gpu)

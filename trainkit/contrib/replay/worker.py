@@ -76,7 +76,7 @@ def sample_losses(trainer: Trainer, batch: StepBatch) -> list[float | str]:
             one = Microbatch(micro.tokens, labels, micro.sample_keys)
             trainer.progress.enter("evaluate")
             place = sums[number, world.dp_rank, row]
-            place[0] = trainer.forward_backward.loss_sums(one).double().view(-1)[0]
+            place[0] = trainer.built.forward_backward.loss_sums(one).double().view(-1)[0]
             place[1] = (labels != IGNORE_LABEL).sum() * world.counts_samples
     all_reduce_sum(sums, world)
     pairs = sums.flatten(0, 2).tolist()

@@ -185,16 +185,25 @@ class CheckpointSaver:
         if self._pending is None:
             return
         request, partial, future, started = self._pending
-        self._pending = None
-        self._staging = None
+        self._pending = self._staging = None
         error = future.exception()
+        self._problem = "" if error is None else _root_cause(error)
         if error is None:
             self.last_step = request.step
-            self._problem = ""
-            self._report_success(request, time.monotonic() - started)
-        else:
-            self._problem = _root_cause(error)
-            self._report_failure(request, partial)
+        if not self._world.is_main:
+            return
+        saved, duration_s = f"checkpoint step={request.step}", time.monotonic() - started
+        if error is None:
+            best = " best" if request.is_best and request.reason != "best" else ""
+            name = self._run.checkpoint_dir(request.step).name
+            log.info(f"{saved} reason={request.reason}{best} save_s={duration_s:.2f} {name}")
+            fields = {"step": request.step, "reason": request.reason, "best": request.is_best}
+            record_event(self._attempt, "checkpoint_commit", **fields, save_s=round(duration_s, 3))
+            return
+        # The incomplete files are useless, and a full disk may be the cause.
+        shutil.rmtree(partial, ignore_errors=True)
+        log.error(f"{saved} could not be saved: {self._problem}; earlier checkpoints are unaffected")
+        record_event(self._attempt, "checkpoint_failed", step=request.step, error=self._problem)
 
     def require_saved(self, step: int) -> None:
         """Raise CheckpointError unless the checkpoint of this step is published."""
@@ -246,28 +255,6 @@ class CheckpointSaver:
                 )
             )
         return self._stager
-
-    def _report_success(self, request: SaveRequest, duration_s: float) -> None:
-        if not self._world.is_main:
-            return
-        name = self._run.checkpoint_dir(request.step).name
-        best = " best" if request.is_best and request.reason != "best" else ""
-        log.info(
-            f"checkpoint step={request.step} reason={request.reason}{best} save_s={duration_s:.2f} {name}"
-        )
-        fields = {"step": request.step, "reason": request.reason, "best": request.is_best}
-        record_event(self._attempt, "checkpoint_commit", **fields, save_s=round(duration_s, 3))
-
-    def _report_failure(self, request: SaveRequest, partial: Path) -> None:
-        if not self._world.is_main:
-            return
-        # The incomplete files are useless, and a full disk may be the cause.
-        shutil.rmtree(partial, ignore_errors=True)
-        log.error(
-            f"checkpoint step={request.step} could not be saved: {self._problem};"
-            " earlier checkpoints are unaffected"
-        )
-        record_event(self._attempt, "checkpoint_failed", step=request.step, error=self._problem)
 
 
 def _root_cause(error: BaseException) -> str:

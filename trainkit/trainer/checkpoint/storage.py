@@ -29,18 +29,11 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 METADATA_NAME = ".metadata"
 COPY_AHEAD = 10_000_000
 """Bytes copied from the device ahead of the write."""
+_OF_METADATA = (
+    "Metadata MetadataIndex TensorStorageMetadata ChunkStorageMetadata TensorProperties StorageMeta"
+)
 _SAFE_NAMES = {
-    *(
-        ("torch.distributed.checkpoint.metadata", name)
-        for name in (
-            "Metadata",
-            "MetadataIndex",
-            "TensorStorageMetadata",
-            "ChunkStorageMetadata",
-            "TensorProperties",
-            "StorageMeta",
-        )
-    ),
+    *(("torch.distributed.checkpoint.metadata", name) for name in _OF_METADATA.split()),
     ("torch", "Size"),
     ("pathlib", "PosixPath"),
     *PICKLED_IN_METADATA,
