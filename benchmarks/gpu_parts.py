@@ -360,7 +360,7 @@ def trainkit_loop(
     config = read_effective(attempt.config_file)
     plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
     world = World(0, 1, torch.device(device), None, None)
-    trainer = build_trainer(attempt, config, plan, world, build_task(config), StopRequest(), Progress())
+    trainer = build_trainer(attempt, plan, world, build_task(config), StopRequest(), Progress())
     fixed = torch._inductor.config.patch(deterministic=True)  # as in the ranks of a run, unlike by hand
     yield Loop(fixed(trainer.step), trainer.optimizer)
     trainer.batches.close()

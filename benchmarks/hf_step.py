@@ -79,7 +79,7 @@ def trainkit_step(folder: Path, dtype: str, architecture: str) -> Step:
     config = read_effective(attempt.config_file)
     plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
     world = World(0, 1, torch.device("cpu"), None, None)
-    trainer = build_trainer(attempt, config, plan, world, build_task(config), StopRequest(), Progress())
+    trainer = build_trainer(attempt, plan, world, build_task(config), StopRequest(), Progress())
     return trainer.step
 
 

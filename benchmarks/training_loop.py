@@ -121,7 +121,7 @@ def worker(folder: str, num_procs: int, dtype_name: str, num_steps: int) -> None
     plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
     world = join_world(find_rank_env(), select_device("cpu", 0), plan.layout, StopRequest())
     task, stop, progress = build_task(config), StopRequest(), Progress()
-    trainer = build_trainer(attempt, config, plan, world, task, stop, progress)
+    trainer = build_trainer(attempt, plan, world, task, stop, progress)
     loops = {
         "trainkit": trainer.step,
         "hand-written": hand_written_step(trainer, task, num_procs, dtype_name),

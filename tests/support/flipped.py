@@ -24,7 +24,7 @@ def run_flipped(
     build = worker.build
 
     def build_flipped(*args: Any) -> Any:
-        built, progress = build(*args), args[4]
+        built, progress = build(*args), args[3]
 
         def flip(grad: torch.Tensor) -> torch.Tensor:
             flipped = grad.clone()

@@ -169,7 +169,7 @@ def make_trainer(rank: int, attempt: AttemptDir, keep_labels: bool = False) -> A
     if plan.world_size > 1 or config.parallel.wraps_one:
         world = make_world(rank, device, plan.layout)
     torch.compiler.reset()
-    trainer = build_trainer(attempt, config, plan, world, build_task(config), StopRequest(), Progress())
+    trainer = build_trainer(attempt, plan, world, build_task(config), StopRequest(), Progress())
     if not (config.has_user_task or config.uses_transformers or keep_labels):
         trainer.batches = RaggedBatches(trainer.batches)
     return trainer

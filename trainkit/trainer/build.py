@@ -209,20 +209,15 @@ class BuiltModel:
 
 
 def build(
-    task: AnyTask,
-    config: RunConfig,
-    plan: LaunchPlan,
-    world: World,
-    progress: Progress,
-    local_gradient: LocalGradient | None = None,
+    task: AnyTask, plan: LaunchPlan, world: World, progress: Progress, local_gradient: LocalGradient
 ) -> BuiltModel:
     """The model of this rank on its device: split, in training mode, and with its initial values.
 
     Only the weights with `is_read` have no values yet.
     """
     if isinstance(task, UserTask):
-        return _build_task(task, config, plan, world, progress, local_gradient)
-    model_parts = build_model_parts(task, config, plan, world)
+        return _build_task(task, plan, world, progress, local_gradient)
+    config, model_parts = task.config, build_model_parts(task, plan, world)
     # Offloaded parameters stay on the host: FSDP copies them to the device per block, but not the buffers.
     param_device = torch.device("cpu") if config.parallel.offload else world.device
     for model in model_parts:
@@ -231,23 +226,22 @@ def build(
         move_buffers(model, world.device)
         if not task.reads_weights:
             init_parameters(model, config.seed)
-    return assemble(task, config, plan, world, progress, model_parts, local_gradient)
+    return assemble(task, plan, world, progress, model_parts, local_gradient)
 
 
-def build_model_parts(task: CausalLM, config: RunConfig, plan: LaunchPlan, world: World) -> list[Model]:
+def build_model_parts(task: CausalLM, plan: LaunchPlan, world: World) -> list[Model]:
     """The parts of the model on this rank, one per pipeline stage: split, on the meta device."""
-    layout = plan.layout
-    if layout.pp == 1:
-        return [_build_part(task, config, plan, world, None)]
+    pp, schedule = plan.layout.pp, task.config.parallel.pp_schedule
+    if pp == 1:
+        return [_build_part(task, plan, world, None)]
     from trainkit.trainer.parallel.pipeline import stage_specs  # see `assemble`
 
-    stages = stage_specs(world.place.pp, layout.pp, config.parallel.pp_schedule, task.shape.num_layers)
-    return [_build_part(task, config, plan, world, stage) for stage in stages]
+    stages = stage_specs(world.place.pp, pp, schedule, task.shape.num_layers)
+    return [_build_part(task, plan, world, stage) for stage in stages]
 
 
 def assemble(
     task: CausalLM,
-    config: RunConfig,
     plan: LaunchPlan,
     world: World,
     progress: Progress,
@@ -255,7 +249,7 @@ def assemble(
     local_gradient: LocalGradient | None = None,
 ) -> BuiltModel:
     """Combine allocated model parts with the forward and backward passes of their layout."""
-    layout, parallel = plan.layout, config.parallel
+    layout, config, parallel = plan.layout, task.config, task.config.parallel
     for model in model_parts:
         model.train()
     positions = position_slice(world.place.cp, layout.cp, 0, 1, config.data.seq_len).attention
@@ -301,10 +295,8 @@ def assemble(
     return BuiltModel(model_parts, weights, forward_backward, None, task.read_weight)
 
 
-def _build_part(
-    task: CausalLM, config: RunConfig, plan: LaunchPlan, world: World, stage: StageSpec | None
-) -> Model:
-    layout, parallel, place = plan.layout, config.parallel, world.place
+def _build_part(task: CausalLM, plan: LaunchPlan, world: World, stage: StageSpec | None) -> Model:
+    config, layout, parallel, place = task.config, plan.layout, task.config.parallel, world.place
     model = task.build_model(stage)
     splits_stream = parallel.sequence_parallel and layout.tp > 1
     stream_rank, stream_ranks = (place.tp, layout.tp) if splits_stream else (0, 1)
@@ -350,8 +342,9 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 """Modules whose weights have the type of their statistics, float32."""
 
 
-def build_module(task: UserTask, config: RunConfig, plan: LaunchPlan, world: World) -> LossModule:
+def build_module(task: UserTask, plan: LaunchPlan, world: World) -> LossModule:
     """The model of this rank on its device, wrapped for data parallelism."""
+    config = task.config
     model, parallel, dtype = task.build_model(), config.parallel, DTYPES[config.precision.dtype]
     check_same_weights(model, config, world)
     with errors_of_user(config, "layers() failed"):
@@ -405,14 +398,9 @@ def check_same_weights(model: nn.Module, config: RunConfig, world: World) -> Non
 
 
 def _build_task(
-    task: UserTask,
-    config: RunConfig,
-    plan: LaunchPlan,
-    world: World,
-    progress: Progress,
-    local_gradient: LocalGradient | None,
+    task: UserTask, plan: LaunchPlan, world: World, progress: Progress, local_gradient: LocalGradient
 ) -> BuiltModel:
-    module = build_module(task, config, plan, world)
+    config, module = task.config, build_module(task, plan, world)
     model, dtype = module.model, DTYPES[config.precision.dtype]
     read_quantized(model, task.read_weight, world.device)
     module.train()

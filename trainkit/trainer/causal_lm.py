@@ -207,14 +207,14 @@ class CausalLM:
         self.reads_weights = config.model.hf is not None and not config.model.from_scratch
         """Whether the initial weights are those of `model.hf`."""
         self._stored: StoredWeights | None = None
-        self._config = config
+        self.config = config
         self._seq_len = seq_len
 
     def build_model(self, stage: StageSpec | None = None) -> Model:
         """The model, or one pipeline stage of it, on the meta device."""
         with torch.device("meta"):
             model = self._model_class(self.shape, self._seq_len, stage)
-        if self._config.data.document_mask:
+        if self.config.data.document_mask:
             assert isinstance(model, Decoder)
             model.eos_id = self.train_data.eos_id
         return model
@@ -222,7 +222,7 @@ class CausalLM:
     def read_weight(self, name: str, index: Sequence[slice]) -> Tensor:
         """Read a part of the initial value of a parameter."""
         if self._stored is None:  # not before: a resumed run does without the files
-            self._stored = StoredWeights(Path(str(self._config.model.hf)))
+            self._stored = StoredWeights(Path(str(self.config.model.hf)))
         return read_decoder_weight(self._stored, name, index)
 
     def nll_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -237,22 +237,22 @@ class CausalLM:
         return {
             "fingerprint": self.train_data.fingerprint,
             "data.seq_len": self._seq_len,
-            "data.shuffle": self._config.data.shuffle,
-            "seed": self._config.seed,
+            "data.shuffle": self.config.data.shuffle,
+            "seed": self.config.seed,
         }
 
     def describe_data(self) -> str:
         data = self.train_data
         counts = f"{data.num_tokens:,} training tokens in {data.num_samples:,} samples of {self._seq_len}"
         if isinstance(data, TokenShards):
-            return f"{self._config.data.source}: {counts}"
-        return f"mixture: {counts}; {'; '.join(data.describe(self._config.data.source))}"
+            return f"{self.config.data.source}: {counts}"
+        return f"mixture: {counts}; {'; '.join(data.describe(self.config.data.source))}"
 
     def train_batches(
         self, plan: LaunchPlan, world: World, state: TrainingState, end: int | None
     ) -> PrefetchedBatches:
         """The training batches of this rank from a state on, up to position `end` if it is not None."""
-        shuffle = self._config.data.shuffle
+        shuffle = self.config.data.shuffle
         return self._batches(self.train_data, plan.batch, world, state.samples_seen, end, shuffle)
 
     def val_batches(self, batch: Batch, world: World, num_samples: int) -> PrefetchedBatches:
@@ -274,9 +274,9 @@ class CausalLM:
             batch=batch,
             dp_rank=world.dp_rank,
             dp_size=world.layout.dp,
-            seed=self._config.seed,
+            seed=self.config.seed,
             shuffle=shuffle,
             end_position=end,
             pin_memory=world.device.type == "cuda",
         )
-        return PrefetchedBatches(source, start, self._config.data.num_workers)
+        return PrefetchedBatches(source, start, self.config.data.num_workers)

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.config.schema import RunConfig
 from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import Batch, LaunchPlan
 from trainkit.trainer.build import AnyTask, BuiltModel
@@ -20,8 +19,8 @@ from trainkit.trainer.step_sync import ReportReadback, StepReport, all_reduce_su
 class Evaluator:
     """Computes the validation loss of a model."""
 
-    def __init__(self, task: AnyTask, config: RunConfig, plan: LaunchPlan, world: World) -> None:
-        self._world = world
+    def __init__(self, task: AnyTask, plan: LaunchPlan, world: World) -> None:
+        self._world, config = world, task.config
         assert task.val_data is not None
         layout = plan.layout
         size = plan.batch.device_batch_size * layout.dp

@@ -119,7 +119,7 @@ def join_and_build(
         record_event(attempt, "rendezvous", world_size=world.size, device=str(device))
     progress.enter("build")
     check_same_data(task, world)
-    return build_trainer(attempt, config, plan, world, task, stop, progress), task
+    return build_trainer(attempt, plan, world, task, stop, progress), task
 
 
 def _is_writing_log(attempt: AttemptDir, rank: int) -> bool:
@@ -156,7 +156,6 @@ def check_same_data(task: AnyTask, world: World) -> None:
 
 def build_trainer(
     attempt: AttemptDir,
-    config: RunConfig,
     plan: LaunchPlan,
     world: World,
     task: AnyTask,
@@ -164,12 +163,13 @@ def build_trainer(
     progress: Progress,
 ) -> Trainer:
     """Build the model, load the newest checkpoint and set up the training loop."""
+    config = task.config
     with progress.within("load"):  # before the build, which may read the weights of a large model
         chosen = choose_checkpoint(attempt, world)
         if chosen is not None:
-            refuse_other_run(*chosen, task, config.optimizer.name)
+            refuse_other_run(*chosen, task)
     local_gradient = LocalGradient()
-    built = build(task, config, plan, world, progress, local_gradient)
+    built = build(task, plan, world, progress, local_gradient)
     # Of a task nothing is compiled unless the config says so.
     by_default = config.has_decoder and compiles(config.parallel, plan.layout, plan.device)
     compiled = config.parallel.compile is True or by_default
@@ -182,11 +182,11 @@ def build_trainer(
     saver = CheckpointSaver(attempt, world, tensors.tensors, config.checkpoint.keep_last)
     loss_scale = LossScale(config.precision, world.device)
     progress.enter("load")
-    state = resume(chosen, config, attempt, world, task, built, saver, tensors, loss_scale)
-    num_samples, end = task.train_data.num_samples, end_position(config, task)
-    total_steps = count_steps(config, plan, state, end)
+    state = resume(chosen, attempt, world, task, built, saver, tensors, loss_scale)
+    num_samples, end = task.train_data.num_samples, end_position(task)
+    total_steps = count_steps(plan, state, end, config.train.steps)
     if world.is_main:
-        log_summary(config, plan, world, task, total_steps)
+        log_summary(plan, world, task, total_steps)
         record_event(
             attempt,
             "training",
@@ -215,7 +215,7 @@ def build_trainer(
         state=state,
         total_steps=total_steps,
         batches=task.train_batches(plan, world, state, end),
-        evaluator=None if task.val_data is None else Evaluator(task, config, plan, world),
+        evaluator=None if task.val_data is None else Evaluator(task, plan, world),
         saver=saver,
         metrics=Metrics(
             attempt,
@@ -226,7 +226,7 @@ def build_trainer(
             task.flops_per_sample,
         ),
         profiler=ProfileWindow(config.profiler, attempt.profile_dir, world),
-        manifest_record=manifest_record(config, plan, task),
+        manifest_record=manifest_record(plan, task),
         # Only the loss of a user's task knows what it is divided by.
         nominal_count=plan.batch.global_batch_size if config.has_user_task else plan.batch.tokens_per_step,
         compile_cache=compile_cache,
@@ -243,9 +243,9 @@ def val_fingerprint(task: AnyTask) -> str:
     return "" if task.val_data is None else task.val_data.fingerprint
 
 
-def refuse_other_run(checkpoint: Checkpoint, manifest: Manifest, task: AnyTask, optimizer: str) -> None:
+def refuse_other_run(checkpoint: Checkpoint, manifest: Manifest, task: AnyTask) -> None:
     """Raise FatalError if a checkpoint is of another optimizer, or of other samples."""
-    name, before = checkpoint.path.name, manifest.optimizer
+    name, before, optimizer = checkpoint.path.name, manifest.optimizer, task.config.optimizer.name
     for key, value in task.data_identity().items():
         saved = manifest.data.get(key)
         if saved == value or (saved is None and key == BASE_FINGERPRINT):
@@ -263,7 +263,6 @@ def refuse_other_run(checkpoint: Checkpoint, manifest: Manifest, task: AnyTask, 
 
 def resume(
     chosen: tuple[Checkpoint, Manifest] | None,
-    config: RunConfig,
     attempt: AttemptDir,
     world: World,
     task: AnyTask,
@@ -273,7 +272,7 @@ def resume(
     loss_scale: LossScale,
 ) -> TrainingState:
     """Load the chosen checkpoint, if there is one, and return its training state."""
-    best_metric = None
+    config, best_metric = task.config, None
     if config.checkpoint.best_metric is not None:
         best_metric = f"{config.checkpoint.best_metric} {config.checkpoint.best_mode}"
     if built.read_weight is not None:
@@ -303,24 +302,26 @@ def resume(
     return state
 
 
-def end_position(config: RunConfig, task: AnyTask) -> int | None:
+def end_position(task: AnyTask) -> int | None:
     """Position after the last sample of the epochs; None if only the number of steps ends the training."""
-    if config.train.epochs is None:
+    epochs = task.config.train.epochs
+    if epochs is None:
         return None
     assert task.train_data.num_samples is not None
-    return round(config.train.epochs * task.train_data.num_samples)
+    return round(epochs * task.train_data.num_samples)
 
 
-def count_steps(config: RunConfig, plan: LaunchPlan, state: TrainingState, end: int | None) -> int:
+def count_steps(plan: LaunchPlan, state: TrainingState, end: int | None, steps: int | None) -> int:
     """The number of the last step: `train.steps`, or where the epochs end with the current batch size."""
     if end is None:
-        assert config.train.steps is not None
-        return config.train.steps
+        assert steps is not None
+        return steps
     return state.step + math.ceil(max(0, end - state.samples_seen) / plan.batch.global_batch_size)
 
 
-def manifest_record(config: RunConfig, plan: LaunchPlan, task: AnyTask) -> dict[str, object]:
+def manifest_record(plan: LaunchPlan, task: AnyTask) -> dict[str, object]:
     """The fields of a checkpoint's manifest besides the training state."""
+    config = task.config
     text = json.dumps(config.model_dump(mode="json", by_alias=True), sort_keys=True)
     return {
         "trainkit": __version__,
@@ -336,9 +337,9 @@ def manifest_record(config: RunConfig, plan: LaunchPlan, task: AnyTask) -> dict[
     }
 
 
-def log_summary(config: RunConfig, plan: LaunchPlan, world: World, task: AnyTask, total_steps: int) -> None:
+def log_summary(plan: LaunchPlan, world: World, task: AnyTask, total_steps: int) -> None:
     """Log the model, the data and the batch."""
-    key, name = config.model_source
+    config, (key, name) = task.config, task.config.model_source
     name = f"of {name}" if key == "task" else str(config.model.hf or config.model.preset)
     log.info(
         f"model {name}: {task.num_params:,} parameters, {config.precision.dtype}"

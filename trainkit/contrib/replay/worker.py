@@ -44,7 +44,7 @@ def run_worker(attempt: AttemptDir, plan: LaunchPlan, stop: StopRequest, progres
         while trainer.state.step < last:
             if isinstance(task, CausalLM) and trainer.state.step + 1 >= first:
                 if samples is None:
-                    end = end_position(config, task)
+                    end = end_position(task)
                     samples = task.train_batches(plan, trainer.world, trainer.state, end)
                 losses = sample_losses(trainer, next(samples))
                 if trainer.world.is_main:

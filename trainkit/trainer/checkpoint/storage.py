@@ -30,10 +30,11 @@ METADATA_NAME = ".metadata"
 COPY_AHEAD = 10_000_000
 """Bytes copied from the device ahead of the write."""
 _OF_METADATA = (
-    "Metadata MetadataIndex TensorStorageMetadata ChunkStorageMetadata TensorProperties StorageMeta"
+    *("Metadata", "MetadataIndex", "StorageMeta"),
+    *("TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties"),
 )
 _SAFE_NAMES = {
-    *(("torch.distributed.checkpoint.metadata", name) for name in _OF_METADATA.split()),
+    *(("torch.distributed.checkpoint.metadata", name) for name in _OF_METADATA),
     ("torch", "Size"),
     ("pathlib", "PosixPath"),
     *PICKLED_IN_METADATA,
