@@ -218,7 +218,10 @@ class Attached:
         self._values: dict[str, float | Tensor] = {}
         self._records: deque[dict[str, object]] = deque(maxlen=10_000)
         """What metrics.jsonl will get at the next write."""
-        self._control = _Control()
+        # For small collectives: saves use the group of the checkpoints.
+        self._group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+        self._stops: tuple[Tensor, dist.Work] | None = None
+        """Whether a rank was asked to stop at the last step, when that is known."""
         self._saver = CheckpointSaver(attempt, world, {}, keep_last=3)
         self._rank_info = RankInfo(env.rank, env.node_rank, own_host())
         self._stacks = RankStacks(attempt, env.rank, self._progress)
@@ -289,7 +292,7 @@ class Attached:
                 record_event(self._attempt, "first_step", step=step)
             if step % log_every == 0 or step in (1, total):
                 self._write(step, time.monotonic() - began_s)
-            if self._control.any_of_last_step(bool(self._stop)) and step < total:
+            if self._any_stopped_at_last_step() and step < total:
                 self._end(step, "stop")
                 name = self._stop.signal_name or "by another rank"
                 if self.is_main:
@@ -300,6 +303,17 @@ class Attached:
                 self._save(step, "every_steps", blocking=False)
         self._end(step, "final")
         self._outcome = "finished"
+
+    def _any_stopped_at_last_step(self) -> bool:
+        """Whether a rank was asked to stop when this was called last; in the background: no step waits."""
+        before, value = self._stops, torch.tensor(float(bool(self._stop)))
+        work = dist.all_reduce(value, group=self._group, async_op=True)
+        assert work is not None
+        self._stops = value, work
+        if before is None:
+            return False
+        before[1].wait()
+        return bool(before[0])
 
     def save(self, step: int) -> None:
         """Save the tracked objects as the state after `step`, and wait for it; on every rank.
@@ -338,12 +352,19 @@ class Attached:
     def _write(self, step: int, step_s: float) -> None:
         """Write the means of the logged values; a collective, also for a rank that has logged nothing."""
         names = sorted(self._values)
-        hint = "log the same names on every rank, not on rank 0 alone"
-        self._control.require_equal(", ".join(names), "run.log()", hint)
+        shown = ", ".join(names)
+        extremes = torch.tensor([stable_key(shown), -stable_key(shown)])
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._group)
+        if int(extremes[0]) != -int(extremes[1]):
+            raise FatalError(
+                f"the ranks differ in run.log(): this one has {shown or 'nothing'}",
+                hint="log the same names on every rank, not on rank 0 alone",
+            )
         if not names:
             return
         numbers = [torch.as_tensor(self._values[name], device=self.device).detach() for name in names]
-        sums = self._control.sum(torch.stack([number.double().view(()) for number in numbers]).cpu())
+        sums = torch.stack([number.double().view(()) for number in numbers]).cpu()
+        dist.all_reduce(sums, group=self._group)
         if not self.is_main:
             return
         means = dict(zip(names, (sums / self.world_size).tolist(), strict=True))
@@ -508,36 +529,3 @@ class Attached:
                 show(kind, error, trace)
 
         sys.excepthook = record
-
-
-class _Control:
-    """Small collectives between the ranks, on a group of their own: saves use that of the checkpoints."""
-
-    def __init__(self) -> None:
-        self._group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
-        self._pending: tuple[Tensor, dist.Work] | None = None
-
-    def any_of_last_step(self, flag: bool) -> bool:
-        """Whether a rank had its flag in the call before this one; in the background: no step waits."""
-        before, value = self._pending, torch.tensor(float(flag))
-        work = dist.all_reduce(value, group=self._group, async_op=True)
-        assert work is not None
-        self._pending = value, work
-        if before is None:
-            return False
-        before[1].wait()
-        return bool(before[0])
-
-    def sum(self, values: Tensor) -> Tensor:
-        """The sum over all ranks, in place."""
-        dist.all_reduce(values, group=self._group)
-        return values
-
-    def require_equal(self, text: str, what: str, hint: str) -> None:
-        """Raise TrainkitError on all ranks unless they have the same text."""
-        key = stable_key(text)
-        extremes = torch.tensor([key, -key])
-        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._group)
-        if int(extremes[0]) != -int(extremes[1]):
-            message = f"the ranks differ in {what}: this one has {text or 'nothing'}"
-            raise FatalError(message, hint)

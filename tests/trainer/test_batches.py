@@ -223,7 +223,7 @@ class NumberedTask:
     """A task of which only the validation data exists."""
 
     val_data = NumberedSamples()
-    val_batches, _batches = CausalLM.val_batches, CausalLM._batches
+    batches = CausalLM.batches
 
     def __init__(self, train: dict[str, int]) -> None:
         self.config = RunConfig.model_validate({"train": train})

@@ -507,7 +507,7 @@ ELSEWHERE = {
     ),
     ("join_world", "refuse_shared_gpu(env, gpu, store)"): SHARED,
     ("refuse_shared_gpu", 'if (_read(env, store, _arrival(other)) or "").endswith(f" {gpu}"):'): SHARED,
-    ("refuse_shared_gpu", "raise TrainkitError("): SHARED,
+    ("refuse_shared_gpu", "raise FatalError("): SHARED,
 }
 """The statements that no run here comes to, by function, and what runs them, or why nothing can."""
 PLANNED = {

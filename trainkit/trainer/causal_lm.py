@@ -24,9 +24,10 @@ from torch.distributed.tensor import DTensor
 
 from trainkit.config.schema import RunConfig
 from trainkit.data.cache import has_validation
+from trainkit.data.dataset_file import TRAIN, VAL
 from trainkit.data.order import IntArray
 from trainkit.data.shards import TokenMixture, TokenShards, open_dataset
-from trainkit.plan.launch import Batch, LaunchPlan
+from trainkit.plan.launch import Batch
 from trainkit.plan.model_shape import resolve_model_shape
 from trainkit.run.rundir import RunDir
 from trainkit.safetensors import StoredWeights
@@ -198,9 +199,9 @@ class CausalLM:
         # Before the data is prepared, which may take long.
         self._model_class = load_architecture(config.model.architecture, run)
         refuse_unsupported_layout(config, self._model_class)
-        self.train_data = open_dataset(config.data, seq_len, "train", checks_data)
+        self.train_data = open_dataset(config.data, seq_len, TRAIN, checks_data)
         evaluates = config.train.eval_every is not None and has_validation(config.data, checks_data)
-        self.val_data = open_dataset(config.data, seq_len, "val", checks_data) if evaluates else None
+        self.val_data = open_dataset(config.data, seq_len, VAL, checks_data) if evaluates else None
         self.shape = resolve_model_shape(config.model, self.train_data.vocab_size)
         self.num_params = self._model_class.num_params(self.shape)
         self.flops_per_sample: float | None = seq_len * self._model_class.flops_per_token(self.shape, seq_len)
@@ -248,35 +249,23 @@ class CausalLM:
             return f"{self.config.data.source}: {counts}"
         return f"mixture: {counts}; {'; '.join(data.describe(self.config.data.source))}"
 
-    def train_batches(
-        self, plan: LaunchPlan, world: World, state: TrainingState, end: int | None
+    def batches(
+        self, split: str, batch: Batch, world: World, state: TrainingState, end: int | None
     ) -> PrefetchedBatches:
-        """The training batches of this rank from a state on, up to position `end` if it is not None."""
-        shuffle = self.config.data.shuffle
-        return self._batches(self.train_data, plan.batch, world, state.samples_seen, end, shuffle)
+        """The batches of a split for this rank from a state on, up to position `end` if it is not None.
 
-    def val_batches(self, batch: Batch, world: World, num_samples: int) -> PrefetchedBatches:
-        """The validation batches of this rank; can be iterated over again and again."""
-        assert self.val_data is not None
-        return self._batches(self.val_data, batch, world, 0, num_samples, shuffle=False)
-
-    def _batches(
-        self,
-        data: TokenShards | TokenMixture,
-        batch: Batch,
-        world: World,
-        start: int,
-        end: int | None,
-        shuffle: bool,
-    ) -> PrefetchedBatches:
+        They can be iterated over again and again.
+        """
+        data = self.train_data if split == TRAIN else self.val_data
+        assert data is not None
         source = BatchSource(
             dataset=data,
             batch=batch,
             dp_rank=world.dp_rank,
             dp_size=world.layout.dp,
             seed=self.config.seed,
-            shuffle=shuffle,
+            shuffle=split == TRAIN and self.config.data.shuffle,
             end_position=end,
             pin_memory=world.device.type == "cuda",
         )
-        return PrefetchedBatches(source, start, self.config.data.num_workers)
+        return PrefetchedBatches(source, state.samples_seen, self.config.data.num_workers)

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainkit.data.dataset_file import VAL
 from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import Batch, LaunchPlan
 from trainkit.trainer.build import AnyTask, BuiltModel
+from trainkit.trainer.checkpoint.state import TrainingState
 from trainkit.trainer.distributed import World
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.step_sync import ReportReadback, StepReport, all_reduce_sum, pack_report
@@ -32,7 +34,7 @@ class Evaluator:
             num_samples = min(num_samples, config.train.eval_batches * batch_size)
         self._num_batches = -(-num_samples // size)
         batch = Batch(plan.batch.device_batch_size, 1, size, size * config.data.seq_len)
-        self._batches = task.val_batches(batch, world, num_samples)
+        self._batches = task.batches(VAL, batch, world, TrainingState(), num_samples)
 
     @torch.no_grad()
     def run(self, built: BuiltModel, stop: StopRequest, progress: Progress) -> StepReport | None:

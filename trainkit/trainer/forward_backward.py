@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -43,7 +43,7 @@ class ForwardBackward(Protocol[M]):
     @property
     def metric_names(self) -> tuple[str, ...]:
         """The names of the metrics in the sums of the last pass."""
-        ...
+        return ()
 
     def accumulate_gradient(self, microbatches: Sequence[M], scale: Tensor, on_loss: OnLoss) -> None:
         """Add the gradient of the summed loss x `scale`, a float32 [] on the device.
@@ -129,7 +129,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total += left @ right
 
 
-class OneByOne(Generic[M]):
+class OneByOne(ForwardBackward[M]):
     """Passes without pipeline stages: one microbatch after the other."""
 
     def __init__(self, sync_gradients: GradientSwitch, progress: Progress) -> None:
@@ -165,8 +165,6 @@ class OneByOne(Generic[M]):
 
 class SequentialForwardBackward(OneByOne[Microbatch]):
     """ForwardBackward of a `Model` that is not cut into pipeline stages."""
-
-    metric_names = ()
 
     def __init__(
         self,

@@ -269,7 +269,6 @@ def stream_batches(
     data: StreamData,
     collate: Callable[[list[Any]], Any],
     positions: Positions,
-    *,
     saved: StreamState | None,
     takes_state: bool,
     num_workers: int,

@@ -24,6 +24,7 @@ from trainkit import __version__
 from trainkit.cluster.machine import driver_version
 from trainkit.config import read_effective
 from trainkit.config.schema import RunConfig
+from trainkit.data.dataset_file import TRAIN
 from trainkit.errors import EXIT_STOPPED, FatalError
 from trainkit.formats import plural
 from trainkit.job.rank_env import find_rank_env, store_file
@@ -214,7 +215,7 @@ def build_trainer(
         loss_scale=loss_scale,
         state=state,
         total_steps=total_steps,
-        batches=task.train_batches(plan, world, state, end),
+        batches=task.batches(TRAIN, plan.batch, world, state, end),
         evaluator=None if task.val_data is None else Evaluator(task, plan, world),
         saver=saver,
         metrics=Metrics(

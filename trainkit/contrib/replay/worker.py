@@ -12,6 +12,7 @@ import torch
 
 from trainkit.config import read_effective
 from trainkit.contrib.replay import SAMPLES_FILE
+from trainkit.data.dataset_file import TRAIN
 from trainkit.errors import EXIT_NO_RESTART, EXIT_OK, EXIT_STOPPED, TrainkitError
 from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import LaunchPlan
@@ -45,7 +46,7 @@ def run_worker(attempt: AttemptDir, plan: LaunchPlan, stop: StopRequest, progres
             if isinstance(task, CausalLM) and trainer.state.step + 1 >= first:
                 if samples is None:
                     end = end_position(task)
-                    samples = task.train_batches(plan, trainer.world, trainer.state, end)
+                    samples = task.batches(TRAIN, plan.batch, trainer.world, trainer.state, end)
                 losses = sample_losses(trainer, next(samples))
                 if trainer.world.is_main:
                     record = {"step": trainer.state.step + 1, "losses": losses}

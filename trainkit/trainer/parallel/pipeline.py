@@ -15,7 +15,7 @@ from trainkit.config.running import PipelineSchedule
 from trainkit.plan.step_work import num_stages, stage_layers, stages_of
 from trainkit.trainer.causal_lm import Microbatch
 from trainkit.trainer.distributed import World
-from trainkit.trainer.forward_backward import ForwardContext, OnLoss
+from trainkit.trainer.forward_backward import ForwardBackward, ForwardContext, OnLoss
 from trainkit.trainer.models.model import StageSpec, local_tensor
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.torch_private import connect_stage
@@ -30,10 +30,8 @@ TORCH_NAMES: dict[PipelineSchedule, str] = {
 }
 
 
-class PipelineForwardBackward:
+class PipelineForwardBackward(ForwardBackward[Microbatch]):
     """ForwardBackward through the pipeline stages of this rank, in the order of a schedule."""
-
-    metric_names = ()
 
     def __init__(
         self,
