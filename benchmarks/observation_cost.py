@@ -97,7 +97,7 @@ class Switch:
         trainer.progress = progress if self.is_on else NoProgress()
         has_times = kind in (USUAL, REPORT)
         trainer.clock, trainer.slow_ranks = (clock, slow_ranks) if has_times else (NoClock(), None)
-        trainer.built.forward_backward._progress = trainer.progress
+        trainer.built.forward_backward.progress = trainer.progress
         loop.is_reported = lambda step, world: kind == REPORT
 
     def watch(self) -> None:

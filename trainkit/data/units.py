@@ -10,7 +10,7 @@ import hashlib
 import json
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, takewhile
 from shlex import quote
 from typing import IO, Any, cast
@@ -164,6 +164,7 @@ class RowError(ValueError):
     """A row of a .jsonl file or of a table has no usable text."""
 
 
+@dataclass
 class SpanReader:
     """Iterates over the pieces of a span; afterwards `digest` is the sha256 of the bytes read.
 
@@ -172,19 +173,20 @@ class SpanReader:
     Raises UsageError for an unusable row, and if reading fails.
     """
 
-    def __init__(
-        self, source: Input, span: InputSpan, unit: int, number: int, fraction: float, key: str
-    ) -> None:
-        self.source = source
-        self.span = span
-        self.fraction = fraction
-        self.key = key
-        self._phase_of = (unit, number, source.name)
-        self._hash = hashlib.sha256()
+    source: Input
+    span: InputSpan
+    unit: int
+    """Index of its unit."""
+    number: int
+    """Its index in the unit."""
+    fraction: float
+    """Of what is divided between the splits, the part that goes to validation."""
+    key: str
+    _hash: Any = field(default_factory=hashlib.sha256, init=False)
 
     @property
     def digest(self) -> str:
-        return self._hash.hexdigest()
+        return str(self._hash.hexdigest())
 
     def __iter__(self) -> Iterator[Piece]:
         try:
@@ -238,7 +240,7 @@ class SpanReader:
     def _rows(self) -> Iterator[Piece]:
         source, span, is_table = self.source, self.span, self.source.form in TABLES
         every = max(2, round(1 / self.fraction)) if span.role == BOTH else 0
-        phase = rows_phase(*self._phase_of, every) if every else 0
+        phase = rows_phase(self.unit, self.number, source.name, every) if every else 0
         index = 0
         for number, place, row in read_rows(source, self.key, span.start, span.end):
             if not is_table:

@@ -259,7 +259,7 @@ def assemble(
         world,
         torch.compile(task.nll_sum) if is_compiled else task.nll_sum,
         use_loss_parallel=parallel.loss_parallel and layout.tp > 1,
-        positions=positions if layout.cp > 1 else None,
+        positions=positions.to(world.device) if layout.cp > 1 else None,
     )
     if layout.pp > 1:
         # Imported only if needed: it adds a quarter to the start-up time of the trainer.
@@ -284,13 +284,8 @@ def assemble(
     masters = cast_weights(model, dtype) if is_cast else {}
     tokens = plan.batch.device_batch_size * config.data.seq_len // layout.cp
     chunks = loss_chunks(layout, model.shape, tokens) if model.COMPUTES_LOSS else 1
-    forward_backward = SequentialForwardBackward(
-        model,
-        gradient_switch(model, world, parallel, masters, local_gradient),
-        context,
-        progress,
-        chunks,
-    )
+    switch = gradient_switch(model, world, parallel, masters, local_gradient)
+    forward_backward = SequentialForwardBackward(switch, progress, model, context, chunks)
     weights = weights_of(model_parts, masters, is_read=task.reads_weights)
     return BuiltModel(model_parts, weights, forward_backward, None, task.read_weight)
 
@@ -414,5 +409,5 @@ def _build_task(
         options, is_read = task.task.parameter_options(name, param), name in module.read_names
         weights.append(Weight(name, master, False, cast_param, options, is_read, is_reread))
     switch = gradient_switch(module, world, config.parallel, masters, local_gradient)
-    passes = TaskForwardBackward(module, switch, progress, config, world)
+    passes = TaskForwardBackward(switch, progress, module, config, world)
     return BuiltModel([module], weights, passes, StateBuffers.of(model), task.read_weight)

@@ -108,12 +108,6 @@ class HFCausalLM(Task):
         copied = (name for name, param in params if param.is_meta and param not in found)
         return adapted, "".join(f"model.lora copies {name}" for name in islice(copied, 1))
 
-    def check_model(self) -> None:
-        """Raise TrainkitError for files or adapters that do not fit the model; reads no weights."""
-        assert self._weights is not None
-        with errors_of_user(self.config, "its model cannot be built", but=OSError):
-            self._refuse_quantized(self._on_meta(self._weights)[1])
-
     @torch.no_grad()
     def build_adapters(self) -> nn.Module:
         """The model of a run with `model.lora`, in which only what peft saves has memory, for an export.
@@ -289,8 +283,9 @@ def check_hf(config: RunConfig) -> None:
     task = HFCausalLM(config)
     if config.model.lora is not None:
         lora_config(config.model.lora)
-    if not config.model.from_scratch:
-        task.check_model()
+    if task._weights is not None:
+        with errors_of_user(config, "its model cannot be built", but=OSError):
+            task._refuse_quantized(task._on_meta(task._weights)[1])
     if config.parallel.tp > 1:
         with torch.device("meta"):
             model = create_model(folder)

@@ -295,18 +295,15 @@ class Trainer:
                 self.saver.allocate_buffers()
             self._require_best_metric(("loss", *report.metrics), of_validation=False)
             if self.world.is_main:
-                self._record_first_step()
+                compiled = {}
+                if self.compile_cache is not None:
+                    compiled = {"compiled": self.compile_cache.source()}
+                    self.compile_cache.save()
+                step_s = round(self.progress.last_step_s, 3)
+                record_event(self.attempt, "first_step", step=step, step_s=step_s, **compiled)
         if self._is_logged(step) or validation is not None:
             slowest = None if self.slow_ranks is None else self.slow_ranks.slowest
             self.metrics.write(self.state, report, lr, validation, slowest)
-
-    def _record_first_step(self) -> None:
-        step_s = round(self.progress.last_step_s, 3)
-        compiled = {}
-        if self.compile_cache is not None:
-            compiled = {"compiled": self.compile_cache.source()}
-            self.compile_cache.save()
-        record_event(self.attempt, "first_step", step=self.state.step, step_s=step_s, **compiled)
 
     def _eval_due(self) -> bool:
         """Whether validation is due at this step and was not done yet, possibly by the previous attempt."""

@@ -283,7 +283,9 @@ class Watchdog:
         ensure_folder(self.attempt.hangs_dir)
         record = {**vars(self.rank_info), "step": step, "phase": phase, "beat": phase_index}
         record |= {"waited_s": round(hang.waited_s, 3), "limit_s": round(hang.limit_s, 3)}
-        record |= {"usual_s": self.progress.median_step_s, "time": utc_now(), "stack": training_stack()}
+        # Of the main thread, which runs the training loop.
+        stack = _walk(sys._current_frames()[threading.main_thread().ident or 0])
+        record |= {"usual_s": self.progress.median_step_s, "time": utc_now(), "stack": stack}
         write_json(self._record, record)
         self.stacks.append(message)
         from trainkit.trainer.torch_private import flight_record  # this module is imported before torch
@@ -313,12 +315,8 @@ def thread_stacks() -> dict[str, list[str]]:
     return {f"{names.get(ident, 'native')} {ident:#x}": _walk(frames[ident]) for ident in order}
 
 
-def training_stack() -> list[str]:
-    """The frames of the main thread, which runs the training loop, innermost first."""
-    return _walk(sys._current_frames()[threading.main_thread().ident or 0])
-
-
 def _walk(innermost: FrameType) -> list[str]:
+    """The frames of a thread, innermost first."""
     frames = traceback.walk_stack(innermost)
     return [f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{line})" for frame, line in frames]
 

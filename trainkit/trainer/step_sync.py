@@ -51,10 +51,9 @@ def copy_from_main(tensors: Sequence[Tensor], world: World) -> None:
         same = [tensor for tensor in tensors if tensor.dtype == dtype]
         flat = torch.cat([tensor.reshape(-1) for tensor in same])
         dist.broadcast(flat, src=0)
-        start = 0
-        for tensor in same:
-            tensor.copy_(flat[start : start + tensor.numel()].view(tensor.shape))
-            start += tensor.numel()
+        parts = torch.split(flat, [tensor.numel() for tensor in same])
+        for tensor, part in zip(same, parts, strict=True):
+            tensor.copy_(part.view(tensor.shape))
 
 
 def any_rank(flag: bool, world: World) -> bool:

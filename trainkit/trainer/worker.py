@@ -178,8 +178,7 @@ def build_trainer(
     if compile_cache is not None and world.rank % plan.workers_per_node == 0:
         compile_cache.load()  # before the collective that all ranks begin with
     optimizer = ShardedAdamW(built.weights, config.optimizer, plan.layout, compiled=compiled)
-    buffers = {} if built.buffers is None else built.buffers.tensors
-    tensors = StateTensors.of(built.weights, optimizer, buffers)
+    tensors = StateTensors(built.weights, optimizer, built.buffers)
     saver = CheckpointSaver(attempt, world, tensors.tensors, config.checkpoint.keep_last)
     loss_scale = LossScale(config.precision, world.device)
     progress.enter("load")

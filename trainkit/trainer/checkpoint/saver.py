@@ -77,19 +77,16 @@ class _PublishingWriter(HashingWriter):
         _sync_folder(self._partial)
         self._partial.rename(self._target)
         try:
-            _sync_folder(self._target.parent)
-            self._delete_obsolete()
+            folder = self._target.parent
+            _sync_folder(folder)
+            if self._request.is_best:
+                point_best_at(Checkpoint(self._target, self._request.step))
+            # In the writing thread, so that no step waits.
+            for old in obsolete(published(folder), self._keep_last, best_step(folder)):
+                remove(old.path)
         except OSError as error:
             # The checkpoint is published all the same.
             log.error(f"cannot clean up after checkpoint {self._target.name}: {error}")
-
-    def _delete_obsolete(self) -> None:
-        """Update `best` and delete obsolete checkpoints; in the writing thread, so that no step waits."""
-        if self._request.is_best:
-            point_best_at(Checkpoint(self._target, self._request.step))
-        folder = self._target.parent
-        for old in obsolete(published(folder), self._keep_last, best_step(folder)):
-            remove(old.path)
 
 
 class CheckpointSaver:

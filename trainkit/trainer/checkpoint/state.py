@@ -16,31 +16,25 @@ from trainkit.trainer.optimizer import ShardedAdamW
 from trainkit.trainer.step_sync import copy_from_main
 
 
-@dataclass(frozen=True)
 class StateTensors:
     """This rank's shards of the weights and of the optimizer's state."""
 
-    tensors: dict[str, Tensor]
-    duplicates: list[tuple[Tensor, Tensor]]
-    """Pairs of equal tensors, of which the checkpoint has the first: tied weights on a rank with both ends of
-    a pipeline, and weights with their casts to the compute type.
-    """
-
-    @classmethod
-    def of(
-        cls, weights: Sequence[Weight], optimizer: ShardedAdamW, buffers: Mapping[str, Tensor] | None = None
-    ) -> StateTensors:
-        state = cls({}, [])
-        for name, buffer in (buffers or {}).items():
-            state._add(f"buffer.{name}", buffer)
+    def __init__(
+        self, weights: Sequence[Weight], optimizer: ShardedAdamW, buffers: StateBuffers | None = None
+    ) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.duplicates: list[tuple[Tensor, Tensor]] = []
+        """Pairs of equal tensors, of which the checkpoint has the first: tied weights on a rank with both
+        ends of a pipeline, and weights with their casts to the compute type."""
+        for name, buffer in (buffers.tensors if buffers else {}).items():
+            self._add(f"buffer.{name}", buffer)
         for weight in weights:
             if weight.is_saved:
-                state._add(f"model.{weight.name}", weight.param.detach())
+                self._add(f"model.{weight.name}", weight.param.detach())
             if weight.cast is not None:
-                state.duplicates.append((weight.param.detach(), weight.cast.detach()))
+                self.duplicates.append((weight.param.detach(), weight.cast.detach()))
         for name, tensor in optimizer.state_tensors():
-            state._add(f"optimizer.{name}", tensor)
-        return state
+            self._add(f"optimizer.{name}", tensor)
 
     def _add(self, name: str, tensor: Tensor) -> None:
         if name in self.tensors:
