@@ -410,4 +410,4 @@ def _build_task(
         weights.append(Weight(name, master, False, cast_param, options, is_read, is_reread))
     switch = gradient_switch(module, world, config.parallel, masters, local_gradient)
     passes = TaskForwardBackward(switch, progress, module, config, world)
-    return BuiltModel([module], weights, passes, StateBuffers.of(model), task.read_weight)
+    return BuiltModel([module], weights, passes, StateBuffers(model), task.read_weight)

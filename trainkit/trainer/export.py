@@ -275,9 +275,7 @@ def load_task_model(
         hint = "use the code that the run was trained with"
         raise UsageError(f"{reader.path} has no {absent[0]}", hint=hint)
     tensors = {f"model.{name}": param.detach() for name, param in model.named_parameters() if name in saved}
-    buffers = StateBuffers.of(model)
-    for name, buffer in ({} if buffers is None else buffers.tensors).items():
-        tensors[f"buffer.{name}"] = buffer
+    tensors |= {f"buffer.{name}": buffer for name, buffer in StateBuffers(model).tensors.items()}
     load_tensors(reader, tensors)
     model.eval()
     return task, model

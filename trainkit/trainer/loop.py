@@ -137,7 +137,7 @@ class Trainer:
         batch = next(self.batches)
         data_wait_s = time.monotonic() - started
         self.clock.begin_step(data_wait_s)
-        if self.built.buffers is not None:
+        if self.built.buffers is not None and self.built.buffers.tensors:
             # A forward pass may change them.
             self._await_staging()
         totals, square_sum = self._compute_gradient(batch, data_wait_s)

@@ -26,7 +26,7 @@ class StateTensors:
         self.duplicates: list[tuple[Tensor, Tensor]] = []
         """Pairs of equal tensors, of which the checkpoint has the first: tied weights on a rank with both
         ends of a pipeline, and weights with their casts to the compute type."""
-        for name, buffer in (buffers.tensors if buffers else {}).items():
+        for name, buffer in ({} if buffers is None else buffers.tensors).items():
             self._add(f"buffer.{name}", buffer)
         for weight in weights:
             if weight.is_saved:
@@ -52,21 +52,15 @@ class StateTensors:
 class StateBuffers:
     """The persistent buffers of a model, which a forward pass may change or replace."""
 
-    def __init__(self, owners: dict[str, tuple[nn.Module, str]]) -> None:
-        self._owners = owners
-        self.tensors = {name: module.get_buffer(key) for name, (module, key) in owners.items()}
+    def __init__(self, model: nn.Module) -> None:
+        self._owners: dict[str, tuple[nn.Module, str]] = {}
+        self.tensors: dict[str, Tensor] = {}
         """What a checkpoint contains, by name."""
-
-    @classmethod
-    def of(cls, model: nn.Module) -> StateBuffers | None:
-        """The buffers of a model that checkpoints contain; None if it has none."""
         state = model.state_dict()
-        owners = {}
-        for name, _ in model.named_buffers():
+        for name, buffer in model.named_buffers():
             if name in state:
                 path, _, key = name.rpartition(".")
-                owners[name] = model.get_submodule(path), key
-        return cls(owners) if owners else None
+                self._owners[name], self.tensors[name] = (model.get_submodule(path), key), buffer
 
     @torch.no_grad()
     def settle(self, world: World) -> None:
