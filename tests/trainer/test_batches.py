@@ -26,7 +26,7 @@ from trainkit.trainer.causal_lm import (
     PrefetchedBatches,
     StepBatch,
 )
-from trainkit.trainer.evaluate import Evaluator
+from trainkit.trainer.loop import Evaluator
 from trainkit.trainer.progress import Progress
 
 SEQ_LEN = 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from logging import getLogger
 from typing import Any
@@ -15,16 +15,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainkit.config.schema import RunConfig
+from trainkit.data.dataset_file import VAL
 from trainkit.errors import EXIT_OK, EXIT_STOPPED, DivergedError, FatalError
 from trainkit.job.signals import StopRequest
 from trainkit.plan.batch import learning_rate
-from trainkit.plan.launch import LaunchPlan
+from trainkit.plan.launch import Batch, LaunchPlan
 from trainkit.run.rundir import AttemptDir
-from trainkit.trainer.build import Batches, BuiltModel, CompileCache
+from trainkit.trainer.build import AnyTask, Batches, BuiltModel, CompileCache
 from trainkit.trainer.checkpoint.saver import CheckpointSaver, SaveRequest
 from trainkit.trainer.checkpoint.state import TrainingState
 from trainkit.trainer.distributed import World, record_event
-from trainkit.trainer.evaluate import Evaluator
 from trainkit.trainer.metrics import Metrics, RankRecords
 from trainkit.trainer.optimizer import ShardedAdamW
 from trainkit.trainer.precision import LossScale
@@ -41,8 +41,61 @@ from trainkit.trainer.step_sync import (
 
 log = getLogger(__name__)
 GC_EVERY_STEPS = 100
-VAL = "val_"
+OF_VAL = "val_"
 """The beginning of the names of metrics of the validation."""
+
+
+class Evaluator:
+    """Computes the mean loss of the validation samples, which are divided among the ranks."""
+
+    def __init__(self, task: AnyTask, plan: LaunchPlan, world: World) -> None:
+        self._world, config = world, task.config
+        assert task.val_data is not None
+        layout = plan.layout
+        size = plan.batch.device_batch_size * layout.dp
+        num_samples = task.val_data.num_samples
+        if config.train.eval_batches is not None:
+            # Of the size in the config, if it has one: what the plan derives depends on the layout, and the
+            # losses before and after a resume on another one are compared.
+            batch_size = config.train.global_batch_size or plan.batch.global_batch_size
+            num_samples = min(num_samples, config.train.eval_batches * batch_size)
+        self._num_batches = -(-num_samples // size)
+        batch = Batch(plan.batch.device_batch_size, 1, size, size * config.data.seq_len)
+        self._batches = task.batches(VAL, batch, world, TrainingState(), num_samples)
+
+    @torch.no_grad()
+    def run(self, built: BuiltModel, stop: StopRequest, progress: Progress) -> StepReport | None:
+        """The loss and metrics of the validation, equal on all ranks; None if a rank was asked to stop."""
+        totals: Tensor | None = None
+        no_norm = torch.zeros((), device=self._world.device)
+        readback: ReportReadback | None = None
+        for model in built.model_parts:
+            model.eval()
+        try:
+            batches: Iterator[Any] = iter(self._batches)
+            for _ in range(self._num_batches):
+                progress.enter("evaluate")
+                batch = next(batches)
+                sums = built.forward_backward.loss_sums(batch.microbatches[0])
+                report = pack_report(
+                    self._world, sums, batch.num_tokens, stop=bool(stop), save=False, data_wait_s=0.0
+                )
+                all_reduce_sum(report, self._world)
+                totals = report if totals is None else totals + report
+                # That of the batch before: while the host waits for it, the device computes this one.
+                if readback is not None and readback.finish().stop:
+                    return None
+                readback = ReportReadback(self._world, totals, no_norm, built.forward_backward.metric_names)
+            assert readback is not None
+            total = readback.finish()
+        finally:
+            for model in built.model_parts:
+                model.train()
+        return None if total.stop else total
+
+    def close(self) -> None:
+        """End the threads or processes that read the validation data."""
+        self._batches.close()
 
 
 @dataclass
@@ -324,7 +377,7 @@ class Trainer:
             return False, None
         state, val_loss = self.state, found.loss
         state.last_eval_step = state.step
-        values = {"val_loss": val_loss, **{f"{VAL}{name}": value for name, value in found.metrics.items()}}
+        values = {"val_loss": val_loss, **{f"{OF_VAL}{name}": value for name, value in found.metrics.items()}}
         self._require_best_metric(values, of_validation=True)
         finite = math.isfinite(val_loss)
         if self.world.is_main:
@@ -341,7 +394,7 @@ class Trainer:
     def _require_best_metric(self, names: Collection[str], *, of_validation: bool) -> None:
         """Raise TrainkitError if `checkpoint.best_metric` should be among these metrics and is not."""
         metric = self.config.checkpoint.best_metric
-        if metric is not None and metric.startswith(VAL) == of_validation and metric not in names:
+        if metric is not None and metric.startswith(OF_VAL) == of_validation and metric not in names:
             raise FatalError(
                 f"checkpoint.best_metric is {metric}, but there is {', '.join(names) or 'no validation'}",
                 hint="name a metric that the task logs, those of the validation with val_, or set it to null",
@@ -389,7 +442,7 @@ class Trainer:
         checkpoint, step = self.config.checkpoint, self.state.step
         every = checkpoint.every_steps
         by_step = every is not None and -(-step // every) * every < self.total_steps
-        by_metric = (checkpoint.best_metric or "").startswith(VAL) and self.evaluator is not None
+        by_metric = (checkpoint.best_metric or "").startswith(OF_VAL) and self.evaluator is not None
         return checkpoint.async_save and (by_step or by_metric or checkpoint.every_minutes is not None)
 
     def _save_if_due(self, report: StepReport) -> None:

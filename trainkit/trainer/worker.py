@@ -52,8 +52,7 @@ from trainkit.trainer.distributed import (
     record_event,
     select_device,
 )
-from trainkit.trainer.evaluate import Evaluator
-from trainkit.trainer.loop import Trainer
+from trainkit.trainer.loop import Evaluator, Trainer
 from trainkit.trainer.metrics import LocalGradient, Metrics, RankRecords, TensorBoardLog
 from trainkit.trainer.optimizer import ShardedAdamW
 from trainkit.trainer.precision import LossScale

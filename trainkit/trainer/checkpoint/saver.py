@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
+from functools import partial
 from logging import getLogger
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
@@ -27,6 +27,7 @@ from trainkit.run.manifest import (
     MANIFEST_VERSION,
     SEAL,
     Checkpoint,
+    FileSum,
     best_step,
     obsolete,
     point_best_at,
@@ -50,43 +51,6 @@ class SaveRequest:
     record: Mapping[str, object]
     is_best: bool
     reason: str
-
-
-class _PublishingWriter(HashingWriter):
-    """Publishes the checkpoint once the coordinator has the results of all ranks: manifest, then rename."""
-
-    def __init__(
-        self, partial: Path, target: Path, request: SaveRequest, keep_last: int, *, from_device: bool
-    ) -> None:
-        super().__init__(partial, from_device=from_device)
-        self._partial = partial
-        self._target = target
-        self._request = request
-        self._keep_last = keep_last
-
-    def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
-        super().finish(metadata, results)
-        manifest = {
-            "version": MANIFEST_VERSION,
-            "step": self._request.step,
-            **self._request.record,
-            "files": {name: asdict(item) for name, item in sorted(self.files.items())},
-        }
-        manifest[SEAL] = seal(manifest)
-        write_json(self._partial / MANIFEST_NAME, manifest)
-        _sync_folder(self._partial)
-        self._partial.rename(self._target)
-        try:
-            folder = self._target.parent
-            _sync_folder(folder)
-            if self._request.is_best:
-                point_best_at(Checkpoint(self._target, self._request.step))
-            # In the writing thread, so that no step waits.
-            for old in obsolete(published(folder), self._keep_last, best_step(folder)):
-                remove(old.path)
-        except OSError as error:
-            # The checkpoint is published all the same.
-            log.error(f"cannot clean up after checkpoint {self._target.name}: {error}")
 
 
 class CheckpointSaver:
@@ -127,11 +91,12 @@ class CheckpointSaver:
         if self._world.is_main:
             record_event(self._attempt, "checkpoint_begin", step=request.step, reason=request.reason)
         target = self._run.checkpoint_dir(request.step)
-        partial = target.with_name(f"{target.name}.attempt-{self._attempt.number:03d}{PARTIAL_SUFFIX}")
+        unfinished = target.with_name(f"{target.name}.attempt-{self._attempt.number:03d}{PARTIAL_SUFFIX}")
         started = time.monotonic()
         blocking = blocking or not self._can_stage()
         from_device = blocking and self._world.device.type == "cuda"
-        writer = _PublishingWriter(partial, target, request, self._keep_last, from_device=from_device)
+        publish = partial(self._publish, request, unfinished, target)
+        writer = HashingWriter(unfinished, publish, from_device=from_device)
         group, alone = self._world.checkpoint_group, not self._world.distributed
         future: Future[Any] = Future()
         if blocking:
@@ -157,9 +122,36 @@ class CheckpointSaver:
             assert isinstance(response, AsyncSaveResponse)
             self._staging = response.staging_completion
             future = response.upload_completion
-        self._pending = (request, partial, future, started)
+        self._pending = (request, unfinished, future, started)
         if blocking:
             self.finish()
+
+    def _publish(
+        self, request: SaveRequest, unfinished: Path, target: Path, files: Mapping[str, FileSum]
+    ) -> None:
+        """Publish a checkpoint, of which the coordinator has the results of all ranks: manifest, then rename.
+
+        In the writing thread, so that no step waits.
+        """
+        manifest = {
+            "version": MANIFEST_VERSION,
+            "step": request.step,
+            **request.record,
+            "files": {name: asdict(item) for name, item in sorted(files.items())},
+        }
+        manifest[SEAL] = seal(manifest)
+        write_json(unfinished / MANIFEST_NAME, manifest)
+        _sync_folder(unfinished)
+        unfinished.rename(target)
+        try:
+            _sync_folder(target.parent)
+            if request.is_best:
+                point_best_at(Checkpoint(target, request.step))
+            for old in obsolete(published(target.parent), self._keep_last, best_step(target.parent)):
+                remove(old.path)
+        except OSError as error:
+            # The checkpoint is published all the same.
+            log.error(f"cannot clean up after checkpoint {target.name}: {error}")
 
     @property
     def is_staging(self) -> bool:
@@ -181,7 +173,7 @@ class CheckpointSaver:
         """Wait for the save in progress, if any, and report its result."""
         if self._pending is None:
             return
-        request, partial, future, started = self._pending
+        request, unfinished, future, started = self._pending
         self._pending = self._staging = None
         error = future.exception()
         self._problem = "" if error is None else _root_cause(error)
@@ -198,7 +190,7 @@ class CheckpointSaver:
             record_event(self._attempt, "checkpoint_commit", **fields, save_s=round(duration_s, 3))
             return
         # The incomplete files are useless, and a full disk may be the cause.
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
         log.error(f"{saved} could not be saved: {self._problem}; earlier checkpoints are unaffected")
         record_event(self._attempt, "checkpoint_failed", step=request.step, error=self._problem)
 
