@@ -6,7 +6,7 @@ import gc
 import math
 import time
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from logging import getLogger
 from typing import Any
 
@@ -14,23 +14,33 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainkit.config.schema import RunConfig
-from trainkit.data.dataset_file import VAL
+from trainkit.data.dataset_file import TRAIN, VAL
 from trainkit.errors import EXIT_OK, EXIT_STOPPED, DivergedError, FatalError
 from trainkit.job.signals import StopRequest
 from trainkit.plan.batch import learning_rate
 from trainkit.plan.launch import Batch, LaunchPlan
+from trainkit.plan.layout_rules import compiles
+from trainkit.run.process import own_host
 from trainkit.run.rundir import AttemptDir
-from trainkit.trainer.build import AnyTask, Batches, BuiltModel, CompileCache
+from trainkit.trainer.build import AnyTask, BuiltModel, CompileCache, build
+from trainkit.trainer.checkpoint.loader import choose_checkpoint
 from trainkit.trainer.checkpoint.saver import CheckpointSaver, SaveRequest
-from trainkit.trainer.checkpoint.state import TrainingState
-from trainkit.trainer.distributed import World, record_event
-from trainkit.trainer.metrics import Metrics, RankRecords
+from trainkit.trainer.checkpoint.state import StateTensors, TrainingState
+from trainkit.trainer.distributed import World, gather_from_all, record_event
+from trainkit.trainer.metrics import LocalGradient, Metrics, RankRecords, TensorBoardLog
 from trainkit.trainer.optimizer import ShardedAdamW
 from trainkit.trainer.precision import LossScale
 from trainkit.trainer.profiler import ProfileWindow
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.slow_ranks import NUM_TIMES, SlowRanks, StepClock, is_reported
+from trainkit.trainer.starting_state import (
+    announce,
+    count_steps,
+    end_position,
+    manifest_record,
+    refuse_other_run,
+    resume,
+)
 from trainkit.trainer.step_sync import (
     ReportReadback,
     StepReport,
@@ -98,45 +108,76 @@ class Evaluator:
         self._batches.close()
 
 
-@dataclass
 class Trainer:
     """The training loop of one attempt; `train` runs it until the end or a stop."""
 
-    attempt: AttemptDir
-    config: RunConfig
-    plan: LaunchPlan
-    world: World
-    stop: StopRequest
-    progress: Progress
-    built: BuiltModel
-    optimizer: ShardedAdamW
-    loss_scale: LossScale
-    state: TrainingState
-    total_steps: int
-    batches: Batches
-    evaluator: Evaluator | None
-    saver: CheckpointSaver
-    metrics: Metrics
-    profiler: ProfileWindow
-    manifest_record: Mapping[str, object]
-    """The fields of every checkpoint manifest of this attempt, besides the training state."""
-    nominal_count: int
-    """What the loss of a step is divided by, if all its tokens or samples are valid."""
-    clock: StepClock
-    slow_ranks: SlowRanks | None
-    """On rank 0 of several."""
-    rank_records: RankRecords
-    compile_cache: CompileCache | None = None
-    """If anything is compiled."""
-    _steps_done: int = 0
+    _steps_done = 0
     """Steps of this attempt."""
-    _is_best: bool = False
+    _is_best = False
     """Whether the current state has the best value of `checkpoint.best_metric` so far."""
     _best_in_flight: int | None = None
     """Step of a best checkpoint whose save may still be in progress."""
     _published_best: tuple[float | None, int | None] = (None, None)
     """Value and step of the best checkpoint known to be published."""
-    _last_save_s: float = 0.0
+    _last_save_s = 0.0
+
+    def __init__(
+        self,
+        attempt: AttemptDir,
+        plan: LaunchPlan,
+        world: World,
+        task: AnyTask,
+        stop: StopRequest,
+        progress: Progress,
+    ) -> None:
+        """Build the model, load the newest checkpoint and set up the training loop."""
+        self.attempt, self.plan, self.world, self.task = attempt, plan, world, task
+        self.config, self.stop, self.progress = task.config, stop, progress
+        config, layout = task.config, plan.layout
+        with progress.within("load"):  # before the build, which may read the weights of a large model
+            chosen = choose_checkpoint(attempt, world)
+            if chosen is not None:
+                refuse_other_run(*chosen, task)
+        local_gradient = LocalGradient()
+        self.built = build(task, plan, world, progress, local_gradient)
+        # Of a task nothing is compiled unless the config says so.
+        by_default = config.has_decoder and compiles(config.parallel, layout, plan.device)
+        compiled = config.parallel.compile is True or by_default
+        self.compile_cache = CompileCache(attempt.run) if compiled else None
+        if self.compile_cache is not None and world.rank % plan.workers_per_node == 0:
+            self.compile_cache.load()  # before the collective that all ranks begin with
+        self.optimizer = ShardedAdamW(self.built.weights, config.optimizer, layout, compiled=compiled)
+        tensors = StateTensors(self.built.weights, self.optimizer, self.built.buffers)
+        self.saver = CheckpointSaver(attempt, world, tensors.tensors, config.checkpoint.keep_last)
+        self.loss_scale = LossScale(config.precision, world.device)
+        progress.enter("load")
+        self.state = resume(chosen, attempt, world, task, self.built, tensors)
+        self.loss_scale.load(self.state.loss_scale)
+        self.saver.last_step = None if chosen is None else self.state.step
+        end = end_position(task)
+        self.total_steps = count_steps(plan, self.state, end, config.train.steps)
+        tensorboard = None
+        if world.is_main:
+            announce(attempt, plan, world, task, self.state, self.total_steps)
+            if config.logging.tensorboard:
+                tensorboard = TensorBoardLog(attempt.run.tensorboard_dir, self.state.step + 1)
+        self.batches = task.batches(TRAIN, plan.batch, world, self.state, end)
+        self.evaluator = None if task.val_data is None else Evaluator(task, plan, world)
+        dtype, flops = config.precision.dtype, task.flops_per_sample
+        self.metrics = Metrics(attempt, world, dtype, self.total_steps, tensorboard, flops)
+        self.profiler = ProfileWindow(config.profiler, attempt.profile_dir, world)
+        self.manifest_record = manifest_record(plan, task)
+        """The fields of every checkpoint manifest of this attempt, besides the training state."""
+        # Only the loss of a user's task knows what it is divided by.
+        self.nominal_count = (
+            plan.batch.global_batch_size if config.has_user_task else plan.batch.tokens_per_step
+        )
+        """What the loss of a step is divided by, if all its tokens or samples are valid."""
+        self.clock = StepClock(world, layout)
+        hosts, on_gpu = gather_from_all(own_host(), world), world.device.type == "cuda"
+        compares = world.is_main and world.size > 1
+        self.slow_ranks = SlowRanks(layout, hosts, on_gpu=on_gpu) if compares else None
+        self.rank_records = RankRecords(attempt, world.rank, own_host(), local_gradient)
 
     def train(self) -> int:
         """Train until the end or a stop; returns the worker's exit code.

@@ -21,8 +21,9 @@ from trainkit.run.rundir import AttemptDir
 from trainkit.trainer.causal_lm import IGNORE_LABEL, CausalLM, Microbatch, StepBatch
 from trainkit.trainer.loop import Trainer
 from trainkit.trainer.progress import Progress
+from trainkit.trainer.starting_state import end_position
 from trainkit.trainer.step_sync import all_reduce_sum
-from trainkit.trainer.worker import end_position, join_and_build
+from trainkit.trainer.worker import join_and_build
 
 
 def run_worker(attempt: AttemptDir, plan: LaunchPlan, stop: StopRequest, progress: Progress) -> int:
@@ -30,10 +31,10 @@ def run_worker(attempt: AttemptDir, plan: LaunchPlan, stop: StopRequest, progres
     assert plan.replay is not None
     first, last = plan.replay
     config = read_effective(attempt.config_file)
-    joined = join_and_build(attempt, config, plan, stop, progress)
-    if joined is None:
+    trainer = join_and_build(attempt, config, plan, stop, progress)
+    if trainer is None:
         return EXIT_STOPPED
-    trainer, task = joined
+    task = trainer.task
     if trainer.state.step == 0 and any(attempt.run.checkpoints_dir.iterdir()):
         raise TrainkitError(
             "no checkpoint before the steps is intact any more",
