@@ -91,26 +91,7 @@ def attach(run_dir: str | os.PathLike[str] | None = None) -> Attached:
     trainkit has not started, by default ``runs/attached``; its ranks must share it.
     Raises SystemExit(75) if the run was asked to stop before all ranks had arrived.
     """
-    stop = StopRequest()
-    stop.install()
-    env = find_rank_env()
-    _show_log(env.rank)
-    plan = None
-    if RUN_DIR_VARIABLE in os.environ:
-        run = RunDir(os.environ[RUN_DIR_VARIABLE])
-        attempt = run.attempt(int(os.environ[ATTEMPT_VARIABLE]))
-        plan = LaunchPlan.read(attempt.plan_file)
-    is_task = plan is not None and plan.per == "gpu"
-    wanted = "cuda" if torch.cuda.is_available() and (plan is None or plan.device == "cuda") else "cpu"
-    device = select_device(wanted, env.local_rank, is_task=is_task)
-    owns_group = not dist.is_initialized()
-    world = _join(env, device, stop, has_launcher=plan is None or plan.workload.has_launcher)
-    if world is None:
-        log.info(f"stopped during start-up ({stop.signal_name or 'by another rank'}): no step was done")
-        raise SystemExit(EXIT_STOPPED)
-    if RUN_DIR_VARIABLE not in os.environ:
-        attempt = _own_attempt(RunDir(run_dir or "runs/attached"), world, env)
-    return Attached(env, world, attempt, plan, stop, owns_group=owns_group)
+    return Attached(run_dir or "runs/attached")
 
 
 def _show_log(rank: int) -> None:
@@ -194,16 +175,26 @@ class Attached:
     `attempt`, how many times the run has started, from 1 on.
     """
 
-    def __init__(
-        self,
-        env: RankEnv,
-        world: World,
-        attempt: AttemptDir,
-        plan: LaunchPlan | None,
-        stop: StopRequest,
-        *,
-        owns_group: bool,
-    ) -> None:
+    def __init__(self, run_dir: str | os.PathLike[str]) -> None:
+        self._stop = stop = StopRequest()
+        stop.install()
+        env = find_rank_env()
+        _show_log(env.rank)
+        plan = None
+        if RUN_DIR_VARIABLE in os.environ:
+            run = RunDir(os.environ[RUN_DIR_VARIABLE])
+            attempt = run.attempt(int(os.environ[ATTEMPT_VARIABLE]))
+            plan = LaunchPlan.read(attempt.plan_file)
+        is_task = plan is not None and plan.per == "gpu"
+        wanted = "cuda" if torch.cuda.is_available() and (plan is None or plan.device == "cuda") else "cpu"
+        device = select_device(wanted, env.local_rank, is_task=is_task)
+        owns_group = not dist.is_initialized()
+        world = _join(env, device, stop, has_launcher=plan is None or plan.workload.has_launcher)
+        if world is None:
+            log.info(f"stopped during start-up ({stop.signal_name or 'by another rank'}): no step was done")
+            raise SystemExit(EXIT_STOPPED)
+        if plan is None:
+            attempt = _own_attempt(RunDir(run_dir), world, env)
         self.rank = env.rank
         self.local_rank = env.local_rank
         self.world_size = env.world_size
@@ -212,7 +203,6 @@ class Attached:
         self.attempt = attempt.number
         self._world = world
         self._attempt = attempt
-        self._stop = stop
         self._progress = Progress()
         self._tracked: dict[str, Any] = {}
         self._values: dict[str, float | Tensor] = {}

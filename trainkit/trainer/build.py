@@ -266,15 +266,7 @@ def assemble(
         from trainkit.trainer.parallel.pipeline import PipelineForwardBackward, sum_tied_gradients
 
         weights = weights_of(model_parts, is_read=task.reads_weights)
-        pipeline = PipelineForwardBackward(
-            model_parts,
-            world,
-            context,
-            progress,
-            parallel.pp_schedule,
-            plan.batch.pp_microbatches or parallel.pp_microbatches,
-            plan.batch.accumulation_steps,
-        )
+        pipeline = PipelineForwardBackward(model_parts, context, progress, parallel, plan.batch)
         tied = [weight.param for weight in weights if weight.name in model_parts[0].tied_names]
         sum_tied = partial(sum_tied_gradients, tied, world)
         return BuiltModel(model_parts, weights, pipeline, None, task.read_weight, sum_tied)
@@ -302,13 +294,7 @@ def _build_part(task: CausalLM, plan: LaunchPlan, world: World, stage: StageSpec
         apply_float8(blocks, rowwise=config.precision.float8 == "rowwise")
     if layout.tp > 1:
         assert world.mesh is not None
-        apply_tensor_parallel(
-            model,
-            model.TENSOR_PLAN,
-            world.mesh["tp"],
-            sequence_parallel=parallel.sequence_parallel,
-            loss_parallel=parallel.loss_parallel,
-        )
+        apply_tensor_parallel(model, world.mesh["tp"], parallel)
         # Before sharding, which would separate tied parameters.
         model.tie()
     flash = has_flash_attention(world.device, DTYPES[config.precision.dtype])

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
-from trainkit.config.running import PipelineSchedule
+from trainkit.config.running import ParallelConfig, PipelineSchedule
+from trainkit.plan.launch import Batch
 from trainkit.plan.step_work import num_stages, stage_layers, stages_of
 from trainkit.trainer.causal_lm import Microbatch
 from trainkit.trainer.distributed import World
@@ -36,13 +37,13 @@ class PipelineForwardBackward(ForwardBackward[Microbatch]):
     def __init__(
         self,
         model_parts: Sequence[nn.Module],
-        world: World,
         context: ForwardContext,
         progress: Progress,
-        schedule: PipelineSchedule,
-        num_microbatches: int,
-        accumulation_steps: int,
+        parallel: ParallelConfig,
+        batch: Batch,
     ) -> None:
+        world, schedule = context.world, parallel.pp_schedule
+        num_microbatches = batch.pp_microbatches or parallel.pp_microbatches
         assert world.mesh is not None
         self._group = world.mesh["pp"].get_group()
         self._device = world.device
@@ -68,7 +69,7 @@ class PipelineForwardBackward(ForwardBackward[Microbatch]):
         self.schedule: Any = kind(
             stages if issubclass(kind, PipelineScheduleMulti) else stages[0],
             # One run of the schedule per step, whatever the accumulation, so that a step has one bubble.
-            n_microbatches=num_microbatches * accumulation_steps,
+            n_microbatches=num_microbatches * batch.accumulation_steps,
             loss_fn=self._scaled_loss,
             scale_grads=False,
         )

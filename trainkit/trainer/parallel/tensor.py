@@ -25,11 +25,12 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from trainkit.config.running import ParallelConfig
 from trainkit.config.schema import RunConfig
 from trainkit.errors import FatalError
 from trainkit.plan.layout_rules import divisors
 from trainkit.task import Task
-from trainkit.trainer.models.model import Role, local_tensor, shard_index
+from trainkit.trainer.models.model import Model, Role, local_tensor, shard_index
 from trainkit.trainer.torch_private import ModuleStyle, with_params
 from trainkit.trainer.user_code import TaskError, errors_of_user, refusal
 
@@ -67,23 +68,17 @@ def _lookup(module: nn.Module, mesh: DeviceMesh, output: Placement, tokens: Tens
     )
 
 
-def apply_tensor_parallel(
-    model: nn.Module,
-    plan: Mapping[str, Role],
-    mesh: DeviceMesh,
-    *,
-    sequence_parallel: bool,
-    loss_parallel: bool,
-) -> None:
-    """Split the modules of a model that the plan names; ``*`` matches one component of a name.
+def apply_tensor_parallel(model: Model, mesh: DeviceMesh, parallel: ParallelConfig) -> None:
+    """Split the modules of a model that its plan names; ``*`` matches one component of a name.
 
     With `loss_parallel` the logits are a DTensor that is split over the vocabulary.
     """
+    plan, sequence_parallel = model.TENSOR_PLAN, parallel.sequence_parallel
     stream: Placement = Shard(SEQUENCE_DIM) if sequence_parallel else Replicate()
     logits = ColwiseParallel(
         input_layouts=stream,
-        output_layouts=Shard(-1) if loss_parallel else Replicate(),
-        use_local_output=not loss_parallel,
+        output_layouts=Shard(-1) if parallel.loss_parallel else Replicate(),
+        use_local_output=not parallel.loss_parallel,
     )
     styles: dict[Role, ParallelStyle | None] = {
         "embedding": VocabularyParallel(stream),
