@@ -133,30 +133,26 @@ def _own_attempt(run: RunDir, world: World, env: RankEnv) -> AttemptDir:
             attempt = run.next_attempt()
             number = attempt.number
             attempt.create()
-            plan = _plan_by_hand(env, world.device.type).to_text()
+            # What commands show of it.
+            plan = LaunchPlan(
+                backend="hosts",  # without a supervisor, which could start it again
+                num_nodes=env.num_nodes,
+                workers_per_node=env.local_world_size,
+                device=world.device.type,
+                layout=Layout(dp_replicate=env.world_size),
+                batch=Batch(0, 0, 0, 0),
+                lr=0.0,
+                threads_per_worker=None,
+                grace_s=GRACE_S,
+                reasons={},
+                requeue=RequeuePolicy(on=()),
+                command=_command_by_hand(),
+            ).to_text()
             for file in (attempt.plan_file, run.plan_file):
                 write_atomic(file, plan)
             add_attempt(run, number, os.getpid(), "by hand")
         record_event(attempt, "started", world_size=env.world_size, nodes=env.num_nodes)
     return run.attempt(broadcast_from_main(number, world))
-
-
-def _plan_by_hand(env: RankEnv, device: str) -> LaunchPlan:
-    """What commands show of a run that trainkit did not start."""
-    return LaunchPlan(
-        backend="hosts",  # without a supervisor, which could start it again
-        num_nodes=env.num_nodes,
-        workers_per_node=env.local_world_size,
-        device=device,
-        layout=Layout(dp_replicate=env.world_size),
-        batch=Batch(0, 0, 0, 0),
-        lr=0.0,
-        threads_per_worker=None,
-        grace_s=GRACE_S,
-        reasons={},
-        requeue=RequeuePolicy(on=()),
-        command=_command_by_hand(),
-    )
 
 
 def _command_by_hand() -> tuple[str, ...]:

@@ -112,7 +112,7 @@ def prepare(
             "folder": str(folder),
             "was_there": was_there,
             "num_tokens": counts,
-            "num_shards": file.num_shards(),
+            "num_shards": sum(map(len, file.splits.values())),
             "tokenizer": asdict(file.tokenizer),
             "fingerprint": file.fingerprint,
         }

@@ -26,6 +26,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from trainkit.data.dataset_file import (
+    DATASET_FILE,
+    FORMAT,
+    FORMAT_VERSION,
     LAYOUT_VERSION,
     SPLITS,
     TRAIN,
@@ -190,7 +193,8 @@ class _Preparation:
             )
         staging = self.folder / WORK_FOLDER
         write_shared_json(self.folder / INPUTS_FILE, inputs, staging)
-        file.write(self.folder, staging)
+        record = {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(file)}
+        write_shared_json(self.folder / DATASET_FILE, record, staging)  # publishes the folder as a dataset
         shutil.rmtree(staging)
         return file
 

@@ -263,7 +263,9 @@ class Trainer:
             nonlocal local_report, in_flight
             self.clock.end_forward()
             self.rank_records.keep_loss(sums)
-            due = self._save_by_time()
+            # By the clock of rank 0: the step report tells the other ranks.
+            minutes, waited_s = self.config.checkpoint.every_minutes, time.monotonic() - self._last_save_s
+            due = self.world.is_main and minutes is not None and waited_s > minutes * 60
             local_report = pack_report(self.world, sums, batch.num_tokens, bool(self.stop), due, data_wait_s)
             if is_reported(self.state.step + 1, self.world):
                 local_report = torch.cat((local_report, self.clock.report()))
@@ -469,13 +471,6 @@ class Trainer:
         """Wait for the save in progress, if any, in phase `save`, which has a longer time limit."""
         with self.progress.within("save"):
             self.saver.finish()
-
-    def _save_by_time(self) -> bool:
-        """Whether a save by time is due, by the clock of rank 0; the step report tells the other ranks."""
-        minutes = self.config.checkpoint.every_minutes
-        return (
-            self.world.is_main and minutes is not None and time.monotonic() - self._last_save_s > minutes * 60
-        )
 
     @property
     def _saves_in_background(self) -> bool:
