@@ -259,7 +259,7 @@ def stop_during_a_save() -> None:
     from trainkit.trainer.loop import Trainer
 
     stops = threading.Event()
-    save, stop, write = CheckpointSaver.save, Trainer._stop, HashingWriter.write_data
+    save, stop, write = CheckpointSaver.save, Trainer._end, HashingWriter.write_data
 
     def save_and_signal(saver: CheckpointSaver, request: Any, blocking: bool) -> None:
         save(saver, request, blocking)
@@ -274,7 +274,7 @@ def stop_during_a_save() -> None:
         stops.wait()
         return write(*args)
 
-    CheckpointSaver.save, Trainer._stop = save_and_signal, stop_noted  # type: ignore[method-assign]
+    CheckpointSaver.save, Trainer._end = save_and_signal, stop_noted  # type: ignore[method-assign]
     HashingWriter.write_data = write_late  # type: ignore[method-assign]
 
 

@@ -189,9 +189,9 @@ class Trainer:
         if self.evaluator is None and self.config.checkpoint.best_metric != "val_loss":
             self._require_best_metric((), of_validation=True)
         if any_rank(bool(self.stop), self.world):
-            return self._stop("asked to stop during start-up")
+            return self._end("asked to stop during start-up")
         if self._eval_due() and not self._evaluate()[0]:
-            return self._stop("asked to stop during validation")
+            return self._end("asked to stop during validation")
         if self._is_best:
             # This state is already saved: it is the checkpoint that this attempt resumed from.
             self.saver.mark_best()
@@ -206,7 +206,7 @@ class Trainer:
             exit_code = self.step()
             if exit_code is not None:
                 return exit_code
-        return self._finish()
+        return self._end()
 
     def step(self) -> int | None:
         """Train one step, then validate, log and save if due; returns an exit code if training stops here."""
@@ -215,9 +215,9 @@ class Trainer:
         self._log_step(report, lr, validation)
         is_last = self.state.step == self.total_steps
         if not completed or (report.stop and not is_last):
-            return self._stop(f"asked to stop ({self.stop.signal_name or 'by another rank'})")
+            return self._end(f"asked to stop ({self.stop.signal_name or 'by another rank'})")
         if self.state.step == self.config.train.stop_at_step and not is_last:
-            return self._stop("train.stop_at_step reached")
+            return self._end("train.stop_at_step reached")
         self._save_if_due(report)
         return None
 
@@ -520,39 +520,29 @@ class Trainer:
         self.profiler.close()
         self.metrics.close()
 
-    def _stop(self, reason: str) -> int:
-        """Save unless this step is already saved, and return exit code 75.
+    def _end(self, reason: str = "") -> int:
+        """Save unless this step is already saved; returns exit code 0, or 75 with a reason to stop early.
 
-        Raises CheckpointError if the save fails: the exit code promises that the state was saved.
+        Raises DivergedError if a training that is complete has changed no weights, and CheckpointError if the
+        save fails: the exit code promises that the state was saved.
         """
         self.progress.enter("end")
         self._await_save()
-        if self.state.step > 0 and self.state.step != self.saver.last_step:
-            self._save("stop", blocking=True)
-            self.saver.require_saved(self.state.step)
+        state, saver, best = self.state, self.saver, ""
+        if not reason:
+            self._require_updated_weights()
+        if state.step != saver.last_step and (state.step > 0 or not reason):
+            self._save("stop" if reason else "final", blocking=True)
+            saver.require_saved(state.step)
         self.metrics.flush()
-        if self.world.is_main:
-            saved = self.saver.last_step
-            newest = f"the newest checkpoint is step {saved}" if saved is not None else "no step was done"
-            log.info(f"stopped after step {self.state.step}: {reason}; {newest}")
-        return EXIT_STOPPED
-
-    def _finish(self) -> int:
-        """Save the last state and return exit code 0.
-
-        Raises DivergedError if no step has changed the weights, and CheckpointError if the save fails.
-        """
-        self.progress.enter("end")
-        self._await_save()
-        self._require_updated_weights()
-        if self.state.step != self.saver.last_step:
-            self._save("final", blocking=True)
-        self.saver.require_saved(self.state.step)
-        self.metrics.flush()
-        if self.world.is_main:
-            state, metric = self.state, self.config.checkpoint.best_metric
-            best = ""
+        if self.world.is_main and reason:
+            saved = "no step was done"
+            if saver.last_step is not None:
+                saved = f"the newest checkpoint is step {saver.last_step}"
+            log.info(f"stopped after step {state.step}: {reason}; {saved}")
+        elif self.world.is_main:
             if state.best_value is not None:
+                metric = self.config.checkpoint.best_metric
                 best = f"; best {metric}={state.best_value:.4f} at step {state.best_step}"
             log.info(f"finished after step {state.step} of {self.total_steps}{best}")
-        return EXIT_OK
+        return EXIT_STOPPED if reason else EXIT_OK

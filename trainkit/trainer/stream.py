@@ -265,10 +265,10 @@ def stream_batches(
     positions: Positions,
     saved: StreamState | None,
     takes_state: bool,
-    num_workers: int,
     pin_memory: bool,
 ) -> TaskBatches:
-    """The batches of a stream, read ahead by one process; not with `num_workers` 0."""
+    """The batches of a stream, read ahead by one process; not with `data.num_workers` 0."""
+    num_workers = data.config.data.num_workers
     if takes_state and saved is not None and saved.samples and not data.continues_at(saved):
         log.info(f"reading over {saved.samples:,} samples of epoch {saved.epoch} of the stream")
     loader = ForkedLoader(

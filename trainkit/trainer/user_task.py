@@ -96,9 +96,7 @@ class UserTask:
         positions = Positions(batch, world.dp_rank, world.layout.dp, state.samples_seen, end)
         data = self.train_data if split == TRAIN else self.val_data
         if isinstance(data, StreamData):
-            return stream_batches(
-                data, collate, positions, state.stream, world.is_main, config.data.num_workers, uses_gpu
-            )
+            return stream_batches(data, collate, positions, state.stream, world.is_main, uses_gpu)
         assert data is not None
         loader = ForkedLoader(
             SampleReader(data.samples, collate, config.seed, split, split == TRAIN and config.data.shuffle),

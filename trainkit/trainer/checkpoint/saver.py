@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cached_property, partial
 from logging import getLogger
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,6 @@ class CheckpointSaver:
         self._world = world
         self.tensors = tensors
         self._keep_last = keep_last
-        self._stager: DefaultStager | None = None
         self._staging: Future[None] | None = None
         self._allocating: Future[Any] | None = None
         self._has_buffers = True
@@ -74,7 +73,7 @@ class CheckpointSaver:
 
     def allocate_buffers(self) -> None:
         """Allocate the staging buffers in the background, so that the first save is as fast as the others."""
-        allocating = self._get_stager().stage(self.tensors)
+        allocating = self._stager.stage(self.tensors)
         assert isinstance(allocating, Future)
         self._allocating = allocating
 
@@ -117,7 +116,7 @@ class CheckpointSaver:
                 storage_writer=writer,
                 process_group=group,
                 no_dist=alone,
-                async_stager=self._get_stager(),
+                async_stager=self._stager,
             )
             assert isinstance(response, AsyncSaveResponse)
             self._staging = response.staging_completion
@@ -215,7 +214,7 @@ class CheckpointSaver:
 
     def close(self) -> None:
         """Release the staging buffers and their thread; call after the last save has finished."""
-        if self._stager is not None:
+        if "_stager" in vars(self):
             self._stager.close()
 
     def _can_stage(self) -> bool:
@@ -231,19 +230,18 @@ class CheckpointSaver:
                 log.warning(f"no memory for asynchronous saves ({reason}): every save blocks training")
         return self._has_buffers
 
-    def _get_stager(self) -> DefaultStager:
+    @cached_property
+    def _stager(self) -> DefaultStager:
         """The stager, shared by all saves to reuse its buffers."""
-        if self._stager is None:
-            cuda = self._world.device.type == "cuda"
-            self._stager = make_stager(
-                StagingOptions(
-                    use_pinned_memory=cuda,
-                    use_shared_memory=False,
-                    use_async_staging=True,
-                    use_non_blocking_copy=cuda,
-                )
+        cuda = self._world.device.type == "cuda"
+        return make_stager(
+            StagingOptions(
+                use_pinned_memory=cuda,
+                use_shared_memory=False,
+                use_async_staging=True,
+                use_non_blocking_copy=cuda,
             )
-        return self._stager
+        )
 
 
 def _root_cause(error: BaseException) -> str:
