@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -33,8 +32,6 @@ from trainkit.trainer.starting_state import check_same_data
 log = getLogger(__name__)
 T = TypeVar("T")
 POLL_S = 0.02
-LOG_IDLE_S = 300.0
-"""Seconds without a change of its log after which a rank no longer counts as preparing data."""
 
 
 def run_worker(attempt: AttemptDir, plan: LaunchPlan, stop: StopRequest, progress: Progress) -> int:
@@ -76,7 +73,6 @@ def join_and_build(
         device,
         plan.layout,
         stop,
-        partial(_is_writing_log, attempt),
         mesh_of_one=config.parallel.wraps_one,
         on_arrival=partial(progress.enter, "connect"),
         store_file=(store_file(env.nonce) or attempt.store_file) if plan.slurm is None else None,
@@ -89,14 +85,6 @@ def join_and_build(
     progress.enter("build")
     check_same_data(task, world)
     return Trainer(attempt, plan, world, task, stop, progress)
-
-
-def _is_writing_log(attempt: AttemptDir, rank: int) -> bool:
-    """Whether the log of a rank has changed recently, as it does while the rank tokenises data."""
-    try:
-        return time.time() - attempt.rank_log(rank).stat().st_mtime < LOG_IDLE_S
-    except OSError:
-        return False
 
 
 def run_unless_stopped(stop: StopRequest, work: Callable[[], T], device: torch.device) -> T | None:
