@@ -164,12 +164,11 @@ def _max_tokens(spec: DatasetSpec, inputs: list[Input]) -> dict[str, float]:
     compressed = any(source.compressed for source in inputs)
     counts: dict[str, float] = {TRAIN: 0, VAL: 0}
     if not compressed and sum(source.size for source in inputs) <= _READ_IN_FULL:
-        from trainkit.data.units import SpanReader, plan_units
+        from trainkit.data.units import plan_units
 
         for unit in plan_units(inputs, spec.split_fraction):
-            for number, span in enumerate(unit.spans):
-                source = inputs[span.input]
-                for piece in SpanReader(source, span, unit.index, number, spec.split_fraction, spec.text_key):
+            for reader in unit.readers(inputs, spec):
+                for piece in reader:
                     counts[piece.split] += len(piece.text) + piece.ends_document
         return counts
     for source in [source for source in inputs if source.form != TEXT][:_FILES_OPENED]:

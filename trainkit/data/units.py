@@ -9,14 +9,14 @@ import gzip
 import hashlib
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, takewhile
 from shlex import quote
 from typing import IO, Any, cast
 
 from trainkit.data.dataset_file import TRAIN, VAL
-from trainkit.data.sources import BOTH, TABLES, TEXT, Input, TableError, read_column
+from trainkit.data.sources import BOTH, TABLES, TEXT, DatasetSpec, Input, TableError, read_column
 from trainkit.errors import UsageError
 
 UNIT_BYTES = 64 << 20
@@ -46,6 +46,14 @@ class Unit:
     spans: tuple[InputSpan, ...]
     num_bytes: int
     """Size on disk."""
+
+    def readers(
+        self, inputs: Sequence[Input] | Mapping[int, Input], spec: DatasetSpec
+    ) -> Iterator[SpanReader]:
+        """One for each span, of inputs by their index."""
+        for number, span in enumerate(self.spans):
+            source = inputs[span.input]
+            yield SpanReader(source, span, self.index, number, spec.split_fraction, spec.text_key)
 
 
 def plan_units(inputs: list[Input], val_fraction: float, unit_bytes: int = UNIT_BYTES) -> list[Unit]:

@@ -73,7 +73,6 @@ def export(request: ExportRequest) -> list[str]:
     if request.merge:
         raise UsageError("--merge is for runs with model.lora", hint="remove --merge")
     _export_decoder(config, reader, out, DTYPES[request.dtype])
-    _copy_generation_config(config, out)
     return _export_tokenizer(config, out)
 
 
@@ -172,15 +171,14 @@ def _llama3(scaling: RopeScaling) -> JsonObject:
     return {"rope_type": "llama3", **vars(scaling), "original_max_position_embeddings": length}
 
 
-def _copy_generation_config(config: RunConfig, out: Path) -> None:
-    """Keep what the original model says about generation, such as all tokens that end it."""
-    file = Path(config.model.hf or "") / GENERATION_NAME
-    if config.model.hf is not None and file.is_file():
-        shutil.copyfile(file, out / GENERATION_NAME)
-
-
 def _export_tokenizer(config: RunConfig, out: Path) -> list[str]:
-    """Write the tokenizer's files; returns a remark if there are none."""
+    """Write the tokenizer's files, if there are any, and what the original model says about generation.
+
+    Returns a remark if there is no tokenizer.
+    """
+    generation = Path(config.model.hf or "") / GENERATION_NAME  # such as all tokens that end it
+    if config.model.hf is not None and generation.is_file():
+        shutil.copyfile(generation, out / GENERATION_NAME)
     name = config.data.tokenizer
     if name == BYTES:
         if config.model.hf is not None or is_prepared(config):
@@ -239,7 +237,6 @@ def _export_task(
     task, model = load_task_model(config, run, reader, adapters_only=adapters_only)
     if config.uses_transformers:
         save_pretrained(model, out, DTYPES[request.dtype], merge=request.merge)
-        _copy_generation_config(config, out)
         return _export_tokenizer(config, out)
     if request.merge:
         if config.model.lora is None:
