@@ -17,7 +17,7 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from shlex import quote
@@ -90,6 +90,11 @@ class DatasetFile:
 
     def num_tokens(self, split: str) -> int:
         return sum(shard.num_tokens for shard in self.splits.get(split, ()))
+
+    def write(self, folder: Path, staging: Path) -> None:
+        """Publish the folder as a dataset: write the file in `staging`, then rename it into place."""
+        record = {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(self)}
+        write_shared_json(folder / DATASET_FILE, record, staging)
 
 
 def write_shared_json(path: Path, value: Any, staging: Path) -> None:

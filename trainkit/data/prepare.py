@@ -26,9 +26,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from trainkit.data.dataset_file import (
-    DATASET_FILE,
-    FORMAT,
-    FORMAT_VERSION,
     LAYOUT_VERSION,
     SPLITS,
     TRAIN,
@@ -193,8 +190,7 @@ class _Preparation:
             )
         staging = self.folder / WORK_FOLDER
         write_shared_json(self.folder / INPUTS_FILE, inputs, staging)
-        record = {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(file)}
-        write_shared_json(self.folder / DATASET_FILE, record, staging)  # publishes the folder as a dataset
+        file.write(self.folder, staging)
         shutil.rmtree(staging)
         return file
 
