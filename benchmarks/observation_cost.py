@@ -30,7 +30,6 @@ from statistics import median
 from typing import Any
 
 from tests.support.runs import environs, make_attempt
-from trainkit.config import read_effective
 from trainkit.job.node.health import HealthSampler
 from trainkit.plan.launch import LaunchPlan, RequeuePolicy
 from trainkit.run.files import read_json, write_json
@@ -137,7 +136,7 @@ def run_rank(path: str, environ: dict[str, str], kinds: Sequence[str], num_pairs
     run = RunDir(path)
     attempt, rank = run.attempt(1), int(environ["RANK"])
     plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
-    joined = join_and_build(attempt, read_effective(attempt.config_file), plan, StopRequest(), Progress())
+    joined = join_and_build(attempt, plan, StopRequest(), Progress())
     assert joined is not None
     trainer = joined[0]
     switch = Switch(trainer)

@@ -35,8 +35,7 @@ from trainkit.trainer.progress import Progress
 from trainkit.trainer.slow_ranks import NUM_TIMES, SlowRanks, StepClock, is_reported
 from trainkit.trainer.starting_state import (
     announce,
-    count_steps,
-    end_position,
+    last_step,
     manifest_record,
     refuse_other_run,
     resume,
@@ -154,14 +153,13 @@ class Trainer:
         self.state = resume(chosen, attempt, world, task, self.built, tensors)
         self.loss_scale.load(self.state.loss_scale)
         self.saver.last_step = None if chosen is None else self.state.step
-        end = end_position(task)
-        self.total_steps = count_steps(plan, self.state, end, config.train.steps)
+        self.total_steps, self.end_position = last_step(plan, task, self.state)
         tensorboard = None
         if world.is_main:
             announce(attempt, plan, world, task, self.state, self.total_steps)
             if config.logging.tensorboard:
                 tensorboard = TensorBoardLog(attempt.run.tensorboard_dir, self.state.step + 1)
-        self.batches = task.batches(TRAIN, plan.batch, world, self.state, end)
+        self.batches = task.batches(TRAIN, plan.batch, world, self.state, self.end_position)
         self.evaluator = None if task.val_data is None else Evaluator(task, plan, world)
         dtype, flops = config.precision.dtype, task.flops_per_sample
         self.metrics = Metrics(attempt, world, dtype, self.total_steps, tensorboard, flops)

@@ -99,21 +99,18 @@ def resume(
     return state
 
 
-def end_position(task: AnyTask) -> int | None:
-    """Position after the last sample of the epochs; None if only the number of steps ends the training."""
-    epochs = task.config.train.epochs
-    if epochs is None:
-        return None
-    assert task.train_data.num_samples is not None
-    return round(epochs * task.train_data.num_samples)
+def last_step(plan: LaunchPlan, task: AnyTask, state: TrainingState) -> tuple[int, int | None]:
+    """The number of the last step, and the position after the last sample of the epochs.
 
-
-def count_steps(plan: LaunchPlan, state: TrainingState, end: int | None, steps: int | None) -> int:
-    """The number of the last step: `train.steps`, or where the epochs end with the current batch size."""
-    if end is None:
-        assert steps is not None
-        return steps
-    return state.step + math.ceil(max(0, end - state.samples_seen) / plan.batch.global_batch_size)
+    Epochs end with the current batch size. Without them only `train.steps` ends the training: None.
+    """
+    train, num_samples = task.config.train, task.train_data.num_samples
+    if train.epochs is None:
+        assert train.steps is not None
+        return train.steps, None
+    assert num_samples is not None
+    end = round(train.epochs * num_samples)
+    return state.step + math.ceil(max(0, end - state.samples_seen) / plan.batch.global_batch_size), end
 
 
 def manifest_record(plan: LaunchPlan, task: AnyTask) -> dict[str, object]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from typing import Any, cast
@@ -334,7 +334,7 @@ def join_fake_world(rank: int, world_size: int) -> None:
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
 
 
-class _NoModuleTracker:
+class _NoModuleTracker(nullcontext[None]):
     """Replaces the module tracker of torch's memory tracker, which hooks into modules.
 
     Its hooks allow only one call per step, and no backward pass that a pipeline schedule splits in two.
@@ -349,10 +349,6 @@ class _NoModuleTracker:
     def register_user_hooks(self, *hooks: Any) -> None: ...
 
     def clear_user_hooks(self) -> None: ...
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *error: object) -> None: ...
 
 
 def memory_tracker() -> Any:

@@ -12,7 +12,6 @@ from typing import TypeVar
 import torch
 
 from trainkit.config import read_effective
-from trainkit.config.schema import RunConfig
 from trainkit.errors import EXIT_STOPPED, FatalError
 from trainkit.job.rank_env import find_rank_env, store_file
 from trainkit.job.signals import StopRequest
@@ -36,7 +35,7 @@ POLL_S = 0.02
 
 def run_worker(attempt: AttemptDir, plan: LaunchPlan, stop: StopRequest, progress: Progress) -> int:
     """Train as one rank of an attempt; returns the worker's exit code."""
-    joined = join_and_build(attempt, read_effective(attempt.config_file), plan, stop, progress)
+    joined = join_and_build(attempt, plan, stop, progress)
     if joined is None:
         return EXIT_STOPPED
     try:
@@ -46,10 +45,10 @@ def run_worker(attempt: AttemptDir, plan: LaunchPlan, stop: StopRequest, progres
 
 
 def join_and_build(
-    attempt: AttemptDir, config: RunConfig, plan: LaunchPlan, stop: StopRequest, progress: Progress
+    attempt: AttemptDir, plan: LaunchPlan, stop: StopRequest, progress: Progress
 ) -> Trainer | None:
     """Join the other ranks and build the trainer; None if a rank was asked to stop meanwhile."""
-    env = find_rank_env()
+    config, env = read_effective(attempt.config_file), find_rank_env()
     if env.world_size != plan.world_size:
         raise FatalError(
             f"the plan has {plan.world_size} ranks, but WORLD_SIZE is {env.world_size}",

@@ -10,7 +10,6 @@ import math
 
 import torch
 
-from trainkit.config import read_effective
 from trainkit.contrib.replay import SAMPLES_FILE
 from trainkit.data.dataset_file import TRAIN
 from trainkit.errors import EXIT_NO_RESTART, EXIT_OK, EXIT_STOPPED, TrainkitError
@@ -21,7 +20,6 @@ from trainkit.run.rundir import AttemptDir
 from trainkit.trainer.causal_lm import IGNORE_LABEL, CausalLM, Microbatch, StepBatch
 from trainkit.trainer.loop import Trainer
 from trainkit.trainer.progress import Progress
-from trainkit.trainer.starting_state import end_position
 from trainkit.trainer.step_sync import all_reduce_sum
 from trainkit.trainer.worker import join_and_build
 
@@ -30,8 +28,7 @@ def run_worker(attempt: AttemptDir, plan: LaunchPlan, stop: StopRequest, progres
     """Compute the steps of `plan.replay` as one rank; returns the worker's exit code."""
     assert plan.replay is not None
     first, last = plan.replay
-    config = read_effective(attempt.config_file)
-    trainer = join_and_build(attempt, config, plan, stop, progress)
+    trainer = join_and_build(attempt, plan, stop, progress)
     if trainer is None:
         return EXIT_STOPPED
     task = trainer.task
@@ -46,7 +43,7 @@ def run_worker(attempt: AttemptDir, plan: LaunchPlan, stop: StopRequest, progres
         while trainer.state.step < last:
             if isinstance(task, CausalLM) and trainer.state.step + 1 >= first:
                 if samples is None:
-                    end = end_position(task)
+                    end = trainer.end_position
                     samples = task.batches(TRAIN, plan.batch, trainer.world, trainer.state, end)
                 losses = sample_losses(trainer, next(samples))
                 if trainer.world.is_main:
