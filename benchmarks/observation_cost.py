@@ -136,9 +136,8 @@ def run_rank(path: str, environ: dict[str, str], kinds: Sequence[str], num_pairs
     run = RunDir(path)
     attempt, rank = run.attempt(1), int(environ["RANK"])
     plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
-    joined = join_and_build(attempt, plan, StopRequest(), Progress())
-    assert joined is not None
-    trainer = joined[0]
+    trainer = join_and_build(attempt, plan, StopRequest(), Progress())
+    assert trainer is not None
     switch = Switch(trainer)
     threading.Thread(target=switch.watch, daemon=True).start()
     gc.disable()
