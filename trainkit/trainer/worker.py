@@ -50,9 +50,7 @@ def join_and_build(
     """Join the other ranks and build the trainer; None if a rank was asked to stop meanwhile."""
     config, env = read_effective(attempt.config_file), find_rank_env()
     if env.world_size != plan.world_size:
-        raise FatalError(
-            f"the plan has {plan.world_size} ranks, but WORLD_SIZE is {env.world_size}",
-        )
+        raise FatalError(f"the plan has {plan.world_size} ranks, but WORLD_SIZE is {env.world_size}")
     if "OMP_NUM_THREADS" not in os.environ and plan.threads_per_worker is not None:
         torch.set_num_threads(plan.threads_per_worker)
     fix_kernels(plan, config.train.deterministic)
