@@ -73,7 +73,7 @@ class CheckpointSaver:
 
     def allocate_buffers(self) -> None:
         """Allocate the staging buffers in the background, so that the first save is as fast as the others."""
-        allocating = self._stager.stage(self.tensors)
+        allocating = self.stager.stage(self.tensors)
         assert isinstance(allocating, Future)
         self._allocating = allocating
 
@@ -116,7 +116,7 @@ class CheckpointSaver:
                 storage_writer=writer,
                 process_group=group,
                 no_dist=alone,
-                async_stager=self._stager,
+                async_stager=self.stager,
             )
             assert isinstance(response, AsyncSaveResponse)
             self._staging = response.staging_completion
@@ -214,8 +214,8 @@ class CheckpointSaver:
 
     def close(self) -> None:
         """Release the staging buffers and their thread; call after the last save has finished."""
-        if "_stager" in vars(self):
-            self._stager.close()
+        if "stager" in vars(self):
+            self.stager.close()
 
     def _can_stage(self) -> bool:
         """Whether all ranks could allocate staging buffers; a collective before the first save."""
@@ -231,7 +231,7 @@ class CheckpointSaver:
         return self._has_buffers
 
     @cached_property
-    def _stager(self) -> DefaultStager:
+    def stager(self) -> DefaultStager:
         """The stager, shared by all saves to reuse its buffers."""
         cuda = self._world.device.type == "cuda"
         return make_stager(
