@@ -259,19 +259,18 @@ def count_float8(float8: str) -> CountTalk:
         patch.object(build, "apply_float8", emulated),
         simulated_world(plan, 0) as world,
     ):
-        parts = build.build_model_parts(task, config, plan, world)
+        parts = build.build_model_parts(task, plan, world)
         with FakeTensorMode(allow_non_fake_inputs=True):
             for part in parts:
                 part.to_empty(device=world.device)
                 part.rebuild_buffers()
-            built = build.assemble(task, config, plan, world, Progress(), parts)
+            built = build.assemble(task, plan, world, Progress(), parts)
             optimizer = ShardedAdamW(built.weights, config.optimizer, plan.layout)
             step = step_of(config, plan, built, optimizer)
             step()
             with CountTalk() as talk:
                 step()
-                if built.float8_gather is not None:
-                    built.float8_gather.update()
+                built.update_scales()
     return talk
 
 

@@ -159,8 +159,8 @@ def make_trainer(rank: int, attempt: AttemptDir, keep_labels: bool = False, **pr
     from trainkit.run.files import read_json
     from trainkit.trainer.build import build_task
     from trainkit.trainer.distributed import World, make_world
+    from trainkit.trainer.loop import Trainer
     from trainkit.trainer.progress import Progress
-    from trainkit.trainer.worker import build_trainer
 
     config = read_effective(attempt.config_file)
     precision_config = config.precision.model_copy(update=precision)
@@ -171,7 +171,7 @@ def make_trainer(rank: int, attempt: AttemptDir, keep_labels: bool = False, **pr
     if plan.world_size > 1 or config.parallel.wraps_one:
         world = make_world(rank, device, plan.layout)
     torch.compiler.reset()
-    trainer = build_trainer(attempt, config, plan, world, build_task(config), StopRequest(), Progress())
+    trainer = Trainer(attempt, plan, world, build_task(config), StopRequest(), Progress())
     if not (config.has_user_task or config.uses_transformers or keep_labels):
         trainer.batches = RaggedBatches(trainer.batches)
     return trainer

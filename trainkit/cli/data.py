@@ -96,21 +96,21 @@ def prepare(
         text_key=text_key,
     )
     num_workers = workers or len(os.sched_getaffinity(0))
-    done = prepare_folder(spec, out.absolute(), num_workers, progress_lines("preparing data"))
-    file = done.file
+    folder = out.absolute()
+    file, was_there = prepare_folder(spec, folder, num_workers, progress_lines("preparing data"))
     if as_json:
         counts = {split: file.num_tokens(split) for split in file.splits}
         value = {
-            "folder": str(done.folder),
-            "was_there": done.was_there,
+            "folder": str(folder),
+            "was_there": was_there,
             "num_tokens": counts,
-            "num_shards": file.num_shards(),
+            "num_shards": sum(map(len, file.splits.values())),
             "tokenizer": asdict(file.tokenizer),
             "fingerprint": file.fingerprint,
         }
         click.echo(json.dumps(value, ensure_ascii=False))
         return
-    if done.was_there:
+    if was_there:
         click.echo(f"{out} already contains this dataset: nothing to do", err=True)
     used = file.tokenizer
     click.echo(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from typing import Any, cast
@@ -127,20 +127,12 @@ def after_backward(callback: Callable[[], None]) -> None:
     cast(Any, Variable)._execution_engine.queue_callback(callback)
 
 
-def norm_of_each(tensors: list[Tensor], order: float = 2) -> list[Tensor]:
-    """The norm of each tensor, in one kernel for many of them; of order inf, its largest number.
-
-    When it goes: `torch.linalg.vector_norm` of each, with a kernel for each.
-    """
-    return list(torch._foreach_norm(tensors, order))
-
-
-def copy_each(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy each source to its target, in one kernel for many of them.
-
-    When it goes: `Tensor.copy_` of each, with a kernel for each.
-    """
-    torch._foreach_copy_(targets, sources)
+norm_of_each = torch._foreach_norm
+"""The norm of each tensor, in one kernel for many of them; of order inf, its largest number.
+When it goes: `torch.linalg.vector_norm` of each, with a kernel for each."""
+copy_each = torch._foreach_copy_
+"""Copies each source to its target, in one kernel for many of them.
+When it goes: `Tensor.copy_` of each, with a kernel for each."""
 
 
 def scale_next_step(optimizer: torch.optim.Optimizer, divisor: Tensor, skip: Tensor) -> None:
@@ -343,18 +335,7 @@ tracker, so that `plan` alone estimates the memory."""
 DispatchMode = TorchDispatchMode
 """Base of a mode that sees every operation, to count collectives. When it goes: count them in a profile."""
 
-_COLLECTIVES = {
-    "_allgather_base_": "all_gather",
-    "allgather_": "all_gather",
-    "allgather_into_tensor_coalesced_": "all_gather",
-    "all_gather_into_tensor": "all_gather",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "allreduce_": "all_reduce",
-    "allreduce_coalesced_": "all_reduce",
-    "all_reduce": "all_reduce",
-}
+_COLLECTIVES = {"allgather": "all_gather", "reducescatter": "reduce_scatter", "allreduce": "all_reduce"}
 
 
 def collective_kind(op: Any) -> str | None:
@@ -363,7 +344,9 @@ def collective_kind(op: Any) -> str | None:
     When a release renames an operation, the test of the collectives per step fails: add its name.
     """
     namespace, _, name = str(op.name()).partition("::")
-    return _COLLECTIVES.get(name.partition(".")[0]) if namespace in ("c10d", "_c10d_functional") else None
+    if namespace not in ("c10d", "_c10d_functional"):
+        return None
+    return next((kind for part, kind in _COLLECTIVES.items() if part in name.replace("_", "")), None)
 
 
 def join_fake_world(rank: int, world_size: int) -> None:
@@ -376,7 +359,7 @@ def join_fake_world(rank: int, world_size: int) -> None:
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
 
 
-class _NoModuleTracker:
+class _NoModuleTracker(nullcontext[None]):
     """Replaces the module tracker of torch's memory tracker, which hooks into modules.
 
     Its hooks allow only one call per step, and no backward pass that a pipeline schedule splits in two.
@@ -391,10 +374,6 @@ class _NoModuleTracker:
     def register_user_hooks(self, *hooks: Any) -> None: ...
 
     def clear_user_hooks(self) -> None: ...
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *error: object) -> None: ...
 
 
 def memory_tracker() -> Any:

@@ -262,7 +262,7 @@ def _peer_address(name: str) -> str:
 
 
 def check_step(plan: LaunchPlan, task: SlurmTask) -> None:
-    """Raise TrainkitError (exit code 78) when the step does not match the plan."""
+    """Raise FatalError when the step does not match the plan."""
     planned = tuple(plan.workers_of(node) if plan.per == "gpu" else 1 for node in range(plan.num_nodes))
     if task.tasks != planned:
         raise TrainkitError(
