@@ -282,7 +282,8 @@ class OldBench(RunGroup):
     def created(self) -> list[int]:
         return list(self.points)
 
-    def _read(self) -> tuple[GroupRecord, dict[int, Point]]:
+    @cached_property
+    def _content(self) -> tuple[GroupRecord, dict[int, Point]]:
         points = {index: Point(index, values) for index, (_, values) in enumerate(self._runs)}
         record = GroupRecord(name=self.path.name, keys=list(points[0].values), process=ProcessId())
         return replace(record, plan=read_object(self.run(0).plan_file)), points
