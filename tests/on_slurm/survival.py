@@ -194,10 +194,10 @@ def preempt(cluster: Cluster, timeout_s: float = 240.0) -> None:
     cluster.wait_for_job(start_preempting(cluster, 1), "COMPLETED", timeout_s)
 
 
-def range_config(folder: Path) -> Path:
+def range_config(folder: Path, num_steps: int = 90) -> Path:
     """The config of a training on 1, 2 or 4 nodes, with slow and cheap steps."""
     (folder / "sitecustomize.py").write_text(WAITS_IN_EACH_STEP)
-    config = survivor_config(folder, batch_size=2)
+    config = survivor_config(folder, num_steps, batch_size=2)
     config.write_text(config.read_text().replace("global_batch_size: 4", "global_batch_size: 8"))
     return config
 
