@@ -76,7 +76,7 @@ def test_a_multirun_is_a_group(tmp_path: Path) -> None:
     assert "resources.time: must be a time such as" in refused.stderr
 
 
-@pytest.mark.slow(seconds=25)
+@pytest.mark.slow(seconds=15)
 def test_a_study_that_is_killed_continues_with_its_runs(tmp_path: Path) -> None:
     optuna = pytest.importorskip("optuna")
     argv = [sys.executable, str(ROOT / "examples/optuna_study.py"), "--trials", "3", "--at-once", "2"]

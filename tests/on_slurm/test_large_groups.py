@@ -19,7 +19,7 @@ from trainkit.run.group import RunGroup
 MAX_ARRAY_SIZE = 6
 MAX_JOBS = 4
 
-pytestmark = [pytest.mark.slow(seconds=18), pytest.mark.xdist_group("large groups")]
+pytestmark = [pytest.mark.slow(seconds=10), pytest.mark.xdist_group("large groups")]
 
 
 @pytest.fixture(scope="module")

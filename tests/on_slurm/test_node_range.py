@@ -105,7 +105,7 @@ def test_a_run_that_has_lost_a_node_has_more_again(
     assert f"nodes: {', '.join(map(str, sizes))}" in login.trainkit("status", str(run.path)).stdout
 
 
-@pytest.mark.slow(seconds=90)
+@pytest.mark.slow(seconds=60)
 @pytest.mark.parametrize("seed", [16])
 def test_a_seeded_variant_has_the_curve_of_one_process(login: Login, tmp_path: Path, seed: int) -> None:
     """`python -m benchmarks.survival --only sizes` tries twenty of them."""

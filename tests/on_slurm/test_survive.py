@@ -31,7 +31,7 @@ def config(login: Login) -> Path:
     return survival.survivor_config(login.folder, batch_size=4)
 
 
-@pytest.mark.slow(seconds=70)
+@pytest.mark.slow(seconds=50)
 def test_preempted_again_and_again(login: Login, config: Path, expected: Curve) -> None:
     """With submitit; `test_signals` preempts sbatch, and the time limit below takes its run to the end."""
     run = login.submit("--partition", "low", "--backend", "submitit", "--per", "node", config=config)

@@ -20,7 +20,7 @@ VALUES = (
 )
 
 
-@pytest.mark.slow(seconds=40)
+@pytest.mark.slow(seconds=25)
 def test_preempted(login: Login, tmp_path_factory: pytest.TempPathFactory) -> None:
     config = write_tutorial(login.folder)
     folder = tmp_path_factory.mktemp("whole")
