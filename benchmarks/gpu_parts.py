@@ -49,10 +49,10 @@ from trainkit.trainer import build
 from trainkit.trainer.build import build_task
 from trainkit.trainer.checkpoint.saver import CheckpointSaver, SaveRequest
 from trainkit.trainer.distributed import ONE_PROCESS, World
+from trainkit.trainer.loop import Trainer as OwnTrainer
 from trainkit.trainer.models.decoder import INIT_STD, Decoder
 from trainkit.trainer.profiler import summary_of
 from trainkit.trainer.progress import Progress
-from trainkit.trainer.worker import build_trainer
 
 ROOT = Path(__file__).resolve().parents[1]
 Row = dict[str, Any]
@@ -360,7 +360,7 @@ def trainkit_loop(
     config = read_effective(attempt.config_file)
     plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
     world = World(0, 1, torch.device(device), None, None)
-    trainer = build_trainer(attempt, config, plan, world, build_task(config), StopRequest(), Progress())
+    trainer = OwnTrainer(attempt, plan, world, build_task(config), StopRequest(), Progress())
     fixed = torch._inductor.config.patch(deterministic=True)  # as in the ranks of a run, unlike by hand
     yield Loop(fixed(trainer.step), trainer.optimizer)
     trainer.batches.close()

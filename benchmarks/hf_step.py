@@ -66,8 +66,8 @@ def trainkit_step(folder: Path, dtype: str, architecture: str) -> Step:
     from trainkit.run.files import read_json
     from trainkit.trainer.build import build_task
     from trainkit.trainer.distributed import World
+    from trainkit.trainer.loop import Trainer
     from trainkit.trainer.progress import Progress
-    from trainkit.trainer.worker import build_trainer
 
     overrides = [
         *(f"model.hf={folder}", f"model.architecture={architecture}", "data.tokenizer=bytes"),
@@ -79,7 +79,7 @@ def trainkit_step(folder: Path, dtype: str, architecture: str) -> Step:
     config = read_effective(attempt.config_file)
     plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
     world = World(0, 1, torch.device("cpu"), None, None)
-    trainer = build_trainer(attempt, config, plan, world, build_task(config), StopRequest(), Progress())
+    trainer = Trainer(attempt, plan, world, build_task(config), StopRequest(), Progress())
     return trainer.step
 
 

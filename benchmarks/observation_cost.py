@@ -30,7 +30,6 @@ from statistics import median
 from typing import Any
 
 from tests.support.runs import environs, make_attempt
-from trainkit.config import read_effective
 from trainkit.job.node.health import HealthSampler
 from trainkit.plan.launch import LaunchPlan, RequeuePolicy
 from trainkit.run.files import read_json, write_json
@@ -97,7 +96,7 @@ class Switch:
         trainer.progress = progress if self.is_on else NoProgress()
         has_times = kind in (USUAL, REPORT)
         trainer.clock, trainer.slow_ranks = (clock, slow_ranks) if has_times else (NoClock(), None)
-        trainer.forward_backward._progress = trainer.progress
+        trainer.built.forward_backward.progress = trainer.progress
         loop.is_reported = lambda step, world: kind == REPORT
 
     def watch(self) -> None:
@@ -137,9 +136,8 @@ def run_rank(path: str, environ: dict[str, str], kinds: Sequence[str], num_pairs
     run = RunDir(path)
     attempt, rank = run.attempt(1), int(environ["RANK"])
     plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
-    joined = join_and_build(attempt, read_effective(attempt.config_file), plan, StopRequest(), Progress())
-    assert joined is not None
-    trainer = joined[0]
+    trainer = join_and_build(attempt, plan, StopRequest(), Progress())
+    assert trainer is not None
     switch = Switch(trainer)
     threading.Thread(target=switch.watch, daemon=True).start()
     gc.disable()

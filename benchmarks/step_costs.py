@@ -9,7 +9,8 @@ once, as in a block that is not compiled; RMSNorm counts with the several kernel
 The other parts are counted the same way; a compiled update reads and writes each of its tensors once, and its
 kernels are those that the compiler makes for a CPU.
 
-Collectives are those of one rank in a step of two passes, by torch's fake process group.
+Collectives are those of one rank in a step of two passes, by torch's fake process group. For blocks in float8
+(emulated) also the bytes that are gathered are counted.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -32,16 +34,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trainkit.config import load_config
+from trainkit.config.loaded import LoadedConfig
 from trainkit.config.training import ModelConfig, OptimizerConfig
 from trainkit.launch.trainer_process import simulate, simulated_plan
-from trainkit.plan.launch import Layout
+from trainkit.plan.launch import LaunchPlan, Layout
 from trainkit.plan.model_shape import resolve_model_shape
 from trainkit.plan.step_work import loss_chunks
+from trainkit.trainer import build
 from trainkit.trainer.causal_lm import CausalLM
 from trainkit.trainer.forward_backward import _ChunkedLoss
 from trainkit.trainer.models.decoder import MASK_BLOCK, Block, document_blocks, document_mask, rope_table
 from trainkit.trainer.models.model import Weight
 from trainkit.trainer.optimizer import ShardedAdamW
+from trainkit.trainer.progress import Progress
+from trainkit.trainer.simulate import _step as step_of
+from trainkit.trainer.simulate import simulated_world
+from trainkit.trainer.torch_private import collective_kind
 
 TOKENS = 4096
 GB = 1e9
@@ -203,22 +211,77 @@ def collectives() -> Iterator[tuple[str, str, dict[str, int]]]:
     """(layout, recomputation, collectives of a step) of every layout."""
     for name, degrees in LAYOUTS.items():
         for mode in MODES if degrees.get("tp", 1) * degrees.get("cp", 1) > 1 else MODES[:1]:
-            values = {
-                "model.preset": "8b",
-                "model.vocab_size": 128_256,
-                "model.num_layers": LAYERS,
-                "data.seq_len": TOKENS,
-                "train.device_batch_size": 1,
-                "train.global_batch_size": 2 * degrees.get("dp_replicate", 1) * degrees["dp_shard"],
-                "precision.dtype": "bf16",
-                "parallel.activation_checkpointing": mode,
-                **{f"parallel.{key}": degree for key, degree in degrees.items()},
-            }
-            overrides = [f"{key}={value}" for key, value in values.items()]
-            loaded = load_config(None, overrides=overrides, environ={}, cwd=Path.cwd())
-            world_size = math.prod(degree for key, degree in degrees.items() if key != "zero")
-            found = simulate(loaded, simulated_plan(loaded, world_size), 0)
-            yield name, mode, found.collectives
+            loaded, plan = planned(degrees, {"parallel.activation_checkpointing": mode})
+            yield name, mode, simulate(loaded, plan, 0).collectives
+
+
+def planned(degrees: dict[str, int], options: dict[str, object]) -> tuple[LoadedConfig, LaunchPlan]:
+    """The config and the plan of some blocks of 8b on a layout, with two passes a step."""
+    values = {
+        "model.preset": "8b",
+        "model.vocab_size": 128_256,
+        "model.num_layers": LAYERS,
+        "data.seq_len": TOKENS,
+        "train.device_batch_size": 1,
+        "train.global_batch_size": 2 * degrees.get("dp_replicate", 1) * degrees["dp_shard"],
+        "precision.dtype": "bf16",
+        **options,
+        **{f"parallel.{key}": degree for key, degree in degrees.items()},
+    }
+    overrides = [f"{key}={value}" for key, value in values.items()]
+    loaded = load_config(None, overrides=overrides, environ={}, cwd=Path.cwd())
+    world_size = math.prod(degree for key, degree in degrees.items() if key != "zero")
+    return loaded, simulated_plan(loaded, world_size)
+
+
+class CountTalk(TorchDispatchMode):
+    """Counts collectives by kind, and the bytes that the gathers fill."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds: Counter[str] = Counter()
+        self.gathered = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if kind := collective_kind(func):
+            self.kinds[kind] += 1
+            self.gathered += args[0].nbytes if kind == "all_gather" else 0
+        return func(*args, **(kwargs or {}))
+
+
+def count_float8(float8: str) -> CountTalk:
+    """The collectives of a step whose blocks multiply in an emulated float8."""
+    loaded, plan = planned(LAYOUTS["shard 8"], {"precision.float8": float8})
+    config, task = loaded.config, build.build_task(loaded.config)
+    emulated = partial(build.apply_float8, emulate=True)
+    with (
+        patch.object(build, "require_float8"),
+        patch.object(build, "apply_float8", emulated),
+        simulated_world(plan, 0) as world,
+    ):
+        parts = build.build_model_parts(task, plan, world)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            for part in parts:
+                part.to_empty(device=world.device)
+                part.rebuild_buffers()
+            built = build.assemble(task, plan, world, Progress(), parts)
+            optimizer = ShardedAdamW(built.weights, config.optimizer, plan.layout)
+            step = step_of(config, plan, built, optimizer)
+            step()
+            with CountTalk() as talk:
+                step()
+                built.update_scales()
+    return talk
+
+
+def show_float8() -> None:
+    """Print what is gathered where blocks multiply in float8."""
+    print(f"| shard 8, {LAYERS} blocks of 8b, 2 passes | GB gathered | all_gather | all_reduce |")
+    print("|---|---|---|---|")
+    for float8 in ("true", "gather"):
+        talk = count_float8(float8)
+        counts = " | ".join(str(talk.kinds[kind]) for kind in ("all_gather", "all_reduce"))
+        print(f"| precision.float8: {float8} | {talk.gathered / GB:.2f} | {counts} |", flush=True)
 
 
 def show_collectives() -> None:
@@ -228,6 +291,7 @@ def show_collectives() -> None:
     print("|" + "---|" * (2 + len(kinds)))
     for name, mode, found in collectives():
         print(f"| {name} | {mode} | {' | '.join(str(found.get(kind, 0)) for kind in kinds)} |", flush=True)
+    show_float8()
 
 
 def main() -> int:

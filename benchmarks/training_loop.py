@@ -113,15 +113,15 @@ def worker(folder: str, num_procs: int, dtype_name: str, num_steps: int) -> None
     from trainkit.run.rundir import RunDir
     from trainkit.trainer.build import build_task
     from trainkit.trainer.distributed import exit_process, join_world, select_device
+    from trainkit.trainer.loop import Trainer
     from trainkit.trainer.progress import Progress
-    from trainkit.trainer.worker import build_trainer
 
     attempt = RunDir(folder).attempt(1)
     config = read_effective(attempt.config_file)
     plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
     world = join_world(find_rank_env(), select_device("cpu", 0), plan.layout, StopRequest())
     task, stop, progress = build_task(config), StopRequest(), Progress()
-    trainer = build_trainer(attempt, config, plan, world, task, stop, progress)
+    trainer = Trainer(attempt, plan, world, task, stop, progress)
     loops = {
         "trainkit": trainer.step,
         "hand-written": hand_written_step(trainer, task, num_procs, dtype_name),

@@ -239,7 +239,7 @@ def test_a_function_is_called_by_the_interpreter_of_its_environment(folder: Path
     other.symlink_to(sys.executable)
     for launch, python in (({}, sys.executable), ({"python": str(other)}, str(other))):
         given = api._given(add, None, None, {"launch": launch, "device": "cpu"})
-        found = api._in_its_environment(given, given.request.load_to_plan(given.workload))
+        found, _ = api._loaded(given)
         assert found.workload.argv == (python, "-m", "trainkit.function")
 
 

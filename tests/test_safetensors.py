@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainkit.safetensors import FILE_NAME, INDEX_NAME, StoredWeights, WeightsError, write_safetensors
+from trainkit.errors import FatalError
+from trainkit.safetensors import FILE_NAME, INDEX_NAME, StoredWeights, write_safetensors
 
 TENSORS = {
     "matrix": torch.arange(24, dtype=torch.float32).view(6, 4),
@@ -60,7 +61,7 @@ def test_files_named_by_an_index(tmp_path: Path) -> None:
     assert all(name in stored for name in TENSORS)
     assert torch.equal(stored.read("vector"), TENSORS["vector"])
     (tmp_path / "b.safetensors").unlink()
-    with pytest.raises(WeightsError, match=r"names b\.safetensors, which is missing"):
+    with pytest.raises(FatalError, match=r"names b\.safetensors, which is missing"):
         StoredWeights(tmp_path)
 
 
@@ -88,7 +89,7 @@ def test_the_fingerprint_changes_with_the_values(tmp_path: Path) -> None:
 )
 def test_damaged_files(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / FILE_NAME).write_bytes(content)
-    with pytest.raises(WeightsError, match=message):
+    with pytest.raises(FatalError, match=message):
         StoredWeights(tmp_path)
 
 
@@ -96,11 +97,11 @@ def test_a_truncated_file(tmp_path: Path) -> None:
     write(tmp_path / FILE_NAME, {"matrix": TENSORS["matrix"]})
     content = (tmp_path / FILE_NAME).read_bytes()
     (tmp_path / FILE_NAME).write_bytes(content[:-1])
-    with pytest.raises(WeightsError, match="matrix is incomplete"):
+    with pytest.raises(FatalError, match="matrix is incomplete"):
         StoredWeights(tmp_path)
 
 
 def test_a_folder_without_weights(tmp_path: Path) -> None:
-    with pytest.raises(WeightsError, match=r"has no model\.safetensors") as caught:
+    with pytest.raises(FatalError, match=r"has no model\.safetensors") as caught:
         StoredWeights(tmp_path)
     assert "from_scratch" in caught.value.hint

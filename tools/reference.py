@@ -62,8 +62,8 @@ CONFIG_USE = """\
   but `model` and `data`, and of these `model.init_from`, `model.init_include`, `data.num_workers` and
   `data.shuffle`; `add_adapters` uses `model.lora`, `TokenSamples` the rest of `data`. `parallel.pp`,
   `parallel.cp` and `precision.float8` are refused.
-- [A COMMAND](own-script.md) uses `name`, `device`, `resources`, `launch`, `requeue`, `notify`, and `logging`
-  but for `tensorboard`. Other keys reach it only where
+- [Your own script](own-script.md) (a COMMAND) uses `name`, `device`, `resources`, `launch`, `requeue`,
+  `notify`, and `logging` but for `tensorboard`. Other keys reach it only where
   [a launcher](own-script.md#launchers-get-the-config) passes them on.
 - Without Slurm, of `resources` only `nodes`, `gpus_per_node` and `cpus_per_gpu` have an effect, and
   [some keys of `launch`](slurm.md#without-slurm) have none.
@@ -79,6 +79,8 @@ What each command does, with examples and the names of its options, in the group
 - RUN is a run name, a run folder, a job id, or `last`; `GROUP/INDEX` names one run of a group.
 - CONFIG is a file or a shipped config such as `quickstart` or `models/8b`; without one it is `./config.yaml`,
   else the file that `trainkit init` wrote here, else `quickstart`.
+- COMMAND, after `--`, is your own script: `trainkit submit -- python train.py`. Each rank runs it instead of
+  the built-in trainer.
 - Results go to stdout and diagnostics to stderr. With `--json`, which most commands have, the result is one
   JSON value, and an error is `{"error": …, "hint": …, "exit_code": …}`, for a config also with `problems`.
 - `trainkit --debug COMMAND …` shows the traceback of an error, and `--no-color` disables colour.
@@ -104,6 +106,8 @@ MORE = {
     "report": ("run-folder.md",),
     "compare": ("run-folder.md",),
     "stacks": ("recovery.md#hangs",),
+    "attach": ("slurm.md#tasks-and-ranks",),
+    "debug": ("own-script.md#debug",),
     "ui": ("trackers.md#pages",),
     "sync": ("trackers.md#compute-nodes-without-internet",),
     "cancel": ("recovery.md",),
@@ -314,9 +318,14 @@ def anchor_of(heading: str) -> str:
 API_INTRO = """\
 # Python API
 
-What a program of your own imports: from `trainkit`, to start runs from Python, also those of
-[a function](coming-from.md#submitit); from `trainkit.loop`, for [a loop of your own](own-script.md); and from
-`trainkit.task`, for [a task of your own](own-task.md). Everything else may change in any release.
+`trainkit` starts runs from a notebook or a program, also of [a function](coming-from.md#submitit);
+`trainkit.loop` is for [your own loop](own-script.md#your-own-loop-with-trainkits-checkpoints), and
+`trainkit.task` for [your own task](own-task.md). Everything else may change in any release.
+
+```python
+run = trainkit.submit("quickstart", nodes=2, train={"steps": 50})  # or command=["python", "train.py"]
+print(run.wait().status.state, run.metrics()[-1]["loss"])
+```
 """
 API = {
     "api": ("submit", "sweep", "map_array", "runs", "Run", "Group", "RunError"),

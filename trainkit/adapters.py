@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from trainkit.config.schema import RunConfig
-from trainkit.errors import EXIT_NO_RESTART, TrainkitError
+from trainkit.errors import FatalError
 from trainkit.formats import JsonObject
 
 ADAPTER = "default"
@@ -24,12 +24,11 @@ NEEDS_WEIGHTS = ("use_dora", "use_qalora", "loftq_config", "eva_config", "corda_
 
 
 def require(module: str, key: str, extra: str) -> None:
-    """Raise TrainkitError (exit code 78) unless a module that a config key needs is installed."""
+    """Raise FatalError unless a module that a config key needs is installed."""
     if importlib.util.find_spec(module) is None:
-        raise TrainkitError(
+        raise FatalError(
             f"{key} needs {module}, which is not installed",
             hint=f"pip install 'trainkit[{extra}]'",
-            exit_code=EXIT_NO_RESTART,
         )
 
 
@@ -46,36 +45,33 @@ def add_adapters(module: nn.Module, config: RunConfig) -> None:
     name = type(module).__name__
     settings = lora_config(lora)
     if settings.modules_to_save:
-        raise TrainkitError(
+        raise FatalError(
             f"model.lora.modules_to_save is {settings.modules_to_save}, but task is {config.task}",
             hint="remove it: the task decides what is trained besides the adapters",
-            exit_code=EXIT_NO_RESTART,
         )
     is_on_meta = any(param.is_meta for param in module.parameters())
     if is_on_meta and not is_independent(lora):
-        raise TrainkitError(
+        raise FatalError(
             f"model.lora is {lora}, for which the weights of {name} must be in memory",
             hint="build it without parameters_on_meta",
-            exit_code=EXIT_NO_RESTART,
         )
     apply_lora(module, settings, name, wraps=False)
 
 
 def lora_config(lora: JsonObject, task_type: str | None = None) -> Any:
-    """The config of peft; raises TrainkitError (exit code 78) for what it or trainkit does not take."""
+    """The config of peft; raises FatalError for what it or trainkit does not take."""
     import peft
 
     for name in UNSUPPORTED:
         if lora.get(name):
-            raise TrainkitError(
+            raise FatalError(
                 f"model.lora.{name} is set, which trainkit does not support",
                 hint="shared parameters cannot be sharded layer by layer",
-                exit_code=EXIT_NO_RESTART,
             )
     try:
         return peft.LoraConfig(task_type=task_type, **lora)
     except (TypeError, ValueError) as error:
-        raise TrainkitError(f"model.lora is {lora}: {error}", hint=HINT, exit_code=EXIT_NO_RESTART) from error
+        raise FatalError(f"model.lora is {lora}: {error}", hint=HINT) from error
 
 
 def apply_lora(model: nn.Module, settings: Any, name: str, *, wraps: bool) -> nn.Module:
@@ -93,9 +89,7 @@ def apply_lora(model: nn.Module, settings: Any, name: str, *, wraps: bool) -> nn
         else:
             peft.inject_adapter_in_model(settings, model, ADAPTER)
     except (TypeError, ValueError, re.error) as error:
-        raise TrainkitError(
-            f"model.lora does not fit {name}: {error}", hint=HINT, exit_code=EXIT_NO_RESTART
-        ) from error
+        raise FatalError(f"model.lora does not fit {name}: {error}", hint=HINT) from error
     for layer in _adapted_layers(model):
         parts = [getattr(layer, part) for part in layer.adapter_layer_names]
         if any(param.is_meta for part in parts for param in part.parameters()):
@@ -106,7 +100,7 @@ def apply_lora(model: nn.Module, settings: Any, name: str, *, wraps: bool) -> nn
 
 
 def check_targets(module: nn.Module, settings: Any, model: str) -> None:
-    """Raise TrainkitError (exit code 78) if adapters are for a module that `model` does not have."""
+    """Raise FatalError if adapters are for a module that `model` does not have."""
     targets = settings.target_modules
     if targets is None or targets == "all-linear":
         return  # peft knows the modules, or raises
@@ -123,10 +117,9 @@ def check_targets(module: nn.Module, settings: Any, model: str) -> None:
                 for name, part in module.named_modules()
                 if any(param.dim() > 1 for param in part.parameters(recurse=False))
             }
-            raise TrainkitError(
+            raise FatalError(
                 f"model.lora.target_modules has {target}, which matches no module of {model}",
                 hint=f"the modules with weights are called {', '.join(sorted(found))}",
-                exit_code=EXIT_NO_RESTART,
             )
 
 

@@ -88,15 +88,14 @@ def submit(
     ``name``, ``note`` and ``tags``, and sections of the config, as ``train={"steps": 50}``. Raises
     UsageError, ConfigError and SlurmError, each with a hint.
     """
-    given = _given(work, config, profile, options, command, launcher)
+    given = _given(work, config, profile, options, after, run_dir, command, launcher, now)
     from trainkit.launch.submission import LoadedPoint
 
     calls = {} if given.function is None else {0: _call(given.function, args)}
     if args and given.function is None:
         raise UsageError(f"{len(args)} arguments, but no function", hint="they are those of a function")
-    loaded = given.request.load_to_plan(given.workload)
-    given = _in_its_environment(given, loaded)
-    return Run(_start([LoadedPoint(0, {}, loaded)], None, given, calls, after, run_dir, now=now))
+    given, loaded = _loaded(given)
+    return Run(_start(given, [LoadedPoint(0, {}, loaded)], None, calls))
 
 
 def sweep(
@@ -116,17 +115,17 @@ def sweep(
     They are values of config keys, or the keyword arguments of a function. Without a `limit` Slurm decides,
     and on this machine the runs start one after another. Raises what `submit` raises.
     """
-    given = _given(work, config, profile, options)
+    given = _given(work, config, profile, options, after, run_dir)
     points = itertools.product(*values.values())
     found = [dict(zip(values, point, strict=True)) for point in points]
     if given.function is not None:
         calls = {index: _call(given.function, (), own) for index, own in enumerate(found)}
-        return _start_calls(given, calls, limit, after, run_dir, found)
+        return _start_calls(given, calls, limit, found)
     from trainkit.cli.submit import swept
     from trainkit.launch.submission import ArraySpec
 
     array = ArraySpec(tuple(range(len(found))), limit)
-    return Group(_start(swept(given.request, found), array, given, {}, after, run_dir))
+    return Group(_start(given, swept(given.request, found), array))
 
 
 def map_array(
@@ -144,14 +143,14 @@ def map_array(
 
     Like `map`, it stops with the shortest of them. Raises what `submit` raises.
     """
-    given = _given(function, config, profile, options)
+    given = _given(function, config, profile, options, after, run_dir)
     calls = {index: _call(function, args) for index, args in enumerate(zip(*iterables, strict=False))}
-    return _start_calls(given, calls, limit, after, run_dir)
+    return _start_calls(given, calls, limit)
 
 
 def runs() -> list[Run | Group]:
     """All runs and groups that are known on this machine, the newest first."""
-    return [Group(known.run.path) if known.is_group else Run(known.run.path) for known in iter_known_runs()]
+    return [(Group if isinstance(known, RunGroup) else Run)(known.path) for known in iter_known_runs()]
 
 
 class Run:
@@ -395,6 +394,9 @@ class _Given(NamedTuple):
     request: ConfigRequest
     workload: Workload
     function: Callable[..., Any] | None
+    after: list[str]
+    run_dir: Path | None
+    now: bool
 
 
 def _given(
@@ -402,8 +404,11 @@ def _given(
     config: Config,
     profile: str | None,
     options: Mapping[str, Any],
+    after: Iterable[str | Path | Run] = (),
+    run_dir: str | Path | None = None,
     command: Sequence[str] = (),
     launcher: str = "python",
+    now: bool = False,
 ) -> _Given:
     from trainkit.cli.options import ConfigRequest
 
@@ -421,14 +426,14 @@ def _given(
     argv = ARGV if function is not None else tuple(map(str, command))
     path = str(config) if isinstance(config, str | Path) else ""
     sections = {} if isinstance(config, str | Path | None) else config
-    name = argv if function is None else (f"{_name_of(function)}.py",)
+    name = argv
+    if function is not None:
+        named = getattr(function, "func", function)  # of a functools.partial
+        name = (str(getattr(named, "__name__", type(named).__name__)).strip("<>_") + ".py",)
     request = ConfigRequest(path, profile, (), _flags(sections, options), name)
-    return _Given(request, workload_of(argv, launcher), function)
-
-
-def _name_of(function: Callable[..., Any]) -> str:
-    named = getattr(function, "func", function)  # of a functools.partial
-    return str(getattr(named, "__name__", type(named).__name__)).strip("<>_")
+    names = [str(one.path if isinstance(one, Run) else one) for one in after]
+    where = None if run_dir is None else Path(run_dir)
+    return _Given(request, workload_of(argv, launcher), function, names, where, now)
 
 
 def _flags(config: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, tuple[str, object]]:
@@ -491,34 +496,29 @@ def _call(function: Callable[..., Any], args: Iterable[Any], kwargs: Mapping[str
     return Call(function, tuple(args), dict(kwargs))
 
 
-def _in_its_environment(given: _Given, loaded: LoadedConfig) -> _Given:
-    """A function is called by the interpreter that `launch` names, by default this one."""
+def _loaded(given: _Given) -> tuple[_Given, LoadedConfig]:
+    """The config; a function is called by the interpreter that its `launch` names, by default this one."""
     from trainkit.launch.environment import find_interpreter
 
-    if given.function is None:
-        return given
-    argv = find_interpreter(loaded.config.launch, Path.cwd())[0].argv
-    return given._replace(workload=replace(given.workload, argv=(*argv, *given.workload.argv[1:])))
+    loaded = given.request.load_to_plan(given.workload)
+    if given.function is not None:
+        argv = find_interpreter(loaded.config.launch, Path.cwd())[0].argv
+        given = given._replace(workload=replace(given.workload, argv=(*argv, *given.workload.argv[1:])))
+    return given, loaded
 
 
 def _start_calls(
-    given: _Given,
-    calls: Mapping[int, Call],
-    limit: int | None,
-    after: Iterable[str | Path | Run],
-    run_dir: str | Path | None,
-    values: Sequence[Mapping[str, Any]] = (),
+    given: _Given, calls: Mapping[int, Call], limit: int | None, values: Sequence[Mapping[str, Any]] = ()
 ) -> Group:
     """Start a group; `values` are those by which its tables name the calls of a sweep."""
     from trainkit.launch.submission import ArraySpec, LoadedPoint
 
     if not calls:
         raise UsageError("there is nothing to call", hint="each run is one call: give at least one item")
-    loaded = given.request.load_to_plan(given.workload)
-    given = _in_its_environment(given, loaded)
+    given, loaded = _loaded(given)
     shown = [{key: _shown(value) for key, value in own.items()} for own in values]
     points = [LoadedPoint(index, shown[index] if shown else {}, loaded) for index in calls]
-    return Group(_start(points, ArraySpec(tuple(calls), limit), given, calls, after, run_dir))
+    return Group(_start(given, points, ArraySpec(tuple(calls), limit), calls))
 
 
 def _shown(value: Any) -> str | int | float | bool | None:
@@ -527,39 +527,30 @@ def _shown(value: Any) -> str | int | float | bool | None:
 
 @notes_as_warnings()
 def _start(
-    points: Iterable[LoadedPoint],
-    array: ArraySpec | None,
-    given: _Given,
-    calls: Mapping[int, Call],
-    after: Iterable[str | Path | Run],
-    run_dir: str | Path | None,
-    *,
-    now: bool = False,
+    given: _Given, points: Iterable[LoadedPoint], array: ArraySpec | None, calls: Mapping[int, Call] = {}
 ) -> Path:
     """The folder of what was started."""
     from trainkit.cli.submit import submission_warnings
     from trainkit.launch.create import create_submission, start_submission
     from trainkit.launch.submission import plan_submission
 
-    where = None if run_dir is None else Path(run_dir)
-    names = [str(one.path if isinstance(one, Run) else one) for one in after]
-    submission = plan_submission(points, array, given.workload, after=names, warn=warn_caller)
-    if now and submission.plan.slurm is not None:
+    submission = plan_submission(points, array, given.workload, after=given.after, warn=warn_caller)
+    if given.now and submission.plan.slurm is not None:
         raise UsageError("now is for a run on this machine, and this one is for Slurm", hint="leave it out")
-    found = submission_warnings(submission, where, given.workload, starts=True)
+    found = submission_warnings(submission, given.run_dir, given.workload, starts=True)
     for text in (*submission.plan.warnings, *found):
         warn_caller(text.strip().removeprefix("warning: "))
     if submission.plan.slurm is not None:
         require_controller(submission.plan.slurm.clusters)
     with nullcontext() if given.function is None else by_value(given.function):
         pickles = {index: dumps(call) for index, call in calls.items()}  # what cannot be leaves no folder
-    created = create_submission(submission, [*sys.orig_argv], where, "run_dir")
+    created = create_submission(submission, [*sys.orig_argv], given.run_dir, "run_dir")
     folder = created.run.path
     if array is not None and pickles:
         (folder / CALLS_FOLDER).mkdir(mode=0o700)
     for index, content in pickles.items():
         write_atomic(folder / CALL_FILE if array is None else folder / CALLS_FOLDER / f"{index}.pkl", content)
-    start_submission(submission, created, now=now)
+    start_submission(submission, created, now=given.now)
     return folder
 
 

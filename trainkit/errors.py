@@ -7,7 +7,8 @@
     │   └── ConfigError      exit 2   one or more `Problem`s of a config
     ├── SlurmError           exit 3   Slurm cannot be reached: try again
     ├── CheckpointError      exit 1   no intact checkpoint
-    └── DivergedError        exit 78  non-finite loss or gradients that a restart cannot fix
+    └── FatalError           exit 78  what a restart of a worker would not change
+        └── DivergedError    exit 78  non-finite loss or gradients
 
 Workers use further exit codes: see `EXIT_*` below.
 """
@@ -130,10 +131,14 @@ class CheckpointError(TrainkitError):
     """There is no intact checkpoint."""
 
 
-class DivergedError(TrainkitError):
-    """Loss or gradients are not finite, and a restart would not change that."""
+class FatalError(TrainkitError):
+    """An error of a worker that a restart would not change."""
 
     exit_code = EXIT_NO_RESTART
+
+
+class DivergedError(FatalError):
+    """Loss or gradients are not finite."""
 
 
 PACKAGE = __name__.partition(".")[0]

@@ -50,6 +50,8 @@ NEEDS_FLOCK = "runs need a file system with flock: Lustre has it with the mount 
 class LockUnsupported(OSError):
     """The filesystem has no flock."""
 
+    hint = NEEDS_FLOCK
+
 
 class NotALock(OSError):
     """A link, or no file, is at the path of a lock: another user may have put it there."""

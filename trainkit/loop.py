@@ -48,7 +48,7 @@ from torch.optim import Optimizer
 
 from trainkit import __version__
 from trainkit.data.order import sample_index
-from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, EXIT_OK, EXIT_STOPPED, TrainkitError
+from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, FatalError
 from trainkit.folders import ensure_folder
 from trainkit.job.rank_env import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RankEnv, find_rank_env
 from trainkit.job.signals import StopRequest
@@ -91,26 +91,7 @@ def attach(run_dir: str | os.PathLike[str] | None = None) -> Attached:
     trainkit has not started, by default ``runs/attached``; its ranks must share it.
     Raises SystemExit(75) if the run was asked to stop before all ranks had arrived.
     """
-    stop = StopRequest()
-    stop.install()
-    env = find_rank_env()
-    _show_log(env.rank)
-    plan = None
-    if RUN_DIR_VARIABLE in os.environ:
-        run = RunDir(os.environ[RUN_DIR_VARIABLE])
-        attempt = run.attempt(int(os.environ[ATTEMPT_VARIABLE]))
-        plan = LaunchPlan.read(attempt.plan_file)
-    is_task = plan is not None and plan.per == "gpu"
-    wanted = "cuda" if torch.cuda.is_available() and (plan is None or plan.device == "cuda") else "cpu"
-    device = select_device(wanted, env.local_rank, is_task=is_task)
-    owns_group = not dist.is_initialized()
-    world = _join(env, device, stop, has_launcher=plan is None or plan.workload.has_launcher)
-    if world is None:
-        log.info(f"stopped during start-up ({stop.signal_name or 'by another rank'}): no step was done")
-        raise SystemExit(EXIT_STOPPED)
-    if RUN_DIR_VARIABLE not in os.environ:
-        attempt = _own_attempt(RunDir(run_dir or "runs/attached"), world, env)
-    return Attached(env, world, attempt, plan, stop, owns_group=owns_group)
+    return Attached(run_dir or "runs/attached")
 
 
 def _show_log(rank: int) -> None:
@@ -152,30 +133,26 @@ def _own_attempt(run: RunDir, world: World, env: RankEnv) -> AttemptDir:
             attempt = run.next_attempt()
             number = attempt.number
             attempt.create()
-            plan = _plan_by_hand(env, world.device.type).to_text()
+            # What commands show of it.
+            plan = LaunchPlan(
+                backend="hosts",  # without a supervisor, which could start it again
+                num_nodes=env.num_nodes,
+                workers_per_node=env.local_world_size,
+                device=world.device.type,
+                layout=Layout(dp_replicate=env.world_size),
+                batch=Batch(0, 0, 0, 0),
+                lr=0.0,
+                threads_per_worker=None,
+                grace_s=GRACE_S,
+                reasons={},
+                requeue=RequeuePolicy(on=()),
+                command=_command_by_hand(),
+            ).to_text()
             for file in (attempt.plan_file, run.plan_file):
                 write_atomic(file, plan)
             add_attempt(run, number, os.getpid(), "by hand")
         record_event(attempt, "started", world_size=env.world_size, nodes=env.num_nodes)
     return run.attempt(broadcast_from_main(number, world))
-
-
-def _plan_by_hand(env: RankEnv, device: str) -> LaunchPlan:
-    """What commands show of a run that trainkit did not start."""
-    return LaunchPlan(
-        backend="hosts",  # without a supervisor, which could start it again
-        num_nodes=env.num_nodes,
-        workers_per_node=env.local_world_size,
-        device=device,
-        layout=Layout(dp_replicate=env.world_size),
-        batch=Batch(0, 0, 0, 0),
-        lr=0.0,
-        threads_per_worker=None,
-        grace_s=GRACE_S,
-        reasons={},
-        requeue=RequeuePolicy(on=()),
-        command=_command_by_hand(),
-    )
 
 
 def _command_by_hand() -> tuple[str, ...]:
@@ -194,16 +171,26 @@ class Attached:
     `attempt`, how many times the run has started, from 1 on.
     """
 
-    def __init__(
-        self,
-        env: RankEnv,
-        world: World,
-        attempt: AttemptDir,
-        plan: LaunchPlan | None,
-        stop: StopRequest,
-        *,
-        owns_group: bool,
-    ) -> None:
+    def __init__(self, run_dir: str | os.PathLike[str]) -> None:
+        self._stop = stop = StopRequest()
+        stop.install()
+        env = find_rank_env()
+        _show_log(env.rank)
+        plan = None
+        if RUN_DIR_VARIABLE in os.environ:
+            run = RunDir(os.environ[RUN_DIR_VARIABLE])
+            attempt = run.attempt(int(os.environ[ATTEMPT_VARIABLE]))
+            plan = LaunchPlan.read(attempt.plan_file)
+        is_task = plan is not None and plan.per == "gpu"
+        wanted = "cuda" if torch.cuda.is_available() and (plan is None or plan.device == "cuda") else "cpu"
+        device = select_device(wanted, env.local_rank, is_task=is_task)
+        owns_group = not dist.is_initialized()
+        world = _join(env, device, stop, has_launcher=plan is None or plan.workload.has_launcher)
+        if world is None:
+            log.info(f"stopped during start-up ({stop.signal_name or 'by another rank'}): no step was done")
+            raise SystemExit(EXIT_STOPPED)
+        if plan is None:
+            attempt = _own_attempt(RunDir(run_dir), world, env)
         self.rank = env.rank
         self.local_rank = env.local_rank
         self.world_size = env.world_size
@@ -212,13 +199,15 @@ class Attached:
         self.attempt = attempt.number
         self._world = world
         self._attempt = attempt
-        self._stop = stop
         self._progress = Progress()
         self._tracked: dict[str, Any] = {}
         self._values: dict[str, float | Tensor] = {}
         self._records: deque[dict[str, object]] = deque(maxlen=10_000)
         """What metrics.jsonl will get at the next write."""
-        self._control = _Control()
+        # For small collectives: saves use the group of the checkpoints.
+        self._group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+        self._stops: tuple[Tensor, dist.Work] | None = None
+        """Whether a rank was asked to stop at the last step, when that is known."""
         self._saver = CheckpointSaver(attempt, world, {}, keep_last=3)
         self._rank_info = RankInfo(env.rank, env.node_rank, own_host())
         self._stacks = RankStacks(attempt, env.rank, self._progress)
@@ -289,7 +278,7 @@ class Attached:
                 record_event(self._attempt, "first_step", step=step)
             if step % log_every == 0 or step in (1, total):
                 self._write(step, time.monotonic() - began_s)
-            if self._control.any_of_last_step(bool(self._stop)) and step < total:
+            if self._any_stopped_at_last_step() and step < total:
                 self._end(step, "stop")
                 name = self._stop.signal_name or "by another rank"
                 if self.is_main:
@@ -300,6 +289,17 @@ class Attached:
                 self._save(step, "every_steps", blocking=False)
         self._end(step, "final")
         self._outcome = "finished"
+
+    def _any_stopped_at_last_step(self) -> bool:
+        """Whether a rank was asked to stop when this was called last; in the background: no step waits."""
+        before, value = self._stops, torch.tensor(float(bool(self._stop)))
+        work = dist.all_reduce(value, group=self._group, async_op=True)
+        assert work is not None
+        self._stops = value, work
+        if before is None:
+            return False
+        before[1].wait()
+        return bool(before[0])
 
     def save(self, step: int) -> None:
         """Save the tracked objects as the state after `step`, and wait for it; on every rank.
@@ -338,12 +338,19 @@ class Attached:
     def _write(self, step: int, step_s: float) -> None:
         """Write the means of the logged values; a collective, also for a rank that has logged nothing."""
         names = sorted(self._values)
-        hint = "log the same names on every rank, not on rank 0 alone"
-        self._control.require_equal(", ".join(names), "run.log()", hint)
+        shown = ", ".join(names)
+        extremes = torch.tensor([stable_key(shown), -stable_key(shown)])
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._group)
+        if int(extremes[0]) != -int(extremes[1]):
+            raise FatalError(
+                f"the ranks differ in run.log(): this one has {shown or 'nothing'}",
+                hint="log the same names on every rank, not on rank 0 alone",
+            )
         if not names:
             return
         numbers = [torch.as_tensor(self._values[name], device=self.device).detach() for name in names]
-        sums = self._control.sum(torch.stack([number.double().view(()) for number in numbers]).cpu())
+        sums = torch.stack([number.double().view(()) for number in numbers]).cpu()
+        dist.all_reduce(sums, group=self._group)
         if not self.is_main:
             return
         means = dict(zip(names, (sums / self.world_size).tolist(), strict=True))
@@ -423,10 +430,9 @@ class Attached:
         tensors: dict[str, Tensor] = {}
         for name, item in self._tracked.items():
             if name not in values:
-                raise TrainkitError(
+                raise FatalError(
                     f"{name} is tracked, but not in {checkpoint.path.name}",
                     hint="track what the run tracked before, or start a new run",
-                    exit_code=EXIT_NO_RESTART,
                 )
             tensors |= self._wanted(name, item, saved)
         load_tensors(checkpoint, tensors, self._world)
@@ -492,10 +498,9 @@ class Attached:
         for item in self._tracked.values():
             if isinstance(item, nn.Module) and params <= set(item.parameters()):
                 return item
-        raise TrainkitError(
+        raise FatalError(
             f"the parameters of {name} are not those of one tracked module",
             hint="track the module with it: run.track(model=model, optimizer=optimizer)",
-            exit_code=EXIT_NO_RESTART,
         )
 
     def _report_failures(self) -> None:
@@ -510,36 +515,3 @@ class Attached:
                 show(kind, error, trace)
 
         sys.excepthook = record
-
-
-class _Control:
-    """Small collectives between the ranks, on a group of their own: saves use that of the checkpoints."""
-
-    def __init__(self) -> None:
-        self._group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
-        self._pending: tuple[Tensor, dist.Work] | None = None
-
-    def any_of_last_step(self, flag: bool) -> bool:
-        """Whether a rank had its flag in the call before this one; in the background: no step waits."""
-        before, value = self._pending, torch.tensor(float(flag))
-        work = dist.all_reduce(value, group=self._group, async_op=True)
-        assert work is not None
-        self._pending = value, work
-        if before is None:
-            return False
-        before[1].wait()
-        return bool(before[0])
-
-    def sum(self, values: Tensor) -> Tensor:
-        """The sum over all ranks, in place."""
-        dist.all_reduce(values, group=self._group)
-        return values
-
-    def require_equal(self, text: str, what: str, hint: str) -> None:
-        """Raise TrainkitError on all ranks unless they have the same text."""
-        key = stable_key(text)
-        extremes = torch.tensor([key, -key])
-        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._group)
-        if int(extremes[0]) != -int(extremes[1]):
-            message = f"the ranks differ in {what}: this one has {text or 'nothing'}"
-            raise TrainkitError(message, hint, exit_code=EXIT_NO_RESTART)

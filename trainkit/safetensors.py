@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, TrainkitError
+from trainkit.errors import EXIT_FAILED, FatalError
 
 INDEX_NAME = "model.safetensors.index.json"
 FILE_NAME = "model.safetensors"
@@ -38,12 +38,6 @@ DTYPES = {
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-class WeightsError(TrainkitError):
-    """Weights of a Hugging Face model that cannot be used; a restart would not change that."""
-
-    exit_code = EXIT_NO_RESTART
-
-
 @dataclass(frozen=True)
 class _Stored:
     """Where a tensor is."""
@@ -58,7 +52,7 @@ class StoredWeights:
     """The tensors in the safetensors files of a folder, of which any part can be read by itself."""
 
     def __init__(self, folder: Path) -> None:
-        """Read the headers of all files; raises WeightsError if there are none or one is damaged."""
+        """Read the headers of all files; raises FatalError if there are none or one is damaged."""
         self.folder = folder
         self._headers: dict[Path, bytes] = {}
         self._tensors: dict[str, _Stored] = {}
@@ -86,7 +80,7 @@ class StoredWeights:
     def read(self, name: str, index: Sequence[slice] = ()) -> Tensor:
         """Read a tensor, or the part at `index`, one slice for each of the first dimensions.
 
-        Only the rows in the first slice are read from the file. Raises WeightsError if it is too short.
+        Only the rows in the first slice are read from the file. Raises FatalError if it is too short.
         """
         stored = self._tensors[name]
         start, num_rows, shape = 0, None, stored.shape
@@ -121,7 +115,7 @@ class StoredWeights:
                 dtype, shape = DTYPES.get(item["dtype"]), tuple(item["shape"])
                 if dtype is None:
                     message = f"{name} in {file} is {item['dtype']}"
-                    raise WeightsError(message, "save the model in bfloat16 or float32")
+                    raise FatalError(message, "save the model in bfloat16 or float32")
                 if last - first != math.prod(shape) * dtype.itemsize or data_start + last > size:
                     raise ValueError(f"{name} is incomplete")
                 self._tensors[name] = _Stored(file, data_start + first, dtype, shape)
@@ -130,14 +124,14 @@ class StoredWeights:
 
 @contextmanager
 def _reading(file: Path) -> Iterator[None]:
-    """Raise WeightsError for a file that cannot be read or does not have the format."""
+    """Raise FatalError for a file that cannot be read or does not have the format."""
     try:
         yield
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise WeightsError(f"{file} is damaged or of another format: {error}", "download it again") from None
+        raise FatalError(f"{file} is damaged or of another format: {error}", "download it again") from None
     except OSError as error:
         # A restart may find the disk in order again.
-        raise WeightsError(f"{file} cannot be read: {error.strerror}", exit_code=EXIT_FAILED) from None
+        raise FatalError(f"{file} cannot be read: {error.strerror}", exit_code=EXIT_FAILED) from None
 
 
 def _files(folder: Path) -> list[Path]:
@@ -146,7 +140,7 @@ def _files(folder: Path) -> list[Path]:
         return [folder / FILE_NAME]
     index = folder / INDEX_NAME
     if not index.is_file():
-        raise WeightsError(
+        raise FatalError(
             f"{folder} has no {FILE_NAME}",
             hint="save it with `save_pretrained`; model.from_scratch: true needs no weights",
         )

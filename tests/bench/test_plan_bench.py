@@ -7,7 +7,6 @@ import pytest
 from trainkit.bench import plan_bench
 from trainkit.bench.plan_bench import (
     BenchPoint,
-    BenchRequest,
     PlannedBench,
     bench_values,
     plan_layouts,
@@ -88,17 +87,11 @@ def test_the_ranks_that_are_profiled(world_size: int, ranks: tuple[int, ...]) ->
     assert profiled_ranks(world_size) == ranks
 
 
-def layouts_of_four(folder: Path) -> PlannedBench:
-    shape = "model={preset: nano, num_layers: 8, num_kv_heads: 4}"
-    loaded = load(folder, "resources.gpus_per_node=4", "device=cpu", "launch.backend=local", shape)
-    return plan_layouts(BenchRequest("mine.yaml", BenchLength(30, 5), 1, keep_name=False), loaded, ())
-
-
 def test_a_bench_ends_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_bench, "MAX_LAYOUTS", 3)
-    planned = layouts_of_four(tmp_path)
-    assert [point.name for point in planned.points] == ["dp_shard=4", "dp_replicate=4", "tp=4"]
-    assert planned.left_out[:2] == ["pp=4", "dp_replicate=2,dp_shard=2"]
+    found = planned(tmp_path, 4)
+    assert names(found) == ["dp_shard=4", "dp_replicate=4", "tp=4"]
+    assert found.left_out[:2] == ["pp=4", "dp_replicate=2,dp_shard=2"]
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch, **degrees: int) -> None:
@@ -118,9 +111,9 @@ def test_one_that_cannot_be_planned_makes_room_for_the_next(
 ) -> None:
     monkeypatch.setattr(plan_bench, "MAX_LAYOUTS", 2)
     refuse(monkeypatch, dp_replicate=4)
-    planned = layouts_of_four(tmp_path)
-    assert [point.name for point in planned.points] == ["dp_shard=4", "tp=4"]
-    assert planned.impossible["dp_replicate=4"] == "parallel.dp_shard is 1: too large for a GPU"
+    found = planned(tmp_path, 4)
+    assert names(found) == ["dp_shard=4", "tp=4"]
+    assert found.impossible["dp_replicate=4"] == "parallel.dp_shard is 1: too large for a GPU"
 
 
 def test_when_none_can_be_planned_the_config_is_to_blame(
@@ -128,7 +121,7 @@ def test_when_none_can_be_planned_the_config_is_to_blame(
 ) -> None:
     refuse(monkeypatch)
     with pytest.raises(ConfigError, match=r"parallel\.dp_shard: is 1: too large for a GPU"):
-        layouts_of_four(tmp_path)
+        planned(tmp_path, 4).submission(1)
 
 
 SIZES = (
@@ -142,7 +135,9 @@ def planned(folder: Path, ranks: int, layouts: tuple[str, ...] = (), *settings: 
     """A bench on one node of the nano model with enough layers and heads to be split."""
     overrides = (*SIZES, *MODEL, f"resources.gpus_per_node={ranks}", *settings)
     loaded = load_config(None, overrides=overrides, environ={}, cwd=folder)
-    return plan_layouts(BenchRequest("mine.yaml", BenchLength(30, 5), 1, keep_name=False), loaded, layouts)
+    found = PlannedBench("layouts", "mine.yaml", BenchLength(30, 5), 1, keep_name=False)
+    plan_layouts(found, loaded, layouts)
+    return found
 
 
 def asked(folder: Path, text: str, ranks: int = 4, *settings: str) -> BenchPoint:

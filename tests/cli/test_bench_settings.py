@@ -12,13 +12,16 @@ from trainkit.cli.main import main
 from trainkit.job import group_parts
 from trainkit.run.files import read_json
 from trainkit.run.group import RunGroup, create_task_run
-from trainkit.run.registry import find_bench_folder
 
 CURVE = """
 plan = json.load(open(f"{RUN_DIR}/attempts/001/plan.json"))
 size = plan["batch"]["device_batch_size"]
 if size == 8:
-    sys.exit("no memory")
+    os.makedirs(f"{RUN_DIR}/attempts/001/errors", exist_ok=True)
+    with open(f"{RUN_DIR}/attempts/001/errors/rank-0000.json", "w") as stream:
+        json.dump({"rank": 0, "type": "OutOfMemoryError", "message": "no memory", "step": 3}, stream)
+    sys.exit(1)
+os.makedirs(f"{RUN_DIR}/checkpoints/step-00000010")
 with open(f"{RUN_DIR}/metrics.jsonl", "w") as stream:
     for step in range(1, 11):
         record = {"step": step, "time": "2026-01-01T00:00:00Z", "attempt": 1, "loss": 1.0,
@@ -105,7 +108,14 @@ def test_points_run_in_rounds_and_one_that_fails_stays_in_the_table(desk: Desk) 
     with (desk.folder / "runs/mine/summary.csv").open(newline="") as stream:
         rows = list(csv.DictReader(stream))
     assert [row["tokens_per_s"] for row in rows] == ["400", "200", ""]
-    assert rows[0]["run"] == "1 4"
+    assert [row["samples_per_s"] for row in rows] == ["16", "16", ""]
+    assert [row["run"] for row in rows] == ["1 4", "0 3", "2 5"]
+    assert rows[2]["verdict"] == "rank 0 failed first at step 3: OutOfMemoryError: no memory"
+    assert "2 failed, 4 finished" in done.stderr
+    assert "no exposed_comm_s: " in done.stderr  # these workers wrote no profile
+    for run in map(RunGroup(desk.folder / "runs/mine").run, range(6)):
+        assert run.attempt_numbers() == [1]  # what fails is not started again
+        assert not any(run.checkpoints_dir.iterdir())
     made = read_json(desk.folder / "runs/mine/bench.json")
     assert (made["kind"], made["repeats"]) == ("settings", 2)
     assert made["impossible"].keys() == {"train.device_batch_size=3"}
@@ -175,19 +185,6 @@ def test_points_that_need_different_jobs_are_refused(
         assert submit(*SIZES, *more) == 2
         assert f"point 1 ({BATCH}=2, {GPUS}=2) needs a different job than point 0" in capsys.readouterr().err
     assert (sbatch.taken, (tmp_path / "out").exists()) == ([], False)
-
-
-def test_a_bench_in_runs_is_not_taken_for_a_run_of_this_path(tmp_path: Path, sbatch: Sbatch) -> None:
-    assert submit("--sweep", "seed=1,2") == 0
-    assert main(["bench", "settings", "small.yaml", "--backend", "sbatch", "--no-snapshot",
-                 "--out", "runs/out", "--sweep", "seed=1,2"]) == 0  # fmt: skip
-    (tmp_path / "runs/out/sweep.json").unlink()
-    assert find_bench_folder("out", with_groups=False) is None
-    assert find_bench_folder("runs/out", with_groups=False) is not None
-    assert find_bench_folder("out") == Path("out")
-    assert find_bench_folder("x" * 300) is None
-    (tmp_path / "out/bench.json").write_text("garbage")
-    assert find_bench_folder("out", with_groups=False) is None, "its array is intact"
 
 
 @pytest.mark.parametrize("key", ["launch.backend=sbatch,local", "launch.cluster=example"])

@@ -36,7 +36,7 @@ def away(fake: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fa
     monkeypatch.setattr(client, "SHORT_TIMEOUT_S", 0.3)
     monkeypatch.setattr(discovery, "CLUSTER_TIMEOUT_S", 0.3)
     monkeypatch.setitem(
-        client._unanswered, (fake.environ["PATH"], str(tmp_path / "slurm.conf"), ""), time.monotonic()
+        client._last, (fake.environ["PATH"], str(tmp_path / "slurm.conf"), ""), (time.monotonic(), False)
     )
     return fake
 

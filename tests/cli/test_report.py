@@ -65,7 +65,7 @@ def test_runs_of_a_bench_are_compared_by_their_measured_speed(
     bench = made_up_bench(place / "runs" / "two", repeats=2)
     for item, step_s in zip(bench.runs, (0.5, 0.25, 0.4, 0.2), strict=True):
         train_made_up(bench.run_dir(item), step_s=step_s)
-    assert main(["report", "two", "--json"]) == 0
+    assert main(["report", "runs/two", "--json"]) == 0
     value = json.loads(capsys.readouterr().out)
     assert value["objective"]["name"] == "tokens_per_s"
     assert [(point["values"], point["result"]) for point in value["points"]] == [

@@ -19,7 +19,6 @@ from textual.pilot import Pilot
 from tests.support import watched_runs
 from tests.support.groups import make_group
 from tests.support.watched_runs import NOW, requeued_job, running_job, unreachable
-from trainkit.bench.run_bench import Bench
 from trainkit.cli.watch_screen import RunScreen, TextScreen, WatchApp, joined
 from trainkit.control.cancel import CancelResult
 from trainkit.run.group import RunGroup
@@ -68,7 +67,7 @@ async def shows(pilot: Pilot[Any], text: str) -> None:
 
 
 def drive(
-    found: RunDir | RunGroup | Bench | None,
+    found: RunDir | RunGroup | None,
     act: Act,
     query: Any = running_job,
     size: tuple[int, int] = (80, 24),

@@ -1,6 +1,5 @@
 """What is known about the cluster of a run, and when Slurm is queried for it."""
 
-from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import pytest
 from tests.support.fake_slurm import FakeSlurm
 from trainkit.cluster.bad_nodes import note_failure
 from trainkit.cluster.discovery import discover_cluster, gpu_option
-from trainkit.cluster.init_files import differences, profile_text, write_new
+from trainkit.cluster.init_files import profile_text, write_new
 from trainkit.cluster.model import Account, Cluster, NodeKind, Partition, Qos
 from trainkit.cluster.profile import known_cluster, user_folder
 from trainkit.config import LoadedConfig, load_config
@@ -201,18 +200,6 @@ def test_the_expedited_requeue_is_offered_where_the_site_has_it(slurm: FakeSlurm
     found = discover_cluster()
     assert found.expedited_requeue is False
     assert "\nexpedited_requeue: false\n" in profile_text(found, date(2026, 1, 2))
-
-
-def test_differences() -> None:
-    west = Cluster("west", (GPU,), accounts=(Account("physics"),), qos=(Qos("long"),))
-    assert differences(west, west) == []
-    assert differences(west, replace(west, partitions=(replace(GPU, is_up=False),), accounts=None)) == []
-    other = Partition("cpu")
-    assert differences(west, replace(west, partitions=(replace(GPU, max_time_s=60), other))) == [
-        *("partition gpu", "partition cpu")
-    ]
-    assert differences(replace(west, partitions=()), west) == []
-    assert differences(west, replace(west, accounts=(Account("chem"),), qos=())) == ["accounts", "qos"]
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:

@@ -73,6 +73,9 @@ schedule.decay_steps=181 schedule.name=wsd
 precision.float8=rowwise precision.dtype=fp16
     precision.float8: is rowwise, but precision.dtype is fp16
     hint: float8 requires precision.dtype: bf16
+precision.float8=gather parallel.offload=true
+    precision.float8: is gather, but parallel.offload is true
+    hint: precision.float8: true gathers in bf16, as offload requires
 precision.tf32=true
     precision.tf32: is true, but precision.dtype is bf16
     hint: remove it: TF32 is for fp32, and slower
@@ -105,7 +108,7 @@ def test_what_does_not_contradict(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["HF_TOKEN", "WANDB_API_KEY", "MY_PASSWORD"])
 def test_a_secret_must_not_be_written_down(tmp_path: Path, name: str) -> None:
     assert problem(tmp_path, f"launch.env.{name}=abc") == (
-        f"--set launch.env.{name}=***: launch.env.{name}: looks like a secret, "
+        f"--set launch.env.{name}: launch.env.{name}: looks like a secret, "
         "but the config is written to the run folder\n"
         f"  hint: export {name} in the shell instead; the job inherits it"
     )

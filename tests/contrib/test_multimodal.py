@@ -28,8 +28,12 @@ ANSWERS = ("up", "down")
 ARGS = "medium: curve, size: 16, patch: 4, width: 32, queries: 3"
 
 
-def write_rows(file: Path, rows: list[Any]) -> Path:
-    file.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+def write(file: Path, rows: list[Any]) -> Path:
+    lines = [
+        row if isinstance(row, bytes) else (row if isinstance(row, str) else json.dumps(row)).encode()
+        for row in rows
+    ]
+    file.write_bytes(b"".join(line + b"\n" for line in lines))
     return file
 
 
@@ -40,7 +44,7 @@ def curves(file: Path, count: int) -> Path:
         curve = [sign * (t + math.sin(index)) for t in range(10 + index % 3)]
         question = "which way" + " now" * (index % 4)
         rows.append({"curve": curve, "question": question, "answer": ANSWERS[index % 2]})
-    return write_rows(file, rows)
+    return write(file, rows)
 
 
 def options(folder: Path, *, args: str = ARGS, steps: int = 4) -> tuple[str, ...]:
@@ -131,7 +135,7 @@ def test_the_smoke_test_has_no_problems(tmp_path: Path) -> None:
 
 def test_the_smoke_test_names_the_lines_of_bad_rows(tmp_path: Path) -> None:
     config = config_of(*options(tmp_path))
-    write_rows(tmp_path / "val.jsonl", [{"curve": [1, 2], "question": "q"}])
+    write(tmp_path / "val.jsonl", [{"curve": [1, 2], "question": "q"}])
     [found] = Smoke(config).problems()
     assert "val.jsonl:1: it has no key 'answer'" in found.message
     assert '"answer": "…"' in found.hint
@@ -189,7 +193,7 @@ def test_a_curve_is_sampled_at_equal_times() -> None:
 
 def test_a_row_without_its_image(tmp_path: Path) -> None:
     row = {"image": "1.png", "question": "q", "answer": "x"}
-    file = write_rows(tmp_path / "train.jsonl", [row])
+    file = write(tmp_path / "train.jsonl", [row])
     with pytest.raises(UsageError, match=r"train\.jsonl:1: there is no image .*1\.png"):
         MediumSamples(file, MediumFormat("image", 8, 4), "bytes", 50)
 
@@ -257,15 +261,6 @@ BAD: list[tuple[Any, str]] = [
     ({**GOOD, "curve": "1, 2"}, BAD_CURVE),
     ({**GOOD, "question": "long " * 20}, "it has 105 tokens, more than 60"),
 ]
-
-
-def write(file: Path, rows: list[Any]) -> Path:
-    lines = [
-        row if isinstance(row, bytes) else (row if isinstance(row, str) else json.dumps(row)).encode()
-        for row in rows
-    ]
-    file.write_bytes(b"".join(line + b"\n" for line in lines))
-    return file
 
 
 @pytest.mark.parametrize(("row", "message"), BAD)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +34,7 @@ from trainkit.run.registry import find_run, register
 from trainkit.run.rundir import RunDir, submission_token
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
 from trainkit.slurm.jobs import JobInfo
-from trainkit.slurm.states import JobState
+from trainkit.slurm.states import JobState, on_cluster, split_job
 
 REQUEST = SlurmRequest({"nodes": 2, "comment": "my words"})
 WAITS = JobInfo("?", JobState.PENDING, "PENDING", reason="Dependency")
@@ -105,9 +106,10 @@ def test_what_ctrl_c_cancelled_is_named_by_its_id(
     done: list[str] = []
     monkeypatch.setattr(slurm_backend, "find_by_token", lambda *args, **more: "123;east")
     monkeypatch.setattr(slurm_backend, "cancel", done.extend)
-    with pytest.raises(KeyboardInterrupt), slurm_backend.removed_unless_submitted(run.path, "x", ["east"]):
+    remove = partial(done.append, "folder")
+    with pytest.raises(KeyboardInterrupt), slurm_backend.removed_unless_submitted(remove, "x", ["east"]):
         raise KeyboardInterrupt
-    assert (done, run.path.exists()) == (["123;east"], False)
+    assert done == ["123;east", "folder"]
     assert capsys.readouterr().err == "123 had already been submitted and was cancelled\n"
 
 
@@ -211,8 +213,11 @@ def queue(monkeypatch: pytest.MonkeyPatch, **jobs: JobInfo) -> dict[str, JobInfo
 
 
 def answers(monkeypatch: pytest.MonkeyPatch, query: Callable[[Sequence[str]], dict[str, JobInfo]]) -> None:
-    for module in (control_jobs, slurm_backend):
-        monkeypatch.setattr(module, "query_jobs", query)
+    def query_cluster(wanted: Sequence[str], cluster: str) -> list[tuple[str, JobInfo]]:
+        found = query([on_cluster(job_id, cluster) for job_id in wanted])
+        return [(split_job(job)[0], info) for job, info in found.items()]
+
+    monkeypatch.setattr("trainkit.slurm.jobs._query_cluster", query_cluster)
 
 
 def test_a_run_whose_follow_up_waits_is_alive(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

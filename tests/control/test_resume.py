@@ -69,7 +69,7 @@ def test_what_may_change(run: RunDir, tmp_path: Path, overrides: list[str]) -> N
         ("data.seq_len=64", "data.seq_len: is 64, but step-00000100 was trained with 256"),
         (
             "model.architecture=mine.py:Mine",
-            "model.architecture: is Mine, but step-00000100 was trained with llama",
+            "model.architecture: is mine.py:Mine, but step-00000100 was trained with llama",
         ),
         ("model.preset=nano", "model: differs in shape from the model of step-00000100"),
         (

@@ -140,9 +140,9 @@ def test_units_that_are_done_are_not_done_again(tmp_path, monkeypatch):
 def test_same_inputs_again_do_nothing(tmp_path):
     (tmp_path / "a.txt").write_text("hello\n" * 100)
     spec = DatasetSpec((str(tmp_path / "a.txt"),))
-    assert not prepare(spec, tmp_path / "out").was_there
+    assert not prepare(spec, tmp_path / "out")[1]
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
-    assert prepare(spec, tmp_path / "out").was_there
+    assert prepare(spec, tmp_path / "out")[1]
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == before
 
 

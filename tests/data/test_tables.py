@@ -101,7 +101,7 @@ def test_planning_opens_no_table(tmp_path):
 def test_changed_content_is_noticed(tmp_path, write):
     source = write("parquet", ["abc", "d"])
     prepared(tmp_path, source)
-    assert prepare(DatasetSpec((str(source),)), tmp_path / "out").was_there
+    assert prepare(DatasetSpec((str(source),)), tmp_path / "out")[1]
     size = source.stat().st_size
     write("parquet", ["ab", "cd"])
     assert source.stat().st_size == size

@@ -70,8 +70,10 @@ def test_empty_text(tmp_path):
 def test_counts_are_those_of_prepare(tmp_path, tokenizer_json):
     content = rows(*(f"the quick brown fox {number}" for number in range(500))).encode()
     summary, problems = validated(tmp_path / "a.jsonl", content, str(tokenizer_json))
-    made = prepare(DatasetSpec((str(tmp_path / "a.jsonl"),), tokenizer=str(tokenizer_json)), tmp_path / "out")
-    assert summary.tokens == made.file.num_tokens("train")
+    made, _ = prepare(
+        DatasetSpec((str(tmp_path / "a.jsonl"),), tokenizer=str(tokenizer_json)), tmp_path / "out"
+    )
+    assert summary.tokens == made.num_tokens("train")
     assert problems == []
 
 

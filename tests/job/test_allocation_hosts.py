@@ -76,13 +76,13 @@ def test_of_a_range_the_step_has_what_is_there(tmp_path: Path, monkeypatch: pyte
     several = replace(fitted, gpu_types={"a": "a100", "h": "h100"})
     assert allocation.place(several) == {"partition": "a", "gpu_type": "a100"}
     assert LaunchPlan.read(run.plan_file) == fitted
-    allocation.bad["h2"] = "lost"
+    allocation.bad.add("h2")
     assert allocation.fitted(attempt, fitted) is fitted
-    allocation.bad["h1"] = "lost"
+    allocation.bad.add("h1")
     allocation.job = JobDetails(JobState.RUNNING, "", False, 0, True, None)
     assert allocation.restart_options(fitted).restart
     assert allocation.fitted(attempt, fitted).num_nodes == 1
-    allocation.bad["h3"] = "lost"
+    allocation.bad.add("h3")
     assert not allocation.restart_options(fitted).restart
 
 
@@ -164,6 +164,6 @@ def test_hosts_of_slow_ranks_are_avoided_where_the_config_says_so(tmp_path: Path
         append_jsonl(attempt.run.events_file, event)
     append_jsonl(attempt.run.events_file, {"event": "slow_rank_over", "attempt": 1, "rank": 0, "host": "h18"})
     of_job = SlurmAllocation.__new__(SlurmAllocation)
-    of_job.hosts, of_job.bad = list(HOSTS), {}
+    of_job.hosts, of_job.bad = list(HOSTS), set()
     of_job.record_suspect(attempt, plan(f"requeue.slow_hosts={policy}"), None)
-    assert of_job.bad == ({} if policy == "ignore" else {"h1": "slow"})
+    assert of_job.bad == (set() if policy == "ignore" else {"h1"})

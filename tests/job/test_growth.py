@@ -21,7 +21,7 @@ from trainkit.run.history import Attempt
 from trainkit.run.record import AUTO_RESTART, add_slurm_attempt
 from trainkit.run.rundir import AttemptDir
 from trainkit.slurm.client import SlurmRefused
-from trainkit.slurm.submit import StartEstimate
+from trainkit.slurm.submit import Answer
 
 HOUR = 3600.0
 
@@ -92,13 +92,13 @@ class Played:
         self.plan = replace(plan, num_nodes=2, sizes={"4": {}, "8": {}}, slurm=SlurmRequest({**options}))
         self.watch = GrowthWatch(attempt, self.plan, ["a", "b", "c"], num_good=2)
 
-    def _query_start(self, script: str, *, extra_argv: list[str], **more: object) -> StartEstimate:
+    def _query_start(self, script: str, *, extra_argv: list[str], **more: object) -> tuple[Answer, str]:
         self.asked.append(set(extra_argv))
         [nodes] = (int(word.removeprefix("--nodes=")) for word in extra_argv if word.startswith("--nodes="))
         wait_s = self.waits[nodes]
         if isinstance(wait_s, Exception):
             raise wait_s
-        return StartEstimate(datetime.now(timezone.utc) + timedelta(seconds=wait_s), [], "")
+        return Answer(datetime.now(timezone.utc) + timedelta(seconds=wait_s)), ""
 
     def trains(self, seconds: float, last_step: int, total_steps: int) -> None:
         """The attempt has trained up to a step."""

@@ -7,7 +7,7 @@ import pytest
 from tests.support.runs import launch_plan
 from trainkit.job.failure.records import suspect_host
 from trainkit.job.hangs import HangRecord, hang_failure, missing_ranks, read_hangs
-from trainkit.run.files import write_json
+from trainkit.run.files import to_json, write_json
 
 PLAN = launch_plan()
 WAITING = ("wait (control.py:61)", "advance (loop.py:110)")
@@ -52,7 +52,7 @@ def test_records_are_read_by_rank_and_damaged_ones_passed_over(attempt):
 def test_the_one_that_is_behind(attempt, late, phase):
     records = [record(rank) for rank in range(4)]
     records[2] = replace(records[2], **late, phase=phase)
-    assert hang_failure(attempt, PLAN, records).to_dict() == {
+    assert to_json(hang_failure(attempt, PLAN, records)) == {
         "rank": 2,
         "node_rank": 1,
         "host": "host1",

@@ -22,7 +22,7 @@ from trainkit.observe.diagnose import diagnose
 from trainkit.observe.status import read_status
 from trainkit.plan.launch import RequeuePolicy
 from trainkit.run.events import log_event
-from trainkit.run.files import parse_time, read_jsonl, utc_now, write_json
+from trainkit.run.files import parse_time, read_jsonl, to_json, utc_now, write_json
 from trainkit.run.history import RunHistory
 from trainkit.run.record import read_job
 from trainkit.run.rundir import AttemptDir, RunDir
@@ -236,7 +236,7 @@ def test_a_lock_is_the_cause_of_a_hang_and_a_hint_at_a_time_limit(attempt: Attem
     phase = f"a command without output: {silence.text}"
     record = HangRecord(0, 0, "", None, phase, 0, 70.0, 60.0, None, utc_now(), ())
     plan = replace(PLAN, num_nodes=1, workers_per_node=1)
-    end = {"state": "failed", "cause": "hang", "verdict": hang_failure(attempt, plan, [record]).to_dict()}
+    end = {"state": "failed", "cause": "hang", "verdict": to_json(hang_failure(attempt, plan, [record]))}
     write_json(attempt.end_file, end)
     found = diagnose(attempt)
     assert (found.state, found.name, found.rank, found.host) == ("failed", "lock-file", 0, "a")

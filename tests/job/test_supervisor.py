@@ -355,7 +355,7 @@ def test_hosts_that_an_earlier_start_has_given_up_are_still_left_out(
 ) -> None:
     monkeypatch.setattr(allocation, "excluded", lambda cluster, run: {"node9": "it died"})
     given = allocation.SlurmAllocation(run, "7", [])
-    given.bad["node1"] = "lost"
+    given.bad.add("node1")
     assert given.hosts_to_exclude() == ["node1", "node9"]
 
 

@@ -9,7 +9,7 @@ import pytest
 from slurm_job import RUNNING, Slurm, record_signal, step
 
 from trainkit.errors import EXIT_NO_RESTART, EXIT_STOPPED
-from trainkit.job import allocation, resubmit, supervisor
+from trainkit.job import allocation, supervisor
 from trainkit.job.allocation import SlurmAllocation
 from trainkit.job.attempt_watch import SlurmAttemptWatch
 from trainkit.plan.launch import LaunchPlan
@@ -143,10 +143,11 @@ def test_a_notice_that_a_full_disk_did_not_take(
     action: str,
     cause: str | None,
 ) -> None:
-    monkeypatch.setattr(resubmit, "cancel_waiting", lambda job_ids: pytest.fail("it is to be requeued"))
+    cancelled: list[str] = []
+    monkeypatch.setattr(allocation, "cancel_waiting", cancelled.extend)
     slurm.job = job
     end = step(run, "raise SystemExit(75)")[1]
-    assert (end["action"], end["cause"]) == (action, cause)
+    assert (end["action"], end["cause"], cancelled) == (action, cause, [])
 
 
 @pytest.mark.parametrize(
@@ -204,8 +205,8 @@ def test_a_run_that_has_ended_is_not_started_again_by_slurm(
 ) -> None:
     """A host was lost for a while, so that Slurm starts the job again; what ran on it has failed for good."""
     cancelled: tuple[list[str], list[str]] = ([], [])
-    monkeypatch.setattr(resubmit, "cancel_waiting", cancelled[0].extend)
-    monkeypatch.setattr(resubmit, "cancel", cancelled[1].extend)
+    monkeypatch.setattr(allocation, "cancel_waiting", cancelled[0].extend)
+    monkeypatch.setattr(allocation, "cancel", cancelled[1].extend)
     slurm.job = job
     code, end = step(run, f"raise SystemExit({EXIT_NO_RESTART})")
     assert (code, end["action"], *cancelled) == (EXIT_NO_RESTART, "failed", waiting, leaving)

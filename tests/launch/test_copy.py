@@ -20,7 +20,7 @@ from trainkit.plan.facts import Facts
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.make_plan import make_plan
 from trainkit.plan.workload import Command
-from trainkit.run.files import write_json
+from trainkit.run.files import to_json, write_json
 from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
 
@@ -45,7 +45,7 @@ def submitted(run: RunDir, project: Path, loaded, plan: LaunchPlan) -> RunDir:  
     """A run with a copy of its project, which has changed since."""
     (project / "train.py").write_text("old\n")
     code = copy_code(project, run, plan.workload)
-    write_json(run.job_file, {"cwd": str(project), "code": code.to_dict(), "attempts": []})
+    write_json(run.job_file, {"cwd": str(project), "code": to_json(code), "attempts": []})
     run.attempt(1).create()
     (project / "train.py").write_text("new\n")
     return run
@@ -132,7 +132,7 @@ def test_names_of_all_kinds_reach_provenance(project: Path, run: RunDir, plan: L
     for name in (b"two\nlines.py", b"\xff.py", "ü.py".encode(), b" lead\"'$(x).py", b"\xfe.pem"):
         with open(os.fsencode(project) + b"/" + name, "w"):
             pass
-    write_json(run.provenance_file, copy_code(project, run, plan.workload).to_dict())
+    write_json(run.provenance_file, to_json(copy_code(project, run, plan.workload)))
     assert names(run.code_dir) == [" lead\"'$(x).py", "two\nlines.py", "ü.py", "\udcff.py"]
     read = json.loads(run.provenance_file.read_text())
     assert read["left_out"] == [{"path": "\\xfe.pem", "reason": "looks like a secret"}]

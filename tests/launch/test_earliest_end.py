@@ -39,7 +39,6 @@ from trainkit.run.events import log_event
 from trainkit.run.files import append_jsonl
 from trainkit.run.registry import register
 from trainkit.run.rundir import RunDir
-from trainkit.slurm.submit import Answer
 
 HOUR = 3600.0
 RESTART_H = RESTART_S / HOUR
@@ -119,8 +118,8 @@ def offer(
     start_s: float | None, work_h: float, num_nodes: int = 1, limit_h: float = 1.0, is_slice: bool = False
 ) -> Offer:
     start = None if start_s is None else NOW + timedelta(seconds=start_s)
-    answer = Answer(start, remark="" if start else "busy")
-    return Offer(num_nodes, "h", limit_h * HOUR, Work(work_h * HOUR, "planned"), answer, is_slice)
+    work, remark = Work(work_h * HOUR, "planned"), "" if start else "busy"
+    return Offer(num_nodes, "h", limit_h * HOUR, work, start, is_slice, remark=remark)
 
 
 @pytest.mark.parametrize(

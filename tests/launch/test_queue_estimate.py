@@ -137,7 +137,7 @@ def test_as_plain_data() -> None:
         "partition": "gpu",
         "is_asked": True,
         "start_time": "2026-03-04T05:06:07+00:00",
-        "nodes": ("g1",),
+        "nodes": ["g1"],
         "remark": "",
         "refused": False,
     }

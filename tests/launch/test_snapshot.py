@@ -14,7 +14,7 @@ from tests.support.folders import content, git, names
 from tests.support.programs import run_program
 from trainkit.errors import UsageError
 from trainkit.launch import snapshot as module
-from trainkit.launch.snapshot import copy_code, planned_code
+from trainkit.launch.snapshot import copy_code, plan_copy
 from trainkit.plan.workload import TRAINER
 from trainkit.run.record import CodeCopy, copied_file, create_job
 from trainkit.run.rundir import RunDir
@@ -193,7 +193,7 @@ def test_full_disk_leaves_nothing(project: Path, tmp_path: Path) -> None:
 def test_plan_is_what_is_taken(project: Path, run: RunDir) -> None:
     (project / "a.py").touch()
     (project / ".env").touch()
-    planned = planned_code(project, run, TRAINER, {})
+    planned, _ = plan_copy(project, run, TRAINER, {})
     assert names(run.path) == []
     assert take(project, run) == planned
 

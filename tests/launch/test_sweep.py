@@ -12,7 +12,7 @@ import pytest
 from tests.support.groups import make_group, planned
 from tests.support.programs import run_program
 from trainkit.cli.options import ConfigRequest
-from trainkit.cli.submit import GroupRequest
+from trainkit.cli.submit import group_points
 from trainkit.cluster.model import Cluster
 from trainkit.cluster.target import Target
 from trainkit.config import load_config
@@ -211,16 +211,17 @@ def request_of_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config
     return ConfigRequest("run.yaml", None, (), {})
 
 
-SEEDS = GroupRequest(("optimizer.lr=0.1,0.2,-1", "seed=" + ",".join(map(str, range(5)))), None)
+SEEDS = "optimizer.lr=0.1,0.2,-1", "seed=" + ",".join(map(str, range(5)))
 
 
 @pytest.mark.parametrize(
-    ("group", "num_plans", "num_loads"), [(GroupRequest((), "0-99"), 1, 1), (SEEDS, 2, 7)]
+    ("sweeps", "array", "num_plans", "num_loads"), [((), "0-99", 1, 1), (SEEDS, None, 2, 7)]
 )
 def test_points_that_differ_only_in_the_seed_are_planned_once(
     request_of_config: ConfigRequest,
     monkeypatch: pytest.MonkeyPatch,
-    group: GroupRequest,
+    sweeps: tuple[str, ...],
+    array: str | None,
     num_plans: int,
     num_loads: int,
 ) -> None:
@@ -237,10 +238,10 @@ def test_points_that_differ_only_in_the_seed_are_planned_once(
 
     count(submission, "plan_run")
     count(ConfigRequest, "load")
-    array, found = group.points(request_of_config, TRAINER)
+    spec, found = group_points(request_of_config, TRAINER, sweeps, array)
     loaded = [point for point in found if point.values.get("optimizer.lr") != -1]
     assert calls["load"] == num_loads
-    made = plan(loaded, array)
+    made = plan(loaded, spec)
     points = made.points
     assert calls["plan_run"] == num_plans
     assert [point.values for point in points] == [point.values for point in loaded]
@@ -255,8 +256,7 @@ def test_points_that_differ_only_in_the_seed_are_planned_once(
 
 
 def test_each_bad_point_is_reported_however_points_are_loaded(request_of_config: ConfigRequest) -> None:
-    group = GroupRequest(("optimizer.lr=0.1,-1", "seed=1,-2"), None)
-    array, points = group.points(request_of_config, TRAINER)
+    array, points = group_points(request_of_config, TRAINER, ("optimizer.lr=0.1,-1", "seed=1,-2"), None)
     with pytest.raises(ConfigError) as caught:
         plan(points, array)
     lr = "--sweep optimizer.lr=-1: optimizer.lr: must be a number above 0, not -1"

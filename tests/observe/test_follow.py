@@ -1,7 +1,7 @@
 import pytest
 
-from trainkit.observe.logs import LogTail, follow, last_lines, run_is_over
-from trainkit.run.files import parse_record, write_json
+from trainkit.observe.logs import follow, last_lines, run_is_over
+from trainkit.run.files import Tail, parse_record, write_json
 from trainkit.run.rundir import RunDir
 
 
@@ -54,15 +54,15 @@ def test_when_a_run_is_over(tmp_path):
 
 def test_new_lines_as_they_are_completed(tmp_path):
     path = tmp_path / "log"
-    tail = LogTail(path)
-    assert tail.read() == []
+    tail = Tail(path)
+    assert tail.texts() == []
     path.write_text("one\ntw")
-    assert tail.read() == ["one"]
+    assert tail.texts() == ["one"]
     with path.open("a") as stream:
         stream.write("o\nthree")
-    assert tail.read() == ["two"]
-    assert tail.read(unfinished=True) == ["three"]
-    assert tail.read(unfinished=True) == []
+    assert tail.texts() == ["two"]
+    assert tail.texts(unfinished=True) == ["three"]
+    assert tail.texts(unfinished=True) == []
 
 
 @pytest.mark.parametrize(

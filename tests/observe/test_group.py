@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 
 from tests.support.groups import SUBMITTED_AT, make_group
-from trainkit.backends import jobs as backend_jobs
 from trainkit.control import cancel as control_cancel
 from trainkit.control.cancel import cancel_group
 from trainkit.observe.group import GroupFiles, GroupStatus, most_relevant
 from trainkit.run.end import Best
 from trainkit.run.events import log_event
-from trainkit.run.files import append_jsonl, read_json, write_json
+from trainkit.run.files import append_jsonl, read_json, to_json, write_json
 from trainkit.run.group import Point, RunGroup, create_task_run
 from trainkit.run.record import add_slurm_attempt, claim_entry
 from trainkit.run.rundir import RunDir, run_lock
@@ -241,18 +240,19 @@ def test_a_group_on_another_cluster_is_asked_of_that_one(
     there = {f"{job};east": info for job, info in jobs(_1=JobState.RUNNING, _2=JobState.PENDING).items()}
     there["12_3;east"] = JobInfo("12_3", JobState.UNKNOWN)
     assert states(group, here | there) == ["starting", "starting", "pending", "died"]
-    points = [point.to_dict() for point in GroupFiles(group).status(here | there, NOW).points]
+    points = to_json(GroupFiles(group).status(here | there, NOW).points)
     assert [point.get("cluster") for point in points] == [None, "east", "east", "east"]
     assert "cluster" not in points[0]
     done: list[tuple[str, Sequence[str]]] = []
     away: list[str] = []
 
-    def query(ids: Sequence[str]) -> dict[str, JobInfo]:
-        if ids[0].partition(";")[2] in away:
-            raise SlurmUnreachable("it is away")
-        return {job: (here | there)[job] for job in ids}
+    def query(ids: Sequence[str]) -> tuple[dict[str, JobInfo], dict[str, SlurmUnreachable]]:
+        answered = (job for job in ids if job.partition(";")[2] not in away)
+        return {job: (here | there)[job] for job in answered}, {
+            one: SlurmUnreachable("it is away") for one in away
+        }
 
-    monkeypatch.setattr(backend_jobs, "query_jobs", query)
+    monkeypatch.setattr(control_cancel, "query_clusters", query)
     for name in ("cancel_waiting", "cancel"):
         monkeypatch.setattr(control_cancel, name, lambda ids, name=name: done.append((name, ids)))
     monkeypatch.setattr(control_cancel, "send_signal", lambda ids, signal: done.append((signal, ids)))

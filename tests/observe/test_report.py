@@ -14,7 +14,7 @@ from trainkit.observe.page import line_chart, nice_ticks
 from trainkit.observe.report import read_nodes, read_report, render_report
 from trainkit.observe.status import read_status
 from trainkit.run.events import events_of
-from trainkit.run.files import append_jsonl, write_json
+from trainkit.run.files import append_jsonl, to_json, write_json
 from trainkit.run.history import RunHistory, attempts_of, ended_attempts
 from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
@@ -274,7 +274,7 @@ def test_slow_ranks_are_named_with_host_phase_and_steps(run):
     assert [
         (item.rank, item.host, item.phase, item.since_step, item.until_step) for item in report.slowdowns
     ] == [(1, "node-b", "data", 11, 41), (None, None, "network", 12, None), (1, "node-c", "data", 51, None)]
-    assert report.to_dict()["slowdowns"][0]["noticed"] == iso(22)
+    assert to_json(report)["slowdowns"][0]["noticed"] == iso(22)
     text = render_report(report)
     assert "<td>1<td>node-b<td>data" in text
     assert "None was noticed." not in text

@@ -14,7 +14,7 @@ from tests.support.sweeps import made_up_sweep
 from trainkit.observe.group import GroupFiles
 from trainkit.observe.report import read_report, render_report
 from trainkit.observe.status import read_status
-from trainkit.observe.sweep_report import read_sweep, render_sweep, sweep_of_group
+from trainkit.observe.sweep_report import read_sweep, render_sweep
 from trainkit.run.files import append_jsonl, utc_now
 from trainkit.run.history import RunHistory
 from trainkit.run.record import read_job
@@ -63,12 +63,8 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     append_jsonl(run.health_file(NODE), {"cpu_percent": 50.0, "job_mem_gib": 1.0, "mem_total_gib": 8.0})
     texts = {
         "run": render_report(report_of(run)),
-        "one key": render_sweep(
-            read_sweep(sweep_of_group(one, GroupFiles(one).status({}, NOW)), NOW.timestamp())
-        ),
-        "two keys": render_sweep(
-            read_sweep(sweep_of_group(two, GroupFiles(two).status({}, NOW)), NOW.timestamp())
-        ),
+        "one key": render_sweep(read_sweep(one, GroupFiles(one).status({}, NOW), NOW.timestamp())),
+        "two keys": render_sweep(read_sweep(two, GroupFiles(two).status({}, NOW), NOW.timestamp())),
     }
     for name, text in texts.items():
         (folder / f"{name}.html").write_text(text)

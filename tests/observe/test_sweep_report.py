@@ -20,9 +20,8 @@ from trainkit.observe.sweep_report import (
     read_sweep,
     render_sweep,
     sample_records,
-    sweep_of_group,
 )
-from trainkit.run.files import write_json
+from trainkit.run.files import to_json, write_json
 from trainkit.run.group import RunGroup
 from trainkit.run.rundir import RunDir
 
@@ -32,7 +31,7 @@ AXES: dict[str, list[Any]] = {"optimizer.lr": [1e-4, 3e-4, 1e-3], "seed": [1, 2,
 
 def report_of(group: RunGroup) -> SweepReport:
     status = GroupFiles(group).status({}, NOW)
-    return read_sweep(sweep_of_group(group, status), NOW.timestamp())
+    return read_sweep(group, status, NOW.timestamp())
 
 
 def test_failures_come_first_and_then_the_best(tmp_path: Path) -> None:
@@ -49,8 +48,8 @@ def test_failures_come_first_and_then_the_best(tmp_path: Path) -> None:
         "rank 1 failed first: OutOfMemoryError",
     )
     assert f"trainkit diagnose {failed.run_dir}</code>" in render_sweep(report)
-    assert report.to_dict()["points"][0]["values"] == {"optimizer.lr": 1e-3, "seed": 3}
-    assert "curves" not in report.to_dict()["best"]
+    assert to_json(report)["points"][0]["values"] == {"optimizer.lr": 1e-3, "seed": 3}
+    assert "curves" not in to_json(report)["best"]
 
 
 def test_hours_are_a_sum(tmp_path: Path) -> None:

@@ -226,9 +226,8 @@ SHORT_START = """
 import os, sys, time
 if "trainkit.trainer" in sys.orig_argv:
     from datetime import timedelta
-    from trainkit.trainer import distributed, worker
+    from trainkit.trainer import distributed
     distributed.START_TIMEOUT = timedelta(seconds=10)
-    worker.LOG_IDLE_S = 1.0
     if os.environ["RANK"] == os.environ.get("LATE"):
         time.sleep(120)
 """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -33,12 +32,13 @@ def shape(backend: str) -> tuple[str, ...]:
 
 
 @pytest.mark.slow(seconds=90)
-def test_a_run_takes_what_there_is(login: Login, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("backend", "of_three"), [("sbatch", 3), ("submitit", 2)])
+def test_a_run_takes_what_there_is(login: Login, tmp_path: Path, backend: str, of_three: int) -> None:
     config = survival.range_config(login.folder)
     eight, twelve = (f"device_batch_size: {size}, global_batch_size: " for size in (2, 1))
     config.write_text(config.read_text().replace(f"{eight}8", f"{twelve}12"))  # for three nodes too
     with login.other_job("--partition=high", "--nodes=2"):
-        run = login.submit(*shape("sbatch"), "--partition", "low", config=config)
+        run = login.submit(*shape(backend), "--partition", "low", config=config)
         wait_for_steps(run, 1, 5)
         assert len(survival.hosts_of(run, 1)) == 2
         assert login.status(run)["num_nodes"] == 2
@@ -50,7 +50,7 @@ def test_a_run_takes_what_there_is(login: Login, tmp_path: Path) -> None:
     wait_for_steps(run, 3, 1)
     assert wait_until_over(login, run, RESTART_S)["state"] == "finished", login.logs_and_attempts(run)
     assert (login.job_id(run), len(run.attempt_numbers())) == (job_id, 3)
-    assert len(survival.hosts_of(run, 3)) == 3
+    assert len(survival.hosts_of(run, 3)) == of_three
     expected = survival.losses_on_one(tmp_path, config)
     assert [r["loss"] for r in read_metrics(run)] == pytest.approx(expected, rel=1e-5)
     before = survival.steps_of(run, 1)
@@ -71,13 +71,10 @@ def test_a_run_grows_when_more_nodes_are_free(login: Login, tmp_path: Path, back
         stays = "does not grow: 4 nodes would be free in 4h"  # when the other job has to end
         wait_for(lambda: stays in str([one.reason for one in read_events(run, "growth")]), stays)
         assert stays in str(login.status(run)["growth"])
-    if backend == "submitit":  # the curve does not depend on it
-        wait_for(lambda: len(survival.hosts_of(run, 2)) == 4, "four nodes")
-    else:
-        assert wait_until_over(login, run, RESTART_S)["state"] == "finished", login.logs_and_attempts(run)
-        expected = survival.losses_on_one(tmp_path, config)
-        assert [r["loss"] for r in read_metrics(run)] == pytest.approx(expected, rel=1e-5)
-        assert not survival.computed_twice(run)
+    assert wait_until_over(login, run, RESTART_S)["state"] == "finished", login.logs_and_attempts(run)
+    expected = survival.losses_on_one(tmp_path, config)
+    assert [r["loss"] for r in read_metrics(run)] == pytest.approx(expected, rel=1e-5)
+    assert not survival.computed_twice(run)
     assert [len(survival.hosts_of(run, number)) for number in run.attempt_numbers()] == [2, 4]
     end = read_end(run.attempt(1))
     assert end is not None
@@ -86,23 +83,18 @@ def test_a_run_grows_when_more_nodes_are_free(login: Login, tmp_path: Path, back
 
 
 @pytest.mark.slow(seconds=30)
-@pytest.mark.parametrize(
-    ("backend", "taken", "sizes"), [("sbatch", 1, (3, 2, 3)), ("submitit", 0, (4, 2, 2))]
-)
-def test_a_run_that_has_lost_a_node_has_more_again(
-    login: Login, backend: str, taken: int, sizes: tuple[int, ...]
-) -> None:
-    """Without the node that died, which is excluded; of 1,2,4 nodes, two fit into three."""
-    with login.other_job("--partition=high", f"--nodes={taken}") if taken else nullcontext():
-        run = login.submit(*shape(backend), "--partition", "high", *COMMAND)
-        login.wait_for_log(run, f"of {sizes[0]}")
+def test_a_run_that_has_lost_a_node_has_more_again(login: Login) -> None:
+    """Without the node that died, which is excluded."""
+    with login.other_job("--partition=high", "--nodes=1"):
+        run = login.submit(*shape("sbatch"), "--partition", "high", *COMMAND)
+        login.wait_for_log(run, "of 3")
         lost = survival.hosts_of(run, 1)[1]
         login.cluster.kill_host(login.cluster.hosts.index(lost) + 1)
-        login.wait_for_log(run, f"of {sizes[1]}", attempt=2)
+        login.wait_for_log(run, "of 2", attempt=2)
     assert login.trainkit("requeue", str(run.path)).returncode == 0
-    login.wait_for_log(run, f"of {sizes[2]}", attempt=3)
+    login.wait_for_log(run, "of 3", attempt=3)
     assert lost not in survival.hosts_of(run, 3)
-    assert f"nodes: {', '.join(map(str, sizes))}" in login.trainkit("status", str(run.path)).stdout
+    assert "nodes: 3, 2, 3" in login.trainkit("status", str(run.path)).stdout
 
 
 @pytest.mark.slow(seconds=60)

@@ -36,12 +36,12 @@ def test_preempted_again_and_again(login: Login, config: Path, expected: Curve) 
     """With submitit; `test_signals` preempts sbatch, and the time limit below takes its run to the end."""
     run = login.submit("--partition", "low", "--backend", "submitit", "--per", "node", config=config)
     with survival.preemption(login.cluster):
-        for attempt, (mode, grace_s) in enumerate((("REQUEUE", 0), ("CANCEL", 0)), 1):
+        for attempt, (mode, grace_s) in enumerate((("CANCEL", 10), ("REQUEUE", 0), ("CANCEL", 0)), 1):
             wait_for_steps(run, attempt, 5)
             survival.set_preemption(login.cluster, mode, grace_s)
             survival.preempt(login.cluster)
         assert wait_until_over(login, run, RESTART_S)["state"] == "finished", login.logs_and_attempts(run)
-    assert run.attempt_numbers() == [1, 2, 3]
+    assert run.attempt_numbers() == [1, 2, 3, 4]
     assert survival.computed_twice(run) == []
     assert survival.curve(run) == expected
     login.wait_until_idle()

@@ -90,6 +90,24 @@ def test_float8_needs_blocks_that_are_compiled(tmp_path: Path) -> None:
     check_config(load_config(None, overrides=given[:2], environ={}, cwd=tmp_path), machine)
 
 
+@pytest.mark.parametrize(
+    ("parallel", "warnings"),
+    [
+        ("dp_shard=2", ()),
+        ("dp_replicate=2", (("precision.float8: gather is as true here: the weights are not sharded"),)),
+    ],
+)
+def test_where_weights_are_not_sharded_none_are_gathered(
+    tmp_path: Path, parallel: str, warnings: tuple[str, ...]
+) -> None:
+    machine = Machine(16, 2, ("H100", "H100"), "this machine has two H100")
+    given = ["precision.float8=gather", f"parallel.{parallel}", "launch.backend=local"]
+    assert (
+        check_config(load_config(None, overrides=given, environ={}, cwd=tmp_path), machine).warnings
+        == warnings
+    )
+
+
 UNCHECKED = "whether the run fits in the memory of its GPUs was not checked: "
 
 

@@ -129,6 +129,17 @@ def test_copies_do_not_save_memory_and_zero_2_saves_less() -> None:
     assert kept == pytest.approx(2 * (params - 32_000 * 4096), rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("layout", "phase", "stages"),
+    [(Layout(dp_shard=8), "loss", 1), (Layout(dp_shard=2, pp=4), "reduce", 4), (Layout(8), "loss", None)],
+)
+def test_a_byte_for_what_is_gathered_in_float8(layout: Layout, phase: str, stages: int | None) -> None:
+    work, params = step_work(layout=layout, zero=2), num_params(llama("7b"))
+    bf16, float8 = (memory_of(found).phases[phase] for found in (work, replace(work, float8_gather=True)))
+    saved = (params - 2 * 32_000 * 4096) // stages if stages else 0
+    assert bf16.total - float8.total == bf16.buffers - float8.buffers == pytest.approx(saved, rel=1e-4)
+
+
 def test_offload_leaves_only_what_is_computed_with() -> None:
     found = memory_of(step_work(offload=True, activation_checkpointing="full"))
     assert (found.largest.params, found.largest.optimizer) == (0, 0)

@@ -11,7 +11,7 @@ from trainkit.config import read_effective
 from trainkit.errors import UsageError
 from trainkit.job.claim_attempt import claim_attempt
 from trainkit.plan.launch import LaunchPlan
-from trainkit.run.files import read_json, read_jsonl, write_json
+from trainkit.run.files import read_json, read_jsonl, to_json, write_json
 from trainkit.run.group import RunGroup, create_task_run
 from trainkit.run.record import read_job
 from trainkit.run.rundir import AttemptDir, RunDir
@@ -53,7 +53,7 @@ def test_a_point_is_a_complete_run(tmp_path: Path) -> None:
     assert run.exists()
     job = read_job(run)
     assert (job.name, job.backend, job.cwd) == ("small/7", "sbatch", str(Path.cwd()))
-    assert [entry.to_dict() for entry in job.attempts] == [
+    assert to_json(job.attempts) == [
         {
             "attempt": 1,
             "job_id": "12_7",

@@ -123,13 +123,13 @@ def test_a_folder_of_somebody_else_hides_no_other_run(tmp_path, monkeypatch):
 @pytest.fixture
 def read_folders(monkeypatch):
     """The names of the folders that have been read, each time it happens."""
-    read, known = [], registry._known
+    read, read_one = [], registry.Start.read
 
-    def counting(folder, name=None, time=None):
-        read.append(folder.name)
-        return known(folder, name, time)
+    def counting(start):
+        read.append(start.folder.name)
+        return read_one(start)
 
-    monkeypatch.setattr(registry, "_known", counting)
+    monkeypatch.setattr(registry.Start, "read", counting)
     return read
 
 
@@ -185,7 +185,7 @@ def test_an_index_that_cannot_be_read_hides_no_run_in_runs(tmp_path, monkeypatch
 
     run = make_run(tmp_path / "here/runs/x", "x")
     monkeypatch.setattr(registry, "read_jsonl", of_root)
-    assert [known.run.path for known in iter_known_runs()] == [run.path]
+    assert [known.path for known in iter_known_runs()] == [run.path]
     assert f"cannot read {index_file()} (Permission denied)" in capsys.readouterr().err
 
 

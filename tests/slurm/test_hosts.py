@@ -9,7 +9,6 @@ from trainkit.errors import UsageError
 from trainkit.slurm.client import SlurmUnreachable
 from trainkit.slurm.hosts import (
     expand_hosts,
-    first_host,
     hosts_of_job,
     is_unavailable,
     node_states,
@@ -85,15 +84,6 @@ def test_tasks_per_node(text: str, counts: list[int]) -> None:
 def test_no_counts(text: str) -> None:
     with pytest.raises(UsageError, match="not a Slurm list of counts"):
         tasks_per_node(text)
-
-
-@pytest.mark.parametrize(
-    ("text", "host"),
-    [("a", "a"), ("n[18-19,1-2],m", "n18"), ("r[02-03]n[007,9]-ib", "r02n007-ib"), ("m,n[1-2]", "m")],
-)
-def test_first_host(text: str, host: str) -> None:
-    assert first_host(text) == host
-    assert host in expand_hosts(text)
 
 
 @pytest.mark.parametrize(

@@ -78,9 +78,9 @@ def test_a_job_that_waits_says_why() -> None:
 
 def test_preempted_is_not_the_end_of_a_job_that_comes_back() -> None:
     back = parse_queue(queue_line(7, state="PENDING", restarts=1, reason="BeginTime", nodes=""))["7"]
-    assert (back.state, back.restarts, back.is_terminal) == (JobState.REQUEUED, 1, False)
+    assert (back.state, back.restarts, back.state.is_terminal) == (JobState.REQUEUED, 1, False)
     going = parse_queue(queue_line(7, state="COMPLETING", restarts=1))["7"]
-    assert not going.is_terminal
+    assert not going.state.is_terminal
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_without_accounting_a_forgotten_job_is_unknown(fake: FakeSlurm, sacct: s
     if sacct is not None:
         fake.add("sacct", sacct)
     job = query_jobs(["7"])["7"]
-    assert (job.state, job.is_terminal) == (JobState.UNKNOWN, False)
+    assert (job.state, job.state.is_terminal) == (JobState.UNKNOWN, False)
     assert job.sentence.startswith("squeue no longer lists it, and accounting does not answer")
     assert why in job.sentence
 

@@ -49,7 +49,7 @@ def test_ends(
     cluster: Cluster, tmp_path: Path, body: str, state: JobState, code: int, number: int | None
 ) -> None:
     job = wait_for(cluster, send(cluster, tmp_path, body), JobState.COMPLETED, JobState.FAILED)
-    assert (job.state, job.exit_code, job.exit_signal, job.is_terminal) == (state, code, number, True)
+    assert (job.state, job.exit_code, job.exit_signal, job.state.is_terminal) == (state, code, number, True)
 
 
 def test_a_running_job(cluster: Cluster, tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def lifetime(cluster: Cluster, job_id: str, timeout_s: float = 240) -> list[JobS
     deadline = time.monotonic() + timeout_s
     while not (JobState.REQUEUED in seen and seen[-1] is JobState.RUNNING):
         job = query_jobs([job_id])[job_id]
-        assert not job.is_terminal, job
+        assert not job.state.is_terminal, job
         if job.state not in seen[-1:]:
             seen.append(job.state)
         assert time.monotonic() < deadline, (seen, job)
@@ -180,7 +180,7 @@ def test_forgotten_jobs(forgetful: Cluster, tmp_path: Path) -> None:
     jobs, took_s = quickest(lambda: query_jobs([good]), 2.0)
     assert took_s < 2.0
     unknown = jobs[good]
-    assert (unknown.state, unknown.is_terminal) == (JobState.UNKNOWN, False)
+    assert (unknown.state, unknown.state.is_terminal) == (JobState.UNKNOWN, False)
     assert "accounting does not answer" in unknown.sentence
     assert send(forgetful, tmp_path, "true\n"), "jobs need no accounting"
     found = discover_cluster()

@@ -246,16 +246,16 @@ def test_would_start(fake: FakeSlurm) -> None:
         "sbatch",
         "echo 'sbatch: Job 3 to start at 1700000000 using 16 processors on nodes n[2,1] in partition a' >&2",
     )
-    answer = query_start("#!/bin/sh\n")
+    answer, message = query_start("#!/bin/sh\n")
     assert fake.calls[0][:-1] == ["sbatch", "--test-only"]
     assert answer.start_time == datetime(2023, 11, 14, 22, 13, 20, tzinfo=timezone.utc)
-    assert answer.nodes == ["n2", "n1"]
-    assert answer.message.startswith("Job 3 to start at 2023-11-1")
+    assert answer.nodes == ("n2", "n1")
+    assert message.startswith("Job 3 to start at 2023-11-1")
 
 
 def test_would_start_without_partition() -> None:
-    answer = parse_start_estimate("sbatch: Job 3 to start at Unknown using 16 processors on n1")
-    assert (answer.start_time, answer.nodes) == (None, ["n1"])
+    answer, _ = parse_start_estimate("sbatch: Job 3 to start at Unknown using 16 processors on n1")
+    assert (answer.start_time, answer.nodes) == (None, ("n1",))
 
 
 def test_would_start_on_another_cluster() -> None:
@@ -263,9 +263,9 @@ def test_would_start_on_another_cluster() -> None:
     text = (
         "Job 6 to start at 1700000000 on cluster east a using 2 processors on nodes n[1-2] in partition low"
     )
-    answer = parse_start_estimate(f"sbatch: {text}")
-    assert answer.nodes == ["n1", "n2"]
-    assert "on cluster east" in answer.message
+    answer, message = parse_start_estimate(f"sbatch: {text}")
+    assert answer.nodes == ("n1", "n2")
+    assert "on cluster east" in message
 
 
 def test_would_not_start(fake: FakeSlurm) -> None:

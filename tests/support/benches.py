@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from datetime import datetime, timedelta, timezone
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from trainkit.bench.run_bench import LAYOUT, Bench, BenchLength, BenchRun, write_bench
+from trainkit.bench.run_bench import LAYOUT, Bench, BenchLength, BenchRun
 from trainkit.plan.launch import Layout
 from trainkit.plan.layout_rules import DEGREES, layout_name
 from trainkit.run.files import append_jsonl, write_json
+from trainkit.run.group import GroupRecord, Point
+from trainkit.run.process import ProcessId, own_host
 from trainkit.run.rundir import RunDir
 
 LENGTH = BenchLength(steps=10, warmup=2)
@@ -18,22 +21,25 @@ TWO = (Layout(1, 2), Layout(1, 1, tp=2))
 
 
 def made_up_bench(folder: Path, layouts: tuple[Layout, ...] = TWO, repeats: int = 1) -> Bench:
-    """A bench of layouts on this machine of which nothing has started."""
+    """A bench of layouts on this machine that was cancelled before anything started."""
     folder.mkdir(exist_ok=True)
-    runs = tuple(
-        made_up_run(layout, repeat, "" if repeats == 1 else f".repeat-{repeat}")
-        for repeat in range(1, repeats + 1)
-        for layout in layouts
+    runs, points = [], []
+    for index, (repeat, layout) in enumerate(product(range(1, repeats + 1), layouts)):
+        values = {LAYOUT: layout_name(layout, {})}
+        degrees = {degree: getattr(layout, degree) for degree in DEGREES}
+        runs.append(BenchRun(str(index), values, repeat, degrees, 4, 4, []))
+        points.append(Point(index, {**values, "repeat": repeat} if repeats > 1 else values))
+    keys = list(points[0].values)
+    ended = ProcessId(own_host(), "an earlier one", 1)
+    record = GroupRecord(
+        name="small-layouts", backend="local", keys=keys, process=ended, cancelled_at=stamp(0)
     )
-    bench = Bench(folder, "layouts", "local", "cpu", LENGTH, repeats, (LAYOUT,), runs)
-    write_bench(bench, "small.yaml")
+    write_json(folder / "sweep.json", record.to_dict(points))
+    bench = Bench(
+        *(folder, "layouts", "small.yaml", "local", "cpu", LENGTH, repeats, [LAYOUT], [], runs, {}, [])
+    )
+    bench.write()
     return bench
-
-
-def made_up_run(layout: Layout, repeat: int = 1, suffix: str = "") -> BenchRun:
-    name = layout_name(layout, {})
-    degrees = {degree: getattr(layout, degree) for degree in DEGREES}
-    return BenchRun(f"{name}{suffix}", {LAYOUT: name}, repeat, degrees, 4, 4, [])
 
 
 def train_made_up(run: RunDir, num_steps: int = 10, step_s: float = 0.5, **end: Any) -> None:

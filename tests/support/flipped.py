@@ -19,12 +19,12 @@ def run_flipped(
     import torch
 
     from tests.support.ranks import _as_worker
-    from trainkit.trainer import worker
+    from trainkit.trainer import loop
 
-    build = worker.build
+    build = loop.build
 
     def build_flipped(*args: Any) -> Any:
-        built, progress = build(*args), args[4]
+        built, progress = build(*args), args[3]
 
         def flip(grad: torch.Tensor) -> torch.Tensor:
             flipped = grad.clone()
@@ -39,6 +39,6 @@ def run_flipped(
         return built
 
     if rank == victim:
-        worker.build = build_flipped
+        loop.build = build_flipped
     _as_worker(str(attempt.run.path), str(attempt.rank_log(rank)), dict(environs[rank]))
     os._exit(1)  # a worker ends by itself

@@ -148,8 +148,8 @@ def device_of(rank: int) -> Any:
     return torch.device("cuda", rank) if os.environ.get("TEST_DEVICE") == "cuda" else torch.device("cpu")
 
 
-def make_trainer(rank: int, attempt: AttemptDir, keep_labels: bool = False) -> Any:
-    """The trainer of one rank, among ranks that have met."""
+def make_trainer(rank: int, attempt: AttemptDir, keep_labels: bool = False, **precision: object) -> Any:
+    """The trainer of one rank, among ranks that have met; `precision` may be what only a GPU can do."""
     import torch
 
     from tests.support.ragged import RaggedBatches
@@ -159,17 +159,19 @@ def make_trainer(rank: int, attempt: AttemptDir, keep_labels: bool = False) -> A
     from trainkit.run.files import read_json
     from trainkit.trainer.build import build_task
     from trainkit.trainer.distributed import World, make_world
+    from trainkit.trainer.loop import Trainer
     from trainkit.trainer.progress import Progress
-    from trainkit.trainer.worker import build_trainer
 
     config = read_effective(attempt.config_file)
+    precision_config = config.precision.model_copy(update=precision)
+    config = config.model_copy(update={"precision": precision_config})
     plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
     device = device_of(rank)
     world = World(0, 1, device, None, None)
     if plan.world_size > 1 or config.parallel.wraps_one:
         world = make_world(rank, device, plan.layout)
     torch.compiler.reset()
-    trainer = build_trainer(attempt, config, plan, world, build_task(config), StopRequest(), Progress())
+    trainer = Trainer(attempt, plan, world, build_task(config), StopRequest(), Progress())
     if not (config.has_user_task or config.uses_transformers or keep_labels):
         trainer.batches = RaggedBatches(trainer.batches)
     return trainer

@@ -13,6 +13,7 @@ from tests.support.models import SEQ_LEN, nano_shape
 from tests.support.parity import Case, run_cases, worst_difference
 from tests.support.runs import run_ranks
 from trainkit.config import load_config
+from trainkit.config.running import ParallelConfig
 from trainkit.errors import EXIT_NO_RESTART, TrainkitError
 from trainkit.run.files import write_json
 from trainkit.run.rundir import RunDir
@@ -156,7 +157,7 @@ def refuse_a_gap(world: World) -> None:
     with torch.device("meta"):
         model = Forgetful(nano_shape(), SEQ_LEN)
     with pytest.raises(TrainkitError, match="TENSOR_PLAN of Forgetful does not name `places`"):
-        apply_tensor_parallel(model, model.TENSOR_PLAN, mesh, sequence_parallel=True, loss_parallel=True)
+        apply_tensor_parallel(model, mesh, ParallelConfig())
 
 
 @pytest.mark.slow

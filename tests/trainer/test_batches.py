@@ -26,7 +26,7 @@ from trainkit.trainer.causal_lm import (
     PrefetchedBatches,
     StepBatch,
 )
-from trainkit.trainer.evaluate import Evaluator
+from trainkit.trainer.loop import Evaluator
 from trainkit.trainer.progress import Progress
 
 SEQ_LEN = 4
@@ -223,22 +223,21 @@ class NumberedTask:
     """A task of which only the validation data exists."""
 
     val_data = NumberedSamples()
-    val_batches, _batches = CausalLM.val_batches, CausalLM._batches
-    _config = RunConfig()
+    batches = CausalLM.batches
+
+    def __init__(self, train: dict[str, int]) -> None:
+        self.config = RunConfig.model_validate({"train": train})
 
 
 @pytest.mark.parametrize(("dp", "device_batch_size"), [(1, 4), (2, 4), (16, 2)])
 def test_a_validation_has_the_same_samples_on_every_layout(dp: int, device_batch_size: int) -> None:
-    config = RunConfig.model_validate(
-        {"train": {"device_batch_size": device_batch_size, "global_batch_size": 4, "eval_batches": 3}}
-    )
+    task = NumberedTask({"device_batch_size": device_batch_size, "global_batch_size": 4, "eval_batches": 3})
     plan = SimpleNamespace(
         layout=SimpleNamespace(dp=dp), batch=SimpleNamespace(device_batch_size=device_batch_size)
     )
     evaluators = [
         Evaluator(
-            cast(Any, NumberedTask()),
-            config,
+            cast(Any, task),
             cast(Any, plan),
             replace(ALONE, rank=rank, size=dp, layout=Layout(dp_shard=dp)),
         )
@@ -257,9 +256,8 @@ def test_a_validation_has_the_same_samples_on_every_layout(dp: int, device_batch
 @pytest.mark.parametrize("stop_at", [None, 0, 1, 2])
 def test_a_validation_ends_soon_after_a_stop(stop_at: int | None) -> None:
     """One batch later at most: the ranks look at the batch before. Else it is the mean of all tokens."""
-    config = RunConfig.model_validate({"train": {"global_batch_size": 4, "eval_batches": 3}})
     plan = SimpleNamespace(layout=SimpleNamespace(dp=1), batch=SimpleNamespace(device_batch_size=4))
-    task = NumberedTask()
+    task = NumberedTask({"global_batch_size": 4, "eval_batches": 3})
     stop, tried = StopRequest(), []
 
     class Passes:
@@ -271,8 +269,7 @@ def test_a_validation_ends_soon_after_a_stop(stop_at: int | None) -> None:
                 stop.request("SIGTERM")
             return micro.tokens.numel() * torch.tensor(float(len(tried)))
 
-    found = Evaluator(cast(Any, task), config, cast(Any, plan), ALONE).run(
-        [torch.nn.Linear(1, 1)], cast(Any, Passes()), stop, Progress()
-    )
+    built = SimpleNamespace(model_parts=[torch.nn.Linear(1, 1)], forward_backward=Passes())
+    found = Evaluator(cast(Any, task), cast(Any, plan), ALONE).run(cast(Any, built), stop, Progress())
     assert (found and found.loss) == (2.0 if stop_at is None else None)
     assert len(tried) == (3 if stop_at is None else min(3, stop_at + 2))

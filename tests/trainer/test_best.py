@@ -176,9 +176,9 @@ def test_the_upload_of_the_best_one_is_waited_for_as_a_save(
     assert waited_in == ["save"], "nothing to wait for"
 
 
-@pytest.mark.parametrize("end", ["_stop", "_finish"])
+@pytest.mark.parametrize("reason", ["asked", ""])
 def test_the_last_upload_is_waited_for_as_a_save(
-    trainer: Any, monkeypatch: pytest.MonkeyPatch, end: str
+    trainer: Any, monkeypatch: pytest.MonkeyPatch, reason: str
 ) -> None:
     waited_in: list[str] = []
     reach(trainer, 5, 2.3, blocking=False)
@@ -188,7 +188,7 @@ def test_the_last_upload_is_waited_for_as_a_save(
     trainer.metrics.flush = lambda: None
     trainer.world = SimpleNamespace(is_main=False)
     trainer.state.has_updated_weights = True
-    getattr(trainer, end)(*(["asked"] if end == "_stop" else []))
+    trainer._end(reason)
     assert waited_in == ["save"]
     assert trainer.progress.current.phase == "end"
 

@@ -245,7 +245,7 @@ def test_a_loss_in_parts_is_the_whole_loss(chunks: int, config: dict[str, bool])
             return nll_sum(logits, labels)
 
         context = ForwardContext(ALONE, counted, use_loss_parallel=False)
-        passes = SequentialForwardBackward(model, lambda enabled: None, context, Progress(), number)
+        passes = SequentialForwardBackward(lambda enabled: None, Progress(), model, context, number)
         losses: list[Tensor] = []
         passes.accumulate_gradient(micros, torch.tensor(0.25), losses.append)
         with torch.no_grad():

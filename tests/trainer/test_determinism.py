@@ -13,8 +13,9 @@ import torch
 from tests.support.runs import launch_plan
 from trainkit.contrib.replay.compare import FACTS
 from trainkit.contrib.replay.steps import Start
-from trainkit.trainer import worker
-from trainkit.trainer.worker import computed_on, fix_kernels
+from trainkit.trainer import starting_state
+from trainkit.trainer.starting_state import computed_on
+from trainkit.trainer.worker import fix_kernels
 
 INDUCTOR = {"TORCHINDUCTOR_DETERMINISTIC": "1"}
 CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
@@ -67,9 +68,9 @@ def test_replay_compares_what_an_attempt_records(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91501)
-    monkeypatch.setattr(worker.dist, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(worker, "driver_version", lambda: "580.159.04")
-    monkeypatch.setattr(worker, "version", lambda name: "3.6.0")
+    monkeypatch.setattr(starting_state.dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(starting_state, "driver_version", lambda: "580.159.04")
+    monkeypatch.setattr(starting_state, "version", lambda name: "3.6.0")
     on_gpu = computed_on(torch.device("cuda", 0))
     versions = {"cudnn": 91501, "nccl": "2.28.9", "triton": "3.6.0", "driver": "580.159.04"}
     assert versions.items() <= on_gpu.items()

@@ -389,27 +389,7 @@ def in_thread(function: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]
     return thread, got
 
 
-@pytest.mark.parametrize("late", [0, 1])
-def test_a_rank_that_still_prepares_is_waited_for(
-    late: int, port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "BUSY_POLL_S", 0.1)
-    asked: list[int] = []
-
-    def is_busy(number: int) -> bool:
-        asked.append(number)
-        return True
-
-    thread, got = in_thread(lambda: startup_barrier(rank(1 - late, port), StopRequest(), SOON, is_busy))
-    time.sleep(4 * SOON.total_seconds())
-    store = startup_barrier(rank(late, port), StopRequest(), timedelta(seconds=20))
-    thread.join(20)
-    assert store is not None
-    assert got[0] is not None
-    assert set(asked) == {late}
-
-
-def test_one_that_does_nothing_is_not(port: int) -> None:
+def test_one_that_does_not_come_is_named(port: int) -> None:
     with pytest.raises(TrainkitError, match=r"1 of 2 ranks did not start within .*: rank 1$"):
         startup_barrier(rank(0, port), StopRequest(), SOON)
 
@@ -429,17 +409,6 @@ def test_ranks_of_one_machine_meet_in_a_file(number: int, port: int, tmp_path: P
     thread.join(60)
     store.set("key", "value")
     assert got[0].get("key") == b"value"
-
-
-def test_who_prints_still_prepares(tmp_path: Path) -> None:
-    attempt = make_attempt(tmp_path / "run")
-    assert not worker._is_writing_log(attempt, 1)
-    attempt.rank_log(1).parent.mkdir(exist_ok=True)
-    attempt.rank_log(1).write_text("preparing data: 1 of 9 MiB\n")
-    assert worker._is_writing_log(attempt, 1)
-    long_ago = time.time() - worker.LOG_IDLE_S - 1
-    os.utime(attempt.rank_log(1), (long_ago, long_ago))
-    assert not worker._is_writing_log(attempt, 1)
 
 
 @pytest.mark.parametrize("nonce", ["b", ""])
@@ -468,7 +437,7 @@ def test_a_store_that_no_rank_0_has_made(port: int, monkeypatch: pytest.MonkeyPa
 
 def test_keys_of_two_jobs_do_not_mix(port: int) -> None:
     thread, got = in_thread(lambda: startup_barrier(rank(0, port), StopRequest(), timedelta(seconds=60)))
-    module._wait_for_main(rank(1, port), StopRequest(), 60.0, lambda number: False)
+    module._wait_for_main(rank(1, port), StopRequest(), 60.0)
     other = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     other.set("verdict", "stop")
     assert startup_barrier(rank(1, port), StopRequest(), timedelta(seconds=60)) is not None
@@ -478,7 +447,7 @@ def test_keys_of_two_jobs_do_not_mix(port: int) -> None:
 
 def neighbour(port: int) -> TCPStore:
     """Another user's connection to the store of rank 0, once that listens."""
-    module._wait_for_main(rank(1, port), StopRequest(), 60.0, lambda number: False)
+    module._wait_for_main(rank(1, port), StopRequest(), 60.0)
     return TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
 
 

@@ -14,12 +14,12 @@ from tests.support.parity import MODEL, Case, close, curve, make_trainer, run_ca
 from tests.support.runs import TIMEOUT_S, fork_workers, log_text, make_attempt, wait_for
 from trainkit.cli.main import main
 from trainkit.config import RunConfig, load_config
-from trainkit.errors import TrainkitError
+from trainkit.errors import FatalError, TrainkitError
 from trainkit.run.events import read_metrics
 from trainkit.run.files import read_json, write_json
 from trainkit.run.manifest import published
 from trainkit.run.rundir import AttemptDir, RunDir
-from trainkit.safetensors import StoredWeights, WeightsError
+from trainkit.safetensors import StoredWeights
 from trainkit.trainer.checkpoint.storage import SafeReader
 from trainkit.trainer.export import ExportRequest, export
 from trainkit.trainer.task_check import definite_problem
@@ -231,7 +231,7 @@ def trained_logits(
         folder, ["data.seq_len=32", *[item for item in options if "steps" not in item], "train.steps=4"], 1
     )
     trainer = make_trainer(0, attempt, keep_labels=True)
-    [part] = trainer.model_parts
+    [part] = trainer.built.model_parts
     part.eval()
     with torch.no_grad():
         if isinstance(part, Decoder):
@@ -321,7 +321,7 @@ def test_files_without_a_part_of_the_model_are_refused(tmp_path: Path) -> None:
 
     folder = save_model(tmp_path / "model", num_hidden_layers=2)
     AutoModel.from_pretrained(folder).save_pretrained(folder)
-    with pytest.raises(WeightsError, match=r"has no weights for lm_head\.weight"):
+    with pytest.raises(FatalError, match=r"has no weights for lm_head\.weight"):
         whole_model(folder)
 
 

@@ -97,7 +97,7 @@ def test_how_values_are_written(tmp_path: Path) -> None:
     assert "NaN" not in second
     assert [json.loads(line).get("val_loss") for line in (first, second)] == [3.25, None]
     assert (json.loads(second)["loss"], json.loads(second)["grad_norm"]) == (None, None)
-    metrics._world = type(ALONE)(1, 2, ALONE.device, None, None)
+    metrics.world = type(ALONE)(1, 2, ALONE.device, None, None)
     write(metrics, step=9)
     assert len(records(tmp_path)) == 2
 

@@ -32,10 +32,7 @@ EXPLODES = ["optimizer.lr=1e30", "schedule.warmup_steps=0", "train.grad_clip=nul
 
 def trainer(precision: PrecisionConfig, max_nonfinite_steps: int = 3) -> Trainer:
     """As much of a trainer as counting steps needs."""
-    fields: dict[str, Any] = dict.fromkeys(
-        (name for name in Trainer.__dataclass_fields__ if not name.startswith("_")), None
-    )
-    fields |= {
+    fields = {
         "world": ALONE,
         "progress": Progress(),
         "state": TrainingState(),
@@ -46,7 +43,9 @@ def trainer(precision: PrecisionConfig, max_nonfinite_steps: int = 3) -> Trainer
             train=SimpleNamespace(max_nonfinite_steps=max_nonfinite_steps), precision=precision
         ),
     }
-    return Trainer(**fields)
+    found = object.__new__(Trainer)
+    vars(found).update(fields)
+    return found
 
 
 def count(trainer: Trainer, marks: str) -> None:

@@ -25,7 +25,7 @@ EIGHT_BIT = "optimizer.name=adamw_8bit"
 def train(rank: int, attempt: AttemptDir) -> None:
     """Train as one process, and see that `fully_shard` has wrapped the model if it is offloaded."""
     trainer = make_trainer(rank, attempt, keep_labels=True)
-    [model] = trainer.model_parts
+    [model] = trainer.built.model_parts
     assert isinstance(model, FSDPModule) == trainer.config.parallel.offload
     trainer.train()
     close(trainer)

@@ -259,7 +259,7 @@ def stop_during_a_save() -> None:
     from trainkit.trainer.loop import Trainer
 
     stops = threading.Event()
-    save, stop, write = CheckpointSaver.save, Trainer._stop, HashingWriter.write_data
+    save, stop, write = CheckpointSaver.save, Trainer._end, HashingWriter.write_data
 
     def save_and_signal(saver: CheckpointSaver, request: Any, blocking: bool) -> None:
         save(saver, request, blocking)
@@ -274,7 +274,7 @@ def stop_during_a_save() -> None:
         stops.wait()
         return write(*args)
 
-    CheckpointSaver.save, Trainer._stop = save_and_signal, stop_noted  # type: ignore[method-assign]
+    CheckpointSaver.save, Trainer._end = save_and_signal, stop_noted  # type: ignore[method-assign]
     HashingWriter.write_data = write_late  # type: ignore[method-assign]
 
 
@@ -507,7 +507,7 @@ ELSEWHERE = {
     ),
     ("join_world", "refuse_shared_gpu(env, gpu, store)"): SHARED,
     ("refuse_shared_gpu", 'if (_read(env, store, _arrival(other)) or "").endswith(f" {gpu}"):'): SHARED,
-    ("refuse_shared_gpu", "raise TrainkitError("): SHARED,
+    ("refuse_shared_gpu", "raise FatalError("): SHARED,
 }
 """The statements that no run here comes to, by function, and what runs them, or why nothing can."""
 PLANNED = {

@@ -73,7 +73,7 @@ def test_tied_and_trained_layers_stay() -> None:
 def sizes(rank: int, attempt: AttemptDir) -> None:
     """Train, and look at the memory of the weights at the end."""
     trainer = make_trainer(rank, attempt, keep_labels=True)
-    [module] = trainer.model_parts
+    [module] = trainer.built.model_parts
     layers = quantized_layers(module.model)
     assert len(layers) == 4 * 7
     before = {name: layer.packed.clone() for name, layer in layers.items()}

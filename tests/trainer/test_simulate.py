@@ -134,7 +134,9 @@ def test_schedules(tmp_path: Path, schedule: str, ranks: tuple[int, ...]) -> Non
 def hold(rank: int, attempt: AttemptDir) -> None:
     """Write down what a rank among others holds at its peak in the second step."""
     trainer, tracker = make_trainer(rank, attempt), memory_tracker()
-    tracker.track_external(*trainer.model_parts, *(tensor for _, tensor in trainer.optimizer.state_tensors()))
+    tracker.track_external(
+        *trainer.built.model_parts, *(tensor for _, tensor in trainer.optimizer.state_tensors())
+    )
     for _ in range(2):
         with tracker:
             trainer.step()

@@ -11,12 +11,8 @@ TWO = World(0, 2, torch.device("cpu"), None, None)
 
 
 def report(nll_sum: float, num_tokens: int, grad_norm: float = 1.0) -> StepReport:
-    readout = ReportReadback(ALONE)
-    readout.start(
-        pack_report(ALONE, torch.tensor(nll_sum), num_tokens, stop=False, save=False, data_wait_s=0.0),
-        torch.tensor(grad_norm),
-    )
-    return readout.finish()
+    packed = pack_report(ALONE, torch.tensor(nll_sum), num_tokens, stop=False, save=False, data_wait_s=0.0)
+    return ReportReadback(ALONE, packed, torch.tensor(grad_norm)).finish()
 
 
 def test_ranks_are_added_up() -> None:
@@ -24,8 +20,7 @@ def test_ranks_are_added_up() -> None:
         pack_report(TWO, torch.tensor(30.0), 10, stop=False, save=True, data_wait_s=0.25),
         pack_report(TWO, torch.tensor(60.0), 35, stop=True, save=False, data_wait_s=0.75),
     ]
-    readout = ReportReadback(TWO)
-    readout.start(parts[0] + parts[1], torch.tensor(3.5))
+    readout = ReportReadback(TWO, parts[0] + parts[1], torch.tensor(3.5))
     assert readout.finish() == StepReport(
         num_tokens=45, loss=2.0, grad_norm=3.5, finite=True, stop=True, save=True, data_wait_s=0.5
     )

@@ -14,13 +14,13 @@ from tests.support.runs import log_text, train
 from trainkit.cluster.target import LOCAL
 from trainkit.config import LoadedConfig, load_config
 from trainkit.config.training import ModelConfig
-from trainkit.errors import ConfigError
+from trainkit.errors import ConfigError, FatalError
 from trainkit.launch.plan_run import gather
 from trainkit.plan.make_plan import make_plan
 from trainkit.run.files import read_jsonl
 from trainkit.run.manifest import FileSum, file_hash, published
 from trainkit.run.rundir import RunDir
-from trainkit.trainer.checkpoint.loader import InitError, load_initial_weights
+from trainkit.trainer.checkpoint.loader import load_initial_weights
 from trainkit.trainer.checkpoint.storage import METADATA_NAME, HashingWriter, SafeReader
 
 
@@ -211,7 +211,7 @@ def test_what_fits_and_what_does_not(saved: Path) -> None:
         "no parameter matches": (norm, ("head.*",)),
     }
     for message, (tensors, include) in refused.items():
-        with pytest.raises(InitError, match=message) as error:
+        with pytest.raises(FatalError, match=message) as error:
             load_initial_weights(tensors, ModelConfig(init_from=str(saved), init_include=include), ALONE)
         assert error.value.exit_code == 78
 
@@ -226,9 +226,9 @@ def test_a_damaged_or_missing_checkpoint_is_refused(saved: Path, tmp_path: Path)
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
-    with pytest.raises(InitError, match="is damaged: "):
+    with pytest.raises(FatalError, match="is damaged: "):
         load_initial_weights({}, ModelConfig(init_from=str(newest)), ALONE)
-    with pytest.raises(InitError, match="has no intact checkpoint"):
+    with pytest.raises(FatalError, match="has no intact checkpoint"):
         load_initial_weights({}, ModelConfig(init_from=str(tmp_path)), ALONE)
     absent = loaded_with(f"model.init_from={tmp_path / 'nowhere'}")
     with pytest.raises(ConfigError, match="neither a run folder nor a checkpoint"):

@@ -88,7 +88,6 @@ def batches(
         Positions(Batch(1, 4 // dp, 4, 4), rank, dp, start, end=None),
         saved=saved,
         takes_state=rank == 0,
-        num_workers=0,
         pin_memory=False,
     )
 

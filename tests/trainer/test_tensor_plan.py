@@ -60,10 +60,10 @@ def train_and_compare(rank: int, attempt: AttemptDir) -> None:
     trainer.train()
     group = trainer.world.mesh["tp"].get_group()
     num_split = 0
-    for module in trainer.model_parts[0].modules():
+    for module in trainer.built.model_parts[0].modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # the root stays gathered after the validation
-    for name, param in trainer.model_parts[0].model.named_parameters():
+    for name, param in trainer.built.model_parts[0].model.named_parameters():
         dims = param.device_mesh.mesh_dim_names
         if "tp" in dims and not param.placements[dims.index("tp")].is_replicate():
             num_split += 1

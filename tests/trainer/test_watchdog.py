@@ -147,10 +147,10 @@ def write_slowly() -> None:
 
     finish = HashingWriter.finish
 
-    def finish_slowly(writer: HashingWriter, *args: Any) -> None:
+    def finish_slowly(writer: HashingWriter, **results: Any) -> None:
         if "step-00000002" in str(writer.path):
             time.sleep(14)
-        finish(writer, *args)
+        finish(writer, **results)
 
     HashingWriter.finish = finish_slowly  # type: ignore[method-assign]
 

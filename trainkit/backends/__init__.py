@@ -81,6 +81,8 @@ class Backend(ABC):
     """The template of its batch script; None if it has no script."""
     poll_s: ClassVar[float]
     """Seconds between two looks at a job that is about to end."""
+    ask_every_s: ClassVar[float]
+    """Seconds between two looks at runs that continue: Slurm's controller serves the whole cluster."""
 
     @abstractmethod
     def start(self, run: RunDir, new: NewAttempt) -> AttemptRecord:
@@ -112,10 +114,6 @@ class Backend(ABC):
     def job(self, entry: AttemptRecord) -> JobInfo | None:
         """Slurm's information about the job of an attempt; None when Slurm does not know it."""
         return None
-
-    @abstractmethod
-    def running_job(self, run: RunDir, entry: AttemptRecord) -> JobInfo:
-        """The job of an attempt, for a shell on its nodes; raises UsageError unless it is a running one."""
 
     @abstractmethod
     def alive(self, run: RunDir, entry: AttemptRecord) -> bool | None:

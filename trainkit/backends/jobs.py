@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
 from trainkit.backends import SUPERVISOR_EXIT_S, JobStatus, backend_of
-from trainkit.errors import SlurmError, TrainkitError, UsageError, print_note
+from trainkit.errors import SlurmError, UsageError, print_note
 from trainkit.run.end import is_over
 from trainkit.run.group import RunGroup, is_index
 from trainkit.run.history import read_plan
 from trainkit.run.record import AttemptRecord, JobRecord, add_slurm_attempt, read_job
 from trainkit.run.rundir import RunDir, submission_token
-from trainkit.slurm.jobs import JobInfo, in_queue, query_jobs
-from trainkit.slurm.states import JobState, by_cluster, on_cluster
+from trainkit.slurm.jobs import JobInfo, in_queue, query_clusters
+from trainkit.slurm.states import JobState, by_cluster
 from trainkit.slurm.submit import find_by_token
 
 QUERY_INTERVAL_S = 10.0
@@ -46,17 +46,6 @@ def query_jobs_or_warn(ids: Sequence[str], warn: Callable[[str], None]) -> dict[
     for cluster, error in problems.items():
         warn(f"{error.message}: the state of {len(by_cluster(ids)[cluster]):,} Slurm jobs is unknown")
     return known
-
-
-def query_clusters(ids: Iterable[str]) -> tuple[dict[str, JobInfo], dict[str, TrainkitError]]:
-    """Slurm's information about these jobs, and the error of each cluster that does not answer."""
-    known, problems = dict[str, JobInfo](), dict[str, TrainkitError]()
-    for cluster, own in by_cluster(ids).items():
-        try:
-            known |= query_jobs([on_cluster(job_id, cluster) for job_id in own])
-        except TrainkitError as error:
-            problems[cluster] = error
-    return known, problems
 
 
 def status_from_jobs(run: RunDir, job: JobRecord, jobs: Mapping[str, JobInfo] | None) -> JobStatus:
@@ -158,46 +147,6 @@ def lingering_job(run: RunDir) -> JobInfo | None:
     return job if in_queue(job) and job.state is not JobState.COMPLETING else None
 
 
-def liveness_probe(
-    run: RunDir, notify: Callable[[str], None] = lambda text: None
-) -> Callable[[], bool | None]:
-    """A function that polls whether a run's newest job is alive, None if unknown.
-
-    It queries Slurm at most every `QUERY_INTERVAL_S`. `notify` is called whenever the reason why the job is
-    pending changes.
-    """
-    queried_s, alive, notified = float("-inf"), None, ""
-
-    def probe() -> bool | None:
-        nonlocal queried_s, alive, notified
-        record = read_job(run)
-        entry = record.newest
-        if entry is None:
-            return None
-        if backend_of(entry).queue_id(entry) is None:
-            return status_from_jobs(run, record, None).alive
-        is_pending = notified != "" or alive is None
-        interval_s = FIRST_QUERY_INTERVAL_S if is_pending and queried_s < 0 else QUERY_INTERVAL_S
-        if time.monotonic() - queried_s < interval_s:
-            return alive
-        queried_s = time.monotonic()
-        try:
-            status = status_from_jobs(run, record, query_jobs(open_job_ids(run, record)))
-            job, alive = status.job, status.alive
-        except SlurmError as error:
-            if str(error) != notified:
-                notified = str(error)
-                notify(f"{error.message}; retrying")
-            return alive
-        reason = job.sentence if job is not None and job.state.is_waiting else ""
-        if job is not None and reason and reason != notified:
-            notify(f"{job.job_id} is pending: {reason}")
-        notified = reason
-        return alive
-
-    return probe
-
-
 ANSWER_S = 5.0
 """How long a screen waits for Slurm when there are new jobs; then it shows what the files say."""
 MIN_QUERY_INTERVAL_S = 2.0
@@ -266,3 +215,27 @@ class SlurmPoller:
         elif self._problem is None:
             self._problem = "; ".join(texts), self._clock()
         self._answer = set(ids), jobs
+
+
+def liveness_probe(
+    run: RunDir, notify: Callable[[str], None] = lambda text: None
+) -> Callable[[], bool | None]:
+    """A function that polls whether a run's newest job is alive, None if unknown.
+
+    `notify` is called whenever the reason why the job is pending, or why Slurm does not say, changes.
+    """
+    poller, notified = SlurmPoller(), ""
+
+    def probe() -> bool | None:
+        nonlocal notified
+        record = read_job(run)
+        status = status_from_jobs(run, record, poller.jobs(open_job_ids(run, record)))
+        job, reason = status.job, poller.problem or ""
+        if job is not None and job.state.is_waiting and job.sentence:
+            reason = f"{job.job_id} is pending: {job.sentence}"
+        if reason not in ("", notified):
+            notify(reason)
+        notified = reason
+        return status.alive
+
+    return probe

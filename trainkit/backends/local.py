@@ -36,6 +36,7 @@ class LocalBackend(Backend):
     """A supervisor process on this machine, which survives the terminal unless it runs in the foreground."""
 
     poll_s = 0.05
+    ask_every_s = 0.5
 
     def start(self, run: RunDir, new: NewAttempt) -> AttemptRecord:
         attempt = open_attempt(run, new.config_text, new.plan_text)
@@ -86,11 +87,6 @@ class LocalBackend(Backend):
         if os.uname().nodename != entry.host and boot_id() != entry.boot_id:
             return None
         return "local: it ran on this machine; --backend sbatch submits it to Slurm"
-
-    def running_job(self, run: RunDir, entry: AttemptRecord) -> JobInfo:
-        raise UsageError(
-            f"{run.shown} is a local run, not a Slurm job", hint="use a shell on the machine that runs it"
-        )
 
     def alive(self, run: RunDir, entry: AttemptRecord) -> bool | None:
         return is_alive(run, entry)

@@ -49,19 +49,16 @@ def _is_active(run: RunDir) -> bool:
     return newest is not None and is_alive(run, newest) is not False
 
 
-def _is_done(run: RunDir, began: str) -> bool:
-    """Whether a run has finished, or was ended on purpose since this process began."""
-    end = read_newest_end(run.path)
-    return end is not None and (end.state == "finished" or (end.time or "") >= began)
-
-
 def _start(group: RunGroup, index: int, began: str) -> None:
     """Start the next attempt of a run that is left, with the config and plan that it has, or had last."""
     run = group.run(index)
     if not run.config_file.is_file():
         create_point_run(group, group.point(index))
     with run_lock(run):
-        if _is_active(run) or _is_done(run, began):
+        end = read_newest_end(run.path)
+        # It may also have been ended on purpose since this process began.
+        is_done = end is not None and (end.state == "finished" or (end.time or "") >= began)
+        if is_done or _is_active(run):
             return
         config, plan = (file.read_text(encoding="utf-8") for file in (run.config_file, run.plan_file))
         reason = "resume" if run.attempt_numbers() else "submit"

@@ -7,10 +7,10 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 
 from trainkit.backends import Backend, JobStatus, NewAttempt, write_cancelled
 from trainkit.errors import TrainkitError, UsageError, print_note
@@ -38,7 +38,7 @@ from trainkit.run.rundir import AttemptDir, RunDir, submission_token
 from trainkit.slurm.client import SlurmUnreachable
 from trainkit.slurm.control import cancel, cancel_waiting, kill_steps, send_signal
 from trainkit.slurm.jobs import JobInfo, in_queue, query_jobs
-from trainkit.slurm.states import JobState, split_job
+from trainkit.slurm.states import split_job
 from trainkit.slurm.submit import cancel_command, find_by_token, submit_script
 
 
@@ -46,19 +46,13 @@ class SlurmBackend(Backend):
     """A job of Slurm, whose state only Slurm knows."""
 
     poll_s = 1.0
+    ask_every_s = 10.0
 
     def queue_id(self, entry: AttemptRecord) -> str | None:
         return entry.job
 
     def job(self, entry: AttemptRecord) -> JobInfo | None:
         return query_jobs([entry.job]).get(entry.job)
-
-    def running_job(self, run: RunDir, entry: AttemptRecord) -> JobInfo:
-        job = self.job(entry)
-        if job is None or job.state is not JobState.RUNNING:
-            state = "is no longer known to Slurm" if job is None else f"is {job.state.value}, not running"
-            raise UsageError(f"{entry.job_id} {state}", hint="`trainkit status` shows more")
-        return job
 
     def alive(self, run: RunDir, entry: AttemptRecord) -> bool:
         # A job that squeue does not list is not running, whatever accounting says.
@@ -130,13 +124,8 @@ class SbatchBackend(SlurmBackend):
         cancel_follow_ups(run)
         attempt = _write_attempt(run, new, new.script.text)
         token = submission_token(run, attempt.number)
-        try:
-            with removed_unless_submitted(attempt.path, token, new.plan.slurm.clusters):
-                job = self.submit(attempt, new, token)
-        except BaseException:
-            if not attempt.path.exists():
-                discard_attempt(attempt)
-            raise
+        with removed_unless_submitted(lambda: discard_attempt(attempt), token, new.plan.slurm.clusters):
+            job = self.submit(attempt, new, token)
         try:
             entry = add_slurm_attempt(run, attempt.number, job, new.reason, self.name)
             log_event(run, attempt.number, "submitted", job_id=entry.job_id, reason=new.reason)
@@ -152,7 +141,8 @@ class SbatchBackend(SlurmBackend):
 
     def start_group(self, group: RunGroup) -> str:
         token, clusters = submission_token(RunDir(group.path), 1), clusters_of(group)
-        with removed_unless_submitted(group.path, token, clusters):
+        remove = partial(shutil.rmtree, group.path, ignore_errors=True)
+        with removed_unless_submitted(remove, token, clusters):
             submit_parts(group, print_note)
         assert group.job_id is not None
         if clusters:
@@ -228,8 +218,10 @@ def _write_attempt(run: RunDir, new: NewAttempt, script: str) -> AttemptDir:
 
 
 @contextmanager
-def removed_unless_submitted(folder: Path, token: str, clusters: Sequence[str]) -> Iterator[None]:
-    """Remove a folder when the job submitted within the block certainly does not exist."""
+def removed_unless_submitted(
+    remove: Callable[[], None], token: str, clusters: Sequence[str]
+) -> Iterator[None]:
+    """Call `remove` when the job submitted within the block certainly does not exist."""
     began = time.time()
     try:
         yield
@@ -238,7 +230,7 @@ def removed_unless_submitted(folder: Path, token: str, clusters: Sequence[str]) 
         if isinstance(error, KeyboardInterrupt):
             may_exist = not _cancel_interrupted(token, began, clusters)
         if not may_exist:
-            shutil.rmtree(folder, ignore_errors=True)
+            remove()
         raise
 
 

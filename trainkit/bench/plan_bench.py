@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from itertools import product
 from pathlib import Path
 
 from trainkit.backends import backend_named
@@ -16,7 +17,6 @@ from trainkit.bench.run_bench import (
     Kind,
     point_name,
     profiled_ranks,
-    write_bench,
 )
 from trainkit.config import LoadedConfig, RunConfig
 from trainkit.config.load import Change, Values, short_training, with_changes, with_values
@@ -41,45 +41,23 @@ MAX_LAYOUTS = 16
 
 
 @dataclass(frozen=True)
-class BenchPoint:
-    """One point of a bench before its first run."""
+class BenchPoint(PlannedPoint):
+    """One point of a bench before its first run; its values are the layout, or those of the swept keys."""
 
-    values: JsonObject
-    """The layout, or the values of the swept keys."""
     settings: Mapping[str, object]
     """The values in the config that make it this point, by dotted key."""
     notes: tuple[str, ...]
     """The values adapted to the layout, one sentence each."""
-    config: RunConfig
-    plan: LaunchPlan
 
     @property
     def name(self) -> str:
         return point_name(self.values)
 
-    def run(self, folder: str, repeat: int) -> BenchRun:
+    def run(self, index: int, repeat: int) -> BenchRun:
         layout, batch = self.plan.layout, self.plan.batch
-        return BenchRun(
-            run=folder,
-            values=self.values,
-            repeat=repeat,
-            degrees={name: getattr(layout, name) for name in DEGREES},
-            device_batch_size=batch.device_batch_size,
-            pp_microbatches=batch.pp_microbatches,
-            notes=list(self.notes),
-        )
-
-
-@dataclass(frozen=True)
-class BenchRequest:
-    """What was typed, for every kind of bench."""
-
-    config: str
-    """The file or name of the config."""
-    length: BenchLength
-    repeats: int
-    keep_name: bool
-    """Keep the config's name."""
+        degrees = {name: getattr(layout, name) for name in DEGREES}
+        sizes = batch.device_batch_size, batch.pp_microbatches
+        return BenchRun(str(index), self.values, repeat, degrees, *sizes, list(self.notes))
 
 
 @dataclass
@@ -87,7 +65,12 @@ class PlannedBench:
     """A bench before its first run: the points that can run, and why others cannot."""
 
     kind: Kind
-    request: BenchRequest
+    config: str
+    """The file or name of the config, as typed."""
+    length: BenchLength
+    repeats: int
+    keep_name: bool
+    """Keep the config's name."""
     gatherer: Gatherer = field(default_factory=Gatherer)
     points: list[BenchPoint] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
@@ -103,58 +86,40 @@ class PlannedBench:
         return {name: error.problems[0].sentence for name, error in self.errors.items()}
 
     def add_layout(
-        self,
-        loaded: LoadedConfig,
-        layout: Layout,
-        ranks: LaunchPlan,
-        shape: ModelShape,
-        typed: JsonObject | None = None,
+        self, loaded: LoadedConfig, layout: Layout, ranks: LaunchPlan, shape: ModelShape, typed: JsonObject
     ) -> None:
-        """Plan a layout; a `typed` one must be possible, of the others only the first ones run."""
-        name = layout_name(layout, {key: item for key, item in (typed or {}).items() if key not in DEGREES})
+        """Plan a layout with the values of ``--layout``; without any, only the first ones run.
+
+        Raises ConfigError if it is not possible.
+        """
+        name = layout_name(layout, {key: item for key, item in typed.items() if key not in DEGREES})
         if name in (point.name for point in self.points):
             raise UsageError(f"two --layout are the same: {name}", hint="remove one of them")
-        try:
-            settings, notes = layout_settings(loaded.config, layout, ranks, shape, typed or {})
-            if typed is None and len(self.points) == MAX_LAYOUTS:
-                self.left_out.append(name)
-                return
-            own = with_values(loaded, settings, f"layout {name}")
-        except ConfigError as error:
-            if typed is not None:
-                raise
-            self.errors[name] = error
+        settings, notes = layout_settings(loaded.config, layout, ranks, shape, typed)
+        if not typed and len(self.points) == MAX_LAYOUTS:
+            self.left_out.append(name)
             return
-        self.add({LAYOUT: name}, settings, own, notes)
-        if typed is not None and name in self.errors:
-            raise self.errors[name]
+        self.add({LAYOUT: name}, settings, with_values(loaded, settings, f"layout {name}"), notes)
 
     def add(
         self,
         values: JsonObject,
         settings: Mapping[str, object],
-        loaded: LoadedConfig | ConfigError,
+        loaded: LoadedConfig,
         notes: tuple[str, ...] = (),
     ) -> None:
-        """Plan a point whose config is `loaded`, or has an error."""
-        try:
-            if isinstance(loaded, ConfigError):
-                raise loaded
-            config, plan, changes = self._shortened(loaded, values)
-        except ConfigError as error:
-            self.errors[point_name(values)] = error
-            return
-        self.points.append(BenchPoint(values, settings, notes, config, plan))
+        """Plan a point; raises ConfigError if it cannot run."""
+        config, plan, changes = self._shortened(loaded, values)
+        self.points.append(BenchPoint(len(self.points), values, config, plan, settings, notes))
         self.changes = self.changes or changes
 
     def _shortened(
         self, loaded: LoadedConfig, values: JsonObject
     ) -> tuple[RunConfig, LaunchPlan, list[Change]]:
         """The config and plan of a point, and what a bench changes in it."""
-        length = self.request.length
-        own = bench_values(loaded.config, self.kind, length, self.request.keep_name)
+        own = bench_values(loaded.config, self.kind, self.length, self.keep_name)
         if self.kind == "settings":
-            _refuse_set_by_bench(values, {**own, **profiler_values(length, 1)})
+            _refuse_set_by_bench(values, {**own, **profiler_values(self.length, 1)})
         resources = loaded.config.resources
         if resources.fewest_nodes < resources.most_nodes:
             message = f"{loaded.origins['resources.nodes']}: a bench measures one number of nodes"
@@ -165,7 +130,7 @@ class PlannedBench:
             raise UsageError(*problem)
         short, changes = with_changes(loaded, own, ORIGIN)
         plan = plan_run(short, facts)
-        full, more = with_changes(short, profiler_values(length, plan.world_size), ORIGIN)
+        full, more = with_changes(short, profiler_values(self.length, plan.world_size), ORIGIN)
         return full.config, plan, [*changes, *more]
 
     @property
@@ -177,27 +142,26 @@ class PlannedBench:
         """The plan of the first point."""
         return self.points[0].plan
 
-    @property
-    def runs(self) -> list[PlannedPoint]:
-        """All points once, then all of them again for each further repeat.
-
-        What disturbs the machine for a while thus disturbs several points, not one.
-        """
-        repeats = range(1, self.request.repeats + 1)
-        order = [
-            ({**point.values, REPEAT: repeat} if self.request.repeats > 1 else point.values, point)
-            for repeat in repeats
-            for point in self.points
-        ]
-        return [
-            PlannedPoint(index, values, point.config, point.plan)
-            for index, (values, point) in enumerate(order)
-        ]
-
     def submission(self, at_once: int) -> Submission:
-        """The runs as one array; raises UsageError if their points need different jobs."""
-        runs = self.runs
+        """The runs as one array; raises UsageError if they need different jobs.
+
+        Raises the ConfigError of the first point if none can run.
+
+        All points once, then all of them again for each further repeat: what disturbs the machine for a while
+        thus disturbs several points, not one.
+        """
+        if not self.points:
+            raise next(iter(self.errors.values()))
+        runs: list[PlannedPoint] = []
+        for index, (repeat, point) in enumerate(self.order):
+            values = {**point.values, REPEAT: repeat} if self.repeats > 1 else point.values
+            runs.append(replace(point, index=index, values=values))
         return checked(runs, (), ArraySpec(tuple(range(len(runs))), at_once))
+
+    @property
+    def order(self) -> list[tuple[int, BenchPoint]]:
+        """(repeat, point) of every run."""
+        return list(product(range(1, self.repeats + 1), self.points))
 
     def to_dict(self) -> dict[str, object]:
         """The points that would run, and those that would not, as a JSON object."""
@@ -211,28 +175,28 @@ class PlannedBench:
         ]
         return {
             "layouts" if self.kind == "layouts" else "points": points,
-            "repeats": self.request.repeats,
+            "repeats": self.repeats,
             "impossible": self.impossible,
             "left_out": self.left_out,
         }
 
-    def create(self, folder: Path, run_names: Sequence[str]) -> Bench:
-        """Write bench.json in the folder; `run_names` are the folders of the runs in it."""
-        num_points = len(self.points)
+    def create(self, folder: Path) -> Bench:
+        """Write bench.json in the folder of the group of its runs."""
         bench = Bench(
             folder=folder.absolute(),
             kind=self.kind,
+            config=self.config,
             backend=self.plan.backend,
             device=self.plan.device,
-            length=self.request.length,
-            repeats=self.request.repeats,
-            keys=tuple(self.points[0].values),
-            runs=tuple(
-                self.points[index % num_points].run(name, index // num_points + 1)
-                for index, name in enumerate(run_names)
-            ),
+            length=self.length,
+            repeats=self.repeats,
+            keys=list(self.points[0].values),
+            changes=list(map(asdict, self.changes)),
+            runs=[point.run(index, repeat) for index, (repeat, point) in enumerate(self.order)],
+            impossible=self.impossible,
+            left_out=self.left_out,
         )
-        write_bench(bench, self.request.config, self.changes, self.impossible, self.left_out)
+        bench.write()
         return bench
 
 
@@ -245,8 +209,6 @@ BARE: Values = {
     "requeue.on": ([], "a failed run is not restarted"),
     "requeue.follow_ups": (0, "a failed run is not restarted"),
     "logging.tensorboard": (False, "the result is summary.csv"),
-    "logging.mlflow": (None, "the result is summary.csv"),
-    "logging.wandb": (None, "the result is summary.csv"),
 }
 """The values with which runs save nothing, log less and are not restarted."""
 
@@ -267,25 +229,21 @@ def profiler_values(length: BenchLength, world_size: int) -> Values:
     return {f"profiler.{key}": (value, "measures exposed communication") for key, value in values.items()}
 
 
-def plan_settings(request: BenchRequest, points: Iterable[LoadedPoint]) -> PlannedBench:
+def plan_settings(planned: PlannedBench, points: Iterable[LoadedPoint]) -> None:
     """Plan the run of every point of a sweep; points that cannot run are listed with the reason.
 
-    Raises the ConfigError of the first point if none can run, and UsageError for a key that a bench sets.
+    Raises UsageError for a key that a bench sets.
     """
-    planned = PlannedBench("settings", request)
     for point in points:
-        planned.add(point.values, point.values, point.loaded)
-    return _checked(planned)
+        try:
+            if isinstance(point.loaded, ConfigError):
+                raise point.loaded
+            planned.add(point.values, point.values, point.loaded)
+        except ConfigError as error:
+            planned.errors[point_name(point.values)] = error
 
 
-def _checked(planned: PlannedBench) -> PlannedBench:
-    """The bench; raises the ConfigError of the first point if none can run."""
-    if not planned.points:
-        raise next(iter(planned.errors.values()))
-    return planned
-
-
-def plan_layouts(request: BenchRequest, loaded: LoadedConfig, layouts: Sequence[str]) -> PlannedBench:
+def plan_layouts(planned: PlannedBench, loaded: LoadedConfig, layouts: Sequence[str]) -> None:
     """Plan the run of the typed layouts, which must all be possible, else of the first possible ones.
 
     Raises ConfigError and UsageError.
@@ -296,7 +254,6 @@ def plan_layouts(request: BenchRequest, loaded: LoadedConfig, layouts: Sequence[
         ("whose memory is unknown", f"{needs} trainkit's own decoder; {takes} model"),
         or_own=True,
     )
-    planned = PlannedBench("layouts", request)
     facts = planned.gatherer.facts(loaded)
     assert facts.data is not None
     shape, ranks = resolve_model_shape(loaded.config.model, facts.data.vocab_size), _ranks(loaded, facts)
@@ -313,8 +270,10 @@ def plan_layouts(request: BenchRequest, loaded: LoadedConfig, layouts: Sequence[
         splits_sequence = loaded.config.parallel.cp > 1 or loaded.config.data.seq_len >= LONG_SEQUENCE
         found = enumerate_layouts(ranks.world_size, ranks.workers_per_node, splits_sequence)
         for layout in sorted(found, key=_complexity):
-            planned.add_layout(loaded, layout, ranks, shape)
-    return _checked(planned)
+            try:
+                planned.add_layout(loaded, layout, ranks, shape, {})
+            except ConfigError as error:
+                planned.errors[layout_name(layout, {})] = error
 
 
 def _ranks(loaded: LoadedConfig, facts: Facts) -> LaunchPlan:

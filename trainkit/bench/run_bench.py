@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path, PurePath
+from pathlib import Path
 from shlex import quote
 from typing import Literal
 
-from trainkit.backends.jobs import query_job_status, query_jobs_or_warn, utc_clock
-from trainkit.config.load import Change
+from trainkit.backends import backend_named
+from trainkit.backends.jobs import query_jobs_or_warn, utc_clock
 from trainkit.errors import UsageError
 from trainkit.formats import JsonObject, shown
 from trainkit.job.group_parts import recover_parts
-from trainkit.observe.group import NOT_STARTED, GroupFiles, GroupStatus, PointStatus, state_counts
-from trainkit.observe.status import read_status
-from trainkit.observe.sweep_report import REPEAT
+from trainkit.observe.group import GroupFiles, PointStatus, count_states, state_counts
 from trainkit.run.end import read_newest_end
-from trainkit.run.files import read_json, with_right_types, write_json
-from trainkit.run.group import BENCH_FILE, RunGroup
-from trainkit.run.history import RunHistory
+from trainkit.run.files import from_json, read_json, write_json
+from trainkit.run.group import BENCH_FILE, OldBench, RunGroup
 from trainkit.run.manifest import remove_all
-from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
 
 PROFILED_STEPS = 3
@@ -106,36 +102,36 @@ def point_name(values: JsonObject) -> str:
 
 @dataclass(frozen=True)
 class Bench:
-    """A bench in its folder."""
+    """A bench in its folder, which is a group of runs, as bench.json describes it."""
 
     folder: Path
     kind: Kind
+    config: str
+    """The file or name as typed."""
     backend: str
     device: str
     length: BenchLength
     repeats: int
-    keys: tuple[str, ...]
+    keys: list[str]
     """The keys of the values of every run."""
-    runs: tuple[BenchRun, ...]
+    changes: list[JsonObject]
+    runs: list[BenchRun]
     """All points once, then all of them again for each further repeat."""
+    impossible: dict[str, str]
+    left_out: list[str]
+
+    @property
+    def group(self) -> RunGroup:
+        group = RunGroup(self.folder)
+        return group if group.exists() else OldBench(self.folder)
 
     def run_dir(self, item: BenchRun) -> RunDir:
         return RunDir(self.folder / item.run)
 
     @property
-    def group(self) -> RunGroup | None:
-        """The group of its runs; None in a folder of an earlier trainkit."""
-        group = RunGroup(self.folder)
-        return group if group.exists() else None
-
-    @property
-    def points(self) -> list[tuple[BenchRun, ...]]:
+    def points(self) -> list[list[BenchRun]]:
         num_points = len(self.runs) // self.repeats
         return [self.runs[first::num_points] for first in range(num_points)]
-
-    @property
-    def command(self) -> str:
-        return f"trainkit bench {self.kind}"
 
     @property
     def summary_file(self) -> Path:
@@ -145,30 +141,10 @@ class Bench:
     def plots_dir(self) -> Path:
         return self.folder / PLOTS_FOLDER
 
-
-def write_bench(
-    bench: Bench,
-    config: str,
-    changes: Sequence[Change] = (),
-    impossible: Mapping[str, str] | None = None,
-    left_out: Sequence[str] = (),
-) -> None:
-    """Write bench.json; `config` is the file or name as typed."""
-    record = {
-        "version": BENCH_VERSION,
-        "kind": bench.kind,
-        "config": config,
-        "backend": bench.backend,
-        "device": bench.device,
-        "length": asdict(bench.length),
-        "repeats": bench.repeats,
-        "keys": list(bench.keys),
-        "changes": list(map(asdict, changes)),
-        "runs": [asdict(item) for item in bench.runs],
-        "impossible": dict(impossible or {}),
-        "left_out": list(left_out),
-    }
-    write_json(bench.folder / BENCH_FILE, record)
+    def write(self) -> None:
+        own = asdict(self)
+        own.pop("folder")
+        write_json(self.folder / BENCH_FILE, {"version": BENCH_VERSION, **own})
 
 
 def read_bench(folder: Path) -> Bench:
@@ -177,97 +153,50 @@ def read_bench(folder: Path) -> Bench:
     Raises UsageError if there is none, it is unreadable, or a trainkit with another format wrote it.
     """
     file = folder / BENCH_FILE
+    hint = f"`trainkit status {quote(str(folder))}/RUN` still shows each of its runs"
     try:
         record = read_json(file)
-        if record["version"] != BENCH_VERSION:
-            raise UsageError(
-                f"{file} has version {record['version']}; this trainkit supports {BENCH_VERSION}",
-                hint=f"use the trainkit that wrote it; `trainkit status {quote(str(folder))}/RUN` works",
-            )
-        if not record["runs"]:
-            raise ValueError("it has no runs")
-        bench = Bench(
-            folder=folder.absolute(),
-            kind=record["kind"],
-            backend=record["backend"],
-            device=record["device"],
-            length=BenchLength(**record["length"]),
-            repeats=record["repeats"],
-            keys=tuple(record["keys"]),
-            runs=tuple(BenchRun(**item) for item in record["runs"]),
-        )
-        for item in with_right_types(bench).runs:
-            run = PurePath(item.run)
-            if item.values.keys() != set(bench.keys) or "\0" in item.run or {"..", "/"} & {*run.parts}:
-                raise ValueError(f"{item.run!r} is no run of it")
+        if (version := record["version"]) != BENCH_VERSION:
+            raise ValueError(f"it has version {version}; this trainkit supports {BENCH_VERSION}")
+        bench: Bench = from_json(Bench, {**record, "folder": folder.absolute()})
+        group = bench.group
+        folders = [group.folder(index) for index in group.points]
+        if [str(bench.folder / item.run) for item in bench.runs] != folders:
+            raise ValueError("its runs are not those of sweep.json")
+        if bench.repeats < 1 or any(item.values.keys() != set(bench.keys) for item in bench.runs):
+            raise ValueError("its runs have other values than its keys")
         return bench
     except FileNotFoundError:
         hint = "`trainkit bench layouts` and `trainkit bench settings` create one and print its folder"
         raise UsageError(
             f"{folder} is not the folder of a bench: it has no {BENCH_FILE}", hint=hint
         ) from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(
-            f"{file} cannot be read: {error}",
-            hint=f"`trainkit status {quote(str(folder))}/RUN` still shows each of its runs",
-        ) from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"{file} cannot be read: {error}", hint=hint) from error
 
 
-POLL_S = 0.5
-ASK_EVERY_S = 10.0
-"""Seconds between queries of Slurm: its controller serves the whole cluster."""
 FINISHED = "finished"
-ENDED = (FINISHED, "failed", "stopped", "cancelled", "died")
+ENDED = {FINISHED, "failed", "stopped", "cancelled", "died"}
 """Final states: a run of a bench is not restarted."""
 
 
-def query_bench_status(bench: Bench, warn: Callable[[str], None]) -> GroupStatus:
-    """The status of the runs of a bench; looks up an array that Slurm has not acknowledged.
+def look_at_runs(bench: Bench, warn: Callable[[str], None]) -> list[PointStatus]:
+    """The status of the runs of a bench, with the first failure of each that has one as its reason.
 
-    With several repeats their number is one of the values of a run.
+    Looks up an array that Slurm has not acknowledged. Removes what the runs that have ended saved: a bench is
+    never resumed.
     """
-    known: dict[str, PointStatus] = {}
-    if (group := bench.group) is not None:
-        recover_parts(group)
-        files = GroupFiles(group)
-        jobs = query_jobs_or_warn(files.open_ids, warn)
-        known = {point.run_dir: point for point in files.status(jobs, utc_clock()).points}
+    recover_parts(bench.group)
+    files = GroupFiles(bench.group)
     points = []
-    for index, item in enumerate(bench.runs):
-        run = bench.run_dir(item)
-        values = {**item.values, REPEAT: item.repeat} if bench.repeats > 1 else item.values
-        point = known.get(str(run.path))
-        state, reason = _state(run) if point is None else (point.state, point.reason)
-        reason = "" if state == FINISHED else failure_of(run) or reason
-        point = point or PointStatus(index, values, state, None, None, None, str(run.path))
-        points.append(replace(point, index=index, values=values, reason=reason or None))
-    return GroupStatus(
-        name=bench.folder.name,
-        run_dir=str(bench.folder),
-        job_id=None,
-        array="",
-        keys=list(points[0].values),
-        num_nodes=None,
-        workers_per_node=None,
-        age_s=None,
-        points=points,
-    )
-
-
-def _state(run: RunDir) -> tuple[str, str | None]:
-    """The state of a run that is in no group, and its reason."""
-    if not run.exists():
-        return NOT_STARTED, None
-    job = read_job(run)
-    alive = query_job_status(run, job, lambda text: None).alive
-    status = read_status(RunHistory(run), job, alive, utc_clock())
-    return status.state, status.reason
-
-
-def failure_of(run: RunDir) -> str:
-    """The first failure of a run; empty if none is recorded."""
-    end = read_newest_end(run.path)
-    return end.verdict.line if end is not None and end.verdict else ""
+    for point in files.status(query_jobs_or_warn(files.open_ids, warn), utc_clock()).points:
+        run = RunDir(point.run_dir)
+        if point.state in ENDED:
+            remove_all(run.checkpoints_dir)
+        end = read_newest_end(run.path)
+        failure = end.verdict.line if end is not None and end.verdict else point.reason
+        points.append(replace(point, reason=None if point.state == FINISHED else failure))
+    return points
 
 
 def wait_for_runs(
@@ -276,10 +205,9 @@ def wait_for_runs(
     """Wait until all runs of a bench have ended; log an `end_line` of each, and their states on changes."""
     logged, known = "", set[int]()
     while True:
-        status = query_bench_status(bench, log_line)
-        remove_checkpoints(status)
-        states = status.states
-        ended = [point for point in status.points if have_ended([point.state]) and point.state != "died"]
+        points = look_at_runs(bench, log_line)
+        states = count_states(point.state for point in points)
+        ended = [point for point in points if point.state in ENDED - {"died"}]
         for point in ended:
             if point.index not in known:
                 log_line(end_line(bench, point))
@@ -290,18 +218,6 @@ def wait_for_runs(
         # This host may see the end of a run shortly after Slurm has removed its job.
         is_sure = text == logged or "died" not in states
         logged = text
-        if is_sure and have_ended(states):
+        if is_sure and ENDED.issuperset(states):
             return
-        time.sleep(POLL_S if bench.backend == "local" else ASK_EVERY_S)
-
-
-def remove_checkpoints(status: GroupStatus) -> None:
-    """Remove what the runs that have ended saved: a bench is never resumed."""
-    for point in status.points:
-        if have_ended([point.state]):
-            remove_all(RunDir(point.run_dir).checkpoints_dir)
-
-
-def have_ended(states: Iterable[str]) -> bool:
-    """Whether runs in these states have all ended."""
-    return all(state in ENDED for state in states)
+        time.sleep(backend_named(bench.backend).ask_every_s)

@@ -7,27 +7,23 @@ import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from math import prod
 from pathlib import Path
 from typing import Any
 
 from trainkit.bench.measure import Row, by_speed, measured, row_of, speed
 from trainkit.bench.run_bench import (
+    ENDED,
     FINISHED,
     LAYOUT,
     Bench,
-    have_ended,
+    look_at_runs,
     point_name,
-    query_bench_status,
-    remove_checkpoints,
 )
 from trainkit.folders import ensure_folder
 from trainkit.formats import cell, short_keys, shown_value, table
-from trainkit.observe.group import NOT_STARTED, PointStatus
-from trainkit.observe.page import flat_config
-from trainkit.observe.sweep_report import Sweep
+from trainkit.observe.group import PointStatus
 from trainkit.run.events import training_curve
-from trainkit.run.files import read_object, write_atomic
+from trainkit.run.files import write_atomic
 
 
 @dataclass(frozen=True)
@@ -50,20 +46,6 @@ class Fastest:
         return text if self.is_clear else f"{text}, which is within the spread of the repeats"
 
 
-@dataclass(frozen=True)
-class Summary:
-    """The measurements of a bench so far."""
-
-    rows: list[Row]
-    """A row per point, sorted by speed."""
-    fastest: Fastest | None
-    """None unless at least two points finished."""
-    num_open: int
-    """Runs that have started and not ended, or that wait in the queue."""
-    num_not_started: int
-    """Runs without a group that were never started."""
-
-
 def end_line(bench: Bench, point: PointStatus) -> str:
     """One line about a run that has ended."""
     item = bench.runs[point.index]
@@ -76,40 +58,29 @@ def end_line(bench: Bench, point: PointStatus) -> str:
     return f"{start} {speed}{row['step_s']:.4f} s per step"
 
 
-def write_summary(bench: Bench, warn: Callable[[str], None]) -> Summary:
-    """Write summary.csv from the measurements so far."""
+def write_summary(bench: Bench, warn: Callable[[str], None]) -> tuple[list[Row], Fastest | None, int]:
+    """Write summary.csv from the measurements so far.
+
+    Returns its rows, the fastest point unless fewer than two have finished, and how many runs have not ended.
+    """
     by_run: dict[str, Row] = {}
-    status = query_bench_status(bench, warn)
-    remove_checkpoints(status)
-    for item, point in zip(bench.runs, status.points, strict=True):
+    found = look_at_runs(bench, warn)
+    for item, point in zip(bench.runs, found, strict=True):
         by_run[item.run], missing = row_of(bench, item, point.state, point.reason or "")
         if missing and point.state == FINISHED:
             warn(f"{item.name}: no exposed_comm_s: {missing}")
     points = by_speed([by_run[item.run] for item in runs] for runs in bench.points)
     rows = [row for row, _ in points]
     write_atomic(bench.summary_file, csv_text(bench.keys, rows))
-    num_not_started = status.states.get(NOT_STARTED, 0)
-    num_open = sum(not have_ended([point.state]) for point in status.points) - num_not_started
-    return Summary(rows, find_fastest(bench, points), num_open, num_not_started)
+    return rows, find_fastest(bench, points), sum(point.state not in ENDED for point in found)
 
 
-def sweep_of_bench(bench: Bench, warn: Callable[[str], None]) -> Sweep:
-    """The runs of a bench for `trainkit report`, which compares them by their measured speed."""
-    speeds, sizes = {}, {}
-    for index, item in enumerate(bench.runs):
-        records = training_curve(bench.run_dir(item))
-        speeds[index] = measured(records, bench.length.measured)["tokens_per_s"]
-        sizes[index] = prod(item.degrees.values())
-    first = bench.run_dir(bench.runs[0])
-    origin = first if bench.group is None else bench.group
-    return Sweep(
-        query_bench_status(bench, warn),
-        world_sizes=sizes,
-        is_cuda=bench.device == "cuda",
-        config=flat_config(first),
-        provenance=read_object(origin.provenance_file),
-        speeds=speeds,
-    )
+def measured_speeds(bench: Bench) -> dict[int, float | None]:
+    """The tokens per second of each run, by its index in the group, for `trainkit report`."""
+    return {
+        index: measured(training_curve(bench.run_dir(item)), bench.length.measured)["tokens_per_s"]
+        for index, item in enumerate(bench.runs)
+    }
 
 
 def find_fastest(bench: Bench, points: Sequence[tuple[Row, Sequence[Row]]]) -> Fastest | None:

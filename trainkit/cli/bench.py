@@ -13,8 +13,8 @@ from typing import Any
 
 import click
 
-from trainkit.bench.plan_bench import OPTION, BenchRequest, PlannedBench, plan_layouts, plan_settings
-from trainkit.bench.run_bench import Bench, BenchLength, read_bench, wait_for_runs
+from trainkit.bench.plan_bench import OPTION, PlannedBench, plan_layouts, plan_settings
+from trainkit.bench.run_bench import Bench, BenchLength, Kind, read_bench, wait_for_runs
 from trainkit.bench.summary import (
     COLUMNS,
     INSTALL_HINT,
@@ -25,19 +25,11 @@ from trainkit.bench.summary import (
     write_plots,
     write_summary,
 )
-from trainkit.cli.help import Group, examples, terminal_width, warn
-from trainkit.cli.options import (
-    ConfigRequest,
-    Function,
-    combined,
-    config_options_unless,
-    json_option,
-    named_folder,
-    refuse_other_options,
-)
-from trainkit.cli.output import echo_json
+from trainkit.cli import options
+from trainkit.cli.help import Group, as_group, examples, option, terminal_width, warn
+from trainkit.cli.output import echo_json, echo_result
 from trainkit.cli.started import describe_plan, print_created
-from trainkit.cli.submit import GroupRequest, sweep_option
+from trainkit.cli.submit import group_points, sweep_option
 from trainkit.control.cancel import cancel_group
 from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, UsageError
 from trainkit.folders import shown_path
@@ -66,12 +58,10 @@ class BenchGroup(Group):
         return super().resolve_command(ctx, args)
 
 
-@click.group(
+@as_group(
+    "trainkit bench layouts quickstart --gpus-per-node 2 --steps 20",
+    "trainkit bench settings quickstart --sweep train.device_batch_size=4,8 --dry-run",
     cls=BenchGroup,
-    epilog=examples(
-        "trainkit bench layouts quickstart --gpus-per-node 2 --steps 20",
-        "trainkit bench settings quickstart --sweep train.device_batch_size=4,8 --dry-run",
-    ),
 )
 def command() -> None:
     """Measure variants of a config for a few steps each.
@@ -91,30 +81,27 @@ def _columns(own: Mapping[str, str]) -> str:
     return "\b\nColumns of summary.csv:\n" + "\n".join(lines)
 
 
-def _bench_options(what: str, folder: str) -> Callable[[Function], Function]:
+def _bench_options(what: str, folder: str) -> Callable[[options.Function], options.Function]:
     """The options of every bench; `what` names its points, `folder` the default folder."""
     count = click.IntRange(min=1)
     repeats = f"Run all {what} N times, one round after another, to see how much they vary."
     at_once = "Maximum runs in parallel; default: 1, so that none disturbs another."
     collect = "Write the summary of the bench in DIR; start nothing."
-    return combined(
-        click.option(
-            "--steps", type=count, default=STEPS, metavar="N", help=f"Steps per run; default: {STEPS}."
-        ),
-        click.option(
-            "--warmup",
+    return options.combined(
+        option("--steps N", f"Steps per run; default: {STEPS}.", type=count, default=STEPS),
+        option(
+            "--warmup K",
+            f"Warm-up steps, not measured; default: {WARMUP}.",
             type=click.IntRange(min=0),
             default=WARMUP,
-            metavar="K",
-            help=f"Warm-up steps, not measured; default: {WARMUP}.",
         ),
-        click.option("--repeats", type=count, default=1, metavar="N", help=repeats),
-        click.option("--out", metavar="DIR", help=f"Folder of the bench, new or empty; default: {folder}."),
-        click.option("--at-once", type=count, default=1, metavar="N", help=at_once),
-        click.option("--follow", is_flag=True, help="On Slurm: wait for the runs and write the summary."),
-        click.option("--dry-run", is_flag=True, help=f"Print the {what} that would run; start nothing."),
-        click.option("--collect", metavar="DIR", help=collect),
-        json_option,
+        option("--repeats N", repeats, type=count, default=1),
+        option("--out DIR", f"Folder of the bench, new or empty; default: {folder}."),
+        option("--at-once N", at_once, type=count, default=1),
+        option("--follow", "On Slurm: wait for the runs and write the summary."),
+        option("--dry-run", f"Print the {what} that would run; start nothing."),
+        option("--collect DIR", collect),
+        options.json_option,
     )
 
 
@@ -129,16 +116,15 @@ def _bench_options(what: str, folder: str) -> Callable[[Function], Function]:
         "--layout tp=2 --layout dp_shard=2,zero=2",
     )
 )
-@config_options_unless("collect")
-@click.option(
-    "--layout",
-    "layouts",
+@options.config_options_unless("collect")
+@option(
+    "--layout KEY=N,KEY=N,…",
+    "Layout, as keys of the section parallel; repeatable. Default: all possible layouts.",
+    name="layouts",
     multiple=True,
-    metavar="KEY=N,KEY=N,…",
-    help="Layout, as keys of the section parallel; repeatable. Default: all possible layouts.",
 )
 @_bench_options("layouts", "runs/NAME-layouts")
-def layouts(request: ConfigRequest | None, layouts: tuple[str, ...], **typed: Any) -> int:
+def layouts(request: options.ConfigRequest | None, layouts: tuple[str, ...], **typed: Any) -> int:
     """Run CONFIG on several layouts for a few steps each; write summary.csv and plots.
 
     Without --layout, runs all layouts that the number of processes, the model and the batch allow, simplest
@@ -149,7 +135,11 @@ def layouts(request: ConfigRequest | None, layouts: tuple[str, ...], **typed: An
     On this machine the layouts run one after another, and Ctrl-C ends the bench. On Slurm they are one
     array; --follow, or --collect DIR later, writes the summary. Exits with 1 if nothing was measured.
     """
-    return _bench(lambda asked, config: plan_layouts(asked, config.load_to_plan(), layouts), request, **typed)
+
+    def plan(planned: PlannedBench, config: options.ConfigRequest) -> None:
+        plan_layouts(planned, config.load_to_plan(), layouts)
+
+    return _bench("layouts", plan, request, **typed)
 
 
 @command.command(
@@ -162,10 +152,10 @@ def layouts(request: ConfigRequest | None, layouts: tuple[str, ...], **typed: An
         "trainkit bench settings --collect runs/batches",
     )
 )
-@config_options_unless("collect")
+@options.config_options_unless("collect")
 @sweep_option("Values to measure, and every combination of several --sweep; repeatable.")
 @_bench_options("points", "runs/NAME-settings")
-def settings(request: ConfigRequest | None, sweeps: tuple[str, ...], **typed: Any) -> int:
+def settings(request: options.ConfigRequest | None, sweeps: tuple[str, ...], **typed: Any) -> int:
     """Run CONFIG with every value of --sweep for a few steps each; write summary.csv and plots.
 
     Any config key can be swept, except those that a bench sets itself, such as train.steps. Points that
@@ -175,17 +165,18 @@ def settings(request: ConfigRequest | None, sweeps: tuple[str, ...], **typed: An
     array; --follow, or --collect DIR later, writes the summary. Exits with 1 if nothing was measured.
     """
 
-    def plan(asked: BenchRequest, config: ConfigRequest) -> PlannedBench:
+    def plan(planned: PlannedBench, config: options.ConfigRequest) -> None:
         if not sweeps:
             raise UsageError("no --sweep", hint="for example --sweep train.device_batch_size=4,8,16")
-        return plan_settings(asked, GroupRequest(sweeps, None).points(config, TRAINER)[1])
+        plan_settings(planned, group_points(config, TRAINER, sweeps, None)[1])
 
-    return _bench(plan, request, **typed)
+    return _bench("settings", plan, request, **typed)
 
 
 def _bench(
-    plan: Callable[[BenchRequest, ConfigRequest], PlannedBench],
-    config: ConfigRequest | None,
+    kind: Kind,
+    plan: Callable[[PlannedBench, options.ConfigRequest], None],
+    config: options.ConfigRequest | None,
     *,
     steps: int,
     warmup: int,
@@ -198,34 +189,36 @@ def _bench(
     as_json: bool,
 ) -> int:
     if collect is not None:
-        refuse_other_options("collect")
+        options.refuse_other_options("collect")
         if not collect.strip():
             raise UsageError("--collect is empty", hint="name the folder of a bench")
         return summarize(read_bench(Path(collect)), as_json)
     assert config is not None
-    folder = named_folder(out, OPTION)
+    folder = options.named_folder(out, OPTION)
     length = BenchLength(steps, warmup)
-    planned = plan(BenchRequest(config.path, length, repeats, "name" in config.flags), config)
+    planned = PlannedBench(kind, config.path, length, repeats, "name" in config.flags)
+    plan(planned, config)
     submission = planned.submission(at_once)
     if not dry_run:
         click.echo(describe_plan(planned.plan, planned.name).splitlines()[0], err=True)
     _describe(planned)
     if dry_run:
         refuse_place(planned.name, folder, OPTION)
-        return _list(planned, as_json)
+        _list(planned, as_json)
+        return EXIT_OK
     return _run(planned, submission, folder, follow, as_json)
 
 
 def _describe(planned: PlannedBench) -> None:
     """Print the changes to the config, the points that run, and those that do not."""
     facts = [("bench", change.sentence) for change in planned.changes]
-    count, repeats = len(planned.points), planned.request.repeats
+    count, repeats = len(planned.points), planned.repeats
     what = planned.kind if planned.kind == "layouts" else "points"
     times = "" if repeats == 1 else f", {repeats} times each"
     sizes = sorted({item.plan.world_size for item in planned.points})
     processes = f"{' or '.join(map(str, sizes))} process{'es' if sizes != [1] else ''}"
     facts.append((what, f"{count} {what if count > 1 else what[:-1]} of {processes}{times}"))
-    facts.append(("steps", planned.request.length.text))
+    facts.append(("steps", planned.length.text))
     facts += [("adapted", f"{item.name}: {note}") for item in planned.points for note in item.notes]
     facts += [("not possible", f"{name}: {reason}") for name, reason in planned.impossible.items()]
     if planned.left_out:
@@ -234,11 +227,11 @@ def _describe(planned: PlannedBench) -> None:
         click.echo(f"  {label:<12}  {text}", err=True)
 
 
-def _list(planned: PlannedBench, as_json: bool) -> int:
+def _list(planned: PlannedBench, as_json: bool) -> None:
     """Print the points that would run."""
     if as_json:
         echo_json(planned.to_dict())
-        return EXIT_OK
+        return
     keys = list(planned.points[0].values)
     rows = [[*(key.upper() for key in short_keys(keys)), "BATCH", "MICROBATCHES", "ACCUMULATION"]]
     for point in planned.points:
@@ -247,7 +240,6 @@ def _list(planned: PlannedBench, as_json: bool) -> int:
         values = [shown_value(value) for value in point.values.values()]
         rows.append([*values, str(batch.device_batch_size), microbatches, str(batch.accumulation_steps)])
     click.echo(table(rows, fit=terminal_width(), num_keys=len(keys)))
-    return EXIT_OK
 
 
 def _run(planned: PlannedBench, submission: Submission, out: Path | None, follow: bool, as_json: bool) -> int:
@@ -255,16 +247,14 @@ def _run(planned: PlannedBench, submission: Submission, out: Path | None, follow
     created = create_submission(submission, ["trainkit", *sys.argv[1:]], out, OPTION)
     print_created(created)
     group, is_here = RunGroup(created.run.path), planned.plan.is_here
-    bench = planned.create(group.path, list(map(str, group.points)))
+    bench = planned.create(group.path)
     shown = quote(shown_path(bench.folder))
-    collect = f"`{bench.command} --collect {shown}` writes the summary"
+    collect = f"`trainkit bench {bench.kind} --collect {shown}` writes the summary"
     try:
         job_id = start_group(group)
         if not (follow or is_here):
-            if as_json:
-                echo_json({"folder": str(bench.folder), "job_id": job_id, "array": group.record.array})
-            else:
-                click.echo(f"{bench.folder}\n{job_id}")
+            facts = {"folder": str(bench.folder), "job_id": job_id, "array": group.record.array}
+            echo_result(facts, f"{bench.folder}\n{job_id}", as_json)
             click.echo(f"`trainkit status {shown}` shows the runs; {collect}", err=True)
             return EXIT_OK
         click.echo(f"{shown_path(bench.folder)}: job {job_id}; `trainkit cancel {shown}` ends it", err=True)
@@ -284,30 +274,25 @@ def _run(planned: PlannedBench, submission: Submission, out: Path | None, follow
 
 def summarize(bench: Bench, as_json: bool) -> int:
     """Write and print the summary of what has been measured so far; 1 when nothing has."""
-    summary = write_summary(bench, warn)
+    rows, fastest, num_open = write_summary(bench, warn)
     plots: list[Path] = []
     if can_plot():
-        plots, empty = write_plots(bench.keys, summary.rows, bench.plots_dir)
+        plots, empty = write_plots(bench.keys, rows, bench.plots_dir)
         but = f"; none of {', '.join(empty)}: no values" if empty else ""
         click.echo(f"plots: {len(plots)} in {bench.plots_dir}{but}", err=True)
     else:
         click.echo(f"no plots: matplotlib is not installed ({INSTALL_HINT})", err=True)
-    if as_json:
-        value = {
-            "folder": str(bench.folder),
-            "summary": str(bench.summary_file),
-            "plots": [str(file) for file in plots],
-            "rows": summary.rows,
-            "fastest": None if summary.fastest is None else asdict(summary.fastest),
-        }
-        echo_json(value)
-    else:
-        click.echo(summary_table(bench.keys, summary.rows, terminal_width()))
-    if summary.fastest is not None:
-        click.echo(f"fastest: {summary.fastest}", err=True)
-    if summary.num_not_started:
-        warn(f"{summary.num_not_started} of {len(bench.runs)} runs were not started")
-    if summary.num_open:
-        warn(f"{summary.num_open} of {len(bench.runs)} runs have not ended: collect again later")
+    value = {
+        "folder": str(bench.folder),
+        "summary": str(bench.summary_file),
+        "plots": [str(file) for file in plots],
+        "rows": rows,
+        "fastest": None if fastest is None else asdict(fastest),
+    }
+    echo_result(value, summary_table(bench.keys, rows, terminal_width()), as_json)
+    if fastest is not None:
+        click.echo(f"fastest: {fastest}", err=True)
+    if num_open:
+        warn(f"{num_open} of {len(bench.runs)} runs have not ended: collect again later")
     click.echo(f"summary: {bench.summary_file}", err=True)
-    return EXIT_OK if any(row["steps"] for row in summary.rows) else EXIT_FAILED
+    return EXIT_OK if any(row["steps"] for row in rows) else EXIT_FAILED

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from trainkit.cli.help import Command, examples, terminal_width, warn
+from trainkit.cli.help import as_command, option, terminal_width, warn
 from trainkit.cli.options import ConfigRequest, choosing_config_options, gpu_type_option, json_option
-from trainkit.errors import EXIT_OK, ConfigError, SlurmError, TrainkitError, UsageError
-from trainkit.formats import plural
+from trainkit.errors import ConfigError, SlurmError, TrainkitError, UsageError
+from trainkit.formats import plural, table
 from trainkit.run.rundir import RUNS_FOLDER
 
 if TYPE_CHECKING:
@@ -22,46 +22,38 @@ if TYPE_CHECKING:
     from trainkit.launch.queue_estimate import Wait
     from trainkit.plan.launch import LaunchPlan
 
+MAX_COLUMN_WIDTH = 40
 
-@click.command(
-    cls=Command,
-    epilog=examples(
-        "trainkit check",
-        "trainkit check quickstart --nodes 2 --show-origin",
-        "trainkit check quickstart --cluster example",
-        "trainkit check quickstart --simulate-world 4 --set parallel.tp=2",
-        "trainkit check quickstart --set train.steps=100 --json",
-    ),
+
+@as_command(
+    "trainkit check",
+    "trainkit check quickstart --nodes 2 --show-origin",
+    "trainkit check quickstart --cluster example",
+    "trainkit check quickstart --simulate-world 4 --set parallel.tp=2",
+    "trainkit check quickstart --set train.steps=100 --json",
 )
 @choosing_config_options
 @gpu_type_option
-@click.option("--show-origin", is_flag=True, help="Print every value with its origin.")
+@option("--show-origin", "Print every value with its origin.")
 @click.option(
     "--estimate/--no-estimate",
     "estimate",
     default=None,
     help="Require Slurm's estimate of the start time; default: print it if Slurm answers.",
 )
-@click.option(
-    "--simulate-world",
-    "world_size",
+@option(
+    "--simulate-world N",
+    "Check for N GPUs instead, and simulate a step of one of the N ranks without allocating memory.",
+    name="world_size",
     type=click.IntRange(min=1),
-    metavar="N",
-    help="Check for N GPUs instead, and simulate a step of one of the N ranks without allocating memory.",
 )
-@click.option("--rank", type=click.IntRange(min=0), metavar="N", help="Rank to simulate; default: 0.")
-@click.option(
+@option("--rank N", "Rank to simulate; default: 0.", type=click.IntRange(min=0))
+@option(
     "--task-smoke",
-    "smoke",
-    is_flag=True,
-    help="Try your own task too: a few samples forward and backward on this machine's CPU.",
+    "Try your own task too: a few samples forward and backward on this machine's CPU.",
+    name="smoke",
 )
-@click.option(
-    "--test-notification",
-    "test_notification",
-    is_flag=True,
-    help="Send a test message to the webhook of notify.",
-)
+@option("--test-notification", "Send a test message to the webhook of notify.")
 @json_option
 def command(
     request: ConfigRequest,
@@ -72,13 +64,13 @@ def command(
     smoke: bool,
     test_notification: bool,
     as_json: bool,
-) -> int:
+) -> None:
     """Check CONFIG against the schema, the model's shape, the data, and the cluster or this machine.
 
     Prints every derived value with its reason and, on a cluster, when the job would start. If there are
     problems, lists all of them and exits with 2.
     """
-    from trainkit.config.loaded import origin_lines
+    from trainkit.config.schema import flatten, show_value
     from trainkit.launch.disk import lock_problem
     from trainkit.launch.plan_run import gather, plan_run
     from trainkit.launch.queue_estimate import wait_lines
@@ -101,7 +93,7 @@ def command(
         else:
             click.echo(f"layout: {plan.reasons['layout']}")
             click.echo("\n".join(simulation_lines(found)))
-        return EXIT_OK
+        return
     loaded, choice = request.load_to_plan(), None
     if request.chooses_nodes:
         from trainkit.launch.earliest_end import choice_lines, choose_nodes  # slow to import
@@ -130,9 +122,11 @@ def command(
         value = {"config": config, "origins": loaded.origins, "plan": plan.to_dict(), "wait": shown}
         value |= {} if choice is None else choice.to_dict()
         click.echo(json.dumps(value, ensure_ascii=False))
-        return EXIT_OK
+        return
     if show_origin:
-        click.echo("\n".join(origin_lines(loaded, terminal_width())) + "\n")
+        values = flatten(loaded.config.model_dump(mode="json", by_alias=True))
+        rows = [(key, show_value(value), loaded.origins[key]) for key, value in values]
+        click.echo(table(rows, max_width=MAX_COLUMN_WIDTH, fit=terminal_width()) + "\n")
     for name, reason in plan.reasons.items():
         click.echo(f"{name}: {reason}")
     if choice is not None:
@@ -143,12 +137,9 @@ def command(
         warn(text)
     and_warnings = f", {plural(len(plan.warnings), 'warning')}" if plan.warnings else ""
     click.echo(f"{request.path}: no problems{and_warnings}", err=True)
-    return EXIT_OK
 
 
-@click.command(
-    cls=Command, epilog=examples("trainkit schema > trainkit.schema.json", "trainkit schema | head -n 20")
-)
+@as_command("trainkit schema > trainkit.schema.json", "trainkit schema | head -n 20")
 def schema() -> None:
     """Print the JSON schema of the config, for editors that complete and check YAML.
 
@@ -181,25 +172,17 @@ def _waits(plan: LaunchPlan, config: RunConfig, cluster: Cluster, must: bool) ->
 
     Raises UsageError if Slurm would reject the job.
     """
-    from trainkit.cluster.discovery import query_cluster
-    from trainkit.cluster.init_files import differences
     from trainkit.launch.queue_estimate import estimate_waits
 
     try:
         if cluster.error:  # do not wait for the same timeout again
             raise SlurmError(cluster.error, hint="`trainkit check` without --estimate does not need it")
-        # Without a profile, the cluster is what Slurm has just said.
-        current = query_cluster() if cluster.out_of_date_hint else cluster
         waits = estimate_waits(plan, config, cluster)
     except TrainkitError as error:
         if must:
             raise
         click.echo(f"the start time is unknown: {error.message.splitlines()[0]}", err=True)
         return None
-    different = differences(cluster, current) if cluster.out_of_date_hint else []
-    if different:
-        message = f"the profile differs from what Slurm reports now: {', '.join(different)}"
-        click.echo(f"{message}; {cluster.out_of_date_hint}", err=True)
     asked = [wait for wait in waits if wait.is_asked]
     if asked and all(wait.answer.refused for wait in asked):
         hint = "`trainkit submit --dry-run` shows its options"

@@ -12,38 +12,25 @@ from pathlib import Path
 import click
 
 from trainkit.backends.jobs import require_not_running
-from trainkit.cli.help import Group, examples, terminal_width
+from trainkit.cli.help import as_group, examples, option, terminal_width
 from trainkit.cli.options import COUNT, INDEX, json_option, refuse_untrusted, run_argument, trust_option
-from trainkit.cli.output import echo_json
+from trainkit.cli.output import echo_json, echo_result
 from trainkit.errors import EXIT_FAILED, EXIT_OK, UsageError
 from trainkit.folders import shown_path
 from trainkit.formats import size, table
 from trainkit.job.processes import module_argv
-from trainkit.run.manifest import (
-    Checkpoint,
-    ListedCheckpoint,
-    best_step,
-    find_damage,
-    list_checkpoints,
-    newest_intact,
-    obsolete,
-    published,
-    remove,
-)
+from trainkit.run import manifest
 from trainkit.run.registry import find_run
 from trainkit.run.rundir import RunDir, run_lock
 
 HEADING = ["CHECKPOINT", "STATE", "TIME", "SIZE", "LAYOUT", "BEST", "REASON"]
 
 
-@click.group(
-    cls=Group,
-    epilog=examples(
-        "trainkit ckpt ls last",
-        "trainkit ckpt verify last",
-        "trainkit ckpt prune last --keep-last 1 --dry-run",
-        "trainkit ckpt export last --out exported",
-    ),
+@as_group(
+    "trainkit ckpt ls last",
+    "trainkit ckpt verify last",
+    "trainkit ckpt prune last --keep-last 1 --dry-run",
+    "trainkit ckpt export last --out exported",
 )
 def command() -> None:
     """List, verify, prune and export the checkpoints of a run."""
@@ -52,25 +39,24 @@ def command() -> None:
 @command.command(epilog=examples("trainkit ckpt ls last", "trainkit ckpt ls last --json"))
 @run_argument
 @json_option
-def ls(run_name: str, as_json: bool) -> int:
+def ls(run_name: str, as_json: bool) -> None:
     """List the checkpoints of RUN, including rejected ones and unfinished saves.
 
     Compares file sizes with the manifest; `trainkit ckpt verify` reads every byte.
     """
     run = find_run(run_name)
-    listed = list_checkpoints(run)
+    listed = manifest.list_checkpoints(run)
     if as_json:
         echo_json([asdict(item) for item in listed])
     elif listed:
         click.echo(table([HEADING, *(_row(item) for item in listed)], fit=terminal_width()))
     else:
         click.echo(f"{run.shown} has no checkpoints yet", err=True)
-    return EXIT_OK
 
 
 @command.command(epilog=examples("trainkit ckpt verify last", "trainkit ckpt verify last --json"))
 @run_argument
-@click.option("--step", type=INDEX, metavar="N", help="Only the checkpoint of this step.")
+@option("--step N", "Only the checkpoint of this step.", type=INDEX)
 @json_option
 def verify(run_name: str, step: int | None, as_json: bool) -> int:
     """Compare every file of RUN's published checkpoints with its hash; exit code 1 when one differs.
@@ -79,7 +65,7 @@ def verify(run_name: str, step: int | None, as_json: bool) -> int:
     """
     results = []
     for checkpoint in _wanted(find_run(run_name), step):
-        damage = find_damage(checkpoint)
+        damage = manifest.find_damage(checkpoint)
         if not checkpoint.path.is_dir():
             continue  # deleted meanwhile by the run, as superseded
         results.append({"step": checkpoint.step, "path": str(checkpoint.path), "damage": damage or None})
@@ -96,12 +82,10 @@ def verify(run_name: str, step: int | None, as_json: bool) -> int:
     )
 )
 @run_argument
-@click.option(
-    "--keep-last", type=COUNT, metavar="N", required=True, help="Number of newest checkpoints to keep."
-)
-@click.option("--dry-run", is_flag=True, help="Only print what would be removed.")
+@option("--keep-last N", "Number of newest checkpoints to keep.", type=COUNT, required=True)
+@option("--dry-run", "Only print what would be removed.")
 @json_option
-def prune(run_name: str, keep_last: int, dry_run: bool, as_json: bool) -> int:
+def prune(run_name: str, keep_last: int, dry_run: bool, as_json: bool) -> None:
     """Delete the checkpoints of RUN except the newest N, the best one, and the newest intact one.
 
     Refused while the run is running. Checkpoints set aside as damaged are kept.
@@ -109,13 +93,13 @@ def prune(run_name: str, keep_last: int, dry_run: bool, as_json: bool) -> int:
     run = find_run(run_name)
     with run_lock(run):
         require_not_running(run, "ckpt prune")
-        there = published(run.checkpoints_dir)
-        doomed = obsolete(there, keep_last, best_step(run.checkpoints_dir))
-        intact = newest_intact(there) if doomed else None
+        there = manifest.published(run.checkpoints_dir)
+        doomed = manifest.obsolete(there, keep_last, manifest.best_step(run.checkpoints_dir))
+        intact = manifest.newest_intact(there) if doomed else None
         doomed = [checkpoint for checkpoint in doomed if checkpoint != intact]
         for checkpoint in doomed:
             if not dry_run:
-                remove(checkpoint.path)
+                manifest.remove(checkpoint.path)
             if not as_json:
                 click.echo(f"{'would remove' if dry_run else 'removed'} {shown_path(checkpoint.path)}")
     kept = [checkpoint for checkpoint in there if checkpoint not in doomed]
@@ -125,7 +109,6 @@ def prune(run_name: str, keep_last: int, dry_run: bool, as_json: bool) -> int:
         echo_json(value)
     else:
         click.echo(f"kept: {', '.join(item.path.name for item in kept) or 'nothing was there'}", err=True)
-    return EXIT_OK
 
 
 @command.command(
@@ -134,24 +117,24 @@ def prune(run_name: str, keep_last: int, dry_run: bool, as_json: bool) -> int:
     )
 )
 @run_argument
-@click.option("--out", "out_name", type=click.Path(path_type=Path), required=True, help="Folder to create.")
-@click.option("--step", type=INDEX, metavar="N", help="The checkpoint of this step.")
-@click.option(
+@option("--out", "Folder to create.", name="out_name", type=click.Path(path_type=Path), required=True)
+@option("--step N", "The checkpoint of this step.", type=INDEX)
+@option(
     "--format",
-    "format_name",
+    "Files that transformers loads; a task of your own writes what it wants.",
+    name="format_name",
     type=click.Choice(["hf"]),
     default="hf",
     show_default=True,
-    help="Files that transformers loads; a task of your own writes what it wants.",
 )
-@click.option(
+@option(
     "--dtype",
+    "Data type of the weights.",
     type=click.Choice(["fp32", "bf16", "fp16"]),
     default="fp32",
     show_default=True,
-    help="Data type of the weights.",
 )
-@click.option("--merge", is_flag=True, help="Add the adapters of model.lora to the model.")
+@option("--merge", "Add the adapters of model.lora to the model.")
 @trust_option
 @json_option
 def export(
@@ -166,17 +149,8 @@ def export(
     checkpoint = chosen_checkpoint(run, step)
     if out_name.exists() and not (out_name.is_dir() and not any(out_name.iterdir())):
         raise UsageError(f"--out {out_name} exists already", hint="name a new or an empty folder")
-    number = run.latest_number()
-    config_file = run.config_file if number is None else run.attempt(number).config_file
     partial = out_name.absolute().with_name(f".{out_name.name}.partial-{os.getpid()}")
-    request = {
-        "run": str(run.path.absolute()),
-        "config_file": str(config_file.absolute()),
-        "checkpoint": str(checkpoint.path.absolute()),
-        "out": str(partial),
-        "dtype": dtype,
-        "merge": merge,
-    }
+    request = {**places_of(run, checkpoint), "out": str(partial), "dtype": dtype, "merge": merge}
     try:
         partial.mkdir(parents=True)
         # Another process: only the trainer may import torch.
@@ -191,30 +165,37 @@ def export(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     files = sorted(item.name for item in out_name.iterdir())
-    if as_json:
-        value = {"out": str(out_name), "checkpoint": str(checkpoint.path), "files": files}
-        echo_json(value)
-    else:
-        click.echo(f"exported {checkpoint.path.name} to {out_name}: {', '.join(files)}")
+    value = {"out": str(out_name), "checkpoint": str(checkpoint.path), "files": files}
+    echo_result(value, f"exported {checkpoint.path.name} to {out_name}: {', '.join(files)}", as_json)
     return EXIT_OK
 
 
-def chosen_checkpoint(run: RunDir, step: int | None) -> Checkpoint:
+def chosen_checkpoint(run: RunDir, step: int | None) -> manifest.Checkpoint:
     """The checkpoint of a step, else the best one, else the newest intact one."""
     there = _wanted(run, step)
-    best = [item for item in there if item.step == best_step(run.checkpoints_dir)]
-    chosen = newest_intact(best) or newest_intact(there)
+    best = [item for item in there if item.step == manifest.best_step(run.checkpoints_dir)]
+    chosen = manifest.newest_intact(best) or manifest.newest_intact(there)
     if chosen is None:
         newest = shown_path(there[-1].path)
-        raise UsageError(f"{newest} is damaged: {find_damage(there[-1])}", hint="name another --step")
+        raise UsageError(
+            f"{newest} is damaged: {manifest.find_damage(there[-1])}", hint="name another --step"
+        )
     if chosen.manifest().model is None:
         hint = "export the model in your own code"
         raise UsageError(f"{shown_path(chosen.path)} is of a training loop of your own", hint=hint)
     return chosen
 
 
-def _wanted(run: RunDir, step: int | None) -> list[Checkpoint]:
-    there = published(run.checkpoints_dir)
+def places_of(run: RunDir, checkpoint: manifest.Checkpoint) -> dict[str, str]:
+    """Where a process finds a checkpoint and its config."""
+    number = run.latest_number()
+    config_file = run.config_file if number is None else run.attempt(number).config_file
+    files = {"run": run.path, "config_file": config_file, "checkpoint": checkpoint.path}
+    return {name: str(path.absolute()) for name, path in files.items()}
+
+
+def _wanted(run: RunDir, step: int | None) -> list[manifest.Checkpoint]:
+    there = manifest.published(run.checkpoints_dir)
     if not there:
         raise UsageError(
             f"{run.shown} has no published checkpoint",
@@ -227,7 +208,7 @@ def _wanted(run: RunDir, step: int | None) -> list[Checkpoint]:
     return wanted
 
 
-def _row(item: ListedCheckpoint) -> list[str]:
+def _row(item: manifest.ListedCheckpoint) -> list[str]:
     degrees = [f"{name}={degree}" for name, degree in (item.layout or {}).items() if degree != 1]
     metric, value = item.best_metric, item.best_value
     best = "best" if metric is None or value is None else f"best {metric}={value:.4f}"

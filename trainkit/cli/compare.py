@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from shlex import join
 from statistics import median
@@ -13,48 +12,26 @@ from statistics import median
 import click
 
 from trainkit.cli.choose_runs import command_values
-from trainkit.cli.help import Command, complete_run, examples, terminal_width, warn
+from trainkit.cli.help import as_command, complete_run, option, terminal_width, warn
 from trainkit.cli.options import json_option
 from trainkit.cli.output import echo_json, masked
-from trainkit.cli.status import find_any, look_at
-from trainkit.errors import EXIT_OK, UsageError
-from trainkit.formats import cell, duration, number, shown_value, table
-from trainkit.observe.goodput import Point
+from trainkit.cli.status import look_at
+from trainkit.errors import UsageError
+from trainkit.formats import JsonObject, cell, duration, number, shown_value, table
 from trainkit.observe.report import Report, read_report
 from trainkit.observe.view_text import resampled, sparkline
-from trainkit.run.group import RunGroup
+from trainkit.run.registry import find_run_or_group
 from trainkit.run.rundir import RunDir
 
 CURVE_WIDTH = 24
 MAX_CELL = 40
 
 
-@dataclass(frozen=True)
-class ComparedRun:
-    """What one run reached; None where a value is unknown."""
-
-    run: str
-    """As short as it tells the runs apart."""
-    state: str
-    step: int | None
-    total_steps: int | None
-    loss: float | None
-    val_loss: float | None
-    best_val_loss: float | None
-    best_step: int | None
-    tokens_per_s: float | None
-    """The median: a step that is profiled, or follows a save, is slow."""
-    allocated_s: float
-    worker_hours: float | None
-    """GPU-hours of a run on GPUs."""
-    run_dir: str
-
-
-@click.command(cls=Command, epilog=examples("trainkit compare a b", "trainkit compare lr-sweep --csv"))
+@as_command("trainkit compare a b", "trainkit compare lr-sweep --csv")
 @click.argument("names", metavar="RUN…", nargs=-1, required=True, shell_complete=complete_run)
-@click.option("--csv", "as_csv", is_flag=True, help="Print one line of comma-separated values per run.")
+@option("--csv", "Print one line of comma-separated values per run.", name="as_csv")
 @json_option
-def command(names: tuple[str, ...], as_csv: bool, as_json: bool) -> int:
+def command(names: tuple[str, ...], as_csv: bool, as_json: bool) -> None:
     """Compare runs: what each reached, and the config keys in which they differ.
 
     A group of runs or a bench stands for all of its runs that have started.
@@ -68,35 +45,30 @@ def command(names: tuple[str, ...], as_csv: bool, as_json: bool) -> int:
     values = [_values(report) for report in reports]
     for run, own in zip(compared, values, strict=True):
         if not own:
-            warn(f"{run.run}: its config cannot be read")
+            warn(f"{run['run']}: its config cannot be read")
     texts = [{key: shown_value(value) for key, value in own.items()} for own in values if own]
     keys = [key for key in sorted(set().union(*texts)) if len({own.get(key) for own in texts}) > 1]
     differing = [{key: masked(own.get(key), key) for key in keys} for own in values]
     if as_json:
-        found = [{**vars(run), "values": own} for run, own in zip(compared, differing, strict=True)]
+        found = [{**run, "values": own} for run, own in zip(compared, differing, strict=True)]
         echo_json({"differ": keys, "runs": found})
     elif as_csv:
         writer = csv.writer(sys.stdout)
-        writer.writerow([*vars(compared[0]), *keys])
+        writer.writerow([*compared[0], *keys])
         for run, own in zip(compared, differing, strict=True):
             shown = ["" if value is None else shown_value(value) for value in own.values()]
-            writer.writerow([*vars(run).values(), *shown])
+            writer.writerow([*run.values(), *shown])
     else:
         click.echo(_figures(compared, reports))
         columns = zip(compared, differing, values, strict=True)
-        click.echo(f"\n{_differences(keys, [(run.run, own) for run, own, known in columns if known])}")
-    return EXIT_OK
+        click.echo(f"\n{_differences(keys, [(run['run'], own) for run, own, known in columns if known])}")
 
 
 def _runs_of(name: str) -> list[RunDir]:
-    found = find_any(name)
+    found = find_run_or_group(name)
     if isinstance(found, RunDir):
         return [found]
-    if isinstance(found, RunGroup):
-        runs = [found.run(index) for index in sorted(found.points)]
-    else:
-        runs = [found.run_dir(item) for item in found.runs]
-    return [run for run in runs if run.exists()]
+    return [run for index in sorted(found.points) if (run := found.run(index)).exists()]
 
 
 def _labels(runs: Sequence[RunDir]) -> list[str]:
@@ -108,24 +80,22 @@ def _labels(runs: Sequence[RunDir]) -> list[str]:
     return names
 
 
-def _compared(name: str, report: Report) -> ComparedRun:
-    status = report.status
+def _compared(name: str, report: Report) -> JsonObject:
+    """What one run reached, with a `name` as short as it tells the runs apart; None where it is unknown."""
     best_step, best = min(report.val_loss, key=lambda point: point[1], default=(None, None))
     speeds = [speed for own in report.curves["tokens_per_s"].values() for _, speed in own]
-    return ComparedRun(
-        run=name,
-        state=status.state,
-        step=status.step,
-        total_steps=status.total_steps,
-        loss=status.loss,
-        val_loss=status.val_loss,
-        best_val_loss=best,
-        best_step=None if best_step is None else int(best_step),
-        tokens_per_s=median(speeds) if speeds else None,
-        allocated_s=round(report.allocated_s, 3),
-        worker_hours=report.worker_hours,
-        run_dir=status.run_dir,
-    )
+    keys = ("state", "step", "total_steps", "loss", "val_loss")
+    return {
+        "run": name,
+        **{key: getattr(report.status, key) for key in keys},
+        "best_val_loss": best,
+        "best_step": None if best_step is None else int(best_step),
+        # A step that is profiled, or follows a save, is slow.
+        "tokens_per_s": median(speeds) if speeds else None,
+        "allocated_s": round(report.allocated_s, 3),
+        "worker_hours": report.worker_hours,
+        "run_dir": report.status.run_dir,
+    }
 
 
 def _values(report: Report) -> dict[str, object]:
@@ -134,32 +104,29 @@ def _values(report: Report) -> dict[str, object]:
         return {}
     asked: dict[str, object] = {key: value for key, value in report.config.items() if key != "name"}
     asked |= command_values(RunDir(report.status.run_dir))
-    if report.status.command is not None:
-        asked["COMMAND"] = join(report.status.command)
+    if report.status.is_command:
+        asked["COMMAND"] = join(report.status.command or ())
     return asked
 
 
-def _figures(runs: Sequence[ComparedRun], reports: Sequence[Report]) -> str:
+def _figures(runs: Sequence[JsonObject], reports: Sequence[Report]) -> str:
     hours = "GPU-HOURS" if all(report.status.device == "cuda" for report in reports) else "WORKER-HOURS"
     heading = ("RUN", "STATE", "STEP", "LOSS", "VAL LOSS", "BEST", "TOKENS/S", "TIME", hours, "CURVE")
+    points = ([point for own in report.curves["loss"].values() for point in own] for report in reports)
+    curves = (sorted({int(step): loss for step, loss in found}.items()) for found in points)
     rows = [
         (
-            *(run.run, run.state, cell(run.step), cell(run.loss, ".4f"), cell(run.val_loss, ".4f")),
-            "-" if run.best_val_loss is None else f"{run.best_val_loss:.4f} at {run.best_step}",
-            *(cell(run.tokens_per_s, ",.0f"), duration(run.allocated_s), number(run.worker_hours)),
-            sparkline(resampled(_loss_curve(report), CURVE_WIDTH)),
+            *(run["run"], run["state"], cell(run["step"])),
+            *(cell(run["loss"], ".4f"), cell(run["val_loss"], ".4f")),
+            "-" if run["best_val_loss"] is None else f"{run['best_val_loss']:.4f} at {run['best_step']}",
+            *(cell(run["tokens_per_s"], ",.0f"), duration(run["allocated_s"]), number(run["worker_hours"])),
+            sparkline(resampled(curve, CURVE_WIDTH)),
         )
-        for run, report in zip(runs, reports, strict=True)
+        for run, curve in zip(runs, curves, strict=True)
     ]
     columns = zip(heading, *rows, strict=True)
     filled = [column for column in columns if set(column[1:]) - {"", "-"}]
     return table(list(zip(*filled, strict=True)), fit=terminal_width())
-
-
-def _loss_curve(report: Report) -> list[tuple[int, float]]:
-    """The loss by step over all attempts."""
-    points: list[Point] = [point for own in report.curves["loss"].values() for point in own]
-    return sorted({int(step): value for step, value in points}.items())
 
 
 def _differences(keys: Sequence[str], runs: Sequence[tuple[str, dict[str, object]]]) -> str:

@@ -12,21 +12,8 @@ from typing import Any, NoReturn
 import click
 
 from trainkit.backends.jobs import live_entry
-from trainkit.cli.help import Command, examples
-from trainkit.cli.options import (
-    INDEX,
-    ConfigRequest,
-    config_argument,
-    config_flags,
-    json_option,
-    profile_option,
-    refuse_untrusted,
-    run_argument,
-    set_option,
-    shape_options,
-    slurm_options,
-    trust_option,
-)
+from trainkit.cli import options
+from trainkit.cli.help import as_command, option
 from trainkit.cli.output import echo_json
 from trainkit.control.cancel import cancel_group, cancel_run
 from trainkit.errors import EXIT_FAILED, EXIT_OK, TrainkitError, UsageError
@@ -36,36 +23,24 @@ from trainkit.job.failure.stacks import Reply, explain_silence, gather, group_re
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.group import RunGroup
 from trainkit.run.record import read_job
-from trainkit.run.registry import UnknownRun, find_bench_folder, find_run, find_run_or_group
+from trainkit.run.registry import find_run, find_run_or_group
 from trainkit.run.rundir import RUNS_FOLDER, AttemptDir, RunDir
 
 WAIT_S = 20.0
 """Agents poll every two seconds and give their ranks three to reply; network filesystems add latency."""
 
 
-@click.command(
-    cls=Command,
-    epilog=examples("trainkit cancel last", "trainkit cancel last --wait", "trainkit cancel last --now"),
-)
-@run_argument
-@click.option("--now", is_flag=True, help="Kill the run immediately, without saving.")
-@click.option("--wait", is_flag=True, help="Wait until the run has ended.")
-@json_option
+@as_command("trainkit cancel last", "trainkit cancel last --wait", "trainkit cancel last --now")
+@options.run_argument
+@option("--now", "Kill the run immediately, without saving.")
+@option("--wait", "Wait until the run has ended.")
+@options.json_option
 def cancel(run_name: str, now: bool, wait: bool, as_json: bool) -> int:
     """Cancel RUN: it saves and exits, or is killed after the grace time.
 
     For a group or a bench, cancels all of its runs. Succeeds if RUN has already ended.
     """
-    try:
-        found = find_run_or_group(run_name, to_change=True)
-    except UnknownRun as error:
-        folder = find_bench_folder(run_name)
-        # Before a bench was one array, it was a group for each size of its jobs.
-        files = [] if folder is None else sorted(folder.glob("array-*/sweep.json"))
-        if not files:
-            raise
-        hint = ", ".join(f"`trainkit cancel {RunGroup(file.parent).word}`" for file in files)
-        raise UnknownRun(error.message, hint) from None
+    found = find_run_or_group(run_name, to_change=True)
     if isinstance(found, RunGroup):
         result = cancel_group(found, now=now, wait=wait)
     else:
@@ -76,11 +51,11 @@ def cancel(run_name: str, now: bool, wait: bool, as_json: bool) -> int:
     return EXIT_FAILED if wait and result.state == "cancelling" else EXIT_OK
 
 
-@click.command(cls=Command, epilog=examples("trainkit requeue last", "trainkit requeue last --json"))
-@run_argument
-@trust_option
-@json_option
-def requeue(run_name: str, as_json: bool) -> int:
+@as_command("trainkit requeue last", "trainkit requeue last --json")
+@options.run_argument
+@options.trust_option
+@options.json_option
+def requeue(run_name: str, as_json: bool) -> None:
     """Start the next attempt of RUN with the same config and plan.
 
     A running job saves, stops and is then restarted.
@@ -89,26 +64,22 @@ def requeue(run_name: str, as_json: bool) -> int:
     from trainkit.control.resume import requeue_run
 
     run = find_run(run_name, to_change=True)
-    refuse_untrusted(run.path)
+    options.refuse_untrusted(run.path)
     entry, is_started = requeue_run(run)
     job = read_job(run)
     if not is_started:
         click.echo(f"{entry.job_id} is saving and will be requeued", err=True)
         if not as_json:
-            return EXIT_OK
+            return
         entry = replace(entry, attempt=entry.attempt + 1)
     print_started(run, job.name, entry, str(job.backend), as_json)
-    return EXIT_OK
 
 
-@click.command(
-    cls=Command,
-    epilog=examples("trainkit stacks last", "trainkit stacks last --rank 1", "trainkit stacks last --json"),
-)
-@run_argument
-@click.option("--rank", type=INDEX, metavar="R", help="Print all threads of this rank.")
-@json_option
-def stacks(run_name: str, rank: int | None, as_json: bool) -> int:
+@as_command("trainkit stacks last", "trainkit stacks last --rank 1", "trainkit stacks last --json")
+@options.run_argument
+@option("--rank R", "Print all threads of this rank.", type=options.INDEX)
+@options.json_option
+def stacks(run_name: str, rank: int | None, as_json: bool) -> None:
     """Print the Python stacks of RUN's ranks, grouping ranks with identical stacks.
 
     Training continues. Ranks that do not respond, and the ranks of a COMMAND, are inspected with py-spy if it
@@ -126,7 +97,7 @@ def stacks(run_name: str, rank: int | None, as_json: bool) -> int:
             "silent": silent,
         }
         echo_json(value)
-        return EXIT_OK
+        return
     for group in groups:
         click.echo(_group_text(group, all_threads=rank is not None))
     for reply in replies:
@@ -137,7 +108,6 @@ def stacks(run_name: str, rank: int | None, as_json: bool) -> int:
         click.echo(waits.text)
     if silent:
         click.echo(f"no response from {rank_list(silent)}: ended, or the host does not respond")
-    return EXIT_OK
 
 
 def _ask_stacks(run: RunDir, rank: int | None) -> tuple[AttemptDir, list[Reply], list[int]]:
@@ -204,11 +174,9 @@ def _position(group: Sequence[Reply]) -> str:
     return f": {step}, in {group[0].phase} for {longest_s:.1f} s"
 
 
-@click.command(cls=Command, epilog=examples("trainkit attach last", "trainkit attach last --node 1"))
-@run_argument
-@click.option(
-    "--node", type=INDEX, default=0, metavar="N", help="Node of the job, counted from 0; default: 0."
-)
+@as_command("trainkit attach last", "trainkit attach last --node 1")
+@options.run_argument
+@option("--node N", "Node of the job, counted from 0; default: 0.", type=options.INDEX, default=0)
 def attach(run_name: str, node: int) -> NoReturn:
     """Open a shell on a node of RUN's job, next to its processes."""
     from trainkit.control import shell
@@ -216,46 +184,42 @@ def attach(run_name: str, node: int) -> NoReturn:
     shell.attach(find_run(run_name), node)
 
 
-@click.command(cls=Command, epilog=examples("trainkit debug last", "trainkit debug last --rank 5"))
-@run_argument
-@click.option("--rank", type=INDEX, default=0, metavar="R", help="The rank; default: 0.")
-def debug(run_name: str, rank: int) -> int:
+@as_command("trainkit debug last", "trainkit debug last --rank 5")
+@options.run_argument
+@option("--rank R", "The rank; default: 0.", type=options.INDEX, default=0)
+def debug(run_name: str, rank: int) -> None:
     """Debug a rank of RUN that waits at breakpoint(), with Python's debugger in this terminal.
 
-    The other ranks continue: they stop at no breakpoint() any more. In the debugger, `c` continues the run,
-    to the next breakpoint(), and `q` stops it. While it runs, Ctrl-C leaves it running. `trainkit run
-    --debug` starts a run with a terminal.
+    The other ranks continue and ignore breakpoint(). In the debugger, `c` continues the run, to the next
+    breakpoint(), and `q` stops it. While it runs, Ctrl-C ends only the debugger. `trainkit run --debug`
+    starts a run with a terminal.
     """
     from trainkit.control import shell
 
     shell.debug(_running_attempt(find_run(run_name)), rank)
-    return EXIT_OK
 
 
-@click.command(
-    cls=Command,
-    epilog=examples(
-        "trainkit shell --nodes 2 --gpus-per-node 4",
-        "trainkit shell quickstart --partition debug --time 00:30:00",
-    ),
+@as_command(
+    "trainkit shell --nodes 2 --gpus-per-node 4",
+    "trainkit shell quickstart --partition debug --time 00:30:00",
 )
-@config_argument
-@profile_option
-@set_option
-@slurm_options
-@shape_options
-@click.option("--dry-run", is_flag=True, help="Print the command and the shell's startup file; run nothing.")
+@options.config_argument
+@options.profile_option
+@options.set_option
+@options.slurm_options
+@options.shape_options
+@option("--dry-run", "Print the command and the shell's startup file; run nothing.")
 def shell(
     config: str | None, profile: str | None, overrides: tuple[str, ...], dry_run: bool, **typed: Any
-) -> int:
+) -> None:
     """Allocate nodes and open a shell on the first one, with the environment of a job.
 
     In that shell, `srun trainkit run CONFIG` trains on all allocated nodes.
     """
     from trainkit.control.shell import open_shell, shell_argv, shell_start_file
 
-    flags = config_flags(typed)
-    loaded = ConfigRequest(config or "shell", profile, overrides, flags).load()
+    flags = options.config_flags(typed)
+    loaded = options.ConfigRequest(config or "shell", profile, overrides, flags).load()
     if loaded.config.launch.container is not None:
         click.echo("note: the shell runs outside launch.container", err=True)
     if not dry_run:
@@ -263,4 +227,3 @@ def shell(
     start_file = shell_start_file(loaded.config, Path.cwd())
     click.echo(shlex.join(shell_argv(loaded, "START_FILE")))
     click.echo(start_file, nl=False)
-    return EXIT_OK

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from trainkit.cli.help import Group, examples
+from trainkit.cli.help import Group, as_group, examples, option
 from trainkit.cli.options import json_option
 from trainkit.errors import EXIT_FAILED, EXIT_OK, UsageError
 from trainkit.formats import plural
@@ -20,14 +20,11 @@ MAX_SHOWN = 20
 CONTRIB = {"show": "trainkit.contrib.replay.command"}
 """Commands that no module of the core imports, as in `trainkit.cli.main`."""
 
-_tokenizer_option = click.option(
-    "--tokenizer", default="bytes", metavar="bytes|PATH", help="bytes (default), or a tokenizer.json."
-)
-_text_key_option = click.option(
-    "--text-key",
+_tokenizer_option = option("--tokenizer bytes|PATH", "bytes (default), or a tokenizer.json.", default="bytes")
+_text_key_option = option(
+    "--text-key KEY",
+    "Field of a .jsonl row, or column of a table, that contains the text (default: text).",
     default="text",
-    metavar="KEY",
-    help="Field of a .jsonl row, or column of a table, that contains the text (default: text).",
 )
 
 
@@ -45,13 +42,11 @@ class DataCommands(Group):
         return command
 
 
-@click.group(
+@as_group(
+    "trainkit data prepare stdlib --out shards",
+    "trainkit data validate stdlib",
+    "trainkit data show last --step 3",
     cls=DataCommands,
-    epilog=examples(
-        "trainkit data prepare stdlib --out shards",
-        "trainkit data validate stdlib",
-        "trainkit data show last --step 3",
-    ),
 )
 def command() -> None:
     """Prepare and validate training data, and show that of a step."""
@@ -64,19 +59,16 @@ def command() -> None:
     )
 )
 @click.argument("sources", nargs=-1, required=True, metavar="SRC...")
-@click.option(
-    "--out", required=True, type=click.Path(path_type=Path), metavar="DIR", help="Folder to create."
-)
+@option("--out DIR", "Folder to create.", required=True, type=click.Path(path_type=Path))
 @_tokenizer_option
-@click.option(
-    "--val-fraction",
+@option(
+    "--val-fraction F",
+    "Fraction of the text held out for validation (default: 0.01).",
     type=click.FloatRange(0, 1, max_open=True),
     default=0.01,
-    metavar="F",
-    help="Fraction of the text held out for validation (default: 0.01).",
 )
 @_text_key_option
-@click.option("--workers", type=click.IntRange(min=1), metavar="N", help="Processes (default: one per core).")
+@option("--workers N", "Processes (default: one per core).", type=click.IntRange(min=1))
 @json_option
 def prepare(
     sources: tuple[str, ...],
@@ -104,21 +96,21 @@ def prepare(
         text_key=text_key,
     )
     num_workers = workers or len(os.sched_getaffinity(0))
-    done = prepare_folder(spec, out.absolute(), num_workers, progress_lines("preparing data"))
-    file = done.file
+    folder = out.absolute()
+    file, was_there = prepare_folder(spec, folder, num_workers, progress_lines("preparing data"))
     if as_json:
         counts = {split: file.num_tokens(split) for split in file.splits}
         value = {
-            "folder": str(done.folder),
-            "was_there": done.was_there,
+            "folder": str(folder),
+            "was_there": was_there,
             "num_tokens": counts,
-            "num_shards": file.num_shards(),
+            "num_shards": sum(map(len, file.splits.values())),
             "tokenizer": asdict(file.tokenizer),
             "fingerprint": file.fingerprint,
         }
         click.echo(json.dumps(value, ensure_ascii=False))
         return
-    if done.was_there:
+    if was_there:
         click.echo(f"{out} already contains this dataset: nothing to do", err=True)
     used = file.tokenizer
     click.echo(

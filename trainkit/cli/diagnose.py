@@ -8,14 +8,11 @@ from dataclasses import asdict
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
-import click
-
 from trainkit.backends import JobStatus
 from trainkit.backends.jobs import query_job_status
-from trainkit.cli.help import Command, examples, warn
+from trainkit.cli.help import as_command, option, warn
 from trainkit.cli.options import COUNT, json_option, run_argument
-from trainkit.cli.output import echo_json
-from trainkit.errors import EXIT_OK
+from trainkit.cli.output import echo_result
 from trainkit.folders import shown_path
 from trainkit.run.record import read_job
 from trainkit.run.registry import find_attempt, find_run
@@ -31,18 +28,15 @@ _UNBROKEN = "\0"
 """Stands for a space at which no line may be broken."""
 
 
-@click.command(
-    cls=Command,
-    epilog=examples(
-        "trainkit diagnose last", "trainkit diagnose last --attempt 1", "trainkit diagnose last --json"
-    ),
+@as_command(
+    "trainkit diagnose last",
+    "trainkit diagnose last --attempt 1",
+    "trainkit diagnose last --json",
 )
 @run_argument
-@click.option(
-    "--attempt", "number", type=COUNT, metavar="A", help="Attempt to diagnose; default: the newest."
-)
+@option("--attempt A", "Attempt to diagnose; default: the newest.", name="number", type=COUNT)
 @json_option
-def command(run_name: str, number: int | None, as_json: bool) -> int:
+def command(run_name: str, number: int | None, as_json: bool) -> None:
     """Name the first failing rank of RUN, the cause with its evidence, and what to do.
 
     For an exception of your own code, it names file and line. Says `unknown`, with the last lines of that
@@ -55,11 +49,7 @@ def command(run_name: str, number: int | None, as_json: bool) -> int:
     is_newest = attempt.number == run.attempt_numbers()[-1]
     status = query_job_status(run, read_job(run), warn) if is_newest else JobStatus(False)
     found = diagnose(attempt, status.alive, status.job)
-    if as_json:
-        echo_json(asdict(found))
-    else:
-        click.echo(diagnosis_text(found))
-    return EXIT_OK
+    echo_result(asdict(found), diagnosis_text(found), as_json)
 
 
 def diagnosis_text(found: Diagnosis) -> str:

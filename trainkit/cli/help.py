@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
@@ -30,18 +32,8 @@ SECTIONS = {
         *("--run-dir", "--dir", "--as"),
     ),
     "How": (
-        *(
-            "--submit",
-            "--launcher",
-            "--debug",
-            "--post-mortem",
-            "--no-snapshot",
-            "--new-code",
-            "--trust",
-            "--after",
-            "--workers",
-            "--warmup",
-        ),
+        *("--submit", "--launcher", "--debug", "--post-mortem", "--no-snapshot", "--new-code", "--trust"),
+        *("--after", "--workers", "--warmup"),
         *("--repeats", "--at-once", "--failures-per-node-day", "--restart-s", "--save-s"),
         *("--quick", "--now", "--wait", "--estimate", "--keep", "--task-smoke", "--test-only", "--dry-run"),
         "--test-notification",
@@ -69,6 +61,9 @@ def warn(text: str) -> None:
     click.echo(f"warning: {text}", err=True)
 
 
+Function = Callable[..., Any]
+
+
 class Command(click.Command):
     """A command whose help lists options under headings: what, where, how, output."""
 
@@ -89,18 +84,40 @@ class Group(CommandGroup):
     command_class = Command
 
 
+def as_command(
+    *lines: str, cls: type[click.Command] = Command, **options: Any
+) -> Callable[[Function], click.Command]:
+    """The decorator of a command whose help ends with these examples."""
+    return click.command(cls=cls, epilog=examples(*lines), **options)
+
+
+def as_group(*lines: str, cls: type[click.Group] = Group) -> Callable[[Function], click.Group]:
+    """`as_command` for a group of commands."""
+    return click.group(cls=cls, epilog=examples(*lines))
+
+
+def option(shown: str, text: str, name: str = "", **rules: Any) -> Callable[[Any], Any]:
+    """An option, as its help shows it: ``--step N`` has a value, ``--merge`` alone is a flag.
+
+    `name` is the parameter that gets the value, unless it is that of the option.
+    """
+    flag, _, metavar = shown.partition(" ")
+    if metavar:
+        rules["metavar"] = metavar
+    elif not rules:
+        rules["is_flag"] = True
+    return click.option(*filter(None, (flag, name)), help=text, **rules)
+
+
 Items = list[CompletionItem]
 MAX_RUNS = 200
 """Completion proposes the newest runs: a shell waits for it."""
 
 
-@click.command(
-    cls=Command,
-    epilog=examples(
-        'eval "$(trainkit completion bash)"',
-        "trainkit completion zsh > ~/.trainkit.zsh",
-        "trainkit completion fish > ~/.config/fish/completions/trainkit.fish",
-    ),
+@as_command(
+    'eval "$(trainkit completion bash)"',
+    "trainkit completion zsh > ~/.trainkit.zsh",
+    "trainkit completion fish > ~/.config/fish/completions/trainkit.fish",
 )
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]), metavar="SHELL")
 def completion(shell: str) -> None:
@@ -119,13 +136,13 @@ def completion(shell: str) -> None:
 
 def complete_run(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> Items:
     """RUN: `last`, the names of known runs, and folders."""
-    from trainkit.run.registry import iter_known_runs
+    from trainkit.run.registry import starts
 
-    known = list(islice(iter_known_runs(), MAX_RUNS))
+    known = list(islice((start for start in starts() if start.read() is not None), MAX_RUNS))
     found = {"last": "the newest run"} if known else {}
-    for item in known:
-        found.setdefault(item.run.name, str(item.run.path))
-        found.setdefault(item.name, str(item.run.path))
+    for start in known:
+        found.setdefault(start.folder.name, str(start.folder))
+        found.setdefault(start.name or start.folder.name, str(start.folder))
     return [CompletionItem(incomplete, type="dir"), *_starting(found, incomplete)]
 
 

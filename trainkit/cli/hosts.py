@@ -10,22 +10,15 @@ from typing import TYPE_CHECKING
 import click
 
 from trainkit import __version__
+from trainkit.cli.help import option
 from trainkit.cli.logs import kept_terminal, print_end, show_rank_0
 from trainkit.cli.options import combined
 from trainkit.cli.started import print_started
 from trainkit.errors import UsageError
+from trainkit.job import step_run
 from trainkit.job.failure.records import record_refusal
 from trainkit.job.node.host_rendezvous import refuse_wrong_master
 from trainkit.job.node.rendezvous import LOCAL_ADDR, HostPlace, await_plan
-from trainkit.job.step_run import (
-    announce,
-    await_end,
-    await_first_host,
-    exit_code_of,
-    run_first_task,
-    run_host,
-    withdraw,
-)
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.record import AttemptRecord
 from trainkit.run.rundir import AttemptDir, RunDir, become_sole_supervisor, claim_place
@@ -39,18 +32,16 @@ LOCK_TIMEOUT_S = 10.0
 
 
 host_options = combined(
-    click.option(
-        "--node-rank",
+    option(
+        "--node-rank I",
+        "Node rank of this host, from 0; start the same command on every host.",
         type=click.IntRange(min=0),
-        metavar="I",
-        help="Node rank of this host, from 0; start the same command on every host.",
     ),
-    click.option("--master-addr", metavar="HOST", help="Address of the host with --node-rank 0."),
-    click.option(
-        "--master-port",
+    option("--master-addr HOST", "Address of the host with --node-rank 0."),
+    option(
+        "--master-port PORT",
+        "Free port of that host, the same on every host.",
         type=click.IntRange(1, 65_535),
-        metavar="PORT",
-        help="Free port of that host, the same on every host.",
     ),
 )
 
@@ -92,7 +83,7 @@ def hosts_target(place: HostPlace) -> Target:
     from trainkit.cluster.target import Target
 
     reason = f"hosts: this is node {place.node_rank} of {place.num_nodes}; {place.first}"
-    return Target("hosts", reason, per="node")
+    return Target("hosts", reason, per="node", finds_cluster=False)
 
 
 def run_on_hosts(
@@ -113,22 +104,26 @@ def run_on_hosts(
         refuse_wrong_master(place)
         run, name, entry = start()
         attempt = run.attempt(entry.attempt)
-        announce(folder, place, attempt)  # before the lock, with which an older announcement would count
+        step_run.announce(
+            folder, place, attempt
+        )  # before the lock, with which an older announcement would count
         become_sole_supervisor(run, LOCK_TIMEOUT_S)
         claim_place(attempt, 0)
         print_started(run, name, entry, plan.backend, as_json=False)
         if place.others:
             click.echo(f"waiting for node rank {', '.join(map(str, place.others))}", err=True)
         with kept_terminal() as terminal:
-            run_first_task(attempt, lambda attempt, ended: show_rank_0(attempt, ended, terminal), place)
-        withdraw(folder, place)
+            step_run.run_first_task(
+                attempt, lambda attempt, ended: show_rank_0(attempt, ended, terminal), place
+            )
+        step_run.withdraw(folder, place)
     else:
         attempt = _join(place, config, plan, folder, named)
         click.echo(str(attempt.run.path))
         with kept_terminal():
-            run_host(attempt, plan, place)
-            await_end(attempt, place)
-    return exit_code_of(attempt, print_end(attempt.run))
+            step_run.run_host(attempt, plan, place)
+            step_run.await_end(attempt, place)
+    return step_run.exit_code_of(attempt, print_end(attempt.run))
 
 
 def _join(
@@ -141,7 +136,7 @@ def _join(
     from trainkit.config import read_effective
 
     click.echo(f"joining {place.first} as node {place.node_rank}", err=True)
-    attempt, version = await_first_host(folder, place, named)
+    attempt, version = step_run.await_first_host(folder, place, named)
     claim_place(attempt, place.node_rank)  # before anything is recorded there
     theirs = _facts(read_effective(attempt.config_file), await_plan(attempt), version)
     ours = _facts(config, plan, __version__)

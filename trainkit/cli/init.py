@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import keyword
 import re
 import sys
@@ -13,33 +12,27 @@ from shlex import quote
 
 import click
 
-from trainkit.cli.help import Command, examples
+from trainkit.cli.help import as_command, option
 from trainkit.cli.options import json_option
-from trainkit.errors import EXIT_OK, UsageError
+from trainkit.cli.output import echo_result
+from trainkit.errors import UsageError
 from trainkit.folders import FIRST_RUN
 
 TASK_NAME = re.compile(r"[a-z][a-z0-9_]{0,60}")
 PROFILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
-@click.command(
-    cls=Command,
-    epilog=examples(
-        "trainkit init",
-        "trainkit init --task captions",
-        "trainkit init --cluster big --dir experiments",
-        "trainkit init --json",
-    ),
+@as_command(
+    "trainkit init",
+    "trainkit init --task captions",
+    "trainkit init --cluster big --dir experiments",
+    "trainkit init --json",
 )
-@click.option("--cluster", "name", metavar="NAME", help="Name of the profile; default: the cluster's name.")
-@click.option(
-    "--dir", "folder", metavar="DIR", default=".", help="Folder of the run config; default: the current one."
-)
-@click.option(
-    "--task", "task", metavar="NAME", help="Write NAME.py, a task of your own, its config and its test."
-)
+@option("--cluster NAME", "Name of the profile; default: the cluster's name.", name="name")
+@option("--dir DIR", "Folder of the run config; default: the current one.", name="folder", default=".")
+@option("--task NAME", "Write NAME.py, a task of your own, its config and its test.")
 @json_option
-def command(name: str | None, folder: str, task: str | None, as_json: bool) -> int:
+def command(name: str | None, folder: str, task: str | None, as_json: bool) -> None:
     """Write the profile of this cluster and a first run config; existing files are kept.
 
     With --task, write a task to start from instead: a model, data and a loss, which train as they are.
@@ -55,13 +48,16 @@ def command(name: str | None, folder: str, task: str | None, as_json: bool) -> i
     if task is not None:
         if name is not None:
             raise UsageError("--task conflicts with --cluster", hint="run `trainkit init` once for each")
-        return _write_task(task, Path(folder), as_json)
+        _write_task(task, Path(folder), as_json)
+        return
     cluster = discover_cluster()
     texts: dict[Path, str] = {}
     if cluster is not None:
-        texts[user_folder() / f"{_profile_name(name or cluster.name)}.yaml"] = profile_text(
-            cluster, date.today()
-        )
+        name = name or cluster.name
+        if not PROFILE_NAME.fullmatch(name):
+            hint = "--cluster NAME: letters, digits, dots, dashes and underscores, at most 100"
+            raise UsageError(f"{name!r} is not a valid profile name", hint=hint)
+        texts[user_folder() / f"{name}.yaml"] = profile_text(cluster, date.today())
     elif name is not None:
         raise UsageError(
             f"--cluster {name}: Slurm is not installed on this machine",
@@ -79,20 +75,13 @@ def command(name: str | None, folder: str, task: str | None, as_json: bool) -> i
             "nothing to write: every file already exists",
             hint="delete one of them, or write elsewhere with --cluster NAME and --dir DIR",
         )
-    if as_json:
-        value = {
-            "cluster": None if cluster is None else asdict(cluster),
-            "written": list(map(str, written)),
-            "kept": list(map(str, kept)),
-        }
-        click.echo(json.dumps(value, ensure_ascii=False))
-    else:
-        click.echo("\n".join(map(str, written)))
+    paths = {"written": list(map(str, written)), "kept": list(map(str, kept))}
+    value = {"cluster": None if cluster is None else asdict(cluster), **paths}
+    echo_result(value, "\n".join(paths["written"]), as_json)
     click.echo(f"next: trainkit check {quote(str(run_config))}", err=True)
-    return EXIT_OK
 
 
-def _write_task(name: str, folder: Path, as_json: bool) -> int:
+def _write_task(name: str, folder: Path, as_json: bool) -> None:
     """Write the files of a new task, all of them or none."""
     from trainkit.cluster.init_files import task_texts, write_new
 
@@ -113,14 +102,6 @@ def _write_task(name: str, folder: Path, as_json: bool) -> int:
     for path, text in texts.items():
         write_new(path, text)
     written = list(map(str, texts))
-    click.echo(json.dumps({"written": written, "kept": []}) if as_json else "\n".join(written))
+    echo_result({"written": written, "kept": []}, "\n".join(written), as_json)
     place = "" if folder == Path() else f"cd {quote(str(folder))} && "
     click.echo(f"next: {place}trainkit check {name}.yaml --task-smoke", err=True)
-    return EXIT_OK
-
-
-def _profile_name(name: str) -> str:
-    if not PROFILE_NAME.fullmatch(name):
-        hint = "--cluster NAME: letters, digits, dots, dashes and underscores, at most 100"
-        raise UsageError(f"{name!r} is not a valid profile name", hint=hint)
-    return name

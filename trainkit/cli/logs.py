@@ -16,18 +16,18 @@ import click
 
 from trainkit.backends import SUPERVISOR_EXIT_S, backend_of
 from trainkit.backends.jobs import liveness_probe
-from trainkit.cli.help import Command, examples
+from trainkit.cli.help import as_command, option
 from trainkit.cli.options import COUNT, INDEX, run_argument
 from trainkit.cli.output import escaped
 from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, UsageError
 from trainkit.folders import shown_path
 from trainkit.formats import there_are
 from trainkit.job.failed_starts import batch_log
-from trainkit.observe.logs import LogTail, follow, last_lines, start_of_last
+from trainkit.observe.logs import follow, last_lines, start_of_last
 from trainkit.observe.status import FAILURE_LOG_LINES, failure_lines
 from trainkit.run.end import AttemptEnd, read_end
 from trainkit.run.events import events_of
-from trainkit.run.files import JsonlTail
+from trainkit.run.files import Tail
 from trainkit.run.history import read_plan
 from trainkit.run.record import AttemptRecord, read_job
 from trainkit.run.registry import find_attempt, find_run
@@ -39,19 +39,16 @@ END_S = 3.0
 SHOW_S = 0.1
 
 
-@click.command(
-    cls=Command,
-    epilog=examples("trainkit logs last", "trainkit logs last -f", "trainkit logs last --rank 1 --lines 20"),
-)
+@as_command("trainkit logs last", "trainkit logs last -f", "trainkit logs last --rank 1 --lines 20")
 @run_argument
 @click.option(
     "-f", "--follow", "following", is_flag=True, help="Follow the log, across attempts, until the run ends."
 )
-@click.option("--rank", type=INDEX, metavar="R", help="Rank to print; default: 0.")
-@click.option("--node", type=INDEX, metavar="N", help="Print all ranks of this node and its agent.")
-@click.option("--all", "all_ranks", is_flag=True, help="Print all ranks, agents and the supervisor.")
-@click.option("--attempt", "number", type=COUNT, metavar="A", help="Attempt to print; default: the newest.")
-@click.option("--lines", type=INDEX, metavar="N", help="Print only the last N lines.")
+@option("--rank R", "Rank to print; default: 0.", type=INDEX)
+@option("--node N", "Print all ranks of this node and its agent.", type=INDEX)
+@option("--all", "Print all ranks, agents and the supervisor.", name="all_ranks")
+@option("--attempt A", "Attempt to print; default: the newest.", name="number", type=COUNT)
+@option("--lines N", "Print only the last N lines.", type=INDEX)
 def command(
     run_name: str,
     following: bool,
@@ -60,10 +57,10 @@ def command(
     all_ranks: bool,
     number: int | None,
     lines: int | None,
-) -> int:
+) -> None:
     """Print the log of rank 0 of RUN, or the logs of the selected ranks.
 
-    Without one, because the job ended before its supervisor began, it is the output of the batch script.
+    If the job ended before its ranks started, prints the output of the batch script.
     """
     if sum((rank is not None, node is not None, all_ranks)) > 1:
         raise UsageError("--rank, --node and --all are mutually exclusive", hint="give only one of them")
@@ -77,7 +74,7 @@ def command(
     job = read_job(run)
     entry = job.of_attempt(attempt.number)
     if following and entry.has_started:
-        return EXIT_OK
+        return
     paths = [path for path in logs_of(attempt) if path.exists()]
     if not paths and not entry.has_started and (log := batch_log(run, job, entry.job_id)).exists():
         click.echo("the supervisor has not begun; this is the output of the batch script:", err=True)
@@ -99,7 +96,6 @@ def command(
     if (read_end(attempt) or AttemptEnd()).state == "failed":
         which = f"{run.word} --attempt {attempt.number}"
         click.echo(f"hint: `trainkit diagnose {which}` names the cause of its failure", err=True)
-    return EXIT_OK
 
 
 def _choice(rank: int | None, node: int | None, all_ranks: bool) -> Callable[[AttemptDir], list[Path]]:
@@ -140,7 +136,7 @@ def follow_run(
     KeyboardInterrupt passes through.
     """
     run.hold()
-    events = JsonlTail(run.events_file, from_start=True)
+    events = Tail(run.events_file)
     is_alive = liveness_probe(run, lambda text: click.echo(text, err=True))
 
     def poll() -> bool | None:
@@ -180,10 +176,10 @@ def kept_terminal() -> Iterator[int]:
 
 def show_rank_0(attempt: AttemptDir, ended: threading.Event, terminal: int) -> None:
     """Print rank 0's log to a terminal as it grows, until `ended` is set."""
-    tail = LogTail(attempt.rank_log(0))
+    tail = Tail(attempt.rank_log(0))
     while not ended.wait(SHOW_S):
-        _write(tail.read(), terminal)
-    _write(tail.read(unfinished=True), terminal)
+        _write(tail.texts(), terminal)
+    _write(tail.texts(unfinished=True), terminal)
 
 
 def _write(lines: list[str], terminal: int) -> None:
@@ -219,8 +215,8 @@ LOGGED_EVENTS = {
 """Events of the trainer that rank 0's log also contains."""
 
 
-def _print_events(events: JsonlTail, attempt: int) -> None:
-    for event in events_of(events.read()):
+def _print_events(events: Tail, attempt: int) -> None:
+    for event in events_of(events.records()):
         if event.name not in LOGGED_EVENTS and (event.attempt or 0) >= attempt:
             click.echo(event.line, err=True)
 

@@ -13,8 +13,16 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
-from trainkit.cli.help import Command, complete_config, complete_profile, complete_run, complete_setting
+from trainkit.cli.help import (
+    Command,
+    complete_config,
+    complete_profile,
+    complete_run,
+    complete_setting,
+    option,
+)
 from trainkit.errors import ConfigError, Problem, UsageError
 from trainkit.folders import QUICKSTART, default_config
 from trainkit.plan.workload import TRAINER, Workload, name_of, workload_of
@@ -54,7 +62,7 @@ class ConfigRequest:
         from trainkit.config import load_config
         from trainkit.config.yamlfile import entry_at
 
-        load = load_config if target is not None and target.backend == "hosts" else load_with_cluster
+        load = load_config if target is not None and not target.finds_cluster else load_with_cluster
         name = name_of(self.argv)
         return load(
             self.path or None,
@@ -86,60 +94,46 @@ def named_folder(text: str | None, option: str = "--run-dir") -> Path | None:
     return None if text is None else Path(text)
 
 
-json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON value.")
-set_option = click.option(
-    "--set",
-    "overrides",
+json_option = option("--json", "Print one JSON value.", name="as_json")
+set_option = option(
+    "--set KEY=VALUE",
+    "Set one config value; repeatable.",
+    name="overrides",
     multiple=True,
-    metavar="KEY=VALUE",
     shell_complete=complete_setting,
-    help="Set one config value; repeatable.",
 )
-profile_option = click.option(
-    "--profile", metavar="NAME", shell_complete=complete_profile, help="Profile applied over the config."
-)
-backend_option = click.option(
+profile_option = option("--profile NAME", "Profile applied over the config.", shell_complete=complete_profile)
+backend_option = option(
     "--backend",
+    "Where the run starts; auto: Slurm where there is one, else this machine.",
     type=click.Choice(["auto", "sbatch", "submitit", "local"]),
-    help="Where the run starts; auto: Slurm where there is one, else this machine.",
 )
-launcher_option = click.option(
+launcher_option = option(
     "--launcher",
+    "How COMMAND starts: once per rank (python, lightning), or through a launcher once per node.",
     type=click.Choice(["python", "torchrun", "accelerate", "deepspeed", "lightning", "megatron"]),
     default="python",
-    help="How COMMAND starts: once per rank (python, lightning), or through a launcher once per node.",
 )
-after_option = click.option(
-    "--after",
+after_option = option(
+    "--after RUN",
+    "Start once RUN has finished successfully; repeatable.",
     multiple=True,
-    metavar="RUN",
     shell_complete=complete_run,
-    help="Start once RUN has finished successfully; repeatable.",
 )
-now_option = click.option(
-    "--now", is_flag=True, help="On this machine: do not wait for GPUs or cores that other runs use."
-)
+now_option = option("--now", "On this machine: do not wait for GPUs or cores that other runs use.")
 run_argument = click.argument("run_name", metavar="RUN", shell_complete=complete_run)
 """A job id, a run name, a run folder or `last`."""
-_TRUST = "trainkit.trust"
-
-
-def _note_trust(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
-    ctx.meta[_TRUST] = value
-
-
 trust_option = click.option(
     "--trust",
     is_flag=True,
     expose_value=False,
-    callback=_note_trust,
     help="Execute files of RUN although another user could have changed them.",
 )
 
 
 def refuse_untrusted(folder: Path) -> None:
     """Raise UsageError where another user could replace files of a run, unless --trust is given."""
-    if not click.get_current_context().meta.get(_TRUST):
+    if click.get_current_context().get_parameter_source("trust") is not ParameterSource.COMMANDLINE:
         refuse_foreign(folder, "`--trust` executes it as you all the same")
 
 
@@ -170,23 +164,17 @@ class NodesType(click.IntRange):
 
 
 NODES_HELP = "Number of nodes; of 2-8 or 2,4,8 as many as Slurm has"
-gpus_per_node_option = click.option(
-    "--gpus-per-node",
-    type=COUNT,
-    metavar="N",
-    help="GPUs per node; worker processes per node on a machine without GPUs.",
+gpus_per_node_option = option(
+    "--gpus-per-node N", "GPUs per node; worker processes per node on a machine without GPUs.", type=COUNT
 )
-shape_options = combined(
-    click.option("--nodes", type=NodesType(), metavar="N", help=f"{NODES_HELP}."), gpus_per_node_option
-)
+shape_options = combined(option("--nodes N", f"{NODES_HELP}.", type=NodesType()), gpus_per_node_option)
 
 
 choosing_shape_options = combined(
-    click.option(
-        "--nodes",
+    option(
+        "--nodes N",
+        f"{NODES_HELP}; auto: the number that should finish first, also in slices.",
         type=NodesType(AUTO),
-        metavar="N",
-        help=f"{NODES_HELP}; auto: as many, in slices of time too, as are expected to finish first.",
     ),
     gpus_per_node_option,
 )
@@ -224,7 +212,7 @@ def one_node_config_options(function: Function) -> Function:
     return _request_options(
         function,
         click.option("--gpus-per-node", "--nproc", type=COUNT, metavar="N", help=gpus),
-        click.option("--nodes", type=COUNT, metavar="N", help="Number of hosts, with --node-rank."),
+        option("--nodes N", "Number of hosts, with --node-rank.", type=COUNT),
     )
 
 
@@ -266,9 +254,9 @@ def _request_options(function: Function, *shape: Callable[[Any], Any], unless: s
         profile_option,
         set_option,
         *shape,
-        click.option("--name", metavar="NAME", help="Name of the run."),
-        click.option("--note", metavar="TEXT", help="A remark about the run."),
-        click.option("--tag", "tags", multiple=True, metavar="TAG", help="For `status --tag`; repeatable."),
+        option("--name NAME", "Name of the run."),
+        option("--note TEXT", "A remark about the run."),
+        option("--tag TAG", "For `status --tag`; repeatable.", name="tags", multiple=True),
     )(wrapper)
 
 
@@ -291,17 +279,15 @@ job_options = combined(
         click.option(f"--{name}", metavar=metavar, help=help_text)
         for name, (_, metavar, help_text) in SLURM_FLAGS.items()
     ),
-    click.option(
-        "--per", type=click.Choice(["gpu", "node"]), help="One Slurm task per GPU, or one per node."
-    ),
+    option("--per", "One Slurm task per GPU, or one per node.", type=click.Choice(["gpu", "node"])),
 )
 """The options of a Slurm job whose code is given."""
-gpu_type_option = click.option(
-    "--gpu-type", metavar="TYPE", help="GPU type, or several such as h100,a100, of which any one will do."
+gpu_type_option = option(
+    "--gpu-type TYPE", "GPU type, or several such as h100,a100, of which any one will do."
 )
 slurm_options = combined(
     job_options,
-    click.option("--no-snapshot", is_flag=True, help="Run the code in place instead of from a copy."),
+    option("--no-snapshot", "Run the code in place instead of from a copy."),
 )
 """The options of a Slurm job; `config_flags` removes their values from the command's arguments."""
 
@@ -342,7 +328,7 @@ def refuse_other_options(name: str, what: str = "") -> None:
         item.opts[0] if isinstance(item, click.Option) else str(item.metavar).strip("[]")
         for item in context.command.params
         if item.name not in (name, "as_json", "help")
-        and context.get_parameter_source(str(item.name)) is click.core.ParameterSource.COMMANDLINE
+        and context.get_parameter_source(str(item.name)) is ParameterSource.COMMANDLINE
     ]
     if typed:
         effect = f"would have no effect {what or f'with --{name}'}"

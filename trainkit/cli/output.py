@@ -61,6 +61,14 @@ def echo_json(value: object) -> None:
     click.echo(json.dumps(masked(value), ensure_ascii=False))
 
 
+def echo_result(value: object, text: str, as_json: bool) -> None:
+    """Print a result: its value as `echo_json` does, or its text."""
+    if as_json:
+        echo_json(value)
+    else:
+        click.echo(text)
+
+
 def masked(value: object, key: str = "") -> object:
     """A value of JSON whose texts are masked, also by the name of their key."""
     from trainkit.formats import mask_secrets

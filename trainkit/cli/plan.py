@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from trainkit.cli.help import Command, examples, terminal_width
+from trainkit.cli.help import as_command, option, terminal_width
 from trainkit.cli.options import COUNT, ConfigRequest, config_options, json_option
 from trainkit.cluster.machine import detect_machine
 from trainkit.errors import EXIT_FAILED, EXIT_OK, ConfigError, UsageError
@@ -30,45 +31,37 @@ if TYPE_CHECKING:
     from trainkit.plan.model_shape import ModelShape
 
 
-@click.command(
-    cls=Command,
-    epilog=examples(
-        "trainkit plan models/8b --gpus 8 --gpu-type h100",
-        "trainkit plan models/70b --nodes 8 --gpus-per-node 8 --gpu-type h100 --limit 3",
-        "trainkit plan models/7b --gpus 4 --gpu-type a100-40gb --set data.seq_len=2048 --all",
-        "trainkit plan quickstart --gpus 2 --gpu-type rtx4090 --profile balanced --json",
-    ),
+@as_command(
+    "trainkit plan models/8b --gpus 8 --gpu-type h100",
+    "trainkit plan models/70b --nodes 8 --gpus-per-node 8 --gpu-type h100 --limit 3",
+    "trainkit plan models/7b --gpus 4 --gpu-type a100-40gb --set data.seq_len=2048 --all",
+    "trainkit plan quickstart --gpus 2 --gpu-type rtx4090 --profile balanced --json",
 )
 @config_options
-@click.option("--gpus", type=COUNT, metavar="N", help="Total number of GPUs, in full nodes.")
-@click.option("--gpu-type", "planned_type", metavar="TYPE", help="GPU type; default: that of the run.")
-@click.option("--all", "show_all", is_flag=True, help="Also list layouts that do not fit.")
-@click.option(
-    "--limit", type=COUNT, default=10, show_default=True, metavar="N", help="Maximum number of layouts."
-)
-@click.option(
-    "--failures-per-node-day",
+@option("--gpus N", "Total number of GPUs, in full nodes.", type=COUNT)
+@option("--gpu-type TYPE", "GPU type; default: that of the run.", name="planned_type")
+@option("--all", "Also list layouts that do not fit.", name="show_all")
+@option("--limit N", "Maximum number of layouts.", type=COUNT, default=10, show_default=True)
+@option(
+    "--failures-per-node-day RATE",
+    "Failures of a node per day, for the share of effective time.",
     type=click.FloatRange(min=0, min_open=True),
     default=FAILURES_PER_NODE_DAY,
     show_default=True,
-    metavar="RATE",
-    help="Failures of a node per day, for the share of effective time.",
 )
-@click.option(
-    "--restart-s",
+@option(
+    "--restart-s S",
+    "Seconds from a failure to the next step.",
     type=click.FloatRange(min=0),
     default=RESTART_S,
     show_default=True,
-    metavar="S",
-    help="Seconds from a failure to the next step.",
 )
-@click.option(
-    "--save-s",
+@option(
+    "--save-s S",
+    "Seconds for which a checkpoint holds up the ranks.",
     type=click.FloatRange(min=0, min_open=True),
     default=SAVE_S,
     show_default=True,
-    metavar="S",
-    help="Seconds for which a checkpoint holds up the ranks.",
 )
 @json_option
 def command(
@@ -232,7 +225,7 @@ class _Planned:
             "headline": None if best is None else headline(best),
             "choices": [choice_dict(choice, config, best) for choice in self.listed(show_all, limit)],
             "config": None if self.own is None else choice_dict(self.own, config, best),
-            "effective_time": None if self.effective is None else self.effective.to_dict(),
+            "effective_time": None if self.effective is None else asdict(self.effective),
             "config_problems": [problem.render() for problem in self.own_problems],
             "would_fit": [
                 {

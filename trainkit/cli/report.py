@@ -9,23 +9,22 @@ from shlex import quote
 
 import click
 
-from trainkit.cli.help import Command, examples, warn
+from trainkit.cli.help import as_command, option
 from trainkit.cli.options import json_option, run_argument
-from trainkit.cli.output import echo_json
-from trainkit.cli.status import find_any, look_at, query_group
-from trainkit.errors import EXIT_OK, UsageError
-from trainkit.run.files import write_atomic
-from trainkit.run.group import RunGroup
+from trainkit.cli.output import echo_result
+from trainkit.cli.status import look_at, query_group
+from trainkit.errors import UsageError
+from trainkit.run.files import to_json, write_atomic
+from trainkit.run.group import BENCH_FILE
+from trainkit.run.registry import find_run_or_group
 from trainkit.run.rundir import RunDir
 
 
-@click.command(cls=Command, epilog=examples("trainkit report last", "trainkit report last --json"))
+@as_command("trainkit report last", "trainkit report last --json")
 @run_argument
-@click.option(
-    "--out", type=click.Path(path_type=Path), metavar="FILE", help="New file; default: in the folder of RUN."
-)
+@option("--out FILE", "New file; default: in the folder of RUN.", type=click.Path(path_type=Path))
 @json_option
-def command(run_name: str, out: Path | None, as_json: bool) -> int:
+def command(run_name: str, out: Path | None, as_json: bool) -> None:
     """Write report.html in the folder of RUN and print its path.
 
     The page shows the timeline, goodput and where the rest of the time went, curves, utilisation, requested
@@ -36,24 +35,24 @@ def command(run_name: str, out: Path | None, as_json: bool) -> int:
     """
     from trainkit.observe.page import REPORT_FILE
     from trainkit.observe.report import read_report, render_report
-    from trainkit.observe.sweep_report import read_sweep, render_sweep, sweep_of_group
+    from trainkit.observe.sweep_report import read_sweep, render_sweep
 
-    found = find_any(run_name, groups_of_bench=True)
+    found = find_run_or_group(run_name)
     if out is not None and os.path.lexists(out):
         raise UsageError(f"--out {out} exists already", hint="name a new file")
     now = datetime.now(timezone.utc).timestamp()
     if isinstance(found, RunDir):
         report = read_report(*look_at(found)[:2], now)
-        folder, page, value = found.path, render_report(report), report.to_dict()
+        folder, page, value = found.path, render_report(report), to_json(report)
     else:
-        if isinstance(found, RunGroup):
-            sweep = sweep_of_group(found, query_group(found))
-        else:
-            from trainkit.bench.summary import sweep_of_bench
+        speeds = None
+        if (found.path / BENCH_FILE).is_file():
+            from trainkit.bench.run_bench import read_bench
+            from trainkit.bench.summary import measured_speeds
 
-            sweep = sweep_of_bench(found, warn)
-        runs = read_sweep(sweep, now)
-        folder, page, value = Path(runs.run_dir), render_sweep(runs), runs.to_dict()
+            speeds = measured_speeds(read_bench(found.path))
+        runs = read_sweep(found, query_group(found), now, speeds)
+        folder, page, value = found.path, render_sweep(runs), to_json(runs)
     file = folder / REPORT_FILE if out is None else out.absolute()
     try:
         write_atomic(file, page)
@@ -62,8 +61,4 @@ def command(run_name: str, out: Path | None, as_json: bool) -> int:
             f"{file} cannot be written: {error.strerror or error}",
             hint=f"`trainkit report {quote(run_name)} --out FILE` writes another file",
         ) from error
-    if as_json:
-        echo_json({"report": str(file), **value})
-    else:
-        click.echo(str(file))
-    return EXIT_OK
+    echo_result({"report": str(file), **value}, str(file), as_json)

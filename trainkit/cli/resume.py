@@ -7,24 +7,11 @@ from pathlib import Path
 
 import click
 
-from trainkit.cli.help import Command, examples, terminal_width, warn
+from trainkit.cli import options
+from trainkit.cli.help import as_command, option, terminal_width, warn
 from trainkit.cli.hosts import host_options, host_place, hosts_target, run_on_hosts
 from trainkit.cli.logs import follow_detachable
-from trainkit.cli.options import (
-    AUTO,
-    backend_option,
-    choosing_shape_options,
-    config_flags,
-    json_option,
-    now_option,
-    refuse_other_options,
-    refuse_untrusted,
-    run_argument,
-    set_option,
-    slurm_options,
-    trust_option,
-)
-from trainkit.cli.output import echo_json
+from trainkit.cli.output import echo_result
 from trainkit.cli.run import shown_failures, stay_in_foreground
 from trainkit.cli.started import describe_plan, print_created, print_started
 from trainkit.errors import EXIT_OK, UsageError
@@ -34,26 +21,23 @@ from trainkit.run.manifest import published
 from trainkit.run.registry import find_run_or_group, one_run
 
 
-@click.command(
-    cls=Command,
-    epilog=examples(
-        "trainkit resume last --follow",
-        "trainkit resume last --nodes 1 --gpus-per-node 4",
-        "trainkit resume last --set train.steps=400 --as runs/longer",
-    ),
+@as_command(
+    "trainkit resume last --follow",
+    "trainkit resume last --nodes 1 --gpus-per-node 4",
+    "trainkit resume last --set train.steps=400 --as runs/longer",
 )
-@run_argument
-@choosing_shape_options
+@options.run_argument
+@options.choosing_shape_options
 @host_options
-@slurm_options
-@set_option
-@backend_option
-@click.option("--new-code", is_flag=True, help="Use the current code instead of the run's snapshot.")
-@click.option("--as", "fork_dir", metavar="DIR", help="Resume in a new run folder and leave RUN unchanged.")
-@now_option
-@trust_option
-@click.option("--follow", is_flag=True, help="Show rank 0's log until the run ends; Ctrl-C detaches.")
-@json_option
+@options.slurm_options
+@options.set_option
+@options.backend_option
+@option("--new-code", "Use the current code instead of the run's snapshot.")
+@option("--as DIR", "Resume in a new run folder and leave RUN unchanged.", name="fork_dir")
+@options.now_option
+@options.trust_option
+@option("--follow", "Show rank 0's log until the run ends; Ctrl-C detaches.")
+@options.json_option
 def command(
     run_name: str,
     nodes: int | None,
@@ -74,29 +58,21 @@ def command(
 
     For a group on this machine, runs what has not finished.
 
-    It resumes in the same run folder as the next attempt, or with --as in a new run folder, and where it ran:
-    on Slurm, or on this machine, there in the foreground if its newest attempt was, unless --follow, --json
-    or --as is given. With --node-rank, --master-addr and --master-port it runs in the foreground on several
+    It resumes in the same run folder as the next attempt, or with --as in a new run folder, on Slurm or on
+    this machine, where it ran. A run of `trainkit run` resumes in the foreground, unless --follow, --json or
+    --as is given. With --node-rank, --master-addr and --master-port it runs in the foreground on several
     hosts, as `trainkit run` does.
     """
-    from trainkit.control.resume import (
-        changes,
-        copy_newest_checkpoint,
-        expected_time_s,
-        learning_rate_change,
-        newest_checkpoint_of,
-        planned_resume,
-        resume_run,
-    )
+    from trainkit.control import resume
     from trainkit.launch.create import create_run, start_run
 
     named = find_run_or_group(run_name, to_change=True)
-    refuse_untrusted(named.path)
+    options.refuse_untrusted(named.path)
     if isinstance(named, RunGroup) and (named.record.process is not None or named.left):
-        refuse_other_options("run_name", "for a group of runs")
+        options.refuse_other_options("run_name", "for a group of runs")
         return _resume_group(named, as_json)
     source = one_run(named, run_name)
-    if chooses_nodes := str(nodes) == AUTO:
+    if chooses_nodes := str(nodes) == options.AUTO:
         nodes = None
     place = host_place(nodes, node_rank, master_addr, master_port)
     if place is not None and (as_json or follow or fork_dir is not None):
@@ -106,9 +82,11 @@ def command(
             hint="the run stays in the foreground and in its folder; leave the option out",
         )
     is_first = place is None or place.node_rank == 0
-    flags = config_flags({"nodes": nodes, "gpus_per_node": gpus_per_node, "backend": backend, **slurm})
+    flags = options.config_flags(
+        {"nodes": nodes, "gpus_per_node": gpus_per_node, "backend": backend, **slurm}
+    )
     fork = None if fork_dir is None else Path(fork_dir).absolute()
-    planned = planned_resume(
+    planned = resume.planned_resume(
         *(source, overrides, flags),
         warn=warn,
         target=None if place is None else hosts_target(place),
@@ -125,11 +103,13 @@ def command(
                 click.echo(line, err=True)
         if is_first:
             click.echo(describe_plan(plan, loaded.config.name if fork else found.job.name), err=True)
-            for change in changes(found.before, loaded.config):
+            for change in resume.changes(found.before, loaded.config):
                 click.echo(f"  changed             {change}", err=True)
-            if knows_run and (lr := learning_rate_change(source, found.before, loaded.config, plan.lr)):
+            if knows_run and (
+                lr := resume.learning_rate_change(source, found.before, loaded.config, plan.lr)
+            ):
                 click.echo(f"  learning rate       {lr}", err=True)
-            time_s = expected_time_s(source, plan, loaded.config.train.steps) if knows_run else None
+            time_s = resume.expected_time_s(source, plan, loaded.config.train.steps) if knows_run else None
             if time_s is not None:
                 left = "at the speed of its newest steps; checkpoints and validations come on top"
                 click.echo(f"  time                about {duration(time_s)} {left}", err=True)
@@ -139,22 +119,24 @@ def command(
             name, plan = found.job.name, shown_failures(plan)
             return run_on_hosts(
                 *(place, loaded.config, plan, source.path.parent, source.path.name),
-                lambda: (source, name, resume_run(source, loaded.config, plan, new_code=new_code)),
+                lambda: (source, name, resume.resume_run(source, loaded.config, plan, new_code=new_code)),
             )
         newest = found.job.newest
-        was_here = newest is not None and newest.in_foreground and plan.backend == "local"
+        was_here = newest is not None and newest.in_foreground and plan.is_here
         foreground = was_here and fork is None and not (follow or as_json)
         if foreground:
             plan = shown_failures(plan)
         if fork is None:
             run, name = source, found.job.name
-            entry = resume_run(run, loaded.config, plan, new_code=new_code, now=now, foreground=foreground)
+            entry = resume.resume_run(
+                run, loaded.config, plan, new_code=new_code, now=now, foreground=foreground
+            )
         else:
-            checkpoint = newest_checkpoint_of(source)
+            checkpoint = resume.newest_checkpoint_of(source)
             created = create_run(loaded.config, plan, ["trainkit", *sys.argv[1:]], fork)
             run, name = created.run, created.name
             print_created(created)
-            copy_newest_checkpoint(checkpoint, run)
+            resume.copy_newest_checkpoint(checkpoint, run)
             entry = start_run(run, loaded.config, plan, "submit", now=now)
             click.echo(f"resuming from {checkpoint}", err=True)
     if foreground:
@@ -170,10 +152,7 @@ def _resume_group(group: RunGroup, as_json: bool) -> int:
     from trainkit.control.resume import resume_group
 
     job_id = resume_group(group)
-    if as_json:
-        value = {"run_dir": str(group.path), "name": group.name, "job_id": job_id}
-        echo_json(value)
-    else:
-        click.echo(f"{group.path}\n{job_id}")
+    value = {"run_dir": str(group.path), "name": group.name, "job_id": job_id}
+    echo_result(value, f"{group.path}\n{job_id}", as_json)
     click.echo(f"`trainkit status {group.word}` shows all runs", err=True)
     return EXIT_OK

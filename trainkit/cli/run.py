@@ -11,39 +11,26 @@ import socket
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from trainkit.backends import backend_of
-from trainkit.cli.help import Command, examples
+from trainkit.cli import options
+from trainkit.cli.help import as_command, option
 from trainkit.cli.hosts import host_options, host_place, hosts_target, run_on_hosts
 from trainkit.cli.logs import follow_run, kept_terminal, print_end, show_rank_0
-from trainkit.cli.options import (
-    ConfigRequest,
-    WithTrailingCommand,
-    json_option,
-    launcher_option,
-    named_folder,
-    one_node_config_options,
-    trailing_workload,
-)
+from trainkit.cli.options import ConfigRequest
 from trainkit.cli.started import describe_plan, print_created, print_started
 from trainkit.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, TrainkitError, UsageError
 from trainkit.folders import user_name
+from trainkit.job import step_run
 from trainkit.job.node.rendezvous import master_address
 from trainkit.job.node.slurm_step import SlurmTask, find_slurm_task, reason_not_a_task
 from trainkit.job.rank_env import find_rank_env, refuse_foreign_ranks
 from trainkit.job.signals import NOTICE_SIGNALS
-from trainkit.job.step_run import (
-    announce,
-    await_announcement,
-    exit_code_of,
-    run_first_task,
-    run_task,
-    withdraw,
-)
 from trainkit.plan.launch import DebugPlan, LaunchPlan
 from trainkit.plan.workload import Workload
 from trainkit.run.record import AttemptRecord, read_job
@@ -52,22 +39,21 @@ from trainkit.slurm.control import kill_steps
 
 if TYPE_CHECKING:
     from trainkit.cluster.target import Target
+    from trainkit.config import RunConfig
 
 
-@click.command(
-    cls=WithTrailingCommand,
-    epilog=examples(
-        "trainkit run",
-        "trainkit run quickstart --gpus-per-node 2 --set train.steps=20",
-        "trainkit run --gpus-per-node 2 -- python train.py --lr 0.1",
-        "srun --nodes=2 --ntasks-per-node=4 trainkit run quickstart",
-        "trainkit run quickstart --nodes 2 --node-rank 0 --master-addr host0 --master-port 29500",
-    ),
+@as_command(
+    "trainkit run",
+    "trainkit run quickstart --gpus-per-node 2 --set train.steps=20",
+    "trainkit run --gpus-per-node 2 -- python train.py --lr 0.1",
+    "srun --nodes=2 --ntasks-per-node=4 trainkit run quickstart",
+    "trainkit run quickstart --nodes 2 --node-rank 0 --master-addr host0 --master-port 29500",
+    cls=options.WithTrailingCommand,
 )
-@one_node_config_options
+@options.one_node_config_options
 @host_options
-@click.option("--run-dir", metavar="DIR", help="Exact run folder, new or empty; default: runs/NAME.")
-@launcher_option
+@option("--run-dir DIR", "Exact run folder, new or empty; default: runs/NAME.")
+@options.launcher_option
 @click.option(
     "--debug",
     is_flag=False,
@@ -75,7 +61,7 @@ if TYPE_CHECKING:
     metavar="[RANK|debugpy]",
     help="Give the terminal to this rank, for breakpoint(); default: 0. debugpy waits for an editor.",
 )
-@click.option("--post-mortem", is_flag=True, help="Debug that rank where an exception ends it.")
+@option("--post-mortem", "Debug that rank where an exception ends it.")
 def command(
     request: ConfigRequest,
     run_dir: str | None,
@@ -97,11 +83,10 @@ def command(
     and `fg` continues it. A run also saves and stops when its terminal closes.
     """
     from trainkit.cluster.target import Target
-    from trainkit.launch.create import create_run, start_run
     from trainkit.launch.disk import disk_forecast
     from trainkit.launch.plan_run import gather, plan_run
 
-    workload = trailing_workload(launcher)
+    workload = options.trailing_workload(launcher)
     nodes = request.flags.get("resources.nodes")
     place = host_place(None if nodes is None else int(str(nodes[1])), **host)
     debug_plan = (
@@ -133,21 +118,25 @@ def command(
     plan = shown_failures(plan)
     if debug_plan is not None:
         plan = plan.in_debugger(debug_plan, _debug_reason(plan, debug_plan))
-    folder = named_folder(run_dir)
+    folder = options.named_folder(run_dir)
     if place is None or place.node_rank == 0:
         click.echo(describe_plan(plan, next_name(loaded.config.name, folder)), err=True)
     if (forecast := disk_forecast(folder or Path(RUNS_FOLDER), plan, loaded.config)) is not None:
         click.echo(forecast, err=True)
-
-    def start() -> tuple[RunDir, str, AttemptRecord]:
-        created = create_run(loaded.config, plan, ["trainkit", *sys.argv[1:]], folder)
-        print_created(created)
-        return created.run, created.name, start_run(created.run, loaded.config, plan, "run")
-
+    start = partial(_start, loaded.config, plan, folder)
     if place is not None:
         parent, named = (Path(RUNS_FOLDER), None) if folder is None else (folder.parent, folder.name)
         return run_on_hosts(place, loaded.config, plan, parent.absolute(), named, start)
     return stay_in_foreground(*start(), plan)
+
+
+def _start(config: RunConfig, plan: LaunchPlan, folder: Path | None) -> tuple[RunDir, str, AttemptRecord]:
+    """Create and start a run; its folder, its name, and the entry of its attempt."""
+    from trainkit.launch.create import create_run, start_run
+
+    created = create_run(config, plan, ["trainkit", *sys.argv[1:]], folder)
+    print_created(created)
+    return created.run, created.name, start_run(created.run, config, plan, "run")
 
 
 def shown_failures(plan: LaunchPlan) -> LaunchPlan:
@@ -252,23 +241,25 @@ def run_in_step(request: ConfigRequest, workload: Workload, run_dir: str | None,
     """Run CONFIG or a COMMAND as this task of the step; returns the exit code of this task."""
     folder = Path(RUNS_FOLDER).absolute()
     if task.task != 0:
-        found = await_announcement(folder, task)
-        return found if isinstance(found, int) else _exit_code(run_task(found))
+        found = step_run.await_announcement(folder, task)
+        return found if isinstance(found, int) else _exit_code(step_run.run_task(found))
     try:
         attempt = _start_in_step(request, workload, run_dir, task)
     except TrainkitError as error:
         try:
-            announce(folder, task, error.exit_code)
+            step_run.announce(folder, task, error.exit_code)
         except OSError:
             return _end_step(task, error)
         raise
-    announce(folder, task, attempt)
+    step_run.announce(folder, task, attempt)
     with kept_terminal() as terminal:
         # The agent now writes to its log; the terminal shows rank 0.
-        decision = run_first_task(attempt, lambda attempt, ended: show_rank_0(attempt, ended, terminal))
-    withdraw(folder, task)
+        decision = step_run.run_first_task(
+            attempt, lambda attempt, ended: show_rank_0(attempt, ended, terminal)
+        )
+    step_run.withdraw(folder, task)
     print_end(attempt.run)
-    return _exit_code(exit_code_of(attempt, decision.exit_code))
+    return _exit_code(step_run.exit_code_of(attempt, decision.exit_code))
 
 
 def _end_step(task: SlurmTask, error: TrainkitError) -> int:
@@ -291,7 +282,6 @@ def _start_in_step(
     request: ConfigRequest, workload: Workload, run_dir: str | None, task: SlurmTask
 ) -> AttemptDir:
     """Load, plan, create and start the run, as the first task of the step."""
-    from trainkit.launch.create import create_run, start_run
     from trainkit.launch.plan_run import gather, plan_run
 
     procs = request.flags.get("resources.gpus_per_node")
@@ -302,13 +292,11 @@ def _start_in_step(
     }
     loaded = replace(request, flags={**request.flags, **shape}).load_to_plan(workload, target)
     plan = plan_run(loaded, gather(loaded, workload, target=target), workload)
-    folder = None if run_dir is None else Path(run_dir)
+    folder = options.named_folder(run_dir)
     click.echo(describe_plan(plan, next_name(loaded.config.name, folder)), err=True)
-    created = create_run(loaded.config, plan, ["trainkit", *sys.argv[1:]], folder)
-    print_created(created)
-    entry = start_run(created.run, loaded.config, plan, "run")
-    click.echo(str(created.run.path))
-    return created.run.attempt(entry.attempt)
+    run, _, entry = _start(loaded.config, plan, folder)
+    click.echo(str(run.path))
+    return run.attempt(entry.attempt)
 
 
 def _step_target(task: SlurmTask, num_procs: int | None) -> tuple[tuple[int, ...], Target]:
@@ -334,11 +322,9 @@ def _step_target(task: SlurmTask, num_procs: int | None) -> tuple[tuple[int, ...
     return sizes, Target("srun", reason, node_sizes=sizes, per="node")
 
 
-@click.command(
-    cls=Command, epilog=examples("trainkit env", "srun --ntasks=4 trainkit env", "trainkit env --json")
-)
-@json_option
-def env(as_json: bool) -> int:
+@as_command("trainkit env", "srun --ntasks=4 trainkit env", "trainkit env --json")
+@options.json_option
+def env(as_json: bool) -> None:
     """Print the rank environment that a process started here would get, or why it is not a rank."""
     rank, reason = _rank_here()
     if as_json:
@@ -354,7 +340,6 @@ def env(as_json: bool) -> int:
             f"{rank['num_nodes']} ({','.join(rank.get('hosts', ())) or 'this host'}); "
             f"rank 0 at {rank['master_addr']}, port {port}; {reason}"
         )
-    return EXIT_OK
 
 
 RANK_KEYS = (

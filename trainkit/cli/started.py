@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from trainkit.cli.output import echo_json
+from trainkit.cli.output import echo_result
 from trainkit.folders import shown_path
 from trainkit.formats import plural
 from trainkit.run.rundir import RUNS_FOLDER, RunDir
@@ -56,11 +56,6 @@ def print_started(
 
     JSON includes the `warnings` of the plan, if there is a new one.
     """
-    if as_json:
-        facts = {"job_id": entry.job_id, "attempt": entry.attempt, "backend": backend}
-        if warnings is not None:
-            facts["warnings"] = list(warnings)
-        echo_json({"run_dir": str(run.path), "name": name, **facts})
-    else:
-        click.echo(str(run.path))
-        click.echo(entry.job_id)
+    facts = {"run_dir": str(run.path), "name": name, "job_id": entry.job_id, "attempt": entry.attempt}
+    facts |= {"backend": backend, **({} if warnings is None else {"warnings": list(warnings)})}
+    echo_result(facts, f"{run.path}\n{entry.job_id}", as_json)

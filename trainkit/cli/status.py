@@ -19,10 +19,10 @@ from trainkit.backends.jobs import (
     query_jobs_or_warn,
     status_from_jobs,
 )
-from trainkit.cli.help import Command, complete_run, examples, terminal_width, warn
+from trainkit.cli.help import as_command, complete_run, option, terminal_width, warn
 from trainkit.cli.options import json_option
-from trainkit.cli.output import echo_json
-from trainkit.errors import EXIT_OK, UsageError
+from trainkit.cli.output import echo_json, echo_result
+from trainkit.errors import UsageError
 from trainkit.folders import relative_path, shown_path
 from trainkit.formats import cell, duration, short_keys, table
 from trainkit.observe.group import GroupFiles, GroupStatus, PointStatus, most_relevant, state_counts
@@ -31,12 +31,11 @@ from trainkit.run.end import Best, read_newest_end
 from trainkit.run.group import RunGroup
 from trainkit.run.history import Restart, RunHistory
 from trainkit.run.record import JobRecord, read_job
-from trainkit.run.registry import find_bench_folder, find_run_or_group, record_over, starts
+from trainkit.run.registry import find_run_or_group, record_over, starts
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.jobs import JobInfo
 
 if TYPE_CHECKING:
-    from trainkit.bench.run_bench import Bench
     from trainkit.cli.choose_runs import Choice
 
 HEADING = ("RUN", "STATE", "ATTEMPT", "WORKERS", "STEP", "LOSS", "TOKENS/S", "AGE")
@@ -45,18 +44,12 @@ MAX_POINTS = 20
 MAX_REASON = 60
 
 
-@click.command(
-    cls=Command, epilog=examples("trainkit status", "trainkit status --all", "trainkit status last --json")
-)
+@as_command("trainkit status", "trainkit status --all", "trainkit status last --json")
 @click.argument("run_name", metavar="[RUN]", required=False, shell_complete=complete_run)
-@click.option("--all", "show_all", is_flag=True, help="Show every run instead of the newest ones.")
-@click.option(
-    "--where", multiple=True, metavar="KEY=VALUE", help="Show all runs with this value; repeatable."
-)
-@click.option("--tag", "tags", multiple=True, metavar="TAG", help="Show all runs with this tag; repeatable.")
-@click.option(
-    "--sort", "sort_key", metavar="KEY", help="Sort all runs by loss, val_loss, tokens_per_s or a config key."
-)
+@option("--all", "Show every run instead of the newest ones.", name="show_all")
+@option("--where KEY=VALUE", "Show all runs with this value; repeatable.", multiple=True)
+@option("--tag TAG", "Show all runs with this tag; repeatable.", name="tags", multiple=True)
+@option("--sort KEY", "Sort all runs by loss, val_loss, tokens_per_s or a config key.", name="sort_key")
 @json_option
 def command(
     run_name: str | None,
@@ -65,7 +58,7 @@ def command(
     tags: tuple[str, ...],
     sort_key: str | None,
     as_json: bool,
-) -> int:
+) -> None:
     """Show active runs and the 15 newest other runs, or RUN in detail.
 
     RUN is a job id, a run name, a run folder or `last`. The list shows a group of runs as one line; given as
@@ -78,29 +71,14 @@ def command(
         if run_name is not None:
             text = f"--where, --tag and --sort choose among all runs, but {run_name} is named"
             raise UsageError(text, hint="leave one of them out")
-        return _show_chosen(parse_choice(where, tags, sort_key), as_json)
-    found = None if run_name is None else find_any(run_name)
+        _show_chosen(parse_choice(where, tags, sort_key), as_json)
+        return
+    found = None if run_name is None else find_run_or_group(run_name)
     if isinstance(found, RunDir):
         status = look_at(found)[1]
-        if as_json:
-            echo_json(status.to_dict())
-        else:
-            click.echo(run_details(status))
-        return EXIT_OK
-    return show_runs(found, show_all, as_json)
-
-
-def find_any(text: str, *, groups_of_bench: bool = False) -> RunDir | RunGroup | Bench:
-    """The bench in the folder of this name or path, else the run or group that RUN refers to.
-
-    A bench that is a single group is that group, unless `groups_of_bench`.
-    """
-    folder = find_bench_folder(text, with_groups=groups_of_bench)
-    if folder is None:
-        return find_run_or_group(text)
-    from trainkit.bench.run_bench import read_bench
-
-    return read_bench(folder)
+        echo_result(status.to_dict(), run_details(status), as_json)
+    else:
+        show_runs(found, show_all, as_json)
 
 
 def look_at(run: RunDir) -> tuple[RunHistory, RunStatus, JobInfo | None]:
@@ -110,43 +88,29 @@ def look_at(run: RunDir) -> tuple[RunHistory, RunStatus, JobInfo | None]:
     return history, read_status(history, record, job.alive, datetime.now(timezone.utc), job.job), job.job
 
 
-def show_runs(found: RunGroup | Bench | None, show_all: bool, as_json: bool) -> int:
-    """Print the runs of a group or bench; for None all runs, or active ones and the newest others."""
+def show_runs(found: RunGroup | None, show_all: bool, as_json: bool) -> None:
+    """Print the runs of a group; for None all runs, or active ones and the newest others."""
     if found is None:
-        return _show_all_runs(show_all, as_json)
-    if isinstance(found, RunGroup):
-        status = query_group(found)
-        job = ", ".join(found.job_ids) or "-"
-        place = f" on {found.elsewhere}" if found.elsewhere else ""
-        best, value = status.best, status.to_dict()
-        lines = {
-            "group": status.name,
-            "folder": status.run_dir,
-            "job": f"{job} [{status.array}]{place}, submitted {duration(status.age_s)} ago",
-            "runs": f"{len(status.points):,}: {state_counts(status.states)}",
-            "best": "-" if best is None else f"{best}: {_result(best)}",
-        }
-    else:
-        from trainkit.bench.run_bench import query_bench_status
-
-        status = query_bench_status(found, warn)
-        keys = ("run_dir", "name", "keys", "num_points", "states", "points")
-        whole = status.to_dict()
-        value = {key: whole[key] for key in keys}
-        lines = {
-            "bench": status.name,
-            "folder": status.run_dir,
-            "jobs": "on this machine",
-            "runs": f"{len(status.points):,}: {state_counts(status.states)}",
-        }
+        _show_all_runs(show_all, as_json)
+        return
+    status = query_group(found)
+    job = ", ".join(found.job_ids) or "-"
+    place = f" on {found.elsewhere}" if found.elsewhere else ""
+    best, value = status.best, status.to_dict()
+    lines = {
+        "group": status.name,
+        "folder": status.run_dir,
+        "job": status.array and f"{job} [{status.array}]{place}, submitted {duration(status.age_s)} ago",
+        "runs": f"{len(status.points):,}: {state_counts(status.states)}",
+        "best": "-" if best is None else f"{best}: {_result(best)}",
+    }
     if as_json:
         echo_json(value)
-        return EXIT_OK
+        return
     shown = status.points if show_all else most_relevant(status.points, MAX_POINTS)
     click.echo(f"{_details(lines)}\n\n{table(points_rows(status, shown), fit=terminal_width())}")
     if len(shown) < len(status.points):
         click.echo(_not_shown(len(status.points) - len(shown)))
-    return EXIT_OK
 
 
 def query_group(group: RunGroup) -> GroupStatus:
@@ -163,15 +127,15 @@ def read_group(group: RunGroup, query: JobQuery) -> GroupStatus:
     return files.status(query(files.open_ids), datetime.now(timezone.utc))
 
 
-def _show_all_runs(show_all: bool, as_json: bool) -> int:
+def _show_all_runs(show_all: bool, as_json: bool) -> None:
     max_ended = None if show_all or as_json else MAX_ENDED_RUNS
     statuses, num_hidden = read_all(max_ended, lambda ids: query_jobs_or_warn(ids, warn), {})
     if as_json:
         _echo_json_of(statuses)
-        return EXIT_OK
+        return
     if not statuses:
         click.echo("no runs yet: `trainkit submit` starts one", err=True)
-        return EXIT_OK
+        return
     statuses.sort(key=lambda status: not status.is_active)
     num_shown = len(statuses)
     if not show_all:
@@ -180,10 +144,9 @@ def _show_all_runs(show_all: bool, as_json: bool) -> int:
     num_hidden += len(statuses) - num_shown
     if num_hidden:
         click.echo(_not_shown(num_hidden))
-    return EXIT_OK
 
 
-def _show_chosen(choice: Choice, as_json: bool) -> int:
+def _show_chosen(choice: Choice, as_json: bool) -> None:
     """Print the runs of a choice, with a column for each key that was asked for."""
     chosen = choice.apply(read_all(None, lambda ids: query_jobs_or_warn(ids, warn), {})[0])
     statuses = [run.status for run in chosen]
@@ -195,7 +158,6 @@ def _show_chosen(choice: Choice, as_json: bool) -> int:
         more = [choice.headings, *(run.texts(choice.columns) for run in chosen)]
         rows = zip(runs_rows(statuses, Path.cwd()), more, strict=True)
         click.echo(table([[*row, *own] for row, own in rows], fit=terminal_width()))
-    return EXIT_OK
 
 
 def _echo_json_of(statuses: Sequence[RunStatus | GroupStatus]) -> None:
@@ -226,15 +188,15 @@ def read_all(
             continue
         seen.add(place)
         group = None
-        if item.is_group:
+        if isinstance(item, RunGroup):
             try:
-                group = GroupFiles(item.group)
+                group = GroupFiles(item)
             except UsageError as error:
                 warn(error.message)
                 continue
             over = group.is_over
         else:
-            end = read_newest_end(item.run.path)
+            end = read_newest_end(item.path)
             over = end is not None and not end.resumes
         num_over += over
         if over and not start.is_over:
@@ -242,7 +204,8 @@ def read_all(
         if is_full and over:
             num_hidden += 1
         else:
-            known.append(group or (item.run, read_job(item.run)))
+            run = RunDir(item.path)
+            known.append(group or (run, read_job(run)))
     record_over(newly_over)
     ids = [found.open_ids if isinstance(found, GroupFiles) else open_job_ids(*found) for found in known]
     jobs, now = query([job_id for own in ids for job_id in own]), datetime.now(timezone.utc)
@@ -351,7 +314,7 @@ def _details(lines: Mapping[str, str]) -> str:
 
 
 def points_rows(status: GroupStatus, points: Sequence[PointStatus]) -> list[Sequence[str]]:
-    """A heading, and a row per run of a group or bench."""
+    """A heading, and a row per run of a group."""
     keys = [key.upper() for key in short_keys(status.keys)]
     rows: list[Sequence[str]] = [["POINT", "STATE", *keys, "BEST", "REASON"]]
     for point in points:

@@ -11,23 +11,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from trainkit.cli.help import examples, terminal_width, warn
-from trainkit.cli.options import (
-    ConfigRequest,
-    Function,
-    WithTrailingCommand,
-    after_option,
-    choosing_config_options,
-    gpu_type_option,
-    json_option,
-    launcher_option,
-    named_folder,
-    now_option,
-    refuse_untrusted,
-    trailing_workload,
-    trust_option,
-)
-from trainkit.cli.output import echo_json
+from trainkit.cli import options
+from trainkit.cli.help import as_command, option, terminal_width, warn
+from trainkit.cli.output import echo_result
 from trainkit.cli.started import describe_plan, print_created
 from trainkit.errors import EXIT_OK, ConfigError, UsageError
 from trainkit.folders import find_shipped_config
@@ -47,7 +33,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RepeatRequest(ConfigRequest):
+class RepeatRequest(options.ConfigRequest):
     """The config of a run, instead of a file and what is around it, and what the command line changes."""
 
     run: RunDir
@@ -59,54 +45,44 @@ class RepeatRequest(ConfigRequest):
         return load_again(self.run, self.overrides, self.flags, self.profile)[0]
 
 
-@dataclass(frozen=True)
-class GroupRequest:
-    """The points of a sweep or array."""
+def group_points(
+    request: options.ConfigRequest, workload: Workload, sweeps: Sequence[str], array: str | None
+) -> tuple[ArraySpec | None, Iterator[LoadedPoint]]:
+    """The array, None for a run, and the config of every point; a group can have 100,000 points.
 
-    sweeps: tuple[str, ...]
-    array: str | None
+    A COMMAND may contain swept keys. Without --sweep the points of an array get consecutive seeds, unless
+    they run a COMMAND. Raises UsageError for invalid options, and ConfigError for an invalid config.
+    """
+    from trainkit.launch.submission import ArraySpec, LoadedPoint, parse_array
+    from trainkit.plan.sweep import sweep_points
 
-    def __bool__(self) -> bool:
-        return bool(self.sweeps) or self.array is not None
-
-    def points(
-        self, request: ConfigRequest, workload: Workload
-    ) -> tuple[ArraySpec | None, Iterator[LoadedPoint]]:
-        """The array, None for a run, and the config of every point; a group can have 100,000 points.
-
-        A COMMAND may contain swept keys. Without --sweep the points of an array get consecutive seeds, unless
-        they run a COMMAND. Raises UsageError for invalid options, and ConfigError for an invalid config.
-        """
-        from trainkit.launch.submission import ArraySpec, LoadedPoint, parse_array
-        from trainkit.plan.sweep import sweep_points
-
-        spec = None if self.array is None else parse_array(self.array)
-        if self.sweeps:
-            if spec is not None and spec.indices:
-                raise UsageError(
-                    f"--array {self.array}: --sweep numbers its points itself",
-                    hint="with --sweep, --array only sets a limit, as in --array %4",
-                )
-            found = sweep_points(self.sweeps, workload.argv)
-            limit = None if spec is None else spec.limit
-            return ArraySpec(tuple(range(len(found))), limit), swept(request, found)
-        loaded = request.load_to_plan(workload)
-        if spec is None:
-            return None, iter([LoadedPoint(0, {}, loaded)])
-        if not spec.indices:
+    spec = None if array is None else parse_array(array)
+    if sweeps:
+        if spec is not None and spec.indices:
             raise UsageError(
-                f"--array {self.array} limits how many tasks run at once, but names no tasks",
-                hint="for example --array 0-9%4",
+                f"--array {array}: --sweep numbers its points itself",
+                hint="with --sweep, --array only sets a limit, as in --array %4",
             )
-        if workload.is_command:
-            return spec, (LoadedPoint(index, {}, loaded) for index in spec.indices)
-        seeds = ((index, loaded.config.seed + index) for index in spec.indices)
-        return spec, (
-            LoadedPoint(index, {"seed": seed}, _with_seed(loaded, seed, "--array")) for index, seed in seeds
+        found = sweep_points(sweeps, workload.argv)
+        limit = None if spec is None else spec.limit
+        return ArraySpec(tuple(range(len(found))), limit), swept(request, found)
+    loaded = request.load_to_plan(workload)
+    if spec is None:
+        return None, iter([LoadedPoint(0, {}, loaded)])
+    if not spec.indices:
+        raise UsageError(
+            f"--array {array} limits how many tasks run at once, but names no tasks",
+            hint="for example --array 0-9%4",
         )
+    if workload.is_command:
+        return spec, (LoadedPoint(index, {}, loaded) for index in spec.indices)
+    seeds = ((index, loaded.config.seed + index) for index in spec.indices)
+    return spec, (
+        LoadedPoint(index, {"seed": seed}, _with_seed(loaded, seed, "--array")) for index, seed in seeds
+    )
 
 
-def swept(request: ConfigRequest, found: Sequence[JsonObject]) -> Iterator[LoadedPoint]:
+def swept(request: options.ConfigRequest, found: Sequence[JsonObject]) -> Iterator[LoadedPoint]:
     """The config of each point of a sweep; points that differ only in the seed are loaded once."""
     from trainkit.config.schema import is_known
     from trainkit.launch.submission import LoadedPoint
@@ -141,42 +117,39 @@ def _with_seed(loaded: LoadedConfig, seed: int, origin: str) -> LoadedConfig | C
         return error
 
 
-def sweep_option(help_text: str) -> Callable[[Function], Function]:
+def sweep_option(help_text: str) -> Callable[[options.Function], options.Function]:
     """``--sweep KEY=V,V,…``, repeatable, given as `sweeps`."""
-    return click.option("--sweep", "sweeps", multiple=True, metavar="KEY=V,V,…", help=help_text)
+    return option("--sweep KEY=V,V,…", help_text, name="sweeps", multiple=True)
 
 
-@click.command(
-    cls=WithTrailingCommand,
-    epilog=examples(
-        "trainkit submit",
-        "trainkit submit --nodes 2 --follow",
-        "trainkit submit quickstart --nodes auto --dry-run",
-        "trainkit submit quickstart --set train.steps=50 --name short --dry-run",
-        "trainkit submit quickstart --gpus-per-node 2 -- python -c 'print(1)'",
-        "trainkit submit quickstart --sweep optimizer.lr=1e-4,3e-4 --sweep seed=1,2 --dry-run",
-        "trainkit submit quickstart --array 0-9%4 --name seeds --dry-run",
-    ),
+@as_command(
+    "trainkit submit",
+    "trainkit submit --nodes 2 --follow",
+    "trainkit submit quickstart --nodes auto --dry-run",
+    "trainkit submit quickstart --set train.steps=50 --name short --dry-run",
+    "trainkit submit quickstart --gpus-per-node 2 -- python -c 'print(1)'",
+    "trainkit submit quickstart --sweep optimizer.lr=1e-4,3e-4 --sweep seed=1,2 --dry-run",
+    "trainkit submit quickstart --array 0-9%4 --name seeds --dry-run",
+    cls=options.WithTrailingCommand,
 )
-@choosing_config_options
-@gpu_type_option
+@options.choosing_config_options
+@options.gpu_type_option
 @sweep_option("One run per value, and per combination of several --sweep.")
-@click.option(
-    "--array",
-    metavar="SPEC",
-    help="One run per index, as in 0-9 or 1,3,5, with consecutive seeds; %4 runs at most 4 at once.",
+@option(
+    "--array SPEC",
+    "One run per index, as in 0-9 or 1,3,5, with consecutive seeds; %4 runs at most 4 at once.",
 )
-@after_option
-@now_option
-@trust_option
-@click.option("--run-dir", metavar="DIR", help="Exact run folder, new or empty; default: runs/NAME.")
-@launcher_option
-@click.option("--dry-run", is_flag=True, help="Print what would be submitted; write and start nothing.")
-@click.option("--test-only", is_flag=True, help="Ask Slurm when the job would start; submit nothing.")
-@click.option("--follow", is_flag=True, help="Show rank 0's log until the run ends; Ctrl-C detaches.")
-@json_option
+@options.after_option
+@options.now_option
+@options.trust_option
+@option("--run-dir DIR", "Exact run folder, new or empty; default: runs/NAME.")
+@options.launcher_option
+@option("--dry-run", "Print what would be submitted; write and start nothing.")
+@option("--test-only", "Ask Slurm when the job would start; submit nothing.")
+@option("--follow", "Show rank 0's log until the run ends; Ctrl-C detaches.")
+@options.json_option
 def command(
-    request: ConfigRequest,
+    request: options.ConfigRequest,
     sweeps: tuple[str, ...],
     array: str | None,
     after: tuple[str, ...],
@@ -193,9 +166,9 @@ def command(
     Prints the run folder and the job id. With a COMMAND after --, each rank runs it instead of the built-in
     trainer.
 
-    In place of CONFIG, a run by name, folder or job id is run again in a new folder, from the folder it was
-    submitted from: with its config, its copy of the code and its command, where and on as many GPUs as it
-    ran. Options change it. A file or shipped config of that name comes first.
+    In place of CONFIG, a RUN (its name, folder or job id) is run again in a new folder: with its config, its
+    copy of the code and its command, on the same backend and number of GPUs, as if submitted from the same
+    folder. Options change it. A file or shipped config of that name comes first.
 
     --sweep and --array submit a group of runs: one Slurm array, or on this machine one run after another. The
     group's folder has one run folder per index. Sweep values are parsed as items of a YAML list: "a,b" is one
@@ -203,8 +176,8 @@ def command(
     """
     from trainkit.launch.submission import plan_submission
 
-    group, workload = GroupRequest(sweeps, array), trailing_workload(launcher)
-    folder = named_folder(run_dir)
+    is_group, workload = bool(sweeps) or array is not None, options.trailing_workload(launcher)
+    folder = options.named_folder(run_dir)
     request, workload, repeated = _repeated(request, workload)
     if repeated is not None:
         from trainkit.control.resume import submission_folder
@@ -212,11 +185,11 @@ def command(
         folder = None if folder is None else folder.absolute()
         after = tuple(str(Path(name).absolute()) if Path(name).is_dir() else name for name in after)
         click.get_current_context().with_resource(submission_folder(repeated.run, takes_new_code=True))
-    if group and follow:
+    if is_group and follow:
         raise UsageError(
             "--follow follows one run, not a group", hint="`trainkit logs GROUP/0 -f` follows one of them"
         )
-    if group and now:
+    if is_group and now:
         raise UsageError(
             "--now starts one run, not a group, whose runs share what is free", hint="remove --now"
         )
@@ -224,7 +197,7 @@ def command(
     spec: ArraySpec | None = None
     choice: Choice | None = None
     if request.chooses_nodes:
-        if group or after:
+        if is_group or after:
             raise UsageError(
                 "--nodes auto is for one run that may start now: when a group or a run with --after would "
                 "start is unknown",
@@ -232,7 +205,7 @@ def command(
             )
         submission, choice = _chosen(request, workload, code_from)
     else:
-        spec, points = group.points(request, workload)
+        spec, points = group_points(request, workload, sweeps, array)
         submission = plan_submission(points, spec, workload, after=after, warn=warn, code_from=code_from)
     if repeated is not None:
         described = [replace(point, plan=repeated.described(point.plan)) for point in submission.points]
@@ -244,9 +217,9 @@ def command(
     is_shown = dry_run and plan.slurm is None and not as_json
     click.echo(describe_plan(plan, next_name(submission.points[0].config.name, folder)), err=not is_shown)
     for line in (
-        *([] if repeated is None or group else _changes(repeated, submission, request)),
+        *([] if repeated is None or is_group else _changes(repeated, submission, request)),
         *submission_warnings(submission, folder, workload, starts=not dry_run),
-        *_notes(submission, group, workload),
+        *(_notes(submission, workload, bool(sweeps)) if is_group else ()),
     ):
         click.echo(line, err=True)
     if plan.slurm is not None and not dry_run:
@@ -261,20 +234,17 @@ def command(
     print_created(created)
     job_id, attempt = start_submission(submission, created, now=now)
     run, shown = created.run, created.run.word
-    if as_json:
-        facts = {
-            "run_dir": str(run.path),
-            "name": created.name,
-            "job_id": job_id,
-            **({} if attempt is None else {"attempt": attempt}),
-            "backend": plan.backend,
-            **({} if spec is None else {"array": spec.directive, "num_points": len(submission.points)}),
-            "warnings": list(plan.warnings),
-            **({} if choice is None else choice.to_dict()),
-        }
-        echo_json(facts)
-    else:
-        click.echo(f"{run.path}\n{job_id}")
+    facts = {
+        "run_dir": str(run.path),
+        "name": created.name,
+        "job_id": job_id,
+        **({} if attempt is None else {"attempt": attempt}),
+        "backend": plan.backend,
+        **({} if spec is None else {"array": spec.directive, "num_points": len(submission.points)}),
+        "warnings": list(plan.warnings),
+        **({} if choice is None else choice.to_dict()),
+    }
+    echo_result(facts, f"{run.path}\n{job_id}", as_json)
     if follow and attempt is not None:
         from trainkit.cli.logs import follow_detachable  # what reads runs is slow to import
 
@@ -288,7 +258,7 @@ def command(
 
 
 def _chosen(
-    request: ConfigRequest, workload: Workload, code_from: CodeCopy | None
+    request: options.ConfigRequest, workload: Workload, code_from: CodeCopy | None
 ) -> tuple[Submission, Choice]:
     """The run with the number of nodes that is expected to finish first; prints what that rests on."""
     from trainkit.launch.earliest_end import choice_lines, choose_nodes
@@ -302,8 +272,8 @@ def _chosen(
 
 
 def _repeated(
-    request: ConfigRequest, workload: Workload
-) -> tuple[ConfigRequest, Workload, RepeatedRun | None]:
+    request: options.ConfigRequest, workload: Workload
+) -> tuple[options.ConfigRequest, Workload, RepeatedRun | None]:
     """The run that CONFIG names; the request for its config, and the workload: its own if none is typed."""
     is_config = request.path in ("", "-") or Path(request.path).expanduser().is_file()
     if is_config or find_shipped_config(request.path) is not None:
@@ -314,13 +284,13 @@ def _repeated(
     found = find_repeated(request.path, uses_current_code="launch.snapshot" in typed)
     if found is None:
         return request, workload, None
-    refuse_untrusted(found.run.path)
+    options.refuse_untrusted(found.run.path)
     values = {} if request.profile is not None else found.found_values(typed)
     again = RepeatRequest(**{**vars(request), "flags": {**values, **request.flags}}, run=found.run)
     return again, workload if workload.is_command else found.plan.workload, found
 
 
-def _changes(repeated: RepeatedRun, submission: Submission, request: ConfigRequest) -> Iterator[str]:
+def _changes(repeated: RepeatedRun, submission: Submission, request: options.ConfigRequest) -> Iterator[str]:
     from trainkit.control.resume import changes
 
     found = [key for key, (origin, _) in request.flags.items() if origin == str(repeated.run.plan_file)]
@@ -348,15 +318,13 @@ def submission_warnings(
         )
 
 
-def _notes(submission: Submission, group: GroupRequest, workload: Workload) -> Iterator[str]:
+def _notes(submission: Submission, workload: Workload, is_sweep: bool) -> Iterator[str]:
     """What to know of the points of a group."""
     from trainkit.launch.submission import describe_points, reaches_command
 
-    if not group:
-        return
     points = submission.points
-    yield f"  {'points':<18}  {describe_points(submission, bool(group.sweeps))}"
-    if workload.argv and group.sweeps:
+    yield f"  {'points':<18}  {describe_points(submission, is_sweep)}"
+    if workload.argv and is_sweep:
         generated = {json.dumps(item.plan.launcher_files) for item in points}
         if len(generated) == 1 and not reaches_command(points, workload.argv):
             yield (
@@ -383,5 +351,5 @@ def _show(preview: Preview, test_only: bool, as_json: bool, clusters: Sequence[s
         )
     from trainkit.slurm.submit import query_start
 
-    click.echo(query_start(preview.text, clusters=clusters).message)
+    click.echo(query_start(preview.text, clusters=clusters)[1])
     return EXIT_OK

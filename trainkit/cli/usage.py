@@ -78,7 +78,9 @@ def from_click(error: click.ClickException, args: Sequence[str]) -> TrainkitErro
         hint = _option_hint(error, args)
     elif isinstance(error, click.MissingParameter) and error.param is not None:
         message = f"{_name(error.param)} is missing"
-        hint = _example(error.ctx)
+        examples = (context.command.epilog or "" if context else "").splitlines()
+        found = [line.strip() for line in examples if line.startswith("  trainkit ")]
+        hint = f"for example `{found[0]}`" if found else ""
     elif isinstance(error, click.BadOptionUsage):
         is_flag = any(word.startswith(f"{error.option_name}=") for word in args)
         message = f"{error.option_name} {'takes no' if is_flag else 'needs a'} value"
@@ -87,7 +89,9 @@ def from_click(error: click.ClickException, args: Sequence[str]) -> TrainkitErro
     if isinstance(error, click.UsageError) and takes_command and (first := _program_at(args, context)):
         hint = f"a program of your own comes after --: `{_with_dashes(args, first)}`"
     if isinstance(error, click.UsageError) and not hint:
-        hint = _word_hint(args) or _help_hint(error.ctx, args)
+        named = ["trainkit", *(word for word in args[:1] if not word.startswith("-"))]
+        path = " ".join(named) if context is None else context.command_path
+        hint = _word_hint(args) or f"see `{path} --help`"
     return TrainkitError(message, hint, error.exit_code or EXIT_FAILED)
 
 
@@ -113,19 +117,6 @@ def _with_dashes(args: Sequence[str], first: int) -> str:
 
 def _name(param: click.Parameter) -> str:
     return param.opts[0] if isinstance(param, click.Option) else str(param.human_readable_name)
-
-
-def _example(context: click.Context | None) -> str:
-    """The first example of a command's help, which can be typed like this."""
-    epilog = "" if context is None else context.command.epilog or ""
-    lines = [line.strip() for line in epilog.splitlines() if line.startswith("  trainkit ")]
-    return f"for example `{lines[0]}`" if lines else ""
-
-
-def _help_hint(context: click.Context | None, args: Sequence[str]) -> str:
-    words = ["trainkit", *(word for word in args[:1] if not word.startswith("-"))]
-    path = " ".join(words) if context is None else context.command_path
-    return f"see `{path} --help`"
 
 
 def _word_hint(args: Sequence[str]) -> str:

@@ -10,31 +10,29 @@ from pathlib import Path
 
 import click
 
-from trainkit.cli.help import Command, complete_run, examples
+from trainkit.cli.help import as_command, complete_run, option
 from trainkit.cli.options import json_option
 from trainkit.cli.output import echo_json
-from trainkit.cli.status import find_any, look_at, show_runs
+from trainkit.cli.status import look_at, show_runs
 from trainkit.errors import EXIT_OK, UsageError
+from trainkit.run.registry import find_run_or_group
 from trainkit.run.rundir import RunDir
 
 INTERVAL_S = 2.0
 PIPE_WIDTH = 120
 
 
-@click.command(
-    cls=Command, epilog=examples("trainkit watch last", "trainkit watch", "trainkit watch last --once")
-)
+@as_command("trainkit watch last", "trainkit watch", "trainkit watch last --once")
 @click.argument("run_name", metavar="[RUN]", required=False, shell_complete=complete_run)
-@click.option(
-    "--interval",
-    "interval_s",
+@option(
+    "--interval S",
+    "Seconds between two readings of the run folder; Slurm is asked every 10 s at most.",
+    name="interval_s",
     type=click.FloatRange(min=0.2),
     default=INTERVAL_S,
     show_default=True,
-    metavar="S",
-    help="Seconds between two readings of the run folder; Slurm is asked every 10 s at most.",
 )
-@click.option("--once", is_flag=True, help="Print the screen once, as plain text, and exit.")
+@option("--once", "Print the screen once, as plain text, and exit.")
 @json_option
 def command(run_name: str | None, interval_s: float, once: bool, as_json: bool) -> int:
     """Watch RUN in the terminal: progress, curves, nodes and warnings.
@@ -43,7 +41,7 @@ def command(run_name: str | None, interval_s: float, once: bool, as_json: bool) 
     choose from. Only reads, until a key that acts is pressed and confirmed. With --json or without a
     terminal, prints once.
     """
-    found = None if run_name is None else find_any(run_name)
+    found = None if run_name is None else find_run_or_group(run_name)
     if not (once or as_json) and sys.stdout.isatty() and sys.stdin.isatty():
         if find_spec("textual") is None:
             hint = "`pip install 'trainkit[watch]'`; `trainkit watch --once` and `trainkit status` do without"
@@ -52,7 +50,8 @@ def command(run_name: str | None, interval_s: float, once: bool, as_json: bool) 
 
         return watch(found, interval_s)
     if not isinstance(found, RunDir):
-        return show_runs(found, False, as_json)
+        show_runs(found, False, as_json)
+        return EXIT_OK
     from trainkit.observe.run_view import read_view
     from trainkit.observe.view_text import Size, view_lines
 

@@ -12,7 +12,7 @@ from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from textwrap import wrap
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from rich.cells import cell_len
 from rich.text import Text
@@ -20,7 +20,6 @@ from textual import work
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
-from textual.message import Message
 from textual.screen import ModalScreen, Screen
 from textual.widgets import DataTable, Footer, Static
 
@@ -52,9 +51,6 @@ from trainkit.run.record import read_job
 from trainkit.run.registry import find_attempt
 from trainkit.run.rundir import RunDir
 
-if TYPE_CHECKING:
-    from trainkit.bench.run_bench import Bench
-
 LOG_LINES = 200
 MAX_POINTS = 200
 MAX_SHARE = 0.05
@@ -64,8 +60,8 @@ HANGUP_S = 5
 """After SIGHUP the terminal may be gone: the process then ends without restoring it."""
 
 
-def watch(found: RunDir | RunGroup | Bench | None, interval_s: float) -> int:
-    """Show a run, the runs of a group or bench, or all runs, until the user quits; returns the exit code."""
+def watch(found: RunDir | RunGroup | None, interval_s: float) -> int:
+    """Show a run, the runs of a group, or all runs, until the user quits; returns the exit code."""
     for name in ("COLUMNS", "LINES"):
         os.environ.pop(name, None)  # else textual would not notice that the terminal is resized
     app = WatchApp(found, interval_s)
@@ -76,14 +72,6 @@ def watch(found: RunDir | RunGroup | Bench | None, interval_s: float) -> int:
     if result == EXIT_INTERRUPTED:
         raise KeyboardInterrupt
     return result if result is not None else app.return_code or EXIT_OK
-
-
-class Reading(Message):
-    """What a reader has read, or its error."""
-
-    def __init__(self, result: object) -> None:
-        super().__init__()
-        self.result: Any = result
 
 
 def read_again(
@@ -115,7 +103,7 @@ class ReadingScreen(Screen[None]):
 
     def __init__(self, read: Callable[[], object], interval_s: float) -> None:
         super().__init__()
-        self._reader = read, lambda result: self.post_message(Reading(result)), interval_s
+        self._reader = read, partial(self.call_later, self.take), interval_s
         self._ended, self._is_on = threading.Event(), threading.Event()
         self._is_on.set()
         self._read_at: datetime | None = None
@@ -131,15 +119,15 @@ class ReadingScreen(Screen[None]):
         self._ended.set()
         self._is_on.set()
 
-    def on_reading(self, message: Reading) -> None:
+    def take(self, result: object) -> None:
         """Show what was read; of an error, its text and what was read before."""
-        if isinstance(message.result, Exception):
-            self.problem = _error_text(message.result)
+        if isinstance(result, Exception):
+            self.problem = _error_text(result)
             if self._read_at is not None:
                 self.problem += f"; shown is what was read at {self._read_at:%H:%M:%S} UTC"
         else:
             self.problem, self._read_at = None, datetime.now(timezone.utc)
-            self.result = message.result
+            self.result = result
         self.show()
 
     def on_resize(self) -> None:
@@ -385,7 +373,7 @@ class ConfirmScreen(ModalScreen[bool]):
 
 
 class WatchApp(App[int]):
-    """Shows a run, the runs of a group or bench, or the list of runs."""
+    """Shows a run, the runs of a group, or the list of runs."""
 
     ENABLE_COMMAND_PALETTE = False
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -405,7 +393,7 @@ class WatchApp(App[int]):
 
     def __init__(
         self,
-        found: RunDir | RunGroup | Bench | None,
+        found: RunDir | RunGroup | None,
         interval_s: float,
         clock: Callable[[], datetime] = utc_clock,
     ) -> None:
@@ -420,19 +408,15 @@ class WatchApp(App[int]):
             asyncio.get_running_loop().add_signal_handler(number, self._end, number)
         self.open(self._found)
 
-    def open(self, found: RunDir | RunGroup | Bench | None) -> None:
-        """Show a run, the runs of a group or bench, or the list of runs."""
+    def open(self, found: RunDir | RunGroup | None) -> None:
+        """Show a run, the runs of a group, or the list of runs."""
         if isinstance(found, RunDir):
             self.push_screen(RunScreen(found, self._interval_s, self._poller, self.clock))
             return
         query = self._poller.jobs
         read: Callable[[], object] = partial(read_all, MAX_ENDED_RUNS, query, {})
-        if isinstance(found, RunGroup):
+        if found is not None:
             read = partial(read_group, found, query)
-        elif found is not None:
-            from trainkit.bench.run_bench import query_bench_status
-
-            read = partial(query_bench_status, found, lambda text: None)
         self.push_screen(ListScreen(read, self._interval_s, self._poller))
 
     def action_leave(self) -> None:

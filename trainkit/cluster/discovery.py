@@ -30,7 +30,7 @@ from trainkit.slurm.client import (
 )
 from trainkit.slurm.control import has_expedited_requeue, parse_config, parse_version
 from trainkit.slurm.environment import finds_cluster
-from trainkit.slurm.hosts import first_host
+from trainkit.slurm.hosts import expand_hosts
 
 CLUSTER_TIMEOUT_S = 10.0
 """Shorter than the timeout of sbatch, which runs next: report an unreachable controller early."""
@@ -45,6 +45,8 @@ _NODE_FIELDS = ("%R", "%D", "%c", "%m", "%N", "%G", "%f")
 NODES_ARGV = ("sinfo", "--all", "--noheader", "--exact", f"--format={FIELD.join(_NODE_FIELDS)}{RECORD}")
 _QOS_ARGV = ("sacctmgr", "--noheader", "--parsable2", "show", "qos", "format=Name,MaxWall,Flags")
 _ACCOUNTS_ARGV = ("sacctmgr", "--noheader", "--parsable2", "show", "user", "withassoc", "where")
+_OVERRIDES: dict[Literal["time", "nodes"], str] = {"time": "PartitionTimeLimit", "nodes": "PartitionMaxNodes"}
+"""Limit of a partition -> the flag of a QOS that overrides it."""
 _ACCOUNT_FIELDS = ("DefaultAccount", "Account", "Partition", "QOS")
 
 _PAIR = re.compile(r"(?P<name>\w+)=(?P<value>\S*)")
@@ -105,16 +107,19 @@ def _ask_controller(
 
 def _run_all(commands: Sequence[Sequence[str]], timeout_s: float, cluster: str) -> list[str | TrainkitError]:
     """Run commands in parallel; return the output or error of each, in order."""
-    environ = plain_environ(os.environ)
 
     def run(argv: Sequence[str]) -> str | TrainkitError:
         try:
-            return run_slurm(argv, timeout_s, environ=environ, cluster=cluster)
+            return _ask(argv, timeout_s, cluster)
         except TrainkitError as error:
             return error
 
     with ThreadPoolExecutor(len(commands)) as threads:
         return list(threads.map(run, commands))
+
+
+def _ask(argv: Sequence[str], timeout_s: float, cluster: str = "") -> str:
+    return run_slurm(argv, timeout_s, environ=plain_environ(os.environ), cluster=cluster)
 
 
 def query_cluster_names() -> list[str]:
@@ -123,7 +128,7 @@ def query_cluster_names() -> list[str]:
     Raises SlurmRefused without slurmdbd, and SlurmUnreachable.
     """
     argv = ["sacctmgr", "--noheader", "--parsable2", "show", "clusters", "format=Cluster"]
-    return run_slurm(argv, ACCOUNTING_TIMEOUT_S, environ=plain_environ(os.environ)).split()
+    return _ask(argv, ACCOUNTING_TIMEOUT_S).split()
 
 
 def discover_cluster() -> Cluster | None:
@@ -256,7 +261,7 @@ def with_usable(
     Queries one node of each kind. If Slurm does not answer, everything counts as usable.
     """
     hosts = {
-        _hardware(kind): first_host(kind.hosts)
+        _hardware(kind): expand_hosts(kind.hosts)[0]
         for alike in kinds.values()
         for kind in alike[:MAX_QUERIED_KINDS]
         if kind.hosts
@@ -265,7 +270,7 @@ def with_usable(
         return dict(kinds)
     argv = ["scontrol", "--oneliner", "show", "node", ",".join(dict.fromkeys(hosts.values()))]
     try:
-        usable = parse_usable(run_slurm(argv, timeout_s, environ=plain_environ(os.environ), cluster=cluster))
+        usable = parse_usable(_ask(argv, timeout_s, cluster))
     except TrainkitError:
         return dict(kinds)
     return {
@@ -303,14 +308,13 @@ def _query_accounts(config: Mapping[str, str]) -> tuple[Account, ...] | None:
         return None
     argv = [*_ACCOUNTS_ARGV, f"name={user_name()}", f"format={','.join(_ACCOUNT_FIELDS)}"]
     try:
-        return parse_accounts(run_slurm(argv, ACCOUNTING_TIMEOUT_S, environ=plain_environ(os.environ)))
+        return parse_accounts(_ask(argv, ACCOUNTING_TIMEOUT_S))
     except TrainkitError:
         return None
 
 
 def parse_accounts(text: str) -> tuple[Account, ...]:
     """Parse a user's associations from sacctmgr: lines of `default account|account|partition|qos,qos`."""
-    rows = [line.split("|") for line in text.splitlines()]
     return tuple(
         Account(
             account,
@@ -318,7 +322,7 @@ def parse_accounts(text: str) -> tuple[Account, ...]:
             partitions=(partition,) if partition else None,
             qos=tuple(filter(None, qos.split(","))),
         )
-        for default, account, partition, qos in (row for row in rows if len(row) == len(_ACCOUNT_FIELDS))
+        for default, account, partition, qos in _rows(text, len(_ACCOUNT_FIELDS))
     )
 
 
@@ -344,22 +348,23 @@ def query_qos() -> tuple[Qos, ...] | None:
     Accounting takes some tenths of a second, longer than the controller.
     """
     try:
-        return parse_qos(run_slurm(_QOS_ARGV, ACCOUNTING_TIMEOUT_S, environ=plain_environ(os.environ)))
+        return parse_qos(_ask(_QOS_ARGV, ACCOUNTING_TIMEOUT_S))
     except TrainkitError:
         return None
 
 
 def parse_qos(text: str) -> tuple[Qos, ...]:
     """Parse the QOS from sacctmgr: lines of `name|1-00:00:00|flag,flag`."""
-    rows = [line.split("|") for line in text.splitlines()]
     return tuple(
-        Qos(name, seconds_of(limit), _overrides(flags.split(",")))
-        for name, limit, flags in (row for row in rows if len(row) == 3)
+        Qos(
+            name,
+            seconds_of(limit),
+            tuple(key for key, flag in _OVERRIDES.items() if flag in flags.split(",")),
+        )
+        for name, limit, flags in _rows(text, 3)
     )
 
 
-def _overrides(flags: Sequence[str]) -> tuple[Literal["time", "nodes"], ...]:
-    return (
-        *(("time",) if "PartitionTimeLimit" in flags else ()),
-        *(("nodes",) if "PartitionMaxNodes" in flags else ()),
-    )
+def _rows(text: str, length: int) -> list[list[str]]:
+    """The fields of the lines that sacctmgr prints."""
+    return [row for line in text.splitlines() if len(row := line.split("|")) == length]

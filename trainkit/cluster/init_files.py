@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from trainkit.cluster.limits import ResourceRequest, listed, partition_problems
-from trainkit.cluster.model import Account, Cluster, Partition, Qos
+from trainkit.cluster.model import Cluster, NodeKind, Partition
 from trainkit.cluster.profile import AccountProfile, NodesProfile, PartitionProfile, QosProfile
 from trainkit.config.section import Section
 from trainkit.config.yamlfile import Dumper
@@ -26,24 +27,6 @@ def describe_cluster(cluster: Cluster) -> str:
         f"{item.name}{' (default)' * item.is_default}" for item in cluster.partitions if not item.is_hidden
     ]
     return f"{cluster.name}, Slurm {version_text(cluster.slurm_version)}, with the partitions {listed(names)}"
-
-
-def differences(profile: Cluster, found: Cluster) -> list[str]:
-    """The sections of a profile that are out of date; sections that either side lacks are skipped."""
-    is_up = {item.name: item.is_up for item in found.partitions}
-    written = {item.name: replace(item, is_up=is_up.get(item.name, True)) for item in profile.partitions}
-    current = {item.name: item for item in found.partitions}
-    names = {**written, **current} if written and current else {}
-    different = [f"partition {name}" for name in names if written.get(name) != current.get(name)]
-    if None not in (profile.accounts, found.accounts) and _names(profile.accounts) != _names(found.accounts):
-        different.append("accounts")
-    if None not in (profile.qos, found.qos) and _names(profile.qos) != _names(found.qos):
-        different.append("qos")
-    return different
-
-
-def _names(items: Iterable[Account] | Iterable[Qos] | None) -> set[str]:
-    return {item.name for item in items or ()}
 
 
 TASK_FILES = ("{}.py", "{}.yaml", "test_{}.py")
@@ -88,11 +71,55 @@ def write_new(path: Path, text: str) -> bool:
 
 COMMENT_COLUMN = 32
 UNBOUNDED = 10**6
+PARTITION_COMMENTS = {
+    "hidden": "Slurm lists it only with --all",
+    "default_time": "of a job with resources.time: null",
+    "max_nodes": "of one job",
+    "max_cpus_per_node": "that its jobs may use",
+}
+_TEXTS: dict[str, Callable[[int], str]] = {
+    "max_time_s": time_text,
+    "default_time_s": time_text,
+    "mem_mib": memory_text,
+}
 
 
 def profile_text(cluster: Cluster, today: date) -> str:
     """The profile of a cluster as YAML; `trainkit.cluster.profile` reads it back."""
-    return "\n".join(_profile_lines(cluster, today)) + "\n"
+    known = {"apptainer" if name == "singularity" else name for name in cluster.containers}
+    default = cluster.partition(None)
+    return _rendered(
+        "profile.yaml.j2",
+        cluster=cluster,
+        today=today,
+        runtimes=sorted(known & {"pyxis", "apptainer"}),
+        account=next((item.name for item in cluster.accounts or () if item.is_default), "NAME"),
+        partition=default.name if default else "NAME",
+        comments=PARTITION_COMMENTS,
+    )
+
+
+def _rendered(template: str, **values: object) -> str:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(shipped_templates()),
+        undefined=StrictUndefined,
+        autoescape=False,  # YAML, not HTML: each value goes through `flow`
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters.update(
+        flow=_flow,
+        version=version_text,
+        account=partial(_values, AccountProfile),
+        qos=partial(_values, QosProfile),
+        partition=_partition_values,
+        nodes=_nodes_values,
+    )
+    lines = (line.partition("\t# ") for line in environment.get_template(template).render(values).split("\n"))
+    return "\n".join(f"{line:<{COMMENT_COLUMN - 2}}  # {text}" if text else line for line, _, text in lines)
 
 
 def _flow(value: object) -> str:
@@ -101,91 +128,6 @@ def _flow(value: object) -> str:
         [value], Dumper=Dumper, default_flow_style=True, sort_keys=False, allow_unicode=True, width=UNBOUNDED
     )
     return text.strip()[1:-1]
-
-
-def _commented(line: str, comment: str) -> str:
-    """A line with its comment in column `COMMENT_COLUMN`."""
-    return f"{line:<{COMMENT_COLUMN - 2}}  # {comment}" if comment else line
-
-
-def _profile_lines(cluster: Cluster, today: date) -> Iterator[str]:
-    yield f"# Profile of the cluster {cluster.name}, written by `trainkit init` on {today}."
-    yield "#"
-    yield "# trainkit checks configs against this file instead of querying Slurm. Edit it where it is wrong."
-    yield "# Sections that you remove are not checked; without `partitions` Slurm is queried each time."
-    yield "profile_version: 1"
-    yield _commented(f"name: {_flow(cluster.name)}", "ClusterName in slurm.conf")
-    if cluster.slurm_version:
-        yield f"slurm_version: {_flow(version_text(cluster.slurm_version))}"
-    yield _commented(f"gpu_option: {cluster.gpu_option}", "how sbatch requests GPUs: gpus-per-node or gres")
-    yield _commented(
-        f"containers: {_flow(list(cluster.containers))}", "found here; compute nodes may have others"
-    )
-    yield _commented(f"modules: {_flow(cluster.has_modules)}", "whether the `module` command exists")
-    if cluster.expedited_requeue is not None:
-        yield "# Whether a job restarts ahead of all others when a node fails (sbatch --requeue=expedite)."
-        yield "# A job that fails for another reason then stays in the queue, held, until you cancel it."
-        yield f"expedited_requeue: {_flow(cluster.expedited_requeue)}"
-    yield ""
-    yield from _default_lines(cluster)
-    yield ""
-    yield from _account_lines(cluster)
-    yield ""
-    yield "# Times are in Slurm's format. Identical nodes share an entry; nodes out of service are included."
-    yield "partitions:"
-    for partition in cluster.partitions:
-        yield from _partition_lines(partition)
-
-
-def _default_lines(cluster: Cluster) -> Iterator[str]:
-    yield "# Run config keys for every run on this cluster; your own configs and options override them."
-    yield "# `trainkit check CONFIG --show-origin` shows which values come from here."
-    yield "defaults:"
-    yield "  launch:"
-    yield _commented("    network: auto", "ib, socket, debug, or the name of an interface")
-    yield _commented("    env: {}", "for every process, such as {NCCL_SOCKET_IFNAME: =ib0}")
-    known = {"apptainer" if name == "singularity" else name for name in cluster.containers}
-    runtimes = sorted(known & {"pyxis", "apptainer"})
-    if len(runtimes) == 1:
-        yield _commented(f"    container_runtime: {runtimes[0]}", "runs launch.container")
-    else:
-        yield _commented("    # container_runtime: pyxis", "or apptainer: runs launch.container")
-    yield _commented("    # modules: [cuda]", "loaded before every run")
-    yield "  # resources:"
-    account = next((item.name for item in cluster.accounts or () if item.is_default), None)
-    yield _commented(f"  #   account: {_flow(account or 'NAME')}", "when a config sets none")
-    default = cluster.partition(None)
-    yield _commented(
-        f"  #   partition: {_flow(default.name if default else 'NAME')}", "when a config sets none"
-    )
-
-
-def _account_lines(cluster: Cluster) -> Iterator[str]:
-    if cluster.accounts is None:
-        yield "# Accounts are not checked: Slurm does not enforce them here, or accounting did not answer."
-        yield "# accounts: {NAME: {default: true}}"
-    else:
-        yield "# The accounts that you may charge (other users may have others), and their QOS."
-        yield "accounts:"
-        for account in cluster.accounts:
-            yield f"  {_flow(account.name)}: {_flow(_values(AccountProfile, account))}"
-    if cluster.qos:
-        yield "qos:"
-        for qos in cluster.qos:
-            yield f"  {_flow(qos.name)}: {_flow(_values(QosProfile, qos))}"
-
-
-_TEXTS: dict[str, Callable[[int], str]] = {
-    "max_time_s": time_text,
-    "default_time_s": time_text,
-    "mem_mib": memory_text,
-}
-_PARTITION_COMMENTS = {
-    "hidden": "Slurm lists it only with --all",
-    "default_time": "of a job with resources.time: null",
-    "max_nodes": "of one job",
-    "max_cpus_per_node": "that its jobs may use",
-}
 
 
 def _values(section: type[Section], item: object, *always: str) -> dict[str, Any]:
@@ -199,19 +141,13 @@ def _values(section: type[Section], item: object, *always: str) -> dict[str, Any
     return found
 
 
-def _partition_lines(partition: Partition) -> Iterator[str]:
-    yield f"  {_flow(partition.name)}:"
-    for key, value in _values(PartitionProfile, partition, "max_time_s").items():
-        if key != "nodes":
-            comment = _PARTITION_COMMENTS.get(key, "no limit" if value is None else "")
-            yield _commented(f"    {key}: {_flow(value)}", comment)
-    if partition.nodes:
-        yield "    nodes:"
-        for kind in partition.nodes:
-            known = _values(NodesProfile, kind, "count")
-            if set(kind.gpus) == {""}:
-                known["gpus"] = kind.gpus[""]
-            yield f"      - {_flow(known)}"
+def _partition_values(partition: Partition) -> dict[str, Any]:
+    return _values(PartitionProfile, replace(partition, nodes=()), "max_time_s")
+
+
+def _nodes_values(kind: NodeKind) -> dict[str, Any]:
+    gpus = {"gpus": kind.gpus[""]} if set(kind.gpus) == {""} else {}
+    return _values(NodesProfile, kind, "count") | gpus
 
 
 FIRST_RUN_TIME_S = 1800
@@ -221,40 +157,22 @@ MIN_FIRST_RUN_TIME_S = 300
 
 def first_run_text(cluster: Cluster | None) -> str:
     """A run config that runs unchanged; `cluster` is None on a machine without Slurm."""
-    return "\n".join(_first_run_lines(cluster)) + "\n"
-
-
-def _first_run_lines(cluster: Cluster | None) -> Iterator[str]:
     partition = None if cluster is None else first_partition(cluster)
-    where = "this machine" if cluster is None else f"the cluster {cluster.name}"
-    yield f"# A first run on {where}: trains a small model on Python code, without downloads."
-    yield "#"
-    yield f"#   trainkit check {FIRST_RUN}"
-    yield f"#   trainkit submit {FIRST_RUN} --follow"
-    yield "#"
-    yield "# `trainkit check … --show-origin` lists every key with its value."
-    yield _commented("extends: quickstart.yaml", "ships with trainkit; the keys below override it")
-    yield f"name: {FIRST_RUN_NAME}"
-    yield ""
-    yield "resources:"
-    yield "  nodes: 1"
-    gpus = 0 if partition is None else max((kind.num_gpus() for kind in partition.nodes), default=0)
-    comment = f"all {gpus} GPUs of a node" if gpus else "one process per node without GPUs"
-    yield _commented("  gpus_per_node: auto", comment)
-    if cluster is None or partition is None:
-        return
-    others = [item.name for item in cluster.partitions if not item.is_hidden and item is not partition]
-    yield _commented(f"  partition: {_flow(partition.name)}", f"also: {', '.join(others)}" if others else "")
-    limit_s = partition.max_time_s
-    comment = (
-        "no limit in this partition" if limit_s is None else f"at most {time_text(limit_s)} in this partition"
+    partitions, accounts = (cluster.partitions, cluster.accounts or ()) if cluster else ((), ())
+    limit_s = None if partition is None else partition.max_time_s
+    return _rendered(
+        "first_run.yaml.j2",
+        where="this machine" if cluster is None else f"the cluster {cluster.name}",
+        file=FIRST_RUN,
+        name=FIRST_RUN_NAME,
+        gpus=0 if partition is None else max((kind.num_gpus() for kind in partition.nodes), default=0),
+        partition=partition,
+        others=[item.name for item in partitions if not item.is_hidden and item is not partition],
+        time=time_text(min(FIRST_RUN_TIME_S, limit_s or FIRST_RUN_TIME_S)),
+        limit=None if limit_s is None else time_text(limit_s),
+        account=None if cluster is None or partition is None else _first_account(cluster),
+        accounts=[item.name for item in accounts[1:]],
     )
-    yield _commented(
-        f"  time: {_flow(time_text(min(FIRST_RUN_TIME_S, limit_s or FIRST_RUN_TIME_S)))}", comment
-    )
-    names = [item.name for item in cluster.accounts or ()]
-    if (account := _first_account(cluster)) is not None:
-        yield _commented(f"  account: {_flow(account)}", f"also: {', '.join(names[1:])}" if names[1:] else "")
 
 
 def first_partition(cluster: Cluster) -> Partition | None:

@@ -32,6 +32,8 @@ class Target:
     """Workers per node of a step that has already started (``srun``)."""
     per: Literal["gpu", "node"] | None = None
     """Whether that step has one task per GPU or one per node."""
+    finds_cluster: bool = True
+    """Whether the profile of a cluster may set defaults; not on hosts that were started by hand."""
 
     @property
     def submits_job(self) -> bool:

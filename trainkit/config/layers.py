@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
+from typing import Any
 
-from trainkit.config.edits import Edit, edit_of
+from trainkit.config import schema
 from trainkit.config.running import WEBHOOK_VARIABLE
-from trainkit.config.schema import CONFIG_VERSION, SIMILAR, allowed_values, default_values, is_known, sections
+from trainkit.config.suggest import unknown_problem
 from trainkit.config.yamlfile import (
     STANDARD_INPUT,
     Entry,
@@ -17,6 +19,7 @@ from trainkit.config.yamlfile import (
     overlay,
     parse_value,
     read_yaml_file,
+    without,
 )
 from trainkit.errors import ConfigError, Problem
 from trainkit.folders import find_shipped_config, shipped_config_names, shipped_configs, shown_path
@@ -31,14 +34,14 @@ def as_this_version(entry: Entry) -> Entry:
     version, key = entry.value.get("config_version"), ("logging", "tensorboard")
     if version is None or type(version.value) is not int:
         return entry
-    if version.value > CONFIG_VERSION:
+    if version.value > schema.CONFIG_VERSION:
         message = (
             f"the file is written for a newer trainkit: it has version {version.value}, "
-            f"but this trainkit supports version {CONFIG_VERSION}"
+            f"but this trainkit supports version {schema.CONFIG_VERSION}"
         )
         raise ConfigError([Problem("config_version", message, version.origin, "update trainkit")])
     if version.value == 1:
-        entry = merge(entry, entry_at(("config_version",), CONFIG_VERSION, version.origin))
+        entry = merge(entry, entry_at(("config_version",), schema.CONFIG_VERSION, version.origin))
         if (found := entry.find(key)) is not None and found.value is True:
             # It was the default, and demanded nothing.
             entry = merge(entry, entry_at(key, "auto", found.origin))
@@ -47,15 +50,109 @@ def as_this_version(entry: Entry) -> Entry:
 
 def _form_hint(typed: str) -> str:
     key, _, value = typed.partition(":")
-    meant = f"{key.strip()}={value.strip()}" if is_known(tuple(key.strip().split("."))) and value else ""
+    meant = (
+        f"{key.strip()}={value.strip()}" if schema.is_known(tuple(key.strip().split("."))) and value else ""
+    )
     return f"did you mean --set {quote(meant)}?" if meant else "for example --set train.steps=100"
 
 
 def _value_hint(path: tuple[str, ...]) -> str:
     """What to type for a value that YAML does not understand."""
-    if (key := ".".join(path)) in default_values():
-        return f"{key} must be {allowed_values(path)}"
+    if (key := ".".join(path)) in schema.default_values():
+        return f"{key} must be {schema.allowed_values(path)}"
     return "text with a colon, a bracket, # or ${…} needs quotes"
+
+
+@dataclass(frozen=True)
+class Edit:
+    """What one flag changes in the value of a key, whichever layer it is from."""
+
+    path: tuple[str, ...]
+    value: Any
+    origin: str
+    appends: bool = False
+    may_miss: bool = False
+    """Whether an entry that it removes may be missing, as in a sweep over values and null."""
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        return self.path[: 2 if self.path[0] in schema.sections() else 1]
+
+    @property
+    def removes(self) -> bool:
+        """Whether null removes an entry: of a mapping whose values cannot be null."""
+        if self.value is not None or len(self.path) != len(self.key) + 1 or not schema.is_known(self.key):
+            return False
+        field = schema.field_schema(self.key)
+        return self.key[0] != schema.FREE_MAPPING and any(
+            option.get("type") == "object" for option in field.get("anyOf", [field])
+        )
+
+    def apply(self, tree: Entry) -> Entry:
+        """The tree with the changed value; raises ConfigError if there is no such key or part."""
+        name = ".".join(self.key)
+        if not schema.is_known(self.key):
+            raise ConfigError([unknown_problem(self.key, Entry(None, self.origin))])
+        try:
+            if name not in schema.default_values():
+                raise ValueError("is a section: += appends to a list")
+            found = tree.find(self.key) or entry_at((), schema.default_values()[name], "default")
+            entry = self._entry(found, self.path[len(self.key) :])
+        except ValueError as error:
+            hint = f"{name} must be {schema.allowed_values(self.key)}"
+            raise ConfigError([Problem(name, str(error), self.origin, hint)]) from None
+        for part in reversed(self.key):
+            entry = Entry({part: entry}, self.origin)
+        return merge(without(tree, [self.key]), entry)
+
+    def _entry(self, entry: Entry, path: tuple[str, ...]) -> Entry:
+        """Entries of mappings keep their origins."""
+        if not entry.is_mapping or not path:
+            return entry_at((), self._changed(entry.plain(), path), self.origin)
+        entries = dict(entry.value)
+        if self.removes:
+            if entries.pop(path[0], None) is None:
+                self._refuse_missing(path[0], entries)
+        else:
+            entries[path[0]] = self._entry(entries.get(path[0], Entry(None, self.origin)), path[1:])
+        return Entry(entries, entry.origin)
+
+    def _refuse_missing(self, name: str, entries: Collection[str]) -> None:
+        if not self.may_miss:
+            raise ValueError(f"has no entry {name} to remove: " + (", ".join(entries) or "it is empty"))
+
+    def _changed(self, value: Any, path: tuple[str, ...]) -> Any:
+        if path and isinstance(value, dict):
+            return {**value, path[0]: self._changed(value.get(path[0]), path[1:])}
+        if path:
+            return self._with_item(value, path[0], path[1:])
+        if not self.appends:
+            return self.value
+        if isinstance(value, dict) and isinstance(self.value, dict):
+            return {**value, **self.value}
+        if not isinstance(value, list):
+            raise ValueError(f"is {schema.show_value(value)}: += appends to a list")
+        return [*value, *(self.value if isinstance(self.value, list) else [self.value])]
+
+    def _with_item(self, value: Any, name: str, rest: tuple[str, ...]) -> Any:
+        if self.removes:
+            self._refuse_missing(name, {})
+            return value
+        if not isinstance(value, list):
+            raise ValueError(f"is {schema.show_value(value)}, which has no item {name}")
+        if not name.isdecimal() or int(name) >= len(value):
+            items = f"has items 0 to {len(value) - 1}" if value else "is empty"
+            raise ValueError(f"{items}, not {name}; += appends one")
+        index = int(name)
+        return [*value[:index], self._changed(value[index], rest), *value[index + 1 :]]
+
+
+def edit_of(key: str, value: Any, origin: str, *, may_miss: bool = False) -> Edit | None:
+    """The edit of a flag with a key such as ``betas.0`` or ``setup+``, or null; None if it sets a key."""
+    path = tuple(key.removesuffix("+").strip().split("."))
+    edit = Edit(path, value, origin, key.endswith("+"), may_miss)
+    has_index = any(name.isdecimal() for name in path[len(edit.key) :])
+    return edit if edit.appends or edit.removes or has_index else None
 
 
 ENV_PREFIX = "TRAINKIT_"
@@ -91,7 +188,7 @@ class Layers:
             hint = f"there is no folder {shown_path(path.parent)}; {_shipped_hint(name)}"
         else:
             files = {item.stem: item.name for item in path.parent.glob("*.y*ml")}
-            close = near(path.stem, files, SIMILAR)
+            close = near(path.stem, files, schema.SIMILAR)
             meant = Path(name).with_name(files[close]) if close else None
             hint = _shipped_hint(name) if meant is None else f"did you mean {meant}?"
         return Problem("", "no such file or shipped config", name, hint)
@@ -177,16 +274,11 @@ class Layers:
             parts = name.removeprefix(ENV_PREFIX).split("__")
             # Parts after section and key name entries of a free mapping (launch.env), which keep their case.
             path = (*(part.lower() for part in parts[:2]), *parts[2:])
-            result = self._with_typed(result, path, text, name)
+            try:
+                result = merge(result, entry_at(path, parse_value(text, path), name, text.strip()))
+            except ValueError as error:
+                self.problem(".".join(path), str(error), name, _value_hint(path))
         return result
-
-    def _with_typed(self, below: Entry, path: tuple[str, ...], text: str, origin: str) -> Entry:
-        """A layer with one more value, as it was typed."""
-        try:
-            return merge(below, entry_at(path, parse_value(text, path), origin, text.strip()))
-        except ValueError as error:
-            self.problem(".".join(path), str(error), origin, _value_hint(path))
-            return below
 
     def flags(self, overrides: Sequence[str], named: Mapping[str, tuple[str, object]]) -> Entry:
         """The layer of ``--set a.b=c`` and of named options, and `edits`; the last of a key wins."""
@@ -249,6 +341,8 @@ def _shipped_hint(name: str) -> str:
 def without_empty_sections(entry: Entry) -> Entry:
     """The tree without empty sections, such as ``train:`` with every line commented out."""
     kept = {
-        key: value for key, value in entry.value.items() if not (key in sections() and value.value is None)
+        key: value
+        for key, value in entry.value.items()
+        if not (key in schema.sections() and value.value is None)
     }
     return Entry(kept, entry.origin)

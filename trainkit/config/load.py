@@ -16,15 +16,10 @@ from trainkit.config.hf_model import CONFIG_NAME, SIZES, HFModel, find_hf_model
 from trainkit.config.layers import EMPTY, Layers, as_this_version, without_empty_sections
 from trainkit.config.loaded import DEFAULT, InvalidConfig, LoadedConfig, independent_problems
 from trainkit.config.schema import FREE_MAPPING, MULTIMODAL, RunConfig, flatten, meant
+from trainkit.config.suggest import unknown_keys, unknown_problem, validation_problems
 from trainkit.config.training import DECODER, TRANSFORMERS, ModelConfig
-from trainkit.config.validation import (
-    contradictions,
-    unknown_keys,
-    unknown_problem,
-    validation_problems,
-    without,
-)
-from trainkit.config.yamlfile import LENGTHS, Entry, entry_at, merge, overlay, read_yaml_file
+from trainkit.config.validation import contradictions
+from trainkit.config.yamlfile import LENGTHS, Entry, entry_at, merge, overlay, read_yaml_file, without
 from trainkit.errors import ConfigError, Problem, UsageError
 from trainkit.folders import FIRST_RUN, FIRST_RUN_NAME, config_folder, shipped_configs, shown_path
 
@@ -311,6 +306,8 @@ def short_training(config: RunConfig, num_steps: int, what: str) -> Values:
         "train.eval_every": (None, f"the {what} needs no validation"),
         "notify.webhook": (None, f"the {what} reports nothing"),
         "notify.mail": (None, f"the {what} reports nothing"),
+        "logging.mlflow": (None, f"runs of a {what} are in no tracker"),
+        "logging.wandb": (None, f"runs of a {what} are in no tracker"),
     }
     if schedule.decay_steps is not None and schedule.warmup_steps + schedule.decay_steps > num_steps:
         values["schedule.decay_steps"] = None, f"the schedule is longer than the {what}"

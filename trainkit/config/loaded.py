@@ -6,10 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trainkit.config.schema import RunConfig, flatten, show_value
+from trainkit.config.schema import RunConfig
 from trainkit.config.training import DECODER, TRANSFORMERS
 from trainkit.errors import ConfigError, Problem
-from trainkit.formats import table
 
 DEFAULT = "default"
 
@@ -115,16 +114,3 @@ class InvalidConfig(ConfigError):
 def independent_problems(problems: Iterable[Problem], causes: Iterable[str]) -> list[Problem]:
     """The problems that do not depend on the values of the keys and sections in `causes`."""
     return [item for item in problems if not any(_depends(item.key, cause) for cause in causes)]
-
-
-MAX_COLUMN_WIDTH = 40
-
-
-def origin_lines(loaded: LoadedConfig, fit: int | None = None) -> list[str]:
-    """One line per key, in three columns: key, value, origin; `fit` is the width of a terminal."""
-    values = [
-        (key, show_value(value))
-        for key, value in flatten(loaded.config.model_dump(mode="json", by_alias=True))
-    ]
-    rows = [(key, value, loaded.origins[key]) for key, value in values]
-    return table(rows, max_width=MAX_COLUMN_WIDTH, fit=fit).splitlines()

@@ -8,28 +8,10 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict
 
-from trainkit.config.running import (
-    CheckpointConfig,
-    LaunchConfig,
-    LoggingConfig,
-    NotifyConfig,
-    ParallelConfig,
-    ProfilerConfig,
-    RequeueConfig,
-    ResourcesConfig,
-)
-from trainkit.config.section import NotNegative, Section, list_field, section
-from trainkit.config.training import (
-    TRANSFORMERS,
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    PrecisionConfig,
-    ScheduleConfig,
-    TrainConfig,
-)
+from trainkit.config import running, training
+from trainkit.config.section import NotNegative, Section, key, section
 from trainkit.formats import JsonObject, near
 
 CONFIG_VERSION: Literal[2] = 2
@@ -49,48 +31,43 @@ class RunConfig(Section):
 
     model_config = ConfigDict(title="trainkit run config", json_schema_extra=_allow_extends)
 
-    config_version: Annotated[Literal[1, 2], AfterValidator(lambda _: CONFIG_VERSION)] = Field(
-        default=CONFIG_VERSION,
-        description="Version of the format. In files of version 1, `logging.tensorboard: true` means auto.",
+    config_version: Annotated[Literal[1, 2], AfterValidator(lambda _: CONFIG_VERSION)] = key(
+        CONFIG_VERSION,
+        "Version of the format. In files of version 1, `logging.tensorboard: true` means auto.",
     )
-    name: str = Field(
-        default="run",
+    name: str = key(
+        "run",
+        "Name of the run and of its folder.",
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$",
-        description="Name of the run and of its folder.",
-        json_schema_extra={"allowed": "a name of at most 100 letters, digits, dots, dashes and underscores"},
+        allowed="a name of at most 100 letters, digits, dots, dashes and underscores",
     )
-    note: str | None = Field(default=None, description="A remark about the run.")
-    tags: tuple[str, ...] = list_field((), "Words by which `status --tag` finds the run.")
-    seed: NotNegative = Field(
-        default=0, lt=2**63, description="Random seed for weights, data order and dropout."
+    note: str | None = key(None, "A remark about the run.")
+    tags: tuple[str, ...] = key((), "Words by which `status --tag` finds the run.")
+    seed: NotNegative = key(0, "Random seed for weights, data order and dropout.", lt=2**63)
+    device: Literal["auto", "cpu", "cuda"] = key(
+        "auto", "Device to train on; auto: CUDA if there is a GPU, else the CPU."
     )
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="Device to train on; auto: CUDA if there is a GPU, else the CPU."
-    )
-    task: str = Field(
-        default="causal_lm",
+    task: str = key(
+        "causal_lm",
+        "causal_lm, multimodal_lm, or FILE.py:CLASS or MODULE:CLASS for your subclass of trainkit.task.Task.",
         pattern=r"^(causal_lm|multimodal_lm|[^:]+\.py:[A-Za-z_]\w*|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$",
-        description="causal_lm, multimodal_lm, or FILE.py:CLASS or MODULE:CLASS for your subclass of"
-        " trainkit.task.Task.",
-        json_schema_extra={"allowed": "causal_lm, multimodal_lm, FILE.py:CLASS or MODULE:CLASS"},
+        allowed="causal_lm, multimodal_lm, FILE.py:CLASS or MODULE:CLASS",
     )
-    task_args: JsonObject = Field(
-        default={}, description="Keyword arguments of multimodal_lm or of your own task."
-    )
-    model: ModelConfig = section("The model.")
-    data: DataConfig = section("Training and validation data.")
-    train: TrainConfig = section("Length of the run and batch sizes.")
-    optimizer: OptimizerConfig = section("Optimizer and learning rate.")
-    schedule: ScheduleConfig = section("Learning rate schedule.")
-    precision: PrecisionConfig = section("Numeric precision.")
-    parallel: ParallelConfig = section("Parallel layout.")
-    checkpoint: CheckpointConfig = section("When checkpoints are saved.")
-    resources: ResourcesConfig = section("Resources that the run requests.")
-    launch: LaunchConfig = section("How processes are started.")
-    requeue: RequeueConfig = section("When the run restarts automatically.")
-    logging: LoggingConfig = section("Where metrics are logged.")
-    notify: NotifyConfig = section("Messages about the run, to a webhook and by email.")
-    profiler: ProfilerConfig = section("Steps to profile.")
+    task_args: JsonObject = key({}, "Keyword arguments of multimodal_lm or of your own task.")
+    model: training.ModelConfig = section("The model.")
+    data: training.DataConfig = section("Training and validation data.")
+    train: training.TrainConfig = section("Length of the run and batch sizes.")
+    optimizer: training.OptimizerConfig = section("Optimizer and learning rate.")
+    schedule: training.ScheduleConfig = section("Learning rate schedule.")
+    precision: training.PrecisionConfig = section("Numeric precision.")
+    parallel: running.ParallelConfig = section("Parallel layout.")
+    checkpoint: running.CheckpointConfig = section("When checkpoints are saved.")
+    resources: running.ResourcesConfig = section("Resources that the run requests.")
+    launch: running.LaunchConfig = section("How processes are started.")
+    requeue: running.RequeueConfig = section("When the run restarts automatically.")
+    logging: running.LoggingConfig = section("Where metrics are logged.")
+    notify: running.NotifyConfig = section("Messages about the run, to a webhook and by email.")
+    profiler: running.ProfilerConfig = section("Steps to profile.")
 
     @property
     def has_user_task(self) -> bool:
@@ -116,7 +93,7 @@ class RunConfig(Section):
     @property
     def uses_transformers(self) -> bool:
         """Whether the transformers library has the code of the model."""
-        return self.model_source == ("model.architecture", TRANSFORMERS)
+        return self.model_source == ("model.architecture", training.TRANSFORMERS)
 
 
 FREE_MAPPING = "task_args"

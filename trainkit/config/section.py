@@ -1,7 +1,7 @@
 """The base class of all config sections, and the types and fields they share."""
 
 import os
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -10,6 +10,7 @@ NotNegative = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
+T = TypeVar("T")
 DISABLE_PLUGINS = "PYDANTIC_DISABLE_PLUGINS"
 
 
@@ -54,6 +55,13 @@ def section(description: str) -> Any:
     return Field(default={}, validate_default=True, description=description)
 
 
-def list_field(default: tuple[Any, ...], description: str, **constraints: Any) -> Any:
-    """A field for a tuple that is written as a YAML list."""
-    return Field(default=default, description=description, strict=False, **constraints)
+def key(default: T, description: str, *, allowed: str | None = None, **constraints: Any) -> T:
+    """A field with its default and its sentence in the docs; `allowed` says in words which values it takes.
+
+    A tuple is written as a YAML list.
+    """
+    if allowed is not None:
+        constraints["json_schema_extra"] = {"allowed": allowed}
+    if isinstance(default, tuple):
+        constraints["strict"] = False
+    return cast(T, Field(default=default, description=description, **constraints))

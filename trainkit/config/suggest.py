@@ -1,4 +1,4 @@
-"""What a refused value or key was probably meant to be; every suggested value is one that is accepted."""
+"""The problems of unknown keys and refused values, with what was probably meant: what is accepted."""
 
 from __future__ import annotations
 
@@ -10,8 +10,19 @@ from unicodedata import combining, normalize
 
 from pydantic import ValidationError
 
-from trainkit.config.schema import RunConfig, default_values, field_schema, sections, show_value
+from trainkit.config.schema import (
+    RunConfig,
+    all_keys,
+    allowed_values,
+    default_values,
+    field_schema,
+    is_known,
+    meant,
+    sections,
+    show_value,
+)
 from trainkit.config.yamlfile import WHOLE, Entry, parse_value
+from trainkit.errors import Problem
 from trainkit.formats import near, time_text
 
 WORDS = {
@@ -31,6 +42,52 @@ MAX_WHOLE = 10**18
 _UNIT_S = {"m": 60, "h": 3600, "d": 86_400}
 MEMORY = ("resources", "mem")
 _MEMORY = re.compile(r"(\d+)\s*([KMGT])I?B?")
+
+
+def unknown_keys(entry: Entry) -> Iterator[tuple[tuple[str, ...], Entry]]:
+    """The unknown sections and keys of a tree."""
+    for name, inner in entry.value.items():
+        if not is_known((name,)):
+            yield (name,), inner
+        elif name in sections() and inner.is_mapping:
+            for key, value in inner.value.items():
+                if not is_known((name, key)):
+                    yield (name, key), value
+
+
+def unknown_problem(path: tuple[str, ...], entry: Entry) -> Problem:
+    """The problem of an unknown key, with the closest key as the hint."""
+    match = meant(path)
+    own = ", ".join(sections()[path[0]]) if len(path) > 1 else ""
+    other = f"{path[0]} has {own}" if own else "`trainkit schema` prints every key"
+    hint = f"did you mean {match}?" if match else other
+    if "." in path[-1] and path[-1] in all_keys():
+        section, _, leaf = path[-1].partition(".")
+        hint = f'write "{section}:" and, indented on the next line, "{leaf}:"'
+    if match and entry.origin.startswith("TRAINKIT_"):
+        hint = f"did you mean TRAINKIT_{match.upper().replace('.', '__')}?"
+    return Problem(".".join(path), "unknown key", entry.origin, hint)
+
+
+def validation_problems(error: ValidationError, entry: Entry) -> list[Problem]:
+    """One problem for each key whose value is invalid."""
+    problems: dict[tuple[str, ...], Problem] = {}
+    for item in error.errors(include_url=False, include_context=False):
+        location = tuple(str(part) for part in item["loc"])
+        path = location[:2] if location[0] in sections() else location[:1]
+        if path in problems:
+            continue
+        found = entry.find(path)
+        if not is_known(path) or found is None:
+            problems[path] = unknown_problem(path, found or entry)
+            continue
+        origin = next((item.origin for _, item in found.leaves()), found.origin)
+        value = found.plain()
+        is_number = item["type"] == "string_type" and isinstance(value, int | float)
+        shown = found.typed if is_number and found.typed else show_value(value)
+        message = f"must be {allowed_values(path)}, not {shown}"
+        problems[path] = Problem(".".join(path), message, origin, value_hint(path, found, origin))
+    return list(problems.values())
 
 
 def readings(text: str, words: Iterable[str] = ()) -> Iterator[str]:

@@ -132,6 +132,19 @@ def merge(low: Entry, high: Entry, path: tuple[str, ...] = ()) -> Entry:
     return Entry(merged, high.origin)
 
 
+def without(entry: Entry, paths: list[tuple[str, ...]]) -> Entry:
+    """The tree without the entries at `paths`, each of one or two keys."""
+    kept: dict[str, Entry] = {}
+    for name, inner in entry.value.items():
+        if (name,) in paths:
+            continue
+        if inner.is_mapping:
+            values = {key: value for key, value in inner.value.items() if (name, key) not in paths}
+            inner = Entry(values, inner.origin)
+        kept[name] = inner
+    return Entry(kept, entry.origin)
+
+
 LENGTHS = (("train", "steps"), ("train", "epochs"))
 """The keys for the length of a run, of which one is set."""
 

@@ -12,7 +12,7 @@ from datetime import datetime, timezone
 from shlex import quote
 
 from trainkit.backends import backend_of, write_cancelled
-from trainkit.backends.jobs import lingering_job, live_entry, query_clusters, recover_job_id
+from trainkit.backends.jobs import lingering_job, live_entry, recover_job_id
 from trainkit.backends.slurm import cancel_follow_ups, step_of
 from trainkit.errors import TrainkitError, UsageError, print_note
 from trainkit.folders import shown_path
@@ -27,7 +27,7 @@ from trainkit.run.process import ProcessId
 from trainkit.run.record import AttemptRecord, mark_cancelled, read_job
 from trainkit.run.rundir import RunDir, run_lock
 from trainkit.slurm.control import cancel, cancel_waiting, kill_steps, send_signal
-from trainkit.slurm.jobs import in_queue, query_jobs
+from trainkit.slurm.jobs import in_queue, query_clusters, query_jobs
 from trainkit.slurm.states import base_id, on_cluster, split_job
 
 WAIT_MARGIN_S = 30.0
@@ -220,31 +220,21 @@ def _cancel_points(
     for run in created:
         with run_lock(run):
             mark_cancelled(run, now=now)
+    entries = [(run, entry) for run in created if (entry := read_job(run).newest) is not None]
     if now:
         # Before scancel, whose SIGTERM would make the ranks start to save.
+        own = [(entry.job, step_of(run, entry)) for run, entry in entries if int(run.name) in running]
         with contextlib.suppress(UsageError):
-            kill_steps(_steps([run for run in created if int(run.name) in running]))
+            kill_steps([(job, step_id) for job, step_id in own if step_id is not None])
         cancel(jobs)
     else:
         cancel_waiting(jobs)
         if running:
             send_signal(jobs, "TERM")
-    for run in created:
-        entry = read_job(run).newest
+    for run, entry in entries:
         # These have no supervisor left to write the end of the attempt.
-        if entry is not None and (now or int(run.name) in pending):
+        if now or int(run.name) in pending:
             write_cancelled(run, entry, KILLED if now else "cancelled before it started")
-
-
-def _steps(runs: Sequence[RunDir]) -> list[tuple[str, str]]:
-    """(job id, step id) of the ranks of each run whose rendezvous is done."""
-    found = []
-    for run in runs:
-        entry = read_job(run).newest
-        step_id = None if entry is None else step_of(run, entry)
-        if entry is not None and step_id is not None:
-            found.append((entry.job, step_id))
-    return found
 
 
 def _wait_until_jobs_gone(job_ids: Sequence[str], timeout_s: float) -> bool:

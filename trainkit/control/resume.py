@@ -147,33 +147,20 @@ def refuse_incompatible(run: RunDir, loaded: LoadedConfig, data: DataFacts | Non
 def _problems(
     manifest: Manifest, loaded: LoadedConfig, data: DataFacts | None, name: str
 ) -> Iterator[Problem]:
-    config = loaded.config
+    config, now = loaded.config, flat_values(loaded.config)
     hint = "use the old value, or start a new run"
-    before, now = manifest.task or config.task, config.task
-    # Only the class of a task counts: its path may have changed.
-    if before.rpartition(":")[2] != now.rpartition(":")[2]:
-        yield loaded.problem("task", f"is {now}, but {name} was trained with {before}", hint)
-        return
-    for key in FIXED_KEYS:
-        old, new = manifest.data.get(key), flat_values(config)[key]
-        if old is not None and old != new:
-            yield loaded.problem(key, f"is {new}, but {name} was trained with {old}", hint)
-    before, now = manifest.optimizer, config.optimizer.name
-    if before != now:
-        yield loaded.problem("optimizer.name", f"is {now}, but {name} was trained with {before}", hint)
+    before = {"task": manifest.task, "optimizer.name": manifest.optimizer}
+    before |= {key: manifest.data.get(key) for key in FIXED_KEYS}
+    if data is not None:  # else the trainer compares its parameters
+        before["model.architecture"] = (manifest.model or {}).get("architecture")
+    for key, old in before.items():
+        # Only the class of a task or an architecture counts: its path may have changed.
+        if old is not None and str(old).rpartition(":")[2] != str(now[key]).rpartition(":")[2]:
+            yield loaded.problem(key, f"is {now[key]}, but {name} was trained with {old}", hint)
     if config.train.steps is not None and config.train.steps < manifest.step:
         message = f"is {config.train.steps}, but the run is already at {name}"
         yield loaded.problem("train.steps", message, "it counts all steps of the run, from the first one")
-    if data is None:
-        return  # the trainer compares its parameters
-    # Only the class of a custom architecture counts: its path may have changed.
-    before = str((manifest.model or {}).get("architecture", "")).rpartition(":")[2]
-    now = config.model.architecture.rpartition(":")[2]
-    if before not in ("", now):
-        yield loaded.problem("model.architecture", f"is {now}, but {name} was trained with {before}", hint)
-    if config.uses_transformers:
-        return  # the trainer compares its parameters
-    if manifest.model is not None:
+    if data is not None and manifest.model is not None and not config.uses_transformers:
         before_shape = _shape(ModelConfig(**manifest.model), data.vocab_size)
         if before_shape != _shape(config.model, data.vocab_size):
             yield loaded.problem("model", f"differs in shape from the model of {name}", hint)
@@ -427,13 +414,9 @@ def start_again(run: RunDir, reason: str) -> AttemptRecord:
     plan, config = LaunchPlan.read(attempt.plan_file), read_effective(attempt.config_file)
     if plan.workload.knows_run:
         refuse_finished(run, config, config, plan)
-    if not plan.has_supervisor:
-        hint = f"`trainkit resume {run.word}` plans it anew"
-        where = "in a step that srun started, or on hosts without Slurm"
-        raise UsageError(f"{run.shown} ran {where}", hint=hint)
-    if plan.debug is not None:
-        hint = f"`trainkit resume {run.word}` starts it without"
-        raise UsageError(f"{run.shown} ran in a debugger", hint=hint)
+    if not plan.has_supervisor or plan.debug is not None:
+        where = "a debugger" if plan.has_supervisor else "a step that srun started, or on hosts without Slurm"
+        raise UsageError(f"{run.shown} ran in {where}", hint=f"`trainkit resume {run.word}` plans it anew")
     hosts = note_dead_job(run, print_note)
     if hosts and plan.slurm is not None and plan.slurm.clusters:
         print_note(f"{', '.join(hosts)} not left out: a job that may go to another cluster cannot name hosts")

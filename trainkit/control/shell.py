@@ -31,6 +31,7 @@ from trainkit.run.record import AttemptRecord, read_job
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.slurm.environment import scrubbed
 from trainkit.slurm.hosts import expand_hosts
+from trainkit.slurm.states import JobState
 
 if TYPE_CHECKING:
     from trainkit.slurm.jobs import JobInfo
@@ -94,13 +95,26 @@ def open_shell(loaded: LoadedConfig, folder: Path) -> NoReturn:
 
 def attach(run: RunDir, node: int) -> NoReturn:
     """Replace this process by a shell on a node of a run's job; raises UsageError if it does not run."""
-    entry = read_job(run).newest or AttemptRecord()
-    job = backend_of(entry).running_job(run, entry)
+    entry, job = _running_job(run)
     hosts = expand_hosts(job.nodes)
     if node >= len(hosts):
         raise UsageError(f"the job has no node {node}", hint=f"its nodes are 0 to {len(hosts) - 1}")
     _require_terminal("`trainkit logs` shows the output of the run")
     _run_next_to(job, entry.elsewhere, hosts[node], ("bash", "-i"))
+
+
+def _running_job(run: RunDir) -> tuple[AttemptRecord, JobInfo]:
+    """The newest attempt of a run and its job; raises UsageError unless Slurm runs it."""
+    entry = read_job(run).newest or AttemptRecord()
+    backend = backend_of(entry)
+    if backend.queue_id(entry) is None:
+        hint = "use a shell on the machine that runs it"
+        raise UsageError(f"{run.shown} is a local run, not a Slurm job", hint=hint)
+    job = backend.job(entry)
+    if job is None or job.state is not JobState.RUNNING:
+        state = "is no longer known to Slurm" if job is None else f"is {job.state.value}, not running"
+        raise UsageError(f"{entry.job_id} {state}", hint="`trainkit status` shows more")
+    return entry, job
 
 
 def _run_next_to(job: JobInfo, cluster: str | None, host: str, argv: Sequence[str]) -> NoReturn:
@@ -139,9 +153,8 @@ def debug(attempt: AttemptDir, rank: int) -> None:
                 raise UsageError(
                     message, hint=f"`trainkit status {run.word}` shows whether it runs"
                 ) from None
-            entry = read_job(run).newest or AttemptRecord()
+            entry, job = _running_job(run)
             again = (sys.executable, "-m", "trainkit", "debug", str(run.path), "--rank", str(rank))
-            job = backend_of(entry).running_job(run, entry)
             _run_next_to(job, entry.elsewhere, str(record["node"]), again)
         peer = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
         if peer != os.geteuid():

@@ -162,14 +162,24 @@ def _max_tokens(spec: DatasetSpec, inputs: list[Input]) -> dict[str, float]:
     Infinite for large rows and compressed texts. Raises UsageError if a row that is read is unusable.
     """
     compressed = any(source.compressed for source in inputs)
+    counts: dict[str, float] = {TRAIN: 0, VAL: 0}
     if not compressed and sum(source.size for source in inputs) <= _READ_IN_FULL:
-        return _count_bytes(spec, inputs)
+        from trainkit.data.units import plan_units
+
+        for unit in plan_units(inputs, spec.split_fraction):
+            for reader in unit.readers(inputs, spec):
+                for piece in reader:
+                    counts[piece.split] += len(piece.text) + piece.ends_document
+        return counts
     for source in [source for source in inputs if source.form != TEXT][:_FILES_OPENED]:
         if source.form != ROWS or not _begins_with_a_long_line(source):
-            _try_rows(source, spec.text_key)
+            from trainkit.data.units import InputSpan, SpanReader
+
+            rows = SpanReader(source, InputSpan(0, 0, None, TRAIN, True), 0, 0, 0.0, spec.text_key)
+            for _ in islice(rows, _ROWS_READ):
+                pass
     if compressed or any(source.form != TEXT for source in inputs):
         return {TRAIN: math.inf, VAL: math.inf}
-    counts: dict[str, float] = {TRAIN: 0, VAL: 0}
     for source in inputs:
         if source.role != BOTH:
             counts[source.role] += source.size + 1
@@ -179,15 +189,6 @@ def _max_tokens(spec: DatasetSpec, inputs: list[Input]) -> dict[str, float]:
     return counts
 
 
-def _try_rows(source: Input, text_key: str) -> None:
-    """Read the first rows of a file; raises UsageError for an unusable one."""
-    from trainkit.data.units import InputSpan, SpanReader
-
-    rows = SpanReader(source, InputSpan(0, 0, None, TRAIN, True), 0, 0, 0.0, text_key)
-    for _ in islice(rows, _ROWS_READ):
-        pass
-
-
 def _begins_with_a_long_line(source: Input) -> bool:
     """Whether a line would be read into memory that is too long for a row, as one JSON value of gigabytes."""
     from trainkit.data.units import open_input
@@ -195,19 +196,6 @@ def _begins_with_a_long_line(source: Input) -> bool:
     with suppress(OSError, EOFError, zlib.error), open_input(source) as stream:  # whoever reads it says it
         return len(stream.readline(_LONGEST_ROW)) == _LONGEST_ROW
     return False
-
-
-def _count_bytes(spec: DatasetSpec, inputs: list[Input]) -> dict[str, float]:
-    """Bytes plus documents in each split, counted by reading the texts."""
-    from trainkit.data.units import SpanReader, plan_units
-
-    counts: dict[str, float] = {TRAIN: 0, VAL: 0}
-    for unit in plan_units(inputs, spec.split_fraction):
-        for number, span in enumerate(unit.spans):
-            source = inputs[span.input]
-            for piece in SpanReader(source, span, unit.index, number, spec.split_fraction, spec.text_key):
-                counts[piece.split] += len(piece.text) + piece.ends_document
-    return counts
 
 
 def _length_problems(config: DataConfig, counts: Mapping[str, float], val_wanted: bool) -> list[KeyProblem]:

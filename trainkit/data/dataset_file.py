@@ -91,9 +91,6 @@ class DatasetFile:
     def num_tokens(self, split: str) -> int:
         return sum(shard.num_tokens for shard in self.splits.get(split, ()))
 
-    def num_shards(self) -> int:
-        return sum(len(shards) for shards in self.splits.values())
-
     def write(self, folder: Path, staging: Path) -> None:
         """Publish the folder as a dataset: write the file in `staging`, then rename it into place."""
         record = {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(self)}

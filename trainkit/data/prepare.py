@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,7 +32,6 @@ from trainkit.data.dataset_file import (
     DatasetFile,
     Options,
     Shard,
-    TokenizerIdentity,
     identify,
     is_dataset,
     read_dataset_file,
@@ -43,6 +42,7 @@ from trainkit.data.tokenize import WORK_FOLDER, UnitJob, digest_unit, run_unit, 
 from trainkit.data.units import UNIT_BYTES, plan_units
 from trainkit.errors import TrainkitError, UsageError
 from trainkit.folders import ensure_folder, shown_path
+from trainkit.formats import JsonObject
 from trainkit.locks import LockBusy, LockUnsupported, NotALock, file_lock
 from trainkit.run import files
 
@@ -113,38 +113,16 @@ OnProgress = Callable[[int, int], None]
 """Called with the source bytes done and their total."""
 
 
-@dataclass(frozen=True)
-class InputDigest:
-    """One source file at the time it was tokenised."""
-
-    name: str
-    role: str
-    """``both`` if the file was divided between the splits, else its split."""
-    size: int
-    """Bytes on disk."""
-    sha256: str
-    """Of the decompressed content or the text column; of the hashes of its spans if the file was cut."""
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A prepared folder."""
-
-    folder: Path
-    file: DatasetFile
-    was_there: bool
-    """Whether the folder already contained the same dataset, so that nothing was done."""
-
-
 def prepare(
     spec: DatasetSpec,
     folder: Path,
     workers: int = 1,
     on_progress: OnProgress | None = None,
     unit_bytes: int = UNIT_BYTES,
-) -> Prepared:
+) -> tuple[DatasetFile, bool]:
     """Prepare the dataset of a spec in `folder`, resuming an interrupted preparation.
 
+    Also returns whether the folder already contained the same dataset, so that nothing was done.
     Raises UsageError for unusable sources and for a folder with other contents, TrainkitError if the disk is
     full or a worker was killed.
     """
@@ -156,8 +134,8 @@ def prepare(
             _make_work_folder(folder)
             with exclusive(folder / WORK_FOLDER / "lock", timeout_s=0.0):
                 if not is_dataset(folder):
-                    return Prepared(folder, work.make(), was_there=False)
-        return Prepared(folder, work.compare(), was_there=True)
+                    return work.make(), False
+        return work.compare(), True
     except LockBusy:
         message = f"another process is preparing {shown_path(folder)}"
         raise UsageError(message, hint="wait until it has finished, or choose another folder") from None
@@ -180,7 +158,12 @@ class _Preparation:
         self.on_progress = on_progress
         self.tokenizer = identify(spec.tokenizer)
         self.inputs = find_inputs(spec)
-        self.options = _options(spec, unit_bytes)
+        self.options: Options = {
+            "layout": LAYOUT_VERSION,
+            "unit_bytes": unit_bytes,
+            "val_fraction": spec.split_fraction,
+            "text_key": spec.text_key,
+        }
         self.jobs = [
             UnitJob(folder, spec, unit, {span.input: self.inputs[span.input] for span in unit.spans})
             for unit in plan_units(self.inputs, spec.split_fraction, unit_bytes)
@@ -196,7 +179,9 @@ class _Preparation:
             split: tuple(Shard(**record["shards"][split]) for record in records if split in record["shards"])
             for split in SPLITS
         }
-        fingerprint = _fingerprint(self.tokenizer, self.options, inputs)
+        identity = {key: value for key, value in asdict(self.tokenizer).items() if key != "name"}
+        content = {"tokenizer": identity, "options": self.options, "inputs": inputs}
+        fingerprint = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
         dtype = token_dtype(self.tokenizer.vocab_size)
         file = DatasetFile(self.tokenizer, dtype, fingerprint, self.options, splits)
         if not file.num_tokens(TRAIN):
@@ -204,21 +189,24 @@ class _Preparation:
                 "the sources contain no text to train on", hint="name files with text, or lower val_fraction"
             )
         staging = self.folder / WORK_FOLDER
-        write_shared_json(self.folder / INPUTS_FILE, [asdict(source) for source in inputs], staging)
+        write_shared_json(self.folder / INPUTS_FILE, inputs, staging)
         file.write(self.folder, staging)
-        shutil.rmtree(self.folder / WORK_FOLDER)
+        shutil.rmtree(staging)
         return file
 
     def compare(self) -> DatasetFile:
         """The finished dataset in the folder; raises DatasetMismatch if it was made from anything else."""
         file = read_dataset_file(self.folder)
-        wanted = [(source.name, source.role, source.size) for source in self.inputs]
         if file.tokenizer != self.tokenizer:
             raise _mismatch(self.folder, f"made with the tokenizer {file.tokenizer.name}")
         if file.options != self.options:
-            raise _mismatch(self.folder, f"made with {_changed(file.options, self.options)}")
-        known = [InputDigest(**record) for record in files.read_json(self.folder / INPUTS_FILE)]
-        if [(source.name, source.role, source.size) for source in known] != wanted:
+            old, new = file.options, self.options
+            keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+            changed = ", ".join(f"{key} {old.get(key)} instead of {new.get(key)}" for key in keys)
+            raise _mismatch(self.folder, f"made with {changed}")
+        known = files.read_json(self.folder / INPUTS_FILE)
+        wanted = [{"name": source.name, "role": source.role, "size": source.size} for source in self.inputs]
+        if [{key: source[key] for key in ("name", "role", "size")} for source in known] != wanted:
             raise _mismatch(self.folder, "made from other files")
         if self._digests(self._run(digest_unit, self.jobs)) != known:
             raise _mismatch(self.folder, "made from files that have changed since")
@@ -250,19 +238,25 @@ class _Preparation:
 
         return run_jobs(function, jobs, self.workers, on_done)
 
-    def _digests(self, by_unit: list[list[str]]) -> list[InputDigest]:
-        """One digest per input: of its content, or of the digests of its spans if it was cut."""
+    def _digests(self, by_unit: list[list[str]]) -> list[JsonObject]:
+        """The files for inputs.json: name, role, bytes on disk, and hash.
+
+        The hash is that of the decompressed content or the text column, or of the hashes of its spans if a
+        file was cut; the role is ``both`` if it was divided between the splits, else its split.
+        """
         found: list[list[str]] = [[] for _ in self.inputs]
         for job, digests in zip(self.jobs, by_unit, strict=True):
             for span, digest in zip(job.unit.spans, digests, strict=True):
                 found[span.input].append(digest)
         return [
-            InputDigest(
-                source.name,
-                source.role,
-                source.size,
-                digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest(),
-            )
+            {
+                "name": source.name,
+                "role": source.role,
+                "size": source.size,
+                "sha256": digests[0]
+                if len(digests) == 1
+                else hashlib.sha256("".join(digests).encode()).hexdigest(),
+            }
             for source, digests in zip(self.inputs, found, strict=True)
         ]
 
@@ -276,26 +270,6 @@ def _make_work_folder(folder: Path) -> None:
             hint="choose another folder",
         )
     ensure_folder(folder / WORK_FOLDER)
-
-
-def _options(spec: DatasetSpec, unit_bytes: int) -> Options:
-    return {
-        "layout": LAYOUT_VERSION,
-        "unit_bytes": unit_bytes,
-        "val_fraction": spec.split_fraction,
-        "text_key": spec.text_key,
-    }
-
-
-def _changed(old: Options, new: Options) -> str:
-    keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
-    return ", ".join(f"{key} {old.get(key)} instead of {new.get(key)}" for key in keys)
-
-
-def _fingerprint(tokenizer: TokenizerIdentity, options: Options, inputs: list[InputDigest]) -> str:
-    identity = {key: value for key, value in asdict(tokenizer).items() if key != "name"}
-    content = {"tokenizer": identity, "options": options, "inputs": [asdict(source) for source in inputs]}
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 class DatasetMismatch(UsageError):

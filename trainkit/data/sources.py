@@ -360,18 +360,16 @@ def _parquet(arrow: Any, path: str, key: str, start: int, end: int) -> Iterator[
         row = 0
         for number in range(file.metadata.num_row_groups):
             group = file.metadata.row_group(number)
-            if group.num_rows and start <= _first_byte(group) < end:
+            if not group.num_rows:
+                continue
+            first = group.column(0)
+            begin = min(at for at in (first.dictionary_page_offset, first.data_page_offset) if at)
+            if start <= begin < end:
                 at = row
                 for batch in file.iter_batches(_BATCH_ROWS, [number], [key], use_threads=False):
                     yield at, batch.column(batch.schema.get_field_index(key))
                     at += batch.num_rows
             row += group.num_rows
-
-
-def _first_byte(group: Any) -> int:
-    column = group.column(0)
-    begin: int = min(at for at in (column.dictionary_page_offset, column.data_page_offset) if at)
-    return begin
 
 
 def _arrow(arrow: Any, path: str, key: str, start: int, end: int) -> Iterator[tuple[int, Any]]:

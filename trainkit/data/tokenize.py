@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from trainkit.data.dataset_file import BYTES, PLACES, SPLITS, Shard, identify, places_file
 from trainkit.data.sources import FORMS, DatasetSpec, Input
-from trainkit.data.units import SpanReader, Unit
+from trainkit.data.units import Unit
 from trainkit.errors import UsageError
 from trainkit.folders import shown_path
 from trainkit.run import files
@@ -91,11 +91,6 @@ class UnitJob:
         """Written once the shards of the unit are published."""
         return self.folder / WORK_FOLDER / f"unit-{self.unit.index:05d}.json"
 
-    def reader(self, number: int) -> SpanReader:
-        span = self.unit.spans[number]
-        fraction, key = self.spec.split_fraction, self.spec.text_key
-        return SpanReader(self.inputs[span.input], span, self.unit.index, number, fraction, key)
-
 
 def run_unit(job: UnitJob) -> None:
     """Tokenise a unit, publish its shards, then its record.
@@ -115,8 +110,7 @@ def run_unit(job: UnitJob) -> None:
 def digest_unit(job: UnitJob) -> list[str]:
     """The digests of the current content of a unit's spans."""
     digests = []
-    for number in range(len(job.unit.spans)):
-        reader = job.reader(number)
+    for reader in job.unit.readers(job.inputs, job.spec):
         for _ in reader:
             pass
         digests.append(reader.digest)
@@ -127,17 +121,16 @@ def _tokenize(job: UnitJob, writers: dict[str, _ShardWriter]) -> list[str]:
     tokenizer = _tokenizer(job.spec.tokenizer)
     eos = tokenizer.identity.eos_id
     digests = []
-    for number, span in enumerate(job.unit.spans):
-        source = job.inputs[span.input]
+    for reader in job.unit.readers(job.inputs, job.spec):
+        source = reader.source
         _check_unchanged(source)
-        reader = job.reader(number)
         try:
             for batch in in_batches(reader, lambda piece: len(piece.text)):
                 for piece, tokens in zip(
                     batch, tokenizer.encode([piece.text for piece in batch]), strict=True
                 ):
                     writer = writers[piece.split]
-                    writer.add_place(piece.place, span.input, FORMS.index(source.form))
+                    writer.add_place(piece.place, reader.span.input, FORMS.index(source.form))
                     writer.append(tokens, eos if piece.ends_document else None)
         except UnicodeDecodeError as error:
             raise UsageError(

@@ -9,13 +9,14 @@ import gzip
 import hashlib
 import json
 import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, takewhile
 from shlex import quote
 from typing import IO, Any, cast
 
 from trainkit.data.dataset_file import TRAIN, VAL
-from trainkit.data.sources import BOTH, ROWS, TABLES, TEXT, Input, TableError, read_column
+from trainkit.data.sources import BOTH, TABLES, TEXT, DatasetSpec, Input, TableError, read_column
 from trainkit.errors import UsageError
 
 UNIT_BYTES = 64 << 20
@@ -45,6 +46,14 @@ class Unit:
     spans: tuple[InputSpan, ...]
     num_bytes: int
     """Size on disk."""
+
+    def readers(
+        self, inputs: Sequence[Input] | Mapping[int, Input], spec: DatasetSpec
+    ) -> Iterator[SpanReader]:
+        """One for each span, of inputs by their index."""
+        for number, span in enumerate(self.spans):
+            source = inputs[span.input]
+            yield SpanReader(source, span, self.index, number, spec.split_fraction, spec.text_key)
 
 
 def plan_units(inputs: list[Input], val_fraction: float, unit_bytes: int = UNIT_BYTES) -> list[Unit]:
@@ -163,6 +172,7 @@ class RowError(ValueError):
     """A row of a .jsonl file or of a table has no usable text."""
 
 
+@dataclass
 class SpanReader:
     """Iterates over the pieces of a span; afterwards `digest` is the sha256 of the bytes read.
 
@@ -171,27 +181,31 @@ class SpanReader:
     Raises UsageError for an unusable row, and if reading fails.
     """
 
-    def __init__(
-        self, source: Input, span: InputSpan, unit: int, number: int, fraction: float, key: str
-    ) -> None:
-        self.source = source
-        self.span = span
-        self.fraction = fraction
-        self.key = key
-        self._phase_of = (unit, number, source.name)
-        self._hash = hashlib.sha256()
+    source: Input
+    span: InputSpan
+    unit: int
+    """Index of its unit."""
+    number: int
+    """Its index in the unit."""
+    fraction: float
+    """Of what is divided between the splits, the part that goes to validation."""
+    key: str
+    _hash: Any = field(default_factory=hashlib.sha256, init=False)
 
     @property
     def digest(self) -> str:
-        return self._hash.hexdigest()
+        return str(self._hash.hexdigest())
 
     def __iter__(self) -> Iterator[Piece]:
         try:
-            if self.source.form in TABLES:
-                yield from self._rows(self._cells())
-                return
-            with open_input(self.source) as stream:
-                yield from self._rows(self._lines(stream)) if self.source.form == ROWS else self._text(stream)
+            if self.source.form == TEXT:
+                with open_input(self.source) as stream:
+                    yield from self._text(stream)
+            else:
+                yield from self._rows()
+        except TableError as error:
+            hint = "set data.text_key to a column of strings, or write the file again"
+            raise UsageError(f"{self.source.shown}: {error}", hint=hint) from None
         except (EOFError, zlib.error) as error:
             raise UsageError(
                 f"{self.source.shown} is not a complete gzip file: {error}",
@@ -231,55 +245,55 @@ class SpanReader:
                 yield Piece(split, kept[:cut], ends, position - len(kept))
                 kept = kept[cut:]
 
-    def _rows(self, texts: Iterator[tuple[int, bytes]]) -> Iterator[Piece]:
-        span = self.span
+    def _rows(self) -> Iterator[Piece]:
+        source, span, is_table = self.source, self.span, self.source.form in TABLES
         every = max(2, round(1 / self.fraction)) if span.role == BOTH else 0
-        phase = rows_phase(*self._phase_of, every) if every else 0
-        for row, (place, text) in enumerate(texts):
-            split = span.role if not every else VAL if row % every == phase else TRAIN
+        phase = rows_phase(self.unit, self.number, source.name, every) if every else 0
+        index = 0
+        for number, place, row in read_rows(source, self.key, span.start, span.end):
+            if not is_table:
+                self._hash.update(row)
+                if not row.strip():
+                    continue
+            try:
+                text = row_text(source, row, self.key)
+            except RowError as error:
+                number += 0 if is_table else _count_lines(source, span.start)
+                hint = f"`trainkit data validate {quote(source.shown)}` lists all such rows"
+                raise UsageError(f"{source.shown}:{number}: {error}", hint=hint) from None
+            if is_table:
+                self._hash.update(len(text).to_bytes(8, "little") + text)
+            split = span.role if not every else VAL if index % every == phase else TRAIN
+            index += 1
             if text:
                 yield Piece(split, text, True, place)
 
-    def _lines(self, stream: IO[bytes]) -> Iterator[tuple[int, bytes]]:
-        """The first byte and the text of every line that is not blank."""
-        span = self.span
-        stream.seek(span.start)
-        position = span.start
-        for line_number, line in enumerate(stream, 1):
-            if span.end is not None and position >= span.end:
+
+def read_rows(
+    source: Input, key: str, start: int = 0, end: int | None = None
+) -> Iterator[tuple[int, int, Any]]:
+    """The number, the `Piece.place` and the content of every row that begins in a range of bytes.
+
+    Rows of a table are numbered from 1 on, lines of a .jsonl file from the first of the range on.
+    """
+    if source.form in TABLES:
+        yield from ((row, row, value) for row, value in read_column(source, key, start, end))
+        return
+    with open_input(source) as stream:
+        stream.seek(start)
+        position = start
+        for number, line in enumerate(stream, 1):
+            if end is not None and position >= end:
                 break
-            self._hash.update(line)
+            yield number, position, line
             position += len(line)
-            if not line.strip():
-                continue
-            try:
-                yield position - len(line), row_text(line, self.key)
-            except RowError as error:
-                with open_input(self.source) as again:
-                    before = _count_lines(again, span.start)
-                raise _row_error(self.source, before + line_number, error) from None
-
-    def _cells(self) -> Iterator[tuple[int, bytes]]:
-        """The number, counted from 1, and the text of every row of a table."""
-        try:
-            for row, value in read_column(self.source, self.key, self.span.start, self.span.end):
-                try:
-                    text = cell_text(value, self.key)
-                except RowError as error:
-                    raise _row_error(self.source, row, error) from None
-                self._hash.update(len(text).to_bytes(8, "little") + text)
-                yield row, text
-        except TableError as error:
-            hint = "set data.text_key to a column of strings, or write the file again"
-            raise UsageError(f"{self.source.shown}: {error}", hint=hint) from None
 
 
-def _row_error(source: Input, row: int, error: RowError) -> UsageError:
-    """What is wrong with one row, counted from 1."""
-    return UsageError(
-        f"{source.shown}:{row}: {error}",
-        hint=f"`trainkit data validate {quote(source.shown)}` lists all such rows",
-    )
+def row_text(source: Input, row: Any, key: str) -> bytes:
+    """The text of a row of `read_rows`, empty for a blank line; raises RowError for an unusable one."""
+    if source.form in TABLES:
+        return cell_text(row, key)
+    return line_text(row, key) if row.strip() else b""
 
 
 def cell_text(value: bytes | None, key: str) -> bytes:
@@ -293,7 +307,7 @@ def cell_text(value: bytes | None, key: str) -> bytes:
     return value
 
 
-def row_text(line: bytes, key: str) -> bytes:
+def line_text(line: bytes, key: str) -> bytes:
     """The text of one row of a .jsonl file, as UTF-8; raises RowError for an invalid row."""
     try:
         row = json.loads(line.decode("utf-8-sig"))
@@ -333,12 +347,8 @@ def _piece_border(text: bytes) -> int:
     return len(text)
 
 
-def _count_lines(stream: IO[bytes], end: int) -> int:
-    count = 0
-    while end > 0:
-        block = stream.read(min(1 << 20, end))
-        if not block:
-            break
-        count += block.count(b"\n")
-        end -= len(block)
-    return count
+def _count_lines(source: Input, end: int) -> int:
+    """The number of lines before the one that begins at `end`."""
+    with open_input(source) as stream:
+        starts = accumulate(map(len, stream), initial=0)
+        return sum(1 for _ in takewhile(lambda start: start < end, starts))

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import codecs
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
 
 from trainkit.data.dataset_file import SPLITS, check_shard_sizes, read_dataset_file
-from trainkit.data.sources import ROWS, TABLES, Input, TableError, read_column
+from trainkit.data.sources import TEXT, Input, TableError
 from trainkit.data.tokenize import Tokenizer, in_batches
-from trainkit.data.units import RowError, cell_text, open_input, row_text
+from trainkit.data.units import RowError, open_input, read_rows, row_text
 from trainkit.folders import shown_path
 from trainkit.run.manifest import file_hash
 
@@ -92,16 +91,10 @@ def validate_texts(
         on_problem(LineProblem(source.path, line, message))
 
     try:
-        if source.form in TABLES:
-            rows = read_column(source, text_key)
-            _count_tokens(_rows(rows, partial(cell_text, key=text_key), summary, report), tokenizer, summary)
-            return summary
-        with open_input(source) as stream:
-            if source.form == ROWS:
-                texts = _rows(enumerate(stream, 1), partial(_line_text, key=text_key), summary, report)
-            else:
-                texts = _text(stream, summary, report)
-            _count_tokens(texts, tokenizer, summary)
+        read = _text if source.form == TEXT else partial(_rows, key=text_key)
+        for texts in in_batches(read(source, summary, report), len):
+            summary.tokens += sum(map(len, tokenizer.encode(texts)))
+        summary.tokens += summary.documents
     except TableError as error:
         report(None, str(error))
     except (EOFError, zlib.error) as error:
@@ -132,18 +125,12 @@ def validate_shards(folder: Path, on_problem: OnProblem) -> SourceSummary:
 _Report = Callable[[int | None, str], None]
 
 
-def _line_text(line: bytes, key: str) -> bytes:
-    return row_text(line, key) if line.strip() else b""
-
-
-def _rows(
-    rows: Iterable[tuple[int, Any]], parse: Callable[[Any], bytes], summary: SourceSummary, report: _Report
-) -> Iterator[bytes]:
-    """The texts of the lines of a file, or of the rows of a table, each with its number."""
-    for number, row in rows:
+def _rows(source: Input, summary: SourceSummary, report: _Report, key: str) -> Iterator[bytes]:
+    """The texts of the lines of a file, or of the rows of a table."""
+    for number, _, row in read_rows(source, key):
         summary.lines = number
         try:
-            text = parse(row)
+            text = row_text(source, row, key)
         except RowError as error:
             report(number, str(error))
             continue
@@ -151,33 +138,28 @@ def _rows(
             yield text
 
 
-def _text(stream: IO[bytes], summary: SourceSummary, report: _Report) -> Iterator[bytes]:
+def _text(source: Input, summary: SourceSummary, report: _Report) -> Iterator[bytes]:
     """The decodable text; reports only the first invalid byte of each line."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     inside_line = reported = False
-    while piece := stream.readline(_BLOCK):
-        if not inside_line:
-            summary.lines += 1
-            reported = False
-        inside_line = not piece.endswith(b"\n")
-        try:
-            text = decoder.decode(piece)
-        except UnicodeDecodeError as error:
-            decoder.reset()
-            if not reported:
-                report(summary.lines, f"not UTF-8: byte {error.object[error.start]:#04x}")
-            reported = True
-        else:
-            yield text.encode()
+    with open_input(source) as stream:
+        while piece := stream.readline(_BLOCK):
+            if not inside_line:
+                summary.lines += 1
+                reported = False
+            inside_line = not piece.endswith(b"\n")
+            try:
+                text = decoder.decode(piece)
+            except UnicodeDecodeError as error:
+                decoder.reset()
+                if not reported:
+                    report(summary.lines, f"not UTF-8: byte {error.object[error.start]:#04x}")
+                reported = True
+            else:
+                yield text.encode()
     if decoder.getstate()[0]:
         report(summary.lines, "not UTF-8: the text ends within a character")
     if summary.lines:
         summary.documents = 1
     else:
         summary.empty = 1
-
-
-def _count_tokens(texts: Iterator[bytes], tokenizer: Tokenizer, summary: SourceSummary) -> None:
-    for batch in in_batches(texts, len):
-        summary.tokens += sum(map(len, tokenizer.encode(batch)))
-    summary.tokens += summary.documents

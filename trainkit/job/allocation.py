@@ -15,7 +15,6 @@ import signal
 import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import datetime, timezone
 from typing import ClassVar
 
 from trainkit.cluster.bad_nodes import excluded, note_failure
@@ -32,13 +31,13 @@ from trainkit.job.attempt_end import (
 from trainkit.job.attempt_watch import AttemptWatch, LocalAttemptWatch, SlurmAttemptWatch
 from trainkit.job.claim_attempt import claim_attempt, register_start
 from trainkit.job.decision import (
-    EARLY_S,
     RESTART_SIGNAL,
     Decision,
     Outcome,
     RestartOptions,
     decide_no_start,
     is_ending,
+    is_nearly_over,
     termination_cause,
 )
 from trainkit.job.failed_starts import close_failed_starts
@@ -54,7 +53,6 @@ from trainkit.job.processes import log_line, retry_on_disk_error
 from trainkit.job.progress_watch import slow_hosts
 from trainkit.job.resubmit import (
     await_eviction,
-    cancel_jobs,
     exclude_from,
     lost_hosts,
     resubmit,
@@ -76,7 +74,7 @@ from trainkit.run.record import (
 )
 from trainkit.run.rundir import AttemptDir, RunDir, RunLocked, refuse_missing, run_lock
 from trainkit.slurm.client import JOB_TIMEOUT_S, QUERY_PATIENCE_S
-from trainkit.slurm.control import requeue
+from trainkit.slurm.control import cancel, cancel_waiting, requeue
 from trainkit.slurm.hosts import expand_hosts, is_unavailable, node_states
 from trainkit.slurm.jobs import JobDetails, JobInfo, job_details
 from trainkit.slurm.states import JobState
@@ -91,8 +89,6 @@ QUEUE_PATIENCE = 60
 """Errors of the queue after which a run starts without it."""
 NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
 """Errors of a folder that no waiting helps against."""
-START_S = 30.0
-"""Minimum time between the start of a step and the earliest moment of the time limit's notice signal."""
 
 
 def query_job(job_id: str, patience_s: float = QUERY_PATIENCE_S) -> JobDetails | None:
@@ -269,8 +265,8 @@ class SlurmAllocation(Allocation):
         self.step = step
         """The argv of the step, as written in the batch script."""
         self.hosts = expand_hosts(os.environ["SLURM_JOB_NODELIST"])
-        self.bad: dict[str, str] = {}
-        """Hosts on which no further step is started, with the reason."""
+        self.bad: set[str] = set()
+        """Hosts on which no further step is started: lost, slow, or with a failure."""
         self.restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
         """The job's restart count when this start began."""
         self.step_may_still_run = False
@@ -369,7 +365,7 @@ class SlurmAllocation(Allocation):
         if outcome.hung and not lost:
             # Slurm may take minutes to notice that a host is cut off.
             lost = self._replaceable(silent_hosts(attempt, plan, outcome.hangs), plan)
-        self.bad |= dict.fromkeys(lost, "lost")
+        self.bad.update(lost)
         outcome.lost_nodes = lost
         # Of the host before a lost one in Slurm's tree, the step waits a minute for it.
         self.step_may_still_run |= bool(lost)
@@ -389,7 +385,7 @@ class SlurmAllocation(Allocation):
         if outcome.growth is not None and (self.job is None or outcome.cause == "asked"):
             outcome.cause = "grow"
         if outcome.slow_host is not None:
-            self.bad[outcome.slow_host.host] = "slow"
+            self.bad.add(outcome.slow_host.host)
             if self.job is None or outcome.cause == "asked":
                 outcome.cause = "slow_host"
 
@@ -419,7 +415,7 @@ class SlurmAllocation(Allocation):
         verdicts = (end.verdict for end in previous_ends(attempt).values())
         previous = [suspect_host(verdict) for verdict in verdicts if verdict is not None]
         if kind != "culprit" or suspect in previous:
-            self.bad[host] = "lost" if kind == "died" else "failed"
+            self.bad.add(host)
         try:
             cluster, reason = os.environ.get("SLURM_CLUSTER_NAME", ""), str(failure.message)
             note_failure(cluster, host, kind, reason, run=str(attempt.run.path), attempt=attempt.number)
@@ -436,22 +432,15 @@ class SlurmAllocation(Allocation):
         may_requeue = job is None or job.may_requeue
         is_ours = job is not None and job.state is JobState.RUNNING and not self.is_being_requeued
         return RestartOptions(
-            restart=is_ours and len(self.good_hosts) >= plan.fewest_nodes and self._has_time(plan),
+            # Slurm sends the notice before the time limit once: a step that starts later does not receive it.
+            restart=is_ours
+            and len(self.good_hosts) >= plan.fewest_nodes
+            and not is_nearly_over(job, plan.grace_s),
             requeue=may_requeue and shutil.which("scontrol") is not None,
             resubmit=not may_requeue and shutil.which("sbatch") is not None,
             follow_up=bool(read_job(self.run).waiting),
             unavailable_reason="this host has neither scontrol nor sbatch, and requeue.follow_ups is 0",
         )
-
-    def _has_time(self, plan: LaunchPlan) -> bool:
-        """Whether a step started now would run for a while before the time limit's notice signal.
-
-        Slurm sends that signal once, and a step that starts later does not receive it.
-        """
-        if self.job is None or self.job.end_time is None:
-            return True
-        left_s = (self.job.end_time - datetime.now(timezone.utc)).total_seconds()
-        return left_s > plan.grace_s + EARLY_S + START_S
 
     def after_notice(
         self, attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome, received: signal.Signals
@@ -527,10 +516,13 @@ class SlurmAllocation(Allocation):
 
         A start of the job that already runs elsewhere is left alone.
         """
-        waiting, completing = read_job(self.run).waiting, []
-        if self.is_queued:
-            waiting.append(self.job_id)
-        elif self.is_completing and self.is_being_requeued:
-            # The job enters the queue only after this shell has exited.
-            completing.append(self.job_id)
-        cancel_jobs(waiting, completing)
+        if shutil.which("scancel") is None:
+            return
+        waiting = [*read_job(self.run).waiting, *([self.job_id] if self.is_queued else [])]
+        try:
+            cancel_waiting(waiting)
+            if self.is_completing and self.is_being_requeued:
+                # The job enters the queue only after this shell has exited.
+                cancel([self.job_id])
+        except TrainkitError as error:
+            log_line(f"cannot cancel {', '.join(waiting) or self.job_id}: {error.message}")

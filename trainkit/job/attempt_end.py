@@ -21,7 +21,7 @@ from trainkit.job.signals import signal_exit_code
 from trainkit.plan.launch import LaunchPlan, RequeuePolicy
 from trainkit.run.end import KILLED, AttemptEnd, RankFailure, read_end
 from trainkit.run.events import Entry, best_result, log_event, read_events
-from trainkit.run.files import parse_time, read_jsonl_reversed, seconds_between, utc_now
+from trainkit.run.files import parse_time, read_jsonl_reversed, seconds_between, to_json, utc_now
 from trainkit.run.manifest import published
 from trainkit.run.record import read_job, record_of
 from trainkit.run.rundir import AttemptDir
@@ -130,7 +130,7 @@ def write_end(
     )
     end.write(attempt)
     if failure is not None:
-        values = replace(failure, log_tail=[]).to_dict()
+        values = to_json(replace(failure, log_tail=[]))
         failed_at = values.pop("time")
         log_event(run, number, "rank_failed", **values, failed_at=failed_at)
     if outcome.hung:

@@ -129,11 +129,20 @@ class LocalAttemptWatch(AttemptWatch):
         self._stop_requested_s = 0.0
         self._nonce = new_nonce()
 
-    def on_pause(self, event: str) -> None:
-        try:
-            log_event(self.attempt.run, self.attempt.number, event)
-        except OSError as error:  # `status` then shows it as running
-            log_line(f"{event}, which cannot be recorded ({error})")
+    def pause(self) -> signal.Signals | None:
+        """Stop all descendants until SIGCONT or a notice; that time does not count."""
+        paused_s, received = time.monotonic(), None
+        for event, sent in (("paused", signal.SIGSTOP), ("continued", signal.SIGCONT)):
+            processes.signal_all(processes.descendants(os.getpid()), sent)
+            try:
+                log_event(self.attempt.run, self.attempt.number, event)
+            except OSError as error:  # `status` then shows it as running
+                log_line(f"{event}, which cannot be recorded ({error})")
+            while received in (None, signal.SIGCHLD, signal.SIGTSTP):
+                received = processes.wait_for_signal(self.poll_interval_s, *processes.PAUSE_SIGNALS)
+        if self.deadline_s is not None:
+            self.deadline_s += time.monotonic() - paused_s
+        return received
 
     def start(self) -> None:
         _remove_stale_stores()
@@ -190,7 +199,7 @@ class LocalAttemptWatch(AttemptWatch):
         finally:
             processes.end_descendants()
             if (store := store_file(self._nonce)) is not None:
-                store.unlink(missing_ok=True)  # an agent that was killed has left it
+                store.unlink(missing_ok=True)
 
 
 def _remove_stale_stores() -> None:
@@ -291,12 +300,11 @@ class SlurmAttemptWatch(AttemptWatch):
             return
         self.superseded_by = newer
         log_line(f"attempt {self.attempt.number}: {newer.takeover}")
-        self.outcome.stop_signal = self.outcome.stop_signal or RESTART_SIGNAL
-        self.stop_ranks()
+        self.stop_ranks(RESTART_SIGNAL)
 
-    def stop_ranks(self) -> None:
+    def stop_ranks(self, as_if: str = signal.SIGTERM.name) -> None:
         self._unconfirmed_since_s = float("inf")
-        self.outcome.stop_signal = self.outcome.stop_signal or signal.SIGTERM.name
+        self.outcome.stop_signal = self.outcome.stop_signal or as_if
         if SRUN in self.running and self._signal_of_ranks() is None:
             self._notify_ranks()
         self.kill_after_grace()
@@ -311,10 +319,7 @@ class SlurmAttemptWatch(AttemptWatch):
             return
         self._unconfirmed_since_s = float("inf")
         if self._signal_of_ranks() is None and SRUN in self.running:
-            self._notify_ranks()
-            if self.outcome.stop_signal is None:
-                self.outcome.stop_signal = self._requested_signal() or signal.SIGTERM.name
-                self.kill_after_grace()
+            self.stop_ranks(self._requested_signal() or signal.SIGTERM.name)
 
     def _leave_early(self) -> None:
         """Have the ranks save and exit: for a restart without a slow host or on more nodes, or for good."""
@@ -332,10 +337,7 @@ class SlurmAttemptWatch(AttemptWatch):
         elif growth is None:
             log_line(f"attempt {self.attempt.number}: the jobs of the run have taken their total time")
         self.outcome.slow_host, self.outcome.growth, self.outcome.is_total_used = slow, growth, is_total_used
-        self.outcome.stop_signal = RESTART_SIGNAL
-        self._unconfirmed_since_s = float("inf")
-        self._notify_ranks()
-        self.kill_after_grace()
+        self.stop_ranks(RESTART_SIGNAL)
 
     def _notify_ranks(self) -> None:
         """Have the ranks save and exit; a command's get the signal that they handle from their agents."""

@@ -391,19 +391,11 @@ def _resume(
     delay_s: float = 0.0,
 ) -> Decision:
     """Restart in the cheapest available way; `in_place` allows a restart in the current allocation."""
-    candidates: list[tuple[Action, bool]] = [
-        ("requeue", options.requeue),
-        ("follow_up", options.follow_up),
-        ("resubmit", options.resubmit),
-    ]
-    if in_place:
-        candidates.insert(0, ("restart", options.restart))
-    action = next((action for action, possible in candidates if possible), None)
+    ways = RESUME_ACTIONS if in_place else RESUME_ACTIONS[1:]
+    action = next((way for way in ways if getattr(options, way)), None)
     if action is None:
-        final: Action = "stopped" if exit_code == EXIT_STOPPED else "failed"
-        return Decision(
-            final, f"{summary}; not started again: {options.unavailable_reason}", exit_code, cause
-        )
+        reason = f"{summary}; not started again: {options.unavailable_reason}"
+        return Decision("stopped" if exit_code == EXIT_STOPPED else "failed", reason, exit_code, cause)
     reason = f"{summary}; resumes (restart {len(previous) + 1})"
     return Decision(action, reason, EXIT_STOPPED, cause, delay_s if action == "restart" else 0.0)
 
@@ -411,7 +403,7 @@ def _resume(
 EARLY_S = 60.0
 """How much earlier than requested Slurm may send the signal before the time limit."""
 SLACK_S = 30.0
-"""How much time may pass between a signal and the query."""
+"""How much time may pass between a signal and the query, or between the start of a step and a signal."""
 
 
 def termination_cause(
@@ -446,10 +438,10 @@ def termination_cause(
     if job.state is JobState.TIMEOUT or job.reason == "TimeLimit":
         return "timeout"
     if stop_signal == RESTART_SIGNAL:
-        return "timeout" if _is_nearly_over(job, grace_s) else "asked"
+        return "timeout" if is_nearly_over(job, grace_s) else "asked"
     return (
         "timeout"
-        if stop_signal == notice and not supervisor_was_signalled and _is_nearly_over(job, grace_s)
+        if stop_signal == notice and not supervisor_was_signalled and is_nearly_over(job, grace_s)
         else None
     )
 
@@ -460,11 +452,12 @@ def is_ending(job: JobDetails, restarts: int, grace_s: float) -> bool:
         job.state is not JobState.RUNNING
         or job.restarts > restarts
         or job.is_preempted
-        or _is_nearly_over(job, grace_s)
+        or is_nearly_over(job, grace_s)
     )
 
 
-def _is_nearly_over(job: JobDetails, grace_s: float) -> bool:
-    if job.end_time is None:
+def is_nearly_over(job: JobDetails | None, grace_s: float) -> bool:
+    """Whether a job has no more time than its notice leaves, or nearly so; False if that is unknown."""
+    if job is None or job.end_time is None:
         return False
     return job.end_time - datetime.now(timezone.utc) < timedelta(seconds=grace_s + EARLY_S + SLACK_S)

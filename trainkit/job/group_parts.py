@@ -166,9 +166,7 @@ def recover_parts(group: RunGroup) -> None:
     If Slurm does not know it and no point of it has begun, its points are left to be submitted. Does nothing
     while another process submits it.
     """
-    record = group.record
-    is_known = bool(group.parts) and group.parts[-1].job_id is not None
-    if is_known or record.process is not None:
+    if group.record.process is not None or (group.parts and group.parts[-1].job_id is not None):
         return
     with suppress(LockBusy, PermissionError), file_lock(group.path / LOCK, 0.0):
         group.update()

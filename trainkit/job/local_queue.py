@@ -17,12 +17,12 @@ from typing import Any
 from trainkit.cluster.machine import NoDriver, gpu_handle, num_usable_cpus, nvml
 from trainkit.folders import ensure_folder, state_folder
 from trainkit.formats import plural
+from trainkit.job.processes import proc_file
 from trainkit.job.rank_env import VISIBLE, visible_gpus
 from trainkit.locks import LockBusy, acquire_lock, file_lock, is_locked, owner_of, release_lock
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import read_newest_end
 from trainkit.run.group import RunGroup, group_of
-from trainkit.run.process import PROC
 from trainkit.run.record import is_alive, read_job, record_of
 from trainkit.run.rundir import AttemptDir, RunDir
 
@@ -31,14 +31,9 @@ MAX_USERS = 3
 """The maximum number of runs that are named as those who use what a run waits for."""
 
 
-@dataclass(frozen=True)
-class Unit:
-    """A GPU or a CPU core."""
-
-    key: str
-    """The same whatever the GPU is called in CUDA_VISIBLE_DEVICES."""
-    user: str | None = None
-    """The process that uses a GPU, as far as the driver tells."""
+Units = Mapping[str, tuple[str, str | None]]
+"""GPUs or CPU cores by name: a key, the same whatever CUDA_VISIBLE_DEVICES calls a GPU, and the process that
+uses it, as far as the driver tells."""
 
 
 @dataclass
@@ -64,8 +59,8 @@ class QueuePlace:
             ahead = None if now else self._ahead()
             if ahead is not None:
                 return f"waits behind {ahead}"
-            cores = {str(index): Unit(f"core {index}") for index in range(num_usable_cpus())}
-            units = _gpus() if self.plan.device == "cuda" else cores
+            cores = {str(index): (f"core {index}", None) for index in range(num_usable_cpus())}
+            units: Units = _gpus() if self.plan.device == "cuda" else cores
             count = min(self.plan.world_size, len(units))
             taken, users = self._lock_free(units, count)
             if len(taken) < count and not now:
@@ -105,23 +100,23 @@ class QueuePlace:
                 path.unlink(missing_ok=True)
         return ahead
 
-    def _lock_free(self, units: Mapping[str, Unit], count: int) -> tuple[dict[str, int], dict[str, str]]:
+    def _lock_free(self, units: Units, count: int) -> tuple[dict[str, int], dict[str, str]]:
         """The descriptors of up to `count` free units, and the users of the others that were looked at."""
         taken, users = dict[str, int](), dict[str, str]()
-        for name, unit in units.items():
+        for name, (key, user) in units.items():
             if len(taken) == count:
                 break
-            path = self.folder / f"{unit.key}.lock"
+            path = self.folder / f"{key}.lock"
             try:
                 descriptor = acquire_lock(path, 0.0, owner=str(self.attempt.run.path))
             except LockBusy:
                 users[name] = owner_of(path)
                 continue
-            if unit.user is None:
+            if user is None:
                 taken[name] = descriptor
             else:
                 release_lock(descriptor)
-                users[name] = unit.user
+                users[name] = user
         return taken, users
 
 
@@ -130,7 +125,7 @@ def _named(users: list[str]) -> str:
     return f"{', '.join(users[:MAX_USERS])}{more}"
 
 
-def _gpus() -> dict[str, Unit]:
+def _gpus() -> Units:
     """The GPUs that this process may use, by their name in CUDA_VISIBLE_DEVICES; none without a driver."""
     listed = visible_gpus(os.environ.get(VISIBLE))
     with suppress(NoDriver), nvml() as driver, suppress(driver.NVMLError):
@@ -140,20 +135,18 @@ def _gpus() -> dict[str, Unit]:
     return {}
 
 
-def _gpu(driver: Any, name: str) -> Unit:
+def _gpu(driver: Any, name: str) -> tuple[str, str | None]:
     key, users = name, list[str]()
     with suppress(driver.NVMLError):  # a GPU that is lost, or a slice: the ranks say so
         handle = gpu_handle(driver, name)
         key = str(driver.nvmlDeviceGetUUID(handle))
         users = [_process(item.pid) for item in driver.nvmlDeviceGetComputeRunningProcesses(handle)]
-    return Unit(f"gpu {key}", users[0] if users else None)
+    return f"gpu {key}", next(iter(users), None)
 
 
 def _process(pid: int) -> str:
-    name = ""
-    with suppress(OSError):  # in another container, or gone
-        name = f" ({(PROC / str(pid) / 'comm').read_text().strip()})"
-    return f"process {pid}{name}"
+    name = proc_file(pid, "comm").decode(errors="replace").strip()
+    return f"process {pid} ({name})" if name else f"process {pid}"
 
 
 def _unfinished(plan: LaunchPlan) -> str | None:

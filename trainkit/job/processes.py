@@ -252,12 +252,17 @@ def ranks_below(pid: int) -> list[int]:
     return sorted(child for child in ranks if parent_pid(child) not in ranks)
 
 
-def environ_of(pid: int) -> dict[str, str]:
-    """The environment in which a process started; empty when it has ended or is another user's."""
+def proc_file(pid: int, name: str) -> bytes:
+    """A file of the kernel about a process; empty when that has ended, or is another user's."""
     try:
-        lines = (PROC / str(pid) / "environ").read_bytes().split(b"\0")
+        return (PROC / str(pid) / name).read_bytes()
     except OSError:
-        return {}
+        return b""
+
+
+def environ_of(pid: int) -> dict[str, str]:
+    """The environment in which a process started, as far as `proc_file` has it."""
+    lines = proc_file(pid, "environ").split(b"\0")
     return dict(os.fsdecode(line).partition("=")[::2] for line in lines)
 
 
@@ -267,30 +272,10 @@ def rank_of(pid: int) -> int | None:
     return int(rank) if rank.isdigit() else None
 
 
-def ranks_of_script(pid: int) -> dict[int, int | None]:
-    """The processes that a script has started, which may be ranks: pid -> RANK in a world of their own."""
-    children, world = _children_of(pid), environ_of(pid).get("WORLD_SIZE")
-    while len(children) == 1 and (below := _children_of(children[0])):  # as of `sh -c` and `uv run`
-        children = below
-    worlds = {child: environ_of(child).get("WORLD_SIZE") for child in children}
-    return {child: None if worlds[child] == world else rank_of(child) for child in children}
-
-
-def _children_of(pid: int) -> list[int]:
-    """The processes that the main thread of a process has started."""
-    try:
-        return list(map(int, (PROC / str(pid) / "task" / str(pid) / "children").read_text().split()))
-    except OSError:
-        return []
-
-
 def exit_code_of_zombie(pid: int) -> int | None:
     """The exit code, negative for a signal, of a process that its parent has not waited for; else None."""
-    try:
-        fields = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return os.waitstatus_to_exitcode(int(fields[49])) if fields[0] == "Z" else None
+    fields = proc_file(pid, "stat").rpartition(b")")[2].split()
+    return os.waitstatus_to_exitcode(int(fields[49])) if fields[:1] == [b"Z"] else None
 
 
 def signal_handled_by(pid: int, configured: str) -> signal.Signals:
@@ -311,11 +296,8 @@ def ignores(pid: int, number: signal.Signals) -> bool:
 
 
 def _signal_mask(pid: int, name: str) -> set[int]:
-    try:
-        lines = (PROC / str(pid) / "status").read_text().splitlines()
-        mask = next((int(line.split()[1], 16) for line in lines if line.startswith(f"{name}:")), 0)
-    except (OSError, ValueError):
-        return set()  # it has ended
+    lines = proc_file(pid, "status").splitlines()
+    mask = next((int(line.split()[1], 16) for line in lines if line.startswith(f"{name}:".encode())), 0)
     return {number for number in range(1, 65) if mask & 1 << number - 1}
 
 
@@ -414,28 +396,16 @@ class ProcessGroup:
             return
         received = wait_for_signal(min(left_s, self.poll_interval_s), *self.pauses_by)
         if received in self.pauses_by:
-            received = self._pause()
+            received = self.pause()
         if received not in (None, signal.SIGCHLD, signal.SIGCONT):
             self.received_at = utc_now()
             self.forward_signal(received)
             self.on_signal(received)
         self._reap()
 
-    def _pause(self) -> signal.Signals:
-        """Stop all descendants until the SIGCONT or notice that is returned; that time does not count."""
-        paused_s, received = time.monotonic(), None
-        signal_all(descendants(os.getpid()), signal.SIGSTOP)
-        self.on_pause("paused")
-        while received in (None, signal.SIGCHLD, signal.SIGTSTP):
-            received = wait_for_signal(self.poll_interval_s, *PAUSE_SIGNALS)
-        signal_all(descendants(os.getpid()), signal.SIGCONT)
-        self.on_pause("continued")
-        if self.deadline_s is not None:
-            self.deadline_s += time.monotonic() - paused_s
-        return received
-
-    def on_pause(self, event: str) -> None:
-        """Called with ``paused`` and ``continued``."""
+    def pause(self) -> signal.Signals | None:
+        """Called for one of `pauses_by`; returns the SIGCONT or notice that has ended the pause."""
+        raise NotImplementedError
 
     def _poll(self) -> None:
         """Call `poll` and log its OSErrors: a briefly unavailable filesystem must not end the members."""

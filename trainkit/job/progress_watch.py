@@ -32,22 +32,22 @@ from trainkit.run.events import (
     log_event,
     read_events,
 )
-from trainkit.run.files import JsonlTail, refresh_listing, utc_now, write_json
+from trainkit.run.files import Tail, refresh_listing, utc_now, write_json
 from trainkit.run.history import Attempt, attempts_of
 from trainkit.run.rundir import AttemptDir
 
 
-def slow_hosts(attempt: AttemptDir, plan: LaunchPlan, hosts: Sequence[str]) -> dict[str, str]:
+def slow_hosts(attempt: AttemptDir, plan: LaunchPlan, hosts: Sequence[str]) -> set[str]:
     """The `hosts` whose ranks were slow when an attempt ended, if the config excludes them."""
     if plan.requeue.slow_hosts == "ignore":
-        return {}
-    found = {}
+        return set()
+    found = set()
     events = read_events(attempt.run, *SLOWDOWN_EVENTS, attempt=attempt.number)
     seen = attempts_of(events).get(attempt.number) or Attempt(attempt.number)
     for event in seen.slow.values():
         if event.host is not None and event.host in hosts:
             log_line(f"excluding {event.host}: rank {event.rank} is {event.number('ratio')} times slower")
-            found[event.host] = "slow"
+            found.add(event.host)
     return found
 
 
@@ -57,14 +57,15 @@ class SlowHostWatch:
     def __init__(self, attempt: AttemptDir, plan: LaunchPlan, hosts: Sequence[str]) -> None:
         """`hosts` are the good hosts of the allocation, as Slurm names them."""
         self._attempt, self._policy, self._hosts = attempt, plan.requeue, hosts
-        self._events = JsonlTail(attempt.run.events_file, SLOWDOWN_EVENTS)
+        self._events = Tail(attempt.run.events_file)
+        self._events.position = self._events.size()
         self._seen = Attempt(attempt.number)
         self._since_s: dict[int, float] = {}
         """When the slow ranks were first seen to be so."""
 
     def poll(self) -> SlowHost | None:
         """The host to continue without; None as long as there is none. Raises OSError."""
-        for event in events_of(self._events.read()):
+        for event in events_of(self._events.records(SLOWDOWN_EVENTS)):
             if event.attempt == self._attempt.number:
                 self._seen.add(event)
         slow = [event for event in self._seen.slow.values() if event.host in self._hosts]
@@ -249,7 +250,8 @@ class ProgressWatch:
         self._limit_s = plan.notify.stalled_after_s
         # The trainer logs metrics, and its logs may grow without progress; a command may write only logs.
         self._output = OutputWatch(attempt, self._limit_s, with_logs=not plan.workload.knows_run)
-        self._events = JsonlTail(attempt.run.events_file, WATCHED_EVENTS)
+        self._events = Tail(attempt.run.events_file)
+        self._events.position = self._events.size()
         self._seen = Attempt(attempt.number)
         self._silent_s = self._longest_s = 0.0
         self._is_stalled = False
@@ -270,7 +272,7 @@ class ProgressWatch:
             after = "" if step is None else f" after step {step}"
             text = f"no progress for {plural(round(silent_s / 60), 'minute')}{after}"
             self._notifier.send(self._attempt, Notification("stalled", text, "stacks", step=step))
-        for event in events_of(self._events.read()):
+        for event in events_of(self._events.records(WATCHED_EVENTS)):
             if event.attempt == self._attempt.number:
                 self._report(event)
 

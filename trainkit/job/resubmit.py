@@ -8,7 +8,6 @@ and the other hosts would idle until the time limit.
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -34,7 +33,7 @@ from trainkit.run.record import (
 )
 from trainkit.run.rundir import AttemptDir, RunDir, run_lock, submission_token
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
-from trainkit.slurm.control import cancel, cancel_waiting, exclude_hosts, move_dependents, requeue
+from trainkit.slurm.control import cancel, exclude_hosts, move_dependents, requeue
 from trainkit.slurm.hosts import hosts_of_job, is_down, is_unavailable, node_states
 from trainkit.slurm.jobs import job_details
 from trainkit.slurm.states import split_job
@@ -54,19 +53,6 @@ def await_eviction() -> None:
     while (left_s := deadline_s - time.monotonic()) > 0:
         if processes.wait_for_signal(left_s) == signal.SIGTERM:
             return
-
-
-def cancel_jobs(waiting: Sequence[str], completing: Sequence[str]) -> None:
-    """Cancel pending jobs, and jobs that Slurm requeues once they have ended; failures are only logged."""
-    if shutil.which("scancel") is None:
-        return
-    try:
-        if waiting:
-            cancel_waiting(waiting)
-        if completing:
-            cancel(completing)
-    except TrainkitError as error:
-        log_line(f"cannot cancel {', '.join([*waiting, *completing])}: {error.message}")
 
 
 def resubmit(
@@ -117,11 +103,7 @@ def _submit(following: AttemptDir, job_id: str, plan: LaunchPlan, exclude: Seque
     run, request = following.run, plan.slurm
     token = submission_token(run, following.number)
     options = [f"--comment={request.comment(token)}", f"--dependency=afterany:{job_id}"]
-    try:
-        if excluded := excludable(exclude, request):
-            options.append(f"--exclude={with_excluded(request, excluded).sbatch['exclude']}")
-    except TrainkitError as error:
-        log_line(f"cannot exclude {', '.join(exclude)}: {error.message}")
+    _exclude(exclude, request, lambda hosts: options.append(f"--exclude={hosts}"))
     task = job_id.partition("_")[2]
     if task:
         options.append(f"--array={task}")
@@ -138,9 +120,14 @@ def exclude_from(job_id: str, hosts: Sequence[str], request: SlurmRequest) -> No
 
     A failure is logged and does not prevent the requeue.
     """
+    _exclude(hosts, request, lambda excluded: exclude_hosts(job_id, excluded))
+
+
+def _exclude(hosts: Sequence[str], request: SlurmRequest, act: Callable[[str], None]) -> None:
+    """Call `act` with the list of all excluded hosts, if any can be; a failure is logged."""
     try:
         if excluded := excludable(hosts, request):
-            exclude_hosts(job_id, str(with_excluded(request, excluded).sbatch["exclude"]))
+            act(str(with_excluded(request, excluded).sbatch["exclude"]))
     except TrainkitError as error:
         log_line(f"cannot exclude {', '.join(hosts)}: {error.message}")
 

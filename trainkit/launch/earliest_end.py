@@ -10,7 +10,7 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
 from itertools import islice
 from pathlib import Path
@@ -34,7 +34,8 @@ from trainkit.plan.node_range import KEY
 from trainkit.plan.step_work import work_of
 from trainkit.plan.workload import TRAINER, Workload
 from trainkit.run.events import read_events
-from trainkit.run.files import numbers
+from trainkit.run.files import numbers, to_json
+from trainkit.run.group import RunGroup
 from trainkit.run.history import RunHistory, read_plan
 from trainkit.run.registry import iter_known_runs
 from trainkit.run.rundir import RunDir
@@ -78,7 +79,8 @@ class Offer:
     limit_s: float
     """The time limit of a job."""
     work: Work
-    answer: Answer
+    start_time: datetime | None = None
+    """None if Slurm gives no time."""
     is_slice: bool = False
     """Whether the config does not ask for this limit, but its time allows several such jobs."""
     end_time: datetime | None = None
@@ -87,20 +89,7 @@ class Offer:
     """Jobs until then."""
     remark: str = ""
     """Why not."""
-
-    def to_dict(self) -> JsonObject:
-        """Plain data, times in ISO 8601."""
-        times = {"start_time": self.answer.start_time, "end_time": self.end_time}
-        return {
-            "num_nodes": self.num_nodes,
-            "partition": self.partition,
-            "limit_s": None if math.isinf(self.limit_s) else self.limit_s,
-            "is_slice": self.is_slice,
-            "num_jobs": self.num_jobs,
-            "work": asdict(self.work),
-            **{name: None if time is None else time.isoformat() for name, time in times.items()},
-            "remark": self.remark,
-        }
+    UNLIMITED = ("limit_s",)
 
 
 @dataclass(frozen=True)
@@ -114,14 +103,11 @@ class Choice:
     """Why none is, in a sentence."""
     priority: str = ""
     """What Slurm says of this user's priority."""
+    LEFT_OUT = ("priority",)
 
     def to_dict(self) -> JsonObject:
         """Plain data, without the priority."""
-        return {
-            "offers": [offer.to_dict() for offer in self.offers],
-            "taken": None if self.taken is None else self.taken.to_dict(),
-            "reason": self.reason or None,
-        }
+        return {**to_json(self), "reason": self.reason or None}
 
 
 def choose_nodes(
@@ -247,9 +233,9 @@ def with_end(offer: Offer, config: RunConfig, now: datetime, whole: datetime | N
     A run that returns to the queue after each job is assumed to wait there as long as now, and to restart in
     RESTART_S. A gap is used once: the second job starts no sooner than a longer one would, at `whole`.
     """
-    start, resources = offer.answer.start_time, config.resources
+    start, resources = offer.start_time, config.resources
     if start is None:
-        return replace(offer, remark=offer.answer.remark or "Slurm gives no time")
+        return replace(offer, remark=offer.remark or "Slurm gives no time")
     work_s, limit_s = offer.work.seconds, offer.limit_s
     needs = f"takes {duration(work_s)}"
     more = 0
@@ -321,16 +307,17 @@ def _gather(
             for place, all_steps in expected_work(base, measured.result()).items()
         }
         now, answers = datetime.now(timezone.utc), iter(found)
+        known = [Answer(remark=why_not) if why_not else next(answers) for why_not in misfits]
         offers = [
             Offer(
                 *(size, item.name, limit_s, work[size, gpus[item.name]]),
-                Answer(remark=why_not) if why_not else next(answers),
-                is_slice,
+                *(answer.start_time, is_slice),
+                remark=answer.remark,
             )
-            for (size, item, limit_s, is_slice), why_not in zip(asked, misfits, strict=True)
+            for (size, item, limit_s, is_slice), answer in zip(asked, known, strict=True)
         ]
         longest = sorted(offers, key=lambda one: one.limit_s)
-        whole = {(one.num_nodes, one.partition): one.answer.start_time for one in longest}
+        whole = {(one.num_nodes, one.partition): one.start_time for one in longest}
         ends = [with_end(one, config, now, whole[one.num_nodes, one.partition]) for one in offers]
         return ends, priority.result()
 
@@ -390,7 +377,7 @@ def _measured(
     """The work at the speed of earlier runs with the same steps, those of a bench too; the newest count."""
     found: dict[SizeAndGpu, Work] = {}
     steps = config.train.steps
-    if steps is None or plans[max(plans)].command is not None:
+    if steps is None or plans[max(plans)].workload.is_command:
         return found
     for run in islice(_earlier_runs(), MOST_RUNS):
         records = RunHistory(run).newest_steps()
@@ -421,7 +408,7 @@ def _is_alike(run: RunDir, config: RunConfig) -> bool:
 
 def _earlier_runs() -> Iterator[RunDir]:
     for known in iter_known_runs():
-        yield from map(known.group.run, known.group.points) if known.is_group else (known.run,)
+        yield from map(known.run, known.points) if isinstance(known, RunGroup) else (known,)
 
 
 def _priority(cluster: str) -> str:
@@ -468,8 +455,7 @@ def choice_lines(choice: Choice, plan: LaunchPlan, fit: int | None = None) -> It
         rows = [("nodes", "partition", "limit", "would start", "would end", unit, "work from")]
         for offer in choice.offers:
             start, end = (
-                "no" if time is None else when(time, now)
-                for time in (offer.answer.start_time, offer.end_time)
+                "no" if time is None else when(time, now) for time in (offer.start_time, offer.end_time)
             )
             hours = offer.num_nodes * workers * offer.work.seconds / 3600
             limit = "none" if math.isinf(offer.limit_s) else time_text(int(offer.limit_s))

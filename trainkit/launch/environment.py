@@ -33,7 +33,8 @@ def find_interpreter(
         argv = ("python3",)
     if launch.venv is not None:
         venv = _absolute(launch.venv, cwd)
-        problems += _venv_problems("launch.venv", launch.venv, venv, in_container)
+        if not in_container:  # else the folder may exist only there
+            problems += _venv_problems("launch.venv", launch.venv, venv)
         argv = (f"{venv}/bin/python",)
     elif launch.uv is not None:
         # Not `uv run`: it adds a process per rank, and forwards signals that Slurm already sends to every
@@ -116,9 +117,7 @@ def _contradictions(launch: LaunchConfig) -> Iterator[KeyProblem]:
         yield "launch.conda", message, "launch.python names an interpreter in the container"
 
 
-def _venv_problems(key: str, given: str, folder: str, in_container: bool) -> Iterator[KeyProblem]:
-    if in_container:
-        return  # the folder may exist only in the container
+def _venv_problems(key: str, given: str, folder: str) -> Iterator[KeyProblem]:
     if not os.access(f"{folder}/bin/python", os.X_OK):
         message = f"is {given!r}, and there is no {shown_path(folder)}/bin/python"
         yield key, message, f"`python3 -m venv {given}` creates a virtual environment"
@@ -140,7 +139,7 @@ def _uv_environment(given: str, environ: Mapping[str, str], cwd: Path) -> tuple[
     if environ.get("UV_PROJECT_ENVIRONMENT"):
         found = _absolute(environ["UV_PROJECT_ENVIRONMENT"], project)
     if found is not None:
-        return found, list(_venv_problems("launch.uv", given, found, in_container=False))
+        return found, list(_venv_problems("launch.uv", given, found))
     message = f"is {given!r}, which has no environment yet: there is no {project}/.venv"
     return f"{project}/.venv", [("launch.uv", message, f"`uv sync --project {given}` creates it")]
 

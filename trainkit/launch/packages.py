@@ -108,10 +108,6 @@ class Packages:
         """Its torch, as far as the version.py of that says."""
         return TorchBuild.read(self.program, self.files.get("torch"))
 
-    def is_below(self, name: str, folder: str) -> bool:
-        """Whether a package is installed in a folder or below it."""
-        return name in self.files and Path(self.files[name]).is_relative_to(folder)
-
 
 def find_packages(
     argv: Sequence[str],
@@ -205,7 +201,7 @@ def find_environment(config: RunConfig, on_slurm: bool, workload: Workload, cwd:
         if module is not None and module not in packages.files:
             hint = f"`{quote(program)} -m pip install {module}` installs it; launch.venv names another Python"
             found.append(("", f"--launcher {workload.launcher} starts {module}, which {program} lacks", hint))
-        is_of_host = on_slurm and packages.is_below("torch", SYSTEM_FOLDER)
+        is_of_host = on_slurm and PurePath(packages.files.get("torch", "")).is_relative_to(SYSTEM_FOLDER)
         torch = packages.torch if may_use_gpus and not is_of_host else None
     webhook = config.notify.webhook
     if url := os.environ.get(webhook or ""):

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import takewhile
 from pathlib import Path, PurePath
-from threading import Thread
 from typing import Any
 
 from trainkit.cluster.machine import Machine, detect_machine
@@ -79,20 +76,14 @@ class Gatherer:
         if choose_backend(launch.backend, launch.cluster)[0] == "local":
             return make_target(loaded)
 
-        def look(at: Callable[[], object]) -> None:
-            with suppress(Exception):  # raised again when it is needed
-                at()
+        from concurrent.futures import ThreadPoolExecutor  # slow to load, and only Slurm takes its time
 
-        looks: list[Callable[[], object]] = [partial(self._environment_of, loaded.config, True, workload)]
-        looks += [] if workload.is_command else [partial(self._data_of, loaded.config)]
-        others = [Thread(target=look, args=(at,)) for at in looks]
-        for other in others:
-            other.start()
-        try:
+        with ThreadPoolExecutor() as threads:
+            # What these raise is raised again when it is needed.
+            threads.submit(self._environment_of, loaded.config, True, workload)
+            if not workload.is_command:
+                threads.submit(self._data_of, loaded.config)
             return make_target(loaded)
-        finally:
-            for other in others:
-                other.join()
 
     def _environment_of(self, config: RunConfig, on_slurm: bool, workload: Workload) -> Environment:
         used = config.model_dump_json(by_alias=True, include={"launch", "logging", "notify", "device"})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime, timezone
 
 from trainkit.cluster.limits import ResourceRequest, partition_problems
@@ -11,6 +11,7 @@ from trainkit.cluster.model import Cluster
 from trainkit.config import RunConfig
 from trainkit.formats import JsonObject, duration, table
 from trainkit.plan.launch import LaunchPlan, Options, option_argv
+from trainkit.run.files import to_json
 from trainkit.slurm.submit import Answer, ask_starts
 
 SOON_S = 60
@@ -25,12 +26,11 @@ class Wait:
     is_asked: bool
     """Whether the config requests it, or gets it by default."""
     answer: Answer
+    LEFT_OUT = ("answer",)
 
     def to_dict(self) -> JsonObject:
         """Plain data, the time in ISO 8601."""
-        start = self.answer.start_time
-        shown = {**asdict(self.answer), "start_time": None if start is None else start.isoformat()}
-        return {"partition": self.partition, "is_asked": self.is_asked, **shown}
+        return {**to_json(self), **to_json(self.answer)}
 
 
 def request_of(plan: LaunchPlan, config: RunConfig, cluster: Cluster) -> ResourceRequest:

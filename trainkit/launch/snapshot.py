@@ -26,7 +26,7 @@ from trainkit.launch.secrets import mask_diff, refuse_leaks, without_secrets
 from trainkit.launch.source_tree import SourceTree, add_links, below, find_tree, parents, printable
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.workload import Workload
-from trainkit.run.files import utc_now, write_json
+from trainkit.run.files import to_json, utc_now, write_json
 from trainkit.run.record import CodeCopy, changed_job, read_job
 from trainkit.run.rundir import RunDir
 
@@ -70,7 +70,7 @@ def write_origin(
         else:
             code = copy_code(cwd, run, plan.workload) if wants_copy(config, plan) else None
         value = {**provenance.result(), "argv": without_secrets(argv, config.secrets)}
-        value["code"] = None if code is None else code.to_dict()
+        value["code"] = to_json(code)
     refuse_leaks(json.dumps(value), str(run.provenance_file), config.secrets, os.environ)
     write_json(run.provenance_file, value)
     return code
@@ -82,7 +82,7 @@ def future_code(
     """The description that `write_origin` would return now; writes nothing. Raises UsageError likewise."""
     if code_from is not None:
         return moved(code_from, run.code_dir)
-    return planned_code(Path.cwd(), run, plan.workload) if wants_copy(config, plan) else None
+    return plan_copy(Path.cwd(), run, plan.workload)[0] if wants_copy(config, plan) else None
 
 
 @contextmanager
@@ -114,13 +114,6 @@ def renewed_code(run: RunDir, config: RunConfig, plan: LaunchPlan) -> Iterator[N
         raise
 
 
-def planned_code(
-    cwd: Path, run: RunDir, workload: Workload, environ: Mapping[str, str] = os.environ
-) -> CodeCopy:
-    """The description that `copy_code` would return now; writes nothing. Raises UsageError likewise."""
-    return _plan(cwd, run, workload, environ)[0]
-
-
 def copy_code(
     cwd: Path, run: RunDir, workload: Workload, environ: Mapping[str, str] = os.environ
 ) -> CodeCopy:
@@ -131,7 +124,7 @@ def copy_code(
     ``python train.py --data data/train.jsonl``. Raises UsageError when the code is too large, a file cannot
     be read, or the run folder cannot be written.
     """
-    code, tree = _plan(cwd, run, workload, environ)
+    code, tree = plan_copy(cwd, run, workload, environ)
     if run.code_dir.exists():
         raise UsageError(f"{run.code_dir} already exists", hint="every run has its own code folder")
     try:
@@ -178,9 +171,10 @@ def _copy_error(error: OSError, run: RunDir) -> UsageError:
     )
 
 
-def _plan(
-    cwd: Path, run: RunDir, workload: Workload, environ: Mapping[str, str]
+def plan_copy(
+    cwd: Path, run: RunDir, workload: Workload, environ: Mapping[str, str] = os.environ
 ) -> tuple[CodeCopy, SourceTree]:
+    """The description that `copy_code` would return now, and the files; writes nothing. Raises likewise."""
     folder, run_dir = os.path.realpath(cwd), os.path.realpath(run.path)
     tree = find_tree(folder, run_dir)
     tree.subfolder = below(tree.root, folder)

@@ -23,7 +23,7 @@ from trainkit.launch.secrets import refuse_leaks
 from trainkit.plan.launch import LaunchPlan, option_argv
 from trainkit.plan.sweep import MAX_POINTS, filled_in, key_without_seed, names_key
 from trainkit.plan.workload import Workload
-from trainkit.run.rundir import RunDir, future_run
+from trainkit.run.rundir import RUNS_FOLDER, RunDir, next_name
 from trainkit.slurm.states import array_indices, array_spec
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ class Submission:
         Raises UsageError if it would contain a secret.
         """
         config, plan = self.points[0].config, self.points[0].plan
-        run = future_run(config.name, run_dir)
+        run = RunDir(run_dir or Path(RUNS_FOLDER, next_name(config.name, None)))
         files: dict[Path, str] = {}
         for place, point in self._distinct_runs(run):
             files |= {place.path / name: text for name, text in point.plan.launcher_files.items()}
@@ -154,7 +154,7 @@ class Submission:
         for point in self.points:
             if point.plan.launcher_files not in seen:
                 seen.append(point.plan.launcher_files)
-                yield folder if self.array is None else _run_of(folder, point), point
+                yield folder if self.array is None else RunDir(folder.path / str(point.index)), point
 
     def script(self, folder: RunDir, code: CodeCopy | None) -> JobScript:
         """The script of the job in its folder; raises UsageError when it would contain a secret."""
@@ -166,12 +166,6 @@ class Submission:
         script = script_for(folder, 1, plan, config, Path.cwd(), code, array)
         refuse_leaks(script.text, str(folder.script_file), config.secrets, os.environ)
         return script
-
-
-def _run_of(group: RunDir, point: PlannedPoint) -> RunDir:
-    from trainkit.run.group import RunGroup  # what reads a group is slow to import
-
-    return RunGroup(group.path).run(point.index)
 
 
 def plan_submission(

@@ -152,7 +152,7 @@ def simulate(loaded: LoadedConfig, plan: LaunchPlan, rank: int) -> Simulation:
     config = loaded.config
     with tempfile.TemporaryDirectory(prefix="trainkit-simulate-") as name:
         folder = Path(name)
-        # Compile and float8 need a GPU or real values, but not more memory.
+        # Compile and float8 need a GPU or real values, but not more memory. `gather` takes less.
         parallel = config.parallel.model_copy(update={"compile": False})
         precision = config.precision.model_copy(update={"float8": False})
         simulated = config.model_copy(update={"parallel": parallel, "precision": precision})

@@ -31,30 +31,24 @@ _MEM = re.compile(r"(\d+)([KMGT]?)")
 
 
 def run_values(run: RunDir, attempt: AttemptDir) -> dict[str, str]:
-    """The values of an attempt, by placeholder; what is unknown, or means nothing here, is left out."""
+    """The values of an attempt, by placeholder; what is unknown here is empty or missing."""
     plan = read_plan(attempt)
     plan = plan if plan.values else read_plan(run)
+    command, is_by_hand = " ".join(map(quote, plan.command or ())), run.was_started_by_hand
     values = {
         "run": run.word,
         "attempt_dir": str(attempt.path),
+        "command": command,
+        "by_hand": command if is_by_hand else "",
+        "resumable": "" if is_by_hand else run.word,
+        "missing_logs_dir": "" if attempt.logs_dir.exists() else str(attempt.logs_dir),
         **_disk_values(run),
+        **({} if plan.is_command else _batch_values(plan.record("batch"))),
     }
-    if plan.command is not None:
-        values["command"] = " ".join(quote(str(word)) for word in plan.command)
-    else:
-        values |= _batch_values(plan.record("batch"))
-    if run.was_started_by_hand:
-        values["by_hand"] = values.get("command", "")
-    else:
-        values["resumable"] = values["run"]
-    if not attempt.logs_dir.exists():
-        values["missing_logs_dir"] = str(attempt.logs_dir)
     config = read_config(attempt.config_file if attempt.config_file.is_file() else run.config_file)
     if config is None:
         return values
-    if not plan.is_command:
-        values["trainer_config"] = quote(str(run.config_file))
-    return values | _config_values(config, plan)
+    return values | _config_values(config, plan, quote(str(run.config_file)))
 
 
 def _batch_values(batch: Record) -> dict[str, str]:
@@ -72,9 +66,13 @@ def _batch_values(batch: Record) -> dict[str, str]:
     return values
 
 
-def _config_values(config: RunConfig, plan: PlanRecord) -> dict[str, str]:
+def _config_values(config: RunConfig, plan: PlanRecord, file: str) -> dict[str, str]:
     resources = config.resources
-    values: dict[str, str] = {}
+    values = {
+        "nodelist": str(resources.extra.get("nodelist", "")),
+        "network": config.launch.network,
+        "grace_s": f"{config.requeue.grace_s:g}",
+    }
     if plan.text("backend") not in (None, "local"):
         if resources.mem is None:
             values["mem_unset"] = "not set"
@@ -82,17 +80,14 @@ def _config_values(config: RunConfig, plan: PlanRecord) -> dict[str, str]:
             values |= {"mem": resources.mem, "more_mem": f"{-(-int(match[1]) * 3 // 2)}{match[2]}"}
         values |= _time_values(config.resources)
     if not plan.is_command:
-        if config.data.num_workers:
-            values["num_workers"] = str(config.data.num_workers)
         values |= {
+            "trainer_config": file,
+            "num_workers": str(config.data.num_workers or ""),
             "lr": f"{config.optimizer.lr:g}",
             "smaller_lr": f"{config.optimizer.lr / 3:.2g}",
             "warmup_steps": str(config.schedule.warmup_steps),
             "precision": config.precision.dtype,
         }
-    values["nodelist"] = str(resources.extra.get("nodelist", ""))
-    values["network"] = config.launch.network
-    values["grace_s"] = f"{config.requeue.grace_s:g}"
     return values
 
 
@@ -161,8 +156,9 @@ def hang_values(
         if stack:  # none for a COMMAND
             text = clean(f"rank {rank} on {report.get('host')}, in {phase}: {stack[0]}")
             lines.append(Evidence(files.shown(path), json_line(path, "stack"), text))
-    values = {"waiting": rank_list(waiting)} if waiting and blocking is not None else {}
-    return values | ({"hangs_dir": str(files.attempt.hangs_dir)} if lines else {}), lines
+    known = waiting if blocking is not None else []
+    hangs_dir = str(files.attempt.hangs_dir) if lines else ""
+    return {"waiting": rank_list(known) if known else "", "hangs_dir": hangs_dir}, lines
 
 
 def missing_rank_values(files: AttemptFiles, match: Match) -> dict[str, str]:
@@ -172,9 +168,9 @@ def missing_rank_values(files: AttemptFiles, match: Match) -> dict[str, str]:
         ranks = _ranks_not_joined(files, int(match.groups["joined"]))
     if not ranks:
         return {}
-    values = {"missing_ranks": rank_list(ranks), "missing_rank": str(ranks[0]), "suspect_rank": str(ranks[0])}
-    hosts = dict.fromkeys(filter(None, map(files.host_of, ranks)))
-    return values | ({"missing_hosts": ", ".join(hosts)} if hosts else {})
+    hosts = ", ".join(dict.fromkeys(filter(None, map(files.host_of, ranks))))
+    first = dict.fromkeys(("missing_rank", "suspect_rank"), str(ranks[0]))
+    return {"missing_ranks": rank_list(ranks), "missing_hosts": hosts, **first}
 
 
 def _ranks_not_joined(files: AttemptFiles, num_joined: int) -> list[int]:

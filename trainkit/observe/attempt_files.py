@@ -109,17 +109,17 @@ class AttemptFiles:
         yield from self.of_slurm()
         yield from self.logs("agent", sorted(self.attempt.logs_dir.glob("node-*.log"))[:MAX_LOGS])
 
-    def memory_in_use(self, host: str | None) -> str | None:
-        """The memory of a host in the last health sample of this attempt, as ``61.2 of 64.0 GiB``."""
+    def memory_in_use(self, host: str | None) -> str:
+        """The memory of a host in the last health sample of this attempt: ``61.2 of 64.0 GiB``, or empty."""
         if host is None:
-            return None
+            return ""
         try:
             samples = map(HealthSample, islice(read_jsonl_reversed(self.run.health_file(host)), MAX_SAMPLES))
             sample = next((one for one in samples if one.attempt == self.attempt.number), HealthSample({}))
         except OSError:
-            return None
+            return ""
         used, total = sample.number("mem_used_gib"), sample.number("mem_total_gib")
-        return None if used is None or total is None else f"{used:.1f} of {total:.1f} GiB"
+        return "" if used is None or total is None else f"{used:.1f} of {total:.1f} GiB"
 
     def curve_text(self) -> Iterator[Text]:
         """The step from which on the loss was not finite, if it was not when the attempt ended."""

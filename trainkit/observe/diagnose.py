@@ -127,7 +127,7 @@ class _Case:
             return self._nothing("the run finished")
         job = self.slurm_job
         # A job that waits to start again has an attempt that was interrupted.
-        is_over = job is not None and (job.is_terminal or job.state is JobState.REQUEUED)
+        is_over = job is not None and (job.state.is_terminal or job.state is JobState.REQUEUED)
         if not (self.has_ended or self.records or is_over or self.alive is False):
             silence = self._best(self.events.texts(only_silence=True)) if self.alive else None
             if silence is not None:
@@ -335,20 +335,18 @@ class _Case:
             rank = host = None
         values |= {
             "subject": _subject(rank, host),
-            **({"num_hosts": str(len(hosts))} if hosts else {}),
-            **({} if self.slurm_job is None else {"job_id": self.slurm_job.job_id}),
+            "num_hosts": str(len(hosts) or ""),
+            "job_id": "" if self.slurm_job is None else self.slurm_job.job_id,
             "message": clean(failure.message or ""),
-            **({} if failure.code is None else {"place": clean(failure.code.place)}),
+            "place": "" if failure.code is None else clean(failure.code.place),
             "reason": clean(str(self.end.reason or "")),
             **({} if rank is None else {"rank": str(rank)}),
             **({} if host is None else host_values(host, values.get("nodelist", ""))),
         }
         added, more = hang_values(self.files, match, rank)
         values |= added | missing_rank_values(self.files, match) | self._host_values(match)
-        values |= self._silent_rank_values(match)
-        values |= self.events.values()
-        memory = self.files.memory_in_use(host)
-        values |= {} if memory is None else {"memory_in_use": memory}
+        values |= self._silent_rank_values(match) | self.events.values()
+        values |= {"memory_in_use": self.files.memory_in_use(host)}
         values |= collective_values(self.files, match, self._rank_logs())
         if "suspect_rank" in values:
             rank = int(values["suspect_rank"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
 from shlex import quote
@@ -12,9 +12,10 @@ from shlex import quote
 from trainkit.formats import JsonObject, shown, shown_value
 from trainkit.observe.status import ACTIVE_STATES, STATE_EVENTS, attempt_state
 from trainkit.run.end import AttemptEnd, Best, read_newest_end
-from trainkit.run.files import read_object, seconds_between
-from trainkit.run.group import WAITS_FOR_ROOM, Point, RunGroup, is_index
-from trainkit.run.history import Attempt, PlanRecord, RunHistory
+from trainkit.run.events import best_result, read_events
+from trainkit.run.files import read_object, seconds_between, to_json
+from trainkit.run.group import WAITS_FOR_ROOM, Point, RunGroup
+from trainkit.run.history import Attempt, PlanRecord, attempts_of
 from trainkit.run.record import AttemptRecord, attempt_of, is_alive
 from trainkit.slurm.environment import other_cluster
 from trainkit.slurm.jobs import JobInfo
@@ -24,8 +25,6 @@ NUM_READERS = 4
 """Threads that read points in parallel: a network filesystem takes about a millisecond per file."""
 POINTS_PER_TASK = 100
 NOT_CREATED = AttemptRecord()
-NOT_STARTED = "not started"
-"""Of a run of a bench that has not come to it."""
 FAILED = ("failed", "died", "unknown")
 """States that need attention, worst first."""
 ORDER = (
@@ -37,7 +36,6 @@ ORDER = (
     "restarting",
     "requeueing",
     "pending",
-    NOT_STARTED,
     "stopped",
     "cancelled",
     "finished",
@@ -92,10 +90,7 @@ class PointStatus:
     run_dir: str
     cluster: str | None = None
     """The cluster of its job, if that is another one than here."""
-
-    def to_dict(self) -> dict[str, object]:
-        own = {name: value for name, value in vars(self).items() if name != "cluster" or value}
-        return {**own, "best": self.best and asdict(self.best)}
+    OPTIONAL = ("cluster",)
 
     @property
     def problem(self) -> str:
@@ -146,9 +141,9 @@ class GroupStatus:
         return None
 
     def to_dict(self) -> dict[str, object]:
-        own, points = dict(vars(self)), [point.to_dict() for point in self.points]
-        own.pop("points")
-        best = None if self.best is None else self.best.to_dict()
+        own = to_json(self)
+        points = own.pop("points")
+        best = to_json(self.best)
         return {**own, "num_points": len(points), "states": self.states, "best": best, "points": points}
 
 
@@ -230,7 +225,7 @@ class GroupFiles:
         name = self.jobs[files.point.index]
         job = None if jobs is None else jobs.get(name)
         # Without one, its cluster does not answer.
-        alive = None if job is None else job.state is not JobState.UNKNOWN and not job.is_terminal
+        alive = None if job is None else job.state is not JobState.UNKNOWN and not job.state.is_terminal
         if not files.entry.attempt:
             # Its task has not created the folder yet.
             if alive is False and self.group.record.cancelled_at is not None:
@@ -259,8 +254,7 @@ class GroupFiles:
 
 def _read_points(group: RunGroup) -> list[PointFiles]:
     points = group.points
-    names = (path.name for path in group.path.iterdir())
-    created = [int(name) for name in names if is_index(name) and int(name) in points]
+    created = group.created()
     found = {index: PointFiles(point, group.task_id(index)) for index, point in points.items()}
     shares = [created[first : first + POINTS_PER_TASK] for first in range(0, len(created), POINTS_PER_TASK)]
     from concurrent.futures import ThreadPoolExecutor  # slow to load, and most runs are in no group
@@ -273,7 +267,7 @@ def _read_points(group: RunGroup) -> list[PointFiles]:
 
 def _read(group: RunGroup, index: int) -> PointFiles:
     # By text and with no more than the newest attempt: there may be ten thousand points.
-    folder = f"{group.path}/{index}"
+    folder = group.folder(index)
     attempts = read_object(f"{folder}/job.json").get("attempts")
     entry = attempt_of(attempts[-1]) if isinstance(attempts, list) and attempts else None
     entry, end = entry or NOT_CREATED, read_newest_end(folder)
@@ -282,12 +276,17 @@ def _read(group: RunGroup, index: int) -> PointFiles:
     if files.is_over or not entry.attempt:
         return files
     run = group.run(index)
-    seen, best = RunHistory(run).attempts_and_best(*STATE_EVENTS)
+    events = list(read_events(run, *STATE_EVENTS, "evaluated"))
     # Rank 0 of a COMMAND need not write metrics.
     is_command = PlanRecord(group.record.plan).is_command
     is_printing = is_command and run.attempt(entry.attempt).rank_log(0).exists()
     has_metrics = run.metrics_file.exists() or is_printing
-    return replace(files, seen=seen.get(entry.attempt), best=best, has_metrics=has_metrics)
+    return replace(
+        files,
+        seen=attempts_of(events).get(entry.attempt),
+        best=best_result(run, events),
+        has_metrics=has_metrics,
+    )
 
 
 def most_relevant(points: Sequence[PointStatus], count: int) -> list[PointStatus]:

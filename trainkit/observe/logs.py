@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from trainkit.run.end import RankFailure, is_over
-from trainkit.run.files import LineTail, reversed_lines
+from trainkit.run.files import Tail, reversed_lines
 from trainkit.run.rundir import AttemptDir, RunDir
 
 if TYPE_CHECKING:
@@ -204,16 +204,6 @@ def json_line(path: Path, key: str) -> int | None:
         return None
 
 
-class LogTail(LineTail):
-    """Reads the lines that are appended to a log."""
-
-    def read(self, *, unfinished: bool = False) -> list[str]:
-        """New lines, without their newlines; `unfinished` is for a file that no longer grows."""
-        return [
-            line.removesuffix(b"\n").decode(errors="replace") for line in self.lines(unfinished=unfinished)
-        ]
-
-
 def last_lines(path: Path, count: int) -> tuple[list[bytes], int]:
     """The last `count` complete lines of a file, and the position at which they end."""
     try:
@@ -265,7 +255,7 @@ def follow(
     number = first_attempt
     while True:
         attempt = run.attempt(number)
-        tails: dict[str, LogTail] = {}
+        tails: dict[str, Tail] = {}
         listed_s = float("-inf")
         while True:
             # Checked before reading, so that everything written before the end is read.
@@ -277,10 +267,10 @@ def follow(
                 listed_s = time.monotonic()
                 for path in logs_of(attempt):
                     if path.name not in tails:
-                        tails[path.name] = LogTail(path, 0 if last is None else start_of_last(path, last))
+                        tails[path.name] = Tail(path, 0 if last is None else start_of_last(path, last))
                     tails[path.name].path = path  # the run may have been moved
             for tail in tails.values():
-                for text in tail.read(unfinished=passed):
+                for text in tail.texts(unfinished=passed):
                     yield tail.path.stem, text
             if passed:
                 break

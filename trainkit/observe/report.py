@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from trainkit.observe.goodput import CATEGORIES, Curves, Point, idle_gaps, read_curves, worker_hours
@@ -108,13 +108,7 @@ class Report:
     config: FlatConfig
     layout: dict[str, int]
     provenance: dict[str, Any]
-
-    def to_dict(self) -> dict[str, Any]:
-        """The report as JSON, without the points of its curves."""
-        value = {**asdict(self), "status": self.status.to_dict()}
-        value.pop("curves"), value.pop("val_loss")
-        value["attempts"] = [attempt.to_dict() for attempt in self.attempts]
-        return value
+    LEFT_OUT = ("curves", "val_loss")
 
 
 def read_report(history: RunHistory, status: RunStatus, now: float) -> Report:

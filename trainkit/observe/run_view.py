@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from shlex import join, quote
@@ -16,7 +16,7 @@ from trainkit.observe.logs import last_texts
 from trainkit.observe.status import RunStatus
 from trainkit.run.end import read_end
 from trainkit.run.events import Event, StepRecord
-from trainkit.run.files import Record, mean, numbers, parse_time, seconds_between
+from trainkit.run.files import Record, mean, numbers, parse_time, seconds_between, to_json
 from trainkit.run.history import CURVES, HealthSample, PlanRecord, RunHistory, read_plan
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.jobs import JobInfo
@@ -133,6 +133,7 @@ class RunView:
     log_tail: list[str]
     """Its last lines."""
     curves: dict[str, list[tuple[int, float]]] = field(repr=False)
+    LEFT_OUT = ("status", "curves")
 
     @property
     def progress(self) -> float | None:
@@ -152,11 +153,7 @@ class RunView:
 
     def to_dict(self) -> dict[str, object]:
         """As a JSON object: the fields of `status --json`, and what `watch` adds; without the curves."""
-        own = {name: value for name, value in vars(self).items() if name not in ("status", "curves")}
-        own["nodes"] = [asdict(node) for node in self.nodes]
-        own["slowest_rank"] = None if self.slowest_rank is None else asdict(self.slowest_rank)
-        own["notices"] = [asdict(notice) for notice in self.notices]
-        return {**self.status.to_dict(), **own}
+        return {**self.status.to_dict(), **to_json(self)}
 
 
 def read_view(

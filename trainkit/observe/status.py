@@ -26,7 +26,7 @@ from trainkit.run.end import (
     signal_name,
 )
 from trainkit.run.events import FAILED_SAVES, Event, StepRecord
-from trainkit.run.files import Record, parse_time, read_object, seconds_between
+from trainkit.run.files import Record, parse_time, read_object, seconds_between, to_json
 from trainkit.run.history import (
     Attempt,
     PlanRecord,
@@ -39,7 +39,7 @@ from trainkit.run.history import (
 from trainkit.run.manifest import newest_checkpoint
 from trainkit.run.record import AttemptRecord, JobRecord
 from trainkit.run.rundir import AttemptDir, RunDir
-from trainkit.slurm.hosts import first_host
+from trainkit.slurm.hosts import expand_hosts
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState, reason_sentence
 
@@ -138,6 +138,7 @@ class RunStatus:
     """Seconds that the slices of the run have taken since a command started it; None without slices."""
     total_s: float | None = None
     """What all of them may take."""
+    OPTIONAL = ("cluster",)
 
     @property
     def is_command(self) -> bool:
@@ -169,17 +170,8 @@ class RunStatus:
         return None if self.is_active else self.verdict
 
     def to_dict(self) -> dict[str, object]:
-        return {
-            **{name: value for name, value in vars(self).items() if name != "cluster" or value},
-            "last_event": self.last_event and self.last_event.values,
-            "verdict": self.verdict and self.verdict.to_dict(),
-            "restarts": [
-                {**vars(restart), "verdict": restart.verdict and restart.verdict.values}
-                for restart in self.restarts
-            ],
-            "slowdowns": [event.values for event in self.slowdowns],
-            "trackers": {name: position.values for name, position in self.trackers.items()},
-        }
+        values: dict[str, object] = to_json(self)
+        return values
 
 
 def read_status(
@@ -329,11 +321,12 @@ def _slurm_state(
     if job.state.is_waiting:
         was_requeued = has_started or job.state is JobState.REQUEUED
         return ("requeueing" if was_requeued else "pending"), job.sentence or None
-    if job.is_terminal and job.state is JobState.CANCELLED:
+    if job.state.is_terminal and job.state is JobState.CANCELLED:
         return "cancelled", _slurm_end(job)
-    host = starts[-1].host if starts else first_host(job.nodes) if job.nodes and not has_started else None
+    hosts = [starts[-1].host] if starts else expand_hosts(job.nodes) if job.nodes and not has_started else []
+    host = next(iter(hosts), None)
     before = f"ended on {host} before the supervisor began"
-    if job.is_terminal:
+    if job.state.is_terminal:
         if host is not None and not job.log_not_opened:
             return "died", f"{_slurm_end(job)}; it {before}"
         return "died", _slurm_end(job) + _failed_requeue(end, job, entry)

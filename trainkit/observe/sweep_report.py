@@ -9,14 +9,14 @@ import os
 import shlex
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from trainkit.config.schema import flatten
-from trainkit.formats import JsonObject, plural, shown, shown_value
+from trainkit.formats import plural, shown, shown_value
 from trainkit.observe.goodput import Point, worker_hours
 from trainkit.observe.group import (
     FAILED,
@@ -30,7 +30,14 @@ from trainkit.observe.group import (
 from trainkit.observe.page import Chart, FlatConfig, Line, dot_chart, line_chart, render_page
 from trainkit.observe.status import ACTIVE_STATES
 from trainkit.run.events import StepRecord, read_events, steps_of
-from trainkit.run.files import Record, numbers, parse_records, read_object, reversed_lines, sampled_lines
+from trainkit.run.files import (
+    Record,
+    numbers,
+    parse_records,
+    read_object,
+    reversed_lines,
+    sampled_lines,
+)
 from trainkit.run.group import RunGroup
 from trainkit.run.history import Attempt, PlanRecord, attempts_of, ended_attempts, timestamp
 from trainkit.run.rundir import RunDir
@@ -67,15 +74,10 @@ OBJECTIVES = {
 }
 
 
-@dataclass(frozen=True)
-class PointReport:
+@dataclass(frozen=True, kw_only=True)
+class PointReport(PointStatus):
     """What one run did; None where a value is unknown."""
 
-    index: int
-    values: JsonObject
-    state: str
-    reason: str | None
-    run_dir: str
     step: int | None
     result: float | None
     """Its value of the objective."""
@@ -83,6 +85,7 @@ class PointReport:
     """The median of the records that were read."""
     worker_hours: float | None
     curves: dict[str, list[Point]] = field(default_factory=dict)
+    LEFT_OUT = ("job_id", "best", "cluster", "curves")
 
 
 @dataclass(frozen=True)
@@ -101,50 +104,27 @@ class SweepReport:
     worker_hours: float | None
     config: FlatConfig
     provenance: dict[str, Any]
-
-    def to_dict(self) -> dict[str, Any]:
-        """The report as JSON, without curves, config and provenance."""
-        value = asdict(self)
-        value.pop("config"), value.pop("provenance")
-        for point in (*value["points"], *([value["best"]] if value["best"] else [])):
-            point.pop("curves")
-        return value
+    LEFT_OUT = ("config", "provenance")
 
 
-@dataclass(frozen=True)
-class Sweep:
-    """The runs to report, and what they have in common."""
+def read_sweep(
+    group: RunGroup, status: GroupStatus, now: float, speeds: Mapping[int, float | None] | None = None
+) -> SweepReport:
+    """Read the report of a sweep; `now`, in seconds since the epoch, ends attempts that still run.
 
-    status: GroupStatus
-    world_sizes: Mapping[int, int]
-    """Index of a point -> its number of ranks, where known."""
-    is_cuda: bool
-    config: FlatConfig
-    provenance: dict[str, Any]
-    speeds: Mapping[int, float | None] | None = None
-    """For a bench: index of a point -> its measured tokens per second, by which points are compared."""
+    `speeds` are those that a bench has measured, by the index of a point: points are compared by them.
+    """
+    record, plan = group.record, PlanRecord(group.record.plan)
+    metrics = {point.best.metric for point in status.points if point.best}
+    name = "val_loss" if "val_loss" in metrics else "loss"
+    objective = OBJECTIVES[name if speeds is None else "tokens_per_s"]
 
+    def read(point: PointStatus) -> PointReport:
+        size = group.points[point.index].plan.get("world_size", plan.count("world_size"))
+        return _read_point(point, size if isinstance(size, int) else None, objective, now, speeds)
 
-def sweep_of_group(group: RunGroup, status: GroupStatus) -> Sweep:
-    """The runs of a group."""
-    plan = PlanRecord(group.record.plan)
-    sizes = {
-        index: point.plan.get("world_size", plan.count("world_size")) for index, point in group.points.items()
-    }
-    return Sweep(
-        status,
-        world_sizes={index: size for index, size in sizes.items() if isinstance(size, int)},
-        is_cuda=plan.text("device") == "cuda",
-        config=dict(flatten(group.record.config)),
-        provenance=read_object(group.provenance_file),
-    )
-
-
-def read_sweep(sweep: Sweep, now: float) -> SweepReport:
-    """Read the report of a sweep; `now`, in seconds since the epoch, ends attempts that still run."""
-    objective, status = _objective(sweep), sweep.status
     with ThreadPoolExecutor(NUM_READERS) as readers:
-        found = list(readers.map(lambda point: _read_point(sweep, point, objective, now), status.points))
+        found = list(readers.map(read, status.points))
     points = sorted(found, key=lambda point: _order(point, objective))
     known_hours = [point.worker_hours for point in found if point.worker_hours is not None]
     results = [point for point in points if point.result is not None]
@@ -156,18 +136,11 @@ def read_sweep(sweep: Sweep, now: float) -> SweepReport:
         points=points,
         states=count_states(point.state for point in found),
         best=min(results, key=lambda point: _rank(point, objective), default=None),
-        is_cuda=sweep.is_cuda,
+        is_cuda=plan.text("device") == "cuda",
         worker_hours=sum(known_hours) if known_hours else None,
-        config=sweep.config,
-        provenance=sweep.provenance,
+        config=dict(flatten(record.config)),
+        provenance=read_object(group.provenance_file),
     )
-
-
-def _objective(sweep: Sweep) -> Objective:
-    if sweep.speeds is not None:
-        return OBJECTIVES["tokens_per_s"]
-    metrics = {point.best.metric for point in sweep.status.points if point.best}
-    return OBJECTIVES["val_loss" if "val_loss" in metrics else "loss"]
 
 
 def _order(point: PointReport, objective: Objective) -> tuple[bool, int, float, int]:
@@ -188,25 +161,26 @@ def _rank(point: PointReport, objective: Objective) -> float:
     return point.result if objective.is_lowest_best else -point.result
 
 
-def _read_point(sweep: Sweep, status: PointStatus, objective: Objective, now: float) -> PointReport:
+def _read_point(
+    status: PointStatus,
+    world_size: int | None,
+    objective: Objective,
+    now: float,
+    measured: Mapping[int, float | None] | None,
+) -> PointReport:
     run = RunDir(status.run_dir)
     records = sample_records(run.metrics_file)
     end = now if status.state in ACTIVE_STATES else timestamp(records[-1].time) if records else None
     attempts = ended_attempts(attempts_of(read_events(run, *EVENTS)), end)
-    world_size = sweep.world_sizes.get(status.index)
     speeds, best = numbers(records, "tokens_per_s"), status.best
     tokens_per_s = median(speeds) if speeds else None
-    if sweep.speeds is not None:
-        tokens_per_s = sweep.speeds[status.index]
+    if measured is not None:
+        tokens_per_s = measured[status.index]
     result = tokens_per_s
     if objective.name != "tokens_per_s":
         result = float(best.value) if best is not None and best.metric == objective.name else None
     return PointReport(
-        index=status.index,
-        values=status.values,
-        state=status.state,
-        reason=status.reason,
-        run_dir=status.run_dir,
+        **vars(status),
         step=records[-1].step if records else None,
         result=result,
         tokens_per_s=tokens_per_s,

@@ -8,11 +8,11 @@ checkpoint. It is computed without the approximation that two failures seldom fo
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import exp, expm1
 from typing import TYPE_CHECKING
 
-from trainkit.formats import JsonObject, duration
+from trainkit.formats import duration
 
 if TYPE_CHECKING:
     from trainkit.config import RunConfig
@@ -76,10 +76,6 @@ class EffectiveTime:
     best_share: float
     step_s: float
     assumed: Assumed
-
-    def to_dict(self) -> JsonObject:
-        """Plain data."""
-        return asdict(self)
 
     def lines(self) -> Iterator[str]:
         """It for people, with what it rests on."""

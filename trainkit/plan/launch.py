@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from trainkit.errors import UsageError
 from trainkit.formats import JsonObject, there_are
 from trainkit.plan.workload import Workload, workload_of
-from trainkit.run.files import read_json, with_right_types
+from trainkit.run.files import from_json, read_json, to_json
 
 PLAN_VERSION = 1
 ACCELERATE_CONFIG = "accelerate.yaml"
@@ -88,7 +88,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class RequeuePolicy:
-    """When the run may restart automatically."""
+    """When the run may restart automatically: the keys of the section `requeue` that a job needs."""
 
     on: tuple[str, ...] = ("preempted", "timeout", "node_fail", "crash", "hang")
     max: int = 100
@@ -96,16 +96,11 @@ class RequeuePolicy:
     total_s: float | None = None
     """Seconds that the jobs of a run may take together, each one slice of them; None without slices."""
     hang_factor: float | None = 20.0
-    """A step hangs when it takes this many times the median step time; None disables this."""
     hang_min_s: float = 300.0
     inspect_s: float | None = 600.0
-    """Seconds without output of any rank after which a command is looked at; None disables this."""
     silence_s: float | None = None
-    """Seconds without output of any rank after which a command hangs; None disables this."""
     slow_hosts: str = "ignore"
-    """What happens to the hosts of slow ranks: ``ignore``, ``exclude`` or ``restart``."""
     slow_after_s: float = 300.0
-    """Seconds for which a rank must stay slow before ``restart`` restarts the run."""
 
     @property
     def look_s(self) -> float | None:
@@ -116,16 +111,13 @@ class RequeuePolicy:
 
 @dataclass(frozen=True)
 class NotifyPolicy:
-    """What the run reports to a webhook."""
+    """What the run reports to a webhook: the keys of the section `notify` that a job needs."""
 
     on: tuple[str, ...] = ()
-    """Events to report: ``finished failed requeued stalled slow``."""
     webhook: str | None = None
     """The environment variable that contains the URL, which is a secret."""
     min_interval_s: float = 600.0
-    """Seconds between two reports of the same kind, except the last one of the run."""
     stalled_after_s: float = 1800.0
-    """Seconds without progress after which the run is stalled."""
 
 
 @dataclass(frozen=True)
@@ -157,12 +149,7 @@ class SlurmRequest:
     """The version of Slurm; empty if unknown."""
     clusters: tuple[str, ...] = ()
     """The clusters of which any one may take the job; empty for the one here."""
-
-    @classmethod
-    def from_dict(cls, value: Mapping[str, Any]) -> SlurmRequest:
-        """The request that `dataclasses.asdict` wrote."""
-        names = (tuple(value.get(name, ())) for name in ("version", "clusters"))
-        return cls(dict(value["sbatch"]), dict(value["srun"]), *names)
+    OPTIONAL = ("clusters",)
 
     def comment(self, token: str) -> str:
         """The comment of a job: the token of its submission, then the config's."""
@@ -246,6 +233,7 @@ class LaunchPlan:
     fills_nodes: bool = False
     """Whether the ranks use all CPUs of an exclusive job, which may be more than it has requested."""
     version: int = PLAN_VERSION
+    OPTIONAL = ("after", "sizes", "debug", "grow", "gpu_types", "fills_nodes")
 
     @property
     def is_here(self) -> bool:
@@ -318,13 +306,7 @@ class LaunchPlan:
         return node_rank * self.workers_per_node
 
     def to_dict(self) -> dict[str, Any]:
-        values = {**asdict(self), "world_size": self.world_size}
-        for name in ("after", "sizes", "debug", "grow", "gpu_types", "fills_nodes"):
-            if not values[name]:
-                del values[name]
-        if self.slurm is not None and not self.slurm.clusters:
-            del values["slurm"]["clusters"]
-        return values
+        return {**to_json(self), "world_size": self.world_size}
 
     def to_text(self) -> str:
         """The text of plan.json."""
@@ -351,30 +333,11 @@ class LaunchPlan:
                     f"plan.json has version {value['version']}; this trainkit supports version {PLAN_VERSION}"
                 )
                 raise UsageError(message, hint="use the trainkit that submitted the run, or a newer one")
-            return cls._from_values(_known(cls, value))
+            Layout(**value["layout"]), Batch(**value["batch"])  # unknown degrees would change what runs
+            plan: LaunchPlan = from_json(cls, value)
+            return plan
         except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(f"plan.json is damaged: {error!r}") from None
-
-    @classmethod
-    def _from_values(cls, values: dict[str, Any]) -> LaunchPlan:
-        # Unknown degrees would change what runs; unknown policies of a newer version only miss here.
-        values["layout"] = Layout(**values["layout"])
-        values["batch"] = Batch(**values["batch"])
-        requeue = _known(RequeuePolicy, values.get("requeue", {}))
-        values["requeue"] = RequeuePolicy(**{**requeue, "on": tuple(requeue.get("on", RequeuePolicy.on))})
-        notify = _known(NotifyPolicy, values.get("notify", {}))
-        values["notify"] = NotifyPolicy(**{**notify, "on": tuple(notify.get("on", ()))})
-        values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-        if values.get("debug") is not None:
-            values["debug"] = DebugPlan(**_known(DebugPlan, values["debug"]))
-        if values.get("slurm") is not None:
-            values["slurm"] = SlurmRequest.from_dict(values["slurm"])
-        return with_right_types(cls(**values))
-
-
-def _known(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of the fields that this version has."""
-    return {name: value for name, value in values.items() if name in kind.__dataclass_fields__}
 
 
 def with_excluded(request: SlurmRequest, hosts: Sequence[str]) -> SlurmRequest:

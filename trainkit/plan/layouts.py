@@ -64,10 +64,11 @@ def _weights(work: StepWork) -> Iterator[Flow]:
     """
     params, layout, shards, copies = _params(work, 0), work.layout, work.shards, work.layout.dp_replicate
     passes = 1 if layout.pp > 1 else work.passes_per_step
-    again, heads = params.whole - params.head, int(params.head > 0)
+    again = work.block_itemsize * params.block * params.num_layers + work.itemsize * params.embedding
+    head, heads = work.itemsize * params.head, int(params.head > 0)
     units = params.num_units + (params.embedding > 0)
     times, gathers = (1, 1) if work.keeps_gathered else (2, passes)
-    sent = work.itemsize * gathers * (again * times + params.head) * (shards - 1)
+    sent = gathers * (again * times + head) * (shards - 1)
     yield Flow("gather", sent // shards, gathers * (units * times + heads), shards, layout.tp)
     whole, calls = FLOAT32 * params.whole, units + heads
     yield Flow("scatter", passes * whole * (shards - 1) // shards, passes * calls, shards, layout.tp)
@@ -277,12 +278,8 @@ def choose(base: StepWork, hardware: Hardware, global_batch_size: int | None) ->
     `base` sets the sequence length, the schedule and the largest number of samples per pass. Activation
     checkpointing, the device batch, the microbatches and ``zero`` are chosen; the global batch is unchanged.
     """
-    found = []
-    for layout in layouts(base, hardware):
-        choice = best_on_layout(base, layout, hardware, global_batch_size)
-        if choice is not None:
-            found.append(choice)
-    return sorted(found, key=lambda choice: choice.rank)
+    best = (best_on_layout(base, layout, hardware, global_batch_size) for layout in layouts(base, hardware))
+    return sorted((choice for choice in best if choice is not None), key=lambda choice: choice.rank)
 
 
 def layouts(base: StepWork, hardware: Hardware) -> Iterator[Layout]:

@@ -87,6 +87,9 @@ def _with_model(
     plan = replace(plan, reasons={**plan.reasons, **reasons})
     if config.precision.float8:
         problems += _float8_problems(config, plan)
+    if config.precision.float8 == "gather" and plan.layout.dp_shard * plan.layout.cp == 1:
+        unsharded = "precision.float8: gather is as true here: the weights are not sharded"
+        plan = replace(plan, warnings=(*plan.warnings, unsharded))
     if shape is not None:
         work = work_of(config, shape, plan.layout, plan.batch, plan.device)
         plan, found = _check_model(config, machine, gpus, plan, work)
@@ -132,25 +135,22 @@ def _check_model(
     size = checkpoint_bytes(work)
     plan = replace(plan, checkpoint_bytes=size)
     if plan.device != "cuda":
-        problem = _host_problem(config, plan, work, machine)
-        return plan, [] if problem is None else [problem]
-    gpu, problem = known_gpu(gpus, config.resources), None
+        return plan, [*_host_problems(config, plan, work, machine)]
+    gpu = known_gpu(gpus, config.resources)
     if gpu is None:
         plan = replace(plan, warnings=(*plan.warnings, unchecked_memory(gpus)))
     else:
         reason, problem = check_gpu_memory(work, gpu)
         plan = replace(plan, reasons={**plan.reasons, "memory": reason})
-    problem = problem or _staging_problem(config, plan, size, machine)
-    return plan, [] if problem is None else [problem]
+        if problem is not None:
+            return plan, [problem]
+    return plan, [*_staging_problems(config, plan, size, machine)]
 
 
-def _staging_problem(config: RunConfig, plan: LaunchPlan, size: int, machine: Machine) -> Problem | None:
+def _staging_problems(config: RunConfig, plan: LaunchPlan, size: int, machine: Machine) -> Iterator[Problem]:
     """The problem if a node has too little memory for asynchronous saves of checkpoints of this `size`."""
     resources, layout = config.resources, plan.layout
-    if not config.checkpoint.async_save:
-        return None
-    ranks_of_a_model = layout.world_size // layout.dp_replicate
-    need = size * plan.workers_per_node / ranks_of_a_model
+    need = size * plan.workers_per_node * layout.dp_replicate / layout.world_size
     if plan.slurm is None:
         key, have = "checkpoint.async", machine.memory
         value = f"is true, and this machine has {gib(have or 0)}"
@@ -159,13 +159,14 @@ def _staging_problem(config: RunConfig, plan: LaunchPlan, size: int, machine: Ma
         mib = memory_mib(resources.mem or "0")
         key, have = "resources.mem", None if mib is None else int(mib * 2**20)
         value = f"is {resources.mem}"
-    if have is None or need <= have:
-        return None
-    message = f"{value}, but saving in the background needs {gib(need)} of memory per node"
-    return Problem(key, message, hint="checkpoint.async: false saves without copies in memory")
+    if config.checkpoint.async_save and have is not None and need > have:
+        message = f"{value}, but saving in the background needs {gib(need)} of memory per node"
+        yield Problem(key, message, hint="checkpoint.async: false saves without copies in memory")
 
 
-def _host_problem(config: RunConfig, plan: LaunchPlan, work: StepWork, machine: Machine) -> Problem | None:
+def _host_problems(
+    config: RunConfig, plan: LaunchPlan, work: StepWork, machine: Machine
+) -> Iterator[Problem]:
     """The problem if the processes of a run on this machine need more memory than it has.
 
     Only the weights, gradients and optimizer state count, which the run certainly needs: running out of
@@ -174,9 +175,9 @@ def _host_problem(config: RunConfig, plan: LaunchPlan, work: StepWork, machine: 
     state = state_bytes(work.shape, work.optimizer_bytes) * plan.layout.dp_replicate
     if not plan.is_here:
         state //= plan.num_nodes  # the others are other machines
-    if plan.slurm is not None or machine.memory is None or state <= machine.memory:
-        return None
-    what = f"is {config.model.preset}: weights, gradients and optimizer state take {gib(state)}"
-    message = f"{what}, but this machine has {gib(machine.memory)}"
-    hint = "`trainkit plan --gpus N --gpu-type T` shows what would fit"
-    return Problem("model.preset", message, hint=hint)
+    if plan.slurm is None and machine.memory is not None and state > machine.memory:
+        what = f"is {config.model.preset}: weights, gradients and optimizer state take {gib(state)}"
+        message = f"{what}, but this machine has {gib(machine.memory)}"
+        yield Problem(
+            "model.preset", message, hint="`trainkit plan --gpus N --gpu-type T` shows what would fit"
+        )

@@ -102,6 +102,12 @@ def rank_params(shape: ModelShape, layout: Layout, schedule: PipelineSchedule, p
     return RankParams(layers, block // layout.tp, matrix * has_embedding, matrix * has_head, unit_blocks)
 
 
+def _gathered_bytes(work: StepWork, params: RankParams) -> int:
+    """The bytes of all parameters of a rank when they are gathered."""
+    less = work.itemsize - work.block_itemsize
+    return work.itemsize * params.whole - less * params.block * params.num_layers
+
+
 def stream_bytes(work: StepWork) -> int:
     """The bytes per token of the residual stream on one rank."""
     return work.itemsize * work.shape.dim // (work.layout.tp if work.shards_stream else 1)
@@ -296,7 +302,8 @@ def _phases(work: StepWork, params: RankParams, pp_rank: int) -> Iterator[tuple[
     reduced = 0 if offload else own
     mask = item * work.samples_per_pass * work.seq_len**2 if work.has_dense_mask else 0
     kept, recomputed = kept_bytes(work), max(0, block_bytes(work) - kept_bytes(work))
-    gathered = item * (params.whole if work.keeps_gathered else head) if is_wrapped else 0
+    whole = _gathered_bytes(work, params)
+    gathered = (whole if work.keeps_gathered else item * head) if is_wrapped else 0
     stays = work.keeps_gathered and work.shards > 1 and work.passes_per_step > 1  # for the next pass
     yield "update", _parts(work, params, reduced)
     activations = kept * blocks + mask + _head_bytes(work)
@@ -311,14 +318,15 @@ def _phases(work: StepWork, params: RankParams, pp_rank: int) -> Iterator[tuple[
         gradients = (waiting or (0 if offload else made)) + item * both_ends
         buffers = _in_a_block(work, params)
         if is_wrapped:
-            following = min(2 * unit, left + params.embedding) if work.shards > 1 else unit
-            needed = params.whole if stays else left + params.embedding if work.keeps_gathered else following
-            buffers += item * (needed + both_ends) + FLOAT32 * (unit if done else head - both_ends)
+            rest = work.block_itemsize * left + item * params.embedding
+            following = min(2 * work.block_itemsize * unit, rest) if work.shards > 1 else item * unit
+            buffers += whole if stays else rest if work.keeps_gathered else following
+            buffers += item * both_ends + FLOAT32 * (unit if done else head - both_ends)
         activations = kept * (blocks - done) + mask + recomputed
         yield "backward", _parts(work, params, gradients, activations, 0, buffers)
     if is_wrapped:
         end = params.embedding or head
-        buffers = FLOAT32 * end + (item * params.whole if stays else 0)
+        buffers = FLOAT32 * end + (whole if stays else 0)
         yield "reduce", _parts(work, params, (waiting or reduced) + item * end, buffers=buffers)
         if not is_tied:  # the head is reduced before the blocks
             buffers = gathered + FLOAT32 * head
@@ -334,7 +342,7 @@ def _pipeline_phases(work: StepWork, params: RankParams, pp_rank: int) -> Iterat
     buffers = received * work.passes_per_step * work.tokens_per_pass * stream_bytes(work)
     reduced = 0 if work.parallel.offload else FLOAT32 * params.whole // work.shards
     yield "update", _parts(work, params, reduced, buffers=buffers)
-    buffers += item * params.whole  # gathered for all passes
+    buffers += _gathered_bytes(work, params)  # for all passes
     kept, block = kept_bytes(work), block_bytes(work)
     losses = 0
     if has_head:

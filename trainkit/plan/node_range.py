@@ -48,7 +48,7 @@ def plan_nodes(
         and loaded.config.train.global_batch_size is None
     ):
         values[BATCH] = before.batch.global_batch_size
-    counts = resources.node_counts
+    counts, origin = resources.node_counts, loaded.origins.get(KEY, KEY)
     if len(counts) > MOST_SIZES:
         message = (
             f"is {resources.nodes}: {len(counts):,} numbers of nodes, and at most {MOST_SIZES:,} are planned"
@@ -58,7 +58,8 @@ def plan_nodes(
     refused: dict[int, ConfigError] = {}
     for num_nodes in reversed(counts):
         try:
-            plans.append(make_plan(_with(loaded, num_nodes, values), facts, workload))
+            sized = with_values(loaded, {KEY: num_nodes, **values}, f"{origin}: {num_nodes} nodes")
+            plans.append(make_plan(sized, facts, workload))
         except ConfigError as error:
             refused[num_nodes] = error
             continue
@@ -85,11 +86,6 @@ def _given(plan: LaunchPlan) -> tuple[object, ...]:
     """What a launcher gets of batch and learning rate."""
     values = {key: text for key, text in plan.launcher_values.items() if key not in ("num_nodes", "devices")}
     return plan.launcher_files, values
-
-
-def _with(loaded: LoadedConfig, num_nodes: int, values: Mapping[str, object]) -> LoadedConfig:
-    origin = f"{loaded.origins.get(KEY, KEY)}: {num_nodes} nodes"
-    return with_values(loaded, {KEY: num_nodes, **values}, origin)
 
 
 def _joined(

@@ -26,55 +26,30 @@ from trainkit.plan.workload import PER_RANK
 SHARE_OF_TIME = 4
 """Slurm signals a job no earlier than when 1/SHARE_OF_TIME of its time is left."""
 
-_KEYS = {
-    "time": "resources.time",
-    "time-min": "resources.time_min",
-    "partition": "resources.partition",
-    "clusters": "resources.clusters",
-    "cluster": "resources.clusters",
-    "account": "resources.account",
-    "qos": "resources.qos",
-    "constraint": "resources.constraint",
-    "exclude": "resources.exclude",
-    "reservation": "resources.reservation",
-    "mem": "resources.mem",
-    "comment": "resources.comment",
-    "mail-user": "resources.mail_user",
-    "mail-type": "resources.mail_type",
-    "nodes": "resources.nodes",
-    "no-kill": "resources.spare_nodes",
-    "ntasks-per-node": "resources.gpus_per_node",
-    "ntasks": "resources.gpus_per_node",
-    "gpus-per-node": "resources.gpus_per_node",
-    "gres": "resources.gpus_per_node",
-    "gpus": "resources.gpus_per_node",
-    "gpus-per-task": "resources.gpus_per_node",
-    "cpus-per-task": "resources.cpus_per_gpu",
-    "job-name": "name",
-    "signal": "requeue.signal",
-    "requeue": "requeue.on",
-    "no-requeue": "requeue.on",
-    "array": "--array",
-    "dependency": "--after",
-}
-"""sbatch options that a config key or a command option sets; they are rejected in `resources.extra`."""
-
 _PASSED_ON = (
     *("time_min", "account", "qos", "constraint", "exclude", "reservation"),
     *("mem", "comment", "mail_user", "mail_type"),
 )
 """Keys of `resources` whose values sbatch gets as they are."""
 
+_KEYS = {
+    **{
+        name.replace("_", "-"): f"resources.{name}"
+        for name in ("time", "partition", "clusters", "nodes", *_PASSED_ON)
+    },
+    **dict.fromkeys(
+        ("ntasks-per-node", "ntasks", "gpus-per-node", "gres", "gpus", "gpus-per-task"),
+        "resources.gpus_per_node",
+    ),
+    **{"cluster": "resources.clusters", "no-kill": "resources.spare_nodes"},
+    **{"cpus-per-task": "resources.cpus_per_gpu", "job-name": "name", "signal": "requeue.signal"},
+    **{"requeue": "requeue.on", "no-requeue": "requeue.on", "array": "--array", "dependency": "--after"},
+}
+"""sbatch options that a config key or a command option sets; they are rejected in `resources.extra`."""
+
 _OWN_SBATCH = (
-    "output",
-    "error",
-    "open-mode",
-    "chdir",
-    "wrap",
-    "parsable",
-    "test-only",
-    "export-file",
-    "input",
+    *("output", "error", "open-mode", "chdir", "wrap", "parsable", "test-only"),
+    *("export-file", "input"),
 )
 """sbatch options that trainkit sets itself."""
 

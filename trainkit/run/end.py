@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from trainkit.run.files import parse_time, read_object, read_record, seconds_between, write_json
+from trainkit.run.files import parse_time, read_object, read_record, seconds_between, to_json, write_json
 from trainkit.run.record import read_job
 from trainkit.run.rundir import AttemptDir
 from trainkit.run.tracebacks import CodeLine
@@ -24,8 +24,8 @@ Cause = Literal[
 """Why a run is restarted: a value of `requeue.on`; `asked` when a person requested it; `slow_host` to
 continue without a slow host; `grow` to have more nodes; `not_started` when Slurm could not start the step,
 which does not count as a failure of the run."""
-RESUME_ACTIONS = ("restart", "requeue", "resubmit", "follow_up")
-"""The actions after which the run resumes without a command."""
+RESUME_ACTIONS: tuple[Action, ...] = ("restart", "requeue", "follow_up", "resubmit")
+"""The actions after which the run resumes without a command, the cheapest first."""
 UNFINISHED_STATES = ("pending", "starting", "running", "paused", "restarting", "stopping", "requeueing")
 """States of a run that may still finish."""
 KILLED = "killed by cancel --now"
@@ -62,6 +62,8 @@ class RankFailure:
     """The last lines of the rank's log."""
     more: dict[str, Any] = field(default_factory=dict)
     """What else was recorded, such as the traceback."""
+    LEFT_OUT = ("more",)
+    OPTIONAL = ("hint", "final", "node", "code", "log_tail")
 
     @property
     def was_signalled(self) -> bool:
@@ -79,13 +81,6 @@ class RankFailure:
         when = "" if self.step is None else f" at step {self.step}"
         cause = self.message if self.type == "exit" else f"{self.type}: {self.message}"
         return f"{subject} failed first{where}{when}: {cause}"
-
-    def to_dict(self) -> dict[str, Any]:
-        """The failure as JSON, without what else was recorded."""
-        values = asdict(self)
-        del values["more"]
-        optional = ("hint", "final", "node", "code", "log_tail")
-        return {key: value for key, value in values.items() if key not in optional or value not in (None, [])}
 
 
 def rank_failures(attempt: AttemptDir) -> list[tuple[Path, RankFailure]]:
@@ -163,6 +158,8 @@ class AttemptEnd:
     more: dict[str, Any] = field(default_factory=dict)
     """What another version recorded."""
 
+    OPTIONAL = ("guessed",)
+
     @property
     def resumes(self) -> bool:
         """Whether the run resumes automatically."""
@@ -170,13 +167,7 @@ class AttemptEnd:
 
     def write(self, attempt: AttemptDir) -> None:
         """Write end.json. Raises OSError."""
-        values = {item.name: getattr(self, item.name) for item in fields(self)}
-        more = values.pop("more")
-        if not self.guessed:
-            del values["guessed"]
-        verdict = None if self.verdict is None else self.verdict.to_dict()
-        best = None if self.best is None else asdict(self.best)
-        write_json(attempt.end_file, {**values, "verdict": verdict, "best": best, **more})
+        write_json(attempt.end_file, to_json(self))
 
 
 def read_end(attempt: AttemptDir) -> AttemptEnd | None:

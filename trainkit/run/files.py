@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from datetime import datetime, timezone
 from functools import cache
 from itertools import islice
@@ -244,14 +244,21 @@ def sampled_lines(stream: BinaryIO, begin: int, end: int, count: int) -> list[by
     return lines
 
 
-class LineTail:
-    """Reads the lines that are appended to a file; the file may not exist yet."""
+class Tail:
+    """Reads what is appended to a file, which may not exist yet. Raises OSError."""
 
     def __init__(self, path: Path, position: int = 0) -> None:
         self.path, self.position = path, position
 
+    def size(self) -> int:
+        """The size of the file; 0 without one."""
+        try:
+            return self.path.stat().st_size
+        except FileNotFoundError:
+            return 0
+
     def lines(self, *, unfinished: bool = False) -> Iterator[bytes]:
-        """The lines since the last call; an unterminated last one only with `unfinished`. Raises OSError."""
+        """The lines since the last call; an unterminated last one only with `unfinished`."""
         with _opened(self.path) as stream:
             if stream is None:
                 return
@@ -262,27 +269,14 @@ class LineTail:
                 self.position += len(line)
                 yield line
 
+    def texts(self, *, unfinished: bool = False) -> list[str]:
+        """`lines` without their ends; `unfinished` is for a file that no longer grows."""
+        lines = self.lines(unfinished=unfinished)
+        return [line.removesuffix(b"\n").decode(errors="replace") for line in lines]
 
-class JsonlTail(LineTail):
-    """Reads the records that are appended to a file."""
-
-    def __init__(self, path: Path, words: Sequence[str] = (), *, from_start: bool = False) -> None:
-        """`words` as in `read_jsonl`; records that are there already are read only with `from_start`."""
-        super().__init__(path)
-        self._words = words
-        if not from_start:
-            self.position = self.size()
-
-    def size(self) -> int:
-        """The size of the file; 0 without one."""
-        try:
-            return self.path.stat().st_size
-        except FileNotFoundError:
-            return 0
-
-    def read(self) -> Iterator[dict[str, Any]]:
-        """The records since the last read. Raises OSError."""
-        return _parsed(self.lines(), self._words)
+    def records(self, words: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
+        """The records since the last call; `words` as in `read_jsonl`."""
+        return _parsed(self.lines(), words)
 
 
 @contextmanager
@@ -370,16 +364,16 @@ def read_record(kind: type[T], value: Mapping[str, Any]) -> T:
     A file may be damaged, edited by hand or of another version: a value that does not have the type of its
     field counts as missing, and is kept in the field `more` if there is one, as are keys that are no fields.
     """
-    fields = _fields(cast(Any, kind))
+    known_fields = _fields(cast(Any, kind))
     known: dict[str, Any] = {}
     more: dict[str, Any] = {}
     for name, item in value.items():
-        types, record, element = fields.get(name, ((), None, None))
+        types, record, element = known_fields.get(name, ((), None, None))
         if type(item) not in types or (element and any(type(one) is not element for one in item or ())):
             more[name] = item
         else:
             known[name] = read_record(record, item) if record is not None and item is not None else item
-    if "more" in fields:
+    if "more" in known_fields:
         known["more"] = more
     return kind(**known)
 
@@ -404,30 +398,59 @@ def _fields(kind: Any) -> dict[str, tuple[frozenset[type], Any, type | None]]:
     return found
 
 
-def with_right_types(record: T) -> T:
-    """A dataclass whose values have the types of its fields; raises TypeError that names one that has not."""
-    hints = get_type_hints(type(record))
-    for name in vars(record):
-        value = getattr(record, name)
-        if not _fits(value, hints[name]):
-            raise TypeError(f"{name} is {str(value)[:100]!r}")
-    return record
+def to_json(value: Any) -> Any:
+    """A value for a file or ``--json``: objects of dataclasses and records, times in ISO 8601.
 
-
-def _fits(value: Any, hint: Any) -> bool:
-    origin, parts = get_origin(hint) or hint, get_args(hint)
-    if origin in (Union, UnionType):
-        return any(_fits(value, part) for part in parts)
-    if origin is Literal:
-        return value in parts
-    if is_dataclass(origin):
-        return isinstance(value, cast(type, origin)) and with_right_types(value) is value
-    if origin is Any:
-        return True
-    if not isinstance(value, (int, float) if origin is float else origin):
-        return False
+    A dataclass may name in `LEFT_OUT` the fields that are not written, in `OPTIONAL` those that are not while
+    they have their default, and in `UNLIMITED` those whose infinity is null. What is in its `more`, of
+    another version or damaged, is written unless a field has a value for it.
+    """
+    if isinstance(value, Record):
+        return dict(value.values)
+    if is_dataclass(value):
+        names = ("LEFT_OUT", "OPTIONAL", "UNLIMITED")
+        hidden, optional, unlimited = (getattr(value, name, ()) for name in names)
+        own, known = dict[str, Any](), set()
+        for item in (item for item in fields(value) if item.name not in hidden):
+            default = item.default if item.default_factory is MISSING else item.default_factory()
+            found = getattr(value, item.name)
+            if found != (None if default is MISSING else default):
+                known.add(item.name)
+            elif item.name in optional:
+                continue
+            own[item.name] = None if item.name in unlimited and found == math.inf else to_json(found)
+        return own | {key: found for key, found in own.pop("more", {}).items() if key not in known - {"more"}}
     if isinstance(value, dict):
-        return all(_fits(item, parts[1]) for item in value.values())
+        return {key: to_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return all(_fits(item, parts[0]) for item in value)
-    return not isinstance(value, bool) or origin is bool
+        return list(map(to_json, value))
+    return value.isoformat() if isinstance(value, datetime) else value
+
+
+def from_json(hint: Any, value: Any, name: str = "") -> Any:
+    """A JSON value as one of a type: objects become dataclasses, lists tuples where the type is one.
+
+    Keys that a dataclass does not have are left out. Raises TypeError that names what is not of its type.
+    """
+    kind, parts = get_origin(hint) or hint, get_args(hint)
+    if kind in (Union, UnionType):
+        for part in parts:
+            with contextlib.suppress(TypeError):
+                return from_json(part, value, name)
+    elif is_dataclass(kind) and isinstance(value, dict):
+        hints = get_type_hints(kind)
+        own = {key: from_json(hints[key], item, key) for key, item in value.items() if key in hints}
+        return cast(type, kind)(**own)
+    elif kind is Any or (kind is Literal and value in parts):
+        return value
+    elif kind in (list, tuple) and isinstance(value, list | tuple):
+        return kind(from_json(parts[0], item, name) for item in value)
+    elif kind is dict and isinstance(value, dict):
+        return {key: from_json(parts[1], item, f"{name}.{key}") for key, item in value.items()}
+    elif (
+        kind is not Literal
+        and isinstance(value, (int, float) if kind is float else kind)
+        and (kind is bool or not isinstance(value, bool))
+    ):
+        return value
+    raise TypeError(f"{name} is {str(value)[:100]!r}")

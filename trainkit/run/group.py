@@ -14,7 +14,7 @@ import sys
 import tempfile
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -23,7 +23,7 @@ from trainkit.errors import UsageError
 from trainkit.formats import JsonObject
 from trainkit.locks import file_lock, is_locked
 from trainkit.run.events import log_event
-from trainkit.run.files import read_json, read_record, write_atomic, write_json
+from trainkit.run.files import read_json, read_object, read_record, to_json, write_atomic, write_json
 from trainkit.run.process import ProcessId
 from trainkit.run.record import CodeCopy, add_slurm_attempt, create_job, open_attempt
 from trainkit.run.rundir import Child, RunDir, RunFolder
@@ -32,7 +32,7 @@ from trainkit.slurm.states import on_cluster
 
 GROUP_VERSION = 1
 BENCH_FILE = "bench.json"
-"""In the folder of a bench, which is a group of runs, or has them or several groups in it."""
+"""In the folder of a bench, which is a group of runs, or an `OldBench`."""
 WAITS_FOR_ROOM = "Slurm takes no more jobs of this user at once; those of the group submit it as they end"
 """Why a point is `RunGroup.left`."""
 
@@ -49,9 +49,7 @@ class Point:
     """How its config differs from the group's, as `difference` computes it."""
     plan: JsonObject = field(default_factory=dict)
     """How its plan differs from the group's."""
-
-    def to_dict(self) -> JsonObject:
-        return {key: value for key, value in vars(self).items() if value != {} or key == "values"}
+    OPTIONAL = ("config", "plan")
 
 
 @dataclass(frozen=True)
@@ -93,16 +91,13 @@ class GroupRecord:
     cancelled_at: str | None = None
     more: JsonObject = field(default_factory=dict)
     """What another version recorded."""
+    OPTIONAL = ("process", "parts", "submitted_at", "cancelled_at")
 
     def to_dict(self, points: Iterable[Point]) -> JsonObject:
         """The JSON of sweep.json."""
-        own = {**vars(self), "code": None if self.code is None else self.code.to_dict()}
-        own["process"] = None if self.process is None else asdict(self.process)
-        own["parts"] = [asdict(part) for part in self.parts]
-        more, last = own.pop("more"), {"points": [point.to_dict() for point in points]}
-        optional = ("process", "parts", "submitted_at", "cancelled_at")
-        last |= {key: value for key in optional if (value := own.pop(key))}
-        return {**own, **last, **more}
+        own = to_json(self)
+        last = {key: own.pop(key) for key in self.OPTIONAL if key in own}
+        return {**own, "points": to_json(list(points)), **last}
 
 
 class RunGroup(RunFolder):
@@ -128,17 +123,22 @@ class RunGroup(RunFolder):
         """The batch script of a part; parts whose tasks are numbered like their points share one."""
         return self.path / f"submit-{part.offset}.sbatch" if part.offset else self.script_file
 
+    def folder(self, index: int) -> str:
+        """The folder of a point, which may not exist yet."""
+        return f"{self.path}/{index}"
+
     def run(self, index: int) -> RunDir:
-        """The run of a point, whose folder may not exist yet."""
-        return RunDir(self.path / str(index))
+        """The run of a point."""
+        return RunDir(self.folder(index))
+
+    def created(self) -> list[int]:
+        """The points whose folder exists."""
+        names = (path.name for path in self.path.iterdir())
+        return [int(name) for name in names if is_index(name) and int(name) in self.points]
 
     def exists(self) -> bool:
         """True when this folder contains a group."""
         return self.sweep_file.is_file()
-
-    @cached_property
-    def _content(self) -> tuple[GroupRecord, dict[int, Point]]:
-        return self._read()
 
     @property
     def record(self) -> GroupRecord:
@@ -153,7 +153,8 @@ class RunGroup(RunFolder):
         """The points by index; raises as `record` does."""
         return self._content[1]
 
-    def _read(self) -> tuple[GroupRecord, dict[int, Point]]:
+    @cached_property
+    def _content(self) -> tuple[GroupRecord, dict[int, Point]]:
         try:
             content = read_json(self.sweep_file)
         except (OSError, ValueError) as error:
@@ -179,8 +180,8 @@ class RunGroup(RunFolder):
     def update(self, **changes: Any) -> None:
         """Write changed values into `sweep.json`; other changes since it was read are kept."""
         with file_lock(self.path / ".lock"):
-            record, points = self._read()
-            record = replace(record, **changes)
+            self.__dict__.pop("_content", None)
+            record, points = replace(self.record, **changes), self.points
             write_json(self.sweep_file, record.to_dict(points.values()))
         self.__dict__["_content"] = record, points
 
@@ -248,6 +249,43 @@ class RunGroup(RunFolder):
         """The job id of a point's task in its array."""
         part = self.part_of(index)
         return None if part is None or part.job_id is None else f"{part.job_id}_{index - part.offset}"
+
+
+class OldBench(RunGroup):
+    """The runs of a bench of trainkit 0.1.0, which were no group but started one after another, as one."""
+
+    def exists(self) -> bool:
+        return (self.path / BENCH_FILE).is_file()
+
+    @cached_property
+    def _runs(self) -> list[tuple[str, JsonObject]]:
+        """The folder of each run, and its values."""
+        try:
+            content = read_json(self.path / BENCH_FILE)
+            keys = ["repeat"] * (content["repeats"] > 1)
+            runs = [
+                (str(item["run"]), {**item["values"], **{key: item[key] for key in keys}})
+                for item in content["runs"]
+            ]
+            if not runs or any("\0" in name or {"..", "/"} & {*Path(name).parts} for name, _ in runs):
+                raise ValueError("its runs are in no folders of it")
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UsageError(
+                f"{self.shown}/{BENCH_FILE} cannot be read: {error}",
+                hint="name one of its runs by its folder",
+            ) from error
+        return runs
+
+    def folder(self, index: int) -> str:
+        return f"{self.path}/{self._runs[index][0]}"
+
+    def created(self) -> list[int]:
+        return list(self.points)
+
+    def _read(self) -> tuple[GroupRecord, dict[int, Point]]:
+        points = {index: Point(index, values) for index, (_, values) in enumerate(self._runs)}
+        record = GroupRecord(name=self.path.name, keys=list(points[0].values), process=ProcessId())
+        return replace(record, plan=read_object(self.run(0).plan_file)), points
 
 
 def group_of(run: RunDir) -> tuple[RunGroup, int] | None:

@@ -6,26 +6,24 @@ import math
 import os
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from trainkit.run.end import RESUME_ACTIONS, Best
+from trainkit.run.end import RESUME_ACTIONS
 from trainkit.run.events import (
     SILENCE_EVENTS,
     SLOWDOWN_EVENTS,
     Entry,
     Event,
     StepRecord,
-    best_result,
     events_of,
-    read_events,
     steps_of,
 )
 from trainkit.run.files import (
-    JsonlTail,
     Record,
+    Tail,
     parse_records,
     parse_time,
     read_jsonl_reversed,
@@ -99,11 +97,12 @@ class Attempt:
     slow: dict[int | None, Event] = field(default_factory=dict)
     """The ranks that became slow and still are; None is the whole run."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """As in the report's JSON."""
-        names = [item.name for item in fields(self)]
-        own = {name: getattr(self, name) for name in names[: names.index("cause")]}
-        return {**own, "kept_step": None if math.isinf(self.kept_step) else self.kept_step}
+    LEFT_OUT = (
+        *("cause", "is_paused", "waits_for", "saved", "failure", "growth", "silence", "open_save"),
+        *("failed_saves", "slow"),
+    )
+    """Of the report's JSON."""
+    UNLIMITED = ("kept_step",)
 
     @property
     def allocated_s(self) -> float:
@@ -250,7 +249,7 @@ class EventHistory:
     """What all events of a run say of it, read as they are appended."""
 
     def __init__(self, path: Path) -> None:
-        self._tail = JsonlTail(path, from_start=True)
+        self._tail = Tail(path)
         self._clear()
 
     def _clear(self) -> None:
@@ -280,7 +279,7 @@ class EventHistory:
         """Read the events that were appended since the last call."""
         if self._tail.size() < self._tail.position:
             self._clear()  # another file
-        for event in events_of(self._tail.read()):
+        for event in events_of(self._tail.records()):
             self._add(event)
 
     def _add(self, event: Event) -> None:
@@ -310,7 +309,7 @@ class MetricsHistory:
     """The newest records of metrics.jsonl, and evenly spaced ones of the whole run."""
 
     def __init__(self, path: Path) -> None:
-        self._tail = JsonlTail(path, from_start=True)
+        self._tail = Tail(path)
         self._clear()
 
     def _clear(self) -> None:
@@ -329,7 +328,7 @@ class MetricsHistory:
             self._clear()
         if size - self._tail.position > SAMPLED_BYTES:
             self._sample(size)
-        for record in steps_of(self._tail.read()):
+        for record in steps_of(self._tail.records()):
             self._count += 1
             self._add(record, self._count % self._every == 0)
 
@@ -455,14 +454,6 @@ class RunHistory:
         self.events.update()
         self.metrics.update()
         self.health.update()
-
-    def attempts_and_best(self, *names: str) -> tuple[dict[int, Attempt], Best | None]:
-        """The attempts as the events of these names describe them, and the best result.
-
-        Reads no more than their lines, once: for commands that look at thousands of runs.
-        """
-        events = list(read_events(self.run, *names, "evaluated"))
-        return attempts_of(events), best_result(self.run, events)
 
     def newest_steps(self) -> list[StepRecord]:
         """The last `RECENT_RECORDS` steps, oldest first, from the end of their file alone."""

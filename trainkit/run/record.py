@@ -8,11 +8,11 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from trainkit.run.files import read_json, read_object, read_record, utc_now, write_atomic, write_json
+from trainkit.run.files import read_json, read_object, read_record, to_json, utc_now, write_atomic, write_json
 from trainkit.run.process import ProcessId, boot_id, own_host
 from trainkit.run.rundir import AttemptDir, RunDir, is_supervised
 from trainkit.slurm.environment import cluster_name, other_cluster
@@ -67,6 +67,10 @@ class AttemptRecord:
     requeue_requested_at: str | None = None
     more: dict[str, Any] = field(default_factory=dict)
     """What another version recorded."""
+    OPTIONAL = (
+        *("cluster", "submitted_at", "host", "boot_id", "pid", "start_ticks", "backend", "reason", "step_id"),
+        *("node", "started_at", "cancelled_at", "cancelled_now", "requeue_requested_at"),
+    )
 
     @property
     def elsewhere(self) -> str | None:
@@ -103,11 +107,6 @@ class AttemptRecord:
             return None
         return ProcessId(self.host, self.boot_id or "", self.pid, self.start_ticks).alive()
 
-    def to_dict(self) -> dict[str, Any]:
-        known = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "more"}
-        own = {key: value for key, value in known.items() if value is not None and value is not False}
-        return {**own, **{key: value for key, value in self.more.items() if key not in own}}
-
 
 @dataclass(frozen=True)
 class CodeCopy:
@@ -136,11 +135,6 @@ class CodeCopy:
     more: dict[str, Any] = field(default_factory=dict)
     """What another version recorded."""
 
-    def to_dict(self) -> dict[str, Any]:
-        own = asdict(self)
-        more: dict[str, Any] = own.pop("more")
-        return own | more
-
 
 @dataclass
 class JobRecord:
@@ -157,6 +151,7 @@ class JobRecord:
     """The ids of the jobs that continue the run, one after another."""
     more: dict[str, Any] = field(default_factory=dict)
     """What another version recorded."""
+    OPTIONAL = ("follow_ups",)
 
     @property
     def newest(self) -> AttemptRecord | None:
@@ -195,18 +190,10 @@ class JobRecord:
             replace(entry, **values) if entry.attempt == number else entry for entry in self.attempts
         ]
 
-    def to_dict(self) -> dict[str, Any]:
-        attempts = [entry.to_dict() for entry in self.attempts]
-        follow_ups = {} if self.follow_ups is None else {"follow_ups": self.follow_ups}
-        code = None if self.code is None else self.code.to_dict()
-        own: dict[str, Any] = {"backend": self.backend, "name": self.name, "cwd": self.cwd, "code": code}
-        own |= {"attempts": attempts, **follow_ups}
-        return {**own, **{key: value for key, value in self.more.items() if own.get(key) is None}}
-
 
 def create_job(run: RunDir, *, backend: str, name: str, cwd: str, code: CodeCopy | None) -> None:
     """Write the job.json of a new run, with no attempts."""
-    write_json(run.job_file, JobRecord(backend, name, cwd, code).to_dict())
+    write_json(run.job_file, to_json(JobRecord(backend, name, cwd, code)))
 
 
 @dataclass(frozen=True)
@@ -245,7 +232,7 @@ def changed_job(run: RunDir) -> Iterator[JobRecord]:
     """
     job = read_job_to_change(run)
     yield job
-    write_json(run.job_file, job.to_dict())
+    write_json(run.job_file, to_json(job))
 
 
 def read_job_to_change(run: RunDir) -> JobRecord:

@@ -12,40 +12,25 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
 from trainkit.errors import UsageError, print_note
 from trainkit.folders import ensure_folder, state_folder
 from trainkit.formats import did_you_mean, there_are
 from trainkit.run.files import append_jsonl, read_jsonl, utc_now
-from trainkit.run.group import BENCH_FILE, RunGroup, create_task_run, group_of, is_index
+from trainkit.run.group import OldBench, RunGroup, create_task_run, group_of, is_index
 from trainkit.run.record import read_job
 from trainkit.run.rundir import RUNS_FOLDER, AttemptDir, RunDir
 from trainkit.slurm.environment import other_cluster
 from trainkit.slurm.states import base_id, is_job_id, split_job
 
 LIST_HINT = "`trainkit status` lists the runs"
-
-
-@dataclass(frozen=True)
-class KnownRun:
-    """A run or a group of runs that this user started and whose folder still exists."""
-
-    run: RunDir
-    """For a group, only its path is meaningful."""
-    name: str
-    time: str
-    """Time of the newest start, ISO-8601 UTC."""
-    is_group: bool = False
-
-    @property
-    def group(self) -> RunGroup:
-        """The group in this folder; call only if `is_group`."""
-        return RunGroup(self.run.path)
+Known = TypeVar("Known", bound=RunDir | RunGroup)
 
 
 def index_file() -> Path:
@@ -75,15 +60,18 @@ class Start:
     is_over: bool = False
     """Whether the run was over when `record_over` was called."""
 
-    def read(self) -> KnownRun | None:
+    def read(self) -> RunDir | RunGroup | None:
         """The run or group in the folder; None if there is none, or it cannot be read."""
-        return _known(self.folder, self.name, self.time)
+        run, group = RunDir(self.folder), RunGroup(self.folder)
+        try:
+            return group if group.exists() else run if run.exists() else None
+        except OSError:
+            return None  # another user's run, or an unavailable disk: skip only this one
 
 
 def starts() -> list[Start]:
     """Every start in the index or ./runs, the newest first, without access to the folders in the index."""
     found: dict[str, Start] = {}
-    parents: dict[str, str] = {}
     index, records = index_file(), []
     try:
         records = [*read_jsonl(index)]
@@ -93,25 +81,19 @@ def starts() -> list[Start]:
         path, name, time = record.get("path"), record.get("name"), record.get("time")
         if not (isinstance(path, str) and isinstance(name, str) and isinstance(time, str)):
             continue
-        key, is_over = _key(path, parents), record.get("over") is True
+        key, is_over = os.path.normpath(path), record.get("over") is True
         # The run may have been started again while a command found that it was over.
         if not is_over or (key in found and found[key].time == time):
             found.pop(key, None)
             found[key] = Start(Path(path), name, time, is_over)
     for folder in sorted((Path.cwd() / RUNS_FOLDER).glob("*/")):
-        key = _key(str(folder), parents)
-        known = None if key in found else _known(folder)
-        if known is not None:
-            found[key] = Start(folder, None, known.time)
+        key = str(folder)
+        here = None if key in found else Start(folder, None, "").read()
+        if here is not None:
+            file = here.sweep_file if isinstance(here, RunGroup) else here.attempts_dir
+            with suppress(OSError):  # deleted meanwhile
+                found[key] = Start(folder, None, _modified_at(file))
     return sorted(found.values(), key=lambda start: start.time)[::-1]  # also of two in one millisecond
-
-
-def _key(path: str, parents: dict[str, str]) -> str:
-    """A path that is the same for the same folder; `parents` caches the parents without symlinks."""
-    parent, name = os.path.split(os.path.normpath(path))
-    if parent not in parents:
-        parents[parent] = os.path.realpath(parent)
-    return f"{parents[parent]}/{name}"
 
 
 def record_over(over: Iterable[Start]) -> None:
@@ -126,7 +108,7 @@ def record_over(over: Iterable[Start]) -> None:
         pass  # only slower the next time
 
 
-def iter_known_runs(found: Iterable[Start] | None = None) -> Iterator[KnownRun]:
+def iter_known_runs(found: Iterable[Start] | None = None) -> Iterator[RunDir | RunGroup]:
     """Every known run and group that still exists, most recently started first.
 
     Reads each folder only when it is its turn. `found` are the `starts` to choose from, by default all.
@@ -138,19 +120,6 @@ def iter_known_runs(found: Iterable[Start] | None = None) -> Iterator[KnownRun]:
         if known is not None and place not in seen:
             seen.add(place)
             yield known
-
-
-def _known(folder: Path, name: str | None = None, time: str | None = None) -> KnownRun | None:
-    """The run or group in a folder, None without one; a missing name or time is read from its files."""
-    run, group = RunDir(folder), RunGroup(folder)
-    try:
-        if group.exists():
-            return KnownRun(run, name or run.name, time or _modified_at(group.sweep_file), is_group=True)
-        if run.exists():
-            return KnownRun(run, name or str(read_job(run).name), time or _modified_at(run.attempts_dir))
-    except OSError:
-        pass  # another user's run, or an unavailable disk: skip only this one
-    return None
 
 
 def _modified_at(file: Path) -> str:
@@ -197,6 +166,8 @@ def find_run_or_group(text: str, *, to_change: bool = False) -> RunDir | RunGrou
     try:
         if RunGroup(text).exists():
             return RunGroup(text)
+        if OldBench(text).exists() and not to_change:
+            return OldBench(text)
         is_run = run.exists() or group_of(run) is not None
     except OSError as error:
         raise UsageError(
@@ -208,8 +179,8 @@ def find_run_or_group(text: str, *, to_change: bool = False) -> RunDir | RunGrou
     if separator and (os.sep in head or not is_index(tail)):
         raise UnknownRun(f"{text} does not contain a run", hint=LIST_HINT)
     if separator:
-        groups = [item for item in _matching_name(head) if item.is_group]
-        return _run_of_point(_newest(head, groups, to_change).group, int(tail))
+        groups = [item for item in _matching_name(head) if isinstance(item, RunGroup)]
+        return _run_of_point(_newest(head, groups, to_change), int(tail))
     job_id = split_job(text)[0]
     if text == "last":
         matches = list(islice(iter_known_runs(), 1))
@@ -218,33 +189,14 @@ def find_run_or_group(text: str, *, to_change: bool = False) -> RunDir | RunGrou
     else:
         matches = _matching_name(text)
     newest = _newest(text, matches, to_change)
-    if not newest.is_group:
-        return newest.run
-    if is_job_id(job_id) and "_" in job_id:
-        return _run_of_point(newest.group, int(job_id.partition("_")[2]))
-    return newest.group
+    if isinstance(newest, RunGroup) and is_job_id(job_id) and "_" in job_id:
+        return _run_of_point(newest, int(job_id.partition("_")[2]))
+    return newest
 
 
-def find_bench_folder(text: str, *, with_groups: bool = True) -> Path | None:
-    """The folder of a bench at this path, or of this name in ./runs; None without one.
-
-    `with_groups` includes a bench whose runs are one array, which is also a group of runs.
-    """
-    for folder in (Path(text), Path(RUNS_FOLDER, text)):
-        try:
-            is_group = RunGroup(folder).exists()
-            if (folder / BENCH_FILE).is_file():
-                return folder if with_groups or not is_group else None
-            if is_group or RunDir(folder).exists():
-                return None
-        except OSError:
-            return None  # whatever else looks for a run there reports it
-    return None
-
-
-def _matching_job(text: str, *, on_all_clusters: bool) -> list[KnownRun]:
+def _matching_job(text: str, *, on_all_clusters: bool) -> list[RunDir | RunGroup]:
     """The newest run or group with this job, or the newest of each cluster that has a job with this id."""
-    matches, seen = list[KnownRun](), set[str | None]()
+    matches, seen = list[RunDir | RunGroup](), set[str | None]()
     # A point that was restarted individually is also registered as a run, later than its group.
     for item in iter_known_runs():
         clusters = _clusters_of_job(item, text)
@@ -256,33 +208,29 @@ def _matching_job(text: str, *, on_all_clusters: bool) -> list[KnownRun]:
     return matches
 
 
-def _matching_name(name: str) -> list[KnownRun]:
+def _matching_name(name: str) -> list[RunDir | RunGroup]:
     """The run or group of this name in ./runs, else all whose folder has it, else all whose config has it."""
     # Without a name in the index, the name is in the folder.
     found = [start for start in starts() if name in (start.folder.name, start.name) or start.name is None]
-    known = list(iter_known_runs(found))
-    called = [item for item in known if item.run.name == name]
+    called = [item for item in iter_known_runs(found) if item.path.name == name]
     here = Path(RUNS_FOLDER).absolute()
-    return (
-        [item for item in called if item.run.path.parent == here]
-        or called
-        or [item for item in known if item.name == name]
-    )
+    named = (start for start in found if (start.name or read_job(RunDir(start.folder)).name) == name)
+    return [item for item in called if item.path.parent == here] or called or list(iter_known_runs(named))
 
 
 class UnknownRun(UsageError):
     """RUN refers to no run."""
 
 
-def _newest(text: str, matches: Sequence[KnownRun], to_change: bool) -> KnownRun:
+def _newest(text: str, matches: Sequence[Known], to_change: bool) -> Known:
     if not matches:
-        known = [item.run.name for item in iter_known_runs()]
+        known = [item.path.name for item in iter_known_runs()]
         hint = "no runs yet: `trainkit submit` starts one"
         if known:
             hint = f"{did_you_mean(text, ['last', *known])}{LIST_HINT}"
         raise UnknownRun(f"unknown run {text!r}", hint=hint)
     if len(matches) > 1:
-        newest, *others = (item.run.shown for item in matches)
+        newest, *others = (item.shown for item in matches)
         count = f"{len(matches)} runs are called {text}"
         if to_change:
             raise UsageError(
@@ -297,15 +245,14 @@ def _run_of_point(group: RunGroup, index: int) -> RunDir:
     return create_task_run(group.run(index))
 
 
-def _clusters_of_job(known: KnownRun, text: str) -> set[str | None]:
+def _clusters_of_job(known: RunDir | RunGroup, text: str) -> set[str | None]:
     """The clusters on which a run or group has this job: None is the one here, and an unknown one."""
     job_id, cluster = split_job(text)
-    if known.is_group:
-        group = known.group
-        has_job = (base_id(job_id) if is_job_id(job_id) else job_id) in group.job_ids
-        found = [group.record.cluster] if has_job else []
+    if isinstance(known, RunGroup):
+        has_job = (base_id(job_id) if is_job_id(job_id) else job_id) in known.job_ids
+        found = [known.record.cluster] if has_job else []
     else:
-        job = read_job(known.run)
+        job = read_job(known)
         found = [entry.cluster for entry in job.attempts if entry.job_id == job_id]
         found += [job.newest.cluster] if job.newest and job_id in (job.follow_ups or []) else []
     return {other_cluster(name) for name in found if cluster in ("", name)}

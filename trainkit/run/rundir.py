@@ -8,15 +8,13 @@ import hashlib
 import itertools
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from shlex import quote
-from typing import Protocol
 
 from trainkit.errors import TrainkitError, UsageError
 from trainkit.folders import ensure_folder, shown_path
 from trainkit.locks import (
-    NEEDS_FLOCK,
     LockBusy,
     LockStopped,
     LockUnsupported,
@@ -34,21 +32,26 @@ PARTIAL_SUFFIX = ".partial"
 REJECTED_SUFFIX = ".rejected"
 
 
-class Folder(Protocol):
-    """What has a path, below which its files are."""
-
-    @property
-    def path(self) -> Path: ...
-
-
 class Child:
     """A path below the `path` of its owner."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def __get__(self, folder: Folder, kind: type | None = None) -> Path:
+    def __get__(self, folder: RunFolder | AttemptDir, kind: type | None = None) -> Path:
         return folder.path / self._name
+
+
+class Numbered:
+    """The paths of ranks, nodes or steps below the `path` of its owner, by their numbers or names."""
+
+    def __init__(self, pattern: str) -> None:
+        self._pattern = pattern
+
+    def __get__(
+        self, folder: RunFolder | AttemptDir, kind: type | None = None
+    ) -> Callable[[int | str], Path]:
+        return lambda number: folder.path / self._pattern.format(number)
 
 
 class RunFolder:
@@ -101,7 +104,10 @@ class RunDir(RunFolder):
     trackers_dir = Child("trackers")
     """How far each tracker, such as MLflow, has the metrics."""
     health_dir = Child("health")
+    health_file = Numbered("health/{}.jsonl")
+    """Samples of a host: processors, memory, network, disks and GPUs."""
     checkpoints_dir = Child("checkpoints")
+    checkpoint_dir = Numbered(f"checkpoints/{CHECKPOINT_PREFIX}{{:08d}}")
     attempts_dir = Child("attempts")
     lock_file = Child(".lock")
     """Locked while a command changes what the run does next."""
@@ -173,13 +179,6 @@ class RunDir(RunFolder):
         """Whether `trainkit.loop` has made it in a program that trainkit has not started."""
         return self.job_file.exists() and not self.config_file.exists()
 
-    def health_file(self, host: str) -> Path:
-        """Samples of a node: processors, memory, network, disks and GPUs."""
-        return self.health_dir / f"{host}.jsonl"
-
-    def checkpoint_dir(self, step: int) -> Path:
-        return self.checkpoints_dir / f"{CHECKPOINT_PREFIX}{step:08d}"
-
     def attempt(self, number: int) -> AttemptDir:
         return AttemptDir(self, number)
 
@@ -235,6 +234,18 @@ class AttemptDir:
     """The batch script that was submitted for this attempt."""
     end_file = Child("end.json")
     """How the attempt ended; absent while it runs and if its supervisor was killed."""
+    node_log = Numbered("logs/node-{:04d}.log")
+    rank_log = Numbered("logs/rank-{:04d}.log")
+    rank_error = Numbered("errors/rank-{:04d}.json")
+    rank_hang = Numbered("hangs/rank-{:04d}.json")
+    rank_stacks = Numbered("stacks/rank-{:04d}.txt")
+    rank_profile = Numbered("profile/rank-{:04d}.json")
+    rank_record = Numbered("ranks/rank-{:04d}.jsonl")
+    """What a rank computed by itself, on the steps that were logged."""
+    host_file = Numbered("host-{:04d}.json")
+    """What a host without Slurm says of itself; empty until it has joined."""
+    host_lock_file = Numbered(".host-{:04d}.lock")
+    """Locked by that host until it leaves."""
 
     def __init__(self, run: RunDir, number: int) -> None:
         self.run = run
@@ -254,36 +265,6 @@ class AttemptDir:
     def was_debugged(self) -> bool:
         """Whether a person had one of its ranks in a debugger, which `rank_debugger.CHOSEN_FILE` says."""
         return (self.debugger_dir / "rank").exists()
-
-    def node_log(self, node_rank: int) -> Path:
-        return self.logs_dir / f"node-{node_rank:04d}.log"
-
-    def rank_log(self, rank: int) -> Path:
-        return self.logs_dir / f"rank-{rank:04d}.log"
-
-    def rank_error(self, rank: int) -> Path:
-        return self.errors_dir / f"rank-{rank:04d}.json"
-
-    def rank_hang(self, rank: int) -> Path:
-        return self.hangs_dir / f"rank-{rank:04d}.json"
-
-    def rank_stacks(self, rank: int) -> Path:
-        return self.stacks_dir / f"rank-{rank:04d}.txt"
-
-    def rank_profile(self, rank: int) -> Path:
-        return self.profile_dir / f"rank-{rank:04d}.json"
-
-    def rank_record(self, rank: int) -> Path:
-        """What a rank computed by itself, on the steps that were logged."""
-        return self.ranks_dir / f"rank-{rank:04d}.jsonl"
-
-    def host_file(self, node_rank: int) -> Path:
-        """What a host without Slurm says of itself; empty until it has joined."""
-        return self.path / f"host-{node_rank:04d}.json"
-
-    def host_lock_file(self, node_rank: int) -> Path:
-        """Locked by that host until it leaves."""
-        return self.path / f".host-{node_rank:04d}.lock"
 
     def create(self) -> None:
         """Create the folders of a new attempt.
@@ -334,12 +315,9 @@ def run_lock(run: RunDir, timeout_s: float | None = None) -> Iterator[None]:
             stack.enter_context(file_lock(run.lock_file, timeout_s))
         except LockBusy as busy:
             raise RunLocked(run.lock_file, busy) from None
-        except LockUnsupported as error:
+        except (LockUnsupported, NotALock) as error:
             message = f"{shown_path(run.lock_file)} cannot be locked: {error.strerror}"
-            raise UsageError(message, hint=NEEDS_FLOCK) from error
-        except NotALock as error:
-            message = f"{shown_path(run.lock_file)} cannot be locked: {error.strerror}"
-            raise UsageError(message, hint=error.hint) from None
+            raise UsageError(message, hint=error.hint) from error
         except OSError as error:
             raise UsageError(
                 f"{run.shown} cannot be changed: {error.strerror}",
@@ -388,13 +366,6 @@ def claim_place(attempt: AttemptDir, node_rank: int) -> None:
 def is_there(attempt: AttemptDir, node_rank: int) -> bool:
     """Whether the host that has claimed a place is still there."""
     return is_locked(attempt.host_lock_file(node_rank))
-
-
-def future_run(name: str, run_dir: Path | None) -> RunDir:
-    """The run that `submit` would create now; writes nothing."""
-    if run_dir is not None:
-        return RunDir(run_dir)
-    return RunDir(next(folder for folder in folders_named(Path(RUNS_FOLDER), name) if not folder.exists()))
 
 
 def folders_named(parent: Path, name: str) -> Iterator[Path]:

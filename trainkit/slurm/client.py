@@ -35,10 +35,8 @@ NO_ANSWER_S = 5.0
 """How long after a wait without an answer the next query gets only SHORT_TIMEOUT_S, and no second try."""
 SHORT_TIMEOUT_S = 1.5
 _Place = tuple[str, str, str]
-_unanswered: dict[_Place, float] = {}
-"""When a wait for Slurm last ended without an answer, by PATH, SLURM_CONF and cluster."""
-_answered: dict[_Place, float] = {}
-"""When Slurm's controller last answered."""
+_last: dict[_Place, tuple[float, bool]] = {}
+"""When Slurm's controller last answered, or a wait for it ended without, by PATH, SLURM_CONF and cluster."""
 ANSWER_VALID_S = 10.0
 
 T = TypeVar("T")
@@ -91,7 +89,7 @@ def run_slurm(
         argv = [program, f"--clusters={cluster}", *argv[1:]]
     place = _place(environ, cluster)
     # Several queries in a row must not each wait for a controller that is away.
-    if timeout_s <= QUERY_TIMEOUT_S and _is_unanswered(place):
+    if timeout_s <= QUERY_TIMEOUT_S and _was(place, False, NO_ANSWER_S):
         timeout_s = min(timeout_s, SHORT_TIMEOUT_S)
     began_s = time.monotonic()
     try:
@@ -121,19 +119,19 @@ def run_slurm(
         raise failed
     # The controller answers neither accounting's queries nor those for a version or a help text.
     if program not in _ACCOUNTING and argv[1:] not in (["--version"], ["--help"]):
-        _unanswered.pop(place, None)
-        _answered[place] = time.monotonic()
+        _last[place] = time.monotonic(), True
     return stderr + stdout if with_stderr else stdout
 
 
 def _note_unanswered(program: str, place: _Place, began_s: float) -> None:
     # Accounting is another daemon, which may be down alone.
     if program not in _ACCOUNTING and time.monotonic() - began_s >= SHORT_TIMEOUT_S:
-        _unanswered[place] = time.monotonic()
+        _last[place] = time.monotonic(), False
 
 
-def _is_unanswered(place: _Place) -> bool:
-    return time.monotonic() - _unanswered.get(place, -math.inf) < NO_ANSWER_S
+def _was(place: _Place, answered: bool, within_s: float) -> bool:
+    last_s, last = _last.get(place, (-math.inf, answered))
+    return last is answered and time.monotonic() - last_s < within_s
 
 
 def _place(environ: Mapping[str, str], cluster: str = "") -> _Place:
@@ -148,7 +146,7 @@ def require_controller(clusters: Sequence[str] = ()) -> None:
     """
     cluster = clusters[0] if len(clusters) == 1 else ""
     place = _place(os.environ, cluster)
-    if time.monotonic() - _answered.get(place, -math.inf) > ANSWER_VALID_S:
+    if not _was(place, True, ANSWER_VALID_S):
         query(["squeue", "--me", "--noheader", "--format=%A"], cluster=cluster)
 
 
@@ -322,7 +320,7 @@ def query(
     Another cluster is asked once. Raises the errors of `run_slurm`.
     """
     plain = plain_environ(os.environ if environ is None else environ)
-    if cluster or (patience_s <= QUERY_PATIENCE_S and _is_unanswered(_place(plain))):
+    if cluster or (patience_s <= QUERY_PATIENCE_S and _was(_place(plain), False, NO_ANSWER_S)):
         patience_s = 0.0
     return retrying(lambda: run_slurm(argv, timeout_s, environ=plain, cluster=cluster), patience_s)
 

@@ -31,7 +31,7 @@ def conf_file(environ: Mapping[str, str] = os.environ) -> Path | None:
 
 def cluster_name(environ: Mapping[str, str] = os.environ) -> str | None:
     """The name of the cluster that a job would be submitted to; None if unknown."""
-    chosen = scrubbed(environ).get("SLURM_CLUSTERS") or _conf_cluster_name(environ)
+    chosen = _chosen_cluster(environ)
     return None if chosen and "," in chosen else chosen
 
 
@@ -40,14 +40,14 @@ def other_cluster(named: str | None, environ: Mapping[str, str] = os.environ) ->
 
     A job id is valid only on its own cluster.
     """
-    if not named:
-        return None
-    current = scrubbed(environ).get("SLURM_CLUSTERS") or _conf_cluster_name(environ)
+    current = _chosen_cluster(environ) if named else None
     return named if current and named != current else None
 
 
-def _conf_cluster_name(environ: Mapping[str, str]) -> str | None:
-    """The ClusterName in slurm.conf; None without a readable file that sets it."""
+def _chosen_cluster(environ: Mapping[str, str]) -> str | None:
+    """SLURM_CLUSTERS, else the ClusterName in slurm.conf; None without a readable file that sets it."""
+    if named := scrubbed(environ).get("SLURM_CLUSTERS"):
+        return named
     path = conf_file(environ)
     try:
         return None if path is None else _name_in(path, path.stat().st_mtime_ns)

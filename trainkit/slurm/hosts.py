@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain, product
 
 from trainkit.errors import UsageError
@@ -24,15 +24,6 @@ def expand_hosts(text: str) -> list[str]:
 
     Slurm's own command would cost a process, and a container may lack it.
     """
-    return list(_hosts(text))
-
-
-def first_host(text: str) -> str:
-    """The first host of a host list; raises as `expand_hosts` does."""
-    return next(_hosts(text))
-
-
-def _hosts(text: str) -> Iterator[str]:
     text = safe_value(text.strip(), "a host list")
     items = [_BRACKETS.split(item) for item in _ITEM.findall(text)]  # names, and brackets between them
     ranges = [[_ranges(bracket) for bracket in item[1::2]] for item in items]
@@ -40,12 +31,14 @@ def _hosts(text: str) -> Iterator[str]:
     is_whole = ",".join(_ITEM.findall(text)) == text and text.isprintable()
     if not is_whole or 0 in counts or sum(counts) > MAX_HOSTS:
         raise UsageError(f"not a Slurm host list: {text!r}", hint="for example node[1-4,7] or gpu-a,gpu-b")
+    hosts = []
     for item, brackets in zip(items, ranges, strict=True):
         numbers = [[f"{n:0{width}d}" for span, width in one for n in span] for one in brackets]
         # Slurm's order: the last bracket varies fastest, then the first, the second, …
         for picked in product(*reversed(numbers[:-1]), *numbers[-1:]):
             chosen = [*reversed(picked[:-1]), *picked[-1:], ""]
-            yield "".join(chain.from_iterable(zip(item[::2], chosen, strict=True)))
+            hosts.append("".join(chain.from_iterable(zip(item[::2], chosen, strict=True))))
+    return hosts
 
 
 def _ranges(bracket: str) -> list[tuple[range, int]]:

@@ -83,11 +83,6 @@ class JobInfo:
     """The numeric job id of an array task; empty once squeue no longer lists it."""
 
     @property
-    def is_terminal(self) -> bool:
-        """Whether the job has ended and will not restart; False when unknown."""
-        return self.state.is_terminal
-
-    @property
     def log_not_opened(self) -> bool:
         """Whether the job failed before its batch script began, because a node could not open its log."""
         return self.state is JobState.FAILED and self.exit_signal == _LOG_NOT_OPENED
@@ -102,23 +97,32 @@ class JobInfo:
 
 def in_queue(job: JobInfo | None) -> TypeGuard[JobInfo]:
     """Whether the job is in Slurm's queue, pending or running."""
-    return job is not None and not job.is_terminal and job.state is not JobState.UNKNOWN
+    return job is not None and not job.state.is_terminal and job.state is not JobState.UNKNOWN
 
 
 def query_jobs(ids: Iterable[str]) -> dict[str, JobInfo]:
-    """The jobs with these ids, by id and in this order; other clusters follow, by the names of `on_cluster`.
+    """The jobs with these ids, as `query_clusters`; raises the error of the first cluster with one."""
+    known, problems = query_clusters(ids)
+    if problems:
+        raise next(iter(problems.values()))
+    return known
 
-    The id of an array selects all its tasks, whose ids are then the
-    keys; tasks cancelled while pending may share one entry under the array's id. Jobs that neither squeue nor
-    sacct lists are included as `unknown`. Runs at most two commands for each cluster. Raises SlurmUnreachable
-    if squeue fails.
+
+def query_clusters(ids: Iterable[str]) -> tuple[dict[str, JobInfo], dict[str, TrainkitError]]:
+    """The jobs with these ids, and the error of each cluster that does not answer.
+
+    By id and in this order; other clusters follow, by the names of `on_cluster`. The id of an array selects
+    all its tasks, whose ids are then the keys; tasks cancelled while pending may share one entry under the
+    array's id. Jobs that neither squeue nor sacct lists are included as `unknown`. Runs at most two commands
+    for each cluster.
     """
-    wanted = by_cluster(map(checked_job_id, ids))
-    return {
-        on_cluster(job_id, cluster): job
-        for cluster in sorted(wanted)
-        for job_id, job in _query_cluster(wanted[cluster], cluster)
-    }
+    known, problems = dict[str, JobInfo](), dict[str, TrainkitError]()
+    for cluster, own in sorted(by_cluster(map(checked_job_id, ids)).items()):
+        try:
+            known |= {on_cluster(job_id, cluster): job for job_id, job in _query_cluster(own, cluster)}
+        except TrainkitError as error:
+            problems[cluster] = error
+    return known, problems
 
 
 def _query_cluster(wanted: Sequence[str], cluster: str) -> Iterator[tuple[str, JobInfo]]:
@@ -171,26 +175,21 @@ def parse_queue(text: str) -> dict[str, JobInfo]:
     found: dict[str, JobInfo] = {}
     for fields in records(text, len(_QUEUE_FIELDS)):
         number, array, task, word, reason, nodes, num_nodes, start, end, restarts, exit_code, name = fields
+        job_id = number if task in ("", "N/A") else f"{array}_{task if task.isdigit() else f'[{task}]'}"
         restart_count = int(restarts) if restarts.isdigit() else None
         state = state_in_queue(word, restart_count)
-        code, signal = _exit_of(exit_code) if state.is_terminal else (None, None)
-        info = JobInfo(
-            job_id=number if task in ("", "N/A") else f"{array}_{task if task.isdigit() else f'[{task}]'}",
-            state=state,
-            slurm_state=word,
-            reason="" if reason in ("None", "N/A") else reason,
-            nodes=nodes,
-            num_nodes=int(num_nodes) if num_nodes.isdigit() else 0,
-            start_time=time_of(start),
-            end_time=time_of(end),
-            restarts=restart_count,
-            exit_code=code,
-            exit_signal=signal,
-            name=name,
-            number=number,
-        )
-        _add(found, info)
+        info = _job(job_id, state, word, nodes, num_nodes, start, end, exit_code, name)
+        reason = "" if reason in ("None", "N/A") else reason
+        _add(found, replace(info, reason=reason, restarts=restart_count, number=number))
     return found
+
+
+def _job(job_id: str, state: JobState, word: str, nodes: str, *more: str) -> JobInfo:
+    """A job from what squeue and sacct print alike, in the order of the latter."""
+    num_nodes, start, end, exit_code, name = more
+    code, signal = _exit_of(exit_code) if state.is_terminal else (None, None)
+    count, times = int(num_nodes) if num_nodes.isdigit() else 0, (time_of(start), time_of(end))
+    return JobInfo(job_id, state, word, "", nodes, count, *times, None, code, signal, name)
 
 
 def _add(found: dict[str, JobInfo], info: JobInfo) -> None:
@@ -223,25 +222,11 @@ def parse_accounting(text: str) -> dict[str, JobInfo]:
     """Parse the output of sacct, by job id, for jobs that squeue does not list."""
     found: dict[str, JobInfo] = {}
     for fields in records(text, len(_ACCOUNTING_FIELDS), end=FIELD):
-        job_id, word, nodes, num_nodes, start, end, exit_code, name = fields
+        job_id, word, nodes, *rest = fields
         state = state_in_accounting(word)
-        code, signal = _exit_of(exit_code) if state.is_terminal else (None, None)
-        info = JobInfo(
-            job_id=job_id,
-            state=state,
-            slurm_state=word,
-            reason=""
-            if state.is_terminal
-            else f"squeue no longer lists it, but accounting still reports {word}",
-            nodes="" if nodes == "None assigned" else nodes,
-            num_nodes=int(num_nodes) if num_nodes.isdigit() else 0,
-            start_time=time_of(start),
-            end_time=time_of(end),
-            exit_code=code,
-            exit_signal=signal,
-            name=name,
-        )
-        _add(found, info)
+        info = _job(job_id, state, word, "" if nodes == "None assigned" else nodes, *rest)
+        late = f"squeue no longer lists it, but accounting still reports {word}"
+        _add(found, info if state.is_terminal else replace(info, reason=late))
     return found
 
 
@@ -291,9 +276,8 @@ def job_details(
 
 def parse_job(text: str) -> JobDetails:
     """Parse `scontrol show job`: `Name=value` pairs, with free text before UserId and at the end."""
-    found: dict[str, str] = {}
-    for match in _PAIR.finditer(text.partition(" UserId=")[2]):
-        found.setdefault(match["name"], match["value"])
+    # Of several with one name, the first one counts.
+    found: dict[str, str] = dict(reversed(_PAIR.findall(text.partition(" UserId=")[2])))
     word = found.get("JobState", "")
     restarts = int(found["Restarts"]) if found.get("Restarts", "").isdigit() else 0
     preempted = time_of(found.get("PreemptTime", "")) is not None

@@ -13,6 +13,8 @@ from collections.abc import Iterable
 from trainkit.errors import UsageError
 
 _PLAIN_DIRECTIVE = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
+_NO_DIRECTIVE = re.compile("[\n\r\udc80-\udcff]")
+"""Line breaks, and the surrogate escapes of bytes that are not UTF-8."""
 _SHORT_ESCAPES = {"\\": "\\\\", "'": "\\'", "\n": "\\n", "\t": "\\t", "\r": "\\r"}
 
 
@@ -42,12 +44,10 @@ def directive(value: object) -> str:
     Raises UsageError for characters that such a line cannot contain.
     """
     text = _text(value)
-    broken = next((char for char in text if char in "\n\r" or _is_byte(char)), None)
-    if broken is not None:
-        raise UsageError(
-            f"{text!a} cannot be written in an #SBATCH line: it contains {_describe(broken)}",
-            hint="choose a name or a folder without it",
-        )
+    if (broken := _NO_DIRECTIVE.search(text)) is not None:
+        what = "a line break" if broken[0] in "\n\r" else "bytes that are not UTF-8"
+        message = f"{text!a} cannot be written in an #SBATCH line: it contains {what}"
+        raise UsageError(message, hint="choose a name or a folder without it")
     if _PLAIN_DIRECTIVE.fullmatch(text):
         return text
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
@@ -86,12 +86,3 @@ def _escaped(char: str) -> str:
     if char.isprintable():
         return char
     return "".join(f"\\x{byte:02x}" for byte in os.fsencode(char))
-
-
-def _is_byte(char: str) -> bool:
-    """Whether this character is the surrogate escape of a byte that is not UTF-8."""
-    return "\udc80" <= char <= "\udcff"
-
-
-def _describe(char: str) -> str:
-    return "bytes that are not UTF-8" if _is_byte(char) else "a line break"

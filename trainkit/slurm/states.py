@@ -58,33 +58,22 @@ _TERMINAL = frozenset(
     }
 )
 _STATES = {
-    "PENDING": JobState.PENDING,
-    "REQUEUED": JobState.REQUEUED,
+    **{state.name: state for state in JobState},
     "REQUEUE_FED": JobState.REQUEUED,
     "REQUEUE_HOLD": JobState.HELD,
     "SPECIAL_EXIT": JobState.HELD,
     "RESV_DEL_HOLD": JobState.HELD,
     "CONFIGURING": JobState.STARTING,
     "POWER_UP_NODE": JobState.STARTING,
-    "RUNNING": JobState.RUNNING,
     "RESIZING": JobState.RUNNING,
     "SIGNALING": JobState.RUNNING,
-    "SUSPENDED": JobState.SUSPENDED,
     "STOPPED": JobState.SUSPENDED,
-    "COMPLETING": JobState.COMPLETING,
     "STAGE_OUT": JobState.COMPLETING,
     "EXPEDITING": JobState.COMPLETING,
-    "COMPLETED": JobState.COMPLETED,
-    "FAILED": JobState.FAILED,
     "BOOT_FAIL": JobState.FAILED,
     "LAUNCH_FAILED": JobState.FAILED,
     "RECONFIG_FAIL": JobState.FAILED,
-    "CANCELLED": JobState.CANCELLED,
-    "TIMEOUT": JobState.TIMEOUT,
     "DEADLINE": JobState.TIMEOUT,
-    "PREEMPTED": JobState.PREEMPTED,
-    "NODE_FAIL": JobState.NODE_FAIL,
-    "OUT_OF_MEMORY": JobState.OUT_OF_MEMORY,
 }
 
 

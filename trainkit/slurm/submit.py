@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 from trainkit.errors import TrainkitError
@@ -51,30 +52,16 @@ _WILL_START = re.compile(
 
 
 @dataclass(frozen=True)
-class _Submission:
-    """Identifies a submitted job by its token, or by its script if a site's plugin rewrites comments."""
+class Answer:
+    """When and where a job would start, which `sbatch --test-only` estimates without the time limit."""
 
-    token: str
-    script: str = ""
-    since: float = 0.0
-    clusters: Sequence[str] = ()
-    """The clusters of which one may have it; none for the one of the environment."""
-
-    def matches(self, comment: str, command: str, submitted: str) -> bool:
-        """Whether a job is this submission and not that of an earlier run in the same folder."""
-        # Old versions of Slurm print no submit time: then only the token counts.
-        recent = int(submitted) >= int(self.since) - CLOCK_SKEW_S if submitted.isdigit() else not self.since
-        return recent and (self.token in comment.split() or (bool(self.script) and command == self.script))
-
-
-@dataclass(frozen=True)
-class StartEstimate:
-    """The estimate of `sbatch --test-only`, which ignores the partition's time limit."""
-
-    start_time: datetime | None
-    nodes: list[str]
-    message: str
-    """Slurm's message, with the time in the local time zone."""
+    start_time: datetime | None = None
+    """None if the job would not start, or Slurm gives no time."""
+    nodes: tuple[str, ...] = ()
+    remark: str = ""
+    """Why it names no time."""
+    refused: bool = False
+    """Whether Slurm would reject the job."""
 
 
 def submit_script(
@@ -131,16 +118,15 @@ def submit_once(
     """
     if not _TOKEN.fullmatch(token):
         raise ValueError(f"a token must be one word: {token!r}")
-    submission = _Submission(token, script, time.time(), clusters)
-    give_up = time.monotonic() + SUBMIT_PATIENCE_S
-    pause_s = FIRST_PAUSE_S
+    find = partial(_find, token, script, time.time(), clusters, patience_s=0.0)
+    give_up, pause_s = time.monotonic() + SUBMIT_PATIENCE_S, FIRST_PAUSE_S
     while True:
         try:
             return submit()
         except SlurmUnreachable as lost:
             what = "checking whether the job was accepted" if lost.may_have_arrived else "retrying"
             notify(f"{lost.message}; {what}")
-            found = _find_until_known(submission, lost, give_up)
+            found = _find_until_known(find, script, lost, give_up)
         if found is not None:
             return found
         time.sleep(pause_s)
@@ -159,7 +145,9 @@ def _job_id(stdout: str) -> str:
     )
 
 
-def _find_until_known(submission: _Submission, lost: SlurmUnreachable, give_up: float) -> str | None:
+def _find_until_known(
+    find: Callable[[], str | None], script: str, lost: SlurmUnreachable, give_up: float
+) -> str | None:
     """Look a submission up until it is found; returns its job id, None if Slurm did not accept it.
 
     Raises SlurmUnreachable when Slurm cannot be reached until `give_up`.
@@ -168,11 +156,18 @@ def _find_until_known(submission: _Submission, lost: SlurmUnreachable, give_up: 
     missing_since: float | None = None
     while True:
         try:
-            found = _find(submission, patience_s=0.0)
+            found = find()
         except SlurmUnreachable:
             missing_since = None
             if time.monotonic() >= give_up:
-                raise _unknown_outcome(submission.script, lost) from None
+                if lost.may_have_arrived:
+                    what = f"{script or 'the job'} may or may not have been submitted ({lost.message})"
+                    raise SlurmUnreachable(
+                        f"the answer of sbatch was lost and Slurm cannot be queried: {what}",
+                        hint="once `scontrol ping` shows that the controller is up, check with `squeue --me`",
+                        may_have_arrived=True,
+                    ) from None
+                raise lost from None
         else:
             now = time.monotonic()
             missing_since = now if missing_since is None else missing_since
@@ -185,17 +180,6 @@ def _find_until_known(submission: _Submission, lost: SlurmUnreachable, give_up: 
         time.sleep(POLL_INTERVAL_S)
 
 
-def _unknown_outcome(script: str, lost: SlurmUnreachable) -> SlurmUnreachable:
-    if not lost.may_have_arrived:
-        return lost
-    return SlurmUnreachable(
-        f"the answer of sbatch was lost and Slurm cannot be queried: {script} may or may not have been "
-        f"submitted ({lost.message})",
-        hint="once `scontrol ping` shows that the controller is up, check with `squeue --me`",
-        may_have_arrived=True,
-    )
-
-
 def find_by_token(token: str, *, since: float = 0.0, clusters: Sequence[str] = ()) -> str | None:
     """The id of this user's job with the token, or None; for an array, the id of the whole array.
 
@@ -203,21 +187,24 @@ def find_by_token(token: str, *, since: float = 0.0, clusters: Sequence[str] = (
     has the same token. Queries squeue, which lists jobs until some minutes after their end. Raises
     SlurmUnreachable.
     """
-    return _find(_Submission(token, since=since, clusters=clusters), QUERY_PATIENCE_S)
+    return _find(token, "", since, clusters, patience_s=QUERY_PATIENCE_S)
 
 
-def _find(submission: _Submission, patience_s: float) -> str | None:
+def _find(token: str, script: str, since: float, clusters: Sequence[str], *, patience_s: float) -> str | None:
+    """The newest job with this token, or with this script if a site's plugin rewrites comments."""
     layout = FIELD.join(("%F", "%V", "%k", "%o")) + RECORD
     argv = ["squeue", "--me", "--noheader", "--states=all", f"--format={layout}"]
     away: SlurmUnreachable | None = None
-    for cluster in submission.clusters or ("",):
+    for cluster in clusters or ("",):
         try:
             found = query(argv, environ=scrubbed(os.environ), patience_s=patience_s, cluster=cluster)
         except SlurmUnreachable as error:
             away = error  # another one may have the job
             continue
         for job_id, submitted, comment, command in records(found, 4):
-            if submission.matches(comment, command, submitted):
+            # Old versions of Slurm print no submit time: then only the token counts.
+            is_recent = int(submitted) >= int(since) - CLOCK_SKEW_S if submitted.isdigit() else not since
+            if is_recent and (token in comment.split() or (script and command == script)):
                 return on_cluster(base_id(job_id), cluster)
     if away is not None:
         raise away
@@ -230,8 +217,10 @@ def query_start(
     timeout_s: float = SUBMIT_TIMEOUT_S,
     extra_argv: Sequence[str] = (),
     clusters: Sequence[str] = (),
-) -> StartEstimate:
+) -> tuple[Answer, str]:
     """Estimate when and where Slurm would start a script, given as its text, without submitting it.
+
+    Returns also Slurm's message, with the time in the local time zone.
 
     Raises SlurmRefused when Slurm would not accept it, SlurmUnreachable, and OSError when it cannot be
     written to a temporary file.
@@ -247,18 +236,15 @@ def query_start(
     return parse_start_estimate(printed)
 
 
-def parse_start_estimate(text: str) -> StartEstimate:
+def parse_start_estimate(text: str) -> tuple[Answer, str]:
     """Parse the message of `sbatch --test-only`; raises SlurmRefused if it is not an estimate."""
     match = _WILL_START.search(text)
     if match is None:
         raise SlurmRefused(f"cannot parse the output of sbatch --test-only: {text.strip()!r}", stderr=text)
     start_time = time_of(match["start"])
     shown = match["start"] if start_time is None else f"{start_time.astimezone():%Y-%m-%d %H:%M:%S}"
-    return StartEstimate(
-        start_time=start_time,
-        nodes=expand_hosts(match["nodes"]),
-        message=match[0].replace(match["start"], shown, 1),
-    )
+    answer = Answer(start_time, tuple(expand_hosts(match["nodes"])))
+    return answer, match[0].replace(match["start"], shown, 1)
 
 
 ASK_TIMEOUT_S = 5.0
@@ -269,19 +255,6 @@ AT_ONCE = 4
 TOO_BUSY = "Slurm was too busy to answer"
 # Slurm also says this if nodes are only out of service for now: the job would be accepted and wait.
 MAY_CHANGE = re.compile(r"not available|busy")
-
-
-@dataclass(frozen=True)
-class Answer:
-    """Slurm's answer to one request."""
-
-    start_time: datetime | None = None
-    """None if the job would not start, or Slurm gives no time."""
-    nodes: tuple[str, ...] = ()
-    remark: str = ""
-    """Why it names no time."""
-    refused: bool = False
-    """Whether Slurm would reject the job."""
 
 
 def ask_starts(
@@ -301,7 +274,7 @@ def ask_starts(
             return Answer(remark=TOO_BUSY)
         timeout_s = ASK_TIMEOUT_S if enough_s is None else max(0.1, round(give_up - time.monotonic(), 1))
         try:
-            found = query_start("#!/bin/sh\n", timeout_s=timeout_s, extra_argv=options, clusters=clusters)
+            found, _ = query_start("#!/bin/sh\n", timeout_s=timeout_s, extra_argv=options, clusters=clusters)
         except SlurmRefused as error:
             answered.append(options)
             remark = error.sentence.splitlines()[-1] if error.sentence else error.message
@@ -310,7 +283,7 @@ def ask_starts(
             lost.append(error)
             return Answer(remark=TOO_BUSY)
         answered.append(options)
-        return Answer(found.start_time, tuple(found.nodes))
+        return found
 
     from concurrent.futures import ThreadPoolExecutor  # most that submit ask nothing
 

@@ -51,7 +51,10 @@ def main() -> None:
         if not os.environ.get("PYTHONBREAKPOINT") and debug_mode not in ("off", "debugpy"):
             terminal = os.environ.get(TERMINAL_VARIABLE) if plan.world_size == 1 and not debug_mode else None
             sys.breakpointhook = lambda *args, **kwargs: stop_at(sys._getframe(1), terminal, unwatched)
-        refuse_old_torch()
+        import torch
+
+        if (problem := release_problem(torch.__version__)) is not None:  # it lacks what the trainer imports
+            raise UsageError(f"{sys.executable} {problem[0]}", hint=problem[1])
         worker = "trainkit.trainer.worker" if plan.replay is None else REPLAY_WORKER
         work = importlib.import_module(worker).run_worker
         gc.freeze()
@@ -68,15 +71,6 @@ def main() -> None:
     from trainkit.trainer.distributed import exit_process
 
     exit_process(code)
-
-
-def refuse_old_torch() -> None:
-    """Raise UsageError for a release of torch that lacks what the trainer imports."""
-    import torch
-
-    problem = release_problem(torch.__version__)
-    if problem is not None:
-        raise UsageError(f"{sys.executable} {problem[0]}", hint=problem[1])
 
 
 def set_up_logging(rank: int) -> None:

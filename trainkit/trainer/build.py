@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from logging import getLogger
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from trainkit.config.schema import RunConfig
-from trainkit.plan.launch import LaunchPlan
+from trainkit.plan.launch import LaunchPlan, Layout
 from trainkit.plan.layout_rules import compiles
 from trainkit.plan.step_work import attends_in_blocks, loss_chunks
 from trainkit.run.files import write_atomic
@@ -64,9 +64,6 @@ from trainkit.trainer.task_batches import TaskBatches, digest_of
 from trainkit.trainer.torch_private import ATTENTION_OPS, REDUCTION_OPS, compiled_anew
 from trainkit.trainer.user_code import errors_of_user, refusal
 from trainkit.trainer.user_task import UserTask
-
-if TYPE_CHECKING:
-    from trainkit.trainer.parallel.pipeline import TiedWeights
 
 log = getLogger(__name__)
 AnyTask = CausalLM | UserTask
@@ -200,30 +197,29 @@ class BuiltModel:
     """The model on this rank and its forward and backward passes."""
 
     model_parts: Sequence[nn.Module]
+    """All of it, or some stages of a pipeline."""
     weights: Sequence[Weight]
     forward_backward: ForwardBackward[Any]
-    tied_weights: TiedWeights | None
     buffers: StateBuffers | None = None
     """Buffers to save: those of a `Model` are functions of its shape."""
     read_weight: ReadWeight | None = None
     """The initial values of the weights with `is_read`."""
+    sum_tied_gradients: Callable[[], None] = lambda: None
+    """Sums the gradients of an embedding and a head that are tied, but in different stages of a pipeline."""
+    update_scales: Callable[[], None] = lambda: None
+    """Computes the scales of weights that are gathered in float8; call whenever the weights have changed."""
 
 
 def build(
-    task: AnyTask,
-    config: RunConfig,
-    plan: LaunchPlan,
-    world: World,
-    progress: Progress,
-    local_gradient: LocalGradient | None = None,
+    task: AnyTask, plan: LaunchPlan, world: World, progress: Progress, local_gradient: LocalGradient
 ) -> BuiltModel:
     """The model of this rank on its device: split, in training mode, and with its initial values.
 
     Only the weights with `is_read` have no values yet.
     """
     if isinstance(task, UserTask):
-        return _build_task(task, config, plan, world, progress, local_gradient)
-    model_parts = build_model_parts(task, config, plan, world)
+        return _build_task(task, plan, world, progress, local_gradient)
+    config, model_parts = task.config, build_model_parts(task, plan, world)
     # Offloaded parameters stay on the host: FSDP copies them to the device per block, but not the buffers.
     param_device = torch.device("cpu") if config.parallel.offload else world.device
     for model in model_parts:
@@ -232,23 +228,22 @@ def build(
         move_buffers(model, world.device)
         if not task.reads_weights:
             init_parameters(model, config.seed)
-    return assemble(task, config, plan, world, progress, model_parts, local_gradient)
+    return assemble(task, plan, world, progress, model_parts, local_gradient)
 
 
-def build_model_parts(task: CausalLM, config: RunConfig, plan: LaunchPlan, world: World) -> list[Model]:
+def build_model_parts(task: CausalLM, plan: LaunchPlan, world: World) -> list[Model]:
     """The parts of the model on this rank, one per pipeline stage: split, on the meta device."""
-    layout = plan.layout
-    if layout.pp == 1:
-        return [_build_part(task, config, plan, world, None)]
+    pp, schedule = plan.layout.pp, task.config.parallel.pp_schedule
+    if pp == 1:
+        return [_build_part(task, plan, world, None)]
     from trainkit.trainer.parallel.pipeline import stage_specs  # see `assemble`
 
-    stages = stage_specs(world.place.pp, layout.pp, config.parallel.pp_schedule, task.shape.num_layers)
-    return [_build_part(task, config, plan, world, stage) for stage in stages]
+    stages = stage_specs(world.place.pp, pp, schedule, task.shape.num_layers)
+    return [_build_part(task, plan, world, stage) for stage in stages]
 
 
 def assemble(
     task: CausalLM,
-    config: RunConfig,
     plan: LaunchPlan,
     world: World,
     progress: Progress,
@@ -256,7 +251,7 @@ def assemble(
     local_gradient: LocalGradient | None = None,
 ) -> BuiltModel:
     """Combine allocated model parts with the forward and backward passes of their layout."""
-    layout, parallel = plan.layout, config.parallel
+    layout, config, parallel = plan.layout, task.config, task.config.parallel
     for model in model_parts:
         model.train()
     positions = position_slice(world.place.cp, layout.cp, 0, 1, config.data.seq_len).attention
@@ -266,46 +261,47 @@ def assemble(
         world,
         torch.compile(task.nll_sum) if is_compiled else task.nll_sum,
         use_loss_parallel=parallel.loss_parallel and layout.tp > 1,
-        positions=positions if layout.cp > 1 else None,
+        positions=positions.to(world.device) if layout.cp > 1 else None,
     )
+    update_scales = _gather_in_float8(task, layout, world, model_parts)
     if layout.pp > 1:
         # Imported only if needed: it adds a quarter to the start-up time of the trainer.
-        from trainkit.trainer.parallel.pipeline import PipelineForwardBackward, TiedWeights
+        from trainkit.trainer.parallel.pipeline import PipelineForwardBackward, sum_tied_gradients
 
         weights = weights_of(model_parts, is_read=task.reads_weights)
-        pipeline = PipelineForwardBackward(
-            model_parts,
-            world,
-            context,
-            progress,
-            parallel.pp_schedule,
-            plan.batch.pp_microbatches or parallel.pp_microbatches,
-            plan.batch.accumulation_steps,
-        )
+        pipeline = PipelineForwardBackward(model_parts, context, progress, parallel, plan.batch)
         tied = [weight.param for weight in weights if weight.name in model_parts[0].tied_names]
-        tied_weights = TiedWeights(tied, world)
-        return BuiltModel(model_parts, weights, pipeline, tied_weights, None, task.read_weight)
+        sum_tied = partial(sum_tied_gradients, tied, world)
+        read_weight = task.read_weight
+        return BuiltModel(model_parts, weights, pipeline, None, read_weight, sum_tied, update_scales)
     [model] = model_parts
     dtype = DTYPES[config.precision.dtype]
     is_cast = dtype != torch.float32 and not isinstance(model, FSDPModule)
     masters = cast_weights(model, dtype) if is_cast else {}
     tokens = plan.batch.device_batch_size * config.data.seq_len // layout.cp
     chunks = loss_chunks(layout, model.shape, tokens) if model.COMPUTES_LOSS else 1
-    forward_backward = SequentialForwardBackward(
-        model,
-        gradient_switch(model, world, parallel, masters, local_gradient),
-        context,
-        progress,
-        chunks,
-    )
+    switch = gradient_switch(model, world, parallel, masters, local_gradient)
+    forward_backward = SequentialForwardBackward(switch, progress, model, context, chunks)
     weights = weights_of(model_parts, masters, is_read=task.reads_weights)
-    return BuiltModel(model_parts, weights, forward_backward, None, None, task.read_weight)
+    return BuiltModel(
+        model_parts, weights, forward_backward, None, task.read_weight, update_scales=update_scales
+    )
 
 
-def _build_part(
-    task: CausalLM, config: RunConfig, plan: LaunchPlan, world: World, stage: StageSpec | None
-) -> Model:
-    layout, parallel, place = plan.layout, config.parallel, world.place
+def _gather_in_float8(
+    task: CausalLM, layout: Layout, world: World, model_parts: list[Model]
+) -> Callable[[], None]:
+    """Have sharded weights gathered in float8 if the config says so; what computes their scales."""
+    if task.config.precision.float8 != "gather" or layout.dp_shard * layout.cp == 1:
+        return lambda: None
+    from trainkit.trainer.parallel.float8_gather import Float8Gather  # it needs torchao
+
+    assert world.mesh is not None
+    return Float8Gather(model_parts, world.mesh["dp_shard"].get_group()).update
+
+
+def _build_part(task: CausalLM, plan: LaunchPlan, world: World, stage: StageSpec | None) -> Model:
+    config, layout, parallel, place = task.config, plan.layout, task.config.parallel, world.place
     model = task.build_model(stage)
     splits_stream = parallel.sequence_parallel and layout.tp > 1
     stream_rank, stream_ranks = (place.tp, layout.tp) if splits_stream else (0, 1)
@@ -316,13 +312,7 @@ def _build_part(
         apply_float8(blocks, rowwise=config.precision.float8 == "rowwise")
     if layout.tp > 1:
         assert world.mesh is not None
-        apply_tensor_parallel(
-            model,
-            model.TENSOR_PLAN,
-            world.mesh["tp"],
-            sequence_parallel=parallel.sequence_parallel,
-            loss_parallel=parallel.loss_parallel,
-        )
+        apply_tensor_parallel(model, world.mesh["tp"], parallel)
         # Before sharding, which would separate tied parameters.
         model.tie()
     flash = has_flash_attention(world.device, DTYPES[config.precision.dtype])
@@ -351,8 +341,9 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 """Modules whose weights have the type of their statistics, float32."""
 
 
-def build_module(task: UserTask, config: RunConfig, plan: LaunchPlan, world: World) -> LossModule:
+def build_module(task: UserTask, plan: LaunchPlan, world: World) -> LossModule:
     """The model of this rank on its device, wrapped for data parallelism."""
+    config = task.config
     model, parallel, dtype = task.build_model(), config.parallel, DTYPES[config.precision.dtype]
     check_same_weights(model, config, world)
     with errors_of_user(config, "layers() failed"):
@@ -406,14 +397,9 @@ def check_same_weights(model: nn.Module, config: RunConfig, world: World) -> Non
 
 
 def _build_task(
-    task: UserTask,
-    config: RunConfig,
-    plan: LaunchPlan,
-    world: World,
-    progress: Progress,
-    local_gradient: LocalGradient | None,
+    task: UserTask, plan: LaunchPlan, world: World, progress: Progress, local_gradient: LocalGradient
 ) -> BuiltModel:
-    module = build_module(task, config, plan, world)
+    config, module = task.config, build_module(task, plan, world)
     model, dtype = module.model, DTYPES[config.precision.dtype]
     read_quantized(model, task.read_weight, world.device)
     module.train()
@@ -427,5 +413,5 @@ def _build_task(
         options, is_read = task.task.parameter_options(name, param), name in module.read_names
         weights.append(Weight(name, master, False, cast_param, options, is_read, is_reread))
     switch = gradient_switch(module, world, config.parallel, masters, local_gradient)
-    passes = TaskForwardBackward(module, switch, progress, config, world)
-    return BuiltModel([module], weights, passes, None, StateBuffers.of(model), task.read_weight)
+    passes = TaskForwardBackward(switch, progress, module, config, world)
+    return BuiltModel([module], weights, passes, StateBuffers(model), task.read_weight)

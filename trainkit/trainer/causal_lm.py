@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterator, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, is_dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,10 @@ from torch.distributed.tensor import DTensor
 
 from trainkit.config.schema import RunConfig
 from trainkit.data.cache import has_validation
+from trainkit.data.dataset_file import TRAIN, VAL
 from trainkit.data.order import IntArray
 from trainkit.data.shards import TokenMixture, TokenShards, open_dataset
-from trainkit.plan.launch import Batch, LaunchPlan
+from trainkit.plan.launch import Batch
 from trainkit.plan.model_shape import resolve_model_shape
 from trainkit.run.rundir import RunDir
 from trainkit.safetensors import StoredWeights
@@ -156,41 +158,32 @@ class PrefetchedBatches:
     """
 
     def __init__(self, source: BatchSource, position: int, num_workers: int) -> None:
-        self._source = source
-        self._start = self._position = position
+        self._source, self._start = source, position
         self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="data") if num_workers else None
         self._ahead = max(2, num_workers)
-        self._queue: deque[Future[list[StepBatch]]] = deque()
-        self._ready: deque[StepBatch] = deque()
-        batch = source.batch
-        samples = batch.device_batch_size * batch.accumulation_steps
+        self._steps = self._read()
+        samples = source.batch.device_batch_size * source.batch.accumulation_steps
         self._num_steps = max(
             1, min(MAX_STEPS_PER_READ, MAX_TOKENS_PER_READ // (samples * source.dataset.seq_len))
         )
 
     def __iter__(self) -> Iterator[StepBatch]:
         """Begin at the first step again."""
-        self._position = self._start
-        self._queue.clear()
-        self._ready.clear()
+        self._steps = self._read()
         return self
 
     def __next__(self) -> StepBatch:
-        if not self._ready:
-            self._ready.extend(self._next_steps())
-        return self._ready.popleft()
+        return next(self._steps)
 
-    def _next_steps(self) -> list[StepBatch]:
-        if self._pool is None:
-            return self._source.steps_at(self._advance(), self._num_steps)
-        while len(self._queue) <= self._ahead:
-            self._queue.append(self._pool.submit(self._source.steps_at, self._advance(), self._num_steps))
-        return self._queue.popleft().result()
-
-    def _advance(self) -> int:
-        position = self._position
-        self._position += self._num_steps * self._source.batch.global_batch_size
-        return position
+    def _read(self) -> Iterator[StepBatch]:
+        queue: deque[Future[list[StepBatch]]] = deque()
+        for position in count(self._start, self._num_steps * self._source.batch.global_batch_size):
+            if self._pool is None:
+                yield from self._source.steps_at(position, self._num_steps)
+                continue
+            queue.append(self._pool.submit(self._source.steps_at, position, self._num_steps))
+            if len(queue) > self._ahead:
+                yield from queue.popleft().result()
 
     def close(self) -> None:
         """Stop prefetching, without waiting for reads in progress."""
@@ -206,23 +199,23 @@ class CausalLM:
         # Before the data is prepared, which may take long.
         self._model_class = load_architecture(config.model.architecture, run)
         refuse_unsupported_layout(config, self._model_class)
-        self.train_data = open_dataset(config.data, seq_len, "train", checks_data)
+        self.train_data = open_dataset(config.data, seq_len, TRAIN, checks_data)
         evaluates = config.train.eval_every is not None and has_validation(config.data, checks_data)
-        self.val_data = open_dataset(config.data, seq_len, "val", checks_data) if evaluates else None
+        self.val_data = open_dataset(config.data, seq_len, VAL, checks_data) if evaluates else None
         self.shape = resolve_model_shape(config.model, self.train_data.vocab_size)
         self.num_params = self._model_class.num_params(self.shape)
         self.flops_per_sample: float | None = seq_len * self._model_class.flops_per_token(self.shape, seq_len)
         self.reads_weights = config.model.hf is not None and not config.model.from_scratch
         """Whether the initial weights are those of `model.hf`."""
         self._stored: StoredWeights | None = None
-        self._config = config
+        self.config = config
         self._seq_len = seq_len
 
     def build_model(self, stage: StageSpec | None = None) -> Model:
         """The model, or one pipeline stage of it, on the meta device."""
         with torch.device("meta"):
             model = self._model_class(self.shape, self._seq_len, stage)
-        if self._config.data.document_mask:
+        if self.config.data.document_mask:
             assert isinstance(model, Decoder)
             model.eos_id = self.train_data.eos_id
         return model
@@ -230,7 +223,7 @@ class CausalLM:
     def read_weight(self, name: str, index: Sequence[slice]) -> Tensor:
         """Read a part of the initial value of a parameter."""
         if self._stored is None:  # not before: a resumed run does without the files
-            self._stored = StoredWeights(Path(str(self._config.model.hf)))
+            self._stored = StoredWeights(Path(str(self.config.model.hf)))
         return read_decoder_weight(self._stored, name, index)
 
     def nll_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -245,46 +238,34 @@ class CausalLM:
         return {
             "fingerprint": self.train_data.fingerprint,
             "data.seq_len": self._seq_len,
-            "data.shuffle": self._config.data.shuffle,
-            "seed": self._config.seed,
+            "data.shuffle": self.config.data.shuffle,
+            "seed": self.config.seed,
         }
 
     def describe_data(self) -> str:
         data = self.train_data
         counts = f"{data.num_tokens:,} training tokens in {data.num_samples:,} samples of {self._seq_len}"
         if isinstance(data, TokenShards):
-            return f"{self._config.data.source}: {counts}"
-        return f"mixture: {counts}; {'; '.join(data.describe(self._config.data.source))}"
+            return f"{self.config.data.source}: {counts}"
+        return f"mixture: {counts}; {'; '.join(data.describe(self.config.data.source))}"
 
-    def train_batches(
-        self, plan: LaunchPlan, world: World, state: TrainingState, end: int | None
+    def batches(
+        self, split: str, batch: Batch, world: World, state: TrainingState, end: int | None
     ) -> PrefetchedBatches:
-        """The training batches of this rank from a state on, up to position `end` if it is not None."""
-        shuffle = self._config.data.shuffle
-        return self._batches(self.train_data, plan.batch, world, state.samples_seen, end, shuffle)
+        """The batches of a split for this rank from a state on, up to position `end` if it is not None.
 
-    def val_batches(self, batch: Batch, world: World, num_samples: int) -> PrefetchedBatches:
-        """The validation batches of this rank; can be iterated over again and again."""
-        assert self.val_data is not None
-        return self._batches(self.val_data, batch, world, 0, num_samples, shuffle=False)
-
-    def _batches(
-        self,
-        data: TokenShards | TokenMixture,
-        batch: Batch,
-        world: World,
-        start: int,
-        end: int | None,
-        shuffle: bool,
-    ) -> PrefetchedBatches:
+        They can be iterated over again and again.
+        """
+        data = self.train_data if split == TRAIN else self.val_data
+        assert data is not None
         source = BatchSource(
             dataset=data,
             batch=batch,
             dp_rank=world.dp_rank,
             dp_size=world.layout.dp,
-            seed=self._config.seed,
-            shuffle=shuffle,
+            seed=self.config.seed,
+            shuffle=split == TRAIN and self.config.data.shuffle,
             end_position=end,
             pin_memory=world.device.type == "cuda",
         )
-        return PrefetchedBatches(source, start, self._config.data.num_workers)
+        return PrefetchedBatches(source, state.samples_seen, self.config.data.num_workers)

@@ -42,7 +42,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # all documented,
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainkit.cluster.machine import NoDriver, driver_cuda, nvml
-from trainkit.errors import EXIT_NO_RESTART, TrainkitError
+from trainkit.errors import EXIT_NO_RESTART, FatalError, TrainkitError
 from trainkit.job.rank_debugger import mode_of_rank
 from trainkit.job.rank_env import GPU_BINDING_HINT, RankEnv, gpu_index, visible_gpus
 from trainkit.job.signals import StopRequest
@@ -169,7 +169,7 @@ def bind_to_gpu(device: torch.device) -> None:
 
 def _refuse(problem: tuple[str, str] | None, subject: str = "") -> None:
     if problem is not None:
-        raise TrainkitError(subject + problem[0], problem[1], EXIT_NO_RESTART)
+        raise FatalError(subject + problem[0], problem[1])
 
 
 def join_world(
@@ -177,7 +177,6 @@ def join_world(
     device: torch.device,
     layout: Layout,
     stop: StopRequest,
-    is_busy: Callable[[int], bool] = lambda rank: False,
     *,
     mesh_of_one: bool = False,
     on_arrival: Callable[[], None] = lambda: None,
@@ -185,10 +184,9 @@ def join_world(
 ) -> World | None:
     """Wait for the other ranks and build the mesh; returns None if the ranks agreed to stop.
 
-    `is_busy` returns whether a missing rank is still preparing data; `mesh_of_one`, whether a single rank has
-    a mesh too; `on_arrival` is called when all ranks are there, before they connect. Ranks of one machine
-    meet in `store_file`, if given: every user of the machine reaches a port. Raises TrainkitError for ranks
-    that do not arrive, and for two that have the same GPU.
+    `mesh_of_one`: whether a single rank has a mesh too; `on_arrival` is called when all ranks are there,
+    before they connect. Ranks of one machine meet in `store_file`, if given: every user of the machine
+    reaches a port. Raises TrainkitError for ranks that do not arrive, and for two that have the same GPU.
     """
     if env.world_size == 1 and not mesh_of_one:
         return None if stop else World(0, 1, device, None, None)
@@ -196,7 +194,7 @@ def join_world(
     gpu = gpu_uuid(device)
     file = store_file if env.master_addr == LOOPBACK else None
     start_timeout = START_TIMEOUT if mode_of_rank() is None else LOCAL_TIMEOUT
-    store = startup_barrier(env, stop, start_timeout, is_busy, gpu, file)
+    store = startup_barrier(env, stop, start_timeout, gpu, file)
     if store is None:
         return None
     on_arrival()
@@ -355,8 +353,6 @@ def record_event(attempt: AttemptDir, event: str, **fields: Any) -> None:
 
 
 LOOPBACK = "127.0.0.1"
-BUSY_POLL_S = 10.0
-"""Seconds between checks, after the timeout, whether missing ranks are still preparing data."""
 IDENTITY_TIMEOUT = timedelta(seconds=60)
 """How long rank 0 may take from listening to identifying itself, which it does first."""
 STOP_GRACE_S = 20.0
@@ -364,21 +360,16 @@ STOP_GRACE_S = 20.0
 
 
 def startup_barrier(
-    env: RankEnv,
-    stop: StopRequest,
-    timeout: timedelta,
-    is_busy: Callable[[int], bool] = lambda rank: False,
-    gpu: str = "",
-    file: Path | None = None,
+    env: RankEnv, stop: StopRequest, timeout: timedelta, gpu: str = "", file: Path | None = None
 ) -> Store | None:
     """Wait for all ranks; returns the store that they share, or None if they agreed to stop.
 
     `gpu` is the UUID of this rank's GPU, which `refuse_shared_gpu` compares; `file` is the store of ranks on
     one machine, and without it rank 0 serves one. Raises TrainkitError with the ranks that are missing after
-    the timeout, but keeps waiting while `is_busy` returns True for one of them.
+    the timeout.
     """
     timeout_s = timeout.total_seconds()
-    if file is None and env.rank != 0 and not _wait_for_main(env, stop, timeout_s, is_busy):
+    if file is None and env.rank != 0 and not _wait_for_main(env, stop, timeout_s):
         return None
     deadline = time.monotonic() + timeout_s
     store = _own_part(env, timeout) if file is None else _store_in(file, env, timeout)
@@ -392,12 +383,10 @@ def startup_barrier(
         if stop:
             _decide(env, store, "stop")
         elif (env.rank == 0 or file is not None) and time.monotonic() > deadline:
-            missing = _missing_ranks(env, store)
-            if missing and not any(map(is_busy, missing)):
+            if missing := _missing_ranks(env, store):
                 # Named once: thousands of ranks would otherwise each ask for every other.
                 store.set("missing", _sealed(env, "missing", json.dumps(missing)))
-                _decide(env, store, "missing")
-            deadline = time.monotonic() + BUSY_POLL_S
+            _decide(env, store, "missing" if missing else "go")
         else:
             time.sleep(_pause_s(env.world_size))
     verdict = _read(env, store, "verdict")
@@ -423,13 +412,12 @@ def startup_barrier(
 
 
 def refuse_shared_gpu(env: RankEnv, gpu: str, store: Store) -> None:
-    """Raise TrainkitError (exit code 78) if a lower rank of this node has arrived with the same GPU."""
+    """Raise FatalError if a lower rank of this node has arrived with the same GPU."""
     for other in range(env.rank - env.local_rank, env.rank):
         if (_read(env, store, _arrival(other)) or "").endswith(f" {gpu}"):
-            raise TrainkitError(
+            raise FatalError(
                 f"ranks {other} and {env.rank} on {socket.gethostname()} have the same GPU, {gpu}",
                 hint=GPU_BINDING_HINT,
-                exit_code=EXIT_NO_RESTART,
             )
 
 
@@ -518,7 +506,7 @@ def _own_part(env: RankEnv, timeout: timedelta) -> Store:
     return PrefixStore(_digest(env, "keys"), store)
 
 
-def _wait_for_main(env: RankEnv, stop: StopRequest, timeout_s: float, is_busy: Callable[[int], bool]) -> bool:
+def _wait_for_main(env: RankEnv, stop: StopRequest, timeout_s: float) -> bool:
     """Wait until rank 0 listens; returns False if asked to stop before that."""
     deadline = time.monotonic() + timeout_s
     while True:
@@ -529,8 +517,6 @@ def _wait_for_main(env: RankEnv, stop: StopRequest, timeout_s: float, is_busy: C
             stopped_s = stop.received_monotonic_s
             if stopped_s is not None and time.monotonic() > stopped_s + STOP_GRACE_S:
                 return False
-            if time.monotonic() > deadline and is_busy(0):
-                deadline = time.monotonic() + BUSY_POLL_S
             if time.monotonic() > deadline:
                 raise TrainkitError(
                     f"rank {env.rank} cannot reach rank 0 at {env.master_addr}:{env.master_port} ({error})",

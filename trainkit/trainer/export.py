@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -45,7 +45,6 @@ TOKENIZER_FILES = (
     *(TOKENIZER_NAME, "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
     *("added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model"),
 )
-Sizes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,6 @@ def export(request: ExportRequest) -> list[str]:
     if request.merge:
         raise UsageError("--merge is for runs with model.lora", hint="remove --merge")
     _export_decoder(config, reader, out, DTYPES[request.dtype])
-    _copy_generation_config(config, out)
     return _export_tokenizer(config, out)
 
 
@@ -97,38 +95,32 @@ def _export_decoder(config: RunConfig, reader: SafeReader, out: Path, dtype: tor
     shape = resolve_model_shape(config.model.model_copy(update={"vocab_size": rows}), 1)
     settings = decoder_settings(shape, config, dtype)
     (out / CONFIG_NAME).write_text(json.dumps(settings, indent=2) + "\n")
-    sizes = {name: (dtype, tuple(item.size)) for name, item in saved.items()}
-    _write_files(out, sizes, reader)
-
-
-def _write_files(out: Path, sizes: Sizes, reader: SafeReader) -> None:
-    """Write parameters of the decoder, under the names of transformers, to files of limited size."""
-    parts: list[list[str]] = [[]]
-    size = 0
-    for name, (dtype, shape) in sizes.items():
-        num_bytes = torch.Size(shape).numel() * dtype.itemsize
-        if parts[-1] and size + num_bytes > MAX_FILE_BYTES:
-            parts.append([])
-            size = 0
-        parts[-1].append(name)
-        size += num_bytes
+    files: list[dict[str, torch.Size]] = [{}]
+    for name, item in saved.items():
+        if _num_bytes([*files[-1].values(), item.size], dtype) > MAX_FILE_BYTES and files[-1]:
+            files.append({})
+        files[-1][name] = item.size
     index: dict[str, str] = {}
-    for number, names in enumerate(parts, 1):
-        file = FILE_NAME if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
-        theirs = {llama_name(name): sizes[name] for name in names}
-        write_safetensors(out / file, theirs, _values({name: sizes[name] for name in names}, reader))
+    for number, sizes in enumerate(files, 1):
+        file = FILE_NAME if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        theirs = {llama_name(name): (dtype, tuple(size)) for name, size in sizes.items()}
+        write_safetensors(out / file, theirs, _values(sizes, reader))
         index |= dict.fromkeys(theirs, file)
-    if len(parts) > 1:
-        total = sum(torch.Size(shape).numel() * dtype.itemsize for dtype, shape in sizes.values())
+    if len(files) > 1:
+        total = _num_bytes([item.size for item in saved.values()], dtype)
         record = {"metadata": {"total_size": total}, "weight_map": index}
         (out / INDEX_NAME).write_text(json.dumps(record, indent=2) + "\n")
 
 
-def _values(sizes: Sizes, reader: SafeReader) -> Iterator[Tensor]:
+def _num_bytes(sizes: Iterable[torch.Size], dtype: torch.dtype) -> int:
+    return sum(size.numel() for size in sizes) * dtype.itemsize
+
+
+def _values(sizes: Mapping[str, torch.Size], reader: SafeReader) -> Iterator[Tensor]:
     """The parameters of the decoder, read a gigabyte at a time, since each read plans anew."""
     group: dict[str, Tensor] = {}
-    for index, (name, (_, shape)) in enumerate(sizes.items(), 1):
-        group[f"model.{name}"] = torch.empty(shape)
+    for index, (name, size) in enumerate(sizes.items(), 1):
+        group[f"model.{name}"] = torch.empty(size)
         if index == len(sizes) or sum(value.nbytes for value in group.values()) >= 1 << 30:
             load_tensors(reader, group)
             yield from group.values()
@@ -179,15 +171,14 @@ def _llama3(scaling: RopeScaling) -> JsonObject:
     return {"rope_type": "llama3", **vars(scaling), "original_max_position_embeddings": length}
 
 
-def _copy_generation_config(config: RunConfig, out: Path) -> None:
-    """Keep what the original model says about generation, such as all tokens that end it."""
-    file = Path(config.model.hf or "") / GENERATION_NAME
-    if config.model.hf is not None and file.is_file():
-        shutil.copyfile(file, out / GENERATION_NAME)
-
-
 def _export_tokenizer(config: RunConfig, out: Path) -> list[str]:
-    """Write the tokenizer's files; returns a remark if there are none."""
+    """Write the tokenizer's files, if there are any, and what the original model says about generation.
+
+    Returns a remark if there is no tokenizer.
+    """
+    generation = Path(config.model.hf or "") / GENERATION_NAME  # such as all tokens that end it
+    if config.model.hf is not None and generation.is_file():
+        shutil.copyfile(generation, out / GENERATION_NAME)
     name = config.data.tokenizer
     if name == BYTES:
         if config.model.hf is not None or is_prepared(config):
@@ -246,7 +237,6 @@ def _export_task(
     task, model = load_task_model(config, run, reader, adapters_only=adapters_only)
     if config.uses_transformers:
         save_pretrained(model, out, DTYPES[request.dtype], merge=request.merge)
-        _copy_generation_config(config, out)
         return _export_tokenizer(config, out)
     if request.merge:
         if config.model.lora is None:
@@ -282,9 +272,7 @@ def load_task_model(
         hint = "use the code that the run was trained with"
         raise UsageError(f"{reader.path} has no {absent[0]}", hint=hint)
     tensors = {f"model.{name}": param.detach() for name, param in model.named_parameters() if name in saved}
-    buffers = StateBuffers.of(model)
-    for name, buffer in ({} if buffers is None else buffers.tensors).items():
-        tensors[f"buffer.{name}"] = buffer
+    tensors |= {f"buffer.{name}": buffer for name, buffer in StateBuffers(model).tensors.items()}
     load_tensors(reader, tensors)
     model.eval()
     return task, model

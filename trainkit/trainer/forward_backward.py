@@ -5,7 +5,8 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Generic, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -43,7 +44,7 @@ class ForwardBackward(Protocol[M]):
     @property
     def metric_names(self) -> tuple[str, ...]:
         """The names of the metrics in the sums of the last pass."""
-        ...
+        return ()
 
     def accumulate_gradient(self, microbatches: Sequence[M], scale: Tensor, on_loss: OnLoss) -> None:
         """Add the gradient of the summed loss x `scale`, a float32 [] on the device.
@@ -58,30 +59,31 @@ class ForwardBackward(Protocol[M]):
         ...
 
 
+@dataclass(frozen=True)
 class ForwardContext:
     """The settings of every pass: the loss, its parallelism, the positions of this rank."""
 
-    def __init__(
-        self, world: World, nll_sum: NllSum, use_loss_parallel: bool, positions: Tensor | None = None
-    ) -> None:
-        self.nll_sum = nll_sum
-        self._device = world.device
-        self._use_loss_parallel = use_loss_parallel
-        self._positions = None if positions is None else positions.to(world.device)
-        self.loss_share = 0.0 if world.place.tp else 1.0
+    world: World
+    nll_sum: NllSum
+    use_loss_parallel: bool
+    positions: Tensor | None = None
+    """On the device."""
+
+    @property
+    def loss_share(self) -> float:
         """Factor of this rank's loss: tensor-parallel ranks compute the same loss; the first one counts."""
+        return 0.0 if self.world.place.tp else 1.0
 
     def local_batch(self, micro: Microbatch) -> Microbatch:
         """A microbatch on the device, restricted to the positions of this rank."""
-        micro = to_device(micro, self._device)
-        if self._positions is None:
+        micro, at = to_device(micro, self.world.device), self.positions
+        if at is None:
             return micro
-        at = self._positions
         return Microbatch(micro.tokens[:, at], micro.labels[:, at], micro.sample_keys)
 
     def loss_parallel(self) -> AbstractContextManager[object]:
         """The context of loss parallelism; must be active during the backward pass too."""
-        return loss_parallel() if self._use_loss_parallel else nullcontext()
+        return loss_parallel() if self.use_loss_parallel else nullcontext()
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -129,24 +131,24 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total += left @ right
 
 
-class OneByOne(Generic[M]):
+@dataclass
+class OneByOne(ForwardBackward[M]):
     """Passes without pipeline stages: one microbatch after the other."""
 
-    def __init__(self, sync_gradients: GradientSwitch, progress: Progress) -> None:
-        self._sync_gradients = sync_gradients
-        self._progress = progress
+    sync_gradients: GradientSwitch
+    progress: Progress
 
     def accumulate_gradient(self, microbatches: Sequence[M], scale: Tensor, on_loss: OnLoss) -> None:
         sums: Tensor | None = None
         last = len(microbatches) - 1
         for index, micro in enumerate(microbatches):
             if last > 0:
-                self._sync_gradients(index == last)
-            self._progress.enter("forward")
+                self.sync_gradients(index == last)
+            self.progress.enter("forward")
             with self._loss_context():
                 loss, found = self._forward(micro)
                 sums = found if sums is None else sums + found
-                self._progress.enter("backward")
+                self.progress.enter("backward")
                 if index == last:
                     on_loss(sums)
                 (loss * scale).backward()  # type: ignore[no-untyped-call]
@@ -163,45 +165,35 @@ class OneByOne(Generic[M]):
         """The loss with its gradient, float32 [], and the sums of this rank, as `on_loss` gets them."""
 
 
+@dataclass
 class SequentialForwardBackward(OneByOne[Microbatch]):
     """ForwardBackward of a `Model` that is not cut into pipeline stages."""
 
-    metric_names = ()
-
-    def __init__(
-        self,
-        model: nn.Module,
-        sync_gradients: GradientSwitch,
-        context: ForwardContext,
-        progress: Progress,
-        loss_chunks: int = 1,
-    ) -> None:
-        """With `loss_chunks` above 1 the model computes the loss, one part of the tokens after the other."""
-        super().__init__(sync_gradients, progress)
-        self._model = model
-        self._loss_chunks = loss_chunks
-        self._context = context
+    model: nn.Module
+    context: ForwardContext
+    loss_chunks: int = 1
+    """Above 1 the model computes the loss, one part of the tokens after the other."""
 
     def _loss_context(self) -> AbstractContextManager[object]:
-        return self._context.loss_parallel()
+        return self.context.loss_parallel()
 
     def _forward(self, micro: Microbatch) -> tuple[Tensor, Tensor]:
         nll_sum = self._nll_sum(micro)
-        return nll_sum, nll_sum.detach() * self._context.loss_share
+        return nll_sum, nll_sum.detach() * self.context.loss_share
 
     def _nll_sum(self, micro: Microbatch) -> Tensor:
-        micro = self._context.local_batch(micro)
-        if self._loss_chunks == 1:
-            logits = self._model(micro.tokens, sample_keys=micro.sample_keys)
-            return self._context.nll_sum(logits, micro.labels)
-        labels, nll_sum, chunks = micro.labels.flatten(), self._context.nll_sum, self._loss_chunks
+        micro = self.context.local_batch(micro)
+        if self.loss_chunks == 1:
+            logits = self.model(micro.tokens, sample_keys=micro.sample_keys)
+            return self.context.nll_sum(logits, micro.labels)
+        labels, nll_sum, chunks = micro.labels.flatten(), self.context.nll_sum, self.loss_chunks
 
         def loss(x: Tensor, weight: Tensor) -> Tensor:
             inputs = x.flatten(0, 1), weight, labels, nll_sum, chunks
             found: Tensor = _ChunkedLoss.apply(*inputs)  # type: ignore[no-untyped-call]
             return found
 
-        whole: Tensor = self._model(micro.tokens, sample_keys=micro.sample_keys, loss=loss)
+        whole: Tensor = self.model(micro.tokens, sample_keys=micro.sample_keys, loss=loss)
         return whole
 
 
@@ -227,50 +219,44 @@ class LossModule(nn.Module):
         return loss.total, loss.count, loss.metrics
 
 
+@dataclass
 class TaskForwardBackward(OneByOne[TaskBatch]):
     """ForwardBackward of a user's task."""
 
-    def __init__(
-        self,
-        module: LossModule,
-        sync_gradients: GradientSwitch,
-        progress: Progress,
-        config: RunConfig,
-        world: World,
-    ) -> None:
-        super().__init__(sync_gradients, progress)
-        self._module = module
-        self._world = world
-        self._dtype = DTYPES[config.precision.dtype]
-        self._config = config
+    module: LossModule
+    config: RunConfig
+    world: World
+
+    def __post_init__(self) -> None:
+        self._dtype = DTYPES[self.config.precision.dtype]
         self._names: dict[bool, tuple[str, ...]] = {}
         self._has_passed = False
         # Not the group of the checkpoints, which a save may be using in its thread.
-        self._group = dist.new_group(backend="gloo") if world.distributed else None
+        self._group = dist.new_group(backend="gloo") if self.world.distributed else None
 
     @property
     def metric_names(self) -> tuple[str, ...]:
         """The names of the metrics that the last pass returned, in training or validation."""
-        return self._names.get(self._module.training, ())
+        return self._names.get(self.module.training, ())
 
     def accumulate_gradient(self, microbatches: Sequence[TaskBatch], scale: Tensor, on_loss: OnLoss) -> None:
         super().accumulate_gradient(microbatches, scale, on_loss)
-        if not self._has_passed and self._world.layout.tp > 1 and self._world.mesh is not None:
-            check_replicated_gradients(self._config, self._module.model, self._world.mesh["tp"])
+        if not self._has_passed and self.world.layout.tp > 1 and self.world.mesh is not None:
+            check_replicated_gradients(self.config, self.module.model, self.world.mesh["tp"])
         self._has_passed = True
 
     def _forward(self, micro: TaskBatch) -> tuple[Tensor, Tensor]:
-        device = self._world.device
+        device = self.world.device
         micro = to_device(micro, device)
         seed_generators(micro.seed)
         torch.manual_seed(micro.seed)  # on the device too
         with torch.autocast(device.type, self._dtype, enabled=self._dtype != torch.float32):
-            total, count, metrics = self._module(micro.data)
+            total, count, metrics = self.module(micro.data)
         if total.numel() != 1:
             message = f"the total of its loss has shape {list(total.shape)}"
-            raise refusal(self._config, message, "sum it: total.sum()")
+            raise refusal(self.config, message, "sum it: total.sum()")
         if torch.is_grad_enabled() and not total.requires_grad:
-            raise refusal(self._config, "the total of its loss has no gradient", "do not detach it")
+            raise refusal(self.config, "the total of its loss has no gradient", "do not detach it")
         total = total.view(()).float()
         self.check_names(metrics)
         numbers = [total, count]
@@ -278,26 +264,26 @@ class TaskForwardBackward(OneByOne[TaskBatch]):
             numbers += list(value) if isinstance(value, tuple) else [value, count]
         found = torch.stack([_number(value, device) for value in numbers])
         # Not multiplied: a filler may not be finite. Tensor-parallel ranks have the same loss: one counts.
-        counts = micro.weight and self._world.counts_samples
+        counts = micro.weight and self.world.counts_samples
         return total * micro.weight, found if counts else torch.zeros_like(found)
 
     def check_names(self, metrics: Collection[str]) -> None:
         """Raise TaskError unless the metrics are the same on all ranks and in all batches."""
-        names, mode = tuple(sorted(metrics)), self._module.training
+        names, mode = tuple(sorted(metrics)), self.module.training
         if mode not in self._names:
             taken = sorted(set(names) & RECORD_KEYS)
             if taken:
-                raise refusal(self._config, f"a metric is called {taken[0]}", "every record has that key")
-            others = gather_from_all(list(names), self._world, self._group)
+                raise refusal(self.config, f"a metric is called {taken[0]}", "every record has that key")
+            others = gather_from_all(list(names), self.world, self._group)
             self._names[mode] = names
             if any(other != others[0] for other in others):
                 listed = sorted({", ".join(other) or "none" for other in others})
                 hint = f"return the same ones for every batch: {' | '.join(listed)}"
-                raise refusal(self._config, "the ranks have different metrics", hint)
+                raise refusal(self.config, "the ranks have different metrics", hint)
         elif names != self._names[mode]:
             before, now = ", ".join(self._names[mode]) or "none", ", ".join(names) or "none"
             message = f"the metrics of its loss changed from {before} to {now}"
-            raise refusal(self._config, message, "return the same ones for every batch")
+            raise refusal(self.config, message, "return the same ones for every batch")
 
 
 def _number(value: Any, device: torch.device) -> Tensor:

@@ -19,9 +19,9 @@ from trainkit.adapters import apply_lora, check_targets, is_independent, keeps_b
 from trainkit.config.hf_model import CONFIG_NAME
 from trainkit.config.schema import RunConfig
 from trainkit.data.cache import has_validation
-from trainkit.errors import EXIT_NO_RESTART, TrainkitError, UsageError
+from trainkit.errors import FatalError, UsageError
 from trainkit.formats import JsonObject
-from trainkit.safetensors import StoredWeights, WeightsError
+from trainkit.safetensors import StoredWeights
 from trainkit.task import Loss, Samples, Task, TokenSamples, parameters_on_meta
 from trainkit.trainer.parallel.tensor import STYLES, find_styles, matches
 from trainkit.trainer.quantization import quantize_linears, restore_linears
@@ -108,12 +108,6 @@ class HFCausalLM(Task):
         copied = (name for name, param in params if param.is_meta and param not in found)
         return adapted, "".join(f"model.lora copies {name}" for name in islice(copied, 1))
 
-    def check_model(self) -> None:
-        """Raise TrainkitError for files or adapters that do not fit the model; reads no weights."""
-        assert self._weights is not None
-        with errors_of_user(self.config, "its model cannot be built", but=OSError):
-            self._refuse_quantized(self._on_meta(self._weights)[1])
-
     @torch.no_grad()
     def build_adapters(self) -> nn.Module:
         """The model of a run with `model.lora`, in which only what peft saves has memory, for an export.
@@ -143,10 +137,9 @@ class HFCausalLM(Task):
         if not isinstance(limit, int) or seq_len <= limit:
             return
         if not is_rotary:
-            raise TrainkitError(
+            raise FatalError(
                 f"data.seq_len is {seq_len}, but {self._folder} has {limit} positions",
                 hint=f"set data.seq_len to at most {limit}",
-                exit_code=EXIT_NO_RESTART,
             )
         log.warning(
             f"data.seq_len is {seq_len}, longer than the {limit} tokens that {self._folder} was made for"
@@ -168,13 +161,12 @@ class HFCausalLM(Task):
         return model
 
     def _refuse_quantized(self, why: str) -> None:
-        """Raise TrainkitError (exit code 78) if there is a reason why each process needs the whole model."""
+        """Raise FatalError if there is a reason why each process needs the whole model."""
         name = self.config.model.quantize
         if why and name is not None:
-            raise TrainkitError(
+            raise FatalError(
                 f"model.quantize is {name}, which {self._folder} does not support: {why}",
                 hint="remove model.quantize, or change model.lora",
-                exit_code=EXIT_NO_RESTART,
             )
 
     def _counted(self, model: nn.Module) -> nn.Module:
@@ -243,13 +235,13 @@ def create_model(folder: Path) -> Any:
 
 
 def read_whole(folder: Path) -> Any:
-    """The model as transformers reads it; raises WeightsError if the files lack a part of it."""
+    """The model as transformers reads it; raises FatalError if the files lack a part of it."""
     model, found = import_transformers().AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **LOCAL
     )
     missing = sorted(found["missing_keys"]) + sorted(str(item) for item in found["mismatched_keys"])
     if missing:
-        raise WeightsError(
+        raise FatalError(
             f"{folder} has no weights for {missing[0]}",
             hint="save the whole model with `AutoModelForCausalLM…save_pretrained`",
         )
@@ -269,7 +261,7 @@ def find_stored(model: Any, weights: StoredWeights) -> tuple[dict[nn.Parameter, 
             return {}, f"it has no {name}"
         if weights.shape(stored) != tuple(tensor.shape):
             shapes = f"{list(weights.shape(stored))}, not {list(tensor.shape)}"
-            raise WeightsError(f"{stored} in {weights.folder} has shape {shapes} as in its config.json")
+            raise FatalError(f"{stored} in {weights.folder} has shape {shapes} as in its config.json")
         if isinstance(tensor, nn.Parameter):
             found[tensor] = stored
         else:
@@ -291,8 +283,9 @@ def check_hf(config: RunConfig) -> None:
     task = HFCausalLM(config)
     if config.model.lora is not None:
         lora_config(config.model.lora)
-    if not config.model.from_scratch:
-        task.check_model()
+    if task._weights is not None:
+        with errors_of_user(config, "its model cannot be built", but=OSError):
+            task._refuse_quantized(task._on_meta(task._weights)[1])
     if config.parallel.tp > 1:
         with torch.device("meta"):
             model = create_model(folder)

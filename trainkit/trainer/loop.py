@@ -5,33 +5,41 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict
 from logging import getLogger
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from trainkit.config.schema import RunConfig
-from trainkit.errors import EXIT_NO_RESTART, EXIT_OK, EXIT_STOPPED, DivergedError, TrainkitError
+from trainkit.data.dataset_file import TRAIN, VAL
+from trainkit.errors import EXIT_OK, EXIT_STOPPED, DivergedError, FatalError
 from trainkit.job.signals import StopRequest
 from trainkit.plan.batch import learning_rate
-from trainkit.plan.launch import LaunchPlan
+from trainkit.plan.launch import Batch, LaunchPlan
+from trainkit.plan.layout_rules import compiles
+from trainkit.run.process import own_host
 from trainkit.run.rundir import AttemptDir
-from trainkit.trainer.build import Batches, CompileCache
+from trainkit.trainer.build import AnyTask, BuiltModel, CompileCache, build
+from trainkit.trainer.checkpoint.loader import choose_checkpoint
 from trainkit.trainer.checkpoint.saver import CheckpointSaver, SaveRequest
-from trainkit.trainer.checkpoint.state import StateBuffers, TrainingState
-from trainkit.trainer.distributed import World, record_event
-from trainkit.trainer.evaluate import Evaluator
-from trainkit.trainer.forward_backward import ForwardBackward
-from trainkit.trainer.metrics import Metrics, RankRecords
+from trainkit.trainer.checkpoint.state import StateTensors, TrainingState
+from trainkit.trainer.distributed import World, gather_from_all, record_event
+from trainkit.trainer.metrics import LocalGradient, Metrics, RankRecords, TensorBoardLog
 from trainkit.trainer.optimizer import ShardedAdamW
 from trainkit.trainer.precision import LossScale
 from trainkit.trainer.profiler import ProfileWindow
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.slow_ranks import NUM_TIMES, SlowRanks, StepClock, is_reported
+from trainkit.trainer.starting_state import (
+    announce,
+    last_step,
+    manifest_record,
+    refuse_other_run,
+    resume,
+)
 from trainkit.trainer.step_sync import (
     ReportReadback,
     StepReport,
@@ -40,58 +48,135 @@ from trainkit.trainer.step_sync import (
     pack_report,
 )
 
-if TYPE_CHECKING:
-    from trainkit.trainer.parallel.pipeline import TiedWeights
-
 log = getLogger(__name__)
 GC_EVERY_STEPS = 100
-VAL = "val_"
+OF_VAL = "val_"
 """The beginning of the names of metrics of the validation."""
 
 
-@dataclass
+class Evaluator:
+    """Computes the mean loss of the validation samples, which are divided among the ranks."""
+
+    def __init__(self, task: AnyTask, plan: LaunchPlan, world: World) -> None:
+        self._world, config = world, task.config
+        assert task.val_data is not None
+        layout = plan.layout
+        size = plan.batch.device_batch_size * layout.dp
+        num_samples = task.val_data.num_samples
+        if config.train.eval_batches is not None:
+            # Of the size in the config, if it has one: what the plan derives depends on the layout, and the
+            # losses before and after a resume on another one are compared.
+            batch_size = config.train.global_batch_size or plan.batch.global_batch_size
+            num_samples = min(num_samples, config.train.eval_batches * batch_size)
+        self._num_batches = -(-num_samples // size)
+        batch = Batch(plan.batch.device_batch_size, 1, size, size * config.data.seq_len)
+        self._batches = task.batches(VAL, batch, world, TrainingState(), num_samples)
+
+    @torch.no_grad()
+    def run(self, built: BuiltModel, stop: StopRequest, progress: Progress) -> StepReport | None:
+        """The loss and metrics of the validation, equal on all ranks; None if a rank was asked to stop."""
+        totals: Tensor | None = None
+        no_norm = torch.zeros((), device=self._world.device)
+        readback: ReportReadback | None = None
+        for model in built.model_parts:
+            model.eval()
+        try:
+            batches: Iterator[Any] = iter(self._batches)
+            for _ in range(self._num_batches):
+                progress.enter("evaluate")
+                batch = next(batches)
+                sums = built.forward_backward.loss_sums(batch.microbatches[0])
+                report = pack_report(
+                    self._world, sums, batch.num_tokens, stop=bool(stop), save=False, data_wait_s=0.0
+                )
+                all_reduce_sum(report, self._world)
+                totals = report if totals is None else totals + report
+                # That of the batch before: while the host waits for it, the device computes this one.
+                if readback is not None and readback.finish().stop:
+                    return None
+                readback = ReportReadback(self._world, totals, no_norm, built.forward_backward.metric_names)
+            assert readback is not None
+            total = readback.finish()
+        finally:
+            for model in built.model_parts:
+                model.train()
+        return None if total.stop else total
+
+    def close(self) -> None:
+        """End the threads or processes that read the validation data."""
+        self._batches.close()
+
+
 class Trainer:
     """The training loop of one attempt; `train` runs it until the end or a stop."""
 
-    attempt: AttemptDir
-    config: RunConfig
-    plan: LaunchPlan
-    world: World
-    stop: StopRequest
-    progress: Progress
-    model_parts: Sequence[nn.Module]
-    """The model on this rank: all of it, or some stages of a pipeline."""
-    forward_backward: ForwardBackward[Any]
-    tied_weights: TiedWeights | None
-    optimizer: ShardedAdamW
-    loss_scale: LossScale
-    state: TrainingState
-    total_steps: int
-    batches: Batches
-    evaluator: Evaluator | None
-    saver: CheckpointSaver
-    metrics: Metrics
-    profiler: ProfileWindow
-    manifest_record: Mapping[str, object]
-    """The fields of every checkpoint manifest of this attempt, besides the training state."""
-    nominal_count: int
-    """What the loss of a step is divided by, if all its tokens or samples are valid."""
-    clock: StepClock
-    slow_ranks: SlowRanks | None
-    """On rank 0 of several."""
-    rank_records: RankRecords
-    buffers: StateBuffers | None = None
-    compile_cache: CompileCache | None = None
-    """If anything is compiled."""
-    _steps_done: int = 0
+    _steps_done = 0
     """Steps of this attempt."""
-    _is_best: bool = False
+    _is_best = False
     """Whether the current state has the best value of `checkpoint.best_metric` so far."""
     _best_in_flight: int | None = None
     """Step of a best checkpoint whose save may still be in progress."""
     _published_best: tuple[float | None, int | None] = (None, None)
     """Value and step of the best checkpoint known to be published."""
-    _last_save_s: float = 0.0
+    _last_save_s = 0.0
+
+    def __init__(
+        self,
+        attempt: AttemptDir,
+        plan: LaunchPlan,
+        world: World,
+        task: AnyTask,
+        stop: StopRequest,
+        progress: Progress,
+    ) -> None:
+        """Build the model, load the newest checkpoint and set up the training loop."""
+        self.attempt, self.plan, self.world, self.task = attempt, plan, world, task
+        self.config, self.stop, self.progress = task.config, stop, progress
+        config, layout = task.config, plan.layout
+        with progress.within("load"):  # before the build, which may read the weights of a large model
+            chosen = choose_checkpoint(attempt, world)
+            if chosen is not None:
+                refuse_other_run(*chosen, task)
+        local_gradient = LocalGradient()
+        self.built = build(task, plan, world, progress, local_gradient)
+        # Of a task nothing is compiled unless the config says so.
+        by_default = config.has_decoder and compiles(config.parallel, layout, plan.device)
+        compiled = config.parallel.compile is True or by_default
+        self.compile_cache = CompileCache(attempt.run) if compiled else None
+        if self.compile_cache is not None and world.rank % plan.workers_per_node == 0:
+            self.compile_cache.load()  # before the collective that all ranks begin with
+        self.optimizer = ShardedAdamW(self.built.weights, config.optimizer, layout, compiled=compiled)
+        tensors = StateTensors(self.built.weights, self.optimizer, self.built.buffers)
+        self.saver = CheckpointSaver(attempt, world, tensors.tensors, config.checkpoint.keep_last)
+        self.loss_scale = LossScale(config.precision, world.device)
+        progress.enter("load")
+        self.state = resume(chosen, attempt, world, task, self.built, tensors)
+        self.built.update_scales()
+        self.loss_scale.load(self.state.loss_scale)
+        self.saver.last_step = None if chosen is None else self.state.step
+        self.total_steps, self.end_position = last_step(plan, task, self.state)
+        tensorboard = None
+        if world.is_main:
+            announce(attempt, plan, world, task, self.state, self.total_steps)
+            if config.logging.tensorboard:
+                tensorboard = TensorBoardLog(attempt.run.tensorboard_dir, self.state.step + 1)
+        self.batches = task.batches(TRAIN, plan.batch, world, self.state, self.end_position)
+        self.evaluator = None if task.val_data is None else Evaluator(task, plan, world)
+        dtype, flops = config.precision.dtype, task.flops_per_sample
+        self.metrics = Metrics(attempt, world, dtype, self.total_steps, tensorboard, flops)
+        self.profiler = ProfileWindow(config.profiler, attempt.profile_dir, world)
+        self.manifest_record = manifest_record(plan, task)
+        """The fields of every checkpoint manifest of this attempt, besides the training state."""
+        # Only the loss of a user's task knows what it is divided by.
+        self.nominal_count = (
+            plan.batch.global_batch_size if config.has_user_task else plan.batch.tokens_per_step
+        )
+        """What the loss of a step is divided by, if all its tokens or samples are valid."""
+        self.clock = StepClock(world, layout)
+        hosts, on_gpu = gather_from_all(own_host(), world), world.device.type == "cuda"
+        compares = world.is_main and world.size > 1
+        self.slow_ranks = SlowRanks(layout, hosts, on_gpu=on_gpu) if compares else None
+        self.rank_records = RankRecords(attempt, world.rank, own_host(), local_gradient)
 
     def train(self) -> int:
         """Train until the end or a stop; returns the worker's exit code.
@@ -103,9 +188,9 @@ class Trainer:
         if self.evaluator is None and self.config.checkpoint.best_metric != "val_loss":
             self._require_best_metric((), of_validation=True)
         if any_rank(bool(self.stop), self.world):
-            return self._stop("asked to stop during start-up")
+            return self._end("asked to stop during start-up")
         if self._eval_due() and not self._evaluate()[0]:
-            return self._stop("asked to stop during validation")
+            return self._end("asked to stop during validation")
         if self._is_best:
             # This state is already saved: it is the checkpoint that this attempt resumed from.
             self.saver.mark_best()
@@ -120,7 +205,7 @@ class Trainer:
             exit_code = self.step()
             if exit_code is not None:
                 return exit_code
-        return self._finish()
+        return self._end()
 
     def step(self) -> int | None:
         """Train one step, then validate, log and save if due; returns an exit code if training stops here."""
@@ -129,9 +214,9 @@ class Trainer:
         self._log_step(report, lr, validation)
         is_last = self.state.step == self.total_steps
         if not completed or (report.stop and not is_last):
-            return self._stop(f"asked to stop ({self.stop.signal_name or 'by another rank'})")
+            return self._end(f"asked to stop ({self.stop.signal_name or 'by another rank'})")
         if self.state.step == self.config.train.stop_at_step and not is_last:
-            return self._stop("train.stop_at_step reached")
+            return self._end("train.stop_at_step reached")
         self._save_if_due(report)
         return None
 
@@ -145,7 +230,7 @@ class Trainer:
         batch = next(self.batches)
         data_wait_s = time.monotonic() - started
         self.clock.begin_step(data_wait_s)
-        if self.buffers is not None:
+        if self.built.buffers is not None and self.built.buffers.tensors:
             # A forward pass may change them.
             self._await_staging()
         totals, square_sum = self._compute_gradient(batch, data_wait_s)
@@ -177,14 +262,18 @@ class Trainer:
             nonlocal local_report, in_flight
             self.clock.end_forward()
             self.rank_records.keep_loss(sums)
-            local_report = self._pack_report(sums, batch.num_tokens, data_wait_s)
+            # By the clock of rank 0: the step report tells the other ranks.
+            minutes, waited_s = self.config.checkpoint.every_minutes, time.monotonic() - self._last_save_s
+            due = self.world.is_main and minutes is not None and waited_s > minutes * 60
+            local_report = pack_report(self.world, sums, batch.num_tokens, bool(self.stop), due, data_wait_s)
+            if is_reported(self.state.step + 1, self.world):
+                local_report = torch.cat((local_report, self.clock.report()))
             if self.optimizer.has_whole_gradient and self.world.distributed:
                 # Overlaps with the last backward pass.
                 in_flight = dist.all_reduce(local_report, async_op=True)
 
-        self.forward_backward.accumulate_gradient(batch.microbatches, scale, on_loss)
-        if self.tied_weights is not None:
-            self.tied_weights.sum_gradients()
+        self.built.forward_backward.accumulate_gradient(batch.microbatches, scale, on_loss)
+        self.built.sum_tied_gradients()
         self.optimizer.collect_gradients()
         square_sum = self.optimizer.square_sum()
         self.rank_records.keep_gradient(square_sum, self.world.device)
@@ -197,21 +286,14 @@ class Trainer:
         sums = all_reduce_sum(local, self.world)
         return sums[:-1], sums[-1]
 
-    def _pack_report(self, sums: Tensor, num_tokens: int | None, data_wait_s: float) -> Tensor:
-        due = self._save_by_time()
-        report = pack_report(self.world, sums, num_tokens, bool(self.stop), due, data_wait_s)
-        if is_reported(self.state.step + 1, self.world):
-            return torch.cat((report, self.clock.report()))
-        return report
-
     def _apply_gradient(self, totals: Tensor, square_sum: Tensor, lr: float) -> StepReport:
         """Clip and apply the gradient, or skip it on all ranks if it is not finite."""
         self.progress.enter("update")
         divisor = (totals[1] / self.nominal_count).float() * self.loss_scale.value
         grad_norm = square_sum.sqrt().float() / divisor
         num_times = NUM_TIMES * self.world.size if is_reported(self.state.step + 1, self.world) else 0
-        readback = ReportReadback(self.world, self.forward_backward.metric_names, num_times)
-        readback.start(totals, grad_norm, self.rank_records.values)
+        names, own = self.built.forward_backward.metric_names, self.rank_records.values
+        readback = ReportReadback(self.world, totals, grad_norm, names, num_times, own)
         skip = (~torch.isfinite(grad_norm + totals[0])).float()
         if self.config.train.grad_clip is not None:
             divisor = divisor * (grad_norm / self.config.train.grad_clip).clamp(min=1.0)
@@ -220,9 +302,10 @@ class Trainer:
         self.optimizer.step(lr, divisor, skip)
         self.optimizer.zero_grad()
         self.clock.end_update()
+        self.built.update_scales()
         self.loss_scale.update(skip)
-        if self.buffers is not None:
-            self.buffers.settle(self.world)
+        if self.built.buffers is not None:
+            self.built.buffers.settle(self.world)
         report = readback.finish()
         self.rank_records.add(self.state.step + 1, report.grad_norm, readback.own)
         return report
@@ -308,18 +391,15 @@ class Trainer:
                 self.saver.allocate_buffers()
             self._require_best_metric(("loss", *report.metrics), of_validation=False)
             if self.world.is_main:
-                self._record_first_step()
+                compiled = {}
+                if self.compile_cache is not None:
+                    compiled = {"compiled": self.compile_cache.source()}
+                    self.compile_cache.save()
+                step_s = round(self.progress.last_step_s, 3)
+                record_event(self.attempt, "first_step", step=step, step_s=step_s, **compiled)
         if self._is_logged(step) or validation is not None:
             slowest = None if self.slow_ranks is None else self.slow_ranks.slowest
             self.metrics.write(self.state, report, lr, validation, slowest)
-
-    def _record_first_step(self) -> None:
-        step_s = round(self.progress.last_step_s, 3)
-        compiled = {}
-        if self.compile_cache is not None:
-            compiled = {"compiled": self.compile_cache.source()}
-            self.compile_cache.save()
-        record_event(self.attempt, "first_step", step=self.state.step, step_s=step_s, **compiled)
 
     def _eval_due(self) -> bool:
         """Whether validation is due at this step and was not done yet, possibly by the previous attempt."""
@@ -334,13 +414,13 @@ class Trainer:
         """Validate; returns (whether validation was completed, its result or None if it is not finite)."""
         assert self.evaluator is not None
         started = time.monotonic()
-        found = self.evaluator.run(self.model_parts, self.forward_backward, self.stop, self.progress)
+        found = self.evaluator.run(self.built, self.stop, self.progress)
         self.metrics.exclude(time.monotonic() - started)
         if found is None:
             return False, None
         state, val_loss = self.state, found.loss
         state.last_eval_step = state.step
-        values = {"val_loss": val_loss, **{f"{VAL}{name}": value for name, value in found.metrics.items()}}
+        values = {"val_loss": val_loss, **{f"{OF_VAL}{name}": value for name, value in found.metrics.items()}}
         self._require_best_metric(values, of_validation=True)
         finite = math.isfinite(val_loss)
         if self.world.is_main:
@@ -357,11 +437,10 @@ class Trainer:
     def _require_best_metric(self, names: Collection[str], *, of_validation: bool) -> None:
         """Raise TrainkitError if `checkpoint.best_metric` should be among these metrics and is not."""
         metric = self.config.checkpoint.best_metric
-        if metric is not None and metric.startswith(VAL) == of_validation and metric not in names:
-            raise TrainkitError(
+        if metric is not None and metric.startswith(OF_VAL) == of_validation and metric not in names:
+            raise FatalError(
                 f"checkpoint.best_metric is {metric}, but there is {', '.join(names) or 'no validation'}",
                 hint="name a metric that the task logs, those of the validation with val_, or set it to null",
-                exit_code=EXIT_NO_RESTART,
             )
 
     def _update_best(self, values: Mapping[str, float]) -> None:
@@ -393,20 +472,13 @@ class Trainer:
         with self.progress.within("save"):
             self.saver.finish()
 
-    def _save_by_time(self) -> bool:
-        """Whether a save by time is due, by the clock of rank 0; the step report tells the other ranks."""
-        minutes = self.config.checkpoint.every_minutes
-        return (
-            self.world.is_main and minutes is not None and time.monotonic() - self._last_save_s > minutes * 60
-        )
-
     @property
     def _saves_in_background(self) -> bool:
         """Whether this attempt may save asynchronously; the last save of an attempt blocks."""
         checkpoint, step = self.config.checkpoint, self.state.step
         every = checkpoint.every_steps
         by_step = every is not None and -(-step // every) * every < self.total_steps
-        by_metric = (checkpoint.best_metric or "").startswith(VAL) and self.evaluator is not None
+        by_metric = (checkpoint.best_metric or "").startswith(OF_VAL) and self.evaluator is not None
         return checkpoint.async_save and (by_step or by_metric or checkpoint.every_minutes is not None)
 
     def _save_if_due(self, report: StepReport) -> None:
@@ -448,39 +520,29 @@ class Trainer:
         self.profiler.close()
         self.metrics.close()
 
-    def _stop(self, reason: str) -> int:
-        """Save unless this step is already saved, and return exit code 75.
+    def _end(self, reason: str = "") -> int:
+        """Save unless this step is already saved; returns exit code 0, or 75 with a reason to stop early.
 
-        Raises CheckpointError if the save fails: the exit code promises that the state was saved.
+        Raises DivergedError if a training that is complete has changed no weights, and CheckpointError if the
+        save fails: the exit code promises that the state was saved.
         """
         self.progress.enter("end")
         self._await_save()
-        if self.state.step > 0 and self.state.step != self.saver.last_step:
-            self._save("stop", blocking=True)
-            self.saver.require_saved(self.state.step)
+        state, saver, best = self.state, self.saver, ""
+        if not reason:
+            self._require_updated_weights()
+        if state.step != saver.last_step and (state.step > 0 or not reason):
+            self._save("stop" if reason else "final", blocking=True)
+            saver.require_saved(state.step)
         self.metrics.flush()
-        if self.world.is_main:
-            saved = self.saver.last_step
-            newest = f"the newest checkpoint is step {saved}" if saved is not None else "no step was done"
-            log.info(f"stopped after step {self.state.step}: {reason}; {newest}")
-        return EXIT_STOPPED
-
-    def _finish(self) -> int:
-        """Save the last state and return exit code 0.
-
-        Raises DivergedError if no step has changed the weights, and CheckpointError if the save fails.
-        """
-        self.progress.enter("end")
-        self._await_save()
-        self._require_updated_weights()
-        if self.state.step != self.saver.last_step:
-            self._save("final", blocking=True)
-        self.saver.require_saved(self.state.step)
-        self.metrics.flush()
-        if self.world.is_main:
-            state, metric = self.state, self.config.checkpoint.best_metric
-            best = ""
+        if self.world.is_main and reason:
+            saved = "no step was done"
+            if saver.last_step is not None:
+                saved = f"the newest checkpoint is step {saver.last_step}"
+            log.info(f"stopped after step {state.step}: {reason}; {saved}")
+        elif self.world.is_main:
             if state.best_value is not None:
+                metric = self.config.checkpoint.best_metric
                 best = f"; best {metric}={state.best_value:.4f} at step {state.best_step}"
             log.info(f"finished after step {state.step} of {self.total_steps}{best}")
-        return EXIT_OK
+        return EXIT_STOPPED if reason else EXIT_OK

@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from logging import getLogger
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from trainkit.folders import ensure_folder
-from trainkit.formats import time_text
+from trainkit.formats import JsonObject, time_text
 from trainkit.plan.gpus import peak_flops
 from trainkit.run.files import append_jsonl, utc_now, write_atomic
 from trainkit.run.rundir import AttemptDir
@@ -35,42 +35,15 @@ from trainkit.trainer.step_sync import StepReport
 log = getLogger(__name__)
 
 SCALARS = (
-    "loss",
-    "val_loss",
-    "grad_norm",
-    "lr",
-    "tokens_per_s",
-    "mfu",
-    "mem_gib_peak",
-    "data_wait_s",
-    "step_s",
+    *("loss", "val_loss", "grad_norm", "lr", "tokens_per_s"),
+    *("mfu", "mem_gib_peak", "data_wait_s", "step_s"),
 )
-
-
-@dataclass(frozen=True)
-class LoggedStep:
-    """A line of metrics.jsonl; None for what is not finite or not known. A run's own metrics follow."""
-
-    step: int
-    time: str
-    attempt: int
-    loss: float | None
-    grad_norm: float | None
-    lr: float
-    tokens: int
-    tokens_per_s: float
-    tokens_per_s_per_gpu: float
-    mfu: float | None
-    step_s: float
-    data_wait_s: float
-    mem_gib_peak: float
-    samples_seen: int
-
-
+"""What TensorBoard shows, besides a run's own metrics."""
 RECORD_KEYS = frozenset(
     {
-        *(field.name for field in fields(LoggedStep)),
-        *("val_loss", "slowest_rank", "slowest_host", "slowest_rank_s", "other_ranks_s"),
+        *SCALARS,
+        *("step", "time", "attempt", "tokens", "tokens_per_s_per_gpu", "samples_seen"),
+        *("slowest_rank", "slowest_host", "slowest_rank_s", "other_ranks_s"),
     }
 )
 """The keys that every record can have; the metrics of a user's task have others."""
@@ -130,25 +103,21 @@ class _Interval:
     paused_s: float = 0.0
 
 
+@dataclass
 class Metrics:
     """Collects step reports and writes records on rank 0."""
 
-    def __init__(
-        self,
-        attempt: AttemptDir,
-        world: World,
-        dtype: str,
-        total_steps: int,
-        tensorboard: TensorBoardLog | None,
-        flops_per_sample: float | None,
-    ) -> None:
-        self._attempt = attempt
-        self._world = world
-        self._flops_per_sample = flops_per_sample
-        uses_gpu = world.device.type == "cuda"
-        self._peak_flops = peak_flops(torch.cuda.get_device_name(world.device), dtype) if uses_gpu else None
-        self._total_steps = total_steps
-        self._tensorboard = tensorboard
+    attempt: AttemptDir
+    world: World
+    dtype: str
+    total_steps: int
+    tensorboard: TensorBoardLog | None
+    flops_per_sample: float | None
+
+    def __post_init__(self) -> None:
+        device = self.world.device
+        uses_gpu = device.type == "cuda"
+        self._peak_flops = peak_flops(torch.cuda.get_device_name(device), self.dtype) if uses_gpu else None
         self._unwritten: deque[dict[str, object]] = deque(maxlen=100_000)
         self._interval = _Interval(time.monotonic())
 
@@ -180,63 +149,61 @@ class Metrics:
         `ranks` are the values about the slowest rank, if there are any.
         """
         interval, self._interval = self._interval, _Interval(time.monotonic())
-        if not self._world.is_main:
+        if not self.world.is_main:
             return
         elapsed_s = max(1e-9, self._interval.started - interval.started - interval.paused_s)
         tokens_per_s = interval.tokens / elapsed_s
-        record = LoggedStep(
-            step=state.step,
-            time=utc_now(),
-            attempt=self._attempt.number,
-            loss=report.loss if report.finite else None,
-            grad_norm=report.grad_norm if report.finite else None,
-            lr=lr,
-            tokens=state.tokens_seen,
-            tokens_per_s=round(tokens_per_s, 2),
-            tokens_per_s_per_gpu=round(tokens_per_s / self._world.size, 2),
-            mfu=self._mfu(interval.samples / elapsed_s),
-            step_s=round(elapsed_s / max(1, interval.steps), 6),
-            data_wait_s=round(interval.data_wait_s / max(1, interval.steps), 6),
-            mem_gib_peak=round(peak_memory_gib(self._world.device), 4),
-            samples_seen=state.samples_seen,
-        )
-        values, more = asdict(record), _finite(report.metrics)
+        mfu = None  # where the FLOPs of the model or the device are unknown
+        if self._peak_flops is not None and self.flops_per_sample is not None:
+            flops_per_s = interval.samples / elapsed_s * self.flops_per_sample
+            mfu = round(flops_per_s / (self._peak_flops * self.world.size), 4)
+        values: JsonObject = {  # None for what is not finite or not known
+            "step": state.step,
+            "time": utc_now(),
+            "attempt": self.attempt.number,
+            "loss": report.loss if report.finite else None,
+            "grad_norm": report.grad_norm if report.finite else None,
+            "lr": lr,
+            "tokens": state.tokens_seen,
+            "tokens_per_s": round(tokens_per_s, 2),
+            "tokens_per_s_per_gpu": round(tokens_per_s / self.world.size, 2),
+            "mfu": mfu,
+            "step_s": round(elapsed_s / max(1, interval.steps), 6),
+            "data_wait_s": round(interval.data_wait_s / max(1, interval.steps), 6),
+            "mem_gib_peak": round(peak_memory_gib(self.world.device), 4),
+            "samples_seen": state.samples_seen,
+        }
+        more = _finite(report.metrics)
         if validation is not None:
             more["val_loss"] = validation.loss
             more |= {f"val_{name}": value for name, value in _finite(validation.metrics).items()}
         self._unwritten.append({**values, **(ranks or {}), **more})  # after those that could not be written
         self.flush()
-        log.info(self._line(record, more.get("val_loss")))
-        if self._tensorboard is not None:
+        log.info(self._line(values, more.get("val_loss")))
+        if self.tensorboard is not None:
             scalars = {name: values.get(name, more.get(name)) for name in SCALARS}
-            self._tensorboard.write(state.step, {**scalars, **more})
-
-    def _mfu(self, samples_per_s: float) -> float | None:
-        """Model FLOPs utilization, 0 to 1; None if the FLOPs of the model or the device are unknown."""
-        if self._peak_flops is None or self._flops_per_sample is None:
-            return None
-        return round(samples_per_s * self._flops_per_sample / (self._peak_flops * self._world.size), 4)
+            self.tensorboard.write(state.step, {**scalars, **more})
 
     def flush(self) -> None:
         """Write the pending records; those that cannot be written are kept."""
-        write_pending(self._attempt.run.metrics_file, self._unwritten)
+        write_pending(self.attempt.run.metrics_file, self._unwritten)
 
     def close(self) -> None:
         """Write what TensorBoard has not written yet."""
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+        if self.tensorboard is not None:
+            self.tensorboard.close()
 
-    def _line(self, record: LoggedStep, val_loss: float | None) -> str:
-        eta_s = (self._total_steps - record.step) * record.step_s
-        mfu = "n/a" if record.mfu is None else f"{record.mfu:.1%}"
-        loss = "not-finite" if record.loss is None else f"{record.loss:.4f}"
-        grad_norm = "not-finite" if record.grad_norm is None else f"{record.grad_norm:.3f}"
+    def _line(self, record: JsonObject, val_loss: float | None) -> str:
+        eta_s = (self.total_steps - record["step"]) * record["step_s"]
+        mfu = "n/a" if record["mfu"] is None else f"{record['mfu']:.1%}"
+        loss = "not-finite" if record["loss"] is None else f"{record['loss']:.4f}"
+        grad_norm = "not-finite" if record["grad_norm"] is None else f"{record['grad_norm']:.3f}"
         validated = "" if val_loss is None else f" val_loss={val_loss:.4f}"
         return (
-            f"step={record.step}/{self._total_steps} loss={loss}{validated} grad_norm={grad_norm}"
-            f" lr={record.lr:.3g} tokens_per_s={record.tokens_per_s:,.0f} mfu={mfu}"
-            f" mem_gib={record.mem_gib_peak:.2f} data_wait_s={record.data_wait_s:.4f}"
-            f" step_s={record.step_s:.3f} eta={time_text(round(eta_s))}"
+            f"step={record['step']}/{self.total_steps} loss={loss}{validated} grad_norm={grad_norm}"
+            f" lr={record['lr']:.3g} tokens_per_s={record['tokens_per_s']:,.0f} mfu={mfu}"
+            f" mem_gib={record['mem_gib_peak']:.2f} data_wait_s={record['data_wait_s']:.4f}"
+            f" step_s={record['step_s']:.3f} eta={time_text(round(eta_s))}"
         )
 
 

@@ -19,6 +19,7 @@ import statistics
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from logging import getLogger
@@ -150,21 +151,17 @@ SUSPENDED_S = 10.0
 NUM_COLLECTIVES = 200
 
 
-def deadline_margin_s(grace_s: float) -> float:
-    """Seconds before the end of the grace period at which a stuck rank exits."""
-    return min(10.0, 0.2 * grace_s)
-
-
 def watch_deadline(stop: StopRequest, grace_s: float, stacks: RankStacks) -> None:
     """Exit with code 70 shortly before `grace_s` seconds have passed since a stop signal.
 
     Writes the stacks of all threads first. A checkpoint that is being written is not published.
     """
+    allowed_s = max(0.0, grace_s - min(10.0, 0.2 * grace_s))
 
     def watch() -> None:
         stop.received.wait()
-        time.sleep(max(0.0, grace_s - deadline_margin_s(grace_s)))
-        reason = f"still running {grace_s - deadline_margin_s(grace_s):.0f} s after {stop.signal_name}"
+        time.sleep(allowed_s)
+        reason = f"still running {allowed_s:.0f} s after {stop.signal_name}"
         try:
             stacks.append(reason)
             _print_line(f"{reason}: exiting before the job is killed; stacks: {stacks.file}")
@@ -286,10 +283,16 @@ class Watchdog:
         ensure_folder(self.attempt.hangs_dir)
         record = {**vars(self.rank_info), "step": step, "phase": phase, "beat": phase_index}
         record |= {"waited_s": round(hang.waited_s, 3), "limit_s": round(hang.limit_s, 3)}
-        record |= {"usual_s": self.progress.median_step_s, "time": utc_now(), "stack": training_stack()}
+        # Of the main thread, which runs the training loop.
+        stack = _walk(sys._current_frames()[threading.main_thread().ident or 0])
+        record |= {"usual_s": self.progress.median_step_s, "time": utc_now(), "stack": stack}
         write_json(self._record, record)
         self.stacks.append(message)
-        dump_collectives(self.stacks.file.with_suffix(".collectives.json"), self.plan.device)
+        from trainkit.trainer.torch_private import flight_record  # this module is imported before torch
+
+        if (trace := flight_record(self.plan.device)) is not None:
+            trace["entries"] = trace.get("entries", [])[-NUM_COLLECTIVES:]
+            write_json(self.stacks.file.with_suffix(".collectives.json"), trace)
 
     def _wait_for_progress(self, hang: Hang, poll_s: float) -> None:
         """Wait until there is progress again; exit with code 70 if there is none for `EXIT_AFTER_S`."""
@@ -299,17 +302,6 @@ class Watchdog:
                 _print_line(f"the supervisor did not end this rank within {EXIT_AFTER_S:.0f} s: exiting")
                 os._exit(EXIT_STUCK)
             time.sleep(poll_s)
-
-
-def dump_collectives(path: Path, device: str) -> None:
-    """Write the newest collectives of this rank, from torch's flight recorder."""
-    from trainkit.trainer.torch_private import flight_record  # this module is imported before torch
-
-    trace = flight_record(device)
-    if trace is None:
-        return
-    trace["entries"] = trace.get("entries", [])[-NUM_COLLECTIVES:]
-    write_json(path, trace)
 
 
 def thread_stacks() -> dict[str, list[str]]:
@@ -323,18 +315,10 @@ def thread_stacks() -> dict[str, list[str]]:
     return {f"{names.get(ident, 'native')} {ident:#x}": _walk(frames[ident]) for ident in order}
 
 
-def training_stack() -> list[str]:
-    """The frames of the main thread, which runs the training loop, innermost first."""
-    return _walk(sys._current_frames()[threading.main_thread().ident or 0])
-
-
 def _walk(innermost: FrameType) -> list[str]:
-    found = []
-    frame: FrameType | None = innermost
-    while frame is not None:
-        found.append(f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})")
-        frame = frame.f_back
-    return found
+    """The frames of a thread, innermost first."""
+    frames = traceback.walk_stack(innermost)
+    return [f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{line})" for frame, line in frames]
 
 
 class RankStacks:

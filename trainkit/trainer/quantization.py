@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainkit.errors import EXIT_NO_RESTART, TrainkitError
+from trainkit.errors import FatalError
 from trainkit.plan.step_work import row_blocks
 from trainkit.trainer.models.model import ReadWeight
 
@@ -198,16 +198,15 @@ class QuantizedAverage:
     def zeros(cls, shard: Tensor, param: Tensor, name: str, values: Tensor) -> QuantizedAverage:
         """A running average of zeros, of a shard of a parameter.
 
-        Raises TrainkitError (exit code 78) if tensor parallelism has cut a block.
+        Raises FatalError if tensor parallelism has cut a block.
         """
         row, whole_row = shard.shape[1:].numel(), param.shape[1:].numel()
         part, num_blocks = row_blocks(whole_row)
         if row % part:
-            raise TrainkitError(
+            raise FatalError(
                 f"optimizer.name is adamw_8bit, but tensor parallelism cuts a block: a rank has {row} of the"
                 f" {whole_row} elements of a row of {name}",
                 hint=f"shard its rows into parts of a multiple of {part} elements, or use adamw",
-                exit_code=EXIT_NO_RESTART,
             )
         codes = torch.zeros_like(shard, dtype=torch.uint8)
         # With a scale of 0, every code stands for 0.

@@ -78,12 +78,12 @@ def simulate(config: RunConfig, plan: LaunchPlan, rank: int) -> Simulation:
     task = build_task(config)
     assert isinstance(task, CausalLM)
     with simulated_world(plan, rank, mesh_of_one=config.parallel.wraps_one) as world:
-        model_parts = build_model_parts(task, config, plan, world)
+        model_parts = build_model_parts(task, plan, world)
         with FakeTensors(allow_non_fake_inputs=True), shapes_untracked():
             for model in model_parts:
                 model.to_empty(device=world.device)
                 model.rebuild_buffers()
-            built = assemble(task, config, plan, world, Progress(), model_parts)
+            built = assemble(task, plan, world, Progress(), model_parts)
             optimizer = ShardedAdamW(built.weights, config.optimizer, plan.layout)
             step = _step(config, plan, built, optimizer)
             tracker, collectives = memory_tracker(), _CountCollectives()
@@ -129,8 +129,7 @@ def _step(
 
     def step() -> None:
         built.forward_backward.accumulate_gradient(micros, one, lambda nll_sum: None)
-        if built.tied_weights is not None:
-            built.tied_weights.sum_gradients()
+        built.sum_tied_gradients()
         optimizer.collect_gradients()
         total = optimizer.square_sum()
         dist.all_reduce(total)

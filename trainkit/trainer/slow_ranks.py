@@ -211,10 +211,7 @@ class SlowRanks:
             # The first whole window has what compiling and first accesses to files and memory take.
             self._has_started = len(steps_s) >= WINDOW
             return []
-        return self._compare(own, step - len(steps_s) + 1, steps_s)
-
-    def _compare(self, own: Sequence[Times], first: int, steps_s: Sequence[float]) -> list[Slowdown]:
-        changed = []
+        changed, first = [], step - len(steps_s) + 1
         share = MIN_EXCESS_SHARE if self._has_local_forward else 0.0
         min_excess_s = max(MIN_EXCESS_S, share * statistics.median(steps_s))
         largest_s = -math.inf

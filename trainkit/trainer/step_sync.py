@@ -51,10 +51,9 @@ def copy_from_main(tensors: Sequence[Tensor], world: World) -> None:
         same = [tensor for tensor in tensors if tensor.dtype == dtype]
         flat = torch.cat([tensor.reshape(-1) for tensor in same])
         dist.broadcast(flat, src=0)
-        start = 0
-        for tensor in same:
-            tensor.copy_(flat[start : start + tensor.numel()].view(tensor.shape))
-            start += tensor.numel()
+        parts = torch.split(flat, [tensor.numel() for tensor in same])
+        for tensor, part in zip(same, parts, strict=True):
+            tensor.copy_(part.view(tensor.shape))
 
 
 def any_rank(flag: bool, world: World) -> bool:
@@ -88,31 +87,31 @@ class ReportReadback:
     for the gradients, while the device computes the update.
     """
 
-    def __init__(self, world: World, metric_names: Sequence[str] = (), num_times: int = 0) -> None:
-        """`num_times` is the number of times after the terms of `pack_report`."""
-        self._world = world
-        self._metric_names = metric_names
-        self._num_times = num_times
-        self._num_own = 0
+    def __init__(
+        self,
+        world: World,
+        totals: Tensor,
+        grad_norm: Tensor,
+        metric_names: Sequence[str] = (),
+        num_times: int = 0,
+        own: Sequence[Tensor] = (),
+    ) -> None:
+        """`num_times`: times after the terms of `pack_report`; `own`: float64 [] each, of this rank alone."""
+        self._world, self._metric_names, self._num_times = world, metric_names, num_times
+        self._num_own = len(own)
         self.own: tuple[float, ...] = ()
         """The values of this rank alone, after `finish`."""
-        self._host: Tensor | None = None
         self._event: torch.cuda.Event | None = None
-
-    def start(self, totals: Tensor, grad_norm: Tensor, own: Sequence[Tensor] = ()) -> None:
-        """`own`: float64 [] each, of this rank alone."""
-        self._num_own = len(own)
-        values = torch.cat((totals, grad_norm.double().view(1), *(value.view(1) for value in own)))
-        if values.device.type != "cuda":
-            self._host = values
-            return
-        self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-        self._host.copy_(values, non_blocking=True)
-        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._event.record()
+        self._host = values = torch.cat(
+            (totals, grad_norm.double().view(1), *(value.view(1) for value in own))
+        )
+        if values.device.type == "cuda":
+            self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._host.copy_(values, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
 
     def finish(self) -> StepReport:
-        assert self._host is not None
         if self._event is not None:
             self._event.synchronize()
         values = self._host.tolist()

@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
 from logging import getLogger
 from typing import Any
@@ -209,43 +210,39 @@ class Cursor:
             raise RuntimeError(f"{failed}: {describe(error)}") from error
 
 
+@dataclass
 class _Reader(IterableDataset[Any]):
     """The microbatches of this rank; used in the process that reads ahead.
 
     Yields what `TaskBatches` takes; the StreamState with the last microbatch of a step.
     """
 
-    def __init__(
-        self,
-        data: StreamData,
-        collate: Callable[[list[Any]], Any],
-        positions: Positions,
-        saved: StreamState | None,
-        takes_state: bool,
-    ) -> None:
-        self._data, self._collate, self._positions = data, collate, positions
-        self._saved, self._takes_state = saved, takes_state
+    data: StreamData
+    collate: Callable[[list[Any]], Any]
+    positions: Positions
+    saved: StreamState | None
+    takes_state: bool
 
     def __iter__(self) -> Iterator[tuple[Any, int, float, StreamState | None] | Problem]:
         try:
-            cursor, position = Cursor(self._data), self._positions.start
-            if self._saved is not None:
-                cursor.seek(self._saved, position)
+            cursor, position = Cursor(self.data), self.positions.start
+            if self.saved is not None:
+                cursor.seek(self.saved, position)
             while True:
                 yield from self._step(cursor, position)
-                position += self._positions.num_samples(position)
+                position += self.positions.num_samples(position)
         except TaskError as error:
             # Not raised: a DataLoader would make another error of it.
             yield error.problem
 
     def _step(self, cursor: Cursor, start: int) -> Iterator[tuple[Any, int, float, StreamState | None]]:
-        last = start + self._positions.num_samples(start) - 1
-        requests = islice(self._positions.requests(start), self._positions.batch.accumulation_steps)
+        last = start + self.positions.num_samples(start) - 1
+        requests = islice(self.positions.requests(start), self.positions.batch.accumulation_steps)
         request = next(requests, None)
         items: list[Any] = []
         ready: tuple[Any, int, float] | None = None
         for position in range(start, last + 1):
-            before = cursor.where() if position == last and self._takes_state else None
+            before = cursor.where() if position == last and self.takes_state else None
             item = cursor.next(position)
             if request is None or position < request.first:
                 continue  # another rank's
@@ -253,29 +250,25 @@ class _Reader(IterableDataset[Any]):
             if position == request.stop - 1:
                 if ready is not None:
                     yield *ready, None
-                ready, items = self._collated(items, request.first), []
+                seed, first = self.data.config.seed, request.first
+                seed_generators(stable_key(seed, "train", "collate", first))
+                ready, items = (self.collate(items), stable_key(seed, "train", "pass", first), 1.0), []
                 request = next(requests, None)
         # The last one waits for the samples of the other ranks, and has the state after them.
         assert ready is not None
         yield *ready, None if before is None else StreamState(*before, digest_of(item))
-
-    def _collated(self, items: list[Any], first: int) -> tuple[Any, int, float]:
-        seed = self._data.config.seed
-        seed_generators(stable_key(seed, "train", "collate", first))
-        return self._collate(items), stable_key(seed, "train", "pass", first), 1.0
 
 
 def stream_batches(
     data: StreamData,
     collate: Callable[[list[Any]], Any],
     positions: Positions,
-    *,
     saved: StreamState | None,
     takes_state: bool,
-    num_workers: int,
     pin_memory: bool,
 ) -> TaskBatches:
-    """The batches of a stream, read ahead by one process; not with `num_workers` 0."""
+    """The batches of a stream, read ahead by one process; not with `data.num_workers` 0."""
+    num_workers = data.config.data.num_workers
     if takes_state and saved is not None and saved.samples and not data.continues_at(saved):
         log.info(f"reading over {saved.samples:,} samples of epoch {saved.epoch} of the stream")
     loader = ForkedLoader(

@@ -106,27 +106,24 @@ class Smoke:
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
+        self._found: list[Problem] = []
 
-    def problems(self) -> Iterator[Problem]:
+    def problems(self) -> list[Problem]:
         """The problems of a task; ends at the first that makes further ones unknowable."""
         try:
-            yield from self._problems()
+            self._try()
         except TrainkitError as error:
-            yield problem_of(self._config, error)
+            self._found.append(problem_of(self._config, error))
+        return self._found
 
-    def _problems(self) -> Iterator[Problem]:
+    def _try(self) -> None:
         self._user = UserTask(self._config, None)
-        halves = []
-        for method, data in (("train_dataset", self._user.train_data), ("val_dataset", self._user.val_data)):
-            if data is not None:
-                batches, found = self._batches(method, data)
-                yield from found
-                halves.append(batches)
+        data = ("train_dataset", self._user.train_data), ("val_dataset", self._user.val_data)
+        halves = [self._batches(method, found) for method, found in data if found is not None]
         model = self._user.build_whole_model()
         if digest_of(model) != digest_of(self._user.build_whole_model()):
-            message = "builds another model when it is called twice"
-            yield self._problem("build_model", message, UNSEEDED)
-        yield from self._structure(model)
+            self._add("build_model", "builds another model when it is called twice", UNSEEDED)
+        self._check_structure(model)
         # Not in fp16, which few operations of a CPU support.
         precision = self._config.precision
         if precision.dtype == "fp16":
@@ -135,18 +132,17 @@ class Smoke:
         module = LossModule(model, self._user.task, config)
         alone = World(0, 1, torch.device("cpu"), None, None)
         for batches in reversed(halves):  # whose metrics may differ
-            passes = TaskForwardBackward(module, lambda enabled: None, Progress(), config, alone)
-            yield from self._losses(module, passes, batches, validates=batches is not halves[0])
-        yield from self._gradients(module, passes, halves[0][2])
+            passes = TaskForwardBackward(lambda enabled: None, Progress(), module, config, alone)
+            self._check_losses(module, passes, batches, validates=batches is not halves[0])
+        self._check_gradients(module, passes, halves[0][2])
 
-    def _batches(self, method: str, data: Any) -> tuple[list[TaskBatch], list[Problem]]:
-        """Two batches, and both of them as one; and the problems of the items."""
-        found: list[Problem] = []
+    def _batches(self, method: str, data: Any) -> list[TaskBatch]:
+        """Two batches, and both of them as one."""
         if isinstance(data, StreamData):
             size, items = HALF, self._stream_items(data)
         else:
             size = min(HALF, max(1, data.num_samples // 2))
-            items = self._items(method, data, min(2 * size, data.num_samples), found)
+            items = self._items(method, data, min(2 * size, data.num_samples))
         batches = []
         for part in (items[:size], items[size:] or items[:size], items):
             with self._errors("collate", f"{len(part)} items cannot be joined to a batch"):
@@ -156,10 +152,10 @@ class Smoke:
         except Exception as error:  # whatever the objects of the user raise
             message = f"returns a batch that cannot be sent to another process: {error}"
             hint = "return tensors, numbers, strings, and lists or dictionaries of them"
-            found.append(self._problem("collate", message, hint))
-        return batches, found
+            self._add("collate", message, hint)
+        return batches
 
-    def _items(self, method: str, data: Any, count: int, found: list[Problem]) -> list[Any]:
+    def _items(self, method: str, data: Any, count: int) -> list[Any]:
         def item(index: int) -> Any:
             seed_generators(stable_key(self._config.seed, method.partition("_")[0], "item", index))
             return data.samples[index]
@@ -167,8 +163,7 @@ class Smoke:
         with self._errors(method, "an item cannot be read"):
             items = [item(index) for index in range(count)]
         if digest_of(items[0]) != digest_of(item(0)):
-            message = "item 0 differs when it is read twice"
-            found.append(self._problem(method, message, UNSEEDED, of=data.samples))
+            self._add(method, "item 0 differs when it is read twice", UNSEEDED, of=data.samples)
         return items
 
     def _stream_items(self, data: StreamData) -> list[Any]:
@@ -184,13 +179,13 @@ class Smoke:
             items += [cursor.next(position) for position in range(HALF + 1, 2 * HALF)]
         return items
 
-    def _structure(self, model: nn.Module) -> Iterator[Problem]:
+    def _check_structure(self, model: nn.Module) -> None:
         with self._errors("layers", "failed"):
             layers = self._user.task.layers(model)
         overlap = any(layer in set(other.modules()) for layer, other in permutations(layers, 2))
         if overlap or not set(layers) <= set(model.modules()):
             message = "returns modules that overlap or are not in the model"
-            yield self._problem("layers", message, "return each layer once, and none that is inside another")
+            self._add("layers", message, "return each layer once, and none that is inside another")
         if type(self._user.task).tensor_plan is not Task.tensor_plan:
             find_styles(self._user.task, self._config, model, self._config.parallel.tp)
         for name, param in model.named_parameters():
@@ -198,12 +193,12 @@ class Smoke:
                 options = self._user.task.parameter_options(name, param)
             if not isinstance(options, ParameterOptions):
                 message = f"returned a {type(options).__name__} for {name}"
-                yield self._problem("parameter_options", message, "return a ParameterOptions")
+                self._add("parameter_options", message, "return a ParameterOptions")
                 return
 
-    def _losses(
+    def _check_losses(
         self, module: nn.Module, passes: TaskForwardBackward, batches: list[TaskBatch], *, validates: bool
-    ) -> Iterator[Problem]:
+    ) -> None:
         """The loss of two batches must be that of both as one, in evaluation mode, without dropout."""
         module.eval()
         found = []
@@ -212,7 +207,7 @@ class Smoke:
                 total, count, *_ = passes.loss_sums(batch).tolist()
             if not math.isfinite(total) or not math.isfinite(count) or count < 0:
                 message = f"returned total {total:g} and count {count:g}"
-                yield self._problem("loss", message, "both must be finite, and the count at least 0")
+                self._add("loss", message, "both must be finite, and the count at least 0")
                 return
             found.append((total, count))
         if validates:
@@ -223,14 +218,12 @@ class Smoke:
         mean = (first * of_first + second * of_second) / max(of_both, 1e-9)
         if is_sum and not adds_up:
             message = f"has count {of_both:g} instead of {of_first + of_second:g} for two batches as one"
-            yield self._problem("loss", message, "count what the total sums: samples or tokens, not batches")
+            self._add("loss", message, "count what the total sums: samples or tokens, not batches")
         elif adds_up and not is_sum and is_near(mean, both):
             message = f"has total {both:g} for two batches of {first:g} and {second:g}: that is a mean"
-            yield self._problem("loss", message, 'return the sum, for example with reduction="sum"')
+            self._add("loss", message, 'return the sum, for example with reduction="sum"')
 
-    def _gradients(
-        self, module: nn.Module, passes: TaskForwardBackward, batch: TaskBatch
-    ) -> Iterator[Problem]:
+    def _check_gradients(self, module: nn.Module, passes: TaskForwardBackward, batch: TaskBatch) -> None:
         module.train()
         with self._errors("loss", "failed in the backward pass"):
             passes.accumulate_gradient([batch], torch.ones(()), lambda sums: None)
@@ -241,15 +234,15 @@ class Smoke:
         ]
         if without:
             hint = "use them, or freeze them in build_model: parameter.requires_grad_(False)"
-            yield self._problem("loss", f"gives no gradient to {listed(without)}", hint)
+            self._add("loss", f"gives no gradient to {listed(without)}", hint)
 
     def _errors(self, method: str, failed: str) -> AbstractContextManager[None]:
         """Raise TaskError, with file and line, for whatever a method of the task raises."""
         return errors_of_user(self._config, f"{self._shown(method)} {failed}")
 
-    def _problem(self, method: str, message: str, hint: str, of: object = None) -> Problem:
-        """A problem of a method, with the line where it, or the item of a dataset, is defined."""
-        return refusal(self._config, f"{self._shown(method, of)} {message}", hint).problem
+    def _add(self, method: str, message: str, hint: str, of: object = None) -> None:
+        """Add a problem of a method, with the line where it, or the item of a dataset, is defined."""
+        self._found.append(refusal(self._config, f"{self._shown(method, of)} {message}", hint).problem)
 
     def _shown(self, method: str, of: object = None) -> str:
         function = getattr(type(self._user.task), method)
@@ -287,7 +280,7 @@ def main() -> None:
             sys.exit(error.message)
     config = RunConfig.model_validate(request)
     if "--smoke" in sys.argv:
-        found = list(Smoke(config).problems())
+        found = Smoke(config).problems()
     elif "--samples" in sys.argv:
         found = list(unreadable_samples(config))
     else:

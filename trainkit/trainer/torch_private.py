@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from typing import Any, cast
@@ -127,20 +127,12 @@ def after_backward(callback: Callable[[], None]) -> None:
     cast(Any, Variable)._execution_engine.queue_callback(callback)
 
 
-def norm_of_each(tensors: list[Tensor]) -> list[Tensor]:
-    """The norm of each tensor, in one kernel for many of them, for gradient clipping.
-
-    When it goes: `torch.linalg.vector_norm` of each, with a kernel for each.
-    """
-    return list(torch._foreach_norm(tensors))
-
-
-def copy_each(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy each source to its target, in one kernel for many of them.
-
-    When it goes: `Tensor.copy_` of each, with a kernel for each.
-    """
-    torch._foreach_copy_(targets, sources)
+norm_of_each = torch._foreach_norm
+"""The norm of each tensor, in one kernel for many of them; of order inf, its largest number.
+When it goes: `torch.linalg.vector_norm` of each, with a kernel for each."""
+copy_each = torch._foreach_copy_
+"""Copies each source to its target, in one kernel for many of them.
+When it goes: `Tensor.copy_` of each, with a kernel for each."""
 
 
 def scale_next_step(optimizer: torch.optim.Optimizer, divisor: Tensor, skip: Tensor) -> None:
@@ -174,6 +166,31 @@ def all_gather_dim(local: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """
     whole: Tensor = _all_gather(local, gather_dim=dim, group=group)
     return whole
+
+
+def set_gather(
+    param: nn.Parameter, before: Callable[[int], Tensor], after: Callable[[Tensor], Tensor]
+) -> None:
+    """Make `fully_shard` gather `before(number of ranks)`, and compute with `after(gathered)`, made once.
+
+    FSDP looks for these functions on the shard in its first pass, where tests of torch set them too: call
+    before it, and after memory is allocated. All passes gather into the same memory. When they go: a subclass
+    of Tensor that has them as methods, as in torchao.
+    """
+
+    def fsdp_pre_all_gather(
+        mesh: DeviceMesh, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[Tensor], None]:
+        return (before(mesh.size()),), None
+
+    def fsdp_post_all_gather(
+        outputs: tuple[Tensor], metadata: None, param_dtype: Any, *, out: Tensor | None = None
+    ) -> tuple[Tensor, tuple[()]] | None:
+        return (after(outputs[0]), ()) if out is None else None
+
+    shard: Any = cast(Any, param)._local_tensor
+    shard.fsdp_pre_all_gather = fsdp_pre_all_gather
+    shard.fsdp_post_all_gather = fsdp_post_all_gather
 
 
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
@@ -318,18 +335,7 @@ tracker, so that `plan` alone estimates the memory."""
 DispatchMode = TorchDispatchMode
 """Base of a mode that sees every operation, to count collectives. When it goes: count them in a profile."""
 
-_COLLECTIVES = {
-    "_allgather_base_": "all_gather",
-    "allgather_": "all_gather",
-    "allgather_into_tensor_coalesced_": "all_gather",
-    "all_gather_into_tensor": "all_gather",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "allreduce_": "all_reduce",
-    "allreduce_coalesced_": "all_reduce",
-    "all_reduce": "all_reduce",
-}
+_COLLECTIVES = {"allgather": "all_gather", "reducescatter": "reduce_scatter", "allreduce": "all_reduce"}
 
 
 def collective_kind(op: Any) -> str | None:
@@ -338,7 +344,9 @@ def collective_kind(op: Any) -> str | None:
     When a release renames an operation, the test of the collectives per step fails: add its name.
     """
     namespace, _, name = str(op.name()).partition("::")
-    return _COLLECTIVES.get(name.partition(".")[0]) if namespace in ("c10d", "_c10d_functional") else None
+    if namespace not in ("c10d", "_c10d_functional"):
+        return None
+    return next((kind for part, kind in _COLLECTIVES.items() if part in name.replace("_", "")), None)
 
 
 def join_fake_world(rank: int, world_size: int) -> None:
@@ -351,7 +359,7 @@ def join_fake_world(rank: int, world_size: int) -> None:
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
 
 
-class _NoModuleTracker:
+class _NoModuleTracker(nullcontext[None]):
     """Replaces the module tracker of torch's memory tracker, which hooks into modules.
 
     Its hooks allow only one call per step, and no backward pass that a pipeline schedule splits in two.
@@ -366,10 +374,6 @@ class _NoModuleTracker:
     def register_user_hooks(self, *hooks: Any) -> None: ...
 
     def clear_user_hooks(self) -> None: ...
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *error: object) -> None: ...
 
 
 def memory_tracker() -> Any:

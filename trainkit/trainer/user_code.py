@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 from trainkit.config.schema import MULTIMODAL, RunConfig
-from trainkit.errors import EXIT_NO_RESTART, Problem, TrainkitError
+from trainkit.errors import FatalError, Problem, TrainkitError
 from trainkit.run.record import copied_file, copied_folder
 from trainkit.run.rundir import RunDir
 from trainkit.run.tracebacks import is_of_user
@@ -22,10 +22,8 @@ from trainkit.task import Task
 TRACEBACK_HINT = "run it in a Python shell to see the traceback"
 
 
-class TaskError(TrainkitError):
-    """A task that cannot be trained; a restart would not change that."""
-
-    exit_code = EXIT_NO_RESTART
+class TaskError(FatalError):
+    """A task that cannot be trained."""
 
     def __init__(self, key: str, message: str, hint: str = "") -> None:
         super().__init__(f"{key} {message}", hint)

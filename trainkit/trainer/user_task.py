@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from trainkit.adapters import has_adapters, require
 from trainkit.config.schema import RunConfig
-from trainkit.plan.launch import Batch, LaunchPlan
+from trainkit.data.dataset_file import TRAIN
+from trainkit.plan.launch import Batch
 from trainkit.run.manifest import BASE_FINGERPRINT
 from trainkit.run.rundir import RunDir
 from trainkit.task import Samples, Stream, Task
@@ -84,38 +85,24 @@ class UserTask:
         base = self.task.base_fingerprint
         return identity if base is None else {**identity, BASE_FINGERPRINT: base}
 
-    def train_batches(
-        self, plan: LaunchPlan, world: World, state: TrainingState, end: int | None
+    def batches(
+        self, split: str, batch: Batch, world: World, state: TrainingState, end: int | None
     ) -> TaskBatches:
-        """The training batches of this rank from a state on, up to position `end` if it is not None."""
-        start, data = state.samples_seen, self.train_data
-        if isinstance(data, _Data):
-            return self._batches(data, "train", plan.batch, world, start, end)
-        return stream_batches(
-            data,
-            self.task.collate,
-            Positions(plan.batch, world.dp_rank, world.layout.dp, start, end=None),
-            saved=state.stream,
-            takes_state=world.is_main,
-            num_workers=self.config.data.num_workers,
-            pin_memory=world.device.type == "cuda",
-        )
+        """The batches of a split for this rank from a state on, up to position `end` if it is not None.
 
-    def val_batches(self, batch: Batch, world: World, num_samples: int) -> TaskBatches:
-        """The validation batches of this rank; can be iterated over again and again."""
-        assert self.val_data is not None
-        return self._batches(self.val_data, "val", batch, world, 0, num_samples)
-
-    def _batches(
-        self, data: _Data, split: str, batch: Batch, world: World, start: int, end: int | None
-    ) -> TaskBatches:
-        config, positions = self.config, Positions(batch, world.dp_rank, world.layout.dp, start, end)
-        shuffle = split == "train" and config.data.shuffle
+        Those of the validation can be iterated over again and again.
+        """
+        config, collate, uses_gpu = self.config, self.task.collate, world.device.type == "cuda"
+        positions = Positions(batch, world.dp_rank, world.layout.dp, state.samples_seen, end)
+        data = self.train_data if split == TRAIN else self.val_data
+        if isinstance(data, StreamData):
+            return stream_batches(data, collate, positions, state.stream, world.is_main, uses_gpu)
+        assert data is not None
         loader = ForkedLoader(
-            SampleReader(data.samples, self.task.collate, config.seed, split, shuffle),
+            SampleReader(data.samples, collate, config.seed, split, split == TRAIN and config.data.shuffle),
             config.data.num_workers,
             sampler=positions,  # each for a whole microbatch
-            pin_memory=world.device.type == "cuda",
+            pin_memory=uses_gpu,
         )
         return TaskBatches(loader, positions)
 

@@ -2,93 +2,55 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
-import math
 import os
-import re
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from logging import getLogger
-from pathlib import Path
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 
-from trainkit import __version__
-from trainkit.cluster.machine import driver_version
 from trainkit.config import read_effective
-from trainkit.config.schema import RunConfig
-from trainkit.errors import EXIT_NO_RESTART, EXIT_STOPPED, TrainkitError
-from trainkit.formats import plural
+from trainkit.errors import EXIT_STOPPED, FatalError
 from trainkit.job.rank_env import find_rank_env, store_file
 from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import LaunchPlan
-from trainkit.plan.layout_rules import compiles
-from trainkit.run.manifest import BASE_FINGERPRINT, Checkpoint, Manifest
-from trainkit.run.process import own_host
 from trainkit.run.rundir import AttemptDir
-from trainkit.trainer.build import AnyTask, BuiltModel, CompileCache, build, build_task
-from trainkit.trainer.checkpoint.loader import (
-    choose_checkpoint,
-    load_initial_weights,
-    load_tensors,
-    read_initial_weights,
-)
-from trainkit.trainer.checkpoint.saver import CheckpointSaver
-from trainkit.trainer.checkpoint.state import StateTensors, TrainingState
+from trainkit.trainer.build import build_task
 from trainkit.trainer.distributed import (
-    World,
     bind_to_gpu,
-    broadcast_from_main,
-    gather_from_all,
     join_world,
     record_event,
     select_device,
 )
-from trainkit.trainer.evaluate import Evaluator
 from trainkit.trainer.loop import Trainer
-from trainkit.trainer.metrics import LocalGradient, Metrics, RankRecords, TensorBoardLog
-from trainkit.trainer.optimizer import ShardedAdamW
-from trainkit.trainer.precision import LossScale
-from trainkit.trainer.profiler import ProfileWindow
 from trainkit.trainer.progress import Progress
-from trainkit.trainer.slow_ranks import SlowRanks, StepClock
+from trainkit.trainer.starting_state import check_same_data
 
 log = getLogger(__name__)
 T = TypeVar("T")
 POLL_S = 0.02
-LOG_IDLE_S = 300.0
-"""Seconds without a change of its log after which a rank no longer counts as preparing data."""
 
 
 def run_worker(attempt: AttemptDir, plan: LaunchPlan, stop: StopRequest, progress: Progress) -> int:
     """Train as one rank of an attempt; returns the worker's exit code."""
-    joined = join_and_build(attempt, read_effective(attempt.config_file), plan, stop, progress)
+    joined = join_and_build(attempt, plan, stop, progress)
     if joined is None:
         return EXIT_STOPPED
-    trainer, _ = joined
     try:
-        return trainer.train()
+        return joined.train()
     finally:
-        trainer.close()
+        joined.close()
 
 
 def join_and_build(
-    attempt: AttemptDir, config: RunConfig, plan: LaunchPlan, stop: StopRequest, progress: Progress
-) -> tuple[Trainer, AnyTask] | None:
+    attempt: AttemptDir, plan: LaunchPlan, stop: StopRequest, progress: Progress
+) -> Trainer | None:
     """Join the other ranks and build the trainer; None if a rank was asked to stop meanwhile."""
-    env = find_rank_env()
+    config, env = read_effective(attempt.config_file), find_rank_env()
     if env.world_size != plan.world_size:
-        raise TrainkitError(
-            f"the plan has {plan.world_size} ranks, but WORLD_SIZE is {env.world_size}",
-            exit_code=EXIT_NO_RESTART,
-        )
+        raise FatalError(f"the plan has {plan.world_size} ranks, but WORLD_SIZE is {env.world_size}")
     if "OMP_NUM_THREADS" not in os.environ and plan.threads_per_worker is not None:
         torch.set_num_threads(plan.threads_per_worker)
     fix_kernels(plan, config.train.deterministic)
@@ -108,7 +70,6 @@ def join_and_build(
         device,
         plan.layout,
         stop,
-        partial(_is_writing_log, attempt),
         mesh_of_one=config.parallel.wraps_one,
         on_arrival=partial(progress.enter, "connect"),
         store_file=(store_file(env.nonce) or attempt.store_file) if plan.slurm is None else None,
@@ -120,15 +81,7 @@ def join_and_build(
         record_event(attempt, "rendezvous", world_size=world.size, device=str(device))
     progress.enter("build")
     check_same_data(task, world)
-    return build_trainer(attempt, config, plan, world, task, stop, progress), task
-
-
-def _is_writing_log(attempt: AttemptDir, rank: int) -> bool:
-    """Whether the log of a rank has changed recently, as it does while the rank tokenises data."""
-    try:
-        return time.time() - attempt.rank_log(rank).stat().st_mtime < LOG_IDLE_S
-    except OSError:
-        return False
+    return Trainer(attempt, plan, world, task, stop, progress)
 
 
 def run_unless_stopped(stop: StopRequest, work: Callable[[], T], device: torch.device) -> T | None:
@@ -143,223 +96,6 @@ def run_unless_stopped(stop: StopRequest, work: Callable[[], T], device: torch.d
         if stop.received.wait(POLL_S):
             return None
     return future.result()
-
-
-def check_same_data(task: AnyTask, world: World) -> None:
-    """Raise TrainkitError (exit code 78) on ranks whose data differs from that of rank 0."""
-    identity = [task.train_data.fingerprint, val_fingerprint(task)]
-    if broadcast_from_main(identity, world) != identity:
-        raise TrainkitError(
-            f"the data of rank {world.rank} differs from the data of rank 0",
-            hint="put the data on a filesystem that all nodes share",
-            exit_code=EXIT_NO_RESTART,
-        )
-
-
-def build_trainer(
-    attempt: AttemptDir,
-    config: RunConfig,
-    plan: LaunchPlan,
-    world: World,
-    task: AnyTask,
-    stop: StopRequest,
-    progress: Progress,
-) -> Trainer:
-    """Build the model, load the newest checkpoint and set up the training loop."""
-    with progress.within("load"):  # before the build, which may read the weights of a large model
-        chosen = choose_checkpoint(attempt, world)
-        if chosen is not None:
-            refuse_other_run(*chosen, task, config.optimizer.name)
-    local_gradient = LocalGradient()
-    built = build(task, config, plan, world, progress, local_gradient)
-    # Of a task nothing is compiled unless the config says so.
-    by_default = config.has_decoder and compiles(config.parallel, plan.layout, plan.device)
-    compiled = config.parallel.compile is True or by_default
-    compile_cache = CompileCache(attempt.run) if compiled else None
-    if compile_cache is not None and world.rank % plan.workers_per_node == 0:
-        compile_cache.load()  # before the collective that all ranks begin with
-    optimizer = ShardedAdamW(built.weights, config.optimizer, plan.layout, compiled=compiled)
-    buffers = {} if built.buffers is None else built.buffers.tensors
-    tensors = StateTensors.of(built.weights, optimizer, buffers)
-    saver = CheckpointSaver(attempt, world, tensors.tensors, config.checkpoint.keep_last)
-    loss_scale = LossScale(config.precision, world.device)
-    progress.enter("load")
-    state = resume(chosen, config, attempt, world, task, built, saver, tensors, loss_scale)
-    num_samples, end = task.train_data.num_samples, end_position(config, task)
-    total_steps = count_steps(config, plan, state, end)
-    if world.is_main:
-        log_summary(config, plan, world, task, total_steps)
-        record_event(
-            attempt,
-            "training",
-            step=state.step,
-            total_steps=total_steps,
-            samples_seen=state.samples_seen,
-            num_samples=num_samples,
-            data=task.train_data.fingerprint,
-            trainkit=__version__,
-            **computed_on(world.device),
-        )
-    tensorboard = None
-    if config.logging.tensorboard and world.is_main:
-        tensorboard = TensorBoardLog(attempt.run.tensorboard_dir, state.step + 1)
-    uses_gpu, hosts = world.device.type == "cuda", gather_from_all(own_host(), world)
-    return Trainer(
-        attempt=attempt,
-        config=config,
-        plan=plan,
-        world=world,
-        stop=stop,
-        progress=progress,
-        model_parts=built.model_parts,
-        forward_backward=built.forward_backward,
-        tied_weights=built.tied_weights,
-        optimizer=optimizer,
-        loss_scale=loss_scale,
-        state=state,
-        total_steps=total_steps,
-        batches=task.train_batches(plan, world, state, end),
-        evaluator=None if task.val_data is None else Evaluator(task, config, plan, world),
-        saver=saver,
-        metrics=Metrics(
-            attempt,
-            world,
-            config.precision.dtype,
-            total_steps,
-            tensorboard,
-            task.flops_per_sample,
-        ),
-        profiler=ProfileWindow(config.profiler, attempt.profile_dir, world),
-        manifest_record=manifest_record(config, plan, task),
-        # Only the loss of a user's task knows what it is divided by.
-        nominal_count=plan.batch.global_batch_size if config.has_user_task else plan.batch.tokens_per_step,
-        buffers=built.buffers,
-        compile_cache=compile_cache,
-        clock=StepClock(world, plan.layout),
-        slow_ranks=SlowRanks(plan.layout, hosts, on_gpu=uses_gpu)
-        if world.is_main and world.size > 1
-        else None,
-        rank_records=RankRecords(attempt, world.rank, own_host(), local_gradient),
-    )
-
-
-def val_fingerprint(task: AnyTask) -> str:
-    """The fingerprint of the validation data; empty without any."""
-    return "" if task.val_data is None else task.val_data.fingerprint
-
-
-def refuse_other_run(checkpoint: Checkpoint, manifest: Manifest, task: AnyTask, optimizer: str) -> None:
-    """Raise TrainkitError (exit code 78) if a checkpoint is of another optimizer, or of other samples."""
-    name, before = checkpoint.path.name, manifest.optimizer
-    for key, value in task.data_identity().items():
-        saved = manifest.data.get(key)
-        if saved == value or (saved is None and key == BASE_FINGERPRINT):
-            continue  # older checkpoints of tasks lack the fingerprint, and have the frozen weights
-        changed = (
-            "the training data has changed" if key == "fingerprint" else f"{key} is {value}, was {saved}"
-        )
-        hint = "restore it (for `stdlib`, the Python version too), or start a new run"
-        raise TrainkitError(f"{changed}: checkpoint {name} cannot be resumed", hint, EXIT_NO_RESTART)
-    if before != optimizer:
-        message = f"optimizer.name is {optimizer}, was {before}: checkpoint {name} cannot be resumed"
-        hint = f"set optimizer.name to {before}, or start a new run with model.init_from"
-        raise TrainkitError(message, hint, EXIT_NO_RESTART)
-
-
-def resume(
-    chosen: tuple[Checkpoint, Manifest] | None,
-    config: RunConfig,
-    attempt: AttemptDir,
-    world: World,
-    task: AnyTask,
-    built: BuiltModel,
-    saver: CheckpointSaver,
-    tensors: StateTensors,
-    loss_scale: LossScale,
-) -> TrainingState:
-    """Load the chosen checkpoint, if there is one, and return its training state."""
-    best_metric = None
-    if config.checkpoint.best_metric is not None:
-        best_metric = f"{config.checkpoint.best_metric} {config.checkpoint.best_mode}"
-    if built.read_weight is not None:
-        read_initial_weights(built.weights, built.read_weight, resumed=chosen is not None)
-    if chosen is None:
-        if config.model.init_from is not None:
-            base = task.data_identity().get(BASE_FINGERPRINT)
-            load_initial_weights(tensors.tensors, config.model, world, base)
-        tensors.copy_duplicates()
-        return TrainingState(best_metric=best_metric)
-    checkpoint, manifest = chosen
-    load_tensors(checkpoint, tensors.tensors, world)
-    tensors.copy_duplicates()
-    state = TrainingState.from_json(manifest.progress)
-    if manifest.val_fingerprint != val_fingerprint(task):
-        log.warning("the validation data has changed: its losses cannot be compared with earlier ones")
-        state.best_value = state.best_step = None
-    if state.best_metric not in (None, best_metric):
-        log.warning(f"the best checkpoint was that of {state.best_metric}, and is now that of {best_metric}")
-        state.best_value = state.best_step = None
-    state.best_metric = best_metric
-    loss_scale.load(state.loss_scale)
-    saver.last_step = state.step
-    if world.is_main:
-        log.info(f"resumed from {checkpoint.path.name}: step={state.step} samples_seen={state.samples_seen}")
-        record_event(attempt, "resumed", step=state.step, samples_seen=state.samples_seen)
-    return state
-
-
-def end_position(config: RunConfig, task: AnyTask) -> int | None:
-    """Position after the last sample of the epochs; None if only the number of steps ends the training."""
-    if config.train.epochs is None:
-        return None
-    assert task.train_data.num_samples is not None
-    return round(config.train.epochs * task.train_data.num_samples)
-
-
-def count_steps(config: RunConfig, plan: LaunchPlan, state: TrainingState, end: int | None) -> int:
-    """The number of the last step: `train.steps`, or where the epochs end with the current batch size."""
-    if end is None:
-        assert config.train.steps is not None
-        return config.train.steps
-    return state.step + math.ceil(max(0, end - state.samples_seen) / plan.batch.global_batch_size)
-
-
-def manifest_record(config: RunConfig, plan: LaunchPlan, task: AnyTask) -> dict[str, object]:
-    """The fields of a checkpoint's manifest besides the training state."""
-    text = json.dumps(config.model_dump(mode="json", by_alias=True), sort_keys=True)
-    return {
-        "trainkit": __version__,
-        "torch": torch.__version__,
-        "config_fingerprint": hashlib.sha256(text.encode()).hexdigest(),
-        "task": config.task,
-        "optimizer": config.optimizer.name,
-        "data": task.data_identity(),
-        "val_fingerprint": val_fingerprint(task),
-        "layout": plan.to_dict()["layout"],
-        "world_size": plan.world_size,
-        "model": config.model.model_dump(mode="json"),
-    }
-
-
-def log_summary(config: RunConfig, plan: LaunchPlan, world: World, task: AnyTask, total_steps: int) -> None:
-    """Log the model, the data and the batch."""
-    key, name = config.model_source
-    name = f"of {name}" if key == "task" else str(config.model.hf or config.model.preset)
-    log.info(
-        f"model {name}: {task.num_params:,} parameters, {config.precision.dtype}"
-        f" on {world.size} x {world.device.type}: {plan.reasons['layout']}"
-    )
-    if world.device.type == "cuda":
-        equal = "bit-identical" if config.train.deterministic else "equal up to rounding"
-        log.info(f"the losses of equal runs are {equal} (train.deterministic)")
-        if config.precision.tf32:
-            log.info("matrices are multiplied in TF32 (precision.tf32)")
-    log.info(f"data {task.describe_data()}")
-    log.info(
-        f"batch {plan.batch.global_batch_size} = {plan.batch.device_batch_size}"
-        f" x {plural(plan.layout.dp, 'rank')}"
-        f" x {plan.batch.accumulation_steps} accumulated; {plural(total_steps, 'step')}; peak lr {plan.lr:g}"
-    )
 
 
 def fix_kernels(plan: LaunchPlan, deterministic: bool) -> None:
@@ -381,22 +117,3 @@ def fix_kernels(plan: LaunchPlan, deterministic: bool) -> None:
     if plan.world_size > 1:
         # The ring adds in the order of the ranks, which are numbered host by host; NVLS adds in any order.
         os.environ.setdefault("NCCL_ALGO", "Ring")
-
-
-def computed_on(device: torch.device) -> dict[str, str | int | None]:
-    """The hardware and libraries on which the bits of results depend."""
-    found: dict[str, str | int | None] = {"torch": torch.__version__, "threads": torch.get_num_threads()}
-    if device.type != "cuda":
-        name = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-        instructions = torch.backends.cpu.get_cpu_capability()  # that torch uses
-        return {**found, "processor": f"{name[1] if name else 'CPU'} with {instructions}"}
-    with contextlib.suppress(PackageNotFoundError):  # a build of torch without it
-        found["triton"] = version("triton")
-    nccl = torch.cuda.nccl.version() if dist.is_nccl_available() else ()  # type: ignore[no-untyped-call]
-    return {
-        **found,
-        "processor": torch.cuda.get_device_name(device),
-        "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
-        "nccl": ".".join(map(str, nccl)),
-        "driver": driver_version(),
-    }

@@ -64,7 +64,7 @@ def test_environment_that_only_the_job_knows_is_a_warning(
 def test_torch_that_cannot_be_imported_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('libcudnn.so.9: cannot open shared object file')\n")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
-    (check,) = environment.check_torch(Request(tmp_path))
+    check = environment.check_torch(Request(tmp_path))
     assert check.state == "failure"
     assert "libcudnn.so.9" in check.value
 

@@ -56,20 +56,14 @@ def test_what_is_so_already_is_no_change(load):
     assert drill_config(loaded, 30, "cpu") == (loaded, [])
 
 
-def test_a_change_is_a_sentence(load):
-    changes = drill_config(load("train.steps=200"), 30, "cpu")[1]
-    assert changes[0].sentence == "train.steps: 30 instead of 200: a drill is short"
-
-
-def test_a_decay_that_is_longer_than_the_drill_is_a_share_of_it(load):
+@pytest.mark.parametrize(("num_steps", "device", "decay_steps"), [(30, "cuda", None), (60, "cpu", 40)])
+def test_what_a_drill_changes_if_it_has_to(load, num_steps, device, decay_steps):
+    """A decay that is longer than the drill is a share of it; on GPUs, the kernels give the same bits."""
     wsd = ("schedule.name=wsd", "schedule.warmup_steps=20", "schedule.decay_steps=40", "train.steps=100")
-    assert drill_config(load(*wsd), 30, "cpu")[0].config.schedule.decay_steps is None
-    assert drill_config(load(*wsd), 60, "cpu")[0].config.schedule.decay_steps == 40
-
-
-def test_on_gpus_the_kernels_give_the_same_bits(load):
-    assert drill_config(load(), 30, "cuda")[0].config.train.deterministic
-    assert not drill_config(load(), 30, "cpu")[0].config.train.deterministic
+    short, changes = drill_config(load(*wsd), num_steps, device)
+    assert short.config.schedule.decay_steps == decay_steps
+    assert short.config.train.deterministic == (device == "cuda")
+    assert changes[0].sentence == f"train.steps: {num_steps} instead of 100: a drill is short"
 
 
 @pytest.mark.parametrize(

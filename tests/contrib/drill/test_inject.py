@@ -1,10 +1,7 @@
 import random
 from pathlib import Path
 
-import pytest
-
 from trainkit.contrib.drill.inject import RunProcesses, find_processes, flip_bytes
-from trainkit.errors import UsageError
 from trainkit.run.files import write_json
 from trainkit.run.manifest import MANIFEST_NAME, SEAL, file_hash, find_damage, published, seal
 from trainkit.run.rundir import RunDir
@@ -38,11 +35,6 @@ def test_flipped_bytes_are_found_only_by_the_hash(tmp_path: Path):
         "",
         "large was changed after it was written (its SHA-256 differs)",
     ]
-
-
-def test_nothing_to_damage(tmp_path: Path):
-    with pytest.raises(UsageError, match="has no checkpoint to damage"):
-        flip_bytes(RunDir(tmp_path), random.Random(0))
 
 
 def test_a_run_without_processes(tmp_path: Path):

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from trainkit.contrib.drill.result import (
-    Result,
     RunOutcome,
     all_passed,
     compare,
@@ -16,8 +15,7 @@ from trainkit.contrib.drill.result import (
     steps_while_saving,
     summary,
 )
-from trainkit.contrib.drill.scenarios import SCENARIOS
-from trainkit.contrib.drill.scenarios import ScenarioRecord as Record
+from trainkit.contrib.drill.scenarios import SCENARIOS, Result
 from trainkit.run.end import AttemptEnd
 from trainkit.run.events import Event, StepRecord
 
@@ -44,104 +42,81 @@ def run_of(first: int, resumed: int, **more) -> RunOutcome:
     return replace(ended, **more)
 
 
-def result_of(
-    name: str, record: Record, outcome: RunOutcome, reference=REFERENCE, interval=5, on=EVERYTHING
-) -> Result:
-    return evaluate(BY_NAME[name], record, outcome, reference, interval, on)
+def judged(name: str, record: Result, outcome: RunOutcome, reference=REFERENCE, interval=5, on=EVERYTHING):
+    return evaluate(BY_NAME[name], replace(record, scenario=name), outcome, reference, interval, on)
+
+
+def record(action: str = "", **more) -> Result:
+    """What a scenario knows before its run is judged."""
+    return Result("", action=action, **more)
+
+
+def with_event(outcome: RunOutcome, event: str, attempt: int, step: int) -> RunOutcome:
+    more = Event({"event": event, "attempt": attempt, "step": step})
+    return replace(outcome, events=[more, *outcome.events])
 
 
 def test_a_graceful_stop_costs_no_step():
-    record = Record("SIGUSR2", 12, 3.0, "requeue")
-    assert result_of("signal", record, run_of(12, 12)) == Result(
+    found = Result("", "passed", "", "SIGUSR2", 12, 3.0, "requeue")
+    assert judged("signal", found, run_of(12, 12)) == Result(
         *("signal", "passed", "", "SIGUSR2", 12, 3.0, "requeue", 0, "equal", "runs/drill/x")
     )
-    result = result_of("signal", record, run_of(12, 11))
+    result = judged("signal", found, run_of(12, 11))
     assert (result.state, result.num_recomputed) == ("failed", 1)
     assert result.message == "1 step was recomputed after a graceful stop"
 
 
+def rejected(first: int, resumed: int, step: int) -> RunOutcome:
+    return with_event(run_of(first, resumed), "checkpoint_rejected", 2, step)
+
+
+NOT_BACK, AGAIN = record(no_restart="no nodes"), "steps were recomputed; the maximum is"
+ALONE = "it did not restart by itself: no nodes"
+FAILED_END, NO_END = AttemptEnd("failed", reason="exit code 3"), AttemptEnd()
+ONLY_END = "passed: only its end was checked: the COMMAND writes no steps to metrics.jsonl"
+UNNOTICED = "failed: the damage to the checkpoint of step 10 was not detected"
+
+
 @pytest.mark.parametrize(
-    ("name", "resumed", "state"),
+    ("name", "found", "outcome", "more", "expected"),
     [
-        ("rank", 9, "passed"),
-        ("rank", 8, "failed"),
-        ("damaged-checkpoint", 4, "passed"),
-        ("damaged-checkpoint", 3, "failed"),
+        # A kill costs at most the interval between two saves, if that is known, and what a save takes.
+        ("rank", record(), run_of(14, 9), {}, "passed: "),
+        ("rank", record(), run_of(14, 8), {}, f"failed: 6 {AGAIN} 5"),
+        ("rank", record(), run_of(25, 0), {"interval": None}, "passed: "),
+        ("damaged-checkpoint", record(), run_of(14, 4), {}, "passed: "),
+        ("damaged-checkpoint", record(), run_of(14, 3), {}, f"failed: 11 {AGAIN} 10"),
+        ("mid-save", record(), run_of(12, 5), {}, f"failed: 7 {AGAIN} 5"),
+        ("mid-save", record(), with_event(run_of(12, 5), "checkpoint_begin", 1, 10), {}, "passed: "),
+        ("signal", record(), run_of(12, 12, end=FAILED_END), {}, "failed: the run failed: exit code 3"),
+        ("signal", record(), run_of(12, 12, end=NO_END), {}, "failed: the run died: it recorded no reason"),
+        ("rank", record(stuck="no progress"), run_of(12, 12, end=NO_END), {}, "failed: no progress"),
+        # A missing restart fails only where the config asks for one.
+        ("rank", NOT_BACK, run_of(12, 10), {}, f"failed: {ALONE}"),
+        ("rank", NOT_BACK, run_of(12, 10), {"on": ("hang",)}, "passed: resumed by the drill: no nodes"),
+        ("signal", NOT_BACK, run_of(12, 12), {"on": ()}, f"failed: {ALONE}"),
+        ("signal", record(), run_of(12, 12, damages=["step-30: gone"]), {}, "failed: step-30: gone"),
+        ("damaged-checkpoint", record(damaged_step=5), rejected(12, 10, 5), {}, "passed: "),
+        ("damaged-checkpoint", record(damaged_step=10), rejected(12, 10, 5), {}, UNNOTICED),
+        # What could not be done has not passed.
+        ("rank", record(missed="it was over"), run_of(30, 30), {}, "missed: it was over"),
+        ("requeue", record(refused="scontrol: no"), run_of(12, 12), {}, "skipped: scontrol: no"),
+        ("rank", record(), run_of(12, 10, steps=[], events=[]), {"reference": []}, ONLY_END),
     ],
 )
-def test_a_kill_costs_at_most_the_interval_between_two_saves(name: str, resumed: int, state: str):
-    ended = run_of(14, resumed)
-    rejected = Event({"event": "checkpoint_rejected", "attempt": 2, "step": 10})
-    ended = replace(ended, events=[*ended.events, rejected])
-    assert result_of(name, Record("SIGKILL", 14), ended).state == state
-
-
-def test_steps_during_a_save_that_was_cut_off_are_lost_on_top():
-    ended = run_of(12, 5)
-    assert result_of("mid-save", Record(), ended).message == "7 steps were recomputed; the maximum is 5"
-    begun = Event({"event": "checkpoint_begin", "attempt": 1, "step": 10})
-    assert result_of("mid-save", Record(), replace(ended, events=[begun, *ended.events])).state == "passed"
-
-
-def test_an_unknown_interval_is_not_checked():
-    assert result_of("rank", Record(), run_of(25, 0), interval=None).state == "passed"
+def test_what_is_made_of_a_run(name, found, outcome, more, expected):
+    result = judged(name, found, outcome, **more)
+    assert f"{result.state}: {result.message}" == expected
+    curve = "" if result.state == "skipped" else "unknown" if expected == ONLY_END else "equal"
+    assert (result.curve, result.num_recomputed is None) == (curve, curve != "equal")
 
 
 def test_another_curve():
     ended = run_of(12, 12)
     ended = replace(ended, steps=[*ended.steps[:-1], point(30, "0.5", 120, 2)])
-    result = result_of("signal", Record(), ended)
+    result = judged("signal", record(), ended)
     assert (result.state, result.curve) == ("failed", "differs")
     assert result.message == f"loss 0.5 at step 30 instead of {1 / 30}"
-
-
-def test_a_run_that_does_not_finish():
-    ended = run_of(12, 12, end=AttemptEnd("failed", reason="a worker ended with exit code 3"))
-    assert result_of("signal", Record(), ended).message == "the run failed: a worker ended with exit code 3"
-    assert (
-        result_of("signal", Record(), replace(ended, end=AttemptEnd())).message
-        == "the run died: it recorded no reason"
-    )
-
-
-def test_a_stuck_run_has_that_as_its_only_problem():
-    ended = run_of(12, 12, end=AttemptEnd("cancelled", reason="killed by cancel --now"))
-    assert result_of("rank", Record(stuck="it made no progress for 9 s"), ended).message == (
-        "it made no progress for 9 s"
-    )
-
-
-def test_a_missing_restart_fails_only_where_the_config_asks_for_one():
-    record = Record("SIGKILL", 12, 3.0, "resume", no_restart="no nodes left")
-    broken = result_of("rank", record, run_of(12, 10))
-    assert (broken.state, broken.message) == ("failed", "it did not restart by itself: no nodes left")
-    allowed = result_of("rank", record, run_of(12, 10), on=("preempted",))
-    assert (allowed.state, allowed.message) == ("passed", "resumed by the drill: no nodes left")
-    assert result_of("signal", record, run_of(12, 12), on=()).state == "failed"
-
-
-def test_damage_to_checkpoints():
-    bad = run_of(12, 12, damages=["step-00000030: manifest.json is missing"])
-    assert result_of("signal", Record(), bad).message == "step-00000030: manifest.json is missing"
-    rejected = Event({"event": "checkpoint_rejected", "attempt": 2, "step": 5})
-    ended = run_of(12, 10)
-    ended = replace(ended, events=[*ended.events, rejected])
-    assert result_of("damaged-checkpoint", Record(damaged_step=5), ended).state == "passed"
-    unnoticed = result_of("damaged-checkpoint", Record(damaged_step=10), ended)
-    assert unnoticed.message == "the damage to the checkpoint of step 10 was not detected"
-
-
-def test_what_could_not_be_done_has_not_passed():
-    missed = result_of("rank", Record(missed="the run was over"), run_of(30, 30))
-    assert (missed.state, missed.message) == ("missed", "the run was over")
-    refused = result_of("requeue", Record("scontrol requeue", refused="scontrol: disabled"), run_of(12, 12))
-    assert (refused.state, refused.message, refused.curve) == ("skipped", "scontrol: disabled", "")
-
-
-def test_without_a_curve_only_the_end_is_judged():
-    result = result_of("rank", Record("SIGKILL"), run_of(12, 10, steps=[], events=[]), reference=[])
-    assert (result.state, result.curve, result.num_recomputed) == ("passed", "unknown", None)
-    assert result.message == "only its end was checked: the COMMAND writes no steps to metrics.jsonl"
 
 
 PASSED = Result("signal", "passed", "", "SIGUSR2", 12, 3.04, "requeue", 0, "equal")

@@ -13,7 +13,7 @@ import pytest
 from tests.contrib.replay.test_compare import PLAN, add_attempt, record, start
 from trainkit.cli.options import config_flags
 from trainkit.contrib.replay import replay
-from trainkit.contrib.replay.replay import ReplayPlan, code_variables, plan_replay
+from trainkit.contrib.replay.replay import ReplayPlan, plan_replay
 from trainkit.control.resume import REPLAY_FILE
 from trainkit.errors import ConfigError, UsageError
 from trainkit.plan.launch import Batch, LaunchPlan, Layout
@@ -156,11 +156,20 @@ def test_code_that_has_changed_since(run: RunDir) -> None:
 
 def test_ranks_here_import_from_the_copy_of_the_code(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/mine")
-    assert code_variables(run, {}) == {}
+    paths = []
+
+    def start(argv: object, *, environ: dict[str, str], **_: object) -> None:
+        paths.append(environ["PYTHONPATH"])
+        raise InterruptedError
+
+    monkeypatch.setattr(replay, "start_child", start)
     code = {"workdir": "/runs/one/code", "import_path": ["/runs/one/code/src", "/runs/one/code"]}
     write_json(run.job_file, {"backend": "sbatch", "name": "t", "attempts": [], "code": code})
-    assert code_variables(run, {}) == {"PYTHONPATH": "/runs/one/code/src:/runs/one/code:/mine"}
-    assert code_variables(run, {"PYTHONPATH": "/set"})["PYTHONPATH"].endswith("/code:/set")
+    run.attempt(1).logs_dir.mkdir()
+    for env, end in (({}, "/mine"), ({"PYTHONPATH": "/set"}, "/set")):
+        with pytest.raises(InterruptedError):
+            replay._run_ranks(replace(SMALL, env=env), run.attempt(1))
+        assert paths[-1].endswith(f":/runs/one/code/src:/runs/one/code:{end}")
 
 
 def test_a_checkpoint_stays_although_the_run_removes_it(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

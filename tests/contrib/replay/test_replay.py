@@ -148,7 +148,7 @@ def test_a_flipped_bit_in_a_gradient_names_the_rank_and_the_host(
     assert call(capsys, "replay", str(run), "--step", "6")[1]["verdict"] == "equal"
     # Without the records of the ranks it does not guess.
     for rank in range(2):
-        assert rank_record(attempt, rank, 4) is not None
+        assert rank_record(attempt, rank, 4)
         attempt.rank_record(rank).unlink()
     culprit = call(capsys, "replay", str(run), "--step", "4")[1]["culprit"]
     assert (culprit["ranks"], culprit["what"]) == ([], "the ranks have no records of step 4")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
 import subprocess
 import time
 from pathlib import Path
@@ -15,7 +12,6 @@ import yaml
 from tests.support.broken_runs import FOLDER
 from trainkit.job.failure.launcher_report import LaunchedRanks, RankExit, first_exit
 from trainkit.job.failure.records import first_rank_failure, killed_rank, record_silent_death
-from trainkit.job.processes import ranks_of_script
 from trainkit.run.files import read_json
 from trainkit.run.record import create_job
 from trainkit.run.rundir import AttemptDir, RunDir
@@ -127,53 +123,6 @@ def test_the_first_rank_that_fails_is_known_before_its_parent_waits_for_it() -> 
             process.kill()
             process.wait()
     assert (ranks.first_exit, len(ranks)) == (RankExit(-9, 6), 3)
-
-
-def test_the_first_killed_rank_of_a_script_that_starts_its_ranks() -> None:
-    """Next to them it starts another program; the script itself runs in a shell."""
-    script = "WORLD_SIZE=2 RANK=0 sleep 60 & WORLD_SIZE=2 RANK=1 sleep 60 & sleep 60 & read line"
-    environ = {**os.environ, "WORLD_SIZE": "1", "RANK": "0"}
-    shell = subprocess.Popen(["sh", "-c", f"sh -c '{script}'; :"], env=environ, stdin=subprocess.PIPE)
-    ranks, found = LaunchedRanks(), dict[int, int | None]()
-    deadline_s = time.monotonic() + 30.0
-    while set(found.values()) != {None, 0, 1} and time.monotonic() < deadline_s:
-        found = ranks_of_script(shell.pid)
-    try:
-        assert sorted(found.values(), key=str) == [0, 1, None]
-        ranks.watch(found)
-        killed = next(pid for pid, rank in found.items() if rank == 1)
-        os.kill(killed, signal.SIGKILL)
-        while ranks.first_exit is None and time.monotonic() < deadline_s:
-            time.sleep(0.001)
-    finally:
-        shell.communicate()
-        for pid in found:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-    assert ranks.first_exit == RankExit(-9, 1)
-
-
-LOST = "RuntimeError: [/pair.cc:553] Connection closed by peer [127.0.0.1]:1. This is typically caused"
-
-
-@pytest.mark.parametrize(
-    ("raised", "seen", "is_first"),
-    [
-        (LOST, RankExit(-9, 1), True),
-        (LOST, RankExit(-9), True),
-        ("KeyError: 'width'", RankExit(-9, 1), False),
-        ("", RankExit(-9, 1), True),
-        ("", RankExit(-9), False),
-        (LOST, RankExit(-15, 1), False),
-        (LOST, RankExit(1, 1), False),
-    ],
-)
-def test_a_killed_rank_of_a_script_comes_before_one_that_noticed_its_end(
-    attempt: AttemptDir, raised: str, seen: RankExit, is_first: bool
-) -> None:
-    trace = f'Traceback (most recent call last):\n  File "loop.py", line 1, in <module>\n{raised}\n'
-    attempt.rank_log(0).write_text(trace if raised else "step 1\n")
-    assert killed_rank(attempt, 0, 1, seen, has_launcher=False) == (seen if is_first else None)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import trainkit
 from trainkit.job.failure.records import agent_failure, first_rank_failure, record_silent_death, suspect_host
 from trainkit.job.hangs import HangRecord
 from trainkit.run.end import RankFailure
-from trainkit.run.files import read_json, write_json
+from trainkit.run.files import read_json, to_json, write_json
 from trainkit.run.record import CodeCopy, create_job, read_job
 from trainkit.run.rundir import RunDir
 from trainkit.run.tracebacks import CodeLine, users_line
@@ -27,7 +27,7 @@ def record(attempt, rank, time, **fields):
 def test_first_in_time(attempt):
     record(attempt, 0, "2026-01-01T00:00:02.000Z")
     record(attempt, 1, "2026-01-01T00:00:01.000Z")
-    assert first_rank_failure(attempt).to_dict() == {
+    assert to_json(first_rank_failure(attempt)) == {
         "rank": 1,
         "node_rank": 0,
         "host": "h",

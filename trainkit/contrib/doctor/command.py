@@ -12,17 +12,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from trainkit.cli.help import Command, examples
-from trainkit.cli.options import (
-    ConfigRequest,
-    choose_config,
-    config_argument,
-    config_flags,
-    json_option,
-    set_option,
-    shape_options,
-    slurm_options,
-)
+from trainkit.cli import options
+from trainkit.cli.help import as_command, option
 from trainkit.cli.output import echo_json
 from trainkit.errors import EXIT_FAILED, EXIT_OK
 from trainkit.formats import plural
@@ -35,29 +26,24 @@ TIMEOUT_S = 600.0
 MARKS = {"ok": "ok     ", "warning": "warning", "failure": "FAILURE"}
 
 
-@click.command(
-    cls=Command,
-    epilog=examples(
-        "trainkit doctor --quick",
-        "trainkit doctor --nodes 2 --gpus-per-node 4 --partition debug",
-        "trainkit doctor --json",
-    ),
+@as_command(
+    "trainkit doctor --quick",
+    "trainkit doctor --nodes 2 --gpus-per-node 4 --partition debug",
+    "trainkit doctor --json",
 )
-@config_argument
-@click.option(
-    "--quick", is_flag=True, help="Leave out what takes seconds: torch, and most of the write test."
-)
-@set_option
-@slurm_options
-@shape_options
-@click.option(
+@options.config_argument
+@option("--quick", "Leave out what takes seconds: torch, and most of the write test.")
+@options.set_option
+@options.slurm_options
+@options.shape_options
+@option(
     "--run-dir",
+    "Folder in which runs will be.",
     type=click.Path(path_type=Path, file_okay=False),
     default=Path("runs"),
     show_default=True,
-    help="Folder in which runs will be.",
 )
-@json_option
+@options.json_option
 def command(
     config: str | None,
     quick: bool,
@@ -79,8 +65,8 @@ def command(
 
     if nodes is None and "SLURM_JOB_ID" in os.environ:
         nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
-    flags = config_flags({"nodes": nodes, "gpus_per_node": gpus_per_node, **slurm})
-    loaded = ConfigRequest(config or choose_config(), None, overrides, flags).load()
+    flags = options.config_flags({"nodes": nodes, "gpus_per_node": gpus_per_node, **slurm})
+    loaded = options.ConfigRequest(config or options.choose_config(), None, overrides, flags).load()
     found: list[Finding] = []
     with exit_on_stop(), closing(_checks(loaded, run_dir.absolute(), nodes, quick)) as checks:
         for of_nodes, group in groupby(checks, key=lambda check: check.host is not None):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -98,33 +97,30 @@ def check_python(request: Request) -> Finding:
     return warn_if(is_new, "Python", value, f"not tested; tested are {oldest} to {newest}")
 
 
-def check_torch(request: Request) -> Iterator[Finding]:
+def check_torch(request: Request) -> Finding:
     """The release of torch, and whether it can use the GPUs."""
     found = _torch(request)
     if isinstance(found, NoAnswer):
         hint = f"`{request.python[0]} -c 'import torch'` shows all of it"
         if found.is_slow:
             hint = "the filesystem of the environment is slow: copy it to a local disk, or use a container"
-        yield Finding("torch", "failure", str(found), hint)
-        return
+        return Finding("torch", "failure", str(found), hint)
     value = f"{found.version}, CUDA {found.cuda}, NCCL {found.nccl}"
-    problem = release_problem(found.version)
     build = TorchBuild(request.python[0], found.version, None if found.cuda == "none" else found.cuda)
-    if problem is not None:
-        yield Finding("torch", "failure", value, problem[1])
-    elif not found.distributed:
-        yield Finding(
-            "torch", "failure", f"{value}: built without torch.distributed", "install another torch"
-        )
-    elif NVIDIA_DRIVER.exists() and (unusable := build.problem(driver=detect_machine().driver_cuda)):
-        yield Finding("torch", "failure", f"{value}: {unusable[0]}", unusable[1])
-    elif NVIDIA_DRIVER.exists() and not found.gpus:
+    has_driver = NVIDIA_DRIVER.exists()
+    if (problem := release_problem(found.version)) is not None:
+        return Finding("torch", "failure", value, problem[1])
+    if not found.distributed:
+        value += ": built without torch.distributed"
+        return Finding("torch", "failure", value, "install another torch")
+    if has_driver and (unusable := build.problem(driver=detect_machine().driver_cuda)):
+        return Finding("torch", "failure", f"{value}: {unusable[0]}", unusable[1])
+    if has_driver and not found.gpus:
         hint = "install a torch for the CUDA that the line `driver` has, or update the driver"
         if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
             hint = "CUDA_VISIBLE_DEVICES is empty, which hides the GPUs: unset it"
-        yield Finding("torch", "failure", f"{value}: sees no GPU", hint)
-    else:
-        yield Finding("torch", "ok", value)
+        return Finding("torch", "failure", f"{value}: sees no GPU", hint)
+    return Finding("torch", "ok", value)
 
 
 def versions(request: Request) -> dict[str, str]:

@@ -66,7 +66,7 @@ def node_findings(request: Request) -> Iterator[Finding]:
     yield from check_folder(request)
     yield from starmap(check_space, temporary_folders(os.environ).items())
     if not request.quick:
-        yield from check_torch(request)
+        yield check_torch(request)
 
 
 def node_report(request: Request, findings: Iterable[Finding] = ()) -> NodeReport:
@@ -125,10 +125,10 @@ def send(text: str) -> None:
 
 
 def received(lines: Iterable[str]) -> Iterator[str]:
-    """The messages of all hosts, from the lines that `send` printed; other lines are skipped."""
+    """The messages of all hosts, from the lines that `send` printed; skips others, and half a line."""
     parts: dict[str, str] = {}
     for line in lines:
-        if not line.startswith(f"{PREFIX} "):
+        if not line.startswith(f"{PREFIX} ") or not line.endswith("\n"):
             continue
         _, host, part, chunk = line.rstrip("\n").split(" ", 3)
         index, _, count = part.partition("/")

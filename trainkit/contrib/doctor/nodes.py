@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import re
 import subprocess
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from trainkit.cluster.machine import Machine
 from trainkit.cluster.target import Target, make_target
@@ -37,6 +36,7 @@ from trainkit.slurm.environment import scrubbed
 LOGIN_NODE = Machine(0, 0, (), "this is a login node")
 WAIT_S, QUICK_WAIT_S = 150, 15
 """How long the other nodes may still take after the first has reported, or after its task has ended."""
+POLL_S = 0.1
 STOP_S = 10.0
 """How long srun may take to end its step."""
 NEEDED_TO_MEASURE = {"name", "interface", "port", "Python", "torch", "GPU"}
@@ -73,31 +73,20 @@ class NodesStep:
     """The step of `step_argv` while it runs."""
 
     def __init__(self, argv: Sequence[str]) -> None:
-        self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
+        # Files, not pipes: a step whose pipe nobody reads would stop.
+        self._out, self._errors = (tempfile.NamedTemporaryFile() for _ in range(2))  # noqa: SIM115
         # A Ctrl-C in the terminal ends the step through `__exit__`: srun alone would ask for a second one.
         self._proc = subprocess.Popen(
             argv,
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            stdout=self._out,
             stderr=self._errors,
             text=True,
-            errors="replace",
             env=plain_environ(scrubbed(os.environ)),
             start_new_session=True,
         )
         self._step = ""
-        self._messages: queue.Queue[str | None] = queue.Queue()
-        """None at the end."""
-        self._reader = threading.Thread(target=self._receive, daemon=True)
-        self._reader.start()
-
-    def _receive(self) -> None:
-        assert self._proc.stdout is not None
-        try:
-            for message in received(self._proc.stdout):
-                self._messages.put(message)
-        finally:
-            self._messages.put(None)
+        self._num_received = 0
 
     def __enter__(self) -> NodesStep:
         return self
@@ -115,7 +104,7 @@ class NodesStep:
                     run_slurm(["scancel", self._step], STOP_S)
             self._proc.kill()
             self._proc.wait()
-        self._reader.join(STOP_S)
+        self._out.close()
         self._errors.close()
 
     def reports(self, count: int, timeout_s: float, wait_s: float) -> list[NodeReport]:
@@ -145,34 +134,35 @@ class NodesStep:
 
         Fewer if the step ends before, after `timeout_s`, or `wait_s` after the first.
         """
-        deadline_s = time.monotonic() + timeout_s
-        for _ in range(count):
-            try:
-                message = self._messages.get(timeout=max(0.0, deadline_s - time.monotonic()))
-            except queue.Empty:
+        deadline_s, last = time.monotonic() + timeout_s, self._num_received + count
+        while self._num_received < last:
+            has_ended = self._proc.poll() is not None
+            new = list(received(_lines_of(self._out.name)))[self._num_received : last]
+            for message in new:
+                self._num_received += 1
+                deadline_s = min(deadline_s, time.monotonic() + wait_s)
+                yield message
+            if not new and (has_ended or time.monotonic() > deadline_s):
                 return
-            if message is None:
-                return
-            yield message
-            deadline_s = min(deadline_s, time.monotonic() + wait_s)
+            time.sleep(0.0 if new else POLL_S)
 
     def problem(self, hosts: Sequence[str], waited_s: float) -> str:
         """Why these hosts have not reported after this time, as srun says it; all, if none are given."""
-        has_ended = True
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._proc.wait(1.0)
-        except subprocess.TimeoutExpired:
-            has_ended = False
-        self._errors.seek(0)
-        said = [line.strip() for line in self._errors if line.strip()]
+        said = [line.strip() for line in _lines_of(self._errors.name) if line.strip()]
         of_hosts = [line for line in said if set(hosts) & set(re.split(r"[\s:,]+", line))]
         if of_hosts:
             # "node2: task 1: Exited with exit code 2" follows its reason, which may not name the host.
             reasons = [line for line in (*of_hosts, *said) if ": task " not in line]
             return (reasons or of_hosts)[0]
-        if not has_ended:
+        if self._proc.returncode is None:
             return f"no answer after {waited_s:g} s"
         return said[-1] if said else f"srun ended with exit code {self._proc.returncode}"
+
+
+def _lines_of(file: str) -> list[str]:
+    return Path(file).read_text(errors="replace").splitlines(keepends=True)
 
 
 def check_nodes(loaded: LoadedConfig, request: Request, timeout_s: float) -> Iterator[Finding]:
@@ -239,30 +229,25 @@ def _bandwidth(
 
 
 def compare_versions(reports: Sequence[NodeReport]) -> Iterator[Finding]:
-    """The checks of the packages of all nodes."""
-    names = {name for report in reports for name in report.versions}
-    differ: list[tuple[str | None, str]] = []
-    for name in sorted(names):
-        differ += _differences(name, {item.host: item.versions.get(name, "missing") for item in reports})
+    """The checks of the packages of all nodes; names a node if most have another version."""
     hint = "use one environment on a shared filesystem, or install the same versions there"
-    yield from (Finding("packages", "failure", text, hint, host) for host, text in differ)
-    if not differ:
+    is_same = True
+    for name in sorted({name for report in reports for name in report.versions}):
+        values = {item.host: item.versions.get(name, "missing") for item in reports}
+        (usual, count), *others = Counter(values.values()).most_common()
+        is_same &= not others
+        if others and count == others[0][1]:
+            shown = "; ".join(
+                f"{value} on {_names(values, value)}" for value in dict.fromkeys(values.values())
+            )
+            yield Finding("packages", "failure", f"{name} is {shown}", hint)
+            continue
+        for host, value in values.items():
+            if value != usual:
+                text = f"{name} is {value}, but {usual} on {count} of {len(values)} nodes"
+                yield Finding("packages", "failure", text, hint, host)
+    if is_same:
         yield Finding("packages", "ok", f"the same on {plural(len(reports), 'node')}")
-
-
-def _differences(name: str, values: Mapping[str, str]) -> Iterator[tuple[str | None, str]]:
-    """(host, sentence) for each host whose value is not that of the majority; without one, for no host."""
-    counts = Counter(values.values()).most_common()
-    if len(counts) == 1:
-        return
-    (usual, count), (_, second), *_ = counts
-    if count == second:
-        shown = "; ".join(f"{value} on {_names(values, value)}" for value, _ in counts)
-        yield None, f"{name} is {shown}"
-        return
-    for host, value in values.items():
-        if value != usual:
-            yield host, f"{name} is {value}, but {usual} on {count} of {len(values)} nodes"
 
 
 def _names(values: Mapping[str, object], value: object) -> str:

@@ -11,34 +11,28 @@ from pathlib import Path
 
 import click
 
-from trainkit.cli.help import examples, terminal_width
-from trainkit.cli.options import (
-    ConfigRequest,
-    WithTrailingCommand,
-    config_options,
-    json_option,
-    launcher_option,
-    trailing_workload,
-)
-from trainkit.cli.output import echo_json
+from trainkit.cli import options
+from trainkit.cli.help import as_command, option, terminal_width
+from trainkit.cli.output import echo_json, echo_result
 from trainkit.cli.started import describe_plan, print_created
 from trainkit.config import LoadedConfig, RunConfig
 from trainkit.config.load import Change, Values, short_training, with_changes, with_values
 from trainkit.contrib.drill.inject import injector_for, kill_job
 from trainkit.contrib.drill.result import (
     SIZES_TOLERANCE,
-    Result,
     RunOutcome,
     all_passed,
     evaluate,
     largest_difference,
     num_recomputed,
     result_table,
+    sentence,
     summary,
 )
 from trainkit.contrib.drill.scenarios import (
     NAMES,
     SCENARIOS,
+    Result,
     RunWatch,
     Scenario,
     ScenarioRunner,
@@ -64,36 +58,21 @@ NUM_SAVES = 6
 REFERENCE, NOT_DETERMINISTIC = "uninterrupted", "not-deterministic"
 
 
-@click.command(
-    cls=WithTrailingCommand,
-    epilog=examples(
-        "trainkit drill --list",
-        "trainkit drill quickstart --nodes 2 --only signal --only rank",
-        "trainkit drill quickstart --nodes 2 --only signal --json",
-    ),
+@as_command(
+    "trainkit drill --list",
+    "trainkit drill quickstart --nodes 2 --only signal --only rank",
+    "trainkit drill quickstart --nodes 2 --only signal --json",
+    cls=options.WithTrailingCommand,
 )
-@config_options
-@launcher_option
-@click.option(
-    "--steps",
-    type=click.IntRange(min=MIN_STEPS),
-    metavar="N",
-    help=f"Steps of each run; default: {DEFAULT_STEPS}.",
-)
-@click.option("--seed", type=int, default=0, metavar="N", help="Seed for choosing times and targets.")
-@click.option(
-    "--only",
-    type=click.Choice(NAMES),
-    multiple=True,
-    metavar="NAME",
-    help="Run only this scenario; repeatable.",
-)
-@click.option(
-    "--list", "only_list", is_flag=True, help="List the scenarios and which are possible here; run nothing."
-)
-@json_option
+@options.config_options
+@options.launcher_option
+@option("--steps N", f"Steps of each run; default: {DEFAULT_STEPS}.", type=click.IntRange(min=MIN_STEPS))
+@option("--seed N", "Seed for choosing times and targets.", type=int, default=0)
+@option("--only NAME", "Run only this scenario; repeatable.", type=click.Choice(NAMES), multiple=True)
+@option("--list", "List the scenarios and which are possible here; run nothing.", name="only_list")
+@options.json_option
 def command(
-    request: ConfigRequest,
+    request: options.ConfigRequest,
     launcher: str,
     steps: int | None,
     seed: int,
@@ -108,7 +87,7 @@ def command(
     tried passed. Only runs of the built-in trainer are shortened: limit the steps of a COMMAND yourself.
     Ctrl-C cancels the current run.
     """
-    workload = trailing_workload(launcher)
+    workload = options.trailing_workload(launcher)
     if workload.is_command and steps is not None:
         raise UsageError(
             f"--steps {steps} applies to the built-in trainer, not to a COMMAND",
@@ -170,7 +149,7 @@ def _drill(
         with isolated_state(folder):
             for result in drill.run(scenarios):
                 results.append(result)
-                log_line(f"{result.scenario}: {result.sentence}")
+                log_line(f"{result.scenario}: {sentence(result)}")
     finally:
         log_line(f"the runs are in {folder}; `trainkit status {folder}/NAME` shows one")
     value: dict[str, object] = {
@@ -179,13 +158,10 @@ def _drill(
         "passed": all_passed(results),
         "changes": list(map(asdict, changes)),
         "difference_if_not_deterministic": drill.difference,
-        "scenarios": list(map(asdict, results)),
+        "scenarios": [result.to_dict() for result in results],
     }
     write_json(folder / "drill.json", value)
-    if as_json:
-        echo_json(value)
-    else:
-        click.echo(f"{result_table(results, terminal_width())}\n\n{summary(results)}")
+    echo_result(value, f"{result_table(results, terminal_width())}\n\n{summary(results)}", as_json)
     return EXIT_OK if value["passed"] else EXIT_FAILED
 
 
@@ -279,8 +255,8 @@ class Drill:
         where = "" if target.step is None else f", from step {target.step} on"
         self.log_line(f"{scenario.name}: {scenario.description}{where}")
         injector = injector_for(run, plan.backend)
-        record = ScenarioRunner(scenario, target, run, injector, watch, self.usual_s).run()
-        if record.refused:
+        result = ScenarioRunner(scenario, target, run, injector, watch, self.usual_s).run()
+        if result.refused:
             self._kill_running()
         self.running = None
         found = ((item, find_damage(item)) for item in published(run.checkpoints_dir))
@@ -288,7 +264,7 @@ class Drill:
         outcome = RunOutcome(watch.end(), computed_steps(run), list(read_events(run)), damages, str(run.path))
         tolerance = SIZES_TOLERANCE if self.plan.sizes else 0.0
         result = evaluate(
-            *(scenario, record, outcome, self.reference, self.interval, self.config.requeue.on, tolerance)
+            *(scenario, result, outcome, self.reference, self.interval, self.config.requeue.on, tolerance)
         )
         if result.state in ("passed", "skipped"):
             remove_all(run.checkpoints_dir)
@@ -323,13 +299,10 @@ def drill_config(loaded: LoadedConfig, num_steps: int, device: str) -> tuple[Loa
 
     `device` is that of the plan: ``cpu`` or ``cuda``.
     """
-    config, in_no_tracker = loaded.config, (None, "runs of a drill are in no tracker")
     values: Values = {
-        **short_training(config, num_steps, "drill"),
+        **short_training(loaded.config, num_steps, "drill"),
         "checkpoint.every_steps": (num_steps // NUM_SAVES, "a drill is short"),
         "checkpoint.every_minutes": (None, "a drill saves at known steps"),
-        "logging.mlflow": in_no_tracker,
-        "logging.wandb": in_no_tracker,
     }
     if device != "cpu":
         values["train.deterministic"] = True, "makes two runs on GPUs bit-identical"

@@ -14,7 +14,7 @@ from pathlib import Path
 from trainkit.backends import backend_of
 from trainkit.backends.slurm import step_of
 from trainkit.control.cancel import cancel_run
-from trainkit.errors import UsageError, print_note
+from trainkit.errors import print_note
 from trainkit.job.processes import descendants, environ_of, parent_pid
 from trainkit.job.rank_env import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
 from trainkit.run.manifest import Checkpoint, published
@@ -116,34 +116,33 @@ class SlurmFaultInjector(FaultInjector):
         return self._kill_where(f"RANK={rank}")
 
     def kill_node(self, node_rank: int) -> bool:
-        _, step_id = self._step()
         # The step id leaves out the batch shell, whose SLURM_NODEID is meaningless.
-        return step_id is not None and self._kill_where(
-            f"SLURM_STEP_ID={step_id}", f"SLURM_NODEID={node_rank}"
-        )
+        step_id = step_of(self.run, newest(self.run))
+        words = f"SLURM_STEP_ID={step_id}", f"SLURM_NODEID={node_rank}"
+        return step_id is not None and self._kill_where(*words)
 
     def kill_ranks(self) -> bool:
-        entry, step_id = self._step()
-        if entry is None or step_id is None:
-            return False
-        kill_steps([(entry.job, step_id)])
-        return True
-
-    def _step(self) -> tuple[AttemptRecord | None, str | None]:
-        """The newest attempt, and the Slurm step of its ranks."""
-        entry = read_job(self.run).newest
-        return entry, None if entry is None else step_of(self.run, entry)
+        entry = newest(self.run)
+        step_id = step_of(self.run, entry)
+        if step_id is not None:
+            kill_steps([(entry.job, step_id)])
+        return step_id is not None
 
     def _kill_where(self, *words: str) -> bool:
-        entry = read_job(self.run).newest
-        job = None if entry is None else backend_of(entry).job(entry)
-        if entry is None or job is None or not job.num_nodes:
+        entry = newest(self.run)
+        job = backend_of(entry).job(entry)
+        if job is None or not job.num_nodes:
             return False
         own = [f"{RUN_DIR_VARIABLE}={self.run.path}", f"{ATTEMPT_VARIABLE}={entry.attempt}"]
         without = (RUN_DIR_VARIABLE, ATTEMPT_VARIABLE)
         environ = {name: value for name, value in os.environ.items() if name not in without}
         argv = ["sh", "-c", _KILL_BY_ENVIRONMENT, "sh", *own, *words]
         return "killed" in run_step(entry.job, job.num_nodes, argv, environ=environ)
+
+
+def newest(run: RunDir) -> AttemptRecord:
+    """The newest attempt of a run."""
+    return read_job(run).newest or AttemptRecord()
 
 
 def injector_for(run: RunDir, backend: str) -> FaultInjector:
@@ -153,19 +152,16 @@ def injector_for(run: RunDir, backend: str) -> FaultInjector:
 
 def notify(run: RunDir) -> bool:
     """Signal a run to save and requeue; False if it is no longer running."""
-    entry = read_job(run).newest
-    return entry is not None and backend_of(entry).signal(run, entry, signal.SIGUSR2) == "signalled"
+    entry = newest(run)
+    return backend_of(entry).signal(run, entry, signal.SIGUSR2) == "signalled"
 
 
 def requeue_job(run: RunDir) -> bool:
-    """Requeue a run's job through Slurm without notifying the run; False if it has no job.
+    """Requeue a run's job through Slurm without notifying the run; True.
 
     Raises SlurmRefused if this cluster does not allow it.
     """
-    entry = read_job(run).newest
-    if entry is None:
-        return False
-    requeue(entry.job)
+    requeue(newest(run).job)
     return True
 
 
@@ -174,8 +170,8 @@ def kill_job(run: RunDir) -> bool:
 
     Returns False if it had already ended.
     """
-    entry = read_job(run).newest
-    if entry is None or cancel_run(run, now=True, wait=False, warn=print_note).state == "ended":
+    entry = newest(run)
+    if cancel_run(run, now=True, wait=False, warn=print_note).state == "ended":
         return False
     # The end is already recorded, but Slurm takes a while to clean up the nodes.
     deadline_s = time.monotonic() + GONE_WITHIN_S
@@ -185,21 +181,14 @@ def kill_job(run: RunDir) -> bool:
 
 
 def flip_bytes(run: RunDir, rng: random.Random) -> Checkpoint:
-    """Flip a few bytes in the largest file of a run's newest checkpoint, and return that checkpoint.
-
-    Raises UsageError without a checkpoint.
-    """
-    checkpoints = published(run.checkpoints_dir)
-    if not checkpoints:
-        message = f"{run.checkpoints_dir} has no checkpoint to damage"
-        raise UsageError(message, hint="name a run that has saved")
-    newest = checkpoints[-1]
-    files = newest.manifest().files
+    """Flip a few bytes in the largest file of a run's newest checkpoint, and return that checkpoint."""
+    checkpoint = published(run.checkpoints_dir)[-1]
+    files = checkpoint.manifest().files
     name = max(files, key=lambda name: files[name]["bytes"])
-    with (newest.path / name).open("r+b") as stream:
+    with (checkpoint.path / name).open("r+b") as stream:
         stream.seek(rng.randrange(max(1, files[name]["bytes"] - FLIPPED_BYTES)))
         position = stream.tell()
         old = stream.read(FLIPPED_BYTES)
         stream.seek(position)
         stream.write(bytes(byte ^ 0xFF for byte in old))
-    return newest
+    return checkpoint

@@ -6,9 +6,8 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
-from trainkit.contrib.drill.scenarios import Scenario, ScenarioRecord
+from trainkit.contrib.drill.scenarios import Result, Scenario
 from trainkit.formats import plural, table
 from trainkit.run.end import AttemptEnd
 from trainkit.run.events import Event, StepRecord
@@ -71,38 +70,15 @@ def steps_while_saving(steps: Sequence[StepRecord], events: Sequence[Event]) -> 
     return total
 
 
-State = Literal["passed", "failed", "missed", "skipped"]
-"""`missed`: the run ended before it could be interrupted; `skipped`: the scenario cannot be tried here."""
-
-
-@dataclass(frozen=True)
-class Result:
-    """The result of one scenario: a row of the table at the end of a drill."""
-
-    scenario: str
-    state: State
-    message: str = ""
-    """What is wrong or why the scenario was skipped; if it passed, a remark."""
-    action: str = ""
-    """What was done to the run."""
-    step: int | None = None
-    restart_s: float | None = None
-    restarted_by: str = ""
-    num_recomputed: int | None = None
-    """Number of steps that were computed again; None if the trainer does not record its steps."""
-    curve: Literal["equal", "differs", "unknown", ""] = ""
-    run_dir: str = ""
-
-    @property
-    def sentence(self) -> str:
-        """The result as a line of the drill's log."""
-        if self.state != "passed":
-            return f"{self.state}: {self.message}"
-        restart = (
-            "" if self.restart_s is None else f", resumed after {self.restart_s:.1f} s ({self.restarted_by})"
-        )
-        where = "" if self.step is None else f" at step {self.step}"
-        return f"{self.action}{where}{restart}: passed"
+def sentence(result: Result) -> str:
+    """A result as a line of the drill's log."""
+    if result.state != "passed":
+        return f"{result.state}: {result.message}"
+    restart = ""
+    if result.restart_s is not None:
+        restart = f", resumed after {result.restart_s:.1f} s ({result.restarted_by})"
+    where = "" if result.step is None else f" at step {result.step}"
+    return f"{result.action}{where}{restart}: passed"
 
 
 @dataclass(frozen=True)
@@ -121,63 +97,56 @@ class RunOutcome:
 
 def evaluate(
     scenario: Scenario,
-    record: ScenarioRecord,
+    result: Result,
     outcome: RunOutcome,
     reference: Sequence[StepRecord],
     interval: int | None,
     requeue_on: Sequence[str],
     tolerance: float = 0.0,
 ) -> Result:
-    """Check one interrupted run and return its result.
+    """Check one interrupted run and return its result, completed.
 
     `reference` is the curve of the uninterrupted run, empty if the trainer writes none; `interval` is the
     number of steps between two saves, None if unknown; `requeue_on` is the config's `requeue.on`; `tolerance`
     is that of `compare`.
     """
-    has_curve, again = bool(reference), num_recomputed(outcome.steps)
-    difference = compare(reference, outcome.steps, tolerance) if has_curve else ""
-    remark = "" if has_curve else "only its end was checked: the COMMAND writes no steps to metrics.jsonl"
-    if record.no_restart:
-        remark = f"resumed by the drill: {record.no_restart}"
-    result = Result(
-        scenario.name,
-        "passed",
-        remark,
-        action=record.action,
-        step=record.step,
-        restart_s=record.restart_s,
-        restarted_by=record.restarted_by,
-        num_recomputed=again if has_curve else None,
-        curve="unknown" if not has_curve else "differs" if difference else "equal",
-        run_dir=outcome.run_dir,
-    )
-    if record.refused:
-        return replace(result, state="skipped", message=record.refused, curve="", num_recomputed=None)
-    problems = _problems(scenario, record, outcome, requeue_on)
-    if has_curve:
+    result = replace(result, run_dir=outcome.run_dir)
+    if result.refused:
+        return replace(result, state="skipped", message=result.refused)
+    problems = _problems(scenario, result, outcome, requeue_on)
+    if reference:
+        again, difference = num_recomputed(outcome.steps), compare(reference, outcome.steps, tolerance)
+        result = replace(result, num_recomputed=again, curve="differs" if difference else "equal")
         problems += [difference] if difference else []
         problems += _too_many_recomputed(scenario, again, outcome, interval)
+    else:
+        remark = "only its end was checked: the COMMAND writes no steps to metrics.jsonl"
+        result = replace(result, curve="unknown", message=remark)
     if problems:
         return replace(result, state="failed", message="; ".join(problems))
-    return replace(result, state="missed", message=record.missed) if record.missed else result
+    if result.missed:
+        return replace(result, state="missed", message=result.missed)
+    if result.no_restart:
+        return replace(result, message=f"resumed by the drill: {result.no_restart}")
+    return result
 
 
 def _problems(
-    scenario: Scenario, record: ScenarioRecord, outcome: RunOutcome, requeue_on: Sequence[str]
+    scenario: Scenario, result: Result, outcome: RunOutcome, requeue_on: Sequence[str]
 ) -> list[str]:
-    if record.stuck:
-        return [record.stuck]
+    if result.stuck:
+        return [result.stuck]
     problems = []
     if outcome.end.state != "finished":
         reason = outcome.end.reason or "it recorded no reason"
         problems.append(f"the run {outcome.end.state or 'died'}: {reason}")
     should_restart = scenario.cause is None or scenario.cause in requeue_on
-    if record.no_restart and should_restart:
-        problems.append(f"it did not restart by itself: {record.no_restart}")
+    if result.no_restart and should_restart:
+        problems.append(f"it did not restart by itself: {result.no_restart}")
     problems += outcome.damages
     rejected = {event.step for event in outcome.events if event.name == "checkpoint_rejected"}
-    if record.damaged_step is not None and record.damaged_step not in rejected:
-        problems.append(f"the damage to the checkpoint of step {record.damaged_step} was not detected")
+    if result.damaged_step is not None and result.damaged_step not in rejected:
+        problems.append(f"the damage to the checkpoint of step {result.damaged_step} was not detected")
     return problems
 
 

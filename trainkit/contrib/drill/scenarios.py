@@ -5,20 +5,21 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Literal
 
 from trainkit.backends import backend_of
 from trainkit.backends.jobs import liveness_probe, recover_job_id, require_not_running
 from trainkit.config import RunConfig
-from trainkit.contrib.drill.inject import FaultInjector, flip_bytes, kill_job, notify, requeue_job
+from trainkit.contrib.drill.inject import FaultInjector, flip_bytes, kill_job, newest, notify, requeue_job
 from trainkit.control.resume import start_again
+from trainkit.formats import JsonObject
 from trainkit.observe.logs import run_is_over
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import AttemptEnd, read_end, read_newest_end
 from trainkit.run.events import events_of, read_events, steps_of
-from trainkit.run.files import JsonlTail
+from trainkit.run.files import Tail
 from trainkit.run.manifest import partials, published
-from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir, run_lock
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
 
@@ -142,8 +143,8 @@ class RunWatch:
         self.first_step_s: dict[int, float] = {}
         """Attempt -> monotonic time at which its first step was seen."""
         self._log_line = log_line
-        self._metrics = JsonlTail(run.metrics_file, from_start=True)
-        self._events = JsonlTail(run.events_file, from_start=True)
+        self._metrics = Tail(run.metrics_file)
+        self._events = Tail(run.events_file)
         self.expect_life()
 
     def expect_life(self) -> None:
@@ -175,7 +176,7 @@ class RunWatch:
     def read(self) -> None:
         """Read new metrics and events."""
         # Steps first: those recorded before an attempt starts belong to the previous attempt.
-        for record in steps_of(self._metrics.read()):
+        for record in steps_of(self._metrics.records()):
             if "loss" not in record.values:
                 continue
             self._progress_s = time.monotonic()
@@ -183,17 +184,16 @@ class RunWatch:
             # A COMMAND need not record the attempt.
             attempt = self.attempt if record.attempt is None else record.attempt
             self.first_step_s.setdefault(attempt, time.monotonic())
-        for event in events_of(self._events.read()):
+        for event in events_of(self._events.records()):
             self._progress_s = time.monotonic()
             if event.name == "started":
                 self.started_s[event.attempt or 0] = time.monotonic()
 
     def _is_in_queue(self) -> bool:
         """Whether the run's job is pending; asked only after `patience_s` without progress."""
-        entry = read_job(self.run).newest
-        self._progress_s = time.monotonic()
+        entry, self._progress_s = newest(self.run), time.monotonic()
         try:
-            job = None if entry is None else backend_of(entry).job(entry)
+            job = backend_of(entry).job(entry)
         except SlurmUnreachable as error:
             self._log_line(f"unknown whether {self.run.name} is in the queue: {error.message}")
             return True  # asked again after `patience_s`
@@ -217,10 +217,18 @@ MAX_TRIES = 3
 """A save of a small model can finish before the kill arrives: then the next save is tried."""
 
 
-@dataclass
-class ScenarioRecord:
-    """What happened in one scenario."""
+State = Literal["passed", "failed", "missed", "skipped"]
+"""`missed`: the run ended before it could be interrupted; `skipped`: the scenario cannot be tried here."""
 
+
+@dataclass
+class Result:
+    """What happened in one scenario: a row of the table at the end of a drill."""
+
+    scenario: str
+    state: State = "passed"
+    message: str = ""
+    """What is wrong or why the scenario was skipped; if it passed, a remark."""
     action: str = ""
     """What was done to the run."""
     step: int | None = None
@@ -229,6 +237,10 @@ class ScenarioRecord:
     """Seconds from the interruption to the next step, or to the next start if steps are not recorded."""
     restarted_by: str = ""
     """The action of the restart, such as ``requeue``, or ``resume`` if the drill resumed the run."""
+    num_recomputed: int | None = None
+    """Number of steps that were computed again; None if the trainer does not record its steps."""
+    curve: Literal["equal", "differs", "unknown", ""] = ""
+    run_dir: str = ""
     no_restart: str = ""
     """Why the run did not restart automatically; empty if it did."""
     missed: str = ""
@@ -239,6 +251,11 @@ class ScenarioRecord:
     """Why this cluster does not allow the interruption."""
     damaged_step: int | None = None
     """The step of the checkpoint that the drill damaged."""
+
+    def to_dict(self) -> JsonObject:
+        """The result as JSON; what its message says is not in it twice."""
+        said = ("no_restart", "missed", "stuck", "refused", "damaged_step")
+        return {name: value for name, value in vars(self).items() if name not in said}
 
 
 @dataclass
@@ -252,26 +269,26 @@ class ScenarioRunner:
     watch: RunWatch
     usual_s: float
     """Duration of the uninterrupted run, in seconds."""
-    record: ScenarioRecord = field(default_factory=ScenarioRecord)
 
-    def run(self) -> ScenarioRecord:
-        """Follow the run from start to end, and interrupt it; returns the record of what happened."""
+    def run(self) -> Result:
+        """Follow the run from start to end, and interrupt it; returns what happened."""
+        self.result = Result(self.scenario.name)
         for number in range(1, MAX_TRIES + 1):
             if not self._await_target(number):
-                self.record.missed = "" if self.watch.is_stuck else OVER
+                self.result.missed = "" if self.watch.is_stuck else OVER
                 break
             if not self._interrupt_and_await():
                 break
             if self.scenario.name != "mid-save" or self._save_was_cut_off():
                 break
             if number == MAX_TRIES:
-                self.record.missed = f"{MAX_TRIES} times the save was over before the ranks were dead"
-        if not self.record.refused:
+                self.result.missed = f"{MAX_TRIES} times the save was over before the ranks were dead"
+        if not self.result.refused:
             self.watch.until(lambda: False)
         if self.watch.is_stuck:
-            self.record.stuck = f"it made no progress for {self.watch.patience_s:.0f} s"
+            self.result.stuck = f"it made no progress for {self.watch.patience_s:.0f} s"
             kill_job(self.run_dir)
-        return self.record
+        return self.result
 
     def _await_target(self, number: int) -> bool:
         """Wait until the run reaches its target, for mid-save the next save; False if it does not."""
@@ -293,13 +310,13 @@ class ScenarioRunner:
     def _interrupt_and_await(self) -> bool:
         """Interrupt the run and wait for its restart; False if either did not happen."""
         watch, before, began_s = self.watch, self.watch.attempt, time.monotonic()
-        self.record.step = watch.step or None
+        self.result.step = watch.step or None
         try:
             if not self._interrupt():
-                self.record.missed = OVER
+                self.result.missed = OVER
                 return False
         except SlurmRefused as error:
-            self.record.refused = error.message
+            self.result.refused = error.message
             return False
         has_steps = self.target.step is not None
 
@@ -314,18 +331,18 @@ class ScenarioRunner:
                 return False
             end = watch.end()
             if end.state == "finished":
-                self.record.missed = OVER if watch.attempt == before else NOTHING_LEFT
+                self.result.missed = OVER if watch.attempt == before else NOTHING_LEFT
                 return False
-            self.record.no_restart = str(end.reason or "its supervisor died")
+            self.result.no_restart = str(end.reason or "its supervisor died")
             self._resume()
         if not watch.until(has_restarted):
             if watch.end().state == "finished":
-                self.record.missed = NOTHING_LEFT
+                self.result.missed = NOTHING_LEFT
             return False
         times = watch.first_step_s if has_steps else watch.started_s
-        self.record.restart_s = times[min(attempt for attempt in times if attempt > before)] - began_s
+        self.result.restart_s = times[min(attempt for attempt in times if attempt > before)] - began_s
         action = (read_end(self.run_dir.attempt(before)) or AttemptEnd()).action
-        self.record.restarted_by = self.record.restarted_by or action or "requeue by Slurm"
+        self.result.restarted_by = self.result.restarted_by or action or "requeue by Slurm"
         return True
 
     def _interrupt(self) -> bool:
@@ -339,13 +356,13 @@ class ScenarioRunner:
             "damaged-checkpoint": ("job killed, checkpoint damaged", self._kill_and_damage),
             "requeue": ("scontrol requeue", lambda: requeue_job(run)),
         }
-        self.record.action, act = actions[self.scenario.name]
+        self.result.action, act = actions[self.scenario.name]
         return act()
 
     def _kill_and_damage(self) -> bool:
         if not kill_job(self.run_dir):
             return False
-        self.record.damaged_step = flip_bytes(self.run_dir, self.target.rng).step
+        self.result.damaged_step = flip_bytes(self.run_dir, self.target.rng).step
         return True
 
     def _resume(self) -> None:
@@ -355,12 +372,12 @@ class ScenarioRunner:
             require_not_running(self.run_dir, "resume")
             start_again(self.run_dir, "resume")
         self.watch.expect_life()
-        self.record.restarted_by = "resume"
+        self.result.restarted_by = "resume"
 
     def _save_was_cut_off(self) -> bool:
         """Whether the interruption prevented the save in progress from being published."""
-        newest = self.watch.attempt
+        attempt = self.watch.attempt
         events = list(read_events(self.run_dir, "training", "checkpoint_begin"))
-        resumed = [event for event in events if event.name == "training" and event.attempt == newest]
-        begun = [event for event in events if event.name != "training" and (event.attempt or 0) < newest]
+        resumed = [event for event in events if event.name == "training" and event.attempt == attempt]
+        begun = [event for event in events if event.name != "training" and (event.attempt or 0) < attempt]
         return bool(resumed and begun) and (begun[-1].step or 0) > (resumed[-1].step or 0)

@@ -9,47 +9,38 @@ from pathlib import Path
 
 import click
 
-from trainkit.cli.ckpt import chosen_checkpoint
-from trainkit.cli.help import Command, examples
+from trainkit.cli.ckpt import chosen_checkpoint, places_of
+from trainkit.cli.help import as_command, option
 from trainkit.cli.options import json_option, refuse_untrusted, run_argument, trust_option
 from trainkit.errors import EXIT_FAILED
 
 
-@click.command(
-    cls=Command,
+@as_command(
+    'trainkit generate last "import "',
+    'trainkit generate last "import " --temperature 0 --max-tokens 50',
+    'trainkit generate last "import " --step 100 --json',
     context_settings={"show_default": True},
-    epilog=examples(
-        'trainkit generate last "import "',
-        'trainkit generate last "import " --temperature 0 --max-tokens 50',
-        'trainkit generate last "import " --step 100 --json',
-    ),
 )
 @run_argument
 @click.argument("prompt")
-@click.option("--step", type=click.IntRange(min=0), metavar="N", help="The checkpoint of this step.")
-@click.option(
-    "--max-tokens", type=click.IntRange(1), default=200, metavar="N", help="Tokens after which to stop."
-)
-@click.option(
-    "--temperature",
+@option("--step N", "The checkpoint of this step.", type=click.IntRange(min=0))
+@option("--max-tokens N", "Tokens after which to stop.", type=click.IntRange(1), default=200)
+@option(
+    "--temperature T",
+    "Randomness of the text; 0 always takes the most likely token.",
     type=click.FloatRange(min=0.0),
     default=0.8,
-    metavar="T",
-    help="Randomness of the text; 0 always takes the most likely token.",
 )
-@click.option("--top-k", type=click.IntRange(min=1), metavar="K", help="Only the K most likely tokens.")
-@click.option(
-    "--top-p",
+@option("--top-k K", "Only the K most likely tokens.", type=click.IntRange(min=1))
+@option(
+    "--top-p P",
+    "Only the most likely tokens, up to a total probability of P.",
     type=click.FloatRange(min=0.0, max=1.0, min_open=True),
-    metavar="P",
-    help="Only the most likely tokens, up to a total probability of P.",
 )
-@click.option("--seed", type=int, default=0, help="The same seed gives the same text.")
-@click.option("--tokenizer", metavar="FILE", help="The tokenizer.json of prepared data.")
-@click.option(
-    "--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="Where the model runs."
-)
-@click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), help="Data type of the weights.")
+@option("--seed", "The same seed gives the same text.", type=int, default=0)
+@option("--tokenizer FILE", "The tokenizer.json of prepared data.")
+@option("--device", "Where the model runs.", type=click.Choice(["auto", "cpu", "cuda"]), default="auto")
+@option("--dtype", "Data type of the weights.", type=click.Choice(["fp32", "bf16", "fp16"]))
 @trust_option
 @json_option
 def command(
@@ -71,12 +62,8 @@ def command(
     run = find_run(run_name)
     refuse_untrusted(run.path)
     checkpoint = chosen_checkpoint(run, step)
-    number = run.latest_number()
-    config_file = run.config_file if number is None else run.attempt(number).config_file
     request = {
-        "run": str(run.path.absolute()),
-        "config_file": str(config_file.absolute()),
-        "checkpoint": str(checkpoint.path.absolute()),
+        **places_of(run, checkpoint),
         "prompt": sys.stdin.read() if prompt == "-" else prompt,
         "tokenizer": None if tokenizer is None else str(Path(tokenizer).absolute()),
         "as_json": as_json,

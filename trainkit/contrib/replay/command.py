@@ -8,30 +8,20 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from trainkit.cli.help import Command, complete_run, examples, warn
-from trainkit.cli.options import (
-    config_flags,
-    job_options,
-    json_option,
-    named_folder,
-    refuse_other_options,
-    refuse_untrusted,
-    run_argument,
-    shape_options,
-    trust_option,
-)
+from trainkit.cli import options
+from trainkit.cli.help import as_command, complete_run, option, warn
 from trainkit.errors import EXIT_FAILED, EXIT_OK, UsageError
 from trainkit.formats import there_are
 
 if TYPE_CHECKING:
-    from trainkit.contrib.replay.compare import ComparedStep, Comparison, JudgedSample
+    from trainkit.contrib.replay.compare import ComparedStep, Comparison
     from trainkit.contrib.replay.replay import Flags, ReplayPlan
     from trainkit.contrib.replay.steps import StepSample
     from trainkit.run.rundir import RunDir
@@ -44,37 +34,29 @@ MAX_DOCUMENTS = 3
 SHAPE_KEYS = ("resources.nodes", "resources.gpus_per_node")
 
 
-@click.command(
-    cls=Command,
-    epilog=examples(
-        "trainkit replay last --step 20",
-        "trainkit replay last --step 18..22 --layout single",
-        "trainkit replay last --step 20 --json",
-        "trainkit replay last --step 20 --submit --time 10 --follow",
-    ),
+@as_command(
+    "trainkit replay last --step 20",
+    "trainkit replay last --step 18..22 --layout single",
+    "trainkit replay last --step 20 --json",
+    "trainkit replay last --step 20 --submit --time 10 --follow",
 )
 @click.argument("run_name", metavar="[RUN]", required=False, shell_complete=complete_run)
-@click.option("--step", "steps", metavar="N[..M]", help="Step, or range of steps.")
-@click.option(
-    "--layout",
-    metavar="LAYOUT",
+@option("--step N[..M]", "Step, or range of steps.", name="steps")
+@option(
+    "--layout LAYOUT",
+    "`same` as in the run, `single` for one process, or as in tp=2,dp_shard=2.",
     default="same",
     show_default=True,
-    help="`same` as in the run, `single` for one process, or as in tp=2,dp_shard=2.",
 )
-@shape_options
-@click.option("--submit", is_flag=True, help="Compute in a job: on Slurm where there is one.")
-@job_options
-@click.option("--run-dir", metavar="DIR", help="Folder of the job, new or empty; default: runs/NAME-replay.")
-@click.option("--follow", is_flag=True, help="Wait for the job and compare; Ctrl-C detaches.")
-@click.option(
-    "--collect",
-    metavar="JOB",
-    help="Compare what a job computed, by its folder, name or job id; start nothing.",
-)
-@click.option("--keep", is_flag=True, help="Without --submit: keep the folder of the replay, with its logs.")
-@trust_option
-@json_option
+@options.shape_options
+@option("--submit", "Compute in a job: on Slurm where there is one.")
+@options.job_options
+@option("--run-dir DIR", "Folder of the job, new or empty; default: runs/NAME-replay.")
+@option("--follow", "Wait for the job and compare; Ctrl-C detaches.")
+@option("--collect JOB", "Compare what a job computed, by its folder, name or job id; start nothing.")
+@option("--keep", "Without --submit: keep the folder of the replay, with its logs.")
+@options.trust_option
+@options.json_option
 def command(
     run_name: str | None,
     steps: str | None,
@@ -98,13 +80,13 @@ def command(
     Computes on this machine, or with --submit in a job with a run folder of its own, which --follow or
     --collect compares. Changes nothing in RUN. The exit code is 1 if a step differs.
     """
-    flags = config_flags({"nodes": nodes, "gpus_per_node": gpus_per_node, **slurm})
+    flags = options.config_flags({"nodes": nodes, "gpus_per_node": gpus_per_node, **slurm})
     from trainkit.run.registry import find_run
 
     if collect is not None:
         from trainkit.contrib.replay.replay import replay_of
 
-        refuse_other_options("collect")
+        options.refuse_other_options("collect")
         copy = find_run(collect)
         return _report(replay_of(copy), copy, as_json)
     if run_name is None or steps is None:
@@ -118,13 +100,13 @@ def command(
 
     first, last = _range(steps)
     run = find_run(run_name)
-    refuse_untrusted(run.path)
+    options.refuse_untrusted(run.path)
     what = plan_replay(run, first, last, layout, flags, submits=submit)
     for text in what.warnings:
         warn(text)
     click.echo(what.cost, err=True)
     if submit:
-        return _submit(what, named_folder(run_dir), follow, as_json)
+        return _submit(what, options.named_folder(run_dir), follow, as_json)
     return _run_here(what, keep, as_json)
 
 
@@ -192,13 +174,9 @@ def _report(what: ReplayPlan, copy: RunDir, as_json: bool) -> int:
         samples = {step: step_samples(find_step(what.run, step)) for step in range(what.first, what.last + 1)}
     worst = worst_samples(copy, samples)
     if as_json:
-        judged = [
-            {
-                "step": item.step,
-                "loss": item.loss if math.isfinite(item.loss or 0.0) else None,  # as in metrics.jsonl
-                **sample_fields(item.sample),
-            }
-            for item in worst
+        judged = [  # what is not finite is null, as in metrics.jsonl
+            {"step": step, "loss": loss if math.isfinite(loss or 0.0) else None, **sample_fields(sample)}
+            for step, loss, sample in worst
         ]
         click.echo(json.dumps({**found.to_dict(), "samples": judged}, ensure_ascii=False))
     else:
@@ -218,7 +196,9 @@ def _range(text: str) -> tuple[int, int]:
     return first, last
 
 
-def _lines(what: ReplayPlan, found: Comparison, worst: list[JudgedSample]) -> Iterator[str]:
+def _lines(
+    what: ReplayPlan, found: Comparison, worst: Sequence[tuple[int, float | None, StepSample]]
+) -> Iterator[str]:
     yield from _verdict_lines(found)
     bad = found.first_different
     has_several = len({step.attempt for step in found.steps}) > 1
@@ -226,10 +206,10 @@ def _lines(what: ReplayPlan, found: Comparison, worst: list[JudgedSample]) -> It
         if step.step >= what.first or step is bad:
             yield _step_line(step, has_several)
     if worst:
-        yield "samples:" if worst[0].loss is None else "samples, the worst loss first:"
-        for item in worst[:MAX_SAMPLES]:
-            loss = "" if item.loss is None else f" loss {item.loss:.4f}"
-            yield from sample_lines(item.sample, note=f"  step {item.step}{loss}")
+        yield "samples:" if worst[0][1] is None else "samples, the worst loss first:"
+        for step_number, loss, sample in worst[:MAX_SAMPLES]:
+            shown = "" if loss is None else f" loss {loss:.4f}"
+            yield from sample_lines(sample, note=f"  step {step_number}{shown}")
         if len(worst) > MAX_SAMPLES:
             yield f"and {len(worst) - MAX_SAMPLES:,} more; `trainkit data show` lists them all"
 
@@ -281,18 +261,16 @@ def _shown(values: dict[str, float | None]) -> str:
     return " ".join(f"{name}={'not finite' if value is None else value}" for name, value in values.items())
 
 
-@click.command(
-    cls=Command,
+@as_command(
+    "trainkit data show last --step 3",
+    "trainkit data show last --step 3 --rank 0 --json",
     short_help="Show the samples of a step of a run.",
-    epilog=examples("trainkit data show last --step 3", "trainkit data show last --step 3 --rank 0 --json"),
 )
-@run_argument
-@click.option("--step", type=click.IntRange(min=1), required=True, metavar="N", help="Step of the run.")
-@click.option(
-    "--rank", type=click.IntRange(min=0), metavar="R", help="Only the samples that this rank reads."
-)
-@trust_option
-@json_option
+@options.run_argument
+@option("--step N", "Step of the run.", type=click.IntRange(min=1), required=True)
+@option("--rank R", "Only the samples that this rank reads.", type=click.IntRange(min=0))
+@options.trust_option
+@options.json_option
 def show(run_name: str, step: int, rank: int | None, as_json: bool) -> int:
     """Show the samples of a step of RUN, in the order of the global batch, without computing it.
 
@@ -303,7 +281,7 @@ def show(run_name: str, step: int, rank: int | None, as_json: bool) -> int:
     from trainkit.run.registry import find_run
 
     run = find_run(run_name)
-    refuse_untrusted(run.path)
+    options.refuse_untrusted(run.path)
     at = find_step(run, step)
     num_ranks = at.plan.world_size
     if rank is not None and rank >= num_ranks:

@@ -10,10 +10,11 @@ from trainkit.config import read_effective
 from trainkit.contrib.replay import SAMPLES_FILE
 from trainkit.contrib.replay.replay import ReplayPlan, changed_values
 from trainkit.contrib.replay.steps import Start, StepSample, attempt_starts, refuse_other_data
+from trainkit.formats import JsonObject
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.layout_rules import DEGREES, layout_name
 from trainkit.run.events import read_steps, training_curve
-from trainkit.run.files import read_jsonl, read_record
+from trainkit.run.files import read_jsonl, read_jsonl_reversed
 from trainkit.run.rundir import AttemptDir, RunDir
 
 EQUAL, DIFFERENT, UNKNOWN = "equal", "different", "unknown"
@@ -184,7 +185,7 @@ def _culprit(copy: RunDir, found: Comparison, bad: ComparedStep, attempt: Attemp
     num_ranks = LaunchPlan.read(attempt.plan_file).world_size
     ranks = range(num_ranks)
     was = [rank_record(attempt, rank, bad.step) for rank in ranks]
-    hosts = tuple("" if record is None else str(record.host) for record in was)
+    hosts = tuple(str(record.get("host", "")) for record in was)
     all_hosts = tuple(sorted({host for host in hosts if host}))
     if not bad.is_exact:
         return Culprit((), all_hosts, "without equality to the last digit, the ranks cannot be compared")
@@ -192,12 +193,12 @@ def _culprit(copy: RunDir, found: Comparison, bad: ComparedStep, attempt: Attemp
         return Culprit((), all_hosts, f"the ranks have no records of step {bad.step}")
     # By the newest attempt of the replay that has it: a preempted job begins again.
     newest = [copy.attempt(number) for number in reversed(copy.attempt_numbers())]
-    now = [next(filter(None, (rank_record(one, rank, bad.step) for one in newest)), None) for rank in ranks]
+    now = [next(filter(None, (rank_record(one, rank, bad.step) for one in newest)), {}) for rank in ranks]
     before = [s.step for s in found.steps if s.step < bad.step and s.is_equal and s.attempt == bad.attempt]
     last_equal = max([found.start_step, *before])
 
     def other(name: str) -> list[int]:
-        return [rank for rank in ranks if getattr(was[rank], name) != getattr(now[rank], name, None)]
+        return [rank for rank in ranks if was[rank].get(name) != now[rank].get(name)]
 
     if bad.step - last_equal > 1 and len(other("loss_sum")) == num_ranks:
         between = f"between the steps {last_equal} and {bad.step}, which were not recorded"
@@ -216,41 +217,23 @@ def _culprit(copy: RunDir, found: Comparison, bad: ComparedStep, attempt: Attemp
     return Culprit((), all_hosts, "only the sum over the ranks")
 
 
-@dataclass(frozen=True)
-class RankRecord:
-    """What a rank recorded of a step; a value that is not finite is a text."""
-
-    host: str | None = None
-    loss_sum: float | str | None = None
-    local_gradient: float | str | None = None
-    square_sum: float | str | None = None
+def rank_record(attempt: AttemptDir, rank: int, step: int) -> JsonObject:
+    """What a rank recorded of a step; empty if it did not, or if the record is gone."""
+    records = read_jsonl_reversed(attempt.rank_record(rank))
+    return next((record for record in records if record.get("step") == step), {})
 
 
-def rank_record(attempt: AttemptDir, rank: int, step: int) -> RankRecord | None:
-    """What a rank recorded of a step; None if it did not, or if the record is gone."""
-    found = None
-    for record in read_jsonl(attempt.rank_record(rank)):
-        if record.get("step") == step:
-            found = read_record(RankRecord, record)
-    return found
+def worst_samples(
+    copy: RunDir, samples: Mapping[int, Sequence[StepSample]]
+) -> list[tuple[int, float | None, StepSample]]:
+    """(step, loss, sample) of the samples of some steps, the worst loss first.
 
-
-@dataclass(frozen=True)
-class JudgedSample:
-    """A sample with its loss."""
-
-    step: int
-    loss: float | None
-    """Mean over its tokens, infinite if it is not finite; None for a user's task."""
-    sample: StepSample
-
-
-def worst_samples(copy: RunDir, samples: Mapping[int, Sequence[StepSample]]) -> list[JudgedSample]:
-    """The samples of the steps with their losses, the worst first."""
+    A loss is the mean over the tokens, infinite if it is not finite; None for a user's task.
+    """
     losses = {record["step"]: record["losses"] for record in read_jsonl(copy.path / SAMPLES_FILE)}
     found = [
-        JudgedSample(step, None if loss is None else float(loss), sample)
+        (step, None if loss is None else float(loss), sample)
         for step, own in samples.items()
         for loss, sample in zip(losses.get(step, [None] * len(own)), own, strict=True)
     ]
-    return sorted(found, key=lambda item: item.loss or 0.0, reverse=True)
+    return sorted(found, key=lambda item: item[1] or 0.0, reverse=True)

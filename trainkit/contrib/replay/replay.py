@@ -364,7 +364,6 @@ def replay_of(copy: RunDir) -> ReplayPlan:
 def _run_ranks(plan: LaunchPlan, attempt: AttemptDir) -> None:
     port, size = choose_port(), plan.world_size
     procs: list[subprocess.Popen[bytes]] = []
-    plan = replace(plan, env={**plan.env, **code_variables(attempt.run, plan.env)})
     try:
         for rank in range(size):
             env = RankEnv(rank, rank, size, size, 0, 1, "127.0.0.1", port, source="replay")
@@ -374,6 +373,7 @@ def _run_ranks(plan: LaunchPlan, attempt: AttemptDir) -> None:
                 attempt,
                 inherited=os.environ,
                 network={"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"},
+                code=read_job(attempt.run).code,
             )
             argv = worker_argv(plan, env, attempt.run)
             # Python drops an exception that a signal handler raises inside a fork.
@@ -391,15 +391,6 @@ def _run_ranks(plan: LaunchPlan, attempt: AttemptDir) -> None:
             if process.poll() is None:
                 kill_group(process)
                 process.wait()
-
-
-def code_variables(run: RunDir, env: Mapping[str, str]) -> dict[str, str]:
-    """PYTHONPATH with the run's copy of the code in front, as its job had it; empty without a copy."""
-    code = read_job(run).code
-    if code is None:
-        return {}
-    paths = [*code.import_path, env.get("PYTHONPATH") or os.environ.get("PYTHONPATH")]
-    return {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def _failure(attempt: AttemptDir, rank: int, code: int) -> TrainkitError:

@@ -10,8 +10,8 @@ import math
 
 import torch
 
-from trainkit.config import read_effective
 from trainkit.contrib.replay import SAMPLES_FILE
+from trainkit.data.dataset_file import TRAIN
 from trainkit.errors import EXIT_NO_RESTART, EXIT_OK, EXIT_STOPPED, TrainkitError
 from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import LaunchPlan
@@ -21,18 +21,17 @@ from trainkit.trainer.causal_lm import IGNORE_LABEL, CausalLM, Microbatch, StepB
 from trainkit.trainer.loop import Trainer
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.step_sync import all_reduce_sum
-from trainkit.trainer.worker import end_position, join_and_build
+from trainkit.trainer.worker import join_and_build
 
 
 def run_worker(attempt: AttemptDir, plan: LaunchPlan, stop: StopRequest, progress: Progress) -> int:
     """Compute the steps of `plan.replay` as one rank; returns the worker's exit code."""
     assert plan.replay is not None
     first, last = plan.replay
-    config = read_effective(attempt.config_file)
-    joined = join_and_build(attempt, config, plan, stop, progress)
-    if joined is None:
+    trainer = join_and_build(attempt, plan, stop, progress)
+    if trainer is None:
         return EXIT_STOPPED
-    trainer, task = joined
+    task = trainer.task
     if trainer.state.step == 0 and any(attempt.run.checkpoints_dir.iterdir()):
         raise TrainkitError(
             "no checkpoint before the steps is intact any more",
@@ -44,8 +43,8 @@ def run_worker(attempt: AttemptDir, plan: LaunchPlan, stop: StopRequest, progres
         while trainer.state.step < last:
             if isinstance(task, CausalLM) and trainer.state.step + 1 >= first:
                 if samples is None:
-                    end = end_position(config, task)
-                    samples = task.train_batches(plan, trainer.world, trainer.state, end)
+                    end = trainer.end_position
+                    samples = task.batches(TRAIN, plan.batch, trainer.world, trainer.state, end)
                 losses = sample_losses(trainer, next(samples))
                 if trainer.world.is_main:
                     record = {"step": trainer.state.step + 1, "losses": losses}
@@ -76,7 +75,7 @@ def sample_losses(trainer: Trainer, batch: StepBatch) -> list[float | str]:
             one = Microbatch(micro.tokens, labels, micro.sample_keys)
             trainer.progress.enter("evaluate")
             place = sums[number, world.dp_rank, row]
-            place[0] = trainer.forward_backward.loss_sums(one).double().view(-1)[0]
+            place[0] = trainer.built.forward_backward.loss_sums(one).double().view(-1)[0]
             place[1] = (labels != IGNORE_LABEL).sum() * world.counts_samples
     all_reduce_sum(sums, world)
     pairs = sums.flatten(0, 2).tolist()

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 import click
 
-from trainkit.cli.help import Command, examples
+from trainkit.cli.help import as_command, option
 from trainkit.cli.options import json_option, run_argument
 from trainkit.errors import EXIT_FAILED, EXIT_OK, UsageError
 from trainkit.folders import user_name
@@ -28,7 +28,7 @@ _TENSORBOARD = (
 """As its own program does, which first says that it finds no TensorFlow."""
 
 
-@click.command(cls=Command, epilog=examples("trainkit sync last", "trainkit sync last --json"))
+@as_command("trainkit sync last", "trainkit sync last --json")
 @run_argument
 @json_option
 def sync(run_name: str, as_json: bool) -> int:
@@ -56,10 +56,10 @@ def sync(run_name: str, as_json: bool) -> int:
     return EXIT_FAILED if any(sent.problem for sent in found) else EXIT_OK
 
 
-@click.command(cls=Command, epilog=examples("trainkit ui last", "trainkit ui last --tool mlflow --port 5001"))
+@as_command("trainkit ui last", "trainkit ui last --tool mlflow --port 5001")
 @run_argument
-@click.option("--tool", type=click.Choice(list(PORTS)), default="tensorboard", help="The program to start.")
-@click.option("--port", type=click.IntRange(1, 65535), help="Port; by default that of the program.")
+@option("--tool", "The program to start.", type=click.Choice(list(PORTS)), default="tensorboard")
+@option("--port", "Port; by default that of the program.", type=click.IntRange(1, 65535))
 def ui(run_name: str, tool: str, port: int | None) -> None:
     """Show the curves of RUN in a browser.
 

@@ -117,13 +117,10 @@ class Sent:
 
     def describe(self) -> str:
         """``mlflow: 40 steps sent, 3 wait for a checkpoint: sqlite:///…``."""
-        parts = [f"{self.num_sent} step{'' if self.num_sent == 1 else 's'} sent"]
-        if self.num_pending:
-            parts.append(f"{self.num_pending} pending")
-        if self.num_held:
-            parts.append(f"{self.num_held} wait for a checkpoint")
-        end = self.problem or self.place
-        return f"{self.name}: {', '.join(parts)}" + (f": {end}" if end else "")
+        text = f"{self.name}: {self.num_sent} step{'' if self.num_sent == 1 else 's'} sent"
+        text += f", {self.num_pending} pending" if self.num_pending else ""
+        text += f", {self.num_held} wait for a checkpoint" if self.num_held else ""
+        return ": ".join(filter(None, (text, self.problem or self.place)))
 
 
 class RunTracker:

@@ -121,8 +121,8 @@ class LaunchedRanks:
         """Whether all that have ended say that they have saved or finished, and one that it has saved."""
         return EXIT_STOPPED in self.codes and set(self.codes) <= {EXIT_OK, EXIT_STOPPED}
 
-    def watch(self, ranks: Mapping[int, int | None]) -> None:
-        """Watch these processes too: pid -> rank, if it is known."""
+    def watch(self, ranks: Mapping[int, int]) -> None:
+        """Watch these processes too: pid -> rank."""
         for pid, rank in ranks.items():
             if pid not in self._watched:
                 self._watched.add(pid)
@@ -130,7 +130,7 @@ class LaunchedRanks:
                     arguments = (rank, pid, os.pidfd_open(pid))
                     threading.Thread(target=self._await, args=arguments, name="rank", daemon=True).start()
 
-    def _await(self, rank: int | None, pid: int, handle: int) -> None:
+    def _await(self, rank: int, pid: int, handle: int) -> None:
         try:
             select.select([handle], [], [])
         finally:
@@ -138,8 +138,7 @@ class LaunchedRanks:
         code = exit_code_of_zombie(pid)
         with self._lock:
             self.codes.append(code)
-            # What is no rank, such as a program that a script asks, may fail as it likes.
-            if code and self.first_exit is None and (rank is not None or code < 0):
+            if code and self.first_exit is None:
                 self.first_exit = RankExit(code, rank)
 
 

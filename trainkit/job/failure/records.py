@@ -18,7 +18,7 @@ from trainkit.job.preflight import PreflightFailed
 from trainkit.job.signals import describe_exit, signal_exit_code
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import RankFailure, first_of, rank_failures
-from trainkit.run.files import as_utc, refresh_listing, utc_now, write_json
+from trainkit.run.files import as_utc, refresh_listing, to_json, utc_now, write_json
 from trainkit.run.process import own_host
 from trainkit.run.record import read_rendezvous
 from trainkit.run.rundir import AttemptDir
@@ -31,10 +31,6 @@ if TYPE_CHECKING:
 
 _THROWN = re.compile(r"^  what\(\): +(.+)$", re.MULTILINE)
 """What C++ prints of an exception that ends a process with SIGABRT, such as one of NCCL's watchdog thread."""
-_LOST_PEER = re.compile(
-    r"Connection (?:reset|closed) by (?:remote )?peer|gloo/transport|Broken pipe|nccl(?:Remote|System)Error"
-)
-"""What a rank raises whose connection to another one has ended."""
 FINAL = ("ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "TabError")
 """Exceptions that a restart would raise again."""
 
@@ -55,24 +51,17 @@ def _last_lines(path: Path) -> list[str]:
 
 
 def killed_rank(
-    attempt: AttemptDir, worker: int, exit_code: int, seen: RankExit | None = None, has_launcher: bool = True
+    attempt: AttemptDir, worker: int, exit_code: int, seen: RankExit | None = None
 ) -> RankExit | None:
     """The rank whose death has ended a launcher or a script that starts ranks; None without one.
 
-    `seen` is the first exit that the agent saw. A launcher ends when a rank does; a script may have gone on,
-    so that another exception ended it than that of a rank which has noticed the death.
+    `seen` is the first exit below a launcher that the agent saw.
     """
-    lines = _last_lines(attempt.rank_log(worker))
-    reported = first_exit(lines)
+    reported = first_exit(_last_lines(attempt.rank_log(worker)))
     if reported is not None and (reported.code >= 0 or exit_code not in (EXIT_FAILED, 256 + reported.code)):
         reported = None
     if seen is None or seen.code >= 0 or (reported is not None and reported.rank is not None):
         return reported
-    if not has_launcher:
-        raised = last_exception(lines)
-        noticed = seen.rank is not None if raised is None else _LOST_PEER.search(raised.message) is not None
-        if exit_code != EXIT_FAILED or not seen.killed_outside_launcher or not noticed:
-            return reported
     return seen
 
 
@@ -100,7 +89,7 @@ def record_silent_death(
 def _write(attempt: AttemptDir, worker: int, failure: RankFailure) -> None:
     """Write the failure record of a worker of this host, with the end of its log."""
     log = (failure.log_tail or _last_lines(attempt.rank_log(worker)))[-LOG_TAIL_LINES:]
-    record = replace(failure, host=own_host(), time=utc_now(), log_tail=log).to_dict()
+    record = to_json(replace(failure, host=own_host(), time=utc_now(), log_tail=log))
     write_json(attempt.rank_error(worker), {**record, "traceback": None})
 
 

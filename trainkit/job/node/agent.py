@@ -46,7 +46,7 @@ from trainkit.job.node.worker_env import (
 )
 from trainkit.job.preflight import require_node
 from trainkit.job.processes import KILL_MARGIN_S, PEER_EXIT_S, ProcessGroup, log_line, redirect_output
-from trainkit.job.rank_env import ATTEMPT_VARIABLE, NONCE_VARIABLE, store_file
+from trainkit.job.rank_env import ATTEMPT_VARIABLE, NONCE_VARIABLE
 from trainkit.job.signals import (
     AGENT_SIGNAL,
     combine_exit_codes,
@@ -56,7 +56,7 @@ from trainkit.job.signals import (
 )
 from trainkit.job.work_folder import WORK_DIR_VARIABLE, enter_work_folder
 from trainkit.plan.launch import LaunchPlan
-from trainkit.run.files import write_json
+from trainkit.run.files import to_json, write_json
 from trainkit.run.process import own_host
 from trainkit.run.record import read_job, read_rendezvous
 from trainkit.run.rundir import AttemptDir, RunDir
@@ -93,7 +93,7 @@ class Agent(ProcessGroup):
         self._log_curve: LogCurve | None = None
         """What finds the curve of a command in the log of rank 0; next to rank 0 only."""
         self._ranks = LaunchedRanks()
-        """The ranks of a launcher, or the processes of a command, which may be ranks."""
+        """The ranks of a launcher."""
         self._collector = StackCollector(attempt, replies_itself=plan.workload.knows_run)
         self._oom_kills = count_oom_kills()
         self._hang_s: float | None = None
@@ -196,9 +196,6 @@ class Agent(ProcessGroup):
         self._collector.poll(self._pids)
         if self.has_launcher and len(self._ranks) < len(self.rendezvous.local_ranks):
             self._ranks.watch({pid: rank for rank, pid in self._pids().items()})
-        elif self.workload.is_command and not self.has_launcher:
-            for member in self.running.values():
-                self._ranks.watch(processes.ranks_of_script(member.pid))
         has_hangs = any(attempt.hangs_dir.glob("rank-*.json"))
         self._dump_silent_ranks(has_hangs)
         if isinstance(self.rendezvous.task, HostPlace):
@@ -227,7 +224,7 @@ class Agent(ProcessGroup):
             record = self.attempt.rank_error(self.plan.first_rank_of(node_rank))
             host = None if record.exists() else lost_host(self.attempt, node_rank)
             if host is not None:
-                write_json(record, lost_host_failure(self.attempt, [host]).to_dict())
+                write_json(record, to_json(lost_host_failure(self.attempt, [host])))
 
     def _pids(self) -> dict[int, int]:
         """The pids of the ranks on this node, by rank."""
@@ -276,7 +273,7 @@ class Agent(ProcessGroup):
         """The rank whose death has ended the launcher, as far as that is known; None without one."""
         if self.workload.knows_run:
             return None
-        dead = killed_rank(self.attempt, worker, code, self._ranks.first_exit, self.has_launcher)
+        dead = killed_rank(self.attempt, worker, code, self._ranks.first_exit)
         # The ranks of a command that is the only one are those that it has started.
         is_worker = len(self.rendezvous.local_ranks) == 1 if self.has_launcher else self.plan.world_size > 1
         return replace(dead, rank=worker) if dead is not None and is_worker else dead
@@ -317,11 +314,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     attempt, node_rank = RunDir(run_dir).attempt(values["--attempt"]), values["--node-rank"]
     plan = LaunchPlan.read(attempt.plan_file)
     nonce = os.environ.get(NONCE_VARIABLE, "")
-    try:
-        return run_agent(attempt, plan, local_rendezvous(plan, node_rank, values["--master-port"], nonce))
-    finally:
-        if node_rank == 0 and (store := store_file(nonce)) is not None:
-            store.unlink(missing_ok=True)
+    return run_agent(attempt, plan, local_rendezvous(plan, node_rank, values["--master-port"], nonce))
 
 
 def run_agent(attempt: AttemptDir, plan: LaunchPlan, rendezvous: Rendezvous) -> int:

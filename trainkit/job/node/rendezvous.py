@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from trainkit.errors import EXIT_NO_RESTART, TrainkitError
+from trainkit.formats import plural
 from trainkit.job import processes
 from trainkit.job.node.slurm_step import SlurmTask
 from trainkit.plan.launch import LaunchPlan
@@ -261,7 +262,7 @@ def _peer_address(name: str) -> str:
 
 
 def check_step(plan: LaunchPlan, task: SlurmTask) -> None:
-    """Raise TrainkitError (exit code 78) when the step does not match the plan."""
+    """Raise FatalError when the step does not match the plan."""
     planned = tuple(plan.workers_of(node) if plan.per == "gpu" else 1 for node in range(plan.num_nodes))
     if task.tasks != planned:
         raise TrainkitError(
@@ -273,10 +274,9 @@ def check_step(plan: LaunchPlan, task: SlurmTask) -> None:
 
 
 def _shape(tasks: tuple[int, ...]) -> str:
-    nodes = f"{len(tasks)} node{'s' if len(tasks) != 1 else ''}"
-    if len(set(tasks)) == 1:
-        return f"{nodes} with {tasks[0]} task{'s' if tasks[0] != 1 else ''} each"
-    return f"{nodes} with {','.join(map(str, tasks))} tasks"
+    is_even = len(set(tasks)) == 1
+    counts = f"{plural(tasks[0], 'task')} each" if is_even else f"{','.join(map(str, tasks))} tasks"
+    return f"{plural(len(tasks), 'node')} with {counts}"
 
 
 def publish_port(attempt: AttemptDir, task: SlurmTask, addr: str) -> RendezvousRecord:

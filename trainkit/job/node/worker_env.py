@@ -173,11 +173,14 @@ def worker_argv(plan: LaunchPlan, rank_env: RankEnv, run: RunDir) -> tuple[str, 
     python = plan.python or (sys.executable,)
     if plan.launcher == "lightning":
         return (*python, *script_of(command))
-    module = _LAUNCHERS[plan.launcher](rank_env, _own_gpus(plan, rank_env))
-    config = run.path / ACCELERATE_CONFIG
-    if config.name in plan.launcher_files:
+    nodes = dict.fromkeys((f"node{index}" for index in range(rank_env.num_nodes)), _own_gpus(plan, rank_env))
+    info = base64.urlsafe_b64encode(json.dumps(nodes).encode()).decode()
+    module = [word.format(**vars(rank_env), world_info=info) for word in _LAUNCHERS[plan.launcher]]
+    if ACCELERATE_CONFIG in plan.launcher_files:
         # The file says which kind of processes: with --multi_gpu, accelerate would not read it.
-        module = (*(word for word in module if word != "--multi_gpu"), f"--config_file={config}")
+        module.append(f"--config_file={run.path / ACCELERATE_CONFIG}")
+    elif plan.launcher == "accelerate" and rank_env.world_size > 1:
+        module.append("--multi_gpu")
     flags = plan.launcher_files.get(MEGATRON_ARGS, "").split()
     return (*python, "-m", *module, *script_of(command), *flags)
 
@@ -209,49 +212,28 @@ def _own_gpus(plan: LaunchPlan, rank_env: RankEnv) -> list[int | str]:
     return [int(name) if name.isdigit() else name for name in names]
 
 
-def _torchrun(rank_env: RankEnv, gpus: Sequence[int | str]) -> tuple[str, ...]:
-    return (
-        "torch.distributed.run",
-        f"--nnodes={rank_env.num_nodes}",
-        f"--nproc-per-node={rank_env.local_world_size}",
-        f"--node-rank={rank_env.node_rank}",
-        f"--master-addr={rank_env.master_addr}",
-        f"--master-port={rank_env.master_port}",
-    )
-
-
-def _accelerate(rank_env: RankEnv, gpus: Sequence[int | str]) -> tuple[str, ...]:
-    return (
+_TORCHRUN = (
+    "torch.distributed.run",
+    *("--nnodes={num_nodes}", "--nproc-per-node={local_world_size}", "--node-rank={node_rank}"),
+    *("--master-addr={master_addr}", "--master-port={master_port}"),
+)
+_LAUNCHERS = {
+    "torchrun": _TORCHRUN,
+    "megatron": _TORCHRUN,
+    "accelerate": (
         "accelerate.commands.launch",
-        *(("--multi_gpu",) if rank_env.world_size > 1 else ()),
-        f"--num_machines={rank_env.num_nodes}",
-        f"--num_processes={rank_env.world_size}",
-        f"--machine_rank={rank_env.node_rank}",
-        f"--main_process_ip={rank_env.master_addr}",
-        f"--main_process_port={rank_env.master_port}",
-    )
-
-
-def _deepspeed(rank_env: RankEnv, gpus: Sequence[int | str]) -> tuple[str, ...]:
+        *("--num_machines={num_nodes}", "--num_processes={world_size}", "--machine_rank={node_rank}"),
+        *("--main_process_ip={master_addr}", "--main_process_port={master_port}"),
+    ),
     # The `deepspeed` program starts this module on every node, by ssh and from a hostfile. The module sets
     # CUDA_VISIBLE_DEVICES to the GPUs of its own node.
-    nodes = {f"node{index}": list(gpus) for index in range(rank_env.num_nodes)}
-    return (
+    "deepspeed": (
         "deepspeed.launcher.launch",
-        f"--world_info={base64.urlsafe_b64encode(json.dumps(nodes).encode()).decode()}",
-        f"--node_rank={rank_env.node_rank}",
-        f"--master_addr={rank_env.master_addr}",
-        f"--master_port={rank_env.master_port}",
-    )
-
-
-_LAUNCHERS = {
-    "torchrun": _torchrun,
-    "accelerate": _accelerate,
-    "deepspeed": _deepspeed,
-    "megatron": _torchrun,
+        *("--world_info={world_info}", "--node_rank={node_rank}"),
+        *("--master_addr={master_addr}", "--master_port={master_port}"),
+    ),
 }
-"""Launcher -> function that returns its module and options for the ranks of one node."""
+"""Launcher -> its module and options for the ranks of one node, with the values of `RankEnv`."""
 
 
 DRAIN_S = 30.0
@@ -302,7 +284,15 @@ class TrackerSender:
         processes.exit_code(child)
 
 
-PRESETS = ("auto", "ib", "socket", "debug")
+PRESETS = {
+    "auto": ("", {}),
+    "ib": ("; InfiniBand for NCCL", {"NCCL_IB_DISABLE": "0"}),
+    "socket": ("; NCCL uses sockets only", {"NCCL_IB_DISABLE": "1"}),
+    "debug": (
+        "; debug logs of NCCL and torch.distributed",
+        {"NCCL_DEBUG": "INFO", "TORCH_DISTRIBUTED_DEBUG": "DETAIL", "TORCH_CPP_LOG_LEVEL": "INFO"},
+    ),
+}
 SIOCGIFADDR = 0x8915
 SIOCGIFFLAGS = 0x8913
 IFF_UP = 0x1
@@ -339,19 +329,11 @@ def network_environ(preset: str, peer: str | None) -> tuple[dict[str, str], str]
         is_only = usable_interfaces() == [name]
         environ = {"GLOO_SOCKET_IFNAME": name, **(_nccl(name) if is_only else {})}
         reason = f"interface {name}: the route to {peer}{'' if is_only else '; NCCL chooses its own'}"
-    if preset == "ib":
-        if not INFINIBAND.is_dir() or not any(INFINIBAND.iterdir()):
-            raise UsageError(
-                f"launch.network is ib, but {socket.gethostname()} has no InfiniBand device",
-                hint="`launch.network: socket` uses TCP",
-            )
-        return {**environ, "NCCL_IB_DISABLE": "0"}, f"{reason}; InfiniBand for NCCL"
-    if preset == "socket":
-        return {**environ, "NCCL_IB_DISABLE": "1"}, f"{reason}; NCCL uses sockets only"
-    if preset == "debug":
-        debug = {"NCCL_DEBUG": "INFO", "TORCH_DISTRIBUTED_DEBUG": "DETAIL", "TORCH_CPP_LOG_LEVEL": "INFO"}
-        return {**environ, **debug}, f"{reason}; debug logs of NCCL and torch.distributed"
-    return environ, reason
+    if preset == "ib" and not (INFINIBAND.is_dir() and any(INFINIBAND.iterdir())):
+        message = f"launch.network is ib, but {socket.gethostname()} has no InfiniBand device"
+        raise UsageError(message, hint="`launch.network: socket` uses TCP")
+    why, more = PRESETS[preset]
+    return {**environ, **more}, f"{reason}{why}"
 
 
 def _nccl(name: str) -> dict[str, str]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader
 
 from trainkit.config.training import ModelConfig
-from trainkit.errors import EXIT_NO_RESTART, CheckpointError, TrainkitError
+from trainkit.errors import EXIT_NO_RESTART, CheckpointError, FatalError
 from trainkit.run.events import read_events
 from trainkit.run.files import read_record, refresh_listing
 from trainkit.run.manifest import (
@@ -162,23 +162,16 @@ def _restore_best_link(checkpoint: Checkpoint) -> None:
 def agree_on_damage(candidate: Checkpoint, world: World) -> str:
     """The damage of a checkpoint, empty if it is intact; all ranks verify it together.
 
-    Raises CheckpointError if a rank cannot read it or sees different files than rank 0: one bad node must not
-    cause an intact checkpoint to be set aside.
+    Retries for `SETTLE_S` seconds until they agree. Raises CheckpointError if a rank cannot read it or sees
+    different files than rank 0: one bad node must not cause an intact checkpoint to be set aside.
     """
-    found = _inspect_on_all_ranks(candidate, world)
-    return found[0][0] or next((hashed for _, hashed, _ in found if hashed), "")
-
-
-def _inspect_on_all_ranks(candidate: Checkpoint, world: World) -> list[tuple[str, str, str]]:
-    """The findings of each rank, once they agree; retries for `SETTLE_S` seconds."""
     deadline_s = time.monotonic() + SETTLE_S
     while True:
-        mine = _inspect(candidate, world)
-        found = gather_from_all(mine, world)
+        found = gather_from_all(_inspect(candidate, world), world)
         agreed = found[0][0]
         odd = next((rank for rank, (plain, _, error) in enumerate(found) if error or plain != agreed), None)
         if odd is None:
-            return found
+            return agreed or next((hashed for _, hashed, _ in found if hashed), "")
         plain, _, error = found[odd]
         reason = error or plain or "it sees different files than rank 0"
         if not broadcast_from_main(time.monotonic() < deadline_s, world):
@@ -203,15 +196,14 @@ def _inspect(candidate: Checkpoint, world: World) -> tuple[str, str, str]:
 def load_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor], world: World) -> None:
     """Fill the tensors in place from a checkpoint, whatever layout wrote it.
 
-    Raises TrainkitError (exit code 78) if names or shapes differ from those of the checkpoint.
+    Raises FatalError if names or shapes differ from those of the checkpoint.
     """
     reader = SafeReader(checkpoint.path)
     problem = _problem(_shapes_on_all_ranks(tensors, world), _saved_shapes(reader))
     if problem:
-        raise TrainkitError(
+        raise FatalError(
             f"checkpoint {checkpoint.path} belongs to another model ({problem})",
             hint="resume with the model section it was trained with, or start a new run",
-            exit_code=EXIT_NO_RESTART,
         )
     state_dict_loader.load(
         tensors, storage_reader=reader, process_group=world.checkpoint_group, no_dist=not world.distributed
@@ -222,17 +214,11 @@ PARTS = ("model.", "buffer.")
 """Prefixes of the names of weights and buffers in a checkpoint."""
 
 
-class InitError(TrainkitError):
-    """The weights of another run that do not fit; a restart would not change that."""
-
-    exit_code = EXIT_NO_RESTART
-
-
 @torch.no_grad()
 def read_initial_weights(weights: Sequence[Weight], read: ReadWeight, *, resumed: bool) -> None:
     """Fill the weights whose initial values are in files; a resumed run needs those that are never saved.
 
-    Raises InitError if a file has another shape than the model.
+    Raises FatalError if a file has another shape than the model.
     """
     for weight in weights:
         if not weight.is_read or (resumed and weight.is_saved):
@@ -240,7 +226,7 @@ def read_initial_weights(weights: Sequence[Weight], read: ReadWeight, *, resumed
         shard, index = local_tensor(weight.param), shard_index(weight.param)
         value = read(weight.name, index)
         if value.shape != shard.shape:
-            raise InitError(
+            raise FatalError(
                 f"the file has {list(value.shape)} for {weight.name} {[(i.start, i.stop) for i in index]}",
                 hint="the model and its files do not belong together",
             )
@@ -252,21 +238,21 @@ def load_initial_weights(
 ) -> None:
     """Fill the weights and buffers among `tensors` that match `model.init_include`, in place.
 
-    Raises InitError unless each of them is in the checkpoint, with its shape; and without `init_include`, if
+    Raises FatalError unless each of them is in the checkpoint, with its shape; and without `init_include`, if
     the checkpoint has others. A checkpoint of a run with the same `base`, the fingerprint of files with
     weights, may lack some: what was frozen there still is as in the files.
     """
     assert config.init_from is not None
     found = broadcast_from_main(_find(Path(config.init_from)) if world.is_main else None, world)
     if found is None:
-        raise InitError(
+        raise FatalError(
             f"model.init_from is {config.init_from}, which has no intact checkpoint",
             hint="name a run folder or a checkpoint of it: `trainkit ckpt ls RUN`",
         )
     checkpoint = Checkpoint(Path(found[0]), found[1])
     damage = agree_on_damage(checkpoint, world)
     if damage:
-        raise InitError(f"model.init_from: {checkpoint.path} is damaged: {damage}", hint="name another one")
+        raise FatalError(f"model.init_from: {checkpoint.path} is damaged: {damage}", hint="name another one")
     reader = SafeReader(checkpoint.path)
     shapes = {name: shape for name, shape in _saved_shapes(reader).items() if _matches(name, config)}
     own = {name: tensor for name, tensor in tensors.items() if _matches(name, config)}
@@ -278,7 +264,7 @@ def load_initial_weights(
     if not everywhere:
         problem = "no parameter matches model.init_include"
     if problem:
-        raise InitError(
+        raise FatalError(
             f"the weights of {checkpoint.path} do not fit: {problem}",
             hint="model.init_include takes only the parameters whose names match, such as ['encoder.*']",
         )

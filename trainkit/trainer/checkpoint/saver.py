@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
+from functools import cached_property, partial
 from logging import getLogger
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
@@ -27,6 +27,7 @@ from trainkit.run.manifest import (
     MANIFEST_VERSION,
     SEAL,
     Checkpoint,
+    FileSum,
     best_step,
     obsolete,
     point_best_at,
@@ -52,46 +53,6 @@ class SaveRequest:
     reason: str
 
 
-class _PublishingWriter(HashingWriter):
-    """Publishes the checkpoint once the coordinator has the results of all ranks: manifest, then rename."""
-
-    def __init__(
-        self, partial: Path, target: Path, request: SaveRequest, keep_last: int, *, from_device: bool
-    ) -> None:
-        super().__init__(partial, from_device=from_device)
-        self._partial = partial
-        self._target = target
-        self._request = request
-        self._keep_last = keep_last
-
-    def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
-        super().finish(metadata, results)
-        manifest = {
-            "version": MANIFEST_VERSION,
-            "step": self._request.step,
-            **self._request.record,
-            "files": {name: asdict(item) for name, item in sorted(self.files.items())},
-        }
-        manifest[SEAL] = seal(manifest)
-        write_json(self._partial / MANIFEST_NAME, manifest)
-        _sync_folder(self._partial)
-        self._partial.rename(self._target)
-        try:
-            _sync_folder(self._target.parent)
-            self._delete_obsolete()
-        except OSError as error:
-            # The checkpoint is published all the same.
-            log.error(f"cannot clean up after checkpoint {self._target.name}: {error}")
-
-    def _delete_obsolete(self) -> None:
-        """Update `best` and delete obsolete checkpoints; in the writing thread, so that no step waits."""
-        if self._request.is_best:
-            point_best_at(Checkpoint(self._target, self._request.step))
-        folder = self._target.parent
-        for old in obsolete(published(folder), self._keep_last, best_step(folder)):
-            remove(old.path)
-
-
 class CheckpointSaver:
     """Writes the checkpoints of one attempt; all ranks call every method at the same step."""
 
@@ -101,7 +62,6 @@ class CheckpointSaver:
         self._world = world
         self.tensors = tensors
         self._keep_last = keep_last
-        self._stager: DefaultStager | None = None
         self._staging: Future[None] | None = None
         self._allocating: Future[Any] | None = None
         self._has_buffers = True
@@ -113,7 +73,7 @@ class CheckpointSaver:
 
     def allocate_buffers(self) -> None:
         """Allocate the staging buffers in the background, so that the first save is as fast as the others."""
-        allocating = self._get_stager().stage(self.tensors)
+        allocating = self.stager.stage(self.tensors)
         assert isinstance(allocating, Future)
         self._allocating = allocating
 
@@ -130,11 +90,12 @@ class CheckpointSaver:
         if self._world.is_main:
             record_event(self._attempt, "checkpoint_begin", step=request.step, reason=request.reason)
         target = self._run.checkpoint_dir(request.step)
-        partial = target.with_name(f"{target.name}.attempt-{self._attempt.number:03d}{PARTIAL_SUFFIX}")
+        unfinished = target.with_name(f"{target.name}.attempt-{self._attempt.number:03d}{PARTIAL_SUFFIX}")
         started = time.monotonic()
         blocking = blocking or not self._can_stage()
         from_device = blocking and self._world.device.type == "cuda"
-        writer = _PublishingWriter(partial, target, request, self._keep_last, from_device=from_device)
+        publish = partial(self._publish, request, unfinished, target)
+        writer = HashingWriter(unfinished, publish, from_device=from_device)
         group, alone = self._world.checkpoint_group, not self._world.distributed
         future: Future[Any] = Future()
         if blocking:
@@ -155,14 +116,41 @@ class CheckpointSaver:
                 storage_writer=writer,
                 process_group=group,
                 no_dist=alone,
-                async_stager=self._get_stager(),
+                async_stager=self.stager,
             )
             assert isinstance(response, AsyncSaveResponse)
             self._staging = response.staging_completion
             future = response.upload_completion
-        self._pending = (request, partial, future, started)
+        self._pending = (request, unfinished, future, started)
         if blocking:
             self.finish()
+
+    def _publish(
+        self, request: SaveRequest, unfinished: Path, target: Path, files: Mapping[str, FileSum]
+    ) -> None:
+        """Publish a checkpoint, of which the coordinator has the results of all ranks: manifest, then rename.
+
+        In the writing thread, so that no step waits.
+        """
+        manifest = {
+            "version": MANIFEST_VERSION,
+            "step": request.step,
+            **request.record,
+            "files": {name: asdict(item) for name, item in sorted(files.items())},
+        }
+        manifest[SEAL] = seal(manifest)
+        write_json(unfinished / MANIFEST_NAME, manifest)
+        _sync_folder(unfinished)
+        unfinished.rename(target)
+        try:
+            _sync_folder(target.parent)
+            if request.is_best:
+                point_best_at(Checkpoint(target, request.step))
+            for old in obsolete(published(target.parent), self._keep_last, best_step(target.parent)):
+                remove(old.path)
+        except OSError as error:
+            # The checkpoint is published all the same.
+            log.error(f"cannot clean up after checkpoint {target.name}: {error}")
 
     @property
     def is_staging(self) -> bool:
@@ -184,17 +172,26 @@ class CheckpointSaver:
         """Wait for the save in progress, if any, and report its result."""
         if self._pending is None:
             return
-        request, partial, future, started = self._pending
-        self._pending = None
-        self._staging = None
+        request, unfinished, future, started = self._pending
+        self._pending = self._staging = None
         error = future.exception()
+        self._problem = "" if error is None else _root_cause(error)
         if error is None:
             self.last_step = request.step
-            self._problem = ""
-            self._report_success(request, time.monotonic() - started)
-        else:
-            self._problem = _root_cause(error)
-            self._report_failure(request, partial)
+        if not self._world.is_main:
+            return
+        saved, duration_s = f"checkpoint step={request.step}", time.monotonic() - started
+        if error is None:
+            best = " best" if request.is_best and request.reason != "best" else ""
+            name = self._run.checkpoint_dir(request.step).name
+            log.info(f"{saved} reason={request.reason}{best} save_s={duration_s:.2f} {name}")
+            fields = {"step": request.step, "reason": request.reason, "best": request.is_best}
+            record_event(self._attempt, "checkpoint_commit", **fields, save_s=round(duration_s, 3))
+            return
+        # The incomplete files are useless, and a full disk may be the cause.
+        shutil.rmtree(unfinished, ignore_errors=True)
+        log.error(f"{saved} could not be saved: {self._problem}; earlier checkpoints are unaffected")
+        record_event(self._attempt, "checkpoint_failed", step=request.step, error=self._problem)
 
     def require_saved(self, step: int) -> None:
         """Raise CheckpointError unless the checkpoint of this step is published."""
@@ -217,8 +214,8 @@ class CheckpointSaver:
 
     def close(self) -> None:
         """Release the staging buffers and their thread; call after the last save has finished."""
-        if self._stager is not None:
-            self._stager.close()
+        if "stager" in vars(self):
+            self.stager.close()
 
     def _can_stage(self) -> bool:
         """Whether all ranks could allocate staging buffers; a collective before the first save."""
@@ -233,41 +230,18 @@ class CheckpointSaver:
                 log.warning(f"no memory for asynchronous saves ({reason}): every save blocks training")
         return self._has_buffers
 
-    def _get_stager(self) -> DefaultStager:
+    @cached_property
+    def stager(self) -> DefaultStager:
         """The stager, shared by all saves to reuse its buffers."""
-        if self._stager is None:
-            cuda = self._world.device.type == "cuda"
-            self._stager = make_stager(
-                StagingOptions(
-                    use_pinned_memory=cuda,
-                    use_shared_memory=False,
-                    use_async_staging=True,
-                    use_non_blocking_copy=cuda,
-                )
+        cuda = self._world.device.type == "cuda"
+        return make_stager(
+            StagingOptions(
+                use_pinned_memory=cuda,
+                use_shared_memory=False,
+                use_async_staging=True,
+                use_non_blocking_copy=cuda,
             )
-        return self._stager
-
-    def _report_success(self, request: SaveRequest, duration_s: float) -> None:
-        if not self._world.is_main:
-            return
-        name = self._run.checkpoint_dir(request.step).name
-        best = " best" if request.is_best and request.reason != "best" else ""
-        log.info(
-            f"checkpoint step={request.step} reason={request.reason}{best} save_s={duration_s:.2f} {name}"
         )
-        fields = {"step": request.step, "reason": request.reason, "best": request.is_best}
-        record_event(self._attempt, "checkpoint_commit", **fields, save_s=round(duration_s, 3))
-
-    def _report_failure(self, request: SaveRequest, partial: Path) -> None:
-        if not self._world.is_main:
-            return
-        # The incomplete files are useless, and a full disk may be the cause.
-        shutil.rmtree(partial, ignore_errors=True)
-        log.error(
-            f"checkpoint step={request.step} could not be saved: {self._problem};"
-            " earlier checkpoints are unaffected"
-        )
-        record_event(self._attempt, "checkpoint_failed", step=request.step, error=self._problem)
 
 
 def _root_cause(error: BaseException) -> str:

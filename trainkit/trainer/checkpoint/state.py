@@ -9,38 +9,32 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainkit.errors import EXIT_NO_RESTART, TrainkitError
+from trainkit.errors import FatalError
 from trainkit.trainer.distributed import World
 from trainkit.trainer.models.model import Weight, local_tensor
 from trainkit.trainer.optimizer import ShardedAdamW
 from trainkit.trainer.step_sync import copy_from_main
 
 
-@dataclass(frozen=True)
 class StateTensors:
     """This rank's shards of the weights and of the optimizer's state."""
 
-    tensors: dict[str, Tensor]
-    duplicates: list[tuple[Tensor, Tensor]]
-    """Pairs of equal tensors, of which the checkpoint has the first: tied weights on a rank with both ends of
-    a pipeline, and weights with their casts to the compute type.
-    """
-
-    @classmethod
-    def of(
-        cls, weights: Sequence[Weight], optimizer: ShardedAdamW, buffers: Mapping[str, Tensor] | None = None
-    ) -> StateTensors:
-        state = cls({}, [])
-        for name, buffer in (buffers or {}).items():
-            state._add(f"buffer.{name}", buffer)
+    def __init__(
+        self, weights: Sequence[Weight], optimizer: ShardedAdamW, buffers: StateBuffers | None = None
+    ) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.duplicates: list[tuple[Tensor, Tensor]] = []
+        """Pairs of equal tensors, of which the checkpoint has the first: tied weights on a rank with both
+        ends of a pipeline, and weights with their casts to the compute type."""
+        for name, buffer in ({} if buffers is None else buffers.tensors).items():
+            self._add(f"buffer.{name}", buffer)
         for weight in weights:
             if weight.is_saved:
-                state._add(f"model.{weight.name}", weight.param.detach())
+                self._add(f"model.{weight.name}", weight.param.detach())
             if weight.cast is not None:
-                state.duplicates.append((weight.param.detach(), weight.cast.detach()))
+                self.duplicates.append((weight.param.detach(), weight.cast.detach()))
         for name, tensor in optimizer.state_tensors():
-            state._add(f"optimizer.{name}", tensor)
-        return state
+            self._add(f"optimizer.{name}", tensor)
 
     def _add(self, name: str, tensor: Tensor) -> None:
         if name in self.tensors:
@@ -58,21 +52,15 @@ class StateTensors:
 class StateBuffers:
     """The persistent buffers of a model, which a forward pass may change or replace."""
 
-    def __init__(self, owners: dict[str, tuple[nn.Module, str]]) -> None:
-        self._owners = owners
-        self.tensors = {name: module.get_buffer(key) for name, (module, key) in owners.items()}
+    def __init__(self, model: nn.Module) -> None:
+        self._owners: dict[str, tuple[nn.Module, str]] = {}
+        self.tensors: dict[str, Tensor] = {}
         """What a checkpoint contains, by name."""
-
-    @classmethod
-    def of(cls, model: nn.Module) -> StateBuffers | None:
-        """The buffers of a model that checkpoints contain; None if it has none."""
         state = model.state_dict()
-        owners = {}
-        for name, _ in model.named_buffers():
+        for name, buffer in model.named_buffers():
             if name in state:
                 path, _, key = name.rpartition(".")
-                owners[name] = model.get_submodule(path), key
-        return cls(owners) if owners else None
+                self._owners[name], self.tensors[name] = (model.get_submodule(path), key), buffer
 
     @torch.no_grad()
     def settle(self, world: World) -> None:
@@ -143,10 +131,9 @@ def encode(path: str, value: Any, tensors: dict[str, Tensor]) -> Any:
         return {type(value).__name__ if type(value) in (list, tuple) else "list": items}
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise TrainkitError(
+    raise FatalError(
         f"{path} cannot be saved: it is a {type(value).__name__}",
         hint="let every tracked state_dict consist of tensors, numbers, strings, lists and dictionaries",
-        exit_code=EXIT_NO_RESTART,
     )
 
 

@@ -7,7 +7,7 @@ import io
 import os
 import pickle
 import warnings
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -29,18 +29,12 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 METADATA_NAME = ".metadata"
 COPY_AHEAD = 10_000_000
 """Bytes copied from the device ahead of the write."""
+_OF_METADATA = (
+    *("Metadata", "MetadataIndex", "StorageMeta"),
+    *("TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties"),
+)
 _SAFE_NAMES = {
-    *(
-        ("torch.distributed.checkpoint.metadata", name)
-        for name in (
-            "Metadata",
-            "MetadataIndex",
-            "TensorStorageMetadata",
-            "ChunkStorageMetadata",
-            "TensorProperties",
-            "StorageMeta",
-        )
-    ),
+    *(("torch.distributed.checkpoint.metadata", name) for name in _OF_METADATA),
     ("torch", "Size"),
     ("pathlib", "PosixPath"),
     *PICKLED_IN_METADATA,
@@ -90,10 +84,16 @@ class _HashingFileSystem(FileSystem):
 class HashingWriter(FileSystemWriter):
     """Writes a sharded checkpoint; on the coordinator `files` then has the size and hash of every file.
 
-    `from_device`: the tensors are on the current CUDA device of the writing thread.
+    `publish` gets them; `from_device`: the tensors are on the current CUDA device of the writing thread.
     """
 
-    def __init__(self, path: Path, *, from_device: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path,
+        publish: Callable[[Mapping[str, FileSum]], None] = lambda files: None,
+        *,
+        from_device: bool = False,
+    ) -> None:
         super().__init__(
             path,
             single_file_per_rank=True,
@@ -105,6 +105,7 @@ class HashingWriter(FileSystemWriter):
         self._hashing = _HashingFileSystem()
         self.fs = self._hashing
         self.files: dict[str, FileSum] = {}
+        self._publish = publish
         self._is_coordinator = False
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -135,6 +136,7 @@ class HashingWriter(FileSystemWriter):
             # torch syncs the file before it flushes the buffer, while the file is still empty.
             os.fsync(stream.fileno())
         self.files[METADATA_NAME] = FileSum(path.stat().st_size, file_hash(path))
+        self._publish(self.files)
 
 
 class _MetadataUnpickler(pickle.Unpickler):

@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from trainkit.errors import FatalError
 from trainkit.plan.model_shape import ModelShape, RopeScaling, flops_per_token, num_params
-from trainkit.safetensors import StoredWeights, WeightsError
+from trainkit.safetensors import StoredWeights
 from trainkit.trainer.models.model import HeadLoss, Model, PositionSlice, Role, StageSpec
 from trainkit.trainer.stateless_random import dropout, stable_key
 
@@ -339,11 +340,11 @@ def llama_name(name: str) -> str:
 def read_decoder_weight(weights: StoredWeights, name: str, index: Sequence[slice]) -> Tensor:
     """Read a part of a parameter of trainkit's decoder from a Llama or Qwen2 model.
 
-    Raises WeightsError if the files do not have it.
+    Raises FatalError if the files do not have it.
     """
     stored = llama_name(name)
     if stored not in weights:
-        raise WeightsError(
+        raise FatalError(
             f"{weights.folder} has no {stored}",
             hint="set model.architecture: transformers to train the model with the code of that library",
         )

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
-from trainkit.config.running import PipelineSchedule
+from trainkit.config.running import ParallelConfig, PipelineSchedule
+from trainkit.plan.launch import Batch
 from trainkit.plan.step_work import num_stages, stage_layers, stages_of
 from trainkit.trainer.causal_lm import Microbatch
 from trainkit.trainer.distributed import World
-from trainkit.trainer.forward_backward import ForwardContext, OnLoss
+from trainkit.trainer.forward_backward import ForwardBackward, ForwardContext, OnLoss
 from trainkit.trainer.models.model import StageSpec, local_tensor
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.torch_private import connect_stage
@@ -30,21 +31,19 @@ TORCH_NAMES: dict[PipelineSchedule, str] = {
 }
 
 
-class PipelineForwardBackward:
+class PipelineForwardBackward(ForwardBackward[Microbatch]):
     """ForwardBackward through the pipeline stages of this rank, in the order of a schedule."""
-
-    metric_names = ()
 
     def __init__(
         self,
         model_parts: Sequence[nn.Module],
-        world: World,
         context: ForwardContext,
         progress: Progress,
-        schedule: PipelineSchedule,
-        num_microbatches: int,
-        accumulation_steps: int,
+        parallel: ParallelConfig,
+        batch: Batch,
     ) -> None:
+        world, schedule = context.world, parallel.pp_schedule
+        num_microbatches = batch.pp_microbatches or parallel.pp_microbatches
         assert world.mesh is not None
         self._group = world.mesh["pp"].get_group()
         self._device = world.device
@@ -70,7 +69,7 @@ class PipelineForwardBackward:
         self.schedule: Any = kind(
             stages if issubclass(kind, PipelineScheduleMulti) else stages[0],
             # One run of the schedule per step, whatever the accumulation, so that a step has one bubble.
-            n_microbatches=num_microbatches * accumulation_steps,
+            n_microbatches=num_microbatches * batch.accumulation_steps,
             loss_fn=self._scaled_loss,
             scale_grads=False,
         )
@@ -169,36 +168,26 @@ def stage_specs(pp_rank: int, pp: int, schedule: PipelineSchedule, num_layers: i
     return [StageSpec(layers[stage], stage == 0, stage == last) for stage in stages_of(pp_rank, pp, schedule)]
 
 
-class TiedWeights:
-    """Keeps embedding and head equal if they are tied but on different stages.
+def sum_tied_gradients(params: Sequence[nn.Parameter], world: World) -> None:
+    """Keep embedding and head equal if they are tied but on different stages; `params` are this rank's.
 
     Each has its own gradient; both get the sum, which is the gradient of the shared weight, so their updates
-    are equal.
+    are equal. Call after the last backward pass of a step.
     """
-
-    def __init__(self, params: Sequence[nn.Parameter], world: World) -> None:
-        self._params = params
-        self._world = world
-
-    def sum_gradients(self) -> None:
-        """Sum the gradients of both parameters; call after the last backward pass of a step."""
-        grads = [local_tensor(cast(Tensor, param.grad)) for param in self._params]
-        if not grads:
-            return
-        if len(grads) == 2:
-            # This rank has the first and the last stage.
-            grads[0].add_(grads[1])
-            grads[1].copy_(grads[0])
-            return
-        [grad] = grads
-        received = torch.empty_like(grad)
-        assert self._world.mesh is not None
-        group = self._world.mesh["pp"].get_group()
-        other = dist.get_global_rank(group, self._world.layout.pp - 1 - self._world.place.pp)
-        exchange = [
-            dist.P2POp(dist.isend, grad, other, group),
-            dist.P2POp(dist.irecv, received, other, group),
-        ]
-        for work in dist.batch_isend_irecv(exchange):
-            work.wait()
-        grad.add_(received)
+    grads = [local_tensor(cast(Tensor, param.grad)) for param in params]
+    if not grads:
+        return
+    if len(grads) == 2:
+        # This rank has the first and the last stage.
+        grads[0].add_(grads[1])
+        grads[1].copy_(grads[0])
+        return
+    [grad] = grads
+    received = torch.empty_like(grad)
+    assert world.mesh is not None
+    group = world.mesh["pp"].get_group()
+    other = dist.get_global_rank(group, world.layout.pp - 1 - world.place.pp)
+    exchange = [dist.P2POp(dist.isend, grad, other, group), dist.P2POp(dist.irecv, received, other, group)]
+    for work in dist.batch_isend_irecv(exchange):
+        work.wait()
+    grad.add_(received)

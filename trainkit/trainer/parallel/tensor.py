@@ -25,11 +25,12 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from trainkit.config.running import ParallelConfig
 from trainkit.config.schema import RunConfig
-from trainkit.errors import EXIT_NO_RESTART, TrainkitError
+from trainkit.errors import FatalError
 from trainkit.plan.layout_rules import divisors
 from trainkit.task import Task
-from trainkit.trainer.models.model import Role, local_tensor, shard_index
+from trainkit.trainer.models.model import Model, Role, local_tensor, shard_index
 from trainkit.trainer.torch_private import ModuleStyle, with_params
 from trainkit.trainer.user_code import TaskError, errors_of_user, refusal
 
@@ -67,23 +68,17 @@ def _lookup(module: nn.Module, mesh: DeviceMesh, output: Placement, tokens: Tens
     )
 
 
-def apply_tensor_parallel(
-    model: nn.Module,
-    plan: Mapping[str, Role],
-    mesh: DeviceMesh,
-    *,
-    sequence_parallel: bool,
-    loss_parallel: bool,
-) -> None:
-    """Split the modules of a model that the plan names; ``*`` matches one component of a name.
+def apply_tensor_parallel(model: Model, mesh: DeviceMesh, parallel: ParallelConfig) -> None:
+    """Split the modules of a model that its plan names; ``*`` matches one component of a name.
 
     With `loss_parallel` the logits are a DTensor that is split over the vocabulary.
     """
+    plan, sequence_parallel = model.TENSOR_PLAN, parallel.sequence_parallel
     stream: Placement = Shard(SEQUENCE_DIM) if sequence_parallel else Replicate()
     logits = ColwiseParallel(
         input_layouts=stream,
-        output_layouts=Shard(-1) if loss_parallel else Replicate(),
-        use_local_output=not loss_parallel,
+        output_layouts=Shard(-1) if parallel.loss_parallel else Replicate(),
+        use_local_output=not parallel.loss_parallel,
     )
     styles: dict[Role, ParallelStyle | None] = {
         "embedding": VocabularyParallel(stream),
@@ -102,17 +97,16 @@ def apply_tensor_parallel(
 
 
 def _check_plan_is_complete(model: nn.Module, plan: Mapping[str, Role]) -> None:
-    """Raise TrainkitError (exit code 78) for modules with parameters that the plan does not name.
+    """Raise FatalError for modules with parameters that the plan does not name.
 
     Their gradients would silently cover only the slice of one rank.
     """
     for name, module in model.named_modules():
         has_own = next(module.parameters(recurse=False), None) is not None
         if has_own and _role(name, plan) in (None, "whole_input"):
-            raise TrainkitError(
+            raise FatalError(
                 f"TENSOR_PLAN of {type(model).__name__} does not name `{name}`",
                 hint="give every module with its own parameters a role, or set parallel.tp to 1",
-                exit_code=EXIT_NO_RESTART,
             )
 
 

@@ -1,0 +1,132 @@
+"""Weights gathered in float8 train bit for bit as those that are gathered in bf16, of which they are half."""
+
+import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.parity import ACCUMULATION, Case, close, curve, make_trainer, run_cases
+from tests.support.ranks import preload
+from trainkit.run.manifest import published
+from trainkit.run.rundir import AttemptDir, RunDir
+from trainkit.trainer import build
+from trainkit.trainer.checkpoint.loader import load_tensors
+from trainkit.trainer.checkpoint.storage import SafeReader
+from trainkit.trainer.distributed import World
+from trainkit.trainer.precision import apply_float8
+from trainkit.trainer.torch_private import DispatchMode, collective_kind
+
+pytest.importorskip("torchao")
+pytestmark = [pytest.mark.slow(seconds=3), pytest.mark.xdist_group("float8_gather")]
+
+COMMON = [
+    *("precision.dtype=bf16", "train.steps=3", "train.eval_every=2", "model.dropout=0.1"),
+    "model.num_layers=2",
+]
+CASES = [
+    Case(
+        *("shard", 2, {"dp_shard": 2, "activation_checkpointing": "full"}),
+        ("checkpoint.async=true", "checkpoint.every_steps=2"),
+    ),
+    Case(
+        *("cp", 2, {"cp": 2, "zero": 2, "activation_checkpointing": "selective"}),
+        ("optimizer.name=adamw_8bit",),
+    ),
+    Case("uneven", 3, {"dp_shard": 3}, ("train.global_batch_size=12",)),
+    Case("replicate-shard", 4, {"dp_replicate": 2, "dp_shard": 2}),
+    Case("pp", 4, {"pp": 2, "dp_shard": 2}),
+]
+NAMES = [case.name for case in CASES]
+COUNTED = "shard", "replicate-shard"
+WAYS = ("bf16", "float8")
+"""In which weights are gathered."""
+
+
+class _CountTalk(DispatchMode):
+    """Adds up the bytes that this rank gives to gathers, and counts all-reductions."""
+
+    gathered = reduced = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kind = collective_kind(func)
+        if kind == "all_gather":
+            self.gathered += args[1].nbytes
+        self.reduced += kind == "all_reduce"
+        return func(*args, **(kwargs or {}))
+
+
+def train(rank: int, attempt: AttemptDir, way: str) -> None:
+    """Train as one rank, multiply in an emulated float8, and write down how it talks in the first step."""
+    build.require_float8 = lambda device: None
+    build.apply_float8 = partial(apply_float8, emulate=True)
+    trainer = make_trainer(rank, attempt, float8="gather" if way == "float8" else True)
+    if attempt.run.path.name.startswith(COUNTED):
+        with _CountTalk() as talk:
+            trainer.step()
+        (attempt.path / f"talk-{rank}").write_text(json.dumps([talk.gathered, talk.reduced]))
+    trainer.train()
+    close(trainer)
+
+
+def train_as_named(rank: int, attempt: AttemptDir) -> None:
+    train(rank, attempt, attempt.run.path.name.rpartition(".")[2])
+
+
+def train_in_turns(rank: int, attempt: AttemptDir) -> None:
+    train(rank, attempt, WAYS[int(attempt.path.name) % 2])
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    preload("torchao.float8")
+    folder = tmp_path_factory.mktemp("runs")
+    cases = [replace(case, name=f"{case.name}.{way}") for case in CASES for way in WAYS]
+    run_cases(folder, cases, COMMON, function=train_as_named)
+    return folder
+
+
+def state(run: Path) -> dict[str, Tensor]:
+    """The tensors of the last checkpoint of a run."""
+    [newest] = published(RunDir(run).checkpoints_dir)[-1:]
+    items = SafeReader(newest.path).read_metadata().state_dict_metadata.items()
+    found = {name: torch.empty(item.size, dtype=item.properties.dtype) for name, item in items}
+    load_tensors(newest, found, World(0, 1, torch.device("cpu"), None, None))
+    return found
+
+
+def assert_equal(run: Path, expected: Path) -> None:
+    """Same losses, gradient norms, validation, weights and running averages, bit for bit."""
+    assert curve(run) == curve(expected)
+    mine, other = state(run), state(expected)
+    assert mine.keys() == other.keys()
+    assert all(torch.equal(mine[name], other[name]) for name in mine)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_curve(runs: Path, name: str) -> None:
+    assert_equal(runs / f"{name}.float8", runs / f"{name}.bf16")
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_what_a_step_gathers(runs: Path, name: str) -> None:
+    """A byte for each number of a matrix in a block, where the others keep two; one more all-reduce."""
+    (gathered, reduced), (in_float8, reduced_now) = (
+        json.loads((runs / f"{name}.{way}" / "attempts/001/talk-0").read_text()) for way in WAYS
+    )
+    weights = {key: value for key, value in state(runs / f"{name}.bf16").items() if key.endswith("weight")}
+    matrices = sum(value.numel() for key, value in weights.items() if "blocks" in key and value.dim() == 2)
+    assert gathered == pytest.approx(ACCUMULATION * sum(map(torch.numel, weights.values())), rel=0.01)
+    assert gathered - in_float8 == ACCUMULATION * matrices // 2
+    assert reduced_now == reduced + 1
+
+
+def test_a_run_may_change_between_both(runs: Path) -> None:
+    case = replace(CASES[0], name="switched")
+    run_cases(runs, [case], [*COMMON, "train.stop_at_step=2"], function=train_in_turns)
+    run_cases(runs, [case], COMMON, function=train_in_turns)
+    assert_equal(runs / "switched", runs / "shard.bf16")

@@ -1,0 +1,184 @@
+"""What a run begins with: the state of its newest checkpoint, or initial values; and what it says of it."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import re
+from importlib.metadata import PackageNotFoundError, version
+from logging import getLogger
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from trainkit import __version__
+from trainkit.cluster.machine import driver_version
+from trainkit.errors import FatalError
+from trainkit.formats import plural
+from trainkit.plan.launch import LaunchPlan
+from trainkit.run.manifest import BASE_FINGERPRINT, Checkpoint, Manifest
+from trainkit.run.rundir import AttemptDir
+from trainkit.trainer.build import AnyTask, BuiltModel
+from trainkit.trainer.checkpoint.loader import load_initial_weights, load_tensors, read_initial_weights
+from trainkit.trainer.checkpoint.state import StateTensors, TrainingState
+from trainkit.trainer.distributed import World, broadcast_from_main, record_event
+
+log = getLogger(__name__)
+
+
+def check_same_data(task: AnyTask, world: World) -> None:
+    """Raise FatalError on ranks whose data differs from that of rank 0."""
+    identity = [task.train_data.fingerprint, val_fingerprint(task)]
+    if broadcast_from_main(identity, world) != identity:
+        raise FatalError(
+            f"the data of rank {world.rank} differs from the data of rank 0",
+            hint="put the data on a filesystem that all nodes share",
+        )
+
+
+def val_fingerprint(task: AnyTask) -> str:
+    """The fingerprint of the validation data; empty without any."""
+    return "" if task.val_data is None else task.val_data.fingerprint
+
+
+def refuse_other_run(checkpoint: Checkpoint, manifest: Manifest, task: AnyTask) -> None:
+    """Raise FatalError if a checkpoint is of another optimizer, or of other samples."""
+    name, before, optimizer = checkpoint.path.name, manifest.optimizer, task.config.optimizer.name
+    for key, value in task.data_identity().items():
+        saved = manifest.data.get(key)
+        if saved == value or (saved is None and key == BASE_FINGERPRINT):
+            continue  # older checkpoints of tasks lack the fingerprint, and have the frozen weights
+        changed = (
+            "the training data has changed" if key == "fingerprint" else f"{key} is {value}, was {saved}"
+        )
+        hint = "restore it (for `stdlib`, the Python version too), or start a new run"
+        raise FatalError(f"{changed}: checkpoint {name} cannot be resumed", hint)
+    if before != optimizer:
+        message = f"optimizer.name is {optimizer}, was {before}: checkpoint {name} cannot be resumed"
+        hint = f"set optimizer.name to {before}, or start a new run with model.init_from"
+        raise FatalError(message, hint)
+
+
+def resume(
+    chosen: tuple[Checkpoint, Manifest] | None,
+    attempt: AttemptDir,
+    world: World,
+    task: AnyTask,
+    built: BuiltModel,
+    tensors: StateTensors,
+) -> TrainingState:
+    """Load the chosen checkpoint, if there is one, and return its training state."""
+    config, best_metric = task.config, None
+    if config.checkpoint.best_metric is not None:
+        best_metric = f"{config.checkpoint.best_metric} {config.checkpoint.best_mode}"
+    if built.read_weight is not None:
+        read_initial_weights(built.weights, built.read_weight, resumed=chosen is not None)
+    if chosen is None:
+        if config.model.init_from is not None:
+            base = task.data_identity().get(BASE_FINGERPRINT)
+            load_initial_weights(tensors.tensors, config.model, world, base)
+        tensors.copy_duplicates()
+        return TrainingState(best_metric=best_metric)
+    checkpoint, manifest = chosen
+    load_tensors(checkpoint, tensors.tensors, world)
+    tensors.copy_duplicates()
+    state = TrainingState.from_json(manifest.progress)
+    if manifest.val_fingerprint != val_fingerprint(task):
+        log.warning("the validation data has changed: its losses cannot be compared with earlier ones")
+        state.best_value = state.best_step = None
+    if state.best_metric not in (None, best_metric):
+        log.warning(f"the best checkpoint was that of {state.best_metric}, and is now that of {best_metric}")
+        state.best_value = state.best_step = None
+    state.best_metric = best_metric
+    if world.is_main:
+        log.info(f"resumed from {checkpoint.path.name}: step={state.step} samples_seen={state.samples_seen}")
+        record_event(attempt, "resumed", step=state.step, samples_seen=state.samples_seen)
+    return state
+
+
+def last_step(plan: LaunchPlan, task: AnyTask, state: TrainingState) -> tuple[int, int | None]:
+    """The number of the last step, and the position after the last sample of the epochs.
+
+    Epochs end with the current batch size. Without them only `train.steps` ends the training: None.
+    """
+    train, num_samples = task.config.train, task.train_data.num_samples
+    if train.epochs is None:
+        assert train.steps is not None
+        return train.steps, None
+    assert num_samples is not None
+    end = round(train.epochs * num_samples)
+    return state.step + math.ceil(max(0, end - state.samples_seen) / plan.batch.global_batch_size), end
+
+
+def manifest_record(plan: LaunchPlan, task: AnyTask) -> dict[str, object]:
+    """The fields of a checkpoint's manifest besides the training state."""
+    config = task.config
+    text = json.dumps(config.model_dump(mode="json", by_alias=True), sort_keys=True)
+    return {
+        "trainkit": __version__,
+        "torch": torch.__version__,
+        "config_fingerprint": hashlib.sha256(text.encode()).hexdigest(),
+        "task": config.task,
+        "optimizer": config.optimizer.name,
+        "data": task.data_identity(),
+        "val_fingerprint": val_fingerprint(task),
+        "layout": plan.to_dict()["layout"],
+        "world_size": plan.world_size,
+        "model": config.model.model_dump(mode="json"),
+    }
+
+
+def announce(
+    attempt: AttemptDir, plan: LaunchPlan, world: World, task: AnyTask, state: TrainingState, total_steps: int
+) -> None:
+    """Log the model, the data and the batch, and record that the training begins."""
+    config, (key, name) = task.config, task.config.model_source
+    name = f"of {name}" if key == "task" else str(config.model.hf or config.model.preset)
+    log.info(
+        f"model {name}: {task.num_params:,} parameters, {config.precision.dtype}"
+        f" on {world.size} x {world.device.type}: {plan.reasons['layout']}"
+    )
+    if world.device.type == "cuda":
+        equal = "bit-identical" if config.train.deterministic else "equal up to rounding"
+        log.info(f"the losses of equal runs are {equal} (train.deterministic)")
+        if config.precision.tf32:
+            log.info("matrices are multiplied in TF32 (precision.tf32)")
+    log.info(f"data {task.describe_data()}")
+    log.info(
+        f"batch {plan.batch.global_batch_size} = {plan.batch.device_batch_size}"
+        f" x {plural(plan.layout.dp, 'rank')}"
+        f" x {plan.batch.accumulation_steps} accumulated; {plural(total_steps, 'step')}; peak lr {plan.lr:g}"
+    )
+    record_event(
+        attempt,
+        "training",
+        step=state.step,
+        total_steps=total_steps,
+        samples_seen=state.samples_seen,
+        num_samples=task.train_data.num_samples,
+        data=task.train_data.fingerprint,
+        trainkit=__version__,
+        **computed_on(world.device),
+    )
+
+
+def computed_on(device: torch.device) -> dict[str, str | int | None]:
+    """The hardware and libraries on which the bits of results depend."""
+    found: dict[str, str | int | None] = {"torch": torch.__version__, "threads": torch.get_num_threads()}
+    if device.type != "cuda":
+        name = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        instructions = torch.backends.cpu.get_cpu_capability()  # that torch uses
+        return {**found, "processor": f"{name[1] if name else 'CPU'} with {instructions}"}
+    with contextlib.suppress(PackageNotFoundError):  # a build of torch without it
+        found["triton"] = version("triton")
+    nccl = torch.cuda.nccl.version() if dist.is_nccl_available() else ()  # type: ignore[no-untyped-call]
+    return {
+        **found,
+        "processor": torch.cuda.get_device_name(device),
+        "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
+        "nccl": ".".join(map(str, nccl)),
+        "driver": driver_version(),
+    }
