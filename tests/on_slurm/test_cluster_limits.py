@@ -194,12 +194,9 @@ def test_init(login: Login, cuda: dict[str, str]) -> None:
     assert done.returncode == 2
     assert f"kept {profile}, which already exists\n" in done.stderr
     assert done.stderr.endswith("write elsewhere with --cluster NAME and --dir DIR\n")
-    profile.write_text(text.replace("max_time: '12:00:00'", "max_time: '13:00:00'"))
     done = login.trainkit("init", "--dir", "other")
     assert done.returncode == 0
     assert done.stdout == "other/first-run.yaml\n"
-    checked = login.trainkit("check", "other/first-run.yaml", env=cuda)
-    assert "the profile differs from what Slurm reports now: partition high; " in checked.stderr
     done = login.trainkit("init", "--cluster", "mine", "--dir", "third", "--json")
     assert [Path(path).name for path in json.loads(done.stdout)["written"]] == ["mine.yaml", "first-run.yaml"]
     assert (login.folder / "first-run.yaml").read_text() == first_run
