@@ -205,7 +205,9 @@ def test_a_folder_that_is_moved_or_deleted_is_not_made_again(desk, is_moved, is_
 
 @pytest.mark.slow(seconds=30)
 def test_the_built_in_trainer_saves_where_its_folder_was_moved(desk):
-    desk.config.write_text("name: small\ndevice: cpu\ntrain: {steps: 100000, device_batch_size: 1}\n")
+    steps = "train: {steps: 100000, device_batch_size: 1, log_every: 1}"
+    nano = "model: {preset: nano}\ndata: {seq_len: 64}"
+    desk.config.write_text(f"name: small\ndevice: cpu\n{nano}\n{steps}\n")
     argv = [sys.executable, "-m", "trainkit", "run", str(desk.config), "--gpus-per-node", "2"]
     with subprocess.Popen(
         argv, cwd=desk.folder, env=desk.environ, stderr=subprocess.PIPE, text=True

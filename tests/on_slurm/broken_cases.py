@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from inspect import cleandoc
 from pathlib import Path
 from typing import Any
 
 from tests.on_slurm import survival
-from tests.on_slurm.login import Login, settings
+from tests.on_slurm.login import ON_TWO_HOSTS, Login, settings
 from tests.support import broken_runs
 from trainkit.run.rundir import RunDir
 
 TIMEOUT_S = 100.0
-ON_TWO_HOSTS = ("--nodes", "2", "--gpus-per-node", "1")
 ONCE = settings("requeue.max=0", "requeue.grace_s=10")
 GROUP = "import torch, torch.distributed as dist\ndist.init_process_group('gloo')\ndist.barrier()\n"
-WAIT = "if rank != 1: signal.pause()\n"
 Make = Callable[[Login], RunDir]
 
 
@@ -34,8 +33,8 @@ class Broken:
     rank: int | None = None
     host: int | None = None
     """The number of the host in the cluster."""
-    attempt: int = 1
     cgroups: bool = False
+    about: str = ""
 
     def is_right(self, found: dict[str, Any], hosts: Sequence[str]) -> bool:
         wanted: dict[str, Any] = {"name": self.name}
@@ -48,32 +47,42 @@ BROKEN: dict[str, Broken] = {}
 
 
 def broken(
-    name: str | None, rank: int | None = None, host: int | None = None, **more: Any
+    name: str | None, rank: int | None = None, host: int | None = None, cgroups: bool = False
 ) -> Callable[[Make], Make]:
     """Register a function that makes a broken run; its name is that of the run."""
 
     def register(make: Make) -> Make:
-        BROKEN[make.__name__.replace("_", "-")] = Broken(make, name, rank, host, **more)
+        run = make.__name__.replace("_", "-")
+        BROKEN[run] = Broken(make, name, rank, host, cgroups, cleandoc(make.__doc__ or ""))
         return make
 
     return register
 
 
+def broken_scripts(table: str) -> None:
+    """Register scripts that fail: a line of name, signature, rank and host, and options, above the code."""
+    for (run, name, rank, host, *options), about, code in broken_runs.scripts(table):
+        make = _failing(code.replace("GROUP\n", GROUP), options)
+        at = (None if rank is None else int(rank), None if host is None else int(host))
+        BROKEN[run] = Broken(make, name, *at, "resources.mem=300M" in options, about)
+
+
+def _failing(code: str, options: Sequence[str]) -> Make:
+    return lambda login: failed_command(login, code, *options)
+
+
 # What the runs are made of.
 
 
-def command_run(login: Login, code: str, *options: str, launcher: str | None = None) -> RunDir:
+def command_run(login: Login, code: str, *options: str) -> RunDir:
     """A run of a script on two hosts that fails once."""
     script = login.script(broken_runs.PREAMBLE + code + "\n")
-    launch = ["--launcher", launcher] if launcher else []
-    command = [script] if launcher else ["python", script]
-    return login.submit(*ON_TWO_HOSTS, *ONCE, *options, *launch, "--", *command)
+    command = [script] if "--launcher" in options else ["python", script]
+    return login.submit(*ON_TWO_HOSTS, *ONCE, *options, "--", *command)
 
 
-def failed_command(login: Login, code: str, *options: str, launcher: str | None = None) -> RunDir:
-    run = command_run(login, code, *options, launcher=launcher)
-    login.wait_for_end(run, timeout_s=TIMEOUT_S)
-    return run
+def failed_command(login: Login, code: str, *options: str) -> RunDir:
+    return end_of(login, command_run(login, code, *options))
 
 
 def training(login: Login, *options: str, num_steps: int = 100_000) -> RunDir:

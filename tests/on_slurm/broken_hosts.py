@@ -8,7 +8,6 @@ from pathlib import Path
 from tests.on_slurm import survival
 from tests.on_slurm.broken_cases import (
     GROUP,
-    ON_TWO_HOSTS,
     ONCE,
     TIMEOUT_S,
     broken,
@@ -22,7 +21,7 @@ from tests.on_slurm.broken_cases import (
     running,
     training,
 )
-from tests.on_slurm.login import DEAF, DIES_ONCE, Login, settings, wait_for
+from tests.on_slurm.login import DEAF, DIES_ONCE, HOLD, ON_TWO_HOSTS, Login, settings, wait_for
 from trainkit.run.end import read_end
 from trainkit.run.rundir import RunDir
 
@@ -88,7 +87,7 @@ def time_limit_deaf(login: Login) -> RunDir:
 @broken("log-not-opened")
 def log_folder_replaced(login: Login) -> RunDir:
     """A file is in the place of the log folder: no version of Slurm can create the log of the job."""
-    run = login.submit("--set", "resources.extra.hold=true", "--", "true")
+    run = login.submit(*HOLD, "--", "true")
     run.attempt(1).logs_dir.rmdir()
     run.attempt(1).logs_dir.touch()
     login.run(["scontrol", "release", login.job_id(run)], check=True)
@@ -239,14 +238,6 @@ if "trainkit.trainer" in sys.orig_argv:
 def rank_late(login: Login) -> RunDir:
     login.script(SHORT_START, "sitecustomize.py")
     return end_of(login, training(login, *settings("launch.env.LATE='1'")))
-
-
-@broken("rendezvous", 1, 2)
-def command_rank_late(login: Login) -> RunDir:
-    """Rank 1 of a script of the user starts late; rank 0 gives up."""
-    code = "if rank == 1: time.sleep(120)\nimport datetime, torch.distributed as dist\n"
-    code += "dist.init_process_group('gloo', timeout=datetime.timedelta(seconds=5))"
-    return failed_command(login, code)
 
 
 @broken("import-error", 1, 2)

@@ -11,6 +11,7 @@ from tests.on_slurm.broken_cases import (
     ONCE,
     TIMEOUT_S,
     broken,
+    broken_scripts,
     changed_host,
     command_run,
     end_of,
@@ -21,7 +22,7 @@ from tests.on_slurm.broken_cases import (
     running,
     training,
 )
-from tests.on_slurm.login import Login, settings, wait_for
+from tests.on_slurm.login import HOLD, Login, settings, wait_for
 from tests.on_slurm.shared_disk import shared_small_disk
 from tests.support.disks import fill
 from trainkit.run.rundir import RunDir
@@ -35,44 +36,6 @@ def rank_killed(login: Login) -> RunDir:
     run = running(login)
     survival.kill_rank(run, 1)
     return end_of(login, run)
-
-
-@broken("killed", 1, 2)
-def command_rank_killed(login: Login) -> RunDir:
-    code = GROUP + "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()"
-    return failed_command(login, code)
-
-
-@broken("killed", 1, 2)
-def rank_segfault(login: Login) -> RunDir:
-    return failed_command(
-        login, GROUP + "if rank == 1:\n  import ctypes; ctypes.string_at(0)\ndist.barrier()"
-    )
-
-
-@broken("exception", 1, 2)
-def exception_on_one_rank(login: Login) -> RunDir:
-    code = GROUP + "if rank == 1: raise ValueError('12 labels for 10 classes')\ndist.barrier()"
-    return failed_command(login, code)
-
-
-@broken("exception", 1, 2)
-def torchrun_exception(login: Login) -> RunDir:
-    code = GROUP + "if rank == 1: raise KeyError('labels')\ndist.barrier()"
-    return failed_command(login, code, launcher="torchrun")
-
-
-@broken("killed", 2, 2)
-def torchrun_rank_killed(login: Login) -> RunDir:
-    """One of two ranks of the second host's torchrun."""
-    code = GROUP + "if rank == 2: os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()"
-    return failed_command(login, code, "--gpus-per-node", "2", launcher="torchrun")
-
-
-@broken("import-error", 3, 2)
-def torchrun_import(login: Login) -> RunDir:
-    code = GROUP + "if rank == 3: import a_package_that_is_not_there\ndist.barrier()"
-    return failed_command(login, code, "--gpus-per-node", "2", launcher="torchrun")
 
 
 @broken("missing-file", 1, 2)
@@ -92,19 +55,6 @@ def training_data_on_one_host(login: Login) -> RunDir:
         return end_of(login, run)
 
 
-@broken("host-oom", 1, 2, cgroups=True)
-def memory(login: Login) -> RunDir:
-    """Rank 1 uses more than the memory of the job, and the kernel kills it."""
-    code = "if rank == 1: kept = [bytearray(1 << 26) for _ in range(64)]\nsignal.pause()"
-    return failed_command(login, code, *settings("resources.mem=300M"))
-
-
-@broken("host-oom", 1, 2, cgroups=True)
-def memory_per_node(login: Login) -> RunDir:
-    code = "if rank == 1: kept = [bytearray(1 << 26) for _ in range(64)]\nsignal.pause()"
-    return failed_command(login, code, *settings("resources.mem=300M"), "--per", "node")
-
-
 @broken("host-oom", cgroups=True)
 def memory_of_the_agents(login: Login) -> RunDir:
     """Shared memory is not freed with the rank, so the kernel kills the agent too."""
@@ -120,22 +70,6 @@ def rank_stopped(login: Login) -> RunDir:
     run = running(login, *settings("requeue.hang_min_s=8", "requeue.hang_factor=2"))
     survival.pause([survival.ranks_of(run)[1]])
     return end_of(login, run)
-
-
-@broken("hang")
-def command_silent(login: Login) -> RunDir:
-    """Rank 1 of a script no longer takes part; `requeue.silence_s` ends the run."""
-    code = GROUP + "if rank == 1: time.sleep(600)\ndist.barrier()"
-    return failed_command(login, code, *settings("requeue.silence_s=10"))
-
-
-@broken("collective-timeout", 2, 2)
-def collective_timeout(login: Login) -> RunDir:
-    """Rank 2 does not take part in a collective; the time-out of the group ends the other ranks."""
-    code = "import datetime, torch, torch.distributed as dist\n"
-    code += "dist.init_process_group('gloo', timeout=datetime.timedelta(seconds=10))\ndist.barrier()\n"
-    code += "if rank == 2: time.sleep(600)\ndist.all_reduce(torch.ones(4))"
-    return failed_command(login, code, "--gpus-per-node", "2")
 
 
 # Disks, checkpoints and configs.
@@ -187,13 +121,6 @@ def resumed_with_another_model(login: Login) -> RunDir:
     return end_of(login, run)
 
 
-@broken("shape-mismatch")
-def checkpoint_of_another_model(login: Login) -> RunDir:
-    """A script whose model changed since its checkpoint was saved."""
-    code = GROUP + "torch.save(torch.nn.Linear(4, 16).state_dict(), f'{rank}.pt')\ndist.barrier()\n"
-    return failed_command(login, code + "torch.nn.Linear(4, 8).load_state_dict(torch.load(f'{rank}.pt'))")
-
-
 SMALL_SHM = ["mount", "-o", "remount,size=64k", "/dev/shm"]
 LARGE_SHM = ["mount", "-o", "remount,size=1g", "/dev/shm"]
 
@@ -220,7 +147,7 @@ def shared_memory_of_a_loader(login: Login) -> RunDir:
 @broken("bad-config")
 def config_edited(login: Login) -> RunDir:
     """The config of the run is edited while the job waits."""
-    run = training(login, *settings("resources.extra.hold=true"))
+    run = training(login, *HOLD)
     files = [run.config_file, *run.path.glob("attempts/*/config.yaml")]
     for file in files:
         if file.exists():
@@ -229,16 +156,71 @@ def config_edited(login: Login) -> RunDir:
     return over(login, run)
 
 
-@broken("bad-config")
-def wrong_argument(login: Login) -> RunDir:
-    code = "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--lr')\n"
-    code += "parser.parse_args(['--rl', '3'])"
-    return failed_command(login, code)
-
-
-@broken("no-internet")
-def no_internet(login: Login) -> RunDir:
-    code = (
-        "from huggingface_hub import hf_hub_download\nhf_hub_download('openai-community/gpt2', 'config.json')"
-    )
-    return failed_command(login, code)
+broken_scripts(
+    """
+command-rank-killed killed 1 2
+    GROUP
+    if rank == 1: os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+rank-segfault killed 1 2
+    GROUP
+    if rank == 1:
+        import ctypes; ctypes.string_at(0)
+    dist.barrier()
+exception-on-one-rank exception 1 2
+    GROUP
+    if rank == 1: raise ValueError('12 labels for 10 classes')
+    dist.barrier()
+torchrun-exception exception 1 2 --launcher torchrun
+    GROUP
+    if rank == 1: raise KeyError('labels')
+    dist.barrier()
+torchrun-rank-killed killed 2 2 --launcher torchrun --gpus-per-node 2
+    # One of two ranks of the second host's torchrun.
+    GROUP
+    if rank == 2: os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+torchrun-import import-error 3 2 --launcher torchrun --gpus-per-node 2
+    GROUP
+    if rank == 3: import a_package_that_is_not_there
+    dist.barrier()
+memory host-oom 1 2 --set resources.mem=300M
+    # Rank 1 uses more than the memory of the job, and the kernel kills it.
+    if rank == 1: kept = [bytearray(1 << 26) for _ in range(64)]
+    signal.pause()
+memory-per-node host-oom 1 2 --set resources.mem=300M --per node
+    if rank == 1: kept = [bytearray(1 << 26) for _ in range(64)]
+    signal.pause()
+command-silent hang - - --set requeue.silence_s=10
+    # Rank 1 of a script no longer takes part; `requeue.silence_s` ends the run.
+    GROUP
+    if rank == 1: time.sleep(600)
+    dist.barrier()
+collective-timeout collective-timeout 2 2 --gpus-per-node 2
+    # Rank 2 does not take part in a collective; the time-out of the group ends the other ranks.
+    import datetime, torch, torch.distributed as dist
+    dist.init_process_group('gloo', timeout=datetime.timedelta(seconds=10))
+    dist.barrier()
+    if rank == 2: time.sleep(600)
+    dist.all_reduce(torch.ones(4))
+command-rank-late rendezvous 1 2
+    # Rank 1 of a script of the user starts late; rank 0 gives up.
+    if rank == 1: time.sleep(120)
+    import datetime, torch.distributed as dist
+    dist.init_process_group('gloo', timeout=datetime.timedelta(seconds=5))
+checkpoint-of-another-model shape-mismatch - -
+    # A script whose model changed since its checkpoint was saved.
+    GROUP
+    torch.save(torch.nn.Linear(4, 16).state_dict(), f'{rank}.pt')
+    dist.barrier()
+    torch.nn.Linear(4, 8).load_state_dict(torch.load(f'{rank}.pt'))
+wrong-argument bad-config - -
+    import argparse
+    parser = argparse.ArgumentParser()
+    parser.add_argument('--lr')
+    parser.parse_args(['--rl', '3'])
+no-internet no-internet - -
+    from huggingface_hub import hf_hub_download
+    hf_hub_download('openai-community/gpt2', 'config.json')
+"""
+)

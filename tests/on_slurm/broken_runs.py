@@ -16,7 +16,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from inspect import cleandoc
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,7 @@ from tests.on_slurm import broken_hosts, broken_ranks  # noqa: F401, they fill B
 from tests.on_slurm.broken_cases import BROKEN
 from tests.on_slurm.login import Login
 from tests.support import broken_runs
-from tools.slurm_cluster.cluster import Cluster, up
-from tools.slurm_cluster.processes import Pid
+from tools.slurm_cluster.cluster import Cluster, running
 from trainkit.backends.jobs import query_job_status
 from trainkit.run.record import read_job
 from trainkit.run.rundir import AttemptDir, RunDir
@@ -66,17 +64,17 @@ def write_recorded(name: str, login: Login, run: RunDir, found: dict[str, Any]) 
     expect: dict[str, Any] = {"name": truth.name, "confidence": found["confidence"]}
     expect |= {} if truth.host is None else {"rank": truth.rank, "host": f"node0{truth.host}"}
     content: dict[str, Any] = {
-        "about": f"Recorded by tests/on_slurm/broken_runs.py. {cleandoc(truth.make.__doc__ or '')}".strip(),
+        "about": f"Recorded by tests/on_slurm/broken_runs.py. {truth.about}".strip(),
         "expect": expect,
     }
-    job = slurm_job(login, run.attempt(truth.attempt))
+    job = slurm_job(login, run.attempt(1))
     if job is not None:
         content["slurm"] = {"job_id": job.job_id, "state": job.state.value, "slurm_state": job.slurm_state}
         content["slurm"] |= {"reason": job.reason} if job.reason else {}
         content["slurm"] |= {"exit_code": job.exit_code} if job.exit_code else {}
         content["slurm"] |= {"exit_signal": job.exit_signal} if job.exit_signal else {}
     files = broken_runs.recorded_files(run.path, lambda text: neutral(text, cluster, str(login.folder)))
-    own = f"attempts/{truth.attempt:03d}/"
+    own = "attempts/001/"
     content["files"] = {path: text for path, text in files.items() if path.startswith((own, "events"))}
     broken_runs.write(name, content)
 
@@ -102,13 +100,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         names = [name for name in chosen if BROKEN[name].cgroups == with_cgroups]
         if not names:
             continue
-        cluster = up(owner=Pid.of(os.getpid()), num_hosts=2 if with_cgroups else 4, with_cgroups=with_cgroups)
-        try:
+        with running(num_hosts=2 if with_cgroups else 4, with_cgroups=with_cgroups) as cluster:
             for name in names:
                 wrong += not _run_one(name, cluster, keep / name, options.record)
                 cluster.restore()
-        finally:
-            cluster.down()
     if options.record:
         broken_runs.README.write_text(broken_runs.table())
     if options.keep is None:
@@ -123,7 +118,7 @@ def _run_one(name: str, cluster: Cluster, folder: Path, record: bool) -> bool:
     began = time.monotonic()
     try:
         login, run = make(name, cluster, folder)
-        found = diagnosed(login, run, truth.attempt)
+        found = diagnosed(login, run, 1)
     except Exception as error:
         print(f"{name}: not made: {type(error).__name__}: {str(error)[-3000:]}", flush=True)
         return False
@@ -138,7 +133,7 @@ def _run_one(name: str, cluster: Cluster, folder: Path, record: bool) -> bool:
     )
     print(f"    {shown}\n    {found['cause'][:300]}", flush=True)
     if not right:
-        print(f"    Slurm: {slurm_job(login, run.attempt(truth.attempt))}")
+        print(f"    Slurm: {slurm_job(login, run.attempt(1))}")
     return right
 
 

@@ -33,7 +33,8 @@ workers.submit(abs, -1).result()
 asked = []
 for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
     signal.signal(number, lambda n, f: asked.append(signal.Signals(n).name))
-print("attempt", os.environ["TRAINKIT_JOB_ATTEMPT"], "rank", os.environ["RANK"], flush=True)
+attempt, rank, size = (os.environ[name] for name in ("TRAINKIT_JOB_ATTEMPT", "RANK", "WORLD_SIZE"))
+print("attempt", attempt, "rank", rank, "of", size, flush=True)
 while not asked:
     time.sleep(0.02)
 print("asked by", asked[0], flush=True)
@@ -66,6 +67,8 @@ print("deaf", flush=True)
 time.sleep(600)
 """
 TRAINKIT = (sys.executable, "-m", "trainkit")
+HOLD = ("--set", "resources.extra.hold=true")
+ON_TWO_HOSTS = ("--nodes", "2", "--gpus-per-node", "1")
 BACKENDS = ("sbatch", "submitit")
 """A test that does the same with both does it with two jobs at the same time."""
 TIMEOUT_S = 240.0

@@ -7,7 +7,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from tests.on_slurm.login import BACKENDS, Login, agents_of, wait_for
+from tests.support.programs import ranks_of
 from tools.slurm_cluster.cluster import Cluster
 from trainkit.run.end import RESUME_ACTIONS
 from trainkit.run.events import read_metrics
@@ -32,7 +33,7 @@ train:
   {{steps: {num_steps}, log_every: 1, eval_every: null,
    device_batch_size: {batch_size}, global_batch_size: {global_batch_size}}}
 resources: {{nodes: 2, gpus_per_node: 1, cpus_per_gpu: 1, time: "10"}}
-checkpoint: {{every_steps: 20}}
+checkpoint: {{every_steps: 10}}
 precision: {{dtype: fp32}}
 logging: {{tensorboard: false}}
 requeue: {{grace_s: 20}}
@@ -74,7 +75,7 @@ RESTART_S = 400.0
 Curve = list[tuple[int, str, int]]
 
 
-def survivor_config(folder: Path, num_steps: int = 120, batch_size: int = 16) -> Path:
+def survivor_config(folder: Path, num_steps: int = 60, batch_size: int = 16) -> Path:
     """The config of the training, and its text, in a folder."""
     text = folder / "text.txt"
     text.write_text("".join(f"line {number} says {number * number}\n" for number in range(4000)))
@@ -143,20 +144,6 @@ def time_of(event: Mapping[str, Any]) -> float:
     return time.timestamp()
 
 
-def ranks_of(run: RunDir) -> dict[int, int]:
-    """The process of every rank that runs on any host, by rank; the machine sees them all."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        try:
-            arguments = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
-            if str(run.path) in arguments and "trainkit.trainer" in arguments:
-                variables = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
-                found[int(dict(v.partition("=")[::2] for v in variables)["RANK"])] = int(entry.name)
-        except (OSError, KeyError):
-            continue  # no process, or one that ends or starts right now
-    return found
-
-
 def kill_rank(run: RunDir, rank: int) -> float:
     """SIGKILL of a rank, wherever it runs; when that was, in seconds since 1970."""
     os.kill(ranks_of(run)[rank], signal.SIGKILL)
@@ -195,32 +182,42 @@ def set_preemption(cluster: Cluster, mode: str, grace_s: int) -> None:
     cluster.run(["scontrol", "update", *change], timeout_s=30, check=True)
 
 
+def start_preempting(cluster: Cluster, seconds: float) -> str:
+    """Submit a job that takes all hosts for some seconds; returns its id."""
+    options = ["--partition=high", "--nodes=4", "--exclusive", "--output=/dev/null", "--parsable"]
+    done = cluster.run(["sbatch", *options, f"--wrap=sleep {seconds}"], timeout_s=30, check=True)
+    return done.stdout.strip().partition(";")[0]
+
+
 def preempt(cluster: Cluster, timeout_s: float = 240.0) -> None:
     """Take all hosts for a second, and return when that is over."""
-    options = ["--partition=high", "--nodes=4", "--exclusive", "--output=/dev/null", "--parsable"]
-    done = cluster.run(["sbatch", *options, "--wrap=sleep 1"], timeout_s=30, check=True)
-    cluster.wait_for_job(done.stdout.strip().partition(";")[0], "COMPLETED", timeout_s)
+    cluster.wait_for_job(start_preempting(cluster, 1), "COMPLETED", timeout_s)
 
 
-def range_config(folder: Path) -> Path:
+def range_config(folder: Path, num_steps: int = 90) -> Path:
     """The config of a training on 1, 2 or 4 nodes, with slow and cheap steps."""
     (folder / "sitecustomize.py").write_text(WAITS_IN_EACH_STEP)
-    config = survivor_config(folder, batch_size=2)
+    config = survivor_config(folder, num_steps, batch_size=2)
     config.write_text(config.read_text().replace("global_batch_size: 4", "global_batch_size: 8"))
     return config
 
 
-def losses_on_one(folder: Path, config: Path) -> list[float]:
-    """The curve of the config on one process of this machine."""
+def undisturbed(folder: Path, config: Path, num_procs: int = 1, more: Sequence[str] = ()) -> RunDir:
+    """The run of a config, with `more` of its values, to which nothing happens: on this machine."""
     from tests.support.runs import train  # imports torch
 
-    sections = yaml.safe_load(config.read_text())
-    overrides = [
-        f"{section}.{key}={json.dumps(value)}"
-        for section in ("model", "data", "train", "checkpoint")
-        for key, value in sections[section].items()
-    ]
-    return [r["loss"] for r in read_metrics(train(folder / "run", overrides).run)]
+    overrides = []
+    for key, value in yaml.safe_load(config.read_text()).items():
+        if key in ("task", "task_args"):  # the file of the task is next to the config
+            overrides.append(f"{key}={config.parent / value if key == 'task' else json.dumps(value)}")
+        elif key in ("model", "data", "train", "optimizer", "checkpoint"):
+            overrides += [f"{key}.{name}={json.dumps(given)}" for name, given in value.items()]
+    return train(folder / "run", [*overrides, *more], num_procs).run
+
+
+def losses_on_one(folder: Path, config: Path) -> list[float]:
+    """The curve of the config on one process of this machine."""
+    return [r["loss"] for r in read_metrics(undisturbed(folder, config))]
 
 
 @dataclass(frozen=True)

@@ -40,18 +40,18 @@ def test_layouts_are_one_array_and_one_summary(login: Login) -> None:
 @pytest.mark.slow
 def test_repeats_are_rounds_of_one_array(login: Login) -> None:
     args = ["--gpus-per-node", "1", "--steps", "9", "--warmup", "2", "--out", "rounds", "--follow", "--json"]
-    sweep = ["--sweep", "seed=1,2", "--sweep", "model.num_layers=1,0", "--repeats", "2"]
+    sweep = ["--sweep", "model.num_layers=1,0", "--repeats", "2"]
     done = login.trainkit("bench", str(login.config), *settings(*FAST), *args, *sweep, timeout_s=300.0)
     assert done.returncode == 0, done.stderr
-    assert "not possible  seed=1, model.num_layers=0: " in done.stderr
+    assert "not possible  model.num_layers=0: " in done.stderr
     value = json.loads(done.stdout)
-    assert [(row["status"], row["repeats"]) for row in value["rows"]] == [("finished", 2)] * 2
-    folders = [RunDir(Path(value["folder"], str(index))) for index in range(4)]
+    assert [(row["status"], row["repeats"]) for row in value["rows"]] == [("finished", 2)]
+    folders = [RunDir(Path(value["folder"], str(index))) for index in range(2)]
     ends = [read_json(run.attempt(1).end_file)["time"] for run in folders]
     starts = [next(read_jsonl(run.events_file, ["started"]))["time"] for run in folders]
-    assert all(end < start for end, start in zip(ends, starts[1:], strict=False))
+    assert ends[0] < starts[1]
     page = login.trainkit("report", value["folder"], "--json")
     assert page.returncode == 0, page.stderr
     report = json.loads(page.stdout)
-    assert report["states"] == {"finished": 4}
+    assert report["states"] == {"finished": 2}
     assert report["best"]["result"] == max(row["tokens_per_s_max"] for row in value["rows"])

@@ -10,9 +10,8 @@ import pytest
 
 from tests.on_slurm.login import ASK_TRAINKIT_S, Login, agents_of, log_of, settings, wait_for
 from tools.slurm_cluster import cgroups
-from tools.slurm_cluster.cluster import Cluster, up
+from tools.slurm_cluster.cluster import Cluster, running
 from tools.slurm_cluster.packages import NotPossible
-from tools.slurm_cluster.processes import Pid
 from trainkit.run.rundir import RunDir
 
 SHOWS_CPUS = """
@@ -51,9 +50,8 @@ def cluster(clusters_possible: None, slurm_version: str | None) -> Iterator[Clus
         cgroups.require()
     except NotPossible as error:
         pytest.skip(f"{error}")
-    made = up(owner=Pid.of(os.getpid()), num_hosts=2, slurm=slurm_version, with_cgroups=True)
-    yield made
-    made.down()
+    with running(slurm_version, num_hosts=2, with_cgroups=True) as made:
+        yield made
 
 
 def processes_of_jobs(cluster: Cluster) -> str:

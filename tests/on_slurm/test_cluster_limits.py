@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.on_slurm.login import Login
+from tests.support.tables import messages
 from tests.support.torch_builds import make_torch
 from tools.slurm_cluster.cluster import Cluster
 from tools.slurm_cluster.config_files import MEM_MB
@@ -63,105 +63,65 @@ def test_everything_that_slurm_takes_and_never_starts(knowing: Login) -> None:
     assert knowing.run(["sbatch", *options]).returncode == 0  # as Slurm sees it nothing is wrong
 
 
-@pytest.mark.parametrize(
-    ("args", "problem", "hint"),
-    [
-        (
-            ("--partition", "hgih"),
-            "--partition hgih: resources.partition: is hgih, but {name} has no such partition",
-            "did you mean high? {name} has low, high and debug",
-        ),
-        (
-            ("--account", "reserch"),
-            "--account reserch: resources.account: is reserch, but you have no such account on {name}",
-            "did you mean research? your accounts: ",
-        ),
-        (
-            ("--qos", "shrt"),
-            "--qos shrt: resources.qos: is shrt, but {name} has no such QOS",
-            "did you mean short? {name} has normal and short",
-        ),
-        (
-            ("--qos", "short", "--time", "20"),
-            "--time 20: resources.time: is 00:20:00, but QOS short allows at most 00:10:00",
-            "--time 00:10:00 fits",
-        ),
-        (
-            ("--time", "1-00:00:01"),
-            "--time 1-00:00:01: resources.time: is 1-00:00:01, but partition low allows at most 1-00:00:00",
-            "--time 1-00:00:00 fits",
-        ),
-        (
-            ("--gpus-per-node", "8"),
-            "--gpus-per-node 8: resources.gpus_per_node: is 8, but the nodes of partition low have at most 4 "
-            "GPUs",
-            "request at most --gpus-per-node 4; more --nodes give as many GPUs",
-        ),
-        (
-            ("--set", "resources.gpu_type=h10"),
-            "--set resources.gpu_type=h10: resources.gpu_type: is h10, but no node of partition low has "
-            "such a GPU",
-            "did you mean h100? they have h100",
-        ),
-        (
-            ("--set", "resources.cpus_per_gpu=3"),
-            "--set resources.cpus_per_gpu=3: resources.cpus_per_gpu: is 3: 4 x 3 = 12 CPUs per node, but the "
-            "nodes of partition low have 8",
-            "",
-        ),
-        (
-            ("--set", "resources.mem=63G"),
-            f"--set resources.mem=63G: resources.mem: is 63G, but the nodes of partition low have {MEM_MB}M",
-            "",
-        ),
-        (
-            ("--nodes", "8", "--set", "train.global_batch_size=null"),
-            "--nodes 8: resources.nodes: is 8, but partition low has 4 nodes",
-            "",
-        ),
-        (
-            ("--constraint", "rack1", "--nodes", "4", "--set", "train.global_batch_size=null"),
-            "--nodes 4: resources.nodes: is 4, but partition low has 2 nodes with 4 GPUs, 8 CPUs and "
-            "feature rack1",
-            "",
-        ),
-        (
-            ("--constraint", "rakc1"),
-            "--constraint rakc1: resources.constraint: names rakc1, but no node of partition low has that "
-            "feature",
-            "did you mean rack1? they have rack1 and rack2",
-        ),
-    ],
-)
-def test_one_thing_too_much(login: Login, args: Sequence[str], problem: str, hint: str) -> None:
-    done = login.trainkit("submit", QUICKSTART, *args)
-    assert done.returncode == 2
-    first, _, second = done.stderr.partition("\n\nhint: ")
-    assert first.rstrip("\n") == "error: " + problem.format(name=login.cluster.name)
-    assert second.startswith(hint.format(name=login.cluster.name))
+ONE_THING_TOO_MUCH = """
+--partition hgih
+    --partition hgih: resources.partition: is hgih, but {name} has no such partition
+    hint: did you mean high? {name} has low, high and debug
+--account reserch
+    --account reserch: resources.account: is reserch, but you have no such account on {name}
+    hint: did you mean research? your accounts: root, research and teaching
+--qos shrt
+    --qos shrt: resources.qos: is shrt, but {name} has no such QOS
+    hint: did you mean short? {name} has normal and short
+--qos short --time 20
+    --time 20: resources.time: is 00:20:00, but QOS short allows at most 00:10:00
+    hint: --time 00:10:00 fits
+--time 1-00:00:01
+    --time 1-00:00:01: resources.time: is 1-00:00:01, but partition low allows at most 1-00:00:00
+    hint: --time 1-00:00:00 fits
+--gpus-per-node 8
+    --gpus-per-node 8: resources.gpus_per_node: is 8, but the nodes of partition low have at most 4 GPUs
+    hint: request at most --gpus-per-node 4; more --nodes give as many GPUs
+--set resources.gpu_type=h10
+    --set resources.gpu_type=h10: resources.gpu_type: is h10, but no node of partition low has such a GPU
+    hint: did you mean h100? they have h100
+--set resources.cpus_per_gpu=3
+    --set resources.cpus_per_gpu=3: resources.cpus_per_gpu: is 3: 4 x 3 = 12 CPUs per node, but the nodes of
+    partition low have 8
+--set resources.mem=63G
+    --set resources.mem=63G: resources.mem: is 63G, but the nodes of partition low have {mem}M
+--nodes 8 --set train.global_batch_size=null
+    --nodes 8: resources.nodes: is 8, but partition low has 4 nodes
+--constraint rack1 --nodes 4 --set train.global_batch_size=null
+    --nodes 4: resources.nodes: is 4, but partition low has 2 nodes with 4 GPUs, 8 CPUs and feature rack1
+--constraint rakc1
+    --constraint rakc1: resources.constraint: names rakc1, but no node of partition low has that feature
+    hint: did you mean rack1? they have rack1 and rack2
+"""
+
+
+def test_one_thing_too_much(login: Login) -> None:
+    for typed, message in messages(ONE_THING_TOO_MUCH):
+        done = login.trainkit("submit", QUICKSTART, *typed.split())
+        said = done.stderr.replace("\n\nhint: ", "\n  hint: ")
+        wanted = message.format(name=login.cluster.name, mem=MEM_MB)
+        assert (done.returncode, said.startswith(f"error: {wanted}")) == (2, True), said
     assert not (login.folder / "runs").exists()
 
 
-def test_a_node_is_taken_as_it_is(knowing: Login, cuda: dict[str, str]) -> None:
-    done = knowing.trainkit("submit", QUICKSTART, "--dry-run", env=cuda)
-    assert done.returncode == 0, done.stderr
-    asked = {"--gpus-per-node=4", "--ntasks-per-node=4", "--cpus-per-task=2"}
-    assert asked <= {line.removeprefix("#SBATCH ") for line in done.stdout.splitlines()}
-    assert "cuda: the nodes of partition low have 4 GPUs" in done.stderr
-    source = str(profile_of(knowing).relative_to(knowing.folder))
-    expected = (
-        f"{source}, because ClusterName is"
-        if profile_of(knowing).exists()
-        else "no profile found, so Slurm was"
-    )
-    assert expected in done.stderr
-
-
-def test_the_time_that_the_partition_gives(knowing: Login, cuda: dict[str, str]) -> None:
+def test_a_node_is_taken_as_it_is_and_the_time_that_the_partition_gives(
+    knowing: Login, cuda: dict[str, str]
+) -> None:
     done = knowing.trainkit("submit", QUICKSTART, "--set", "resources.time=null", "--dry-run", env=cuda)
-    assert "00:10:00: resources.time is null, and this is the default of partition low" in done.stderr
+    assert done.returncode == 0, done.stderr
+    asked = {"--gpus-per-node=4", "--ntasks-per-node=4", "--cpus-per-task=2", "--signal=USR2@120"}
+    assert asked <= {line.removeprefix("#SBATCH ") for line in done.stdout.splitlines()}
     assert "#SBATCH --time" not in done.stdout
-    assert "#SBATCH --signal=USR2@120\n" in done.stdout
+    assert "00:10:00: resources.time is null, and this is the default of partition low" in done.stderr
+    assert "cuda: the nodes of partition low have 4 GPUs" in done.stderr
+    profile = profile_of(knowing)
+    source = f"{profile.relative_to(knowing.folder)}, because ClusterName is"
+    assert (source if profile.exists() else "no profile found, so Slurm was") in done.stderr
 
 
 def test_when_it_would_start(knowing: Login) -> None:
@@ -228,6 +188,18 @@ def test_init(login: Login, cuda: dict[str, str]) -> None:
     assert "  research: {default: true" in text
     assert login.trainkit("check", "first-run.yaml", env=cuda).returncode == 0
     assert "config: first-run.yaml (written by `trainkit init`)\n" in login.trainkit("check", env=cuda).stderr
+    # Again: it keeps what is there.
+    first_run = (login.folder / "first-run.yaml").read_text()
+    done = login.trainkit("init")
+    assert done.returncode == 2
+    assert f"kept {profile}, which already exists\n" in done.stderr
+    assert done.stderr.endswith("write elsewhere with --cluster NAME and --dir DIR\n")
+    done = login.trainkit("init", "--dir", "other")
+    assert done.returncode == 0
+    assert done.stdout == "other/first-run.yaml\n"
+    done = login.trainkit("init", "--cluster", "mine", "--dir", "third", "--json")
+    assert [Path(path).name for path in json.loads(done.stdout)["written"]] == ["mine.yaml", "first-run.yaml"]
+    assert (login.folder / "first-run.yaml").read_text() == first_run
 
 
 def test_the_first_run_completes_without_its_gpus(login: Login) -> None:
@@ -239,24 +211,6 @@ def test_the_first_run_completes_without_its_gpus(login: Login) -> None:
     run = RunDir(json.loads(done.stdout)["run_dir"])
     login.finish(run)
     assert login.cluster.job(login.job_id(run))["Partition"] == "low"
-
-
-def test_init_again(login: Login) -> None:
-    assert login.trainkit("init").returncode == 0
-    texts = {path: path.read_text() for path in (profile_of(login), login.folder / "first-run.yaml")}
-    done = login.trainkit("init")
-    assert done.returncode == 2
-    assert f"kept {profile_of(login)}, which already exists\n" in done.stderr
-    assert done.stderr.endswith("write elsewhere with --cluster NAME and --dir DIR\n")
-    profile_of(login).write_text(
-        texts[profile_of(login)].replace("max_time: '12:00:00'", "max_time: '13:00:00'")
-    )
-    done = login.trainkit("init", "--dir", "other")
-    assert done.returncode == 0
-    assert done.stdout == "other/first-run.yaml\n"
-    done = login.trainkit("init", "--cluster", "mine", "--dir", "third", "--json")
-    assert [Path(path).name for path in json.loads(done.stdout)["written"]] == ["mine.yaml", "first-run.yaml"]
-    assert (login.folder / "first-run.yaml").read_text() == texts[login.folder / "first-run.yaml"]
 
 
 def test_defaults_of_the_profile_reach_the_job(login: Login) -> None:

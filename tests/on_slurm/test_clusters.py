@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.on_slurm.login import Login, settings
+from tests.on_slurm.login import HOLD, Login, settings
 from tests.on_slurm.test_groups import submit, wait_for_states
 from tests.on_slurm.test_interactive import terminal
-from tools.slurm_cluster.cluster import Cluster, up
-from tools.slurm_cluster.processes import Pid
+from tests.support.tmux import needs_tmux
+from tools.slurm_cluster.cluster import Cluster, running
 from trainkit.run.group import RunGroup
 from trainkit.run.record import read_job
 
@@ -23,16 +22,14 @@ SHAPE = ("--nodes", "2", "--gpus-per-node", "1")
 @pytest.fixture(scope="module")
 def cluster(clusters_possible: None, slurm_version: str | None) -> Iterator[Cluster]:
     """The cluster of the login node."""
-    made = up(owner=Pid.of(os.getpid()), slurm=slurm_version, num_hosts=2)
-    yield made
-    made.down()
+    with running(slurm_version, num_hosts=2) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
 def second(cluster: Cluster, slurm_version: str | None) -> Iterator[Cluster]:
-    made = up(owner=Pid.of(os.getpid()), slurm=slurm_version, num_hosts=2, accounting_of=cluster)
-    yield made
-    made.down()
+    with running(slurm_version, num_hosts=2, accounting_of=cluster) as made:
+        yield made
 
 
 @pytest.fixture
@@ -48,6 +45,7 @@ def named(login: Login, other: Login) -> tuple[str, str]:
     return "--clusters", f"{login.cluster.name},{other.cluster.name}"
 
 
+@needs_tmux
 def test_a_run_is_where_there_is_room(login: Login, other: Login) -> None:
     with login.other_job("--nodes=2"):
         run = login.submit(*SHAPE, *named(login, other), "--", "python", "listens.py")
@@ -118,7 +116,7 @@ def test_a_group_and_follow_ups(login: Login, other: Login) -> None:
 
 def test_a_job_waits_only_for_one_of_its_own_cluster(login: Login, other: Login) -> None:
     there = ("--clusters", other.cluster.name)
-    run = login.submit(*there, *settings("resources.extra.hold=true"), "--", "true")
+    run = login.submit(*there, *HOLD, "--", "true")
     job_id = login.job_id(run)
     for words in ((), named(login, other)):
         done = login.trainkit("submit", str(login.config), *words, "--after", str(run.path), "--", "true")
@@ -132,6 +130,7 @@ def test_a_job_waits_only_for_one_of_its_own_cluster(login: Login, other: Login)
     other.wait_until_idle()
 
 
+@needs_tmux
 def test_a_shell_there(login: Login, other: Login) -> None:
     shape = ("--nodes", "1", "--gpus-per-node", "1", "--time", "5", "--clusters", other.cluster.name)
     with terminal(login, "shell", str(login.config), *shape) as shell:
@@ -141,8 +140,8 @@ def test_a_shell_there(login: Login, other: Login) -> None:
 
 
 def test_a_cluster_that_is_away(login: Login, other: Login) -> None:
-    alone, held = ("--clusters", other.cluster.name), settings("resources.extra.hold=true")
-    here, there = login.submit(*held, "--", "true"), login.submit(*alone, *held, "--", "true")
+    alone = ("--clusters", other.cluster.name)
+    here, there = login.submit(*HOLD, "--", "true"), login.submit(*alone, *HOLD, "--", "true")
     other.cluster.stop_slurmctld()
     try:
         assert (login.status(here)["state"], login.status(there)["state"]) == ("pending", "unknown")

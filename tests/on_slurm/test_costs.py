@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Iterator
 
 import pytest
 
 from benchmarks.cluster_256 import Opens, Table, idle, lose_host, new_login, start
-from tools.slurm_cluster.cluster import Cluster, up
-from tools.slurm_cluster.processes import Pid
+from tools.slurm_cluster.cluster import Cluster, running
 
 NUM_HOSTS = 8
 """Of as many, Slurm's steps are trees, in which a host waits for a minute for one that is lost."""
@@ -18,9 +16,8 @@ NUM_HOSTS = 8
 
 @pytest.fixture
 def eight_hosts(clusters_possible: None, slurm_version: str | None) -> Iterator[Cluster]:
-    made = up(owner=Pid.of(os.getpid()), slurm=slurm_version, num_hosts=NUM_HOSTS)
-    yield made
-    made.down()
+    with running(slurm_version, num_hosts=NUM_HOSTS) as made:
+        yield made
 
 
 @pytest.mark.slow(seconds=30)

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests.on_slurm.broken_runs import diagnosed
-from tests.on_slurm.login import BACKENDS, Login, log_of, settings
+from tests.on_slurm.login import BACKENDS, HOLD, Login, log_of, settings
 from tests.on_slurm.test_training import QUICKSTART, SHORT
 from trainkit.run.files import read_jsonl
 from trainkit.run.group import RunGroup
@@ -17,7 +17,6 @@ from trainkit.run.rundir import STARTS_FOLDER, RunDir
 
 ON_ONE = ("--nodes", "1", "--gpus-per-node", "1")
 PRINTS_HOST = ("--", "sh", "-c", "echo ran on $SLURMD_NODENAME")
-HOLD = settings("resources.extra.hold=true")
 
 
 def setup(line: str) -> list[str]:

@@ -7,18 +7,18 @@ import json
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.on_slurm.broken_cases import changed_host, hidden
 from tests.on_slurm.login import TRAINKIT, Login, wait_for
 from tests.on_slurm.shared_disk import shared_small_disk
 from tests.support.disks import fill
 from tests.support.programs import missing
-from tools.slurm_cluster.cluster import Cluster
 from tools.slurm_cluster.hosts import signal_slurmd
 
 pytestmark = pytest.mark.slow
@@ -39,36 +39,28 @@ def failures(found: list[dict[str, Any]]) -> dict[tuple[str | None, str], str]:
 
 
 @contextmanager
-def changed_file(cluster: Cluster, index: int, target: Path, text: str, folder: Path) -> Iterator[None]:
+def changed_file(login: Login, index: int, target: Path, text: str, folder: Path) -> Iterator[None]:
     """Let one host, and no other, see this text in a file."""
     own = folder / f"{target.name}-{index}"
     own.write_text(text)
     made = not target.exists()
     target.touch()
+    bind, undo = ["mount", "--bind", str(own), str(target)], ["umount", "--lazy", str(target)]
     try:
-        cluster.run(["mount", "--bind", str(own), str(target)], host=index, check=True)
-        try:
+        with changed_host(login, index, bind, undo):
             yield
-        finally:
-            cluster.run(["umount", "--lazy", str(target)], host=index, check=True)
     finally:
         if made:
             target.unlink()
 
 
-@contextmanager
-def second_interface(cluster: Cluster, index: int, state: str) -> Iterator[None]:
+def second_interface(login: Login, index: int, state: str) -> AbstractContextManager[None]:
     """Give a host an interface ``fast0`` with an address, which is up or down."""
-    cluster.run(
-        ["ip", "link", "add", "fast0", "type", "veth", "peer", "name", "fast1"], host=index, check=True
+    ip = "ip link add fast0 type veth peer name fast1 && "
+    ip += (
+        f"ip addr add 10.77.0.{index}/24 dev fast0 && ip link set fast0 {state} && ip link set fast1 {state}"
     )
-    try:
-        cluster.run(["ip", "addr", "add", f"10.77.0.{index}/24", "dev", "fast0"], host=index, check=True)
-        for name in ("fast0", "fast1"):
-            cluster.run(["ip", "link", "set", name, state], host=index, check=True)
-        yield
-    finally:
-        cluster.run(["ip", "link", "del", "fast0"], host=index, check=True)
+    return changed_host(login, index, ["sh", "-c", ip], ["ip", "link", "del", "fast0"])
 
 
 def test_healthy_nodes_pass_and_their_bandwidth_is_measured(login: Login) -> None:
@@ -103,8 +95,8 @@ def test_what_differs_on_one_host_is_found_there(login: Login, tmp_path: Path) -
     without = "".join(line for line in known.splitlines(keepends=True) if one not in line.split())
     with ExitStack() as stack:
         other = info.read_text().replace(f"Version: {version}", "Version: 2.0.1", 1)
-        stack.enter_context(changed_file(cluster, 2, info, other, tmp_path))
-        stack.enter_context(changed_file(cluster, 3, hosts_file, without, tmp_path))
+        stack.enter_context(changed_file(login, 2, info, other, tmp_path))
+        stack.enter_context(changed_file(login, 3, hosts_file, without, tmp_path))
         found = checks(login, "--quick", "--nodes", "3", code=1)
     wrong = {(item["host"], item["name"]): item for item in found if item["host"] and item["state"] != "ok"}
     assert wrong[two, "packages"]["value"] == f"pydantic is 2.0.1, but {version} on 2 of 3 nodes"
@@ -118,8 +110,8 @@ def test_clock_that_is_off_by_ten_minutes_is_found(login: Login, tmp_path: Path)
     if not library:
         missing("faketime")
     with (
-        changed_file(login.cluster, 2, Path("/etc/faketimerc"), "+600s\n", tmp_path),
-        changed_file(login.cluster, 2, Path("/etc/ld.so.preload"), f"{library[0]}\n", tmp_path),
+        changed_file(login, 2, Path("/etc/faketimerc"), "+600s\n", tmp_path),
+        changed_file(login, 2, Path("/etc/ld.so.preload"), f"{library[0]}\n", tmp_path),
     ):
         found = failures(checks(login, "--quick", "--nodes", "3", code=1))
     assert set(found) == {(login.cluster.hosts[1], "clock")}
@@ -128,7 +120,7 @@ def test_clock_that_is_off_by_ten_minutes_is_found(login: Login, tmp_path: Path)
 
 def test_interface_that_is_down_on_one_host_is_found(login: Login) -> None:
     network = ("--set", "launch.network=fast0")
-    with second_interface(login.cluster, 1, "up"), second_interface(login.cluster, 2, "down"):
+    with second_interface(login, 1, "up"), second_interface(login, 2, "down"):
         found = failures(checks(login, "--quick", "--nodes", "2", *network, code=1))
     assert found == {(login.cluster.hosts[1], "interface"): "fast0 is down"}
 
@@ -146,11 +138,8 @@ def test_full_disk_and_one_that_a_host_can_only_read_are_found(login: Login, tmp
 
 
 def test_host_without_the_environment_is_missed(login: Login) -> None:
-    login.cluster.run(["mount", "-t", "tmpfs", "tmpfs", sys.prefix], host=2, check=True)
-    try:
+    with hidden(login, 2, Path(sys.prefix)):
         found = checks(login, "--quick", "--nodes", "2", code=1)
-    finally:
-        login.cluster.run(["umount", "--lazy", sys.prefix], host=2, check=True)
     two = login.cluster.hosts[1]
     text = failures(found)[None, "nodes"]
     assert text.startswith(f"1 of 2 nodes did not report ({two}): ")
@@ -160,11 +149,8 @@ def test_host_without_the_environment_is_missed(login: Login) -> None:
 def test_run_folder_that_is_not_shared_is_found(login: Login, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     runs.mkdir()
-    login.cluster.run(["mount", "-t", "tmpfs", "tmpfs", str(runs)], host=2, check=True)
-    try:
+    with hidden(login, 2, runs):
         found = failures(checks(login, "--quick", "--nodes", "2", "--run-dir", str(runs), code=1))
-    finally:
-        login.cluster.run(["umount", "--lazy", str(runs)], host=2, check=True)
     two = login.cluster.hosts[1]
     assert set(found) == {(two, "shared")}
     assert found[two, "shared"].startswith(f"{runs} is not shared: a file of ")

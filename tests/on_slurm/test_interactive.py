@@ -5,17 +5,30 @@ from __future__ import annotations
 import json
 import shlex
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tests.on_slurm.login import TRAINKIT, Login, wait_for
-from tests.on_slurm.terminal import Terminal
 from tests.support.tmux import Tmux, needs_tmux
 
 
-def terminal(login: Login, *args: str) -> Terminal:
-    return Terminal([*TRAINKIT, *args], login.folder, {**login.cluster.environ, **login.env})
+@contextmanager
+def terminal(login: Login, *args: str) -> Iterator[Tmux]:
+    """The terminal in which a command runs."""
+    environ = {**login.cluster.environ, **login.env}
+    with Tmux(login.folder, 200, 50, login.folder, environ) as window:
+        window.enter(f"{shlex.join([*TRAINKIT, *args])}; echo ended with $?")
+        yield window
 
 
+def leave(shell: Tmux) -> None:
+    """End a shell, and with it the command, which succeeds."""
+    shell.enter("exit")
+    shell.wait_for("^ended with 0$")
+
+
+@needs_tmux
 def test_a_shell_in_an_allocation_of_two_nodes(login: Login) -> None:
     config = login.folder / "shell.yaml"
     config.write_text("name: x\ndevice: cpu\nlaunch: {env: {FROM_CONFIG: it's here}}\n")
@@ -40,25 +53,24 @@ def test_a_shell_in_an_allocation_of_two_nodes(login: Login) -> None:
             (3, 1, 1),
         ]
         assert ranks[0]["hosts"] == login.cluster.hosts[:2]
-        assert shell.close() == 0
+        leave(shell)
     login.wait_until_idle()
     assert not list((login.folder / "runs").glob(".shell*"))
 
 
-def test_a_shell_needs_a_terminal(login: Login) -> None:
-    done = login.trainkit("shell", "--nodes", "2", "--gpus-per-node", "1")
+def test_a_shell_needs_a_terminal_and_what_it_would_start_can_be_copied(login: Login) -> None:
+    shell = ("shell", "--nodes", "1", "--constraint", "rack1|rack2")
+    done = login.trainkit(*shell)
     assert (done.returncode, done.stderr.splitlines()[0]) == (2, "error: a shell needs a terminal")
+    done = login.trainkit(*shell, "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert "--constraint=rack1|rack2" in shlex.split(done.stdout.splitlines()[0])
+    assert "'--constraint=rack1|rack2'" in done.stdout
     assert not (login.folder / "runs").exists()
     assert login.jobs() == []
 
 
-def test_what_a_shell_would_start_can_be_copied(login: Login) -> None:
-    done = login.trainkit("shell", "--nodes", "1", "--constraint", "rack1|rack2", "--dry-run")
-    assert done.returncode == 0, done.stderr
-    assert "--constraint=rack1|rack2" in shlex.split(done.stdout.splitlines()[0])
-    assert "'--constraint=rack1|rack2'" in done.stdout
-
-
+@needs_tmux
 def test_attach_to_a_node_of_a_busy_job(login: Login) -> None:
     args = ["--nodes", "2", "--gpus-per-node", "1", "--set", "resources.extra.exclusive=true"]
     run = login.submit_listeners(*args)
@@ -68,7 +80,7 @@ def test_attach_to_a_node_of_a_busy_job(login: Login) -> None:
             assert "listens.py" in shell.ask("ps -eo args")
             found = json.loads(shell.ask("trainkit env --json"))
             assert (found["world_size"], found["hosts"]) == (1, [login.cluster.hosts[node]])
-            assert shell.close() == 0
+            leave(shell)
     assert login.trainkit("attach", str(run.path), "--node", "2").returncode == 2
     assert login.status(run)["state"] in ("running", "starting")
     login.trainkit("cancel", str(run.path), "--now")

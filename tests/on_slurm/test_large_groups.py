@@ -6,31 +6,28 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.on_slurm.login import Login, wait_for
+from tests.on_slurm.login import HOLD, Login, wait_for
 from tests.on_slurm.test_groups import status, submit, wait_for_states
-from tools.slurm_cluster.cluster import Cluster, up
-from tools.slurm_cluster.processes import Pid
+from tools.slurm_cluster.cluster import Cluster, running
 from trainkit.run.group import RunGroup
 
-MAX_ARRAY_SIZE = 12
-MAX_JOBS = 8
+MAX_ARRAY_SIZE = 6
+MAX_JOBS = 4
 
-pytestmark = [pytest.mark.slow(seconds=18), pytest.mark.xdist_group("large groups")]
+pytestmark = [pytest.mark.slow(seconds=10), pytest.mark.xdist_group("large groups")]
 
 
 @pytest.fixture(scope="module")
 def cluster(clusters_possible: None, slurm_version: str | None) -> Iterator[Cluster]:
     """A cluster with small limits."""
-    made = up(owner=Pid.of(os.getpid()), slurm=slurm_version, options={"MaxArraySize": str(MAX_ARRAY_SIZE)})
-    limit(made, MAX_JOBS)
-    yield made
-    made.down()
+    with running(slurm_version, options={"MaxArraySize": str(MAX_ARRAY_SIZE)}) as made:
+        limit(made, MAX_JOBS)
+        yield made
 
 
 def limit(cluster: Cluster, max_jobs: int) -> None:
@@ -41,29 +38,29 @@ def limit(cluster: Cluster, max_jobs: int) -> None:
 
 def test_all_run_and_each_once(login: Login) -> None:
     waits = 'while [ ! -e "$0/go" ]; do sleep 0.2; done; echo "$SLURM_ARRAY_TASK_ID" >> "$0/ran"'
-    group = submit(login, "--array", "0-25", "--", "sh", "-c", waits, str(login.folder))
+    group = submit(login, "--array", "0-12", "--", "sh", "-c", waits, str(login.folder))
     assert 1 <= len(group.points) - len(group.left) <= MAX_JOBS
     shown = login.trainkit("status", str(group.path))
     assert "Slurm takes no more jobs of this user at once" in shown.stdout
     (login.folder / "go").touch()
-    wait_for_states(login, group, finished=26)
+    wait_for_states(login, group, finished=13)
     ran = (login.folder / "ran").read_text().split()
-    assert sorted(map(int, ran)) == list(range(26))
+    assert sorted(map(int, ran)) == list(range(13))
     again = RunGroup(group.path)
     assert again.left == []
     assert max(part.offset for part in again.parts) >= MAX_ARRAY_SIZE
     report = json.loads(login.trainkit("report", str(group.path), "--json", check=True).stdout)
-    assert report["states"] == {"finished": 26}
-    assert len(report["points"]) == 26
+    assert report["states"] == {"finished": 13}
+    assert len(report["points"]) == 13
     points = {point["index"]: Path(point["run_dir"]).name for point in report["points"]}
-    assert points == {index: group.run(index).path.name for index in range(26)}
+    assert points == {index: group.run(index).path.name for index in range(13)}
     assert report["worker_hours"] > 0
-    logs = [group.run(index).attempt(1).supervisor_log.read_text() for index in (0, 25)]
+    logs = [group.run(index).attempt(1).supervisor_log.read_text() for index in (0, 12)]
     assert all("finished" in log for log in logs)
 
 
 def test_it_is_cancelled_as_one(login: Login) -> None:
-    cancelled_as_one(login, num_points=30, max_jobs=MAX_JOBS)
+    cancelled_as_one(login, num_points=15, max_jobs=MAX_JOBS)
 
 
 def cancelled_as_one(login: Login, num_points: int, max_jobs: int) -> None:
@@ -81,7 +78,7 @@ def cancelled_as_one(login: Login, num_points: int, max_jobs: int) -> None:
 
 def test_what_is_left_is_submitted_by_hand(login: Login, cluster: Cluster, tmp_path: Path) -> None:
     """For example, when no job of the group is there any more."""
-    group = submit(login, "--array", "0-29", "--set", "resources.extra.hold=true", "--", "true")
+    group = submit(login, "--array", "0-14", *HOLD, "--", "true")
     left = len(group.left)
     refused = login.trainkit("resume", str(group.path))
     assert (refused.returncode, f"takes none of the {left} runs" in refused.stderr) == (2, True)
@@ -92,6 +89,6 @@ def test_what_is_left_is_submitted_by_hand(login: Login, cluster: Cluster, tmp_p
         limit(cluster, MAX_JOBS)
     assert done.returncode == 0, done.stderr
     assert RunGroup(group.path).left == []
-    assert status(login, group)["states"] == {"pending": 30}
+    assert status(login, group)["states"] == {"pending": 15}
     login.trainkit("cancel", str(group.path), check=True)
     assert login.jobs() == []

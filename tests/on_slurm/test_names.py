@@ -14,16 +14,13 @@ from trainkit.run.rundir import RunDir
 EXECUTED = "executed"
 SHELL = f'$(touch {EXECUTED}) `touch {EXECUTED}`; touch {EXECUTED} & | >{EXECUTED} "${{HOME}}" $0'
 HOSTILE = {
-    "blanks": " a  b ",
     "quotes": "'single' \"double\"",
     "shell": SHELL.replace("/", ":"),
     "newline": f"two\n#SBATCH --hold\ntouch {EXECUTED}",
     "backslash": "back\\slash \\$(x) \\",
-    "percent": "%j %x 100%",
-    "unicode": "Größe 模型 🚀 \u2028",
-    "dashes": "--hold #SBATCH # -x",
-    "star": "* ? [a-z] {1,2} ~ !!",
-    "control": "tab\tbell\a escape\x1b[31m",
+    "percent": " %j  %x 100% ",
+    "dashes": "--hold #SBATCH # -x * ? [a-z] {1,2} ~ !!",
+    "control": "Größe 模型 🚀 \u2028 tab\tbell\a escape\x1b[31m",
 }
 SHOWS = "import json, os, sys; print(json.dumps([sys.argv[1:], os.environ.get('VALUE'), os.getcwd()]))"
 NOT_FOR_SUBMITIT = {"backslash", "newline"}
@@ -90,12 +87,12 @@ def test_what_slurm_gets_arrives_as_it_is(login: Login, backend: str) -> None:
     assert_nothing_was_executed(login.folder)
 
 
-@pytest.mark.parametrize("option", ["--partition", "--account", "--qos", "--constraint"])
-def test_such_values_of_options_are_refused(login: Login, option: str) -> None:
+def test_such_values_of_options_are_refused(login: Login) -> None:
     for value in (SHELL, "--wrap=touch executed", f"low\n#SBATCH --wrap=x\ntouch {EXECUTED}"):
-        done = login.trainkit("submit", str(login.config), option, value, "--", "true")
-        assert done.returncode == 2
-        assert "hint: " in done.stderr or "must be one line of text" in done.stderr
-        assert login.jobs() == []
-        assert not (login.folder / "runs").exists() or list((login.folder / "runs").iterdir()) == []
-        assert_nothing_was_executed(login.folder)
+        for option in ("--partition", "--account", "--qos", "--constraint"):
+            done = login.trainkit("submit", str(login.config), option, value, "--", "true")
+            assert done.returncode == 2
+            assert "hint: " in done.stderr or "must be one line of text" in done.stderr
+    assert login.jobs() == []
+    assert not (login.folder / "runs").exists() or list((login.folder / "runs").iterdir()) == []
+    assert_nothing_was_executed(login.folder)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.on_slurm.login import BACKENDS, Login, log_of, settings
+from tests.on_slurm.login import BACKENDS, HOLD, Login, log_of, settings
 
 
 @pytest.fixture
@@ -31,29 +31,21 @@ def test_the_dry_run_is_what_is_submitted(quoted: Login, backend: str, command: 
     assert run.attempt(1).script_file.read_bytes() == held
 
 
-def test_editing_after_the_submit_changes_nothing(login: Login) -> None:
+def test_editing_after_the_submit_changes_nothing_but_without_a_copy(login: Login) -> None:
     login.script("from lib.part import WORD\nprint('it says', WORD, open('data.txt').read())")
     (login.folder / "lib").mkdir()
     part, data = login.folder / "lib/part.py", login.folder / "data.txt"
     part.write_text("WORD = 'before'\n")
     data.write_text("before")
-    run = login.submit("--set", "resources.extra.hold=true", "--", "python", "script.py")
-    login.script("raise SystemExit('edited')")
+    copied = login.submit(*HOLD, "--", "python", "script.py")
+    plain = login.submit("--no-snapshot", *HOLD, "--", "python", "script.py")
+    login.script("print('edited')")
     part.write_text("WORD = 'after'\n")
     data.write_text("after")
-    login.run(["scontrol", "release", login.job_id(run)], check=True)
-    login.finish(run)
-    assert log_of(run) == "it says before before\n"
-
-
-def test_without_a_copy_the_files_are_used_as_they_are(login: Login) -> None:
-    name = login.script("print('before')")
-    run = login.submit("--no-snapshot", "--set", "resources.extra.hold=true", "--", "python", name)
-    login.script("print('after')")
-    login.run(["scontrol", "release", login.job_id(run)], check=True)
-    login.finish(run)
-    assert log_of(run) == "after\n"
-    assert not run.code_dir.exists()
+    login.run(["scontrol", "release", login.job_id(copied), login.job_id(plain)], check=True)
+    assert log_of(login.finish(copied)) == "it says before before\n"
+    assert log_of(login.finish(plain)) == "edited\n"
+    assert not plain.code_dir.exists()
 
 
 @pytest.mark.parametrize("what", ["--nodes=2", "--array=0-3"])

@@ -12,6 +12,8 @@ from tests.on_slurm.login import (
     BACKENDS,
     DEAF,
     DIES_ONCE,
+    HOLD,
+    ON_TWO_HOSTS,
     TRAINKIT,
     Login,
     events,
@@ -19,7 +21,7 @@ from tests.on_slurm.login import (
     settings,
     wait_for,
 )
-from tests.on_slurm.survival import WAITS_IN_EACH_STEP
+from tests.on_slurm.survival import WAITS_IN_EACH_STEP, start_preempting
 from trainkit.run.files import read_json, read_jsonl, write_json
 from trainkit.run.manifest import published
 from trainkit.run.rundir import RunDir
@@ -30,7 +32,6 @@ ENDLESS = settings(
     # One thread: two that wait for each other at every operation make the steps of a busy machine long.
     *("precision.dtype=fp32", "logging.tensorboard=false", "resources.cpus_per_gpu=1"),
 )
-ON_TWO_HOSTS = ("--nodes", "2", "--gpus-per-node", "1")
 
 
 def steps_of(run: RunDir) -> list[tuple[int, int]]:
@@ -76,16 +77,8 @@ def test_a_preemption_that_tells_only_the_ranks_saves(login: Login) -> None:
     for attempt, run in runs[1:]:
         for rank in range(2):
             login.wait_for_log(run, f"attempt {attempt} rank {rank}", rank, attempt)
-    preempting = [
-        "sbatch",
-        "--parsable",
-        "--partition=high",
-        "--nodes=4",
-        "--exclusive",
-        "--output=/dev/null",
-    ]
     # Until the end of the test: the runs must not start again before they are looked at.
-    login.run([*preempting, "--wrap=sleep 600"], check=True)
+    start_preempting(login.cluster, 600)
     for attempt, run in runs:
         end = login.wait_for_end(run, attempt)
         assert (end["state"], end["action"], end["exit_code"]) == ("stopped", "requeue", 75)
@@ -191,7 +184,7 @@ def test_cancel_now_kills(login: Login) -> None:
     login.wait_until_idle()
     for run in runs:
         assert login.wait_for_end(run)["state"] == "cancelled"
-        assert log_of(run) == "attempt 1 rank 0\n"
+        assert log_of(run) == "attempt 1 rank 0 of 2\n"
         assert login.wait_for_end(run)["reason"] == "killed by cancel --now"
 
 
@@ -218,18 +211,8 @@ def test_cancel_of_a_job_that_just_starts(login: Login, backend: str) -> None:
     login.wait_until_idle()
 
 
-def test_a_damaged_record_is_named(login: Login) -> None:
-    run = login.finish(login.submit("--gpus-per-node", "1", "--", "true"))
-    run.job_file.write_text("garbage")
-    done = login.trainkit("resume", str(run.path), *settings("seed=7"))
-    assert done.returncode == 2
-    assert f"error: runs/{run.name}/job.json cannot be read" in done.stderr
-    assert login.jobs() == []
-    assert run.attempt_numbers() == [1]
-
-
-def test_a_job_whose_id_was_never_learned_is_found(login: Login) -> None:
-    run = login.submit("--gpus-per-node", "1", *settings("resources.extra.hold=true"), "--", "true")
+def test_a_job_whose_id_was_never_learned_is_found_and_a_damaged_record_named(login: Login) -> None:
+    run = login.submit("--gpus-per-node", "1", *HOLD, "--", "true")
     job_id = login.job_id(run)
     assert login.status(run)["state"] == "pending"
     job = read_json(run.job_file)
@@ -241,3 +224,8 @@ def test_a_job_whose_id_was_never_learned_is_found(login: Login) -> None:
     assert (cancelled.returncode, "from the queue" in cancelled.stderr) == (0, True)
     assert login.status(run)["state"] == "cancelled"
     assert login.jobs() == []
+    run.job_file.write_text("garbage")
+    refused = login.trainkit("resume", str(run.path), *settings("seed=7"))
+    assert refused.returncode == 2
+    assert f"error: runs/{run.name}/job.json cannot be read" in refused.stderr
+    assert run.attempt_numbers() == [1]

@@ -9,21 +9,14 @@ from trainkit.run.end import read_end
 from trainkit.run.events import read_events
 from trainkit.run.record import read_job
 
-SAVES = """
-import signal, sys, time
-signal.signal(signal.SIGUSR2, lambda *_: sys.exit(75))
-print("up", flush=True)
-time.sleep(600)
-"""
 ONE_RANK = ("--nodes", "1", "--gpus-per-node", "1", *settings("device=cpu"))
 GRACE_S = 15
 """The most in a job of a minute, Slurm's shortest; its signal comes up to 30 s before the time for it."""
-RUN = ("--", "python", "saves.py")
+RUN = ("--", "python", "listens.py")
 
 
 @pytest.mark.slow(seconds=70)
 def test_slices_end_with_their_total(login: Login) -> None:
-    login.script(SAVES, "saves.py")
     run = login.submit(
         *(*ONE_RANK, *settings(f"requeue.grace_s={GRACE_S}"), "--partition", "debug,high"),
         *("--time", "00:01:20", "--slice", "1", *RUN),
@@ -57,20 +50,16 @@ def test_slices_end_with_their_total(login: Login) -> None:
 
 @pytest.mark.slow(seconds=100)
 def test_a_job_that_slurm_shortens_saves_before_its_own_end(login: Login) -> None:
-    login.script(SAVES, "saves.py")
-    fills = ["--partition=high", "--exclusive", "--output=/dev/null", "--parsable", "--wrap=sleep 600"]
-    busy = login.run(["sbatch", "--nodes=3", "--time=4", *fills], check=True).stdout.strip()
-    login.cluster.wait_for_job(busy, "RUNNING")
-    waits = login.run(["sbatch", "--nodes=4", "--time=4", *fills], check=True).stdout.strip()
-    shape = (*ONE_RANK, *settings("requeue.grace_s=15"), "--partition", "high")
-    run = login.submit(*shape, "--time", "60", "--time-min", "2", *RUN)
-    login.wait_for_log(run, "up")
-    job = login.cluster.job(login.job_id(run))
-    assert job["TimeMin"] == "00:02:00"
-    assert job["TimeLimit"] in ("00:02:00", "00:03:00")  # in a gap of four minutes
-    login.run(["scancel", waits], check=True)
-    end = login.wait_for_end(run)
-    assert (end["action"], end["cause"]) == ("requeue", "timeout"), login.logs_and_attempts(run)
-    assert end["reason"].startswith("saved after SIGUSR2 before the time limit")
-    login.wait_for_log(run, "up", attempt=2)
-    login.run(["scancel", busy], check=True)
+    busy = ("--partition=high", "--time=4")
+    with login.other_job("--nodes=3", *busy):
+        with login.other_job("--nodes=4", *busy, waits=True):
+            shape = (*ONE_RANK, *settings("requeue.grace_s=15"), "--partition", "high")
+            run = login.submit(*shape, "--time", "60", "--time-min", "2", *RUN)
+            login.wait_for_log(run, "rank 0")
+            job = login.cluster.job(login.job_id(run))
+            assert job["TimeMin"] == "00:02:00"
+            assert job["TimeLimit"] in ("00:02:00", "00:03:00")  # in a gap of four minutes
+        end = login.wait_for_end(run)
+        assert (end["action"], end["cause"]) == ("requeue", "timeout"), login.logs_and_attempts(run)
+        assert end["reason"].startswith("saved after SIGUSR2 before the time limit")
+        login.wait_for_log(run, "rank 0", attempt=2)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
-
+from tests.on_slurm.broken_cases import changed_host
 from tests.on_slurm.login import Login, agents_of, log_of, settings
 from trainkit.cluster.bad_nodes import excluded, memory_file, note_failure
 
 
-@pytest.mark.parametrize("per", ["gpu", "node"])
-def test_the_job_has_a_node_to_spare_and_leaves_out_one_that_failed(login: Login, per: str) -> None:
+def test_the_job_has_a_node_to_spare_and_leaves_out_one_that_failed(login: Login) -> None:
     name, bad = login.cluster.name, login.cluster.hosts[0]
     note_failure(name, bad, "died", "it did not answer", run="/runs/big", attempt=3, environ=login.env)
-    args = ["--nodes", "2", "--gpus-per-node", "2", "--per", per, *settings("resources.spare_nodes=1")]
+    args = ["--nodes", "2", "--gpus-per-node", "2", *settings("resources.spare_nodes=1")]
     shown = login.trainkit("check", str(login.config), *args)
     assert shown.returncode == 0, shown.stderr
     assert "spare_nodes: 1: the job gets 3 nodes, and 2 of them train" in shown.stdout
@@ -21,7 +19,7 @@ def test_the_job_has_a_node_to_spare_and_leaves_out_one_that_failed(login: Login
     run = login.submit_listeners(*args, num_ranks=4)
     job = login.cluster.job(login.job_id(run))
     assert (job["NumNodes"], job["ExcNodeList"]) == ("3", bad)
-    assert [host for _, host in agents_of(run)][:: 2 if per == "gpu" else 1] == login.cluster.hosts[1:3]
+    assert [host for _, host in agents_of(run)][::2] == login.cluster.hosts[1:3]
     assert "#SBATCH --no-kill\n" in run.script_file.read_text()
     assert login.status(run)["num_nodes"] == 2
     # It needs all four now: the one that failed is better than none.
@@ -35,16 +33,12 @@ def test_the_job_has_a_node_to_spare_and_leaves_out_one_that_failed(login: Login
 
 def test_a_host_that_fails_a_check_is_given_up_and_left_out_from_then_on(login: Login) -> None:
     small = "/var/tmp/small"  # every host has its own
-    login.cluster.run(["mkdir", small], host=2, check=True)
-    login.cluster.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", small], host=2, check=True)
-    try:
-        args = ["--nodes", "2", *settings("resources.spare_nodes=1", f"launch.env.TMPDIR={small}")]
-        run = login.submit(*args, "--", "python", "listens.py")
+    mount = ["sh", "-c", f"mkdir {small} && mount -t tmpfs -o size=8m tmpfs {small}"]
+    with changed_host(login, 2, mount, ["sh", "-c", f"umount --lazy {small} && rmdir {small}"]):
+        values = settings("resources.spare_nodes=1", f"launch.env.TMPDIR={small}")
+        run = login.submit("--nodes", "2", "--per", "node", *values, "--", "python", "listens.py")
         for rank in range(2):
             login.wait_for_log(run, f"attempt 2 rank {rank}", rank, attempt=2)
-    finally:
-        login.cluster.run(["umount", "--lazy", small], host=2)
-        login.cluster.run(["rmdir", small], host=2)
     first, second, third = login.cluster.hosts[:3]
     end = login.wait_for_end(run)
     assert end["action"] == "restart"

@@ -5,16 +5,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-import yaml
 
 from tests.on_slurm import survival
 from tests.on_slurm.login import Login, settings, wait_for
 from tests.on_slurm.survival import RESTART_S, Curve, wait_for_steps, wait_until_over
-from tests.support.runs import train
 from trainkit.errors import EXIT_NO_RESTART
 
 pytestmark = pytest.mark.xdist_group("survive")
@@ -24,13 +21,8 @@ pytestmark = pytest.mark.xdist_group("survive")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> Curve:
     """The curve of a training that nothing happened to, of two ranks on this machine."""
     folder = tmp_path_factory.mktemp("whole")
-    sections = yaml.safe_load(survival.survivor_config(folder, batch_size=4).read_text())
-    overrides = [
-        f"{section}.{key}={json.dumps(value)}"
-        for section in ("model", "data", "train", "checkpoint")
-        for key, value in sections[section].items()
-    ]
-    return survival.curve(train(folder / "run", overrides, num_procs=2).run)
+    config = survival.survivor_config(folder, batch_size=4)
+    return survival.curve(survival.undisturbed(folder, config, num_procs=2))
 
 
 @pytest.fixture
@@ -39,7 +31,7 @@ def config(login: Login) -> Path:
     return survival.survivor_config(login.folder, batch_size=4)
 
 
-@pytest.mark.slow(seconds=70)
+@pytest.mark.slow(seconds=50)
 def test_preempted_again_and_again(login: Login, config: Path, expected: Curve) -> None:
     """With submitit; `test_signals` preempts sbatch, and the time limit below takes its run to the end."""
     run = login.submit("--partition", "low", "--backend", "submitit", "--per", "node", config=config)
@@ -59,7 +51,7 @@ def test_preempted_again_and_again(login: Login, config: Path, expected: Curve) 
 def test_the_time_limit(login: Login, config: Path, expected: Curve) -> None:
     limits = settings("resources.time='1'", "requeue.grace_s=30")
     run = login.submit(*limits, config=config)
-    wait_for(lambda: len(survival.steps_of(run)) > 40 or survival.events_of(run, "signal"), "some steps")
+    wait_for(lambda: len(survival.steps_of(run)) > 10 or survival.events_of(run, "signal"), "some steps")
     # As if its steps took longer: it must not finish before the limit comes.
     ranks = survival.ranks_of(run)
     survival.pause(ranks.values())
@@ -77,10 +69,10 @@ def test_the_time_limit(login: Login, config: Path, expected: Curve) -> None:
 @pytest.mark.slow(seconds=45)
 def test_a_rank_and_then_a_host_die(login: Login, config: Path, expected: Curve) -> None:
     run = login.submit(*settings("resources.spare_nodes=1"), config=config)
-    wait_for_steps(run, 1, 25)
+    wait_for_steps(run, 1, 12)
     job_id = login.job_id(run)
     killed_s = survival.kill_rank(run, 1)
-    wait_for_steps(run, 2, 25)
+    wait_for_steps(run, 2, 12)
     first, again = (survival.time_of(event) for event in survival.events_of(run, "first_step"))
     # Without the queue: other work on the machine makes one start slower than another, but not by this.
     assert again - killed_s < 10 + 2 * (first - survival.time_of(survival.events_of(run, "started")[0]))

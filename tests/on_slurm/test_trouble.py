@@ -10,15 +10,13 @@ import pytest
 
 from tests.on_slurm.broken_hosts import log_folder_replaced
 from tests.on_slurm.broken_runs import diagnosed
-from tests.on_slurm.login import BACKENDS, TRAINKIT, Login, log_of, settings
+from tests.on_slurm.login import BACKENDS, HOLD, ON_TWO_HOSTS, Login, log_of, settings
 from tests.on_slurm.shared_disk import shared_small_disk
 from tests.support.disks import fill
 from trainkit.errors import EXIT_STOPPED
 from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
 
-HOLD = settings("resources.extra.hold=true")
-ON_TWO_HOSTS = ("--nodes", "2", "--gpus-per-node", "1")
 TIMED_OUT = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
 REFUSED = "sbatch: error: Batch job submission failed: Job violates accounting/QOS policy"
 SAVES_SLOWLY = """
@@ -63,32 +61,35 @@ def sbatch(login: Login) -> FakeSbatch:
     return FakeSbatch(folder, str(shutil.which("sbatch", path=path)))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_an_answer_that_was_lost_is_one_job(login: Login, sbatch: FakeSbatch, backend: str) -> None:
+def submitted_by_both(login: Login, *command: str) -> list[tuple[RunDir, str]]:
+    """The run that each backend has submitted, finished, and what was said meanwhile."""
+    submit = ["submit", str(login.config), "--json", "--backend"]
+    found = []
+    for done in login.trainkit_at_once(*([*submit, backend, "--", *command] for backend in BACKENDS)):
+        assert done.returncode == 0, done.stderr
+        found.append((login.finish(RunDir(json.loads(done.stdout)["run_dir"])), done.stderr))
+    return found
+
+
+def jobs_of(login: Login) -> list[str]:
+    """The commands of all jobs that there have been in the folder."""
+    argv = ["squeue", "--noheader", "--states=all", "--name=small", "--format=%o"]
+    shown = login.run(argv, check=True).stdout.splitlines()
+    return [line for line in shown if str(login.folder) in line]
+
+
+def test_an_answer_that_was_lost_is_one_job(login: Login, sbatch: FakeSbatch) -> None:
     sbatch.does(f'$real "$@" > /dev/null; echo "{TIMED_OUT}" >&2; exit 1')
-    done = login.trainkit(
-        "submit", str(login.config), "--backend", backend, "--json", "--", "python", "-c", "print('ran')"
-    )
-    assert done.returncode == 0, done.stderr
-    assert "checking whether the job was accepted" in done.stderr
-    run = login.finish(RunDir(json.loads(done.stdout)["run_dir"]))
-    assert log_of(run) == "ran\n"
-    assert sbatch.num_calls == 1
-    jobs = login.run(["squeue", "--noheader", "--states=all", "--name=small", "--format=%i %o"], check=True)
-    assert len([line for line in jobs.stdout.splitlines() if str(login.folder) in line]) == 1
+    for run, said in submitted_by_both(login, "python", "-c", "print('ran')"):
+        assert "checking whether the job was accepted" in said
+        assert log_of(run) == "ran\n"
+    assert (sbatch.num_calls, len(jobs_of(login))) == (2, 2)
 
 
 def test_what_slurm_never_took_is_submitted_again(login: Login, sbatch: FakeSbatch) -> None:
     seen = f"{sbatch.folder}/seen-$PPID"
     sbatch.does(f'if [ ! -e {seen} ]; then touch {seen}; echo "{TIMED_OUT}" >&2; exit 1; fi; exec $real "$@"')
-    starts = [
-        login.start([*TRAINKIT, "submit", str(login.config), "--backend", backend, "--json", "--", "true"])
-        for backend in BACKENDS
-    ]
-    for start in starts:
-        printed, said = start.communicate(timeout=240)
-        assert start.returncode == 0, said
-        run = login.finish(RunDir(json.loads(printed)["run_dir"]))
+    for run, _ in submitted_by_both(login, "true"):
         assert len(read_job(run).attempts) == 1
 
 
@@ -120,10 +121,8 @@ def test_the_controller_is_away_at_a_submit(login: Login) -> None:
         assert "`scontrol ping` shows whether Slurm's controller is up" in done.stdout + done.stderr
     assert not (login.folder / "runs").exists()
     login.cluster.start_slurmctld()
-    for done in login.trainkit_at_once(*submits):
-        login.finish(RunDir(json.loads(done.stdout)["run_dir"]))
-    ended = login.run(["squeue", "--noheader", "--states=all", "--name=small", "--format=%o"], check=True)
-    assert len([line for line in ended.stdout.splitlines() if str(login.folder) in line]) == 2
+    submitted_by_both(login, "true")
+    assert len(jobs_of(login)) == 2
 
 
 def test_the_controller_is_restarted_while_jobs_save_to_come_back(login: Login) -> None:
@@ -150,7 +149,7 @@ def test_a_cluster_without_accounting(login: Login) -> None:
     assert login.status(run)["state"] in ("starting", "running")
     assert login.trainkit("cancel", str(run.path), "--wait").returncode == 0
     assert login.status(run)["state"] == "cancelled"
-    lost = login.submit("--set", "resources.extra.hold=true", "--", "true")
+    lost = login.submit(*HOLD, "--", "true")
     login.run(["scancel", login.job_id(lost)], check=True)
     assert login.status(lost)["state"] == "cancelled"
     # As if squeue had forgotten it.
@@ -208,7 +207,7 @@ def test_a_full_disk_at_submit(login: Login) -> None:
     with shared_small_disk(login.cluster, login.folder / "disk", "1m") as disk:
         for leave_bytes in (0, 8_000, 16_000, 24_000, 32_000, 40_000):
             filler = fill(disk, leave_bytes)
-            args = ["--run-dir", str(disk / "run"), "--set", "resources.extra.hold=true", "--", "true"]
+            args = ["--run-dir", str(disk / "run"), *HOLD, "--", "true"]
             done = login.trainkit("submit", str(login.config), *args)
             assert done.returncode == 2, (leave_bytes, done.stderr)
             assert "No space left on device" in done.stderr

@@ -12,23 +12,21 @@ from tests.on_slurm.survival import RESTART_S, wait_for_steps, wait_until_over
 from tests.support.tasks import write_tutorial
 
 pytestmark = pytest.mark.xdist_group("survive")
-OPTIONS = settings(
+VALUES = (
     *("device=cpu", "precision.dtype=fp32", "resources.gpus_per_node=1", "resources.cpus_per_gpu=1"),
     *("parallel.dp_shard=2", "data.num_workers=1", "train.device_batch_size=8", "train.global_batch_size=16"),
-    *("train.steps=120", "train.log_every=1", "train.eval_every=null", "checkpoint.every_steps=20"),
+    *("train.steps=40", "train.log_every=1", "train.eval_every=null", "checkpoint.every_steps=10"),
     *("resources.time='10'", "requeue.grace_s=20", "logging.tensorboard=false"),
 )
 
 
-@pytest.mark.slow(seconds=40)
+@pytest.mark.slow(seconds=25)
 def test_preempted(login: Login, tmp_path_factory: pytest.TempPathFactory) -> None:
     config = write_tutorial(login.folder)
-    whole = Login(login.cluster, tmp_path_factory.mktemp("whole"))
-    here = ["--nodes", "2", "--backend", "local", *OPTIONS, *settings("data.num_workers=0")]
-    alone = whole.submit(*here, config=write_tutorial(whole.folder))
-    assert wait_until_over(whole, alone, RESTART_S)["state"] == "finished"
+    folder = tmp_path_factory.mktemp("whole")
+    alone = survival.undisturbed(folder, write_tutorial(folder), 2, [*VALUES, "data.num_workers=0"])
     login.script(survival.WAITS_IN_EACH_STEP, "sitecustomize.py")
-    run = login.submit("--nodes", "2", "--partition", "low", *OPTIONS, config=config)
+    run = login.submit("--nodes", "2", "--partition", "low", *settings(*VALUES), config=config)
     wait_for_steps(run, 1, 5)
     survival.preempt(login.cluster)
     assert wait_until_over(login, run, RESTART_S)["state"] == "finished", login.logs_and_attempts(run)

@@ -5,19 +5,25 @@ Then what these versions do differently: the variables of shells and steps, and 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.on_slurm import test_commands, test_interactive, test_signals, test_steps, test_trouble
-from tests.on_slurm.login import BACKENDS, Login, settings
+from tests.on_slurm import (
+    test_cgroups,
+    test_commands,
+    test_interactive,
+    test_signals,
+    test_steps,
+    test_trouble,
+)
+from tests.on_slurm.login import Login, settings
 from tests.slurm import test_control_on_cluster, test_jobs_on_cluster
 from tests.support.runs import losses
-from tools.slurm_cluster.cluster import Cluster, up
+from tests.support.tmux import needs_tmux
+from tools.slurm_cluster.cluster import Cluster, running
 from tools.slurm_cluster.plugin import require_cluster
-from tools.slurm_cluster.processes import Pid
 from trainkit.slurm.states import JobState
 
 # The tests of a version stay together: one process starts its cluster, whatever the number of processes.
@@ -43,9 +49,8 @@ def clusters_possible(slurm_version: str) -> None:
 @pytest.fixture(scope="module")
 def cluster(clusters_possible: None, slurm_version: str) -> Iterator[Cluster]:
     """A cluster with this version."""
-    made = up(owner=Pid.of(os.getpid()), slurm=slurm_version)
-    yield made
-    made.down()
+    with running(slurm_version) as made:
+        yield made
 
 
 @pytest.fixture
@@ -61,16 +66,6 @@ def test_it_is_that_version(cluster: Cluster, login: Login, slurm_version: str) 
     test_control_on_cluster.test_discover_cluster(cluster)
 
 
-def test_both_backends_train_on_two_hosts(login: Login) -> None:
-    shape = ("--nodes", "2", "--gpus-per-node", "1")
-    short = [*test_signals.ENDLESS, *settings("train.steps=3")]
-    runs = [login.submit(*shape, *short, "--backend", backend) for backend in BACKENDS]
-    curves = [losses(login.finish(run).path) for run in runs]
-    assert list(curves[0]) == [1, 2, 3]
-    assert curves[0] == curves[1]
-    assert [login.status(run)["state"] for run in runs] == ["finished"] * 2
-
-
 def test_ranks_have_everything_that_trainers_read(login: Login) -> None:
     test_commands.test_a_command_is_a_rank_with_everything_that_trainers_read(login)
 
@@ -79,17 +74,23 @@ def test_a_preemption_saves_and_requeues(login: Login) -> None:
     test_signals.test_a_preemption_that_tells_only_the_ranks_saves(login)
 
 
-def test_a_requeued_and_a_resumed_run_repeat_no_step(login: Login) -> None:
-    test_signals.test_a_requeued_job_goes_on_as_the_next_attempt(login)
+def test_a_run_is_requeued_cancelled_and_resumed(login: Login) -> None:
+    test_cgroups.test_a_run_is_requeued_cancelled_and_resumed(login)
 
 
 def test_cancel_saves(login: Login) -> None:
     test_signals.test_cancel_saves(login)
 
 
-def test_srun_trainkit_run(login: Login) -> None:
-    (login.folder / "nano.yaml").write_text(test_steps.NANO)
+def test_a_step_and_a_job_of_submitit_train_alike(login: Login) -> None:
+    """With sbatch, the preempted run trains."""
+    nano = login.folder / "nano.yaml"
+    nano.write_text(test_steps.NANO.replace("global_batch_size: 40", "global_batch_size: 32"))
     test_steps.test_srun_trainkit_run(login)
+    shape = ("--nodes", "2", "--gpus-per-node", "1", *settings("resources.cpus_per_gpu=1"))
+    run = login.finish(login.submit(*shape, "--name", "job", "--backend", "submitit", config=nano))
+    assert losses(run.path) == losses(login.folder / "runs/nano")
+    assert login.status(run)["state"] == "finished"
 
 
 @pytest.mark.usefixtures("its_commands")
@@ -109,6 +110,7 @@ def test_what_a_process_is_in_the_batch_shell_and_in_steps(login: Login) -> None
     test_steps.test_what_a_process_is_in_the_batch_shell_and_in_steps(login)
 
 
+@needs_tmux
 def test_what_a_process_is_in_an_interactive_shell(login: Login) -> None:
     test_interactive.test_a_shell_in_an_allocation_of_two_nodes(login)
 

@@ -8,24 +8,15 @@ from pathlib import Path
 import pytest
 
 from tests.on_slurm.login import TRAINKIT, Login, settings, wait_for
-from tests.on_slurm.survival import WAITS_IN_EACH_STEP
+from tests.on_slurm.survival import start_preempting
+from tests.on_slurm.test_signals import train
 from tests.support.tmux import Tmux, needs_tmux
-from trainkit.run.files import read_jsonl
-
-ENDLESS = settings(
-    *("model.preset=nano", "data.seq_len=64", "train.device_batch_size=4", "train.global_batch_size=8"),
-    *("train.steps=1000000", "train.log_every=1", "train.eval_every=null", "checkpoint.every_steps=null"),
-    *("precision.dtype=fp32", "logging.tensorboard=false", "logging.health_every_s=1"),
-)
-PREEMPTING = ("sbatch", "--parsable", "--partition=high", "--nodes=4", "--exclusive", "--output=/dev/null")
 
 
 @needs_tmux
 @pytest.mark.slow(seconds=30)
 def test_a_run_of_two_hosts_and_its_preemption(login: Login, tmp_path: Path) -> None:
-    login.script(WAITS_IN_EACH_STEP, "sitecustomize.py")
-    run = login.submit("--nodes", "2", "--gpus-per-node", "1", "--partition", "low", *ENDLESS)
-    wait_for(lambda: sum(1 for _ in read_jsonl(run.metrics_file)) >= 3, "the first steps")
+    run = train(login, "--partition", "low", *settings("logging.health_every_s=1"))
     hosts = login.cluster.hosts[:2]
     wait_for(lambda: all(run.health_file(host).exists() for host in hosts), "a sample of each host")
     environ = {**login.cluster.environ, **login.env}
@@ -43,7 +34,7 @@ def test_a_run_of_two_hosts_and_its_preemption(login: Login, tmp_path: Path) -> 
         wait_for(lambda: step_on(terminal.screen) > first, "another step on the screen")
         terminal.resize(200, 50)
         terminal.wait_for(r"^grad norm +[\d.]+ {20,}[▁-█]{60,}$")
-        login.run([*PREEMPTING, "--wrap=sleep 1"], check=True)
+        start_preempting(login.cluster, 1)
         terminal.wait_for(r"^small +REQUEUEING", timeout_s=120)
         terminal.wait_for(r"attempt 1 stopped: saved after SIGTERM at a preemption; resumes \(restart 1\)")
         terminal.wait_for(r"^checkpoint step [\d,]+, \S+ ago · nothing at risk$")

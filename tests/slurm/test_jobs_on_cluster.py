@@ -1,6 +1,5 @@
 """What jobs are doing, asked of a real Slurm: with accounting, without, and when it has forgotten them."""
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.slurm.on_cluster import SLEEP, send, wait_for, wait_for_text
-from tools.slurm_cluster.cluster import Cluster, up
-from tools.slurm_cluster.processes import Pid
+from tools.slurm_cluster.cluster import Cluster, running
 from trainkit.cluster.discovery import discover_cluster
 from trainkit.slurm.control import requeue
 from trainkit.slurm.hosts import expand_hosts
@@ -136,9 +134,8 @@ def test_ten_thousand_tasks(cluster: Cluster, tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def forgetful(clusters_possible: None) -> Iterator[Cluster]:
     """A cluster of its own, whose controller can be made to forget."""
-    made = up(owner=Pid.of(os.getpid()), num_hosts=1)
-    yield made
-    made.down()
+    with running(num_hosts=1) as made:
+        yield made
 
 
 def forget(cluster: Cluster) -> None:
@@ -194,10 +191,9 @@ def test_forgotten_jobs(forgetful: Cluster, tmp_path: Path) -> None:
 def test_a_cluster_that_never_had_accounting(
     clusters_possible: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = up(owner=Pid.of(os.getpid()), num_hosts=1, accounting=False)
-    for name, value in made.environ.items():
-        monkeypatch.setenv(name, value)
-    try:
+    with running(num_hosts=1, accounting=False) as made:
+        for name, value in made.environ.items():
+            monkeypatch.setenv(name, value)
         job_id = send(made, tmp_path, "exit 3\n")
         assert wait_for(made, job_id, JobState.FAILED).exit_code == 3
         found = discover_cluster()
@@ -206,5 +202,3 @@ def test_a_cluster_that_never_had_accounting(
         unknown = query_jobs([job_id])[job_id]
         assert unknown.state is JobState.UNKNOWN
         assert "accounting storage is disabled" in unknown.sentence
-    finally:
-        made.down()

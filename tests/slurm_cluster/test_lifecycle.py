@@ -1,9 +1,8 @@
 """Clusters come up next to each other and leave nothing behind, however they end."""
 
 import os
-import pty
 import re
-import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.tmux import Tmux, needs_tmux
 from tools.slurm_cluster import lifecycle, network
 from tools.slurm_cluster.cluster import Cluster, attach, up
 from tools.slurm_cluster.processes import Pid
@@ -129,32 +129,25 @@ def test_after_a_restart_of_the_machine_no_process_is_taken_for_its_own(clusters
         stranger.wait()
 
 
-def test_a_shell_of_its_own(clusters_possible: None) -> None:
+@needs_tmux
+def test_a_shell_of_its_own(clusters_possible: None, tmp_path: Path) -> None:
     """`make cluster`, at a terminal: the prompt, the commands, and nothing left."""
-    terminal, other_end = pty.openpty()
-    process = subprocess.Popen(
-        ["setsid", "--ctty", sys.executable, "-m", "tools.slurm_cluster", "shell", "--no-accounting"],
-        cwd=ROOT,
-        env={**os.environ, "SHELL": "/bin/bash", "TERM": "dumb"},
-        stdin=other_end,
-        stdout=other_end,
-        stderr=other_end,
-    )
-    os.close(other_end)
-    shown = read_until(terminal, rb"\(tk\d+\) ")
-    assert "Leave with `exit` or Ctrl-D" in shown
-    # A Ctrl-C before the command has begun would be lost between the shell and it.
-    waits = b"sh -c 'echo be''gun; exec sleep 100'"
-    os.write(terminal, b"sinfo --noheader --partition=high; which trainkit; " + waits + b"\n")
-    shown = read_until(terminal, rb"bin/trainkit[^$]*begun")
-    found = re.search(r"4\s+idle (tk\d+)-node\[1-4\]", shown)
-    assert found, shown
-    (state,) = (state for state in all_states() if state.name == found[1])
-    # Ctrl-C is for the command, not for the cluster.
-    os.write(terminal, b"\x03")
-    read_until(terminal, rb"\(tk\d+\) ")
-    os.write(terminal, b"exit 3\n")
-    assert process.wait(timeout=120) == 0
+    environ = {**os.environ, "SHELL": "/bin/bash", "TMUX_TMPDIR": str(tmp_path)}
+    with Tmux(tmp_path, 150, 50, ROOT, environ) as window:
+        shell = [sys.executable, "-m", "tools.slurm_cluster", "shell", "--no-accounting"]
+        window.enter(f"{shlex.join(shell)}; echo ended with $?")
+        name = window.wait_for(r"^\((tk\d+)\) ", 200)[1]
+        assert "Leave with `exit` or Ctrl-D" in window.screen
+        assert re.search(rf"4 +idle {name}-node\[1-4\]", window.ask("sinfo --noheader --partition=high"))
+        assert window.ask("which trainkit").endswith("bin/trainkit")
+        # Ctrl-C is for the command, not for the cluster. Before it has begun, it would be lost.
+        window.enter("sh -c 'echo be''gun; exec sleep 100'")
+        window.wait_for("^begun$")
+        window.keys("C-c")
+        assert window.ask("echo there")
+        (state,) = (state for state in all_states() if state.name == name)
+        window.enter("exit 3")
+        window.wait_for("^ended with 0$", 120)
     assert traces(state) == []
 
 
@@ -173,14 +166,3 @@ def test_a_shell_that_is_killed_with_its_terminal(clusters_possible: None) -> No
     process.send_signal(signal.SIGHUP)
     assert process.wait(timeout=120) == 128 + signal.SIGHUP
     assert traces(state) == []
-
-
-def read_until(terminal: int, pattern: bytes, timeout_s: float = 200) -> str:
-    """What a terminal shows up to a pattern."""
-    shown = b""
-    deadline = time.monotonic() + timeout_s
-    while not re.search(pattern, shown):
-        ready, _, _ = select.select([terminal], [], [], max(0.0, deadline - time.monotonic()))
-        assert ready, shown.decode()
-        shown += os.read(terminal, 1000)
-    return shown.decode()

@@ -9,17 +9,23 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import yaml
+
+from tests.support.programs import ranks_of, wait_for
+from trainkit.run.rundir import RunDir
 
 FOLDER = Path(__file__).parents[1] / "observe" / "broken_runs"
 HOST = "node01"
@@ -32,238 +38,196 @@ import datetime, errno, os, signal, socket, sys, time
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 print(f"rank {rank} of {world} starts", flush=True)
 """
-GROUP = "import torch, torch.distributed as dist\n"
+TRAINER = ("model.preset=nano", "data.seq_len=64", "train.device_batch_size=4", "train.global_batch_size=16")
+TRAINER += ("train.log_every=1", "train.eval_every=null", "device=cpu", "logging.tensorboard=false")
 
 
 @dataclass(frozen=True)
 class Broken:
-    """A run that fails: its script or settings, and what a diagnosis has to say."""
+    """A run of two ranks that fails: its script or settings, and what a diagnosis has to say."""
 
     expect: dict[str, Any]
     script: str = ""
     """The Python code of every rank; empty for the built-in trainer."""
     options: tuple[str, ...] = ()
     arguments: tuple[str, ...] = ()
-    num_ranks: int = 2
-    env: dict[str, str] = field(default_factory=dict)
-    launcher: bool = False
-    """Whether torchrun starts the ranks."""
     about: str = ""
     """How it is broken, where the code does not show it."""
     package: str | None = None
     """A package that the script needs and that the tests do not install."""
 
 
-def expect(name: str | None, rank: int | None = 1, confidence: str = "certain") -> dict[str, Any]:
-    return {"name": name, "rank": rank, "host": HOST, "confidence": confidence}
+def scripts(table: str) -> Iterator[tuple[list[Any], str, str]]:
+    """The words of the head of each script of a table, its comment, and its code, indented below."""
+    for head, text in re.findall(r"^(\S.*)\n((?: .*\n)*)", table, re.MULTILINE):
+        about, code = re.findall(r"\A(?:# (.*)\n)?((?:.*\n)*)", dedent(text))[0]
+        yield [None if word == "-" else word for word in shlex.split(head)], about, code
 
 
-GATED = """\
-if rank != 1: signal.pause()
-import http.server, threading
-class Hub(http.server.BaseHTTPRequestHandler):
-    def do_HEAD(self):
-        self.send_response(403)
-        self.send_header("X-Error-Code", "GatedRepo")
-        self.send_header("X-Error-Message", "Access to this model is restricted")
-        self.end_headers()
-server = http.server.HTTPServer(("127.0.0.1", 0), Hub)
-threading.Thread(target=server.serve_forever, daemon=True).start()
-os.environ["HF_ENDPOINT"] = f"http://127.0.0.1:{server.server_port}"
-from huggingface_hub import hf_hub_download
-hf_hub_download("organization/model", "config.json")
+TABLE = """
+killed killed 1 certain
+    if rank != 1: signal.pause()
+    os.kill(os.getpid(), signal.SIGKILL)
+segfault killed 1 certain
+    if rank != 1: signal.pause()
+    os.kill(os.getpid(), signal.SIGSEGV)
+import-error import-error 1 certain
+    if rank != 1: signal.pause()
+    import a_package_that_is_not_there
+syntax-error syntax-error - certain
+    def broken(:
+disk-full disk-full 1 certain
+    if rank != 1: signal.pause()
+    open('/dev/full', 'w').write('x' * 10**6)
+quota quota 1 certain
+    # A rank raises the error of a quota itself.
+    if rank != 1: signal.pause()
+    raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), '/scratch/user/model.pt')
+memory-limit host-oom 1 certain
+    if rank != 1: signal.pause()
+    import resource
+    resource.setrlimit(resource.RLIMIT_AS, (2**31, 2**31))
+    bytearray(2**32)
+port-in-use port-in-use 0 certain
+    import torch, torch.distributed as dist
+    if rank: signal.pause()
+    busy = socket.create_server(('127.0.0.1', 0))
+    dist.TCPStore('127.0.0.1', busy.getsockname()[1], 2, True)
+rendezvous rendezvous 1 certain
+    import torch, torch.distributed as dist
+    if rank: signal.pause()
+    dist.TCPStore('127.0.0.1', 0, 2, True, datetime.timedelta(seconds=1), wait_for_workers=True)
+wrong-interface wrong-interface - certain
+    import torch, torch.distributed as dist
+    os.environ['GLOO_SOCKET_IFNAME'] = 'nope0'
+    dist.init_process_group('gloo')
+own-exception exception 1 certain
+    import torch, torch.distributed as dist
+    dist.init_process_group('gloo')
+    dist.barrier()
+    if rank == 1: raise ValueError('the table of labels has 10 classes, not 12')
+    dist.barrier()
+shape-mismatch shape-mismatch 1 certain
+    import torch, torch.distributed as dist
+    if rank != 1: signal.pause()
+    torch.nn.Linear(4, 8).load_state_dict(torch.nn.Linear(4, 16).state_dict())
+loss-is-nan diverged 1 certain
+    # A rank raises the error itself.
+    if rank != 1: signal.pause()
+    raise FloatingPointError(f'loss is {float("nan")} at step 12')
+bad-arguments bad-config - likely -- --learning-rate 3
+    import argparse
+    parser = argparse.ArgumentParser()
+    parser.add_argument('--lr')
+    parser.parse_args()
+hf-gated hf-login 1 certain
+    # The client of the Hub, against a server that answers as the Hub does for a gated model.
+    if rank != 1: signal.pause()
+    import http.server, threading
+    class Hub(http.server.BaseHTTPRequestHandler):
+        def do_HEAD(self):
+            self.send_response(403)
+            self.send_header("X-Error-Code", "GatedRepo")
+            self.send_header("X-Error-Message", "Access to this model is restricted")
+            self.end_headers()
+    server = http.server.HTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    os.environ["HF_ENDPOINT"] = f"http://127.0.0.1:{server.server_port}"
+    from huggingface_hub import hf_hub_download
+    hf_hub_download("organization/model", "config.json")
+wandb-no-key wandb-login 1 certain
+    # The client of Weights & Biases without a key.
+    if rank != 1: signal.pause()
+    os.environ['HOME'] = os.getcwd()
+    import wandb
+    wandb.init(project='x')
+exit-code exit-code 1 likely
+    if rank != 1: signal.pause()
+    print('giving up'); sys.exit(5)
+caught-oom killed 1 certain
+    if rank != 1: signal.pause()
+    print('RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB; skipping this batch')
+    for step in range(3): print(f'step {step} loss 2.1')
+    sys.stdout.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+torchrun-oom cuda-oom 1 certain --launcher torchrun
+    # A rank raises the error of a GPU itself.
+    import torch, torch.distributed as dist
+    dist.init_process_group('gloo')
+    dist.barrier()
+    capacity = 'GPU 1 has a total capacity of 79.11 GiB of which 1.03 GiB is free.'
+    if rank == 1: raise torch.OutOfMemoryError(f'CUDA out of memory. Tried to allocate 2.00 GiB. {capacity}')
+    dist.barrier()
+torchrun-killed killed 1 certain --launcher torchrun
+    if rank != 1: signal.pause()
+    os.kill(os.getpid(), signal.SIGKILL)
+diverged diverged - certain --set optimizer.lr=1e30 --set train.steps=100 --set precision.dtype=fp32
+hang hang 1 certain --set train.steps=100000 --set requeue.hang_min_s=5 --set requeue.hang_factor=2 \
+--set checkpoint.every_steps=null
+fails-when-stopped stop-signal - likely
+    import json
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(3))
+    with open(os.environ["TRAINKIT_JOB_RUN_DIR"] + "/job.json") as file:
+        supervisor = json.load(file)["attempts"][-1]["pid"]
+    time.sleep(1)
+    if rank == 1: os.kill(supervisor, signal.SIGTERM)
+    signal.pause()
+supervisor-killed - - unknown
+    import json
+    with open(os.environ["TRAINKIT_JOB_RUN_DIR"] + "/job.json") as file:
+        supervisor = json.load(file)["attempts"][-1]["pid"]
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(3))
+    time.sleep(1)
+    if rank == 1: os.kill(supervisor, signal.SIGKILL)
+    signal.pause()
 """
-"""The client of the Hugging Face Hub, against a server that answers as the Hub does for a gated model."""
-SUPERVISOR = """\
-import json
-signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(3))
-with open(os.environ["TRAINKIT_JOB_RUN_DIR"] + "/job.json") as file:
-    supervisor = json.load(file)["attempts"][-1]["pid"]
-time.sleep(1)
-"""
-WAIT = "if rank != 1: signal.pause()\n"
-TRAINER = ("model.preset=nano", "data.seq_len=64", "train.device_batch_size=4", "train.global_batch_size=16")
-TRAINER += ("train.log_every=1", "train.eval_every=null", "device=cpu", "logging.tensorboard=false")
-BROKEN = {
-    "killed": Broken(expect("killed"), WAIT + "os.kill(os.getpid(), signal.SIGKILL)"),
-    "segfault": Broken(expect("killed"), WAIT + "os.kill(os.getpid(), signal.SIGSEGV)"),
-    "import-error": Broken(expect("import-error"), WAIT + "import a_package_that_is_not_there"),
-    "syntax-error": Broken(expect("syntax-error", None), "def broken(:\n"),
-    "disk-full": Broken(expect("disk-full"), WAIT + "open('/dev/full', 'w').write('x' * 10**6)"),
-    "quota": Broken(
-        expect("quota"),
-        WAIT + "raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), '/scratch/user/model.pt')",
-        about="A rank raises the error of a quota itself.",
-    ),
-    "memory-limit": Broken(
-        expect("host-oom"),
-        WAIT + "import resource\nresource.setrlimit(resource.RLIMIT_AS, (2**31, 2**31))\nbytearray(2**32)",
-    ),
-    "port-in-use": Broken(
-        expect("port-in-use", 0),
-        GROUP + "if rank: signal.pause()\nbusy = socket.create_server(('127.0.0.1', 0))\n"
-        "dist.TCPStore('127.0.0.1', busy.getsockname()[1], 2, True)",
-    ),
-    "rendezvous": Broken(
-        expect("rendezvous", 1),
-        GROUP + "if rank: signal.pause()\n"
-        "dist.TCPStore('127.0.0.1', 0, 2, True, datetime.timedelta(seconds=1), wait_for_workers=True)",
-    ),
-    "wrong-interface": Broken(
-        expect("wrong-interface", None),
-        GROUP + "os.environ['GLOO_SOCKET_IFNAME'] = 'nope0'\ndist.init_process_group('gloo')",
-    ),
-    "own-exception": Broken(
-        expect("exception"),
-        GROUP + "dist.init_process_group('gloo')\ndist.barrier()\n"
-        "if rank == 1: raise ValueError('the table of labels has 10 classes, not 12')\ndist.barrier()",
-    ),
-    "shape-mismatch": Broken(
-        expect("shape-mismatch"),
-        GROUP + WAIT + "torch.nn.Linear(4, 8).load_state_dict(torch.nn.Linear(4, 16).state_dict())",
-    ),
-    "loss-is-nan": Broken(
-        expect("diverged"),
-        WAIT + "raise FloatingPointError(f'loss is {float(\"nan\")} at step 12')",
-        about="A rank raises the error itself.",
-    ),
-    "bad-arguments": Broken(
-        expect("bad-config", None, "likely"),
-        "import argparse\nparser = argparse.ArgumentParser()\n"
-        "parser.add_argument('--lr')\nparser.parse_args()",
-        arguments=("--learning-rate", "3"),
-    ),
-    "hf-gated": Broken(
-        expect("hf-login"),
-        GATED,
-        about="The client of the Hub, against a server that answers as the Hub does for a gated model.",
-    ),
-    "wandb-no-key": Broken(
-        expect("wandb-login"),
-        WAIT + "os.environ['HOME'] = os.getcwd()\nimport wandb\nwandb.init(project='x')",
-        about="The client of Weights & Biases without a key.",
-        package="wandb",
-    ),
-    "exit-code": Broken(expect("exit-code", 1, "likely"), WAIT + "print('giving up'); sys.exit(5)"),
-    "caught-oom": Broken(
-        expect("killed"),
-        WAIT + "print('RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB; skipping this batch')\n"
-        "for step in range(3): print(f'step {step} loss 2.1')\n"
-        "sys.stdout.flush()\nos.kill(os.getpid(), signal.SIGKILL)",
-    ),
-    "torchrun-oom": Broken(
-        expect("cuda-oom"),
-        GROUP + "dist.init_process_group('gloo')\ndist.barrier()\n"
-        "if rank == 1: raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1"
-        " has a total capacity of 79.11 GiB of which 1.03 GiB is free.')\ndist.barrier()",
-        about="A rank raises the error of a GPU itself.",
-        launcher=True,
-    ),
-    "torchrun-killed": Broken(expect("killed"), WAIT + "os.kill(os.getpid(), signal.SIGKILL)", launcher=True),
-    "diverged": Broken(
-        expect("diverged", None),
-        options=("--set", "optimizer.lr=1e30", "--set", "train.steps=100", "--set", "precision.dtype=fp32"),
-    ),
-    "hang": Broken(
-        expect("hang"),
-        options=(
-            *(
-                "--set",
-                "train.steps=100000",
-                "--set",
-                "requeue.hang_min_s=5",
-                "--set",
-                "requeue.hang_factor=2",
-            ),
-            *("--set", "checkpoint.every_steps=null"),
-        ),
-    ),
-    "fails-when-stopped": Broken(
-        expect("stop-signal", None, "likely"),
-        SUPERVISOR + "if rank == 1: os.kill(supervisor, signal.SIGTERM)\nsignal.pause()",
-    ),
-    "supervisor-killed": Broken(
-        {"name": None, "rank": None, "host": None, "confidence": "unknown"},
-        SUPERVISOR + "if rank == 1: os.kill(supervisor, signal.SIGKILL)\nsignal.pause()",
-    ),
-    "finished": Broken(
-        {"name": None, "state": "nothing failed"}, "print('CUDA out of memory, but not here')"
-    ),
-}
+"""Name, signature, rank and confidence of each, with options, and the arguments of the script after --."""
+
+
+def _broken() -> Iterator[tuple[str, Broken]]:
+    for (name, cause, rank, confidence, *rest), about, code in scripts(TABLE):
+        at = rest.index("--") if "--" in rest else len(rest)
+        host = HOST if cause else None
+        expect = {"name": cause, "rank": rank and int(rank), "host": host, "confidence": confidence}
+        package = "wandb" if "import wandb" in code else None
+        yield name, Broken(expect, code, tuple(rest[:at]), tuple(rest[at + 1 :]), about, package)
+    finished = {"name": None, "state": "nothing failed"}
+    yield "finished", Broken(finished, "print('CUDA out of memory, but not here')")
+
+
+BROKEN = dict(_broken())
 
 
 def make(name: str, folder: Path) -> Path:
     """Make one run below a folder, to its end; returns its run folder."""
     broken = BROKEN[name]
     run, home = folder / "run", folder / "home"
-    argv = [
-        sys.executable,
-        "-m",
-        "trainkit",
-        "submit",
-        "--backend",
-        "local",
-        "--follow",
-        "--run-dir",
-        str(run),
-    ]
-    argv += [
-        "--nodes",
-        "1",
-        "--gpus-per-node",
-        str(broken.num_ranks),
-        "--set",
-        "requeue.max=0",
-        *broken.options,
-    ]
+    argv = [sys.executable, "-m", "trainkit", "submit", "--backend", "local", "--follow"]
+    argv += ["--run-dir", str(run), "--nodes", "1", "--gpus-per-node", "2"]
+    argv += ["--set", "requeue.max=0", *broken.options]
     if broken.script:
-        (folder / "train.py").write_text(PREAMBLE * (name != "syntax-error") + broken.script + "\n")
-        argv += ["--launcher", "torchrun"] * broken.launcher
-        argv += ["--", *([] if broken.launcher else ["python"]), "train.py", *broken.arguments]
+        (folder / "train.py").write_text(PREAMBLE * (name != "syntax-error") + broken.script)
+        argv += ["--", *([] if "--launcher" in argv else ["python"]), "train.py", *broken.arguments]
     else:
         argv += [part for setting in TRAINER for part in ("--set", setting)]
-    env = {**os.environ, "XDG_STATE_HOME": str(home), "XDG_CONFIG_HOME": str(home), "OMP_NUM_THREADS": "1"}
     if broken.package is not None and find_spec(broken.package) is None:
         raise SystemExit(f"{name} needs {broken.package}: install it below DIR, and set PYTHONPATH=DIR")
+    env = {**os.environ, "XDG_STATE_HOME": str(home), "XDG_CONFIG_HOME": str(home), "OMP_NUM_THREADS": "1"}
     paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    env |= {"PYTHONPATH": os.pathsep.join(paths), **broken.env}
+    env |= {"PYTHONPATH": os.pathsep.join(paths), "GLOO_SOCKET_IFNAME": "lo"}
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
-    env["GLOO_SOCKET_IFNAME"] = "lo"
     with (folder / "submit.log").open("wb") as log:
         started = subprocess.Popen(argv, cwd=folder, env=env, stdout=log, stderr=subprocess.STDOUT)
         try:
             if name == "hang":
-                _stop_rank(run, 1)
+                metrics = run / "metrics.jsonl"
+                wait_for(lambda: metrics.exists() and metrics.stat().st_size > 1000)
+                os.kill(ranks_of(RunDir(run))[1], signal.SIGSTOP)
             started.wait(timeout=TIMEOUT_S)
         finally:
             started.kill()
             started.wait()
     return run
-
-
-def _stop_rank(run: Path, rank: int) -> None:
-    """Stop the process of a rank once it trains."""
-    import signal
-    import time
-
-    deadline_s = time.monotonic() + TIMEOUT_S
-    while time.monotonic() < deadline_s:
-        if (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").stat().st_size > 1000:
-            for path in Path("/proc").glob("[0-9]*/environ"):
-                try:
-                    command = (path.parent / "cmdline").read_bytes()
-                    environ = path.read_bytes().split(b"\0")
-                except OSError:
-                    continue
-                if (
-                    str(run).encode() in command
-                    and b"trainkit.trainer" in command
-                    and f"RANK={rank}".encode() in environ
-                ):
-                    os.kill(int(path.parent.name), signal.SIGSTOP)
-                    return
-        time.sleep(0.1)
-    raise TimeoutError(f"{run} does not train")
 
 
 KEPT = (

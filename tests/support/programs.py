@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+
+from trainkit.run.rundir import RunDir
 
 
 def run_program(*argv: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -37,6 +40,18 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
+
+
+def ranks_of(run: RunDir) -> dict[int, int]:
+    """The process of every rank of the built-in trainer, by rank, also on other hosts of a test cluster."""
+    found = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, KeyError):  # no process, or one that ends or starts right now
+            arguments = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            if str(run.path) in arguments and "trainkit.trainer" in arguments:
+                variables = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
+                found[int(dict(v.partition("=")[::2] for v in variables)["RANK"])] = int(entry.name)
+    return found
 
 
 def program(name: str) -> str:

@@ -25,7 +25,7 @@ class Tmux:
     def __init__(
         self, folder: Path, width: int, height: int, cwd: Path, environ: Mapping[str, str] | None = None
     ) -> None:
-        self._socket = folder / "tmux"
+        self._socket, self._num_asked = folder / "tmux", 0
         shell = ["env", "PS1=$ ", "bash", "--norc", "--noprofile"]
         size = ["-x", str(width), "-y", str(height)]
         self._run("new-session", "-d", *size, "-c", str(cwd), shlex.join(shell), environ=environ)
@@ -53,7 +53,11 @@ class Tmux:
 
     def type(self, argv: Sequence[str]) -> None:
         """Type a command and press enter."""
-        self._run("send-keys", "-l", shlex.join(argv))
+        self.enter(shlex.join(argv))
+
+    def enter(self, line: str) -> None:
+        """Type a line and press enter."""
+        self._run("send-keys", "-l", line)
         self.keys("Enter")
 
     def resize(self, width: int, height: int) -> None:
@@ -63,6 +67,14 @@ class Tmux:
     def screen(self) -> str:
         """What the window shows, a line a row."""
         return self._run("capture-pane", "-p")
+
+    def ask(self, command: str) -> str:
+        """What a command prints in the shell that runs here."""
+        # What is typed shows on the screen too: as other words than what is printed.
+        self._num_asked += 1
+        self.enter(f"echo BEG''IN{self._num_asked}; {command}; echo E''ND{self._num_asked}")
+        printed = rf"(?s)^BEGIN{self._num_asked} *\n(.*)^END{self._num_asked}\b"
+        return self.wait_for(printed, options=("-J", "-S", "-"))[1].strip()
 
     @property
     def screen_with_colours(self) -> str:
@@ -85,10 +97,12 @@ class Tmux:
         listed = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", shell], capture_output=True, text=True)
         return next(int(line.split()[0]) for line in listed.stdout.splitlines() if word in line)
 
-    def wait_for(self, pattern: str, timeout_s: float = 30.0) -> re.Match[str]:
-        """Wait until the window shows a pattern."""
+    def wait_for(self, pattern: str, timeout_s: float = 30.0, options: Sequence[str] = ()) -> re.Match[str]:
+        """Wait until the window shows a pattern; `options` of capture-pane show more of it."""
         deadline_s = time.monotonic() + timeout_s
-        while not (found := re.search(pattern, screen := self.screen, re.MULTILINE)):
+        while not (
+            found := re.search(pattern, screen := self._run("capture-pane", "-p", *options), re.MULTILINE)
+        ):
             assert time.monotonic() < deadline_s, (
                 f"{pattern!r} does not show within {timeout_s:g} s:\n{screen}"
             )

@@ -7,8 +7,9 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from tools.slurm_cluster import cluster as clusters
 from tools.slurm_cluster import lifecycle, packages, releases, shell
@@ -28,6 +29,18 @@ examples:
   python -m tools.slurm_cluster down                      remove the cluster
   python -m tools.slurm_cluster shell                     open a shell in a new cluster, removed on exit
 """
+HOST_ACTIONS = {
+    "kill": Cluster.kill_host,
+    "revive": Cluster.revive_host,
+    "cut-off": Cluster.cut_off,
+    "reconnect": Cluster.reconnect,
+}
+DAEMON_ACTIONS = {
+    ("stop", "slurmctld"): Cluster.stop_slurmctld,
+    ("start", "slurmctld"): Cluster.start_slurmctld,
+    ("stop", "slurmdbd"): Cluster.stop_accounting,
+    ("start", "slurmdbd"): Cluster.start_accounting,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,7 +77,7 @@ def _down(options: argparse.Namespace) -> int:
     if options.all:
         for state in all_states():
             lifecycle.take_down(state)
-    elif chosen := _find(options.folder, must_exist=False):
+    elif chosen := _choose(options.folder, must_exist=False):
         chosen.down()
     return 0
 
@@ -92,24 +105,12 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _host(options: argparse.Namespace) -> int:
-    cluster = _choose(options.folder)
-    {
-        "kill": cluster.kill_host,
-        "revive": cluster.revive_host,
-        "cut-off": cluster.cut_off,
-        "reconnect": cluster.reconnect,
-    }[options.what](options.number)
+    HOST_ACTIONS[options.what](_choose(options.folder), options.number)
     return 0
 
 
 def _daemon(options: argparse.Namespace) -> int:
-    cluster = _choose(options.folder)
-    {
-        ("stop", "slurmctld"): cluster.stop_slurmctld,
-        ("start", "slurmctld"): cluster.start_slurmctld,
-        ("stop", "slurmdbd"): cluster.stop_accounting,
-        ("start", "slurmdbd"): cluster.start_accounting,
-    }[options.what, options.name]()
+    DAEMON_ACTIONS[options.what, options.name](_choose(options.folder))
     return 0
 
 
@@ -132,18 +133,10 @@ def _install(options: argparse.Namespace) -> int:
     return 0
 
 
-def _choose(folder: Path | None) -> Cluster:
-    cluster = _find(folder, must_exist=True)
-    assert cluster is not None
-    return cluster
-
-
-def _find(folder: Path | None, must_exist: bool) -> Cluster | None:
-    """The cluster in the folder, the one of this shell, or the only one."""
+def _choose(folder: Path | None, must_exist: bool = True) -> Any:
+    """The cluster in the folder, the one of this shell, or the only one; None if there may be none."""
     named = folder or (Path(os.environ["TEST_CLUSTER"]) if "TEST_CLUSTER" in os.environ else None)
-    states = all_states()
-    if named is not None:
-        states = [state for state in states if state.path == named.absolute()]
+    states = [state for state in all_states() if named is None or state.path == named.absolute()]
     if len(states) > 1:
         folders = " ".join(state.folder for state in states)
         raise RuntimeError(f"there are {len(states)} clusters; choose one with --folder: {folders}")
@@ -167,53 +160,38 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    version = argparse.ArgumentParser(add_help=False)
-    version.add_argument(
-        "--slurm",
-        metavar="VERSION",
-        choices=releases.RELEASES,
-        help=f"{', '.join(releases.RELEASES)}; default: the one installed on this machine",
-    )
-    which = argparse.ArgumentParser(add_help=False)
+    version, which, make = (argparse.ArgumentParser(add_help=False) for _ in range(3))
+    which_version = f"{', '.join(releases.RELEASES)}; default: the one installed on this machine"
+    version.add_argument("--slurm", metavar="VERSION", choices=releases.RELEASES, help=which_version)
     which.add_argument("--folder", type=Path, help="the cluster's folder; needed when there are several")
-    make = argparse.ArgumentParser(add_help=False)
     make.add_argument("--no-accounting", action="store_true", help="a cluster without slurmdbd")
-    make.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        type=_assignment,
-        metavar="NAME=VALUE",
-        help="a line of slurm.conf",
-    )
-    make.add_argument(
-        "--cgroups", action="store_true", help="confine jobs to their CPUs and memory (needs cgroup v1)"
-    )
-    up = commands.add_parser("up", parents=[make, version], help="start a cluster and print its folder")
+    line = {"action": "append", "default": [], "type": _assignment, "metavar": "NAME=VALUE"}
+    make.add_argument("--set", **line, help="a line of slurm.conf")
+    confine = "confine jobs to their CPUs and memory (needs cgroup v1)"
+    make.add_argument("--cgroups", action="store_true", help=confine)
+
+    def command(
+        call: Callable[..., int], text: str, *parents: argparse.ArgumentParser
+    ) -> argparse.ArgumentParser:
+        made = commands.add_parser(call.__name__.strip("_"), parents=parents, help=text)
+        made.set_defaults(call=call)
+        return made
+
+    up = command(_up, "start a cluster and print its folder", make, version)
     up.add_argument("folder", nargs="?", type=Path, help="an empty folder; default: a new one below /tmp")
-    up.set_defaults(call=_up)
-    down = commands.add_parser("down", parents=[which], help="remove a cluster, if there is one")
+    down = command(_down, "remove a cluster, if there is one", which)
     down.add_argument("--all", action="store_true", help="all clusters on this machine")
-    down.set_defaults(call=_down)
-    commands.add_parser("status", help="list the clusters on this machine").set_defaults(call=_status)
-    env = commands.add_parser("env", parents=[which], help="print the export statements for a shell")
-    env.set_defaults(call=_env)
-    run = commands.add_parser("run", parents=[which], help="run a command on the login node or on a host")
+    command(_status, "list the clusters on this machine")
+    command(_env, "print the export statements for a shell", which)
+    run = command(_run, "run a command on the login node or on a host", which)
     run.add_argument("--host", type=int, help="the number of the host, from 1; default: the login node")
     run.add_argument("command", nargs="+")
-    run.set_defaults(call=_run)
-    host = commands.add_parser("host", parents=[which], help="kill, revive, cut off or reconnect a host")
-    host.add_argument("what", choices=("kill", "revive", "cut-off", "reconnect"))
+    host = command(_host, "kill, revive, cut off or reconnect a host", which)
+    host.add_argument("what", choices=HOST_ACTIONS)
     host.add_argument("number", type=int, help="the number of the host, from 1")
-    host.set_defaults(call=_host)
-    daemon = commands.add_parser("daemon", parents=[which], help="stop or start the scheduler or accounting")
+    daemon = command(_daemon, "stop or start the scheduler or accounting", which)
     daemon.add_argument("what", choices=("stop", "start"))
     daemon.add_argument("name", choices=("slurmctld", "slurmdbd"))
-    daemon.set_defaults(call=_daemon)
-    own = commands.add_parser(
-        "shell", parents=[make, version], help="open a shell in a new cluster, removed on exit"
-    )
-    own.set_defaults(call=_shell)
-    install = commands.add_parser("install", parents=[version], help="install missing Debian packages")
-    install.set_defaults(call=_install)
+    command(_shell, "open a shell in a new cluster, removed on exit", make, version)
+    command(_install, "install missing Debian packages", version)
     return parser

@@ -7,10 +7,11 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tools.slurm_cluster import cgroups, daemons, hosts, lifecycle, network, releases
 from tools.slurm_cluster.processes import Pid
@@ -300,6 +301,16 @@ def up(
         lifecycle.take_down(state)
         raise
     return cluster
+
+
+@contextmanager
+def running(slurm: str | None = None, **options: Any) -> Iterator[Cluster]:
+    """A cluster of this process, removed after the block; options as those of `up`."""
+    made = up(owner=Pid.of(os.getpid()), slurm=slurm, **options)
+    try:
+        yield made
+    finally:
+        made.down()
 
 
 def attach(folder: Path) -> Cluster:

@@ -8,8 +8,7 @@ from collections.abc import Generator, Iterator
 import pytest
 
 from tools.slurm_cluster import packages, releases
-from tools.slurm_cluster.cluster import Cluster, up
-from tools.slurm_cluster.processes import Pid
+from tools.slurm_cluster.cluster import Cluster, running
 
 PLACE_OF_SKIPS = (__file__, 1)
 
@@ -53,17 +52,15 @@ def cluster(clusters_possible: None, slurm_version: str | None) -> Iterator[Clus
 
     After each test, everything that was stopped or broken is restored and all jobs are cancelled.
     """
-    made = up(owner=Pid.of(os.getpid()), slurm=slurm_version)
-    yield made
-    made.down()
+    with running(slurm_version) as made:
+        yield made
 
 
 @pytest.fixture(scope="session")
 def cluster_without_accounting(clusters_possible: None, slurm_version: str | None) -> Iterator[Cluster]:
     """A second cluster, without slurmdbd; also restored after each test."""
-    made = up(accounting=False, owner=Pid.of(os.getpid()), slurm=slurm_version)
-    yield made
-    made.down()
+    with running(slurm_version, accounting=False) as made:
+        yield made
 
 
 @pytest.fixture(autouse=True)
