@@ -15,6 +15,7 @@ from steering import Desk, wait_for
 
 from tests.support.benches import made_up_bench, profile_made_up, train_made_up
 from tests.support.programs import run_program
+from trainkit.backends.slurm import SbatchBackend
 from trainkit.bench import run_bench
 from trainkit.bench.run_bench import read_bench
 from trainkit.bench.summary import COLUMNS
@@ -255,7 +256,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(group_parts, "show_config", dict)
     monkeypatch.setattr(group_parts, "submit_script", lambda *args, **more: "77")
     monkeypatch.setattr(run_bench, "query_jobs_or_warn", lambda ids, warn: None)
-    monkeypatch.setattr(run_bench, "ASK_EVERY_S", 0.0)
+    monkeypatch.setattr(SbatchBackend, "ask_every_s", 0.0)
     return tmp_path
 
 
