@@ -20,8 +20,7 @@ from trainkit.run.manifest import published
 from trainkit.run.rundir import RunDir
 from trainkit.trainer.checkpoint.storage import SafeReader
 from trainkit.trainer.task_check import Smoke
-from trainkit.trainer.user_code import load_task
-from trainkit.trainer.user_task import UserTask
+from trainkit.trainer.user_task import UserTask, load_task
 
 CURVE = MediumFormat("curve", 16, 4)
 ANSWERS = ("up", "down")

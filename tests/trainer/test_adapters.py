@@ -16,8 +16,8 @@ from trainkit.safetensors import StoredWeights
 from trainkit.task import add_adapters
 from trainkit.trainer.checkpoint.storage import SafeReader
 from trainkit.trainer.task_check import Smoke, definite_problem
-from trainkit.trainer.user_code import TaskError, load_task
-from trainkit.trainer.user_task import UserTask
+from trainkit.trainer.user_code import TaskError
+from trainkit.trainer.user_task import UserTask, load_task
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("transformers")]
 TARGETS = "target_modules: [q_proj, v_proj]"

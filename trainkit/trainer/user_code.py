@@ -109,17 +109,6 @@ def listed(names: Sequence[str], most: int = 3) -> str:
 SHIPPED_TASKS = {MULTIMODAL: "trainkit.contrib.multimodal.task:MultimodalLM"}
 
 
-def load_task(config: RunConfig, run: RunDir | None = None) -> Task:
-    """Create the task of a config; raises TaskError if it cannot be imported or created."""
-    if config.uses_transformers:
-        # By its name, since that module imports this one.
-        task: Task = importlib.import_module("trainkit.trainer.hf_task").HFCausalLM(config)
-        return task
-    found = load_task_class(config, run)
-    with errors_of_user(config, f"{found.__name__}() failed"):
-        return found(config, **config.task_args)
-
-
 def load_task_class(config: RunConfig, run: RunDir | None = None) -> type[Task]:
     """The class that ``task`` names: FILE.py:CLASS or MODULE:CLASS.
 

@@ -34,7 +34,18 @@ from trainkit.trainer.task_batches import (
     read_in_worker,
     seed_generators,
 )
-from trainkit.trainer.user_code import TRACEBACK_HINT, describe, errors_of_user, load_task, refusal
+from trainkit.trainer.user_code import TRACEBACK_HINT, describe, errors_of_user, load_task_class, refusal
+
+
+def load_task(config: RunConfig, run: RunDir | None = None) -> Task:
+    """Create the task of a config; raises TaskError if it cannot be imported or created."""
+    if config.uses_transformers:
+        from trainkit.trainer.hf_task import HFCausalLM  # no other task needs it
+
+        return HFCausalLM(config)
+    found = load_task_class(config, run)
+    with errors_of_user(config, f"{found.__name__}() failed"):
+        return found(config, **config.task_args)
 
 
 class UserTask:
