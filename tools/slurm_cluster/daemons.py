@@ -72,7 +72,9 @@ def start_database(state: State) -> None:
     folders = [f"--datadir={folder}/data", f"--tmpdir={folder}"]
     common = ["--no-defaults", "--user=root", *folders, *fast]
     folder.mkdir(mode=0o700)
-    call(state, "mariadb-install-db", *common, "--skip-test-db", "--auth-root-authentication-method=normal")
+    # --force: the names of this machine need not be looked up, as while another cluster writes /etc/hosts.
+    new = ["--force", "--skip-test-db", "--auth-root-authentication-method=normal"]
+    call(state, "mariadb-install-db", *common, *new)
     server = ["--skip-networking", "--skip-log-bin", "--innodb-lock-wait-timeout=900"]
     files = [f"--socket={folder}/socket", f"--pid-file={folder}/pid"]
     ask = ["mariadb", "--no-defaults", f"--socket={folder}/socket", "--execute=select 1"]
