@@ -8,14 +8,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from tests.support.groups import make_group
+from trainkit.backends import local_group
 from trainkit.job import allocation
 from trainkit.job.local_queue import VISIBLE, QueuePlace
 from trainkit.plan.launch import Batch, LaunchPlan, Layout
 from trainkit.run.end import AttemptEnd
+from trainkit.run.group import create_task_run
 from trainkit.run.record import add_attempt, create_job
 from trainkit.run.rundir import RunDir
 
@@ -172,6 +175,25 @@ def test_a_run_waits_for_others_to_finish(start: Start, tmp_path: Path) -> None:
         group.run(index).attempt(1).make_latest()
         end(group.run(index), "finished")
     assert last.take() == (None, "0")
+
+
+def test_a_run_of_a_group_that_ends_while_it_is_looked_at_is_not_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = make_group(tmp_path, {0: {"seed": 0}})
+    run = create_task_run(group.run(0))
+
+    def ends(run: RunDir) -> bool:
+        AttemptEnd("finished", "finished").write(run.attempt(1))
+        return False
+
+    def start(name: str) -> NoReturn:
+        raise AssertionError("it is started again")
+
+    monkeypatch.setattr(local_group, "_is_active", ends)
+    monkeypatch.setattr(local_group, "backend_named", start)
+    local_group.run_points(group)
+    assert run.attempt_numbers() == [1]
 
 
 @pytest.mark.parametrize(

@@ -228,6 +228,7 @@ def test_a_damaged_plan_and_one_with_more_keys() -> None:
         {"version": 1},
         {**made.to_dict(), "layout": {"xp": 1}},
         {**made.to_dict(), "batch": 3},
+        {**made.to_dict(), "slurm": {"sbatch": {}}},
         [],
     ):
         with pytest.raises(ValueError, match=r"plan\.json is damaged"):

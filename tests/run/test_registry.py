@@ -9,6 +9,7 @@ from trainkit.cli.status import read_all
 from trainkit.errors import UsageError
 from trainkit.run import registry
 from trainkit.run.files import append_jsonl, write_json
+from trainkit.run.group import BENCH_FILE
 from trainkit.run.registry import (
     Start,
     find_run,
@@ -50,6 +51,12 @@ def test_runs_below_here_need_no_index(tmp_path):
     assert find_run("x").path == run.path
     assert find_run("local-x").path == run.path
     assert not index_file().exists()
+
+
+def test_a_run_that_writes_a_bench_of_its_own_is_a_run(tmp_path):
+    run = make_run(tmp_path / "x", "x")
+    (run.path / BENCH_FILE).write_text('{"speed": 1}')
+    assert find_run(str(run.path)).path == run.path
 
 
 def test_a_job_id_that_two_clusters_have(tmp_path, monkeypatch):

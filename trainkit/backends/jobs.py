@@ -21,7 +21,8 @@ from trainkit.slurm.submit import find_by_token
 
 QUERY_INTERVAL_S = 10.0
 """Seconds between queries of a waiting command: the controller serves the whole cluster."""
-FIRST_QUERY_INTERVAL_S = 1.0
+EXIT_POLL_S = 1.0
+"""Between two queries for a job that has recorded its end and is about to exit."""
 JobQuery = Callable[[Sequence[str]], Mapping[str, JobInfo] | None]
 """Slurm's information about jobs, without those of a cluster that does not answer; None before an answer."""
 
@@ -128,7 +129,7 @@ def wait_until_out_of_queue(run: RunDir) -> None:
         if is_first:
             print_note(f"{job.job_id} has recorded its end: waiting until it exits")
         is_first = False
-        time.sleep(FIRST_QUERY_INTERVAL_S)
+        time.sleep(EXIT_POLL_S)
 
 
 def lingering_job(run: RunDir) -> JobInfo | None:
@@ -148,7 +149,7 @@ def lingering_job(run: RunDir) -> JobInfo | None:
 
 
 ANSWER_S = 5.0
-"""How long a screen waits for Slurm when there are new jobs; then it shows what the files say."""
+"""How long a screen or a command waits for Slurm when there are new jobs; then the files count."""
 MIN_QUERY_INTERVAL_S = 2.0
 """Between two queries when there are new jobs."""
 
@@ -163,7 +164,7 @@ RUNNING_QUERY_INTERVAL_S = 30.0
 
 
 class SlurmPoller:
-    """Queries jobs for a screen that asks again and again: every `QUERY_INTERVAL_S` at most, in a thread."""
+    """Queries jobs for whoever asks again and again: every `QUERY_INTERVAL_S` at most, in a thread."""
 
     def __init__(self, clock: Callable[[], datetime] = utc_clock) -> None:
         self._clock = clock

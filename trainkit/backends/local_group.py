@@ -55,10 +55,11 @@ def _start(group: RunGroup, index: int, began: str) -> None:
     if not run.config_file.is_file():
         create_point_run(group, group.point(index))
     with run_lock(run):
-        end = read_newest_end(run.path)
+        if _is_active(run):
+            return
+        end = read_newest_end(run.path)  # after that: its supervisor writes it and exits
         # It may also have been ended on purpose since this process began.
-        is_done = end is not None and (end.state == "finished" or (end.time or "") >= began)
-        if is_done or _is_active(run):
+        if end is not None and (end.state == "finished" or (end.time or "") >= began):
             return
         config, plan = (file.read_text(encoding="utf-8") for file in (run.config_file, run.plan_file))
         reason = "resume" if run.attempt_numbers() else "submit"

@@ -334,6 +334,8 @@ class LaunchPlan:
                 )
                 raise UsageError(message, hint="use the trainkit that submitted the run, or a newer one")
             Layout(**value["layout"]), Batch(**value["batch"])  # unknown degrees would change what runs
+            if (slurm := value.get("slurm")) is not None:
+                slurm["sbatch"], slurm["srun"]  # without its options another job would run
             plan: LaunchPlan = from_json(cls, value)
             return plan
         except (AttributeError, KeyError, TypeError) as error:

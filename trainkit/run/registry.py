@@ -166,9 +166,9 @@ def find_run_or_group(text: str, *, to_change: bool = False) -> RunDir | RunGrou
     try:
         if RunGroup(text).exists():
             return RunGroup(text)
-        if OldBench(text).exists() and not to_change:
-            return OldBench(text)
         is_run = run.exists() or group_of(run) is not None
+        if not (is_run or to_change) and OldBench(text).exists():
+            return OldBench(text)
     except OSError as error:
         raise UsageError(
             f"{text} cannot be read: {error.strerror}", hint="only the owner of a run can read it"

@@ -223,7 +223,6 @@ class AttemptDir:
     debugger_dir = Child("debugger")
     """Created by the first rank that waits for `trainkit debug`."""
     profile_dir = Child("profile")
-    ranks_dir = Child("ranks")
     done_file = Child("done")
     """Created by a command to say that it is done: exit code 0 after a notice then means finished."""
     rendezvous_file = Child("rendezvous.json")

@@ -29,7 +29,7 @@ def folders(tmp_path: Path) -> tuple[RunDir, RunDir]:
     found = RunDir(tmp_path / "run"), RunDir(tmp_path / "copy")
     for run in found:
         attempt = run.attempt(1)
-        attempt.ranks_dir.mkdir(parents=True)
+        attempt.rank_record(0).parent.mkdir(parents=True)
         attempt.plan_file.write_text(PLAN.to_text())
         attempt.config_file.write_text("name: t\ntrain: {steps: 20}\n")
         for step in range(1, 5):

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-from trainkit.errors import EXIT_NO_RESTART, TrainkitError
+from trainkit.errors import FatalError, TrainkitError
 from trainkit.formats import plural
 from trainkit.job import processes
 from trainkit.job.node.slurm_step import SlurmTask
@@ -265,11 +265,10 @@ def check_step(plan: LaunchPlan, task: SlurmTask) -> None:
     """Raise FatalError when the step does not match the plan."""
     planned = tuple(plan.workers_of(node) if plan.per == "gpu" else 1 for node in range(plan.num_nodes))
     if task.tasks != planned:
-        raise TrainkitError(
+        raise FatalError(
             f"the plan needs {_shape(planned)} (--per {plan.per}), but Slurm started {_shape(task.tasks)}: "
             f"step {task.job_id}.{task.step_id} on {','.join(task.hosts)}",
             hint="use the srun line that trainkit writes: it starts the tasks of plan.json",
-            exit_code=EXIT_NO_RESTART,
         )
 
 
