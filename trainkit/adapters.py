@@ -35,8 +35,8 @@ def require(module: str, key: str, extra: str) -> None:
 def add_adapters(module: nn.Module, config: RunConfig) -> None:
     """Add the adapters of ``model.lora`` to a module of a model, in place, and freeze its other parameters.
 
-    Does nothing if the key is not set. What is outside `module` is trained as before. Raises TrainkitError
-    (exit code 78) if the adapters do not fit it.
+    Does nothing if the key is not set. What is outside `module` is trained as before. Raises FatalError if
+    the adapters do not fit it.
     """
     lora = config.model.lora
     if lora is None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.config.training import PrecisionConfig
-from trainkit.errors import EXIT_NO_RESTART, TrainkitError
+from trainkit.errors import FatalError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MAX_LOSS_SCALE = 2.0**100
@@ -98,22 +98,20 @@ FLOAT8_CAPABILITY = (8, 9)
 
 
 def require_float8(device: torch.device) -> None:
-    """Raise TrainkitError (exit code 78) if torchao is missing or the device has no float8."""
+    """Raise FatalError if torchao is missing or the device has no float8."""
     try:
         import torchao.float8  # noqa: F401
     except ImportError as error:
-        raise TrainkitError(
+        raise FatalError(
             f"precision.float8 is set, but torchao cannot be imported ({error})",
             hint="pip install 'trainkit[float8]'",
-            exit_code=EXIT_NO_RESTART,
         ) from None
     supported = device.type == "cuda" and torch.cuda.get_device_capability(device) >= FLOAT8_CAPABILITY
     if not supported:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
-        raise TrainkitError(
+        raise FatalError(
             f"precision.float8 is set, but {name} does not support float8",
             hint="set precision.float8 to false; float8 requires an Ada, Hopper or newer GPU",
-            exit_code=EXIT_NO_RESTART,
         )
 
 

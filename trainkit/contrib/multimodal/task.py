@@ -29,7 +29,7 @@ from trainkit.adapters import is_independent, require
 from trainkit.config.schema import RunConfig
 from trainkit.contrib.multimodal import DEMO, Medium, Split, demo_rows, read_row, row_texts
 from trainkit.data.tokenize import Tokenizer
-from trainkit.errors import EXIT_NO_RESTART, TrainkitError, UsageError
+from trainkit.errors import FatalError, UsageError
 from trainkit.formats import JsonObject
 from trainkit.plan.model_shape import resolve_model_shape
 from trainkit.safetensors import StoredWeights
@@ -233,10 +233,9 @@ class OwnLM(nn.Module):
         shape = resolve_model_shape(config.model, vocab_size)
         if shape.tie_embeddings or shape.dropout:
             key = "tie_embeddings" if shape.tie_embeddings else "dropout"
-            raise TrainkitError(
+            raise FatalError(
                 f"model.{key} is set, which multimodal_lm does not support",
                 hint=f"remove model.{key}",
-                exit_code=EXIT_NO_RESTART,
             )
         self.dim = shape.dim
         self.embedding = nn.Embedding(shape.vocab_size, shape.dim)

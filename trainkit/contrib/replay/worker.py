@@ -12,7 +12,7 @@ import torch
 
 from trainkit.contrib.replay import SAMPLES_FILE
 from trainkit.data.dataset_file import TRAIN
-from trainkit.errors import EXIT_NO_RESTART, EXIT_OK, EXIT_STOPPED, TrainkitError
+from trainkit.errors import EXIT_OK, EXIT_STOPPED, FatalError
 from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.files import append_jsonl
@@ -33,10 +33,9 @@ def run_worker(attempt: AttemptDir, plan: LaunchPlan, stop: StopRequest, progres
         return EXIT_STOPPED
     task = trainer.task
     if trainer.state.step == 0 and any(attempt.run.checkpoints_dir.iterdir()):
-        raise TrainkitError(
+        raise FatalError(
             "no checkpoint before the steps is intact any more",
             hint="a run that continues removes old ones: replay a later step",
-            exit_code=EXIT_NO_RESTART,
         )
     samples = None
     try:
