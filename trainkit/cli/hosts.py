@@ -104,9 +104,8 @@ def run_on_hosts(
         refuse_wrong_master(place)
         run, name, entry = start()
         attempt = run.attempt(entry.attempt)
-        step_run.announce(
-            folder, place, attempt
-        )  # before the lock, with which an older announcement would count
+        # Before the lock, with which an older announcement would count.
+        step_run.announce(folder, place, attempt)
         become_sole_supervisor(run, LOCK_TIMEOUT_S)
         claim_place(attempt, 0)
         print_started(run, name, entry, plan.backend, as_json=False)

@@ -25,7 +25,7 @@ from trainkit.plan.layout_rules import compiles
 from trainkit.plan.step_work import attends_in_blocks, loss_chunks
 from trainkit.run.files import write_atomic
 from trainkit.run.rundir import RunDir
-from trainkit.trainer.causal_lm import CausalLM, PrefetchedBatches
+from trainkit.trainer.causal_lm import CausalLM
 from trainkit.trainer.checkpoint.state import StateBuffers
 from trainkit.trainer.distributed import World, gather_from_all
 from trainkit.trainer.forward_backward import (
@@ -60,15 +60,13 @@ from trainkit.trainer.precision import DTYPES, apply_float8, cast_weights, requi
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.quantization import read_quantized
 from trainkit.trainer.stateless_random import fill_normal_
-from trainkit.trainer.task_batches import TaskBatches, digest_of
+from trainkit.trainer.task_batches import digest_of
 from trainkit.trainer.torch_private import ATTENTION_OPS, REDUCTION_OPS, compiled_anew
 from trainkit.trainer.user_code import errors_of_user, refusal
 from trainkit.trainer.user_task import UserTask
 
 log = getLogger(__name__)
 AnyTask = CausalLM | UserTask
-Batches = PrefetchedBatches | TaskBatches
-"""The batches of consecutive steps."""
 
 
 def build_task(config: RunConfig, run: RunDir | None = None, checks_data: bool = True) -> AnyTask:

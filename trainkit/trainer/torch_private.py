@@ -128,7 +128,7 @@ def after_backward(callback: Callable[[], None]) -> None:
 
 
 norm_of_each = torch._foreach_norm
-"""The norm of each tensor, in one kernel for many of them; of order inf, its largest number.
+"""The norm of each tensor, in one kernel for many of them; of order inf, the largest absolute value.
 When it goes: `torch.linalg.vector_norm` of each, with a kernel for each."""
 copy_each = torch._foreach_copy_
 """Copies each source to its target, in one kernel for many of them.
