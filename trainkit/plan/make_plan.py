@@ -88,7 +88,7 @@ def _with_model(
     if config.precision.float8:
         problems += _float8_problems(config, plan)
     if config.precision.float8 == "gather" and plan.layout.dp_shard * plan.layout.cp == 1:
-        unsharded = "precision.float8: gather is as true here: the weights are not sharded"
+        unsharded = "precision.float8: gather does what true does: the weights are not sharded"
         plan = replace(plan, warnings=(*plan.warnings, unsharded))
     if shape is not None:
         work = work_of(config, shape, plan.layout, plan.batch, plan.device)
