@@ -115,7 +115,7 @@ def show_runs(found: RunGroup | None, show_all: bool, as_json: bool) -> None:
 
 def query_group(group: RunGroup) -> GroupStatus:
     """The status of a group; looks its job up if Slurm has not acknowledged it."""
-    from trainkit.job.group_parts import recover_parts  # it can submit jobs, and most runs are in no group
+    from trainkit.job.group_parts import recover_parts  # most runs are in no group
 
     recover_parts(group)
     return read_group(group, lambda ids: query_jobs_or_warn(ids, warn))

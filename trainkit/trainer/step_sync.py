@@ -83,8 +83,8 @@ def pack_report(
 class ReportReadback:
     """Copies the step report to the host without stalling the device.
 
-    Call `start` before the optimizer's kernels are enqueued and `finish` afterwards: the host then waits only
-    for the gradients, while the device computes the update.
+    Create it before the optimizer's kernels are enqueued, and call `finish` afterwards: the host then waits
+    only for the gradients, while the device computes the update.
     """
 
     def __init__(

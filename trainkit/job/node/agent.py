@@ -1,4 +1,4 @@
-"""The agent of one node: starts its workers, forwards signals to them and returns their exit code.
+"""The agent of a node or GPU: starts its workers, forwards signals to them and returns their exit code.
 
 ``python -m trainkit.job.node.agent RUN_DIR --attempt N --node-rank I --master-port P`` on one machine, and
 ``python -m trainkit.job.node.agent RUN_DIR`` as a task of a Slurm step, which determines its node and ranks.
