@@ -271,7 +271,7 @@ class SlurmAttemptWatch(AttemptWatch):
             )
 
     def forward_signal(self, received: signal.Signals) -> None:
-        """Note it: `_forward_unconfirmed` sends it later, to ranks that Slurm has not told; two might end one."""
+        """Note it: `_forward_unconfirmed` sends it later to ranks that have none: two might end one."""
         if self._unconfirmed_since_s is None:
             self._unconfirmed_since_s = time.monotonic()
 
@@ -310,7 +310,7 @@ class SlurmAttemptWatch(AttemptWatch):
         self.kill_after_grace()
 
     def _forward_unconfirmed(self) -> None:
-        """Send SIGUSR2 to ranks that got no signal: it came to this shell only, or before there was a step."""
+        """Send SIGUSR2 to ranks that got no signal: it came to this shell only, or before the step."""
         if self._unconfirmed_since_s is None:
             if self.outcome.stop_signal is None and self._requested_signal() is not None:
                 self._unconfirmed_since_s = time.monotonic()

@@ -71,7 +71,7 @@ class Outcome:
     stop_signal: str | None = None
     """The signal that asked the job to stop; None without one."""
     supervisor_was_signalled: bool = False
-    """Whether the supervisor got it too (never set for SIGUSR2); at a preemption Slurm tells only the steps."""
+    """Whether the supervisor got it too (never for SIGUSR2); at a preemption Slurm tells only the steps."""
     had_failed: bool = False
     """Whether the ranks had failed before the signal, which came while the run waited to restart."""
     cause: Cause | None = None
