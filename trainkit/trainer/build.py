@@ -55,6 +55,7 @@ from trainkit.trainer.parallel.context import (
     repeat_kv_heads,
 )
 from trainkit.trainer.parallel.data_parallel import apply_data_parallel, gradient_switch, reduces_on_host
+from trainkit.trainer.parallel.float8_gather import Float8Gather
 from trainkit.trainer.parallel.tensor import apply_tensor_parallel, fill_shards, find_styles, split_model
 from trainkit.trainer.precision import DTYPES, apply_float8, cast_weights, require_float8
 from trainkit.trainer.progress import Progress
@@ -292,8 +293,6 @@ def _gather_in_float8(
     """Have sharded weights gathered in float8 if the config says so; what computes their scales."""
     if task.config.precision.float8 != "gather" or layout.dp_shard * layout.cp == 1:
         return lambda: None
-    from trainkit.trainer.parallel.float8_gather import Float8Gather  # it needs torchao
-
     assert world.mesh is not None
     return Float8Gather(model_parts, world.mesh["dp_shard"].get_group()).update
 

@@ -14,9 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from torchao.float8.float8_linear import Float8Linear
-from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
-from torchao.float8.float8_utils import amax_to_scale, to_fp8_saturated
 
 from trainkit.trainer.models.model import local_tensor
 from trainkit.trainer.torch_private import norm_of_each, set_gather
@@ -33,6 +30,8 @@ class Float8Gather:
 
     def __init__(self, model_parts: Iterable[nn.Module], group: dist.ProcessGroup) -> None:
         """Make FSDP gather these matrices in float8; `group` has the shards of each."""
+        from torchao.float8.float8_linear import Float8Linear
+
         modules = [module for part in model_parts for module in part.modules()]
         linears = [module for module in modules if isinstance(module, Float8Linear)]
         self._shards = [local_tensor(linear.weight.detach()) for linear in linears]
@@ -49,6 +48,8 @@ class Float8Gather:
 
     def _cast(self, shard: Tensor, num_rows: int, scale: Tensor, num_ranks: int) -> Tensor:
         """A shard in float8, with as many rows as the largest one."""
+        from torchao.float8.float8_utils import to_fp8_saturated
+
         rounded = shard.to(DTYPE)
         if missing := -(-num_rows // num_ranks) - len(shard):
             rounded = pad(rounded, (0, 0, 0, missing))
@@ -60,6 +61,8 @@ class Float8Gather:
         """Compute the scales, which all ranks agree on; call whenever the weights have changed."""
         if not self._shards:
             return
+        from torchao.float8.float8_utils import amax_to_scale
+
         zero = self._scales.new_zeros(1)
         filled = [shard if shard.numel() else zero for shard in self._shards]
         largest = torch.stack(norm_of_each(filled, math.inf))
@@ -69,5 +72,7 @@ class Float8Gather:
 
 def _as_cast(num_rows: int, scale: Tensor, config: object, gathered: Tensor) -> Tensor:
     """What Float8Linear takes for a weight that it has cast itself."""
+    from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
+
     weight: Tensor = Float8TrainingTensor(gathered[:num_rows], scale, DTYPE, config, GemmInputRole.WEIGHT)
     return weight
