@@ -42,7 +42,7 @@ def test_which_template_is_taken(project: Path) -> None:
     # A checkout of trainkit overrides nothing, and nothing outside of the folder is taken.
     assert templates._folders(shipped_templates().parent) == [shipped_templates()]
     (project / "secret.j2").write_text("x")
-    assert "TemplateNotFound: ../secret.j2" in refusal(project, "../secret.j2").message
+    assert "there is no template '../secret.j2'" in refusal(project, "../secret.j2").message
 
 
 VERBATIM = "{{ y }} {% raw %} \\1 \\g<0>"
@@ -80,7 +80,7 @@ def test_text_and_filters(project: Path, template: str, x: str, y: Any, text: st
             ":2: 'a\\nb' cannot be written in an #SBATCH line: it contains a line break",
         ),
         ("a\n{{ none | quote }}", ":2: NoneType 'None' cannot be written in a script"),
-        ("a\n{% include 'gone.j2' %}", ":2: TemplateNotFound: "),
+        ("a\n{% include 'gone.j2' %}", ":2: there is no template 'gone.j2' in "),
         ("\necho ${#name}\n", ":2: Missing end of comment tag"),
     ],
 )

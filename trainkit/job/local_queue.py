@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainkit.cluster.machine import NoDriver, gpu_handle, num_usable_cpus, nvml
 from trainkit.folders import ensure_folder, state_folder
@@ -31,9 +31,13 @@ MAX_USERS = 3
 """The maximum number of runs that are named as those who use what a run waits for."""
 
 
-Units = Mapping[str, tuple[str, str | None]]
-"""GPUs or CPU cores by name: a key, the same whatever CUDA_VISIBLE_DEVICES calls a GPU, and the process that
-uses it, as far as the driver tells."""
+class Unit(NamedTuple):
+    """A GPU or a CPU core."""
+
+    key: str
+    """The same whatever the GPU is called in CUDA_VISIBLE_DEVICES."""
+    user: str | None = None
+    """The process that uses a GPU, as far as the driver tells."""
 
 
 @dataclass
@@ -59,8 +63,8 @@ class QueuePlace:
             ahead = None if now else self._ahead()
             if ahead is not None:
                 return f"waits behind {ahead}"
-            cores = {str(index): (f"core {index}", None) for index in range(num_usable_cpus())}
-            units: Units = _gpus() if self.plan.device == "cuda" else cores
+            cores = {str(index): Unit(f"core {index}") for index in range(num_usable_cpus())}
+            units = _gpus() if self.plan.device == "cuda" else cores
             count = min(self.plan.world_size, len(units))
             taken, users = self._lock_free(units, count)
             if len(taken) < count and not now:
@@ -100,7 +104,7 @@ class QueuePlace:
                 path.unlink(missing_ok=True)
         return ahead
 
-    def _lock_free(self, units: Units, count: int) -> tuple[dict[str, int], dict[str, str]]:
+    def _lock_free(self, units: Mapping[str, Unit], count: int) -> tuple[dict[str, int], dict[str, str]]:
         """The descriptors of up to `count` free units, and the users of the others that were looked at."""
         taken, users = dict[str, int](), dict[str, str]()
         for name, (key, user) in units.items():
@@ -125,7 +129,7 @@ def _named(users: list[str]) -> str:
     return f"{', '.join(users[:MAX_USERS])}{more}"
 
 
-def _gpus() -> Units:
+def _gpus() -> dict[str, Unit]:
     """The GPUs that this process may use, by their name in CUDA_VISIBLE_DEVICES; none without a driver."""
     listed = visible_gpus(os.environ.get(VISIBLE))
     with suppress(NoDriver), nvml() as driver, suppress(driver.NVMLError):
@@ -135,13 +139,13 @@ def _gpus() -> Units:
     return {}
 
 
-def _gpu(driver: Any, name: str) -> tuple[str, str | None]:
+def _gpu(driver: Any, name: str) -> Unit:
     key, users = name, list[str]()
     with suppress(driver.NVMLError):  # a GPU that is lost, or a slice: the ranks say so
         handle = gpu_handle(driver, name)
         key = str(driver.nvmlDeviceGetUUID(handle))
         users = [_process(item.pid) for item in driver.nvmlDeviceGetComputeRunningProcesses(handle)]
-    return f"gpu {key}", next(iter(users), None)
+    return Unit(f"gpu {key}", next(iter(users), None))
 
 
 def _process(pid: int) -> str:

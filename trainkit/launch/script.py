@@ -171,7 +171,7 @@ def render(name: str, context: Mapping[str, object], project: Path) -> str:
     `verbatim` for lines that must not change. Raises UsageError with file and line for a template that cannot
     be rendered.
     """
-    from jinja2 import TemplateSyntaxError, UndefinedError
+    from jinja2 import TemplateNotFound, TemplateSyntaxError, UndefinedError
 
     folders = _folders(project)
     environment = _environment(folders)
@@ -183,8 +183,12 @@ def render(name: str, context: Mapping[str, object], project: Path) -> str:
         # For an unclosed tag, jinja2 sets the name to the file.
         message = f"{error.filename or error.name}:{error.lineno}: {error.message}"
         raise UsageError(message, hint=f"{TEMPLATES_FOLDER}/ has Jinja templates") from error
+    except TemplateNotFound as error:
+        searched = " or ".join(map(str, folders))
+        message = f"{_place(error, folders)}there is no template {error.name!r} in {searched}"
+        raise UsageError(message, hint="check the name after `extends` or `include`") from error
     except Exception as error:
-        # Raised by an expression of the template, such as an undefined name or a missing file.
+        # Raised by an expression of the template, such as an undefined name or a division by zero.
         place = _place(error, folders) or f"{name}: "
         names = f"a template gets {', '.join(sorted(context))}" if isinstance(error, UndefinedError) else ""
         own = f"{TEMPLATES_FOLDER}/ overrides the templates in {folders[-1]}" if len(folders) > 1 else ""

@@ -188,8 +188,18 @@ def _job(job_id: str, state: JobState, word: str, nodes: str, *more: str) -> Job
     """A job from what squeue and sacct print alike, in the order of the latter."""
     num_nodes, start, end, exit_code, name = more
     code, signal = _exit_of(exit_code) if state.is_terminal else (None, None)
-    count, times = int(num_nodes) if num_nodes.isdigit() else 0, (time_of(start), time_of(end))
-    return JobInfo(job_id, state, word, "", nodes, count, *times, None, code, signal, name)
+    return JobInfo(
+        job_id=job_id,
+        state=state,
+        slurm_state=word,
+        nodes=nodes,
+        num_nodes=int(num_nodes) if num_nodes.isdigit() else 0,
+        start_time=time_of(start),
+        end_time=time_of(end),
+        exit_code=code,
+        exit_signal=signal,
+        name=name,
+    )
 
 
 def _add(found: dict[str, JobInfo], info: JobInfo) -> None:

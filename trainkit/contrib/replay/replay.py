@@ -363,6 +363,7 @@ def replay_of(copy: RunDir) -> ReplayPlan:
 
 def _run_ranks(plan: LaunchPlan, attempt: AttemptDir) -> None:
     port, size = choose_port(), plan.world_size
+    code = read_job(attempt.run).code
     procs: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(size):
@@ -373,7 +374,7 @@ def _run_ranks(plan: LaunchPlan, attempt: AttemptDir) -> None:
                 attempt,
                 inherited=os.environ,
                 network={"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"},
-                code=read_job(attempt.run).code,
+                code=code,
             )
             argv = worker_argv(plan, env, attempt.run)
             # Python drops an exception that a signal handler raises inside a fork.
