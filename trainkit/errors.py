@@ -84,14 +84,18 @@ class Problem:
         """The problem as one of several: its hint is indented below it."""
         return f"{self.statement}\n  hint: {self.hint}" if self.hint else self.statement
 
+    @property
+    def line(self) -> int | None:
+        """The line of the file that the value is from; None if it is from elsewhere."""
+        file, _, line = self.origin.rpartition(":")
+        return int(line) if line.isdigit() and not file.startswith("--") else None  # a flag may end in :00 too
+
     def to_dict(self) -> dict[str, str | int | None]:
         """The problem for ``--json``; `line` is that of a file, which is then the origin."""
-        file, _, line = self.origin.rpartition(":")
-        in_file = line.isdigit() and not file.startswith("--")  # a flag may end in :00 too
         return {
             "key": self.key,
-            "origin": file if in_file else self.origin,
-            "line": int(line) if in_file else None,
+            "origin": self.origin if self.line is None else self.origin.rpartition(":")[0],
+            "line": self.line,
             "message": self.message,
             "hint": self.hint,
         }

@@ -51,7 +51,7 @@ def contradictions(loaded: LoadedConfig) -> Iterator[Problem]:
     )
     for item in found:
         problem = loaded.problem(*item)
-        if item[0].startswith(MAY_BE_SECRET) and problem.to_dict()["line"] is None:
+        if item[0].startswith(MAY_BE_SECRET) and problem.line is None:
             problem = replace(problem, origin=problem.origin.partition("=")[0])
         yield problem
 
@@ -93,8 +93,8 @@ def _times(config: RunConfig) -> Iterator[KeyProblem]:
             message = f"is {resources.slice}, but requeue.on does not include timeout"
             yield key, message, "add it: every slice ends with its time limit"
     if resources.time_min is not None and (job_s is None or least_s is None or least_s > job_s):
-        key, limit = "slice" if resources.slice else "time", "sets no limit"
-        limit = limit if job_s is None else f"is {resources.job_time}"
+        key = "slice" if resources.slice else "time"
+        limit = "sets no limit" if job_s is None else f"is {resources.job_time}"
         message = f"is {resources.time_min}, but resources.{key} {limit}"
         yield "resources.time_min", message, f"set it to less than resources.{key}"
 
