@@ -88,7 +88,8 @@ class Problem:
     def line(self) -> int | None:
         """The line of the file that the value is from; None if it is from elsewhere."""
         file, _, line = self.origin.rpartition(":")
-        return int(line) if line.isdigit() and not file.startswith("--") else None  # a flag may end in :00 too
+        # A flag may end in :00 too.
+        return int(line) if line.isdigit() and not file.startswith("--") else None
 
     def to_dict(self) -> dict[str, str | int | None]:
         """The problem for ``--json``; `line` is that of a file, which is then the origin."""
