@@ -29,6 +29,7 @@ from torch._ops import HigherOrderOperator
 from torch._subclasses import fake_tensor
 from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
+from torch.nn.attention import SDPBackend
 from torch.utils import _device
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -359,6 +360,33 @@ def _flash_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: Any, s
     return of_q, *(item.unflatten(1, (k.shape[1], -1)).sum(2) for item in others)
 
 
+def _cudnn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: None,
+    has_logsumexp: bool,
+    dropout: float = 0.0,
+    is_causal: bool = False,
+) -> Any:
+    assert not is_causal or q.shape[2] == k.shape[2]
+    out, logsumexp, *_ = _flash(q, k, v, dropout, is_causal)
+    state = torch.tensor(0)
+    return out, logsumexp[..., None], None, None, q.shape[2], k.shape[2], state, state, None
+
+
+def _cudnn_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *args: Any
+) -> Any:
+    return _flash_backward(grad, q, k, v, out, lse[..., 0], *args, None, None)
+
+
+def _sdp_choice(*args: Any, enable_gqa: bool = False) -> int:
+    """As on Hopper."""
+    is_exact = torch.are_deterministic_algorithms_enabled()
+    return (SDPBackend.FLASH_ATTENTION if is_exact else SDPBackend.CUDNN_ATTENTION).value
+
+
 def _add_product(total: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype, *, out: Tensor) -> Tensor:
     return out.copy_(total + left.to(dtype) @ right.to(dtype))
 
@@ -367,6 +395,8 @@ KERNELS: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.addmm.dtype_out: _add_product,
     torch.ops.aten._scaled_dot_product_flash_attention.default: _flash,
     torch.ops.aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default: _cudnn,
+    torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,
 }
 
 
@@ -569,6 +599,7 @@ def install() -> None:
     for name in ("is_autocast_enabled", "get_autocast_dtype"):
         setattr(torch, name, _of_cpu(getattr(torch, name)))
     torch.Stream, torch.Event, torch.autocast = Stream, Event, _Autocast  # type: ignore[misc, assignment]
+    torch._fused_sdp_choice = _sdp_choice
     torch.version.cuda = "13.0"
     fake_tensor.init_gpu_context = lambda device: None
     # Without kernels there is nothing to record but operators.

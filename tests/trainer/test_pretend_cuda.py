@@ -71,6 +71,7 @@ LAYOUTS = {
     ),
     "tp": Layout(2, ("parallel.tp=2", "checkpoint.async=false", "train.deterministic=true")),
     "cp": Layout(2, ("parallel.cp=2", BF16), tolerance=5e-4),
+    "cp-exact": Layout(2, ("parallel.cp=2", BF16, "train.deterministic=true"), tolerance=5e-4),
     "pipeline": Layout(2, ("parallel.pp=2", f"parallel.pp_schedule={SCHEDULE}")),
     "offload": Layout(2, ("parallel.dp_shard=2", "parallel.offload=true"), 2),
     "task": Layout(2, (TASK, "parallel.dp_shard=2", "data.num_workers=1"), 2),
