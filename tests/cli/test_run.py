@@ -195,7 +195,7 @@ def test_a_folder_that_is_moved_or_deleted_is_not_made_again(desk, is_moved, is_
         assert process.returncode == 1
         assert f"ended: runs/small{' (deleted)' * is_replaced} was deleted" in words
         return
-    assert process.returncode == 0
+    assert process.returncode == 0, words
     assert shown.splitlines()[2:] == ["attempt 1 rank 0", "asked by SIGTERM"]
     reason = f"saved after SIGTERM: its folder was moved to {moved}"
     assert f"stopped: {reason}\n`trainkit resume {moved}` continues it" in words

@@ -136,6 +136,7 @@ def _start(config: RunConfig, plan: LaunchPlan, folder: Path | None) -> tuple[Ru
 
     created = create_run(config, plan, ["trainkit", *sys.argv[1:]], folder)
     print_created(created)
+    created.run.hold()  # its ranks may be at work before this process looks at it again
     return created.run, created.name, start_run(created.run, config, plan, "run")
 
 
