@@ -7,12 +7,11 @@ import torch
 from torch import Tensor
 
 from tests.support import tasks
-from tests.support.parity import Case, close, make_trainer, run_cases, worst_difference
+from tests.support.parity import Case, run_cases, worst_difference
 from tests.support.runs import log_text, losses, train
 from trainkit.run.manifest import published
-from trainkit.run.rundir import AttemptDir, RunDir
+from trainkit.run.rundir import RunDir
 from trainkit.trainer.checkpoint.storage import SafeReader
-from trainkit.trainer.models.model import local_tensor
 
 pytestmark = pytest.mark.slow
 
@@ -56,36 +55,6 @@ def state(run_dir: Path) -> dict[str, Tensor]:
     }
     torch.distributed.checkpoint.state_dict_loader.load(tensors, storage_reader=reader, no_dist=True)
     return tensors
-
-
-def check_loaded(rank: int, attempt: AttemptDir) -> None:
-    """Compare this rank's shards after loading with the rows of the checkpoint, bit for bit."""
-    trainer = make_trainer(rank, attempt)
-    expected = state(attempt.run.path)
-    assert set(trainer.saver.tensors) == set(expected)
-    num_codes = 0
-    for name, tensor in trainer.saver.tensors.items():
-        whole = expected[name]
-        if tensor is not local_tensor(tensor):
-            rows = -(-len(whole) // 4)
-            whole = whole[rows * rank : rows * (rank + 1)]
-        assert torch.equal(local_tensor(tensor), whole), name
-        num_codes += name.endswith(".codes")
-    assert num_codes > 2
-    close(trainer)
-
-
-def test_from_2_processes_to_4(tmp_path: Path) -> None:
-    """A checkpoint of 2 is loaded bit for bit by 4, which continue as 2 do."""
-    common = [EIGHT_BIT, "train.steps=12"]
-    two, four = {"dp_shard": 2}, {"dp_shard": 4}
-    run_cases(tmp_path, [Case("two", 2, two, ("train.stop_at_step=6",))], common)
-    run_cases(tmp_path, [Case("loaded", 4, four)], common, seed=tmp_path / "two", function=check_loaded)
-    continued = [Case("on-2", 2, two), Case("on-4", 4, four)]
-    run_cases(tmp_path, continued, common, seed=tmp_path / "two")
-    found, expected = losses(tmp_path / "on-4"), losses(tmp_path / "on-2")
-    assert list(found) == list(range(7, 13))
-    assert found == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_chain_of_layouts(tmp_path: Path) -> None:

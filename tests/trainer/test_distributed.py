@@ -196,18 +196,6 @@ def test_groups_that_do_not_end_are_not_waited_for(monkeypatch: pytest.MonkeyPat
     assert codes == [0]
 
 
-def test_the_thread_that_builds_a_task_has_the_gpu_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    threads: list[Any] = []
-    monkeypatch.setattr(
-        torch.cuda, "set_device", lambda device: threads.append((threading.get_ident(), device))
-    )
-    device = torch.device("cuda", 3)
-    own = worker.run_unless_stopped(StopRequest(), threading.get_ident, device)
-    assert threads == [(own, device)]
-    assert own != threading.get_ident()
-    assert worker.run_unless_stopped(StopRequest(), lambda: 7, torch.device("cpu")) == 7
-
-
 @pytest.mark.parametrize(
     ("cpus", "allowed", "bound"),
     [
@@ -348,14 +336,6 @@ def test_tasks_with_a_gpu_each(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) 
     )
     device = torch.device("cuda", 0)
     assert join(monkeypatch, [device, device]) == [0, 1]
-
-
-def test_ranks_that_see_all_gpus_and_those_without_any(
-    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cuda.uuids = ["aaaa", "bbbb"]
-    assert join(monkeypatch, [torch.device("cuda", 0), torch.device("cuda", 1)]) == [0, 1]
-    assert join(monkeypatch, [torch.device("cpu")] * 2) == [0, 1]
 
 
 SOON = timedelta(seconds=0.3)

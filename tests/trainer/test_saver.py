@@ -207,13 +207,6 @@ class TestKeeping:
         names = sorted(path.name for path in RunDir(tmp_path).checkpoints_dir.iterdir())
         assert names == ["best", "step-00000006", "step-00000007"]
 
-    def test_only_the_newest(self, tmp_path: Path, make_saver: Any) -> None:
-        saver = make_saver(tmp_path, keep_last=1)
-        for step in (1, 2, 3):
-            saver.save(request(step), blocking=False)
-        saver.finish()
-        assert steps(tmp_path) == [3]
-
 
 class TestFailure:
     @pytest.mark.parametrize("blocking", [True, False])
