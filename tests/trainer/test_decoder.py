@@ -108,26 +108,6 @@ def test_each_dropout_of_the_model_has_its_own_mask() -> None:
     assert model.site_keys.unique().numel() == 7
 
 
-def test_tied_weights_share_storage_also_after_to_empty() -> None:
-    with torch.device("meta"):
-        model = Decoder(nano_shape(tie_embeddings=True), SEQ_LEN)
-    model.to_empty(device="cpu")
-    model.rebuild_buffers()
-    assert model.head.weight is model.embedding.weight
-    assert len(list(model.parameters())) == len(list(nano(tie_embeddings=False).parameters())) - 1
-
-
-def test_restore_brings_the_buffers_back() -> None:
-    with torch.device("meta"):
-        model = Decoder(nano_shape(), SEQ_LEN)
-    model.to_empty(device="cpu")
-    model.rope.fill_(9.0)
-    model.site_keys.fill_(9)
-    model.rebuild_buffers()
-    for name, buffer in nano().named_buffers():
-        assert torch.equal(model.get_buffer(name), buffer)
-
-
 @pytest.mark.parametrize("preset", [*PRESETS])
 @pytest.mark.parametrize("tie_embeddings", [False, True])
 def test_parameters_are_as_many_as_the_plan_says(preset: str, tie_embeddings: bool) -> None:

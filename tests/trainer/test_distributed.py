@@ -228,15 +228,26 @@ def test_a_rank_runs_next_to_its_gpu(
 
 
 @pytest.mark.parametrize(
-    ("device", "numa", "binds"), [("cuda", "auto", True), ("cuda", "none", False), ("cpu", "auto", False)]
+    ("device", "numa", "binds", "number"),
+    [("cuda", "auto", True, 0), ("cuda", "none", False, 0), ("cpu", "auto", False, 1)],
 )
 def test_what_a_rank_does_before_the_others_are_there(
-    cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, numa: str, binds: bool
+    cuda: FakeCuda,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    numa: str,
+    binds: bool,
+    number: int,
 ) -> None:
-    """It is bound next to its GPU if `launch.numa` says so, and connects in a phase of its own."""
+    """It is bound next to its GPU if `launch.numa` says so, and connects in a phase of its own.
+
+    Rank 0 looks at the shards for all.
+    """
     attempt = make_attempt(tmp_path / "run", [f"device={device}", f"launch.numa={numa}"], num_procs=2)
     bound: list[torch.device] = []
     phases: list[str] = []
+    asked: list[bool] = []
     progress = Progress()
 
     def join(*args: Any, on_arrival: Callable[[], None], **options: Any) -> None:
@@ -244,13 +255,14 @@ def test_what_a_rank_does_before_the_others_are_there(
         on_arrival()
         phases.append(progress.current.phase)
 
-    monkeypatch.setattr(worker, "find_rank_env", lambda: rank(0, 1))
+    monkeypatch.setattr(worker, "find_rank_env", lambda: rank(number, 1))
     monkeypatch.setattr(worker, "bind_to_gpu", bound.append)
-    monkeypatch.setattr(worker, "build_task", lambda *args, **options: None)
+    monkeypatch.setattr(worker, "build_task", lambda *args, checks_data: asked.append(checks_data))
     monkeypatch.setattr(worker, "join_world", join)
     plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
     assert worker.run_worker(attempt, plan, StopRequest(), progress) == EXIT_STOPPED
     assert bound == [torch.device("cuda", 0)] * binds
+    assert asked == [number == 0]
     assert phases == ["rendezvous", "connect"]
 
 
@@ -459,22 +471,3 @@ def test_a_neighbour_neither_arrives_nor_decides(port: int) -> None:
         store.compare_set(f"{prefix}verdict", "", "go")
         with pytest.raises(TrainkitError, match="not a rank of this attempt has written to the store"):
             main.result(60)
-
-
-@pytest.mark.parametrize("number", [0, 1])
-def test_rank_0_looks_at_the_shards_for_all(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    attempt = make_attempt(tmp_path / "run", num_procs=2)
-    plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
-    asked: list[bool] = []
-    stop = StopRequest()
-
-    def build_task(*args: Any, checks_data: bool) -> None:
-        asked.append(checks_data)
-
-    monkeypatch.setattr(worker, "build_task", build_task)
-    monkeypatch.setattr(worker, "find_rank_env", lambda: rank(number, 1))
-    monkeypatch.setattr(worker, "join_world", lambda *args, **options: None)
-    assert worker.run_worker(attempt, plan, stop, Progress()) == EXIT_STOPPED
-    assert asked == [number == 0]

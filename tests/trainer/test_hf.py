@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support.hf_models import LLAMA3_ROPE, export_run, logits_of, need, save_model
-from tests.support.parity import Case, close, make_trainer, run_cases, worst_difference
+from tests.support.parity import Case, close, make_trainer, run_cases, saved_tensors, worst_difference
 from tests.support.runs import make_attempt
 from trainkit.cli.main import main
 from trainkit.config import RunConfig, load_config
@@ -18,7 +18,6 @@ from trainkit.run.files import read_json, write_json
 from trainkit.run.manifest import published
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.safetensors import StoredWeights
-from trainkit.trainer.checkpoint.storage import SafeReader
 from trainkit.trainer.export import ExportRequest, export
 from trainkit.trainer.task_check import definite_problem
 from trainkit.trainer.user_task import UserTask
@@ -125,7 +124,7 @@ def test_adapters_alone_are_saved_and_resumed_exactly(tmp_path: Path) -> None:
     assert max(found.values()) < 1e-5, found
     assert worst_difference(tmp_path / "parts", tmp_path / "fsdp") == 0.0
     [checkpoint] = published(RunDir(tmp_path / "fsdp").checkpoints_dir)[-1:]
-    saved = SafeReader(checkpoint.path).read_metadata().state_dict_metadata
+    saved = saved_tensors(tmp_path / "fsdp")
     weights = [name for name in saved if name.startswith("model.")]
     assert len(weights) == 4 * 2 * 2
     assert all(".lora_" in name for name in saved)

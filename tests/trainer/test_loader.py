@@ -99,11 +99,6 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 }
 
 
-def test_the_newest_is_chosen(run: RunDir) -> None:
-    assert chosen_step(run) == 3
-    assert rejections(run) == []
-
-
 @pytest.mark.parametrize("damage", [*DAMAGES])
 def test_a_damaged_one_is_set_aside_with_a_reason(
     run: RunDir, damage: str, caplog: pytest.LogCaptureFixture
@@ -118,13 +113,6 @@ def test_a_damaged_one_is_set_aside_with_a_reason(
     assert chosen_step(run) == 2, "and it stays aside"
 
 
-def test_two_damaged_ones_in_a_row(run: RunDir) -> None:
-    flip(run.checkpoint_dir(3) / SHARD)
-    (run.checkpoint_dir(2) / MANIFEST).unlink()
-    assert chosen_step(run) == 1
-    assert [step for step, _ in rejections(run)] == [3, 2]
-
-
 def test_set_aside_twice_keeps_both(run: RunDir) -> None:
     copy = shutil.copytree(run.checkpoint_dir(3), run.path / "copy")
     for _ in range(2):
@@ -134,10 +122,6 @@ def test_set_aside_twice_keeps_both(run: RunDir) -> None:
     names = {path.name for path in run.checkpoints_dir.iterdir()}
     assert {"step-00000003.rejected", "step-00000003.rejected-2"} < names
     assert chosen_step(run) == 3, "an intact copy brought back is used"
-
-
-def test_without_any_a_run_begins(tmp_path: Path) -> None:
-    assert chosen_step(RunDir(tmp_path)) is None
 
 
 def test_when_none_is_intact_a_person_decides(run: RunDir) -> None:
