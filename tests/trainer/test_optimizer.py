@@ -47,6 +47,13 @@ def backward(model: nn.Module, step: int, scale: float = 1.0) -> None:
     (model(tokens(seed=step), sample_keys()).float().square().mean() * scale).backward()
 
 
+def update(optimizer: ShardedAdamW, divisor: Tensor = ONE, skip: Tensor = ZERO) -> None:
+    """Update the parameters with the gradients of the last backward passes."""
+    optimizer.collect_gradients()
+    optimizer.step(1e-2, divisor, skip)
+    optimizer.zero_grad()
+
+
 def clip_divisor(norm: Tensor, limit: float) -> Tensor:
     return (norm / limit).clamp(min=1.0)
 
@@ -82,17 +89,13 @@ def test_skip_leaves_every_bit(config: OptimizerConfig) -> None:
     model = nano()
     optimizer = ShardedAdamW(weights(model), config)
     backward(model, 0)
-    optimizer.collect_gradients()
-    optimizer.step(1e-2, ONE, ZERO)
-    optimizer.zero_grad()
+    update(optimizer)
     before = copy.deepcopy({**dict(model.named_parameters()), **dict(optimizer.state_tensors())})
     for value in (float("nan"), float("inf"), 1.0):
         backward(model, 1)
         for param in model.parameters():
             param.grad.fill_(value)
-        optimizer.collect_gradients()
-        optimizer.step(1e-2, ONE * float("nan"), ONE)
-        optimizer.zero_grad()
+        update(optimizer, divisor=ONE * float("nan"), skip=ONE)
     after = {**dict(model.named_parameters()), **dict(optimizer.state_tensors())}
     for name, value in before.items():
         assert torch.equal(after[name], value), name
@@ -133,9 +136,7 @@ def test_state_goes_round(config: OptimizerConfig) -> None:
     def train(model: nn.Module, optimizer: ShardedAdamW, steps: range) -> None:
         for step in steps:
             backward(model, step)
-            optimizer.collect_gradients()
-            optimizer.step(1e-2, ONE, ZERO)
-            optimizer.zero_grad()
+            update(optimizer)
 
     model = nano()
     optimizer = ShardedAdamW(weights(model), config)
@@ -200,14 +201,10 @@ def test_running_averages_in_8_bits_are_rounded_once_a_step(monkeypatch: pytest.
         for model in (mine, in_pieces):
             for param, source in zip(model.parameters(), theirs.parameters(), strict=True):
                 param.grad = None if source.grad is None else source.grad.clone()
-        optimizer.collect_gradients()
-        optimizer.step(1e-2, ONE, ZERO)
-        optimizer.zero_grad()
+        update(optimizer)
         with monkeypatch.context() as patch:
             patch.setattr("trainkit.trainer.optimizer.PIECE_ELEMENTS", 1000)
-            pieces.collect_gradients()
-            pieces.step(1e-2, ONE, ZERO)
-            pieces.zero_grad()
+            update(pieces)
         expected.step()
         expected.zero_grad()
         for param, state in expected.state.items():
