@@ -110,21 +110,10 @@ def test_no_gpu_for_a_rank(
     assert cuda.selected == []
 
 
-@pytest.mark.parametrize("local_rank", [0, 3])
-def test_a_torch_without_cuda_is_refused_for_good(monkeypatch: pytest.MonkeyPatch, local_rank: int) -> None:
-    monkeypatch.setattr(torch.version, "cuda", None)
-    with pytest.raises(TrainkitError, match=r"torch .* was built without CUDA") as caught:
-        select_device("cuda", local_rank, is_task=True)
-    assert caught.value.exit_code == EXIT_NO_RESTART
-    assert "-m pip install" in caught.value.hint
-    assert "--index-url https://download.pytorch.org/whl/cu" in caught.value.hint
-    failure = RankFailure(host="h1", type="TrainkitError", message=str(caught.value), exit_code=78)
-    assert suspect_host(failure) is None
-
-
 @pytest.mark.parametrize(
     ("name", "capability", "dtype", "message", "hint"),
     [
+        ("no CUDA", (9, 0), "fp16", r"torch .* was built without CUDA", "--index-url https://download.pyt"),
         ("Tesla V100-SXM2-16GB", (7, 0), "fp16", "has no kernels for the GPU Tesla V100", "/cu126`"),
         ("Tesla V100", (7, 0), "bf16", "dtype is bf16, in which the tensor cores of Tesla V100", "fp16"),
         ("Tesla T4", (7, 5), "bf16", "dtype is bf16, in which the tensor cores of Tesla T4", "fp16"),
@@ -133,9 +122,17 @@ def test_a_torch_without_cuda_is_refused_for_good(monkeypatch: pytest.MonkeyPatc
     ],
 )
 def test_a_gpu_that_torch_or_its_tensor_cores_do_not_support(
-    cuda: FakeCuda, name: str, capability: tuple[int, int], dtype: str, message: str, hint: str
+    cuda: FakeCuda,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    capability: tuple[int, int],
+    dtype: str,
+    message: str,
+    hint: str,
 ) -> None:
     cuda.name, cuda.capability = name, capability
+    if name == "no CUDA":
+        monkeypatch.setattr(torch.version, "cuda", None)
     if "bf16" in message:
         cuda.archs = ["sm_{}{}".format(*capability), *cuda.archs]  # this torch has kernels for it
     if not message:

@@ -19,7 +19,6 @@ DATA_PARALLEL = [
     Case("recomputed", 1, {"activation_checkpointing": "full"}),
     Case("whole-batch", 1, {}, ("train.device_batch_size=16",)),
     Case("mesh-of-one", 1, {"mesh_of_one": True}),
-    Case("offload-of-one", 1, {"mesh_of_one": True, "offload": True}),
     Case("replicate", 2, {"dp_replicate": 2, "activation_checkpointing": "selective"}),
     Case("shard", 2, {"dp_shard": 2, "activation_checkpointing": "full"}),
     Case("accumulate-8", 2, {"dp_shard": 2}, ("train.device_batch_size=1",)),

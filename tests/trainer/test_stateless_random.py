@@ -98,16 +98,6 @@ class TestDropout:
 
 
 class TestNormal:
-    def test_a_row_of_shards_equals_the_whole(self) -> None:
-        whole = normal((10, 6))
-        for borders in ([0, 5, 10], [0, 3, 6, 9, 10], [0, 10, 10], list(range(11))):
-            shards = []
-            for start, stop in pairwise(borders):
-                shard = torch.empty(stop - start, 6)
-                fill_normal_(shard, 1.0, "0/w", (10, 6), (start, 0))
-                shards.append(shard)
-            assert torch.equal(torch.cat(shards), whole)
-
     def test_tiles_of_two_and_three_dimensions_equal_the_whole(self) -> None:
         for shape, tile in (((7, 9), (3, 4)), ((4, 6, 5), (3, 2, 4))):
             whole = normal(shape)
