@@ -98,7 +98,7 @@ def test_document_mask(tmp_path: Path) -> None:
     ]
     run_cases(tmp_path, [Case("plain", 1, {})], common)
     run_cases(tmp_path, masked, [*common, "data.document_mask=true"])
-    assert worst_difference(tmp_path / "plain", tmp_path / "alone") > 1e-5
+    assert worst_difference(tmp_path / "plain", tmp_path / "alone") > 1e-4
     for case in masked:
         assert worst_difference(tmp_path / case.name, tmp_path / "alone") < 1.5e-6
 

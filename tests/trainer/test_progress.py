@@ -5,9 +5,17 @@ import time
 
 import pytest
 
-from tests.support.runs import launch_plan
+from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import RequeuePolicy
-from trainkit.trainer.progress import NUM_RECENT, SLOW_PHASE_LIMIT_S, Progress, Watchdog, phase_limit_s
+from trainkit.run.rundir import RunDir
+from trainkit.trainer.progress import (
+    NUM_RECENT,
+    SLOW_PHASE_LIMIT_S,
+    Progress,
+    RankInfo,
+    Watchdog,
+    phase_limit_s,
+)
 
 POLICY = RequeuePolicy(hang_factor=20.0, hang_min_s=300.0)
 
@@ -118,14 +126,14 @@ class TestProgressWatch:
             def _others_hang(self):
                 return self._checked_s >= self.others_hang_at_s
 
-        return Alone(None, None, launch_plan(requeue=POLICY), progress, None)
+        return Alone(RunDir("/nowhere").attempt(1), RankInfo(0, 0, "h"), progress, StopRequest())
 
     @staticmethod
     def check_until(watchdog, clock, until_s):
         """What the looks of every second see, the last first."""
         while clock[0] < until_s:
             clock[0] += 1.0
-            seen = watchdog.check(clock[0])
+            seen = watchdog.find_hang(clock[0], POLICY)
             if seen is not None:
                 return seen
         return None
@@ -162,7 +170,7 @@ class TestProgressWatch:
     def test_time_in_which_the_process_was_stopped_is_not_counted(self, watchdog, progress, clock):
         assert self.check_until(watchdog, clock, clock[0] + 200) is None
         clock[0] += 5000
-        assert watchdog.check(clock[0]) is None
+        assert watchdog.find_hang(clock[0], POLICY) is None
         assert self.check_until(watchdog, clock, clock[0] + 299) is None
         assert self.check_until(watchdog, clock, clock[0] + 10) is not None
 
