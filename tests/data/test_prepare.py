@@ -121,18 +121,18 @@ def test_units_that_are_done_are_not_done_again(tmp_path, monkeypatch):
 
     real, ran = module.run_unit, []
 
-    def fail_after_five(job):
+    def fail_after_five(folder, unit):
         if len(ran) == 5:
             raise KeyboardInterrupt
-        ran.append(job.unit.index)
-        return real(job)
+        ran.append(unit.index)
+        return real(folder, unit)
 
     monkeypatch.setattr(module, "run_unit", fail_after_five)
     with pytest.raises(KeyboardInterrupt):
         made(tmp_path, folder, val_fraction=0.1, unit_bytes=8192)
     assert not (tmp_path / "out" / "dataset.json").exists()
 
-    monkeypatch.setattr(module, "run_unit", lambda job: (ran.append(job.unit.index), real(job)))
+    monkeypatch.setattr(module, "run_unit", lambda *job: (ran.append(job[1].index), real(*job)))
     assert content_of(made(tmp_path, folder, val_fraction=0.1, unit_bytes=8192)) == expected
     assert ran == sorted(set(ran))
 
@@ -176,7 +176,7 @@ def test_folder_with_something_else_is_left_alone(tmp_path):
 
 def test_begun_with_other_options(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("hello\n")
-    monkeypatch.setattr("trainkit.data.prepare.run_unit", lambda job: 1 / 0)
+    monkeypatch.setattr("trainkit.data.prepare.run_unit", lambda folder, unit: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         made(tmp_path, tmp_path / "a.txt")
     monkeypatch.undo()
@@ -278,10 +278,10 @@ def test_source_that_changes_in_the_middle(tmp_path, monkeypatch):
 
     real = module.run_unit
 
-    def touch_first(job):
+    def touch_first(*job):
         path.write_text("HELLO\n" * 100)
         os.utime(path, ns=(1, 1))
-        return real(job)
+        return real(*job)
 
     monkeypatch.setattr(module, "run_unit", touch_first)
     with pytest.raises(UsageError, match=r"a\.txt changed while it was being prepared"):
