@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainkit.data.dataset_file import BYTES, PLACES, SPLITS, Shard, identify, places_file
-from trainkit.data.sources import FORMS, Input
+from trainkit.data.sources import FORMS, Input, unreadable
 from trainkit.data.units import Unit
 from trainkit.errors import UsageError
 from trainkit.folders import shown_path
@@ -151,8 +151,7 @@ def _check_unchanged(source: Input) -> None:
     try:
         status = Path(source.path).stat()
     except OSError as error:
-        message = f"{source.shown} cannot be read: {error.strerror}"
-        raise UsageError(message, hint="check the path and the disk") from None
+        raise unreadable(source.path, error) from None
     if (status.st_size, status.st_mtime_ns) != (source.size, source.mtime_ns):
         raise UsageError(
             f"{source.shown} changed while it was being prepared",

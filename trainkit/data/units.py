@@ -17,7 +17,16 @@ from shlex import quote
 from typing import IO, Any, cast
 
 from trainkit.data.dataset_file import TRAIN, VAL
-from trainkit.data.sources import BOTH, TABLES, TEXT, DatasetSpec, Input, TableError, read_column
+from trainkit.data.sources import (
+    BOTH,
+    TABLES,
+    TEXT,
+    DatasetSpec,
+    Input,
+    TableError,
+    read_column,
+    unreadable,
+)
 from trainkit.errors import UsageError
 
 UNIT_BYTES = 64 << 20
@@ -216,8 +225,7 @@ class SpanReader:
                 hint="copy or compress the file again",
             ) from None
         except OSError as error:
-            message = f"{self.source.shown} cannot be read: {error.strerror or error}"
-            raise UsageError(message, hint="check the path and the disk") from None
+            raise unreadable(self.source.path, error) from None
 
     def _text(self, stream: IO[bytes]) -> Iterator[Piece]:
         span = self.span
