@@ -10,15 +10,13 @@ import pytest
 import torch
 
 from tests.support.hf_models import need, save_model
-from tests.support.parity import Case, run_cases, worst_difference
+from tests.support.parity import Case, run_cases, saved_state, worst_difference
 from trainkit.cli.main import main
 from trainkit.config.schema import RunConfig
 from trainkit.contrib.multimodal.task import IGNORE, MediumFormat, MediumSamples, MultimodalLM
 from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE, TrainkitError, UsageError
 from trainkit.run.events import read_metrics
-from trainkit.run.manifest import published
 from trainkit.run.rundir import RunDir
-from trainkit.trainer.checkpoint.storage import SafeReader
 from trainkit.trainer.task_check import Smoke
 from trainkit.trainer.user_task import UserTask, load_task
 
@@ -101,17 +99,8 @@ def config_of(*overrides: str) -> RunConfig:
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
-    from torch.distributed.checkpoint import state_dict_loader
-
-    reader = SafeReader(published(RunDir(run).checkpoints_dir)[-1].path)
-    saved = reader.read_metadata().state_dict_metadata
-    found = {
-        name: torch.empty(item.size)  # type: ignore[union-attr]
-        for name, item in saved.items()
-        if name.startswith("model.")
-    }
-    state_dict_loader.load(found, storage_reader=reader, no_dist=True)
-    return {name.removeprefix("model."): value for name, value in found.items()}
+    found = saved_state(run).items()
+    return {name.removeprefix("model."): value for name, value in found if name.startswith("model.")}
 
 
 @pytest.mark.slow

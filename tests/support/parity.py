@@ -105,6 +105,21 @@ def worst_difference(run_dir: Path, expected: Path) -> float:
     return max(abs(mine[i] - other[i]) / max(1.0, abs(other[i])) for mine, other in pairs for i in (1, 2, 3))
 
 
+def saved_state(run_dir: Path) -> dict[str, Any]:
+    """The tensors of the newest checkpoint of a run."""
+    import torch
+    from torch.distributed.checkpoint import state_dict_loader
+
+    from trainkit.run.manifest import published
+    from trainkit.trainer.checkpoint.storage import SafeReader
+
+    reader = SafeReader(published(RunDir(run_dir).checkpoints_dir)[-1].path)
+    items = reader.read_metadata().state_dict_metadata.items()
+    found = {name: torch.empty(item.size, dtype=item.properties.dtype) for name, item in items}
+    state_dict_loader.load(found, storage_reader=reader, no_dist=True)
+    return found
+
+
 def _train_all(function: Callable[..., None], attempts: Sequence[str], num_procs: int) -> None:
     procs = start_ranks(_in_group, num_procs, function, num_procs, free_port(), attempts)
     deadline_s = time.monotonic() + TIMEOUT_S * len(attempts)

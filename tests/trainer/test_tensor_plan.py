@@ -14,15 +14,22 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 
 from tests.support import split_tasks
 from tests.support.hf_models import need, save_model
-from tests.support.parity import Case, close, curve, make_trainer, metrics_of, run_cases, worst_difference
+from tests.support.parity import (
+    Case,
+    close,
+    curve,
+    make_trainer,
+    metrics_of,
+    run_cases,
+    saved_state,
+    worst_difference,
+)
 from tests.support.runs import log_text, train
 from trainkit.cli.main import main
 from trainkit.config import load_config
 from trainkit.config.schema import RunConfig
 from trainkit.run.events import read_metrics
-from trainkit.run.manifest import published
 from trainkit.run.rundir import AttemptDir, RunDir
-from trainkit.trainer.checkpoint.storage import SafeReader
 from trainkit.trainer.models.model import allocate, local_tensor
 from trainkit.trainer.parallel.tensor import STYLES, fill_shards, find_styles, split_model
 from trainkit.trainer.task_check import Smoke, definite_problem
@@ -196,11 +203,9 @@ def test_models_of_transformers(tmp_path: Path, kind: str, changes: dict[str, An
     assert_same_curves(tmp_path, [case])
 
 
-def saved(folder: Path) -> dict[str, tuple[int, ...]]:
+def saved(folder: Path) -> dict[str, torch.Size]:
     """The shapes of the tensors of the newest checkpoint."""
-    [newest] = published(RunDir(folder).checkpoints_dir)[-1:]
-    items = SafeReader(newest.path).read_metadata().state_dict_metadata.items()
-    return {name: tuple(getattr(item, "size", ())) for name, item in items}
+    return {name: tensor.shape for name, tensor in saved_state(folder).items()}
 
 
 class Planned(split_tasks.Speak):
