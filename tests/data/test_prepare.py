@@ -4,7 +4,6 @@ import errno
 import fcntl
 import gzip
 import json
-import multiprocessing
 import os
 import signal
 import time
@@ -18,7 +17,6 @@ from trainkit.data.shards import TokenShards
 from trainkit.data.sources import DatasetSpec
 from trainkit.data.tokenize import WORK_FOLDER
 from trainkit.errors import TrainkitError, UsageError
-from trainkit.locks import LockBusy
 
 
 def made(tmp_path, *sources, name="out", workers=1, unit_bytes=1 << 26, **options):
@@ -307,39 +305,11 @@ def test_a_dataset_can_be_shared(tmp_path):
     assert str(tmp_path) not in json.dumps(record)
 
 
-def _hold(path, held, release):
-    with exclusive(path, timeout_s=0.0):
-        held.set()
-        release.wait(30)
-
-
-@pytest.fixture
-def held_lock(tmp_path):
-    """A lock that another process holds until the event is set."""
-    context = multiprocessing.get_context("fork")
-    held, release = context.Event(), context.Event()
-    (tmp_path / "out" / WORK_FOLDER).mkdir(parents=True)
-    path = tmp_path / "out" / WORK_FOLDER / "lock"
-    process = context.Process(target=_hold, args=(path, held, release))
-    process.start()
-    assert held.wait(30)
-    yield path, release
-    release.set()
-    process.join(30)
-
-
-def test_waits_for_another_process(held_lock):
-    path, release = held_lock
-    with pytest.raises(LockBusy), exclusive(path, timeout_s=0.0):
-        pass
-    release.set()
-    with exclusive(path):
-        pass
-
-
-def test_second_prepare_into_a_folder_is_refused(held_lock, tmp_path):
+def test_second_prepare_into_a_folder_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("hello")
-    with pytest.raises(UsageError, match="another process is preparing"):
+    (tmp_path / "out" / WORK_FOLDER).mkdir(parents=True)
+    refused = pytest.raises(UsageError, match="another process is preparing")
+    with exclusive(tmp_path / "out" / WORK_FOLDER / "lock"), refused:
         prepare(DatasetSpec((str(tmp_path / "a.txt"),)), tmp_path / "out")
 
 

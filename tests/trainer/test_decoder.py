@@ -2,7 +2,6 @@
 
 import math
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -350,46 +349,6 @@ def test_blocks_are_compiled_once_for_all_documents() -> None:
     with torch.no_grad():
         expected = [masked()(tokens(2, seed=seed) % (EOS + 1), sample_keys()) for seed in range(3)]
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_document_mask_is_what_separates_documents() -> None:
-    """The test above could not fail if this did not: without the mask, the first document changes others."""
-    packed, other = tokens(1) % EOS, tokens(1, seed=1) % EOS
-    packed[0, 5] = other[0, 5] = EOS
-    other[0, 6:] = packed[0, 6:]
-    results = {
-        kind: [model(x, sample_keys(1))[0, 6:] for x in (packed, other)]
-        for kind, model in (("masked", masked()), ("plain", nano()))
-    }
-    torch.testing.assert_close(*results["masked"])
-    assert (results["plain"][0] - results["plain"][1]).abs().max() > 1e-3
-
-
-def test_no_gradient_crosses_a_document() -> None:
-    model = masked()
-    packed = tokens(1) % EOS
-    packed[0, 7] = EOS
-    packed[0, 8:] = torch.arange(8)
-    packed[0, :7] = torch.arange(20, 27)
-    model(packed, sample_keys(1))[0, 8:].sum().backward()
-    grad = model.embedding.weight.grad
-    assert grad[20:27].abs().max() == 0
-    assert grad[EOS].abs().max() == 0
-    assert (grad[:8].abs().amax(1) > 0).all()
-
-
-@pytest.mark.parametrize("mode", ["full", "selective"])
-def test_document_mask_with_recomputation(mode: Any) -> None:
-    packed = tokens() % EOS
-    packed[:, 6] = EOS
-    grads = []
-    for recomputes in (False, True):
-        model = masked(dropout=0.1)
-        if recomputes:
-            recompute_and_compile(model.layers, mode, compiled=False)
-        model(packed, sample_keys()).square().sum().backward()
-        grads.append([param.grad for param in model.parameters()])
-    torch.testing.assert_close(*grads)
 
 
 def test_repeated_kv_heads_keep_the_mask() -> None:

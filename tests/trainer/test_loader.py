@@ -119,13 +119,6 @@ def test_a_damaged_one_is_set_aside_with_a_reason(
     assert chosen_step(run) == 2, "and it stays aside"
 
 
-def test_two_damaged_ones_in_a_row(run: RunDir) -> None:
-    flip(run.checkpoint_dir(3) / SHARD)
-    (run.checkpoint_dir(2) / MANIFEST).unlink()
-    assert chosen_step(run) == 1
-    assert [step for step, _ in rejections(run)] == [3, 2]
-
-
 def test_set_aside_twice_keeps_both(run: RunDir) -> None:
     copy = shutil.copytree(run.checkpoint_dir(3), run.path / "copy")
     for _ in range(2):

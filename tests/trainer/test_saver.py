@@ -1,7 +1,6 @@
 """Saving: what is written is the state at the call, and what was published stays."""
 
 import errno
-import json
 import logging
 import os
 import resource
@@ -185,14 +184,6 @@ def test_poll_reports_without_waiting(
     assert saver.last_step == 1
 
 
-def test_the_manifest_names_every_file(tmp_path: Path, make_saver: Any) -> None:
-    make_saver(tmp_path).save(request(5), blocking=True)
-    folder = RunDir(tmp_path).checkpoint_dir(5)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    assert set(manifest["files"]) == {p.name for p in folder.iterdir()} - {"manifest.json"}
-    assert manifest["step"] == 5
-
-
 class TestKeeping:
     def test_the_newest_and_the_best_stay(self, tmp_path: Path, make_saver: Any) -> None:
         saver = make_saver(tmp_path, keep_last=2)
@@ -206,13 +197,6 @@ class TestKeeping:
         assert partials(RunDir(tmp_path).checkpoints_dir) == []
         names = sorted(path.name for path in RunDir(tmp_path).checkpoints_dir.iterdir())
         assert names == ["best", "step-00000006", "step-00000007"]
-
-    def test_only_the_newest(self, tmp_path: Path, make_saver: Any) -> None:
-        saver = make_saver(tmp_path, keep_last=1)
-        for step in (1, 2, 3):
-            saver.save(request(step), blocking=False)
-        saver.finish()
-        assert steps(tmp_path) == [3]
 
 
 class TestFailure:

@@ -130,17 +130,6 @@ def test_the_pickles_here_do_run_code_when_read_carelessly(tmp_path: Path) -> No
     assert trace.exists()
 
 
-class _Reduces:
-    def __reduce__(self) -> tuple[object, ...]:
-        return exec, ("raise SystemExit",)
-
-
-def test_an_object_that_reduces_to_a_call_is_refused(tmp_path: Path) -> None:
-    (tmp_path / METADATA_NAME).write_bytes(pickle.dumps(_Reduces()))
-    with pytest.raises(pickle.UnpicklingError, match=r"builtins\.exec is not a class of checkpoint metadata"):
-        SafeReader(tmp_path).read_metadata()
-
-
 def test_tensor_files_are_read_without_pickled_code(tmp_path: Path) -> None:
     """The file of a tensor replaced by one that torch.load would run."""
     save(tmp_path / "saved")
