@@ -199,8 +199,8 @@ class TestKeeping:
         assert names == ["best", "step-00000006", "step-00000007"]
 
 
+@pytest.mark.parametrize("blocking", [True, False])
 class TestFailure:
-    @pytest.mark.parametrize("blocking", [True, False])
     def test_a_file_that_cannot_grow(
         self, tmp_path: Path, make_saver: Any, blocking: bool, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -215,7 +215,6 @@ class TestFailure:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
         self.check_failed_and_recover(tmp_path, saver, blocking, caplog, "File too large")
 
-    @pytest.mark.parametrize("blocking", [True, False])
     @pytest.mark.parametrize("leave_bytes", [0, 600_000])
     def test_a_full_disk(
         self,
@@ -242,6 +241,7 @@ class TestFailure:
         self,
         tmp_path: Path,
         make_saver: Any,
+        blocking: bool,
         monkeypatch: pytest.MonkeyPatch,
         caplog: pytest.LogCaptureFixture,
     ) -> None:
@@ -250,9 +250,9 @@ class TestFailure:
         error = OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
         with monkeypatch.context() as patch:
             patch.setattr(saver_module, "write_json", Mock(side_effect=error))
-            saver.save(request(2), blocking=True)
+            saver.save(request(2), blocking)
             saver.finish()
-        self.check_failed_and_recover(tmp_path, saver, True, caplog, "Disk quota exceeded")
+        self.check_failed_and_recover(tmp_path, saver, blocking, caplog, "Disk quota exceeded")
 
     @staticmethod
     def check_failed_and_recover(
@@ -281,7 +281,6 @@ class TestFailure:
         assert all(find_damage(checkpoint) == "" for checkpoint in published(checkpoints_dir))
         saver.require_saved(3)
 
-    @pytest.mark.parametrize("blocking", [True, False])
     def test_a_folder_that_is_there_already_is_not_touched(
         self, tmp_path: Path, make_saver: Any, blocking: bool, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -294,7 +293,6 @@ class TestFailure:
         assert (RunDir(tmp_path).checkpoint_dir(1) / "manifest.json").read_text() == written
         assert find_damage(published(RunDir(tmp_path).checkpoints_dir)[0]) == ""
 
-    @pytest.mark.parametrize("blocking", [True, False])
     def test_a_folder_that_another_rank_made_and_this_host_does_not_see(
         self, tmp_path: Path, make_saver: Any, blocking: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -309,7 +307,6 @@ class TestFailure:
         saver.require_saved(1)
         assert find_damage(published(RunDir(tmp_path).checkpoints_dir)[0]) == ""
 
-    @pytest.mark.parametrize("blocking", [True, False])
     def test_a_folder_that_cannot_be_written(
         self, tmp_path: Path, make_saver: Any, blocking: bool, caplog: pytest.LogCaptureFixture
     ) -> None:

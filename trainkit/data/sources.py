@@ -57,8 +57,8 @@ def dataset_spec(config: DataConfig) -> DatasetSpec:
 
 
 def prepared_folder(config: DataConfig) -> Path | None:
-    """The folder of token shards that `data.source` names; None when it names texts."""
-    sources = _listed(config.source)
+    """The folder of token shards that `data.source` names; None when it names texts, or is a mixture."""
+    sources = () if is_mixture(config) else _listed(config.source)
     if len(sources) == 1 and sources[0] != STDLIB and is_dataset(Path(sources[0])):
         return Path(sources[0])
     return None

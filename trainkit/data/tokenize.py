@@ -112,7 +112,7 @@ def _tokenize(unit: Unit, writers: dict[str, _ShardWriter]) -> list[str]:
     eos = tokenizer.identity.eos_id
     digests = []
     for reader in unit.readers():
-        source = reader.source
+        source = reader.span.source
         _check_unchanged(source)
         try:
             for batch in in_batches(reader, lambda piece: len(piece.text)):

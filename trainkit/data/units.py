@@ -202,30 +202,27 @@ class SpanReader:
     _hash: Any = field(default_factory=hashlib.sha256, init=False)
 
     @property
-    def source(self) -> Input:
-        return self.span.source
-
-    @property
     def digest(self) -> str:
         return str(self._hash.hexdigest())
 
     def __iter__(self) -> Iterator[Piece]:
+        source = self.span.source
         try:
-            if self.source.form == TEXT:
-                with open_input(self.source) as stream:
+            if source.form == TEXT:
+                with open_input(source) as stream:
                     yield from self._text(stream)
             else:
                 yield from self._rows()
         except TableError as error:
             hint = "set data.text_key to a column of strings, or write the file again"
-            raise UsageError(f"{self.source.shown}: {error}", hint=hint) from None
+            raise UsageError(f"{source.shown}: {error}", hint=hint) from None
         except (EOFError, zlib.error) as error:
             raise UsageError(
-                f"{self.source.shown} is not a complete gzip file: {error}",
+                f"{source.shown} is not a complete gzip file: {error}",
                 hint="copy or compress the file again",
             ) from None
         except OSError as error:
-            raise unreadable(self.source.path, error) from None
+            raise unreadable(source.path, error) from None
 
     def _text(self, stream: IO[bytes]) -> Iterator[Piece]:
         span = self.span
@@ -246,7 +243,7 @@ class SpanReader:
         while position < end:
             block = stream.read(min(PIECE_BYTES, end - position))
             if not block:
-                message = f"{self.source.shown} was truncated while being read"
+                message = f"{self.span.source.shown} was truncated while being read"
                 raise UsageError(message, hint="start again when nothing writes to it")
             self._hash.update(block)
             position += len(block)
@@ -258,7 +255,7 @@ class SpanReader:
                 kept = kept[cut:]
 
     def _rows(self) -> Iterator[Piece]:
-        source, span, key = self.source, self.span, self.spec.text_key
+        span, source, key = self.span, self.span.source, self.spec.text_key
         is_table = source.form in TABLES
         every = max(2, round(1 / self.spec.split_fraction)) if span.role == BOTH else 0
         phase = rows_phase(self.unit, self.number, source.name, every) if every else 0
@@ -304,20 +301,15 @@ def read_rows(
 
 def row_text(source: Input, row: Any, key: str) -> bytes:
     """The text of a row of `read_rows`, empty for a blank line; raises RowError for an unusable one."""
-    if source.form in TABLES:
-        return cell_text(row, key)
-    return line_text(row, key) if row.strip() else b""
-
-
-def cell_text(value: bytes | None, key: str) -> bytes:
-    """The text of one row of a table; raises RowError if it is null or not UTF-8."""
-    if value is None:
+    if source.form not in TABLES:
+        return line_text(row, key) if row.strip() else b""
+    if row is None:
         raise RowError(f'column "{key}" (data.text_key) is null, not a string')
     try:
-        value.decode()
+        row.decode()
     except UnicodeDecodeError as error:
-        raise RowError(f"not UTF-8: byte {value[error.start]:#04x} at byte {error.start + 1}") from None
-    return value
+        raise RowError(f"not UTF-8: byte {row[error.start]:#04x} at byte {error.start + 1}") from None
+    return bytes(row)
 
 
 def line_text(line: bytes, key: str) -> bytes:
