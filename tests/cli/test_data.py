@@ -126,9 +126,9 @@ SLOWLY = PREPARE_IN_SMALL_UNITS.replace(
 import time
 import trainkit.data.prepare as module
 run_unit = module.run_unit
-def slowly(job):
+def slowly(*job):
     time.sleep(0.05)
-    return run_unit(job)
+    return run_unit(*job)
 if __name__ == "__main__":
     module.run_unit = slowly
 """,

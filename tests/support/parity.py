@@ -100,7 +100,7 @@ def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def saved_tensors(run_dir: Path) -> dict[str, Any]:
-    """The tensors of the newest checkpoint."""
+    """The tensors of the newest checkpoint of a run."""
     import torch
     from torch.distributed.checkpoint import state_dict_loader
 

@@ -159,7 +159,3 @@ def refuse_a_gap(world: World) -> None:
 @pytest.mark.slow
 def test_a_plan_with_a_gap_is_refused() -> None:
     run_ranks(refuse_a_gap, 2)
-
-
-def test_ours() -> None:
-    assert load_architecture("llama").__name__ == "Decoder"

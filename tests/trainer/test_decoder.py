@@ -317,19 +317,6 @@ def test_blocks_are_compiled_once_for_all_documents() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_document_mask_is_what_separates_documents() -> None:
-    """The test above could not fail if this did not: without the mask, the first document changes others."""
-    packed, other = tokens(1) % EOS, tokens(1, seed=1) % EOS
-    packed[0, 5] = other[0, 5] = EOS
-    other[0, 6:] = packed[0, 6:]
-    results = {
-        kind: [model(x, sample_keys(1))[0, 6:] for x in (packed, other)]
-        for kind, model in (("masked", masked()), ("plain", nano()))
-    }
-    torch.testing.assert_close(*results["masked"])
-    assert (results["plain"][0] - results["plain"][1]).abs().max() > 1e-3
-
-
 def test_repeated_kv_heads_keep_the_mask() -> None:
     packed = tokens() % EOS
     packed[:, 6] = EOS
