@@ -6,10 +6,10 @@ import signal
 import stat
 import subprocess
 import sys
-import time
 
 import pytest
 
+from tests.support.programs import wait_for
 from trainkit.job.failure import stacks
 from trainkit.job.failure.stacks import (
     Reply,
@@ -61,11 +61,8 @@ def reply(rank, frames, **more):
     return Reply(rank, "h", 7, "asked", {"MainThread": frames, "data": WAITS}, **more)
 
 
-def wait_for_replies(request, count, timeout_s=20.0):
-    deadline_s = time.monotonic() + timeout_s
-    while len(request.replies()) < count:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
+def wait_for_replies(request, count):
+    wait_for(lambda: len(request.replies()) >= count)
     return request.replies()
 
 
@@ -134,9 +131,7 @@ class TestFromOutside:
         pid = start(LISTENS)
         assert "py-spy, which can read its stacks, is not installed" in spy_on(2, pid).problem
         os.kill(pid, signal.SIGSTOP)
-        deadline_s = time.monotonic() + 10
-        while "stopped (SIGSTOP" not in spy_on(2, pid).problem:
-            assert time.monotonic() < deadline_s
+        wait_for(lambda: "stopped (SIGSTOP" in spy_on(2, pid).problem)
 
 
 class TestCollector:

@@ -15,7 +15,7 @@ from tests.support.programs import wait_for
 from trainkit.job.node import health
 from trainkit.job.node.health import HealthSampler, thin_out
 from trainkit.run.files import read_jsonl
-from trainkit.run.rundir import AttemptDir, RunDir
+from trainkit.run.rundir import RunDir
 
 KEYS = {
     *("time", "attempt", "host", "cpu_percent", "load_1m", "mem_used_gib", "mem_total_gib", "job_mem_gib"),
@@ -23,14 +23,8 @@ KEYS = {
 }
 
 
-def attempt_in(folder: Path) -> AttemptDir:
-    attempt = RunDir(folder).attempt(3)
-    attempt.create()
-    return attempt
-
-
 def test_a_node_is_sampled_until_the_end(tmp_path: Path) -> None:
-    sampler = HealthSampler(attempt_in(tmp_path), "n1", 0.02, {})
+    sampler = HealthSampler(RunDir(tmp_path).attempt(3), "n1", 0.02, {})
     sampler.start()
     wait_for(lambda: sampler.file.exists() and len(list(read_jsonl(sampler.file))) >= 3)
     sampler.end()
@@ -152,7 +146,7 @@ def test_a_file_stays_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     times = [record["time"] for record in read_jsonl(file)]
     assert times == [*range(0, 50, 2), *range(50, 100)]
     monkeypatch.setattr(health, "MAX_BYTES", 4000)
-    sampler = HealthSampler(attempt_in(tmp_path), "n1", 0.001, {})
+    sampler = HealthSampler(RunDir(tmp_path).attempt(3), "n1", 0.001, {})
     sampler.start()
     sizes = []
 
@@ -175,7 +169,7 @@ def test_a_full_disk_is_said_once_and_the_next_sample_is_tried(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(health, "append_jsonl", full)
-    sampler = HealthSampler(attempt_in(tmp_path), "n1", 0.001, {})
+    sampler = HealthSampler(RunDir(tmp_path).attempt(3), "n1", 0.001, {})
     sampler.start()
     wait_for(lambda: len(tries) > 5)
     sampler.end()

@@ -2,13 +2,13 @@ from dataclasses import replace
 
 import pytest
 
+from tests.support.runs import launch_plan
 from trainkit.job.node.rendezvous import local_rendezvous
 from trainkit.job.node.worker_env import gpu_slice, worker_argv, worker_environ, worker_rank
 from trainkit.job.rank_env import find_rank_env
-from trainkit.plan.launch import Batch, LaunchPlan, Layout
 from trainkit.run.rundir import RunDir
 
-PLAN = LaunchPlan("local", 2, 2, "cuda", Layout(dp_shard=4), Batch(1, 1, 4, 4), 0.1, 3, 60.0, {})
+PLAN = launch_plan(backend="local", device="cuda", threads_per_worker=3)
 
 
 def place_on(node_rank, local_rank, plan=PLAN):
