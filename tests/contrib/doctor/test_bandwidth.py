@@ -11,8 +11,6 @@ import pytest
 from trainkit.contrib.doctor import Request, bandwidth, node, nodes
 from trainkit.contrib.doctor.bandwidth import Bandwidth, Layout, bandwidth_checks, link_gbit_s, ring_rounds
 from trainkit.contrib.doctor.environment import num_gpus
-from trainkit.contrib.doctor.nodes import can_measure
-from trainkit.job.preflight import Finding
 from trainkit.run.process import own_host
 
 TWO = Layout(("a", "b"), (1, 1), "a", 1)
@@ -82,11 +80,6 @@ def test_one_slow_link_is_named() -> None:
 def test_failed_measurement_is_a_failure() -> None:
     (found,) = bandwidth_checks(TWO, Bandwidth("rank 1 on b: Connection refused"), [{}, {}])
     assert (found.state, found.value) == ("failure", "not measured: rank 1 on b: Connection refused")
-
-
-def test_broken_gpu_stops_the_measurement() -> None:
-    assert can_measure([Finding("GPU 3", "ok", ""), Finding("disk", "failure", "")])
-    assert not can_measure([Finding("GPU 3", "failure", "")])
 
 
 FAKE_RANK = """

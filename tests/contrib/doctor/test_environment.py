@@ -14,13 +14,6 @@ from trainkit.cli.main import main
 from trainkit.contrib.doctor import Request, environment
 
 
-@pytest.fixture(autouse=True)
-def no_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This machine alone, whatever it has."""
-    monkeypatch.setattr("trainkit.cluster.discovery.has_slurm", lambda *_: False)
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-
-
 def report(capsys: pytest.CaptureFixture[str], *args: str, code: int) -> dict[str, tuple[str, str]]:
     """Name of each check -> its state and value."""
     assert main(["doctor", "--quick", "--json", *args]) == code
