@@ -629,7 +629,7 @@ def _record_at_exit(folder: Path) -> None:
         return of_line
 
     def of_call(frame: FrameType, event: str, value: Any) -> Any:
-        return of_line if frame.f_code.co_filename.startswith(root) else None
+        return of_line if frame.f_code.co_filename.startswith(root) or frame.f_code.co_filename == __file__ else None
 
     def write_and_leave(code: int) -> None:
         if os.getpid() != own:
