@@ -2,7 +2,6 @@
 
 import base64
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,17 +16,6 @@ PLAN = launch_plan(workers_per_node=4, device="cuda")
 PLACE = RankEnv(4, 0, 8, 4, 1, 2, "host0", 12345, "agent")
 WORLD_INFO = base64.urlsafe_b64encode(b'{"node0": [0, 1, 2, 3], "node1": [0, 1, 2, 3]}').decode()
 RUN = RunDir(Path("/runs/mine"))
-
-
-def test_the_built_in_trainer() -> None:
-    argv = worker_argv(PLAN, PLACE, RUN)
-    assert argv[0] == sys.executable
-    assert argv[-3:] == ("-m", "trainkit.trainer", "/runs/mine")
-
-
-def test_a_command_is_a_rank_as_it_stands() -> None:
-    plan = replace(PLAN, command=("python", "train.py", "--name", "a b"))
-    assert worker_argv(plan, PLACE, RUN) == ("python", "train.py", "--name", "a b")
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ def environ(plan=PLAN, configured=None, inherited=None, node_rank=1):
     return worker_environ(plan, place, RunDir("/r").attempt(2), inherited=inherited or {}, network={})
 
 
-def test_worker_finds_its_place():
-    found = find_rank_env(environ(inherited={"RANK": "9", "GROUP_RANK": "9"}))
+def test_worker_finds_its_place_and_no_setting_can_move_it():
+    found = find_rank_env(environ(configured={"RANK": "0"}, inherited={"RANK": "9", "GROUP_RANK": "9"}))
     assert replace(found, source="") == replace(place_on(1, 1), source="")
     assert found.rank == 3
 
@@ -29,10 +29,8 @@ def test_worker_finds_its_place():
 def test_defaults_give_way_to_the_user():
     assert environ()["OMP_NUM_THREADS"] == "3"
     assert environ(inherited={"OMP_NUM_THREADS": "7"})["OMP_NUM_THREADS"] == "7"
-    assert (
-        environ(configured={"OMP_NUM_THREADS": "8"}, inherited={"OMP_NUM_THREADS": "7"})["OMP_NUM_THREADS"]
-        == "8"
-    )
+    both = environ(configured={"OMP_NUM_THREADS": "8"}, inherited={"OMP_NUM_THREADS": "7"})
+    assert both["OMP_NUM_THREADS"] == "8"
     assert environ(configured={"GLOO_SOCKET_IFNAME": "eth0"})["GLOO_SOCKET_IFNAME"] == "eth0"
 
 
@@ -52,10 +50,6 @@ def test_a_command_looks_like_a_rank_of_torchrun():
     assert environ(command, inherited={"TORCHELASTIC_RUN_ID": "other"})["TORCHELASTIC_RUN_ID"] == "r-2"
     assert "TORCHELASTIC_RUN_ID" not in environ()
     assert "TORCHELASTIC_RUN_ID" not in environ(replace(command, launcher="torchrun"))
-
-
-def test_no_setting_can_move_a_worker():
-    assert environ(configured={"RANK": "0"})["RANK"] == "3"
 
 
 @pytest.mark.parametrize(
