@@ -142,6 +142,7 @@ def test_logs_follow_a_run_over_its_attempts(desk):
 
 SPY = """#!{python}
 import json, sys
+assert sys.argv[1:4] == ["dump", "--json", "--pid"]
 pid = int(sys.argv[-1])
 rank = [line for line in open(f"/proc/{{pid}}/environ").read().split("\\0") if line.startswith("RANK=")][0]
 if rank == "RANK=3":

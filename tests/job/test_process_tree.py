@@ -50,11 +50,6 @@ def test_exit_code_of_a_worker_is_the_jobs(start_job, code):
     assert "rank_failed" in job.events()
 
 
-def test_no_restart_wins_over_an_earlier_failure(start_job):
-    job = start_job("time.sleep(0.3 * RANK); sys.exit(78 if RANK == 1 else 3)", workers=2)
-    assert job.end()["exit_code"] == 78
-
-
 def test_own_record_of_a_worker_is_kept(start_job):
     job = start_job(
         """

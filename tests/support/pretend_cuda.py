@@ -424,9 +424,6 @@ class Stream:
         event.record(self)
         return event
 
-    def query(self) -> bool:
-        return True
-
     def is_capturing(self) -> bool:
         return False
 
@@ -452,9 +449,6 @@ class Event:
         note("Event.synchronize")
 
     def wait(self, stream: Stream | None = None) -> None: ...
-
-    def query(self) -> bool:
-        return True
 
     def elapsed_time(self, last: Event) -> float:
         assert self._is_timed, "the event was made without enable_timing"
@@ -510,7 +504,7 @@ def _cuda() -> dict[str, Any]:
     return {
         **{"Stream": Stream, "Event": Event, "set_device": set_device, "current_device": current_device},
         **{"current_stream": current_stream, "default_stream": current_stream},
-        **{"stream": lambda stream: stream or nullcontext(), "device": _Device},
+        **{"stream": lambda stream: stream or nullcontext()},
         **{"is_available": lambda: True, "device_count": lambda: NUM_GPUS, "_lazy_init": lambda: None},
         **{"init": lambda: None, "is_initialized": lambda: bool(used)},
         **{"get_device_properties": _properties, "get_device_name": lambda device=None: GPU_NAME},
@@ -526,21 +520,6 @@ def _cuda() -> dict[str, Any]:
         **{"set_rng_state": lambda state, device=None: torch.set_rng_state(state)},
         "default_generators": tuple(torch.Generator() for _ in range(NUM_GPUS)),
     }
-
-
-class _Device:
-    """`torch.cuda.device`: another GPU for a while."""
-
-    def __init__(self, device: Any) -> None:
-        self._wanted = gpu_of(device)
-
-    def __enter__(self) -> None:
-        self._before = current_device()
-        if self._wanted is not None:
-            _thread.device = self._wanted.index
-
-    def __exit__(self, *error: object) -> None:
-        _thread.device = self._before
 
 
 class _Autocast(torch.autocast):

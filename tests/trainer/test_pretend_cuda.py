@@ -28,8 +28,6 @@ from tests.support.cuda_lines import not_run
 from tests.support.hf_models import need
 from tests.support.ranks import start_ranks, wait_for_all
 from tests.support.runs import TIMEOUT_S, events, fork_workers, free_port, log_text, make_attempt, wait_for
-from trainkit.contrib.doctor import to_json
-from trainkit.contrib.doctor.bandwidth import LAYOUT_VARIABLE
 from trainkit.contrib.doctor.bandwidth import Layout as Hosts
 from trainkit.contrib.generate.worker import generate
 from trainkit.errors import TrainkitError, UsageError
@@ -350,17 +348,16 @@ def test_a_loop_of_ones_own(runs: Runs) -> None:
     assert losses == sorted(losses, reverse=True)
 
 
-def bandwidth(rank: int, layout: str) -> None:
+def bandwidth(rank: int, layout: Hosts) -> None:
     pretend_cuda.install()
     from trainkit.contrib.doctor import bandwidth
 
     bandwidth.SIZE_MIB["nccl"] = 1
-    os.environ[LAYOUT_VARIABLE] = layout
-    assert bandwidth.main() == 0
+    bandwidth.measure(rank, 0, layout, "")
 
 
 def measure(runs: Runs, folder: Path) -> list[Record]:
-    layout = to_json(Hosts(("a",), (2,), "127.0.0.1", free_port()))
+    layout = Hosts(("a",), (2,), "127.0.0.1", free_port())
     return in_ranks(folder / "bandwidth", 2, bandwidth, layout)
 
 
