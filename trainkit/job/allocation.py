@@ -50,7 +50,7 @@ from trainkit.job.node.rendezvous import choose_port
 from trainkit.job.node.slurm_step import step_argv
 from trainkit.job.preflight import supervisor_view
 from trainkit.job.processes import log_line, retry_on_disk_error
-from trainkit.job.progress_watch import slow_hosts
+from trainkit.job.progress_watch import SlowHostWatch, slow_hosts
 from trainkit.job.resubmit import (
     await_eviction,
     exclude_from,
@@ -330,10 +330,13 @@ class SlurmAllocation(Allocation):
             self._host_watch = start_host_watch(own, others[-1], attempt.batch_host_log)
         argv = step_argv(self.step, plan, self.good_hosts, overlap=self.step_may_still_run)
         until_total_s = retry_on_disk_error(lambda: left_s(attempt, plan))
-        growth = None
+        departures = list[SlowHostWatch | GrowthWatch]()
+        # Without a spare node it would wait in the queue, which may take longer than what a slow host costs.
+        if plan.requeue.slow_hosts == "restart" and len(self.good_hosts) > plan.fewest_nodes:
+            departures.append(SlowHostWatch(attempt, plan, self.good_hosts))
         if plan.grow and shutil.which("scontrol") is not None:  # without it, no job can be requeued
-            growth = GrowthWatch(attempt, plan, self.hosts, len(self.good_hosts))
-        return SlurmAttemptWatch(attempt, plan, argv, view, self.good_hosts, until_total_s, growth)
+            departures.append(GrowthWatch(attempt, plan, self.hosts, len(self.good_hosts)))
+        return SlurmAttemptWatch(attempt, plan, argv, view, until_total_s, departures)
 
     @property
     def good_hosts(self) -> list[str]:
@@ -380,14 +383,10 @@ class SlurmAllocation(Allocation):
                 lost=bool(lost),
                 notice=f"SIG{option.partition('@')[0]}",
             )
-        if outcome.is_total_used and outcome.cause == "asked":
-            outcome.cause = "timeout"
-        if outcome.growth is not None and (self.job is None or outcome.cause == "asked"):
-            outcome.cause = "grow"
-        if outcome.slow_host is not None:
-            self.bad.add(outcome.slow_host.host)
+        if (departure := outcome.departure) is not None:
+            self.bad.update(filter(None, (departure.host,)))
             if self.job is None or outcome.cause == "asked":
-                outcome.cause = "slow_host"
+                outcome.cause = departure.cause
 
     def _replaceable(self, hosts: Sequence[str], plan: LaunchPlan) -> tuple[str, ...]:
         """Unresponsive hosts, if the allocation has enough others to replace them; else none."""

@@ -13,7 +13,7 @@ from datetime import datetime, timezone
 
 from trainkit.errors import EXIT_OK, EXIT_STOPPED, TrainkitError
 from trainkit.job import processes
-from trainkit.job.decision import RESTART_SIGNAL, Outcome
+from trainkit.job.decision import RESTART_SIGNAL, Departure, Outcome
 from trainkit.job.failure.launcher_report import (
     first_task_exit,
     node_of_killed_task,
@@ -224,17 +224,13 @@ class SlurmAttemptWatch(AttemptWatch):
         plan: LaunchPlan,
         step: Sequence[str],
         supervisor_view: str,
-        hosts: Sequence[str] = (),
         left_s: float = math.inf,
-        growth: GrowthWatch | None = None,
+        departures: Sequence[SlowHostWatch | GrowthWatch] = (),
     ) -> None:
         super().__init__(attempt, plan)
         self._until_s = time.monotonic() + left_s
         """Monotonic time at which the ranks are to save, since the total of the run's slices is used."""
-        # Without a spare node it would wait in the queue, which may take longer than what a slow host costs.
-        restarts = plan.requeue.slow_hosts == "restart" and len(hosts) > plan.fewest_nodes
-        self._slow_hosts = SlowHostWatch(attempt, plan, hosts) if restarts else None
-        self._growth = growth
+        self._departures = departures
         self.step = step
         self.supervisor_view = supervisor_view
         """The run folder as the supervisor sees it, for the agents to compare."""
@@ -325,18 +321,13 @@ class SlurmAttemptWatch(AttemptWatch):
         """Have the ranks save and exit: for a restart without a slow host or on more nodes, or for good."""
         if self.outcome.stop_signal is not None or SRUN not in self.running:
             return
-        slow = None if self._slow_hosts is None else self._slow_hosts.poll()
-        growth = None if slow or self._growth is None else self._growth.poll()
-        if growth is not None and growth.num_nodes is None:
-            growth = None  # it stays
-        is_total_used = not (slow or growth) and time.monotonic() >= self._until_s
-        if not (slow or growth or is_total_used) or self._signal_of_ranks() is not None:
+        departure = next(filter(None, (watch.poll() for watch in self._departures)), None)
+        if departure is None and time.monotonic() >= self._until_s:
+            departure = Departure("timeout", "the jobs of the run have taken their total time")
+        if departure is None or self._signal_of_ranks() is not None:
             return
-        if slow is not None:
-            log_line(f"attempt {self.attempt.number}: restarts without {slow.host}: {slow.why}")
-        elif growth is None:
-            log_line(f"attempt {self.attempt.number}: the jobs of the run have taken their total time")
-        self.outcome.slow_host, self.outcome.growth, self.outcome.is_total_used = slow, growth, is_total_used
+        log_line(f"attempt {self.attempt.number}: {departure.why}")
+        self.outcome.departure = departure
         self.stop_ranks(RESTART_SIGNAL)
 
     def _notify_ranks(self) -> None:
