@@ -377,10 +377,7 @@ class TestHeldLocks:
     def impatient(self, run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("trainkit.locks.STOP_S", 0.1)
         monkeypatch.setattr(allocation.SlurmAllocation, "lock_timeout_s", 0.2)
-        monkeypatch.setattr(supervisor, "query_job", lambda job_id: slurm.job)
-        monkeypatch.setattr(supervisor, "requeue", slurm.requeue)
-        for module in (supervisor, allocation):
-            monkeypatch.setattr(module, "await_eviction", lambda: None)
+        monkeypatch.setattr(allocation, "await_eviction", lambda: None)
         add_slurm_attempt(run, 1, "7", "submit", "sbatch")
         shutil.copyfile(run.attempt(1).plan_file, run.plan_file)
 

@@ -60,7 +60,7 @@ from trainkit.job.resubmit import (
 )
 from trainkit.locks import LockBusy
 from trainkit.plan.launch import LaunchPlan
-from trainkit.run.end import RankFailure
+from trainkit.run.end import Cause, RankFailure
 from trainkit.run.events import log_event
 from trainkit.run.group import create_task_run
 from trainkit.run.record import (
@@ -172,6 +172,13 @@ class Allocation:
     def after_lock(self, attempt: AttemptDir, plan: LaunchPlan, locked: RunLocked) -> Decision:
         """Decide what follows when a lock of the run was not obtained in time."""
         raise NotImplementedError
+
+    def leave_unclaimed(self, locked: RunLocked) -> int:
+        """End a start that could not claim an attempt; returns its exit code.
+
+        Writes nothing to the run folder: another process has its lock.
+        """
+        return EXIT_STOPPED if locked.stopped else EXIT_FAILED
 
     def release(self, plan: LaunchPlan, decision: Decision) -> str | None:
         """Leave the allocation as decided; returns why the run does not resume, None when it does."""
@@ -372,21 +379,25 @@ class SlurmAllocation(Allocation):
         outcome.lost_nodes = lost
         # Of the host before a lost one in Slurm's tree, the step waits a minute for it.
         self.step_may_still_run |= bool(lost)
-        if outcome.stop_signal is not None:
-            option = "" if plan.slurm is None else str(plan.slurm.sbatch.get("signal", ""))
-            outcome.cause = termination_cause(
-                outcome.stop_signal,
-                self.job,
-                plan.grace_s,
-                supervisor_was_signalled=outcome.supervisor_was_signalled,
-                restarts=self.restarts,
-                lost=bool(lost),
-                notice=f"SIG{option.partition('@')[0]}",
-            )
+        outcome.cause = self._cause(outcome, plan)
         if (departure := outcome.departure) is not None:
             self.bad.update(filter(None, (departure.host,)))
             if self.job is None or outcome.cause == "asked":
                 outcome.cause = departure.cause
+
+    def _cause(self, outcome: Outcome, plan: LaunchPlan) -> Cause | None:
+        if outcome.stop_signal is None:
+            return None
+        option = "" if plan.slurm is None else str(plan.slurm.sbatch.get("signal", ""))
+        return termination_cause(
+            outcome.stop_signal,
+            self.job,
+            plan.grace_s,
+            supervisor_was_signalled=outcome.supervisor_was_signalled,
+            restarts=self.restarts,
+            lost=bool(outcome.lost_nodes),
+            notice=f"SIG{option.partition('@')[0]}",
+        )
 
     def _replaceable(self, hosts: Sequence[str], plan: LaunchPlan) -> tuple[str, ...]:
         """Unresponsive hosts, if the allocation has enough others to replace them; else none."""
@@ -458,11 +469,34 @@ class SlurmAllocation(Allocation):
         decision = decide_no_start(locked.message, EXIT_FAILED, starts, options, in_place=False)
         return decision if decision.resumes else replace(decision, reason=f"{decision.reason}; {locked.hint}")
 
+    def leave_unclaimed(self, locked: RunLocked) -> int:
+        # It does not take the lock over: a host that Slurm has lost may only be cut off from the controller,
+        # and still write to the run folder. The file server releases the locks of a dead host, most within
+        # two minutes, some only when the host boots again.
+        try:
+            plan = LaunchPlan.read(self.run.plan_file)
+            self.job = query_job(self.job_id)
+            stopped = Outcome(signal.SIGTERM.name, supervisor_was_signalled=True)
+            if locked.stopped and self._cause(stopped, plan) not in plan.requeue.on:
+                return EXIT_STOPPED
+            # The ends of slices do not count, and each of them was that of an attempt.
+            sliced = [] if plan.requeue.total_s is None else read_job(self.run).of_job(self.job_id)
+            if self.restarts >= plan.requeue.max + len(sliced):
+                log_line(f"not requeued: requeue.max is {plan.requeue.max}")
+                return EXIT_FAILED
+            log_line(f"requeues job {self.job_id}, to try again later")
+            self._requeue(plan)
+        except (OSError, ValueError, TrainkitError) as error:
+            log_line(f"not requeued: {error}")
+            return EXIT_FAILED
+        return EXIT_STOPPED
+
     def release(self, plan: LaunchPlan, decision: Decision) -> str | None:
         try:
             if decision.action == "resubmit":
                 resubmit(self.run, self.job_id, self.hosts_to_exclude(), self.lock_timeout_s)
             elif decision.action == "requeue":
+                self._refuse_unwanted()
                 self._requeue(plan)
         except TrainkitError as error:
             # An administrator forbids it, or the controller was unavailable for minutes.
@@ -471,14 +505,19 @@ class SlurmAllocation(Allocation):
             return f"{self.run.path} cannot be written ({error})"
         return None
 
+    def _refuse_unwanted(self) -> None:
+        """Raise TrainkitError where a requeue would undo what somebody has done meanwhile."""
+        if self.is_being_requeued:
+            return
+        newest = read_job(self.run).newest
+        if newest is not None and newest.job_id != self.job_id:
+            raise TrainkitError(f"job {newest.job_id} has taken the run over")
+        if self.was_cancelled_meanwhile():
+            raise TrainkitError("it was cancelled meanwhile")
+
     def _requeue(self, plan: LaunchPlan) -> None:
         """Requeue the job, unless Slurm is already requeuing it, and exclude bad hosts."""
         if not self.is_being_requeued:
-            newest = read_job(self.run).newest
-            if newest is not None and newest.job_id != self.job_id:
-                raise TrainkitError(f"job {newest.job_id} has taken the run over")
-            if self.was_cancelled_meanwhile():
-                raise TrainkitError("it was cancelled meanwhile")
             requeue(self.job_id, patience_s=REQUEUE_PATIENCE_S)
         if self.bad and plan.slurm is not None:
             exclude_from(self.job_id, self.hosts_to_exclude(), plan.slurm)
