@@ -20,7 +20,6 @@ from trainkit.job.notifications import (
     Notification,
     Notifier,
     end_notification,
-    event_notification,
     is_due,
     post,
     url_problem,
@@ -29,7 +28,7 @@ from trainkit.job.processes import log_line
 from trainkit.job.progress_watch import ProgressWatch
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import AttemptEnd, RankFailure
-from trainkit.run.events import Event, log_event
+from trainkit.run.events import log_event
 from trainkit.run.files import (
     append_jsonl,
     as_utc,
@@ -87,14 +86,6 @@ def test_a_restart_without_a_slow_host_is_said_once() -> None:
     end = end_of("requeue", "stopped", "slow_host", reason="restarts without b: rank 5 slow")
     notification = end_notification(end)
     assert notification.text == "restarts without b: rank 5 slow"
-
-
-def test_slow_ranks_are_reported_with_their_host() -> None:
-    event = {"event": "slow_rank", "rank": 5, "host": "node3", "since_step": 1200, "phase": "data"}
-    event |= {"ratio": 1.71, "step": 1219}
-    assert event_notification(Event(event)).text == (
-        "rank 5 on node3 is slow since step 1200 (data), 1.7 times as long as the others"
-    )
 
 
 def test_the_rate_limit_is_by_event_and_never_for_the_last_one() -> None:
@@ -301,12 +292,14 @@ def test_a_run_that_logs_seldom_is_not_stalled(tmp_path: Path, monkeypatch: pyte
 
 def test_slow_ranks_of_this_attempt_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     attempt, notifications, wait = stall_watch(tmp_path, monkeypatch)
-    slow = {"since_step": 5, "phase": "compute", "ratio": 2.0, "step": 24}
+    slow = {"since_step": 5, "phase": "compute", "ratio": 1.71, "step": 24}
     log_event(attempt.run, 7, "slow_rank", rank=1, host="a", **slow)
     log_event(attempt.run, attempt.number, "slow_rank", rank=2, host="b", **slow)
     log_event(attempt.run, attempt.number, "slow_rank_over", rank=2, host="b", **slow)
     wait(40)
-    assert [notification.host for notification in notifications] == ["b"]
+    [notification] = notifications
+    assert (notification.event, notification.host, notification.step) == ("slow", "b", 24)
+    assert notification.text == "rank 2 on b is slow since step 5 (compute), 1.7 times as long as the others"
 
 
 def test_saves_that_fail_in_a_row_and_a_silence_are_reported(

@@ -131,40 +131,6 @@ def test_cancel_saves(login: Login) -> None:
     login.wait_until_idle()
 
 
-def test_scancel_by_hand_saves_too(login: Login) -> None:
-    runs = listeners(login)
-    login.run(["scancel", *map(login.job_id, runs)], check=True)
-    for run in runs:
-        end = login.wait_for_end(run)
-        assert (end["state"], end["reason"]) == ("stopped", "saved after SIGTERM")
-
-
-EXPECTS_TERM = """
-import os, signal, sys, time
-signal.signal(signal.SIGTERM, lambda *_: (print("asked by SIGTERM", flush=True), sys.exit(75)))
-print("attempt", os.environ["TRAINKIT_JOB_ATTEMPT"], flush=True)
-while True:
-    time.sleep(0.02)
-"""
-
-
-def test_a_requeue_sends_a_command_the_signal_of_the_config(login: Login) -> None:
-    script = login.script(EXPECTS_TERM)
-    run = login.submit(*ON_TWO_HOSTS, *settings("requeue.signal=TERM"), "--", "python", script)
-    for rank in range(2):
-        login.wait_for_log(run, "attempt 1", rank)
-    assert login.trainkit("requeue", str(run.path)).returncode == 0
-    end = login.wait_for_end(run)
-    assert (end["state"], end["action"], end["reason"].partition(";")[0]) == (
-        "stopped",
-        "requeue",
-        "saved after SIGUSR2",
-    )
-    assert [log_of(run, rank).splitlines()[-1] for rank in range(2)] == ["asked by SIGTERM"] * 2
-    assert login.trainkit("cancel", str(run.path), "--now").returncode == 0
-    login.wait_until_idle()
-
-
 def test_a_notice_for_the_batch_shell_alone_reaches_the_ranks(login: Login) -> None:
     run = login.submit_listeners(*ON_TWO_HOSTS)
     login.run(["scancel", "--batch", "--signal=TERM", login.job_id(run)], check=True)
