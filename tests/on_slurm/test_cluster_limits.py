@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -64,36 +63,18 @@ def test_everything_that_slurm_takes_and_never_starts(knowing: Login) -> None:
 
 
 ONE_THING_TOO_MUCH = """
---partition hgih
-    --partition hgih: resources.partition: is hgih, but {name} has no such partition
-    hint: did you mean high? {name} has low, high and debug
 --account reserch
     --account reserch: resources.account: is reserch, but you have no such account on {name}
     hint: did you mean research? your accounts: root, research and teaching
 --qos shrt
     --qos shrt: resources.qos: is shrt, but {name} has no such QOS
     hint: did you mean short? {name} has normal and short
---qos short --time 20
-    --time 20: resources.time: is 00:20:00, but QOS short allows at most 00:10:00
-    hint: --time 00:10:00 fits
---time 1-00:00:01
-    --time 1-00:00:01: resources.time: is 1-00:00:01, but partition low allows at most 1-00:00:00
-    hint: --time 1-00:00:00 fits
---gpus-per-node 8
-    --gpus-per-node 8: resources.gpus_per_node: is 8, but the nodes of partition low have at most 4 GPUs
-    hint: request at most --gpus-per-node 4; more --nodes give as many GPUs
 --set resources.gpu_type=h10
     --set resources.gpu_type=h10: resources.gpu_type: is h10, but no node of partition low has such a GPU
     hint: did you mean h100? they have h100
 --set resources.cpus_per_gpu=3
     --set resources.cpus_per_gpu=3: resources.cpus_per_gpu: is 3: 4 x 3 = 12 CPUs per node, but the nodes of
     partition low have 8
---set resources.mem=63G
-    --set resources.mem=63G: resources.mem: is 63G, but the nodes of partition low have {mem}M
---nodes 8 --set train.global_batch_size=null
-    --nodes 8: resources.nodes: is 8, but partition low has 4 nodes
---constraint rack1 --nodes 4 --set train.global_batch_size=null
-    --nodes 4: resources.nodes: is 4, but partition low has 2 nodes with 4 GPUs, 8 CPUs and feature rack1
 --constraint rakc1
     --constraint rakc1: resources.constraint: names rakc1, but no node of partition low has that feature
     hint: did you mean rack1? they have rack1 and rack2
@@ -239,35 +220,6 @@ def test_without_accounting(
     args = ["--account", "any", "--qos", "any", "--no-estimate"]
     assert login.trainkit("check", "first-run.yaml", *args, env=cuda).returncode == 0
     assert problems(login, "--partition", "hgih")
-
-
-def test_queries_run_in_parallel(login: Login) -> None:
-    """The queries before a submission take about as long as the slowest of them alone."""
-    code = """
-        import time
-        from trainkit.cluster import discovery
-        from trainkit.slurm import client
-
-        run_slurm, spans = client.run_slurm, []
-
-        def timed(*args, **more):
-            begin = time.perf_counter()
-            try:
-                return run_slurm(*args, **more)
-            finally:
-                spans.append((begin, time.perf_counter()))
-
-        client.run_slurm = discovery.run_slurm = timed
-        for _ in range(10):
-            spans.clear()
-            discovery.query_cluster(with_accounts=True)
-            spans.sort()
-            print(len(spans), *(later < end for (_, end), (later, _) in zip(spans, spans[1:])))
-    """
-    done = login.run([sys.executable, login.script(code)], check=True)
-    # The last query needs the answers of the others.
-    lines = [line.split() for line in done.stdout.splitlines()]
-    assert ["5", "True", "True", "True", "False"] in lines, "a query always waited for another"
 
 
 def test_an_ordinary_user_gets_the_same_answers(login: Login) -> None:

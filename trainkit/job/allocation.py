@@ -101,7 +101,10 @@ def query_job(job_id: str, patience_s: float = QUERY_PATIENCE_S) -> JobDetails |
 
 
 class Allocation:
-    """The machine or the hosts in which one start of a run executes its attempts."""
+    """The machine or the hosts in which one start of a run executes its attempts.
+
+    What a class does not say otherwise is as on this machine.
+    """
 
     lock_timeout_s: ClassVar[float]
     """How long to wait for a lock of the run, above all for its previous supervisor to exit."""
@@ -161,17 +164,17 @@ class Allocation:
 
     def restart_options(self, plan: LaunchPlan) -> RestartOptions:
         """How the run can be restarted now."""
-        raise NotImplementedError
+        return RestartOptions(restart=True)
 
     def after_notice(
         self, attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome, received: signal.Signals
     ) -> Decision:
         """Decide what follows a stop signal that arrived while the run waited to restart."""
-        raise NotImplementedError
+        return Decision("stopped", "cancelled before the restart", EXIT_STOPPED)
 
     def after_lock(self, attempt: AttemptDir, plan: LaunchPlan, locked: RunLocked) -> Decision:
         """Decide what follows when a lock of the run was not obtained in time."""
-        raise NotImplementedError
+        return Decision("failed", f"{locked.message}, perhaps another supervisor of the run", EXIT_FAILED)
 
     def leave_unclaimed(self, locked: RunLocked) -> int:
         """End a start that could not claim an attempt; returns its exit code.
@@ -189,7 +192,7 @@ class Allocation:
 
 
 class LocalAllocation(Allocation):
-    """This machine: all nodes of the plan run here, and a restart is always possible."""
+    """This machine, on which all nodes of the plan run."""
 
     lock_timeout_s = 10.0
 
@@ -247,17 +250,6 @@ class LocalAllocation(Allocation):
 
     def watch(self, attempt: AttemptDir, plan: LaunchPlan) -> AttemptWatch:
         return LocalAttemptWatch(attempt, plan, choose_port())
-
-    def restart_options(self, plan: LaunchPlan) -> RestartOptions:
-        return RestartOptions(restart=True)
-
-    def after_notice(
-        self, attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome, received: signal.Signals
-    ) -> Decision:
-        return Decision("stopped", "cancelled before the restart", EXIT_STOPPED)
-
-    def after_lock(self, attempt: AttemptDir, plan: LaunchPlan, locked: RunLocked) -> Decision:
-        return Decision("failed", f"{locked.message}, perhaps another supervisor of the run", EXIT_FAILED)
 
 
 class SlurmAllocation(Allocation):
