@@ -21,9 +21,8 @@ from tests.on_slurm.login import (
     settings,
     wait_for,
 )
-from tests.on_slurm.survival import WAITS_IN_EACH_STEP, start_preempting
+from tests.on_slurm.survival import WAITS_IN_EACH_STEP, saved_step, start_preempting
 from trainkit.run.files import read_json, read_jsonl, write_json
-from trainkit.run.manifest import published
 from trainkit.run.rundir import RunDir
 
 ENDLESS = settings(
@@ -45,11 +44,6 @@ def train(login: Login, *args: str) -> RunDir:
     run = login.submit(*ON_TWO_HOSTS, *ENDLESS, *args)
     wait_for(lambda: len(steps_of(run)) >= 3, "the first steps")
     return run
-
-
-def saved_step(run: RunDir) -> int:
-    """The step of the newest checkpoint; 0 while there is none."""
-    return max((checkpoint.step for checkpoint in published(run.checkpoints_dir)), default=0)
 
 
 SAVES_ON_USR2 = """
