@@ -47,9 +47,6 @@ class SlurmBackend(Backend):
     poll_s = 1.0
     ask_every_s = 10.0
 
-    def queue_id(self, entry: AttemptRecord) -> str | None:
-        return entry.job
-
     def job(self, entry: AttemptRecord) -> JobInfo | None:
         return query_jobs([entry.job]).get(entry.job)
 
