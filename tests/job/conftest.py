@@ -18,6 +18,7 @@ from trainkit.config import dump_effective
 from trainkit.config.running import WEBHOOK_VARIABLE
 from trainkit.config.schema import RunConfig
 from trainkit.job import allocation, claim_attempt, supervisor
+from trainkit.job.attempt_watch import SlurmAttemptWatch
 from trainkit.plan.launch import Batch, Layout, NotifyPolicy, RequeuePolicy
 from trainkit.run.files import write_json
 from trainkit.run.record import read_job
@@ -94,6 +95,7 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> Slurm:
     slurm = Slurm()
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "node1")
+    monkeypatch.setattr(SlurmAttemptWatch, "poll_interval_s", 0.05)
     monkeypatch.setattr(supervisor, "redirect_output", lambda log: None)
     monkeypatch.setattr(supervisor.processes, "adopt_orphans", lambda: None)
     monkeypatch.setattr(allocation, "expand_hosts", lambda text: [text])

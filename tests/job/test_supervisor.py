@@ -124,7 +124,6 @@ def test_an_agent_that_was_killed_is_named_and_no_longer_waited_for(
     message: str,
     hint: str,
 ) -> None:
-    monkeypatch.setattr(SlurmAttemptWatch, "poll_interval_s", 0.05)
     monkeypatch.setattr("trainkit.job.attempt_watch.PEER_EXIT_S", 0.2)
     write_json(run.attempt(1).rendezvous_file, {"step_id": "0", "hosts": ["node1"]})
     code = (
@@ -144,7 +143,6 @@ def test_a_task_that_ended_as_asked_does_not_end_those_that_still_save(
     run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A launcher ends with a code of its own as soon as the ranks of its node have saved."""
-    monkeypatch.setattr(SlurmAttemptWatch, "poll_interval_s", 0.05)
     monkeypatch.setattr("trainkit.job.attempt_watch.PEER_EXIT_S", 0.2)
     says = "srun: error: node1: task 0: Exited with exit code 143"
     code = f"import sys, time; print({says!r}, flush=True); time.sleep(1.5); sys.exit(75)"
@@ -263,10 +261,7 @@ def watch_of(
     return SlurmAttemptWatch(run.attempt(1), plan, [sys.executable, "-c", code], supervisor_view="")
 
 
-def test_the_run_saves_when_its_slices_have_taken_their_total(
-    run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(SlurmAttemptWatch, "poll_interval_s", 0.1)
+def test_the_run_saves_when_its_slices_have_taken_their_total(run: RunDir, slurm: Slurm) -> None:
     add_slurm_attempt(run, 1, "7", "submit", "sbatch")
     values = read_json(run.attempt(1).plan_file)
     values["requeue"] |= {"total_s": values["grace_s"] + 2.0}

@@ -11,7 +11,6 @@ from slurm_job import RUNNING, Slurm, record_signal, step
 from trainkit.errors import EXIT_NO_RESTART, EXIT_STOPPED
 from trainkit.job import allocation, supervisor
 from trainkit.job.allocation import SlurmAllocation
-from trainkit.job.attempt_watch import SlurmAttemptWatch
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import KILLED
 from trainkit.run.files import read_json, write_json
@@ -47,7 +46,6 @@ def test_what_is_to_end_now_is_not_asked_to_save(
     run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slurm may take a while between what job.json says and the kill."""
-    monkeypatch.setattr(SlurmAttemptWatch, "poll_interval_s", 0.05)
     monkeypatch.setattr("trainkit.job.attempt_watch.SIGNAL_RECORD_S", 0.1)
     code = (
         "import os, signal, sys, time; from trainkit.run.rundir import RunDir;"
@@ -71,7 +69,6 @@ def test_what_is_to_end_now_is_not_asked_to_save(
 def test_a_requested_requeue_is_neither_lost_nor_a_crash(
     run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch, then: str
 ) -> None:
-    monkeypatch.setattr(SlurmAttemptWatch, "poll_interval_s", 0.05)
     monkeypatch.setattr("trainkit.job.attempt_watch.SIGNAL_RECORD_S", 0.1)
     code = (
         "import os, signal, sys, time; from trainkit.run.rundir import RunDir;"
