@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -105,25 +104,6 @@ def test_a_node_is_taken_as_it_is_and_the_time_that_the_partition_gives(
     assert (source if profile.exists() else "no profile found, so Slurm was") in done.stderr
 
 
-def test_when_it_would_start(knowing: Login) -> None:
-    fills = ["--nodes=4", "--exclusive", "--time=60", "--partition=high", "--wrap=sleep 600"]
-    job = knowing.run(["sbatch", "--parsable", *fills], check=True).stdout.strip()
-    knowing.cluster.wait_for_job(job, "RUNNING")
-    done = knowing.trainkit("check", QUICKSTART, "--nodes", "2", "--set", "device=cpu", "--time", "20")
-    assert done.returncode == 0, done.stderr
-    table = done.stdout.partition("\n\n")[2].splitlines()
-    assert [line.split("  ")[0] for line in table] == ["partition", "low (requested)", "high", "debug"]
-    assert re.search(r"  in (1h|59m|58m).* \(\d{4}-", table[1])
-    assert "no " in table[3]
-    assert "resources.time: is 00:20:00, but partition debug allows at most 00:05:00" in table[3]
-    args = ["--set", "device=cpu", "--time", "5", "--json"]
-    value = json.loads(knowing.trainkit("check", QUICKSTART, *args).stdout)
-    assert [(item["partition"], item["is_asked"]) for item in value["wait"]] == [
-        *(("low", True), ("high", False), ("debug", False))
-    ]
-    assert value["wait"][0]["start_time"].endswith("+00:00")
-
-
 def test_what_slurm_would_not_take(login: Login, cuda: dict[str, str]) -> None:
     args = ["check", QUICKSTART, "--set", "resources.reservation=nope"]
     done = login.trainkit(*args, env=cuda)
@@ -140,22 +120,6 @@ def test_nodes_out_of_service_are_no_problem_of_the_config(knowing: Login) -> No
     done = knowing.trainkit("check", QUICKSTART, *args)
     assert done.returncode == 0, done.stderr
     assert "Requested node configuration is not available" in done.stdout
-
-
-def test_slurm_that_is_away(login: Login) -> None:
-    login.cluster.stop_slurmctld()
-    check = ["check", QUICKSTART]
-    on_cpus, estimate, on_any, init = login.trainkit_at_once(
-        [*check, "--set", "device=cpu"], [*check, "--estimate", "--set", "device=cpu"], check, ["init"]
-    )
-    assert on_cpus.returncode == 0, on_cpus.stderr
-    assert "cluster: unknown: Slurm did not answer" in on_cpus.stdout
-    assert "the start time is unknown: Slurm did not answer" in on_cpus.stderr
-    assert [done.returncode for done in (estimate, on_any, init)] == [3, 3, 3]
-    assert on_any.stderr.startswith(
-        "error: device is auto, but the hardware of this cluster's nodes is unknown"
-    )
-    assert list(login.folder.glob("**/first-run.yaml")) == []
 
 
 def test_init(login: Login, cuda: dict[str, str]) -> None:
@@ -192,22 +156,6 @@ def test_the_first_run_completes_without_its_gpus(login: Login) -> None:
     run = RunDir(json.loads(done.stdout)["run_dir"])
     login.finish(run)
     assert login.cluster.job(login.job_id(run))["Partition"] == "low"
-
-
-def test_defaults_of_the_profile_reach_the_job(login: Login) -> None:
-    assert login.trainkit("init").returncode == 0
-    text = profile_of(login).read_text()
-    text = text.replace("    env: {}", "    env: {SITE: 'a b', OTHER: '1'}").replace(
-        "  # resources:\n", "  resources: {account: teaching}\n"
-    )
-    profile_of(login).write_text(text)
-    script = (
-        "import os; print('found', os.environ['SITE'], os.environ['OTHER'], os.environ['SLURM_JOB_ACCOUNT'])"
-    )
-    args = ["--set", "launch.env={OTHER: '2'}", "--", "python", login.script(script)]
-    run = login.submit(*args)
-    login.finish(run)
-    login.wait_for_log(run, "found a b 2 teaching")
 
 
 def test_without_accounting(
