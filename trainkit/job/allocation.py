@@ -46,7 +46,6 @@ from trainkit.job.failure.records import suspect_host
 from trainkit.job.growth import GrowthWatch
 from trainkit.job.hangs import silent_hosts
 from trainkit.job.local_queue import QueuePlace
-from trainkit.job.node.rendezvous import choose_port
 from trainkit.job.node.slurm_step import step_argv
 from trainkit.job.preflight import supervisor_view
 from trainkit.job.processes import log_line, retry_on_disk_error
@@ -249,7 +248,7 @@ class LocalAllocation(Allocation):
             return None
 
     def watch(self, attempt: AttemptDir, plan: LaunchPlan) -> AttemptWatch:
-        return LocalAttemptWatch(attempt, plan, choose_port())
+        return LocalAttemptWatch(attempt, plan)
 
 
 class SlurmAllocation(Allocation):

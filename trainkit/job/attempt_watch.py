@@ -23,7 +23,7 @@ from trainkit.job.failure.launcher_report import (
 from trainkit.job.failure.records import first_exit_code
 from trainkit.job.growth import GrowthWatch
 from trainkit.job.hangs import HangWatch
-from trainkit.job.node.rendezvous import new_nonce
+from trainkit.job.node.rendezvous import choose_port, new_nonce
 from trainkit.job.node.slurm_step import slurm_job_id
 from trainkit.job.preflight import SUPERVISOR_VIEW_VARIABLE
 from trainkit.job.processes import KILL_MARGIN_S, PEER_EXIT_S, ProcessGroup, log_line, module_argv
@@ -128,9 +128,8 @@ class LocalAttemptWatch(AttemptWatch):
 
     pauses_by = (signal.SIGTSTP,)
 
-    def __init__(self, attempt: AttemptDir, plan: LaunchPlan, master_port: int) -> None:
+    def __init__(self, attempt: AttemptDir, plan: LaunchPlan) -> None:
         super().__init__(attempt, plan)
-        self.master_port = master_port
         self._stop_requested_s = 0.0
         self._store = new_store()
 
@@ -154,9 +153,9 @@ class LocalAttemptWatch(AttemptWatch):
         environ = {**os.environ, NONCE_VARIABLE: new_nonce()}
         if self._store is not None:
             environ[STORE_VARIABLE] = str(self._store)
+        port = ["--master-port", str(choose_port())]
         for node_rank in range(self.plan.num_nodes):
             options = ["--attempt", str(self.attempt.number), "--node-rank", str(node_rank)]
-            port = ["--master-port", str(self.master_port)]
             argv = module_argv("trainkit.job.node.agent", str(self.attempt.run.path), *options, *port)
             with self.attempt.node_log(node_rank).open("ab") as log:
                 self.running[node_rank] = processes.start_child(
@@ -298,8 +297,13 @@ class SlurmAttemptWatch(AttemptWatch):
     def stop_ranks(self, as_if: str = signal.SIGTERM.name) -> None:
         self._unconfirmed_since_s = float("inf")
         self.outcome.stop_signal = self.outcome.stop_signal or as_if
-        if SRUN in self.running and self._signal_of_ranks() is None:
-            self._notify_ranks()
+        # A command's ranks get the signal that they handle from their agents.
+        if (
+            SRUN in self.running
+            and self._signal_of_ranks() is None
+            and (self.plan.workload.knows_run or not self._signal_step(AGENT_SIGNAL))
+        ):
+            os.kill(self.running[SRUN].pid, signal.SIGUSR2)
         self.kill_after_grace()
 
     def _forward_unconfirmed(self) -> None:
@@ -326,11 +330,6 @@ class SlurmAttemptWatch(AttemptWatch):
         log_line(f"attempt {self.attempt.number}: {departure.why}")
         self.outcome.departure = departure
         self.stop_ranks(RESTART_SIGNAL)
-
-    def _notify_ranks(self) -> None:
-        """Have the ranks save and exit; a command's get the signal that they handle from their agents."""
-        if self.plan.workload.knows_run or not self._signal_step(AGENT_SIGNAL):
-            os.kill(self.running[SRUN].pid, signal.SIGUSR2)
 
     def _requested_signal(self) -> str | None:
         """The signal that a command's request in job.json stands for; None without a request."""
