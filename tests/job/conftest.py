@@ -12,13 +12,14 @@ from job_tree import PREAMBLE, Job
 from slurm_job import Slurm
 
 import trainkit
-from tests.support.runs import make_attempt, start_local
+from tests.support.runs import launch_plan, make_attempt, start_local
 from trainkit.backends import backend_of
 from trainkit.config import dump_effective
 from trainkit.config.running import WEBHOOK_VARIABLE
 from trainkit.config.schema import RunConfig
 from trainkit.job import allocation, claim_attempt, supervisor
-from trainkit.plan.launch import Batch, LaunchPlan, Layout, NotifyPolicy, RequeuePolicy
+from trainkit.job.attempt_watch import SlurmAttemptWatch
+from trainkit.plan.launch import Batch, Layout, NotifyPolicy, RequeuePolicy
 from trainkit.run.files import write_json
 from trainkit.run.record import read_job
 from trainkit.run.rundir import AttemptDir, RunDir, run_lock
@@ -45,17 +46,14 @@ def start_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
         run.path.mkdir()
         worker = tmp_path / "worker.py"
         worker.write_text(PREAMBLE + textwrap.dedent(script))
-        plan = LaunchPlan(
+        num_ranks = nodes * workers
+        plan = launch_plan(
             backend="local",
             num_nodes=nodes,
             workers_per_node=workers,
-            device="cpu",
-            layout=Layout(dp_shard=nodes * workers),
-            batch=Batch(1, 1, nodes * workers, nodes * workers),
-            lr=0.1,
-            threads_per_worker=1,
+            layout=Layout(dp_shard=num_ranks),
+            batch=Batch(1, 1, num_ranks, num_ranks),
             grace_s=grace_s,
-            reasons={},
             command=(sys.executable, "-u", str(worker)),
             command_signal=command_signal,
             # A worker that fails is the end, where a test does not say otherwise.
@@ -97,6 +95,7 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> Slurm:
     slurm = Slurm()
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "node1")
+    monkeypatch.setattr(SlurmAttemptWatch, "poll_interval_s", 0.05)
     monkeypatch.setattr(supervisor, "redirect_output", lambda log: None)
     monkeypatch.setattr(supervisor.processes, "adopt_orphans", lambda: None)
     monkeypatch.setattr(allocation, "expand_hosts", lambda text: [text])

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from slurm_job import RUNNING, Slurm, reasons
@@ -82,13 +83,8 @@ def taken(run: RunDir) -> RunDir:
 
 def says(monkeypatch: pytest.MonkeyPatch, job: JobDetails | None) -> None:
     """What Slurm says of the job of the newest attempt; None: it does not answer."""
-
-    def details(job_id: str) -> JobDetails:
-        if job is None:
-            raise SlurmUnreachable("scontrol: no answer")
-        return job
-
-    monkeypatch.setattr("trainkit.job.claim_attempt.job_details", details)
+    answer = [SlurmUnreachable("scontrol: no answer") if job is None else job]
+    monkeypatch.setattr("trainkit.job.claim_attempt.job_details", Mock(side_effect=answer * 9))
 
 
 def leaves_to(job_id: str, claimed: AttemptDir | NothingToDo) -> bool:
@@ -134,10 +130,8 @@ def test_where_slurm_does_not_know_the_lock_of_the_supervisor_does(
 def test_a_job_that_slurm_has_forgotten_carries_nothing(
     taken: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def forgotten(job_id: str) -> JobDetails:
-        raise SlurmRefused("scontrol: Invalid job id specified")
-
-    monkeypatch.setattr("trainkit.job.claim_attempt.job_details", forgotten)
+    forgotten = SlurmRefused("scontrol: Invalid job id specified")
+    monkeypatch.setattr("trainkit.job.claim_attempt.job_details", Mock(side_effect=forgotten))
     with file_lock(taken.supervisor_lock_file):  # of a host that is down
         assert isinstance(claim_attempt(taken, "8"), AttemptDir)
 
@@ -201,12 +195,9 @@ def test_a_start_that_was_superseded_while_it_waited_for_the_lock_does_not_start
 
 
 def test_only_the_newest_attempt_opens_the_next(run: RunDir, slurm: Slurm) -> None:
-    def supersede() -> None:
-        add_slurm_attempt(reopen_attempt(run.attempt(1)).run, 2, "8", "resume", "sbatch")
-
     given = allocation.SlurmAllocation(run, "7", [])
     add_slurm_attempt(run, 1, "7", "submit", "sbatch")
-    supersede()
+    add_slurm_attempt(reopen_attempt(run.attempt(1)).run, 2, "8", "resume", "sbatch")
     assert given.claim_next(run.attempt(1)) == "superseded: attempt 2 in job 8 has taken the run over"
     plan = LaunchPlan.from_dict(read_json(run.attempt(1).plan_file))
     given.job = RUNNING

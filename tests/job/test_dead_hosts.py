@@ -6,9 +6,10 @@ import sys
 import time
 from datetime import datetime, timezone
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
-from slurm_job import Slurm, reasons
+from slurm_job import RUNNING, Slurm, reasons
 
 from tests.support.webhooks import webhook
 from trainkit.backends.slurm import cancel_follow_ups
@@ -27,8 +28,6 @@ from trainkit.run.record import (
     set_follow_ups,
 )
 from trainkit.run.rundir import AttemptDir, RunDir
-from trainkit.slurm.jobs import JobDetails
-from trainkit.slurm.states import JobState
 
 
 def as_utc(time: datetime) -> str:
@@ -47,11 +46,13 @@ def start_that_dies(run: RunDir, monkeypatch: pytest.MonkeyPatch, host: str) -> 
     return attempt
 
 
-def test_the_next_start_reports_what_a_dead_host_could_not(
+def test_a_host_that_died_has_its_end_written_and_reported(
     run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add_slurm_attempt(run, 1, "7", "submit", "sbatch")
-    start_that_dies(run, monkeypatch, "node9")
+    dead = start_that_dies(run, monkeypatch, "node9")
+    dead.rank_log(0).write_text("the last that was heard\n")
+    os.utime(dead.rank_log(0), (1.8e9, 1.8e9))
     slurm.down = ("node9",)
     with webhook() as found:
         monkeypatch.setenv("TRAINKIT_WEBHOOK_URL", found.url)
@@ -60,17 +61,6 @@ def test_the_next_start_reports_what_a_dead_host_could_not(
         ("finished", 2),
         ("requeued", 1),
     ]
-
-
-def test_a_host_that_died_has_its_end_written(
-    run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    add_slurm_attempt(run, 1, "7", "submit", "sbatch")
-    dead = start_that_dies(run, monkeypatch, "node9")
-    dead.rank_log(0).write_text("the last that was heard\n")
-    os.utime(dead.rank_log(0), (1.8e9, 1.8e9))
-    slurm.down = ("node9",)
-    assert supervise_job(run, PASS) == 0
     first, second = (read_json(run.attempt(number).end_file) for number in (1, 2))
     assert (first["state"], first["action"], first["cause"]) == ("failed", "requeue", "node_fail")
     assert second["state"] == "finished"
@@ -186,10 +176,8 @@ def test_a_record_that_cannot_be_read_is_not_replaced(run: RunDir, monkeypatch: 
     before = run.job_file.read_bytes()
 
     def stale(*args: object) -> None:
-        def read_json(path: Path) -> None:
-            raise OSError(errno.ESTALE, "Stale file handle")
-
-        monkeypatch.setattr("trainkit.run.record.read_json", read_json)
+        error = OSError(errno.ESTALE, "Stale file handle")
+        monkeypatch.setattr("trainkit.run.record.read_json", Mock(side_effect=error))
 
     monkeypatch.setattr("trainkit.backends.slurm.cancel_waiting", stale)
     with pytest.raises(OSError, match="Stale"):
@@ -201,16 +189,8 @@ def test_a_record_that_cannot_be_read_is_not_replaced(run: RunDir, monkeypatch: 
 def test_the_guard_waits_until_slurm_has_given_the_host_up(
     monkeypatch: pytest.MonkeyPatch, state: str, is_done: bool
 ) -> None:
-    job = JobDetails(
-        JobState.RUNNING,
-        "RUNNING",
-        is_preempted=False,
-        may_requeue=True,
-        end_time=None,
-        restarts=0,
-    )
     requeued: list[str] = []
-    monkeypatch.setattr(resubmit, "job_details", lambda job_id: job)
+    monkeypatch.setattr(resubmit, "job_details", lambda job_id: RUNNING)
     monkeypatch.setattr(resubmit, "node_states", lambda hosts: dict.fromkeys(hosts, state))
     monkeypatch.setattr(resubmit, "requeue", requeued.append)
     assert resubmit.requeue_if_down("7", "node1") is is_done

@@ -8,10 +8,9 @@ from datetime import datetime, timedelta, timezone
 import pytest
 
 from trainkit.job.decision import (
-    Growth,
+    Departure,
     Outcome,
     RestartOptions,
-    SlowHost,
     decide,
     restarts_limit,
     termination_cause,
@@ -209,27 +208,20 @@ def test_who_asks_gets_it_whatever_the_config_says():
 
 
 @pytest.mark.parametrize(
-    ("options", "action"), [(HERE, "restart"), (RestartOptions(requeue=True), "requeue")]
+    ("cause", "options", "action"),
+    [
+        ("slow_host", HERE, "restart"),  # its allocation has a spare host
+        ("slow_host", RestartOptions(requeue=True), "requeue"),
+        ("grow", HERE, "requeue"),
+    ],
 )
-def test_a_slow_host_is_left_in_the_allocation_where_it_has_a_spare_one(options, action):
-    slow = SlowHost("node3", "rank 5 slow since step 1200 (compute)")
-    decision = after(
-        ended([75, 75], "SIGUSR2", "slow_host", slow_host=slow), policy=RequeuePolicy(on=()), options=options
-    )
-    assert (decision.action, decision.cause, decision.exit_code) == (action, "slow_host", 75)
-    assert decision.reason == (
-        "restarts without node3: rank 5 slow since step 1200 (compute); resumes (restart 1)"
-    )
-    preempted = ended([75, 75], "SIGUSR2", "preempted", slow_host=slow)
-    assert after(preempted).reason == "saved after SIGUSR2 at a preemption; resumes (restart 1)"
-
-
-def test_a_run_that_grows_returns_to_the_queue() -> None:
-    growth = Growth(4, "4 nodes are free")
-    decision = after(ended([75, 75], "SIGUSR2", "grow", growth=growth), policy=RequeuePolicy(on=()))
-    assert (decision.action, decision.cause, decision.exit_code) == ("requeue", "grow", 75)
-    assert decision.reason == "grows to 4 nodes: 4 nodes are free; resumes (restart 1)"
-    preempted = ended([75, 75], "SIGUSR2", "preempted", growth=growth)
+def test_what_the_supervisor_itself_wants_is_the_reason(cause, options, action):
+    departure = Departure(cause, "restarts without node3: rank 5 slow")
+    end = ended([75, 75], "SIGUSR2", cause, departure=departure)
+    decision = after(end, policy=RequeuePolicy(on=()), options=options)
+    assert (decision.action, decision.cause, decision.exit_code) == (action, cause, 75)
+    assert decision.reason == "restarts without node3: rank 5 slow; resumes (restart 1)"
+    preempted = replace(end, cause="preempted")
     assert after(preempted).reason == "saved after SIGUSR2 at a preemption; resumes (restart 1)"
 
 

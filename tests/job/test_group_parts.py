@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -105,12 +106,9 @@ def test_one_array_where_it_fits(tmp_path: Path, connect: Any) -> None:
 def test_an_array_that_cannot_be_recorded_is_named_by_its_id(
     tmp_path: Path, connect: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*args: Any) -> None:
-        raise OSError(28, "No space left on device")
-
     connect(Slurm(1001, 10_000))
     monkeypatch.setattr(group_parts, "submit_script", lambda *args, **more: "123;east")
-    monkeypatch.setattr(group_parts, "_note_job", full)
+    monkeypatch.setattr(group_parts, "_note_job", Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.raises(SlurmUnreachable, match=r"^123 was submitted, but"):
         submit_parts(group_of(tmp_path, 5), print)
 
@@ -130,10 +128,7 @@ def test_the_run_of_a_point_in_a_later_array(tmp_path: Path, connect: Any) -> No
 def test_a_refusal_of_another_kind(tmp_path: Path, connect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A new group has it; what is submitted of another is kept, and a notice says it."""
     slurm, group, said = connect(Slurm(2, 9)), group_of(tmp_path, 4), []
-
-    def refuse(*args: Any, **more: Any) -> str:
-        raise SlurmRefused("Invalid qos", stderr="sbatch: error: Invalid qos specification")
-
+    refuse = Mock(side_effect=SlurmRefused("Invalid qos", stderr="sbatch: error: Invalid qos specification"))
     monkeypatch.setattr(group_parts, "submit_script", refuse)
     with pytest.raises(SlurmRefused):
         submit_parts(group, said.append)

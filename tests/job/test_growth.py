@@ -5,17 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.support.runs import make_attempt
 from trainkit.errors import TrainkitError
 from trainkit.job import growth
-from trainkit.job.decision import Growth
-from trainkit.job.growth import ASK_EVERY_S, GrowthWatch, Size, decide_growth, step_seconds, vain_growths
+from trainkit.job.decision import Departure
+from trainkit.job.growth import ASK_EVERY_S, GrowthWatch, decide_growth, vain_growths
 from trainkit.plan.launch import LaunchPlan, SlurmRequest
-from trainkit.run.events import log_event
+from trainkit.run.events import log_event, read_events
 from trainkit.run.files import append_jsonl, read_json, write_json
 from trainkit.run.history import Attempt
 from trainkit.run.record import AUTO_RESTART, add_slurm_attempt
@@ -27,48 +26,28 @@ HOUR = 3600.0
 
 
 @pytest.mark.parametrize(
-    ("left_steps", "restart_s", "larger", "num_nodes", "reason"),
+    ("left_s", "restart_s", "waits", "num_nodes", "reason"),
     [
-        # 1,000 steps of 36 s are 10 hours.
-        (1000, 600, [Size(4, 18, 0)], 4, "4 nodes are free: 5h00m instead of 10h00m to go, and 10m00s for"),
-        (1000, 600, [Size(4, 18, -5)], 4, ""),  # Slurm's clock is behind
-        (1000, 600, [Size(8, 9, HOUR), Size(4, 18, 0)], 4, ""),  # it would not have eight now
-        (1000, 600, [Size(8, 9, 30), Size(4, 18, 0)], 8, ""),
-        (1000, 600, [Size(8, 18, 0), Size(4, 18, 0)], 4, ""),  # no faster on eight
-        (1000, 600, [Size(8, 9, 2 * HOUR), Size(4, 18, HOUR)], None, "4 nodes would be free in 1h00m"),
-        (1000, 600, [Size(8, 9, None)], None, "Slurm does not say"),
-        (1000, 600, [], None, "Slurm does not say"),
-        (1000, 600, [Size(4, 36, 0)], None, "4 nodes are free: 10h00m instead of 10h00m"),
-        (1000, 600, [Size(4, 40, 0)], None, ""),  # slower on four
-        (1000, 17000, [Size(4, 18, 0)], None, ""),  # the restart takes what is saved
-        (1000, 14300, [Size(4, 18, 0)], 4, ""),  # a little more than a tenth remains
-        (1000, 14500, [Size(4, 18, 0)], None, ""),
-        (20, 600, [Size(4, 18, 0)], None, ""),  # nearly done
-        (0, 600, [Size(4, 18, 0)], None, ""),
+        (10 * HOUR, 600, {4: 0}, 4, "4 nodes are free: 5h00m instead of 10h00m to go, and 10m00s for"),
+        (10 * HOUR, 600, {4: -5}, 4, ""),  # Slurm's clock is behind
+        (10 * HOUR, 600, {8: HOUR, 4: 0}, 4, ""),  # it would not have eight now
+        (10 * HOUR, 600, {8: 30, 4: 0}, 8, ""),
+        (10 * HOUR, 600, {8: 2 * HOUR, 4: HOUR}, None, "4 nodes would be free in 1h00m"),
+        (10 * HOUR, 600, {8: None}, None, "Slurm does not say"),
+        (10 * HOUR, 600, {}, None, "Slurm does not say"),
+        (10 * HOUR, 17000, {4: 0}, None, ""),  # the restart takes what is saved
+        (10 * HOUR, 14300, {4: 0}, 4, ""),  # a little more than a tenth remains
+        (10 * HOUR, 14500, {4: 0}, None, ""),
+        (720, 600, {4: 0}, None, ""),  # nearly done
+        (0, 600, {4: 0}, None, ""),
     ],
 )
 def test_the_decision(
-    left_steps: int, restart_s: float, larger: list[Size], num_nodes: int | None, reason: str
+    left_s: float, restart_s: float, waits: dict[int, float | None], num_nodes: int | None, reason: str
 ) -> None:
-    found = decide_growth(left_steps, 36.0, restart_s, larger)
+    found = decide_growth(left_s, restart_s, 2, waits)
     assert found.num_nodes == num_nodes
     assert found.reason.startswith(reason)
-
-
-def test_the_speed_is_that_of_the_attempts_in_this_partition() -> None:
-    def attempt(number: int, nodes: int, seconds: float, first: int, kept: float, **more: Any) -> Attempt:
-        own = {"partition": "a", "training": 100.0, "ended": 100.0 + seconds, **more}
-        return Attempt(number, num_nodes=nodes, start_step=first, kept_step=kept, **own)
-
-    attempts = [
-        attempt(1, 4, 50, 0, 10),  # the newest on four counts
-        attempt(2, 4, 30, 10, 20),
-        attempt(3, 8, 10, 20, 30, partition="b"),
-        attempt(4, 1, 10, 30, 30),  # nothing kept
-        attempt(5, 2, 60, 30, float("inf")),
-    ]
-    assert step_seconds(attempts, 40) == {4: 3.0, 2: 6.0}
-    assert step_seconds([attempt(1, 2, 60, 0, float("inf"), training=None)], 40) == {}
 
 
 def test_a_growth_without_more_nodes_is_vain() -> None:
@@ -107,12 +86,19 @@ class Played:
             more = {"nodes": 2, "partition": "low"} if name == "started" else {"total_steps": total_steps}
             time = (begin + timedelta(seconds=at_s)).isoformat()
             log_event(run, number, name, **more, **{"time": time})
-        time = (begin + timedelta(seconds=60 + seconds)).isoformat()
-        append_jsonl(run.metrics_file, {"time": time, "attempt": number, "step": last_step})
+        for share in (0.5, 1.0):
+            time = (begin + timedelta(seconds=60 + share * seconds)).isoformat()
+            record = {"time": time, "attempt": number, "step": round(share * last_step)}
+            append_jsonl(run.metrics_file, record)
 
-    def after(self, seconds: float) -> Growth | None:
+    def after(self, seconds: float) -> Departure | None:
         self.now_s += seconds
         return self.watch.poll()
+
+    def decisions(self) -> list[tuple[int | None, str | None]]:
+        """What the events say."""
+        events = read_events(self.attempt.run, "growth")
+        return [(event.count("num_nodes"), event.reason) for event in events]
 
 
 @pytest.fixture
@@ -125,33 +111,30 @@ def test_slurm_is_asked_every_half_hour_about_the_nodes_that_the_run_lacks(playe
     played.waits = {6: 2 * HOUR, 2: HOUR}
     assert played.after(ASK_EVERY_S - 1) is None
     assert played.asked == []
-    found = played.after(2)
-    assert found == Growth(None, "4 nodes would be free in 59m59s")
+    assert played.after(2) is None
     assert played.asked[0] >= {"--nodes=6", "--partition=low", "--exclude=bad,a,b,c"}
     assert played.after(ASK_EVERY_S - 3) is None
     played.waits = {6: SlurmRefused("busy"), 2: 0.0}
-    found = played.after(4)
-    # 10 hours are left; of a growth, nothing is known but its start-up of 62 s.
-    assert found == Growth(4, "4 nodes are free: 5h00m instead of 10h00m to go, and 3m02s for the restart")
+    # 10 hours are left; the start-up took 62 s.
+    grows = "grows to 4 nodes: 4 nodes are free: 5h00m instead of 10h00m to go, and 3m02s for the restart"
+    assert played.after(4) == Departure("grow", grows)
     assert len(played.asked) == 4
-    events = [event for event in played.attempt.run.events_file.read_text().splitlines() if "growth" in event]
-    assert len(events) == 2
-    assert '"num_nodes": 4, "reason": "grows to 4 nodes: 4 nodes are free: 5h00m' in events[1]
+    assert played.decisions() == [(None, "does not grow: 4 nodes would be free in 59m59s"), (4, grows)]
 
 
 @pytest.mark.parametrize("error", [TrainkitError("Slurm is away"), SlurmRefused("no such partition")])
 def test_a_slurm_that_names_no_time_changes_nothing(played: Played, error: Exception) -> None:
     played.trains(HOUR, 100, 1100)
     played.waits = {6: error, 2: error}
-    found = played.after(ASK_EVERY_S + 1)
-    assert found == Growth(None, "Slurm does not say when it would start more")
+    assert played.after(ASK_EVERY_S + 1) is None
+    assert played.decisions() == [(None, "does not grow: Slurm does not say when it would start more")]
 
 
 def test_without_a_step_a_size_or_a_restart_left_nobody_asks(
     tmp_path: Path, played: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = played.after(ASK_EVERY_S + 1)
-    assert found == Growth(None, "it is not known how many steps are left")
+    assert played.after(ASK_EVERY_S + 1) is None
+    assert played.decisions() == [(None, "does not grow: it is not known how long the rest takes")]
     most = replace(played.plan, num_nodes=8, sizes={"2": {}, "4": {}})
     played.watch = GrowthWatch(played.attempt, most, ["a"], num_good=1)
     assert played.after(ASK_EVERY_S + 1) is None
@@ -162,6 +145,7 @@ def test_without_a_step_a_size_or_a_restart_left_nobody_asks(
         add_slurm_attempt(following.attempt.run, number, "7", "" if number == 1 else AUTO_RESTART, "sbatch")
     plan = replace(following.plan, requeue=replace(following.plan.requeue, max=1))
     following.watch = GrowthWatch(following.attempt, plan, ["a", "b"], num_good=2)
-    found = following.after(ASK_EVERY_S + 1)
-    assert found == Growth(None, "requeue.max is 1, and the run has restarted 1 time")
+    assert following.after(ASK_EVERY_S + 1) is None
+    limit = "does not grow: requeue.max is 1, and the run has restarted 1 time"
+    assert following.decisions()[1:] == [(None, limit)]
     assert played.asked == following.asked == []

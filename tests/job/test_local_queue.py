@@ -8,33 +8,23 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NoReturn
+from unittest.mock import Mock
 
 import pytest
 
 from tests.support.groups import make_group
+from tests.support.runs import launch_plan
 from trainkit.backends import local_group
 from trainkit.job import allocation
 from trainkit.job.local_queue import VISIBLE, QueuePlace
-from trainkit.plan.launch import Batch, LaunchPlan, Layout
+from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import AttemptEnd
 from trainkit.run.group import create_task_run
 from trainkit.run.record import add_attempt, create_job
 from trainkit.run.rundir import RunDir
 
 FAKE = Path(__file__).parents[1] / "support" / "fake_gpus"
-ONE_GPU = LaunchPlan(
-    backend="local",
-    num_nodes=1,
-    workers_per_node=1,
-    device="cuda",
-    layout=Layout(),
-    batch=Batch(1, 1, 1, 1),
-    lr=0.1,
-    threads_per_worker=None,
-    grace_s=1.0,
-    reasons={},
-)
+ONE_GPU = launch_plan(backend="local", num_nodes=1, workers_per_node=1, device="cuda")
 _processes = multiprocessing.get_context("fork")
 
 
@@ -187,11 +177,8 @@ def test_a_run_of_a_group_that_ends_while_it_is_looked_at_is_not_started_again(
         AttemptEnd("finished", "finished").write(run.attempt(1))
         return False
 
-    def start(name: str) -> NoReturn:
-        raise AssertionError("it is started again")
-
     monkeypatch.setattr(local_group, "_is_active", ends)
-    monkeypatch.setattr(local_group, "backend_named", start)
+    monkeypatch.setattr(local_group, "backend_named", Mock(side_effect=AssertionError("started again")))
     local_group.run_points(group)
     assert run.attempt_numbers() == [1]
 
@@ -202,10 +189,7 @@ def test_a_run_of_a_group_that_ends_while_it_is_looked_at_is_not_started_again(
 def test_a_run_waits_only_for_a_queue_that_may_come_back(
     now: bool, code: int, num_waits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(place: QueuePlace, *, now: bool) -> str | None:
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(QueuePlace, "take", fail)
+    monkeypatch.setattr(QueuePlace, "take", Mock(side_effect=OSError(code, os.strerror(code))))
     monkeypatch.setattr(allocation, "QUEUE_PATIENCE", 3)
     run, said = RunDir(tmp_path), list[str]()
     monkeypatch.setattr(allocation, "log_line", said.append)

@@ -20,7 +20,6 @@ from trainkit.job.notifications import (
     Notification,
     Notifier,
     end_notification,
-    event_notification,
     is_due,
     post,
     url_problem,
@@ -29,7 +28,7 @@ from trainkit.job.processes import log_line
 from trainkit.job.progress_watch import ProgressWatch
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import AttemptEnd, RankFailure
-from trainkit.run.events import Event, log_event
+from trainkit.run.events import log_event
 from trainkit.run.files import (
     append_jsonl,
     as_utc,
@@ -89,14 +88,6 @@ def test_a_restart_without_a_slow_host_is_said_once() -> None:
     assert notification.text == "restarts without b: rank 5 slow"
 
 
-def test_slow_ranks_are_reported_with_their_host() -> None:
-    event = {"event": "slow_rank", "rank": 5, "host": "node3", "since_step": 1200, "phase": "data"}
-    event |= {"ratio": 1.71, "step": 1219}
-    assert event_notification(Event(event)).text == (
-        "rank 5 on node3 is slow since step 1200 (data), 1.7 times as long as the others"
-    )
-
-
 def test_the_rate_limit_is_by_event_and_never_for_the_last_one() -> None:
     last, soon, later = as_utc(NOW), NOW + timedelta(seconds=599), NOW + timedelta(seconds=600)
     assert not is_due(last, "requeued", soon, 600)
@@ -118,10 +109,9 @@ def test_fifty_restarts_send_few_messages(tmp_path: Path, endpoint: Webhook) -> 
     assert endpoint.events[0] == "requeued"
     assert endpoint.events[-1] == "failed"
     assert len(endpoint.events) <= 3  # the two processes may both have been first
-    assert endpoint.messages[-1]["withheld"]["requeued"] > 40
-    assert "not reported before: " in endpoint.messages[-1]["text"]
-    assert read_json(attempt.run.path / notifications.STATE_NAME)["withheld"] == {}
-    assert SECRET not in (attempt.run.path / notifications.STATE_NAME).read_text()
+    state = attempt.run.path / notifications.STATE_NAME
+    assert set(read_json(state)["sent"]) == {"requeued", "failed"}
+    assert SECRET not in state.read_text()
 
 
 def test_what_leaves_has_no_secret_and_notifies_no_channel(
@@ -220,15 +210,6 @@ def test_a_command_that_prints_nothing_is_reported_as_stalled(
     assert endpoint.messages[0]["command"] == f"trainkit stacks {job.run.path}"
 
 
-def test_the_end_of_a_run_without_a_supervisor_is_reported(tmp_path: Path, endpoint: Webhook) -> None:
-    attempt = make_attempt(tmp_path / "run")
-    notifier = Notifier()
-    notifier.send_end(attempt, end_of("stopped", "stopped"))
-    notifier.send_end(attempt, end_of("failed", "failed", "crash"))
-    notifier.wait()
-    assert endpoint.events == ["failed"]
-
-
 def read(file: Path) -> str:
     return file.read_text(errors="replace")
 
@@ -256,7 +237,7 @@ def test_a_dead_endpoint_delays_nothing_for_long(
     expected = {"silent": "has not answered", "refuses": "cannot be reached", "500": "HTTP 500"}[kind]
     assert logs.count(expected) == 1
     assert SECRET not in logs
-    assert read_json(job.run.path / notifications.STATE_NAME)["withheld"] != {}
+    assert not (job.run.path / notifications.STATE_NAME).exists()
 
 
 def stall_watch(
@@ -311,12 +292,14 @@ def test_a_run_that_logs_seldom_is_not_stalled(tmp_path: Path, monkeypatch: pyte
 
 def test_slow_ranks_of_this_attempt_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     attempt, notifications, wait = stall_watch(tmp_path, monkeypatch)
-    slow = {"since_step": 5, "phase": "compute", "ratio": 2.0, "step": 24}
+    slow = {"since_step": 5, "phase": "compute", "ratio": 1.71, "step": 24}
     log_event(attempt.run, 7, "slow_rank", rank=1, host="a", **slow)
     log_event(attempt.run, attempt.number, "slow_rank", rank=2, host="b", **slow)
     log_event(attempt.run, attempt.number, "slow_rank_over", rank=2, host="b", **slow)
     wait(40)
-    assert [notification.host for notification in notifications] == ["b"]
+    [notification] = notifications
+    assert (notification.event, notification.host, notification.step) == ("slow", "b", 24)
+    assert notification.text == "rank 2 on b is slow since step 5 (compute), 1.7 times as long as the others"
 
 
 def test_saves_that_fail_in_a_row_and_a_silence_are_reported(

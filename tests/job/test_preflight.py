@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -117,9 +118,7 @@ def test_a_full_run_folder_is_not_the_fault_of_the_node(tmp_path: Path) -> None:
 def test_a_run_folder_that_only_this_node_cannot_write(
     attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(**where: object) -> None:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-
+    refuse = Mock(side_effect=OSError(errno.EROFS, os.strerror(errno.EROFS)))
     monkeypatch.setattr(tempfile, "mkstemp", refuse)
     with failing("cannot be written on .*: Read-only file system"):
         check(attempt)

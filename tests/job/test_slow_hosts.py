@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.runs import make_attempt
 from trainkit.job import progress_watch
-from trainkit.job.decision import SlowHost
+from trainkit.job.decision import Departure
 from trainkit.job.progress_watch import SlowHostWatch
 from trainkit.plan.launch import LaunchPlan, SlurmRequest
 from trainkit.run.events import log_event
@@ -32,7 +32,7 @@ class Played:
         number = self.attempt.number if attempt is None else attempt
         log_event(self.attempt.run, number, name, **({"rank": rank, "host": host} if rank else {}), **SLOW)
 
-    def after(self, seconds: float) -> SlowHost | None:
+    def after(self, seconds: float) -> Departure | None:
         self.now_s += seconds
         return self.watch.poll()
 
@@ -46,7 +46,9 @@ def test_a_rank_that_stays_slow_makes_its_host_be_left(spare: Played) -> None:
     spare.event("slow_rank", 5, "b")
     assert spare.after(10) is None
     assert spare.after(299) is None
-    assert spare.after(2) == SlowHost("b", "rank 5 slow since step 1200 (compute)")
+    assert spare.after(2) == Departure(
+        "slow_host", "restarts without b: rank 5 slow since step 1200 (compute)", "b"
+    )
 
 
 def test_a_rank_that_recovers_a_slow_run_and_other_attempts_do_not_count(spare: Played) -> None:

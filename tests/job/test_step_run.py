@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.runs import launch_plan
 from trainkit.errors import TrainkitError
 from trainkit.job import step_run
 from trainkit.job.failure.records import record_silent_death
@@ -21,7 +22,7 @@ from trainkit.job.step_run import (
     withdraw,
 )
 from trainkit.locks import file_lock
-from trainkit.plan.launch import Batch, LaunchPlan, Layout
+from trainkit.plan.launch import Batch, Layout
 from trainkit.run.files import read_json, write_json
 from trainkit.run.rundir import AttemptDir, RunDir
 
@@ -77,18 +78,7 @@ def test_the_end_of_a_hang_is_blamed_on_who_held_the_others_up(
     """Nobody supervises such a step: its agents end it, and then ranks fail that only lost their peers."""
     attempt = RunDir(tmp_path).attempt(1)
     attempt.create()
-    plan = LaunchPlan(
-        backend="srun",
-        num_nodes=1,
-        workers_per_node=2,
-        device="cpu",
-        layout=Layout(dp_shard=2),
-        batch=Batch(1, 1, 2, 2),
-        lr=0.1,
-        threads_per_worker=1,
-        grace_s=20.0,
-        reasons={},
-    )
+    plan = launch_plan(backend="srun", num_nodes=1, layout=Layout(dp_shard=2), batch=Batch(1, 1, 2, 2))
     write_json(attempt.plan_file, plan.to_dict())
 
     def run_task(attempt: AttemptDir) -> int:

@@ -11,7 +11,6 @@ from slurm_job import RUNNING, Slurm, record_signal, step
 from trainkit.errors import EXIT_NO_RESTART, EXIT_STOPPED
 from trainkit.job import allocation, supervisor
 from trainkit.job.allocation import SlurmAllocation
-from trainkit.job.attempt_watch import SlurmAttemptWatch
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import KILLED
 from trainkit.run.files import read_json, write_json
@@ -47,7 +46,6 @@ def test_what_is_to_end_now_is_not_asked_to_save(
     run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slurm may take a while between what job.json says and the kill."""
-    monkeypatch.setattr(SlurmAttemptWatch, "poll_interval_s", 0.05)
     monkeypatch.setattr("trainkit.job.attempt_watch.SIGNAL_RECORD_S", 0.1)
     code = (
         "import os, signal, sys, time; from trainkit.run.rundir import RunDir;"
@@ -71,7 +69,6 @@ def test_what_is_to_end_now_is_not_asked_to_save(
 def test_a_requested_requeue_is_neither_lost_nor_a_crash(
     run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch, then: str
 ) -> None:
-    monkeypatch.setattr(SlurmAttemptWatch, "poll_interval_s", 0.05)
     monkeypatch.setattr("trainkit.job.attempt_watch.SIGNAL_RECORD_S", 0.1)
     code = (
         "import os, signal, sys, time; from trainkit.run.rundir import RunDir;"
@@ -84,45 +81,40 @@ def test_a_requested_requeue_is_neither_lost_nor_a_crash(
     assert slurm.requeued == 1
 
 
-@pytest.mark.parametrize(
-    ("job", "words"),
-    [
-        (RUNNING, "ended by SIGTERM before the first step"),
-        (replace(RUNNING, state=JobState.CANCELLED), "ended by SIGTERM before the first step"),
-    ],
-)
-def test_a_person_who_tells_only_the_ranks(run: RunDir, slurm: Slurm, job: JobDetails, words: str) -> None:
-    slurm.job = job
-    code, end = step(run, "raise SystemExit(75)", record_signal(run, "SIGTERM"))
-    assert (code, end["state"], end["reason"], slurm.requeued) == (EXIT_STOPPED, "stopped", words, 0)
+PREEMPTED = replace(RUNNING, is_preempted=True)
 
 
 @pytest.mark.parametrize(
-    ("job", "asked"),
+    ("job", "command", "action", "cause", "requeued"),
     [
-        (replace(RUNNING, is_preempted=True), 1),
+        # A person who tells only the ranks.
+        (RUNNING, None, "stopped", None, 0),
+        (replace(RUNNING, state=JobState.CANCELLED), None, "stopped", None, 0),
+        (PREEMPTED, None, "requeue", "preempted", 1),
         # In the queue again already: Slurm does it by itself.
-        (replace(RUNNING, state=JobState.COMPLETING, restarts=1), 0),
-        (None, 1),
+        (replace(RUNNING, state=JobState.COMPLETING, restarts=1), None, "requeue", "preempted", 0),
+        (None, None, "requeue", "preempted", 1),
+        # A command that exits with 0.
+        (PREEMPTED, ["python", "train.py"], "requeue", "preempted", 1),
     ],
 )
-def test_a_preemption_brings_the_job_back(
-    run: RunDir, slurm: Slurm, job: JobDetails | None, asked: int
+def test_ranks_that_save_after_sigterm(
+    run: RunDir,
+    slurm: Slurm,
+    job: JobDetails | None,
+    command: list[str] | None,
+    action: str,
+    cause: str | None,
+    requeued: int,
 ) -> None:
-    slurm.job = job
-    code, end = step(run, "raise SystemExit(75)", record_signal(run, "SIGTERM"))
-    assert (code, end["action"], end["cause"]) == (EXIT_STOPPED, "requeue", "preempted")
-    assert slurm.requeued == asked
-    assert run.attempt_numbers() == [1]
-
-
-def test_a_preempted_command_that_exits_with_0_comes_back(run: RunDir, slurm: Slurm) -> None:
     plan_file = run.attempt(1).plan_file
-    write_json(plan_file, {**read_json(plan_file), "command": ["python", "train.py"]})
-    slurm.job = replace(RUNNING, is_preempted=True)
-    code, end = step(run, "raise SystemExit(0)", record_signal(run, "SIGTERM"))
-    assert (code, end["action"], end["cause"]) == (EXIT_STOPPED, "requeue", "preempted")
-    assert slurm.requeued == 1
+    write_json(plan_file, {**read_json(plan_file), "command": command})
+    slurm.job = job
+    code, end = step(run, f"raise SystemExit({0 if command else 75})", record_signal(run, "SIGTERM"))
+    assert (code, end["action"], end["cause"], slurm.requeued) == (EXIT_STOPPED, action, cause, requeued)
+    if action == "stopped":
+        assert (end["state"], end["reason"]) == ("stopped", "ended by SIGTERM before the first step")
+    assert run.attempt_numbers() == [1]
 
 
 @pytest.mark.parametrize(
@@ -265,20 +257,21 @@ def test_a_job_that_a_person_ends_after_it_was_judged_does_not_come_back(
 
 
 @pytest.mark.parametrize(
-    "job", [replace(RUNNING, state=JobState.REQUEUED, restarts=1), replace(RUNNING, restarts=1)]
+    ("job", "requeued"),
+    [
+        # A host that was cut off is back, and its job has gone on without it.
+        (replace(RUNNING, state=JobState.REQUEUED, restarts=1), 0),
+        (replace(RUNNING, restarts=1), 0),
+        # Slurm does not answer.
+        (None, 1),
+    ],
 )
-def test_a_job_that_somebody_else_brought_back_is_left_to_it(
-    run: RunDir, slurm: Slurm, job: JobDetails
+def test_a_crash_in_a_job_that_goes_on_elsewhere_or_is_unknown(
+    run: RunDir, slurm: Slurm, job: JobDetails | None, requeued: int
 ) -> None:
-    """A host that was cut off is back, and its job has gone on without it."""
     slurm.job = job
     end = step(run, "raise SystemExit(1)")[1]
-    assert (end["action"], slurm.requeued, run.attempt_numbers()) == ("requeue", 0, [1])
-
-
-def test_without_a_controller_no_step_is_started(run: RunDir, slurm: Slurm) -> None:
-    slurm.job = None
-    assert step(run, "raise SystemExit(1)")[1]["action"] == "requeue"
+    assert (end["action"], slurm.requeued, run.attempt_numbers()) == ("requeue", requeued, [1])
 
 
 def test_a_host_that_is_lost_is_no_place_to_start_again(
@@ -291,20 +284,25 @@ def test_a_host_that_is_lost_is_no_place_to_start_again(
     assert end["reason"] == "lost node1; resumes (restart 1)"
 
 
-def test_a_job_that_slurm_does_not_start_again(run: RunDir, slurm: Slurm) -> None:
-    slurm.job, slurm.refuses = RUNNING, True
-    result, end = step(run, f"raise SystemExit({EXIT_STOPPED})", record_signal(run, "SIGUSR2"))
-    assert (result, end["state"], end["action"]) == (EXIT_STOPPED, "stopped", "stopped")
-    assert (
-        end["reason"]
-        == "ended by SIGUSR2 before the first step; not started again: scontrol: Job 7 may not be requeued"
-    )
-
-
-def test_a_crash_that_slurm_does_not_start_again_has_not_saved(run: RunDir, slurm: Slurm) -> None:
-    """75 would say that."""
-    slurm.job = replace(RUNNING, state=JobState.COMPLETING, is_preempted=True)
-    slurm.refuses = True
-    result, end = step(run, "raise SystemExit(5)")
-    assert (result, end["state"], end["action"], end["cause"]) == (5, "failed", "failed", "crash")
-    assert end["reason"].endswith("not started again: scontrol: Job 7 may not be requeued")
+@pytest.mark.parametrize(
+    ("job", "ended_with", "signals", "cause", "reason"),
+    [
+        (RUNNING, EXIT_STOPPED, ["SIGUSR2"], "asked", "ended by SIGUSR2 before the first step"),
+        # Not 75, which would say that it has saved.
+        (replace(PREEMPTED, state=JobState.COMPLETING), 5, [], "crash", "a worker ended with exit code 5"),
+    ],
+)
+def test_a_job_that_slurm_does_not_start_again(
+    run: RunDir,
+    slurm: Slurm,
+    job: JobDetails,
+    ended_with: int,
+    signals: list[str],
+    cause: str,
+    reason: str,
+) -> None:
+    slurm.job, slurm.refuses = job, True
+    result, end = step(run, f"raise SystemExit({ended_with})", *(record_signal(run, one) for one in signals))
+    state = "stopped" if signals else "failed"
+    assert (result, end["state"], end["action"], end["cause"]) == (ended_with, state, state, cause)
+    assert end["reason"] == f"{reason}; not started again: scontrol: Job 7 may not be requeued"

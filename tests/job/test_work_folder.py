@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -90,9 +91,7 @@ def test_an_interrupted_copy_is_made_again(
     run.path.mkdir()
     submit(project, run)
 
-    def fail(*args: object) -> None:
-        raise OSError(28, "No space left on device")
-
+    fail = Mock(side_effect=OSError(28, "No space left on device"))
     with monkeypatch.context() as patch:
         patch.setattr("trainkit.job.work_folder._copy_file", fail)
         with pytest.raises(OSError, match="No space"):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -64,36 +62,18 @@ def test_everything_that_slurm_takes_and_never_starts(knowing: Login) -> None:
 
 
 ONE_THING_TOO_MUCH = """
---partition hgih
-    --partition hgih: resources.partition: is hgih, but {name} has no such partition
-    hint: did you mean high? {name} has low, high and debug
 --account reserch
     --account reserch: resources.account: is reserch, but you have no such account on {name}
     hint: did you mean research? your accounts: root, research and teaching
 --qos shrt
     --qos shrt: resources.qos: is shrt, but {name} has no such QOS
     hint: did you mean short? {name} has normal and short
---qos short --time 20
-    --time 20: resources.time: is 00:20:00, but QOS short allows at most 00:10:00
-    hint: --time 00:10:00 fits
---time 1-00:00:01
-    --time 1-00:00:01: resources.time: is 1-00:00:01, but partition low allows at most 1-00:00:00
-    hint: --time 1-00:00:00 fits
---gpus-per-node 8
-    --gpus-per-node 8: resources.gpus_per_node: is 8, but the nodes of partition low have at most 4 GPUs
-    hint: request at most --gpus-per-node 4; more --nodes give as many GPUs
 --set resources.gpu_type=h10
     --set resources.gpu_type=h10: resources.gpu_type: is h10, but no node of partition low has such a GPU
     hint: did you mean h100? they have h100
 --set resources.cpus_per_gpu=3
     --set resources.cpus_per_gpu=3: resources.cpus_per_gpu: is 3: 4 x 3 = 12 CPUs per node, but the nodes of
     partition low have 8
---set resources.mem=63G
-    --set resources.mem=63G: resources.mem: is 63G, but the nodes of partition low have {mem}M
---nodes 8 --set train.global_batch_size=null
-    --nodes 8: resources.nodes: is 8, but partition low has 4 nodes
---constraint rack1 --nodes 4 --set train.global_batch_size=null
-    --nodes 4: resources.nodes: is 4, but partition low has 2 nodes with 4 GPUs, 8 CPUs and feature rack1
 --constraint rakc1
     --constraint rakc1: resources.constraint: names rakc1, but no node of partition low has that feature
     hint: did you mean rack1? they have rack1 and rack2
@@ -124,25 +104,6 @@ def test_a_node_is_taken_as_it_is_and_the_time_that_the_partition_gives(
     assert (source if profile.exists() else "no profile found, so Slurm was") in done.stderr
 
 
-def test_when_it_would_start(knowing: Login) -> None:
-    fills = ["--nodes=4", "--exclusive", "--time=60", "--partition=high", "--wrap=sleep 600"]
-    job = knowing.run(["sbatch", "--parsable", *fills], check=True).stdout.strip()
-    knowing.cluster.wait_for_job(job, "RUNNING")
-    done = knowing.trainkit("check", QUICKSTART, "--nodes", "2", "--set", "device=cpu", "--time", "20")
-    assert done.returncode == 0, done.stderr
-    table = done.stdout.partition("\n\n")[2].splitlines()
-    assert [line.split("  ")[0] for line in table] == ["partition", "low (requested)", "high", "debug"]
-    assert re.search(r"  in (1h|59m|58m).* \(\d{4}-", table[1])
-    assert "no " in table[3]
-    assert "resources.time: is 00:20:00, but partition debug allows at most 00:05:00" in table[3]
-    args = ["--set", "device=cpu", "--time", "5", "--json"]
-    value = json.loads(knowing.trainkit("check", QUICKSTART, *args).stdout)
-    assert [(item["partition"], item["is_asked"]) for item in value["wait"]] == [
-        *(("low", True), ("high", False), ("debug", False))
-    ]
-    assert value["wait"][0]["start_time"].endswith("+00:00")
-
-
 def test_what_slurm_would_not_take(login: Login, cuda: dict[str, str]) -> None:
     args = ["check", QUICKSTART, "--set", "resources.reservation=nope"]
     done = login.trainkit(*args, env=cuda)
@@ -159,22 +120,6 @@ def test_nodes_out_of_service_are_no_problem_of_the_config(knowing: Login) -> No
     done = knowing.trainkit("check", QUICKSTART, *args)
     assert done.returncode == 0, done.stderr
     assert "Requested node configuration is not available" in done.stdout
-
-
-def test_slurm_that_is_away(login: Login) -> None:
-    login.cluster.stop_slurmctld()
-    check = ["check", QUICKSTART]
-    on_cpus, estimate, on_any, init = login.trainkit_at_once(
-        [*check, "--set", "device=cpu"], [*check, "--estimate", "--set", "device=cpu"], check, ["init"]
-    )
-    assert on_cpus.returncode == 0, on_cpus.stderr
-    assert "cluster: unknown: Slurm did not answer" in on_cpus.stdout
-    assert "the start time is unknown: Slurm did not answer" in on_cpus.stderr
-    assert [done.returncode for done in (estimate, on_any, init)] == [3, 3, 3]
-    assert on_any.stderr.startswith(
-        "error: device is auto, but the hardware of this cluster's nodes is unknown"
-    )
-    assert list(login.folder.glob("**/first-run.yaml")) == []
 
 
 def test_init(login: Login, cuda: dict[str, str]) -> None:
@@ -213,22 +158,6 @@ def test_the_first_run_completes_without_its_gpus(login: Login) -> None:
     assert login.cluster.job(login.job_id(run))["Partition"] == "low"
 
 
-def test_defaults_of_the_profile_reach_the_job(login: Login) -> None:
-    assert login.trainkit("init").returncode == 0
-    text = profile_of(login).read_text()
-    text = text.replace("    env: {}", "    env: {SITE: 'a b', OTHER: '1'}").replace(
-        "  # resources:\n", "  resources: {account: teaching}\n"
-    )
-    profile_of(login).write_text(text)
-    script = (
-        "import os; print('found', os.environ['SITE'], os.environ['OTHER'], os.environ['SLURM_JOB_ACCOUNT'])"
-    )
-    args = ["--set", "launch.env={OTHER: '2'}", "--", "python", login.script(script)]
-    run = login.submit(*args)
-    login.finish(run)
-    login.wait_for_log(run, "found a b 2 teaching")
-
-
 def test_without_accounting(
     cluster_without_accounting: Cluster, tmp_path: Path, cuda: dict[str, str]
 ) -> None:
@@ -239,35 +168,6 @@ def test_without_accounting(
     args = ["--account", "any", "--qos", "any", "--no-estimate"]
     assert login.trainkit("check", "first-run.yaml", *args, env=cuda).returncode == 0
     assert problems(login, "--partition", "hgih")
-
-
-def test_queries_run_in_parallel(login: Login) -> None:
-    """The queries before a submission take about as long as the slowest of them alone."""
-    code = """
-        import time
-        from trainkit.cluster import discovery
-        from trainkit.slurm import client
-
-        run_slurm, spans = client.run_slurm, []
-
-        def timed(*args, **more):
-            begin = time.perf_counter()
-            try:
-                return run_slurm(*args, **more)
-            finally:
-                spans.append((begin, time.perf_counter()))
-
-        client.run_slurm = discovery.run_slurm = timed
-        for _ in range(10):
-            spans.clear()
-            discovery.query_cluster(with_accounts=True)
-            spans.sort()
-            print(len(spans), *(later < end for (_, end), (later, _) in zip(spans, spans[1:])))
-    """
-    done = login.run([sys.executable, login.script(code)], check=True)
-    # The last query needs the answers of the others.
-    lines = [line.split() for line in done.stdout.splitlines()]
-    assert ["5", "True", "True", "True", "False"] in lines, "a query always waited for another"
 
 
 def test_an_ordinary_user_gets_the_same_answers(login: Login) -> None:

@@ -88,18 +88,6 @@ def test_a_command_is_a_rank_with_everything_that_trainers_read(login: Login) ->
         ]
 
 
-def test_a_command_that_fails_is_the_verdict(login: Login) -> None:
-    script = login.script("import os, sys, time\nif os.environ['RANK'] == '3': sys.exit(9)\ntime.sleep(600)")
-    once = settings("requeue.on=[]")
-    runs = [login.submit("--per", per, *once, *SHAPE, "--", "python", script) for per in ("gpu", "node")]
-    for run in runs:
-        end = login.wait_for_end(run)
-        assert (end["state"], end["exit_code"], end["verdict"]["rank"]) == ("failed", 9, 3)
-        assert end["verdict"]["host"] == agents_of(run)[-1][1]
-        assert end["verdict"]["message"] == "ended with exit code 9"
-        assert login.wait_for_job(run, "FAILED")["ExitCode"] == "9:0"
-
-
 def test_a_launcher_gives_its_ranks_their_time_and_comes_back(login: Login) -> None:
     """torchrun itself dies of SIGUSR2, and kills its ranks when it is asked twice to end."""
     script = login.script(SAVES_SLOWLY)

@@ -17,7 +17,7 @@ import pytest
 from tests.on_slurm.login import ASK_TRAINKIT_S, HOLD, Login, settings, wait_for
 from tests.support.runs import FAST, losses
 from tools.slurm_cluster.cluster import Cluster
-from trainkit.run.files import read_json, read_jsonl
+from trainkit.run.files import read_json
 from trainkit.run.group import RunGroup
 from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
@@ -129,17 +129,6 @@ def test_a_point_is_steered_alone(login: Login) -> None:
     assert (point["state"], point["job_id"]) == (login.status(runs[5])["state"], own_job)
     assert login.trainkit("cancel", "small").returncode == 0
     wait_for_states(login, group, cancelled=3)
-
-
-def test_tasks_know_their_index_and_a_limit_holds(login: Login) -> None:
-    code = "echo $SLURM_ARRAY_TASK_ID $RANK $VALUE"
-    values = ["--sweep", "launch.env.VALUE=a,'b c',d", "--array", "%1"]
-    group = submit(login, *values, "--", "bash", "-c", code)
-    attempts = [login.finish(group.run(index)).attempt(1) for index in range(3)]
-    assert [attempt.rank_log(0).read_text() for attempt in attempts] == ["0 0 a\n", "1 0 b c\n", "2 0 d\n"]
-    ends = [read_json(attempt.end_file)["time"] for attempt in attempts]
-    starts = [next(read_jsonl(attempt.run.events_file, ["started"]))["time"] for attempt in attempts]
-    assert all(end < start for end, start in zip(ends, starts[1:], strict=False))
 
 
 def test_points_that_wait(login: Login) -> None:

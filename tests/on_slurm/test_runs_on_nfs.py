@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.on_slurm.login import Login, log_of, settings
+from tests.on_slurm.test_steps import NANO
 from tests.support.nfs import CACHE_S, FAST_S, mounted_by, nfs_clients
 from tests.support.runs import losses
 from tools.slurm_cluster.cluster import Cluster
@@ -22,17 +23,6 @@ import sys
 from pathlib import Path
 from tests.support.nfs import mount
 mount(int(sys.argv[1]), Path(sys.argv[2]))
-"""
-NANO = """
-name: nano
-device: cpu
-model: {preset: nano}
-data: {seq_len: 64}
-train: {steps: 4, device_batch_size: 4, global_batch_size: 16, log_every: 1, eval_every: null}
-checkpoint: {every_steps: 1}
-precision: {dtype: fp32}
-logging: {tensorboard: false}
-requeue: {grace_s: 20}
 """
 FAILS_ONCE = """
 import os, sys, time
@@ -99,7 +89,8 @@ def test_interactive_steps_and_saves(cluster: Cluster, nfs: Path) -> None:
     login = Login(cluster, nfs)
     (nfs / "nano.yaml").write_text(NANO)
     step = ["srun", "--nodes=2", "--ntasks-per-node=1", "trainkit", "run", "nano.yaml"]
-    done = login.run([*step, *settings("train.stop_at_step=2")], timeout_s=300)
+    values = ("train.steps=4", "train.global_batch_size=16", "checkpoint.every_steps=1")
+    done = login.run([*step, *settings(*values, "train.stop_at_step=2")], timeout_s=300)
     assert done.returncode == 0, done.stderr
     run = on_server(RunDir(done.stdout.splitlines()[0]), nfs)
     assert list(losses(run.path)) == [1, 2]

@@ -21,9 +21,14 @@ from tests.on_slurm.login import (
     settings,
     wait_for,
 )
-from tests.on_slurm.survival import WAITS_IN_EACH_STEP, preemption, set_preemption, start_preempting
+from tests.on_slurm.survival import (
+    WAITS_IN_EACH_STEP,
+    preemption,
+    saved_step,
+    set_preemption,
+    start_preempting,
+)
 from trainkit.run.files import read_json, read_jsonl, write_json
-from trainkit.run.manifest import published
 from trainkit.run.rundir import RunDir
 
 ENDLESS = settings(
@@ -45,11 +50,6 @@ def train(login: Login, *args: str) -> RunDir:
     run = login.submit(*ON_TWO_HOSTS, *ENDLESS, *args)
     wait_for(lambda: len(steps_of(run)) >= 3, "the first steps")
     return run
-
-
-def saved_step(run: RunDir) -> int:
-    """The step of the newest checkpoint; 0 while there is none."""
-    return max((checkpoint.step for checkpoint in published(run.checkpoints_dir)), default=0)
 
 
 SAVES_ON_USR2 = """
@@ -130,40 +130,6 @@ def test_cancel_saves(login: Login) -> None:
         end = login.wait_for_end(run)
         assert (end["state"], end["reason"]) == ("cancelled", "saved after SIGTERM")
         assert [log_of(run, rank).splitlines()[-1] for rank in range(2)] == ["asked by SIGTERM"] * 2
-    login.wait_until_idle()
-
-
-def test_scancel_by_hand_saves_too(login: Login) -> None:
-    runs = listeners(login)
-    login.run(["scancel", *map(login.job_id, runs)], check=True)
-    for run in runs:
-        end = login.wait_for_end(run)
-        assert (end["state"], end["reason"]) == ("stopped", "saved after SIGTERM")
-
-
-EXPECTS_TERM = """
-import os, signal, sys, time
-signal.signal(signal.SIGTERM, lambda *_: (print("asked by SIGTERM", flush=True), sys.exit(75)))
-print("attempt", os.environ["TRAINKIT_JOB_ATTEMPT"], flush=True)
-while True:
-    time.sleep(0.02)
-"""
-
-
-def test_a_requeue_sends_a_command_the_signal_of_the_config(login: Login) -> None:
-    script = login.script(EXPECTS_TERM)
-    run = login.submit(*ON_TWO_HOSTS, *settings("requeue.signal=TERM"), "--", "python", script)
-    for rank in range(2):
-        login.wait_for_log(run, "attempt 1", rank)
-    assert login.trainkit("requeue", str(run.path)).returncode == 0
-    end = login.wait_for_end(run)
-    assert (end["state"], end["action"], end["reason"].partition(";")[0]) == (
-        "stopped",
-        "requeue",
-        "saved after SIGUSR2",
-    )
-    assert [log_of(run, rank).splitlines()[-1] for rank in range(2)] == ["asked by SIGTERM"] * 2
-    assert login.trainkit("cancel", str(run.path), "--now").returncode == 0
     login.wait_until_idle()
 
 

@@ -14,7 +14,6 @@ from tests.on_slurm.login import BACKENDS, HOLD, ON_TWO_HOSTS, Login, log_of, se
 from tests.on_slurm.shared_disk import shared_small_disk
 from tests.support.disks import fill
 from trainkit.errors import EXIT_STOPPED
-from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
 
 TIMED_OUT = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
@@ -84,13 +83,6 @@ def test_an_answer_that_was_lost_is_one_job(login: Login, sbatch: FakeSbatch) ->
         assert "checking whether the job was accepted" in said
         assert log_of(run) == "ran\n"
     assert (sbatch.num_calls, len(jobs_of(login))) == (2, 2)
-
-
-def test_what_slurm_never_took_is_submitted_again(login: Login, sbatch: FakeSbatch) -> None:
-    seen = f"{sbatch.folder}/seen-$PPID"
-    sbatch.does(f'if [ ! -e {seen} ]; then touch {seen}; echo "{TIMED_OUT}" >&2; exit 1; fi; exec $real "$@"')
-    for run, _ in submitted_by_both(login, "true"):
-        assert len(read_job(run).attempts) == 1
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

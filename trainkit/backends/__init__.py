@@ -107,10 +107,6 @@ class Backend(ABC):
         """Why a run whose newest attempt this is resumes on this machine; None if nothing keeps it here."""
         return None
 
-    def queue_id(self, entry: AttemptRecord) -> str | None:
-        """The job of an attempt for a query of Slurm, as `AttemptRecord.job`; None without Slurm."""
-        return None
-
     def job(self, entry: AttemptRecord) -> JobInfo | None:
         """Slurm's information about the job of an attempt; None when Slurm does not know it."""
         return None

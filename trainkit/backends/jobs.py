@@ -35,10 +35,9 @@ def query_job_status(run: RunDir, job: JobRecord, warn: Callable[[str], None]) -
 def open_job_ids(run: RunDir, job: JobRecord) -> list[str]:
     """The newest Slurm job and the pending follow-up jobs of a run that has not recorded its end."""
     entry = job.newest
-    newest = None if entry is None else backend_of(entry).queue_id(entry)
-    if entry is None or newest is None or is_over(run.attempt(entry.attempt)):
+    if entry is None or entry.backend is None or is_over(run.attempt(entry.attempt)):
         return []
-    return [newest, *job.waiting]
+    return [entry.job, *job.waiting]
 
 
 def query_jobs_or_warn(ids: Sequence[str], warn: Callable[[str], None]) -> dict[str, JobInfo]:

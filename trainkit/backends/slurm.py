@@ -26,13 +26,12 @@ from trainkit.run.record import (
     AttemptRecord,
     add_slurm_attempt,
     claimed_by,
-    copy_submitit_files,
+    copy_submitit_pickle,
     discard_attempt,
     open_attempt,
     read_job,
     read_rendezvous,
     set_follow_ups,
-    submitit_file,
 )
 from trainkit.run.rundir import AttemptDir, RunDir, submission_token
 from trainkit.slurm.client import SlurmUnreachable
@@ -47,9 +46,6 @@ class SlurmBackend(Backend):
 
     poll_s = 1.0
     ask_every_s = 10.0
-
-    def queue_id(self, entry: AttemptRecord) -> str | None:
-        return entry.job
 
     def job(self, entry: AttemptRecord) -> JobInfo | None:
         return query_jobs([entry.job]).get(entry.job)
@@ -255,8 +251,6 @@ def submit_follow_ups(attempt: AttemptDir, job: str, request: SlurmRequest, coun
     run = attempt.run
     # A job can only wait for one of its own cluster.
     job_id, cluster = split_job(job)
-    submitit_script = submitit_file(run, job_id, "submission.sh")
-    script = submitit_script if submitit_script.exists() else attempt.script_file
     ids: list[str] = []
     for number in range(1, count + 1):
         token = submission_token(run, attempt.number, number)
@@ -269,7 +263,7 @@ def submit_follow_ups(attempt: AttemptDir, job: str, request: SlurmRequest, coun
         )
         try:
             answer = submit_script(
-                script,
+                attempt.script_file,
                 token=token,
                 cwd=run.path,
                 extra_argv=options,
@@ -281,7 +275,7 @@ def submit_follow_ups(attempt: AttemptDir, job: str, request: SlurmRequest, coun
             print_note(f"only {len(ids)} of {count} follow-up jobs are in the queue: {error.message}")
             break
         new_id = split_job(answer)[0]
-        copy_submitit_files(run, job_id, new_id)
+        copy_submitit_pickle(run, job_id, new_id)
         ids.append(new_id)
         set_follow_ups(run, ids)
     if ids:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trainkit.config import RunConfig, read_effective
+from trainkit.config.schema import flatten
 from trainkit.control.resume import refuse_by_hand, refuse_replay
 from trainkit.errors import UsageError
 from trainkit.folders import shown_path
@@ -34,15 +35,14 @@ class RepeatedRun:
 
     def found_values(self, typed: Collection[str]) -> dict[str, tuple[str, object]]:
         """What this run found out itself, for all keys but the `typed` ones: key -> origin and value."""
-        found = self.config.model_dump(mode="json")
-        values = {}
-        for key, name in FOUND_HERE.items():
-            section, _, inner = key.rpartition(".")
-            value = getattr(self.plan, name)
-            is_auto = (found[section] if section else found)[inner] == "auto"
-            if key not in typed and is_auto and (key != "launch.backend" or self.plan.has_supervisor):
-                values[key] = (str(self.run.plan_file), value)
-        return values
+        found = dict(flatten(self.config.model_dump(mode="json")))
+        return {
+            key: (str(self.run.plan_file), getattr(self.plan, name))
+            for key, name in FOUND_HERE.items()
+            if key not in typed
+            and found[key] == "auto"
+            and (key != "launch.backend" or self.plan.has_supervisor)
+        }
 
     def described(self, plan: LaunchPlan) -> LaunchPlan:
         """The plan of the new run, which says what it repeats and what differs."""

@@ -106,11 +106,10 @@ def attach(run: RunDir, node: int) -> NoReturn:
 def _running_job(run: RunDir) -> tuple[AttemptRecord, JobInfo]:
     """The newest attempt of a run and its job; raises UsageError unless Slurm runs it."""
     entry = read_job(run).newest or AttemptRecord()
-    backend = backend_of(entry)
-    if backend.queue_id(entry) is None:
+    if entry.backend is None:
         hint = "use a shell on the machine that runs it"
         raise UsageError(f"{run.shown} is a local run, not a Slurm job", hint=hint)
-    job = backend.job(entry)
+    job = backend_of(entry).job(entry)
     if job is None or job.state is not JobState.RUNNING:
         state = "is no longer known to Slurm" if job is None else f"is {job.state.value}, not running"
         raise UsageError(f"{entry.job_id} {state}", hint="`trainkit status` shows more")

@@ -46,11 +46,10 @@ from trainkit.job.failure.records import suspect_host
 from trainkit.job.growth import GrowthWatch
 from trainkit.job.hangs import silent_hosts
 from trainkit.job.local_queue import QueuePlace
-from trainkit.job.node.rendezvous import choose_port
 from trainkit.job.node.slurm_step import step_argv
 from trainkit.job.preflight import supervisor_view
 from trainkit.job.processes import log_line, retry_on_disk_error
-from trainkit.job.progress_watch import slow_hosts
+from trainkit.job.progress_watch import SlowHostWatch, slow_hosts
 from trainkit.job.resubmit import (
     await_eviction,
     exclude_from,
@@ -60,7 +59,7 @@ from trainkit.job.resubmit import (
 )
 from trainkit.locks import LockBusy
 from trainkit.plan.launch import LaunchPlan
-from trainkit.run.end import RankFailure
+from trainkit.run.end import Cause, RankFailure
 from trainkit.run.events import log_event
 from trainkit.run.group import create_task_run
 from trainkit.run.record import (
@@ -101,7 +100,10 @@ def query_job(job_id: str, patience_s: float = QUERY_PATIENCE_S) -> JobDetails |
 
 
 class Allocation:
-    """The machine or the hosts in which one start of a run executes its attempts."""
+    """The machine or the hosts in which one start of a run executes its attempts.
+
+    What a class does not say otherwise is as on this machine.
+    """
 
     lock_timeout_s: ClassVar[float]
     """How long to wait for a lock of the run, above all for its previous supervisor to exit."""
@@ -161,17 +163,24 @@ class Allocation:
 
     def restart_options(self, plan: LaunchPlan) -> RestartOptions:
         """How the run can be restarted now."""
-        raise NotImplementedError
+        return RestartOptions(restart=True)
 
     def after_notice(
         self, attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome, received: signal.Signals
     ) -> Decision:
         """Decide what follows a stop signal that arrived while the run waited to restart."""
-        raise NotImplementedError
+        return Decision("stopped", "cancelled before the restart", EXIT_STOPPED)
 
     def after_lock(self, attempt: AttemptDir, plan: LaunchPlan, locked: RunLocked) -> Decision:
         """Decide what follows when a lock of the run was not obtained in time."""
-        raise NotImplementedError
+        return Decision("failed", f"{locked.message}, perhaps another supervisor of the run", EXIT_FAILED)
+
+    def leave_unclaimed(self, locked: RunLocked) -> int:
+        """End a start that could not claim an attempt; returns its exit code.
+
+        Writes nothing to the run folder: another process has its lock.
+        """
+        return EXIT_STOPPED if locked.stopped else EXIT_FAILED
 
     def release(self, plan: LaunchPlan, decision: Decision) -> str | None:
         """Leave the allocation as decided; returns why the run does not resume, None when it does."""
@@ -182,7 +191,7 @@ class Allocation:
 
 
 class LocalAllocation(Allocation):
-    """This machine: all nodes of the plan run here, and a restart is always possible."""
+    """This machine, on which all nodes of the plan run."""
 
     lock_timeout_s = 10.0
 
@@ -239,18 +248,7 @@ class LocalAllocation(Allocation):
             return None
 
     def watch(self, attempt: AttemptDir, plan: LaunchPlan) -> AttemptWatch:
-        return LocalAttemptWatch(attempt, plan, choose_port())
-
-    def restart_options(self, plan: LaunchPlan) -> RestartOptions:
-        return RestartOptions(restart=True)
-
-    def after_notice(
-        self, attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome, received: signal.Signals
-    ) -> Decision:
-        return Decision("stopped", "cancelled before the restart", EXIT_STOPPED)
-
-    def after_lock(self, attempt: AttemptDir, plan: LaunchPlan, locked: RunLocked) -> Decision:
-        return Decision("failed", f"{locked.message}, perhaps another supervisor of the run", EXIT_FAILED)
+        return LocalAttemptWatch(attempt, plan)
 
 
 class SlurmAllocation(Allocation):
@@ -330,10 +328,13 @@ class SlurmAllocation(Allocation):
             self._host_watch = start_host_watch(own, others[-1], attempt.batch_host_log)
         argv = step_argv(self.step, plan, self.good_hosts, overlap=self.step_may_still_run)
         until_total_s = retry_on_disk_error(lambda: left_s(attempt, plan))
-        growth = None
+        departures = list[SlowHostWatch | GrowthWatch]()
+        # Without a spare node it would wait in the queue, which may take longer than what a slow host costs.
+        if plan.requeue.slow_hosts == "restart" and len(self.good_hosts) > plan.fewest_nodes:
+            departures.append(SlowHostWatch(attempt, plan, self.good_hosts))
         if plan.grow and shutil.which("scontrol") is not None:  # without it, no job can be requeued
-            growth = GrowthWatch(attempt, plan, self.hosts, len(self.good_hosts))
-        return SlurmAttemptWatch(attempt, plan, argv, view, self.good_hosts, until_total_s, growth)
+            departures.append(GrowthWatch(attempt, plan, self.hosts, len(self.good_hosts)))
+        return SlurmAttemptWatch(attempt, plan, argv, view, until_total_s, departures)
 
     @property
     def good_hosts(self) -> list[str]:
@@ -369,25 +370,25 @@ class SlurmAllocation(Allocation):
         outcome.lost_nodes = lost
         # Of the host before a lost one in Slurm's tree, the step waits a minute for it.
         self.step_may_still_run |= bool(lost)
-        if outcome.stop_signal is not None:
-            option = "" if plan.slurm is None else str(plan.slurm.sbatch.get("signal", ""))
-            outcome.cause = termination_cause(
-                outcome.stop_signal,
-                self.job,
-                plan.grace_s,
-                supervisor_was_signalled=outcome.supervisor_was_signalled,
-                restarts=self.restarts,
-                lost=bool(lost),
-                notice=f"SIG{option.partition('@')[0]}",
-            )
-        if outcome.is_total_used and outcome.cause == "asked":
-            outcome.cause = "timeout"
-        if outcome.growth is not None and (self.job is None or outcome.cause == "asked"):
-            outcome.cause = "grow"
-        if outcome.slow_host is not None:
-            self.bad.add(outcome.slow_host.host)
+        outcome.cause = self._cause(outcome, plan)
+        if (departure := outcome.departure) is not None:
+            self.bad.update(filter(None, (departure.host,)))
             if self.job is None or outcome.cause == "asked":
-                outcome.cause = "slow_host"
+                outcome.cause = departure.cause
+
+    def _cause(self, outcome: Outcome, plan: LaunchPlan) -> Cause | None:
+        if outcome.stop_signal is None:
+            return None
+        option = "" if plan.slurm is None else str(plan.slurm.sbatch.get("signal", ""))
+        return termination_cause(
+            outcome.stop_signal,
+            self.job,
+            plan.grace_s,
+            supervisor_was_signalled=outcome.supervisor_was_signalled,
+            restarts=self.restarts,
+            lost=bool(outcome.lost_nodes),
+            notice=f"SIG{option.partition('@')[0]}",
+        )
 
     def _replaceable(self, hosts: Sequence[str], plan: LaunchPlan) -> tuple[str, ...]:
         """Unresponsive hosts, if the allocation has enough others to replace them; else none."""
@@ -459,11 +460,34 @@ class SlurmAllocation(Allocation):
         decision = decide_no_start(locked.message, EXIT_FAILED, starts, options, in_place=False)
         return decision if decision.resumes else replace(decision, reason=f"{decision.reason}; {locked.hint}")
 
+    def leave_unclaimed(self, locked: RunLocked) -> int:
+        # It does not take the lock over: a host that Slurm has lost may only be cut off from the controller,
+        # and still write to the run folder. The file server releases the locks of a dead host, most within
+        # two minutes, some only when the host boots again.
+        try:
+            plan = LaunchPlan.read(self.run.plan_file)
+            self.job = query_job(self.job_id)
+            stopped = Outcome(signal.SIGTERM.name, supervisor_was_signalled=True)
+            if locked.stopped and self._cause(stopped, plan) not in plan.requeue.on:
+                return EXIT_STOPPED
+            # The ends of slices do not count, and each of them was that of an attempt.
+            sliced = [] if plan.requeue.total_s is None else read_job(self.run).of_job(self.job_id)
+            if self.restarts >= plan.requeue.max + len(sliced):
+                log_line(f"not requeued: requeue.max is {plan.requeue.max}")
+                return EXIT_FAILED
+            log_line(f"requeues job {self.job_id}, to try again later")
+            self._requeue(plan)
+        except (OSError, ValueError, TrainkitError) as error:
+            log_line(f"not requeued: {error}")
+            return EXIT_FAILED
+        return EXIT_STOPPED
+
     def release(self, plan: LaunchPlan, decision: Decision) -> str | None:
         try:
             if decision.action == "resubmit":
                 resubmit(self.run, self.job_id, self.hosts_to_exclude(), self.lock_timeout_s)
             elif decision.action == "requeue":
+                self._refuse_unwanted()
                 self._requeue(plan)
         except TrainkitError as error:
             # An administrator forbids it, or the controller was unavailable for minutes.
@@ -472,14 +496,19 @@ class SlurmAllocation(Allocation):
             return f"{self.run.path} cannot be written ({error})"
         return None
 
+    def _refuse_unwanted(self) -> None:
+        """Raise TrainkitError where a requeue would undo what somebody has done meanwhile."""
+        if self.is_being_requeued:
+            return
+        newest = read_job(self.run).newest
+        if newest is not None and newest.job_id != self.job_id:
+            raise TrainkitError(f"job {newest.job_id} has taken the run over")
+        if self.was_cancelled_meanwhile():
+            raise TrainkitError("it was cancelled meanwhile")
+
     def _requeue(self, plan: LaunchPlan) -> None:
         """Requeue the job, unless Slurm is already requeuing it, and exclude bad hosts."""
         if not self.is_being_requeued:
-            newest = read_job(self.run).newest
-            if newest is not None and newest.job_id != self.job_id:
-                raise TrainkitError(f"job {newest.job_id} has taken the run over")
-            if self.was_cancelled_meanwhile():
-                raise TrainkitError("it was cancelled meanwhile")
             requeue(self.job_id, patience_s=REQUEUE_PATIENCE_S)
         if self.bad and plan.slurm is not None:
             exclude_from(self.job_id, self.hosts_to_exclude(), plan.slurm)

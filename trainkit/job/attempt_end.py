@@ -52,7 +52,7 @@ def judge(attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome, options: Rest
         was_debugged=plan.debug is not None or attempt.was_debugged,
         is_done=attempt.done_file.exists(),
         # What a save takes is too short for another attempt.
-        is_total_used=outcome.is_total_used or left_s(attempt, plan) <= plan.grace_s,
+        is_total_used=left_s(attempt, plan) <= plan.grace_s,
     )
     return decide(result, list(previous_ends(attempt).values()), plan.requeue, options)
 

@@ -13,7 +13,7 @@ from datetime import datetime, timezone
 
 from trainkit.errors import EXIT_OK, EXIT_STOPPED, TrainkitError
 from trainkit.job import processes
-from trainkit.job.decision import RESTART_SIGNAL, Outcome
+from trainkit.job.decision import RESTART_SIGNAL, Departure, Outcome
 from trainkit.job.failure.launcher_report import (
     first_task_exit,
     node_of_killed_task,
@@ -23,17 +23,22 @@ from trainkit.job.failure.launcher_report import (
 from trainkit.job.failure.records import first_exit_code
 from trainkit.job.growth import GrowthWatch
 from trainkit.job.hangs import HangWatch
-from trainkit.job.node.rendezvous import new_nonce
+from trainkit.job.node.rendezvous import choose_port, new_nonce
 from trainkit.job.node.slurm_step import slurm_job_id
 from trainkit.job.preflight import SUPERVISOR_VIEW_VARIABLE
 from trainkit.job.processes import KILL_MARGIN_S, PEER_EXIT_S, ProcessGroup, log_line, module_argv
 from trainkit.job.progress_watch import ProgressWatch, SilenceWatch, SlowHostWatch
-from trainkit.job.rank_env import ATTEMPT_VARIABLE, NONCE_VARIABLE, RUN_DIR_VARIABLE, old_stores, store_file
+from trainkit.job.rank_env import (
+    ATTEMPT_VARIABLE,
+    NONCE_VARIABLE,
+    RUN_DIR_VARIABLE,
+    STORE_VARIABLE,
+    new_store,
+)
 from trainkit.job.signals import AGENT_SIGNAL, is_death_by_notice, signal_exit_code
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.events import Event, log_event, read_events
 from trainkit.run.files import seconds_between, utc_now
-from trainkit.run.process import PROC
 from trainkit.run.record import AttemptRecord, read_rendezvous, record_of, superseded_by
 from trainkit.run.rundir import AttemptDir
 from trainkit.slurm.control import kill_steps
@@ -123,11 +128,10 @@ class LocalAttemptWatch(AttemptWatch):
 
     pauses_by = (signal.SIGTSTP,)
 
-    def __init__(self, attempt: AttemptDir, plan: LaunchPlan, master_port: int) -> None:
+    def __init__(self, attempt: AttemptDir, plan: LaunchPlan) -> None:
         super().__init__(attempt, plan)
-        self.master_port = master_port
         self._stop_requested_s = 0.0
-        self._nonce = new_nonce()
+        self._store = new_store()
 
     def pause(self) -> signal.Signals | None:
         """Stop all descendants until SIGCONT or a notice; that time does not count."""
@@ -145,12 +149,13 @@ class LocalAttemptWatch(AttemptWatch):
         return received
 
     def start(self) -> None:
-        _remove_stale_stores()
         # In the environment: every user of the machine can read the arguments of a process.
-        environ = {**os.environ, NONCE_VARIABLE: self._nonce}
+        environ = {**os.environ, NONCE_VARIABLE: new_nonce()}
+        if self._store is not None:
+            environ[STORE_VARIABLE] = str(self._store)
+        port = ["--master-port", str(choose_port())]
         for node_rank in range(self.plan.num_nodes):
             options = ["--attempt", str(self.attempt.number), "--node-rank", str(node_rank)]
-            port = ["--master-port", str(self.master_port)]
             argv = module_argv("trainkit.job.node.agent", str(self.attempt.run.path), *options, *port)
             with self.attempt.node_log(node_rank).open("ab") as log:
                 self.running[node_rank] = processes.start_child(
@@ -198,17 +203,8 @@ class LocalAttemptWatch(AttemptWatch):
             super().run()
         finally:
             processes.end_descendants()
-            if (store := store_file(self._nonce)) is not None:
-                store.unlink(missing_ok=True)
-
-
-def _remove_stale_stores() -> None:
-    """Remove the stores of attempts of which every process was killed: none has their nonce."""
-    if stale := old_stores():
-        environs = (processes.environ_of(int(one.name)) for one in PROC.iterdir() if one.name.isdigit())
-        stale -= {store_file(environ.get(NONCE_VARIABLE, "")) for environ in environs}
-        for store in stale:
-            store.unlink(missing_ok=True)
+            if self._store is not None:
+                self._store.unlink(missing_ok=True)
 
 
 class SlurmAttemptWatch(AttemptWatch):
@@ -224,17 +220,13 @@ class SlurmAttemptWatch(AttemptWatch):
         plan: LaunchPlan,
         step: Sequence[str],
         supervisor_view: str,
-        hosts: Sequence[str] = (),
         left_s: float = math.inf,
-        growth: GrowthWatch | None = None,
+        departures: Sequence[SlowHostWatch | GrowthWatch] = (),
     ) -> None:
         super().__init__(attempt, plan)
         self._until_s = time.monotonic() + left_s
         """Monotonic time at which the ranks are to save, since the total of the run's slices is used."""
-        # Without a spare node it would wait in the queue, which may take longer than what a slow host costs.
-        restarts = plan.requeue.slow_hosts == "restart" and len(hosts) > plan.fewest_nodes
-        self._slow_hosts = SlowHostWatch(attempt, plan, hosts) if restarts else None
-        self._growth = growth
+        self._departures = departures
         self.step = step
         self.supervisor_view = supervisor_view
         """The run folder as the supervisor sees it, for the agents to compare."""
@@ -305,8 +297,13 @@ class SlurmAttemptWatch(AttemptWatch):
     def stop_ranks(self, as_if: str = signal.SIGTERM.name) -> None:
         self._unconfirmed_since_s = float("inf")
         self.outcome.stop_signal = self.outcome.stop_signal or as_if
-        if SRUN in self.running and self._signal_of_ranks() is None:
-            self._notify_ranks()
+        # A command's ranks get the signal that they handle from their agents.
+        if (
+            SRUN in self.running
+            and self._signal_of_ranks() is None
+            and (self.plan.workload.knows_run or not self._signal_step(AGENT_SIGNAL))
+        ):
+            os.kill(self.running[SRUN].pid, signal.SIGUSR2)
         self.kill_after_grace()
 
     def _forward_unconfirmed(self) -> None:
@@ -325,24 +322,14 @@ class SlurmAttemptWatch(AttemptWatch):
         """Have the ranks save and exit: for a restart without a slow host or on more nodes, or for good."""
         if self.outcome.stop_signal is not None or SRUN not in self.running:
             return
-        slow = None if self._slow_hosts is None else self._slow_hosts.poll()
-        growth = None if slow or self._growth is None else self._growth.poll()
-        if growth is not None and growth.num_nodes is None:
-            growth = None  # it stays
-        is_total_used = not (slow or growth) and time.monotonic() >= self._until_s
-        if not (slow or growth or is_total_used) or self._signal_of_ranks() is not None:
+        departure = next(filter(None, (watch.poll() for watch in self._departures)), None)
+        if departure is None and time.monotonic() >= self._until_s:
+            departure = Departure("timeout", "the jobs of the run have taken their total time")
+        if departure is None or self._signal_of_ranks() is not None:
             return
-        if slow is not None:
-            log_line(f"attempt {self.attempt.number}: restarts without {slow.host}: {slow.why}")
-        elif growth is None:
-            log_line(f"attempt {self.attempt.number}: the jobs of the run have taken their total time")
-        self.outcome.slow_host, self.outcome.growth, self.outcome.is_total_used = slow, growth, is_total_used
+        log_line(f"attempt {self.attempt.number}: {departure.why}")
+        self.outcome.departure = departure
         self.stop_ranks(RESTART_SIGNAL)
-
-    def _notify_ranks(self) -> None:
-        """Have the ranks save and exit; a command's get the signal that they handle from their agents."""
-        if self.plan.workload.knows_run or not self._signal_step(AGENT_SIGNAL):
-            os.kill(self.running[SRUN].pid, signal.SIGUSR2)
 
     def _requested_signal(self) -> str | None:
         """The signal that a command's request in job.json stands for; None without a request."""

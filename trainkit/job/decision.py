@@ -41,27 +41,15 @@ MAX_STARTS = 10
 
 
 @dataclass(frozen=True)
-class SlowHost:
-    """A host to continue without."""
+class Departure:
+    """Why the supervisor itself has the ranks save and exit."""
 
-    host: str
+    cause: Cause
+    """``slow_host``, ``grow``, or ``timeout`` when the slices of the run have taken their total."""
     why: str
-    """For example ``rank 5 slow since step 1200 (compute)``."""
-
-
-@dataclass(frozen=True)
-class Growth:
-    """Whether a run returns to the queue to restart on more nodes."""
-
-    num_nodes: int | None
-    """On how many; None where it stays."""
-    reason: str
-
-    @property
-    def sentence(self) -> str:
-        """It as one sentence."""
-        to = "does not grow" if self.num_nodes is None else f"grows to {plural(self.num_nodes, 'node')}"
-        return f"{to}: {self.reason}"
+    """For example ``restarts without b: rank 5 slow since step 1200 (compute)``."""
+    host: str | None = None
+    """The host to continue without."""
 
 
 @dataclass
@@ -76,10 +64,8 @@ class Outcome:
     """Whether the ranks had failed before the signal, which came while the run waited to restart."""
     cause: Cause | None = None
     """The reason for the signal; None if a person cancelled the job."""
-    slow_host: SlowHost | None = None
-    """The host that made the supervisor have the ranks save; None without one."""
-    growth: Growth | None = None
-    """What made the supervisor have the ranks save; None if it was not that."""
+    departure: Departure | None = None
+    """What made the supervisor have the ranks save; None if somebody else did."""
     launch_error: str | None = None
     """srun's message when Slurm could not start the step."""
     hangs: list[HangRecord] = field(default_factory=list)
@@ -252,11 +238,8 @@ def _after_request(
     if cause is None:
         return Decision("stopped", summary, EXIT_STOPPED)
     summary += _BECAUSE.get(cause, "")
-    if result.slow_host is not None and cause == "slow_host":
-        why = f"restarts without {result.slow_host.host}: {result.slow_host.why}"
-        summary = why if saved else f"{why}; {summary}"
-    if result.growth is not None and cause == "grow":
-        summary = result.growth.sentence if saved else f"{result.growth.sentence}; {summary}"
+    if result.departure is not None and cause in ("slow_host", "grow"):
+        summary = result.departure.why if saved else f"{result.departure.why}; {summary}"
     limit = _total_limit(result, policy) or restarts_limit(previous, policy)
     if cause not in ("asked", "slow_host", "grow", *policy.on):
         limit = f"requeue.on does not include {cause}"

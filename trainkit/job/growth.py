@@ -15,11 +15,12 @@ from itertools import pairwise
 from trainkit.errors import TrainkitError
 from trainkit.formats import duration, plural
 from trainkit.job.attempt_end import previous_ends
-from trainkit.job.decision import Growth, restarts_limit
+from trainkit.job.decision import Departure, restarts_limit
 from trainkit.job.processes import log_line
 from trainkit.plan.launch import LaunchPlan, option_argv, with_excluded
 from trainkit.run.events import log_event
-from trainkit.run.history import Attempt, RunHistory, ended_attempts, find_restarts, timestamp
+from trainkit.run.files import parse_time, seconds_between
+from trainkit.run.history import Attempt, RunHistory
 from trainkit.run.rundir import AttemptDir
 from trainkit.slurm.submit import ask_starts
 
@@ -31,7 +32,7 @@ MOST_ASKED = 4
 SOON_S = 60.0
 """A job that would start within this time would start now."""
 REQUEUE_S = 120.0
-"""What a save and a requeue take, unless the run has had one."""
+"""What a save and a requeue take, besides the start of the ranks."""
 MIN_SHARE = 0.1
 """Share of the remaining time that a growth must save, besides what the restart takes."""
 MAX_VAIN = 2
@@ -39,47 +40,43 @@ MAX_VAIN = 2
 
 
 @dataclass(frozen=True)
-class Size:
-    """A number of nodes that the run may have."""
+class Growth:
+    """Whether a run returns to the queue to restart on more nodes."""
 
-    num_nodes: int
-    step_s: float
-    wait_s: float | None
-    """Seconds until the nodes that the run lacks are free; None if Slurm names no time."""
+    num_nodes: int | None
+    """On how many; None where it stays."""
+    reason: str
+
+    @property
+    def sentence(self) -> str:
+        """It as one sentence."""
+        to = "does not grow" if self.num_nodes is None else f"grows to {plural(self.num_nodes, 'node')}"
+        return f"{to}: {self.reason}"
 
 
-def decide_growth(left_steps: int, step_s: float, restart_s: float, larger: Sequence[Size]) -> Growth:
-    """Whether a run with this many steps left, and this speed, restarts on one of the larger sizes."""
-    waits = [(size.wait_s, size) for size in larger if size.wait_s is not None]
-    free = [size for wait_s, size in waits if wait_s <= SOON_S]
-    if not waits:
+def decide_growth(
+    left_s: float, restart_s: float, num_nodes: int, waits: Mapping[int, float | None]
+) -> Growth:
+    """Whether a run that needs `left_s` more on `num_nodes` restarts on more, in proportion faster.
+
+    `waits` has the seconds until the nodes that the run lacks are free, by the number of nodes that it may
+    have; None if Slurm names no time.
+    """
+    known = {size: wait_s for size, wait_s in waits.items() if wait_s is not None}
+    if not known:
         return Growth(None, "Slurm does not say when it would start more")
+    free = [size for size, wait_s in known.items() if wait_s <= SOON_S]
     if not free:
-        wait_s, size = min(waits, key=lambda one: one[0])
-        return Growth(None, f"{plural(size.num_nodes, 'node')} would be free in {duration(wait_s)}")
-    best = min(free, key=lambda size: (size.step_s, size.num_nodes))
-    left_s, then_s = left_steps * step_s, left_steps * best.step_s
+        size, wait_s = min(known.items(), key=lambda one: one[1])
+        return Growth(None, f"{plural(size, 'node')} would be free in {duration(wait_s)}")
+    best = max(free)
+    then_s = left_s * num_nodes / best
     reason = (
-        f"{plural(best.num_nodes, 'node')} are free: {duration(then_s)} instead of {duration(left_s)} to go,"
+        f"{plural(best, 'node')} are free: {duration(then_s)} instead of {duration(left_s)} to go,"
         f" and {duration(restart_s)} for the restart"
     )
     is_worth_it = left_s - then_s - restart_s >= MIN_SHARE * left_s
-    return Growth(best.num_nodes if is_worth_it else None, reason)
-
-
-def step_seconds(attempts: Sequence[Attempt], last_step: int) -> dict[int, float]:
-    """Number of nodes -> seconds of a step, with saves and evaluations, in its newest attempt.
-
-    Attempts in other partitions than that of the newest do not count; `last_step` is the run's.
-    """
-    found = {}
-    for attempt in attempts:
-        begin = attempt.training or attempt.first_step or attempt.started
-        num_steps = min(attempt.kept_step, last_step) - attempt.start_step
-        is_alike = attempt.partition == attempts[-1].partition
-        if is_alike and attempt.num_nodes and begin and attempt.ended and num_steps > 0:
-            found[attempt.num_nodes] = (attempt.ended - begin) / num_steps
-    return found
+    return Growth(best if is_worth_it else None, reason)
 
 
 def vain_growths(attempts: Sequence[Attempt]) -> int:
@@ -99,46 +96,37 @@ class GrowthWatch:
         self._larger = sorted((size for size in map(int, plan.sizes) if size > plan.num_nodes), reverse=True)
         self._asked_s = time.monotonic()
 
-    def poll(self) -> Growth | None:
-        """What is decided, if it is time to ask; None else. Raises OSError."""
+    def poll(self) -> Departure | None:
+        """The growth that is decided, if it is time to ask; None where the run stays. Raises OSError."""
         now_s = time.monotonic()
         if not self._larger or now_s < self._asked_s + ASK_EVERY_S:
             return None
         self._asked_s = now_s
         run, number = self._attempt.run, self._attempt.number
         found = self._ask()
-        log_line(f"attempt {number}: {found.sentence}")
         log_event(run, number, "growth", num_nodes=found.num_nodes, reason=found.sentence)
-        return found
+        if found.num_nodes is not None:
+            return Departure("grow", found.sentence)
+        log_line(f"attempt {number}: {found.sentence}")
+        return None
 
     def _ask(self) -> Growth:
-        history = RunHistory(self._attempt.run)
+        history, number = RunHistory(self._attempt.run), self._attempt.number
         history.events.update()
-        last, total_steps = history.newest_steps()[-1:], history.events.total_steps
-        if not last or total_steps is None:
-            return Growth(None, "it is not known how many steps are left")
-        attempts = ended_attempts(history.events.attempts, timestamp(last[0].time))
+        attempts, total_steps = history.events.attempts, history.events.total_steps
+        steps = [step for step in history.newest_steps() if step.attempt == number]
+        took_s = seconds_between(steps[0].time, parse_time(steps[-1].time)) if len(steps) > 1 else None
+        if took_s is None or total_steps is None:
+            return Growth(None, "it is not known how long the rest takes")
         limit = restarts_limit(list(previous_ends(self._attempt).values()), self._plan.requeue)
-        if limit is None and (vain := vain_growths(attempts)) >= MAX_VAIN:
+        if limit is None and (vain := vain_growths([attempts[one] for one in sorted(attempts)])) >= MAX_VAIN:
             limit = f"it restarted with no more nodes {plural(vain, 'time')}"
-        measured = step_seconds(attempts, last[0].step)
-        step_s = measured.get(self._plan.num_nodes)
-        if limit is not None or step_s is None:
-            return Growth(None, limit or "no step of this attempt is measured yet")
-        larger = [
-            # What was not measured is assumed to be in proportion.
-            Size(size, measured.get(size, step_s * self._plan.num_nodes / size), wait_s)
-            for size, wait_s in self._waits().items()
-        ]
-        restart_s = self._restart_s(history.events.attempts)
-        return decide_growth(total_steps - last[0].step, step_s, restart_s, larger)
-
-    def _restart_s(self, attempts: Mapping[int, Attempt]) -> float:
-        """What a restart takes: the fastest that the run has had, since others waited for nodes."""
-        measured = [one.total_s for one in find_restarts(attempts) if one.action != "restart"]
-        own = attempts[self._attempt.number]
-        start_s = (own.first_step or 0.0) - (own.started or 0.0) if own.first_step else 0.0
-        return min(filter(None, measured), default=REQUEUE_S + start_s)
+        if limit is not None:
+            return Growth(None, limit)
+        last, own = steps[-1].step, attempts[number]
+        left_s = (total_steps - last) * took_s / (last - steps[0].step)
+        start_s = own.first_step - own.started if own.first_step and own.started else 0.0
+        return decide_growth(left_s, REQUEUE_S + start_s, self._plan.num_nodes, self._waits())
 
     def _waits(self) -> dict[int, float | None]:
         """Larger numbers of nodes, and in how many seconds those that the run lacks are free."""

@@ -2,7 +2,7 @@
 
 The URL is a secret: it is in an environment variable, and no file, log or message contains it.
 ``notifications.json`` in the run folder has the times of the last ones, so that a run which restarts again
-and again sends no more of them than `notify.min_interval_s` allows.
+and again sends no more than `notify.min_interval_s` allows.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import os
 import re
 import threading
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from shlex import quote
@@ -94,15 +93,14 @@ def event_notification(event: Event) -> Notification:
 class Notifier:
     """Sends the notifications of one process; a notification that cannot be sent is only logged."""
 
-    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
-        self._environ = environ
+    def __init__(self) -> None:
         self._threads: list[threading.Thread] = []
         self._one_at_a_time = threading.Lock()
         self._problem = ""
 
     def is_for(self, policy: NotifyPolicy, *events: str) -> bool:
         """Whether one of these events would be reported."""
-        return bool(self._environ.get(policy.webhook or "")) and any(event in policy.on for event in events)
+        return bool(os.environ.get(policy.webhook or "")) and any(event in policy.on for event in events)
 
     def send_end(self, attempt: AttemptDir, end: AttemptEnd) -> None:
         """Send the notification of an ended attempt, if there is one; returns at once."""
@@ -112,7 +110,7 @@ class Notifier:
     def send(self, attempt: AttemptDir, notification: Notification) -> None:
         """Send a notification unless the config or the rate limit excludes it; returns at once."""
         thread = threading.Thread(target=self._send, args=(attempt, notification), name="notify", daemon=True)
-        self._threads = [*(one for one in self._threads if one.is_alive()), thread]
+        self._threads.append(thread)
         thread.start()
 
     def wait(self, timeout_s: float = END_TIMEOUT_S) -> None:
@@ -128,29 +126,20 @@ class Notifier:
             try:
                 plan = LaunchPlan.read(attempt.plan_file)
                 if self.is_for(plan.notify, notification.event):
-                    _send_limited(self._environ[plan.notify.webhook or ""], attempt, plan, notification)
+                    _send_limited(os.environ[plan.notify.webhook or ""], attempt, plan, notification)
             except (OSError, ValueError, TrainkitError) as error:
-                self._log(error.message if isinstance(error, DeliveryError) else str(error))
-
-    def _log(self, problem: str) -> None:
-        """Say once what is wrong: the run continues without notifications."""
-        if problem != self._problem:
-            self._problem = problem
-            log_line(f"warning: a notification was not sent: {problem}")
+                if (problem := str(error)) != self._problem:  # once: the run continues without notifications
+                    self._problem = problem
+                    log_line(f"warning: a notification was not sent: {problem}")
 
 
 def _send_limited(url: str, attempt: AttemptDir, plan: LaunchPlan, notification: Notification) -> None:
-    """Send a notification unless one of its kind was sent recently; counts those that are not sent."""
+    """Send a notification unless one of its kind was sent recently."""
     file, event = attempt.run.path / STATE_NAME, notification.event
-    before = Record(read_object(file))
-    sent, withheld = (dict(before.record(name).values) for name in ("sent", "withheld"))
-    after = {"sent": sent, "withheld": {**withheld, event: withheld.get(event, 0) + 1}}
-    try:
-        if is_due(sent.get(event), event, datetime.now(timezone.utc), plan.notify.min_interval_s):
-            post(url, message(attempt, plan, notification, withheld))
-            after = {"sent": {**sent, event: utc_now()}, "withheld": {}}
-    finally:
-        write_json(file, after)
+    sent = Record(read_object(file)).record("sent")
+    if is_due(sent.text(event), event, datetime.now(timezone.utc), plan.notify.min_interval_s):
+        post(url, message(attempt, plan, notification))
+        write_json(file, {"sent": {**sent.values, event: utc_now()}})
 
 
 def is_due(last: str | None, event: str, now: datetime, min_interval_s: float) -> bool:
@@ -171,13 +160,8 @@ def _outside(text: str) -> str:
     return _MENTION.sub(r"\g<0> ", mask_secrets(text))
 
 
-def message(
-    attempt: AttemptDir, plan: LaunchPlan, notification: Notification, withheld: Mapping[str, int]
-) -> str:
-    """The JSON object that the endpoint receives; ``text`` is what chat programs show.
-
-    `withheld` has the number of those that were not sent since the last one of any event, by event.
-    """
+def message(attempt: AttemptDir, plan: LaunchPlan, notification: Notification) -> str:
+    """The JSON object that the endpoint receives; ``text`` is what chat programs show."""
     # Imported where something is sent, because it is slow.
     from trainkit.config import read_effective
 
@@ -187,11 +171,9 @@ def message(
         total_steps = read_effective(attempt.config_file).train.steps
     where = f"job {entry.job_id or None}, attempt {attempt.number}"
     at = "" if step is None else f", step {step}" + ("" if total_steps is None else f"/{total_steps}")
-    more = ", ".join(f"{count} {event}" for event, count in withheld.items())
-    more = f"\nnot reported before: {more}" if more else ""
     command = f"trainkit {notification.command} {quote(str(run.path))}"
     value = {
-        "text": f"{job.name} {_outside(notification.text)} ({where}{at}){more}\n`{command}`",
+        "text": f"{job.name} {_outside(notification.text)} ({where}{at})\n`{command}`",
         "event": notification.event,
         "run": job.name,
         "run_dir": str(run.path),
@@ -203,7 +185,6 @@ def message(
         "host": notification.host,
         "step": step,
         "total_steps": total_steps,
-        "withheld": withheld,
         "command": command,
         "time": utc_now(),
     }

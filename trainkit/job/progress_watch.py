@@ -16,7 +16,7 @@ from pathlib import Path
 from trainkit.folders import ensure_folder
 from trainkit.formats import plural
 from trainkit.job.attempt_end import last_step, previous_ends
-from trainkit.job.decision import SlowHost, restarts_limit
+from trainkit.job.decision import Departure, restarts_limit
 from trainkit.job.failure.stacks import Request, Silence, explain_silence, request_stacks
 from trainkit.job.hangs import GATHER_S, HangRecord, node_of
 from trainkit.job.notifications import Notification, Notifier, event_notification
@@ -63,7 +63,7 @@ class SlowHostWatch:
         self._since_s: dict[int, float] = {}
         """When the slow ranks were first seen to be so."""
 
-    def poll(self) -> SlowHost | None:
+    def poll(self) -> Departure | None:
         """The host to continue without; None as long as there is none. Raises OSError."""
         for event in events_of(self._events.records(SLOWDOWN_EVENTS)):
             if event.attempt == self._attempt.number:
@@ -77,7 +77,7 @@ class SlowHostWatch:
             why = f"rank {event.rank} slow since step {event.count('since_step')} ({event.text('phase')})"
             limit = restarts_limit(list(previous_ends(self._attempt).values()), self._policy)
             if limit is None:
-                return SlowHost(str(event.host), why)
+                return Departure("slow_host", f"restarts without {event.host}: {why}", event.host)
             log_line(f"not restarting without {event.host} ({why}): {limit}")
             self._hosts = ()
         return None

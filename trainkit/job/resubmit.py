@@ -25,11 +25,10 @@ from trainkit.run.files import write_atomic
 from trainkit.run.record import (
     AUTO_RESTART,
     add_slurm_attempt,
-    copy_submitit_files,
+    copy_submitit_pickle,
     discard_attempt,
     record_of,
     reopen_attempt,
-    submitit_file,
 )
 from trainkit.run.rundir import AttemptDir, RunDir, run_lock, submission_token
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
@@ -72,11 +71,9 @@ def resubmit(
             raise TrainkitError(f"job {entry.job_id} has taken the run over")
         if entry.is_cancelled:
             raise TrainkitError("it was cancelled meanwhile")
-        by_submitit = submitit_file(run, job_id, "submission.sh")
-        script = by_submitit if by_submitit.exists() else run.script_file
-        if not script.is_file():
-            raise TrainkitError(f"{script}, the script of job {job_id}, is missing")
-        text = script.read_text(encoding="utf-8")
+        if not run.script_file.is_file():
+            raise TrainkitError(f"{run.script_file}, the script of job {job_id}, is missing")
+        text = run.script_file.read_text(encoding="utf-8")
         plan = LaunchPlan.read(newest.plan_file)
         following = retry_on_disk_error(lambda: reopen_attempt(newest))
         try:
@@ -111,7 +108,7 @@ def _submit(following: AttemptDir, job_id: str, plan: LaunchPlan, exclude: Seque
         following.script_file, token=token, cwd=run.path, extra_argv=options, notify=log_line
     )
     new_id = split_job(new_id)[0]  # it is on this cluster, as what it depends on
-    copy_submitit_files(run, job_id, new_id)
+    copy_submitit_pickle(run, job_id, new_id)
     return f"{new_id}_{task}" if task else new_id
 
 

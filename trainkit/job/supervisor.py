@@ -20,17 +20,10 @@ from pathlib import Path
 from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, TrainkitError
 from trainkit.folders import whole_paths
 from trainkit.job import processes
-from trainkit.job.allocation import (
-    CANCELLED,
-    REQUEUE_PATIENCE_S,
-    Allocation,
-    LocalAllocation,
-    SlurmAllocation,
-    query_job,
-)
+from trainkit.job.allocation import CANCELLED, Allocation, LocalAllocation, SlurmAllocation
 from trainkit.job.attempt_end import judge, state_after, write_end
 from trainkit.job.attempt_watch import AttemptWatch
-from trainkit.job.decision import FAILURES, Decision, Outcome, termination_cause
+from trainkit.job.decision import FAILURES, Decision, Outcome
 from trainkit.job.failed_starts import forget_start
 from trainkit.job.failure.records import find_first_failure
 from trainkit.job.group_parts import submit_parts
@@ -38,7 +31,6 @@ from trainkit.job.node.slurm_step import slurm_job_id
 from trainkit.job.notifications import Notifier
 from trainkit.job.processes import log_line, redirect_output, retry_on_disk_error
 from trainkit.job.progress_watch import ProgressWatch
-from trainkit.job.resubmit import await_eviction
 from trainkit.job.signals import signal_exit_code
 from trainkit.job.work_folder import enter_work_folder
 from trainkit.plan.launch import LaunchPlan
@@ -46,9 +38,8 @@ from trainkit.run.end import AttemptEnd, end_line, read_end
 from trainkit.run.events import log_event
 from trainkit.run.files import read_json
 from trainkit.run.group import group_of
-from trainkit.run.record import read_job, record_of, superseded_by
+from trainkit.run.record import record_of, superseded_by
 from trainkit.run.rundir import AttemptDir, RunDir, RunLocked, become_sole_supervisor
-from trainkit.slurm.control import requeue
 
 ROOM_PATIENCE_S = 20.0
 """How long a job that ends waits until Slurm has room for another one of its group."""
@@ -92,7 +83,8 @@ def supervise(allocation: Allocation) -> int:
     try:
         attempt = allocation.claim()
     except RunLocked as locked:
-        return leave_unclaimed(allocation, locked)
+        log_line(locked.render())
+        return allocation.leave_unclaimed(locked)
     except TrainkitError as error:
         log_line(error.render())
         return error.exit_code
@@ -160,17 +152,12 @@ class Supervisor:
 
     def leave_locked(self, attempt: AttemptDir, locked: RunLocked) -> int:
         """Leave without running an attempt, because the supervisor's lock could not be obtained."""
-        log_line(locked.render())
         outcome = Outcome()
+        if locked.stopped:
+            # No rank has started; as after a signal that ended ranks before they could save.
+            outcome.exits = [(0, signal_exit_code(signal.SIGTERM))]
         try:
-            plan = self.plan(attempt)
-            if locked.stopped:
-                received = processes.wait_for_notice(0.0) or signal.SIGTERM
-                # No rank has started; as after a signal that ended ranks before they could save.
-                outcome.exits = [(0, signal_exit_code(received))]
-                decision = self.allocation.after_notice(attempt, plan, outcome, received)
-            else:
-                decision = self.allocation.after_lock(attempt, plan, locked)
+            decision = self._after_lock(attempt, self.plan(attempt), outcome, locked)
         except (OSError, ValueError, TrainkitError) as error:
             decision = Decision("failed", f"{locked.message}; {error}", EXIT_FAILED)
         if decision.resumes:
@@ -178,6 +165,15 @@ class Supervisor:
         if locked.stopped:
             return self._end(attempt, outcome, decision)
         return self.conclude(attempt, outcome, decision)
+
+    def _after_lock(
+        self, attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome, locked: RunLocked
+    ) -> Decision:
+        log_line(locked.render())
+        if not locked.stopped:
+            return self.allocation.after_lock(attempt, plan, locked)
+        received = processes.wait_for_notice(0.0) or signal.SIGTERM
+        return self.allocation.after_notice(attempt, plan, outcome, received)
 
     def _run_attempt(self, attempt: AttemptDir) -> tuple[Outcome, Decision]:
         """Run one attempt, from the start of its processes to the decision on what follows."""
@@ -232,11 +228,7 @@ class Supervisor:
             try:
                 following = retry_on_disk_error(lambda: self.allocation.claim_next(attempt))
             except RunLocked as locked:
-                log_line(locked.render())
-                if locked.stopped:
-                    received = processes.wait_for_notice(0.0) or signal.SIGTERM
-                    return self.allocation.after_notice(attempt, plan, outcome, received)
-                return self.allocation.after_lock(attempt, plan, locked)
+                return self._after_lock(attempt, plan, outcome, locked)
         except (OSError, ValueError, TrainkitError) as error:
             return Decision("failed", f"could not be restarted: {error}", EXIT_FAILED, decision.cause)
         return (
@@ -308,49 +300,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return supervise_job(RunDir(run_dir), rest)
     _prepare_process()
     return supervise(LocalAllocation(RunDir(run_dir), int(rest[0]), now="--now" in rest))
-
-
-# A Slurm job starts again later rather than take a held lock over: a host that Slurm has lost may only be cut
-# off from the controller and still write to the run folder. The file server releases the locks of a dead
-# host, most within two minutes, some only when the host boots again.
-
-
-def leave_unclaimed(allocation: Allocation, locked: RunLocked) -> int:
-    """End a start that could not claim an attempt; a Slurm job is requeued unless a person cancelled it.
-
-    Returns the exit code. Writes nothing to the run folder: another process has its lock.
-    """
-    log_line(locked.render())
-    if not isinstance(allocation, SlurmAllocation):
-        return EXIT_STOPPED if locked.stopped else EXIT_FAILED
-    try:
-        plan = LaunchPlan.read(allocation.run.plan_file)
-        allocation.job = query_job(allocation.job_id)
-        if locked.stopped:
-            cause = termination_cause(
-                signal.SIGTERM.name,
-                allocation.job,
-                plan.grace_s,
-                supervisor_was_signalled=True,
-                restarts=allocation.restarts,
-                lost=False,
-            )
-            if cause not in plan.requeue.on:
-                return EXIT_STOPPED
-        # The ends of slices do not count, and each of them was that of an attempt.
-        sliced = [] if plan.requeue.total_s is None else read_job(allocation.run).of_job(allocation.job_id)
-        if allocation.restarts >= plan.requeue.max + len(sliced):
-            log_line(f"not requeued: requeue.max is {plan.requeue.max}")
-            return EXIT_FAILED
-        if not allocation.is_being_requeued:
-            log_line(f"requeues job {allocation.job_id}, to try again later")
-            requeue(allocation.job_id, patience_s=REQUEUE_PATIENCE_S)
-    except (OSError, ValueError, TrainkitError) as error:
-        log_line(f"not requeued: {error}")
-        return EXIT_FAILED
-    if not (allocation.is_completing or allocation.is_being_requeued):
-        await_eviction()
-    return EXIT_STOPPED
 
 
 if __name__ == "__main__":

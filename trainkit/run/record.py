@@ -25,17 +25,15 @@ The word is kept for the folders of earlier versions.
 """
 
 
-def submitit_file(run: RunDir, job_id: str, name: str) -> Path:
-    """The path of a submitit file of a job; it exists only for jobs that submitit submitted."""
-    return run.path / "submitit" / f"{job_id}_{name}"
+def submitit_pickle(run: RunDir, job_id: str) -> Path:
+    """What a job of submitit looks for, by its id; it exists only for those."""
+    return run.path / "submitit" / f"{job_id}_submitted.pkl"
 
 
-def copy_submitit_files(run: RunDir, job_id: str, new_id: str) -> None:
-    """Copy the submitit files of a job to a new one, whose script looks for a pickle named after its id."""
-    for name in ("submitted.pkl", "submission.sh"):
-        file = submitit_file(run, job_id, name)
-        if file.exists():
-            shutil.copyfile(file, submitit_file(run, new_id, name))
+def copy_submitit_pickle(run: RunDir, job_id: str, new_id: str) -> None:
+    """Give a job that continues another one its pickle, if that is a job of submitit."""
+    if (pickle := submitit_pickle(run, job_id)).exists():
+        shutil.copyfile(pickle, submitit_pickle(run, new_id))
 
 
 @dataclass(frozen=True)

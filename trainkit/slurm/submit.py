@@ -83,54 +83,33 @@ def submit_script(
     Raises SlurmRefused with Slurm's message, or SlurmUnreachable. If the latter has `may_have_arrived` set,
     the job may exist: check with `find_by_token(token)` before submitting the script again.
     """
-    script = str(path.absolute())
-    argv = ["sbatch", "--parsable", *extra_argv, script]
-
-    def submit() -> str:
-        environ = scrubbed(os.environ)
-        # A variable would stay set in the job, whose own commands need no name of its cluster.
-        named = environ.pop("SLURM_CLUSTERS", "")
-        names = ",".join(clusters) or named
-        return _job_id(run_slurm(argv, SUBMIT_TIMEOUT_S, environ=environ, cwd=cwd, cluster=names))
-
-    script = script if is_only_job else ""
-    return submit_once(submit, token=token, script=script, clusters=clusters, notify=notify)
-
-
-def cancel_command(job: str) -> str:
-    """The command that cancels a job that is named as `submit_script` returns it."""
-    job_id, cluster = split_job(job)
-    return f"scancel --clusters={cluster} {job_id}" if cluster else f"scancel {job_id}"
-
-
-def submit_once(
-    submit: Callable[[], str],
-    *,
-    token: str,
-    script: str = "",
-    clusters: Sequence[str] = (),
-    notify: Callable[[str], None],
-) -> str:
-    """Call `submit` until exactly one job exists, even if its answers are lost; return the job id.
-
-    `submit` returns a job id or raises SlurmRefused or SlurmUnreachable; it is called again once Slurm has
-    not listed the job for SETTLE_S. The other parameters and errors are those of `submit_script`.
-    """
     if not _TOKEN.fullmatch(token):
         raise ValueError(f"a token must be one word: {token!r}")
+    script = str(path.absolute())
+    argv, environ = ["sbatch", "--parsable", *extra_argv, script], scrubbed(os.environ)
+    # A variable would stay set in the job, whose own commands need no name of its cluster.
+    named = environ.pop("SLURM_CLUSTERS", "")
+    names, script = ",".join(clusters) or named, script if is_only_job else ""
     find = partial(_find, token, script, time.time(), clusters, patience_s=0.0)
     give_up, pause_s = time.monotonic() + SUBMIT_PATIENCE_S, FIRST_PAUSE_S
     while True:
         try:
-            return submit()
+            return _job_id(run_slurm(argv, SUBMIT_TIMEOUT_S, environ=environ, cwd=cwd, cluster=names))
         except SlurmUnreachable as lost:
             what = "checking whether the job was accepted" if lost.may_have_arrived else "retrying"
             notify(f"{lost.message}; {what}")
             found = _find_until_known(find, script, lost, give_up)
         if found is not None:
             return found
+        # Slurm has not listed the job for SETTLE_S: there is none.
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+def cancel_command(job: str) -> str:
+    """The command that cancels a job that is named as `submit_script` returns it."""
+    job_id, cluster = split_job(job)
+    return f"scancel --clusters={cluster} {job_id}" if cluster else f"scancel {job_id}"
 
 
 def _job_id(stdout: str) -> str:
