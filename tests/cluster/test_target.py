@@ -13,13 +13,12 @@ from trainkit.cluster.model import Account, Cluster, NodeKind, Partition, Qos
 from trainkit.cluster.profile import known_cluster, user_folder
 from trainkit.config import LoadedConfig, load_config
 from trainkit.errors import ConfigError, UsageError
-from trainkit.slurm.client import FIELD, RECORD
 
 ANSWERS = {
     "config": "ClusterName = west\nSLURM_VERSION = 23.11.4\nAccountingStorageEnforce = associations\n"
     "AccountingStorageType = accounting_storage/slurmdbd\nSelectType = select/linear\n",
     "partition": "PartitionName=gpu Default=YES MaxTime=01:00:00 MaxNodes=1 TotalNodes=2 State=UP\n",
-    "nodes": FIELD.join(("gpu", "2", "32", "128000", "g[1-2]", "gpu:h100:4", "ib")) + f"{RECORD}\n",
+    "node": 2 * "CPUTot=32 AvailableFeatures=ib Gres=gpu:h100:4 RealMemory=128000 Partitions=gpu\n",
     "assoc_mgr": "ClusterName=west Account=physics UserName={user}(0) Partition= DefAssoc=Yes\n"
     "QOS=long(1) MaxWallPJ=\n",
 }
@@ -37,7 +36,6 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     for name, text in ANSWERS.items():
         (fake.folder / name).write_text(text.format(user="me"))
     fake.add("scontrol", '[ "$1" = show ] && what=$2 || what=$3; /bin/cat "$here/$what"')
-    fake.add("sinfo", '/bin/cat "$here/nodes"')
     fake.add("sbatch", "echo slurm 23.11.4")
     fake.add("srun", "echo --container-image")
     fake.add(
@@ -65,7 +63,7 @@ def test_from_slurm(slurm: FakeSlurm) -> None:
         slurm_version=(23, 11, 4),
         reason="west: no profile found, so Slurm was queried (`trainkit init` writes a profile)",
     )
-    assert sorted(slurm.programs) == ["scontrol", "scontrol", "scontrol", "sinfo"]
+    assert slurm.programs == ["scontrol"] * 3
 
 
 def test_accounts_only_where_one_is_named(slurm: FakeSlurm) -> None:
@@ -92,7 +90,7 @@ def test_clusters_that_a_job_can_be_sent_to(slurm: FakeSlurm) -> None:
     for names in (["east"], ["east", "west"]):
         found = known(slurm, f"resources.clusters={','.join(names)}")
         assert bool(found.bad_nodes) == (len(names) == 1)
-    assert {call[1] for call in slurm.calls if call[0] in ("scontrol", "sinfo")} == {"--clusters=east"}
+    assert {call[1] for call in slurm.calls if call[0] == "scontrol"} == {"--clusters=east"}
 
 
 WITHOUT = "You are not running a supported accounting_storage plugin"
@@ -135,9 +133,9 @@ def test_clusters_of_the_environment_too(
 
 
 def test_slurm_that_is_away(slurm: FakeSlurm) -> None:
-    slurm.add("sinfo", "echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1")
+    slurm.add("scontrol", "echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1")
     found = known(slurm)
-    words = "sinfo cannot reach Slurm: Unable to contact slurm controller (connect failure)"
+    words = "scontrol cannot reach Slurm: Unable to contact slurm controller (connect failure)"
     assert found.partitions == ()
     assert found.error == f"Slurm did not answer ({words})"
     assert found.reason == (f"unknown: Slurm did not answer, so no limits were checked ({words})")
