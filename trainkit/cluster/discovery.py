@@ -72,23 +72,21 @@ def query_cluster(name: str = "", *, with_accounts: bool = False) -> Cluster:
     """
     user = user_name()
     assoc_mgr = ("scontrol", "--oneliner", "show", "assoc_mgr", f"users={user}", "flags=assoc,qos")
-    extra = [assoc_mgr] if with_accounts else []
-    config, cluster, more = _ask_controller(CLUSTER_TIMEOUT_S, *extra, name=name)
-    if not (more and isinstance(more[0], str)):
+    with ThreadPoolExecutor(1) as thread:
+        asked = thread.submit(_try, assoc_mgr, CLUSTER_TIMEOUT_S, name) if with_accounts else None
+        config, cluster = _ask_controller(CLUSTER_TIMEOUT_S, name)
+    associations = None if asked is None else asked.result()
+    if associations is None:
         return cluster
-    accounts, qos = parse_assoc_mgr(more[0], user)
+    accounts, qos = parse_assoc_mgr(associations, user)
     return replace(cluster, accounts=_enforced(config, accounts), qos=qos or None)
 
 
-def _ask_controller(
-    timeout_s: float, *more: Sequence[str], name: str = ""
-) -> tuple[dict[str, str], Cluster, list[str | TrainkitError]]:
-    """Its settings, the cluster without accounts and QOS, and the output or error of the commands `more`."""
-    outputs = _run_all([CONFIG_ARGV, PARTITIONS_ARGV, NODES_ARGV, *more], timeout_s, name)
-    for output in outputs[:3]:
-        if isinstance(output, TrainkitError):
-            raise output
-    settings, partitions, nodes = map(str, outputs[:3])
+def _ask_controller(timeout_s: float, name: str = "") -> tuple[dict[str, str], Cluster]:
+    """Its settings, and the cluster without accounts and QOS."""
+    commands = (CONFIG_ARGV, PARTITIONS_ARGV, NODES_ARGV)
+    with ThreadPoolExecutor(len(commands)) as threads:
+        settings, partitions, nodes = threads.map(lambda argv: _ask(argv, timeout_s, name), commands)
     config = parse_config(settings)
     cluster = Cluster(
         name=config.get("ClusterName", ""),
@@ -96,24 +94,19 @@ def _ask_controller(
         gpu_option=gpu_option(config),
         slurm_version=parse_version(config["SLURM_VERSION"]),
     )
-    return config, cluster, outputs[3:]
-
-
-def _run_all(commands: Sequence[Sequence[str]], timeout_s: float, cluster: str) -> list[str | TrainkitError]:
-    """Run commands in parallel; return the output or error of each, in order."""
-
-    def run(argv: Sequence[str]) -> str | TrainkitError:
-        try:
-            return _ask(argv, timeout_s, cluster)
-        except TrainkitError as error:
-            return error
-
-    with ThreadPoolExecutor(len(commands)) as threads:
-        return list(threads.map(run, commands))
+    return config, cluster
 
 
 def _ask(argv: Sequence[str], timeout_s: float, cluster: str = "") -> str:
     return run_slurm(argv, timeout_s, environ=plain_environ(os.environ), cluster=cluster)
+
+
+def _try(argv: Sequence[str], timeout_s: float, cluster: str = "") -> str | None:
+    """The answer of what a site may lack; None without one."""
+    try:
+        return _ask(argv, timeout_s, cluster)
+    except TrainkitError:
+        return None
 
 
 def query_cluster_names() -> list[str]:
@@ -132,7 +125,7 @@ def discover_cluster() -> Cluster | None:
     """
     if not has_slurm():
         return None
-    config, cluster, _ = retrying(lambda: _ask_controller(QUERY_TIMEOUT_S))
+    config, cluster = retrying(lambda: _ask_controller(QUERY_TIMEOUT_S))
     accounts = _query_accounts(config)
     has_modules = any(name in os.environ for name in _MODULE_VARIABLES) or any(
         map(Path.exists, _MODULE_FILES)
@@ -143,7 +136,7 @@ def discover_cluster() -> Cluster | None:
         accounts=_enforced(config, accounts),
         qos=None if accounts is None else query_qos(),
         containers=(
-            *(("pyxis",) if _has_pyxis() else ()),
+            *(["pyxis"] if "--container-image" in (_try(("srun", "--help"), LOCAL_TIMEOUT_S) or "") else []),
             *(name for name in _CONTAINER_PROGRAMS if shutil.which(name)),
         ),
         has_modules=has_modules,
@@ -174,13 +167,6 @@ def gpu_option(config: Mapping[str, str]) -> Literal["gpus-per-node", "gres"]:
     """The option that requests GPUs, from the settings of `scontrol show config`."""
     plugin = config.get("SelectType", _GPU_OPTIONS_PLUGIN)
     return "gpus-per-node" if _GPU_OPTIONS_PLUGIN in plugin else "gres"
-
-
-def _has_pyxis() -> bool:
-    try:
-        return "--container-image" in run_slurm(["srun", "--help"], LOCAL_TIMEOUT_S)
-    except TrainkitError:
-        return False
 
 
 def parse_partitions(text: str, kinds: Mapping[str, tuple[NodeKind, ...]]) -> list[Partition]:
@@ -259,10 +245,8 @@ def _query_accounts(config: Mapping[str, str]) -> tuple[Account, ...] | None:
     if "slurmdbd" not in config.get("AccountingStorageType", ""):
         return None
     argv = [*_ACCOUNTS_ARGV, f"name={user_name()}", f"format={','.join(_ACCOUNT_FIELDS)}"]
-    try:
-        return parse_accounts(_ask(argv, ACCOUNTING_TIMEOUT_S))
-    except TrainkitError:
-        return None
+    answer = _try(argv, ACCOUNTING_TIMEOUT_S)
+    return None if answer is None else parse_accounts(answer)
 
 
 def parse_accounts(text: str) -> tuple[Account, ...]:
@@ -299,10 +283,8 @@ def query_qos() -> tuple[Qos, ...] | None:
 
     Accounting takes some tenths of a second, longer than the controller.
     """
-    try:
-        return parse_qos(_ask(_QOS_ARGV, ACCOUNTING_TIMEOUT_S))
-    except TrainkitError:
-        return None
+    answer = _try(_QOS_ARGV, ACCOUNTING_TIMEOUT_S)
+    return None if answer is None else parse_qos(answer)
 
 
 def parse_qos(text: str) -> tuple[Qos, ...]:

@@ -6,8 +6,8 @@ import errno
 import json
 import os
 import platform
+import re
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ from trainkit.errors import UsageError
 from trainkit.folders import ensure_folder, user_name
 from trainkit.launch.packages import own_packages
 from trainkit.launch.secrets import mask_diff, refuse_leaks, without_secrets
-from trainkit.launch.source_tree import SourceTree, add_links, below, find_tree, parents, printable
+from trainkit.launch.source_tree import SourceTree, add_links, below, find_tree, parents, printable, run_git
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.workload import Workload
 from trainkit.run.files import to_json, utc_now, write_json
@@ -299,17 +299,14 @@ def find_import_path(tree: SourceTree, code: str, inherited: str) -> tuple[list[
     notes: list[str] = []
     for inside in dict.fromkeys(wanted):
         folder = str(Path(code, inside))
-        shadowing = [
-            module
-            for module in sorted(sys.stdlib_module_names)
-            if not {_join(inside, f"{module}.py"), _join(inside, f"{module}/__init__.py")}.isdisjoint(
-                tree.files
-            )
-        ]
+        modules = (
+            f"{name}{end}" for name in sorted(sys.stdlib_module_names) for end in (".py", "/__init__.py")
+        )
         if inside not in folders:
             continue
-        if shadowing:
-            problem = f": its {shadowing[0]} would shadow the standard library's; rename it"
+        if shadowing := next((name for name in modules if _join(inside, name) in tree.files), None):
+            module = re.split("[./]", shadowing)[0]
+            problem = f": its {module} would shadow the standard library's; rename it"
             notes.append(f"{folder} is not on PYTHONPATH{problem}")
         elif os.pathsep in folder:
             notes.append(f"{folder} is not on PYTHONPATH, which cannot contain a folder with a colon")
@@ -323,7 +320,7 @@ def _join(folder: str, name: str) -> str:
 
 
 def collect_provenance(cwd: Path) -> dict[str, object]:
-    """The versions, host, user and git state that a run starts from; runs git four times."""
+    """The versions, host, user and git state that a run starts from; runs git three times."""
     return {
         "time": utc_now(),
         "trainkit": __version__,
@@ -343,17 +340,18 @@ def git_state(cwd: Path) -> dict[str, object] | None:
 
     Values in the diff that look like secrets are masked.
     """
-    sha = _git(cwd, "rev-parse", "HEAD")
-    if sha is None:
+    commit = _git(cwd, "rev-parse", "HEAD", "--abbrev-ref", "HEAD")
+    if commit is None:
         return None
+    sha, branch = commit.split()
     diff = _git(cwd, "diff", *DIFF_OPTIONS, "HEAD")
     if diff is not None and diff and not diff.startswith("diff --git "):
         diff = None  # of a form in which secrets would not be found
     shown = None if diff is None else mask_diff(diff[:MAX_DIFF_CHARS])
     status = _git(cwd, "status", "--porcelain")
     return {
-        "sha": sha.strip(),
-        "branch": (_git(cwd, "rev-parse", "--abbrev-ref", "HEAD") or "").strip() or None,
+        "sha": sha,
+        "branch": branch,
         "dirty": None if status is None else bool(status.strip()),
         "diff": shown,
         "diff_masked": diff is not None and shown != diff[:MAX_DIFF_CHARS],
@@ -364,13 +362,7 @@ def git_state(cwd: Path) -> dict[str, object] | None:
 def _git(cwd: Path, *args: str) -> str | None:
     """The output of git; None without git or a repository, or when it times out."""
     try:
-        done = subprocess.run(
-            ["git", "--no-optional-locks", "-C", str(cwd), *args],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=GIT_TIMEOUT_S,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
+        done = run_git(str(cwd), *args, timeout_s=GIT_TIMEOUT_S)
+    except (OSError, UsageError):
         return None
-    return done.stdout.decode("utf-8", errors="replace")
+    return None if done.returncode else done.stdout.decode("utf-8", errors="replace")
