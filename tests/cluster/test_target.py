@@ -97,19 +97,30 @@ WITHOUT = "You are not running a supported accounting_storage plugin"
 
 
 @pytest.mark.parametrize(
-    ("names", "sacctmgr", "conf", "message", "hint"),
+    ("names", "sacctmgr", "variable", "message", "hint"),
     [
-        ("west,esat", "echo west; echo east", True, "names esat, which Slurm's accounting does not", "east"),
-        ("east", f"echo {WITHOUT} >&2; exit 1", True, f"find another cluster: sacctmgr: {WITHOUT}", "remove"),
-        ("east", "echo east", False, "no slurm.conf tells which cluster this is", "SLURM_CONF"),
+        ("west,esat", "echo west; echo east", None, "names esat, which Slurm's accounting does not", "east"),
+        ("east", f"echo {WITHOUT} >&2; exit 1", None, f"find another cluster: sacctmgr: {WITHOUT}", "remove"),
+        ("east", "echo east", "SLURM_CONF", "no slurm.conf tells which cluster this is", "SLURM_CONF"),
+        *(
+            ("east", "echo east", name, "while the environment names several clusters: a,b", f"unset {both}")
+            for both in ["SLURM_CLUSTERS SBATCH_CLUSTERS"]
+            for name in both.split()
+        ),
     ],
 )
 def test_clusters_that_it_cannot(
-    slurm: FakeSlurm, names: str, sacctmgr: str, conf: bool, message: str, hint: str
+    slurm: FakeSlurm,
+    monkeypatch: pytest.MonkeyPatch,
+    names: str,
+    sacctmgr: str,
+    variable: str | None,
+    message: str,
+    hint: str,
 ) -> None:
     slurm.add("sacctmgr", sacctmgr)
-    if not conf:
-        (slurm.folder / "slurm.conf").write_text("")
+    if variable is not None:
+        monkeypatch.setenv(variable, "/dev/null" if variable == "SLURM_CONF" else "a,b")
     with pytest.raises(ConfigError) as caught:
         known(slurm, f"resources.clusters={names}")
     (problem,) = caught.value.problems
@@ -117,19 +128,6 @@ def test_clusters_that_it_cannot(
     assert message in problem.message
     assert hint in problem.hint
     assert slurm.programs == ["sacctmgr"]
-
-
-@pytest.mark.parametrize("variable", ["SLURM_CLUSTERS", "SBATCH_CLUSTERS"])
-def test_clusters_of_the_environment_too(
-    slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, variable: str
-) -> None:
-    slurm.add("sacctmgr", "echo west; echo east")
-    monkeypatch.setenv(variable, "west,east")
-    with pytest.raises(ConfigError) as caught:
-        known(slurm, "resources.clusters=east")
-    (problem,) = caught.value.problems
-    assert problem.message == "cannot be used while the environment names several clusters: west,east"
-    assert problem.hint == "unset SLURM_CLUSTERS SBATCH_CLUSTERS"
 
 
 def test_slurm_that_is_away(slurm: FakeSlurm) -> None:

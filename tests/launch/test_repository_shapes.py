@@ -6,18 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.folders import content, git
+from tests.support.folders import content, git, write
 from trainkit.errors import UsageError
 from trainkit.launch import source_tree
 from trainkit.launch.snapshot import WORK_FOLDER_NOTE, copy_code
 from trainkit.plan.workload import TRAINER, Command
 from trainkit.run.rundir import RunDir
-
-
-def write(root: Path, *names: str) -> None:
-    for name in names:
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(name)
 
 
 def ignore(root: Path, *patterns: str) -> None:
@@ -26,7 +20,7 @@ def ignore(root: Path, *patterns: str) -> None:
 
 def commit(root: Path) -> None:
     git(root, "add", "-A")
-    git(root, "-c", "user.name=u", "-c", "user.email=u@x", "commit", "-qm", "m")
+    git(root, "commit", "-qm", "m")
 
 
 def submodule(root: Path) -> None:
@@ -39,7 +33,7 @@ def submodule(root: Path) -> None:
     git(root, "init")
     write(root, "train.py")
     for name in ("third/lib", "empty"):
-        git(root, "-c", "protocol.file.allow=always", "submodule", "add", str(library), name)
+        git(root, "submodule", "add", str(library), name)
     git(root, "submodule", "deinit", "-f", "empty")
     commit(root)
     write(root, "third/lib/w.bin")

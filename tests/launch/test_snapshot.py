@@ -40,15 +40,6 @@ def test_copy_of_a_repository(project: Path, run: RunDir) -> None:
     assert names(run.path) == ["code"]
 
 
-def test_editing_in_place_afterwards_changes_nothing(project: Path, run: RunDir) -> None:
-    source = project / "a.py"
-    source.write_text("before")
-    take(project, run)
-    with source.open("r+") as stream:
-        stream.write("after!")
-    assert content(run.code_dir) == {"a.py": "before"}
-
-
 @pytest.mark.parametrize("absolute", [False, True])
 def test_a_file_is_found_in_the_copy_when_the_project_is_gone(
     project: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch, absolute: bool

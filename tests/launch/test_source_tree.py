@@ -7,22 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.folders import git, write
 from trainkit.errors import UsageError
 from trainkit.launch import source_tree
 from trainkit.launch.secrets import looks_secret
 from trainkit.launch.source_tree import SourceTree, looks_like_source, pattern_tree, repository_tree
-
-
-def git(folder: Path, *args: str) -> None:
-    identity = ["-c", "user.name=t", "-c", "user.email=t@example.org", "-c", "protocol.file.allow=always"]
-    subprocess.run(["git", "-C", str(folder), *identity, *args], check=True, capture_output=True, timeout=20)
-
-
-def write(root: Path, *names: str) -> None:
-    for name in names:
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{name}\n")
 
 
 @pytest.fixture

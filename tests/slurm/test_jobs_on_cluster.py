@@ -186,19 +186,3 @@ def test_forgotten_jobs(forgetful: Cluster, tmp_path: Path) -> None:
     found = discover_cluster()
     assert found.accounts is None
     forgetful.start_accounting()
-
-
-def test_a_cluster_that_never_had_accounting(
-    clusters_possible: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with running(num_hosts=1, accounting=False) as made:
-        for name, value in made.environ.items():
-            monkeypatch.setenv(name, value)
-        job_id = send(made, tmp_path, "exit 3\n")
-        assert wait_for(made, job_id, JobState.FAILED).exit_code == 3
-        found = discover_cluster()
-        assert found.accounts is None
-        forget(made)
-        unknown = query_jobs([job_id])[job_id]
-        assert unknown.state is JobState.UNKNOWN
-        assert "accounting storage is disabled" in unknown.sentence

@@ -14,7 +14,7 @@ from trainkit.cluster.discovery import has_slurm
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
 from trainkit.slurm.jobs import query_jobs
 from trainkit.slurm.states import JobState
-from trainkit.slurm.submit import find_by_token, query_start
+from trainkit.slurm.submit import find_by_token
 
 
 def test_what_is_submitted_is_what_slurm_keeps(cluster: Cluster, tmp_path: Path) -> None:
@@ -121,13 +121,3 @@ def test_refusals(cluster: Cluster, tmp_path: Path, option: str, sentence: str, 
     assert sentence in caught.value.sentence.splitlines()
     assert hint in caught.value.hint
     assert jobs_with_token(cluster, "trainkit:no") == []
-
-
-def test_would_start(cluster: Cluster, tmp_path: Path) -> None:
-    script = write(tmp_path, SLEEP, "trainkit:test", "--nodes=3").read_text()
-    answer, _ = query_start(script)
-    assert [*answer.nodes] == cluster.hosts[:3]
-    assert abs(answer.start_time.timestamp() - time.time()) < 120
-    assert jobs_with_token(cluster, "trainkit:test") == []
-    with pytest.raises(SlurmRefused, match="Requested node configuration is not available"):
-        query_start(script, extra_argv=["--partition=debug"])
