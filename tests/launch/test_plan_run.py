@@ -102,19 +102,6 @@ def test_a_launcher_whose_package_is_missing_is_refused(
     assert gather(loaded, command, target=LOCAL).environment.problems == ()
 
 
-def test_what_has_only_run_with_stand_ins_is_said(tmp_path: Path) -> None:
-    config = tmp_path / "run.yaml"
-    config.write_text("device: cpu\nlaunch: {container: 'docker://pytorch/pytorch'}\n")
-    loaded = load_config(config, environ={}, cwd=tmp_path)
-    target = Target("sbatch", "a test", Cluster("unknown"))
-    on_slurm = plan_run(loaded, gather(loaded, target=target))
-    assert on_slurm.reasons["experimental"] == (
-        "launch.container has not been validated with a real Apptainer or pyxis; try a short run first"
-    )
-    # Without Slurm the key has no effect.
-    assert "experimental" not in plan_run(loaded, gather(loaded, target=LOCAL)).reasons
-
-
 V100 = "Tesla V100-SXM2-32GB"
 GPUS = Cluster("west", (Partition("gpu", is_default=True, nodes=(NodeKind(2, 64, 512_000, {"h100": 4}),)),))
 

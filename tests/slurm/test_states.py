@@ -76,9 +76,6 @@ def test_what_has_ended() -> None:
 SENTENCES = {
     "Resources": "waiting for nodes to become free; next in line",
     "(Priority)": "other jobs have a higher priority",
-    "Dependency": "waiting for the jobs that it depends on",
-    "DependencyNeverSatisfied": "will never start, because a job that it depends on failed: cancel it",
-    "JobHeldUser": "is held by its user: `scontrol release JOB` releases it",
     "QOSMaxJobsPerUserLimit": "would exceed a limit of its QOS: QOSMaxJobsPerUserLimit",
     "AssocGrpGRESMinutes": "would exceed a limit of its account: AssocGrpGRESMinutes",
     "MaxGRESPerAccount": "would exceed a limit of its account: MaxGRESPerAccount",
@@ -86,7 +83,6 @@ SENTENCES = {
     "Nodes_required_for_job_are_DOWN,_DRAINED_or_reserved_for_jobs_in_higher_priority_partitions": (
         "nodes that it needs are down, drained or reserved for jobs of higher priority"
     ),
-    "TimeLimit": "reached its time limit",
     "launch_failed_requeued_held": "could not be launched and is held: `scontrol release JOB` releases it",
 }
 

@@ -243,7 +243,14 @@ def checked(
         )
     job_of_first = _job_of(first)
     for point in planned[1:]:
-        differing = job_difference(first, point, job_of_first)
+        if point.plan is first.plan and point.config.launch is first.config.launch:
+            continue
+        job = _job_of(point)
+        differing = ", ".join(
+            f"{job_of_first.get(name, f'no {name}')} or {job.get(name, f'no {name}')}"
+            for name in {**job_of_first, **job}
+            if job_of_first.get(name) != job.get(name)
+        )
         if differing:
             raise UsageError(
                 f"point {point.index} ({shown(point.values)}) needs a different job than point "
@@ -293,23 +300,6 @@ def describe_points(submission: Submission, is_sweep: bool) -> str:
     if not limit and points[0].plan.slurm is None:
         limit = "; one after another, --array %N runs N at once"
     return f"{plural(len(points), 'run')}: {differs}{limit}"
-
-
-def job_difference(
-    first: PlannedPoint, point: PlannedPoint, job_of_first: dict[str, str] | None = None
-) -> str:
-    """What differs in the jobs of two points; empty if one array, with one script and size, can run both.
-
-    `job_of_first` avoids computing it for every other point.
-    """
-    if point.plan is first.plan and point.config.launch is first.config.launch:
-        return ""
-    before, now = job_of_first or _job_of(first), _job_of(point)
-    return ", ".join(
-        f"{before.get(name, f'no {name}')} or {now.get(name, f'no {name}')}"
-        for name in {**before, **now}
-        if before.get(name) != now.get(name)
-    )
 
 
 def _job_of(point: PlannedPoint) -> dict[str, str]:
