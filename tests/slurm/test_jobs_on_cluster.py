@@ -107,20 +107,6 @@ def quickest(ask: Callable[[], dict[str, JobInfo]], below_s: float) -> tuple[dic
             return answer, min(times_s)
 
 
-def test_ten_thousand_tasks(cluster: Cluster, tmp_path: Path) -> None:
-    """Two calls of Slurm at most, below 2 s, told apart by task."""
-    job_id = send(cluster, tmp_path, SLEEP, "--array=0-9999")
-    wait_for(cluster, f"{job_id}_0", JobState.RUNNING)
-    ids = [f"{job_id}_{task}" for task in range(10_000)]
-    jobs, took_s = quickest(lambda: query_jobs(ids), 1.0)
-    assert took_s < 1.0
-    assert list(jobs) == ids
-    assert {job.state for job in jobs.values()} == {JobState.RUNNING, JobState.PENDING}
-    jobs, took_s = quickest(lambda: query_jobs([job_id]), 2.0)
-    assert took_s < 2.0
-    assert list(jobs) == ids
-
-
 @pytest.fixture(scope="module")
 def forgetful(clusters_possible: None) -> Iterator[Cluster]:
     """A cluster of its own, whose controller can be made to forget."""
