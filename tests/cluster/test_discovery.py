@@ -87,13 +87,8 @@ def test_discover_cluster(fake: FakeSlurm) -> None:
         Account("b", False, ("gpu",), ("normal",)),
     )
     assert cluster.qos == (Qos("normal"), Qos("long", 604800, ("time",)))
-
-
-def test_few_calls(fake: FakeSlurm) -> None:
-    discovered(fake)
-    assert sorted(fake.programs) == [
-        *("sacctmgr", "sacctmgr", "sbatch", "scontrol", "scontrol", "scontrol", "srun")
-    ]
+    programs = ["sacctmgr", "sacctmgr", "sbatch", "scontrol", "scontrol", "scontrol", "srun"]
+    assert sorted(fake.programs) == programs
     assert "name=me" in next(call for call in fake.calls if call[0] == "sacctmgr")
 
 

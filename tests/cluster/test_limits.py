@@ -47,9 +47,41 @@ def test_what_fits() -> None:
     assert found(nodes=4, gpus_per_node=8, cpus_per_node=64, mem="500G", time="2-00:00:00") == []
     assert found(partition="cpu", gpus_per_node=None, cpus_per_node=96, workers_per_node=96) == []
     assert found(account="teaching", qos="normal") == []
+    assert found(OTHERS["one hidden"], partition="cpu", gpus_per_node=None) == []
+    assert found(OTHERS["account"], partition="debug", time="10") == []
 
 
+OTHERS = {
+    "no accounts": replace(WEST, accounts=None),
+    "no default": replace(WEST, partitions=(replace(GPU, is_default=False), CPU)),
+    "one hidden": replace(WEST, partitions=(GPU, replace(CPU, is_hidden=True))),
+    "account": replace(WEST, accounts=(Account("physics", True, ("cpu", "debug")),)),
+    "qos": replace(
+        WEST, partitions=(replace(GPU, allowed_qos=("long",)), replace(CPU, denied_qos=("long",)))
+    ),
+    "less CPUs": replace(WEST, partitions=(replace(GPU, max_cpus_per_node=24),)),
+    "profile": replace(WEST, out_of_date_hint="west.yaml says so"),
+}
 PROBLEMS = """
+where: no default
+    resources.partition is not set, and west has no default partition
+    hint: west has gpu and cpu
+where: one hidden, partition: other
+    resources.partition is other, but west has no such partition
+    hint: west has gpu
+where: account
+    resources.partition is gpu, which account physics may not use
+    hint: it may use cpu and debug
+where: qos, qos: normal
+    resources.qos is normal, which partition gpu does not accept
+    hint: it accepts long
+where: qos, qos: long, partition: cpu, gpus_per_node: null
+    resources.qos is long, which partition cpu does not accept
+where: less CPUs
+    resources.cpus_per_gpu is 8: 4 x 8 = 32 CPUs per node, but the nodes of partition gpu have 24
+where: profile, time: 3-0
+    resources.time is 3-00:00:00, but partition gpu allows at most 2-00:00:00
+    hint: --time 2-00:00:00 fits; west.yaml says so
 partition: gqu
     resources.partition is gqu, but west has no such partition
     hint: did you mean gpu? west has gpu, cpu and debug
@@ -100,7 +132,7 @@ qos: lang
 qos: long, account: teaching
     resources.qos is long, which account teaching may not use
     hint: it may use normal
-qos: brief, time: '11', account: other
+where: no accounts, qos: brief, time: '11', account: other
     resources.time is 00:11:00, but QOS brief allows at most 00:10:00
     hint: --time 00:10:00 fits
 """
@@ -109,27 +141,13 @@ qos: brief, time: '11', account: other
 @pytest.mark.parametrize(("changes", "problem"), messages(PROBLEMS))
 def test_one_problem(changes: str, problem: str) -> None:
     values = yaml.safe_load(f"{{{changes}}}")
-    cluster = replace(WEST, accounts=None) if values.get("account") == "other" else WEST
-    [(key, message, hint)] = found(cluster, **values)
+    [(key, message, hint)] = found(OTHERS.get(values.pop("where", ""), WEST), **values)
     assert f"{key} {message}" + (f"\n  hint: {hint}" if hint else "") == problem
 
 
 def test_all_problems_at_once() -> None:
     keys = [key for key, _, _ in found(nodes=11, time="3-0", gpus_per_node=9, workers_per_node=9, mem="1T")]
     assert keys == ["resources.time", "resources.nodes", "resources.gpus_per_node", "resources.mem"]
-
-
-def test_no_default_partition() -> None:
-    cluster = replace(WEST, partitions=(replace(GPU, is_default=False), CPU))
-    assert found(cluster) == [
-        ("resources.partition", "is not set, and west has no default partition", "west has gpu and cpu")
-    ]
-
-
-def test_hidden_partitions_are_not_listed() -> None:
-    cluster = replace(WEST, partitions=(GPU, replace(CPU, is_hidden=True)))
-    assert found(cluster, partition="cpu", gpus_per_node=None) == []
-    assert found(cluster, partition="other")[0][2] == "west has gpu"
 
 
 def test_one_of_several_partitions_has_to_fit() -> None:
@@ -156,45 +174,14 @@ def test_unknown_overrides_of_a_qos() -> None:
     ]
 
 
-def test_an_account_of_one_partition() -> None:
-    accounts = (Account("physics", True, ("cpu", "debug")),)
-    cluster = replace(WEST, accounts=accounts)
-    assert found(cluster) == [
-        ("resources.partition", "is gpu, which account physics may not use", "it may use cpu and debug")
-    ]
-    assert found(cluster, partition="debug", time="10") == []
-
-
-def test_which_qos_a_partition_takes() -> None:
-    cluster = replace(
-        WEST, partitions=(replace(GPU, allowed_qos=("long",)), replace(CPU, denied_qos=("long",)))
-    )
-    assert found(cluster, qos="normal") == [
-        ("resources.qos", "is normal, which partition gpu does not accept", "it accepts long")
-    ]
-    assert [key for key, _, _ in found(cluster, qos="long", partition="cpu", gpus_per_node=None)] == [
-        "resources.qos"
-    ]
-
-
 def test_accounting_knows_no_capitals() -> None:
     assert found(account="Physics", qos="LONG", time="30-0") == []
-
-
-def test_the_source_of_a_limit() -> None:
-    cluster = replace(WEST, out_of_date_hint="west.yaml says so")
-    assert found(cluster, time="3-0")[0][2] == "--time 2-00:00:00 fits; west.yaml says so"
 
 
 def test_nothing_is_refused_where_nothing_is_known() -> None:
     assert found(Cluster("unknown"), partition="any", nodes=10**6, time="0", qos="any", account="any") == []
     bare = Cluster("bare", (Partition("gpu", is_default=True),))
     assert found(bare, nodes=10**6, mem="900T", constraint="any", gpu_type="any") == []
-
-
-def test_cpus_that_the_partition_keeps_back() -> None:
-    cluster = replace(WEST, partitions=(replace(GPU, max_cpus_per_node=24),))
-    assert found(cluster)[0][1] == "is 8: 4 x 8 = 32 CPUs per node, but the nodes of partition gpu have 24"
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.folders import content, git, write
+from tests.support.folders import git, write
 from trainkit.errors import UsageError
 from trainkit.launch import source_tree
-from trainkit.launch.snapshot import WORK_FOLDER_NOTE, copy_code
+from trainkit.launch.snapshot import copy_code
 from trainkit.plan.workload import TRAINER, Command
 from trainkit.run.rundir import RunDir
 
@@ -116,6 +116,13 @@ TABLE = {
         *("*.bin", "exp/g/sweep.json exp/g/logs/0.log exp/g/code/a.bin exp/g/0/work/b.bin"),
         *("", ""),
     ),
+    "all of it": (
+        "data/ *.bin .env __pycache__/ runs/ old/ .venv",
+        "data/deep/x .venv/bin/python sub/m.py sub/w.bin .env key.pem old/job.json old/attempts/1/x"
+        " sub/__pycache__/m.pyc runs/x/a",
+        "sub/m.py",
+        ".venv data sub/w.bin",
+    ),
     "odd names": ("*.bin", "a/t'r$(x).py a/é.bin -x.bin [1].bin", "a/t'r$(x).py", "-x.bin [1].bin a/é.bin"),
     "code named like outputs": (
         *("", "logs/__init__.py results/plot.py results/curve.npy last.ckpt"),
@@ -171,30 +178,6 @@ def check(folder: Path, run: RunDir, copied: list[str], linked: list[str]) -> No
     assert sorted({*files} - {"train.py", ".gitignore", *linked}) == copied
     for name in linked:
         assert (run.code_dir / name).readlink() == Path(found.source, name)
-
-
-def test_what_git_ignores(project: Path, run: RunDir) -> None:
-    git(project, "init")
-    (project / ".gitignore").write_text("data/\n*.bin\n.env\n__pycache__/\nruns/\nold/\n.venv\n")
-    for name in ("data/deep", ".venv/bin", "sub/__pycache__", "runs/x", "old/attempts"):
-        (project / name).mkdir(parents=True)
-    for name in ("data/deep/x", ".venv/bin/python", "sub/m.py", "sub/w.bin", ".env", "key.pem"):
-        (project / name).write_text(name)
-    (project / "old" / "job.json").touch()
-    (project / "sub" / "__pycache__" / "m.pyc").touch()
-    found = copy_code(project, run, Command(()), {})
-    assert found.links == [".venv", "data", "sub/w.bin"]
-    assert content(run.code_dir) == {
-        ".gitignore": (project / ".gitignore").read_text(),
-        "sub/m.py": "sub/m.py",
-        **{name: f"{project}/{name}" for name in found.links},
-    }
-    assert (run.code_dir / "data" / "deep" / "x").read_text() == "data/deep/x"
-    assert found.notes == [
-        "not in the copy of the code: key.pem (looks like a secret)",
-        "linked into the copy of the code, not copied: .venv, data, sub/w.bin",
-        WORK_FOLDER_NOTE,
-    ]
 
 
 def test_data_between_the_code(project: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
