@@ -168,7 +168,7 @@ def test_what_is_copied_and_linked(project: Path, run: RunDir, shape: Callable[[
 
 def check(folder: Path, run: RunDir, copied: list[str], linked: list[str]) -> None:
     """The copy of the code in a folder has these files and links."""
-    found = copy_code(folder, run, Command(()), {})
+    found = copy_code(folder, run, Command(()))
     assert found.links == linked
     files = [
         os.path.relpath(Path(parent, name), run.code_dir)
@@ -185,5 +185,5 @@ def test_data_between_the_code(project: Path, run: RunDir, monkeypatch: pytest.M
     for number in range(3):
         (project / f"{number}.jpg").touch()
     with pytest.raises(UsageError, match=r"has 3 files besides its code"):
-        copy_code(project, run, Command(()), {})
-    assert copy_code(project, run, TRAINER, {}).num_files == 0
+        copy_code(project, run, Command(()))
+    assert copy_code(project, run, TRAINER).num_files == 0

@@ -21,7 +21,7 @@ from trainkit.run.rundir import RunDir
 
 
 def take(project: Path, run: RunDir) -> CodeCopy:
-    return copy_code(project, run, TRAINER, {})
+    return copy_code(project, run, TRAINER)
 
 
 def test_copy_of_a_repository(project: Path, run: RunDir) -> None:
@@ -141,7 +141,7 @@ def test_working_directory_that_the_repository_ignores(project: Path, run: RunDi
 def test_what_was_left_out_is_said(project: Path, run: RunDir) -> None:
     for name in ("a.pem", "b.pem", "c.pem", "d.pem", "e.pem", ".env", "w.bin"):
         (project / name).touch()
-    assert copy_code(project, run, Command(()), {}).notes == [
+    assert copy_code(project, run, Command(())).notes == [
         "not in the copy of the code: .env, a.pem, b.pem and 3 more (looks like a secret)",
         "linked into the copy of the code, not copied: w.bin",
         WORK_FOLDER_NOTE,
@@ -186,7 +186,7 @@ def test_full_disk_leaves_nothing(project: Path, tmp_path: Path) -> None:
 def test_plan_is_what_is_taken(project: Path, run: RunDir) -> None:
     (project / "a.py").touch()
     (project / ".env").touch()
-    planned, _ = plan_copy(project, run, TRAINER, {})
+    planned, _ = plan_copy(project, run, TRAINER)
     assert names(run.path) == []
     assert take(project, run) == planned
 

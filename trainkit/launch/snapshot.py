@@ -10,7 +10,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -114,9 +114,7 @@ def renewed_code(run: RunDir, config: RunConfig, plan: LaunchPlan) -> Iterator[N
         raise
 
 
-def copy_code(
-    cwd: Path, run: RunDir, workload: Workload, environ: Mapping[str, str] = os.environ
-) -> CodeCopy:
+def copy_code(cwd: Path, run: RunDir, workload: Workload) -> CodeCopy:
     """Copy the code of a working directory to the run's code/, completely or not at all; describe the copy.
 
     Modes and symlinks are kept: a link to a copied file points to its copy, any other link to its old target.
@@ -124,7 +122,7 @@ def copy_code(
     ``python train.py --data data/train.jsonl``. Raises UsageError when the code is too large, a file cannot
     be read, or the run folder cannot be written.
     """
-    code, tree = plan_copy(cwd, run, workload, environ)
+    code, tree = plan_copy(cwd, run, workload)
     if run.code_dir.exists():
         raise UsageError(f"{run.code_dir} already exists", hint="every run has its own code folder")
     try:
@@ -171,9 +169,7 @@ def _copy_error(error: OSError, run: RunDir) -> UsageError:
     )
 
 
-def plan_copy(
-    cwd: Path, run: RunDir, workload: Workload, environ: Mapping[str, str] = os.environ
-) -> tuple[CodeCopy, SourceTree]:
+def plan_copy(cwd: Path, run: RunDir, workload: Workload) -> tuple[CodeCopy, SourceTree]:
     """The description that `copy_code` would return now, and the files; writes nothing. Raises likewise."""
     folder, run_dir = os.path.realpath(cwd), os.path.realpath(run.path)
     tree = find_tree(folder, run_dir)
@@ -190,7 +186,7 @@ def plan_copy(
     if workload.is_command:
         add_links(tree, folder, run_dir)
         _refuse_outside(workload.argv, tree)
-    import_path, notes = find_import_path(tree, str(run.code_dir), environ.get("PYTHONPATH", ""))
+    import_path, notes = find_import_path(tree, str(run.code_dir), os.environ.get("PYTHONPATH", ""))
     by_reason: dict[str, list[str]] = {}
     for path, reason in tree.left_out:
         by_reason.setdefault(reason, []).append(path)
