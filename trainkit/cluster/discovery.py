@@ -219,13 +219,13 @@ def parse_nodes(text: str) -> dict[str, tuple[NodeKind, ...]]:
         cpus = amounts["CPUTot"] - amounts["CoreSpecCount"] * (amounts["ThreadsPerCore"] or 1)
         cpus = min(cpus, amounts["CPUEfctv"] or cpus)
         mem_mib = amounts["RealMemory"] - amounts["MemSpecLimit"]
-        features = values.get("AvailableFeatures", "(null)")
+        features = values.get("AvailableFeatures", "").replace("(null)", "")
         node = max(cpus, 0) or None, max(mem_mib, 0) or None, values.get("Gres", ""), features
         for partition in filter(None, values.get("Partitions", "").split(",")):
             found.setdefault(partition, Counter())[node] += 1
     return {
         partition: tuple(
-            NodeKind(count, cpus, mem_mib, parse_gpus(gres), _names(features) or ())
+            NodeKind(count, cpus, mem_mib, parse_gpus(gres), tuple(filter(None, features.split(","))))
             for (cpus, mem_mib, gres, features), count in nodes.items()
         )
         for partition, nodes in found.items()
