@@ -78,10 +78,6 @@ def test_a_torch_that_is_too_old_is_refused(tmp_path: Path, monkeypatch: pytest.
         assert [problem.message for problem in caught.value.problems] == [expected]
         command = Command((sys.executable,))
         plan_run(loaded, gather(loaded, command, target=target), command)  # a command may need no torch
-    for key in ("modules: [pytorch]", "setup: [. env.sh]", "container: 'docker://pytorch/pytorch'"):
-        config.write_text(f"device: cpu\nlaunch: {{{key}}}\n")
-        loaded = load_config(config, environ={}, cwd=tmp_path)
-        plan_run(loaded, gather(loaded, target=targets[1]))  # the job may have another
 
 
 def test_a_launcher_whose_package_is_missing_is_refused(

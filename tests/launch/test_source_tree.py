@@ -43,12 +43,6 @@ def known(folder: Path, run: Path | None = None) -> SourceTree:
 IN_REPOSITORY = [".gitignore", "pkg/deep/module.py", "tracked.py", "untracked.py"]
 
 
-def test_what_git_knows(repository: Path) -> None:
-    tree = known(repository)
-    assert (tree.root, tree.kind, tree.left_out) == (str(repository), "git", [])
-    assert sorted(tree.files) == IN_REPOSITORY
-
-
 def test_files_in_conflict_are_there_once(repository: Path) -> None:
     for branch, text in (("one", "1"), ("two", "2")):
         git(repository, "checkout", "-q", "-b", branch, "trunk")
@@ -92,7 +86,9 @@ def test_environment_of_a_git_hook_does_not_matter(
 ) -> None:
     monkeypatch.setenv("GIT_DIR", str(tmp_path))
     monkeypatch.setenv("GIT_INDEX_FILE", str(tmp_path / "index"))
-    assert sorted(known(repository).files) == IN_REPOSITORY
+    tree = known(repository)
+    assert (tree.root, tree.kind, tree.left_out) == (str(repository), "git", [])
+    assert sorted(tree.files) == IN_REPOSITORY
 
 
 def test_no_repository_and_no_git(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
