@@ -78,6 +78,7 @@ SENTENCES = {
     "(Priority)": "other jobs have a higher priority",
     "QOSMaxJobsPerUserLimit": "would exceed a limit of its QOS: QOSMaxJobsPerUserLimit",
     "AssocGrpGRESMinutes": "would exceed a limit of its account: AssocGrpGRESMinutes",
+    "AssociationJobLimit": "would exceed a limit of its account: AssociationJobLimit",
     "MaxGRESPerAccount": "would exceed a limit of its account: MaxGRESPerAccount",
     "QOSMinCpuNotSatisfied": "is below a limit of its QOS: QOSMinCpuNotSatisfied",
     "Nodes_required_for_job_are_DOWN,_DRAINED_or_reserved_for_jobs_in_higher_priority_partitions": (
