@@ -19,13 +19,7 @@ from typing import Literal
 from trainkit.cluster.model import Account, Cluster, NodeKind, Partition, Qos
 from trainkit.errors import TrainkitError
 from trainkit.folders import user_name
-from trainkit.slurm.client import (
-    QUERY_TIMEOUT_S,
-    plain_environ,
-    retrying,
-    run_slurm,
-    seconds_of,
-)
+from trainkit.slurm.client import QUERY_TIMEOUT_S, query, retrying, seconds_of
 from trainkit.slurm.control import has_expedited_requeue, parse_config, parse_version
 from trainkit.slurm.environment import finds_cluster
 
@@ -98,7 +92,7 @@ def _ask_controller(timeout_s: float, name: str = "") -> tuple[dict[str, str], C
 
 
 def _ask(argv: Sequence[str], timeout_s: float, cluster: str = "") -> str:
-    return run_slurm(argv, timeout_s, environ=plain_environ(os.environ), cluster=cluster)
+    return query(argv, timeout_s=timeout_s, patience_s=0.0, cluster=cluster)
 
 
 def _try(argv: Sequence[str], timeout_s: float, cluster: str = "") -> str | None:
