@@ -74,7 +74,7 @@ def command(
     from trainkit.launch.disk import lock_problem
     from trainkit.launch.plan_run import gather, plan_run
     from trainkit.launch.queue_estimate import wait_lines
-    from trainkit.launch.trainer_process import simulate, simulated_plan, simulation_lines, smoke_problems
+    from trainkit.launch.trainer_process import simulate, simulated_plan, simulation_lines, task_problems
 
     if world_size is None and rank is not None:
         raise UsageError("--rank requires --simulate-world", hint="add --simulate-world N")
@@ -104,9 +104,9 @@ def command(
         facts = gather(loaded)
         plan, cluster = plan_run(loaded, facts), facts.target.cluster
     if smoke:
-        problems = smoke_problems(loaded)
+        problems = task_problems(loaded, "--smoke")
         if problems:
-            raise ConfigError(problems)
+            raise ConfigError([loaded.problem(*item) for item in problems])
     if estimate and plan.slurm is None:
         raise UsageError("--estimate requires Slurm, but this run starts here", hint="remove --estimate")
     if test_notification:

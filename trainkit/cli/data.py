@@ -180,13 +180,13 @@ def validate(sources: tuple[str, ...], tokenizer: str, text_key: str, as_json: b
 def _validate_task(sources: tuple[str, ...], as_json: bool) -> int:
     """Read every sample of the task of a config."""
     from trainkit.config import load_config
-    from trainkit.launch.trainer_process import sample_problems
+    from trainkit.launch.trainer_process import task_problems
 
     if len(sources) > 1:
         raise UsageError(f"{sources[0]} is a config, which names its files", hint="validate it by itself")
     loaded = load_config(Path(sources[0]))
     name = loaded.config.task
-    found = [f"{key} {message}" for key, message in sample_problems(loaded)]
+    found = [f"{key} {message}" for key, message, _ in task_problems(loaded, "--samples")]
     if as_json:
         click.echo(json.dumps({"task": name, "problems": found}, ensure_ascii=False))
     else:

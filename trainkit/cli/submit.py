@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from trainkit.config import LoadedConfig
     from trainkit.control.repeat import RepeatedRun
     from trainkit.launch.earliest_end import Choice
-    from trainkit.launch.submission import ArraySpec, LoadedPoint, Preview, Submission
+    from trainkit.launch.submission import ArraySpec, LoadedPoint, Submission
     from trainkit.run.record import CodeCopy
 
 
@@ -226,8 +226,7 @@ def command(
         require_controller(plan.slurm.clusters)
     if dry_run or test_only:
         refuse_place(submission.points[0].config.name, folder)
-        clusters = () if plan.slurm is None else plan.slurm.clusters
-        return _show(submission.preview(folder), test_only, as_json, clusters)
+        return _show(submission, folder, test_only, as_json)
     from trainkit.launch.create import create_submission, start_submission
 
     created = create_submission(submission, ["trainkit", *sys.argv[1:]], folder)
@@ -336,20 +335,21 @@ def _notes(submission: Submission, workload: Workload, is_sweep: bool) -> Iterat
             yield f"  note: all points run in {Path.cwd()}: {others}"
 
 
-def _show(preview: Preview, test_only: bool, as_json: bool, clusters: Sequence[str]) -> int:
+def _show(submission: Submission, folder: Path | None, test_only: bool, as_json: bool) -> int:
     """Print the script that would be submitted, with --json the plan of a local run, or Slurm's estimate."""
+    slurm, (script, files) = submission.plan.slurm, submission.preview(folder)
     if not test_only:
-        if preview.is_script or as_json:
-            click.echo(preview.text, nl=False)
+        if slurm is not None or as_json:
+            click.echo(script, nl=False)
         # As `head` prints files; the standard output is the script, byte for byte.
-        for path, text in preview.files.items():
+        for path, text in files.items():
             click.echo(f"==> {path} <==\n{text}", nl=False, err=True)
         return EXIT_OK
-    if not preview.is_script:
+    if slurm is None:
         raise UsageError(
             "--test-only asks Slurm, but this run would start on this machine", hint="use --dry-run"
         )
     from trainkit.slurm.submit import query_start
 
-    click.echo(query_start(preview.text, clusters=clusters)[1])
+    click.echo(query_start(script, clusters=slurm.clusters)[1])
     return EXIT_OK
