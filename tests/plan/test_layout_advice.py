@@ -44,17 +44,6 @@ def test_what_fits_is_reported(tmp_path: Path) -> None:
     assert tight.reasons["memory"].endswith(": little headroom is left")
 
 
-def test_older_gpus_read_the_mask_of_documents(tmp_path: Path) -> None:
-    options = ("train.device_batch_size=1", "precision.dtype=fp16", "data.seq_len=8192")
-    options += ("parallel.activation_checkpointing=full", "parallel.dp_shard=64", "resources.nodes=8")
-    for gpu_type, is_read in (("a100-80gb", False), ("v100-32gb", True)):
-        plain, masked = (
-            check(tmp_path, cluster(gpu_type), *options, f"data.document_mask={mask}").reasons["memory"]
-            for mask in ("false", "true")
-        )
-        assert (plain != masked) == is_read
-
-
 def test_too_large_a_batch(tmp_path: Path) -> None:
     found = problem(tmp_path, cluster("h100"), "train.device_batch_size=8")
     assert found.render().startswith(

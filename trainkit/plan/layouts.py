@@ -64,9 +64,9 @@ def _weights(work: StepWork) -> Iterator[Flow]:
     """
     params, layout, shards, copies = _params(work, 0), work.layout, work.shards, work.layout.dp_replicate
     passes = 1 if layout.pp > 1 else work.passes_per_step
-    again = work.block_itemsize * params.block * params.num_layers + work.itemsize * params.embedding
+    again = work.itemsize * (params.block * params.num_layers + params.embedding)
     head, heads = work.itemsize * params.head, int(params.head > 0)
-    units = params.num_units + (params.embedding > 0)
+    units = params.num_layers + (params.embedding > 0)
     times, gathers = (1, 1) if work.keeps_gathered else (2, passes)
     sent = gathers * (again * times + head) * (shards - 1)
     yield Flow("gather", sent // shards, gathers * (units * times + heads), shards, layout.tp)
@@ -248,7 +248,7 @@ class Choice:
     @cached_property
     def memory(self) -> Memory:
         """Memory of the rank that needs the most."""
-        return memory_of(self.work.on(self.hardware.gpu))
+        return memory_of(self.work)
 
     @cached_property
     def cost(self) -> Cost:
