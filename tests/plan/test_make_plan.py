@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.runs import launch_plan
 from trainkit.cluster.machine import Machine
 from trainkit.cluster.target import LOCAL, Target
 from trainkit.config import load_config
@@ -192,25 +193,9 @@ def test_a_step_that_binds_one_gpu_to_each_task() -> None:
     assert "is 4 in this step, but this node has 1 visible GPUs" in found
 
 
-def written_plan(command: tuple[str, ...] | None) -> LaunchPlan:
-    return LaunchPlan(
-        backend="local",
-        num_nodes=2,
-        workers_per_node=2,
-        device="cpu",
-        layout=Layout(2, 2),
-        batch=Batch(8, 1, 32, 8192),
-        lr=3e-4,
-        threads_per_worker=1,
-        grace_s=120.0,
-        reasons={"device": "cpu: because"},
-        command=command,
-    )
-
-
 @pytest.mark.parametrize("command", [None, ("python", "train.py", "--lr", "1")])
 def test_round_trip(command: tuple[str, ...] | None) -> None:
-    made = written_plan(command)
+    made = launch_plan(command=command)
     written = json.loads(json.dumps(made.to_dict()))
     assert written["world_size"] == 4
     assert written["command"] == (None if command is None else list(command))
@@ -218,7 +203,7 @@ def test_round_trip(command: tuple[str, ...] | None) -> None:
 
 
 def test_a_damaged_plan_and_one_with_more_keys() -> None:
-    made = written_plan(None)
+    made = launch_plan()
     made = replace(made, debug=DebugPlan(0, "pdb"))
     newer = {**made.to_dict(), "new": 1}
     for name in ("requeue", "notify", "debug"):
@@ -237,4 +222,4 @@ def test_a_damaged_plan_and_one_with_more_keys() -> None:
 
 def test_newer_plan() -> None:
     with pytest.raises(UsageError, match=r"plan\.json has version 2; this trainkit supports version 1"):
-        LaunchPlan.from_dict({**written_plan(None).to_dict(), "version": 2})
+        LaunchPlan.from_dict({**launch_plan().to_dict(), "version": 2})
