@@ -1,5 +1,7 @@
 """Rows of a summary, from run folders and traces that are made up, and their plots."""
 
+import csv
+import io
 import json
 import struct
 from dataclasses import replace
@@ -19,7 +21,7 @@ from trainkit.bench.measure import (
     trace_exposed_comm_s,
 )
 from trainkit.bench.run_bench import Bench, BenchRun, read_bench
-from trainkit.bench.summary import PLOTS, find_fastest, summary_table, write_plots
+from trainkit.bench.summary import COLUMNS, PLOTS, csv_text, find_fastest, summary_table, write_plots
 from trainkit.errors import UsageError
 from trainkit.run.events import steps_of, training_curve
 from trainkit.run.files import write_json
@@ -72,6 +74,17 @@ def test_exposed_communication_is_the_mean_of_the_ranks_in_the_last_two_steps(be
     assert "rank-0001.json cannot be read" in missing
 
 
+def test_a_run_that_ended_early_has_what_it_measured_and_no_exposed_communication(bench: Bench) -> None:
+    item = bench.runs[0]
+    run = bench.run_dir(item)
+    train_made_up(run, num_steps=9)
+    for rank in range(2):
+        profile_made_up(run, rank)
+    row, missing = row_of(bench, item, "failed", "rank 1 failed first")
+    assert (row["steps"], row["tokens_per_s"], row["exposed_comm_s"]) == (5, 2048.0, None)
+    assert missing == "the run did not reach its last step"
+
+
 def test_a_step_whose_predecessor_is_missing_tells_no_samples(bench: Bench) -> None:
     run = bench.run_dir(bench.runs[0])
     train_made_up(run)
@@ -79,6 +92,18 @@ def test_a_step_whose_predecessor_is_missing_tells_no_samples(bench: Bench) -> N
     run.metrics_file.write_text("".join(lines[1::2]))
     row = measured(training_curve(run), bench.length.measured)
     assert (row["steps"], row["samples_per_s"]) == (2, None)
+
+
+def test_the_csv_has_every_column_and_no_word_for_what_is_not_known(bench: Bench) -> None:
+    item = bench.runs[0]
+    train_made_up(bench.run_dir(item), step_s=1 / 3)
+    text = csv_text(["layout"], [point_of(bench, item, "failed", 'rank 1 said "no, thanks",\nand left')])
+    (row,) = csv.DictReader(io.StringIO(text))
+    assert list(row) == ["layout", *COLUMNS]
+    assert (row["layout"], row["status"], row["steps"]) == ("dp_shard=2", "failed", "5")
+    assert row["verdict"] == 'rank 1 said "no, thanks",\nand left'
+    assert (row["tokens_per_s"], row["step_s"]) == ("3072", "0.333333")
+    assert row["mfu"] == row["exposed_comm_s"] == row["pp_microbatches"] == ""
 
 
 def test_the_table_says_below_why_one_failed(bench: Bench) -> None:
