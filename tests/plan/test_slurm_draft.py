@@ -2,21 +2,16 @@
 
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from plans import plan_of
 
 from tests.support.tables import messages
-from trainkit.cluster.machine import Machine
 from trainkit.cluster.model import Cluster, NodeKind, Partition
 from trainkit.cluster.target import Target
-from trainkit.config import load_config
 from trainkit.errors import ConfigError, SlurmError
-from trainkit.plan.facts import Facts
 from trainkit.plan.launch import LaunchPlan
-from trainkit.plan.make_plan import make_plan
 
-LOGIN = Machine(2, 0, (), "there is no NVIDIA driver on this machine")
 GPU = Partition(
     "gpu",
     is_default=True,
@@ -30,8 +25,7 @@ WEST = Cluster("west", (GPU, CPU), slurm_version=(24, 5, 2), reason="west: someb
 
 def plan(*overrides: str, cluster: Cluster = WEST, per: str = "gpu") -> LaunchPlan:
     given = ["train.global_batch_size=null", f"launch.per={per}", *overrides]
-    loaded = load_config(None, overrides=given, environ={}, cwd=Path("/nowhere"))
-    return make_plan(loaded, Facts(LOGIN, Target("sbatch", "sbatch: it is there", cluster)))
+    return plan_of(*given, target=Target("sbatch", "sbatch: it is there", cluster))
 
 
 def problems(*overrides: str, cluster: Cluster = WEST) -> list[str]:
