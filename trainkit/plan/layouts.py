@@ -388,8 +388,9 @@ def configured_layout(
 
 def base_work(config: RunConfig, shape: ModelShape, configured: Choice | None) -> StepWork:
     """The work to derive other layouts from, with the config's samples per pass as the maximum."""
-    if configured is not None:
-        return configured.work.one_microbatch()
-    layout = Layout(tp=config.parallel.tp, pp=config.parallel.pp, cp=config.parallel.cp)
-    batch = Batch(config.train.device_batch_size, 1, 0, 0)
-    return work_of(config, shape, layout, batch).one_microbatch()
+    if configured is None:
+        layout = Layout(tp=config.parallel.tp, pp=config.parallel.pp, cp=config.parallel.cp)
+        work = work_of(config, shape, layout, Batch(config.train.device_batch_size, 1, 0, 0))
+    else:
+        work = configured.work
+    return replace(work, device_batch_size=max(1, work.samples_per_pass))

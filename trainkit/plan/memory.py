@@ -88,7 +88,7 @@ def rank_params(shape: ModelShape, layout: Layout, schedule: PipelineSchedule, p
 
 def stream_bytes(work: StepWork) -> int:
     """The bytes per token of the residual stream on one rank."""
-    return work.itemsize * work.shape.dim // (work.layout.tp if work.shards_stream else 1)
+    return work.itemsize * work.shape.dim // (work.layout.tp if work.parallel.sequence_parallel else 1)
 
 
 def _norm_bytes(work: StepWork) -> int:
@@ -263,13 +263,13 @@ def _phases(work: StepWork, params: RankParams) -> Iterator[Phase]:
     """The phases of a step without a pipeline, in which gradients are reduced as soon as they are there."""
     item, blocks, block, head = work.itemsize, params.num_layers, params.block, params.head
     is_wrapped, is_tied = work.is_wrapped, work.shape.tie_embeddings
-    own = 0 if work.parallel.offload else FLOAT32 * params.whole // work.shards
+    shard = FLOAT32 * params.whole // work.shards
+    own = 0 if work.parallel.offload else shard
     waiting = 0  # gradients of earlier passes
-    if work.accumulates:
-        waiting = FLOAT32 * params.whole
-    elif work.accumulates_shards:
-        # torch keeps what was scattered and not yet summed over copies on the device.
-        waiting = FLOAT32 * params.whole // work.shards if work.layout.dp_replicate > 1 else own
+    if work.accumulation_steps > 1:
+        # With offload, one process, and shards without replicas, move those of every pass to the host.
+        moves = work.layout.dp_replicate == 1 and (work.shards > 1 or work.layout.world_size == 1)
+        waiting = own if moves else shard
     whole = item * params.whole
     stays = work.keeps_gathered and work.shards > 1 and work.passes_per_step > 1  # for the next pass
     yield "update", own, 0, 0, 0

@@ -110,11 +110,6 @@ class StepWork:
         return copies or self.parallel.zero == 2 or self.layout.pp > 1
 
     @property
-    def shards_stream(self) -> bool:
-        """Whether tensor-parallel ranks shard the residual stream along the sequence."""
-        return self.parallel.sequence_parallel and self.layout.tp > 1
-
-    @property
     def samples_per_pass(self) -> int:
         if self.layout.pp == 1:
             return self.device_batch_size
@@ -126,24 +121,6 @@ class StepWork:
         if self.layout.pp == 1:
             return self.accumulation_steps
         return self.parallel.pp_microbatches * self.accumulation_steps
-
-    @property
-    def accumulates(self) -> bool:
-        """Whether unsharded gradients accumulate over passes before they are reduced."""
-        if self.layout.pp > 1:
-            return True
-        return self.accumulation_steps > 1 and self.shards == 1 and not self.offloads_alone
-
-    @property
-    def accumulates_shards(self) -> bool:
-        """Whether every pass reduces its gradients and adds them to the shards of earlier passes."""
-        is_reduced = self.shards > 1 or self.offloads_alone
-        return self.layout.pp == 1 and is_reduced and self.accumulation_steps > 1
-
-    @property
-    def offloads_alone(self) -> bool:
-        """Whether a single process moves the gradients of every pass to the host."""
-        return self.parallel.offload and self.layout.world_size == 1
 
     @property
     def recomputes_for_weights(self) -> bool:
@@ -171,10 +148,6 @@ class StepWork:
     def samples_per_step(self) -> int:
         """Samples per optimizer step over all ranks: the global batch size."""
         return self.device_batch_size * self.accumulation_steps * self.layout.dp
-
-    def one_microbatch(self) -> StepWork:
-        """The work with one microbatch as the device batch."""
-        return replace(self, device_batch_size=max(1, self.samples_per_pass))
 
     def with_parallel(self, **changes: object) -> StepWork:
         return replace(self, parallel=self.parallel.model_copy(update=changes))
