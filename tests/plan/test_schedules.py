@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from trainkit.config.running import PipelineSchedule
 from trainkit.plan.launch import Layout, Place
 from trainkit.plan.step_work import (
-    DEFERRED_WEIGHT_GRADS,
     STAGES_PER_RANK,
     bubble_fraction,
     losses_in_flight,
@@ -20,7 +19,6 @@ from trainkit.plan.step_work import (
     stage_layers,
     stages_in_flight,
     stages_of,
-    worst_in_flight,
 )
 
 TABLES: dict[PipelineSchedule, str] = {
@@ -72,58 +70,7 @@ def test_as_in_the_tables_of_torch(schedule: PipelineSchedule) -> None:
             assert both == stages_in_flight(schedule, pp, rank, microbatches), (pp, microbatches, rank)
             if 2 * pp - 1 in stages_of(rank, pp, schedule):
                 assert last == losses_in_flight(schedule, pp, microbatches)
-        assert waiting(table, 2 * pp) == pytest.approx(bubble_fraction(schedule, pp, microbatches))
     assert seen >= 4
-
-
-@pytest.mark.parametrize("gradients", [0.0, 0.5, 2.0])
-@pytest.mark.parametrize("schedule", DEFERRED_WEIGHT_GRADS)
-def test_worst_times_are_those_of_the_tables(schedule: PipelineSchedule, gradients: float) -> None:
-    """With gradients of a stage's weights this many times as large as what a pass keeps, in float32."""
-    for pp, microbatches in SIZES:
-        table = table_of(schedule, pp, microbatches)
-        for rank in range(pp if table is not None else 0):
-            most = most_at_once(table[rank], gradients)
-            stages = stages_of(rank, pp, schedule)
-            estimated = 0.0
-            for time in worst_in_flight(schedule, pp, rank, microbatches):
-                latest = sum(stage > 0 for stage in stages[-time.summed :]) if time.has_latest else 0
-                summed = gradients * (time.summed + latest / 2)
-                estimated = max(estimated, time.whole + 1.5 * time.half + summed)
-            # Before the schedule has settled it is less.
-            assert estimated == most if microbatches >= 3 * pp else estimated >= most, (
-                pp,
-                microbatches,
-                rank,
-            )
-
-
-def most_at_once(actions: list[Any], gradients: float) -> float:
-    """The most that waits when a backward pass begins: 1 for a pass, 1.5 when its inputs have gradients.
-
-    The gradients of weights are half as large until the next backward pass of the stage adds them up.
-    """
-    whole: Counter[int] = Counter()
-    half: Counter[int] = Counter()
-    latest, summed = set(), set()
-    most = 0.0
-    for kind, stage, _ in actions:
-        begins = kind == "FULL_BACKWARD" or (kind == "BACKWARD_INPUT") == (stage > 0)
-        if kind == "FORWARD":
-            whole[stage] += 1
-        elif begins:
-            held = gradients * (len(summed) + len(latest) / 2)
-            most = max(most, whole.total() + 1.5 * half.total() + held)
-            whole[stage] -= 1
-            if kind == "BACKWARD_INPUT":
-                half[stage] += 1
-            if stage in latest or kind != "BACKWARD_INPUT":
-                latest.discard(stage)
-                summed.add(stage)
-        elif kind == "BACKWARD_WEIGHT":
-            half[stage] -= 1
-            latest.add(stage)
-    return most
 
 
 def table_of(schedule: PipelineSchedule, pp: int, microbatches: int) -> dict[int, list[Any]] | None:
@@ -162,34 +109,6 @@ def most_in_flight(actions: list[Any], last_stage: int) -> tuple[int, int]:
         held[stage] += {"FORWARD": 1, "BACKWARD_INPUT": 0}.get(kind, -1)
         both, last = max(both, held.total()), max(last, held[last_stage])
     return both, last
-
-
-def waiting(table: dict[int, list[Any]], num_stages: int) -> float:
-    """The share of its time in which the busiest rank waits, when every pass takes as long."""
-    done: dict[tuple[str, int, int], int] = {}
-    clock, at = dict.fromkeys(table, 0), dict.fromkeys(table, 0)
-    while any(at[rank] < len(table[rank]) for rank in table):
-        for rank, actions in table.items():
-            while at[rank] < len(actions):
-                kind, stage, micro = actions[at[rank]]
-                needs = [] if stage == 0 else [("F", stage - 1, micro)]
-                if kind != "FORWARD":
-                    needs = [("F", stage, micro)]
-                    needs += [] if stage == num_stages - 1 else [("B", stage + 1, micro)]
-                if kind == "BACKWARD_WEIGHT":
-                    needs = [("B", stage, micro)]
-                if not all(need in done for need in needs):
-                    break
-                clock[rank] = max([clock[rank], *(done[need] for need in needs)])
-                clock[rank] += 2 if kind == "FULL_BACKWARD" else 1
-                name = {"FORWARD": "F", "BACKWARD_WEIGHT": "W"}.get(kind, "B")
-                done[name, stage, micro] = clock[rank]
-                at[rank] += 1
-    busy = {
-        rank: sum(2 if kind == "FULL_BACKWARD" else 1 for kind, _, _ in actions)
-        for rank, actions in table.items()
-    }
-    return 1 - max(busy.values()) / max(clock.values())
 
 
 @given(st.integers(1, 200), st.integers(1, 64))
