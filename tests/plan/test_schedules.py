@@ -70,6 +70,7 @@ def test_as_in_the_tables_of_torch(schedule: PipelineSchedule) -> None:
             assert both == stages_in_flight(schedule, pp, rank, microbatches), (pp, microbatches, rank)
             if 2 * pp - 1 in stages_of(rank, pp, schedule):
                 assert last == losses_in_flight(schedule, pp, microbatches)
+        assert waiting(table, 2 * pp) == pytest.approx(bubble_fraction(schedule, pp, microbatches))
     assert seen >= 4
 
 
@@ -109,6 +110,34 @@ def most_in_flight(actions: list[Any], last_stage: int) -> tuple[int, int]:
         held[stage] += {"FORWARD": 1, "BACKWARD_INPUT": 0}.get(kind, -1)
         both, last = max(both, held.total()), max(last, held[last_stage])
     return both, last
+
+
+def waiting(table: dict[int, list[Any]], num_stages: int) -> float:
+    """The share of its time in which the busiest rank waits, when every pass takes as long."""
+    done: dict[tuple[str, int, int], int] = {}
+    clock, at = dict.fromkeys(table, 0), dict.fromkeys(table, 0)
+    while any(at[rank] < len(table[rank]) for rank in table):
+        for rank, actions in table.items():
+            while at[rank] < len(actions):
+                kind, stage, micro = actions[at[rank]]
+                needs = [] if stage == 0 else [("F", stage - 1, micro)]
+                if kind != "FORWARD":
+                    needs = [("F", stage, micro)]
+                    needs += [] if stage == num_stages - 1 else [("B", stage + 1, micro)]
+                if kind == "BACKWARD_WEIGHT":
+                    needs = [("B", stage, micro)]
+                if not all(need in done for need in needs):
+                    break
+                clock[rank] = max([clock[rank], *(done[need] for need in needs)])
+                clock[rank] += 2 if kind == "FULL_BACKWARD" else 1
+                name = {"FORWARD": "F", "BACKWARD_WEIGHT": "W"}.get(kind, "B")
+                done[name, stage, micro] = clock[rank]
+                at[rank] += 1
+    busy = {
+        rank: sum(2 if kind == "FULL_BACKWARD" else 1 for kind, _, _ in actions)
+        for rank, actions in table.items()
+    }
+    return 1 - max(busy.values()) / max(clock.values())
 
 
 @given(st.integers(1, 200), st.integers(1, 64))

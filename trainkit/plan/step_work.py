@@ -236,12 +236,26 @@ class InFlight:
 
 
 def bubble_fraction(schedule: PipelineSchedule, pp: int, num_microbatches: int) -> float:
-    """The fraction of a step in which a rank is idle, with at least as many microbatches as ranks.
-
-    (p - 1) / (m + p - 1) for 1F1B and GPipe; schedules that split the backward pass idle a third as long.
-    """
-    idle = (pp - 1) * (1 if schedule in SPLIT_BACKWARD else PASSES)
+    """The fraction of a step in which a rank is idle: (p - 1) / (m + p - 1) for 1F1B and GPipe."""
+    if pp == 1:
+        return 0.0
+    idle = _idle_passes(schedule, pp, num_microbatches)
     return idle / (idle + PASSES * STAGES_PER_RANK[schedule] * num_microbatches)
+
+
+def _idle_passes(schedule: PipelineSchedule, pp: int, num_microbatches: int) -> int:
+    """The idle time of a rank per step, in passes of a stage."""
+    hops = pp - 1
+    missing = max(0, pp - num_microbatches)
+    if schedule == "interleaved_1f1b":
+        return PASSES * (hops + missing)
+    if schedule == "interleaved_zero_bubble":
+        return hops + 2 * missing
+    if schedule == "zbv":
+        return max(hops, 4 * hops - 2 * (num_microbatches - 1))
+    if schedule == "dualpipe_v":
+        return hops
+    return PASSES * hops
 
 
 def stages_in_flight(schedule: PipelineSchedule, pp: int, pp_rank: int, num_microbatches: int) -> int:
