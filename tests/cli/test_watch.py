@@ -101,12 +101,6 @@ def test_textual_is_imported_for_the_screen_only(tmp_path: Path) -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path, timeout=60).returncode == 0
 
 
-def test_an_unknown_run_is_a_usage_error(tmp_path: Path) -> None:
-    done = watch("nothing", cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: unknown run 'nothing'")
-
-
 @needs_tmux
 @pytest.mark.slow(seconds=20)
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (200, 50)])
