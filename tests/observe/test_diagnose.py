@@ -381,18 +381,6 @@ def test_a_stop_that_was_recorded_is_no_failure(tmp_path: Path, reason: str) -> 
     assert (found.state, found.cause) == ("nothing failed", f"the run stopped: {reason}")
 
 
-def test_events_of_another_form(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
-    run.attempt(1).create()
-    add_events(
-        run, ("01", "checkpoint_begin", {"step": [1]}), ("02", "slow_rank", {"rank": [], "own_s": "x"})
-    )
-    with run.events_file.open("a") as stream:
-        stream.write('{"time": "2026-01-01T00:00:03Z", "attempt": 1, "event": ["signal"]}\n')
-    found = newest(run)
-    assert (found.name, len(found.events)) == (None, 2)
-
-
 def test_a_save_that_the_end_cut_off(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     run.attempt(1).create()

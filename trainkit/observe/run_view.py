@@ -17,7 +17,7 @@ from trainkit.observe.status import RunStatus
 from trainkit.run.end import read_end
 from trainkit.run.events import Event, StepRecord
 from trainkit.run.files import Record, mean, numbers, parse_time, seconds_between, to_json
-from trainkit.run.history import CURVES, HealthSample, PlanRecord, RunHistory, read_plan
+from trainkit.run.history import CURVES, HealthSample, RunHistory, read_plan
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.jobs import JobInfo
 
@@ -177,7 +177,8 @@ def read_view(
     steps_s = sorted(map(float, numbers(own, "step_s")))
     gpu_total = [node.gpu_mem_total_gib for node in nodes if node.gpu_mem_total_gib is not None]
     started = _moment(history.events.attempt(status.attempt).started)
-    log = _log(run, status, plan)
+    rank = None if status.verdict is None else status.verdict.rank
+    log = None if status.attempt is None else log_of(run.attempt(status.attempt), plan, rank or 0)
     failure = None if status.failure is None else status.failure.line
     is_allocated = status.state in ALLOCATED
     limit = job.end_time if job is not None and job.state.is_active else None
@@ -292,23 +293,19 @@ def node_rows(
 ) -> list[NodeRow]:
     """A row per node of the newest attempt, worst first."""
     own = {host: sample for host, sample in samples.items() if sample.attempt == status.attempt}
-    shown = own or samples
     slow: dict[str, list[Event]] = {}
     for event in status.slowdowns:
         if event.rank is not None:
             slow.setdefault(str(event.host), []).append(event)
+    # A node can be slow before it has a sample.
+    shown = dict.fromkeys(slow, HealthSample({})) | dict(own or samples)
     busy = [share for share in (mean(sample.gpus, "util_percent") for sample in shown.values()) if share]
     usual = statistics.median(busy) if len(busy) > 2 else None
     silent_s = None if every_s is None else SILENT_SAMPLES * float(every_s)
     silent_s = silent_s if status.state in ("running", "stopping", "starting") else None
-    rows = [
+    rows = (
         _node_row(host, sample, slow.get(host, []), now, usual, silent_s) for host, sample in shown.items()
-    ]
-    rows += [
-        _node_row(host, HealthSample({}), events, now, None, None)
-        for host, events in slow.items()
-        if host not in shown
-    ]
+    )
     return sorted(rows, key=_badness)
 
 
@@ -442,9 +439,3 @@ def _hint(status: RunStatus, cwd: Path | None) -> str | None:
         return f"`trainkit resume {run}` starts it"
     return None
 
-
-def _log(run: RunDir, status: RunStatus, plan: PlanRecord) -> Path | None:
-    if status.attempt is None:
-        return None
-    rank = None if status.verdict is None else status.verdict.rank
-    return log_of(run.attempt(status.attempt), plan, rank if isinstance(rank, int) else 0)
