@@ -134,6 +134,8 @@ def test_the_agent_has_recorded_which_rank_it_was(tmp_path: Path) -> None:
     record = {**OLD, "rank": 3, "type": "RankKilled", "message": "killed by SIGKILL", "exit_code": 137}
     report = OUTPUT["deepspeed-second-node"]
     cases = [(report, (LOST, record)), (report, (record, LOST)), ("… return code = 1", (record, LOST))]
+    # Its launcher has waited for the others.
+    cases += [(report, (LOST, {**record, "time": "2026-11-25T23:52:31Z"}))]
     for number, (output, records) in enumerate(cases):
         found = diagnosed(tmp_path / str(number), output, *records)
         assert (found.name, found.rank, found.host) == ("killed", 3, "n2"), found

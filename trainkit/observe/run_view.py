@@ -438,4 +438,3 @@ def _hint(status: RunStatus, cwd: Path | None) -> str | None:
     if status.state == "incomplete":
         return f"`trainkit resume {run}` starts it"
     return None
-
