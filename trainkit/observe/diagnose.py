@@ -192,15 +192,13 @@ class _Case:
         return None if code is None or Path(code.file).is_absolute() else code
 
     def _first(self) -> _First | None:
-        """The verdict, with the place of the record that it is from; else the earliest record."""
-        verdict = self.end.verdict
-        if verdict is None:
-            return self.records[0] if self.records else None
-        if verdict.type == "exit" and verdict.rank is None and verdict.node_rank is None:
+        """The verdict, with the place of the record that it is from; else the first record."""
+        verdict, records = self.end.verdict, [(one, one.failure) for one in self.records]
+        if verdict is not None and verdict.type == "exit" and verdict.rank is verdict.node_rank is None:
             verdict = replace(verdict, host=None)  # the supervisor's, which did not fail
-        records = [(one, one.failure) for one in self.records]
-        if any((one.host, one.time) == (verdict.host, verdict.time) for _, one in records):
-            return (first_of(records) or records[0])[0]
+        if verdict is None or any((one.host, one.time) == (verdict.host, verdict.time) for _, one in records):
+            found = first_of(records)
+            return None if found is None else found[0]
         text = record_text(self.attempt.end_file, self.run.path, verdict)
         return _First(verdict, text, text.rank)
 
