@@ -24,16 +24,16 @@ from trainkit.observe.status import read_config
 from trainkit.run.files import Record, read_json
 from trainkit.run.history import PlanRecord, read_plan
 from trainkit.run.manifest import published
-from trainkit.run.rundir import AttemptDir, RunDir
+from trainkit.run.rundir import RunDir
 from trainkit.slurm.hosts import expand_hosts
 
 _MEM = re.compile(r"(\d+)([KMGT]?)")
 
 
-def run_values(run: RunDir, attempt: AttemptDir) -> dict[str, str]:
+def run_values(files: AttemptFiles) -> dict[str, str]:
     """The values of an attempt, by placeholder; what is unknown here is empty or missing."""
-    plan = read_plan(attempt)
-    plan = plan if plan.values else read_plan(run)
+    run, attempt = files.run, files.attempt
+    plan = files.plan if files.plan.values else read_plan(run)
     command, is_by_hand = " ".join(map(quote, plan.command or ())), run.was_started_by_hand
     values = {
         "run": run.word,

@@ -148,7 +148,7 @@ class _Case:
 
     def _records(self) -> list[_First]:
         """The records of ranks, in the order of their time."""
-        found = []
+        found = list[_First]()
         for path, failure in rank_failures(self.attempt):
             log = RANK_FILE.fullmatch(path.stem)
             if failure.code is None:  # written before the key, or without a traceback
@@ -157,7 +157,8 @@ class _Case:
                     lines = failure.log_tail
                 failure = replace(failure, code=self._in_tree(users_line(lines)))
             text = record_text(path, self.run.path, failure)
-            found.append(self._of_launcher(_First(failure, text, int(log[1]) if log else None)))
+            first = _First(failure, text, int(log[1]) if log else None)
+            found.append(first if len(found) >= MAX_LOGS else self._of_launcher(first))
         return found
 
     def _of_launcher(self, first: _First) -> _First:
@@ -301,9 +302,9 @@ class _Case:
         rank, host, step = None, match.groups.get("host"), self.end.step
         if not is_of_job:
             rank, host, step = self._place(match)
-        values = run_values(self.run, self.attempt) | dict(match.groups)
+        values = run_values(self.files) | dict(match.groups)
         failure = RankFailure() if first is None or is_of_job else first.failure
-        hosts = self.files.hosts()
+        hosts = self.files.hosts
         if "nobody" in match.groups:
             rank = host = None
         values |= {
@@ -384,7 +385,7 @@ class _Case:
     def _host_values(self, match: Match) -> dict[str, str]:
         """The hosts whose ranks reported this cause, if the run has others."""
         hosts = {first.text.host for first in self.records if first.text.find(match.signature)}
-        if hosts and None not in hosts and hosts < set(self.files.hosts()):
+        if hosts and None not in hosts and hosts < set(self.files.hosts):
             return {"some_hosts": ", ".join(sorted(map(str, hosts)))}
         return {}
 
@@ -421,7 +422,7 @@ class _Case:
         return None if log and self.first and log.rank != self.first.log_rank else log
 
     def _resume_advice(self) -> list[str]:
-        values = run_values(self.run, self.attempt)
+        values = run_values(self.files)
         templates = (
             "step {unsaved_step} was being saved, since {save_began}",
             *(f"`{again}` continues from step {{newest_step}}" for again in STARTS_AGAIN),
