@@ -111,20 +111,6 @@ def test_what_others_wrote_controls_no_terminal_and_json_has_no_secrets(desk):
     assert "hunter2" not in desk.trainkit("compare", "small", str(other), "--csv").stdout
 
 
-def test_run_by_folder_name_job_id_and_last_from_anywhere(desk):
-    run = desk.submit()
-    job_id = read_json(run.job_file)["attempts"][0]["job_id"]
-    desk.folder, home = desk.folder / "state", desk.folder
-    for text in (str(run.path), "small", job_id, "last"):
-        assert json.loads(desk.trainkit("status", text, "--json").stdout)["run_dir"] == str(run.path)
-    done = desk.trainkit("status", "smal")
-    desk.folder = home
-    assert (done.returncode, done.stderr) == (
-        2,
-        "error: unknown run 'smal'\n\nhint: did you mean small? `trainkit status` lists the runs\n",
-    )
-
-
 def test_a_name_is_first_of_all_the_run_in_this_folder(desk):
     run = desk.submit()
     newer = desk.submit("--run-dir", str(desk.folder / "elsewhere" / "small"))

@@ -82,13 +82,6 @@ def test_samples_of_an_earlier_attempt_do_not_count(tmp_path: Path) -> None:
     assert [node.host for node in view_of(made.run).nodes] == ["node001"]
 
 
-def test_a_plan_that_cannot_be_read_is_no_failure(tmp_path: Path) -> None:
-    run = watched_runs.running(tmp_path / "run")
-    for damage in ("{", "[]"):
-        run.plan_file.write_text(damage)
-        assert view_of(run).world_size is None
-
-
 MAKES = (
     *(watched_runs.running, watched_runs.finished, watched_runs.preempted, watched_runs.failed),
     *(watched_runs.command, watched_runs.large),
