@@ -20,12 +20,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_group_has_a_page(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", "mine"]) == 0
-    assert capsys.readouterr().out == f"{place / 'mine' / 'report.html'}\n"
-    assert "3 runs, 1 failed, 2 finished" in (place / "mine" / "report.html").read_text()
-
-
 def test_a_page_that_cannot_be_written(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = place / "mine" / "report.html"
     page.mkdir()
