@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
+from datetime import datetime
 from pathlib import Path
 from shlex import join, quote
 
@@ -17,7 +17,7 @@ from trainkit.observe.status import RunStatus
 from trainkit.run.end import read_end
 from trainkit.run.events import Event, StepRecord
 from trainkit.run.files import Record, mean, numbers, parse_time, seconds_between, to_json
-from trainkit.run.history import CURVES, HealthSample, RunHistory, read_plan
+from trainkit.run.history import CURVES, HealthSample, RunHistory, read_plan, timestamp
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.jobs import JobInfo
 
@@ -176,7 +176,7 @@ def read_view(
     steps, hours_at_risk = _at_risk(history, status, until, world_size)
     steps_s = sorted(map(float, numbers(own, "step_s")))
     gpu_total = [node.gpu_mem_total_gib for node in nodes if node.gpu_mem_total_gib is not None]
-    started = _moment(history.events.attempt(status.attempt).started)
+    started = history.events.attempt(status.attempt).started
     rank = None if status.verdict is None else status.verdict.rank
     log = None if status.attempt is None else log_of(run.attempt(status.attempt), plan, rank or 0)
     failure = None if status.failure is None else status.failure.line
@@ -187,7 +187,7 @@ def read_view(
         sentence=sentence(status),
         failure=failure,
         world_size=world_size,
-        elapsed_s=(until - started).total_seconds() if started and (ended or is_allocated) else None,
+        elapsed_s=until.timestamp() - started if started and (ended or is_allocated) else None,
         eta_s=eta_s(own, status) if is_allocated else None,
         limit_s=None if limit is None or not is_allocated else (limit - now).total_seconds(),
         grad_norm=last.number("grad_norm"),
@@ -277,15 +277,11 @@ def _at_risk(
     steps = max(0, status.step - ((events.saved and events.saved.step) or 0))
     if steps == 0:
         return 0, 0.0
-    times = (_moment(events.attempt(status.attempt).training), parse_time(events.save_began))
+    times = (events.attempt(status.attempt).training, timestamp(events.save_began))
     known = [time for time in times if time is not None]
     if not known or status.state not in ("running", "paused", "stopping", "failed", "died", "cancelled"):
         return steps, None
-    return steps, max(0.0, (until - max(known)).total_seconds()) * world_size / 3600
-
-
-def _moment(timestamp: float | None) -> datetime | None:
-    return None if timestamp is None else datetime.fromtimestamp(timestamp, timezone.utc)
+    return steps, max(0.0, until.timestamp() - max(known)) * world_size / 3600
 
 
 def node_rows(
