@@ -169,7 +169,8 @@ class _Case:
             return first
         text = next(self.files.logs("log", [self.attempt.rank_log(first.log_rank)]), None)
         root = None if text is None else first_exit(text.lines)
-        if text is None or root is None:
+        # What a rank prints of itself, its record says too.
+        if text is None or root is None or (not root.time and root.rank == first.log_rank):
             return first
         rank, index, exit_code = root.rank, root.index, root.code
         if rank is None and len(self.files.ranks_next_to(first.log_rank)) == 1:
@@ -201,7 +202,7 @@ class _Case:
             found = first_of(records)
             return None if found is None else found[0]
         text = record_text(self.attempt.end_file, self.run.path, verdict)
-        return _First(verdict, text, text.rank)
+        return self._of_launcher(_First(verdict, text, text.rank))
 
     def _rank_logs(self) -> Iterator[Text]:
         """The output of ranks, that of the first failing rank first."""

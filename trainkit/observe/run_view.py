@@ -187,7 +187,7 @@ def read_view(
         sentence=sentence(status),
         failure=failure,
         world_size=world_size,
-        elapsed_s=until.timestamp() - started if started and (ended or is_allocated) else None,
+        elapsed_s=round(until.timestamp() - started, 3) if started and (ended or is_allocated) else None,
         eta_s=eta_s(own, status) if is_allocated else None,
         limit_s=None if limit is None or not is_allocated else (limit - now).total_seconds(),
         grad_norm=last.number("grad_norm"),
