@@ -13,9 +13,9 @@ from pydantic import ValidationError
 
 from trainkit.config import yamlfile
 from trainkit.config.hf_model import CONFIG_NAME, SIZES, HFModel, find_hf_model
-from trainkit.config.layers import EMPTY, Layers, as_this_version, without_empty_sections
+from trainkit.config.layers import EMPTY, Edit, Layers, as_this_version
 from trainkit.config.loaded import DEFAULT, InvalidConfig, LoadedConfig, independent_problems
-from trainkit.config.schema import FREE_MAPPING, MULTIMODAL, RunConfig, flatten, meant
+from trainkit.config.schema import FREE_MAPPING, MULTIMODAL, RunConfig, flatten, meant, sections
 from trainkit.config.suggest import unknown_keys, unknown_problem, validation_problems
 from trainkit.config.training import DECODER, TRANSFORMERS, ModelConfig
 from trainkit.config.validation import contradictions
@@ -66,7 +66,7 @@ def load_config(
     environ = os.environ if environ is None else environ
     reader = Layers(Path.cwd() if cwd is None else cwd)
     # The lowest precedence first.
-    trees = [*defaults]
+    trees: list[Entry | Edit] = [*defaults]
     if layers:
         around = (config_folder(environ) / "config.yaml", reader.cwd / PROJECT_FILE)
         trees += [reader.file(item) for item in around if item.is_file()]
@@ -81,12 +81,12 @@ def load_config(
         trees.append(reader.profile(profile, file))
     if layers:
         trees.append(reader.environment(environ))
-    trees.append(reader.flags(overrides, flags or {}))
-    return _merged(reader, [without_empty_sections(tree) for tree in trees])
+    trees += reader.flags(overrides, flags or {})
+    return _merged(reader, trees)
 
 
-def _merged(reader: Layers, trees: Sequence[Entry]) -> LoadedConfig:
-    """Merge layers, the lowest first.
+def _merged(reader: Layers, trees: Sequence[Entry | Edit]) -> LoadedConfig:
+    """Merge layers, the lowest first, with what flags change in the values of those before them.
 
     Raises InvalidConfig with a config without the unknown keys and invalid values, ConfigError if a layer
     cannot be read or two flags conflict.
@@ -94,16 +94,19 @@ def _merged(reader: Layers, trees: Sequence[Entry]) -> LoadedConfig:
     problems = list(reader.problems)
     merged, causes = EMPTY, set()
     for tree in trees:
+        if isinstance(tree, Edit):
+            try:
+                merged = tree.apply(merged)
+            except ConfigError as error:
+                problems += error.problems
+                causes.add(".".join(tree.key))
+            continue
         unknown = list(unknown_keys(tree))
         problems += [unknown_problem(key, entry) for key, entry in unknown]
         causes |= {match for key, _ in unknown if (match := meant(key)) is not None}
-        merged = overlay(merged, without(tree, [key for key, _ in unknown]))
-    for edit in reader.edits:
-        try:
-            merged = edit.apply(merged)
-        except ConfigError as error:
-            problems += error.problems
-            causes.add(".".join(edit.key))
+        # A section may be empty, as ``train:`` with every line commented out.
+        empty = [(name,) for name in sections() if (own := tree.find((name,))) and own.value is None]
+        merged = overlay(merged, without(tree, [*empty, *(key for key, _ in unknown)]))
     epochs = merged.find(("train", "epochs"))
     if epochs is not None and epochs.value is not None and merged.find(("train", "steps")) is None:
         merged = merge(merged, entry_at(("train", "steps"), None, DEFAULT))  # instead of the default
