@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     "trainkit run quickstart --nodes 2 --node-rank 0 --master-addr host0 --master-port 29500",
     cls=options.WithTrailingCommand,
 )
-@options.one_node_config_options
+@options.config_options(options.shape_options_here, submits=False)
 @host_options
 @option("--run-dir DIR", "Exact run folder, new or empty; default: runs/NAME.")
 @options.launcher_option

@@ -132,7 +132,7 @@ def sweep_option(help_text: str) -> Callable[[options.Function], options.Functio
     "trainkit submit quickstart --array 0-9%4 --name seeds --dry-run",
     cls=options.WithTrailingCommand,
 )
-@options.choosing_config_options
+@options.config_options(options.choosing_shape_options)
 @options.gpu_type_option
 @sweep_option("One run per value, and per combination of several --sweep.")
 @option(
