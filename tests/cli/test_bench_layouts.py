@@ -278,12 +278,12 @@ def ended(group: RunGroup, index: int, step_s: float, **end: Any) -> None:
 
 
 def test_the_layouts_are_one_array(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*TYPED, *LENGTH, "--json"]) == 0
+    assert main([*TYPED, *LENGTH, "--at-once", "3", "--json"]) == 0
     value = json.loads(capsys.readouterr().out)
-    assert value == {"folder": str(place / "out"), "job_id": "77", "array": "0-3%1"}
+    assert value == {"folder": str(place / "out"), "job_id": "77", "array": "0-3%3"}
     group = RunGroup(place / "out")
     assert (group.name, group.job_id, group.record.keys) == ("small-layouts", "77", ["layout"])
-    assert "#SBATCH --array=0-3%1\n" in group.script_file.read_text()
+    assert "#SBATCH --array=0-3%3\n" in group.script_file.read_text()
     layouts = [point.values["layout"] for point in group.points.values()]
     assert layouts == ["dp_shard=2", "dp_replicate=2", "tp=2", "pp=2"]
     assert [(item.name, item.run) for item in read_bench(group.path).runs] == [
@@ -293,11 +293,6 @@ def test_the_layouts_are_one_array(place: Path, capsys: pytest.CaptureFixture[st
     plan = read_json(run.plan_file)
     assert (plan["layout"]["tp"], plan["layout"]["dp_shard"], plan["requeue"]["on"]) == (2, 1, [])
     assert "steps: 10" in run.config_file.read_text()
-
-
-def test_so_many_run_at_once_as_was_asked_for(place: Path) -> None:
-    assert main([*TYPED, *LENGTH, "--at-once", "3", "--layout", "tp=2", "--layout", "pp=2"]) == 0
-    assert "#SBATCH --array=0-1%3\n" in RunGroup(place / "out").script_file.read_text()
 
 
 def test_the_summary_of_an_array(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

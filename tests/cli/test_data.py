@@ -15,7 +15,7 @@ import pytest
 import trainkit
 from tests.support.programs import run_program
 from tests.support.runs import train
-from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE
+from trainkit.errors import EXIT_FAILED, EXIT_OK
 
 
 def environ():
@@ -63,17 +63,6 @@ def test_examples_of_the_help_run_as_they_stand(tmp_path):
             assert (program, group) == ("trainkit", "data")
             done = trainkit_data(*args, cwd=tmp_path)
             assert done.returncode == EXIT_OK, done.stderr
-
-
-def test_errors_are_worded(tmp_path):
-    (tmp_path / "corpus.txt").write_text("hello")
-    done = trainkit_data("prepare", "corpsu.txt", "--out", "shards", cwd=tmp_path)
-    assert done.returncode == EXIT_USAGE
-    assert done.stdout == ""
-    assert done.stderr == ("error: data source corpsu.txt does not exist\n\nhint: check the path\n")
-    done = trainkit_data("prepare", "corpsu.txt", "--out", "shards", "--json", cwd=tmp_path)
-    assert json.loads(done.stdout)["exit_code"] == EXIT_USAGE
-    assert not (tmp_path / "shards").exists()
 
 
 def test_validate_lists_problems_on_stdout(tmp_path):

@@ -223,12 +223,6 @@ def test_the_built_in_trainer_saves_where_its_folder_was_moved(desk):
     assert find_damage(newest) == ""
 
 
-def test_config_for_more_nodes_is_refused(desk):
-    done = desk.trainkit("run", str(desk.config), "--set", "resources.nodes=2")
-    assert done.returncode == 2
-    assert "--set resources.nodes=2 asks for 2 nodes, but `trainkit run` uses one" in done.stderr
-
-
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
 def test_the_ranks_of_another_launcher_are_refused(desk, name):
     desk.environ |= {name: "4", "RANK": "1"}

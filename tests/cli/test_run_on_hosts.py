@@ -222,7 +222,8 @@ def test_a_stop_before_the_start_ends_all_hosts(
 def test_two_runs_that_start_at_once_in_one_folder(hosts: Hosts) -> None:
     """And of each the other host first, which finds what an earlier start has announced."""
     hosts.desk.works("")
-    assert [end_of(hosts.start(0, nodes=1))[0]] == [0]
+    assert end_of(hosts.start(0, nodes=1))[0] == 0  # alone
+    assert read_json(hosts.run.attempt(1).plan_file)["backend"] == "hosts"
     ports = [choose_port(), choose_port()]
     for port in ports:
         announce(hosts.run.path.parent, HostPlace(0, 2, hosts.address, port), hosts.run.attempt(1))
@@ -344,13 +345,6 @@ def test_a_host_that_does_not_join_is_named(hosts: Hosts) -> None:
     code, words = end_of(hosts.start(0, nodes=3))
     assert code == 1
     assert "node rank 1, 2 of 3 did not join within 4 s" in words
-
-
-def test_one_host_runs_alone(hosts: Hosts) -> None:
-    hosts.desk.works("")
-    done = hosts.desk.trainkit("run", str(hosts.desk.config), *hosts.options(0, nodes=1))
-    assert done.returncode == 0, done.stderr
-    assert read_json(hosts.run.attempt(1).plan_file)["backend"] == "hosts"
 
 
 def test_run_is_listed_and_cancelled_like_any_other(hosts: Hosts) -> None:

@@ -65,22 +65,6 @@ def test_run_dir_that_holds_a_run_is_refused_untouched(desk):
     assert {path: path.stat().st_mtime_ns for path in run.path.rglob("*")} == before
 
 
-def test_run_dir_that_is_not_empty_or_cannot_be_made_is_refused(desk):
-    (desk.folder / "file").write_text("x")
-    for place in (".", "file", "/proc/nothing/here"):
-        done = desk.trainkit("submit", str(desk.config), "--run-dir", place)
-        assert done.returncode == 2, place
-        assert "hint:" in done.stderr
-
-
-@pytest.mark.parametrize("options", [(), ("--dry-run",), ("--sweep", "seed=1,2", "--dry-run")])
-def test_run_dir_of_a_variable_that_is_not_set(desk, options):
-    done = desk.trainkit("submit", str(desk.config), "--run-dir", "", *options)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: --run-dir is empty\n\nhint: ")
-    assert not (desk.folder / "runs").exists()
-
-
 def test_follow_shows_the_log_and_ends_with_the_job(desk):
     desk.works("for i in range(3): print('step', i, flush=True)\nsys.stdout.write('no newline')")
     done = desk.trainkit("submit", str(desk.config), "--nodes", "2", "--follow")
@@ -212,16 +196,6 @@ def test_accelerate_gets_what_the_dry_run_shows_and_after_a_resume_what_was_set(
     assert "got bf16 4 None" in run.attempt(2).rank_log(0).read_text()
     assert config.read_text() == before.replace("MULTI_GPU", "'NO'")
     assert (run.attempt(1).path / config.name).read_text() == before
-
-
-def test_a_launcher_refuses_a_key_that_its_tool_has_no_word_for(desk):
-    options = ["--launcher", "deepspeed", "--set", "parallel.tp=2"]
-    done = desk.trainkit("submit", str(desk.config), *options, "--", "p.py", "{ds_config}")
-    assert done.returncode == 2
-    assert (
-        "--set parallel.tp=2: parallel.tp: is 2, which --launcher deepspeed does not pass on" in done.stderr
-    )
-    assert not (desk.folder / "runs").exists()
 
 
 @pytest.mark.parametrize(
