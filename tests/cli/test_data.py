@@ -23,11 +23,8 @@ def environ():
     return os.environ | {"PYTHONPATH": str(Path(trainkit.__file__).parents[1])}
 
 
-def trainkit_data(*args, cwd, **options):
-    command = [sys.executable, "-m", "trainkit", "data", *map(str, args)]
-    return subprocess.run(
-        command, cwd=cwd, env=environ(), capture_output=True, text=True, timeout=300, **options
-    )
+def trainkit_data(*args, cwd):
+    return run_program(sys.executable, "-m", "trainkit", "data", *args, cwd=cwd, env=environ())
 
 
 def content_of(folder):

@@ -8,12 +8,11 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from steering import LIMIT_S, Desk, wait_for
 
-from tests.support.programs import is_running, run_program
+from tests.support.programs import is_running, ranks_of
 from trainkit.job.node.rendezvous import HostPlace, choose_port
 from trainkit.job.step_run import announce
 from trainkit.run.events import read_metrics
@@ -73,20 +72,7 @@ class Hosts:
         self.desk.wait_for_log(self.run, f"attempt {attempt} rank {rank}", attempt, rank)
 
     def pid_of_rank(self, rank: int) -> int:
-        ranks = [
-            int(folder.name)
-            for folder in Path("/proc").iterdir()
-            if folder.name.isdigit() and self._is_rank(folder, rank)
-        ]
-        assert len(ranks) == 1
-        return ranks[0]
-
-    def _is_rank(self, folder: Path, rank: int) -> bool:
-        try:
-            variables = (folder / "environ").read_bytes().split(b"\0")
-        except OSError:
-            return False
-        return {f"RANK={rank}".encode(), f"TRAINKIT_JOB_RUN_DIR={self.run.path}".encode()} <= set(variables)
+        return ranks_of(self.run, str(self.desk.worker))[rank]
 
     def wait_for_host(self, node_rank: int) -> None:
         """Wait until a host has joined."""
@@ -454,8 +440,7 @@ def test_the_trainer_computes_the_same_on_hosts_and_saves_on_all(hosts: Hosts) -
         for setting in (*TRAINS, "train.steps=100000", f"train.stop_at_step={saved}")
         for part in ("--set", setting)
     ]
-    argv = [sys.executable, "-m", "trainkit", "submit", "small.yaml", "--nodes", "2", "--follow", *typed]
-    done = run_program(*argv, cwd=hosts.desk.folder, env=hosts.desk.environ)
+    done = hosts.desk.types("submit", "small.yaml", "--nodes", "2", "--follow", *typed)
     assert done.returncode == 0, done.stderr
     curves = [
         [(record["step"], record["loss"]) for record in read_metrics(run)]
