@@ -42,16 +42,15 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def ranks_of(run: RunDir, program: str = "trainkit.trainer") -> dict[int, int]:
-    """The process of every rank that executes the program, by rank, also on other hosts of a test cluster."""
+def ranks_of(run: RunDir) -> dict[int, int]:
+    """The process of every rank of the built-in trainer, by rank, also on other hosts of a test cluster."""
     found = {}
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, KeyError):  # no process, or one that ends or starts right now
             arguments = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
-            variables = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
-            values = dict(v.partition("=")[::2] for v in variables)
-            if program in arguments and values["TRAINKIT_JOB_RUN_DIR"] == str(run.path):
-                found[int(values["RANK"])] = int(entry.name)
+            if str(run.path) in arguments and "trainkit.trainer" in arguments:
+                variables = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
+                found[int(dict(v.partition("=")[::2] for v in variables)["RANK"])] = int(entry.name)
     return found
 
 
