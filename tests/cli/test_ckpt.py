@@ -99,9 +99,6 @@ def test_verify(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
         "step-00000040  intact\n"
     )
     assert {path: path.stat().st_mtime_ns for path in run.path.rglob("*")} == before
-
-
-def test_verify_json(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     shard(published(run.checkpoints_dir)[3]).unlink()
     assert main(["ckpt", "verify", str(run.path), "--step", "40", "--json"]) == 1
     damage = {"step": 40, "path": str(run.checkpoint_dir(40)), "damage": "__1_0.distcp is missing"}
