@@ -31,6 +31,7 @@ from trainkit.run.owner import refuse_foreign
 if TYPE_CHECKING:
     from trainkit.cluster.target import Target
     from trainkit.config import LoadedConfig
+    from trainkit.run.rundir import RunDir
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _KEY = "trainkit.trailing_command"
@@ -52,12 +53,18 @@ class ConfigRequest:
     """The command after ``--``, which gives a run without another name its own."""
     chooses_nodes: bool = False
     """Whether ``--nodes auto`` was typed."""
+    repeats: RunDir | None = None
+    """The run whose config is loaded, instead of a file and what is around it."""
 
     def load(self, target: Target | None = None) -> LoadedConfig:
         """Load the config with all layers; ConfigError lists all problems.
 
         Hosts without Slurm do not look for a cluster, and its profile's defaults do not apply to them.
         """
+        if self.repeats is not None:
+            from trainkit.control.resume import load_again
+
+            return load_again(self.repeats, self.overrides, self.flags, self.profile)[0]
         from trainkit.cluster.target import load_with_cluster
         from trainkit.config import load_config
         from trainkit.config.yamlfile import entry_at
