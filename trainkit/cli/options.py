@@ -194,7 +194,7 @@ shape_options_here = combined(
     ),
     option("--nodes N", "Number of hosts, with --node-rank.", type=COUNT),
 )
-"""Those of a command that runs here: on one node, or on this node of several."""
+"""The options of a command that runs here: on one node, or on this node of several."""
 
 
 CONFIG_HELP = (
