@@ -106,14 +106,12 @@ class Edit:
         except ValueError as error:
             hint = f"{name} must be {schema.allowed_values(self.key)}"
             raise ConfigError([Problem(name, str(error), self.origin, hint)]) from None
+        if self.removes and value == found.plain():
+            return tree
         entry = _with_origins(entry_at((), value, self.origin), found)
         for part in reversed(self.key):
             entry = Entry({part: entry}, self.origin)
         return merge(without(tree, [self.key]), entry)
-
-    def find(self, path: tuple[str, ...]) -> Entry | None:
-        """The entry that it puts at a path, or None."""
-        return Entry(self.value, self.origin) if path == self.path else None
 
     def _changed(self, value: Any, path: tuple[str, ...]) -> Any:
         """A value with the change at a path in it."""
@@ -274,9 +272,19 @@ class Layers:
                 self.problem(".".join(path), str(error), name, _value_hint(path))
         return result
 
-    def flags(self, overrides: Sequence[str], named: Mapping[str, tuple[str, object]]) -> list[Entry | Edit]:
-        """What ``--set a.b=c`` and named options change, in their order; the last of a key wins."""
-        steps: list[Entry | Edit] = []
+    def flags(
+        self, overrides: Sequence[str], named: Mapping[str, tuple[str, object]]
+    ) -> tuple[Entry, list[Edit]]:
+        """The layer of ``--set a.b=c`` and of named options, and their edits; the last of a key wins."""
+        layer, edits = EMPTY, list[Edit]()
+
+        def add(edit: Edit, typed: str = "") -> None:
+            nonlocal layer
+            if edit.is_partial or any(one.key == edit.path[: len(one.key)] for one in edits):
+                edits.append(edit)  # a value that is set after edits of its key is one too
+            else:
+                layer = merge(layer, entry_at(edit.path, edit.value, edit.origin, typed))
+
         for text in overrides:
             origin = f"--set {text}"
             key, equals, raw = text.partition("=")
@@ -291,15 +299,17 @@ class Layers:
                 continue
             edit = Edit(path, value, origin, appends=key.strip().endswith("+"))
             if not edit.is_partial:
-                steps = [one for one in steps if isinstance(one, Entry) or one.path[: len(path)] != path]
-            _add_flag(steps, edit, raw.strip())
+                edits[:] = [one for one in edits if one.path[: len(path)] != path]
+            add(edit, raw.strip())
         for key, (origin, value) in named.items():
             path = tuple(key.removesuffix("+").split("."))
-            other = next((found for one in steps if (found := one.find(path)) is not None), None)
-            if other is not None and other.plain() != value:
+            edit = Edit(path, value, origin, key.endswith("+"), may_miss=True)
+            same = next((one for one in edits if one.path == path), None)
+            other = layer.find(path) if same is None else Entry(same.value, same.origin)
+            if other is not None and other.plain() != value and not edit.appends:
                 self.problem(key, f"conflicts with {other.origin}", origin, "use only one of them")
-            _add_flag(steps, Edit(path, value, origin, key.endswith("+"), may_miss=True))
-        return steps
+            add(edit)
+        return layer, edits
 
     def shown(self, path: Path) -> str:
         """A path as origins show it: relative if it is in the working folder."""
@@ -313,17 +323,6 @@ class Layers:
 
     def problem(self, key: str, message: str, origin: str, hint: str) -> None:
         self.problems.append(Problem(key, message, origin, hint))
-
-
-def _add_flag(steps: list[Entry | Edit], edit: Edit, typed: str = "") -> None:
-    """Add what a flag changes; values that are set one after another are one layer."""
-    tree = entry_at(edit.path, edit.value, edit.origin, typed)
-    if edit.is_partial:
-        steps.append(edit)
-    elif steps and isinstance(steps[-1], Entry):
-        steps[-1] = merge(steps[-1], tree)
-    else:
-        steps.append(tree)
 
 
 def _shipped_hint(name: str) -> str:

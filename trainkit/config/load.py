@@ -66,7 +66,7 @@ def load_config(
     environ = os.environ if environ is None else environ
     reader = Layers(Path.cwd() if cwd is None else cwd)
     # The lowest precedence first.
-    trees: list[Entry | Edit] = [*defaults]
+    trees = [*defaults]
     if layers:
         around = (config_folder(environ) / "config.yaml", reader.cwd / PROJECT_FILE)
         trees += [reader.file(item) for item in around if item.is_file()]
@@ -81,12 +81,12 @@ def load_config(
         trees.append(reader.profile(profile, file))
     if layers:
         trees.append(reader.environment(environ))
-    trees += reader.flags(overrides, flags or {})
-    return _merged(reader, trees)
+    of_flags, edits = reader.flags(overrides, flags or {})
+    return _merged(reader, [*trees, of_flags], edits)
 
 
-def _merged(reader: Layers, trees: Sequence[Entry | Edit]) -> LoadedConfig:
-    """Merge layers, the lowest first, with what flags change in the values of those before them.
+def _merged(reader: Layers, trees: Sequence[Entry], edits: Sequence[Edit]) -> LoadedConfig:
+    """Merge layers, the lowest first, and change what flags edit in their values.
 
     Raises InvalidConfig with a config without the unknown keys and invalid values, ConfigError if a layer
     cannot be read or two flags conflict.
@@ -94,19 +94,18 @@ def _merged(reader: Layers, trees: Sequence[Entry | Edit]) -> LoadedConfig:
     problems = list(reader.problems)
     merged, causes = EMPTY, set()
     for tree in trees:
-        if isinstance(tree, Edit):
-            try:
-                merged = tree.apply(merged)
-            except ConfigError as error:
-                problems += error.problems
-                causes.add(".".join(tree.key))
-            continue
         unknown = list(unknown_keys(tree))
         problems += [unknown_problem(key, entry) for key, entry in unknown]
         causes |= {match for key, _ in unknown if (match := meant(key)) is not None}
         # A section may be empty, as ``train:`` with every line commented out.
         empty = [(name,) for name in sections() if (own := tree.find((name,))) and own.value is None]
         merged = overlay(merged, without(tree, [*empty, *(key for key, _ in unknown)]))
+    for edit in edits:
+        try:
+            merged = edit.apply(merged)
+        except ConfigError as error:
+            problems += error.problems
+            causes.add(".".join(edit.key))
     epochs = merged.find(("train", "epochs"))
     if epochs is not None and epochs.value is not None and merged.find(("train", "steps")) is None:
         merged = merge(merged, entry_at(("train", "steps"), None, DEFAULT))  # instead of the default
