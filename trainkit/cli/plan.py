@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     "trainkit plan models/7b --gpus 4 --gpu-type a100-40gb --set data.seq_len=2048 --all",
     "trainkit plan quickstart --gpus 2 --gpu-type rtx4090 --profile balanced --json",
 )
-@config_options
+@config_options()
 @option("--gpus N", "Total number of GPUs, in full nodes.", type=COUNT)
 @option("--gpu-type TYPE", "GPU type; default: that of the run.", name="planned_type")
 @option("--all", "Also list layouts that do not fit.", name="show_all")

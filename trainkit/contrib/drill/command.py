@@ -64,7 +64,7 @@ REFERENCE, NOT_DETERMINISTIC = "uninterrupted", "not-deterministic"
     "trainkit drill quickstart --nodes 2 --only signal --json",
     cls=options.WithTrailingCommand,
 )
-@options.config_options
+@options.config_options()
 @options.launcher_option
 @option("--steps N", f"Steps of each run; default: {DEFAULT_STEPS}.", type=click.IntRange(min=MIN_STEPS))
 @option("--seed N", "Seed for choosing times and targets.", type=int, default=0)
