@@ -46,6 +46,7 @@ _MODULE_VARIABLES = ("MODULESHOME", "LMOD_CMD", "BASH_FUNC_module%%")
 _MODULE_FILES = (Path("/etc/profile.d/lmod.sh"), Path("/etc/profile.d/modules.sh"))
 _CONTAINER_PROGRAMS = ("apptainer", "singularity", "enroot")
 _AMOUNTS = ("CPUTot", "CPUEfctv", "CoreSpecCount", "ThreadsPerCore", "RealMemory", "MemSpecLimit")
+_NODE_PAIR = re.compile(rf"\b({'|'.join(_AMOUNTS)}|AvailableFeatures|Gres|Partitions)=(\S*)")
 
 
 def has_slurm() -> bool:
@@ -206,8 +207,9 @@ def parse_nodes(text: str) -> dict[str, tuple[NodeKind, ...]]:
     Their CPUs and memory are those that jobs can use.
     """
     found: dict[str, Counter[tuple[int | None, int | None, str, str]]] = {}
-    for line in text.splitlines():
-        values = _pairs(line)
+    # There can be ten thousand nodes, of few kinds.
+    for pairs, count in Counter(tuple(_NODE_PAIR.findall(line)) for line in text.splitlines()).items():
+        values = dict(reversed(pairs))  # the first of a name wins, because free text can follow
         amounts = {key: _number(values.get(key, "")) or 0 for key in _AMOUNTS}
         # CPUEfctv is missing before 22.05, and can be too large after a restart with other settings.
         cpus = amounts["CPUTot"] - amounts["CoreSpecCount"] * (amounts["ThreadsPerCore"] or 1)
@@ -216,7 +218,7 @@ def parse_nodes(text: str) -> dict[str, tuple[NodeKind, ...]]:
         features = values.get("AvailableFeatures", "").replace("(null)", "")
         node = max(cpus, 0) or None, max(mem_mib, 0) or None, values.get("Gres", ""), features
         for partition in filter(None, values.get("Partitions", "").split(",")):
-            found.setdefault(partition, Counter())[node] += 1
+            found.setdefault(partition, Counter())[node] += count
     return {
         partition: tuple(
             NodeKind(count, cpus, mem_mib, parse_gpus(gres), tuple(filter(None, features.split(","))))
