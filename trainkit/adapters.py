@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -90,7 +89,7 @@ def apply_lora(model: nn.Module, settings: Any, name: str, *, wraps: bool) -> nn
             peft.inject_adapter_in_model(settings, model, ADAPTER)
     except (TypeError, ValueError, re.error) as error:
         raise FatalError(f"model.lora does not fit {name}: {error}", hint=HINT) from error
-    for layer in _adapted_layers(model):
+    for layer in adapted_layers(model).values():
         parts = [getattr(layer, part) for part in layer.adapter_layer_names]
         if any(param.is_meta for part in parts for param in part.parameters()):
             for part in parts:
@@ -123,27 +122,19 @@ def check_targets(module: nn.Module, settings: Any, model: str) -> None:
             )
 
 
-def has_adapters(model: nn.Module) -> bool:
-    """Whether a module of a model has low-rank adapters."""
-    return any(True for _ in _adapted_layers(model))
+def adapted_layers(model: nn.Module) -> dict[str, Any]:
+    """The modules of a model that have low-rank adapters, by name."""
+    from peft.tuners.lora import LoraLayer
+
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
 
 
 @torch.no_grad()
 def merge_adapters(model: nn.Module) -> None:
     """Add the adapters of `add_adapters` to the weights, in place; the names are again those without them."""
-    for name, layer in [(name, item) for name, item in model.named_modules() if _is_adapted(item)]:
+    for name, layer in adapted_layers(model).items():
         layer.merge()
         model.set_submodule(name, layer.get_base_layer())
-
-
-def _adapted_layers(model: nn.Module) -> Iterator[Any]:
-    return (module for module in model.modules() if _is_adapted(module))
-
-
-def _is_adapted(module: Any) -> bool:
-    from peft.tuners.lora import LoraLayer
-
-    return isinstance(module, LoraLayer)
 
 
 def is_independent(lora: JsonObject) -> bool:

@@ -8,8 +8,7 @@ from dataset_content import rows
 from trainkit.data.prepare import prepare
 from trainkit.data.sources import DatasetSpec, find_inputs
 from trainkit.data.tokenize import Tokenizer
-from trainkit.data.validate import LONG_ROW_BYTES, validate_shards, validate_texts
-from trainkit.errors import UsageError
+from trainkit.data.validate import LONG_ROW_BYTES, validate_texts
 
 
 def validated(path, content, tokenizer="bytes"):
@@ -84,18 +83,3 @@ def test_damaged_gzip(tmp_path, content):
     _, problems = validated(tmp_path / "a.txt.gz", content)
     assert len(problems) == 1
     assert "gzip" in problems[0][1]
-
-
-def test_shards_are_held_against_their_hashes(tmp_path):
-    (tmp_path / "a.txt").write_text("hello\n" * 100)
-    prepare(DatasetSpec((str(tmp_path / "a.txt"),)), tmp_path / "out")
-    problems = []
-    assert validate_shards(tmp_path / "out", problems.append).problems == 0
-    with (tmp_path / "out" / "train-00000.bin").open("r+b") as stream:
-        stream.seek(100)
-        stream.write(b"\xff")
-    validate_shards(tmp_path / "out", problems.append)
-    assert problems[0].file.endswith("train-00000.bin")
-    (tmp_path / "out" / "train-00000.bin").unlink()
-    with pytest.raises(UsageError, match="cannot be opened"):
-        validate_shards(tmp_path / "out", problems.append)

@@ -3,7 +3,6 @@
 import errno
 import logging
 import os
-import resource
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager
 
-from tests.support.disks import fill, limit_file_size, small_disk
+from tests.support.disks import fill, small_disk
 from tests.support.models import ALONE
 from tests.support.runs import events
 from trainkit.errors import CheckpointError
@@ -201,20 +200,6 @@ class TestKeeping:
 
 @pytest.mark.parametrize("blocking", [True, False])
 class TestFailure:
-    def test_a_file_that_cannot_grow(
-        self, tmp_path: Path, make_saver: Any, blocking: bool, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        saver = make_saver(tmp_path)
-        saver.save(request(1), blocking=True)
-        before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        limit_file_size(300_000)
-        try:
-            saver.save(request(2), blocking)
-            saver.finish()
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        self.check_failed_and_recover(tmp_path, saver, blocking, caplog, "File too large")
-
     @pytest.mark.parametrize("leave_bytes", [0, 600_000])
     def test_a_full_disk(
         self,

@@ -12,7 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from trainkit.adapters import has_adapters, require
+from trainkit.adapters import adapted_layers, require
 from trainkit.config.schema import RunConfig
 from trainkit.data.dataset_file import TRAIN
 from trainkit.plan.launch import Batch
@@ -139,7 +139,7 @@ class UserTask:
                 raise refusal(self.config, f"{name} of its model is on the meta device", hint)
         if not any(param.requires_grad for param in model.parameters()):
             raise refusal(self.config, "no parameter of its model requires a gradient", "unfreeze some")
-        if self.config.model.lora is not None and not has_adapters(model):
+        if self.config.model.lora is not None and not adapted_layers(model):
             message = "build_model() added no adapters for model.lora"
             raise refusal(self.config, message, "pass a module to trainkit.task.add_adapters in it")
         self._shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}

@@ -186,13 +186,10 @@ def _report(what: ReplayPlan, copy: RunDir, as_json: bool) -> int:
 
 def _range(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", text)
-    if match is None:
-        problem = f"--step {text} is neither a step nor a range of steps"
-        raise UsageError(problem, hint="a step is a number such as 120, a range two, as in 118..121")
-    first, last = int(match[1]), int(match[2] or match[1])
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= first <= last:
-        problem = f"--step {text} is not a range of steps from 1 upwards"
-        raise UsageError(problem, hint="steps are counted from 1, and the smaller one comes first")
+        problem = f"--step {text} is neither a step nor a range of steps from 1 upwards"
+        raise UsageError(problem, hint="a step is a number such as 120, a range two, as in 118..121")
     return first, last
 
 

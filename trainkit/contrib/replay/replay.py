@@ -22,17 +22,19 @@ from trainkit.contrib.replay.steps import RunStep, attempt_starts, find_step
 from trainkit.control.resume import REPLAY_FILE, changes, copy_checkpoint, submission_folder
 from trainkit.errors import TrainkitError, UsageError
 from trainkit.formats import duration, plural
+from trainkit.job.failure.records import first_rank_failure, record_silent_death
 from trainkit.job.node.rendezvous import choose_port
 from trainkit.job.node.worker_env import worker_argv, worker_environ
-from trainkit.job.processes import first_failed, kill_group, start_child
+from trainkit.job.processes import exit_code, first_failed, kill_group, start_child
 from trainkit.job.rank_env import RankEnv
-from trainkit.job.signals import NOTICE_SIGNALS, describe_exit
+from trainkit.job.signals import NOTICE_SIGNALS
 from trainkit.launch.create import new_folder, start_run
 from trainkit.launch.plan_run import gather, plan_run
 from trainkit.launch.secrets import without_secrets
 from trainkit.launch.snapshot import collect_provenance
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.layout_rules import DEGREES, parse_layout
+from trainkit.run.end import RankFailure
 from trainkit.run.events import training_curve
 from trainkit.run.files import parse_time, read_json, write_json
 from trainkit.run.manifest import find_damage, published
@@ -386,21 +388,14 @@ def _run_ranks(plan: LaunchPlan, attempt: AttemptDir) -> None:
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         # As soon as one has failed, since the others would wait for it.
         if (failed := first_failed(procs)) is not None:
-            raise _failure(attempt, failed, procs[failed].poll() or 0)
+            record_silent_death(attempt, failed, 0, exit_code(procs[failed]))
+            failure = first_rank_failure(attempt) or RankFailure()
+            raise TrainkitError(
+                f"rank {failure.rank} of the replay failed: {failure.message}",
+                hint=failure.hint or "`--keep` keeps its folder, with the logs of all ranks",
+            )
     finally:
         for process in procs:
             if process.poll() is None:
                 kill_group(process)
                 process.wait()
-
-
-def _failure(attempt: AttemptDir, rank: int, code: int) -> TrainkitError:
-    """The error of a rank that failed, as it has recorded it, else the last line of its log."""
-    hint = "`--keep` keeps its folder, with the logs of all ranks"
-    try:
-        record = read_json(attempt.rank_error(rank))
-        message, hint = str(record["message"]), str(record["hint"] or hint)
-    except OSError:
-        lines = attempt.rank_log(rank).read_text(errors="replace").strip().splitlines()
-        message = lines[-1] if lines else describe_exit(code if code > 0 else 128 - code)
-    return TrainkitError(f"rank {rank} of the replay failed: {message}", hint=hint)
