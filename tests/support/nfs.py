@@ -403,7 +403,7 @@ HANDLERS: dict[int, Callable[[Server, int, bytes, int], bytes | None]] = {
     35: Server.create,
     36: Server.interrupt,
 }
-"""Opcode of FUSE -> what answers it, None later. The kernel is told that others are not implemented, and
+"""Opcode of FUSE -> what answers it, None later. Others are answered with ENOSYS, and the kernel
 does without them. Nothing is forgotten, so that no file gets the number of another one."""
 
 

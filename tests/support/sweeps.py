@@ -21,7 +21,7 @@ STARTUP_S, STEP_S = 10.0, 2.0
 
 
 def stamp(seconds: float) -> str:
-    """The time of so many seconds, or in a bench of a step, after the begin."""
+    """The time that is some seconds, or steps of a bench, after the begin."""
     return (BEGAN + timedelta(seconds=seconds)).isoformat().replace("+00:00", "Z")
 
 

@@ -86,12 +86,14 @@ import json, os, sys
 gpus = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
 torch = {"version": "2.11.0", "cuda": "13.0", "gpus": len(gpus), "nccl": "2.28.9", "distributed": True}
 measured = {"backend": " ".join(gpus)}
+print("node1:1:1 NCCL INFO cudaDriverVersion 12040\\n" * 4000)
 print(sys.argv[3], json.dumps(measured if "bandwidth" in sys.argv[2] else torch))
+print("node1:1:1 NCCL INFO comm destroyed")
 """
 
 
 def test_the_gpus_that_this_task_sees_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as the torch of the ranks counts, which have the variable too."""
+    """As many as the torch of the ranks counts, which have the variable too; NCCL_DEBUG=INFO prints much."""
     (tmp_path / "torch.py").write_text(FAKE_TORCH)
     request = Request(tmp_path, python=(sys.executable, str(tmp_path / "torch.py")))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,0")
