@@ -115,7 +115,8 @@ class GrowthWatch:
         history.events.update()
         attempts, total_steps = history.events.attempts, history.events.total_steps
         steps = [step for step in history.newest_steps() if step.attempt == number]
-        took_s = seconds_between(steps[0].time, parse_time(steps[-1].time)) if len(steps) > 1 else None
+        num_steps = steps[-1].step - steps[0].step if steps else 0
+        took_s = seconds_between(steps[0].time, parse_time(steps[-1].time)) if num_steps > 0 else None
         if took_s is None or total_steps is None:
             return Growth(None, "it is not known how long the rest takes")
         limit = restarts_limit(list(previous_ends(self._attempt).values()), self._plan.requeue)
@@ -123,8 +124,7 @@ class GrowthWatch:
             limit = f"it restarted with no more nodes {plural(vain, 'time')}"
         if limit is not None:
             return Growth(None, limit)
-        last, own = steps[-1].step, attempts[number]
-        left_s = (total_steps - last) * took_s / (last - steps[0].step)
+        own, left_s = attempts[number], (total_steps - steps[-1].step) * took_s / num_steps
         start_s = own.first_step - own.started if own.first_step and own.started else 0.0
         return decide_growth(left_s, REQUEUE_S + start_s, self._plan.num_nodes, self._waits())
 
