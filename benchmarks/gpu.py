@@ -20,6 +20,7 @@ The parts:
     350m           trainkit, compiled and not, and the hand-written loop, with alternating steps; then in
                    float32 and TF32
     options        1b with a mask of documents, computed or read, and in float8
+    context        attention of 8b under context parallelism, by two kernels
 
 The hand-written loop has what a careful user writes: bf16 autocast, fused AdamW, SDPA, compiled blocks and
 loss, clipping. Where its float32 state would not fit, it has all weights and averages in bf16. What the
@@ -91,6 +92,7 @@ PARTS = {
     "hugging-face": Part("Llama 3.2 1B with the Trainer of transformers", 100),
     "350m": Part("350m, with alternating steps, and in float32", 120),
     "options": Part("1b with a mask of documents, and in float8", 130),
+    "context": Part("Attention of 8b under context parallelism", 30),
 }
 
 

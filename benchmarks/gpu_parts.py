@@ -28,7 +28,7 @@ import pytest
 import torch
 import torch._inductor.config
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint import async_save
 from torch.profiler import ProfilerActivity, profile
 
@@ -51,8 +51,10 @@ from trainkit.trainer.checkpoint.saver import CheckpointSaver, SaveRequest
 from trainkit.trainer.distributed import ONE_PROCESS, World
 from trainkit.trainer.loop import Trainer as OwnTrainer
 from trainkit.trainer.models.decoder import INIT_STD, Decoder
+from trainkit.trainer.parallel.context import Attend, cudnn_attention_to_last, masked_attention_to_last
 from trainkit.trainer.profiler import summary_of
 from trainkit.trainer.progress import Progress
+from trainkit.trainer.torch_private import flash_attention_to_last
 
 ROOT = Path(__file__).resolve().parents[1]
 Row = dict[str, Any]
@@ -311,6 +313,38 @@ def measure_options(bench: Bench) -> None:
         with patch.object(build, "attends_in_blocks", computes if "read" not in name else lambda *_: False):
             times = measure(make, choice.case.steps, bench.device)
         bench.emit(speed_row(choice.case, bench, f"trainkit, {name}", choice.recompute, times))
+
+
+def context_attention(bench: Bench) -> None:
+    """Attention, forward and backward, to more keys than queries, as in ranks of 8b with `parallel.cp`."""
+    shape = resolve_model_shape(ModelConfig(preset="8b"), 0)
+    dtype = torch.bfloat16 if bench.has_gpu else torch.float32
+    on_gpu = {"flash": flash_attention_to_last, "cuDNN, merged": cudnn_attention_to_last}
+    ways = on_gpu if bench.has_gpu else {"mask": masked_attention_to_last}
+    for seq_len, cp in ((8192, 2), (32768, 4), (65536, 8)) if bench.has_gpu else ((256, 2),):
+        size = seq_len // (2 * cp)
+        for num_chunks in (cp, cp + 1, 2 * cp):
+            sizes = (shape.num_heads, size), *2 * [(shape.num_kv_heads, num_chunks * size)]
+            inputs = [
+                torch.randn(1, heads, length, shape.head_dim, device=bench.device, dtype=dtype)
+                for heads, length in sizes
+            ]
+            times_s: dict[str, list[float]] = {name: [] for name in ways}
+            for _ in range(WARM_UP + 10):
+                for name, attend in ways.items():
+                    times_s[name].append(timed(partial(attention_passes, attend, inputs), bench.device))
+            found = {name: statistics.median(values[WARM_UP:]) for name, values in times_s.items()}
+            bench.emit(
+                {"sequence": f"{seq_len}, cp {cp}", "queries": size, "keys": num_chunks * size}
+                | {f"{name} ms": round(1000 * seconds, 2) for name, seconds in found.items()}
+            )
+
+
+def attention_passes(attend: Attend, inputs: list[Tensor]) -> None:
+    """Attention, forward and backward."""
+    leaves = [item.detach().requires_grad_() for item in inputs]
+    out = attend(*leaves)
+    torch.autograd.grad(out, leaves, leaves[0].detach())
 
 
 def speed_row(case: Case, bench: Bench, loop: str, mode: Recompute, times: Times) -> Row:
@@ -574,6 +608,7 @@ PARTS: dict[str, Callable[[Bench], None]] = {
     "large": partial(train_model, "large"),
     "save": save_state,
     "options": measure_options,
+    "context": context_attention,
     "350m": partial(train_model, "350m"),
     "hugging-face": hugging_face,
 }

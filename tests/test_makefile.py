@@ -99,45 +99,33 @@ def test_installs_once_and_again_when_an_input_changes(checkout: Checkout) -> No
 
 
 def test_interrupted_install_is_not_taken_for_a_finished_one(checkout: Checkout) -> None:
-    checkout.set(no_network="")
-    assert checkout.make_venv("test").returncode == 1
-    (checkout.folder / ".venv" / "half").touch()
-    (checkout.fake / "no-network").unlink()
-    done = checkout.make_venv("test")
-    assert done.stdout.startswith("the last install of .venv did not finish: creating it again\n")
-    assert (done.returncode, checkout.installs()) == (0, [".[tensorboard,watch,test]"])
-    assert not (checkout.folder / ".venv" / "half").exists()
-    assert checkout.make_venv("test").stdout == ""
+    for text in ("first", "changed"):  # an install, and an update
+        (checkout.folder / "setup.cfg").write_text(f"{text}\n")
+        checkout.set(no_network="")
+        assert checkout.make_venv("test").returncode == 1
+        (checkout.folder / ".venv" / "half").touch()
+        (checkout.fake / "no-network").unlink()
+        done = checkout.make_venv("test")
+        assert done.stdout.startswith("the last install of .venv did not finish: creating it again\n")
+        assert (done.returncode, checkout.made_venv()) == (0, True)
+        assert checkout.installs() == [".[tensorboard,watch,test]"]
+        assert not (checkout.folder / ".venv" / "half").exists()
+        assert checkout.make_venv("test").stdout == ""
 
 
-def test_interrupted_update_is_started_afresh(checkout: Checkout) -> None:
-    checkout.make_venv()
-    checkout.set(no_network="")
-    (checkout.folder / "setup.cfg").write_text("changed\n")
-    assert checkout.make_venv().returncode == 1
-    (checkout.fake / "no-network").unlink()
-    assert checkout.make_venv().returncode == 0
-    assert checkout.made_venv()
-
-
-@pytest.mark.parametrize("files", [[], ["bin/python"]])
-def test_venv_without_pip_is_made_again(checkout: Checkout, files: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("files", "is_kept"), [([], False), (["python3"], False), (["python3", "has-pip", "mine"], True)]
+)
+def test_a_venv_without_pip_is_made_again(checkout: Checkout, files: list[str], is_kept: bool) -> None:
+    """And one that was made by hand is kept."""
     (checkout.folder / ".venv/bin").mkdir(parents=True)
     for name in files:
-        shutil.copy(checkout.fake / "python3", checkout.folder / ".venv" / name)
+        (checkout.fake / name).touch()
+        place = "bin/python" if name == "python3" else name
+        shutil.copy(checkout.fake / name, checkout.folder / ".venv" / place)
     assert checkout.make_venv().returncode == 0
-    assert checkout.made_venv()
-    assert checkout.installs() == [".[tensorboard,watch]"]
-
-
-def test_venv_made_by_hand_is_kept(checkout: Checkout) -> None:
-    (checkout.folder / ".venv/bin").mkdir(parents=True)
-    shutil.copy(checkout.fake / "python3", checkout.folder / ".venv/bin/python")
-    for name in ("has-pip", "mine"):
-        (checkout.folder / ".venv" / name).touch()
-    assert checkout.make_venv().returncode == 0
-    assert (checkout.made_venv(), checkout.installs()) == (False, [".[tensorboard,watch]"])
-    assert (checkout.folder / ".venv/mine").exists()
+    assert (checkout.made_venv(), checkout.installs()) == (not is_kept, [".[tensorboard,watch]"])
+    assert (checkout.folder / ".venv/mine").exists() == is_kept
 
 
 def test_missing_venv_module_is_installed_by_root_only(checkout: Checkout, tmp_path: Path) -> None:

@@ -63,6 +63,8 @@ def test_files_named_by_an_index(tmp_path: Path) -> None:
     (tmp_path / "b.safetensors").unlink()
     with pytest.raises(FatalError, match=r"names b\.safetensors, which is missing"):
         StoredWeights(tmp_path)
+    write(tmp_path / FILE_NAME, {"scalar": TENSORS["scalar"]})
+    assert "matrix" not in StoredWeights(tmp_path), "a single file comes first, as in transformers"
 
 
 def test_the_fingerprint_changes_with_the_values(tmp_path: Path) -> None:

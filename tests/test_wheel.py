@@ -117,18 +117,13 @@ def test_a_task_to_start_from(installed: Path, outside: Path) -> None:
     assert "task: ring.py:Ring" in (outside / "ring.yaml").read_text()
 
 
-def test_help(installed: Path, outside: Path) -> None:
-    assert command(installed / "trainkit", "--help", cwd=outside).startswith("Usage: trainkit")
+def test_commands(installed: Path, outside: Path) -> None:
+    def typed(*words: str) -> str:
+        return command(installed / "trainkit", *words, cwd=outside)
 
-
-def test_check_finds_what_ships(installed: Path, outside: Path) -> None:
-    text = command(installed / "trainkit", "check", "outside.yaml", "--show-origin", cwd=outside)
-    assert "_shipped/configs/models/tiny.yaml" in text
-    command(installed / "trainkit", "check", "outside.yaml", "--profile", "smoke", cwd=outside)
-
-
-def test_dry_run(installed: Path, outside: Path) -> None:
-    words = ("submit", "outside.yaml", "--nodes", "2", "--dry-run", "--json")
-    plan = command(installed / "trainkit", *words, cwd=outside)
+    assert typed("--help").startswith("Usage: trainkit")
+    assert "_shipped/configs/models/tiny.yaml" in typed("check", "outside.yaml", "--show-origin")
+    typed("check", "outside.yaml", "--profile", "smoke")
+    plan = typed("submit", "outside.yaml", "--nodes", "2", "--dry-run", "--json")
     assert json.loads(plan)["num_nodes"] == 2
     assert not (outside / "runs").exists()

@@ -133,8 +133,7 @@ def merge_adapters(model: nn.Module) -> None:
     """Add the adapters of `add_adapters` to the weights, in place; the names are again those without them."""
     for name, layer in [(name, item) for name, item in model.named_modules() if _is_adapted(item)]:
         layer.merge()
-        owner, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(owner), leaf, layer.get_base_layer())
+        model.set_submodule(name, layer.get_base_layer())
 
 
 def _adapted_layers(model: nn.Module) -> Iterator[Any]:

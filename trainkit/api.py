@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast, overload
 
 from trainkit.backends.jobs import liveness_probe, query_job_status
 from trainkit.control.cancel import cancel_group, cancel_run
-from trainkit.errors import ConfigError, Problem, TrainkitError, UsageError, notes_as_warnings, warn_caller
+from trainkit.errors import ConfigError, Problem, TrainkitError, UsageError, warn_caller
 from trainkit.formats import rank_list
 from trainkit.function import ARGV, CALL_FILE, CALLS_FOLDER, Call, by_value, dumps, read_pickle, result_file
 from trainkit.observe.group import GroupStatus, PointStatus
@@ -217,12 +217,10 @@ class Run:
         log = self._folder.attempt(max(self._folder.attempt_numbers(), default=0)).rank_log(rank)
         return log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
 
-    @notes_as_warnings()
     def cancel(self, *, now: bool = False, wait: bool = False) -> None:
         """Ask it to save and end, or with `now` kill it; with `wait`, wait until it has ended."""
         cancel_run(create_task_run(self._folder), now=now, wait=wait, warn=warn_caller)
 
-    @notes_as_warnings()
     def resume(self, *, new_code: bool = False, now: bool = False, **options: Any) -> Run:
         """Start its next attempt from the newest intact checkpoint, with `options` as those of `submit`."""
         from trainkit.control.resume import planned_resume, resume_run
@@ -361,12 +359,10 @@ class Group(Sequence[Run]):
         self.wait(timeout_s)
         return [run.result() for run in self]
 
-    @notes_as_warnings()
     def cancel(self, *, now: bool = False, wait: bool = False) -> None:
         """Cancel all runs that have not ended."""
         cancel_group(self._group, now=now, wait=wait)
 
-    @notes_as_warnings()
     def resume(self) -> Group:
         """Run what has not finished, on this machine; on Slurm submit what has not been submitted."""
         from trainkit.control.resume import resume_group
@@ -525,7 +521,6 @@ def _shown(value: Any) -> str | int | float | bool | None:
     return value if isinstance(value, str | int | float | bool | None) else repr(value)
 
 
-@notes_as_warnings()
 def _start(
     given: _Given, points: Iterable[LoadedPoint], array: ArraySpec | None, calls: Mapping[int, Call] = {}
 ) -> Path:

@@ -16,9 +16,7 @@ Workers use further exit codes: see `EXIT_*` below.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 EXIT_OK = 0
@@ -147,7 +145,6 @@ class DivergedError(FatalError):
 
 
 PACKAGE = __name__.partition(".")[0]
-_ARE_WARNINGS = ContextVar("notes are warnings", default=False)
 
 
 def warn_caller(text: str) -> None:
@@ -161,21 +158,5 @@ def warn_caller(text: str) -> None:
 
 
 def print_note(text: str) -> None:
-    """Print a sentence to stderr at once, or warn with it inside `notes_as_warnings`."""
-    if _ARE_WARNINGS.get():
-        try:
-            warn_caller(text)
-            return
-        except Warning:
-            pass  # an error to this program: what the note interrupts may have a job in the queue
+    """Print a sentence to stderr at once."""
     print(text, file=sys.stderr, flush=True)
-
-
-@contextmanager
-def notes_as_warnings() -> Iterator[None]:
-    """For what is called from Python: stderr is that program's, which can filter or show warnings."""
-    token = _ARE_WARNINGS.set(True)
-    try:
-        yield
-    finally:
-        _ARE_WARNINGS.reset(token)

@@ -68,9 +68,8 @@ class StoredWeights:
         digest = hashlib.sha256()
         for file, header in self._headers.items():
             size = file.stat().st_size
-            tail = bytearray(min(TAIL_BYTES, size))
-            _read_exactly(file, tail, size - len(tail))
-            for part in (str(size).encode(), header, tail):
+            tail = min(TAIL_BYTES, size)
+            for part in (str(size).encode(), header, _read(file, size - tail, tail)):
                 digest.update(part)
         return digest.hexdigest()
 
@@ -90,9 +89,9 @@ class StoredWeights:
             start, num_rows = first, last - first
             shape = (num_rows, *shape[1:])
         row_bytes = math.prod(stored.shape[1:]) * stored.dtype.itemsize
-        data = bytearray(math.prod(shape) * stored.dtype.itemsize)
         with _reading(stored.file):
-            _read_exactly(stored.file, data, stored.start + start * row_bytes)
+            num_bytes = math.prod(shape) * stored.dtype.itemsize
+            data = _read(stored.file, stored.start + start * row_bytes, num_bytes)
         flat = torch.frombuffer(data, dtype=stored.dtype) if data else torch.empty(0, dtype=stored.dtype)
         columns = (slice(None), *index[1:])
         return flat.view(shape)[columns] if len(index) > 1 else flat.view(shape)
@@ -100,16 +99,13 @@ class StoredWeights:
     def _add_file(self, file: Path) -> None:
         with _reading(file):
             size = file.stat().st_size
-            length = bytearray(HEADER_LENGTH.size)
-            _read_exactly(file, length, 0)
-            [num_bytes] = HEADER_LENGTH.unpack(length)
+            [num_bytes] = HEADER_LENGTH.unpack(_read(file, 0, HEADER_LENGTH.size))
             if num_bytes > min(MAX_HEADER_BYTES, size):
                 raise ValueError("its header is too long")
-            header = bytearray(num_bytes)
-            _read_exactly(file, header, len(length))
+            header = _read(file, HEADER_LENGTH.size, num_bytes)
             found = json.loads(header)
             found.pop("__metadata__", None)
-            data_start = len(length) + num_bytes
+            data_start = HEADER_LENGTH.size + num_bytes
             for name, item in found.items():
                 first, last = item["data_offsets"]
                 dtype, shape = DTYPES.get(item["dtype"]), tuple(item["shape"])
@@ -152,19 +148,19 @@ def _files(folder: Path) -> list[Path]:
     return files
 
 
-def _read_exactly(file: Path, buffer: bytearray, offset: int) -> None:
-    """Fill a buffer from a position of a file; mapped files are slow on network filesystems."""
+def _read(file: Path, offset: int, num_bytes: int) -> bytearray:
+    """Some bytes of a file; mapped files are slow on network filesystems."""
+    buffer = bytearray(num_bytes)
     view = memoryview(buffer)
-    descriptor = os.open(file, os.O_RDONLY)
-    try:
+    with file.open("rb", buffering=0) as stream:
+        stream.seek(offset)
         while view:
             # Linux reads at most 2 GiB at a time.
-            num_bytes = os.preadv(descriptor, [view], offset)
-            if not num_bytes:
+            count = stream.readinto(view)
+            if not count:
                 raise ValueError("it ends too early")
-            view, offset = view[num_bytes:], offset + num_bytes
-    finally:
-        os.close(descriptor)
+            view = view[count:]
+    return buffer
 
 
 def write_safetensors(

@@ -135,6 +135,8 @@ def test_every_bench_on_a_cpu(tmp_path: Path) -> None:
     assert skipped["skipped"] == "no GPU, or no torchao"
     assert len(masked) == 2
     assert all(row["tokens/s"] > 0 for row in masked)
+    assert [row["keys"] for row in record["parts"]["context"]["rows"]] == [128, 192, 256]
+    assert all(row["mask ms"] > 0 for row in record["parts"]["context"]["rows"])
     if has_transformers:
         [row] = record["parts"]["hugging-face"]["rows"]
         assert (row["loop"], row["tokens/s"] > 0) == ("Hugging Face Trainer", True)

@@ -19,7 +19,7 @@ from trainkit.errors import ConfigError, Problem, UsageError
 from trainkit.plan.facts import Facts
 from trainkit.plan.launch import LaunchPlan, Layout
 from trainkit.plan.layout_rules import parse_layout
-from trainkit.plan.layouts import LONG_SEQUENCE, enumerate_layouts
+from trainkit.plan.layouts import LONG_SEQUENCE
 
 
 def load(folder: Path, *settings: str) -> LoadedConfig:
@@ -72,12 +72,7 @@ def test_every_step_is_of_one_kind_and_one_has_to_be_measured() -> None:
     assert list(length.measured) == list(range(6, 28))
     assert length.first_profiled == 28
     assert length.first_profiled + PROFILED_STEPS - 1 == length.steps
-    assert length.text == "30 per run: 5 warm-up, 22 measured, 3 profiled"
     assert len(BenchLength(5 + PROFILED_STEPS + 1, 5).measured) == 1
-    with pytest.raises(UsageError) as caught:
-        BenchLength(5 + PROFILED_STEPS, 5)
-    assert caught.value.message.startswith("--steps 8: 5 warm-up steps (--warmup) and 3 profiled")
-    assert caught.value.hint == "at least --steps 9"
 
 
 @pytest.mark.parametrize(
@@ -158,16 +153,6 @@ def test_every_way_to_split_four_processes(tmp_path: Path) -> None:
     assert names(planned(tmp_path, 1)) == ["dp_shard=1"]
 
 
-def test_each_layout_is_there_once_and_has_all_processes() -> None:
-    for world_size in (1, 6, 8, 12):
-        found = list(enumerate_layouts(world_size, world_size, splits_sequence=True))
-        assert len(found) == len(set(found))
-        assert {layout.world_size for layout in found} == {world_size}
-    assert len(list(enumerate_layouts(8, 8, splits_sequence=True))) == 35
-    # Tensor parallelism stays within a node.
-    assert {layout.tp for layout in enumerate_layouts(8, 2, splits_sequence=False)} == {1, 2}
-
-
 def test_sequences_are_split_when_they_are_long_or_the_config_does_it(tmp_path: Path) -> None:
     for settings in ((), ("parallel.cp=2",), (f"data.seq_len={LONG_SEQUENCE}",)):
         assert ("cp=4" in names(planned(tmp_path, 4, (), *settings))) == bool(settings)
@@ -243,8 +228,6 @@ def test_what_was_typed_wrong(text: str, message: str) -> None:
     [
         ("tp=3", 4, (), "--layout tp=3: parallel.tp: is 3, which does not divide 4 processes"),
         ("dp_shard=2", 4, (), "dp_shard=2: parallel.dp_shard: is 2: parallel.dp_replicate 1 x 2 = 2,"),
-        ("pp=4,pp_schedule=zbv,pp_microbatches=3", 4, (), "pp_microbatches: is 3, which does not"),
-        ("pp=2,pp_microbatches=8", 2, (), "parallel.pp_microbatches: is 8, which does not divide"),
         ("pp=8", 8, ("train.global_batch_size=4",), "parallel.pp_microbatches: is 4, fewer than the 8"),
     ],
 )

@@ -75,6 +75,11 @@ class Desk:
         """Run `trainkit` to its end, `within` another command."""
         return run_program(*within, *self.argv(*args), cwd=self.folder, env=self.environ, timeout=LIMIT_S)
 
+    def types(self, *args: str, **options: Any) -> subprocess.CompletedProcess[str]:
+        """Run `trainkit` as it is, without the worker in the place of the trainer and of COMMANDs."""
+        argv = [sys.executable, "-m", "trainkit", *args]
+        return run_program(*argv, **{"cwd": self.folder, "env": self.environ, "timeout": 400, **options})
+
     def refused(self, *args: str) -> dict[str, Any]:
         """The error of a command that is refused, in this process: it starts nothing."""
         out = io.StringIO()

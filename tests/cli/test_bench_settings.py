@@ -62,9 +62,7 @@ def test_a_dry_run_lists_the_points_and_those_that_cannot_run(desk: Desk) -> Non
         ),
         (["--sweep", "profiler.ranks=[0],[1]"], "a bench sets profiler.ranks itself"),
         (["--sweep", "train.device_batch_size=0,-1"], "train.device_batch_size"),
-        (["--sweep", "seed=1,2", "--steps", "5"], "--steps 5: 5 warm-up steps"),
         (["--sweep", "seed=1,2", "--repeats", "0"], "--repeats"),
-        (["--sweep", "seed=1,2", "--backend", "submitit"], "does not submit arrays through submitit"),
     ],
 )
 def test_what_was_typed_wrong(desk: Desk, args: list[str], message: str) -> None:

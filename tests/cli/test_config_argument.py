@@ -65,11 +65,6 @@ def test_a_command_is_not_taken_for_a_config(capsys: pytest.CaptureFixture[str])
     assert json.loads(capsys.readouterr().out)["command"] == COMMAND[1:]
 
 
-def test_collect_asks_for_no_config(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "layouts", "--collect", "nowhere"]) == 2
-    assert "config: " not in capsys.readouterr().err
-
-
 def test_one_task_of_a_step_says_which_config(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -23,16 +23,6 @@ def test_cancel_saves_and_ends(desk):
     assert "asked by SIGTERM" in run.attempt(1).rank_log(1).read_text()
 
 
-def test_cancel_of_an_ended_run_says_so(desk):
-    desk.works("")
-    run = desk.submit()
-    desk.wait_for_end(run)
-    done = desk.trainkit("cancel", "small", "--json")
-    assert (done.returncode, json.loads(done.stdout)["state"]) == (0, "ended")
-    assert "has already ended" in done.stderr
-    assert desk.wait_for_end(run)["state"] == "finished"
-
-
 def test_cancel_now_kills_the_whole_tree(desk):
     desk.works("time.sleep(600)")
     run = desk.submit("--nodes", "2", "--gpus-per-node", "2")
@@ -112,10 +102,14 @@ def test_requeue_twice(desk):
     assert desk.status(run)["state"] == "cancelled"
 
 
-def test_requeue_of_an_ended_run_keeps_config_and_plan(desk):
+def test_cancel_of_an_ended_run_says_so_and_requeue_keeps_config_and_plan(desk):
     desk.works("")
     run = desk.submit()
     desk.wait_for_end(run)
+    done = desk.trainkit("cancel", "small", "--json")
+    assert (done.returncode, json.loads(done.stdout)["state"]) == (0, "ended")
+    assert "has already ended" in done.stderr
+    assert desk.wait_for_end(run)["state"] == "finished"
     done = desk.trainkit("requeue", "small")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0] == str(run.path)
@@ -142,6 +136,7 @@ def test_logs_follow_a_run_over_its_attempts(desk):
 
 SPY = """#!{python}
 import json, sys
+assert sys.argv[1:4] == ["dump", "--json", "--pid"]
 pid = int(sys.argv[-1])
 rank = [line for line in open(f"/proc/{{pid}}/environ").read().split("\\0") if line.startswith("RANK=")][0]
 if rank == "RANK=3":

@@ -49,11 +49,6 @@ def typed(terminal: Tmux, text: str, expected: str) -> None:
     terminal.wait_for(expected)
 
 
-def trainkit(desk, *args: str) -> subprocess.CompletedProcess[str]:
-    options = {"cwd": desk.folder, "env": desk.environ, "capture_output": True, "text": True, "timeout": 60}
-    return subprocess.run([*TRAINKIT, *args], stdin=subprocess.DEVNULL, **options)
-
-
 def ended(run: RunDir) -> tuple[str, str]:
     end = wait_for(lambda: read_end(run.attempt(1)), 60)
     return end.state, end.reason
@@ -105,9 +100,7 @@ def test_the_end_of_a_debugger_is_no_crash(desk, terminal, keys, expected):
     assert (state, reason.startswith(expected[1])) == (expected[0], True), reason
     assert not any(run.attempt(1).hangs_dir.glob("*"))
     if reason == "stopped in the debugger":
-        assert (
-            "Stopped in the debugger\na person quit the debugger" in trainkit(desk, "diagnose", "last").stdout
-        )
+        assert "Stopped in the debugger\na person quit the debugger" in desk.types("diagnose", "last").stdout
 
 
 @needs_tmux
@@ -130,7 +123,7 @@ def test_post_mortem(desk, terminal):
 def test_a_job_without_a_terminal(desk, terminal):
     """The chosen rank stops at each breakpoint(), also after its terminal was closed; the other continues."""
     argv = ["--gpus-per-node", "2", "--now", "--", sys.executable, "loop.py"]
-    run = RunDir(trainkit(desk, "submit", *argv).stdout.splitlines()[0])
+    run = RunDir(desk.types("submit", *argv).stdout.splitlines()[0])
     attempt = run.attempt(1)
     wait_for(lambda: len(list(attempt.debugger_dir.glob("rank-*.json"))) == 2)
     waits = f":7: rank 1 waits for `trainkit debug {run.path} --rank 1`"
@@ -139,7 +132,7 @@ def test_a_job_without_a_terminal(desk, terminal):
     path = Path(read_json(record)["socket"])
     assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o600, 0o700)
     assert "breakpoint() for `trainkit debug`" in desk.status(run)["reason"]
-    refused = trainkit(desk, "debug", str(run.path), "--rank", "2")
+    refused = desk.types("debug", str(run.path), "--rank", "2")
     assert refused.returncode == 2
     assert "rank 2 is not at a breakpoint()\n\nhint: ranks 0-1 of this run may be" in refused.stderr
     terminal.type([*TRAINKIT, "debug", str(run.path), "--rank", "1"])
@@ -181,7 +174,7 @@ print("slept", flush=True)
 @pytest.mark.slow(seconds=12)
 def test_forked_processes_take_turns_and_whoever_leaves_keeps_the_terminal(desk, terminal):
     (desk.folder / "loop.py").write_text(FORKS)
-    run = RunDir(trainkit(desk, "submit", "--now", "--", sys.executable, "loop.py").stdout.splitlines()[0])
+    run = RunDir(desk.types("submit", "--now", "--", sys.executable, "loop.py").stdout.splitlines()[0])
     attempt = run.attempt(1)
     wait_for(lambda: len(list(attempt.debugger_dir.glob("rank-0000-*.json"))) == 2)
     for _ in range(2):
@@ -235,16 +228,16 @@ def test_a_job_has_no_debugger_of_its_own(desk):
     (desk.folder / "loop.py").write_text("import pdb\npdb.set_trace()\nprint('over')\n")
     once = ["--now", "--set", "requeue.max_crashes=0"]
     submit = ["submit", *once, "--", sys.executable, "loop.py"]
-    run = RunDir(trainkit(desk, *submit).stdout.splitlines()[0])
+    run = RunDir(desk.types(*submit).stdout.splitlines()[0])
     assert ended(run)[0] == "failed"
-    said = trainkit(desk, "diagnose", "last").stdout
+    said = desk.types("diagnose", "last").stdout
     assert "A debugger without a terminal" in said
     assert f"`trainkit debug {run.path} --rank 0`" in said.replace("runs/loop", str(run.path))
     (desk.folder / "loop.py").write_text("breakpoint()\nprint('over')\n")
     (desk.folder / "mine.py").write_text("def hook():\n    print('my hook')\n")
     for value, printed in (("0", "over\n"), ("mine.hook", "my hook\nover\n")):
         submit[1:1] = ["--set", f"launch.env.PYTHONBREAKPOINT='{value}'"]
-        run = RunDir(trainkit(desk, *submit).stdout.splitlines()[0])
+        run = RunDir(desk.types(*submit).stdout.splitlines()[0])
         assert ended(run)[0] == "finished"
         assert run.attempt(1).rank_log(0).read_text() == printed
         del submit[1:3]
@@ -262,7 +255,7 @@ def test_debugpy(desk, tmp_path):
     )
     desk.environ["PYTHONPATH"] = f"{package.parent}{os.pathsep}{desk.environ['PYTHONPATH']}"
     argv = ["--gpus-per-node", "2", "--debug=debugpy:1", "--", sys.executable, "loop.py"]
-    done = trainkit(desk, "run", *argv)
+    done = desk.types("run", *argv)
     assert done.returncode == 0, done.stderr
     run = RunDir(desk.folder / "runs" / "loop")
     port = LaunchPlan.read(run.plan_file).debug.port

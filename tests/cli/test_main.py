@@ -228,31 +228,29 @@ def test_completion_lists_commands_without_loading_them():
     assert done.stdout == "plain,replay\nplain,report\nplain,requeue\nplain,resume\n"
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("args", [["--help"], ["schema"], ["status", "--json"], ["env", "--json"]])
-def test_an_output_that_does_not_fit_on_the_disk(tmp_path, args, unbuffered):
+def said_on_a_full_disk(folder, *args, unbuffered=""):
+    """The exit code and the standard error of a command whose output finds no space."""
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": unbuffered}
     argv = [sys.executable, "-m", "trainkit", *args]
     with open("/dev/full", "wb") as full:
-        done = subprocess.run(
-            argv, cwd=tmp_path, env=environ, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120
-        )
-    assert done.returncode == 1
-    first, _, hint = done.stderr.partition("\n\n")
+        streams = {"capture_output": False, "stdout": full, "stderr": subprocess.PIPE}
+        done = run_program(*argv, cwd=folder, env=environ, **streams)
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("args", [["--help"], ["schema"], ["status", "--json"], ["env", "--json"]])
+def test_an_output_that_does_not_fit_on_the_disk(tmp_path, args, unbuffered):
+    code, err = said_on_a_full_disk(tmp_path, *args, unbuffered=unbuffered)
+    assert code == 1
+    first, _, hint = err.partition("\n\n")
     assert first == "error: the output cannot be written: No space left on device"
     assert hint.startswith("hint: free space")
 
 
 def test_an_error_that_does_not_fit_on_the_disk_is_printed_to_stderr(tmp_path):
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    argv = [sys.executable, "-m", "trainkit", "logs", "none", "--json"]
-    with open("/dev/full", "wb") as full:
-        done = subprocess.run(
-            argv, cwd=tmp_path, env=environ, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120
-        )
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: ")
-    assert "Traceback" not in done.stderr
+    code, err = said_on_a_full_disk(tmp_path, "logs", "none", "--json")
+    assert (code, err.startswith("error: "), "Traceback" in err) == (2, True, False)
 
 
 @pytest.mark.parametrize("file", [(), ("/run/plan.json",)], ids=["written", "opened"])

@@ -20,24 +20,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_group_has_a_page(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", "mine"]) == 0
-    assert capsys.readouterr().out == f"{place / 'mine' / 'report.html'}\n"
-    assert "3 runs, 1 failed, 2 finished" in (place / "mine" / "report.html").read_text()
-
-
-def test_json_has_the_points_failures_first(capsys: pytest.CaptureFixture[str], place: Path) -> None:
-    assert main(["report", "mine", "--json"]) == 0
-    value = json.loads(capsys.readouterr().out)
-    assert value["report"] == str(place / "mine" / "report.html")
-    assert [(point["index"], point["state"]) for point in value["points"]] == [
-        (2, "failed"),
-        (1, "finished"),
-        (0, "finished"),
-    ]
-    assert value["best"]["values"] == {"optimizer.lr": 3e-4}
-
-
 def test_a_page_that_cannot_be_written(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = place / "mine" / "report.html"
     page.mkdir()

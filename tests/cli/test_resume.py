@@ -48,6 +48,9 @@ def test_resume_on_more_workers_with_another_value(desk):
 def test_a_run_without_a_checkpoint_starts_at_step_0_and_says_so(desk):
     run = ended_run(desk)
     run.plan_file.write_text(json.dumps(read_json(run.plan_file) | {"command": None}))
+    done = desk.trainkit("resume", "small", "--as", "fork")
+    assert (done.returncode, (desk.folder / "fork").exists()) == (2, False)
+    assert "has no intact checkpoint to resume from" in done.stderr
     done = desk.trainkit("resume", "small")
     assert done.returncode == 0, done.stderr
     assert "checkpoint          none yet: training starts at step 0 again" in done.stderr
@@ -93,14 +96,6 @@ def test_fork_starts_from_a_copy_of_the_newest_published_checkpoint(desk):
     assert (fork.checkpoint_dir(200) / "data").samefile(run.checkpoint_dir(200) / "data")
     assert run.attempt_numbers() == [1]
     desk.wait_for_end(fork)
-
-
-def test_fork_without_a_checkpoint_is_refused(desk):
-    ended_run(desk)
-    done = desk.trainkit("resume", "small", "--as", "fork")
-    assert done.returncode == 2
-    assert "has no intact checkpoint to resume from" in done.stderr
-    assert not (desk.folder / "fork").exists()
 
 
 def test_a_finished_run_names_what_extends_it(desk):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from steering import wait_for
 
-from tests.support.programs import is_running, run_program
+from tests.support.programs import is_running
 from trainkit.job.processes import descendants
 from trainkit.job.rank_env import STORE_VARIABLE
 from trainkit.run.files import read_json
@@ -154,8 +154,7 @@ def test_ctrl_c_while_it_loads_is_one_word(desk, module):
         "sys.meta_path.insert(0, Finder())\n"
     )
     environ = {**desk.environ, "PYTHONPATH": f"{desk.folder}:{desk.environ['PYTHONPATH']}"}
-    argv = [sys.executable, "-m", "trainkit", "run", str(desk.config)]
-    done = run_program(*argv, cwd=desk.folder, env=environ)
+    done = desk.types("run", str(desk.config), env=environ)
     assert (done.returncode, done.stdout, done.stderr.strip()) == (130, "", "interrupted")
 
 
@@ -189,7 +188,7 @@ def test_a_folder_that_is_moved_or_deleted_is_not_made_again(desk, is_moved, is_
         assert process.returncode == 1
         assert f"ended: runs/small{' (deleted)' * is_replaced} was deleted" in words
         return
-    assert process.returncode == 0
+    assert process.returncode == 0, words
     assert shown.splitlines()[2:] == ["attempt 1 rank 0", "asked by SIGTERM"]
     reason = f"saved after SIGTERM: its folder was moved to {moved}"
     assert f"stopped: {reason}\n`trainkit resume {moved}` continues it" in words
@@ -215,12 +214,6 @@ def test_the_built_in_trainer_saves_where_its_folder_was_moved(desk):
     newest = published(moved.checkpoints_dir)[-1]
     assert newest.step == read_json(moved.attempt(1).end_file)["step"]
     assert find_damage(newest) == ""
-
-
-def test_config_for_more_nodes_is_refused(desk):
-    done = desk.trainkit("run", str(desk.config), "--set", "resources.nodes=2")
-    assert done.returncode == 2
-    assert "--set resources.nodes=2 asks for 2 nodes, but `trainkit run` uses one" in done.stderr
 
 
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
@@ -282,22 +275,16 @@ for step in range(1, 21):
 """
 
 
-def types(desk, *args):
-    """`trainkit` as it is, without the desk's worker in place of COMMANDs."""
-    argv = [sys.executable, "-m", "trainkit", *args]
-    return run_program(*argv, cwd=desk.folder, env=desk.environ)
-
-
 def test_a_script_in_the_foreground_has_its_name_and_a_curve(desk):
     (desk.folder / "small_train.py").write_text(PRINTS)
-    done = types(desk, "run", "--nproc", "2", "--", sys.executable, "small_train.py", "--lr", "1")
+    done = desk.types("run", "--nproc", "2", "--", sys.executable, "small_train.py", "--lr", "1")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[2:4] == ["rank 0 of 2 --lr 1", "step 1/20 | loss 2.000 | lr 1e-3"]
     assert "config:" not in done.stderr
     assert "(from the log: step, loss, lr; logging.pattern changes it)" in done.stderr
     run = RunDir(desk.folder / "runs/small_train")
     assert (done.stderr.splitlines()[0].split(":")[0], run.exists()) == ("small_train", True)
-    status = json.loads(types(desk, "status", "small_train", "--json").stdout)
+    status = json.loads(desk.types("status", "small_train", "--json").stdout)
     seen = {key: status[key] for key in ("name", "state", "step", "total_steps", "loss")}
     assert seen == {"name": "small_train", "state": "finished", "step": 20, "total_steps": 20, "loss": 0.1}
 
@@ -307,7 +294,7 @@ def test_a_script_keeps_the_name_that_a_config_or_flag_gives(desk):
     (desk.folder / "config.yaml").write_text("device: cpu\n")
     command = ("--dry-run", "--backend", "local", "--", sys.executable, "train.py")
     for options, name in (((), "train"), (("--name", "mine"), "mine"), (("--set", "name=other"), "other")):
-        done = types(desk, "submit", *options, *command)
+        done = desk.types("submit", *options, *command)
         assert done.stderr.startswith("config: config.yaml (in this folder)\n"), done.stderr
         assert f"{name}: 1 node x 1 worker" in done.stdout + done.stderr
 
@@ -317,10 +304,7 @@ def test_a_script_keeps_the_name_that_a_config_or_flag_gives(desk):
     "options", [(), ("--gpus-per-node", "2", "--debug", "1")], ids=["one process", "rank 1 of 2"]
 )
 def test_a_breakpoint_of_a_task_is_in_the_terminal(desk, options):
-    done = subprocess.run(
-        [sys.executable, "-m", "trainkit", "init", "--task", "mine"], cwd=desk.folder, env=desk.environ
-    )
-    assert done.returncode == 0
+    assert desk.types("init", "--task", "mine").returncode == 0
     task = desk.folder / "mine.py"
     at = "        logits = model(x)\n"
     task.write_text(task.read_text().replace(at, f"        breakpoint()\n{at}", 1))

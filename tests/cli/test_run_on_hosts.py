@@ -8,12 +8,12 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from steering import LIMIT_S, Desk, wait_for
 
-from tests.support.programs import is_running, run_program
+from tests.support.programs import is_running
+from trainkit.contrib.drill.inject import find_processes
 from trainkit.job.node.rendezvous import HostPlace, choose_port
 from trainkit.job.step_run import announce
 from trainkit.run.events import read_metrics
@@ -73,20 +73,7 @@ class Hosts:
         self.desk.wait_for_log(self.run, f"attempt {attempt} rank {rank}", attempt, rank)
 
     def pid_of_rank(self, rank: int) -> int:
-        ranks = [
-            int(folder.name)
-            for folder in Path("/proc").iterdir()
-            if folder.name.isdigit() and self._is_rank(folder, rank)
-        ]
-        assert len(ranks) == 1
-        return ranks[0]
-
-    def _is_rank(self, folder: Path, rank: int) -> bool:
-        try:
-            variables = (folder / "environ").read_bytes().split(b"\0")
-        except OSError:
-            return False
-        return {f"RANK={rank}".encode(), f"TRAINKIT_JOB_RUN_DIR={self.run.path}".encode()} <= set(variables)
+        return find_processes(self.run).ranks[rank]
 
     def wait_for_host(self, node_rank: int) -> None:
         """Wait until a host has joined."""
@@ -222,7 +209,8 @@ def test_a_stop_before_the_start_ends_all_hosts(
 def test_two_runs_that_start_at_once_in_one_folder(hosts: Hosts) -> None:
     """And of each the other host first, which finds what an earlier start has announced."""
     hosts.desk.works("")
-    assert [end_of(hosts.start(0, nodes=1))[0]] == [0]
+    assert end_of(hosts.start(0, nodes=1))[0] == 0  # alone
+    assert read_json(hosts.run.attempt(1).plan_file)["backend"] == "hosts"
     ports = [choose_port(), choose_port()]
     for port in ports:
         announce(hosts.run.path.parent, HostPlace(0, 2, hosts.address, port), hosts.run.attempt(1))
@@ -346,13 +334,6 @@ def test_a_host_that_does_not_join_is_named(hosts: Hosts) -> None:
     assert "node rank 1, 2 of 3 did not join within 4 s" in words
 
 
-def test_one_host_runs_alone(hosts: Hosts) -> None:
-    hosts.desk.works("")
-    done = hosts.desk.trainkit("run", str(hosts.desk.config), *hosts.options(0, nodes=1))
-    assert done.returncode == 0, done.stderr
-    assert read_json(hosts.run.attempt(1).plan_file)["backend"] == "hosts"
-
-
 def test_run_is_listed_and_cancelled_like_any_other(hosts: Hosts) -> None:
     both = hosts.start_both()
     assert hosts.desk.status(hosts.run)["state"] == "running"
@@ -460,8 +441,7 @@ def test_the_trainer_computes_the_same_on_hosts_and_saves_on_all(hosts: Hosts) -
         for setting in (*TRAINS, "train.steps=100000", f"train.stop_at_step={saved}")
         for part in ("--set", setting)
     ]
-    argv = [sys.executable, "-m", "trainkit", "submit", "small.yaml", "--nodes", "2", "--follow", *typed]
-    done = run_program(*argv, cwd=hosts.desk.folder, env=hosts.desk.environ)
+    done = hosts.desk.types("submit", "small.yaml", "--nodes", "2", "--follow", *typed)
     assert done.returncode == 0, done.stderr
     curves = [
         [(record["step"], record["loss"]) for record in read_metrics(run)]

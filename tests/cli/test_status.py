@@ -9,11 +9,14 @@ import socket
 from steering import SAVES, wait_for
 
 from trainkit.run.events import log_event
-from trainkit.run.files import append_jsonl, read_json, utc_now, write_json
+from trainkit.run.files import read_json, write_json
 from trainkit.run.rundir import RunDir
 
 
-def test_table_of_all_runs_newest_first(desk):
+def test_all_runs_newest_first(desk):
+    done = desk.trainkit("status")
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "no runs yet" in done.stderr
     desk.submit()
     desk.submit("--name", "other")
     lines = desk.trainkit("status").stdout.splitlines()
@@ -21,12 +24,6 @@ def test_table_of_all_runs_newest_first(desk):
     assert lines[1].split()[1] in ("starting", "running")
     states = json.loads(desk.trainkit("status", "--json").stdout)
     assert [state["name"] for state in states] == ["other", "small"]
-
-
-def test_no_runs(desk):
-    done = desk.trainkit("status")
-    assert (done.returncode, done.stdout) == (0, "")
-    assert "no runs yet" in done.stderr
 
 
 def test_ended_runs_beyond_the_newest_are_counted(desk):
@@ -42,18 +39,6 @@ def test_ended_runs_beyond_the_newest_are_counted(desk):
     assert lines[16:] == ["3 more not shown; --all shows them"]
     assert len(desk.trainkit("status", "--all").stdout.splitlines()) == 1 + 18
     assert len(json.loads(desk.trainkit("status", "--json").stdout)) == 18
-
-
-def test_details(desk):
-    run = desk.submit()
-    log_event(run, 1, "first_step", step=1)
-    record = {"step": 3, "time": utc_now(), "attempt": 1, "loss": 2.5, "tokens_per_s": 1234.5}
-    append_jsonl(run.metrics_file, record)
-    text = desk.trainkit("status", "last").stdout
-    assert "state       running" in text
-    assert "step        3, last metrics" in text
-    assert "loss        2.5000" in text
-    assert "tokens/s    1,234" in text
 
 
 def test_supervisor_that_is_gone_without_a_word_has_died(desk):
@@ -124,20 +109,6 @@ def test_what_others_wrote_controls_no_terminal_and_json_has_no_secrets(desk):
         assert "hunter2" not in values, command
         json.loads(values)
     assert "hunter2" not in desk.trainkit("compare", "small", str(other), "--csv").stdout
-
-
-def test_run_by_folder_name_job_id_and_last_from_anywhere(desk):
-    run = desk.submit()
-    job_id = read_json(run.job_file)["attempts"][0]["job_id"]
-    desk.folder, home = desk.folder / "state", desk.folder
-    for text in (str(run.path), "small", job_id, "last"):
-        assert json.loads(desk.trainkit("status", text, "--json").stdout)["run_dir"] == str(run.path)
-    done = desk.trainkit("status", "smal")
-    desk.folder = home
-    assert (done.returncode, done.stderr) == (
-        2,
-        "error: unknown run 'smal'\n\nhint: did you mean small? `trainkit status` lists the runs\n",
-    )
 
 
 def test_a_name_is_first_of_all_the_run_in_this_folder(desk):

@@ -65,22 +65,6 @@ def test_run_dir_that_holds_a_run_is_refused_untouched(desk):
     assert {path: path.stat().st_mtime_ns for path in run.path.rglob("*")} == before
 
 
-def test_run_dir_that_is_not_empty_or_cannot_be_made_is_refused(desk):
-    (desk.folder / "file").write_text("x")
-    for place in (".", "file", "/proc/nothing/here"):
-        done = desk.trainkit("submit", str(desk.config), "--run-dir", place)
-        assert done.returncode == 2, place
-        assert "hint:" in done.stderr
-
-
-@pytest.mark.parametrize("options", [(), ("--dry-run",), ("--sweep", "seed=1,2", "--dry-run")])
-def test_run_dir_of_a_variable_that_is_not_set(desk, options):
-    done = desk.trainkit("submit", str(desk.config), "--run-dir", "", *options)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: --run-dir is empty\n\nhint: ")
-    assert not (desk.folder / "runs").exists()
-
-
 def test_follow_shows_the_log_and_ends_with_the_job(desk):
     desk.works("for i in range(3): print('step', i, flush=True)\nsys.stdout.write('no newline')")
     done = desk.trainkit("submit", str(desk.config), "--nodes", "2", "--follow")
@@ -161,7 +145,6 @@ def test_odd_folder_names_are_only_names(desk):
 @pytest.mark.slow
 @pytest.mark.smoke
 def test_built_in_trainer_in_slices_on_two_nodes(desk):
-    argv = [sys.executable, "-m", "trainkit"]
     settings = [
         "train.steps=6",
         "train.stop_at_step=3",
@@ -172,13 +155,12 @@ def test_built_in_trainer_in_slices_on_two_nodes(desk):
         "model.preset=nano",
     ]
     first = ["submit", str(desk.config), "--nodes", "2", *(part for s in settings for part in ("--set", s))]
-    options = {"cwd": desk.folder, "env": desk.environ, "capture_output": True, "text": True, "timeout": 400}
-    done = subprocess.run([*argv, *first, "--follow"], **options)
+    done = desk.types(*first, "--follow")
     assert done.returncode == 0, done.stdout + done.stderr
     run = RunDir(done.stdout.splitlines()[0])
     assert read_json(run.attempt(1).end_file)["state"] == "stopped"
     second = ["resume", "last", "--nodes", "1", "--set", "train.stop_at_step=null", "--follow"]
-    done = subprocess.run([*argv, *second], **options)
+    done = desk.types(*second)
     assert done.returncode == 0, done.stdout + done.stderr
     assert read_json(run.attempt(2).end_file)["state"] == "finished"
     steps = [(line["attempt"], line["step"]) for line in read_jsonl(run.metrics_file)]
@@ -191,10 +173,9 @@ def test_built_in_trainer_in_slices_on_two_nodes(desk):
 def test_accelerate_gets_what_the_dry_run_shows_and_after_a_resume_what_was_set(desk):
     names = ["ACCELERATE_MIXED_PRECISION", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "WORLD_SIZE"]
     (desk.folder / "shows.py").write_text(f"import os\nprint('got', *(os.environ.get(n) for n in {names}))\n")
-    options = {"cwd": desk.folder, "env": desk.environ, "capture_output": True, "text": True, "timeout": 400}
 
     def trainkit(*args):
-        done = subprocess.run([sys.executable, "-m", "trainkit", *args], **options)
+        done = desk.types(*args)
         assert done.returncode == 0, done.stdout + done.stderr
         return done
 
@@ -212,16 +193,6 @@ def test_accelerate_gets_what_the_dry_run_shows_and_after_a_resume_what_was_set(
     assert "got bf16 4 None" in run.attempt(2).rank_log(0).read_text()
     assert config.read_text() == before.replace("MULTI_GPU", "'NO'")
     assert (run.attempt(1).path / config.name).read_text() == before
-
-
-def test_a_launcher_refuses_a_key_that_its_tool_has_no_word_for(desk):
-    options = ["--launcher", "deepspeed", "--set", "parallel.tp=2"]
-    done = desk.trainkit("submit", str(desk.config), *options, "--", "p.py", "{ds_config}")
-    assert done.returncode == 2
-    assert (
-        "--set parallel.tp=2: parallel.tp: is 2, which --launcher deepspeed does not pass on" in done.stderr
-    )
-    assert not (desk.folder / "runs").exists()
 
 
 @pytest.mark.parametrize(
@@ -296,11 +267,8 @@ def test_an_editable_install_is_imported_from_the_copy(desk, tmp_path_factory):
     (packages / "deep.pth").write_text(f"{project}/python/deep\n")
     (packages / "finder.py").write_text(FINDER.format(live=str(project)))
     (packages / "first.pth").write_text("import finder\n")
-    argv = ["submit", str(desk.config), "--follow", "--", str(environment / "bin/python"), "train.py"]
-    done = subprocess.run(
-        [sys.executable, "-m", "trainkit", *argv],
-        **{"cwd": project, "env": desk.environ, "capture_output": True, "text": True, "timeout": 60},
-    )
+    python = str(environment / "bin/python")
+    done = desk.types("submit", str(desk.config), "--follow", "--", python, "train.py")
     assert done.returncode == 0, done.stderr
     code = project / "runs/small/code"
     assert done.stdout.splitlines()[2:7] == [

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.support import watched_runs
-from tests.support.programs import run_program
+from tests.support.programs import run_program, wait_for
 from tests.support.tmux import Tmux, needs_tmux, normalized
 from trainkit.backends import jobs as jobs_of_runs
 from trainkit.backends.jobs import SlurmPoller
@@ -101,12 +101,6 @@ def test_textual_is_imported_for_the_screen_only(tmp_path: Path) -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path, timeout=60).returncode == 0
 
 
-def test_an_unknown_run_is_a_usage_error(tmp_path: Path) -> None:
-    done = watch("nothing", cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: unknown run 'nothing'")
-
-
 @needs_tmux
 @pytest.mark.slow(seconds=20)
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (200, 50)])
@@ -189,10 +183,7 @@ def test_a_closed_terminal_ends_it(run: RunDir, tmp_path: Path) -> None:
         terminal.wait_for(r"^progress +step")
         pid = terminal.pid_of("watch")
         terminal.close_window()
-    deadline_s = time.monotonic() + 20
-    while process_stat(pid) is not None:
-        assert time.monotonic() < deadline_s, f"process {pid} is still there"
-        time.sleep(0.05)
+    wait_for(lambda: process_stat(pid) is None, 20)
 
 
 @needs_tmux
@@ -228,6 +219,15 @@ class Slurm:
         return {job_id: JobInfo(job_id, self.state) for job_id in ids}
 
 
+@pytest.fixture
+def slurm(monkeypatch: pytest.MonkeyPatch) -> Slurm:
+    """A Slurm that answers at once, and may be asked as often."""
+    slurm = Slurm()
+    monkeypatch.setattr(jobs_of_runs, "query_jobs_or_warn", slurm.query)
+    monkeypatch.setattr(jobs_of_runs, "MIN_QUERY_INTERVAL_S", 0.0)
+    return slurm
+
+
 def begin(read: Callable[[], object], show: Callable[[object], object], interval_s: float) -> Any:
     ended, is_on = threading.Event(), threading.Event()
     is_on.set()
@@ -236,30 +236,21 @@ def begin(read: Callable[[], object], show: Callable[[object], object], interval
     return ended, is_on
 
 
-def wait_for(is_true: Callable[[], Any]) -> None:
-    deadline_s = time.monotonic() + 20
-    while not is_true():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
-
-
-def test_slurm_is_asked_once_for_many_readings(monkeypatch: pytest.MonkeyPatch) -> None:
-    slurm = Slurm()
-    monkeypatch.setattr(jobs_of_runs, "query_jobs_or_warn", slurm.query)
+def test_slurm_is_asked_once_for_many_readings_and_an_answer_is_about_all_jobs_of_the_question(
+    slurm: Slurm,
+) -> None:
     poller = SlurmPoller()
     assert poller.jobs([]) == {}
     for ids in (["1", "2"], *[["1"], ["2"], ["1", "2"]] * 33):  # some of an earlier answer too
         assert set(ids) <= set(poller.jobs(ids) or {})
     assert slurm.asked == [("1", "2")]
     assert poller.problem is None
+    assert set(poller.jobs(["2", "3"]) or {}) == {"2", "3"}
 
 
-def test_slurm_is_asked_seldom_while_a_job_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in (("MIN_QUERY_INTERVAL_S", 0.0), ("QUERY_INTERVAL_S", 0.0)):
-        monkeypatch.setattr(jobs_of_runs, name, seconds)
-    slurm = Slurm()
+def test_slurm_is_asked_seldom_while_a_job_runs(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs_of_runs, "QUERY_INTERVAL_S", 0.0)
     slurm.state = JobState.PENDING
-    monkeypatch.setattr(jobs_of_runs, "query_jobs_or_warn", slurm.query)
     poller = SlurmPoller()
     wait_for(lambda: poller.jobs(["1"]) and len(slurm.asked) > 3)
     slurm.state = JobState.RUNNING
@@ -273,22 +264,9 @@ def test_slurm_is_asked_seldom_while_a_job_runs(monkeypatch: pytest.MonkeyPatch)
     wait_for(lambda: poller.jobs(["1"]) and len(slurm.asked) > count)
 
 
-def test_an_answer_is_about_all_jobs_of_the_question(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs_of_runs, "MIN_QUERY_INTERVAL_S", 0.0)
-    slurm = Slurm()
-    monkeypatch.setattr(jobs_of_runs, "query_jobs_or_warn", slurm.query)
-    poller = SlurmPoller()
-    assert set(poller.jobs(["1"]) or {}) == {"1"}
-    assert set(poller.jobs(["1", "2"]) or {}) == {"1", "2"}
-    assert set(poller.jobs(["2"]) or {}) >= {"2"}
-
-
-def test_an_outage_says_since_when_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs_of_runs, "MIN_QUERY_INTERVAL_S", 0.0)
-    slurm = Slurm()
+def test_an_outage_says_since_when_and_ends(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
     slurm.is_reachable = False
     monkeypatch.setattr(jobs_of_runs, "QUERY_INTERVAL_S", 0.01)
-    monkeypatch.setattr(jobs_of_runs, "query_jobs_or_warn", slurm.query)
     poller = SlurmPoller()
     assert poller.jobs(["1"]) == {}
     first = poller.problem

@@ -214,23 +214,6 @@ def test_a_folder_that_is_deleted(folder: Path) -> None:
     drive(run, use, size=(120, 30))
 
 
-def test_damaged_lines_are_skipped_and_new_ones_show(folder: Path) -> None:
-    run = watched_runs.running(folder / "runs" / "running")
-    made = watched_runs.Watched.__new__(watched_runs.Watched)
-    made.run, made.number = run, 1
-
-    async def use(pilot: Pilot[Any], app: WatchApp) -> None:
-        await shows(pilot, "step 640 of 2,000")
-        with run.metrics_file.open("ab") as stream:
-            stream.write(b'{"step": 641, "lo\n\xff\xfe[]\n7\n')
-        with run.events_file.open("ab") as stream:
-            stream.write(b"{\n")
-        made.metrics(642, 642)
-        await shows(pilot, "step 642 of 2,000")
-
-    drive(run, use)
-
-
 def test_ctrl_c_is_130() -> None:
     async def use(pilot: Pilot[Any], app: WatchApp) -> None:
         await pilot.press("ctrl+c")

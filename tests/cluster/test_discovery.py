@@ -10,11 +10,8 @@ from trainkit.cluster.discovery import (
     parse_gpus,
     parse_nodes,
     parse_partitions,
-    parse_usable,
-    with_usable,
 )
 from trainkit.cluster.model import Account, Cluster, NodeKind, Qos
-from trainkit.slurm.client import FIELD, RECORD
 
 PARTITIONS = """\
 PartitionName=cpu AllowGroups=staff,hpc AllowAccounts=a,b AllowQos=ALL AllocNodes=ALL Default=NO QoS=N/A \
@@ -32,16 +29,20 @@ SLURM_VERSION           = 23.11.4
 """
 
 
-def node_line(*fields: str) -> str:
-    return FIELD.join(fields) + f"{RECORD}\n"
-
-
-NODES = (
-    node_line("cpu", "2", "32", "128000", "c[1-2]", "(null)", "(null)")
-    + node_line("gpu", "1", "128", "1000000", "g1", "gpu:h100:8(S:0-1)", "ib,h100")
-    + node_line("gpu", "1", "128", "1000000", "g3", "gpu:h100:8(S:0-1)", "ib,h100")
-    + node_line("gpu", "1", "64+", "500000", "g2", "gpu:a100:2,gpu:a100:2,nvme:1", "ib")
+H100 = (
+    "CPUTot=128 AvailableFeatures=ib,h100 Gres=gpu:h100:8(S:0-1) RealMemory=1000000 State=IDLE Partitions=gpu"
 )
+NODES = f"""\
+NodeName=c1 CPUEfctv=30 CPUTot=32 AvailableFeatures=(null) Gres=(null) RealMemory=128000 MemSpecLimit=8000 \
+OS=Linux 6.1 #1 SMP State=DOWN+DRAIN Partitions=cpu Reason=Gres=gpu:8 [root@now]
+NodeName=c2 CPUEfctv=30 CPUTot=32 Gres=(null) RealMemory=128000 MemSpecLimit=8000 Partitions=cpu
+NodeName=g1 {H100}
+NodeName=g2 CPUEfctv=64 CPUTot=64 AvailableFeatures=ib Gres=gpu:a100:2,gpu:a100:2,nvme:1 CoreSpecCount=4 \
+RealMemory=500000 ThreadsPerCore=2 Partitions=gpu,all
+NodeName=g3 {H100}
+NodeName=new CPUTot=0 RealMemory=0 Partitions=odd
+NodeName=spare CPUTot=8 RealMemory=1000
+"""
 
 
 def prints(fake: FakeSlurm, program: str, text: str, when: str = "") -> str:
@@ -55,9 +56,9 @@ def discovered(fake: FakeSlurm, storage: str = "accounting_storage/slurmdbd", sa
         "scontrol",
         prints(fake, "scontrol", CONFIG.format(storage=storage), '[ "$2" = config ] &&')
         + prints(fake, "scontrol", PARTITIONS, '[ "$2" = partition ] &&')
+        + prints(fake, "scontrol", NODES, '[ "$2" = node ] &&')
         + "exit 0",
     )
-    fake.add("sinfo", prints(fake, "sinfo", NODES))
     fake.add("sbatch")
     fake.add(
         "sacctmgr",
@@ -86,13 +87,8 @@ def test_discover_cluster(fake: FakeSlurm) -> None:
         Account("b", False, ("gpu",), ("normal",)),
     )
     assert cluster.qos == (Qos("normal"), Qos("long", 604800, ("time",)))
-
-
-def test_few_calls(fake: FakeSlurm) -> None:
-    discovered(fake)
-    assert sorted(fake.programs) == [
-        *("sacctmgr", "sacctmgr", "sbatch", "scontrol", "scontrol", "scontrol", "sinfo", "srun")
-    ]
+    programs = ["sacctmgr", "sacctmgr", "sbatch", "scontrol", "scontrol", "scontrol", "srun"]
+    assert sorted(fake.programs) == programs
     assert "name=me" in next(call for call in fake.calls if call[0] == "sacctmgr")
 
 
@@ -111,16 +107,14 @@ def test_partitions() -> None:
 
 
 def test_nodes_that_are_alike_are_counted_together() -> None:
-    kinds = parse_nodes(NODES)
-    assert kinds["cpu"] == (NodeKind(2, 32, 128000),)
-    assert kinds["gpu"] == (
-        NodeKind(2, 128, 1000000, {"h100": 8}, ("ib", "h100")),
-        NodeKind(1, 64, 500000, {"a100": 4}, ("ib",)),
-    )
-    # Not part of the comparison.
-    assert [kind.hosts for kind in (*kinds["cpu"], *kinds["gpu"])] == ["c[1-2]", "g1,g3", "g2"]
-    unknown = node_line("cpu", "1", "0", "0", "c1", "(null)", "(null)")
-    assert parse_nodes(unknown)["cpu"] == (NodeKind(1),)
+    """With the CPUs and memory that jobs can use."""
+    a100 = NodeKind(1, 56, 500000, {"a100": 4}, ("ib",))
+    assert parse_nodes(NODES) == {
+        "cpu": (NodeKind(2, 30, 120000),),
+        "gpu": (NodeKind(2, 128, 1000000, {"h100": 8}, ("ib", "h100")), a100),
+        "all": (a100,),
+        "odd": (NodeKind(1),),
+    }
 
 
 @pytest.mark.parametrize(
@@ -171,31 +165,3 @@ def test_has_slurm(fake: FakeSlurm, body: str | None, answer: bool) -> None:
     if body is not None:
         fake.add("sbatch", body)
     assert has_slurm() is answer
-
-
-USABLE = """\
-NodeName=c1 CPUAlloc=0 CPUEfctv=30 CPUTot=32 RealMemory=128000 AllocMem=0 MemSpecLimit=8000 OS=Linux
-NodeName=g1 CPUAlloc=0 CPUTot=128 RealMemory=1000000 AllocMem=0 State=IDLE
-NodeName=g2 CPUEfctv=64 CPUTot=64 CoreSpecCount=4 ThreadsPerCore=2 RealMemory=500000
-NodeName=down CPUTot=0 RealMemory=1
-"""
-
-
-def test_usable_resources_of_a_node() -> None:
-    assert parse_usable(USABLE) == {"c1": (30, 120000), "g1": (128, 1000000), "g2": (56, 500000)}
-
-
-def test_one_node_of_each_kind_is_queried(fake: FakeSlurm) -> None:
-    fake.add("scontrol", prints(fake, "scontrol", USABLE))
-    kinds = with_usable(parse_nodes(NODES), 10)
-    assert [call[-1] for call in fake.calls] == ["c1,g1,g2"]
-    assert [(kind.cpus, kind.mem_mib) for kind in kinds["cpu"]] == [(30, 120000)]
-    assert [(kind.cpus, kind.mem_mib) for kind in kinds["gpu"]] == [(128, 1000000), (56, 500000)]
-
-
-def test_without_an_answer_everything_is_usable(fake: FakeSlurm) -> None:
-    fake.add("scontrol", "exit 1")
-    kinds = parse_nodes(NODES)
-    assert with_usable(kinds, 10) == kinds
-    assert with_usable({}, 10) == {}
-    assert len(fake.calls) == 1

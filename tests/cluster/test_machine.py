@@ -1,10 +1,11 @@
 """Cores and GPUs of this machine, as far as they can be known without a GPU."""
 
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from tests.support.fake_gpus.pynvml import FakeNvml
 from trainkit.cluster.machine import (
     NVIDIA_DRIVER,
     cgroup_cpu_quota,
@@ -13,31 +14,9 @@ from trainkit.cluster.machine import (
     visible_names,
 )
 
-
-class FakeNvml(SimpleNamespace):
-    """A driver with three GPUs, the first of which is cut into slices."""
-
-    NVMLError = RuntimeError
-    uuids = ("GPU-aaa1", "GPU-bbb2", "GPU-bbc3")
-
-    def nvmlDeviceGetCount(self) -> int:
-        return 3
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> str:
-        if index >= 3:
-            raise RuntimeError("Invalid Argument")
-        return "ABC"[index]
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
-        if not uuid.startswith("MIG-"):
-            raise RuntimeError("Not Found")
-        return "MIG device"
-
-    def nvmlDeviceGetUUID(self, gpu: str) -> str:
-        return self.uuids["ABC".index(gpu)]
-
-    def nvmlDeviceGetName(self, gpu: str) -> str:
-        return gpu
+UUIDS = ("GPU-aaa1", "GPU-bbb2", "GPU-bbc3")
+GPUS: list[dict[str, Any]] = [{"Name": name, "UUID": uuid} for name, uuid in zip("ABC", UUIDS, strict=True)]
+GPUS[0]["slices"] = ("MIG-1", "MIG-2")
 
 
 @pytest.mark.parametrize(
@@ -52,12 +31,12 @@ class FakeNvml(SimpleNamespace):
         ("0, 1", ("A", "B")),
         ("GPU-bbc", ("C",)),
         ("GPU-nope,0", ()),
-        ("MIG-1,MIG-2", ("MIG device", "MIG device")),
+        ("MIG-1,MIG-2", ("A", "A")),
         ("NoDevFiles", ()),
     ],
 )
 def test_visible_devices(chosen: str | None, names: tuple[str, ...]) -> None:
-    assert visible_names(FakeNvml(), chosen) == names
+    assert visible_names(FakeNvml(*GPUS), chosen) == names
 
 
 def test_cgroup_quota_is_the_smallest_of_the_path(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -130,49 +131,36 @@ def test_what_is_no_yaml(tmp_path: Path) -> None:
 
 WORDS = st.text(st.characters(codec="utf-8", exclude_categories=("C", "Z")), min_size=1, max_size=8)
 NAMES = st.lists(WORDS, unique=True, max_size=3).map(tuple)
-KINDS = st.builds(
-    NodeKind,
-    count=st.integers(1, 10**4),
-    cpus=st.none() | st.integers(1, 512),
-    mem_mib=st.none() | st.integers(1, 10**7),
-    gpus=st.dictionaries(WORDS | st.just(""), st.integers(1, 16), max_size=2),
-    features=NAMES,
-)
-PARTITIONS = st.builds(
+NUMBERS = st.none() | st.integers(1, 10**8)
+GPUS = st.dictionaries(WORDS | st.just(""), st.integers(1, 16), max_size=2)
+
+
+def named(kind: type, *more: st.SearchStrategy[Any], **fields: st.SearchStrategy[Any]) -> Any:
+    """Some with different names."""
+    made = st.builds(kind, WORDS, *more, **fields)
+    return st.lists(made, min_size=1, max_size=3, unique_by=lambda item: item.name).map(tuple)
+
+
+KINDS = st.builds(NodeKind, st.integers(1, 10**4), NUMBERS, NUMBERS, GPUS, NAMES)
+PARTITIONS = named(
     Partition,
-    name=WORDS,
-    is_default=st.booleans(),
-    is_hidden=st.booleans(),
-    max_time_s=st.none() | st.integers(1, 10**8),
-    default_time_s=st.none() | st.integers(1, 10**8),
-    max_nodes=st.none() | st.integers(1, 100),
-    max_cpus_per_node=st.none() | st.integers(1, 100),
+    *(st.booleans(), st.booleans()),
+    **dict.fromkeys(("max_time_s", "default_time_s", "max_nodes", "max_cpus_per_node"), NUMBERS),
     nodes=st.lists(KINDS, max_size=3).map(tuple),
     allowed_qos=st.none() | NAMES,
     denied_qos=NAMES,
 )
-QOS = st.builds(
-    Qos,
-    WORDS,
-    st.none() | st.integers(1, 10**8),
-    st.sampled_from([(), ("time",), ("nodes",), ("time", "nodes")]),
-)
+OVERRIDES = st.sampled_from([(), ("time",), ("nodes",), ("time", "nodes")])
 CLUSTERS = st.builds(
     Cluster,
-    name=WORDS,
-    partitions=st.lists(PARTITIONS, min_size=1, max_size=3, unique_by=lambda item: item.name).map(tuple),
-    gpu_option=st.sampled_from(["gpus-per-node", "gres"]),
-    accounts=st.none()
-    | st.lists(
-        st.builds(Account, WORDS, st.booleans(), st.none() | NAMES, st.none() | NAMES),
-        min_size=1,
-        max_size=3,
-        unique_by=lambda item: item.name,
-    ).map(tuple),
-    qos=st.none() | st.lists(QOS, min_size=1, max_size=3, unique_by=lambda item: item.name).map(tuple),
-    slurm_version=st.sampled_from([(22, 5, 8), (24, 11, 0), (25, 11, 10)]),
-    containers=st.sampled_from([(), ("apptainer",), ("pyxis", "enroot"), ("singularity",)]),
-    has_modules=st.booleans(),
+    WORDS,
+    PARTITIONS,
+    st.sampled_from(["gpus-per-node", "gres"]),
+    st.none() | named(Account, st.booleans(), st.none() | NAMES, st.none() | NAMES),
+    st.none() | named(Qos, NUMBERS, OVERRIDES),
+    st.sampled_from([(22, 5, 8), (24, 11, 0), (25, 11, 10)]),
+    st.sampled_from([(), ("apptainer",), ("pyxis", "enroot"), ("singularity",)]),
+    st.booleans(),
 )
 
 

@@ -7,14 +7,14 @@ import pytest
 from tests.support.fake_slurm import FakeSlurm
 from trainkit.cluster.discovery import parse_assoc_mgr, parse_qos, query_cluster
 from trainkit.cluster.model import Account, Qos
-from trainkit.slurm.client import FIELD, RECORD, SlurmUnreachable
+from trainkit.slurm.client import SlurmUnreachable
 
 CONFIG = "ClusterName = west\nSLURM_VERSION = 23.11.4\nAccountingStorageEnforce = {enforce}\n"
 PARTITIONS = (
     "PartitionName=gpu Default=YES Hidden=NO MaxTime=1-00:00:00 MaxCPUsPerNode=24 TotalNodes=2 State=UP\n"
     "PartitionName=secret Default=NO Hidden=YES MaxTime=UNLIMITED MaxCPUsPerNode=UNLIMITED State=UP\n"
 )
-NODES = FIELD.join(("gpu", "2", "32", "128000", "g[1-2]", "gpu:h100:4", "(null)")) + f"{RECORD}\n"
+NODES = 2 * "CPUTot=32 AvailableFeatures=(null) Gres=gpu:h100:4 RealMemory=128000 Partitions=gpu\n"
 ASSOCIATIONS = """\
 Current Association Manager state
 Association Records
@@ -35,12 +35,11 @@ def slurm(
 ) -> FakeSlurm:
     for name, text in (
         *(("config", CONFIG.format(enforce=enforce)), ("partition", PARTITIONS)),
-        *(("nodes", NODES), ("assoc_mgr", accounts)),
+        *(("node", NODES), ("assoc_mgr", accounts)),
     ):
         (fake.folder / name).write_text(text)
     # The word that says what is shown stands at another place with an option before it.
     fake.add("scontrol", '[ "$1" = show ] && what=$2 || what=$3; /bin/cat "$here/$what"')
-    fake.add("sinfo", '/bin/cat "$here/nodes"')
     return fake
 
 
@@ -57,11 +56,8 @@ def test_without_accounts(fake: FakeSlurm) -> None:
     )
     assert (secret.max_cpus_per_node, secret.is_hidden) == (None, True)
     assert (cluster.accounts, cluster.qos) == (None, None)
-    assert sorted(call[:3] for call in fake.calls) == [
-        ["scontrol", "--oneliner", "show"],
-        ["scontrol", "show", "config"],
-        ["scontrol", "show", "partition"],
-        ["sinfo", "--all", "--noheader"],
+    assert sorted(call[1:3] for call in fake.calls) == [
+        ["show", name] for name in ("config", "node", "partition")
     ]
 
 
@@ -70,7 +66,7 @@ def test_with_accounts(fake: FakeSlurm) -> None:
     cluster = query_cluster(with_accounts=True)
     assert cluster.accounts == (Account("physics", True), Account("chem", False, ("gpu", "big")))
     assert cluster.qos == (Qos("normal", None, None), Qos("brief", 600, None))
-    assert len(fake.calls) == 5
+    assert len(fake.calls) == 4
 
 
 def test_accounts_that_are_not_known(fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,16 +87,15 @@ def test_the_commands_run_in_parallel(fake: FakeSlurm, monkeypatch: pytest.Monke
         'what=$2; : > "$here/began.$$"; tries=0; set -- "$here"/began.*; while [ $# -lt 3 ]; do '
         'tries=$((tries+1)); [ $tries -lt 600 ] || exit 1; /bin/sleep 0.1; set -- "$here"/began.*; done; '
     )
-    slurm(fake).add("sinfo", meet + '/bin/cat "$here/nodes"')
-    fake.add("scontrol", '[ "$1" = show ] || exit 1; ' + meet + '/bin/cat "$here/$what"')
+    slurm(fake).add("scontrol", meet + '/bin/cat "$here/$what"')
     assert query_cluster().name == "west"
 
 
 def test_a_command_that_does_not_answer(fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainkit.cluster.discovery.CLUSTER_TIMEOUT_S", 2.0)
-    slurm(fake).add("sinfo", "exec /bin/sleep 30")
+    slurm(fake).add("scontrol", '[ "$2" = node ] && exec /bin/sleep 30; /bin/cat "$here/$2"')
     begin = time.monotonic()
-    with pytest.raises(SlurmUnreachable, match="`sinfo` did not answer within"):
+    with pytest.raises(SlurmUnreachable, match="`scontrol` did not answer within"):
         query_cluster()
     assert time.monotonic() - begin < 7
 

@@ -13,13 +13,12 @@ from trainkit.cluster.model import Account, Cluster, NodeKind, Partition, Qos
 from trainkit.cluster.profile import known_cluster, user_folder
 from trainkit.config import LoadedConfig, load_config
 from trainkit.errors import ConfigError, UsageError
-from trainkit.slurm.client import FIELD, RECORD
 
 ANSWERS = {
     "config": "ClusterName = west\nSLURM_VERSION = 23.11.4\nAccountingStorageEnforce = associations\n"
     "AccountingStorageType = accounting_storage/slurmdbd\nSelectType = select/linear\n",
     "partition": "PartitionName=gpu Default=YES MaxTime=01:00:00 MaxNodes=1 TotalNodes=2 State=UP\n",
-    "nodes": FIELD.join(("gpu", "2", "32", "128000", "g[1-2]", "gpu:h100:4", "ib")) + f"{RECORD}\n",
+    "node": 2 * "CPUTot=32 AvailableFeatures=ib Gres=gpu:h100:4 RealMemory=128000 Partitions=gpu\n",
     "assoc_mgr": "ClusterName=west Account=physics UserName={user}(0) Partition= DefAssoc=Yes\n"
     "QOS=long(1) MaxWallPJ=\n",
 }
@@ -37,7 +36,6 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     for name, text in ANSWERS.items():
         (fake.folder / name).write_text(text.format(user="me"))
     fake.add("scontrol", '[ "$1" = show ] && what=$2 || what=$3; /bin/cat "$here/$what"')
-    fake.add("sinfo", '/bin/cat "$here/nodes"')
     fake.add("sbatch", "echo slurm 23.11.4")
     fake.add("srun", "echo --container-image")
     fake.add(
@@ -65,7 +63,7 @@ def test_from_slurm(slurm: FakeSlurm) -> None:
         slurm_version=(23, 11, 4),
         reason="west: no profile found, so Slurm was queried (`trainkit init` writes a profile)",
     )
-    assert sorted(slurm.programs) == ["scontrol", "scontrol", "scontrol", "sinfo"]
+    assert slurm.programs == ["scontrol"] * 3
 
 
 def test_accounts_only_where_one_is_named(slurm: FakeSlurm) -> None:
@@ -92,26 +90,37 @@ def test_clusters_that_a_job_can_be_sent_to(slurm: FakeSlurm) -> None:
     for names in (["east"], ["east", "west"]):
         found = known(slurm, f"resources.clusters={','.join(names)}")
         assert bool(found.bad_nodes) == (len(names) == 1)
-    assert {call[1] for call in slurm.calls if call[0] in ("scontrol", "sinfo")} == {"--clusters=east"}
+    assert {call[1] for call in slurm.calls if call[0] == "scontrol"} == {"--clusters=east"}
 
 
 WITHOUT = "You are not running a supported accounting_storage plugin"
 
 
 @pytest.mark.parametrize(
-    ("names", "sacctmgr", "conf", "message", "hint"),
+    ("names", "sacctmgr", "variable", "message", "hint"),
     [
-        ("west,esat", "echo west; echo east", True, "names esat, which Slurm's accounting does not", "east"),
-        ("east", f"echo {WITHOUT} >&2; exit 1", True, f"find another cluster: sacctmgr: {WITHOUT}", "remove"),
-        ("east", "echo east", False, "no slurm.conf tells which cluster this is", "SLURM_CONF"),
+        ("west,esat", "echo west; echo east", None, "names esat, which Slurm's accounting does not", "east"),
+        ("east", f"echo {WITHOUT} >&2; exit 1", None, f"find another cluster: sacctmgr: {WITHOUT}", "remove"),
+        ("east", "echo east", "SLURM_CONF", "no slurm.conf tells which cluster this is", "SLURM_CONF"),
+        *(
+            ("east", "echo east", name, "while the environment names several clusters: a,b", f"unset {both}")
+            for both in ["SLURM_CLUSTERS SBATCH_CLUSTERS"]
+            for name in both.split()
+        ),
     ],
 )
 def test_clusters_that_it_cannot(
-    slurm: FakeSlurm, names: str, sacctmgr: str, conf: bool, message: str, hint: str
+    slurm: FakeSlurm,
+    monkeypatch: pytest.MonkeyPatch,
+    names: str,
+    sacctmgr: str,
+    variable: str | None,
+    message: str,
+    hint: str,
 ) -> None:
     slurm.add("sacctmgr", sacctmgr)
-    if not conf:
-        (slurm.folder / "slurm.conf").write_text("")
+    if variable is not None:
+        monkeypatch.setenv(variable, "/dev/null" if variable == "SLURM_CONF" else "a,b")
     with pytest.raises(ConfigError) as caught:
         known(slurm, f"resources.clusters={names}")
     (problem,) = caught.value.problems
@@ -121,23 +130,10 @@ def test_clusters_that_it_cannot(
     assert slurm.programs == ["sacctmgr"]
 
 
-@pytest.mark.parametrize("variable", ["SLURM_CLUSTERS", "SBATCH_CLUSTERS"])
-def test_clusters_of_the_environment_too(
-    slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, variable: str
-) -> None:
-    slurm.add("sacctmgr", "echo west; echo east")
-    monkeypatch.setenv(variable, "west,east")
-    with pytest.raises(ConfigError) as caught:
-        known(slurm, "resources.clusters=east")
-    (problem,) = caught.value.problems
-    assert problem.message == "cannot be used while the environment names several clusters: west,east"
-    assert problem.hint == "unset SLURM_CLUSTERS SBATCH_CLUSTERS"
-
-
 def test_slurm_that_is_away(slurm: FakeSlurm) -> None:
-    slurm.add("sinfo", "echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1")
+    slurm.add("scontrol", "echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1")
     found = known(slurm)
-    words = "sinfo cannot reach Slurm: Unable to contact slurm controller (connect failure)"
+    words = "scontrol cannot reach Slurm: Unable to contact slurm controller (connect failure)"
     assert found.partitions == ()
     assert found.error == f"Slurm did not answer ({words})"
     assert found.reason == (f"unknown: Slurm did not answer, so no limits were checked ({words})")

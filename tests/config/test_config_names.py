@@ -1,12 +1,11 @@
-"""Which file CONFIG stands for: a file, a shipped config by its name, or the default of the folder."""
+"""Which file CONFIG stands for: a file, or a shipped config by its name."""
 
 from pathlib import Path
 
 import pytest
 
 from trainkit.config import load_config
-from trainkit.errors import ConfigError
-from trainkit.folders import default_config, find_shipped_config, shipped_config_names, shipped_configs
+from trainkit.folders import find_shipped_config, shipped_config_names, shipped_configs
 
 
 @pytest.mark.parametrize(
@@ -42,34 +41,6 @@ def test_a_file_wins_over_a_shipped_config(tmp_path: Path) -> None:
     assert load_config("models/8b.yaml", cwd=tmp_path, environ={}).config.seed == 2
     # A folder is no config, and the shipped names in it still stand for what ships.
     assert load_config("models/7b", cwd=tmp_path, environ={}).config.model.preset == "7b"
-
-
-@pytest.mark.parametrize("name", ["quickstart", "models/tiny", "models/tiny.yaml"])
-def test_extends_takes_the_same_names(name: str, tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text(f"extends: {name}\n")
-    assert load_config("run.yaml", cwd=tmp_path, environ={}).config.model.preset == "tiny"
-
-
-@pytest.mark.parametrize(
-    ("name", "problem"),
-    [
-        ("no/zzz.yaml", "/no; shipped configs: quickstart, models/125m, "),
-        ("zzz", "hint: shipped configs: quickstart, models/125m, "),
-    ],
-)
-def test_a_missing_config(name: str, problem: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as error:
-        load_config(name, cwd=tmp_path, environ={})
-    assert error.value.message.startswith(f"{name}: no such ")
-    assert problem in error.value.message
-
-
-def test_the_default_of_a_folder(tmp_path: Path) -> None:
-    assert default_config(tmp_path) == ("quickstart", "shipped")
-    (tmp_path / "first-run.yaml").touch()
-    assert default_config(tmp_path) == ("first-run.yaml", "written by `trainkit init`")
-    (tmp_path / "config.yaml").touch()
-    assert default_config(tmp_path) == ("config.yaml", "in this folder")
 
 
 def test_every_name_that_is_listed_is_found() -> None:

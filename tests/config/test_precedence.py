@@ -131,7 +131,7 @@ def test_named_flags(tmp_path: Path) -> None:
 def test_set_value(tmp_path: Path, text: str, value: object) -> None:
     from trainkit.config.layers import Layers
 
-    assert Layers(tmp_path).flags([text], {}).plain() == {"a": value}
+    assert Layers(tmp_path).flags([text], {})[0].plain() == {"a": value}
 
 
 def test_a_section_with_nothing_in_it_asks_nothing(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ import json
 import random
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from trainkit.config.training import DataConfig
@@ -76,21 +75,6 @@ def test_text_files_have_their_byte(tmp_path: Path) -> None:
         str(folder / "a.txt"),
         str(folder / "b.txt"),
     }
-
-
-def test_a_mixture_has_the_documents_of_its_parts(tmp_path: Path) -> None:
-    for name, seed in (("a", 1), ("b", 2)):
-        write_rows(tmp_path / f"{name}.jsonl", lines(40, seed))
-    weights = {str(tmp_path / "a.jsonl"): 0.5, str(tmp_path / "b.jsonl"): 0.5}
-    config = config_of(tmp_path, weights)
-    data = open_dataset(config, SEQ_LEN, "train")
-    found = SampleSources(config, data)
-    for index in range(data.num_samples):
-        tokens = data.read(np.array([index]))[0]
-        documents = found.documents(index)
-        text = b"".join(document.text.encode() for document in documents if "�" not in document.text)
-        if not any("�" in document.text for document in documents):
-            assert text == bytes(token for token in tokens.tolist() if token < 256)
 
 
 def test_a_prepared_folder_and_one_of_an_older_version(tmp_path: Path) -> None:

@@ -70,18 +70,6 @@ def test_positions_go_through_epochs_of_every_source(data_config, texts):
         assert np.array_equal(own, part.read(index))
 
 
-def test_any_read_sees_the_same_samples(data_config, texts):
-    config = data_config(source=dict(zip(texts, (0.5, 0.2, 0.3), strict=True)))
-    data = open_dataset(config, 16, "train")
-    whole = data.sample_index(np.arange(600), 3, True)
-    cuts = [data.sample_index(np.arange(start, start + 50), 3, True) for start in range(0, 600, 50)]
-    assert np.array_equal(whole, np.concatenate(cuts))
-    strided = [data.sample_index(np.arange(rank, 600, 4), 3, True) for rank in range(4)]
-    assert np.array_equal(whole, np.stack(strided, axis=1).ravel())
-    again = open_dataset(config, 16, "train", checks_sizes=False)
-    assert np.array_equal(whole, again.sample_index(np.arange(600), 3, True))
-
-
 def test_without_shuffle_every_source_is_read_in_order(data_config, texts):
     config = data_config(source={texts[0]: 1, texts[1]: 1}, val_fraction=0.0)
     data = open_dataset(config, 16, "train")

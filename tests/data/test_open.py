@@ -124,7 +124,7 @@ def test_cache_that_cannot_be_written(data_config, tmp_path):
 def test_what_a_killed_prepare_left_is_used(data_config, tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("hello\n" * 100)
     config = data_config(source=str(tmp_path / "a.txt"))
-    monkeypatch.setattr("trainkit.data.prepare.run_unit", lambda job: 1 / 0)
+    monkeypatch.setattr("trainkit.data.prepare.run_unit", lambda folder, unit: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         ensure_prepared(config)
     monkeypatch.undo()

@@ -95,7 +95,8 @@ def test_cuts_lose_nothing_and_workers_do_not_matter(tmp_path, write, form, unit
 def test_planning_opens_no_table(tmp_path):
     with (tmp_path / "a.parquet").open("wb") as stream:
         stream.truncate(20 << 30)  # sparse, and not Parquet
-    assert len(plan_units(find_inputs(DatasetSpec((str(tmp_path),))), 0.1)) == 20 * 16
+    spec = DatasetSpec((str(tmp_path),), val_fraction=0.1)
+    assert len(plan_units(spec, find_inputs(spec))) == 20 * 16
 
 
 def test_changed_content_is_noticed(tmp_path, write):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from trainkit.data import units
 from trainkit.data.sources import DatasetSpec, find_inputs
-from trainkit.data.units import SpanReader, plan_units
+from trainkit.data.units import plan_units
 
 SETTINGS = settings(
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -23,9 +23,8 @@ def read_all(paths, unit_bytes, val_fraction=0.0):
     spec = DatasetSpec(tuple(str(path) for path in paths), val_fraction=val_fraction)
     inputs = find_inputs(spec)
     found, pieces = [], []
-    for unit in plan_units(inputs, val_fraction, unit_bytes):
-        for number, part in enumerate(unit.spans):
-            reader = SpanReader(inputs[part.input], part, unit.index, number, val_fraction, "text")
+    for unit in plan_units(spec, inputs, unit_bytes):
+        for reader in unit.readers():
             for piece in reader:
                 pieces.append(piece.text)
                 if piece.ends_document:
@@ -76,7 +75,8 @@ def test_compressed_text_is_split_like_the_plain_one(tmp_path, text, val_fractio
 def test_small_files_share_a_unit(tmp_path):
     for number in range(100):
         (tmp_path / f"{number:02d}.txt").write_text("x" * 10)
-    units = plan_units(find_inputs(DatasetSpec((str(tmp_path),))), 0.0, unit_bytes=95)
+    spec = DatasetSpec((str(tmp_path),))
+    units = plan_units(spec, find_inputs(spec), unit_bytes=95)
     assert len(units) == 12
     assert Counter(part.input for unit in units for part in unit.spans) == Counter(range(100))
     assert sum(unit.num_bytes for unit in units) == 1000
@@ -92,5 +92,6 @@ def test_planning_reads_little(tmp_path):
     path = Path(tmp_path / "a.txt")
     with path.open("wb") as stream:
         stream.truncate(20 << 30)  # sparse: 20 GiB that take no room and would take long to read
-    units = plan_units(find_inputs(DatasetSpec((str(path),))), 0.0)
+    spec = DatasetSpec((str(path),))
+    units = plan_units(spec, find_inputs(spec))
     assert len(units) == 20 * 16

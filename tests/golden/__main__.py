@@ -72,7 +72,6 @@ PROGRAMS = {
     "squeue": '/bin/cat "$0.txt"',
     "sacct": "",
     "sbatch": "",
-    "sinfo": '/bin/cat "$0.txt"',
     # The word that says what is shown stands at another place with an option before it.
     "scontrol": '[ "$1" = show ] && what=$2 || what=$3; /bin/cat "$0-$what.txt"',
 }

@@ -23,6 +23,7 @@ from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.trainer.checkpoint.loader import load_tensors
 from trainkit.trainer.checkpoint.saver import CheckpointSaver, SaveRequest
 from trainkit.trainer.distributed import World
+from trainkit.trainer.parallel.context import attention_to_last, masked_attention_to_last
 from trainkit.trainer.simulate import simulate
 from trainkit.trainer.stateless_random import dropout
 
@@ -112,6 +113,15 @@ def test_tf32_is_another_rounding(tmp_path: Path) -> None:
     assert ("TF32" in log_text(attempt)) == (KIND == "cuda")
 
 
+@pytest.mark.skipif(KIND != "cuda", reason="float8 needs a GPU; emulated in tests/trainer")
+def test_weights_gathered_in_float8_are_those_that_are_cast_after(tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    options = [ON_DEVICE, "precision.dtype=bf16", "train.steps=6", "parallel.compile=false", *MESH]
+    for ways in ("true", "gather"):
+        train(tmp_path / ways, [*options, f"precision.float8={ways}"])
+    assert losses(tmp_path / "gather") == losses(tmp_path / "true")
+
+
 def test_the_mask_of_documents_is_computed_or_read(tmp_path: Path) -> None:
     """Compiled for a GPU, in half precision, attention computes the mask; otherwise it reads it."""
     options = [ON_DEVICE, "precision.dtype=bf16", "train.steps=8", "data.document_mask=true"]
@@ -136,6 +146,23 @@ def test_dropout_masks_are_those_of_a_cpu() -> None:
     keys = torch.arange(4, dtype=torch.int32)
     expected = dropout(x, 0.3, keys, 7)
     assert torch.equal(dropout(x.to(DEVICE), 0.3, keys.to(DEVICE), 7).cpu(), expected)
+
+
+def test_attention_to_the_last_keys() -> None:
+    """As context-parallel ranks compute it, on Hopper by two calls of cuDNN that are merged."""
+    dtype = torch.bfloat16 if KIND == "cuda" else torch.float32
+    sizes = ((8, 256), (2, 1024), (2, 1024))
+    q, k, v = (torch.randn(2, heads, length, 128, device=DEVICE, dtype=dtype) for heads, length in sizes)
+    inputs = [item.requires_grad_() for item in (q, k, v)]
+    to_last = attention_to_last(DEVICE, dtype, head_dim=128)
+    found, expected = to_last(*inputs), masked_attention_to_last(*(item.double() for item in inputs))
+    weights = torch.randn_like(found)
+    pairs = zip(
+        (found, *torch.autograd.grad((found * weights).sum(), inputs)),
+        (expected, *torch.autograd.grad((expected * weights).sum(), inputs)),
+        strict=True,
+    )
+    assert all((one - other).norm() < 0.01 * other.norm() for one, other in pairs)
 
 
 def test_an_asynchronous_save_has_the_values_of_the_call(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import TypeVar
 import pytest
 
 from tests.support.nfs import FAST_S, nfs_clients
+from tests.support.runs import launch_plan
 from trainkit.job import hangs
 from trainkit.job.claim_attempt import claim_attempt
 from trainkit.job.failure.records import first_exit_code
@@ -21,7 +22,7 @@ from trainkit.job.node.host_rendezvous import host_rendezvous
 from trainkit.job.node.rendezvous import HostPlace, await_plan, await_port, publish_port
 from trainkit.job.node.slurm_step import SlurmTask
 from trainkit.job.step_run import announce, await_announcement
-from trainkit.plan.launch import Batch, LaunchPlan, Layout
+from trainkit.plan.launch import LaunchPlan
 from trainkit.run.files import read_json, refresh_listing, write_json
 from trainkit.run.record import add_slurm_attempt, claim_entry, create_job
 from trainkit.run.rundir import AttemptDir, RunDir
@@ -51,7 +52,7 @@ def waiting(wait: Callable[[], T], make: Callable[[], object]) -> tuple[T, float
 def create(run: RunDir, number: int) -> AttemptDir:
     attempt = run.attempt(number)
     attempt.create()
-    plan = LaunchPlan("sbatch", 2, 1, "cpu", Layout(dp_shard=2), Batch(1, 1, 2, 2), 0.1, 1, 60.0, {})
+    plan = launch_plan(workers_per_node=1)
     write_json(attempt.plan_file, plan.to_dict())
     return attempt
 

@@ -16,6 +16,7 @@ from unittest.mock import Mock
 import pytest
 
 from tests.support.disks import fill, small_disk
+from tests.support.fake_gpus.pynvml import FakeNvml
 from tests.support.runs import make_attempt
 from tests.support.torch_builds import make_torch
 from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART
@@ -153,72 +154,6 @@ def test_the_record_says_that_the_node_is_to_blame(attempt: AttemptDir) -> None:
     assert "node" not in read_json(attempt.rank_error(1))
 
 
-class FakeNvml:
-    """NVML with GPUs of which some are not well; what a GPU does not have, it does not count."""
-
-    NVML_MEMORY_ERROR_TYPE_UNCORRECTED = 1
-    NVML_VOLATILE_ECC = 0
-    NVML_SUCCESS = 0
-    NVML_FI_DEV_GET_GPU_RECOVERY_ACTION = 273
-
-    class NVMLError(Exception):
-        pass
-
-    class NVMLError_NotSupported(NVMLError):
-        pass
-
-    class NVMLError_FunctionNotFound(NVMLError):
-        pass
-
-    class NVMLError_NoPermission(NVMLError):
-        pass
-
-    def __init__(self, *gpus: dict[str, Any]) -> None:
-        self.gpus = gpus
-
-    def nvmlInit(self) -> None:
-        pass
-
-    def nvmlShutdown(self) -> None:
-        pass
-
-    def nvmlSystemGetCudaDriverVersion_v2(self) -> int:
-        return 12040
-
-    def nvmlDeviceGetCudaComputeCapability(self, gpu: dict[str, Any]) -> tuple[int, int]:
-        return gpu.get("capability", (9, 0))
-
-    def nvmlDeviceGetName(self, gpu: dict[str, Any]) -> str:
-        return "Tesla V100-SXM2-16GB"
-
-    def nvmlDeviceGetCount(self) -> int:
-        return len(self.gpus)
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> dict[str, Any]:
-        if "lost" in self.gpus[index]:
-            raise self.NVMLError("GPU is lost")
-        return self.gpus[index]
-
-    def _value(self, gpu: dict[str, Any], name: str) -> Any:
-        if name not in gpu:
-            raise self.NVMLError_NotSupported
-        return gpu[name]
-
-    def nvmlDeviceGetFieldValues(self, gpu: dict[str, Any], fields: list[int]) -> list[Any]:
-        value = SimpleNamespace(uiVal=gpu.get("action", 0))
-        return [SimpleNamespace(nvmlReturn=0 if "action" in gpu else 3, value=value)]
-
-    def nvmlDeviceGetRemappedRows(self, gpu: dict[str, Any]) -> Any:
-        return self._value(gpu, "rows")
-
-    def nvmlDeviceGetRetiredPagesPendingStatus(self, gpu: dict[str, Any]) -> Any:
-        return self._value(gpu, "pages")
-
-    def nvmlDeviceGetTotalEccErrors(self, gpu: dict[str, Any], kind: int, counter: int) -> Any:
-        assert (kind, counter) == (1, 0)
-        return self._value(gpu, "errors")
-
-
 def check_gpus(
     nvml: FakeNvml,
     ranks: Sequence[int],
@@ -232,17 +167,28 @@ def check_gpus(
     require_gpus(nvml, ranks, known, is_task=is_task)
 
 
-WELL: dict[str, Any] = {"action": 0, "rows": (2, 1, 0, 0), "pages": 0, "errors": 0}
+def action(number: int) -> dict[str, Any]:
+    """A GPU that requires an action to recover, of which 0 is none."""
+    return {"FieldValues": [SimpleNamespace(nvmlReturn=0, value=SimpleNamespace(uiVal=number))]}
+
+
+def errors(number: int) -> dict[str, Any]:
+    """A GPU with errors that could not be corrected, as counted since it was reset."""
+    return {"TotalEccErrors": lambda kind, counter: {(1, 0): number}[kind, counter]}
+
+
+WELL = {**action(0), "RemappedRows": (2, 1, 0, 0), "RetiredPagesPendingStatus": 0, **errors(0)}
+V100 = {**WELL, "Name": "Tesla V100-SXM2-16GB"}
 
 
 @pytest.mark.parametrize(
     ("gpu", "message"),
     [
-        ({**WELL, "action": 1}, "needs a reset or a reboot .recovery action 1"),
-        ({**WELL, "rows": (0, 1, 1, 0)}, "has broken memory rows that a reset would remap"),
-        ({**WELL, "rows": (0, 9, 0, 1)}, "failed to remap a broken row"),
-        ({"pages": 1}, "has broken memory pages that a reset would retire"),
-        ({"errors": 3}, "has had 3 uncorrectable memory errors"),
+        ({**WELL, **action(1)}, "needs a reset or a reboot .recovery action 1"),
+        ({**WELL, "RemappedRows": (0, 1, 1, 0)}, "has broken memory rows that a reset would remap"),
+        ({**WELL, "RemappedRows": (0, 9, 0, 1)}, "failed to remap a broken row"),
+        ({"RetiredPagesPendingStatus": 1}, "has broken memory pages that a reset would retire"),
+        (errors(3), "has had 3 uncorrectable memory errors"),
         ({"lost": True}, "does not respond: GPU is lost"),
     ],
 )
@@ -337,7 +283,9 @@ def test_a_torch_that_cannot_use_the_gpus_of_a_node_is_not_the_fault_of_the_node
 ) -> None:
     package = make_torch(tmp_path / "site", "2.13.0+x", cuda)
     monkeypatch.setattr(preflight, "find_spec", lambda name: SimpleNamespace(origin=package / "__init__.py"))
-    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml({**WELL, "capability": capability}))
+    nvml = FakeNvml({**V100, "CudaComputeCapability": capability})
+    monkeypatch.setattr(FakeNvml, "nvmlSystemGetCudaDriverVersion_v2", lambda _: 12040)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
     plan = plan_of(attempt, device="cuda")
     if message is None:
         require_node(attempt, plan, (0,), {})

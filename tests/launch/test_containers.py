@@ -8,9 +8,7 @@ from trainkit.launch.environment import (
     absolute_image,
     container_problems,
     container_program,
-    make_job_environment,
 )
-from trainkit.plan.facts import Interpreter
 
 
 @pytest.mark.parametrize(
@@ -31,43 +29,6 @@ def test_runtime(image: str | None, available: tuple[str, ...], expected: str | 
     assert container_program(LaunchConfig(container=image), available) == expected
     if image is not None:
         assert container_program(LaunchConfig(container=image, container_runtime="pyxis")) == "pyxis"
-
-
-PYTHON = Interpreter(("p",), ("p",), options=())
-
-
-def test_apptainer() -> None:
-    launch = LaunchConfig(container="/x y.sif", container_mounts=["/data", "/a:/b:ro"], env={"A": "1"})
-    found = make_job_environment(
-        launch, PYTHON, run_dir="/p/runs/r", workdir="/p", folders=["/p"], program="apptainer", gpus=True
-    )
-    assert found.srun_options == ()
-    assert found.rank_python == (
-        *("apptainer", "exec", "--nv"),
-        *("--bind", "/p:/p", "--bind", "/data:/data", "--bind", "/a:/b:ro"),
-        *("--pwd", "/p", "/x y.sif", "p"),
-    )
-
-
-def test_singularity_without_gpus() -> None:
-    launch = LaunchConfig(container="/x.sif")
-    found = make_job_environment(launch, PYTHON, run_dir="/r", workdir="/r", cwd="/p", program="singularity")
-    assert found.rank_python == ("singularity", "exec", "--bind", "/r:/r", "--pwd", "/r", "/x.sif", "p")
-
-
-def test_pyxis() -> None:
-    image = "nvcr.io#nvidia/pytorch:26.01-py3"
-    launch = LaunchConfig(container=image, container_mounts=["/data"], env={"A": "1", "PYTHONPATH": "/x"})
-    found = make_job_environment(
-        launch, PYTHON, run_dir="/r", workdir="/w x", python_path=["/c"], program="pyxis", gpus=True
-    )
-    assert found.rank_python == ("p",)
-    assert found.srun_options == (
-        f"--container-image={image}",
-        "--container-mounts=/r:/r,/w x:/w x,/data:/data",
-        "--container-workdir=/w x",
-        "--container-env=A,PYTHONPATH",
-    )
 
 
 def problems(cwd: str = "/nowhere", **launch: Any) -> list[tuple[str, str]]:
@@ -96,23 +57,6 @@ def test_what_is_wrong(tmp_path: Path) -> None:
         assert problems(container="docker://x", container_mounts=[mount]) == [
             (f"{key}_mounts", f"has {mount!r}, which is not a mount")
         ]
-
-
-def test_ranks_run_in_the_container_and_the_supervisor_does_not() -> None:
-    launch = LaunchConfig(container="/x.sif", env={"A": "1"})
-    around = make_job_environment(
-        launch,
-        Interpreter(("python3",), ("/submitting/python",), host_options=("-u", "-P")),
-        run_dir="/r",
-        workdir="/r/code",
-        program=container_program(launch),
-        folders=["/data"],
-    )
-    assert around.host_python == ("/submitting/python", "-u", "-P")
-    assert around.rank_python == (
-        *("apptainer", "exec", "--bind", "/r:/r", "--bind", "/data:/data", "--pwd", "/r/code", "/x.sif"),
-        *("python3", "-u"),
-    )
 
 
 @pytest.mark.parametrize(

@@ -52,24 +52,38 @@ def test_a_run_that_has_finished_is_not_waited_for() -> None:
     assert dependency_ids("first", [run("runs/first", "finished", "local-12")]) == []
 
 
-@pytest.mark.parametrize("state", ["failed", "cancelled", "stopped", "died", "incomplete"])
-def test_what_cannot_finish_is_refused(state: str) -> None:
+RESUME = "resume it first: `trainkit resume 'runs/my first'`"
+
+
+@pytest.mark.parametrize(
+    ("runs", "message", "hint"),
+    [
+        *(
+            ([run("runs/my first", state, "12", "exit code 3")], f"my first is {state} (exit code 3)", RESUME)
+            for state in ("failed", "cancelled", "stopped", "died", "incomplete")
+        ),
+        (
+            [run("runs/1", "unknown", "12")],
+            "1 is unknown",
+            "`trainkit status runs/1` says why; without",
+        ),
+        (
+            [run("runs/1", "running", "local-12")],
+            "1 runs on this machine, and Slurm cannot wait for it",
+            "`trainkit logs runs/1 -f` returns when it has ended",
+        ),
+        (
+            tasks("failed", "running", "died", "failed", "cancelled", "failed"),
+            "g/0 is failed; 5 of 6 runs will not finish",
+            "resume it first: `trainkit resume runs/g/0`",
+        ),
+    ],
+)
+def test_what_cannot_finish_is_refused(runs: list[PointStatus], message: str, hint: str) -> None:
     with pytest.raises(UsageError) as caught:
-        dependency_ids("first", [run("runs/my first", state, "12", "exit code 3")])
-    assert caught.value.message == f"--after first: runs/my first is {state} (exit code 3)"
-    assert caught.value.hint == "resume it first: `trainkit resume 'runs/my first'`"
-
-
-def test_what_nobody_knows_is_refused() -> None:
-    with pytest.raises(UsageError) as caught:
-        dependency_ids("12", [run("runs/first", "unknown", "12")])
-    assert "is unknown" in caught.value.message
-    assert "`trainkit status runs/first` says why" in caught.value.hint
-
-
-def test_slurm_cannot_wait_for_this_machine() -> None:
-    with pytest.raises(UsageError, match="runs on this machine, and Slurm cannot wait for it"):
-        dependency_ids("first", [run("runs/first", "running", "local-12")])
+        dependency_ids("name", runs, ["12"])
+    assert caught.value.message == f"--after name: runs/{message}"
+    assert caught.value.hint.startswith(hint)
 
 
 def test_a_whole_array_is_one_dependency() -> None:
@@ -81,12 +95,6 @@ def test_a_point_that_was_started_again_is_waited_for_by_its_own_job() -> None:
     # The array's own task has failed: afterok of the array would never hold.
     runs = [*tasks("running", "finished"), run("runs/g/2", "running", "99")]
     assert dependency_ids("g", runs, ["12"]) == ["12_0", "99"]
-
-
-def test_points_that_failed_are_named() -> None:
-    with pytest.raises(UsageError) as caught:
-        dependency_ids("g", tasks("failed", "running", "died", "failed", "cancelled", "failed"), ["12"])
-    assert caught.value.message == "--after g: runs/g/0 is failed; 5 of 6 runs will not finish"
 
 
 def test_the_plan_says_what_it_waits_for() -> None:

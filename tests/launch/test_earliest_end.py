@@ -230,6 +230,8 @@ def test_a_choice(
         (["resources.partition=a"], "8/*) start=0", "a", None),  # idle: no restart for nothing
         ([], "8/*) start=0", "h", "12:00:00"),  # the limit of the only partition
         (["resources.partition=a,h"], "*/a/*) start=90000", "h", "12:00:00"),
+        # A partition that refuses the job anyway says nothing of its time.
+        (["resources.partition='h,few'", "resources.nodes=4"], "8/*) start=0", "h", "12:00:00"),
         # A maintenance in some hours.
         (["resources.partition=a"], "*/1-*) start=90000", "a", "04:00:00"),
         (["resources.partition=a"], "*/1-* | */04:*) start=90000", "a", None),  # many restarts for one gap
@@ -299,16 +301,6 @@ def test_the_time_of_a_run_that_is_cut_is_enough_for_its_restarts(
     assert (loaded.config.resources.slice, loaded.config.resources.time) == ("04:00:00", "1-00:35:00")
     assert plan.requeue.total_s == 24 * HOUR + 7 * RESTART_S
     assert "resources.time is raised from 1-00:00:00 to what" in plan.reasons["slice"]
-
-
-def test_a_partition_that_refuses_the_job_anyway_says_nothing_of_its_time(
-    fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake.add("sbatch", ANSWERS.format(cases="8/*) start=0"))
-    given = ("resources.partition='h,few'", "resources.nodes=4", "resources.time=1-00:00:00")
-    loaded, _, choice = choose(monkeypatch, *given, "train.steps=300000")
-    assert choice.taken is not None
-    assert (choice.taken.partition, loaded.config.resources.slice) == ("h", "12:00:00")
 
 
 def test_what_fits_only_in_slices_is_refused_without_an_answer(

@@ -57,44 +57,6 @@ def variables(cwd: Path, text: str, **environ: str) -> dict[str, str]:
     return dict(entry.split("=", 1) for entry in done.stdout.split("\0") if entry)
 
 
-def test_the_least_that_a_script_does(tmp_path: Path) -> None:
-    names = (
-        "RANK LOCAL_RANK NODE_RANK GROUP_RANK ROLE_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_WORLD_SIZE"
-        " ROLE_WORLD_SIZE MASTER_ADDR MASTER_PORT"
-    )
-    assert (
-        script(tmp_path, slurm_version=(24, 5, 1))
-        == f"""\
-umask 077  # only the owner can read what the job writes; a line of launch.setup can change that
-
-trainkit_fail() {{
-    printf 'trainkit: %s\\n' "$*" >&2
-    [[ $- == *i* ]] || exit 2
-}}
-
-# A script submitted by hand from inside a job must not inherit the ranks of that job.
-unset {names}
-# sbatch --export sets this, and srun would then pass none of the variables below to the ranks.
-unset SLURM_EXPORT_ENV
-unset SRUN_CPUS_PER_TASK
-"""
-    )
-
-
-def test_every_part_is_readable(tmp_path: Path) -> None:
-    text = script(
-        tmp_path,
-        Interpreter(("p",), ("p",), venv="/venv", conda="c", conda_script="/conda.sh"),
-        modules=["cuda/12"],
-        env={"A": "1"},
-        setup=["true"],
-        python_path=["/code"],
-    )
-    assert "\n\n\n" not in text
-    assert not [line for line in text.splitlines() if line != line.rstrip()]
-    assert max(map(len, text.splitlines())) <= 140
-
-
 def test_values_arrive_as_they_are_and_nothing_is_executed(tmp_path: Path) -> None:
     given = {f"V{number}": value for number, value in enumerate(HOSTILE)}
     found = variables(tmp_path, script(tmp_path, env=given, python_path=[*HOSTILE[:6], "/last"]))

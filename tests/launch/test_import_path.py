@@ -60,7 +60,7 @@ def test_modules_come_from_the_copy(project: Path, run: RunDir) -> None:
     """As they do in a job: an installation that leads to the source comes after PYTHONPATH."""
     (project / "pyproject.toml").touch()
     (project / "mine.py").write_text("VALUE = 'as submitted'")
-    found = copy_code(project, run, TRAINER, {})
+    found = copy_code(project, run, TRAINER)
     (project / "mine.py").write_text("VALUE = 'edited'")
     script = f"import sys; sys.path.append({str(project)!r}); import mine; print(mine.VALUE)"
     done = run_program(sys.executable, "-c", script, env={"PYTHONPATH": os.pathsep.join(found.import_path)})

@@ -229,17 +229,6 @@ def with_torch(folder: Path) -> Packages:
 
 
 @pytest.mark.parametrize(
-    ("cuda", "hip", "is_cpu_only"), [(None, None, True), ("13.0", None, False), (None, "6.4", False)]
-)
-def test_what_a_torch_was_built_for(
-    tmp_path: Path, cuda: str | None, hip: str | None, is_cpu_only: bool
-) -> None:
-    package = make_torch(tmp_path, "2.13.0+x", cuda, hip)
-    problem = with_torch(package).torch.problem()
-    assert (problem is not None and "torch 2.13.0+x of python was built without" in problem[0]) == is_cpu_only
-
-
-@pytest.mark.parametrize(
     ("text", "found"),
     [
         ("__version__ = '2.4.0'\ncuda = None\nhip = None\n", "2.4.0"),

@@ -6,18 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.folders import content, git
+from tests.support.folders import git, write
 from trainkit.errors import UsageError
 from trainkit.launch import source_tree
-from trainkit.launch.snapshot import WORK_FOLDER_NOTE, copy_code
+from trainkit.launch.snapshot import copy_code
 from trainkit.plan.workload import TRAINER, Command
 from trainkit.run.rundir import RunDir
-
-
-def write(root: Path, *names: str) -> None:
-    for name in names:
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(name)
 
 
 def ignore(root: Path, *patterns: str) -> None:
@@ -26,7 +20,7 @@ def ignore(root: Path, *patterns: str) -> None:
 
 def commit(root: Path) -> None:
     git(root, "add", "-A")
-    git(root, "-c", "user.name=u", "-c", "user.email=u@x", "commit", "-qm", "m")
+    git(root, "commit", "-qm", "m")
 
 
 def submodule(root: Path) -> None:
@@ -39,7 +33,7 @@ def submodule(root: Path) -> None:
     git(root, "init")
     write(root, "train.py")
     for name in ("third/lib", "empty"):
-        git(root, "-c", "protocol.file.allow=always", "submodule", "add", str(library), name)
+        git(root, "submodule", "add", str(library), name)
     git(root, "submodule", "deinit", "-f", "empty")
     commit(root)
     write(root, "third/lib/w.bin")
@@ -122,6 +116,13 @@ TABLE = {
         *("*.bin", "exp/g/sweep.json exp/g/logs/0.log exp/g/code/a.bin exp/g/0/work/b.bin"),
         *("", ""),
     ),
+    "all of it": (
+        "data/ *.bin .env __pycache__/ runs/ old/ .venv",
+        "data/deep/x .venv/bin/python sub/m.py sub/w.bin .env key.pem old/job.json old/attempts/1/x"
+        " sub/__pycache__/m.pyc runs/x/a",
+        "sub/m.py",
+        ".venv data sub/w.bin",
+    ),
     "odd names": ("*.bin", "a/t'r$(x).py a/é.bin -x.bin [1].bin", "a/t'r$(x).py", "-x.bin [1].bin a/é.bin"),
     "code named like outputs": (
         *("", "logs/__init__.py results/plot.py results/curve.npy last.ckpt"),
@@ -167,7 +168,7 @@ def test_what_is_copied_and_linked(project: Path, run: RunDir, shape: Callable[[
 
 def check(folder: Path, run: RunDir, copied: list[str], linked: list[str]) -> None:
     """The copy of the code in a folder has these files and links."""
-    found = copy_code(folder, run, Command(()), {})
+    found = copy_code(folder, run, Command(()))
     assert found.links == linked
     files = [
         os.path.relpath(Path(parent, name), run.code_dir)
@@ -179,34 +180,10 @@ def check(folder: Path, run: RunDir, copied: list[str], linked: list[str]) -> No
         assert (run.code_dir / name).readlink() == Path(found.source, name)
 
 
-def test_what_git_ignores(project: Path, run: RunDir) -> None:
-    git(project, "init")
-    (project / ".gitignore").write_text("data/\n*.bin\n.env\n__pycache__/\nruns/\nold/\n.venv\n")
-    for name in ("data/deep", ".venv/bin", "sub/__pycache__", "runs/x", "old/attempts"):
-        (project / name).mkdir(parents=True)
-    for name in ("data/deep/x", ".venv/bin/python", "sub/m.py", "sub/w.bin", ".env", "key.pem"):
-        (project / name).write_text(name)
-    (project / "old" / "job.json").touch()
-    (project / "sub" / "__pycache__" / "m.pyc").touch()
-    found = copy_code(project, run, Command(()), {})
-    assert found.links == [".venv", "data", "sub/w.bin"]
-    assert content(run.code_dir) == {
-        ".gitignore": (project / ".gitignore").read_text(),
-        "sub/m.py": "sub/m.py",
-        **{name: f"{project}/{name}" for name in found.links},
-    }
-    assert (run.code_dir / "data" / "deep" / "x").read_text() == "data/deep/x"
-    assert found.notes == [
-        "not in the copy of the code: key.pem (looks like a secret)",
-        "linked into the copy of the code, not copied: .venv, data, sub/w.bin",
-        WORK_FOLDER_NOTE,
-    ]
-
-
 def test_data_between_the_code(project: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source_tree, "MAX_LINKS", 2)
     for number in range(3):
         (project / f"{number}.jpg").touch()
     with pytest.raises(UsageError, match=r"has 3 files besides its code"):
-        copy_code(project, run, Command(()), {})
-    assert copy_code(project, run, TRAINER, {}).num_files == 0
+        copy_code(project, run, Command(()))
+    assert copy_code(project, run, TRAINER).num_files == 0

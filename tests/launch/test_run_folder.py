@@ -182,16 +182,6 @@ def test_a_new_folder_that_everybody_could_replace(tmp_path: Path) -> None:
     assert list((tmp_path / "open").iterdir()) == []
 
 
-def test_a_folder_of_somebody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "run").mkdir()
-    if os.geteuid() == 0:
-        os.chown(tmp_path / "run", 61234, -1)
-    else:
-        monkeypatch.setattr(os, "geteuid", lambda: 61234)
-    with pytest.raises(UsageError, match=r"run belongs to .*, who could replace the run"):
-        create(tmp_path / "run")
-
-
 @pytest.mark.parametrize("is_cwd", [True, False])
 def test_a_folder_whose_name_is_not_utf_8(tmp_path, monkeypatch, is_cwd):
     """Refused before anything is written: the files of a run name it."""

@@ -14,14 +14,14 @@ from tests.support.folders import content, git, names
 from tests.support.programs import run_program
 from trainkit.errors import UsageError
 from trainkit.launch import snapshot as module
-from trainkit.launch.snapshot import copy_code, plan_copy
-from trainkit.plan.workload import TRAINER
+from trainkit.launch.snapshot import WORK_FOLDER_NOTE, copy_code, plan_copy
+from trainkit.plan.workload import TRAINER, Command
 from trainkit.run.record import CodeCopy, copied_file, create_job
 from trainkit.run.rundir import RunDir
 
 
 def take(project: Path, run: RunDir) -> CodeCopy:
-    return copy_code(project, run, TRAINER, {})
+    return copy_code(project, run, TRAINER)
 
 
 def test_copy_of_a_repository(project: Path, run: RunDir) -> None:
@@ -38,15 +38,6 @@ def test_copy_of_a_repository(project: Path, run: RunDir) -> None:
     assert found.workdir == str(run.code_dir / "pkg")
     assert found.left_out == found.notes == []
     assert names(run.path) == ["code"]
-
-
-def test_editing_in_place_afterwards_changes_nothing(project: Path, run: RunDir) -> None:
-    source = project / "a.py"
-    source.write_text("before")
-    take(project, run)
-    with source.open("r+") as stream:
-        stream.write("after!")
-    assert content(run.code_dir) == {"a.py": "before"}
 
 
 @pytest.mark.parametrize("absolute", [False, True])
@@ -148,10 +139,12 @@ def test_working_directory_that_the_repository_ignores(project: Path, run: RunDi
 
 
 def test_what_was_left_out_is_said(project: Path, run: RunDir) -> None:
-    for name in ("a.pem", "b.pem", "c.pem", "d.pem", "e.pem", ".env"):
+    for name in ("a.pem", "b.pem", "c.pem", "d.pem", "e.pem", ".env", "w.bin"):
         (project / name).touch()
-    assert take(project, run).notes == [
-        "not in the copy of the code: .env, a.pem, b.pem and 3 more (looks like a secret)"
+    assert copy_code(project, run, Command(())).notes == [
+        "not in the copy of the code: .env, a.pem, b.pem and 3 more (looks like a secret)",
+        "linked into the copy of the code, not copied: w.bin",
+        WORK_FOLDER_NOTE,
     ]
 
 
@@ -193,7 +186,7 @@ def test_full_disk_leaves_nothing(project: Path, tmp_path: Path) -> None:
 def test_plan_is_what_is_taken(project: Path, run: RunDir) -> None:
     (project / "a.py").touch()
     (project / ".env").touch()
-    planned, _ = plan_copy(project, run, TRAINER, {})
+    planned, _ = plan_copy(project, run, TRAINER)
     assert names(run.path) == []
     assert take(project, run) == planned
 

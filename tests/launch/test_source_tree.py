@@ -7,22 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.folders import git, write
 from trainkit.errors import UsageError
 from trainkit.launch import source_tree
 from trainkit.launch.secrets import looks_secret
 from trainkit.launch.source_tree import SourceTree, looks_like_source, pattern_tree, repository_tree
-
-
-def git(folder: Path, *args: str) -> None:
-    identity = ["-c", "user.name=t", "-c", "user.email=t@example.org", "-c", "protocol.file.allow=always"]
-    subprocess.run(["git", "-C", str(folder), *identity, *args], check=True, capture_output=True, timeout=20)
-
-
-def write(root: Path, *names: str) -> None:
-    for name in names:
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{name}\n")
 
 
 @pytest.fixture
@@ -52,12 +41,6 @@ def known(folder: Path, run: Path | None = None) -> SourceTree:
 
 
 IN_REPOSITORY = [".gitignore", "pkg/deep/module.py", "tracked.py", "untracked.py"]
-
-
-def test_what_git_knows(repository: Path) -> None:
-    tree = known(repository)
-    assert (tree.root, tree.kind, tree.left_out) == (str(repository), "git", [])
-    assert sorted(tree.files) == IN_REPOSITORY
 
 
 def test_files_in_conflict_are_there_once(repository: Path) -> None:
@@ -103,7 +86,9 @@ def test_environment_of_a_git_hook_does_not_matter(
 ) -> None:
     monkeypatch.setenv("GIT_DIR", str(tmp_path))
     monkeypatch.setenv("GIT_INDEX_FILE", str(tmp_path / "index"))
-    assert sorted(known(repository).files) == IN_REPOSITORY
+    tree = known(repository)
+    assert (tree.root, tree.kind, tree.left_out) == (str(repository), "git", [])
+    assert sorted(tree.files) == IN_REPOSITORY
 
 
 def test_no_repository_and_no_git(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

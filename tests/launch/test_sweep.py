@@ -158,7 +158,7 @@ def test_a_folder_that_is_taken(tmp_path: Path) -> None:
 
 def test_the_same_script_whenever_it_is_asked_for(tmp_path: Path) -> None:
     made = Submission(planned(tmp_path, LRS), ArraySpec((0, 1, 2), None))
-    text = made.preview(tmp_path / "group").text
+    text, _ = made.preview(tmp_path / "group")
     run = create_submission(made, ["trainkit"], tmp_path / "group").run
     assert made.script(run, None).text == text == run.script_file.read_text()
 

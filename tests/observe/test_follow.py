@@ -1,7 +1,7 @@
 import pytest
 
 from trainkit.observe.logs import follow, last_lines, run_is_over
-from trainkit.run.files import Tail, parse_record, write_json
+from trainkit.run.files import parse_record, write_json
 from trainkit.run.rundir import RunDir
 
 
@@ -50,19 +50,6 @@ def test_when_a_run_is_over(tmp_path):
     assert [run_is_over(run, alive) for alive in (True, None, False)] == [False, False, True]
     write_json(run.attempt(1).end_file, {"action": "failed"})
     assert [run_is_over(run, alive) for alive in (True, None, False)] == [True, True, True]
-
-
-def test_new_lines_as_they_are_completed(tmp_path):
-    path = tmp_path / "log"
-    tail = Tail(path)
-    assert tail.texts() == []
-    path.write_text("one\ntw")
-    assert tail.texts() == ["one"]
-    with path.open("a") as stream:
-        stream.write("o\nthree")
-    assert tail.texts() == ["two"]
-    assert tail.texts(unfinished=True) == ["three"]
-    assert tail.texts(unfinished=True) == []
 
 
 @pytest.mark.parametrize(

@@ -65,12 +65,17 @@ def test_points_without_a_folder_are_what_slurm_says(tmp_path: Path) -> None:
     assert [point.job_id for point in status(group, known).points] == ["12_0", "12_1", "12_2", "12_3"]
     assert states(group, None) == ["unknown"] * 4
     assert list(group.path.glob("[0-9]*")) == []
-
-
-def test_why_a_point_waits(tmp_path: Path) -> None:
-    group = make_group(tmp_path, LRS)
     known = {"12_0": JobInfo("12_0", JobState.PENDING, "PENDING", "DependencyNeverSatisfied")}
     assert "will never start" in str(status(group, known).points[0].reason)
+
+
+def test_what_is_forgotten_is_not_taken_for_finished(tmp_path: Path) -> None:
+    group = make_group(tmp_path, LRS)
+    started(group, 0)
+    known = jobs(_0=JobState.UNKNOWN, _1=JobState.UNKNOWN, _2=JobState.CANCELLED, _3=JobState.RUNNING)
+    assert states(group, known) == ["died", "died", "cancelled", "starting"]
+    group.update(cancelled_at=SUBMITTED_AT)
+    assert states(group, known) == ["died", "cancelled", "cancelled", "starting"]
 
 
 def test_points_that_run_and_that_have_ended(tmp_path: Path) -> None:
@@ -148,19 +153,6 @@ def test_a_point_that_was_started_again_on_its_own(tmp_path: Path) -> None:
     assert (point.state, point.job_id) == ("pending", "99")
 
 
-def test_what_was_cancelled_and_forgotten_is_still_cancelled(tmp_path: Path) -> None:
-    group = make_group(tmp_path, LRS, cancelled_at=SUBMITTED_AT)
-    known = jobs(_0=JobState.UNKNOWN, _1=JobState.CANCELLED, _2=JobState.RUNNING)
-    assert states(group, known)[:3] == ["cancelled", "cancelled", "starting"]
-
-
-def test_what_is_forgotten_is_not_taken_for_finished(tmp_path: Path) -> None:
-    group = make_group(tmp_path, LRS)
-    started(group, 0)
-    known = jobs(_0=JobState.UNKNOWN, _1=JobState.UNKNOWN)
-    assert states(group, known)[:2] == ["died", "died"]
-
-
 def test_damaged_files_are_passed_over(tmp_path: Path) -> None:
     group = make_group(tmp_path, LRS)
     run = started(group, 0)
@@ -168,16 +160,6 @@ def test_damaged_files_are_passed_over(tmp_path: Path) -> None:
     run.attempt(1).end_file.write_text("[]")
     (group.path / "99").mkdir()
     assert states(group, jobs(_0=JobState.RUNNING))[0] == "starting"
-
-
-def test_json_has_everything(tmp_path: Path) -> None:
-    value = json.loads(json.dumps(status(make_group(tmp_path, LRS), jobs(_0=JobState.PENDING)).to_dict()))
-    assert list(value) == [
-        *("name", "run_dir", "job_id", "array", "keys", "num_nodes", "workers_per_node", "age_s"),
-        *("num_points", "states", "best", "points"),
-    ]
-    assert list(value["points"][0]) == ["index", "values", "state", "reason", "job_id", "best", "run_dir"]
-    assert (value["keys"], value["num_points"]) == (["optimizer.lr"], 4)
 
 
 @pytest.mark.parametrize("num_ended", [0, pytest.param(10_000, marks=pytest.mark.slow)])

@@ -11,7 +11,6 @@ from trainkit.observe.report import read_report, render_report
 from trainkit.observe.run_view import read_view
 from trainkit.observe.status import read_status
 from trainkit.observe.view_text import Size, view_lines
-from trainkit.run.end import RankFailure
 from trainkit.run.events import Event, log_event, read_events
 from trainkit.run.files import append_jsonl, write_json
 from trainkit.run.history import RunHistory, attempts_of, find_restarts
@@ -195,15 +194,6 @@ def test_running_then_stopping(run):
     assert status_of(run, True).state == "stopping"
 
 
-def test_numbers(run):
-    metrics(run, 3, 2)
-    status = status_of(run, True)
-    assert (status.name, status.step, status.total_steps, status.loss) == ("mine", 2, 50, 0.5)
-    assert (status.num_nodes, status.workers_per_node, status.device) == (2, 4, "cpu")
-    assert (status.metrics_age_s, status.age_s) == (2.0, 600.0)
-    assert status.warnings == []
-
-
 def test_what_several_attempts_took(run):
     plan = {"num_nodes": 4, "workers_per_node": 4, "world_size": 16, "device": "cuda"}
     write_json(run.plan_file, {**plan, "requeue": {"total_s": 7200.0}})
@@ -241,18 +231,6 @@ def test_the_trainer_knows_the_length_of_epochs(run):
     assert status_of(run, True).total_steps == 77
 
 
-def test_a_command_has_no_steps_of_the_config(run):
-    write_json(run.plan_file, {"command": ["python", "train.py"]})
-    status = status_of(run, True)
-    assert (status.command, status.total_steps) == (["python", "train.py"], None)
-    text = run_details(status)
-    assert "command     python train.py" in text
-    assert "/50" not in text
-    assert "\nstep" not in text
-    metrics(run, 2, 1)
-    assert "step        2, last metrics" in run_details(status_of(run, True))
-
-
 def test_runs_of_one_name_are_distinguished_by_their_folder(run, tmp_path):
     status = status_of(run, True)
     below, elsewhere = (runs_rows([status], cwd)[1] for cwd in (tmp_path.parent, Path("/x")))
@@ -260,14 +238,16 @@ def test_runs_of_one_name_are_distinguished_by_their_folder(run, tmp_path):
     assert elsewhere[0] == str(tmp_path)
 
 
-def test_stale_metrics_are_a_warning(run):
-    metrics(run, 302, 301, 300)
-    assert status_of(run, True).warnings == ["no new metrics for 300 s (usually every 1.0 s)"]
-
-
-def test_slow_steps_are_not_stale(run):
-    metrics(run, 500, 400, 300)
-    assert status_of(run, True).warnings == []
+@pytest.mark.parametrize(
+    ("ages_s", "warnings"),
+    [
+        ((302, 301, 300), ["no new metrics for 300 s (usually every 1.0 s)"]),
+        ((500, 400, 300), []),  # slow steps
+    ],
+)
+def test_stale_metrics_are_a_warning(run, ages_s, warnings):
+    metrics(run, *ages_s)
+    assert status_of(run, True).warnings == warnings
 
 
 def test_newest_published_checkpoint(run):
@@ -332,10 +312,6 @@ def event(second, attempt, name, **fields):
     return Event({"time": f"2026-01-01T12:00:{second:06.3f}Z", "attempt": attempt, "event": name, **fields})
 
 
-def restarts_in(events):
-    return find_restarts(attempts_of(events))
-
-
 PREEMPTED = [
     event(1, 1, "started"),
     event(2, 1, "checkpoint_commit", step=5),
@@ -356,48 +332,25 @@ CRASHED = [
 ]
 
 
-def test_each_part_of_the_way_back_is_measured():
-    [restart] = restarts_in(PREEMPTED)
-    assert (restart.attempt, restart.action, restart.cause) == (1, "requeue", "preempted")
-    parts = (restart.save_s, restart.end_s, restart.queue_s, restart.start_s, restart.total_s)
-    assert parts == (0.5, 0.75, 16.0, 9.75, 27.0)
-    assert restarts_line([restart]) == (
-        "1 (1 preempted); last: requeue in 27.0 s (save 0.5, end 0.8, queue 16.0, start 9.8)"
-    )
-
-
-def test_a_failure_is_counted_from_the_moment_it_happened():
-    first, second = restarts_in(PREEMPTED + CRASHED)
-    assert first.cause == "preempted"
-    parts = (second.save_s, second.end_s, second.queue_s, second.start_s, second.total_s)
-    assert parts == (None, 0.5, 0.0, None, None)
-    assert restarts_line([first, second]) == (
-        "2 (1 preempted, 1 crash); last: restart (end 0.5, queue 0.0);"
-        " rank 1 failed first on n1: killed by SIGKILL"
-    )
-
-
-def test_an_end_for_good_is_no_restart():
+def test_each_part_of_the_way_back_is_measured_from_the_moment_of_a_failure():
+    """An end for good is no restart."""
     decision = event(4, 1, "requeue_decision", action="failed", cause="crash")
-    assert restarts_in([event(1, 1, "started"), decision, event(4, 1, "stopped")]) == []
-    assert restarts_in([]) == []
+    for events, expected in (
+        (PREEMPTED, "1 (1 preempted); last: requeue in 27.0 s (save 0.5, end 0.8, queue 16.0, start 9.8)"),
+        (
+            PREEMPTED + CRASHED,
+            "2 (1 preempted, 1 crash); last: restart (end 0.5, queue 0.0);"
+            " rank 1 failed first on n1: killed by SIGKILL",
+        ),
+        ([event(1, 1, "started"), decision, event(4, 1, "stopped")], None),
+    ):
+        restarts = find_restarts(attempts_of(events))
+        assert (restarts_line(restarts) if restarts else None) == expected
 
 
-TIME = "2026-01-01T12:00:01.000Z"
-
-
-def test_the_line_of_an_event():
-    stopped = {"time": TIME, "attempt": 1, "event": "stopped", "exit_code": 75, "reason": "so"}
-    assert Event(stopped).line == "12:00:01  attempt 1  stopped  exit_code=75  (so)"
-    evaluated = {"time": TIME, "attempt": 2, "event": "evaluated", "val_loss": 5.822849869728088}
-    assert Event(evaluated).line == "12:00:01  attempt 2  evaluated  val_loss=5.82285"
-
-
-def test_failure_line():
-    verdict = RankFailure(rank=3, host="n1", step=37, type="ValueError", message="bad")
-    assert verdict.line == "rank 3 failed first on n1 at step 37: ValueError: bad"
-    silent = RankFailure(rank=3, host="n1", type="exit", message="killed by SIGKILL")
-    assert silent.line == "rank 3 failed first on n1: killed by SIGKILL"
+def test_the_numbers_in_the_line_of_an_event_are_short():
+    evaluated = event(1, 2, "evaluated", val_loss=5.822849869728088)
+    assert evaluated.line == "12:00:01  attempt 2  evaluated  val_loss=5.82285"
 
 
 SLOW = {"phase": "compute", "ratio": 2.0, "own_s": 0.19, "usual_s": 0.07}

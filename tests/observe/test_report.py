@@ -93,39 +93,6 @@ def report_of(run):
     return read_report(history, read_status(history, read_job(run), False, now), now.timestamp())
 
 
-def test_all_allocated_time_has_a_category(run):
-    report = report_of(run)
-    assert report.spent == {
-        "productive": 6.0,  # steps 1 and 2 of attempt 1, steps 3 and 4 of attempt 2, without their data
-        "lost": 4.0,
-        "data_wait": 2.0,
-        "startup": 15.0,
-        "evaluation": 1.0,
-        "saving": 1.0,
-        "evaluation_and_saving": 0.0,
-        "shutdown": 4.0,
-        "idle": 4.0,
-        "other": 0.0,
-        "unmeasured": 0.0,
-    }
-    assert report.allocated_s == 37.0 == sum(report.spent.values())
-    assert report.goodput == 6.0 / 37.0
-    assert report.queued_s == 10.0
-    assert report.num_steps_lost == 2
-    assert report.worker_hours == 37.0 * 2 / 3600
-    assert sum(report.percent.values()) == pytest.approx(100, abs=0.5)
-
-
-@pytest.mark.parametrize(
-    ("state", "beginning"),
-    [("finished", " finished at step 4 of 4"), ("cancelled", " was cancelled at step 4 of 4")],
-)
-def test_the_verdict_is_a_sentence(run, state, beginning):
-    write_json(run.attempt(2).end_file, {"state": state, "action": "stopped", "reason": ""})
-    report = report_of(run)
-    assert report.verdict.removeprefix(report.status.name).startswith(beginning)
-
-
 def test_a_step_computed_twice_is_drawn_once(run):
     report = report_of(run)
     assert {number: [x for x, _ in points] for number, points in report.curves["loss"].items()} == {
@@ -139,13 +106,6 @@ def test_a_requeue_gives_the_allocation_back():
     events = [decision if record["event"] == "requeue_decision" else record for record in EVENTS]
     assert idle_gaps(attempts_in(EVENTS)) == 4.0
     assert idle_gaps(attempts_in(events)) == 0.0
-
-
-def test_steps_after_the_last_checkpoint_of_a_failed_run_are_lost(run):
-    write_json(run.attempt(2).end_file, {"state": "failed", "action": "failed", "reason": "crashed"})
-    report = report_of(run)
-    assert report.num_steps_lost == 4
-    assert report.spent["lost"] == 8.0
 
 
 def test_a_command_without_metrics_is_unmeasured_not_idle(run):
@@ -285,14 +245,6 @@ def report_of_run_without(run, prefix):
     lines = [line for line in run.events_file.read_text().splitlines(True) if f'"{prefix}' not in line]
     run.events_file.write_text("".join(lines))
     return report_of(run)
-
-
-def test_the_next_time_limit_is_without_the_steps_that_were_repeated(run):
-    (time, *_) = report_of(run).advice
-    assert time.used == "23.0 s (longest attempt)"
-    assert time.next_time == "--time 00:05:00 (20 % above all attempts without repeated steps)"
-    write_json(run.attempt(2).end_file, {"state": "failed", "action": "failed", "reason": "crashed"})
-    assert report_of(run).advice[0].next_time == "unknown: the run did not finish"
 
 
 @pytest.mark.parametrize(

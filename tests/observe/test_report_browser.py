@@ -141,15 +141,6 @@ def num_texts(pdf: bytes) -> int:
     return count
 
 
-def test_a_request_and_an_error_would_be_seen(chromium: Browser, tmp_path: Path) -> None:
-    file = tmp_path / "page.html"
-    file.write_text('<img src="http://127.0.0.1:9/x.png"><script>console.error("oh"); nothing()</script>')
-    page = chromium.open(file, 390)
-    assert page.requests[1:] == ["http://127.0.0.1:9/x.png"]
-    assert any("oh" in text for text in page.messages)
-    assert any("nothing is not defined" in text for text in page.messages)
-
-
 def test_the_pages_forbid_requests(chromium: Browser, pages: dict[str, Path], tmp_path: Path) -> None:
     file = tmp_path / "page.html"
     text = pages["run"].read_text()

@@ -104,8 +104,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             for name in names:
                 wrong += not _run_one(name, cluster, keep / name, options.record)
                 cluster.restore()
-    if options.record:
-        broken_runs.README.write_text(broken_runs.table())
     if options.keep is None:
         shutil.rmtree(keep)
     print(f"{len(chosen) - wrong} of {len(chosen)} right")

@@ -21,7 +21,13 @@ from tests.on_slurm.login import (
     settings,
     wait_for,
 )
-from tests.on_slurm.survival import WAITS_IN_EACH_STEP, saved_step, start_preempting
+from tests.on_slurm.survival import (
+    WAITS_IN_EACH_STEP,
+    preemption,
+    saved_step,
+    set_preemption,
+    start_preempting,
+)
 from trainkit.run.files import read_json, read_jsonl, write_json
 from trainkit.run.rundir import RunDir
 
@@ -62,27 +68,29 @@ def test_a_preemption_that_tells_only_the_ranks_saves(login: Login) -> None:
     """Slurm reports it in the log of an earlier attempt too, which ended because a rank was killed."""
     dies = login.script(DIES_ONCE)
     login.script(SAVES_ON_USR2, "saves_on_usr2.py")
-    low = (*ON_TWO_HOSTS, "--partition", "low")
-    usr2 = settings("requeue.signal=USR2")
-    killed = login.submit(*low, "--backend", "submitit", "--", "python", dies)
-    trained = train(login, "--partition", "low")
-    waiting = login.submit(*low, *usr2, "--", "python", "saves_on_usr2.py")
-    runs = [(1, trained), (2, killed), (1, waiting)]
-    for attempt, run in runs[1:]:
-        for rank in range(2):
-            login.wait_for_log(run, f"attempt {attempt} rank {rank}", rank, attempt)
-    # Until the end of the test: the runs must not start again before they are looked at.
-    start_preempting(login.cluster, 600)
-    for attempt, run in runs:
-        end = login.wait_for_end(run, attempt)
-        assert (end["state"], end["action"], end["exit_code"]) == ("stopped", "requeue", 75)
-        assert end["reason"] == f"saved after SIGTERM at a preemption; resumes (restart {attempt})"
-        assert login.status(run)["state"] == "requeueing"
-    assert saved_step(trained) == steps_of(trained)[-1][1]
-    log, line = killed.attempt(1).supervisor_log, "attempt 1: restart: "
-    wait_for(lambda: "*** JOB " in log.read_text().partition(line)[2], "Slurm's line")
-    found = [diagnosed(login, killed, attempt) for attempt in (1, 2)]
-    assert [(one["name"], one["rank"]) for one in found] == [("killed", 1), ("preempted", None)]
+    with preemption(login.cluster):
+        set_preemption(login.cluster, "REQUEUE", 60)  # on a busy machine, six ranks may take longer than 10 s
+        low = (*ON_TWO_HOSTS, "--partition", "low")
+        usr2 = settings("requeue.signal=USR2")
+        killed = login.submit(*low, "--backend", "submitit", "--", "python", dies)
+        trained = train(login, "--partition", "low")
+        waiting = login.submit(*low, *usr2, "--", "python", "saves_on_usr2.py")
+        runs = [(1, trained), (2, killed), (1, waiting)]
+        for attempt, run in runs[1:]:
+            for rank in range(2):
+                login.wait_for_log(run, f"attempt {attempt} rank {rank}", rank, attempt)
+        # Until the end of the test: the runs must not start again before they are looked at.
+        start_preempting(login.cluster, 600)
+        for attempt, run in runs:
+            end = login.wait_for_end(run, attempt)
+            assert (end["state"], end["action"], end["exit_code"]) == ("stopped", "requeue", 75)
+            assert end["reason"] == f"saved after SIGTERM at a preemption; resumes (restart {attempt})"
+            assert login.status(run)["state"] == "requeueing"
+        assert saved_step(trained) == steps_of(trained)[-1][1]
+        log, line = killed.attempt(1).supervisor_log, "attempt 1: restart: "
+        wait_for(lambda: "*** JOB " in log.read_text().partition(line)[2], "Slurm's line")
+        found = [diagnosed(login, killed, attempt) for attempt in (1, 2)]
+        assert [(one["name"], one["rank"]) for one in found] == [("killed", 1), ("preempted", None)]
 
 
 def test_a_requeued_job_goes_on_as_the_next_attempt(login: Login) -> None:

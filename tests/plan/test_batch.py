@@ -142,21 +142,13 @@ def test_what_differs_from_the_config_is_said() -> None:
     )
 
 
-SET = """
-train.global_batch_size=32
-    is 32, which is not a multiple of 12 data-parallel processes
-    hint: train.global_batch_size = 24 or 36 works
-train.global_batch_size=32 train.device_batch_size=4
-    is 32, which is not a multiple of 48 (12 data-parallel processes x train.device_batch_size 4)
-    hint: train.global_batch_size = 48 works
-"""
-
-
-@pytest.mark.parametrize(("typed", "problem"), messages(SET))
-def test_what_the_user_set_is_refused_with_sizes_that_work(typed: str, problem: str) -> None:
+def test_what_the_user_set_is_refused_with_sizes_that_work() -> None:
     with pytest.raises(ConfigError) as error:
-        derived(quickstart(*typed.split()), Layout(dp_shard=12))
-    assert error.value.message == f"train.global_batch_size: {problem}"
+        derived(quickstart("train.global_batch_size=32"), Layout(dp_shard=12))
+    assert error.value.message == (
+        "train.global_batch_size: is 32, which is not a multiple of 12 data-parallel processes\n"
+        "  hint: train.global_batch_size = 24 or 36 works"
+    )
 
 
 def test_what_the_user_set_is_kept() -> None:

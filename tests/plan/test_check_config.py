@@ -4,39 +4,28 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from plans import plan_of, problems_of
 
 from trainkit.cluster.machine import Machine
 from trainkit.cluster.model import Cluster, NodeKind, Partition
-from trainkit.cluster.target import LOCAL, Target
-from trainkit.config import LoadedConfig, load_config
-from trainkit.data.checks import inspect_data
+from trainkit.cluster.target import Target
+from trainkit.config import load_config
 from trainkit.errors import ConfigError
 from trainkit.plan.facts import Facts
-from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.make_plan import make_plan
 from trainkit.plan.workload import Command
 
-CPU = Machine(2, 0, (), "there is no NVIDIA driver on this machine")
-
-
-def check_config(loaded: LoadedConfig, machine: Machine, target: Target = LOCAL) -> LaunchPlan:
-    return make_plan(loaded, Facts(machine, target, inspect_data(loaded.config.data)))
-
 
 def test_a_good_config_gives_its_plan(tmp_path: Path) -> None:
-    loaded = load_config(None, environ={}, cwd=tmp_path)
-    plan = check_config(loaded, CPU)
+    plan = plan_of(folder=tmp_path)
     assert plan.checkpoint_bytes == 10_434_048  # 869,504 parameters, each of 4 bytes and 8 for AdamW
-    assert replace(plan, checkpoint_bytes=None) == make_plan(loaded, Facts(CPU))
+    assert replace(plan, checkpoint_bytes=None) == plan_of()
 
 
 def test_problems_of_layout_data_and_model_together(tmp_path: Path) -> None:
     overrides = ["train.device_batch_size=5", "train.global_batch_size=32", "model.num_heads=3"]
     overrides.append("data.source=missing.txt")
-    loaded = load_config(None, overrides=overrides, environ={}, cwd=tmp_path)
-    with pytest.raises(ConfigError) as error:
-        check_config(loaded, CPU)
-    assert [(problem.key, problem.origin) for problem in error.value.problems] == [
+    assert [(problem.key, problem.origin) for problem in problems_of(*overrides, folder=tmp_path)] == [
         ("train.global_batch_size", "--set train.global_batch_size=32"),
         ("data.source", "--set data.source=missing.txt"),
         ("model.num_heads", "--set model.num_heads=3"),
@@ -47,16 +36,13 @@ def test_problems_of_layout_data_and_model_together(tmp_path: Path) -> None:
 def test_plan_prints_the_weights_of_a_mixture(tmp_path: Path) -> None:
     for name in ("web", "code"):
         (tmp_path / f"{name}.txt").write_text("hello world\n" * 10_000)
-    overrides = ["data.source={web.txt: 3, code.txt: 1}"]
-    loaded = load_config(None, overrides=overrides, environ={}, cwd=tmp_path)
-    plan = check_config(loaded, CPU)
+    mixture = "data.source={web.txt: 3, code.txt: 1}"
+    plan = plan_of(mixture, folder=tmp_path)
     assert plan.reasons["mixture"] == f"75% {tmp_path}/web.txt, 25% {tmp_path}/code.txt"
     (tmp_path / "code.txt").unlink()
-    with pytest.raises(ConfigError) as error:
-        check_config(loaded, CPU)
-    [problem] = error.value.problems
+    [problem] = problems_of(mixture, folder=tmp_path)
     assert problem.render().startswith(
-        f"--set {overrides[0]}: data.source: data source {tmp_path}/code.txt does not exist"
+        f"--set {mixture}: data.source: data source {tmp_path}/code.txt does not exist"
     )
 
 
@@ -71,23 +57,18 @@ def test_plan_prints_the_weights_of_a_mixture(tmp_path: Path) -> None:
     ],
 )
 def test_what_only_the_plan_and_the_data_show(tmp_path: Path, overrides: list[str], problem: str) -> None:
-    loaded = load_config(None, overrides=overrides, environ={}, cwd=tmp_path)
-    with pytest.raises(ConfigError) as error:
-        check_config(loaded, CPU)
-    [found] = error.value.problems
+    [found] = problems_of(*overrides, folder=tmp_path)
     assert found.render().startswith(f"--set {overrides[0]}: {problem}")
 
 
 def test_float8_needs_blocks_that_are_compiled(tmp_path: Path) -> None:
     machine = Machine(16, 1, ("H100",), "this machine has an H100")
     given = ["precision.float8=true", "precision.dtype=bf16", "parallel.compile=false"]
-    with pytest.raises(ConfigError) as error:
-        check_config(load_config(None, overrides=given, environ={}, cwd=tmp_path), machine)
-    [found] = error.value.problems
+    [found] = problems_of(*given, machine=machine, folder=tmp_path)
     assert found.render().startswith(
         f"--set {given[0]}: precision.float8: is true, but blocks are not compiled"
     )
-    check_config(load_config(None, overrides=given[:2], environ={}, cwd=tmp_path), machine)
+    plan_of(*given[:2], machine=machine, folder=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -102,10 +83,7 @@ def test_where_weights_are_not_sharded_none_are_gathered(
 ) -> None:
     machine = Machine(16, 2, ("H100", "H100"), "this machine has two H100")
     given = ["precision.float8=gather", f"parallel.{parallel}", "launch.backend=local"]
-    assert (
-        check_config(load_config(None, overrides=given, environ={}, cwd=tmp_path), machine).warnings
-        == warnings
-    )
+    assert plan_of(*given, machine=machine, folder=tmp_path).warnings == warnings
 
 
 UNCHECKED = "whether the run fits in the memory of its GPUs was not checked: "
@@ -116,8 +94,7 @@ def warnings_of(tmp_path: Path, gpus: dict[str, int], *overrides: str) -> tuple[
     partition = Partition("gpu", is_default=True, nodes=(NodeKind(2, 64, 512_000, gpus),))
     target = Target("sbatch", "a test", Cluster("west", (partition,) if gpus else ()))
     given = ["model.preset=70b", "train.global_batch_size=null", "train.device_batch_size=1", *overrides]
-    loaded = load_config(None, overrides=given, environ={}, cwd=tmp_path)
-    return check_config(loaded, CPU, target).warnings
+    return plan_of(*given, target=target, folder=tmp_path).warnings
 
 
 def test_gpus_of_unknown_memory_are_no_problem_but_a_warning(tmp_path: Path) -> None:
@@ -146,8 +123,8 @@ def test_gpus_of_known_memory_are_checked(tmp_path: Path) -> None:
 
 def test_a_gpu_of_this_machine_that_is_unknown(tmp_path: Path) -> None:
     machine = Machine(16, 1, ("NVIDIA ZX81",), "this machine has 1 x NVIDIA ZX81")
-    loaded = load_config(None, environ={}, cwd=tmp_path)
-    [warning] = check_config(loaded, machine, LOCAL).warnings
+    [warning] = plan_of(machine=machine, folder=tmp_path).warnings
     assert "their memory is unknown (NVIDIA ZX81)" in warning
+    loaded = load_config(None, environ={}, cwd=tmp_path)
     command = make_plan(loaded, Facts(machine), Command(("true",)))
     assert command.warnings == (), "a command has no plan of memory"

@@ -23,47 +23,55 @@ from trainkit.plan.torch_build import release_problem
 
 
 @pytest.mark.parametrize(
-    ("name", "called", "mib"),
+    ("name", "called", "mib", "peak"),
     [
-        ("NVIDIA H100 80GB HBM3", "H100 80GB", 81_559),
-        ("h100", "H100 80GB", 81_559),
-        ("nvidia_h100_80gb_hbm3", "H100 80GB", 81_559),
-        ("NVIDIA H100 PCIe", "H100 PCIe", 81_559),
-        ("NVIDIA H100 NVL", "H100 NVL", 95_830),
-        ("h100-94gb", "H100 94GB", 95_830),
-        ("NVIDIA H200", "H200", 143_771),
-        ("NVIDIA B200", "B200", 183_359),
-        ("NVIDIA GB200", "GB200", 189_471),
-        ("NVIDIA GH200 480GB", "GH200 96GB", 97_871),  # 480 GB is what its CPU has
-        ("NVIDIA GH200 144G HBM3e", "GH200 144GB", 146_831),
-        ("NVIDIA A100-SXM4-80GB", "A100 80GB", 81_920),
-        ("NVIDIA A100-SXM4-40GB", "A100 40GB", 40_960),
-        ("NVIDIA A100-PCIE-40GB", "A100 PCIe 40GB", 40_960),
-        ("a100_40", "A100 40GB", 40_960),
-        ("a100", "A100 80GB", 81_920),
-        ("Tesla V100-SXM2-16GB", "V100 16GB", 16_384),
-        ("NVIDIA L40S", "L40S", 46_068),
-        ("NVIDIA L4", "L4", 23_034),
-        ("NVIDIA A10G", "A10G", 23_028),
-        ("NVIDIA A10", "A10", 23_028),
-        ("Tesla T4", "T4", 15_360),
-        ("NVIDIA GeForce RTX 4090", "RTX 4090", 24_564),
-        ("rtx4090", "RTX 4090", 24_564),
-        ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada", 49_140),
-        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX PRO 6000", 97_887),
+        ("NVIDIA H100 80GB HBM3", "H100 80GB", 81_559, 989e12),
+        ("h100", "H100 80GB", 81_559, 989e12),
+        ("nvidia_h100_80gb_hbm3", "H100 80GB", 81_559, 989e12),
+        ("NVIDIA H100 PCIe", "H100 PCIe", 81_559, 756e12),
+        ("NVIDIA H100 NVL", "H100 NVL", 95_830, 835.5e12),
+        ("h100-94gb", "H100 94GB", 95_830, 989e12),
+        ("NVIDIA H200", "H200", 143_771, 989e12),
+        ("NVIDIA H20", "H20 96GB", 97_871, 148e12),
+        ("NVIDIA B200", "B200", 183_359, 2.25e15),
+        ("NVIDIA GB200", "GB200", 189_471, 2.5e15),
+        ("NVIDIA B300 SXM6 AC", "B300", 275_040, 2.25e15),
+        ("NVIDIA GB300", "GB300", 275_040, 2.5e15),
+        ("NVIDIA GH200 480GB", "GH200 96GB", 97_871, 989e12),  # 480 GB is what its CPU has
+        ("NVIDIA GH200 144G HBM3e", "GH200 144GB", 146_831, 989e12),
+        ("NVIDIA A100-SXM4-80GB", "A100 80GB", 81_920, 312e12),
+        ("NVIDIA A100-SXM4-40GB", "A100 40GB", 40_960, 312e12),
+        ("NVIDIA A100-PCIE-40GB", "A100 PCIe 40GB", 40_960, 312e12),
+        ("a100_40", "A100 40GB", 40_960, 312e12),
+        ("a100", "A100 80GB", 81_920, 312e12),
+        ("Tesla V100-SXM2-16GB", "V100 16GB", 16_384, 125e12),
+        ("NVIDIA L40S", "L40S", 46_068, 362e12),
+        ("NVIDIA L40", "L40", 46_068, 181e12),
+        ("NVIDIA L4", "L4", 23_034, 121e12),
+        ("NVIDIA A10G", "A10G", 23_028, 70e12),
+        ("NVIDIA A10", "A10", 23_028, 125e12),
+        ("Tesla T4", "T4", 15_360, 65e12),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090", 24_564, 165.2e12),
+        ("rtx4090", "RTX 4090", 24_564, 165.2e12),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada", 49_140, 364.2e12),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX PRO 6000", 97_887, None),
+        ("NVIDIA RTX A6000", "RTX A6000", 49_140, 154.8e12),
     ],
 )
-def test_gpu(name: str, called: str, mib: int) -> None:
+def test_gpu(name: str, called: str, mib: int, peak: float | None) -> None:
     gpu = find_gpu(name)
     assert (gpu.name, gpu.memory) == (called, mib * MIB)
     assert gpu.usable < gpu.memory <= gpu.most_memory
+    bf16 = None if called in ("V100 16GB", "T4") else peak
+    assert [peak_flops(name, dtype) for dtype in ("bf16", "fp16", "fp32")] == [bf16, peak, None]
 
 
-@pytest.mark.parametrize(
-    "name", ["gpu", "", "NVIDIA Something New", "MIG device", "1g.10gb", "h1000", "mi300x"]
-)
+OTHERS = ("gpu", "", "NVIDIA Something New", "MIG device", "1g.10gb", "h1000", "mi300x", "cpu")
+
+
+@pytest.mark.parametrize("name", [*OTHERS, "NVIDIA H100 80GB HBM3 MIG 1g.10gb"])
 def test_others_are_not_known(name: str) -> None:
-    assert find_gpu(name) is None
+    assert find_gpu(name) is peak_flops(name, "fp16") is None
 
 
 def test_a_name_for_several_sizes() -> None:
@@ -167,39 +175,3 @@ def test_of_several_types_the_largest_counts(tmp_path: Path) -> None:
     assert largest.name == "H100 80GB"
     assert known_gpu(["h100", "something"]) is None
     assert known_gpu([]) is None
-
-
-@pytest.mark.parametrize(
-    ("name", "bf16", "fp16"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989e12, 989e12),
-        ("NVIDIA H100 PCIe", 756e12, 756e12),
-        ("NVIDIA H100 NVL", 835.5e12, 835.5e12),
-        ("NVIDIA H200", 989e12, 989e12),
-        ("NVIDIA GH200 480GB", 989e12, 989e12),
-        ("NVIDIA B200", 2.25e15, 2.25e15),
-        ("NVIDIA GB200", 2.5e15, 2.5e15),
-        ("NVIDIA B300 SXM6 AC", 2.25e15, 2.25e15),
-        ("NVIDIA GB300", 2.5e15, 2.5e15),
-        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None, None),
-        ("NVIDIA A100-SXM4-80GB", 312e12, 312e12),
-        ("NVIDIA A100-PCIE-40GB", 312e12, 312e12),
-        ("NVIDIA L40S", 362e12, 362e12),
-        ("NVIDIA L40", 181e12, 181e12),
-        ("NVIDIA L4", 121e12, 121e12),
-        ("NVIDIA A10G", 70e12, 70e12),
-        ("NVIDIA A10", 125e12, 125e12),
-        ("NVIDIA H20", 148e12, 148e12),
-        ("Tesla V100-SXM2-16GB", None, 125e12),
-        ("Tesla T4", None, 65e12),
-        ("NVIDIA RTX A6000", 154.8e12, 154.8e12),
-        ("NVIDIA Something New", None, None),
-        ("cpu", None, None),
-    ],
-)
-def test_peak(name: str, bf16: float | None, fp16: float | None) -> None:
-    assert (peak_flops(name, "bf16"), peak_flops(name, "fp16"), peak_flops(name, "fp32")) == (
-        bf16,
-        fp16,
-        None,
-    )

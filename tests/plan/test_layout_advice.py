@@ -4,18 +4,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from plans import NO_GPU, plan_of, problems_of
 
 from trainkit.cluster.machine import Machine
 from trainkit.cluster.model import Cluster, NodeKind, Partition
 from trainkit.cluster.target import LOCAL, Target
-from trainkit.config import load_config
-from trainkit.data.checks import inspect_data
-from trainkit.errors import ConfigError, Problem
-from trainkit.plan.facts import Facts
+from trainkit.errors import Problem
 from trainkit.plan.launch import LaunchPlan
-from trainkit.plan.make_plan import make_plan
 
-NO_GPU = Machine(2, 0, (), "there is no NVIDIA driver on this machine")
 LLAMA = ("model.preset=7b", "model.vocab_size=32000", "data.seq_len=4096", "train.global_batch_size=64")
 
 
@@ -25,14 +21,11 @@ def cluster(gpu_type: str, gpus: int = 8) -> Target:
 
 
 def check(tmp_path: Path, target: Target, *overrides: str, machine: Machine = NO_GPU) -> LaunchPlan:
-    loaded = load_config(None, overrides=(*LLAMA, *overrides), environ={}, cwd=tmp_path)
-    return make_plan(loaded, Facts(machine, target, inspect_data(loaded.config.data)))
+    return plan_of(*LLAMA, *overrides, machine=machine, target=target, folder=tmp_path)
 
 
 def problem(tmp_path: Path, target: Target, *overrides: str, machine: Machine = NO_GPU) -> Problem:
-    with pytest.raises(ConfigError) as error:
-        check(tmp_path, target, *overrides, machine=machine)
-    [found] = error.value.problems
+    [found] = problems_of(*LLAMA, *overrides, machine=machine, target=target, folder=tmp_path)
     return found
 
 
@@ -42,17 +35,6 @@ def test_what_fits_is_reported(tmp_path: Path) -> None:
     assert plan.reasons["memory"] == "about 16.0 GiB of the 79.6 GiB of each H100 80GB (20%)"
     tight = check(tmp_path, cluster("h200"), "train.device_batch_size=4", "data.seq_len=6240")
     assert tight.reasons["memory"].endswith(": little headroom is left")
-
-
-def test_older_gpus_read_the_mask_of_documents(tmp_path: Path) -> None:
-    options = ("train.device_batch_size=1", "precision.dtype=fp16", "data.seq_len=8192")
-    options += ("parallel.activation_checkpointing=full", "parallel.dp_shard=64", "resources.nodes=8")
-    for gpu_type, is_read in (("a100-80gb", False), ("v100-32gb", True)):
-        plain, masked = (
-            check(tmp_path, cluster(gpu_type), *options, f"data.document_mask={mask}").reasons["memory"]
-            for mask in ("false", "true")
-        )
-        assert (plain != masked) == is_read
 
 
 def test_too_large_a_batch(tmp_path: Path) -> None:
@@ -93,15 +75,8 @@ def test_a_layout_that_the_model_does_not_allow(tmp_path: Path) -> None:
     overrides = ("parallel.tp=8", "model.num_kv_heads=4", "train.device_batch_size=1")
     found = problem(tmp_path, cluster("h100"), *overrides)
     assert (found.key, found.origin) == ("parallel.tp", "--set parallel.tp=8")
-    with pytest.raises(ConfigError) as error:
-        check(
-            tmp_path,
-            cluster("h100"),
-            "parallel.pp=8",
-            "train.device_batch_size=2",
-            "parallel.pp_microbatches=4",
-        )
-    assert [item.key for item in error.value.problems] == ["parallel.pp_microbatches"]
+    overrides = ("parallel.pp=8", "train.device_batch_size=2", "parallel.pp_microbatches=4")
+    assert problem(tmp_path, cluster("h100"), *overrides).key == "parallel.pp_microbatches"
 
 
 def test_a_model_that_is_larger_than_this_machine(tmp_path: Path) -> None:

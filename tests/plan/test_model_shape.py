@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from tests.support.tables import messages
+from trainkit.config.running import ParallelConfig
 from trainkit.config.training import ModelConfig, Preset
 from trainkit.errors import ConfigError
 from trainkit.plan.model_shape import (
@@ -16,6 +17,7 @@ from trainkit.plan.model_shape import (
     num_params_between_embeddings,
     resolve_model_shape,
 )
+from trainkit.plan.step_work import attends_in_blocks
 
 
 @pytest.mark.parametrize(
@@ -98,6 +100,17 @@ def test_flops_per_token() -> None:
     assert num_params_between_embeddings(shape) == matmul_params - 40
     assert num_params(shape) == matmul_params + 40
     assert flops_per_token(shape, 8) == 6 * matmul_params + 12 * 2 * 4 * 8
+
+
+def test_attention_computes_the_mask_of_documents_where_it_is_compiled_in_half_precision() -> None:
+    shape = resolve_model_shape(ModelConfig(preset="mini"), 257)
+    compiled, plain = ParallelConfig(), ParallelConfig(compile=False)
+    assert attends_in_blocks(compiled, shape, "bf16", "cuda")
+    for other in ((plain, shape, "bf16", "cuda"), (compiled, shape, "fp32", "cuda")):
+        assert not attends_in_blocks(*other)
+    assert not attends_in_blocks(compiled, shape, "bf16", "cpu")
+    small_heads = resolve_model_shape(ModelConfig(preset="mini", num_heads=64), 257)
+    assert not attends_in_blocks(compiled, small_heads, "bf16", "cuda")
 
 
 def test_a_tied_head_is_multiplied_all_the_same() -> None:

@@ -2,21 +2,16 @@
 
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from plans import plan_of
 
 from tests.support.tables import messages
-from trainkit.cluster.machine import Machine
 from trainkit.cluster.model import Cluster, NodeKind, Partition
 from trainkit.cluster.target import Target
-from trainkit.config import load_config
 from trainkit.errors import ConfigError, SlurmError
-from trainkit.plan.facts import Facts
 from trainkit.plan.launch import LaunchPlan
-from trainkit.plan.make_plan import make_plan
 
-LOGIN = Machine(2, 0, (), "there is no NVIDIA driver on this machine")
 GPU = Partition(
     "gpu",
     is_default=True,
@@ -30,8 +25,7 @@ WEST = Cluster("west", (GPU, CPU), slurm_version=(24, 5, 2), reason="west: someb
 
 def plan(*overrides: str, cluster: Cluster = WEST, per: str = "gpu") -> LaunchPlan:
     given = ["train.global_batch_size=null", f"launch.per={per}", *overrides]
-    loaded = load_config(None, overrides=given, environ={}, cwd=Path("/nowhere"))
-    return make_plan(loaded, Facts(LOGIN, Target("sbatch", "sbatch: it is there", cluster)))
+    return plan_of(*given, target=Target("sbatch", "sbatch: it is there", cluster))
 
 
 def problems(*overrides: str, cluster: Cluster = WEST) -> list[str]:
@@ -101,11 +95,6 @@ def test_a_partition_without_gpus() -> None:
     assert not {"gpus-per-node", "gres", "cpus-per-task"} & set(made.slurm.sbatch)
 
 
-def test_gpus_are_asked_for_as_the_cluster_wants_it() -> None:
-    made = plan("resources.gpu_type=h100", cluster=replace(WEST, gpu_option="gres"))
-    assert made.slurm.sbatch["gres"] == "gpu:h100:8"
-
-
 def test_the_default_time_of_the_partition() -> None:
     made = plan("resources.time=null", "requeue.grace_s=200")
     assert (
@@ -128,24 +117,6 @@ def test_no_limit_at_all_needs_no_earlier_notice() -> None:
     made = plan("resources.time='0'", cluster=free)
     assert "notice" not in made.reasons
     assert made.grace_s == 120
-
-
-def test_problems_have_their_origin() -> None:
-    assert problems("resources.partition=gqu") == [
-        "--set resources.partition=gqu: resources.partition: is gqu, but west has no such partition\n"
-        "  hint: did you mean gpu? west has gpu and cpu"
-    ]
-
-
-def test_problems_of_cluster_and_config_together() -> None:
-    found = problems(
-        "resources.nodes=9", "resources.mem=1T", "train.global_batch_size=33", "resources.extra={wrap: x}"
-    )
-    assert [text.partition(": is")[0] for text in found] == [
-        "--set train.global_batch_size=33: train.global_batch_size",
-        "--set resources.extra={wrap: x}: resources.extra.wrap",
-        "--set resources.mem=1T: resources.mem",
-    ]
 
 
 def test_cuda_without_a_gpu_is_reported_once() -> None:
@@ -191,17 +162,6 @@ def test_thousands_of_kinds_of_nodes() -> None:
     made = plan("resources.nodes=4096", cluster=cluster)
     assert made.world_size == 32768
     assert time.process_time() - begin < 0.5
-
-
-def test_spare_nodes_are_asked_for_and_do_not_train() -> None:
-    made = plan("resources.nodes=2", "resources.spare_nodes=1", "resources.gpu_type=a100")
-    assert (made.num_nodes, made.spare_nodes, made.world_size) == (2, 1, 8)
-    assert made.slurm.sbatch["nodes"] == 3
-    assert made.slurm.sbatch["no-kill"] is True
-    assert (made.slurm.srun["nodes"], made.slurm.srun["ntasks"]) == (2, 8)
-    assert made.reasons["spare_nodes"] == "1: the job gets 3 nodes, and 2 of them train"
-    alone = plan("resources.nodes=2")
-    assert "no-kill" not in alone.slurm.sbatch
 
 
 def test_the_gpus_of_a_node_are_those_that_the_spare_nodes_have_too() -> None:

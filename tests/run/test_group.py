@@ -23,13 +23,6 @@ POINTS = {
 }
 
 
-def test_nothing_is_made_before_it_is_needed(tmp_path: Path) -> None:
-    group = make_group(tmp_path, POINTS)
-    assert sorted(path.name for path in group.path.iterdir()) == [
-        *(".lock", "logs", "provenance.json", "submit.sbatch", "sweep.json")
-    ]
-
-
 @pytest.mark.parametrize("index", POINTS)
 def test_a_point_has_the_config_and_plan_that_were_checked(tmp_path: Path, index: int) -> None:
     checked = {point.index: point for point in planned(tmp_path, POINTS)}

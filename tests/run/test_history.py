@@ -50,24 +50,15 @@ def test_the_newest_steps_pass_over_what_a_crash_cut_off(tmp_path: Path) -> None
     assert [record.step for record in history.newest_steps()] == [1, 2]
 
 
-def test_steps_that_are_computed_again_replace_the_others(tmp_path: Path) -> None:
-    history = MetricsHistory(tmp_path / "metrics.jsonl")
-    write_metrics(tmp_path / "metrics.jsonl", 1, 10)
-    history.update()
-    write_metrics(tmp_path / "metrics.jsonl", 6, 7, attempt=2)
-    history.update()
-    assert [step for step, _ in history.curve("loss")] == [1, 2, 3, 4, 5, 6, 7]
-
-
-def test_another_file_starts_anew(tmp_path: Path) -> None:
+def test_steps_that_are_computed_again_and_another_file_replace_the_others(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     history = MetricsHistory(file)
-    write_metrics(file, 1, 10)
-    history.update()
-    file.unlink()
-    write_metrics(file, 1, 2)
-    history.update()
-    assert len(history.curve("loss")) == 2
+    for first, last, is_new, steps in ((1, 10, False, 10), (6, 7, False, 7), (1, 2, True, 2)):
+        if is_new:
+            file.unlink()
+        write_metrics(file, first, last)
+        history.update()
+        assert [step for step, _ in history.curve("loss")] == list(range(1, steps + 1))
 
 
 def test_of_a_large_file_a_sample_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,11 +52,6 @@ def test_what_cannot_be_known_is_not_guessed(change, expected):
     assert AttemptRecord(**{**asdict(ProcessId.of(os.getpid())), **change}).alive() is expected
 
 
-def test_damaged_job_file_is_no_attempts(tmp_path):
-    (tmp_path / "job.json").write_text("{")
-    assert read_job(RunDir(tmp_path)).attempts == []
-
-
 def test_a_follow_up_that_started_without_the_name_of_its_cluster_waits_no_longer(monkeypatch):
     monkeypatch.setenv("SLURM_CLUSTERS", "here")
     attempts = [AttemptRecord(1, "7", cluster="east"), AttemptRecord(2, "8")]

@@ -47,10 +47,13 @@ def test_newest_start_first_and_each_run_once(tmp_path):
 
 
 def test_runs_below_here_need_no_index(tmp_path):
-    run = make_run(tmp_path / "here/runs/x", "x")
-    assert find_run("x").path == run.path
-    assert find_run("local-x").path == run.path
+    run = make_run(tmp_path / "here/runs/small", "small")
+    for text in ("small", "local-small", "last", str(run.path)):
+        assert find_run(text).path == run.path
     assert not index_file().exists()
+    with pytest.raises(UsageError, match="unknown run 'smal'") as caught:
+        find_run("smal")
+    assert caught.value.hint == "did you mean small? `trainkit status` lists the runs"
 
 
 def test_a_run_that_writes_a_bench_of_its_own_is_a_run(tmp_path):

@@ -67,13 +67,6 @@ def test_requeue_of_a_job_that_waits_anyway_is_refused(fake: FakeSlurm) -> None:
     assert len(fake.calls) == 1, "a refusal was retried"
 
 
-def test_requeue_under_no_requeue(fake: FakeSlurm) -> None:
-    fake.add("scontrol", "echo 'Requested operation is presently disabled for job 12' >&2; exit 1")
-    with pytest.raises(SlurmRefused) as caught:
-        requeue("12")
-    assert "--no-requeue" in caught.value.hint
-
-
 def test_cancel_of_somebody_elses_job(fake: FakeSlurm) -> None:
     one = "scancel: error: Kill job error on job id 12: Invalid job id specified"
     other = "scancel: error: Kill job error on job id 13: Access/permission denied"

@@ -12,7 +12,7 @@ from tools.slurm_cluster.cluster import Cluster
 from trainkit.cluster.discovery import discover_cluster, has_slurm
 from trainkit.cluster.model import Account, NodeKind
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable, run_slurm
-from trainkit.slurm.control import cancel, cancel_waiting, requeue, send_signal, show_config
+from trainkit.slurm.control import cancel, requeue, send_signal, show_config
 from trainkit.slurm.hosts import expand_hosts
 from trainkit.slurm.jobs import query_jobs
 from trainkit.slurm.states import JobState
@@ -47,16 +47,6 @@ def test_cancel_what_there_is(cluster: Cluster, tmp_path: Path) -> None:
     cancel([job_id, "999999"])
     wait_for(cluster, job_id, JobState.CANCELLED)
     cancel([job_id])
-
-
-def test_cancel_what_waits(cluster: Cluster, tmp_path: Path) -> None:
-    job_id = send(cluster, tmp_path, SLEEP, "--array=0-3%2")
-    waits = send(cluster, tmp_path, SLEEP, "--hold")
-    for task in (f"{job_id}_0", f"{job_id}_1"):
-        wait_for(cluster, task, JobState.RUNNING)
-    cancel_waiting([job_id, waits])
-    jobs = query_jobs([*(f"{job_id}_{task}" for task in range(4)), waits])
-    assert [job.state.value for job in jobs.values()] == ["running"] * 2 + ["cancelled"] * 3
 
 
 def test_signals_reach_the_steps_alone(cluster: Cluster, tmp_path: Path) -> None:

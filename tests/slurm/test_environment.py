@@ -3,10 +3,8 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from trainkit.slurm.environment import KEPT, cluster_name, conf_file, is_inherited, other_cluster, scrubbed
+from trainkit.slurm.environment import cluster_name, conf_file, other_cluster, scrubbed
 
 OWN = {
     "HOME": "/home/me",
@@ -63,14 +61,6 @@ def test_on_a_login_node_the_choice_of_gpus_is_the_users_own() -> None:
 def test_the_cluster_that_sbatch_was_given_is_that_of_every_command() -> None:
     assert scrubbed({"SBATCH_CLUSTERS": "east"}) == {"SLURM_CLUSTERS": "east"}
     assert scrubbed({"SBATCH_CLUSTERS": "east", "SLURM_CLUSTERS": "west"}) == {"SLURM_CLUSTERS": "west"}
-
-
-@given(st.dictionaries(st.sampled_from(sorted(OWN | INHERITED)), st.text()))
-def test_scrubbing_twice_is_scrubbing_once(environ: dict[str, str]) -> None:
-    clean = scrubbed(environ)
-    assert scrubbed(clean) == clean
-    assert not any(is_inherited(name) for name in clean)
-    assert all(clean[name] == environ[name] for name in KEPT & environ.keys())
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,6 @@
 """Host lists, counts, and states of hosts; test_control_on_cluster.py compares them with scontrol's."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.support.fake_slurm import FakeSlurm
 from trainkit.errors import UsageError
@@ -48,28 +46,6 @@ def test_no_host_list(text: str) -> None:
     with pytest.raises(UsageError) as caught:
         expand_hosts(text)
     assert repr(text.strip()) in caught.value.message
-
-
-RANGES = st.tuples(st.integers(0, 999), st.integers(0, 20), st.integers(1, 4))
-NAMES = st.text("abcxyz.-", min_size=1, max_size=4).filter(lambda name: not name.startswith("-"))
-
-
-@given(
-    st.lists(
-        st.tuples(NAMES, st.lists(RANGES, max_size=3), st.text("ab", max_size=2)), min_size=1, max_size=4
-    )
-)
-def test_any_list_keeps_order_and_padding(items: list[tuple[str, list[tuple[int, int, int]], str]]) -> None:
-    parts, hosts = [], []
-    for name, ranges, suffix in items:
-        spans, numbers = [], []
-        for first, more, width in ranges:
-            begin, end = f"{first:0{width}d}", f"{first + more:0{width}d}"
-            spans.append(begin if more == 0 else f"{begin}-{end}")
-            numbers += [f"{number:0{width}d}" for number in range(first, first + more + 1)]
-        parts.append(f"{name}[{','.join(spans)}]{suffix}" if ranges else f"{name}{suffix}")
-        hosts += [f"{name}{number}{suffix}" for number in (numbers if ranges else [""])]
-    assert expand_hosts(",".join(parts)) == hosts
 
 
 @pytest.mark.parametrize(

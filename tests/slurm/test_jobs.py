@@ -114,10 +114,6 @@ def test_tasks_of_an_array() -> None:
     assert states(parse_accounting(text)) == {"9_0": "completed", "9_1": "cancelled", "9_2": "cancelled"}
 
 
-def test_a_record_that_was_cut_off_is_left_out() -> None:
-    assert list(parse_queue(queue_line(7) + queue_line(8)[:-9])) == ["7"]
-
-
 def test_one_call_for_all_jobs(fake: FakeSlurm) -> None:
     prints(fake, "squeue", queue_line(8) + queue_line(7) + queue_line(9, 9, "0") + queue_line(10, 9, "1"))
     fake.add("sacct")

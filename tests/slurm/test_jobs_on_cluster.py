@@ -9,7 +9,6 @@ import pytest
 from tests.slurm.on_cluster import SLEEP, send, wait_for, wait_for_text
 from tools.slurm_cluster.cluster import Cluster, running
 from trainkit.cluster.discovery import discover_cluster
-from trainkit.slurm.control import requeue
 from trainkit.slurm.hosts import expand_hosts
 from trainkit.slurm.jobs import JobInfo, query_jobs
 from trainkit.slurm.states import JobState
@@ -67,15 +66,6 @@ def test_a_running_job(cluster: Cluster, tmp_path: Path) -> None:
     assert (waiting.nodes, waiting.sentence) == ("", "waiting for nodes to become free; next in line")
 
 
-def test_requeued_is_not_the_end(cluster: Cluster, tmp_path: Path) -> None:
-    job_id = send(cluster, tmp_path, SLEEP)
-    wait_for(cluster, job_id, JobState.RUNNING)
-    requeue(job_id)
-    seen = lifetime(cluster, job_id)
-    assert seen[-2:] == [JobState.REQUEUED, JobState.RUNNING]
-    assert query_jobs([job_id])[job_id].restarts == 1
-
-
 def test_preempted_is_not_the_end(cluster: Cluster, tmp_path: Path) -> None:
     step = "trap 'echo term; exit 3' TERM; echo start $SLURM_RESTART_COUNT; while :; do sleep 0.1; done"
     (tmp_path / "step.sh").write_text(f"{step}\n")
@@ -115,20 +105,6 @@ def quickest(ask: Callable[[], dict[str, JobInfo]], below_s: float) -> tuple[dic
         times_s.append(time.monotonic() - begin)
         if times_s[-1] < below_s or len(times_s) == 5:
             return answer, min(times_s)
-
-
-def test_ten_thousand_tasks(cluster: Cluster, tmp_path: Path) -> None:
-    """Two calls of Slurm at most, below 2 s, told apart by task."""
-    job_id = send(cluster, tmp_path, SLEEP, "--array=0-9999")
-    wait_for(cluster, f"{job_id}_0", JobState.RUNNING)
-    ids = [f"{job_id}_{task}" for task in range(10_000)]
-    jobs, took_s = quickest(lambda: query_jobs(ids), 1.0)
-    assert took_s < 1.0
-    assert list(jobs) == ids
-    assert {job.state for job in jobs.values()} == {JobState.RUNNING, JobState.PENDING}
-    jobs, took_s = quickest(lambda: query_jobs([job_id]), 2.0)
-    assert took_s < 2.0
-    assert list(jobs) == ids
 
 
 @pytest.fixture(scope="module")
@@ -186,19 +162,3 @@ def test_forgotten_jobs(forgetful: Cluster, tmp_path: Path) -> None:
     found = discover_cluster()
     assert found.accounts is None
     forgetful.start_accounting()
-
-
-def test_a_cluster_that_never_had_accounting(
-    clusters_possible: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with running(num_hosts=1, accounting=False) as made:
-        for name, value in made.environ.items():
-            monkeypatch.setenv(name, value)
-        job_id = send(made, tmp_path, "exit 3\n")
-        assert wait_for(made, job_id, JobState.FAILED).exit_code == 3
-        found = discover_cluster()
-        assert found.accounts is None
-        forget(made)
-        unknown = query_jobs([job_id])[job_id]
-        assert unknown.state is JobState.UNKNOWN
-        assert "accounting storage is disabled" in unknown.sentence

@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from trainkit.slurm.client import (
     FIELD,
     RECORD,
-    FailureKind,
+    SlurmRefused,
     cleaned,
-    failure_hint,
-    failure_kind,
+    failure,
     records,
     seconds_of,
     time_of,
@@ -20,7 +19,7 @@ from trainkit.slurm.client import (
 
 SUBMIT = "sbatch: error: Batch job submission failed: "
 RETRYING = "Slurm temporarily unable to accept job, sleeping and retrying"
-LOST, AWAY, REFUSED = FailureKind.ANSWER_LOST, FailureKind.NOT_DELIVERED, FailureKind.REFUSED
+LOST, AWAY, REFUSED = "the answer was lost", "nothing was requested", "refused"
 
 
 @pytest.mark.parametrize(
@@ -54,8 +53,9 @@ LOST, AWAY, REFUSED = FailureKind.ANSWER_LOST, FailureKind.NOT_DELIVERED, Failur
         ("sbatch: error: Socket timed out on send/recv operation\nsbatch: error: x (connect failure)", LOST),
     ],
 )
-def test_trouble(words: str, kind: FailureKind) -> None:
-    assert failure_kind(words) is kind
+def test_trouble(words: str, kind: str) -> None:
+    found = failure("sbatch", 1, words)
+    assert kind == (REFUSED if isinstance(found, SlurmRefused) else LOST if found.may_have_arrived else AWAY)
 
 
 def test_cleaned() -> None:
@@ -93,21 +93,16 @@ def test_cleaned() -> None:
         ("Pathname of a file, directory or other parameter too long", "--run-dir"),
         ("Invalid job id specified", "squeue --me"),
         ("Requested operation is presently disabled", "--no-requeue"),
+        ("Unable to contact slurm controller (connect failure)", "scontrol ping"),
+        ("Could not establish a configuration source", "SLURM_CONF"),
+        ("Protocol authentication error", "munge"),
+        ("Problem talking to the database: Connection refused", "accounting"),
+        ("the site's plugin says no", None),
     ],
 )
-def test_hint_of_a_refusal(words: str, part_of_hint: str) -> None:
-    assert part_of_hint in failure_hint(words, FailureKind.REFUSED)
-
-
-def test_no_hint_is_better_than_a_wrong_one() -> None:
-    assert failure_hint("the site's plugin says no", FailureKind.REFUSED) == ""
-
-
-def test_hints_when_slurm_is_away() -> None:
-    assert "scontrol ping" in failure_hint("Unable to contact slurm controller (connect failure)", AWAY)
-    assert "SLURM_CONF" in failure_hint("Could not establish a configuration source", AWAY)
-    assert "munge" in failure_hint("Protocol authentication error", LOST)
-    assert "accounting" in failure_hint("Problem talking to the database: Connection refused", AWAY)
+def test_hints(words: str, part_of_hint: str | None) -> None:
+    hint = failure("sbatch", 1, words).hint
+    assert hint == "" if part_of_hint is None else part_of_hint in hint
 
 
 PLAIN = st.text(st.characters(blacklist_characters=FIELD + RECORD + "\n", blacklist_categories=["Cs"]))

@@ -34,12 +34,6 @@ def test_words_arrive_in_bash_as_they_are(tmp_path: Path, monkeypatch: pytest.Mo
     assert list(tmp_path.iterdir()) == []
 
 
-@given(st.lists(st.text(st.characters(exclude_characters="\0", codec="utf-8")), min_size=1, max_size=40))
-@settings(max_examples=30, deadline=None)
-def test_any_text_arrives_in_bash_as_it_is(values: list[str]) -> None:
-    assert through_bash(words(values)) == values
-
-
 @given(st.lists(st.binary(max_size=12).filter(lambda value: b"\0" not in value), min_size=1, max_size=40))
 @settings(max_examples=30, deadline=None)
 def test_any_file_name_arrives_in_bash_as_it_is(values: list[bytes]) -> None:

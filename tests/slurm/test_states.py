@@ -1,8 +1,6 @@
 """Ids and states of jobs, what Slurm's states mean where they are read, and why a job waits."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from trainkit.errors import UsageError
 from trainkit.slurm.states import (
@@ -11,7 +9,6 @@ from trainkit.slurm.states import (
     base_id,
     by_cluster,
     checked_job_id,
-    expand_tasks,
     is_job_id,
     on_cluster,
     reason_sentence,
@@ -79,17 +76,14 @@ def test_what_has_ended() -> None:
 SENTENCES = {
     "Resources": "waiting for nodes to become free; next in line",
     "(Priority)": "other jobs have a higher priority",
-    "Dependency": "waiting for the jobs that it depends on",
-    "DependencyNeverSatisfied": "will never start, because a job that it depends on failed: cancel it",
-    "JobHeldUser": "is held by its user: `scontrol release JOB` releases it",
     "QOSMaxJobsPerUserLimit": "would exceed a limit of its QOS: QOSMaxJobsPerUserLimit",
     "AssocGrpGRESMinutes": "would exceed a limit of its account: AssocGrpGRESMinutes",
+    "AssociationJobLimit": "would exceed a limit of its account: AssociationJobLimit",
     "MaxGRESPerAccount": "would exceed a limit of its account: MaxGRESPerAccount",
     "QOSMinCpuNotSatisfied": "is below a limit of its QOS: QOSMinCpuNotSatisfied",
     "Nodes_required_for_job_are_DOWN,_DRAINED_or_reserved_for_jobs_in_higher_priority_partitions": (
         "nodes that it needs are down, drained or reserved for jobs of higher priority"
     ),
-    "TimeLimit": "reached its time limit",
     "launch_failed_requeued_held": "could not be launched and is held: `scontrol release JOB` releases it",
 }
 
@@ -146,12 +140,6 @@ def test_base_id() -> None:
         assert list(map(base_id, names)) == [on_cluster("12", cluster)] * 4
 
 
-def test_expand_tasks() -> None:
-    assert expand_tasks("12_[5-7,9%2]") == ["12_5", "12_6", "12_7", "12_9"]
-    assert expand_tasks("12_5") == ["12_5"]
-    assert expand_tasks("12") == ["12"]
-
-
 @pytest.mark.parametrize(
     ("spec", "indices"),
     [
@@ -170,8 +158,3 @@ def test_array_indices(spec: str, indices: list[int]) -> None:
 def test_no_array_indices(spec: str) -> None:
     with pytest.raises(UsageError, match="not the indices of a job array"):
         array_indices(spec)
-
-
-@given(st.lists(st.integers(0, 5000), min_size=1, unique=True))
-def test_any_indices_come_back(indices: list[int]) -> None:
-    assert array_indices(",".join(map(str, indices))) == indices

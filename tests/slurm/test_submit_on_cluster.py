@@ -8,25 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.on_cluster import SLEEP, jobs_with_token, send, slurmctld_pid, wait_for, write
+from tests.slurm.on_cluster import SLEEP, jobs_with_token, send, slurmctld_pid, write
 from tools.slurm_cluster.cluster import Cluster
-from trainkit.cluster.discovery import has_slurm
-from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
-from trainkit.slurm.jobs import query_jobs
-from trainkit.slurm.states import JobState
-from trainkit.slurm.submit import find_by_token, query_start
-
-
-def test_what_is_submitted_is_what_slurm_keeps(cluster: Cluster, tmp_path: Path) -> None:
-    folder = tmp_path / "a b;'$(touch injected)"
-    folder.mkdir()
-    job_id = send(cluster, folder, "touch ran # ü $(never)\n", token="trainkit:keep")
-    assert cluster.batch_script(job_id) == (folder / "trainkit:keep.sbatch").read_bytes()
-    done = wait_for(cluster, job_id, JobState.COMPLETED, JobState.FAILED)
-    assert (done.state, done.exit_code, done.restarts) == (JobState.COMPLETED, 0, 0)
-    assert (folder / "ran").exists()
-    assert find_by_token("trainkit:keep") == job_id
-    assert not list(tmp_path.rglob("injected"))
+from trainkit.slurm.client import SlurmRefused
 
 
 def test_submitting_costs_little_more_than_sbatch(cluster: Cluster, tmp_path: Path) -> None:
@@ -86,21 +70,6 @@ def test_submitting_while_the_controller_restarts(cluster: Cluster, tmp_path: Pa
     assert jobs_with_token(cluster, "trainkit:restart") == [job_id]
 
 
-def test_a_controller_that_is_away(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainkit.slurm.submit.SUBMIT_PATIENCE_S", 1.0)
-    cluster.stop_slurmctld()
-    with pytest.raises(SlurmUnreachable, match=r"connect failure") as caught:
-        send(cluster, tmp_path, SLEEP, token="trainkit:away")
-    assert (caught.value.exit_code, caught.value.may_have_arrived) == (3, False)
-    begin = time.monotonic()
-    with pytest.raises(SlurmUnreachable, match=r"squeue cannot reach Slurm|`squeue` did not answer"):
-        query_jobs(["1", "2"])
-    assert time.monotonic() - begin < 20, "squeue has waited for it already"
-    assert has_slurm()
-    cluster.start_slurmctld()
-    assert jobs_with_token(cluster, "trainkit:away") == []
-
-
 @pytest.mark.parametrize(
     ("option", "sentence", "hint"),
     [
@@ -121,13 +90,3 @@ def test_refusals(cluster: Cluster, tmp_path: Path, option: str, sentence: str, 
     assert sentence in caught.value.sentence.splitlines()
     assert hint in caught.value.hint
     assert jobs_with_token(cluster, "trainkit:no") == []
-
-
-def test_would_start(cluster: Cluster, tmp_path: Path) -> None:
-    script = write(tmp_path, SLEEP, "trainkit:test", "--nodes=3").read_text()
-    answer, _ = query_start(script)
-    assert [*answer.nodes] == cluster.hosts[:3]
-    assert abs(answer.start_time.timestamp() - time.time()) < 120
-    assert jobs_with_token(cluster, "trainkit:test") == []
-    with pytest.raises(SlurmRefused, match="Requested node configuration is not available"):
-        query_start(script, extra_argv=["--partition=debug"])

@@ -61,7 +61,10 @@ def test_a_download_that_fails_is_named_and_leaves_nothing(
     assert [path.name for path in releases.CACHE.iterdir()] == ["lock"]
 
 
-def test_a_machine_without_a_debian_mirror(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_prevents_it_is_said(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(NotPossible, match=r"no Debian release with Slurm 21\.08 is known") as error:
+        releases.find("21.08")
+    assert error.value.hint == "choose one of 22.05, 24.11, 26.05"
     (machine / "targets").write_text("Other http://other.example/\n")
     with pytest.raises(NotPossible, match="this machine knows no Debian mirror"):
         releases.find("24.11")
@@ -69,12 +72,6 @@ def test_a_machine_without_a_debian_mirror(machine: Path, monkeypatch: pytest.Mo
     (machine / "apt-get").unlink()
     with pytest.raises(NotPossible, match="apt-get is not installed"):
         releases.find("24.11")
-
-
-def test_a_version_that_no_release_has(machine: Path) -> None:
-    with pytest.raises(NotPossible, match=r"no Debian release with Slurm 21\.08 is known") as error:
-        releases.find("21.08")
-    assert error.value.hint == "choose one of 22.05, 24.11, 26.05"
 
 
 def test_every_part_of_the_cluster_is_of_the_version(cluster: Cluster, slurm_version: str | None) -> None:

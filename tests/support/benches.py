@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from datetime import datetime, timedelta, timezone
+from datetime import timedelta
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+from tests.support.sweeps import BEGAN, stamp
 from trainkit.bench.run_bench import LAYOUT, Bench, BenchLength, BenchRun
 from trainkit.plan.launch import Layout
 from trainkit.plan.layout_rules import DEGREES, layout_name
@@ -16,7 +17,6 @@ from trainkit.run.process import ProcessId, own_host
 from trainkit.run.rundir import RunDir
 
 LENGTH = BenchLength(steps=10, warmup=2)
-BEGAN = datetime(2026, 1, 1, tzinfo=timezone.utc)
 TWO = (Layout(1, 2), Layout(1, 1, tp=2))
 
 
@@ -84,11 +84,6 @@ def profile_made_up(run: RunDir, rank: int, *waits: tuple[float, float]) -> None
     file = run.attempt(1).rank_profile(rank)
     file.parent.mkdir(exist_ok=True)
     write_json(file, {"traceEvents": [*work, *talk], "baseTimeNanoseconds": base})
-
-
-def stamp(step: int) -> str:
-    """When a step ended: one a second."""
-    return (BEGAN + timedelta(seconds=step)).isoformat().replace("+00:00", "Z")
 
 
 def _event(name: str, begin: float, end: float) -> dict[str, Any]:

@@ -1,8 +1,7 @@
 """Runs that fail for real on this machine, each for a reason of its own, and their folders as one file each.
 
 `python -m tests.support.broken_runs NAME…` makes runs (all of them without NAME) and records them in
-tests/observe/broken_runs, with the names of this machine and its folders replaced. `--table` writes only the
-table of all recorded runs there.
+tests/observe/broken_runs, with the names of this machine and its folders replaced.
 """
 
 from __future__ import annotations
@@ -298,51 +297,12 @@ def unpack(content: dict[str, Any], run: Path) -> None:
         (run / name).write_text(text)
 
 
-README = FOLDER / "README.md"
-INTRODUCTION = """\
-# Broken runs
-
-The files of failed runs, each with what `trainkit diagnose` has to say;
-`tests/observe/test_diagnose.py` compares.
-
-`python -m tests.support.broken_runs [NAME…]` makes those of one host again, and
-`python -m tests.on_slurm.broken_runs --record [NAME…]` those of the test cluster. What needs a GPU is built
-around an error that a real tool printed, with its source. Without a rank, all fail alike, or none does.
-
-| run | cause | first | made |
-|---|---|---|---|
-"""
-
-
 def is_real(content: Mapping[str, Any]) -> bool:
     """Whether a run failed for real, or its error was printed by a real tool."""
     return content["about"].startswith("Recorded") or str(content.get("source")).startswith("https://")
 
 
-def table() -> str:
-    """The table of all recorded runs."""
-    rows = []
-    for path in sorted(FOLDER.glob("*.yaml")):
-        content = yaml.safe_load(path.read_text())
-        expected = content["expect"]
-        cause = expected["name"] or expected.get("state", "unknown")
-        first = expected.get("host") or ""
-        if expected.get("rank") is not None:
-            first = f"rank {expected['rank']} on {first}"
-        made = content["about"].replace(
-            "Recorded from a real run by tests/support/broken_runs.py.", "On one host."
-        )
-        made = made.replace("Recorded by tests/on_slurm/broken_runs.py.", "On the test cluster.")
-        made = " ".join(made.split())
-        if str(content.get("source")).startswith("https://"):
-            made = f"Around [an error of the real tool]({content['source']})."
-        rows.append(f"| {path.stem} | {cause} | {first} | {made} |\n")
-    return INTRODUCTION + "".join(rows)
-
-
 if __name__ == "__main__":
-    if sys.argv[1:] != ["--table"]:
-        for chosen in sys.argv[1:] or BROKEN:
-            print(chosen, flush=True)
-            record(chosen)
-    README.write_text(table())
+    for chosen in sys.argv[1:] or BROKEN:
+        print(chosen, flush=True)
+        record(chosen)

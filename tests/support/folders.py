@@ -7,7 +7,15 @@ from pathlib import Path
 
 
 def git(folder: Path, *args: str) -> None:
-    subprocess.run(["git", "-C", str(folder), *args], check=True, capture_output=True, timeout=20)
+    settings = ["-c", "user.name=u", "-c", "user.email=u@x", "-c", "protocol.file.allow=always"]
+    subprocess.run(["git", "-C", str(folder), *settings, *args], check=True, capture_output=True, timeout=20)
+
+
+def write(root: Path, *names: str) -> None:
+    """Files that contain their names."""
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(name)
 
 
 def names(folder: Path) -> list[str]:

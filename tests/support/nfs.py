@@ -96,7 +96,6 @@ class Node:
     """A file or folder that the kernel knows, like a file handle of NFS."""
 
     descriptor: int
-    lookups: int = 0
     listing: list[tuple[str, int, int]] | None = None
     """(name, inode number, type) of each entry; None if not cached."""
     listed_s: float = 0.0
@@ -139,15 +138,15 @@ class Server:
     def _serve(self, data: bytes) -> None:
         length, opcode, unique, number, _uid, _gid, _pid, _, _ = HEADER.unpack_from(data)
         argument = data[HEADER.size : length]
-        handler = HANDLERS.get(opcode)
+        if (handler := HANDLERS.get(opcode)) is None:
+            self._send(unique, b"", errno.ENOSYS)
+            return
         try:
-            answer = None if handler is None else handler(self, number, argument, unique)
+            answer = handler(self, number, argument, unique)
         except OSError as error:
             self._send(unique, b"", error.errno or errno.EIO)
             return
-        if handler is None:
-            self._send(unique, b"", errno.ENOSYS)
-        elif answer is not None:
+        if answer is not None:
             self._send(unique, answer)
 
     def _send(self, unique: int, answer: bytes, error: int = 0) -> None:
@@ -185,7 +184,6 @@ class Server:
             self.numbers[self._identity(node)] = known
         else:
             os.close(descriptor)
-        self.nodes[known].lookups += 1
         return struct.pack("<4Q2I", known, 0, CACHE_S, CACHE_S, 0, 0) + self._attributes(known)
 
     def init(self, number: int, argument: bytes, unique: int) -> bytes:
@@ -199,22 +197,6 @@ class Server:
         except FileNotFoundError:
             # That it is missing is cached too.
             return struct.pack("<4Q2I", 0, 0, CACHE_S, 0, 0, 0) + bytes(ATTRIBUTES.size)
-
-    def forget(self, number: int, argument: bytes, unique: int) -> None:
-        self._forget(number, struct.unpack_from("<Q", argument)[0])
-
-    def batch_forget(self, number: int, argument: bytes, unique: int) -> None:
-        (count,) = struct.unpack_from("<I", argument)
-        for index in range(count):
-            self._forget(*struct.unpack_from("<QQ", argument, 8 + 16 * index))
-
-    def _forget(self, number: int, count: int) -> None:
-        node = self.nodes[number]
-        node.lookups -= count
-        if node.lookups <= 0 and number != ROOT:
-            del self.numbers[self._identity(node)]
-            os.close(node.descriptor)
-            del self.nodes[number]
 
     def getattr(self, number: int, argument: bytes, unique: int) -> bytes:
         return struct.pack("<QII", CACHE_S, 0, 0) + self._attributes(number)
@@ -266,18 +248,13 @@ class Server:
         self._changed(number)
         return b""
 
-    def rename(self, number: int, argument: bytes, unique: int, skip: int = 8) -> bytes:
+    def rename(self, number: int, argument: bytes, unique: int) -> bytes:
         (other,) = struct.unpack_from("<Q", argument)
-        old, new, _ = argument[skip:].split(b"\0")
+        old, new, _ = argument[8:].split(b"\0")
         parents = {"src_dir_fd": self.nodes[number].descriptor, "dst_dir_fd": self.nodes[other].descriptor}
         os.rename(old, new, **parents)  # noqa: PTH104
         self._changed(number, other)
         return b""
-
-    def rename2(self, number: int, argument: bytes, unique: int) -> bytes:
-        if struct.unpack_from("<QI", argument)[1]:
-            raise OSError(errno.EINVAL, "flags")
-        return self.rename(number, argument, unique, skip=16)
 
     def link(self, number: int, argument: bytes, unique: int) -> bytes:
         (old,) = struct.unpack_from("<Q", argument)
@@ -321,13 +298,6 @@ class Server:
         written = os.pwrite(self.files[handle], argument[40 : 40 + size], offset)
         return struct.pack("<II", written, 0)
 
-    def flush(self, number: int, argument: bytes, unique: int) -> bytes:
-        return b""
-
-    def fsync(self, number: int, argument: bytes, unique: int) -> bytes:
-        os.fsync(self.files[struct.unpack_from("<Q", argument)[0]])
-        return b""
-
     def release(self, number: int, argument: bytes, unique: int) -> bytes:
         handle, _, flags, owner = struct.unpack_from("<QIIQ", argument)
         os.close(self.files.pop(handle))
@@ -355,12 +325,6 @@ class Server:
                 break
             answer += entry
         return answer
-
-    def releasedir(self, number: int, argument: bytes, unique: int) -> bytes:
-        return b""
-
-    def fsyncdir(self, number: int, argument: bytes, unique: int) -> bytes:
-        return b""
 
     def statfs(self, number: int, argument: bytes, unique: int) -> bytes:
         found = os.statvfs(self._path(number))
@@ -417,7 +381,6 @@ def _type_of(entry: os.DirEntry[str]) -> int:
 
 HANDLERS: dict[int, Callable[[Server, int, bytes, int], bytes | None]] = {
     1: Server.lookup,
-    2: Server.forget,
     3: Server.getattr,
     4: Server.setattr,
     5: Server.readlink,
@@ -432,21 +395,16 @@ HANDLERS: dict[int, Callable[[Server, int, bytes, int], bytes | None]] = {
     16: Server.write,
     17: Server.statfs,
     18: Server.release,
-    20: Server.fsync,
-    25: Server.flush,
     26: Server.init,
     27: Server.opendir,
     28: Server.readdir,
-    29: Server.releasedir,
-    30: Server.fsyncdir,
     32: Server.setlk,
     33: Server.setlkw,
     35: Server.create,
     36: Server.interrupt,
-    42: Server.batch_forget,
-    45: Server.rename2,
 }
-"""Opcode of FUSE -> what answers it; None needs no answer. Others are answered with ENOSYS."""
+"""Opcode of FUSE -> what answers it, None later. The kernel is told that others are not implemented, and
+does without them. Nothing is forgotten, so that no file gets the number of another one."""
 
 
 def main(argv: Sequence[str]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from tests.support.ranks import start_ranks, wait_for_all
 from tests.support.runs import free_port, make_attempt
 from trainkit.run.events import read_metrics
+from trainkit.run.manifest import published
 from trainkit.run.rundir import AttemptDir, RunDir
 
 GLOBAL_BATCH = 16
@@ -96,6 +97,20 @@ def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
     names = ("tokens", "accuracy", "right", "val_loss", "val_accuracy", "val_right")
     records = read_metrics(RunDir(run_dir))
     return [{name: record[name] for name in names if name in record} for record in records]
+
+
+def saved_tensors(run_dir: Path) -> dict[str, Any]:
+    """The tensors of the newest checkpoint of a run."""
+    import torch
+    from torch.distributed.checkpoint import state_dict_loader
+
+    from trainkit.trainer.checkpoint.storage import SafeReader
+
+    reader = SafeReader(published(RunDir(run_dir).checkpoints_dir)[-1].path)
+    items: Any = reader.read_metadata().state_dict_metadata.items()
+    found = {name: torch.empty(item.size, dtype=item.properties.dtype) for name, item in items}
+    state_dict_loader.load(found, storage_reader=reader, no_dist=True)
+    return found
 
 
 def worst_difference(run_dir: Path, expected: Path) -> float:

@@ -29,6 +29,7 @@ from torch._ops import HigherOrderOperator
 from torch._subclasses import fake_tensor
 from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
+from torch.nn.attention import SDPBackend
 from torch.utils import _device
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -359,6 +360,33 @@ def _flash_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: Any, s
     return of_q, *(item.unflatten(1, (k.shape[1], -1)).sum(2) for item in others)
 
 
+def _cudnn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: None,
+    has_logsumexp: bool,
+    dropout: float = 0.0,
+    is_causal: bool = False,
+) -> Any:
+    assert not is_causal or q.shape[2] == k.shape[2]
+    out, logsumexp, *_ = _flash(q, k, v, dropout, is_causal)
+    state = torch.tensor(0)
+    return out, logsumexp[..., None], None, None, q.shape[2], k.shape[2], state, state, None
+
+
+def _cudnn_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *args: Any
+) -> Any:
+    return _flash_backward(grad, q, k, v, out, lse[..., 0], *args, None, None)
+
+
+def _sdp_choice(*args: Any, enable_gqa: bool = False) -> int:
+    """As on Hopper."""
+    is_exact = torch.are_deterministic_algorithms_enabled()
+    return (SDPBackend.FLASH_ATTENTION if is_exact else SDPBackend.CUDNN_ATTENTION).value
+
+
 def _add_product(total: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype, *, out: Tensor) -> Tensor:
     return out.copy_(total + left.to(dtype) @ right.to(dtype))
 
@@ -367,6 +395,8 @@ KERNELS: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.addmm.dtype_out: _add_product,
     torch.ops.aten._scaled_dot_product_flash_attention.default: _flash,
     torch.ops.aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default: _cudnn,
+    torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,
 }
 
 
@@ -394,9 +424,6 @@ class Stream:
         event.record(self)
         return event
 
-    def query(self) -> bool:
-        return True
-
     def is_capturing(self) -> bool:
         return False
 
@@ -422,9 +449,6 @@ class Event:
         note("Event.synchronize")
 
     def wait(self, stream: Stream | None = None) -> None: ...
-
-    def query(self) -> bool:
-        return True
 
     def elapsed_time(self, last: Event) -> float:
         assert self._is_timed, "the event was made without enable_timing"
@@ -480,7 +504,7 @@ def _cuda() -> dict[str, Any]:
     return {
         **{"Stream": Stream, "Event": Event, "set_device": set_device, "current_device": current_device},
         **{"current_stream": current_stream, "default_stream": current_stream},
-        **{"stream": lambda stream: stream or nullcontext(), "device": _Device},
+        **{"stream": lambda stream: stream or nullcontext()},
         **{"is_available": lambda: True, "device_count": lambda: NUM_GPUS, "_lazy_init": lambda: None},
         **{"init": lambda: None, "is_initialized": lambda: bool(used)},
         **{"get_device_properties": _properties, "get_device_name": lambda device=None: GPU_NAME},
@@ -496,21 +520,6 @@ def _cuda() -> dict[str, Any]:
         **{"set_rng_state": lambda state, device=None: torch.set_rng_state(state)},
         "default_generators": tuple(torch.Generator() for _ in range(NUM_GPUS)),
     }
-
-
-class _Device:
-    """`torch.cuda.device`: another GPU for a while."""
-
-    def __init__(self, device: Any) -> None:
-        self._wanted = gpu_of(device)
-
-    def __enter__(self) -> None:
-        self._before = current_device()
-        if self._wanted is not None:
-            _thread.device = self._wanted.index
-
-    def __exit__(self, *error: object) -> None:
-        _thread.device = self._before
 
 
 class _Autocast(torch.autocast):
@@ -569,6 +578,7 @@ def install() -> None:
     for name in ("is_autocast_enabled", "get_autocast_dtype"):
         setattr(torch, name, _of_cpu(getattr(torch, name)))
     torch.Stream, torch.Event, torch.autocast = Stream, Event, _Autocast  # type: ignore[misc, assignment]
+    torch._fused_sdp_choice = _sdp_choice
     torch.version.cuda = "13.0"
     fake_tensor.init_gpu_context = lambda device: None
     # Without kernels there is nothing to record but operators.

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tests.support import programs
 from tests.support.ranks import ForkedWorker, start_ranks, start_worker, wait_for_all
 from trainkit.backends import NewAttempt
 from trainkit.backends.local import LocalBackend
@@ -150,12 +151,8 @@ def log_text(attempt: AttemptDir) -> str:
     return "\n".join(path.read_text() for path in sorted(attempt.logs_dir.glob("rank-*.log")))
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 240.0) -> None:
-    """Wait for something that must happen."""
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "it never came to that"
-        time.sleep(0.01)
+wait_until = partial(programs.wait_for, timeout_s=240.0)
+"""It for what comes after a training has begun."""
 
 
 def events(run_dir: Path, name: str) -> list[dict[str, Any]]:

@@ -6,13 +6,14 @@ import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
 from trainkit.config import RunConfig, dump_effective
 from trainkit.run.files import write_json
-from trainkit.run.group import RunGroup
+from trainkit.run.group import GroupRecord, Point, RunGroup
 from trainkit.run.rundir import RunDir
 
 BEGAN = datetime(2026, 1, 1, tzinfo=timezone.utc)
@@ -20,6 +21,7 @@ STARTUP_S, STEP_S = 10.0, 2.0
 
 
 def stamp(seconds: float) -> str:
+    """The time of so many seconds, or in a bench of a step, after the begin."""
     return (BEGAN + timedelta(seconds=seconds)).isoformat().replace("+00:00", "Z")
 
 
@@ -34,24 +36,11 @@ def made_up_sweep(
     config = RunConfig.model_validate({"name": "mine", "train": {"steps": num_steps}})
     points = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
     plan = {"num_nodes": 1, "workers_per_node": 2, "world_size": 2, "device": "cpu", "backend": "sbatch"}
-    record = {
-        "version": 1,
-        "name": "mine",
-        "backend": "sbatch",
-        "cwd": "/somewhere",
-        "cluster": None,
-        "job_id": "77",
-        "array": f"0-{len(points) - 1}",
-        "keys": list(axes),
-        "code": None,
-        "config": config.model_dump(mode="json", by_alias=True),
-        "plan": plan,
-        "points": [{"index": index, "values": values} for index, values in enumerate(points)],
-    }
-    write_json(folder / "sweep.json", record)
-    write_json(
-        folder / "provenance.json", {"argv": ["trainkit", "submit", "mine.yaml", "--sweep", "a b=1,2"]}
-    )
+    record = GroupRecord(name="mine", backend="sbatch", job_id="77", keys=list(axes), plan=plan)
+    record = replace(record, config=config.model_dump(mode="json", by_alias=True))
+    write_json(folder / "sweep.json", record.to_dict(map(Point, range(len(points)), points)))
+    argv = ["trainkit", "submit", "mine.yaml", "--sweep", "a b=1,2"]
+    write_json(folder / "provenance.json", {"argv": argv})
     group = RunGroup(folder)
     for index, values in enumerate(points):
         away = sum(

@@ -3,16 +3,10 @@
 from pathlib import Path
 
 import pytest
-import torch
-from torch import Tensor
 
 from tests.support import tasks
-from tests.support.parity import Case, close, make_trainer, run_cases, worst_difference
+from tests.support.parity import Case, run_cases, saved_tensors, worst_difference
 from tests.support.runs import log_text, losses, train
-from trainkit.run.manifest import published
-from trainkit.run.rundir import AttemptDir, RunDir
-from trainkit.trainer.checkpoint.storage import SafeReader
-from trainkit.trainer.models.model import local_tensor
 
 pytestmark = pytest.mark.slow
 
@@ -46,48 +40,6 @@ def test_resumes_bit_for_bit(tmp_path: Path, num_procs: int, options: list[str])
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
 
 
-def state(run_dir: Path) -> dict[str, Tensor]:
-    """All tensors of the newest checkpoint of a run."""
-    reader = SafeReader(published(RunDir(run_dir).checkpoints_dir)[-1].path)
-    metadata = reader.read_metadata().state_dict_metadata
-    tensors = {
-        name: torch.empty(item.size, dtype=item.properties.dtype)  # type: ignore[union-attr]
-        for name, item in metadata.items()
-    }
-    torch.distributed.checkpoint.state_dict_loader.load(tensors, storage_reader=reader, no_dist=True)
-    return tensors
-
-
-def check_loaded(rank: int, attempt: AttemptDir) -> None:
-    """Compare this rank's shards after loading with the rows of the checkpoint, bit for bit."""
-    trainer = make_trainer(rank, attempt)
-    expected = state(attempt.run.path)
-    assert set(trainer.saver.tensors) == set(expected)
-    num_codes = 0
-    for name, tensor in trainer.saver.tensors.items():
-        whole = expected[name]
-        if tensor is not local_tensor(tensor):
-            rows = -(-len(whole) // 4)
-            whole = whole[rows * rank : rows * (rank + 1)]
-        assert torch.equal(local_tensor(tensor), whole), name
-        num_codes += name.endswith(".codes")
-    assert num_codes > 2
-    close(trainer)
-
-
-def test_from_2_processes_to_4(tmp_path: Path) -> None:
-    """A checkpoint of 2 is loaded bit for bit by 4, which continue as 2 do."""
-    common = [EIGHT_BIT, "train.steps=12"]
-    two, four = {"dp_shard": 2}, {"dp_shard": 4}
-    run_cases(tmp_path, [Case("two", 2, two, ("train.stop_at_step=6",))], common)
-    run_cases(tmp_path, [Case("loaded", 4, four)], common, seed=tmp_path / "two", function=check_loaded)
-    continued = [Case("on-2", 2, two), Case("on-4", 4, four)]
-    run_cases(tmp_path, continued, common, seed=tmp_path / "two")
-    found, expected = losses(tmp_path / "on-4"), losses(tmp_path / "on-2")
-    assert list(found) == list(range(7, 13))
-    assert found == pytest.approx(expected, abs=1e-5)
-
-
 def test_a_chain_of_layouts(tmp_path: Path) -> None:
     """Tensor parallelism shards columns, and both ends of a pipeline have the tied embedding."""
     last = STEPS * len(CHAIN)
@@ -104,7 +56,7 @@ def test_a_task_of_ones_own(tmp_path: Path) -> None:
     common = [EIGHT_BIT, f"task={tasks.__file__}:Tokens", "train.steps=6", "train.eval_every=null"]
     run_cases(tmp_path, [Case("alone", 1, {}), Case("fsdp", 2, {"dp_shard": 2})], common)
     assert worst_difference(tmp_path / "fsdp", tmp_path / "alone") < 1e-5
-    assert any(name.endswith(".codes") for name in state(tmp_path / "fsdp"))
+    assert any(name.endswith(".codes") for name in saved_tensors(tmp_path / "fsdp"))
 
 
 @pytest.mark.parametrize("beta2", [0.95, 0.999])

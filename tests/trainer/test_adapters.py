@@ -4,17 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from tests.contrib.test_multimodal import ARGS, config_of, options
 from tests.support.hf_models import export_run, need, save_model
-from tests.support.parity import Case, run_cases, worst_difference
+from tests.support.parity import Case, run_cases, saved_tensors, worst_difference
 from trainkit.errors import TrainkitError
-from trainkit.run.manifest import published
-from trainkit.run.rundir import RunDir
 from trainkit.safetensors import StoredWeights
-from trainkit.task import add_adapters
-from trainkit.trainer.checkpoint.storage import SafeReader
 from trainkit.trainer.task_check import Smoke, definite_problem
 from trainkit.trainer.user_code import TaskError
 from trainkit.trainer.user_task import UserTask, load_task
@@ -59,9 +54,7 @@ def questions(tmp_path: Path, lora: str = TARGETS, *, args: str = ARGS) -> tuple
 
 
 def saved_names(run: Path) -> set[str]:
-    checkpoint = published(RunDir(run).checkpoints_dir)[-1]
-    names = SafeReader(checkpoint.path).read_metadata().state_dict_metadata
-    return {name.removeprefix("model.") for name in names if name.startswith("model.")}
+    return {name.removeprefix("model.") for name in saved_tensors(run) if name.startswith("model.")}
 
 
 def export(run: Path, out: Path, merge: bool = False) -> dict[str, torch.Tensor]:
@@ -166,10 +159,3 @@ def test_adapters_that_do_not_fit(tmp_path: Path, lora: str, message: str) -> No
     assert error.value.message.startswith(message)
     found = definite_problem(config)
     assert (found is None) == ("rr" not in lora)
-
-
-def test_without_the_key_nothing_changes() -> None:
-    model = nn.Sequential(nn.Linear(2, 2))
-    add_adapters(model, config_of())
-    assert list(model.state_dict()) == ["0.weight", "0.bias"]
-    assert all(param.requires_grad for param in model.parameters())

@@ -204,21 +204,6 @@ def test_reads_ahead_while_nobody_waits() -> None:
     batches.close()
 
 
-@pytest.mark.parametrize("dp_size", [1, 2])
-def test_many_steps_at_once_are_the_steps_one_by_one(dp_size: int) -> None:
-    """The data ends within the last but one of them."""
-    reader = source(dp_size=dp_size, dp_rank=dp_size - 1, end_position=5 * GLOBAL_BATCH - 3)
-    together = reader.steps_at(GLOBAL_BATCH, 5)
-    assert [step.num_samples for step in together] == [GLOBAL_BATCH] * 3 + [GLOBAL_BATCH - 3, 0]
-    for number, step in enumerate(together):
-        alone = reader.steps_at(GLOBAL_BATCH * (number + 1), 1)[0]
-        assert (step.num_tokens, step.num_samples) == (alone.num_tokens, alone.num_samples)
-        for micro, expected in zip(step.microbatches, alone.microbatches, strict=True):
-            assert torch.equal(micro.tokens, expected.tokens)
-            assert torch.equal(micro.labels, expected.labels)
-            assert torch.equal(micro.sample_keys, expected.sample_keys)
-
-
 class NumberedTask:
     """A task of which only the validation data exists."""
 

@@ -10,7 +10,7 @@ import pytest
 from tests.support import tasks
 from tests.support.runs import log_text, train
 from trainkit.cli.main import main
-from trainkit.errors import EXIT_NO_RESTART, TrainkitError
+from trainkit.errors import EXIT_NO_RESTART
 from trainkit.run.events import read_metrics
 from trainkit.run.manifest import best_step
 from trainkit.run.rundir import RunDir
@@ -78,15 +78,6 @@ def test_a_best_one_that_could_not_be_saved_keeps_no_later_one_from_being_it(
     assert (trainer.state.best_value, trainer.state.best_step) == (2.2, 9)
 
 
-@pytest.mark.parametrize("blocking", [True, False])
-def test_a_worse_one_is_not_the_best(trainer: Any, blocking: bool) -> None:
-    reach(trainer, 5, 2.1, blocking)
-    reach(trainer, 7, 2.2, blocking)
-    trainer.saver.finish()
-    assert trainer.saver.best == [5]
-    assert (trainer.state.best_value, trainer.state.best_step) == (2.1, 5)
-
-
 def test_the_highest_value_of_a_metric_of_the_task(trainer: Any) -> None:
     trainer.config.checkpoint = SimpleNamespace(best_metric="val_accuracy", best_mode="max")
     for step, accuracy in ((5, 0.2), (7, 0.6), (9, 0.5), (11, math.nan)):
@@ -95,30 +86,6 @@ def test_the_highest_value_of_a_metric_of_the_task(trainer: Any) -> None:
         trainer._save("every_steps", blocking=True)
     assert trainer.saver.best == [5, 7]
     assert (trainer.state.best_value, trainer.state.best_step) == (0.6, 7)
-
-
-@pytest.mark.parametrize(
-    ("metric", "names", "of_validation", "is_missing"),
-    [
-        ("val_accuracy", ("val_loss",), True, True),
-        ("val_accuracy", ("val_loss", "val_accuracy"), True, False),
-        ("val_accuracy", ("loss",), False, False),
-        ("accuracy", ("loss",), False, True),
-        ("accuracy", ("val_loss",), True, False),
-        (None, ("val_loss",), True, False),
-    ],
-)
-def test_a_metric_that_is_not_there(
-    trainer: Any, metric: str | None, names: tuple[str, ...], of_validation: bool, is_missing: bool
-) -> None:
-    trainer.config.checkpoint.best_metric = metric
-    if not is_missing:
-        trainer._require_best_metric(names, of_validation=of_validation)
-        return
-    with pytest.raises(TrainkitError, match=f"is {metric}, but there is {', '.join(names)}") as found:
-        trainer._require_best_metric(names, of_validation=of_validation)
-    assert found.value.exit_code == EXIT_NO_RESTART
-    assert found.value.hint
 
 
 @pytest.mark.slow

@@ -103,16 +103,6 @@ def test_skip_changes_no_bit() -> None:
     assert torch.equal(average.scales, before[1])
 
 
-def test_pieces_are_views() -> None:
-    whole = normal(10, 1024)
-    average = rounded(torch.zeros(10, 1024))
-    for piece, rows in zip(average.split(3), whole.split(3), strict=True):
-        piece.quantize(rows, APPLY)
-    expected = rounded(whole)
-    assert torch.equal(average.codes, expected.codes)
-    assert torch.equal(average.scales, expected.scales)
-
-
 def test_keeps_the_strides_of_the_parameter() -> None:
     weight = normal(32, 16, 3, 3).to(memory_format=torch.channels_last)
     found = rounded(weight)

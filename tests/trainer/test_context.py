@@ -4,11 +4,14 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.pretend_cuda import PretendMode
 from trainkit.trainer.models.decoder import causal_attention
 from trainkit.trainer.parallel.context import (
-    _attend_suffix,
+    Attend,
+    attention_to_last,
     context_positions,
-    has_flash_attention,
+    cudnn_attention_to_last,
+    masked_attention_to_last,
     position_slice,
     repeat_kv_heads,
 )
@@ -28,13 +31,17 @@ def test_tensor_parallel_ranks_hold_parts_of_the_stream() -> None:
     assert torch.equal(torch.cat([one.stream for one in seen]), seen[0].attention)
 
 
-@pytest.mark.parametrize("num_queries", [8, 4])
-def test_queries_at_the_end_of_the_keys(num_queries: int) -> None:
+@pytest.mark.parametrize("to_last", [masked_attention_to_last, cudnn_attention_to_last])
+def test_queries_at_the_end_of_the_keys(to_last: Attend) -> None:
     torch.manual_seed(0)
-    q, k, v = torch.randn(2, 4, 8, 16), torch.randn(2, 2, 8, 16), torch.randn(2, 2, 8, 16)
-    last = q[:, :, -num_queries:]
-    found = _attend_suffix(last, k, v, flash=False)
-    torch.testing.assert_close(found, causal_attention(q, k, v)[:, :, -num_queries:])
+    q, k, v = (torch.randn(2, heads, 8, 16, requires_grad=True) for heads in (4, 2, 2))
+    expected = causal_attention(q, k, v)[:, :, -2:]
+    weights = torch.randn(expected.shape)
+    gradients = torch.autograd.grad((expected * weights).sum(), (q, k, v))
+    with PretendMode():  # which has a kernel in the place of that of cuDNN
+        found = to_last(q[:, :, -2:], k, v)
+        found_gradients = torch.autograd.grad((found * weights).sum(), (q, k, v))
+    torch.testing.assert_close((found, *found_gradients), (expected, *gradients))
 
 
 def test_heads_that_are_repeated_attend_as_those_that_are_shared() -> None:
@@ -47,4 +54,4 @@ def test_heads_that_are_repeated_attend_as_those_that_are_shared() -> None:
 
 
 def test_no_flash_attention_without_a_gpu() -> None:
-    assert not has_flash_attention(torch.device("cpu"), torch.bfloat16)
+    assert attention_to_last(torch.device("cpu"), torch.bfloat16, head_dim=64) is masked_attention_to_last

@@ -2,7 +2,6 @@
 
 import math
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -109,26 +108,6 @@ def test_each_dropout_of_the_model_has_its_own_mask() -> None:
     assert model.site_keys.unique().numel() == 7
 
 
-def test_tied_weights_share_storage_also_after_to_empty() -> None:
-    with torch.device("meta"):
-        model = Decoder(nano_shape(tie_embeddings=True), SEQ_LEN)
-    model.to_empty(device="cpu")
-    model.rebuild_buffers()
-    assert model.head.weight is model.embedding.weight
-    assert len(list(model.parameters())) == len(list(nano(tie_embeddings=False).parameters())) - 1
-
-
-def test_restore_brings_the_buffers_back() -> None:
-    with torch.device("meta"):
-        model = Decoder(nano_shape(), SEQ_LEN)
-    model.to_empty(device="cpu")
-    model.rope.fill_(9.0)
-    model.site_keys.fill_(9)
-    model.rebuild_buffers()
-    for name, buffer in nano().named_buffers():
-        assert torch.equal(model.get_buffer(name), buffer)
-
-
 @pytest.mark.parametrize("preset", [*PRESETS])
 @pytest.mark.parametrize("tie_embeddings", [False, True])
 def test_parameters_are_as_many_as_the_plan_says(preset: str, tie_embeddings: bool) -> None:
@@ -148,20 +127,6 @@ def test_first_values() -> None:
         assert param.std().item() == pytest.approx(wanted, rel=0.05), name
     loss = torch.nn.functional.cross_entropy(model(tokens(), sample_keys()).flatten(0, 1), tokens().flatten())
     assert loss.item() == pytest.approx(math.log(model.shape.vocab_size), abs=0.1), "knows nothing yet"
-
-
-@pytest.mark.parametrize("mode", ["selective", "full"])
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_recomputing_changes_no_gradient(mode: str, dropout: float) -> None:
-    gradients = []
-    for used in ("none", mode):
-        model = nano(dropout=dropout).train()
-        recompute_and_compile(list(model.blocks), used, compiled=False)  # type: ignore[arg-type]
-        model(tokens(), sample_keys()).float().square().sum().backward()
-        gradients.append({name: param.grad for name, param in model.named_parameters()})
-    for name, expected in gradients[0].items():
-        assert expected is not None
-        assert torch.equal(expected, gradients[1][name]), name
 
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
@@ -350,46 +315,6 @@ def test_blocks_are_compiled_once_for_all_documents() -> None:
     with torch.no_grad():
         expected = [masked()(tokens(2, seed=seed) % (EOS + 1), sample_keys()) for seed in range(3)]
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_document_mask_is_what_separates_documents() -> None:
-    """The test above could not fail if this did not: without the mask, the first document changes others."""
-    packed, other = tokens(1) % EOS, tokens(1, seed=1) % EOS
-    packed[0, 5] = other[0, 5] = EOS
-    other[0, 6:] = packed[0, 6:]
-    results = {
-        kind: [model(x, sample_keys(1))[0, 6:] for x in (packed, other)]
-        for kind, model in (("masked", masked()), ("plain", nano()))
-    }
-    torch.testing.assert_close(*results["masked"])
-    assert (results["plain"][0] - results["plain"][1]).abs().max() > 1e-3
-
-
-def test_no_gradient_crosses_a_document() -> None:
-    model = masked()
-    packed = tokens(1) % EOS
-    packed[0, 7] = EOS
-    packed[0, 8:] = torch.arange(8)
-    packed[0, :7] = torch.arange(20, 27)
-    model(packed, sample_keys(1))[0, 8:].sum().backward()
-    grad = model.embedding.weight.grad
-    assert grad[20:27].abs().max() == 0
-    assert grad[EOS].abs().max() == 0
-    assert (grad[:8].abs().amax(1) > 0).all()
-
-
-@pytest.mark.parametrize("mode", ["full", "selective"])
-def test_document_mask_with_recomputation(mode: Any) -> None:
-    packed = tokens() % EOS
-    packed[:, 6] = EOS
-    grads = []
-    for recomputes in (False, True):
-        model = masked(dropout=0.1)
-        if recomputes:
-            recompute_and_compile(model.layers, mode, compiled=False)
-        model(packed, sample_keys()).square().sum().backward()
-        grads.append([param.grad for param in model.parameters()])
-    torch.testing.assert_close(*grads)
 
 
 def test_repeated_kv_heads_keep_the_mask() -> None:

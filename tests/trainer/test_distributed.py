@@ -110,21 +110,10 @@ def test_no_gpu_for_a_rank(
     assert cuda.selected == []
 
 
-@pytest.mark.parametrize("local_rank", [0, 3])
-def test_a_torch_without_cuda_is_refused_for_good(monkeypatch: pytest.MonkeyPatch, local_rank: int) -> None:
-    monkeypatch.setattr(torch.version, "cuda", None)
-    with pytest.raises(TrainkitError, match=r"torch .* was built without CUDA") as caught:
-        select_device("cuda", local_rank, is_task=True)
-    assert caught.value.exit_code == EXIT_NO_RESTART
-    assert "-m pip install" in caught.value.hint
-    assert "--index-url https://download.pytorch.org/whl/cu" in caught.value.hint
-    failure = RankFailure(host="h1", type="TrainkitError", message=str(caught.value), exit_code=78)
-    assert suspect_host(failure) is None
-
-
 @pytest.mark.parametrize(
     ("name", "capability", "dtype", "message", "hint"),
     [
+        ("no CUDA", (9, 0), "fp16", r"torch .* was built without CUDA", "--index-url https://download.pyt"),
         ("Tesla V100-SXM2-16GB", (7, 0), "fp16", "has no kernels for the GPU Tesla V100", "/cu126`"),
         ("Tesla V100", (7, 0), "bf16", "dtype is bf16, in which the tensor cores of Tesla V100", "fp16"),
         ("Tesla T4", (7, 5), "bf16", "dtype is bf16, in which the tensor cores of Tesla T4", "fp16"),
@@ -133,9 +122,17 @@ def test_a_torch_without_cuda_is_refused_for_good(monkeypatch: pytest.MonkeyPatc
     ],
 )
 def test_a_gpu_that_torch_or_its_tensor_cores_do_not_support(
-    cuda: FakeCuda, name: str, capability: tuple[int, int], dtype: str, message: str, hint: str
+    cuda: FakeCuda,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    capability: tuple[int, int],
+    dtype: str,
+    message: str,
+    hint: str,
 ) -> None:
     cuda.name, cuda.capability = name, capability
+    if name == "no CUDA":
+        monkeypatch.setattr(torch.version, "cuda", None)
     if "bf16" in message:
         cuda.archs = ["sm_{}{}".format(*capability), *cuda.archs]  # this torch has kernels for it
     if not message:
@@ -196,18 +193,6 @@ def test_groups_that_do_not_end_are_not_waited_for(monkeypatch: pytest.MonkeyPat
     assert codes == [0]
 
 
-def test_the_thread_that_builds_a_task_has_the_gpu_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    threads: list[Any] = []
-    monkeypatch.setattr(
-        torch.cuda, "set_device", lambda device: threads.append((threading.get_ident(), device))
-    )
-    device = torch.device("cuda", 3)
-    own = worker.run_unless_stopped(StopRequest(), threading.get_ident, device)
-    assert threads == [(own, device)]
-    assert own != threading.get_ident()
-    assert worker.run_unless_stopped(StopRequest(), lambda: 7, torch.device("cpu")) == 7
-
-
 @pytest.mark.parametrize(
     ("cpus", "allowed", "bound"),
     [
@@ -240,15 +225,26 @@ def test_a_rank_runs_next_to_its_gpu(
 
 
 @pytest.mark.parametrize(
-    ("device", "numa", "binds"), [("cuda", "auto", True), ("cuda", "none", False), ("cpu", "auto", False)]
+    ("device", "numa", "binds", "number"),
+    [("cuda", "auto", True, 0), ("cuda", "none", False, 0), ("cpu", "auto", False, 1)],
 )
 def test_what_a_rank_does_before_the_others_are_there(
-    cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, numa: str, binds: bool
+    cuda: FakeCuda,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    numa: str,
+    binds: bool,
+    number: int,
 ) -> None:
-    """It is bound next to its GPU if `launch.numa` says so, and connects in a phase of its own."""
+    """It is bound next to its GPU if `launch.numa` says so, and connects in a phase of its own.
+
+    Rank 0 looks at the shards for all.
+    """
     attempt = make_attempt(tmp_path / "run", [f"device={device}", f"launch.numa={numa}"], num_procs=2)
     bound: list[torch.device] = []
     phases: list[str] = []
+    asked: list[bool] = []
     progress = Progress()
 
     def join(*args: Any, on_arrival: Callable[[], None], **options: Any) -> None:
@@ -256,13 +252,14 @@ def test_what_a_rank_does_before_the_others_are_there(
         on_arrival()
         phases.append(progress.current.phase)
 
-    monkeypatch.setattr(worker, "find_rank_env", lambda: rank(0, 1))
+    monkeypatch.setattr(worker, "find_rank_env", lambda: rank(number, 1))
     monkeypatch.setattr(worker, "bind_to_gpu", bound.append)
-    monkeypatch.setattr(worker, "build_task", lambda *args, **options: None)
+    monkeypatch.setattr(worker, "build_task", lambda *args, checks_data: asked.append(checks_data))
     monkeypatch.setattr(worker, "join_world", join)
     plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
     assert worker.run_worker(attempt, plan, StopRequest(), progress) == EXIT_STOPPED
     assert bound == [torch.device("cuda", 0)] * binds
+    assert asked == [number == 0]
     assert phases == ["rendezvous", "connect"]
 
 
@@ -348,14 +345,6 @@ def test_tasks_with_a_gpu_each(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) 
     )
     device = torch.device("cuda", 0)
     assert join(monkeypatch, [device, device]) == [0, 1]
-
-
-def test_ranks_that_see_all_gpus_and_those_without_any(
-    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cuda.uuids = ["aaaa", "bbbb"]
-    assert join(monkeypatch, [torch.device("cuda", 0), torch.device("cuda", 1)]) == [0, 1]
-    assert join(monkeypatch, [torch.device("cpu")] * 2) == [0, 1]
 
 
 SOON = timedelta(seconds=0.3)
@@ -479,22 +468,3 @@ def test_a_neighbour_neither_arrives_nor_decides(port: int) -> None:
         store.compare_set(f"{prefix}verdict", "", "go")
         with pytest.raises(TrainkitError, match="not a rank of this attempt has written to the store"):
             main.result(60)
-
-
-@pytest.mark.parametrize("number", [0, 1])
-def test_rank_0_looks_at_the_shards_for_all(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    attempt = make_attempt(tmp_path / "run", num_procs=2)
-    plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
-    asked: list[bool] = []
-    stop = StopRequest()
-
-    def build_task(*args: Any, checks_data: bool) -> None:
-        asked.append(checks_data)
-
-    monkeypatch.setattr(worker, "build_task", build_task)
-    monkeypatch.setattr(worker, "find_rank_env", lambda: rank(number, 1))
-    monkeypatch.setattr(worker, "join_world", lambda *args, **options: None)
-    assert worker.run_worker(attempt, plan, stop, Progress()) == EXIT_STOPPED
-    assert asked == [number == 0]

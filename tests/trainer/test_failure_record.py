@@ -48,25 +48,27 @@ def test_what_would_happen_again_is_final(error, step, code):
     assert exit_code_of(error, at_step(step)) == code
 
 
-def test_a_torch_that_is_too_old_is_named_and_final(tmp_path):
+@pytest.mark.parametrize(
+    ("code", "kind", "message", "hint"),
+    [
+        (
+            *("__version__ = '2.10.0'", "UsageError"),
+            " has torch 2.10.0, and the trainer requires torch 2.11 or newer",
+            "pip install 'torch>=2.11'",
+        ),
+        ("raise ImportError('libcudart: no such file')", "ImportError", "libcudart: no such file", ""),
+    ],
+)
+def test_a_torch_that_is_too_old_or_cannot_be_imported(tmp_path, code, kind, message, hint):
     attempt = make_attempt(tmp_path / "run")
-    (tmp_path / "torch.py").write_text("__version__ = '2.10.0'")
+    (tmp_path / "torch.py").write_text(code)
     path = f"{tmp_path}:{Path(__file__).parents[2]}"
     [rank] = start_workers(attempt, env={"PYTHONPATH": path})
     assert rank.wait(timeout=TIMEOUT_S) == 78
     record = json.loads(attempt.rank_error(0).read_text())
-    assert record["message"].endswith(" has torch 2.10.0, and the trainer requires torch 2.11 or newer")
-    assert "pip install 'torch>=2.11'" in record["hint"]
-    assert (record["type"], record["final"]) == ("UsageError", True)
-
-
-def test_a_torch_that_cannot_be_imported_is_final(tmp_path):
-    attempt = make_attempt(tmp_path / "run")
-    (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.13: no such file')")
-    path = f"{tmp_path}:{Path(__file__).parents[2]}"
-    [rank] = start_workers(attempt, env={"PYTHONPATH": path})
-    assert rank.wait(timeout=TIMEOUT_S) == 78
-    assert json.loads(attempt.rank_error(0).read_text())["message"] == "libcudart.so.13: no such file"
+    assert record["message"].endswith(message)
+    assert hint in record["hint"]
+    assert (record["type"], record["final"]) == (kind, True)
 
 
 @pytest.mark.parametrize("step", [None, 37])

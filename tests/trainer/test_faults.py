@@ -1,12 +1,11 @@
 """Damage between two attempts and full disks during one: noticed, said, survived."""
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.support.disks import fill, limit_file_size, small_disk
+from tests.support.disks import fill, small_disk
 from tests.support.runs import (
     events,
     fork_workers,
@@ -106,42 +105,7 @@ def test_four_processes_share_the_reading_and_agree(run: Path, whole: Path) -> N
     assert samples_seen(run) == samples_seen(whole)
 
 
-def test_when_all_are_damaged_a_person_decides(run: Path) -> None:
-    """To begin again at step 0 in silence would be to lose the run."""
-    for checkpoint in published(checkpoints(run)):
-        flip(shard(checkpoint.path))
-    before = losses(run)
-    attempt = train(run, OPTIONS, 2, expect=78)
-    for rank in range(2):
-        error = json.loads(attempt.rank_error(rank).read_text())
-        assert error["type"] == "CheckpointError"
-        assert "no intact checkpoint is left" in error["message"]
-        assert "restore one from a backup, or start a new run" in error["hint"]
-    assert [event["step"] for event in events(run, "checkpoint_rejected")] == [4, 2]
-    assert losses(run) == before, "no step was done"
-
-
-def limit_to_200_kb() -> None:
-    limit_file_size(200_000)
-
-
 class TestFullDisk:
-    @pytest.mark.parametrize("async_save", ["true", "false"])
-    def test_saves_that_fail_do_not_end_the_training(self, run: Path, whole: Path, async_save: str) -> None:
-        """No file may be as large as a shard: every save fails, the last one too, which is an error."""
-        options = [*OPTIONS, "checkpoint.every_steps=1", f"checkpoint.async={async_save}"]
-        attempt = make_attempt(run, options)
-        assert wait_for(fork_workers(attempt, first=limit_to_200_kb)) == [1]
-        assert "checkpoint step=5 could not be saved" in log_text(attempt)
-        assert "the state after step 6 could not be saved" in log_text(attempt)
-        assert [event["step"] for event in events(run, "checkpoint_failed")] == [5, 6]
-        assert [c.step for c in published(checkpoints(run))] == [2, 4]
-        assert sorted(path.name for path in checkpoints(run).iterdir()) == ["step-00000002", "step-00000004"]
-        assert losses(run) == losses(whole)
-        train(run, OPTIONS)
-        assert_same_curve(run, whole)
-        assert [c.step for c in published(checkpoints(run))] == [2, 4, 6]
-
     @pytest.mark.parametrize("num_procs", [1, 2])
     def test_a_disk_without_a_free_byte(self, whole: Path, tmp_path: Path, num_procs: int) -> None:
         """Metrics, events, TensorBoard and checkpoints are on it: the training continues to its end."""

@@ -10,14 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.parity import ACCUMULATION, Case, close, curve, make_trainer, run_cases
+from tests.support.parity import ACCUMULATION, Case, close, curve, make_trainer, run_cases, saved_tensors
 from tests.support.ranks import preload
-from trainkit.run.manifest import published
-from trainkit.run.rundir import AttemptDir, RunDir
+from trainkit.run.rundir import AttemptDir
 from trainkit.trainer import build
-from trainkit.trainer.checkpoint.loader import load_tensors
-from trainkit.trainer.checkpoint.storage import SafeReader
-from trainkit.trainer.distributed import World
 from trainkit.trainer.precision import apply_float8
 from trainkit.trainer.torch_private import DispatchMode, collective_kind
 
@@ -89,19 +85,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def state(run: Path) -> dict[str, Tensor]:
-    """The tensors of the last checkpoint of a run."""
-    [newest] = published(RunDir(run).checkpoints_dir)[-1:]
-    items = SafeReader(newest.path).read_metadata().state_dict_metadata.items()
-    found = {name: torch.empty(item.size, dtype=item.properties.dtype) for name, item in items}
-    load_tensors(newest, found, World(0, 1, torch.device("cpu"), None, None))
-    return found
-
-
 def assert_equal(run: Path, expected: Path) -> None:
     """Same losses, gradient norms, validation, weights and running averages, bit for bit."""
     assert curve(run) == curve(expected)
-    mine, other = state(run), state(expected)
+    mine, other = saved_tensors(run), saved_tensors(expected)
     assert mine.keys() == other.keys()
     assert all(torch.equal(mine[name], other[name]) for name in mine)
 
@@ -117,7 +104,9 @@ def test_what_a_step_gathers(runs: Path, name: str) -> None:
     talks = (runs / f"{name}.{way}" / "attempts/001/talk-0" for way in WAYS)
     (gathered, reduced), (in_float8, reduced_now) = (json.loads(talk.read_text()) for talk in talks)
     assert in_float8 < 0.9 * gathered
-    weights = {key: value for key, value in state(runs / f"{name}.bf16").items() if key.endswith("weight")}
+    weights = {
+        key: value for key, value in saved_tensors(runs / f"{name}.bf16").items() if key.endswith("weight")
+    }
     matrices = sum(value.numel() for key, value in weights.items() if "blocks" in key and value.dim() == 2)
     whole = pytest.approx(ACCUMULATION * sum(map(torch.numel, weights.values())), rel=0.01)
     expected = whole, ACCUMULATION * matrices // 2

@@ -1,8 +1,6 @@
 """Models of Hugging Face: training with transformers and with trainkit's decoder, adapters and export."""
 
 import json
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +8,8 @@ import pytest
 import torch
 
 from tests.support.hf_models import LLAMA3_ROPE, export_run, logits_of, need, save_model
-from tests.support.parity import MODEL, Case, close, curve, make_trainer, run_cases, worst_difference
-from tests.support.runs import TIMEOUT_S, fork_workers, log_text, make_attempt, wait_for
+from tests.support.parity import Case, close, make_trainer, run_cases, saved_tensors, worst_difference
+from tests.support.runs import make_attempt
 from trainkit.cli.main import main
 from trainkit.config import RunConfig, load_config
 from trainkit.errors import FatalError, TrainkitError
@@ -20,7 +18,6 @@ from trainkit.run.files import read_json, write_json
 from trainkit.run.manifest import published
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.safetensors import StoredWeights
-from trainkit.trainer.checkpoint.storage import SafeReader
 from trainkit.trainer.export import ExportRequest, export
 from trainkit.trainer.task_check import definite_problem
 from trainkit.trainer.user_task import UserTask
@@ -127,7 +124,7 @@ def test_adapters_alone_are_saved_and_resumed_exactly(tmp_path: Path) -> None:
     assert max(found.values()) < 1e-5, found
     assert worst_difference(tmp_path / "parts", tmp_path / "fsdp") == 0.0
     [checkpoint] = published(RunDir(tmp_path / "fsdp").checkpoints_dir)[-1:]
-    saved = SafeReader(checkpoint.path).read_metadata().state_dict_metadata
+    saved = saved_tensors(tmp_path / "fsdp")
     weights = [name for name in saved if name.startswith("model.")]
     assert len(weights) == 4 * 2 * 2
     assert all(".lora_" in name for name in saved)
@@ -152,49 +149,6 @@ def test_adapters_alone_are_saved_and_resumed_exactly(tmp_path: Path) -> None:
     merged = logits_of(tmp_path / "merged", tokens)
     assert (merged - expected).abs().max() < 1e-5
     assert (merged - logits_of(folder, tokens)).abs().max() > 1e-4
-
-
-def test_adapters_survive_kill_and_sigterm_bit_for_bit(tmp_path: Path) -> None:
-    """On 2 ranks of FSDP: SIGKILL of one rank, SIGTERM of all, and the curve of a run without either."""
-    folder = save_model(tmp_path / "model")
-    options = [
-        *(*of(folder), LORA, *COMMON[2:], *MODEL[:2], "data.seq_len=32", "parallel.dp_shard=2"),
-        *("train.steps=20000", "train.eval_every=5", "train.eval_batches=2", "train.global_batch_size=16"),
-        *("checkpoint.every_steps=5", "checkpoint.keep_last=100"),
-    ]
-    run = RunDir(tmp_path / "hit")
-    for stop in (signal.SIGKILL, signal.SIGTERM):
-        before = newest_step(run)
-        attempt = make_attempt(run.path, options, 2)
-        workers = fork_workers(attempt, 2)
-        wait_for_step(run, attempt, before + 10)
-        workers[1].send_signal(stop)
-        if stop == signal.SIGKILL:
-            workers[1].wait()
-            workers[0].kill()  # as the agent of the node does
-            workers[0].wait()
-        else:
-            workers[0].send_signal(stop)
-            assert wait_for(workers) == [75, 75], log_text(attempt)
-    steps = newest_step(run)
-    for path in (run.path, tmp_path / "whole"):
-        attempt = make_attempt(path, [*options, f"train.stop_at_step={steps + 7}"], 2)
-        assert wait_for(fork_workers(attempt, 2)) == [75, 75], log_text(attempt)
-    assert len(read_metrics(RunDir(tmp_path / "whole"))) == steps + 7
-    assert curve(run.path) == curve(tmp_path / "whole")
-
-
-def newest_step(run: RunDir) -> int:
-    """The step of the newest published checkpoint; 0 without one."""
-    return max((found.step for found in published(run.checkpoints_dir)), default=0)
-
-
-def wait_for_step(run: RunDir, attempt: AttemptDir, step: int) -> None:
-    """Wait for a checkpoint at a step or after it."""
-    deadline_s = time.monotonic() + TIMEOUT_S
-    while newest_step(run) < step:
-        assert time.monotonic() < deadline_s, log_text(attempt)
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "transformers"])
@@ -375,37 +329,6 @@ def test_files_that_do_not_fit_their_config_are_found_by_submit(tmp_path: Path) 
     problem = definite_problem(config_of(folder))
     assert problem.key == "model.hf"
     assert "has shape [96, 64], not [128, 64]" in problem.message
-
-
-def test_a_missing_shard_is_found_by_submit(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    folder = save_model(tmp_path / "model", num_hidden_layers=2)
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    (folder / "model.safetensors").unlink()
-    model.save_pretrained(folder, max_shard_size="100KB")
-    assert definite_problem(config_of(folder)) is None
-    shard = sorted(folder.glob("model-*.safetensors"))[1]
-    shard.unlink()
-    for architecture in ("llama", "transformers"):
-        problem = definite_problem(config_of(folder, f"model.architecture={architecture}"))
-        assert problem.key == "model.hf"
-        assert f"names {shard.name}, which is missing" in problem.message
-
-
-def test_a_single_file_comes_before_an_index_as_in_transformers(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    folder = save_model(tmp_path / "model", num_hidden_layers=2)
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    single = (folder / "model.safetensors").read_bytes()
-    with torch.no_grad():
-        for param in model.parameters():
-            param.mul_(1.5)
-    model.save_pretrained(folder, max_shard_size="100KB")
-    (folder / "model.safetensors").write_bytes(single)
-    assert (folder / "model.safetensors.index.json").is_file()
-    assert (logits_in(whole_model(folder), TOKENS) - logits_of(folder, TOKENS)).abs().max() < 1e-5
 
 
 def test_a_model_that_cannot_be_built_is_named_as_such(tmp_path: Path) -> None:

@@ -1,11 +1,21 @@
 """The current of a rank, and from when on it is said to hang."""
 
+import math
 import time
 
 import pytest
 
+from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import RequeuePolicy
-from trainkit.trainer.progress import NUM_RECENT, SLOW_PHASE_LIMIT_S, HangDetector, Progress, phase_limit_s
+from trainkit.run.rundir import RunDir
+from trainkit.trainer.progress import (
+    NUM_RECENT,
+    SLOW_PHASE_LIMIT_S,
+    Progress,
+    RankInfo,
+    Watchdog,
+    phase_limit_s,
+)
 
 POLICY = RequeuePolicy(hang_factor=20.0, hang_min_s=300.0)
 
@@ -108,56 +118,61 @@ class TestProgressWatch:
         progress.begin_step(2)
         return progress
 
+    @pytest.fixture
+    def watchdog(self, progress):
+        class Alone(Watchdog):
+            others_hang_at_s = math.inf
+
+            def _others_hang(self):
+                return self._checked_s >= self.others_hang_at_s
+
+        return Alone(RunDir("/nowhere").attempt(1), RankInfo(0, 0, "h"), progress, StopRequest())
+
     @staticmethod
-    def check_until(detector, clock, until_s):
+    def check_until(watchdog, clock, until_s):
         """What the looks of every second see, the last first."""
         while clock[0] < until_s:
             clock[0] += 1.0
-            seen = detector.check(clock[0])
+            seen = watchdog.find_hang(clock[0], POLICY)
             if seen is not None:
                 return seen
         return None
 
-    def test_no_progress(self, progress, clock):
-        detector = HangDetector(progress, POLICY, lambda: False)
+    def test_no_progress(self, watchdog, progress, clock):
         began_s = clock[0]
-        hang = self.check_until(detector, clock, began_s + 1000)
+        hang = self.check_until(watchdog, clock, began_s + 1000)
         assert clock[0] == began_s + 301
         assert (hang.current, hang.waited_s, hang.limit_s) == (progress.current, 301.0, 300.0)
 
-    def test_progress(self, progress, clock):
-        detector = HangDetector(progress, POLICY, lambda: False)
+    def test_progress(self, watchdog, progress, clock):
         for _ in range(10):
-            assert self.check_until(detector, clock, clock[0] + 290) is None
+            assert self.check_until(watchdog, clock, clock[0] + 290) is None
             progress.enter("forward")
 
-    def test_who_waits_for_one_that_hangs_says_so_with_it(self, progress, clock):
-        detector = HangDetector(progress, POLICY, lambda: True)
-        began_s = clock[0]
-        assert self.check_until(detector, clock, began_s + 1000) is not None
+    def test_who_waits_for_one_that_hangs_says_so_with_it(self, watchdog, clock):
+        watchdog.others_hang_at_s = began_s = clock[0]
+        assert self.check_until(watchdog, clock, began_s + 1000) is not None
         assert clock[0] == began_s + 150, "but not one that has waited for a moment only"
 
-    def test_time_in_the_debugger_is_not_counted(self, progress, clock):
-        detector = HangDetector(progress, POLICY, lambda: False)
-        assert self.check_until(detector, clock, clock[0] + 200) is None
-        detector.count_from_now()
-        assert self.check_until(detector, clock, clock[0] + 300) is None
-        assert self.check_until(detector, clock, clock[0] + 2) is not None
+    def test_time_in_the_debugger_is_not_counted(self, watchdog, progress, clock):
+        assert self.check_until(watchdog, clock, clock[0] + 200) is None
+        watchdog._resumed_s = clock[0]
+        assert self.check_until(watchdog, clock, clock[0] + 300) is None
+        assert self.check_until(watchdog, clock, clock[0] + 2) is not None
 
-    def test_whoever_may_take_long_says_so_with_it_too(self, progress, clock):
-        detector = HangDetector(progress, POLICY, lambda: clock[0] > began_s + 400)
+    def test_whoever_may_take_long_says_so_with_it_too(self, watchdog, progress, clock):
         began_s = clock[0]
+        watchdog.others_hang_at_s = began_s + 401
         progress.enter("save")
-        hang = self.check_until(detector, clock, began_s + 1000)
+        hang = self.check_until(watchdog, clock, began_s + 1000)
         assert (hang.waited_s, hang.limit_s) == (401.0, SLOW_PHASE_LIMIT_S)
 
-    def test_time_in_which_the_process_was_stopped_is_not_counted(self, progress, clock):
-        detector = HangDetector(progress, POLICY, lambda: False)
-        assert self.check_until(detector, clock, clock[0] + 200) is None
+    def test_time_in_which_the_process_was_stopped_is_not_counted(self, watchdog, progress, clock):
+        assert self.check_until(watchdog, clock, clock[0] + 200) is None
         clock[0] += 5000
-        assert detector.check(clock[0]) is None
-        assert self.check_until(detector, clock, clock[0] + 299) is None
-        assert self.check_until(detector, clock, clock[0] + 10) is not None
+        assert watchdog.find_hang(clock[0], POLICY) is None
+        assert self.check_until(watchdog, clock, clock[0] + 299) is None
+        assert self.check_until(watchdog, clock, clock[0] + 10) is not None
 
 
 def test_what_a_step_pays():

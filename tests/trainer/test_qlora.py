@@ -7,13 +7,11 @@ import torch
 from torch import nn
 
 from tests.support.hf_models import export_run, logits_of, need, save_model
-from tests.support.parity import Case, close, curve, make_trainer, run_cases, worst_difference
+from tests.support.parity import Case, close, curve, make_trainer, run_cases, saved_tensors, worst_difference
 from trainkit.config import load_config
 from trainkit.errors import TrainkitError
 from trainkit.run.events import read_metrics
-from trainkit.run.manifest import published
 from trainkit.run.rundir import AttemptDir, RunDir
-from trainkit.trainer.checkpoint.storage import SafeReader
 from trainkit.trainer.quantization import NF4Linear, quantize_linears, quantized_layers
 from trainkit.trainer.task_check import definite_problem
 from trainkit.trainer.user_task import UserTask
@@ -120,8 +118,7 @@ def test_training(tmp_path: Path) -> None:
     assert worst_difference(tmp_path / "bf16", one) < 0.1
     assert 0 < worst_difference(one, tmp_path / "lora") < 0.1
 
-    [checkpoint] = published(RunDir(one).checkpoints_dir)[-1:]
-    saved = SafeReader(checkpoint.path).read_metadata().state_dict_metadata
+    saved = saved_tensors(one)
     assert saved
     assert all(".lora_" in name for name in saved)
 

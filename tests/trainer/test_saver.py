@@ -1,7 +1,6 @@
 """Saving: what is written is the state at the call, and what was published stays."""
 
 import errno
-import json
 import logging
 import os
 import resource
@@ -185,14 +184,6 @@ def test_poll_reports_without_waiting(
     assert saver.last_step == 1
 
 
-def test_the_manifest_names_every_file(tmp_path: Path, make_saver: Any) -> None:
-    make_saver(tmp_path).save(request(5), blocking=True)
-    folder = RunDir(tmp_path).checkpoint_dir(5)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    assert set(manifest["files"]) == {p.name for p in folder.iterdir()} - {"manifest.json"}
-    assert manifest["step"] == 5
-
-
 class TestKeeping:
     def test_the_newest_and_the_best_stay(self, tmp_path: Path, make_saver: Any) -> None:
         saver = make_saver(tmp_path, keep_last=2)
@@ -207,16 +198,9 @@ class TestKeeping:
         names = sorted(path.name for path in RunDir(tmp_path).checkpoints_dir.iterdir())
         assert names == ["best", "step-00000006", "step-00000007"]
 
-    def test_only_the_newest(self, tmp_path: Path, make_saver: Any) -> None:
-        saver = make_saver(tmp_path, keep_last=1)
-        for step in (1, 2, 3):
-            saver.save(request(step), blocking=False)
-        saver.finish()
-        assert steps(tmp_path) == [3]
 
-
+@pytest.mark.parametrize("blocking", [True, False])
 class TestFailure:
-    @pytest.mark.parametrize("blocking", [True, False])
     def test_a_file_that_cannot_grow(
         self, tmp_path: Path, make_saver: Any, blocking: bool, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -231,7 +215,6 @@ class TestFailure:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
         self.check_failed_and_recover(tmp_path, saver, blocking, caplog, "File too large")
 
-    @pytest.mark.parametrize("blocking", [True, False])
     @pytest.mark.parametrize("leave_bytes", [0, 600_000])
     def test_a_full_disk(
         self,
@@ -258,6 +241,7 @@ class TestFailure:
         self,
         tmp_path: Path,
         make_saver: Any,
+        blocking: bool,
         monkeypatch: pytest.MonkeyPatch,
         caplog: pytest.LogCaptureFixture,
     ) -> None:
@@ -266,9 +250,9 @@ class TestFailure:
         error = OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
         with monkeypatch.context() as patch:
             patch.setattr(saver_module, "write_json", Mock(side_effect=error))
-            saver.save(request(2), blocking=True)
+            saver.save(request(2), blocking)
             saver.finish()
-        self.check_failed_and_recover(tmp_path, saver, True, caplog, "Disk quota exceeded")
+        self.check_failed_and_recover(tmp_path, saver, blocking, caplog, "Disk quota exceeded")
 
     @staticmethod
     def check_failed_and_recover(
@@ -297,7 +281,6 @@ class TestFailure:
         assert all(find_damage(checkpoint) == "" for checkpoint in published(checkpoints_dir))
         saver.require_saved(3)
 
-    @pytest.mark.parametrize("blocking", [True, False])
     def test_a_folder_that_is_there_already_is_not_touched(
         self, tmp_path: Path, make_saver: Any, blocking: bool, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -310,7 +293,6 @@ class TestFailure:
         assert (RunDir(tmp_path).checkpoint_dir(1) / "manifest.json").read_text() == written
         assert find_damage(published(RunDir(tmp_path).checkpoints_dir)[0]) == ""
 
-    @pytest.mark.parametrize("blocking", [True, False])
     def test_a_folder_that_another_rank_made_and_this_host_does_not_see(
         self, tmp_path: Path, make_saver: Any, blocking: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -325,7 +307,6 @@ class TestFailure:
         saver.require_saved(1)
         assert find_damage(published(RunDir(tmp_path).checkpoints_dir)[0]) == ""
 
-    @pytest.mark.parametrize("blocking", [True, False])
     def test_a_folder_that_cannot_be_written(
         self, tmp_path: Path, make_saver: Any, blocking: bool, caplog: pytest.LogCaptureFixture
     ) -> None:

@@ -2,20 +2,13 @@
 
 from collections.abc import Sequence
 from itertools import pairwise, product
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.support.models import SEQ_LEN, nano, nano_shape
-from tests.support.runs import run_ranks
-from trainkit.plan.launch import Layout
+from tests.support.models import nano
 from trainkit.trainer.build import init_parameters
-from trainkit.trainer.distributed import World
-from trainkit.trainer.models.decoder import Decoder
-from trainkit.trainer.models.model import local_tensor
-from trainkit.trainer.parallel.data_parallel import apply_data_parallel
 from trainkit.trainer.stateless_random import dropout, fill_normal_, hash_int32, stable_key
 
 KEYS = torch.tensor([1, 2], dtype=torch.int32)
@@ -105,16 +98,6 @@ class TestDropout:
 
 
 class TestNormal:
-    def test_a_row_of_shards_equals_the_whole(self) -> None:
-        whole = normal((10, 6))
-        for borders in ([0, 5, 10], [0, 3, 6, 9, 10], [0, 10, 10], list(range(11))):
-            shards = []
-            for start, stop in pairwise(borders):
-                shard = torch.empty(stop - start, 6)
-                fill_normal_(shard, 1.0, "0/w", (10, 6), (start, 0))
-                shards.append(shard)
-            assert torch.equal(torch.cat(shards), whole)
-
     def test_tiles_of_two_and_three_dimensions_equal_the_whole(self) -> None:
         for shape, tile in (((7, 9), (3, 4)), ((4, 6, 5), (3, 2, 4))):
             whole = normal(shape)
@@ -160,30 +143,3 @@ def test_torch_generators_are_left_alone() -> None:
     init_parameters(model, 1)
     assert torch.equal(torch.get_rng_state(), state)
     torch.set_rng_state(before)
-
-
-def check_shards(world: World, whole: dict[str, torch.Tensor], layout: Layout) -> None:
-    mesh = world.mesh
-    assert mesh is not None
-    if layout.dp_replicate > 1:
-        mesh = torch.distributed.init_device_mesh(
-            "cpu", (layout.dp_replicate, layout.dp_shard), mesh_dim_names=("dp_replicate", "dp_shard")
-        )
-    with torch.device("meta"):
-        model = Decoder(nano_shape(num_heads=3, num_kv_heads=1, dim=66), SEQ_LEN)
-    apply_data_parallel(model, mesh, layout, torch.float32)
-    model.to_empty(device="cpu")
-    model.rebuild_buffers()
-    init_parameters(model, 0)
-    for name, param in model.named_parameters():
-        assert torch.equal(param.full_tensor(), whole[name]), name
-        if layout.dp_shard > 1:
-            assert local_tensor(param).numel() < whole[name].numel()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", [Layout(1, 2), Layout(2, 1), Layout(1, 3)])
-def test_every_layout_begins_with_the_same_values(tmp_path: Path, layout: Layout) -> None:
-    """Rows that the ranks cannot share evenly included."""
-    whole = {n: p.detach() for n, p in nano(num_heads=3, num_kv_heads=1, dim=66).named_parameters()}
-    run_ranks(check_shards, layout.dp, whole, layout)

@@ -36,7 +36,7 @@ def save(folder: Path) -> HashingWriter:
     return writer
 
 
-def test_sizes_and_hashes_are_those_of_the_files(tmp_path: Path) -> None:
+def test_what_was_saved_is_loaded_and_its_sums_are_those_of_the_files(tmp_path: Path) -> None:
     writer = save(tmp_path / "saved")
     on_disk = {path.name for path in (tmp_path / "saved").iterdir()}
     assert METADATA_NAME in on_disk
@@ -44,10 +44,6 @@ def test_sizes_and_hashes_are_those_of_the_files(tmp_path: Path) -> None:
     for name, expected in writer.files.items():
         path = tmp_path / "saved" / name
         assert expected == FileSum(path.stat().st_size, file_hash(path))
-
-
-def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
-    save(tmp_path / "saved")
     found = {
         "a": torch.zeros(100_000),
         "b": torch.zeros(3, 5, dtype=torch.bfloat16),
@@ -128,17 +124,6 @@ def test_the_pickles_here_do_run_code_when_read_carelessly(tmp_path: Path) -> No
     trace.unlink()
     pickle.loads(opcodes("torch.distributed.checkpoint.filesystem", "os.system", f"touch {trace}", 4))
     assert trace.exists()
-
-
-class _Reduces:
-    def __reduce__(self) -> tuple[object, ...]:
-        return exec, ("raise SystemExit",)
-
-
-def test_an_object_that_reduces_to_a_call_is_refused(tmp_path: Path) -> None:
-    (tmp_path / METADATA_NAME).write_bytes(pickle.dumps(_Reduces()))
-    with pytest.raises(pickle.UnpicklingError, match=r"builtins\.exec is not a class of checkpoint metadata"):
-        SafeReader(tmp_path).read_metadata()
 
 
 def test_tensor_files_are_read_without_pickled_code(tmp_path: Path) -> None:

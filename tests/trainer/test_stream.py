@@ -30,7 +30,6 @@ from tests.support.runs import (
 from trainkit.config import load_config
 from trainkit.config.schema import RunConfig
 from trainkit.errors import EXIT_NO_RESTART
-from trainkit.job.hangs import read_hangs
 from trainkit.plan.launch import Batch
 from trainkit.run.manifest import published
 from trainkit.run.rundir import AttemptDir, RunDir
@@ -327,15 +326,6 @@ def test_on_another_number_of_ranks_it_sees_each_sample_once(tmp_path: Path) -> 
     assert curve(tmp_path / "alone") == curve(tmp_path / "map-style")
     for name in ("stateful", "read-over"):
         assert worst_difference(tmp_path / name, tmp_path / "map-style") < 1e-5, name
-
-
-@pytest.mark.slow
-def test_a_sample_that_never_comes_is_a_hang(tmp_path: Path) -> None:
-    options = [*STREAM, "task_args.blocks_at=100", "requeue.hang_min_s=2", "requeue.hang_factor=2"]
-    attempt = make_attempt(tmp_path / "run", options, 2)
-    with ranks(attempt, 2):
-        wait_until(lambda: len(read_hangs(attempt)) == 2)
-    assert [(record.step, record.phase) for record in read_hangs(attempt)] == [(7, "data")] * 2
 
 
 @pytest.mark.slow

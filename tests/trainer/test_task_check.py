@@ -202,16 +202,13 @@ def test_found_by_a_smoke_test(case: str) -> None:
     assert "mine.py" in problems[0].message
 
 
-def test_no_file() -> None:
-    config = config_of(CODE, "task=nowhere.py:Mine")
-    problem = definite_problem(config)
-    assert "there is no file" in problem.message
-    assert problem.hint
-
-
-def test_no_module() -> None:
-    problem = definite_problem(config_of(CODE, "task=nowhere.task:Mine"))
-    assert "there is no module nowhere" in problem.message
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [("nowhere.py:Mine", "there is no file"), ("nowhere.task:Mine", "there is no module nowhere")],
+)
+def test_nowhere(task: str, message: str) -> None:
+    problem = definite_problem(config_of(CODE, f"task={task}"))
+    assert message in problem.message
     assert problem.hint
 
 

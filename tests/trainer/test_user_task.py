@@ -6,10 +6,7 @@ import pytest
 import torch
 
 from tests.support import tasks
-from tests.support.parity import Case, curve, metrics_of, run_cases, worst_difference
-from trainkit.run.manifest import published
-from trainkit.run.rundir import RunDir
-from trainkit.trainer.checkpoint.storage import SafeReader
+from tests.support.parity import Case, curve, metrics_of, run_cases, saved_tensors, worst_difference
 
 FILE = Path(tasks.__file__)
 COMMON = (
@@ -68,7 +65,7 @@ def test_a_resume_continues_the_same_curve(tmp_path: Path) -> None:
         run_cases(tmp_path, [Case("cut", 2, {"dp_shard": 2}, stop)], dropout)
     run_cases(tmp_path, same, dropout)
     assert curve(tmp_path / "cut") == curve(tmp_path / "same")
-    first, second = (buffer_of(tmp_path / name, "blocks.0.average") for name in ("cut", "same"))
+    first, second = (saved_tensors(tmp_path / name)["buffer.blocks.0.average"] for name in ("cut", "same"))
     assert torch.equal(first, second)
     assert first.abs().max() > 0
     assert metrics_of(tmp_path / "cut") == metrics_of(tmp_path / "same")
@@ -103,23 +100,8 @@ def test_bf16_and_frozen_parts(tmp_path: Path) -> None:
     assert losses(tmp_path / "one") == losses(tmp_path / "alone")
     assert worst_difference(tmp_path / "fsdp", tmp_path / "ddp") < 1e-2
     assert losses(tmp_path / "alone")[-1] < losses(tmp_path / "alone")[0]
-    saved = saved_names(tmp_path / "fsdp")
+    saved = saved_tensors(tmp_path / "fsdp")
     buffers = {"buffer.blocks.0.norm.running_mean", "buffer.blocks.0.average"}
-    assert {"model.embed.weight", *buffers} <= saved
+    assert {"model.embed.weight", *buffers} <= saved.keys()
     assert "optimizer.embed.weight.exp_avg" not in saved
     assert "optimizer.head.weight.exp_avg" in saved
-
-
-def buffer_of(folder: Path, name: str) -> torch.Tensor:
-    """A buffer of the newest checkpoint."""
-    from torch.distributed.checkpoint import state_dict_loader
-
-    [newest] = published(RunDir(folder).checkpoints_dir)[-1:]
-    found = {f"buffer.{name}": torch.empty(2, 32)}
-    state_dict_loader.load(found, storage_reader=SafeReader(newest.path), no_dist=True)
-    return found[f"buffer.{name}"]
-
-
-def saved_names(folder: Path) -> set[str]:
-    [newest] = published(RunDir(folder).checkpoints_dir)[-1:]
-    return set(SafeReader(newest.path).read_metadata().state_dict_metadata)

@@ -116,7 +116,7 @@ def _bench_options(what: str, folder: str) -> Callable[[options.Function], optio
         "--layout tp=2 --layout dp_shard=2,zero=2",
     )
 )
-@options.config_options_unless("collect")
+@options.config_options(unless="collect")
 @option(
     "--layout KEY=N,KEY=N,…",
     "Layout, as keys of the section parallel; repeatable. Default: all possible layouts.",
@@ -152,7 +152,7 @@ def layouts(request: options.ConfigRequest | None, layouts: tuple[str, ...], **t
         "trainkit bench settings --collect runs/batches",
     )
 )
-@options.config_options_unless("collect")
+@options.config_options(unless="collect")
 @sweep_option("Values to measure, and every combination of several --sweep; repeatable.")
 @_bench_options("points", "runs/NAME-settings")
 def settings(request: options.ConfigRequest | None, sweeps: tuple[str, ...], **typed: Any) -> int:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from trainkit.cli import options
 from trainkit.cli.help import as_command, option, terminal_width, warn
-from trainkit.cli.options import ConfigRequest, choosing_config_options, gpu_type_option, json_option
 from trainkit.errors import ConfigError, SlurmError, TrainkitError, UsageError
 from trainkit.formats import plural, table
 from trainkit.run.rundir import RUNS_FOLDER
@@ -32,8 +32,8 @@ MAX_COLUMN_WIDTH = 40
     "trainkit check quickstart --simulate-world 4 --set parallel.tp=2",
     "trainkit check quickstart --set train.steps=100 --json",
 )
-@choosing_config_options
-@gpu_type_option
+@options.config_options(options.choosing_shape_options)
+@options.gpu_type_option
 @option("--show-origin", "Print every value with its origin.")
 @click.option(
     "--estimate/--no-estimate",
@@ -54,9 +54,9 @@ MAX_COLUMN_WIDTH = 40
     name="smoke",
 )
 @option("--test-notification", "Send a test message to the webhook of notify.")
-@json_option
+@options.json_option
 def command(
-    request: ConfigRequest,
+    request: options.ConfigRequest,
     show_origin: bool,
     estimate: bool | None,
     world_size: int | None,
@@ -74,7 +74,7 @@ def command(
     from trainkit.launch.disk import lock_problem
     from trainkit.launch.plan_run import gather, plan_run
     from trainkit.launch.queue_estimate import wait_lines
-    from trainkit.launch.trainer_process import simulate, simulated_plan, simulation_lines, smoke_problems
+    from trainkit.launch.trainer_process import simulate, simulated_plan, simulation_lines, task_problems
 
     if world_size is None and rank is not None:
         raise UsageError("--rank requires --simulate-world", hint="add --simulate-world N")
@@ -104,9 +104,9 @@ def command(
         facts = gather(loaded)
         plan, cluster = plan_run(loaded, facts), facts.target.cluster
     if smoke:
-        problems = smoke_problems(loaded)
+        problems = task_problems(loaded, "--smoke")
         if problems:
-            raise ConfigError(problems)
+            raise ConfigError([loaded.problem(*item) for item in problems])
     if estimate and plan.slurm is None:
         raise UsageError("--estimate requires Slurm, but this run starts here", hint="remove --estimate")
     if test_notification:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict
-from importlib import import_module
 from pathlib import Path
 
 import click
@@ -17,8 +16,6 @@ from trainkit.formats import plural
 
 MAX_SHOWN = 20
 """Problems of a task that are listed."""
-CONTRIB = {"show": "trainkit.contrib.replay.command"}
-"""Commands that no module of the core imports, as in `trainkit.cli.main`."""
 
 _tokenizer_option = option("--tokenizer bytes|PATH", "bytes (default), or a tokenizer.json.", default="bytes")
 _text_key_option = option(
@@ -29,17 +26,15 @@ _text_key_option = option(
 
 
 class DataCommands(Group):
-    """The commands of `trainkit data`, some of them loaded when they are asked for."""
+    """The commands of `trainkit data`, of which `show` is in no module of the core."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted([*super().list_commands(ctx), *CONTRIB])
+        return sorted([*super().list_commands(ctx), "show"])
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in CONTRIB:
-            return super().get_command(ctx, cmd_name)
-        command = getattr(import_module(CONTRIB[cmd_name]), cmd_name)
-        assert isinstance(command, click.Command)
-        return command
+        from trainkit.cli.main import load_command
+
+        return load_command("data show") if cmd_name == "show" else super().get_command(ctx, cmd_name)
 
 
 @as_group(
@@ -180,13 +175,13 @@ def validate(sources: tuple[str, ...], tokenizer: str, text_key: str, as_json: b
 def _validate_task(sources: tuple[str, ...], as_json: bool) -> int:
     """Read every sample of the task of a config."""
     from trainkit.config import load_config
-    from trainkit.launch.trainer_process import sample_problems
+    from trainkit.launch.trainer_process import task_problems
 
     if len(sources) > 1:
         raise UsageError(f"{sources[0]} is a config, which names its files", hint="validate it by itself")
     loaded = load_config(Path(sources[0]))
     name = loaded.config.task
-    found = [f"{key} {message}" for key, message in sample_problems(loaded)]
+    found = [f"{key} {message}" for key, message, _ in task_problems(loaded, "--samples")]
     if as_json:
         click.echo(json.dumps({"task": name, "problems": found}, ensure_ascii=False))
     else:

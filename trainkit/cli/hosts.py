@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,22 +47,22 @@ host_options = combined(
 
 
 def host_place(
-    nodes: int | None, node_rank: int | None, master_addr: str | None, master_port: int | None
+    flags: Mapping[str, tuple[str, object]],
+    node_rank: int | None,
+    master_addr: str | None,
+    master_port: int | None,
 ) -> HostPlace | None:
-    """The place of this host among `nodes` hosts; None without the `host_options`.
+    """The place of this host among the hosts of ``--nodes``, one of the `flags`; None without `host_options`.
 
     Raises UsageError when some are missing or the node rank is not one of the nodes.
     """
-    given = {
-        "--nodes": nodes,
-        "--node-rank": node_rank,
-        "--master-addr": master_addr,
-        "--master-port": master_port,
-    }
-    if all(value is None for name, value in given.items() if name != "--nodes"):
+    given = {"--node-rank": node_rank, "--master-addr": master_addr, "--master-port": master_port}
+    if all(value is None for value in given.values()):
         return None
+    nodes = flags.get("resources.nodes", ("", None))[1]
+    given = {"--nodes": nodes if isinstance(nodes, int) else None, **given}  # a range is no number
     missing = [name for name, value in given.items() if value is None]
-    if nodes is None or node_rank is None or not master_addr or master_port is None:
+    if not isinstance(nodes, int) or node_rank is None or not master_addr or master_port is None:
         typed = " ".join(f"{name} {value}" for name, value in given.items() if value is not None)
         raise UsageError(
             f"{typed}: {', '.join(missing) or '--master-addr'} {'are' if len(missing) > 1 else 'is'} missing",

@@ -66,7 +66,7 @@ def command(
         raise UsageError("--rank, --node and --all are mutually exclusive", hint="give only one of them")
     run = find_run(run_name)
     attempt = find_attempt(run, number)
-    logs_of = _choice(rank, node, all_ranks)
+    logs_of = partial(_logs_of, rank=rank, node=node, all_ranks=all_ranks)
     named = node is not None or all_ranks
     if following:
         for source, text in follow(run, attempt.number, logs_of, liveness_probe(run), lines):
@@ -98,29 +98,21 @@ def command(
         click.echo(f"hint: `trainkit diagnose {which}` names the cause of its failure", err=True)
 
 
-def _choice(rank: int | None, node: int | None, all_ranks: bool) -> Callable[[AttemptDir], list[Path]]:
-    """A function that lists the selected logs of an attempt."""
+def _logs_of(attempt: AttemptDir, rank: int | None, node: int | None, all_ranks: bool) -> list[Path]:
+    """The selected logs of an attempt."""
     from trainkit.observe.attempt_files import log_of, ranks_of_nodes
 
-    def logs_of(attempt: AttemptDir) -> list[Path]:
-        if all_ranks:
-            return sorted(attempt.logs_dir.glob("*.log"))
-        if node is not None:
-            nodes = ranks_of_nodes(read_plan(attempt))
-            if not nodes:
-                return [attempt.node_log(node)]  # without a plan nothing is known of its ranks
-            if node >= len(nodes):
-                hint = there_are(range(len(nodes)))
-                raise UsageError(f"{attempt.run.shown} has no node {node}", hint=hint)
-            return [attempt.node_log(node), *map(attempt.rank_log, nodes[node])]
-        plan = read_plan(attempt)
-        nodes = ranks_of_nodes(plan)
-        if rank is not None and nodes and rank >= nodes[-1].stop:
-            hint = there_are(range(nodes[-1].stop))
-            raise UsageError(f"{attempt.run.shown} has no rank {rank}", hint=hint)
-        return [log_of(attempt, plan, rank or 0)]
-
-    return logs_of
+    if all_ranks:
+        return sorted(attempt.logs_dir.glob("*.log"))
+    plan = read_plan(attempt)
+    nodes = ranks_of_nodes(plan)  # empty without a plan: then nothing is known of the ranks of a node
+    if node is not None and nodes and node >= len(nodes):
+        raise UsageError(f"{attempt.run.shown} has no node {node}", hint=there_are(range(len(nodes))))
+    if node is not None:
+        return [attempt.node_log(node), *map(attempt.rank_log, nodes[node] if nodes else ())]
+    if rank is not None and nodes and rank >= nodes[-1].stop:
+        raise UsageError(f"{attempt.run.shown} has no rank {rank}", hint=there_are(range(nodes[-1].stop)))
+    return [log_of(attempt, plan, rank or 0)]
 
 
 def follow_run(

@@ -76,6 +76,7 @@ ELSEWHERE = {
     "env": "cli.run:env",
     "schema": "cli.check:schema",
     # What no run needs: no module of the core imports them.
+    "data show": "contrib.replay.command:show",
     "doctor": "contrib.doctor.command:command",
     "drill": "contrib.drill.command:command",
     "generate": "contrib.generate.command:command",
@@ -86,7 +87,7 @@ ELSEWHERE = {
 
 
 def load_command(name: str) -> click.Command:
-    """Import one of `COMMANDS`."""
+    """Import one of `COMMANDS` or `ELSEWHERE`."""
     module, _, own_name = ELSEWHERE.get(name, f"cli.{name}:command").partition(":")
     command = getattr(importlib.import_module(f"trainkit.{module}"), own_name)
     assert isinstance(command, click.Command)

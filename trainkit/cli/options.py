@@ -31,6 +31,7 @@ from trainkit.run.owner import refuse_foreign
 if TYPE_CHECKING:
     from trainkit.cluster.target import Target
     from trainkit.config import LoadedConfig
+    from trainkit.run.rundir import RunDir
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _KEY = "trainkit.trailing_command"
@@ -52,12 +53,18 @@ class ConfigRequest:
     """The command after ``--``, which gives a run without another name its own."""
     chooses_nodes: bool = False
     """Whether ``--nodes auto`` was typed."""
+    repeats: RunDir | None = None
+    """The run whose config is loaded, instead of a file and what is around it."""
 
     def load(self, target: Target | None = None) -> LoadedConfig:
         """Load the config with all layers; ConfigError lists all problems.
 
         Hosts without Slurm do not look for a cluster, and its profile's defaults do not apply to them.
         """
+        if self.repeats is not None:
+            from trainkit.control.resume import load_again
+
+            return load_again(self.repeats, self.overrides, self.flags, self.profile)[0]
         from trainkit.cluster.target import load_with_cluster
         from trainkit.config import load_config
         from trainkit.config.yamlfile import entry_at
@@ -178,6 +185,16 @@ choosing_shape_options = combined(
     ),
     gpus_per_node_option,
 )
+shape_options_here = combined(
+    click.option(
+        *("--gpus-per-node", "--nproc"),
+        type=COUNT,
+        metavar="N",
+        help="GPUs to use; number of worker processes on a machine without GPUs.",
+    ),
+    option("--nodes N", "Number of hosts, with --node-rank.", type=COUNT),
+)
+"""The options of a command that runs here: on one node, or on this node of several."""
 
 
 CONFIG_HELP = (
@@ -186,34 +203,16 @@ CONFIG_HELP = (
 )
 
 
-def config_options(function: Function) -> Function:
-    """CONFIG and all options that change its values, given together as `request: ConfigRequest`."""
-    return _request_options(function, shape_options, slurm_options, backend_option)
+def config_options(
+    shape: Callable[[Any], Any] = shape_options, *, submits: bool = True, unless: str = ""
+) -> Callable[[Function], Function]:
+    """CONFIG and all options that change its values, given together as `request: ConfigRequest`.
 
-
-def choosing_config_options(function: Function) -> Function:
-    """Like `config_options`, for a command that can choose the number of nodes."""
-    return _request_options(function, choosing_shape_options, slurm_options, backend_option)
-
-
-def config_options_unless(option: str) -> Callable[[Function], Function]:
-    """Like `config_options`, for a command that needs no config if `option` is given.
-
-    `request` is then None unless CONFIG was typed.
+    `shape` has the options for nodes and GPUs; those of a job are there if the command `submits`. With the
+    option `unless`, the command needs no config, and `request` is None unless CONFIG was typed.
     """
-    return lambda function: _request_options(
-        function, shape_options, slurm_options, backend_option, unless=option
-    )
-
-
-def one_node_config_options(function: Function) -> Function:
-    """Like `config_options`, for a command that runs here: on one node, or on this node of several."""
-    gpus = "GPUs to use; number of worker processes on a machine without GPUs."
-    return _request_options(
-        function,
-        click.option("--gpus-per-node", "--nproc", type=COUNT, metavar="N", help=gpus),
-        option("--nodes N", "Number of hosts, with --node-rank.", type=COUNT),
-    )
+    place = (shape, slurm_options, backend_option) if submits else (shape,)
+    return lambda function: _request_options(function, *place, unless=unless)
 
 
 def choose_config(argv: tuple[str, ...] = ()) -> str:
@@ -229,7 +228,7 @@ def choose_config(argv: tuple[str, ...] = ()) -> str:
     return name
 
 
-def _request_options(function: Function, *shape: Callable[[Any], Any], unless: str | None = None) -> Function:
+def _request_options(function: Function, *place: Callable[[Any], Any], unless: str) -> Function:
     @functools.wraps(function)
     def wrapper(config: str | None, profile: str | None, overrides: tuple[str, ...], **others: Any) -> Any:
         chooses = others["nodes"] == AUTO
@@ -237,7 +236,7 @@ def _request_options(function: Function, *shape: Callable[[Any], Any], unless: s
             others["nodes"] = None
         flags = config_flags(others)
         argv = click.get_current_context().meta.get(_KEY, ())
-        if config is None and (unless is None or others[unless] is None):
+        if config is None and others.get(unless) is None:
             config = choose_config(argv)
         request = None
         if config is not None and config.endswith(".py"):
@@ -253,7 +252,7 @@ def _request_options(function: Function, *shape: Callable[[Any], Any], unless: s
         config_argument,
         profile_option,
         set_option,
-        *shape,
+        *place,
         option("--name NAME", "Name of the run."),
         option("--note TEXT", "A remark about the run."),
         option("--tag TAG", "For `status --tag`; repeatable.", name="tags", multiple=True),

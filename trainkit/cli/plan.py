@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     "trainkit plan models/7b --gpus 4 --gpu-type a100-40gb --set data.seq_len=2048 --all",
     "trainkit plan quickstart --gpus 2 --gpu-type rtx4090 --profile balanced --json",
 )
-@config_options
+@config_options()
 @option("--gpus N", "Total number of GPUs, in full nodes.", type=COUNT)
 @option("--gpu-type TYPE", "GPU type; default: that of the run.", name="planned_type")
 @option("--all", "Also list layouts that do not fit.", name="show_all")
@@ -162,14 +162,14 @@ class _Planned:
         listed = fitting[:limit]
         return listed if self.own is None or self.own in listed else [*listed, self.own]
 
-    def advice(self) -> list[Any]:
+    def advice(self) -> list[tuple[str, Choice]]:
         """Changes that would fit, if no layout fits."""
         from trainkit.plan.layout_advice import advise
-        from trainkit.plan.layouts import Choice
 
         if self.best is not None:
             return []
-        return list(advise(self.own or Choice(self.base, self.hardware), self.samples))
+        work = self.base if self.own is None else self.own.work
+        return list(advise(work, self.hardware, self.samples))
 
     def show(self, show_all: bool, limit: int) -> None:
         """Print the table to stdout and everything else to stderr."""
@@ -196,9 +196,9 @@ class _Planned:
                 click.echo(line, err=True)
             return
         click.echo("no layout fits" if self.choices else "no layout divides the batch evenly", err=True)
-        for advice in self.advice():
-            peak = gib(advice.choice.memory.peak)
-            click.echo(f"would fit with {peak}: {advice.what}: {self._flags(advice.choice)}", err=True)
+        for what, choice in self.advice():
+            peak = gib(choice.memory.peak)
+            click.echo(f"would fit with {peak}: {what}: {self._flags(choice)}", err=True)
 
     def _flags(self, choice: Choice) -> str:
         """The command that submits the run with a choice."""
@@ -228,11 +228,7 @@ class _Planned:
             "effective_time": None if self.effective is None else asdict(self.effective),
             "config_problems": [problem.render() for problem in self.own_problems],
             "would_fit": [
-                {
-                    "what": advice.what,
-                    "num_gpus": advice.choice.hardware.num_gpus,
-                    **choice_dict(advice.choice, config, None),
-                }
-                for advice in self.advice()
+                {"what": what, "num_gpus": choice.hardware.num_gpus, **choice_dict(choice, config, None)}
+                for what, choice in self.advice()
             ],
         }

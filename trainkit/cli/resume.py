@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -40,19 +41,13 @@ from trainkit.run.registry import find_run_or_group, one_run
 @options.json_option
 def command(
     run_name: str,
-    nodes: int | None,
-    gpus_per_node: int | None,
-    node_rank: int | None,
-    master_addr: str | None,
-    master_port: int | None,
     overrides: tuple[str, ...],
-    backend: str | None,
     new_code: bool,
     fork_dir: str | None,
     now: bool,
     follow: bool,
     as_json: bool,
-    **slurm: object,
+    **typed: Any,
 ) -> int:
     """Resume RUN from its newest intact checkpoint, optionally on a different number of nodes or GPUs.
 
@@ -72,9 +67,10 @@ def command(
         options.refuse_other_options("run_name", "for a group of runs")
         return _resume_group(named, as_json)
     source = one_run(named, run_name)
-    if chooses_nodes := str(nodes) == options.AUTO:
-        nodes = None
-    place = host_place(nodes, node_rank, master_addr, master_port)
+    if chooses_nodes := typed["nodes"] == options.AUTO:
+        typed["nodes"] = None
+    flags = options.config_flags(typed)
+    place = host_place(flags, **typed)
     if place is not None and (as_json or follow or fork_dir is not None):
         given = "--json" if as_json else "--follow" if follow else "--as"
         raise UsageError(
@@ -82,9 +78,6 @@ def command(
             hint="the run stays in the foreground and in its folder; leave the option out",
         )
     is_first = place is None or place.node_rank == 0
-    flags = options.config_flags(
-        {"nodes": nodes, "gpus_per_node": gpus_per_node, "backend": backend, **slurm}
-    )
     fork = None if fork_dir is None else Path(fork_dir).absolute()
     planned = resume.planned_resume(
         *(source, overrides, flags),

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     "trainkit run quickstart --nodes 2 --node-rank 0 --master-addr host0 --master-port 29500",
     cls=options.WithTrailingCommand,
 )
-@options.one_node_config_options
+@options.config_options(options.shape_options_here, submits=False)
 @host_options
 @option("--run-dir DIR", "Exact run folder, new or empty; default: runs/NAME.")
 @options.launcher_option
@@ -87,8 +87,7 @@ def command(
     from trainkit.launch.plan_run import gather, plan_run
 
     workload = options.trailing_workload(launcher)
-    nodes = request.flags.get("resources.nodes")
-    place = host_place(None if nodes is None else int(str(nodes[1])), **host)
+    place = host_place(request.flags, **host)
     debug_plan = (
         None if debug is None and not post_mortem else _debug_plan(debug or "0", post_mortem, workload)
     )
@@ -136,6 +135,7 @@ def _start(config: RunConfig, plan: LaunchPlan, folder: Path | None) -> tuple[Ru
 
     created = create_run(config, plan, ["trainkit", *sys.argv[1:]], folder)
     print_created(created)
+    created.run.hold()  # its ranks may be at work before this process looks at it again
     return created.run, created.name, start_run(created.run, config, plan, "run")
 
 

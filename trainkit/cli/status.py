@@ -292,16 +292,8 @@ def restarts_line(restarts: Sequence[Restart]) -> str:
     shown = {"asked": "requested", "slow_host": "slow host"}
     causes = ", ".join(f"{count} {shown.get(cause, cause)}" for cause, count in counts.most_common())
     last = restarts[-1]
-    parts = [
-        f"{word} {seconds:.1f}"
-        for word, seconds in (
-            ("save", last.save_s),
-            ("end", last.end_s),
-            ("queue", last.queue_s),
-            ("start", last.start_s),
-        )
-        if seconds is not None
-    ]
+    spans = {"save": last.save_s, "end": last.end_s, "queue": last.queue_s, "start": last.start_s}
+    parts = [f"{word} {seconds:.1f}" for word, seconds in spans.items() if seconds is not None]
     took = f" in {last.total_s:.1f} s" if last.total_s is not None else ""
     split = f" ({', '.join(parts)})" if parts else ""
     failure = f"; {last.verdict.failure.line}" if last.verdict is not None else ""

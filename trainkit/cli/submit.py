@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,29 +20,15 @@ from trainkit.folders import find_shipped_config
 from trainkit.formats import JsonObject, shown_value
 from trainkit.plan.workload import Workload
 from trainkit.run.owner import refuse_place
-from trainkit.run.rundir import RUNS_FOLDER, RunDir, next_name
+from trainkit.run.rundir import RUNS_FOLDER, next_name
 from trainkit.slurm.client import require_controller
 
 if TYPE_CHECKING:
-    from trainkit.cluster.target import Target
     from trainkit.config import LoadedConfig
     from trainkit.control.repeat import RepeatedRun
     from trainkit.launch.earliest_end import Choice
-    from trainkit.launch.submission import ArraySpec, LoadedPoint, Preview, Submission
+    from trainkit.launch.submission import ArraySpec, LoadedPoint, Submission
     from trainkit.run.record import CodeCopy
-
-
-@dataclass(frozen=True, kw_only=True)
-class RepeatRequest(options.ConfigRequest):
-    """The config of a run, instead of a file and what is around it, and what the command line changes."""
-
-    run: RunDir
-
-    def load(self, target: Target | None = None) -> LoadedConfig:
-        """Load it; ConfigError lists all problems."""
-        from trainkit.control.resume import load_again
-
-        return load_again(self.run, self.overrides, self.flags, self.profile)[0]
 
 
 def group_points(
@@ -132,7 +118,7 @@ def sweep_option(help_text: str) -> Callable[[options.Function], options.Functio
     "trainkit submit quickstart --array 0-9%4 --name seeds --dry-run",
     cls=options.WithTrailingCommand,
 )
-@options.choosing_config_options
+@options.config_options(options.choosing_shape_options)
 @options.gpu_type_option
 @sweep_option("One run per value, and per combination of several --sweep.")
 @option(
@@ -226,8 +212,7 @@ def command(
         require_controller(plan.slurm.clusters)
     if dry_run or test_only:
         refuse_place(submission.points[0].config.name, folder)
-        clusters = () if plan.slurm is None else plan.slurm.clusters
-        return _show(submission.preview(folder), test_only, as_json, clusters)
+        return _show(submission, folder, test_only, as_json)
     from trainkit.launch.create import create_submission, start_submission
 
     created = create_submission(submission, ["trainkit", *sys.argv[1:]], folder)
@@ -286,8 +271,8 @@ def _repeated(
         return request, workload, None
     options.refuse_untrusted(found.run.path)
     values = {} if request.profile is not None else found.found_values(typed)
-    again = RepeatRequest(**{**vars(request), "flags": {**values, **request.flags}}, run=found.run)
-    return again, workload if workload.is_command else found.plan.workload, found
+    request = replace(request, flags={**values, **request.flags}, repeats=found.run)
+    return request, workload if workload.is_command else found.plan.workload, found
 
 
 def _changes(repeated: RepeatedRun, submission: Submission, request: options.ConfigRequest) -> Iterator[str]:
@@ -336,20 +321,21 @@ def _notes(submission: Submission, workload: Workload, is_sweep: bool) -> Iterat
             yield f"  note: all points run in {Path.cwd()}: {others}"
 
 
-def _show(preview: Preview, test_only: bool, as_json: bool, clusters: Sequence[str]) -> int:
+def _show(submission: Submission, folder: Path | None, test_only: bool, as_json: bool) -> int:
     """Print the script that would be submitted, with --json the plan of a local run, or Slurm's estimate."""
+    slurm, (script, files) = submission.plan.slurm, submission.preview(folder)
     if not test_only:
-        if preview.is_script or as_json:
-            click.echo(preview.text, nl=False)
+        if slurm is not None or as_json:
+            click.echo(script, nl=False)
         # As `head` prints files; the standard output is the script, byte for byte.
-        for path, text in preview.files.items():
+        for path, text in files.items():
             click.echo(f"==> {path} <==\n{text}", nl=False, err=True)
         return EXIT_OK
-    if not preview.is_script:
+    if slurm is None:
         raise UsageError(
             "--test-only asks Slurm, but this run would start on this machine", hint="use --dry-run"
         )
     from trainkit.slurm.submit import query_start
 
-    click.echo(query_start(preview.text, clusters=clusters)[1])
+    click.echo(query_start(script, clusters=slurm.clusters)[1])
     return EXIT_OK

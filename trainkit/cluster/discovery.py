@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -18,31 +19,18 @@ from typing import Literal
 from trainkit.cluster.model import Account, Cluster, NodeKind, Partition, Qos
 from trainkit.errors import TrainkitError
 from trainkit.folders import user_name
-from trainkit.slurm.client import (
-    FIELD,
-    QUERY_TIMEOUT_S,
-    RECORD,
-    plain_environ,
-    records,
-    retrying,
-    run_slurm,
-    seconds_of,
-)
+from trainkit.slurm.client import QUERY_TIMEOUT_S, query, retrying, seconds_of
 from trainkit.slurm.control import has_expedited_requeue, parse_config, parse_version
 from trainkit.slurm.environment import finds_cluster
-from trainkit.slurm.hosts import expand_hosts
 
 CLUSTER_TIMEOUT_S = 10.0
 """Shorter than the timeout of sbatch, which runs next: report an unreachable controller early."""
 ACCOUNTING_TIMEOUT_S = 10.0
 LOCAL_TIMEOUT_S = 10.0
-MAX_QUERIED_KINDS = 32
-"""Maximum number of node kinds per partition to query for usable CPUs and memory."""
 CONFIG_ARGV = ("scontrol", "show", "config")
 # With --all: a job can name a partition that Slurm does not list.
 PARTITIONS_ARGV = ("scontrol", "show", "partition", "--oneliner", "--all")
-_NODE_FIELDS = ("%R", "%D", "%c", "%m", "%N", "%G", "%f")
-NODES_ARGV = ("sinfo", "--all", "--noheader", "--exact", f"--format={FIELD.join(_NODE_FIELDS)}{RECORD}")
+NODES_ARGV = ("scontrol", "show", "node", "--oneliner", "--all")
 _QOS_ARGV = ("sacctmgr", "--noheader", "--parsable2", "show", "qos", "format=Name,MaxWall,Flags")
 _ACCOUNTS_ARGV = ("sacctmgr", "--noheader", "--parsable2", "show", "user", "withassoc", "where")
 _OVERRIDES: dict[Literal["time", "nodes"], str] = {"time": "PartitionTimeLimit", "nodes": "PartitionMaxNodes"}
@@ -57,7 +45,8 @@ _GPU_OPTIONS_PLUGIN = "cons_tres"
 _MODULE_VARIABLES = ("MODULESHOME", "LMOD_CMD", "BASH_FUNC_module%%")
 _MODULE_FILES = (Path("/etc/profile.d/lmod.sh"), Path("/etc/profile.d/modules.sh"))
 _CONTAINER_PROGRAMS = ("apptainer", "singularity", "enroot")
-_USABLE = ("CPUTot", "CPUEfctv", "CoreSpecCount", "ThreadsPerCore", "RealMemory", "MemSpecLimit")
+_AMOUNTS = ("CPUTot", "CPUEfctv", "CoreSpecCount", "ThreadsPerCore", "RealMemory", "MemSpecLimit")
+_NODE_PAIR = re.compile(rf"\b({'|'.join(_AMOUNTS)}|AvailableFeatures|Gres|Partitions)=(\S*)")
 
 
 def has_slurm() -> bool:
@@ -70,7 +59,7 @@ def has_slurm() -> bool:
 
 
 def query_cluster(name: str = "", *, with_accounts: bool = False) -> Cluster:
-    """Query the controller for the cluster: up to four commands in parallel, then one for its nodes.
+    """Query the controller for the cluster: up to four commands in parallel.
 
     It is that of this machine, or another one by its `name`. Accounts and QOS are included only
     `with_accounts`. The QOS that an account may use, and the limits that a QOS overrides, are known only to
@@ -78,48 +67,41 @@ def query_cluster(name: str = "", *, with_accounts: bool = False) -> Cluster:
     """
     user = user_name()
     assoc_mgr = ("scontrol", "--oneliner", "show", "assoc_mgr", f"users={user}", "flags=assoc,qos")
-    extra = [assoc_mgr] if with_accounts else []
-    config, cluster, more = _ask_controller(CLUSTER_TIMEOUT_S, *extra, name=name)
-    if not (more and isinstance(more[0], str)):
+    with ThreadPoolExecutor(1) as thread:
+        asked = thread.submit(_try, assoc_mgr, CLUSTER_TIMEOUT_S, name) if with_accounts else None
+        config, cluster = _ask_controller(CLUSTER_TIMEOUT_S, name)
+    associations = None if asked is None else asked.result()
+    if associations is None:
         return cluster
-    accounts, qos = parse_assoc_mgr(more[0], user)
+    accounts, qos = parse_assoc_mgr(associations, user)
     return replace(cluster, accounts=_enforced(config, accounts), qos=qos or None)
 
 
-def _ask_controller(
-    timeout_s: float, *more: Sequence[str], name: str = ""
-) -> tuple[dict[str, str], Cluster, list[str | TrainkitError]]:
-    """Its settings, the cluster without accounts and QOS, and the output or error of the commands `more`."""
-    outputs = _run_all([CONFIG_ARGV, PARTITIONS_ARGV, NODES_ARGV, *more], timeout_s, name)
-    for output in outputs[:3]:
-        if isinstance(output, TrainkitError):
-            raise output
-    settings, partitions, nodes = map(str, outputs[:3])
+def _ask_controller(timeout_s: float, name: str = "") -> tuple[dict[str, str], Cluster]:
+    """Its settings, and the cluster without accounts and QOS."""
+    commands = (CONFIG_ARGV, PARTITIONS_ARGV, NODES_ARGV)
+    with ThreadPoolExecutor(len(commands)) as threads:
+        settings, partitions, nodes = threads.map(lambda argv: _ask(argv, timeout_s, name), commands)
     config = parse_config(settings)
     cluster = Cluster(
         name=config.get("ClusterName", ""),
-        partitions=tuple(parse_partitions(partitions, with_usable(parse_nodes(nodes), timeout_s, name))),
+        partitions=tuple(parse_partitions(partitions, parse_nodes(nodes))),
         gpu_option=gpu_option(config),
         slurm_version=parse_version(config["SLURM_VERSION"]),
     )
-    return config, cluster, outputs[3:]
-
-
-def _run_all(commands: Sequence[Sequence[str]], timeout_s: float, cluster: str) -> list[str | TrainkitError]:
-    """Run commands in parallel; return the output or error of each, in order."""
-
-    def run(argv: Sequence[str]) -> str | TrainkitError:
-        try:
-            return _ask(argv, timeout_s, cluster)
-        except TrainkitError as error:
-            return error
-
-    with ThreadPoolExecutor(len(commands)) as threads:
-        return list(threads.map(run, commands))
+    return config, cluster
 
 
 def _ask(argv: Sequence[str], timeout_s: float, cluster: str = "") -> str:
-    return run_slurm(argv, timeout_s, environ=plain_environ(os.environ), cluster=cluster)
+    return query(argv, timeout_s=timeout_s, patience_s=0.0, cluster=cluster)
+
+
+def _try(argv: Sequence[str], timeout_s: float, cluster: str = "") -> str | None:
+    """The answer of what a site may lack; None without one."""
+    try:
+        return _ask(argv, timeout_s, cluster)
+    except TrainkitError:
+        return None
 
 
 def query_cluster_names() -> list[str]:
@@ -138,7 +120,7 @@ def discover_cluster() -> Cluster | None:
     """
     if not has_slurm():
         return None
-    config, cluster, _ = retrying(lambda: _ask_controller(QUERY_TIMEOUT_S))
+    config, cluster = retrying(lambda: _ask_controller(QUERY_TIMEOUT_S))
     accounts = _query_accounts(config)
     has_modules = any(name in os.environ for name in _MODULE_VARIABLES) or any(
         map(Path.exists, _MODULE_FILES)
@@ -149,7 +131,7 @@ def discover_cluster() -> Cluster | None:
         accounts=_enforced(config, accounts),
         qos=None if accounts is None else query_qos(),
         containers=(
-            *(("pyxis",) if _has_pyxis() else ()),
+            *(["pyxis"] if "--container-image" in (_try(("srun", "--help"), LOCAL_TIMEOUT_S) or "") else []),
             *(name for name in _CONTAINER_PROGRAMS if shutil.which(name)),
         ),
         has_modules=has_modules,
@@ -180,13 +162,6 @@ def gpu_option(config: Mapping[str, str]) -> Literal["gpus-per-node", "gres"]:
     """The option that requests GPUs, from the settings of `scontrol show config`."""
     plugin = config.get("SelectType", _GPU_OPTIONS_PLUGIN)
     return "gpus-per-node" if _GPU_OPTIONS_PLUGIN in plugin else "gres"
-
-
-def _has_pyxis() -> bool:
-    try:
-        return "--container-image" in run_slurm(["srun", "--help"], LOCAL_TIMEOUT_S)
-    except TrainkitError:
-        return False
 
 
 def parse_partitions(text: str, kinds: Mapping[str, tuple[NodeKind, ...]]) -> list[Partition]:
@@ -227,21 +202,30 @@ def _names(text: str) -> tuple[str, ...] | None:
 
 
 def parse_nodes(text: str) -> dict[str, tuple[NodeKind, ...]]:
-    """Parse the output of sinfo, by partition; nodes that are alike are counted together."""
-    merged: dict[str, dict[tuple[object, ...], NodeKind]] = {}
-    for partition, count, cpus, memory, hosts, gres, features in records(text, len(_NODE_FIELDS)):
-        kinds = merged.setdefault(partition, {})
-        key = (cpus, memory, gres, features)
-        known = kinds.get(key)
-        kinds[key] = NodeKind(
-            count=int(count) + (known.count if known else 0),
-            cpus=_number(cpus.rstrip("+")) or None,
-            mem_mib=_number(memory.rstrip("+")) or None,
-            gpus=parse_gpus(gres),
-            features=() if features == "(null)" else tuple(features.split(",")),
-            hosts=f"{known.hosts},{hosts}" if known else hosts,
+    """Parse the output of `scontrol show node --oneliner`, by partition; equal nodes are counted together.
+
+    Their CPUs and memory are those that jobs can use.
+    """
+    found: dict[str, Counter[tuple[int | None, int | None, str, str]]] = {}
+    # There can be ten thousand nodes, of few kinds.
+    for pairs, count in Counter(tuple(_NODE_PAIR.findall(line)) for line in text.splitlines()).items():
+        values = dict(reversed(pairs))  # the first of a name wins, because free text can follow
+        amounts = {key: _number(values.get(key, "")) or 0 for key in _AMOUNTS}
+        # CPUEfctv is missing before 22.05, and can be too large after a restart with other settings.
+        cpus = amounts["CPUTot"] - amounts["CoreSpecCount"] * (amounts["ThreadsPerCore"] or 1)
+        cpus = min(cpus, amounts["CPUEfctv"] or cpus)
+        mem_mib = amounts["RealMemory"] - amounts["MemSpecLimit"]
+        features = values.get("AvailableFeatures", "").replace("(null)", "")
+        node = max(cpus, 0) or None, max(mem_mib, 0) or None, values.get("Gres", ""), features
+        for partition in filter(None, values.get("Partitions", "").split(",")):
+            found.setdefault(partition, Counter())[node] += count
+    return {
+        partition: tuple(
+            NodeKind(count, cpus, mem_mib, parse_gpus(gres), tuple(filter(None, features.split(","))))
+            for (cpus, mem_mib, gres, features), count in nodes.items()
         )
-    return {partition: tuple(kinds.values()) for partition, kinds in merged.items()}
+        for partition, nodes in found.items()
+    }
 
 
 def parse_gpus(gres: str) -> dict[str, int]:
@@ -253,64 +237,12 @@ def parse_gpus(gres: str) -> dict[str, int]:
     return gpus
 
 
-def with_usable(
-    kinds: Mapping[str, tuple[NodeKind, ...]], timeout_s: float, cluster: str = ""
-) -> dict[str, tuple[NodeKind, ...]]:
-    """Replace the CPUs and memory of nodes with the amounts that jobs can use, which sinfo does not print.
-
-    Queries one node of each kind. If Slurm does not answer, everything counts as usable.
-    """
-    hosts = {
-        _hardware(kind): expand_hosts(kind.hosts)[0]
-        for alike in kinds.values()
-        for kind in alike[:MAX_QUERIED_KINDS]
-        if kind.hosts
-    }
-    if not hosts:
-        return dict(kinds)
-    argv = ["scontrol", "--oneliner", "show", "node", ",".join(dict.fromkeys(hosts.values()))]
-    try:
-        usable = parse_usable(_ask(argv, timeout_s, cluster))
-    except TrainkitError:
-        return dict(kinds)
-    return {
-        name: tuple(
-            replace(kind, cpus=found[0], mem_mib=found[1])
-            if (found := usable.get(hosts.get(_hardware(kind), "")))
-            else kind
-            for kind in alike
-        )
-        for name, alike in kinds.items()
-    }
-
-
-def _hardware(kind: NodeKind) -> tuple[object, ...]:
-    return kind.cpus, kind.mem_mib, *sorted(kind.gpus.items())
-
-
-def parse_usable(text: str) -> dict[str, tuple[int, int]]:
-    """Parse `scontrol --oneliner show node`: (CPUs, MiB) of each node that jobs can use."""
-    usable = {}
-    for line in text.splitlines():
-        values = _pairs(line)
-        numbers = {key: _number(values.get(key, "")) or 0 for key in _USABLE}
-        # CPUEfctv is missing before 22.05, and can be too large after a restart with other settings.
-        cpus = numbers["CPUTot"] - numbers["CoreSpecCount"] * (numbers["ThreadsPerCore"] or 1)
-        cpus = min(cpus, numbers["CPUEfctv"] or cpus)
-        memory = numbers["RealMemory"] - numbers["MemSpecLimit"]
-        if cpus > 0 and memory > 0 and "NodeName" in values:
-            usable[values["NodeName"]] = cpus, memory
-    return usable
-
-
 def _query_accounts(config: Mapping[str, str]) -> tuple[Account, ...] | None:
     if "slurmdbd" not in config.get("AccountingStorageType", ""):
         return None
     argv = [*_ACCOUNTS_ARGV, f"name={user_name()}", f"format={','.join(_ACCOUNT_FIELDS)}"]
-    try:
-        return parse_accounts(_ask(argv, ACCOUNTING_TIMEOUT_S))
-    except TrainkitError:
-        return None
+    answer = _try(argv, ACCOUNTING_TIMEOUT_S)
+    return None if answer is None else parse_accounts(answer)
 
 
 def parse_accounts(text: str) -> tuple[Account, ...]:
@@ -347,10 +279,8 @@ def query_qos() -> tuple[Qos, ...] | None:
 
     Accounting takes some tenths of a second, longer than the controller.
     """
-    try:
-        return parse_qos(_ask(_QOS_ARGV, ACCOUNTING_TIMEOUT_S))
-    except TrainkitError:
-        return None
+    answer = _try(_QOS_ARGV, ACCOUNTING_TIMEOUT_S)
+    return None if answer is None else parse_qos(answer)
 
 
 def parse_qos(text: str) -> tuple[Qos, ...]:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import date
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from trainkit.cluster.limits import ResourceRequest, listed, partition_problems
-from trainkit.cluster.model import Cluster, NodeKind, Partition
+from trainkit.cluster.model import Account, Cluster, NodeKind, Partition, Qos
 from trainkit.cluster.profile import AccountProfile, NodesProfile, PartitionProfile, QosProfile
 from trainkit.config.section import Section
 from trainkit.config.yamlfile import Dumper
@@ -82,6 +80,13 @@ _TEXTS: dict[str, Callable[[int], str]] = {
     "default_time_s": time_text,
     "mem_mib": memory_text,
 }
+_SECTIONS: dict[type, tuple[type[Section], str | None]] = {
+    Account: (AccountProfile, None),
+    Qos: (QosProfile, None),
+    Partition: (PartitionProfile, "max_time_s"),
+    NodeKind: (NodesProfile, "count"),
+}
+"""The section of the file for each, and the key that is written also at its default."""
 
 
 def profile_text(cluster: Cluster, today: date) -> str:
@@ -110,14 +115,7 @@ def _rendered(template: str, **values: object) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters.update(
-        flow=_flow,
-        version=version_text,
-        account=partial(_values, AccountProfile),
-        qos=partial(_values, QosProfile),
-        partition=_partition_values,
-        nodes=_nodes_values,
-    )
+    environment.filters.update(flow=_flow, version=version_text, values=_values)
     lines = (line.partition("\t# ") for line in environment.get_template(template).render(values).split("\n"))
     return "\n".join(f"{line:<{COMMENT_COLUMN - 2}}  # {text}" if text else line for line, _, text in lines)
 
@@ -130,24 +128,19 @@ def _flow(value: object) -> str:
     return text.strip()[1:-1]
 
 
-def _values(section: type[Section], item: object, *always: str) -> dict[str, Any]:
-    """The keys of a section of the profile that are not at their defaults, or are `always` written."""
+def _values(item: Account | Qos | Partition | NodeKind) -> dict[str, Any]:
+    """The keys of a section of the profile that are written, but for the nodes of a partition."""
+    section, always = _SECTIONS[type(item)]
     found: dict[str, Any] = {}
     for name, info in section.model_fields.items():
         value: Any = getattr(item, name)
-        if value != info.default or name in always:
-            value = list(value) if isinstance(value, tuple) else value
-            found[info.alias or name] = _TEXTS[name](value) if name in _TEXTS and value is not None else value
+        if name == "nodes" or (value == info.default and name != always):
+            continue
+        if name == "gpus" and set(value) == {""}:
+            value = value[""]
+        value = list(value) if isinstance(value, tuple) else value
+        found[info.alias or name] = _TEXTS[name](value) if name in _TEXTS and value is not None else value
     return found
-
-
-def _partition_values(partition: Partition) -> dict[str, Any]:
-    return _values(PartitionProfile, replace(partition, nodes=()), "max_time_s")
-
-
-def _nodes_values(kind: NodeKind) -> dict[str, Any]:
-    gpus = {"gpus": kind.gpus[""]} if set(kind.gpus) == {""} else {}
-    return _values(NodesProfile, kind, "count") | gpus
 
 
 FIRST_RUN_TIME_S = 1800

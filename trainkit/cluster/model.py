@@ -30,8 +30,6 @@ class NodeKind:
     gpus: dict[str, int] = field(default_factory=dict)
     """GPUs per node, by type; the type is empty if the site does not name it."""
     features: tuple[str, ...] = ()
-    hosts: str = field(default="", compare=False)
-    """The nodes as a Slurm host list."""
 
     def num_gpus(self, gpu_type: str | None = None) -> int:
         """GPUs per node, of one type or of all types."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -65,7 +65,7 @@ def _value_hint(path: tuple[str, ...]) -> str:
 
 @dataclass(frozen=True)
 class Edit:
-    """What one flag changes in the value of a key, whichever layer it is from."""
+    """What a flag with a key such as ``betas.0`` or ``setup+``, or null, changes in the value of a key."""
 
     path: tuple[str, ...]
     value: Any
@@ -88,6 +88,11 @@ class Edit:
             option.get("type") == "object" for option in field.get("anyOf", [field])
         )
 
+    @property
+    def is_partial(self) -> bool:
+        """Whether it changes the value that other layers give, instead of setting one."""
+        return self.appends or self.removes or any(map(str.isdecimal, self.path[len(self.key) :]))
+
     def apply(self, tree: Entry) -> Entry:
         """The tree with the changed value; raises ConfigError if there is no such key or part."""
         name = ".".join(self.key)
@@ -97,47 +102,35 @@ class Edit:
             if name not in schema.default_values():
                 raise ValueError("is a section: += appends to a list")
             found = tree.find(self.key) or entry_at((), schema.default_values()[name], "default")
-            entry = self._entry(found, self.path[len(self.key) :])
+            value = self._changed(found.plain(), self.path[len(self.key) :])
         except ValueError as error:
             hint = f"{name} must be {schema.allowed_values(self.key)}"
             raise ConfigError([Problem(name, str(error), self.origin, hint)]) from None
+        if self.removes and value == found.plain():
+            return tree
+        entry = _with_origins(entry_at((), value, self.origin), found)
         for part in reversed(self.key):
             entry = Entry({part: entry}, self.origin)
         return merge(without(tree, [self.key]), entry)
 
-    def _entry(self, entry: Entry, path: tuple[str, ...]) -> Entry:
-        """Entries of mappings keep their origins."""
-        if not entry.is_mapping or not path:
-            return entry_at((), self._changed(entry.plain(), path), self.origin)
-        entries = dict(entry.value)
-        if self.removes:
-            if entries.pop(path[0], None) is None:
-                self._refuse_missing(path[0], entries)
-        else:
-            entries[path[0]] = self._entry(entries.get(path[0], Entry(None, self.origin)), path[1:])
-        return Entry(entries, entry.origin)
-
-    def _refuse_missing(self, name: str, entries: Collection[str]) -> None:
-        if not self.may_miss:
-            raise ValueError(f"has no entry {name} to remove: " + (", ".join(entries) or "it is empty"))
-
     def _changed(self, value: Any, path: tuple[str, ...]) -> Any:
-        if path and isinstance(value, dict):
-            return {**value, path[0]: self._changed(value.get(path[0]), path[1:])}
-        if path:
-            return self._with_item(value, path[0], path[1:])
-        if not self.appends:
+        """A value with the change at a path in it."""
+        if not path and self.appends:
+            if isinstance(value, dict) and isinstance(self.value, dict):
+                return {**value, **self.value}
+            if not isinstance(value, list):
+                raise ValueError(f"is {schema.show_value(value)}: += appends to a list")
+            return [*value, *(self.value if isinstance(self.value, list) else [self.value])]
+        if not path:
             return self.value
-        if isinstance(value, dict) and isinstance(self.value, dict):
-            return {**value, **self.value}
-        if not isinstance(value, list):
-            raise ValueError(f"is {schema.show_value(value)}: += appends to a list")
-        return [*value, *(self.value if isinstance(self.value, list) else [self.value])]
-
-    def _with_item(self, value: Any, name: str, rest: tuple[str, ...]) -> Any:
+        name, rest = path[0], path[1:]
         if self.removes:
-            self._refuse_missing(name, {})
-            return value
+            entries = value if isinstance(value, dict) else {}
+            if name not in entries and not self.may_miss:
+                raise ValueError(f"has no entry {name} to remove: " + (", ".join(entries) or "it is empty"))
+            return {key: item for key, item in entries.items() if key != name} if name in entries else value
+        if isinstance(value, dict):
+            return {**value, name: self._changed(value.get(name), rest)}
         if not isinstance(value, list):
             raise ValueError(f"is {schema.show_value(value)}, which has no item {name}")
         if not name.isdecimal() or int(name) >= len(value):
@@ -147,12 +140,13 @@ class Edit:
         return [*value[:index], self._changed(value[index], rest), *value[index + 1 :]]
 
 
-def edit_of(key: str, value: Any, origin: str, *, may_miss: bool = False) -> Edit | None:
-    """The edit of a flag with a key such as ``betas.0`` or ``setup+``, or null; None if it sets a key."""
-    path = tuple(key.removesuffix("+").strip().split("."))
-    edit = Edit(path, value, origin, key.endswith("+"), may_miss)
-    has_index = any(name.isdecimal() for name in path[len(edit.key) :])
-    return edit if edit.appends or edit.removes or has_index else None
+def _with_origins(entry: Entry, before: Entry | None) -> Entry:
+    """The entry, in which what is as before has the origin that it had."""
+    if before is None or not (entry.is_mapping and before.is_mapping):
+        return before if before is not None and entry.value == before.value else entry
+    return replace(
+        entry, value={key: _with_origins(item, before.value.get(key)) for key, item in entry.value.items()}
+    )
 
 
 ENV_PREFIX = "TRAINKIT_"
@@ -166,8 +160,6 @@ class Layers:
     def __init__(self, cwd: Path) -> None:
         self.cwd = cwd
         self.problems: list[Problem] = []
-        self.edits: list[Edit] = []
-        """What flags change in the values of all layers, one after another."""
 
     def config(self, name: str | Path) -> tuple[Entry, Path]:
         """The config with this name and its path: a file before a shipped config; ``-`` is standard input."""
@@ -280,9 +272,19 @@ class Layers:
                 self.problem(".".join(path), str(error), name, _value_hint(path))
         return result
 
-    def flags(self, overrides: Sequence[str], named: Mapping[str, tuple[str, object]]) -> Entry:
-        """The layer of ``--set a.b=c`` and of named options, and `edits`; the last of a key wins."""
-        result = EMPTY
+    def flags(
+        self, overrides: Sequence[str], named: Mapping[str, tuple[str, object]]
+    ) -> tuple[Entry, list[Edit]]:
+        """The layer of ``--set a.b=c`` and of named options, and their edits; the last of a key wins."""
+        layer, edits = EMPTY, list[Edit]()
+
+        def add(edit: Edit, typed: str = "") -> None:
+            nonlocal layer
+            if edit.is_partial or any(one.key == edit.path[: len(one.key)] for one in edits):
+                edits.append(edit)  # a value that is set after edits of its key is one too
+            else:
+                layer = merge(layer, entry_at(edit.path, edit.value, edit.origin, typed))
+
         for text in overrides:
             origin = f"--set {text}"
             key, equals, raw = text.partition("=")
@@ -295,29 +297,19 @@ class Layers:
             except ValueError as error:
                 self.problem(".".join(path), str(error), origin, _value_hint(path))
                 continue
-            if (edit := edit_of(key.strip(), value, origin)) is None:
-                self.edits = [edit for edit in self.edits if edit.path[: len(path)] != path]
-                edit = self._after_edits(path, value, origin)
-            if edit is None:
-                result = merge(result, entry_at(path, value, origin, raw.strip()))
-            else:
-                self.edits.append(edit)
+            edit = Edit(path, value, origin, appends=key.strip().endswith("+"))
+            if not edit.is_partial:
+                edits[:] = [one for one in edits if one.path[: len(path)] != path]
+            add(edit, raw.strip())
         for key, (origin, value) in named.items():
-            path, edit = tuple(key.split(".")), edit_of(key, value, origin, may_miss=True)
-            same = next((edit for edit in self.edits if edit.path == path), None)
-            other = result.find(path) if same is None else Entry(same.value, same.origin)
-            if other is not None and other.plain() != value:
+            path = tuple(key.removesuffix("+").split("."))
+            edit = Edit(path, value, origin, key.endswith("+"), may_miss=True)
+            same = next((one for one in edits if one.path == path), None)
+            other = layer.find(path) if same is None else Entry(same.value, same.origin)
+            if other is not None and other.plain() != value and not edit.appends:
                 self.problem(key, f"conflicts with {other.origin}", origin, "use only one of them")
-            if (edit := edit or self._after_edits(path, value, origin)) is not None:
-                self.edits.append(edit)
-            else:
-                result = merge(result, entry_at(path, value, origin))
-        return result
-
-    def _after_edits(self, path: tuple[str, ...], value: object, origin: str) -> Edit | None:
-        """What sets a value after edits of its key, as an edit too; None without such."""
-        is_edited = any(edit.key == path[: len(edit.key)] for edit in self.edits)
-        return Edit(path, value, origin) if is_edited else None
+            add(edit)
+        return layer, edits
 
     def shown(self, path: Path) -> str:
         """A path as origins show it: relative if it is in the working folder."""
@@ -336,13 +328,3 @@ class Layers:
 def _shipped_hint(name: str) -> str:
     names = shipped_config_names()
     return f"{did_you_mean(name.lower(), names)}shipped configs: {', '.join(names)}"
-
-
-def without_empty_sections(entry: Entry) -> Entry:
-    """The tree without empty sections, such as ``train:`` with every line commented out."""
-    kept = {
-        key: value
-        for key, value in entry.value.items()
-        if not (key in schema.sections() and value.value is None)
-    }
-    return Entry(kept, entry.origin)

@@ -13,9 +13,9 @@ from pydantic import ValidationError
 
 from trainkit.config import yamlfile
 from trainkit.config.hf_model import CONFIG_NAME, SIZES, HFModel, find_hf_model
-from trainkit.config.layers import EMPTY, Layers, as_this_version, without_empty_sections
+from trainkit.config.layers import EMPTY, Edit, Layers, as_this_version
 from trainkit.config.loaded import DEFAULT, InvalidConfig, LoadedConfig, independent_problems
-from trainkit.config.schema import FREE_MAPPING, MULTIMODAL, RunConfig, flatten, meant
+from trainkit.config.schema import FREE_MAPPING, MULTIMODAL, RunConfig, flatten, meant, sections
 from trainkit.config.suggest import unknown_keys, unknown_problem, validation_problems
 from trainkit.config.training import DECODER, TRANSFORMERS, ModelConfig
 from trainkit.config.validation import contradictions
@@ -81,12 +81,12 @@ def load_config(
         trees.append(reader.profile(profile, file))
     if layers:
         trees.append(reader.environment(environ))
-    trees.append(reader.flags(overrides, flags or {}))
-    return _merged(reader, [without_empty_sections(tree) for tree in trees])
+    of_flags, edits = reader.flags(overrides, flags or {})
+    return _merged(reader, [*trees, of_flags], edits)
 
 
-def _merged(reader: Layers, trees: Sequence[Entry]) -> LoadedConfig:
-    """Merge layers, the lowest first.
+def _merged(reader: Layers, trees: Sequence[Entry], edits: Sequence[Edit]) -> LoadedConfig:
+    """Merge layers, the lowest first, and change what flags edit in their values.
 
     Raises InvalidConfig with a config without the unknown keys and invalid values, ConfigError if a layer
     cannot be read or two flags conflict.
@@ -97,8 +97,10 @@ def _merged(reader: Layers, trees: Sequence[Entry]) -> LoadedConfig:
         unknown = list(unknown_keys(tree))
         problems += [unknown_problem(key, entry) for key, entry in unknown]
         causes |= {match for key, _ in unknown if (match := meant(key)) is not None}
-        merged = overlay(merged, without(tree, [key for key, _ in unknown]))
-    for edit in reader.edits:
+        # A section may be empty, as ``train:`` with every line commented out.
+        empty = [(name,) for name in sections() if (own := tree.find((name,))) and own.value is None]
+        merged = overlay(merged, without(tree, [*empty, *(key for key, _ in unknown)]))
+    for edit in edits:
         try:
             merged = edit.apply(merged)
         except ConfigError as error:

@@ -166,8 +166,8 @@ def _max_tokens(spec: DatasetSpec, inputs: list[Input]) -> dict[str, float]:
     if not compressed and sum(source.size for source in inputs) <= _READ_IN_FULL:
         from trainkit.data.units import plan_units
 
-        for unit in plan_units(inputs, spec.split_fraction):
-            for reader in unit.readers(inputs, spec):
+        for unit in plan_units(spec, inputs):
+            for reader in unit.readers():
                 for piece in reader:
                     counts[piece.split] += len(piece.text) + piece.ends_document
         return counts
@@ -175,7 +175,7 @@ def _max_tokens(spec: DatasetSpec, inputs: list[Input]) -> dict[str, float]:
         if source.form != ROWS or not _begins_with_a_long_line(source):
             from trainkit.data.units import InputSpan, SpanReader
 
-            rows = SpanReader(source, InputSpan(0, 0, None, TRAIN, True), 0, 0, 0.0, spec.text_key)
+            rows = SpanReader(InputSpan(source, 0, 0, None, TRAIN, True), spec)
             for _ in islice(rows, _ROWS_READ):
                 pass
     if compressed or any(source.form != TEXT for source in inputs):

@@ -21,6 +21,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
@@ -38,8 +39,8 @@ from trainkit.data.dataset_file import (
     write_shared_json,
 )
 from trainkit.data.sources import DatasetSpec, find_inputs
-from trainkit.data.tokenize import WORK_FOLDER, UnitJob, digest_unit, run_unit, token_dtype
-from trainkit.data.units import UNIT_BYTES, plan_units
+from trainkit.data.tokenize import WORK_FOLDER, digest_unit, record_file, run_unit, token_dtype
+from trainkit.data.units import UNIT_BYTES, Unit, plan_units
 from trainkit.errors import TrainkitError, UsageError
 from trainkit.folders import ensure_folder, shown_path
 from trainkit.formats import JsonObject
@@ -164,16 +165,14 @@ class _Preparation:
             "val_fraction": spec.split_fraction,
             "text_key": spec.text_key,
         }
-        self.jobs = [
-            UnitJob(folder, spec, unit, {span.input: self.inputs[span.input] for span in unit.spans})
-            for unit in plan_units(self.inputs, spec.split_fraction, unit_bytes)
-        ]
+        self.units = plan_units(spec, self.inputs, unit_bytes)
 
     def make(self) -> DatasetFile:
         self._begin()
-        missing = [job for job in self.jobs if not job.record_file.exists()]
-        self._run(run_unit, missing)
-        records = [files.read_json(job.record_file) for job in self.jobs]
+        records_of = {record_file(self.folder, unit): unit for unit in self.units}
+        missing = [unit for file, unit in records_of.items() if not file.exists()]
+        self._run(partial(run_unit, self.folder), missing)
+        records = [files.read_json(file) for file in records_of]
         inputs = self._digests([record["digests"] for record in records])
         splits = {
             split: tuple(Shard(**record["shards"][split]) for record in records if split in record["shards"])
@@ -208,7 +207,7 @@ class _Preparation:
         wanted = [{"name": source.name, "role": source.role, "size": source.size} for source in self.inputs]
         if [{key: source[key] for key in ("name", "role", "size")} for source in known] != wanted:
             raise _mismatch(self.folder, "made from other files")
-        if self._digests(self._run(digest_unit, self.jobs)) != known:
+        if self._digests(self._run(digest_unit, self.units)) != known:
             raise _mismatch(self.folder, "made from files that have changed since")
         shutil.rmtree(self.folder / WORK_FOLDER, ignore_errors=True)
         return file
@@ -226,17 +225,17 @@ class _Preparation:
             return
         files.write_json(plan_file, plan)
 
-    def _run(self, function: Callable[[UnitJob], Any], jobs: list[UnitJob]) -> list[Any]:
-        total = sum(job.unit.num_bytes for job in self.jobs)
-        done = total - sum(job.unit.num_bytes for job in jobs)
+    def _run(self, function: Callable[[Unit], Any], units: list[Unit]) -> list[Any]:
+        total = sum(unit.num_bytes for unit in self.units)
+        done = total - sum(unit.num_bytes for unit in units)
 
         def on_done(number: int) -> None:
             nonlocal done
-            done += jobs[number].unit.num_bytes
+            done += units[number].num_bytes
             if self.on_progress:
                 self.on_progress(done, total)
 
-        return run_jobs(function, jobs, self.workers, on_done)
+        return run_jobs(function, units, self.workers, on_done)
 
     def _digests(self, by_unit: list[list[str]]) -> list[JsonObject]:
         """The files for inputs.json: name, role, bytes on disk, and hash.
@@ -245,8 +244,8 @@ class _Preparation:
         file was cut; the role is ``both`` if it was divided between the splits, else its split.
         """
         found: list[list[str]] = [[] for _ in self.inputs]
-        for job, digests in zip(self.jobs, by_unit, strict=True):
-            for span, digest in zip(job.unit.spans, digests, strict=True):
+        for unit, digests in zip(self.units, by_unit, strict=True):
+            for span, digest in zip(unit.spans, digests, strict=True):
                 found[span.input].append(digest)
         return [
             {

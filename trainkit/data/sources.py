@@ -5,6 +5,7 @@ Reads only names and sizes, and imports neither numpy nor tokenizers: `trainkit.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -56,8 +57,8 @@ def dataset_spec(config: DataConfig) -> DatasetSpec:
 
 
 def prepared_folder(config: DataConfig) -> Path | None:
-    """The folder of token shards that `data.source` names; None when it names texts."""
-    sources = _listed(config.source)
+    """The folder of token shards that `data.source` names; None when it names texts, or is a mixture."""
+    sources = () if is_mixture(config) else _listed(config.source)
     if len(sources) == 1 and sources[0] != STDLIB and is_dataset(Path(sources[0])):
         return Path(sources[0])
     return None
@@ -177,6 +178,14 @@ def find_inputs(spec: DatasetSpec) -> list[Input]:
     return inputs
 
 
+def unreadable(path: str | Path, error: OSError) -> UsageError:
+    """The error of a source that cannot be read."""
+    return UsageError(
+        f"data source {shown_path(path)} cannot be read: {error.strerror or error}",
+        hint="check the path and the disk, and make it readable (chmod u+r, a folder u+rx)",
+    )
+
+
 def form_of(name: str) -> tuple[str, bool] | None:
     """(form, compressed) from a file name; None for an unsupported kind."""
     compressed = name.endswith(".gz")
@@ -200,8 +209,7 @@ def _expand(source: str, role: str, val_fraction: float) -> Iterator[Input]:
     except FileNotFoundError:
         raise UsageError(f"data source {shown_path(path)} does not exist", hint="check the path") from None
     except OSError as error:
-        message = f"data source {shown_path(path)} cannot be read: {error.strerror}"
-        raise UsageError(message, hint="check the path") from None
+        raise unreadable(path, error) from None
     if not is_folder:
         form = form_of(path.name)
         if form is None:
@@ -261,10 +269,7 @@ def _names_below(root: Path, enters: Callable[[str], bool]) -> list[str]:
     """The relative name of every file below a folder, sorted; links to folders are not followed."""
 
     def refuse(error: OSError) -> None:
-        raise UsageError(
-            f"data source {error.filename} cannot be read: {error.strerror}",
-            hint="make it readable (chmod u+rx), or remove it from data.source",
-        )
+        raise unreadable(error.filename, error)
 
     found = []
     for folder, folders, names in os.walk(root, onerror=refuse):
@@ -280,14 +285,10 @@ def _input(
     try:
         # A path object for each file triples the time that a large source takes.
         status = status or os.stat(path)  # noqa: PTH116
+        if not os.access(path, os.R_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
-        message = f"data source {shown_path(path)} cannot be read: {error.strerror}"
-        raise UsageError(message, hint="check the path") from None
-    if not os.access(path, os.R_OK):
-        raise UsageError(
-            f"data source {shown_path(path)} cannot be read: permission denied",
-            hint="make it readable (chmod u+r)",
-        )
+        raise unreadable(path, error) from None
     return Input(path, name, role, form, compressed, status.st_size, status.st_mtime_ns)
 
 

@@ -6,7 +6,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
 from shlex import quote
@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainkit.data.dataset_file import BYTES, PLACES, SPLITS, Shard, identify, places_file
-from trainkit.data.sources import FORMS, DatasetSpec, Input
+from trainkit.data.sources import FORMS, Input, unreadable
 from trainkit.data.units import Unit
 from trainkit.errors import UsageError
 from trainkit.folders import shown_path
@@ -77,52 +77,42 @@ _BATCH_BYTES = 4 << 20
 """Bytes of text per call of the tokenizer: enough for it to use several threads."""
 
 
-@dataclass(frozen=True)
-class UnitJob:
-    """One unit to tokenise, with everything a worker needs."""
-
-    folder: Path
-    spec: DatasetSpec
-    unit: Unit
-    inputs: dict[int, Input]
-
-    @property
-    def record_file(self) -> Path:
-        """Written once the shards of the unit are published."""
-        return self.folder / WORK_FOLDER / f"unit-{self.unit.index:05d}.json"
+def record_file(folder: Path, unit: Unit) -> Path:
+    """Written once the shards of a unit are published in the folder of a dataset."""
+    return folder / WORK_FOLDER / f"unit-{unit.index:05d}.json"
 
 
-def run_unit(job: UnitJob) -> None:
+def run_unit(folder: Path, unit: Unit) -> None:
     """Tokenise a unit, publish its shards, then its record.
 
     Raises UsageError for unusable text or a source that has changed, OSError if the shards cannot be written.
     """
-    writers = {split: _ShardWriter(job.folder, f"{split}-{job.unit.index:05d}.bin") for split in SPLITS}
+    writers = {split: _ShardWriter(folder, f"{split}-{unit.index:05d}.bin") for split in SPLITS}
     try:
-        digests = _tokenize(job, writers)
+        digests = _tokenize(unit, writers)
         shards = {split: asdict(shard) for split in SPLITS if (shard := writers[split].publish())}
-        files.write_json(job.record_file, {"digests": digests, "shards": shards})
+        files.write_json(record_file(folder, unit), {"digests": digests, "shards": shards})
     finally:
         for writer in writers.values():
             writer.discard()
 
 
-def digest_unit(job: UnitJob) -> list[str]:
+def digest_unit(unit: Unit) -> list[str]:
     """The digests of the current content of a unit's spans."""
     digests = []
-    for reader in job.unit.readers(job.inputs, job.spec):
+    for reader in unit.readers():
         for _ in reader:
             pass
         digests.append(reader.digest)
     return digests
 
 
-def _tokenize(job: UnitJob, writers: dict[str, _ShardWriter]) -> list[str]:
-    tokenizer = _tokenizer(job.spec.tokenizer)
+def _tokenize(unit: Unit, writers: dict[str, _ShardWriter]) -> list[str]:
+    tokenizer = _tokenizer(unit.spec.tokenizer)
     eos = tokenizer.identity.eos_id
     digests = []
-    for reader in job.unit.readers(job.inputs, job.spec):
-        source = reader.source
+    for reader in unit.readers():
+        source = reader.span.source
         _check_unchanged(source)
         try:
             for batch in in_batches(reader, lambda piece: len(piece.text)):
@@ -161,8 +151,7 @@ def _check_unchanged(source: Input) -> None:
     try:
         status = Path(source.path).stat()
     except OSError as error:
-        message = f"{source.shown} cannot be read: {error.strerror}"
-        raise UsageError(message, hint="check the path and the disk") from None
+        raise unreadable(source.path, error) from None
     if (status.st_size, status.st_mtime_ns) != (source.size, source.mtime_ns):
         raise UsageError(
             f"{source.shown} changed while it was being prepared",

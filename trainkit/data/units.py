@@ -9,14 +9,24 @@ import gzip
 import hashlib
 import json
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate, takewhile
 from shlex import quote
 from typing import IO, Any, cast
 
 from trainkit.data.dataset_file import TRAIN, VAL
-from trainkit.data.sources import BOTH, TABLES, TEXT, DatasetSpec, Input, TableError, read_column
+from trainkit.data.sources import (
+    BOTH,
+    TABLES,
+    TEXT,
+    DatasetSpec,
+    Input,
+    TableError,
+    read_column,
+    unreadable,
+)
 from trainkit.errors import UsageError
 
 UNIT_BYTES = 64 << 20
@@ -29,7 +39,9 @@ _BLOCK = 1 << 16
 class InputSpan:
     """A range of bytes of one input."""
 
+    source: Input
     input: int
+    """The index of the input."""
     start: int
     end: int | None
     """None for a compressed file, whose length is unknown until it has been read."""
@@ -37,45 +49,46 @@ class InputSpan:
     ends_document: bool
     """Whether the end of the range is the end of a text document."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Size on disk."""
+        return (self.source.size if self.end is None else self.end) - self.start
+
 
 @dataclass(frozen=True)
 class Unit:
     """The spans that one worker tokenises into one set of shards."""
 
     index: int
+    spec: DatasetSpec
     spans: tuple[InputSpan, ...]
-    num_bytes: int
-    """Size on disk."""
 
-    def readers(
-        self, inputs: Sequence[Input] | Mapping[int, Input], spec: DatasetSpec
-    ) -> Iterator[SpanReader]:
-        """One for each span, of inputs by their index."""
-        for number, span in enumerate(self.spans):
-            source = inputs[span.input]
-            yield SpanReader(source, span, self.index, number, spec.split_fraction, spec.text_key)
+    @property
+    def num_bytes(self) -> int:
+        """Size on disk."""
+        return sum(span.num_bytes for span in self.spans)
+
+    def readers(self) -> Iterator[SpanReader]:
+        """One for each span."""
+        return (SpanReader(span, self.spec, self.index, number) for number, span in enumerate(self.spans))
 
 
-def plan_units(inputs: list[Input], val_fraction: float, unit_bytes: int = UNIT_BYTES) -> list[Unit]:
+def plan_units(spec: DatasetSpec, inputs: Sequence[Input], unit_bytes: int = UNIT_BYTES) -> list[Unit]:
     """Split inputs into units, in the order of the data; small inputs share a unit.
 
     Large texts are cut at line ends, for which a few bytes of them are read. Tables are cut anywhere: a row
     group belongs to the span in which it begins.
     """
-    units: list[Unit] = []
-    spans: list[InputSpan] = []
+    groups: list[list[InputSpan]] = []
     total = 0
     for number, source in enumerate(inputs):
-        for span in _spans(number, source, val_fraction, unit_bytes):
-            size = (source.size if span.end is None else span.end) - span.start
-            if spans and total + size > unit_bytes:
-                units.append(Unit(len(units), tuple(spans), total))
-                spans, total = [], 0
-            spans.append(span)
-            total += size
-    if spans:
-        units.append(Unit(len(units), tuple(spans), total))
-    return units
+        for span in _spans(number, source, spec.split_fraction, unit_bytes):
+            if not groups or total + span.num_bytes > unit_bytes:
+                groups.append([])
+                total = 0
+            groups[-1].append(span)
+            total += span.num_bytes
+    return [Unit(index, spec, tuple(spans)) for index, spans in enumerate(groups)]
 
 
 def open_input(source: Input) -> IO[bytes]:
@@ -84,27 +97,26 @@ def open_input(source: Input) -> IO[bytes]:
 
 
 def _spans(number: int, source: Input, val_fraction: float, unit_bytes: int) -> Iterator[InputSpan]:
-    if source.compressed:
-        yield InputSpan(number, 0, None, source.role, True)
-        return
+    span = partial(InputSpan, source, number)
     whole_lines = source.form != TEXT
-    splits = [(source.role, 0, source.size)]
-    if source.size <= unit_bytes and (whole_lines or source.role != BOTH):
-        yield InputSpan(number, 0, source.size, source.role, True)
-        return
-    if source.form in TABLES:
+    if source.compressed:
+        yield span(0, None, source.role, True)
+    elif source.size <= unit_bytes and (whole_lines or source.role != BOTH):
+        yield span(0, source.size, source.role, True)
+    elif source.form in TABLES:
         for start in range(0, source.size, unit_bytes):
-            yield InputSpan(number, start, min(start + unit_bytes, source.size), source.role, True)
-        return
-    with open_input(source) as stream:
-        if source.form == TEXT and source.role == BOTH:
-            border = split_offset(stream, source.size, val_fraction)
-            splits = [(TRAIN, 0, border), (VAL, border, source.size)]
-        for role, start, stop in splits:
-            while start < stop:
-                end = min(_cut(stream, start + unit_bytes, stop, whole_lines), stop)
-                yield InputSpan(number, start, end, role, end == stop)
-                start = end
+            yield span(start, min(start + unit_bytes, source.size), source.role, True)
+    else:
+        with open_input(source) as stream:
+            splits = [(source.role, 0, source.size)]
+            if not whole_lines and source.role == BOTH:
+                border = split_offset(stream, source.size, val_fraction)
+                splits = [(TRAIN, 0, border), (VAL, border, source.size)]
+            for role, start, stop in splits:
+                while start < stop:
+                    end = min(_cut(stream, start + unit_bytes, stop, whole_lines), stop)
+                    yield span(start, end, role, end == stop)
+                    start = end
 
 
 def split_offset(stream: IO[bytes], size: int, val_fraction: float) -> int:
@@ -181,15 +193,12 @@ class SpanReader:
     Raises UsageError for an unusable row, and if reading fails.
     """
 
-    source: Input
     span: InputSpan
-    unit: int
+    spec: DatasetSpec
+    unit: int = 0
     """Index of its unit."""
-    number: int
+    number: int = 0
     """Its index in the unit."""
-    fraction: float
-    """Of what is divided between the splits, the part that goes to validation."""
-    key: str
     _hash: Any = field(default_factory=hashlib.sha256, init=False)
 
     @property
@@ -197,23 +206,23 @@ class SpanReader:
         return str(self._hash.hexdigest())
 
     def __iter__(self) -> Iterator[Piece]:
+        source = self.span.source
         try:
-            if self.source.form == TEXT:
-                with open_input(self.source) as stream:
+            if source.form == TEXT:
+                with open_input(source) as stream:
                     yield from self._text(stream)
             else:
                 yield from self._rows()
         except TableError as error:
             hint = "set data.text_key to a column of strings, or write the file again"
-            raise UsageError(f"{self.source.shown}: {error}", hint=hint) from None
+            raise UsageError(f"{source.shown}: {error}", hint=hint) from None
         except (EOFError, zlib.error) as error:
             raise UsageError(
-                f"{self.source.shown} is not a complete gzip file: {error}",
+                f"{source.shown} is not a complete gzip file: {error}",
                 hint="copy or compress the file again",
             ) from None
         except OSError as error:
-            message = f"{self.source.shown} cannot be read: {error.strerror or error}"
-            raise UsageError(message, hint="check the path and the disk") from None
+            raise unreadable(source.path, error) from None
 
     def _text(self, stream: IO[bytes]) -> Iterator[Piece]:
         span = self.span
@@ -223,7 +232,7 @@ class SpanReader:
         while stream.read(1 << 20):  # its length is known once it has been decompressed
             pass
         size = stream.tell()
-        border = split_offset(stream, size, self.fraction) if span.role == BOTH else size
+        border = split_offset(stream, size, self.spec.split_fraction) if span.role == BOTH else size
         first, second = (VAL, VAL) if span.role == VAL else (TRAIN, VAL)
         yield from self._range(stream, 0, border, first)
         yield from self._range(stream, border, size, second)
@@ -234,7 +243,7 @@ class SpanReader:
         while position < end:
             block = stream.read(min(PIECE_BYTES, end - position))
             if not block:
-                message = f"{self.source.shown} was truncated while being read"
+                message = f"{self.span.source.shown} was truncated while being read"
                 raise UsageError(message, hint="start again when nothing writes to it")
             self._hash.update(block)
             position += len(block)
@@ -246,17 +255,18 @@ class SpanReader:
                 kept = kept[cut:]
 
     def _rows(self) -> Iterator[Piece]:
-        source, span, is_table = self.source, self.span, self.source.form in TABLES
-        every = max(2, round(1 / self.fraction)) if span.role == BOTH else 0
+        span, source, key = self.span, self.span.source, self.spec.text_key
+        is_table = source.form in TABLES
+        every = max(2, round(1 / self.spec.split_fraction)) if span.role == BOTH else 0
         phase = rows_phase(self.unit, self.number, source.name, every) if every else 0
         index = 0
-        for number, place, row in read_rows(source, self.key, span.start, span.end):
+        for number, place, row in read_rows(source, key, span.start, span.end):
             if not is_table:
                 self._hash.update(row)
                 if not row.strip():
                     continue
             try:
-                text = row_text(source, row, self.key)
+                text = row_text(source, row, key)
             except RowError as error:
                 number += 0 if is_table else _count_lines(source, span.start)
                 hint = f"`trainkit data validate {quote(source.shown)}` lists all such rows"
@@ -291,20 +301,15 @@ def read_rows(
 
 def row_text(source: Input, row: Any, key: str) -> bytes:
     """The text of a row of `read_rows`, empty for a blank line; raises RowError for an unusable one."""
-    if source.form in TABLES:
-        return cell_text(row, key)
-    return line_text(row, key) if row.strip() else b""
-
-
-def cell_text(value: bytes | None, key: str) -> bytes:
-    """The text of one row of a table; raises RowError if it is null or not UTF-8."""
-    if value is None:
+    if source.form not in TABLES:
+        return line_text(row, key) if row.strip() else b""
+    if row is None:
         raise RowError(f'column "{key}" (data.text_key) is null, not a string')
     try:
-        value.decode()
+        row.decode()
     except UnicodeDecodeError as error:
-        raise RowError(f"not UTF-8: byte {value[error.start]:#04x} at byte {error.start + 1}") from None
-    return value
+        raise RowError(f"not UTF-8: byte {row[error.start]:#04x} at byte {error.start + 1}") from None
+    return bytes(row)
 
 
 def line_text(line: bytes, key: str) -> bytes:

@@ -6,12 +6,12 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from trainkit.errors import EXIT_STUCK
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import RankFailure
-from trainkit.run.files import read_json, refresh_listing
+from trainkit.run.files import read_each, refresh_listing
 from trainkit.run.record import read_rendezvous
 from trainkit.run.rundir import AttemptDir
 
@@ -52,15 +52,7 @@ class HangRecord:
 
 def read_hangs(attempt: AttemptDir) -> list[HangRecord]:
     """The reports of hanging ranks, by rank; empty while there are none."""
-    records = []
-    for path in sorted(attempt.hangs_dir.glob("rank-*.json")):
-        try:
-            value = read_json(path)
-            known = {item.name: value[item.name] for item in fields(HangRecord)}
-            records.append(HangRecord(**{**known, "stack": tuple(value["stack"])}))
-        except (OSError, ValueError, TypeError, KeyError):
-            continue  # damaged: use the other reports
-    return records
+    return read_each(HangRecord, attempt.hangs_dir)
 
 
 def missing_ranks(plan: LaunchPlan, records: Sequence[HangRecord]) -> list[int]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import math
 import os
 import signal
 import subprocess
@@ -215,16 +214,13 @@ def kill_group(child: subprocess.Popen[bytes]) -> None:
         os.killpg(child.pid, signal.SIGKILL)
 
 
-def first_failed(children: Sequence[subprocess.Popen[bytes]], timeout_s: float = math.inf) -> int | None:
-    """Wait until all children have ended, or one has failed: its index. Raises TimeoutExpired."""
-    deadline_s = time.monotonic() + timeout_s
+def first_failed(children: Sequence[subprocess.Popen[bytes]]) -> int | None:
+    """Wait until all children have ended, or one has failed: its index."""
     while True:
         codes = [child.poll() for child in children]
         failed = next((index for index, code in enumerate(codes) if code), None)
         if failed is not None or None not in codes:
             return failed
-        if time.monotonic() > deadline_s:
-            raise subprocess.TimeoutExpired("processes", timeout_s)
         time.sleep(0.05)
 
 

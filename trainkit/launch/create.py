@@ -152,7 +152,6 @@ def start_attempt(
     job, backend, script = read_job(run), backend_named(plan.backend), None
     if backend.template is not None:
         script = _script(run, job, config, plan)
-        refuse_leaks(script.text, str(run.script_file), config.secrets, os.environ)
     new = NewAttempt(config_text, plan_text, plan, reason, script, config.requeue.follow_ups, now)
     entry = backend.start(run, new)
     register(run, job.name)

@@ -23,7 +23,7 @@ from trainkit.config.training import DECODER
 from trainkit.errors import ConfigError, TrainkitError, UsageError
 from trainkit.formats import JsonObject, duration, plural, table, time_limit_s, time_text
 from trainkit.launch.plan_run import gather, plan_run
-from trainkit.launch.queue_estimate import misfit, request_of, when
+from trainkit.launch.queue_estimate import ask_fitting, misfit, request_of, when
 from trainkit.plan.effective_time import RESTART_S
 from trainkit.plan.facts import Facts
 from trainkit.plan.gpus import find_gpu
@@ -40,7 +40,6 @@ from trainkit.run.history import RunHistory, read_plan
 from trainkit.run.registry import iter_known_runs
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.client import query
-from trainkit.slurm.submit import Answer, ask_starts
 
 ENOUGH_S = 5.0
 """Seconds for all questions to Slurm together; what it has not answered by then does not count."""
@@ -293,28 +292,28 @@ def _gather(
         for limit_s in limits[item.name]
         if is_slice == (cut and limit_s != request.time_s)
     ]
-    misfits = [misfit(replace(request, nodes=n, time_s=s), cluster, item.name) for n, item, s, _ in asked]
-    fitting = [of for of, why_not in zip(asked, misfits, strict=True) if not why_not]
+    requests = (
+        (_argv(plans[n], n, item, s), misfit(replace(request, nodes=n, time_s=s), cluster, item.name))
+        for n, item, s, _ in asked
+    )
     clusters = resources.clusters
     with ThreadPoolExecutor(2) as threads:
         priority = threads.submit(_priority, ",".join(clusters))
         measured = threads.submit(_measured, plans, config, gpus)
-        options = [_argv(plans[size], size, item, s) for size, item, s, _ in fitting]
-        found = ask_starts(options, ENOUGH_S, clusters)
+        answers = ask_fitting(requests, clusters, ENOUGH_S)
         base = _base(plans, config, facts, {gpus[item.name] for item in request.partitions}, request)
         work = {
             place: replace(all_steps, seconds=left * all_steps.seconds)
             for place, all_steps in expected_work(base, measured.result()).items()
         }
-        now, answers = datetime.now(timezone.utc), iter(found)
-        known = [Answer(remark=why_not) if why_not else next(answers) for why_not in misfits]
+        now = datetime.now(timezone.utc)
         offers = [
             Offer(
                 *(size, item.name, limit_s, work[size, gpus[item.name]]),
                 *(answer.start_time, is_slice),
                 remark=answer.remark,
             )
-            for (size, item, limit_s, is_slice), answer in zip(asked, known, strict=True)
+            for (size, item, limit_s, is_slice), answer in zip(asked, answers, strict=True)
         ]
         longest = sorted(offers, key=lambda one: one.limit_s)
         whole = {(one.num_nodes, one.partition): one.start_time for one in longest}

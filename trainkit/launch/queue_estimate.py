@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 
@@ -51,13 +51,18 @@ def estimate_waits(plan: LaunchPlan, config: RunConfig, cluster: Cluster) -> lis
     others = [item.name for item in cluster.partitions if not item.is_hidden and item.name not in names]
     options: Options = {**plan.slurm.sbatch, "comment": False}
     misfits = {name: "" if name in names else misfit(request, cluster, name) for name in [*names, *others]}
-    fitting = [name for name, why_not in misfits.items() if not why_not]
-    asked = [option_argv({**options, "partition": name}) for name in fitting]
-    answers = dict(zip(fitting, ask_starts(asked, clusters=plan.slurm.clusters), strict=True))
-    return [
-        Wait(name, name in names, answers.get(name) or Answer(remark=why_not))
-        for name, why_not in misfits.items()
-    ]
+    asked = [(option_argv({**options, "partition": name}), why_not) for name, why_not in misfits.items()]
+    answers = ask_fitting(asked, plan.slurm.clusters)
+    return [Wait(name, name in names, answer) for name, answer in zip(misfits, answers, strict=True)]
+
+
+def ask_fitting(
+    requests: Iterable[tuple[Sequence[str], str]], clusters: Sequence[str], enough_s: float | None = None
+) -> list[Answer]:
+    """The answers of `ask_starts` to requests that fit; of the others, why they do not."""
+    known = list(requests)
+    found = iter(ask_starts([argv for argv, why_not in known if not why_not], enough_s, clusters))
+    return [Answer(remark=why_not) if why_not else next(found) for _, why_not in known]
 
 
 def misfit(request: ResourceRequest, cluster: Cluster, name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import traceback
@@ -19,6 +20,7 @@ from trainkit.folders import shipped_templates
 from trainkit.formats import plural
 from trainkit.job.processes import PYTHON_OPTIONS
 from trainkit.launch.environment import JobEnvironment, find_interpreter, make_job_environment
+from trainkit.launch.secrets import refuse_leaks
 from trainkit.plan.launch import LaunchPlan, Options, SlurmRequest, option_argv
 from trainkit.run.group import RunGroup
 from trainkit.run.record import CodeCopy
@@ -42,8 +44,7 @@ def script_for(
 
     `code` describes the copy of the code; None without one. With an `array`, such as ``0-9%4``, `run` is the
     folder of a group, in which each task finds its run. Templates in ``cwd/templates`` override the shipped
-    ones. Raises UsageError for values that a script cannot
-    contain.
+    ones. Raises UsageError for values that a script cannot contain, and for a secret.
     """
     backend = backend_named(plan.backend)
     assert plan.slurm is not None
@@ -69,7 +70,9 @@ def script_for(
     }
     text = render(backend.template, context, cwd)
     script = JobScript(text, options, text, step, environment.host_python)
-    return backend.finish_script(run, script)
+    script = backend.finish_script(run, script)
+    refuse_leaks(script.text, str(run.script_file), config.secrets, os.environ)
+    return script
 
 
 def _other_workdir(run: RunDir, plan: LaunchPlan, code: CodeCopy | None) -> str | None:

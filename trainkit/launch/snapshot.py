@@ -6,11 +6,11 @@ import errno
 import json
 import os
 import platform
+import re
 import shutil
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -23,7 +23,7 @@ from trainkit.errors import UsageError
 from trainkit.folders import ensure_folder, user_name
 from trainkit.launch.packages import own_packages
 from trainkit.launch.secrets import mask_diff, refuse_leaks, without_secrets
-from trainkit.launch.source_tree import SourceTree, add_links, below, find_tree, parents, printable
+from trainkit.launch.source_tree import SourceTree, add_links, below, find_tree, parents, printable, run_git
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.workload import Workload
 from trainkit.run.files import to_json, utc_now, write_json
@@ -114,9 +114,7 @@ def renewed_code(run: RunDir, config: RunConfig, plan: LaunchPlan) -> Iterator[N
         raise
 
 
-def copy_code(
-    cwd: Path, run: RunDir, workload: Workload, environ: Mapping[str, str] = os.environ
-) -> CodeCopy:
+def copy_code(cwd: Path, run: RunDir, workload: Workload) -> CodeCopy:
     """Copy the code of a working directory to the run's code/, completely or not at all; describe the copy.
 
     Modes and symlinks are kept: a link to a copied file points to its copy, any other link to its old target.
@@ -124,7 +122,7 @@ def copy_code(
     ``python train.py --data data/train.jsonl``. Raises UsageError when the code is too large, a file cannot
     be read, or the run folder cannot be written.
     """
-    code, tree = plan_copy(cwd, run, workload, environ)
+    code, tree = plan_copy(cwd, run, workload)
     if run.code_dir.exists():
         raise UsageError(f"{run.code_dir} already exists", hint="every run has its own code folder")
     try:
@@ -171,9 +169,7 @@ def _copy_error(error: OSError, run: RunDir) -> UsageError:
     )
 
 
-def plan_copy(
-    cwd: Path, run: RunDir, workload: Workload, environ: Mapping[str, str] = os.environ
-) -> tuple[CodeCopy, SourceTree]:
+def plan_copy(cwd: Path, run: RunDir, workload: Workload) -> tuple[CodeCopy, SourceTree]:
     """The description that `copy_code` would return now, and the files; writes nothing. Raises likewise."""
     folder, run_dir = os.path.realpath(cwd), os.path.realpath(run.path)
     tree = find_tree(folder, run_dir)
@@ -190,7 +186,7 @@ def plan_copy(
     if workload.is_command:
         add_links(tree, folder, run_dir)
         _refuse_outside(workload.argv, tree)
-    import_path, notes = find_import_path(tree, str(run.code_dir), environ.get("PYTHONPATH", ""))
+    import_path, notes = find_import_path(tree, str(run.code_dir), os.environ.get("PYTHONPATH", ""))
     by_reason: dict[str, list[str]] = {}
     for path, reason in tree.left_out:
         by_reason.setdefault(reason, []).append(path)
@@ -299,17 +295,14 @@ def find_import_path(tree: SourceTree, code: str, inherited: str) -> tuple[list[
     notes: list[str] = []
     for inside in dict.fromkeys(wanted):
         folder = str(Path(code, inside))
-        shadowing = [
-            module
-            for module in sorted(sys.stdlib_module_names)
-            if not {_join(inside, f"{module}.py"), _join(inside, f"{module}/__init__.py")}.isdisjoint(
-                tree.files
-            )
-        ]
+        modules = (
+            f"{name}{end}" for name in sorted(sys.stdlib_module_names) for end in (".py", "/__init__.py")
+        )
         if inside not in folders:
             continue
-        if shadowing:
-            problem = f": its {shadowing[0]} would shadow the standard library's; rename it"
+        if shadowing := next((name for name in modules if _join(inside, name) in tree.files), None):
+            module = re.split("[./]", shadowing)[0]
+            problem = f": its {module} would shadow the standard library's; rename it"
             notes.append(f"{folder} is not on PYTHONPATH{problem}")
         elif os.pathsep in folder:
             notes.append(f"{folder} is not on PYTHONPATH, which cannot contain a folder with a colon")
@@ -323,7 +316,7 @@ def _join(folder: str, name: str) -> str:
 
 
 def collect_provenance(cwd: Path) -> dict[str, object]:
-    """The versions, host, user and git state that a run starts from; runs git four times."""
+    """The versions, host, user and git state that a run starts from; runs git three times."""
     return {
         "time": utc_now(),
         "trainkit": __version__,
@@ -343,17 +336,18 @@ def git_state(cwd: Path) -> dict[str, object] | None:
 
     Values in the diff that look like secrets are masked.
     """
-    sha = _git(cwd, "rev-parse", "HEAD")
-    if sha is None:
+    commit = _git(cwd, "rev-parse", "HEAD", "--abbrev-ref", "HEAD")
+    if commit is None:
         return None
+    sha, branch = commit.split()
     diff = _git(cwd, "diff", *DIFF_OPTIONS, "HEAD")
     if diff is not None and diff and not diff.startswith("diff --git "):
         diff = None  # of a form in which secrets would not be found
     shown = None if diff is None else mask_diff(diff[:MAX_DIFF_CHARS])
     status = _git(cwd, "status", "--porcelain")
     return {
-        "sha": sha.strip(),
-        "branch": (_git(cwd, "rev-parse", "--abbrev-ref", "HEAD") or "").strip() or None,
+        "sha": sha,
+        "branch": branch,
         "dirty": None if status is None else bool(status.strip()),
         "diff": shown,
         "diff_masked": diff is not None and shown != diff[:MAX_DIFF_CHARS],
@@ -364,13 +358,7 @@ def git_state(cwd: Path) -> dict[str, object] | None:
 def _git(cwd: Path, *args: str) -> str | None:
     """The output of git; None without git or a repository, or when it times out."""
     try:
-        done = subprocess.run(
-            ["git", "--no-optional-locks", "-C", str(cwd), *args],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=GIT_TIMEOUT_S,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
+        done = run_git(str(cwd), *args, timeout_s=GIT_TIMEOUT_S)
+    except (OSError, UsageError):
         return None
-    return done.stdout.decode("utf-8", errors="replace")
+    return None if done.returncode else done.stdout.decode("utf-8", errors="replace")

@@ -78,7 +78,7 @@ class SourceTree:
     left_out: list[tuple[str, str]] = field(default_factory=list)
     """(path, reason)"""
     apart: set[str] = field(default_factory=set)
-    """The folders around files that belong to runs."""
+    """The folders around keys, outputs and the files of runs."""
     is_run: Callable[[str], bool] = field(default_factory=lambda: cache(_is_run))
     """Whether a folder is that of a run or of a group of runs, whose files are not code."""
 
@@ -88,6 +88,11 @@ class SourceTree:
             self.files[path] = found
         else:
             self.left_out.append((path, "is not a regular file"))
+
+    def keep_apart(self, path: str, reason: str) -> None:
+        """Leave a file out that no other run may see, so that no link leads to a folder around it."""
+        self.left_out.append((path, reason))
+        self.apart.update(parents(path))
 
     def is_in_run(self, path: str) -> bool:
         """Whether a file is in a run folder below the root."""
@@ -143,7 +148,7 @@ def repository_tree(cwd: str, run_dir: str) -> SourceTree | None:
     if not any((parent / ".git").exists() for parent in (Path(cwd), *Path(cwd).parents)):
         return None
     try:
-        done = _git(cwd, "rev-parse", "--show-toplevel")
+        done = run_git(cwd, "rev-parse", "--show-toplevel")
     except FileNotFoundError:
         return None
     stderr = os.fsdecode(done.stderr)
@@ -156,20 +161,21 @@ def repository_tree(cwd: str, run_dir: str) -> SourceTree | None:
     return tree
 
 
-def _git(folder: str, *args: str) -> subprocess.CompletedProcess[bytes]:
+def run_git(folder: str, *args: str, timeout_s: float = GIT_LIMIT_S) -> subprocess.CompletedProcess[bytes]:
+    """Run git in a folder, whatever the environment says; raises UsageError after `timeout_s`."""
     environ = {name: value for name, value in os.environ.items() if name not in _GIT_LOCATIONS}
     try:
         return subprocess.run(
-            ["git", "-C", folder, *args],
+            ["git", "--no-optional-locks", "-C", folder, *args],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             env={**environ, "LC_ALL": "C"},
-            timeout=GIT_LIMIT_S,
+            timeout=timeout_s,
             check=False,
         )
     except subprocess.TimeoutExpired:
         raise UsageError(
-            f"git took more than {GIT_LIMIT_S:g} s to list the files of {folder}",
+            f"git took more than {timeout_s:g} s to list the files of {folder}",
             hint="add folders with many files to .gitignore, or use --no-snapshot",
         ) from None
 
@@ -192,7 +198,7 @@ def _add_repository(tree: SourceTree, prefix: str, run_dir: str, runs_dir: str) 
         if path and path.startswith(prefix)
     ]
     for is_tracked, args in ((True, ["--cached"]), (False, ["--others", "--exclude-standard", *patterns])):
-        done = _git(folder, "ls-files", "-z", *args)
+        done = run_git(folder, "ls-files", "-z", *args)
         if done.returncode != 0:
             raise _git_error(folder, os.fsdecode(done.stderr))
         for name in map(os.fsdecode, filter(None, done.stdout.split(b"\0"))):
@@ -209,9 +215,9 @@ def _add_repository(tree: SourceTree, prefix: str, run_dir: str, runs_dir: str) 
             elif is_tracked:
                 tree.add(path, found)
             elif looks_secret(path.rpartition("/")[2]):
-                tree.left_out.append((path, IS_SECRET))
+                tree.keep_apart(path, IS_SECRET)
             elif looks_like_output(path):
-                tree.left_out.append((path, IS_OUTPUT))
+                tree.keep_apart(path, IS_OUTPUT)
             elif tree.is_in_run(path):
                 tree.apart.update(parents(path))
             else:
@@ -251,7 +257,7 @@ def pattern_tree(cwd: str, run_dir: str) -> SourceTree:
                 )
             path = below(cwd, entry.path)
             if looks_secret(entry.name):
-                tree.left_out.append((path, IS_SECRET))
+                tree.keep_apart(path, IS_SECRET)
             elif not entry.name.startswith(".") and (entry.is_symlink() or looks_like_source(entry.name)):
                 found = entry.stat(follow_symlinks=False)
                 if found.st_size > MAX_FILE_BYTES:
@@ -278,17 +284,12 @@ def add_links(tree: SourceTree, cwd: str, run_dir: str) -> None:
     Keys, passwords, run folders, outputs and Python caches are not linked; outputs are added to
     `tree.left_out`. Raises UsageError when there are more than `MAX_LINKS`.
     """
-    folders, left_out = tree.folders, {path for path, _ in tree.left_out}
+    folders, known = tree.folders, {path for path, _ in tree.left_out} | tree.files.keys()
     runs = [below(tree.root, place) for place in (run_dir, f"{cwd}/{RUNS_FOLDER}")]
     # A link to a folder of outputs would let one run read and replace those of another.
-    unlinked = {*runs, *parents(below(tree.root, f"{cwd}/{RUNS_FOLDER}")), *parents(runs[0])}
-    unlinked |= tree.apart
-    kept = [path for path, reason in tree.left_out if reason in (IS_OUTPUT, IS_SECRET)]
-    unlinked |= {parent for path in kept for parent in parents(path)}
+    known |= folders | tree.apart | {place for run in runs for place in (run, *parents(run))}
     entries = (below(tree.root, str(entry)) for name in folders for entry in Path(tree.root, name).iterdir())
-    for path in sorted(entries):
-        if path in tree.files or path in folders or path in left_out or path in unlinked:
-            continue
+    for path in sorted(path for path in entries if path not in known):
         if not _may_be_linked(tree, path) or any(_is_in(path, place) for place in runs):
             continue
         if looks_like_output(path):
@@ -307,11 +308,11 @@ def _may_be_linked(tree: SourceTree, path: str) -> bool:
     name, folder = path.rpartition("/")[2], f"{tree.root}/{path}"
     if name in ("__pycache__", ".git") or name.endswith(".pyc") or looks_secret(name):
         return False
-    if tree.is_run(folder) or tree.is_in_run(path):
+    if tree.is_in_run(f"{path}/"):
         return False
     if tree.kind == "git" and Path(folder).is_dir() and not any(files for *_, files in os.walk(folder)):
         # What is written there belongs to the run, unless git ignores it, as it does data.
-        return _git(tree.root, "check-ignore", "--quiet", path).returncode == 0
+        return run_git(tree.root, "check-ignore", "--quiet", path).returncode == 0
     try:
         with os.scandir(folder) as entries:
             return not any(

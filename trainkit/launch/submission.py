@@ -94,17 +94,6 @@ class PlannedPoint:
 
 
 @dataclass(frozen=True)
-class Preview:
-    """What `create_submission` would write, and `start_submission` submit."""
-
-    text: str
-    """The batch script; of a run on this machine, its plan as a line of JSON."""
-    is_script: bool
-    files: dict[Path, str]
-    """What the tools of launchers would get, by path."""
-
-
-@dataclass(frozen=True)
 class Submission:
     """The points that one job runs: a run, or those of a group, which share the script of the `array`."""
 
@@ -128,10 +117,10 @@ class Submission:
         warnings = dict.fromkeys(text for point in self.points for text in point.plan.warnings)
         return replace(first, reasons=reasons, warnings=tuple(warnings))
 
-    def preview(self, run_dir: Path | None) -> Preview:
-        """The script, byte for byte, or the plan; writes nothing.
+    def preview(self, run_dir: Path | None) -> tuple[str, dict[Path, str]]:
+        """The script, byte for byte, and what the tools of launchers would get, by path; writes nothing.
 
-        Raises UsageError if it would contain a secret.
+        Of a run on this machine, its plan as a line of JSON. Raises UsageError if it would contain a secret.
         """
         config, plan = self.points[0].config, self.points[0].plan
         run = RunDir(run_dir or Path(RUNS_FOLDER, next_name(config.name, None)))
@@ -139,14 +128,14 @@ class Submission:
         for place, point in self._distinct_runs(run):
             files |= {place.path / name: text for name, text in point.plan.launcher_files.items()}
         if plan.slurm is None:
-            return Preview(json.dumps(plan.to_dict(), ensure_ascii=False) + "\n", False, files)
+            return json.dumps(plan.to_dict(), ensure_ascii=False) + "\n", files
         from trainkit.launch.snapshot import future_code  # only of what has a script
 
         script = self.script(run, future_code(run, config, plan, self.code_from))
         if self.array is None:
             for where, text in (("plan.json", plan.to_text()), ("config.yaml", dump_effective(config))):
                 refuse_leaks(text, where, config.secrets, os.environ)
-        return Preview(script.text, True, files)
+        return script.text, files
 
     def _distinct_runs(self, folder: RunDir) -> Iterator[tuple[RunDir, PlannedPoint]]:
         """The runs in the folder, and of those with the same files for a launcher only the first."""
@@ -163,9 +152,7 @@ class Submission:
         config, array = self.points[0].config, None if self.array is None else self.array.directive
         # Variables that differ are set by the agents of each point.
         plan = replace(self.points[0].plan, env=_common(point.plan.env for point in self.points))
-        script = script_for(folder, 1, plan, config, Path.cwd(), code, array)
-        refuse_leaks(script.text, str(folder.script_file), config.secrets, os.environ)
-        return script
+        return script_for(folder, 1, plan, config, Path.cwd(), code, array)
 
 
 def plan_submission(
@@ -243,7 +230,14 @@ def checked(
         )
     job_of_first = _job_of(first)
     for point in planned[1:]:
-        differing = job_difference(first, point, job_of_first)
+        if point.plan is first.plan and point.config.launch is first.config.launch:
+            continue
+        job = _job_of(point)
+        differing = ", ".join(
+            f"{job_of_first.get(name, f'no {name}')} or {job.get(name, f'no {name}')}"
+            for name in {**job_of_first, **job}
+            if job_of_first.get(name) != job.get(name)
+        )
         if differing:
             raise UsageError(
                 f"point {point.index} ({shown(point.values)}) needs a different job than point "
@@ -293,23 +287,6 @@ def describe_points(submission: Submission, is_sweep: bool) -> str:
     if not limit and points[0].plan.slurm is None:
         limit = "; one after another, --array %N runs N at once"
     return f"{plural(len(points), 'run')}: {differs}{limit}"
-
-
-def job_difference(
-    first: PlannedPoint, point: PlannedPoint, job_of_first: dict[str, str] | None = None
-) -> str:
-    """What differs in the jobs of two points; empty if one array, with one script and size, can run both.
-
-    `job_of_first` avoids computing it for every other point.
-    """
-    if point.plan is first.plan and point.config.launch is first.config.launch:
-        return ""
-    before, now = job_of_first or _job_of(first), _job_of(point)
-    return ", ".join(
-        f"{before.get(name, f'no {name}')} or {now.get(name, f'no {name}')}"
-        for name in {**before, **now}
-        if before.get(name) != now.get(name)
-    )
 
 
 def _job_of(point: PlannedPoint) -> dict[str, str]:

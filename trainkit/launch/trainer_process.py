@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from trainkit.cluster.machine import Machine
 from trainkit.cluster.target import Target
@@ -66,23 +66,11 @@ def _check(values: str, folder: Path, file: Path, modified_ns: int) -> list[KeyP
         return []
 
 
-def smoke_problems(loaded: LoadedConfig) -> list[Problem]:
-    """The problems of a task that show when a few samples are trained on, on this machine's CPU.
+def task_problems(loaded: LoadedConfig, option: Literal["--smoke", "--samples"]) -> list[KeyProblem]:
+    """The problems of a task that show when some samples are trained on, on a CPU, or when all are read.
 
-    Raises TrainkitError if the process that tries it crashes.
+    Each has the key or the method of the task. Raises TrainkitError if the process that tries it crashes.
     """
-    return [loaded.problem(*item) for item in _problems_of_task(loaded, "--smoke")]
-
-
-def sample_problems(loaded: LoadedConfig) -> list[tuple[str, str]]:
-    """The key or method and the message of each sample of a task that cannot be read; reads all of them.
-
-    Raises TrainkitError if the process that reads them crashes.
-    """
-    return [(key, message) for key, message, _ in _problems_of_task(loaded, "--samples")]
-
-
-def _problems_of_task(loaded: LoadedConfig, option: str) -> list[KeyProblem]:
     task = loaded.config.task
     if not loaded.config.has_user_task:
         hint = "set task to FILE.py:CLASS; `trainkit data validate SRC...` reads texts"

@@ -21,19 +21,19 @@ from trainkit.observe.attempt_files import MAX_LOGS, AttemptFiles
 from trainkit.observe.logs import Evidence, Match, Text, clean, json_line
 from trainkit.observe.signatures import load_signatures
 from trainkit.observe.status import read_config
-from trainkit.run.files import Record, read_json
+from trainkit.run.files import Record, read_object
 from trainkit.run.history import PlanRecord, read_plan
 from trainkit.run.manifest import published
-from trainkit.run.rundir import AttemptDir, RunDir
+from trainkit.run.rundir import RunDir
 from trainkit.slurm.hosts import expand_hosts
 
 _MEM = re.compile(r"(\d+)([KMGT]?)")
 
 
-def run_values(run: RunDir, attempt: AttemptDir) -> dict[str, str]:
+def run_values(files: AttemptFiles) -> dict[str, str]:
     """The values of an attempt, by placeholder; what is unknown here is empty or missing."""
-    plan = read_plan(attempt)
-    plan = plan if plan.values else read_plan(run)
+    run, attempt = files.run, files.attempt
+    plan = files.plan if files.plan.values else read_plan(run)
     command, is_by_hand = " ".join(map(quote, plan.command or ())), run.was_started_by_hand
     values = {
         "run": run.word,
@@ -112,23 +112,18 @@ def host_values(host: str, named: str) -> dict[str, str]:
 
 
 def _disk_values(run: RunDir) -> dict[str, str]:
-    values: dict[str, str] = {}
-    try:
+    checkpoints = published(run.checkpoints_dir)
+    values = {"newest_step": str(checkpoints[-1].step)} if checkpoints else {"no_checkpoint": "no checkpoint"}
+    # The folder may be on a disk that fails: the advice then goes without these values.
+    with suppress(OSError):
         folder = run.path.resolve()
         free = shutil.disk_usage(folder).free
         mount = next((path for path in (folder, *folder.parents) if path.is_mount()), folder)
         values |= {"filesystem": str(mount), "free": size(free)}
-        older = published(run.checkpoints_dir)[:-1]
-        if older:
+        if older := checkpoints[:-1]:
             files = [path for item in older for path in item.path.iterdir() if path.is_file()]
             older_size = size(sum(path.stat().st_size for path in files))
             values |= {"num_older": str(len(older)), "older_size": older_size}
-    except OSError:
-        pass  # the folder may be on a disk that fails: the advice then goes without these values
-    if checkpoints := published(run.checkpoints_dir):
-        values["newest_step"] = str(checkpoints[-1].step)
-    else:
-        values["no_checkpoint"] = "no checkpoint"
     return values
 
 
@@ -146,15 +141,14 @@ def hang_values(
     if match.signature.name != "hang":
         return {}, []
     for path in sorted(files.attempt.hangs_dir.glob("rank-*.json"))[:MAX_LOGS]:
-        try:
-            report = read_json(path)
-            rank, phase, stack = int(report["rank"]), str(report["phase"]), list(report["stack"])
-        except (OSError, ValueError, KeyError, TypeError):
+        report = Record(read_object(path))
+        rank, stack = report.count("rank"), report.texts("stack")
+        if rank is None:
             continue  # cut off by a crash
         if rank != blocking:
             waiting.append(rank)
         if stack:  # none for a COMMAND
-            text = clean(f"rank {rank} on {report.get('host')}, in {phase}: {stack[0]}")
+            text = clean(f"rank {rank} on {report.text('host')}, in {report.text('phase')}: {stack[0]}")
             lines.append(Evidence(files.shown(path), json_line(path, "stack"), text))
     known = waiting if blocking is not None else []
     hangs_dir = str(files.attempt.hangs_dir) if lines else ""

@@ -62,6 +62,7 @@ class AttemptFiles:
                 line += f" ExitCode={job.exit_code or 0}:{job.exit_signal or 0}"
             yield Text(f"Slurm's state of job {job.job_id}", "slurm", [line], first_line=None)
 
+    @cached_property
     def _failed_start(self) -> FailedStart | None:
         """The last start of the run's newest attempt if it failed, unless Slurm knows why."""
         job = self.slurm_job
@@ -73,8 +74,7 @@ class AttemptFiles:
         return starts[-1] if starts else None
 
     def start_text(self) -> Iterator[Text]:
-        start = self._failed_start()
-        if start is not None:
+        if (start := self._failed_start) is not None:
             shown = f"Slurm's state of job {start.job_id}"
             if start.file is not None:
                 shown = os.path.relpath(start.file, self.run.path)
@@ -82,8 +82,7 @@ class AttemptFiles:
 
     def batch_log(self) -> Text | None:
         """The output of the batch script in the last start that failed."""
-        start = self._failed_start()
-        if start is None:
+        if (start := self._failed_start) is None:
             return None
         return read_log(batch_log(self.run, self.job, start.job_id), self.run.path, "srun")
 
@@ -94,7 +93,7 @@ class AttemptFiles:
                 rank = int(name[1])
                 host = self.host_of(rank)
             elif name and kind == "agent":
-                host = dict(enumerate(self.hosts())).get(int(name[1]))
+                host = dict(enumerate(self.hosts)).get(int(name[1]))
             text = read_log(path, self.run.path, kind, rank, host)
             if text is not None:
                 yield text
@@ -147,12 +146,13 @@ class AttemptFiles:
         """The ranks of each node; empty when unknown."""
         return ranks_of_nodes(self.plan)
 
+    @cached_property
     def hosts(self) -> list[str]:
         """The hosts by node rank; empty when unknown."""
         return read_rendezvous(self.attempt).hosts
 
     def host_of(self, rank: int | None) -> str | None:
-        places = zip(self.hosts(), self.nodes, strict=False)
+        places = zip(self.hosts, self.nodes, strict=False)
         return next((host for host, ranks in places if rank in ranks), None)
 
     def shown(self, path: Path) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trainkit.formats import rank_list
-from trainkit.job.failure.launcher_report import RankExit, first_exit
+from trainkit.job.failure.launcher_report import first_exit
 from trainkit.observe.advice import (
     collective_values,
     hang_values,
@@ -27,9 +27,9 @@ from trainkit.observe.advice import (
 from trainkit.observe.attempt_files import MAX_LOGS, RANK_FILE, AttemptEvents, AttemptFiles
 from trainkit.observe.logs import Evidence, Match, Text, clean, num_lines_of_message, record_text
 from trainkit.observe.signatures import Role, fill, load_signatures
-from trainkit.run.end import SIGNALLED, RankFailure, rank_failures, read_end, signal_name
+from trainkit.run.end import SIGNALLED, RankFailure, first_of, rank_failures, read_end, signal_name
 from trainkit.run.rundir import AttemptDir, RunDir
-from trainkit.run.tracebacks import CodeLine, Raised, exception_of, users_line
+from trainkit.run.tracebacks import CodeLine, exception_of, users_line
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState
 
@@ -148,7 +148,7 @@ class _Case:
 
     def _records(self) -> list[_First]:
         """The records of ranks, in the order of their time."""
-        found = []
+        found = list[_First]()
         for path, failure in rank_failures(self.attempt):
             log = RANK_FILE.fullmatch(path.stem)
             if failure.code is None:  # written before the key, or without a traceback
@@ -157,8 +157,36 @@ class _Case:
                     lines = failure.log_tail
                 failure = replace(failure, code=self._in_tree(users_line(lines)))
             text = record_text(path, self.run.path, failure)
-            found.append(_First(failure, text, int(log[1]) if log else None))
+            first = _First(failure, text, int(log[1]) if log else None)
+            found.append(first if len(found) >= MAX_LOGS else self._of_launcher(first))
         return found
+
+    def _of_launcher(self, first: _First) -> _First:
+        """A record of a launcher with what that prints of its first rank, as agents now record it."""
+        failure, kind, message, code = first.failure, first.failure.type, first.failure.message, None
+        is_known = kind == "RankKilled" and failure.was_signalled
+        if first.log_rank is None or is_known or not self.files.plan.is_command:
+            return first
+        text = next(self.files.logs("log", [self.attempt.rank_log(first.log_rank)]), None)
+        root = None if text is None else first_exit(text.lines)
+        # What a rank prints of itself, its record says too.
+        if text is None or root is None or (not root.time and root.rank == first.log_rank):
+            return first
+        rank, index, exit_code = root.rank, root.index, root.code
+        if rank is None and len(self.files.ranks_next_to(first.log_rank)) == 1:
+            rank = first.log_rank
+        if root.code < 0:
+            kind, message = "RankKilled", f"killed by {signal_name(-root.code)}"
+            exit_code = SIGNALLED - root.code
+        elif root.rank is not None and (raised := exception_of(text.lines, root.rank)) is not None:
+            index, kind, message, code = raised.index, raised.type, raised.message, self._in_tree(raised.code)
+        elif first.is_exception:
+            code = failure.code
+        else:
+            kind, message = "exit", f"ended with exit code {root.code}"
+        failure = replace(failure, rank=rank, exit_code=exit_code, type=kind, message=message, code=code)
+        line = replace(text.part(index, 1, "record"), lines=[clean(f"{kind}: {message}")], rank=rank)
+        return _First(failure, replace(line, host=failure.host or text.host), first.log_rank)
 
     def _in_tree(self, code: CodeLine | None) -> CodeLine | None:
         """A line of a traceback in the folder of the run's code: where trainkit was, is unknown."""
@@ -166,76 +194,21 @@ class _Case:
         return None if code is None or Path(code.file).is_absolute() else code
 
     def _first(self) -> _First | None:
-        """The verdict, with the place of the record that it is from; else the earliest record."""
-        verdict = self.end.verdict
-        if verdict is None:
-            return self.records[0] if self.records else None
-        if verdict.type == "exit" and verdict.rank is None and verdict.node_rank is None:
+        """The verdict, with the place of the record that it is from; else the first record."""
+        verdict, records = self.end.verdict, [(one, one.failure) for one in self.records]
+        if verdict is not None and verdict.type == "exit" and verdict.rank is verdict.node_rank is None:
             verdict = replace(verdict, host=None)  # the supervisor's, which did not fail
-        first = self._of_verdict(verdict)
-        return self._of_launcher(first) if self.files.plan.is_command and first.rank is not None else first
-
-    def _of_launcher(self, first: _First) -> _First:
-        """The rank that a launcher reports as the first to fail, if one has started the ranks."""
-        exits = [(first_exit(text.lines), text) for text in self._rank_logs()]
-        # What a rank prints of itself, its record says too.
-        reported = [(one, text) for one, text in exits if one and (one.time or one.rank != text.rank)]
-        if not reported:
-            return first
-        root, text = min(reported, key=lambda item: (self._only_noticed(*item), item[0].time))
-        for own in self.records:
-            if own.log_rank == text.rank and own.failure.exit_code == SIGNALLED - root.code > SIGNALLED:
-                return own  # the agent knows which rank it was
-        known = self.files.hosts()
-        host = next((name for name in known if name.split(".")[0] == root.host.split(".")[0]), text.host)
-        host = host or (first.host if text.rank == first.log_rank else root.host)
-        rank, index = root.rank, root.index
-        if rank is None and len(self.files.ranks_next_to(text.rank)) == 1:
-            rank = text.rank
-        kind, message, code = first.failure.type, first.failure.message, first.failure.code
-        if root.code < 0:
-            kind, message, code = "RankKilled", f"killed by {signal_name(-root.code)}", None
-        elif not first.is_exception:
-            kind, message = "exit", f"ended with exit code {root.code}"
-        if (raised := self._exception_of(root, text)) is not None:
-            index, kind, message = raised.index, raised.type, raised.message
-            code = self._in_tree(raised.code)
-        line = replace(
-            text.part(index, 1, "record"), lines=[clean(f"{kind}: {message}")], rank=rank, host=host
-        )
-        exit_code = SIGNALLED - root.code if root.code < 0 else root.code
-        failure = replace(first.failure, rank=rank, host=host, exit_code=exit_code)
-        return _First(replace(failure, type=kind, message=message, code=code), line, text.rank)
-
-    def _exception_of(self, root: RankExit, text: Text) -> Raised | None:
-        """The exception with which a rank ended."""
-        return None if root.code < 0 or root.rank is None else exception_of(text.lines, root.rank)
-
-    def _only_noticed(self, root: RankExit, text: Text) -> bool:
-        """Whether a rank only reports that another one is gone: torchrun's times are whole seconds."""
-        raised = self._exception_of(root, text)
-        if raised is None:
-            return False
-        line = replace(
-            text.part(raised.index, 1, "record"), lines=[clean(f"{raised.type}: {raised.message}")]
-        )
-        match = self._best([line])
-        return match is not None and match.signature.role == "cascade"
-
-    def _of_verdict(self, verdict: RankFailure) -> _First:
-        for first in self.records:
-            own = first.failure
-            if (own.rank, own.time, own.type) == (verdict.rank, verdict.time, verdict.type):
-                return first
+        if verdict is None or any((one.host, one.time) == (verdict.host, verdict.time) for _, one in records):
+            found = first_of(records)
+            return None if found is None else found[0]
         text = record_text(self.attempt.end_file, self.run.path, verdict)
-        return _First(verdict, text, text.rank)
+        return self._of_launcher(_First(verdict, text, text.rank))
 
     def _rank_logs(self) -> Iterator[Text]:
         """The output of ranks, that of the first failing rank first."""
         paths = sorted(self.attempt.logs_dir.glob("rank-*.log"))
-        first = self.__dict__.get("first")  # unset while it is determined
-        if first is not None and first.log_rank is not None:
-            own = self.attempt.rank_log(first.log_rank)
+        if self.first is not None and self.first.log_rank is not None:
+            own = self.attempt.rank_log(self.first.log_rank)
             paths.sort(key=lambda path: path != own)
         yield from self.files.logs("log", paths[:MAX_LOGS])
 
@@ -279,7 +252,9 @@ class _Case:
         for first in self.records:
             match = self._best([first.text])
             is_exit = match is not None and match.signature.role == "symptom"
-            if match is None or match.signature.role == "cause" or (is_exit and not first.died_silently):
+            # Of a rank that is killed with the step, no launcher is left that says so.
+            says_why = not first.died_silently or first.failure.type == "RankKilled"
+            if match is None or match.signature.role == "cause" or (is_exit and says_why):
                 self.first = first
                 return match or self._in_users_code()
         return None
@@ -328,9 +303,9 @@ class _Case:
         rank, host, step = None, match.groups.get("host"), self.end.step
         if not is_of_job:
             rank, host, step = self._place(match)
-        values = run_values(self.run, self.attempt) | dict(match.groups)
+        values = run_values(self.files) | dict(match.groups)
         failure = RankFailure() if first is None or is_of_job else first.failure
-        hosts = self.files.hosts()
+        hosts = self.files.hosts
         if "nobody" in match.groups:
             rank = host = None
         values |= {
@@ -411,7 +386,7 @@ class _Case:
     def _host_values(self, match: Match) -> dict[str, str]:
         """The hosts whose ranks reported this cause, if the run has others."""
         hosts = {first.text.host for first in self.records if first.text.find(match.signature)}
-        if hosts and None not in hosts and hosts < set(self.files.hosts()):
+        if hosts and None not in hosts and hosts < set(self.files.hosts):
             return {"some_hosts": ", ".join(sorted(map(str, hosts)))}
         return {}
 
@@ -448,7 +423,7 @@ class _Case:
         return None if log and self.first and log.rank != self.first.log_rank else log
 
     def _resume_advice(self) -> list[str]:
-        values = run_values(self.run, self.attempt)
+        values = run_values(self.files)
         templates = (
             "step {unsaved_step} was being saved, since {save_began}",
             *(f"`{again}` continues from step {{newest_step}}" for again in STARTS_AGAIN),

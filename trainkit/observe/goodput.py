@@ -141,11 +141,8 @@ def _add_ends(spent: dict[str, float], attempt: Attempt, clock: tuple[float, int
     if attempt.started is None or attempt.ended is None:
         return
     if clock is None:
-        until = attempt.training or attempt.first_step or attempt.ended
         # A COMMAND reports no first step: when its start-up ended is unknown.
-        if attempt.training is None and attempt.first_step is None:
-            spent["unmeasured"] += attempt.allocated_s
-            return
+        until = attempt.training or attempt.first_step or attempt.started
         spent["startup"] += max(0.0, until - attempt.started)
         spent["unmeasured"] += max(0.0, attempt.ended - until)
         return

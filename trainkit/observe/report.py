@@ -300,24 +300,21 @@ def _advice(
         asked = str(config.get("resources.slice") or config.get("resources.time"))
         used = f"{longest} (longest attempt)"
         found.append(Advice("Time", asked, used, following))
-    memory = max((node.job_mem_peak_gib for node in nodes if node.job_mem_peak_gib is not None), default=None)
     asked = str(config.get("resources.mem") or "the cluster's default")
-    used, following = "unknown", "unknown: not measured"
-    if memory is not None:
-        used = f"{memory:.1f} GiB (peak sampled)"
-        ask_for = max(1, math.ceil(memory * MEMORY_MARGIN))
+    used, following = unknown = "unknown", "unknown: not measured"
+    if peaks := [node.job_mem_peak_gib for node in nodes if node.job_mem_peak_gib is not None]:
+        used = f"{max(peaks):.1f} GiB (peak sampled)"
+        ask_for = max(1, math.ceil(max(peaks) * MEMORY_MARGIN))
         following = f"--set resources.mem={ask_for}G (25 % above the peak sampled)"
     found.append(Advice("Memory a node", asked, used, following))
     if status.device == "cuda":
-        busy = [node.gpu_mean_percent for node in nodes if node.gpu_mean_percent is not None]
-        used, following = "unknown", "unknown: not measured"
-        if busy:
+        used, following = unknown
+        if busy := [node.gpu_mean_percent for node in nodes if node.gpu_mean_percent is not None]:
             share = sum(busy) / len(busy)
             used = f"{share:.0f} % busy on average"
-            is_busy = share >= 70
-            following = (
-                "the same: they were busy" if is_busy else "find what they wait for before asking for more"
-            )
+            following = "find what they wait for before asking for more"
+            if share >= 70:
+                following = "the same: they were busy"
         found.append(Advice("GPUs", f"{config.get('resources.gpus_per_node')} a node", used, following))
     return found
 

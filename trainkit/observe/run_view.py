@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
+from datetime import datetime
 from pathlib import Path
 from shlex import join, quote
 
@@ -17,7 +17,7 @@ from trainkit.observe.status import RunStatus
 from trainkit.run.end import read_end
 from trainkit.run.events import Event, StepRecord
 from trainkit.run.files import Record, mean, numbers, parse_time, seconds_between, to_json
-from trainkit.run.history import CURVES, HealthSample, PlanRecord, RunHistory, read_plan
+from trainkit.run.history import CURVES, HealthSample, RunHistory, read_plan, timestamp
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.jobs import JobInfo
 
@@ -176,8 +176,9 @@ def read_view(
     steps, hours_at_risk = _at_risk(history, status, until, world_size)
     steps_s = sorted(map(float, numbers(own, "step_s")))
     gpu_total = [node.gpu_mem_total_gib for node in nodes if node.gpu_mem_total_gib is not None]
-    started = _moment(history.events.attempt(status.attempt).started)
-    log = _log(run, status, plan)
+    started = history.events.attempt(status.attempt).started
+    rank = None if status.verdict is None else status.verdict.rank
+    log = None if status.attempt is None else log_of(run.attempt(status.attempt), plan, rank or 0)
     failure = None if status.failure is None else status.failure.line
     is_allocated = status.state in ALLOCATED
     limit = job.end_time if job is not None and job.state.is_active else None
@@ -186,7 +187,7 @@ def read_view(
         sentence=sentence(status),
         failure=failure,
         world_size=world_size,
-        elapsed_s=(until - started).total_seconds() if started and (ended or is_allocated) else None,
+        elapsed_s=round(until.timestamp() - started, 3) if started and (ended or is_allocated) else None,
         eta_s=eta_s(own, status) if is_allocated else None,
         limit_s=None if limit is None or not is_allocated else (limit - now).total_seconds(),
         grad_norm=last.number("grad_norm"),
@@ -276,15 +277,11 @@ def _at_risk(
     steps = max(0, status.step - ((events.saved and events.saved.step) or 0))
     if steps == 0:
         return 0, 0.0
-    times = (_moment(events.attempt(status.attempt).training), parse_time(events.save_began))
+    times = (events.attempt(status.attempt).training, timestamp(events.save_began))
     known = [time for time in times if time is not None]
     if not known or status.state not in ("running", "paused", "stopping", "failed", "died", "cancelled"):
         return steps, None
-    return steps, max(0.0, (until - max(known)).total_seconds()) * world_size / 3600
-
-
-def _moment(timestamp: float | None) -> datetime | None:
-    return None if timestamp is None else datetime.fromtimestamp(timestamp, timezone.utc)
+    return steps, max(0.0, until.timestamp() - max(known)) * world_size / 3600
 
 
 def node_rows(
@@ -292,23 +289,19 @@ def node_rows(
 ) -> list[NodeRow]:
     """A row per node of the newest attempt, worst first."""
     own = {host: sample for host, sample in samples.items() if sample.attempt == status.attempt}
-    shown = own or samples
     slow: dict[str, list[Event]] = {}
     for event in status.slowdowns:
         if event.rank is not None:
             slow.setdefault(str(event.host), []).append(event)
+    # A node can be slow before it has a sample.
+    shown = dict.fromkeys(slow, HealthSample({})) | dict(own or samples)
     busy = [share for share in (mean(sample.gpus, "util_percent") for sample in shown.values()) if share]
     usual = statistics.median(busy) if len(busy) > 2 else None
     silent_s = None if every_s is None else SILENT_SAMPLES * float(every_s)
     silent_s = silent_s if status.state in ("running", "stopping", "starting") else None
-    rows = [
+    rows = (
         _node_row(host, sample, slow.get(host, []), now, usual, silent_s) for host, sample in shown.items()
-    ]
-    rows += [
-        _node_row(host, HealthSample({}), events, now, None, None)
-        for host, events in slow.items()
-        if host not in shown
-    ]
+    )
     return sorted(rows, key=_badness)
 
 
@@ -441,10 +434,3 @@ def _hint(status: RunStatus, cwd: Path | None) -> str | None:
     if status.state == "incomplete":
         return f"`trainkit resume {run}` starts it"
     return None
-
-
-def _log(run: RunDir, status: RunStatus, plan: PlanRecord) -> Path | None:
-    if status.attempt is None:
-        return None
-    rank = None if status.verdict is None else status.verdict.rank
-    return log_of(run.attempt(status.attempt), plan, rank if isinstance(rank, int) else 0)

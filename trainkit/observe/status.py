@@ -395,10 +395,9 @@ def _warnings(
         if metrics_age_s > max(STALE_S, STALE_INTERVALS * usual_s):
             warnings.append(f"no new metrics for {metrics_age_s:.0f} s (usually every {usual_s:.1f} s)")
     if state == "unknown":
-        where = f"its job is on the cluster {entry.cluster}" if entry.cluster else ""
-        if not where:
-            host = entry.host
-            where = "Slurm does not answer" if host is None else f"it was started on {host}"
+        where = "Slurm does not answer" if entry.host is None else f"it was started on {entry.host}"
+        if entry.cluster:
+            where = f"its job is on the cluster {entry.cluster}"
         warnings.append(f"cannot tell from here whether it is running: {where}")
     if state == "died" and entry.has_started:
         what = "program" if run.was_started_by_hand else "supervisor"

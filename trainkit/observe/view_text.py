@@ -119,14 +119,9 @@ def _progress(view: RunView, size: Size) -> list[Text]:
             bar = Text.assemble(("█" * done, GOOD), ("░" * (width - done), DIM))
             text = Text.assemble(bar, f" {view.progress:6.1%}  ", text)
         lines.append(_line("progress", text))
-    times = []
-    if view.elapsed_s is not None:
-        times.append(f"ran for {duration(view.elapsed_s)}")
-    if view.eta_s is not None:
-        times.append(f"ETA {duration(view.eta_s)}")
-    if view.limit_s is not None:
-        times.append(f"time limit in {duration(view.limit_s)}")
-    text = Text(DOT.join(times) or "-")
+    times = {"ran for": view.elapsed_s, "ETA": view.eta_s, "time limit in": view.limit_s}
+    known = (f"{words} {duration(seconds)}" for words, seconds in times.items() if seconds is not None)
+    text = Text(DOT.join(known) or "-")
     if view.eta_s is not None and view.limit_s is not None:
         short_s = view.eta_s - view.limit_s
         verdict = (

@@ -102,10 +102,7 @@ def effective_time(
     """
     saves, steps = config.checkpoint, config.train.steps
     rate = num_nodes * assumed.failures_per_node_day / DAY_S
-    intervals = [
-        *([] if saves.every_steps is None else [saves.every_steps * step_s]),
-        *([] if saves.every_minutes is None else [saves.every_minutes * 60]),
-    ]
+    intervals = [item * s for item, s in ((saves.every_steps, step_s), (saves.every_minutes, 60)) if item]
     is_notable = num_nodes > 1 and steps is not None and rate * steps * step_s >= NOTABLE
     if not intervals or not (is_notable or assumed != Assumed()):
         return None

@@ -143,7 +143,12 @@ class LaunchDraft:
         return world_size * self.nodes_here // self.loaded.config.resources.most_nodes
 
     def check_oversubscription(self, device: str, world_size: int) -> None:
-        """Report too many CPU workers: a typo in --nodes must not start a thousand processes here."""
+        """Report too many CPU workers: a typo in --nodes must not start a thousand processes here.
+
+        Slurm has started the tasks of a step already; of a job, `limit_problems` checks the limits.
+        """
+        if self.target.node_sizes is not None or self.target.cluster is not None:
+            return
         most, here = WORKERS_PER_CPU * self.machine.num_cpus, self._workers_here(world_size)
         if device == "cpu" and here > most:
             message = f"starts {here} workers on the {self.machine.num_cpus} CPU cores of this machine"
@@ -268,9 +273,6 @@ class StepDraft(LaunchDraft):
             hint = "request GPUs with srun --gpus-per-node, or set device: cpu"
             self.problem("resources.gpus_per_node", message, hint)
         return count
-
-    def check_oversubscription(self, device: str, world_size: int) -> None:
-        """Do nothing: Slurm has started the tasks already."""
 
     def derived_threads(self, world_size: int) -> tuple[int | None, str]:
         return None, "the cores that Slurm allocated to each task"

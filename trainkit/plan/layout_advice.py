@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from operator import attrgetter
 from typing import Any
 
@@ -11,52 +11,27 @@ from trainkit.config.schema import RunConfig
 from trainkit.formats import GIB, gib, plural, table
 from trainkit.plan.gpus import Hardware
 from trainkit.plan.layout_rules import DEGREES, describe_layout, yaml_text
-from trainkit.plan.layouts import Choice, best_on_layout, choose
+from trainkit.plan.layouts import Choice, choose
 from trainkit.plan.memory import state_bytes
+from trainkit.plan.step_work import StepWork
 
 MAX_NODES = 512
 """Larger clusters are not tried."""
 
 
-@dataclass(frozen=True)
-class Advice:
-    """A change that makes the run fit."""
+def advise(work: StepWork, hardware: Hardware, global_batch_size: int | None) -> Iterator[tuple[str, Choice]]:
+    """What makes a run fit that no layout of its GPUs can train, and the best choice with it.
 
-    what: str
-    """The change, as a hint names it."""
-    choice: Choice
-
-
-def advise(requested: Choice, global_batch_size: int | None) -> Iterator[Advice]:
-    """Changes that make a run fit, the smallest first.
-
-    They are another activation checkpointing or batch, another layout, more GPUs. Offload comes last: it
-    saves the most memory but is slow.
+    These are the fewest GPUs with which it fits, and offload, which saves the most memory but is slow.
     """
-    work, hardware = requested.work, requested.hardware
-    same = best_on_layout(work, work.layout, hardware, global_batch_size)
-    if same is not None and same.fit == "fits":
-        yield Advice("the same layout", same)
-    best = next(iter(choose(work, hardware, global_batch_size)), None)
-    if best is not None and best.fit == "fits":
-        if best.work.layout != work.layout:
-            yield Advice("another layout", best)
-        return
-    more = fewest_gpus(requested, global_batch_size)
-    if more is not None:
-        yield Advice(plural(more.hardware.num_gpus, "GPU"), more)
-    offloaded = choose(requested.work.with_parallel(offload=True), requested.hardware, global_batch_size)
-    if offloaded and offloaded[0].fit == "fits":
-        yield Advice("parallel.offload", offloaded[0])
-
-
-def fewest_gpus(requested: Choice, global_batch_size: int | None) -> Choice | None:
-    """The best choice on the fewest GPUs that fit; None if none fits or the batch is too small."""
-    for hardware in _sizes(requested.hardware):
-        found = choose(requested.work, hardware, global_batch_size)
+    for other in _sizes(hardware):
+        found = choose(work, other, global_batch_size)
         if found and found[0].fit == "fits":
-            return found[0]
-    return None
+            yield plural(other.num_gpus, "GPU"), found[0]
+            break
+    offloaded = choose(work.with_parallel(offload=True), hardware, global_batch_size)
+    if offloaded and offloaded[0].fit == "fits":
+        yield "parallel.offload", offloaded[0]
 
 
 def _sizes(hardware: Hardware) -> Iterator[Hardware]:
@@ -87,7 +62,7 @@ def reason(choice: Choice) -> str:
 def headline(best: Choice) -> str:
     """Describe whether the model must be sharded, and why."""
     work, gpu = best.work, best.hardware.gpu
-    state = state_bytes(work.shape, work.optimizer_bytes)
+    state = state_bytes(work)
     what = f"weights, gradients and optimizer state take {gib(state)}"
     if best.hardware.num_gpus == 1:
         return f"{what} of the {gib(gpu.memory)} of one {gpu.name}"

@@ -64,9 +64,9 @@ def _weights(work: StepWork) -> Iterator[Flow]:
     """
     params, layout, shards, copies = _params(work, 0), work.layout, work.shards, work.layout.dp_replicate
     passes = 1 if layout.pp > 1 else work.passes_per_step
-    again = work.block_itemsize * params.block * params.num_layers + work.itemsize * params.embedding
+    again = work.itemsize * (params.block * params.num_layers + params.embedding)
     head, heads = work.itemsize * params.head, int(params.head > 0)
-    units = params.num_units + (params.embedding > 0)
+    units = params.num_layers + (params.embedding > 0)
     times, gathers = (1, 1) if work.keeps_gathered else (2, passes)
     sent = gathers * (again * times + head) * (shards - 1)
     yield Flow("gather", sent // shards, gathers * (units * times + heads), shards, layout.tp)
@@ -248,7 +248,7 @@ class Choice:
     @cached_property
     def memory(self) -> Memory:
         """Memory of the rank that needs the most."""
-        return memory_of(self.work.on(self.hardware.gpu))
+        return memory_of(self.work)
 
     @cached_property
     def cost(self) -> Cost:
@@ -388,8 +388,9 @@ def configured_layout(
 
 def base_work(config: RunConfig, shape: ModelShape, configured: Choice | None) -> StepWork:
     """The work to derive other layouts from, with the config's samples per pass as the maximum."""
-    if configured is not None:
-        return configured.work.one_microbatch()
-    layout = Layout(tp=config.parallel.tp, pp=config.parallel.pp, cp=config.parallel.cp)
-    batch = Batch(config.train.device_batch_size, 1, 0, 0)
-    return work_of(config, shape, layout, batch).one_microbatch()
+    if configured is None:
+        layout = Layout(tp=config.parallel.tp, pp=config.parallel.pp, cp=config.parallel.cp)
+        work = work_of(config, shape, layout, Batch(config.train.device_batch_size, 1, 0, 0))
+    else:
+        work = configured.work
+    return replace(work, device_batch_size=max(1, work.samples_per_pass))

@@ -172,7 +172,7 @@ def _host_problems(
     Only the weights, gradients and optimizer state count, which the run certainly needs: running out of
     memory would also take down other processes.
     """
-    state = state_bytes(work.shape, work.optimizer_bytes) * plan.layout.dp_replicate
+    state = state_bytes(work) * plan.layout.dp_replicate
     if not plan.is_here:
         state //= plan.num_nodes  # the others are other machines
     if plan.slurm is None and machine.memory is not None and state > machine.memory:

@@ -4,8 +4,8 @@ Weights, gradients and optimizer state are sharded as in ZeRO (arXiv 1910.02054)
 AdamW, 8 bytes per parameter, over ``dp_shard x cp x tp x pp`` ranks. Other memory varies within a step, so it
 is computed for a few phases; the phase with the most memory is the peak. Activations follow "Reducing
 Activation Recomputation" (arXiv 2205.05198), for blocks of RMSNorm, grouped-query attention without stored
-scores, and SwiGLU. What is small, such as statistics and the rounding of shards, is left out: this ranks
-layouts, and `trainkit.trainer.simulate` counts every tensor.
+scores, and SwiGLU. What is small, such as statistics, the rounding of shards and masks, is left out: this
+ranks layouts, and `trainkit.trainer.simulate` counts every tensor.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from trainkit.plan.launch import Layout
 from trainkit.plan.model_shape import ModelShape, num_params, num_params_between_embeddings
 from trainkit.plan.step_work import (
     DEFERRED_WEIGHT_GRADS,
-    InFlight,
     StepWork,
     losses_in_flight,
     num_stages,
@@ -32,8 +31,6 @@ from trainkit.plan.step_work import (
 )
 
 FLOAT32 = 4
-MIN_UNIT_BYTES = 25 * 2**20
-"""What is gathered at once has at least this many bytes in float32."""
 RECOMPUTED_COPIES = 6
 """Copies of a block's activations during deferred weight gradients with recomputation: torch recomputes them
 for each weight and frees none. Measured: 5.5 to 6.4 copies."""
@@ -67,8 +64,6 @@ class RankParams:
     """0 if it is on another rank, or tied to a head on this one."""
     head: int
     """0 if it is on another rank."""
-    unit_blocks: int
-    """Blocks that are gathered together."""
 
     @property
     def num_layers(self) -> int:
@@ -78,39 +73,22 @@ class RankParams:
     def whole(self) -> int:
         return self.block * self.num_layers + self.embedding + self.head
 
-    @property
-    def unit(self) -> int:
-        """Parameters that are gathered together."""
-        return self.block * self.unit_blocks
-
-    @property
-    def num_units(self) -> int:
-        """Number of units of its blocks."""
-        return -(-self.num_layers // self.unit_blocks)
-
 
 @lru_cache(maxsize=4096)
 def rank_params(shape: ModelShape, layout: Layout, schedule: PipelineSchedule, pp_rank: int) -> RankParams:
     """The parameters of one rank; the last stage has the head, the first one the embedding."""
     stages, mine = num_stages(layout.pp, schedule), stages_of(pp_rank, layout.pp, schedule)
     layers = tuple(len(stage_layers(shape.num_layers, stages)[stage]) for stage in mine)
-    block = num_params_between_embeddings(shape) // shape.num_layers
+    block = num_params_between_embeddings(shape) // shape.num_layers // layout.tp
     matrix = shape.vocab_size * shape.dim // layout.tp
     has_head = stages - 1 in mine
     has_embedding = 0 in mine and not (has_head and shape.tie_embeddings)
-    unit_blocks = min(-(-MIN_UNIT_BYTES // (FLOAT32 * block)), max(layers))
-    return RankParams(layers, block // layout.tp, matrix * has_embedding, matrix * has_head, unit_blocks)
-
-
-def _gathered_bytes(work: StepWork, params: RankParams) -> int:
-    """The bytes of all parameters of a rank when they are gathered."""
-    less = work.itemsize - work.block_itemsize
-    return work.itemsize * params.whole - less * params.block * params.num_layers
+    return RankParams(layers, block, matrix * has_embedding, matrix * has_head)
 
 
 def stream_bytes(work: StepWork) -> int:
     """The bytes per token of the residual stream on one rank."""
-    return work.itemsize * work.shape.dim // (work.layout.tp if work.shards_stream else 1)
+    return work.itemsize * work.shape.dim // (work.layout.tp if work.parallel.sequence_parallel else 1)
 
 
 def _norm_bytes(work: StepWork) -> int:
@@ -125,9 +103,7 @@ def block_bytes(work: StepWork) -> int:
     and output of attention; gate, up, silu(gate) and their product.
     """
     shape, layout, item = work.shape, work.layout, work.itemsize
-    # The GPU kernel that takes a mask needs as many key and value heads as query heads.
-    repeats = work.has_dense_mask and work.device == "cuda"
-    kv_dim = (shape.num_heads if repeats else shape.num_kv_heads) * shape.head_dim
+    kv_dim = shape.num_kv_heads * shape.head_dim
     # Context parallelism gathers keys and values, and concatenates the outputs of both chunks.
     split = (2 if layout.cp == 1 else 3) * shape.dim + 2 * kv_dim * layout.cp + 4 * shape.ffn_dim
     a_token = 2 * _norm_bytes(work) + item * (2 * shape.dim + split / layout.tp)
@@ -207,8 +183,7 @@ class Memory:
 
     phases: dict[str, Parts]
     """``loss``: start of the loss's backward pass; ``backward``: start of a block's backward pass;
-    ``weights``: deferred weight gradients; ``reduce``: reduction of the last gradients;
-    ``update``: optimizer step."""
+    ``reduce``: reduction of the last gradients; ``update``: optimizer step."""
 
     @cached_property
     def worst_phase(self) -> str:
@@ -218,11 +193,6 @@ class Memory:
     def peak(self) -> int:
         """Total bytes in the worst phase."""
         return self.phases[self.worst_phase].total
-
-    @property
-    def at_peak(self) -> Parts:
-        """The memory by category in the worst phase."""
-        return self.phases[self.worst_phase]
 
     @property
     def largest(self) -> Parts:
@@ -240,8 +210,8 @@ def check_gpu_memory(work: StepWork, gpu: Gpu) -> tuple[str, Problem | None]:
 
     If a name has variants, the one with the most memory counts.
     """
-    memory = memory_of(work.on(gpu))
-    peak, worst = memory.peak, memory.at_peak
+    memory = memory_of(work)
+    peak, worst = memory.peak, memory.phases[memory.worst_phase]
     text = f"about {gib(peak)} of the {gib(gpu.memory)} of each {gpu.name} ({peak / gpu.memory:.0%})"
     if peak <= gpu.most_memory:
         return text if peak <= gpu.usable else f"{text}: little headroom is left", None
@@ -271,111 +241,92 @@ def extreme_ranks(work: StepWork) -> list[int]:
 def rank_memory(work: StepWork, pp_rank: int) -> Memory:
     """The memory of one pipeline rank; all ranks with the same stages need the same."""
     params = rank_params(work.shape, work.layout, work.parallel.pp_schedule, pp_rank)
-    found: dict[str, Parts] = {}
-    for name, parts in (_phases if work.layout.pp == 1 else _pipeline_phases)(work, params, pp_rank):
-        found[name] = max(parts, found.get(name, parts), key=lambda item: item.total)
-    return Memory(found)
-
-
-def _parts(
-    work: StepWork, params: RankParams, gradients: int, activations: int = 0, loss: int = 0, buffers: int = 0
-) -> Parts:
-    """Memory in a phase, with the state of the rank, which is there in all of them."""
     on_device = 0 if work.parallel.offload else params.whole // work.shards
     # One process also keeps the weights in the compute type.
     is_cast = not work.is_wrapped and work.dtype != "fp32"
     a_param = FLOAT32 + (work.itemsize if is_cast else 0)
-    optimizer = round(work.optimizer_bytes * on_device)
-    return Parts(a_param * on_device, gradients, optimizer, activations, loss, buffers)
+    state = a_param * on_device, round(work.optimizer_bytes * on_device)
+    found: dict[str, Parts] = {}
+    for name, gradients, activations, loss, buffers in (
+        _phases(work, params) if work.layout.pp == 1 else _pipeline_phases(work, params, pp_rank)
+    ):
+        parts = Parts(state[0], gradients, state[1], activations, loss, buffers)
+        found[name] = max(parts, found.get(name, parts), key=lambda item: item.total)
+    return Memory(found)
 
 
-def _phases(work: StepWork, params: RankParams, pp_rank: int) -> Iterator[tuple[str, Parts]]:
+Phase = tuple[str, int, int, int, int]
+"""Name, and bytes of gradients, activations, loss and buffers."""
+
+
+def _phases(work: StepWork, params: RankParams) -> Iterator[Phase]:
     """The phases of a step without a pipeline, in which gradients are reduced as soon as they are there."""
-    item, blocks, unit, head = work.itemsize, params.num_layers, params.unit, params.head
-    offload, is_wrapped, is_tied = work.parallel.offload, work.is_wrapped, work.shape.tie_embeddings
-    own = FLOAT32 * params.whole // work.shards
+    item, blocks, block, head = work.itemsize, params.num_layers, params.block, params.head
+    is_wrapped, is_tied = work.is_wrapped, work.shape.tie_embeddings
+    shard = FLOAT32 * params.whole // work.shards
+    own = 0 if work.parallel.offload else shard
     waiting = 0  # gradients of earlier passes
-    if work.accumulates:
-        waiting = FLOAT32 * params.whole
-    elif work.accumulates_shards and (work.layout.dp_replicate > 1 or not offload):
-        waiting = own
-    reduced = 0 if offload else own
-    mask = item * work.samples_per_pass * work.seq_len**2 if work.has_dense_mask else 0
-    kept, recomputed = kept_bytes(work), max(0, block_bytes(work) - kept_bytes(work))
-    whole = _gathered_bytes(work, params)
-    gathered = (whole if work.keeps_gathered else item * head) if is_wrapped else 0
+    if work.accumulation_steps > 1:
+        # With offload, one process, and shards without replicas, move those of every pass to the host.
+        moves = work.layout.dp_replicate == 1 and (work.shards > 1 or work.layout.world_size == 1)
+        waiting = own if moves else shard
+    whole = item * params.whole
     stays = work.keeps_gathered and work.shards > 1 and work.passes_per_step > 1  # for the next pass
-    yield "update", _parts(work, params, reduced)
-    activations = kept * blocks + mask + _head_bytes(work)
-    yield "loss", _parts(work, params, waiting, activations, loss_bytes(work), gathered)
+    yield "update", own, 0, 0, 0
+    kept, in_block = kept_bytes(work), _in_a_block(work, params)
+    gathered = (whole if work.keeps_gathered else item * head) if is_wrapped else 0
+    yield "loss", waiting, kept * blocks + _head_bytes(work), loss_bytes(work), gathered
     # Activations are freed and gradients made at constant rates: the peak is near one of the ends.
-    last = blocks - params.unit_blocks
-    for done in {0, min(params.unit_blocks, last), last}:
-        left = params.block * (blocks - done)
-        # Tied embeddings stay gathered, and their gradient waits for that of the embedding.
-        both_ends = head if is_wrapped and is_tied else 0
-        made = FLOAT32 * (params.block * done + head - both_ends) // work.shards
-        gradients = (waiting or (0 if offload else made)) + item * both_ends
-        buffers = _in_a_block(work, params)
+    recomputed = max(0, block_bytes(work) - kept)
+    # Tied embeddings stay gathered, and their gradient waits for that of the embedding.
+    both_ends = head if is_wrapped and is_tied else 0
+    for done in {0, min(1, blocks - 1), blocks - 1}:
+        made = 0 if own == 0 else FLOAT32 * (block * done + head - both_ends) // work.shards
+        buffers = in_block
         if is_wrapped:
-            rest = work.block_itemsize * left + item * params.embedding
-            following = min(2 * work.block_itemsize * unit, rest) if work.shards > 1 else item * unit
+            rest = item * (block * (blocks - done) + params.embedding)
+            following = min(2 * item * block, rest) if work.shards > 1 else item * block
             buffers += whole if stays else rest if work.keeps_gathered else following
-            buffers += item * both_ends + FLOAT32 * (unit if done else head - both_ends)
-        activations = kept * (blocks - done) + mask + recomputed
-        yield "backward", _parts(work, params, gradients, activations, 0, buffers)
+            buffers += item * both_ends + FLOAT32 * (block if done else head - both_ends)
+        gradients = (waiting or made) + item * both_ends
+        yield "backward", gradients, kept * (blocks - done) + recomputed, 0, buffers
     if is_wrapped:
         end = params.embedding or head
         buffers = FLOAT32 * end + (whole if stays else 0)
-        yield "reduce", _parts(work, params, (waiting or reduced) + item * end, buffers=buffers)
+        yield "reduce", (waiting or own) + item * end, 0, 0, buffers
         if not is_tied:  # the head is reduced before the blocks
-            buffers = gathered + FLOAT32 * head
-            yield "reduce", _parts(work, params, waiting + item * head, kept * blocks + mask, buffers=buffers)
+            yield "reduce", waiting + item * head, kept * blocks, 0, gathered + FLOAT32 * head
 
 
-def _pipeline_phases(work: StepWork, params: RankParams, pp_rank: int) -> Iterator[tuple[str, Parts]]:
+def _pipeline_phases(work: StepWork, params: RankParams, pp_rank: int) -> Iterator[Phase]:
     """The phases of a step of a pipeline, which reduces gradients only after all passes."""
     item, layers, schedule = work.itemsize, params.layers, work.parallel.pp_schedule
-    is_deferred, has_head = schedule in DEFERRED_WEIGHT_GRADS, params.head > 0
+    pp, passes, has_head = work.layout.pp, work.passes_per_step, params.head > 0
+    is_deferred = schedule in DEFERRED_WEIGHT_GRADS
     # One input and one gradient per microbatch; the gradient that is sent on is kept too if it is deferred.
     received = (len(layers) - (pp_rank == 0)) * (2 if is_deferred else 1) + len(layers) - has_head
-    buffers = received * work.passes_per_step * work.tokens_per_pass * stream_bytes(work)
-    reduced = 0 if work.parallel.offload else FLOAT32 * params.whole // work.shards
-    yield "update", _parts(work, params, reduced, buffers=buffers)
-    buffers += _gathered_bytes(work, params)  # for all passes
+    buffers = received * passes * work.tokens_per_pass * stream_bytes(work)
+    yield "update", 0 if work.parallel.offload else FLOAT32 * params.whole // work.shards, 0, 0, buffers
+    buffers += item * params.whole  # gathered for all passes
     kept, block = kept_bytes(work), block_bytes(work)
-    losses = 0
+    again, in_block, losses = max(0, block - kept), _in_a_block(work, params) + item * params.head, 0
+    if work.recomputes_for_weights:
+        again, in_block = round(max(layers) * RECOMPUTED_COPIES * block), 0
     if has_head:
-        others = losses_in_flight(schedule, work.layout.pp, work.passes_per_step) - 1
+        others = losses_in_flight(schedule, pp, passes) - 1
         a_logit = item if is_deferred else FLOAT32 + item
         losses = others * round(_logits(work) * a_logit + _head_bytes(work))
-    for state in worst_in_flight(schedule, work.layout.pp, pp_rank, work.passes_per_step):
-        gradients = _waiting_in_stages(work, params, state, has_embedding=pp_rank == 0)
+    for state in worst_in_flight(schedule, pp, pp_rank, passes):
+        # Deferred gradients of weights also wait in the compute type, but for those of the first stage.
+        all_have = state.summed == len(layers)
+        summed = params.whole if all_have else state.summed * (params.block * layers[-1] + params.head)
+        latest = summed - all_have * (params.embedding + (pp_rank == 0) * params.block * layers[0])
+        gradients = FLOAT32 * summed + (item * latest if is_deferred else 0)
         a_layer = state.whole * kept + state.half * (kept + _split_gradient_bytes(work))
         activations = max(layers) * a_layer
-        in_block = buffers + _in_a_block(work, params)
-        inside = activations + max(0, block - kept)
-        yield "backward", _parts(work, params, gradients + item * params.head, inside, losses, in_block)
-        yield "reduce", _parts(work, params, gradients, buffers=buffers + FLOAT32 * params.unit)
+        yield "backward", gradients, activations + again, losses, buffers + in_block
         if has_head:
-            with_head = activations + _head_bytes(work)
-            yield "loss", _parts(work, params, gradients, with_head, loss_bytes(work) + losses, buffers)
-        if work.recomputes_for_weights:
-            again = max(layers) * (_split_gradient_bytes(work) + RECOMPUTED_COPIES * block)
-            yield "weights", _parts(work, params, gradients, activations + again, losses, buffers)
-
-
-def _waiting_in_stages(work: StepWork, params: RankParams, state: InFlight, *, has_embedding: bool) -> int:
-    """The bytes of unsharded gradients of the stages of a pipeline."""
-    if not state.summed:
-        return 0
-    blocks, has_all = sum(params.layers[-state.summed :]), state.summed == len(params.layers)
-    found = FLOAT32 * (params.block * blocks + params.head + (params.embedding if has_all else 0))
-    if state.has_latest:
-        # The first stage does not defer weight gradients, so its latest ones are accumulated already.
-        blocks -= params.layers[0] if has_embedding and has_all else 0
-        found += work.itemsize * (params.block * blocks + params.head)
-    return found
+            yield "loss", gradients, activations + _head_bytes(work), loss_bytes(work) + losses, buffers
 
 
 def _head_bytes(work: StepWork) -> int:
@@ -392,7 +343,7 @@ def _in_a_block(work: StepWork, params: RankParams) -> int:
     shape, tp, stream = work.shape, work.layout.tp, stream_bytes(work) * work.tokens_per_pass
     numbers = shape.dim * (2 if tp > 1 else 1) + 3 * shape.ffn_dim / tp
     first = round(work.tokens_per_pass * work.itemsize * numbers) + work.itemsize * params.block // 4
-    return max(first, work.itemsize * params.unit + 4 * stream - block_bytes(work))
+    return max(first, work.itemsize * params.block + 4 * stream - block_bytes(work))
 
 
 def checkpoint_bytes(work: StepWork) -> int:
@@ -400,9 +351,6 @@ def checkpoint_bytes(work: StepWork) -> int:
     return round(num_params(work.shape) * (FLOAT32 + work.optimizer_bytes))
 
 
-def state_bytes(shape: ModelShape, optimizer_bytes: float) -> int:
-    """The unsharded bytes of a model's weights and gradients, both float32, and optimizer state.
-
-    `optimizer_bytes` are those of the optimizer per parameter.
-    """
-    return round(num_params(shape) * (2 * FLOAT32 + optimizer_bytes))
+def state_bytes(work: StepWork) -> int:
+    """The unsharded bytes of a model's weights and gradients, both float32, and optimizer state."""
+    return checkpoint_bytes(work) + FLOAT32 * num_params(work.shape)

@@ -144,9 +144,6 @@ class SlurmDraft(LaunchDraft):
                 return count
         return max(counts, default=0)
 
-    def check_oversubscription(self, device: str, world_size: int) -> None:
-        """Do nothing: `limit_problems` checks the limits of the cluster."""
-
     def derived_threads(self, world_size: int) -> tuple[int | None, str]:
         # The nodes with a GPU for every worker; if there are none, all nodes with GPUs.
         workers, device = world_size // self.asked.nodes, self.loaded.config.device

@@ -10,7 +10,6 @@ from trainkit.config.running import ParallelConfig, PipelineSchedule
 from trainkit.config.schema import RunConfig
 from trainkit.config.training import OptimizerConfig
 from trainkit.config.validation import ROW_PARTS
-from trainkit.plan.gpus import Gpu
 from trainkit.plan.launch import Batch, Layout
 from trainkit.plan.model_shape import ModelShape
 
@@ -84,30 +83,11 @@ class StepWork:
     """CPU kernels keep more activations; a memory tracker without a GPU measures those."""
     document_mask: bool = False
     """Whether attention has a mask, which rules out context and pipeline parallelism."""
-    float8_gather: bool = False
-    """Whether shards of the matrices of blocks are gathered in float8."""
-    flash_attention: bool = True
-    """Whether its GPUs have it, which are those of compute capability 8.0 and later."""
-
-    def on(self, gpu: Gpu) -> StepWork:
-        """The same work on GPUs of a type."""
-        return replace(self, flash_attention=gpu.capability is None)
-
-    @property
-    def has_dense_mask(self) -> bool:
-        """Whether attention reads its mask from memory."""
-        in_blocks = attends_in_blocks(self.parallel, self.shape, self.dtype, self.device)
-        return self.document_mask and not (in_blocks and self.flash_attention)
 
     @property
     def itemsize(self) -> int:
         """Bytes per element of the compute type."""
         return 4 if self.dtype == "fp32" else 2
-
-    @property
-    def block_itemsize(self) -> int:
-        """Bytes per parameter of a block that is gathered; its norms are small."""
-        return 1 if self.float8_gather and self.shards > 1 else self.itemsize
 
     @property
     def shards(self) -> int:
@@ -130,11 +110,6 @@ class StepWork:
         return copies or self.parallel.zero == 2 or self.layout.pp > 1
 
     @property
-    def shards_stream(self) -> bool:
-        """Whether tensor-parallel ranks shard the residual stream along the sequence."""
-        return self.parallel.sequence_parallel and self.layout.tp > 1
-
-    @property
     def samples_per_pass(self) -> int:
         if self.layout.pp == 1:
             return self.device_batch_size
@@ -146,24 +121,6 @@ class StepWork:
         if self.layout.pp == 1:
             return self.accumulation_steps
         return self.parallel.pp_microbatches * self.accumulation_steps
-
-    @property
-    def accumulates(self) -> bool:
-        """Whether unsharded gradients accumulate over passes before they are reduced."""
-        if self.layout.pp > 1:
-            return True
-        return self.accumulation_steps > 1 and self.shards == 1 and not self.offloads_alone
-
-    @property
-    def accumulates_shards(self) -> bool:
-        """Whether every pass reduces its gradients and adds them to the shards of earlier passes."""
-        is_reduced = self.shards > 1 or self.offloads_alone
-        return self.layout.pp == 1 and is_reduced and self.accumulation_steps > 1
-
-    @property
-    def offloads_alone(self) -> bool:
-        """Whether a single process moves the gradients of every pass to the host."""
-        return self.parallel.offload and self.layout.world_size == 1
 
     @property
     def recomputes_for_weights(self) -> bool:
@@ -191,10 +148,6 @@ class StepWork:
     def samples_per_step(self) -> int:
         """Samples per optimizer step over all ranks: the global batch size."""
         return self.device_batch_size * self.accumulation_steps * self.layout.dp
-
-    def one_microbatch(self) -> StepWork:
-        """The work with one microbatch as the device batch."""
-        return replace(self, device_batch_size=max(1, self.samples_per_pass))
 
     def with_parallel(self, **changes: object) -> StepWork:
         return replace(self, parallel=self.parallel.model_copy(update=changes))
@@ -256,7 +209,6 @@ def work_of(
         optimizer_bytes=optimizer_bytes(config.optimizer, shape),
         device=device,
         document_mask=config.data.document_mask,
-        float8_gather=config.precision.float8 == "gather",
     )
 
 
@@ -275,14 +227,12 @@ DEFERRED_WEIGHT_GRADS: tuple[PipelineSchedule, ...] = ("interleaved_zero_bubble"
 class InFlight:
     """The passes and gradients that a rank of a pipeline holds at a possible memory peak."""
 
-    whole: int = 1
+    whole: int
     """Forward passes, over all of its stages, whose gradients are not computed yet."""
     half: int = 0
     """Passes whose input gradients are computed, but not their weight gradients."""
     summed: int = 0
-    """Number of its stages, counted from the last, that hold accumulated weight gradients."""
-    has_latest: bool = False
-    """Whether these stages also hold the weight gradients of their latest pass, not accumulated yet."""
+    """Number of its stages that hold accumulated weight gradients."""
 
 
 def bubble_fraction(schedule: PipelineSchedule, pp: int, num_microbatches: int) -> float:
@@ -334,21 +284,21 @@ def worst_in_flight(
     """The states of a rank at the start of those backward passes at which memory may peak."""
     most = stages_in_flight(schedule, pp, pp_rank, num_microbatches)
     stages = STAGES_PER_RANK[schedule]
-    if schedule not in DEFERRED_WEIGHT_GRADS:
-        if most < stages * num_microbatches:
-            return [InFlight(most, summed=stages)]
-        # All forward passes are done before the first backward pass leaves gradients.
-        return [InFlight(most), InFlight(most - 1, summed=stages)]
-    # With few microbatches, the forward passes are over before the earlier stage has gradients.
-    settled = pp + 1 if schedule == "zbv" else 2 * pp + (pp_rank == pp - 1)
-    summed = stages if num_microbatches >= settled else 1
-    if schedule == "interleaved_zero_bubble":
-        half = min(pp_rank, most - 1)
-        return [InFlight(most - half, half), InFlight(most - half, half, summed, has_latest=True)]
-    found = [InFlight(most), InFlight(most, 0, summed, has_latest=True)]
-    half = 2 * min(pp_rank, num_microbatches - pp)
-    # Deferred weight gradients are computed at the end of the step.
-    return [*found, InFlight(pp - pp_rank, half, stages)] if half > 0 else found
+    if schedule in DEFERRED_WEIGHT_GRADS:
+        # With few microbatches, the forward passes are over before the earlier stage has gradients.
+        settled = pp + 1 if schedule == "zbv" else 2 * pp + (pp_rank == pp - 1)
+        summed = stages if num_microbatches >= settled else 1
+        if schedule == "interleaved_zero_bubble":
+            half = min(pp_rank, most - 1)
+            return [InFlight(most - half, half, summed)]
+        half = 2 * min(pp_rank, num_microbatches - pp)
+        # Deferred weight gradients are computed at the end of the step.
+        at_end = [InFlight(pp - pp_rank, half, stages)] if half > 0 else []
+        return [InFlight(most, summed=summed), *at_end]
+    if most < stages * num_microbatches:
+        return [InFlight(most, summed=stages)]
+    # All forward passes are done before the first backward pass leaves gradients.
+    return [InFlight(most), InFlight(most - 1, summed=stages)]
 
 
 def losses_in_flight(schedule: PipelineSchedule, pp: int, num_microbatches: int) -> int:

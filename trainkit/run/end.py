@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from trainkit.run.files import parse_time, read_object, read_record, seconds_between, to_json, write_json
 from trainkit.run.record import read_job
@@ -97,12 +97,13 @@ def rank_failures(attempt: AttemptDir) -> list[tuple[Path, RankFailure]]:
     return sorted(records, key=lambda item: item[1].time or "~")
 
 
+T = TypeVar("T")
 NOTICED_S = 2.5
 """Within this time, ranks may notice the end of a killed one before its agent has recorded it."""
 
 
-def first_of(records: Sequence[tuple[Path, RankFailure]]) -> tuple[Path, RankFailure] | None:
-    """The first failure of those that ranks have recorded; None without any.
+def first_of(records: Sequence[tuple[T, RankFailure]]) -> tuple[T, RankFailure] | None:
+    """The first failure of those that ranks have recorded, in the order of time; None without any.
 
     A killed rank takes precedence over exceptions: its peers may notice the closed connections before its
     agent can write the record. A rank that was killed much later was killed with the step.

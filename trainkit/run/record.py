@@ -183,11 +183,6 @@ class JobRecord:
         own = [entry for entry in self.attempts if entry.job_id == job_id]
         return [entry for entry in own if None in (cluster, entry.cluster) or entry.cluster == cluster]
 
-    def change(self, number: int, **values: Any) -> None:
-        self.attempts = [
-            replace(entry, **values) if entry.attempt == number else entry for entry in self.attempts
-        ]
-
 
 def create_job(run: RunDir, *, backend: str, name: str, cwd: str, code: CodeCopy | None) -> None:
     """Write the job.json of a new run, with no attempts."""
@@ -304,7 +299,8 @@ def _append(run: RunDir, record: AttemptRecord) -> AttemptRecord:
 def claim_entry(run: RunDir, attempt: int, pid: int) -> None:
     """Record which process of the Slurm job runs an attempt; with the run's lock held."""
     with changed_job(run) as job:
-        job.change(attempt, **claimed_by(pid))
+        known = claimed_by(pid)
+        job.attempts = [replace(one, **known) if one.attempt == attempt else one for one in job.attempts]
 
 
 def claimed_by(pid: int) -> dict[str, Any]:

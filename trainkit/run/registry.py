@@ -92,7 +92,8 @@ def starts() -> list[Start]:
         if here is not None:
             file = here.sweep_file if isinstance(here, RunGroup) else here.attempts_dir
             with suppress(OSError):  # deleted meanwhile
-                found[key] = Start(folder, None, _modified_at(file))
+                time = datetime.fromtimestamp(file.stat().st_mtime, timezone.utc).isoformat()
+                found[key] = Start(folder, None, time)
     return sorted(found.values(), key=lambda start: start.time)[::-1]  # also of two in one millisecond
 
 
@@ -120,10 +121,6 @@ def iter_known_runs(found: Iterable[Start] | None = None) -> Iterator[RunDir | R
         if known is not None and place not in seen:
             seen.add(place)
             yield known
-
-
-def _modified_at(file: Path) -> str:
-    return datetime.fromtimestamp(file.stat().st_mtime, timezone.utc).isoformat()
 
 
 def find_run(text: str, *, to_change: bool = False) -> RunDir:
@@ -180,7 +177,7 @@ def find_run_or_group(text: str, *, to_change: bool = False) -> RunDir | RunGrou
         raise UnknownRun(f"{text} does not contain a run", hint=LIST_HINT)
     if separator:
         groups = [item for item in _matching_name(head) if isinstance(item, RunGroup)]
-        return _run_of_point(_newest(head, groups, to_change), int(tail))
+        return create_task_run(_newest(head, groups, to_change).run(int(tail)))
     job_id = split_job(text)[0]
     if text == "last":
         matches = list(islice(iter_known_runs(), 1))
@@ -190,7 +187,7 @@ def find_run_or_group(text: str, *, to_change: bool = False) -> RunDir | RunGrou
         matches = _matching_name(text)
     newest = _newest(text, matches, to_change)
     if isinstance(newest, RunGroup) and is_job_id(job_id) and "_" in job_id:
-        return _run_of_point(newest, int(job_id.partition("_")[2]))
+        return create_task_run(newest.run(int(job_id.partition("_")[2])))
     return newest
 
 
@@ -238,11 +235,6 @@ def _newest(text: str, matches: Sequence[Known], to_change: bool) -> Known:
             )
         print_note(f"note: {count}; this is the newest, {newest}, not {', '.join(others)}")
     return matches[0]
-
-
-def _run_of_point(group: RunGroup, index: int) -> RunDir:
-    group.point(index)
-    return create_task_run(group.run(index))
 
 
 def _clusters_of_job(known: RunDir | RunGroup, text: str) -> set[str | None]:

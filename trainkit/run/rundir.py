@@ -122,6 +122,8 @@ class RunDir(RunFolder):
 
     def hold(self) -> None:
         """Hold on to the folder, so that `follow` finds it wherever it is moved to. Raises OSError."""
+        if self._held is not None:
+            return
         self._held = os.open(self.path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         self._inode, self._made = os.fstat(self._held).st_ino, self._when_made()
 

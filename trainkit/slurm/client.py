@@ -10,7 +10,6 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
-from enum import Enum
 from pathlib import Path
 from typing import TypeVar
 
@@ -151,18 +150,23 @@ def require_controller(clusters: Sequence[str] = ()) -> None:
 
 
 def failure(program: str, returncode: int, text: str) -> SlurmUnreachable | SlurmRefused:
-    """The error for a command's exit code and what it printed."""
-    message = cleaned(text)
-    killed = returncode < 0
-    kind = FailureKind.ANSWER_LOST if killed else failure_kind(text)
-    hint = failure_hint(text, kind)
-    if not message:
-        message = f"killed by signal {-returncode}" if killed else f"exit code {returncode} without a message"
-    if kind is FailureKind.REFUSED:
-        return SlurmRefused(f"{program}: {message}", hint, stderr=text)
-    may_have_arrived = kind is FailureKind.ANSWER_LOST
-    message = f"{program} cannot reach Slurm: {message}"
-    return SlurmUnreachable(message, hint, may_have_arrived=may_have_arrived)
+    """The error for a command's exit code and what it printed; unknown messages are refusals."""
+    # sbatch prints these lines before it retries.
+    lines = [line for line in text.splitlines() if not line.endswith("sleeping and retrying")]
+    undelivered = [line for line in lines if _UNDELIVERED.search(line)]
+    # With two controllers, a request may be lost at one and not reach the other: assume the worse.
+    is_lost = returncode < 0 or any(_LOST.search(line) for line in lines if line not in undelivered)
+    is_away = is_lost or bool(undelivered)
+    known = UNREACHABLE_HINTS if is_away else REFUSAL_HINTS
+    hint = next((hint for pattern, hint in known if re.search(pattern, text)), "")
+    silent = (
+        f"exit code {returncode} without a message" if returncode >= 0 else f"killed by signal {-returncode}"
+    )
+    message = cleaned(text) or silent
+    if is_away:
+        message = f"{program} cannot reach Slurm: {message}"
+        return SlurmUnreachable(message, hint, may_have_arrived=is_lost)
+    return SlurmRefused(f"{program}: {message}", hint, stderr=text)
 
 
 _PREFIX = re.compile(
@@ -172,55 +176,48 @@ _PREFIX = re.compile(
 )
 
 
-class FailureKind(Enum):
-    """Why a command of Slurm failed."""
-
-    NOT_DELIVERED = "Slurm was not reached: nothing was requested"
-    ANSWER_LOST = "the answer was lost: Slurm may have carried out the request"
-    REFUSED = "Slurm refused the request"
-
-
-_NOT_DELIVERED = (
-    r"\(connect failure\)",
-    r"Connection refused",
-    r"No route to host",
-    r"Network is unreachable",
-    r"Could not establish a configuration source",
-    r"Unable to (?:resolve|establish controller machine|determine this slurmd)",
-    r"Unable to connect to database",
-    r"Rate limit exceeded",
-    r"standby mode",
-    r"Communication connection failure",
-    r"Connection timed out establishing",
-    r"[Tt]emporarily un(?:able|available)",
-    r"Unable to locate backup controller",
-    r"System submissions disabled",
-    r"invalid entry for --cluster",
+_UNDELIVERED = re.compile(
+    r"\(connect failure\)"
+    r"|Connection refused"
+    r"|No route to host"
+    r"|Network is unreachable"
+    r"|Could not establish a configuration source"
+    r"|Unable to (?:resolve|establish controller machine|determine this slurmd)"
+    r"|Unable to connect to database"
+    r"|Rate limit exceeded"
+    r"|standby mode"
+    r"|Communication connection failure"
+    r"|Connection timed out establishing"
+    r"|[Tt]emporarily un(?:able|available)"
+    r"|Unable to locate backup controller"
+    r"|System submissions disabled"
+    r"|invalid entry for --cluster"
 )
-_ANSWER_LOST = (
-    r"Unable to contact slurm controller",
-    r"Socket timed out",
-    r"Zero Bytes were transmitted",
-    r"Connection timed out",
-    r"Connection reset by peer",
-    r"Broken pipe",
-    r"Transport endpoint is not connected",
-    r"Message (?:send|receive) failure",
-    r"Communication shutdown failure",
-    r"Unexpected message received",
-    r"Header lengths are longer",
-    r"Insane message length",
-    r"Connection (?:rejected by handler|forced closed)",
-    r"shutting down and closing all communications",
-    r"[Aa]uthentication (?:error|credential)",
-    r"Munge (?:encode|decode) failed",
-    r"Problem talking to the database",
-    r"failed to open persistent connection",
-    r"DBD_\w+ failure",
+"""Slurm was not reached: nothing was requested."""
+_LOST = re.compile(
+    r"Unable to contact slurm controller"
+    r"|Socket timed out"
+    r"|Zero Bytes were transmitted"
+    r"|Connection timed out"
+    r"|Connection reset by peer"
+    r"|Broken pipe"
+    r"|Transport endpoint is not connected"
+    r"|Message (?:send|receive) failure"
+    r"|Communication shutdown failure"
+    r"|Unexpected message received"
+    r"|Header lengths are longer"
+    r"|Insane message length"
+    r"|Connection (?:rejected by handler|forced closed)"
+    r"|shutting down and closing all communications"
+    r"|[Aa]uthentication (?:error|credential)"
+    r"|Munge (?:encode|decode) failed"
+    r"|Problem talking to the database"
+    r"|failed to open persistent connection"
+    r"|DBD_\w+ failure"
 )
-_LOST = re.compile("|".join(_ANSWER_LOST))
-_UNDELIVERED = re.compile("|".join(_NOT_DELIVERED))
+"""The answer was lost: Slurm may have carried out the request."""
 
+UNREACHABLE_HINT = "`scontrol ping` shows whether Slurm's controller is up; try again when it is"
 UNREACHABLE_HINTS = (
     (
         r"invalid entry for --cluster",
@@ -241,8 +238,8 @@ UNREACHABLE_HINTS = (
     ),
     (r"Rate limit|queue full|[Tt]emporarily", "Slurm is busy: try again in a minute"),
     (r"submissions disabled", "submissions are disabled by the administrators: try again later"),
+    (r"", UNREACHABLE_HINT),
 )
-UNREACHABLE_HINT = "`scontrol ping` shows whether Slurm's controller is up; try again when it is"
 
 REFUSAL_HINTS = (
     (r"[Ii]nvalid partition", "`sinfo -s` lists the partitions: choose one with --partition"),
@@ -285,26 +282,6 @@ def cleaned(stderr: str) -> str:
     """Slurm's message without prefixes such as `sbatch: error: `, repeated lines and blank lines."""
     lines = [_PREFIX.sub("", line).strip() for line in stderr.splitlines()]
     return "\n".join(dict.fromkeys(line for line in lines if line and not line.startswith('Try "')))
-
-
-def failure_kind(stderr: str) -> FailureKind:
-    """The kind of failure that a message indicates; REFUSED for unknown messages."""
-    # sbatch prints these lines before it retries.
-    lines = [line for line in stderr.splitlines() if not line.endswith("sleeping and retrying")]
-    undelivered = [line for line in lines if _UNDELIVERED.search(line)]
-    # With two controllers, a request may be lost at one and not reach the other: assume the worse.
-    if any(_LOST.search(line) for line in lines if line not in undelivered):
-        return FailureKind.ANSWER_LOST
-    return FailureKind.NOT_DELIVERED if undelivered else FailureKind.REFUSED
-
-
-def failure_hint(stderr: str, kind: FailureKind) -> str:
-    """A hint for the user about a failure; empty when there is none."""
-    hints = REFUSAL_HINTS if kind is FailureKind.REFUSED else UNREACHABLE_HINTS
-    for pattern, hint in hints:
-        if re.search(pattern, stderr):
-            return hint
-    return "" if kind is FailureKind.REFUSED else UNREACHABLE_HINT
 
 
 def query(

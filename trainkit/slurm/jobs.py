@@ -5,7 +5,6 @@ Without accounting, a job that squeue no longer lists is `unknown`, never finish
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,10 +18,8 @@ from trainkit.slurm.client import (
     QUERY_TIMEOUT_S,
     RECORD,
     SlurmRefused,
-    plain_environ,
     query,
     records,
-    run_slurm,
     time_of,
 )
 from trainkit.slurm.states import (
@@ -220,8 +217,7 @@ def _query_accounting(missing: Sequence[str], cluster: str) -> tuple[dict[str, J
         *(f"--format={','.join(_ACCOUNTING_FIELDS)}", f"--jobs={bases}"),
     ]
     try:
-        environ = plain_environ(os.environ)
-        text = run_slurm(argv, _ACCOUNTING_TIMEOUT_S, environ=environ, cluster=cluster)
+        text = query(argv, timeout_s=_ACCOUNTING_TIMEOUT_S, patience_s=0.0, cluster=cluster)
     except TrainkitError as error:
         problem = error.message.splitlines()[-1]
         return {}, f"squeue no longer lists it, and accounting does not answer: {problem}"

@@ -109,9 +109,7 @@ _SENTENCES = {
     "Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions": (
         "nodes that it needs are down, drained or reserved for jobs of higher priority"
     ),
-    "NodeDown": "a node that it needs is down",
     "PartitionDown": "its partition is not starting jobs at the moment",
-    "PartitionInactive": "its partition is inactive",
     "PartitionNodeLimit": "requests more nodes than its partition has up or allows per job",
     "PartitionTimeLimit": "requests more time than its partition allows",
     "PartitionConfig": "requests more than its partition allows",
@@ -123,33 +121,22 @@ _SENTENCES = {
     "JobArrayTaskLimit": "its array already runs its maximum number of tasks",
     "JobLaunchFailure": "could not be launched, for example because of a broken node or a missing folder",
     "launch failed requeued held": "could not be launched and is held: `scontrol release JOB` releases it",
-    "Licenses": "waiting for a license",
-    "InvalidAccount": "its account is not valid",
-    "InvalidQOS": "its QOS is not valid",
     "QOSNotAllowed": "its QOS is not allowed in its partition or account",
     "AccountNotAllowed": "its account is not allowed in its partition",
     "AccountingPolicy": "its account or QOS has reached a limit",
-    "AssociationJobLimit": "its account has reached its limit of running jobs",
-    "AssociationResourceLimit": "its account has reached its limit of resources",
-    "AssociationTimeLimit": "its account has used up its time",
-    "QOSJobLimit": "its QOS has reached its limit of running jobs",
-    "QOSResourceLimit": "its QOS has reached its limit of resources",
-    "QOSTimeLimit": "its QOS has used up its time",
     "QOSUsageThreshold": "its account has used more than this QOS allows",
     "Prolog": "its nodes are being prepared",
     "MaxMemPerLimit": "requests more memory per CPU or node than allowed",
-    "SchedDefer": "waiting for the next scheduling cycle",
     # Of a job that has ended.
     "SystemFailure": "Slurm or a node failed",
     "NonZeroExitCode": "ended with an error",
     "RaisedSignal": "was killed by a signal",
     "TimeLimit": "reached its time limit",
     "OutOfMemory": "ran out of memory",
-    "DeadLine": "missed its deadline",
 }
 
-_LIMIT = re.compile(r"(?:Assoc|QOS)?(?:Grp|Max|Min)[A-Z]\w+")
-"""The name of a limit, such as AssocGrpGRES, QOSMaxCpuPerUserLimit and MaxGRESPerAccount."""
+_LIMIT = re.compile(r"(?:Assoc|QOS)?(?:Grp|Max|Min)[A-Z]\w+|(?:Association|QOS)(?:Job|Resource|Time)Limit")
+"""The name of a limit, such as AssocGrpGRES, QOSMaxCpuPerUserLimit, MaxGRESPerAccount and QOSTimeLimit."""
 
 
 def reason_sentence(reason: str) -> str:

@@ -90,7 +90,7 @@ def submit_script(
     # A variable would stay set in the job, whose own commands need no name of its cluster.
     named = environ.pop("SLURM_CLUSTERS", "")
     names, script = ",".join(clusters) or named, script if is_only_job else ""
-    find = partial(_find, token, script, time.time(), clusters, patience_s=0.0)
+    find = partial(find_by_token, token, since=time.time(), clusters=clusters, script=script, patience_s=0.0)
     give_up, pause_s = time.monotonic() + SUBMIT_PATIENCE_S, FIRST_PAUSE_S
     while True:
         try:
@@ -159,18 +159,20 @@ def _find_until_known(
         time.sleep(POLL_INTERVAL_S)
 
 
-def find_by_token(token: str, *, since: float = 0.0, clusters: Sequence[str] = ()) -> str | None:
-    """The id of this user's job with the token, or None; for an array, the id of the whole array.
+def find_by_token(
+    token: str,
+    *,
+    since: float = 0.0,
+    clusters: Sequence[str] = (),
+    script: str = "",
+    patience_s: float = QUERY_PATIENCE_S,
+) -> str | None:
+    """The id of this user's newest job with the token, or None; for an array, the id of the whole array.
 
     Jobs submitted before `since` (Unix seconds) are ignored: a run folder that was deleted and created again
-    has the same token. Queries squeue, which lists jobs until some minutes after their end. Raises
-    SlurmUnreachable.
+    has the same token. A job with the `script` counts too, since a site's plugin may rewrite comments.
+    Queries squeue, which lists jobs until some minutes after their end. Raises SlurmUnreachable.
     """
-    return _find(token, "", since, clusters, patience_s=QUERY_PATIENCE_S)
-
-
-def _find(token: str, script: str, since: float, clusters: Sequence[str], *, patience_s: float) -> str | None:
-    """The newest job with this token, or with this script if a site's plugin rewrites comments."""
     layout = FIELD.join(("%F", "%V", "%k", "%o")) + RECORD
     argv = ["squeue", "--me", "--noheader", "--states=all", f"--format={layout}"]
     away: SlurmUnreachable | None = None

@@ -50,6 +50,7 @@ from trainkit.trainer.models.model import (
 )
 from trainkit.trainer.parallel.context import (
     apply_context_parallel,
+    attention_to_last,
     has_flash_attention,
     position_slice,
     repeat_kv_heads,
@@ -312,10 +313,11 @@ def _build_part(task: CausalLM, plan: LaunchPlan, world: World, stage: StageSpec
         apply_tensor_parallel(model, world.mesh["tp"], parallel)
         # Before sharding, which would separate tied parameters.
         model.tie()
-    flash = has_flash_attention(world.device, DTYPES[config.precision.dtype])
-    if world.cp_group is not None:
-        apply_context_parallel(model.attentions, world.cp_group, flash)
     kind, dtype, masked = world.device.type, config.precision.dtype, config.data.document_mask
+    if world.cp_group is not None:
+        to_last = attention_to_last(world.device, DTYPES[dtype], model.shape.head_dim)
+        apply_context_parallel(model.attentions, world.cp_group, to_last)
+    flash = has_flash_attention(world.device, DTYPES[dtype])
     if masked and flash and attends_in_blocks(parallel, model.shape, dtype, kind):
         cast(Decoder, model).attend_in_blocks()
     elif kind == "cuda" and (not flash or masked):

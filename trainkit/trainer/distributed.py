@@ -3,7 +3,7 @@
 torch's rendezvous blocks in C++ until the last rank has arrived: missing ranks cannot be named, and a rank
 that is asked to stop during it either hangs or leaves the others hanging. At the barrier each rank reports to
 the store and then polls one key, which decides for all: the last rank to arrive sets "go", a rank that was
-asked to stop sets "stop", rank 0 sets "missing" after the timeout, and the first value wins.
+asked to stop sets "stop", rank 0 sets those that are missing after the timeout, and the first value wins.
 
 Thousands of ranks ask one server, so they ask less often than a few. The store's own wait would ask once, but
 it cannot be interrupted by a stop signal.
@@ -383,10 +383,9 @@ def startup_barrier(
         if stop:
             _decide(env, store, "stop")
         elif (env.rank == 0 or file is not None) and time.monotonic() > deadline:
-            if missing := _missing_ranks(env, store):
-                # Named once: thousands of ranks would otherwise each ask for every other.
-                store.set("missing", _sealed(env, "missing", json.dumps(missing)))
-            _decide(env, store, "missing" if missing else "go")
+            # Named once: thousands of ranks would otherwise each ask for every other.
+            missing = _missing_ranks(env, store)
+            _decide(env, store, f"missing {json.dumps(missing)}" if missing else "go")
         else:
             time.sleep(_pause_s(env.world_size))
     verdict = _read(env, store, "verdict")
@@ -398,8 +397,8 @@ def startup_barrier(
             f"{env.master_addr}:{env.master_port}",
             hint="every user who reaches the compute nodes can: see `docs/slurm-admins.md`",
         )
-    if verdict == "missing":
-        missing = json.loads(_read(env, store, "missing") or "[]")
+    if verdict != "stop":
+        missing = json.loads(verdict.removeprefix("missing "))
         _keep_store_alive(env, store, env.world_size - len(missing))
         more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
         raise TrainkitError(

@@ -24,7 +24,7 @@ from trainkit.config.hf_model import CONFIG_NAME, TOKENIZER_NAME
 from trainkit.config.schema import RunConfig
 from trainkit.config.training import DECODER
 from trainkit.data.dataset_file import BYTES, BYTES_IDENTITY, identify, read_dataset_file
-from trainkit.data.sources import is_mixture, prepared_folder
+from trainkit.data.sources import prepared_folder
 from trainkit.errors import TrainkitError, UsageError
 from trainkit.formats import JsonObject
 from trainkit.plan.model_shape import ModelShape, RopeScaling, resolve_model_shape
@@ -154,9 +154,7 @@ def decoder_settings(shape: ModelShape, config: RunConfig, dtype: torch.dtype) -
         original = json.loads((Path(config.model.hf) / CONFIG_NAME).read_text(encoding="utf-8"))
         original.pop("dtype", None)
         return {**original, "torch_dtype": settings["torch_dtype"]}
-    if is_prepared(config):
-        folder = prepared_folder(config.data)
-        assert folder is not None
+    if (folder := prepared_folder(config.data)) is not None:
         settings["eos_token_id"] = read_dataset_file(folder).tokenizer.eos_id
         return settings
     try:
@@ -181,7 +179,7 @@ def _export_tokenizer(config: RunConfig, out: Path) -> list[str]:
         shutil.copyfile(generation, out / GENERATION_NAME)
     name = config.data.tokenizer
     if name == BYTES:
-        if config.model.hf is not None or is_prepared(config):
+        if config.model.hf is not None or prepared_folder(config.data) is not None:
             return [f"{out} has no tokenizer: add that of the prepared data"]
         _write_byte_tokenizer(out)
         return []
@@ -197,11 +195,6 @@ def _export_tokenizer(config: RunConfig, out: Path) -> list[str]:
     if not source.with_name("tokenizer_config.json").is_file():
         _write_tokenizer_config(out, identify(name).eos_token)
     return []
-
-
-def is_prepared(config: RunConfig) -> bool:
-    """Whether the data has its own tokenizer, of which only the name is known."""
-    return not is_mixture(config.data) and prepared_folder(config.data) is not None
 
 
 def _write_tokenizer_config(out: Path, eos_token: str) -> None:

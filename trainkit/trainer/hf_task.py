@@ -23,6 +23,7 @@ from trainkit.errors import FatalError, UsageError
 from trainkit.formats import JsonObject
 from trainkit.safetensors import StoredWeights
 from trainkit.task import Loss, Samples, Task, TokenSamples, parameters_on_meta
+from trainkit.trainer.models.model import set_tensor
 from trainkit.trainer.parallel.tensor import STYLES, find_styles, matches
 from trainkit.trainer.quantization import quantize_linears, restore_linears
 from trainkit.trainer.user_code import TaskError, errors_of_user
@@ -126,8 +127,7 @@ class HFCausalLM(Task):
                 value = torch.empty_like(param, device="cpu")
                 if not param.requires_grad:
                     value.copy_(self.read_weight(name, slice(None)))
-                owner, _, leaf = name.rpartition(".")
-                setattr(adapted.get_submodule(owner), leaf, nn.Parameter(value, param.requires_grad))
+                set_tensor(adapted, name, nn.Parameter(value, param.requires_grad))
         return adapted
 
     def _check_positions(self, settings: Any) -> None:

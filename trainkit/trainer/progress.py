@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from logging import getLogger
 from pathlib import Path
@@ -200,33 +200,7 @@ def phase_limit_s(phase: Phase, progress: Progress, policy: RequeuePolicy) -> fl
     return limit_s if is_fast else max(SLOW_PHASE_LIMIT_S, limit_s)
 
 
-class HangDetector:
-    """Detects that this rank hangs; `others_hang` returns whether another rank has reported a hang."""
-
-    def __init__(self, progress: Progress, policy: RequeuePolicy, others_hang: Callable[[], bool]) -> None:
-        self._progress = progress
-        self._policy = policy
-        self._others_hang = others_hang
-        self._checked_s = self._resumed_s = time.monotonic()
-
-    def count_from_now(self) -> None:
-        self._resumed_s = time.monotonic()
-
-    def check(self, now_s: float) -> Hang | None:
-        """The hang of this rank, or None; call about once per second."""
-        if now_s > self._checked_s + SUSPENDED_S:
-            self._resumed_s = now_s
-        self._checked_s = now_s
-        current = self._progress.current
-        limit = phase_limit_s(current.phase, self._progress, self._policy)
-        waited_s = now_s - max(current.since_s, self._resumed_s)
-        if limit is None or waited_s < self._policy.hang_min_s / 2:
-            return None
-        # A hang of one rank ends all ranks: those with a longer limit report their state before that.
-        return Hang(current, waited_s, limit) if waited_s > limit or self._others_hang() else None
-
-
-@dataclass(frozen=True)
+@dataclass
 class Watchdog:
     """Reports a hang of this rank in the attempt's folder.
 
@@ -239,21 +213,23 @@ class Watchdog:
     progress: Progress
     stacks: RankStacks
 
+    def __post_init__(self) -> None:
+        self._checked_s = self._resumed_s = time.monotonic()
+
     def start(self) -> None:
         """Start watching, unless the config disables hang detection."""
         if self.plan.requeue.hang_factor is not None:
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def _watch(self) -> None:
-        detector = HangDetector(self.progress, self.plan.requeue, self._others_hang)
         poll_s = min(POLL_S, self.plan.requeue.hang_min_s / 10)
         while True:
             time.sleep(poll_s)
-            hang = detector.check(time.monotonic())
+            hang = self.check(time.monotonic())
             if hang is None:
                 continue
             if self.attempt.has_rank_in_debugger:
-                detector.count_from_now()
+                self._resumed_s = time.monotonic()
                 continue
             try:
                 self._report(hang)
@@ -263,6 +239,19 @@ class Watchdog:
             _print_line("no longer hanging: training continues")
             with contextlib.suppress(OSError):
                 self._record.unlink(missing_ok=True)
+
+    def check(self, now_s: float) -> Hang | None:
+        """The hang of this rank, or None; call about once per second."""
+        if now_s > self._checked_s + SUSPENDED_S:
+            self._resumed_s = now_s
+        self._checked_s = now_s
+        current, policy = self.progress.current, self.plan.requeue
+        limit = phase_limit_s(current.phase, self.progress, policy)
+        waited_s = now_s - max(current.since_s, self._resumed_s)
+        if limit is None or waited_s < policy.hang_min_s / 2:
+            return None
+        # A hang of one rank ends all ranks: those with a longer limit report their state before that.
+        return Hang(current, waited_s, limit) if waited_s > limit or self._others_hang() else None
 
     def _others_hang(self) -> bool:
         """Whether a rank currently reports a hang; a rank that makes progress again removes its report."""

@@ -125,8 +125,7 @@ def quantize_linears(model: nn.Module, but: Collection[nn.Module]) -> int:
         if type(module) is nn.Linear and module not in but and uses[id(module.weight)] == 1
     }
     for name, module in found.items():
-        owner, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(owner), leaf, NF4Linear(module))
+        model.set_submodule(name, NF4Linear(module))
     return len(found)
 
 
@@ -147,8 +146,7 @@ def restore_linears(model: nn.Module) -> None:
         linear = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
         linear.weight = nn.Parameter(layer.weight_in(torch.float32), requires_grad=False)
         linear.bias = layer.bias
-        owner, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(owner), leaf, linear)
+        model.set_submodule(name, linear)
 
 
 MIN_ELEMENTS = 4096

@@ -29,6 +29,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import ParallelStyle
+from torch.nn.attention import SDPBackend
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -38,6 +39,8 @@ try:
     from torch.distributed._functional_collectives import all_gather_single_autograd as _all_gather
 except ImportError:  # torch 2.11 and 2.12
     from torch.distributed._functional_collectives import all_gather_tensor_autograd as _all_gather
+
+Tensors = Sequence[Tensor]
 
 # Attention
 
@@ -63,6 +66,15 @@ REDUCTION_OPS = frozenset(
 saves. When one is renamed: the test of the collectives per step fails; without it they are repeated."""
 
 
+def chooses_cudnn(q: Tensor, k: Tensor) -> bool:
+    """Whether causal attention of queries to keys of fewer heads takes the kernel of cuDNN.
+
+    When it goes: `torch.backends.cuda.can_use_cudnn_attention`, on Hopper and later only.
+    """
+    choice = torch._fused_sdp_choice(q, k, k, None, 0.0, True, enable_gqa=True)
+    return choice == SDPBackend.CUDNN_ATTENTION.value
+
+
 def flash_attention_to_last(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal flash attention whose last query is aligned with the last key, for context parallelism.
 
@@ -70,6 +82,36 @@ def flash_attention_to_last(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """
     out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
     return out
+
+
+def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, ...]:
+    """Attention by cuDNN [B, H, T, C], the logsumexp of its scores [B, H, T, 1] and the state of its dropout.
+
+    When it goes: `flash_attention_to_last`, which also runs on GPUs with cuDNN, but takes longer.
+    """
+    found = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)
+    return found[0], found[1], found[6], found[7]
+
+
+def cudnn_attention_gradients(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    state: Tensors,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of `cudnn_attention` by queries, keys and values, also as a part of merged attention.
+
+    When it goes: `flash_attention_to_last`.
+    """
+    sizes = q.shape[2], k.shape[2]
+    found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        *(grad, q, k, v, out, logsumexp, *state, None, None, None, *sizes, 0.0, causal)
+    )
+    return found
 
 
 # Data

@@ -1,6 +1,5 @@
 """The measurement of the bandwidth, and what is said of it."""
 
-import os
 import re
 import sys
 from dataclasses import replace
@@ -11,8 +10,6 @@ import pytest
 from trainkit.contrib.doctor import Request, bandwidth, node, nodes
 from trainkit.contrib.doctor.bandwidth import Bandwidth, Layout, bandwidth_checks, link_gbit_s, ring_rounds
 from trainkit.contrib.doctor.environment import num_gpus
-from trainkit.contrib.doctor.nodes import can_measure
-from trainkit.job.preflight import Finding
 from trainkit.run.process import own_host
 
 TWO = Layout(("a", "b"), (1, 1), "a", 1)
@@ -84,49 +81,12 @@ def test_failed_measurement_is_a_failure() -> None:
     assert (found.state, found.value) == ("failure", "not measured: rank 1 on b: Connection refused")
 
 
-def test_broken_gpu_stops_the_measurement() -> None:
-    assert can_measure([Finding("GPU 3", "ok", ""), Finding("disk", "failure", "")])
-    assert not can_measure([Finding("GPU 3", "failure", "")])
-
-
-FAKE_RANK = """
-import os, sys
-sys.stdout.write("node1:1:1 NCCL INFO cudaDriverVersion 12040 " * 4000)
-sys.stderr.write("a warning\\n" * 20000)
-if os.environ["RANK"] == "0":
-    print('\\ntrainkit-bandwidth: {"backend": "nccl"}')
-    print("node1:1:1 NCCL INFO comm destroyed")
-elif "fails" in sys.argv:
-    sys.exit("RuntimeError: address already in use")
-"""
-
-
-@pytest.fixture
-def fake_rank(tmp_path: Path) -> tuple[str, str]:
-    """An interpreter whose ranks print as much as with NCCL_DEBUG=INFO."""
-    (tmp_path / "rank.py").write_text(FAKE_RANK)
-    return sys.executable, str(tmp_path / "rank.py")
-
-
-def test_result_of_ranks_that_print_much_is_found(fake_rank: tuple[str, str]) -> None:
-    layout = Layout(("here",), (3,), "127.0.0.1", 1)
-    assert bandwidth.run_ranks(layout, "here", os.environ, fake_rank) == Bandwidth(backend="nccl")
-
-
-def test_first_rank_that_fails_is_named(fake_rank: tuple[str, str]) -> None:
-    layout = Layout(("there", "here"), (1, 1), "127.0.0.1", 1)
-    found = bandwidth.run_ranks(layout, "here", os.environ, (*fake_rank, "fails"))
-    assert found == Bandwidth("rank 1 on here: RuntimeError: address already in use")
-
-
 FAKE_TORCH = """
 import json, os, sys
 gpus = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
-if sys.argv[1] == "-c":
-    torch = {"version": "2.11.0", "cuda": "13.0", "gpus": len(gpus), "nccl": "2.28.9", "distributed": True}
-    print(sys.argv[3], json.dumps(torch))
-elif os.environ["RANK"] == "0":
-    print("trainkit-bandwidth:", json.dumps({"backend": " ".join(gpus)}))
+torch = {"version": "2.11.0", "cuda": "13.0", "gpus": len(gpus), "nccl": "2.28.9", "distributed": True}
+measured = {"backend": " ".join(gpus)}
+print(sys.argv[3], json.dumps(measured if "bandwidth" in sys.argv[2] else torch))
 """
 
 
@@ -147,3 +107,13 @@ def test_gpus_of_this_host_are_measured(tmp_path: Path, monkeypatch: pytest.Monk
     assert [check.state for check in found] == ["ok", "ok"]
     assert "over 2 ranks (gloo, 32 MiB)" in found[0].value
     assert re.search(r"Gbit/s from GPU [01] to GPU [01], the slowest of 2", found[1].value)
+
+
+@pytest.mark.slow
+def test_the_rank_that_fails_is_named() -> None:
+    from torch.distributed import TCPStore
+
+    of_rank_0 = TCPStore("127.0.0.1", 0, 3, True, wait_for_workers=False)
+    layout = Layout(("there", "here"), (1, 2), "127.0.0.1", of_rank_0.port)
+    found = bandwidth.run_ranks(layout, "here", {"GLOO_SOCKET_IFNAME": "nope0"}, (sys.executable,))
+    assert re.match(r"here: rank [12]: .*nope0", found.error), found

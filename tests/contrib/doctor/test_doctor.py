@@ -13,13 +13,6 @@ from trainkit.contrib.doctor import command as cli_doctor
 from trainkit.job.preflight import Finding
 
 
-@pytest.fixture(autouse=True)
-def no_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This machine alone, whatever it has."""
-    monkeypatch.setattr("trainkit.cluster.discovery.has_slurm", lambda *_: False)
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-
-
 def test_healthy_machine_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--quick", "--json", "--run-dir", str(tmp_path)]) == 0
     found = {check["name"] for check in json.loads(capsys.readouterr().out)["checks"]}

@@ -14,13 +14,6 @@ from trainkit.cli.main import main
 from trainkit.contrib.doctor import Request, environment
 
 
-@pytest.fixture(autouse=True)
-def no_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This machine alone, whatever it has."""
-    monkeypatch.setattr("trainkit.cluster.discovery.has_slurm", lambda *_: False)
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-
-
 def report(capsys: pytest.CaptureFixture[str], *args: str, code: int) -> dict[str, tuple[str, str]]:
     """Name of each check -> its state and value."""
     assert main(["doctor", "--quick", "--json", *args]) == code
@@ -53,10 +46,10 @@ def test_environment_that_only_the_job_knows_is_a_warning(
     monkeypatch.setattr("trainkit.cluster.discovery.has_slurm", lambda *_: True)
     monkeypatch.setattr("trainkit.contrib.doctor.nodes.slurm_checks", lambda: iter(()))
     found = report(capsys, "--set", "launch.container=torch.sif", code=0)
-    text = "checked the environment of this command; the job uses that of launch.container"
+    text = f"checked {sys.executable} without launch.container of the job"
     assert found["environment"] == ("warning", text)
     found = report(capsys, "--set", "launch.modules=[cuda]", code=0)
-    text = f"checked {sys.executable} without launch.modules, which the job runs first"
+    text = f"checked {sys.executable} without launch.modules of the job"
     assert found["environment"] == ("warning", text)
 
 

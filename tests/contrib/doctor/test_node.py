@@ -2,69 +2,46 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.support.disks import fill, small_disk
+from tests.support.fake_gpus.pynvml import FakeNvml, memory
 from trainkit.contrib.doctor import Request, node
 from trainkit.job.preflight import Finding
 
+WELL = {"Name": "H100", "MemoryInfo": memory(1, 80), "Temperature": 40, "ComputeRunningProcesses": []}
 
-class FakeNvml:
-    """A driver with one GPU."""
 
-    NVML_TEMPERATURE_GPU = 0
-    NVMLError = RuntimeError
-    used_gib, temperature, pids = 1.0, 40, ()
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
-        return index
-
-    def nvmlDeviceGetMemoryInfo(self, _: int) -> Any:
-        used = int(self.used_gib * 2**30)
-        return type("Memory", (), {"used": used, "total": 80 * 2**30, "free": 80 * 2**30 - used})
-
-    def nvmlDeviceGetTemperature(self, *_: int) -> int:
-        return self.temperature
-
-    def nvmlDeviceGetName(self, _: int) -> str:
-        return "H100"
-
-    def nvmlDeviceGetComputeRunningProcesses(self, _: int) -> list[Any]:
-        return [type("Process", (), {"pid": pid}) for pid in self.pids]
+def used_by(*pids: int) -> dict[str, Any]:
+    return {"ComputeRunningProcesses": [SimpleNamespace(pid=pid) for pid in pids]}
 
 
 @pytest.mark.parametrize(
     ("changes", "state", "hint"),
     [
         ({}, "ok", ""),
-        ({"temperature": 91}, "warning", "it is hot"),
-        ({"pids": (77,)}, "warning", "process 77 uses it: `ps -o user,args -p 77`"),
-        ({"pids": (7, 8)}, "warning", "processes 7, 8 use it: `ps -o user,args -p 7,8`"),
-        ({"used_gib": 30.0}, "warning", "another process uses its memory"),
+        ({"Temperature": 91}, "warning", "it is hot"),
+        (used_by(77), "warning", "process 77 uses it: `ps -o user,args -p 77`"),
+        (used_by(7, 8), "warning", "processes 7, 8 use it: `ps -o user,args -p 7,8`"),
+        ({"MemoryInfo": memory(30, 80)}, "warning", "another process uses its memory"),
+        ({"TotalEccErrors": 3}, "failure", "`nvidia-smi -q -d ECC"),
     ],
 )
-def test_gpu(changes: dict[str, Any], state: str, hint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node, "check_gpu", lambda *_: Finding("GPU 0", "ok", "no errors"))
-    nvml = FakeNvml()
-    vars(nvml).update(changes)
-    check = node.gpu_finding(nvml, "0")
-    assert check.state == state
+def test_gpu(changes: dict[str, Any], state: str, hint: str) -> None:
+    check = node.gpu_finding(FakeNvml({**WELL, **changes}), "0")
+    assert (check.name, check.state) == ("GPU 0", state)
     assert check.hint.startswith(hint)
-    assert check.value.startswith("H100, ")
+    assert check.value.startswith("has had 3 " if state == "failure" else "H100, ")
 
 
-def test_mig_slice_whose_temperature_and_processes_are_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> Any:
-        raise FakeNvml.NVMLError("Not Supported")
-
-    monkeypatch.setattr(node, "check_gpu", lambda *_: Finding("GPU 0", "ok", "no errors"))
-    nvml: Any = FakeNvml()
-    nvml.nvmlDeviceGetTemperature = nvml.nvmlDeviceGetComputeRunningProcesses = refuse
-    assert node.gpu_finding(nvml, "0") == Finding(
+def test_mig_slice_whose_temperature_and_processes_are_unknown() -> None:
+    known = {name: WELL[name] for name in ("Name", "MemoryInfo")}
+    assert node.gpu_finding(FakeNvml(known), "0") == Finding(
         "GPU 0", "ok", "H100, 79.0 of 80.0 GiB free, unknown temperature"
     )
 
@@ -75,11 +52,8 @@ def test_mig_slice_whose_temperature_and_processes_are_unknown(monkeypatch: pyte
 def test_the_gpus_that_this_task_sees(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: str | None, names: list[str]
 ) -> None:
-    nvml: Any = FakeNvml()
-    nvml.nvmlDeviceGetCount = lambda: 2
     monkeypatch.setattr(node, "NVIDIA_DRIVER", tmp_path)
-    monkeypatch.setattr(node, "nvml", lambda: nullcontext(nvml))
-    monkeypatch.setattr(node, "driver_cuda", lambda _: (13, 0))
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(WELL, WELL))
     monkeypatch.setattr(node, "driver_version", lambda: "580.1")
     monkeypatch.setattr(node, "gpu_finding", lambda _, name: Finding(name, "ok", ""))
     if listed is None:
@@ -87,12 +61,6 @@ def test_the_gpus_that_this_task_sees(
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
     assert [found.name for found in node.check_gpus()] == ["driver", *names]
-
-
-def test_gpu_with_a_problem_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    failed = Finding("GPU 3", "failure", "does not respond: Unknown Error", "a hint")
-    monkeypatch.setattr(node, "check_gpu", lambda *_: failed)
-    assert node.gpu_finding(FakeNvml(), "3") == failed
 
 
 @pytest.mark.parametrize(

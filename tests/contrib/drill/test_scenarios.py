@@ -2,27 +2,16 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.runs import make_attempt
+from tests.support.runs import launch_plan, make_attempt
 from trainkit.config.schema import RunConfig
 from trainkit.contrib.drill.command import MIN_STEPS, NUM_SAVES
 from trainkit.contrib.drill.scenarios import NAMES, SCENARIOS, RunWatch, choose_target, skip_reason
-from trainkit.plan.launch import Batch, LaunchPlan, Layout
+from trainkit.plan.launch import LaunchPlan
 from trainkit.run.record import add_slurm_attempt
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.client import SlurmUnreachable
 
-LOCAL = LaunchPlan(
-    backend="local",
-    num_nodes=2,
-    workers_per_node=2,
-    device="cpu",
-    layout=Layout(dp_shard=4),
-    batch=Batch(1, 1, 4, 4),
-    lr=0.1,
-    threads_per_worker=1,
-    grace_s=20.0,
-    reasons={},
-)
+LOCAL = launch_plan(backend="local")
 SLURM = replace(LOCAL, backend="sbatch")
 
 

@@ -5,7 +5,6 @@ import os
 import struct
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.programs import run_program
+from tests.support.programs import run_program, wait_for
 from tests.support.runs import free_port, site
 from trainkit.config.running import MlflowConfig
 from trainkit.contrib.trackers.sync import RunTracker
@@ -72,12 +71,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         words = [sys.executable, "-m", "mlflow", *argv]
         proc = subprocess.Popen(words, cwd=folder, env=environ, stdout=log, stderr=log, process_group=0)
     try:
-        deadline_s = time.monotonic() + TIMEOUT_S
         url = f"http://127.0.0.1:{port}"
-        while not answers(f"{url}/health"):
-            assert proc.poll() is None, (folder / "log").read_text()
-            assert time.monotonic() < deadline_s
-            time.sleep(0.2)
+        wait_for(lambda: proc.poll() is not None or answers(f"{url}/health"), TIMEOUT_S)
+        assert proc.poll() is None, (folder / "log").read_text()
         yield url
     finally:
         os.killpg(proc.pid, 15)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 import yaml
 
 from tests.support.broken_runs import FOLDER
+from tests.support.programs import wait_for
 from trainkit.job.failure.launcher_report import LaunchedRanks, RankExit, first_exit
 from trainkit.job.failure.records import first_rank_failure, killed_rank, record_silent_death
 from trainkit.run.files import read_json
 from trainkit.run.record import create_job
-from trainkit.run.rundir import AttemptDir, RunDir
+from trainkit.run.rundir import AttemptDir
 
 REPORTS = Path(__file__).with_name("launcher_reports")
 TORCHRUN = yaml.safe_load((FOLDER / "torchrun-rank-killed.yaml").read_text())["files"]
@@ -48,13 +48,6 @@ def test_a_rank_that_torchrun_killed_after_its_time_to_stop_was_not_the_first() 
     late = OUTPUT["accelerate-two-at-once"].replace("11\n", "41\n", 1)
     found = first_exit(late.splitlines())
     assert (found.code, found.rank) == (1, 0)
-
-
-@pytest.fixture
-def attempt(tmp_path: Path) -> AttemptDir:
-    attempt = RunDir(tmp_path).attempt(1)
-    attempt.create()
-    return attempt
 
 
 @pytest.mark.parametrize(
@@ -114,9 +107,7 @@ def test_the_first_rank_that_fails_is_known_before_its_parent_waits_for_it() -> 
         ranks.watch({process.pid: rank for rank, process in processes.items()})
         ranks.watch({processes[6].pid: 6})
         processes[6].kill()
-        deadline_s = time.monotonic() + 30.0
-        while ranks.first_exit is None and time.monotonic() < deadline_s:
-            time.sleep(0.001)
+        wait_for(lambda: ranks.first_exit)
         processes[5].terminate()
     finally:
         for process in processes.values():
@@ -135,9 +126,7 @@ def test_ranks_have_saved_when_all_say_so(codes: tuple[int, int], saved: bool) -
     ranks.watch({process.pid: rank for rank, process in enumerate(processes)})
     for process in processes:
         process.stdin.close()
-    deadline_s = time.monotonic() + 30.0
-    while len(ranks.codes) < len(codes) and time.monotonic() < deadline_s:
-        time.sleep(0.001)
+    wait_for(lambda: len(ranks.codes) == len(codes))
     for process in processes:
         process.wait()
     assert (sorted(ranks.codes), ranks.have_saved) == (sorted(codes), saved)

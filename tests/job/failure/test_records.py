@@ -8,15 +8,7 @@ from trainkit.job.hangs import HangRecord
 from trainkit.run.end import RankFailure
 from trainkit.run.files import read_json, to_json, write_json
 from trainkit.run.record import CodeCopy, create_job, read_job
-from trainkit.run.rundir import RunDir
 from trainkit.run.tracebacks import CodeLine, users_line
-
-
-@pytest.fixture
-def attempt(tmp_path):
-    attempt = RunDir(tmp_path).attempt(1)
-    attempt.create()
-    return attempt
 
 
 def record(attempt, rank, time, **fields):

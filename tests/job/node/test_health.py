@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,11 +10,12 @@ from typing import Any
 
 import pytest
 
+from tests.support.fake_gpus.pynvml import FakeNvml, NVMLError, NVMLError_NotSupported, memory
 from tests.support.programs import wait_for
 from trainkit.job.node import health
-from trainkit.job.node.health import HealthSampler, job_memory_gib, thin_out
+from trainkit.job.node.health import HealthSampler, thin_out
 from trainkit.run.files import read_jsonl
-from trainkit.run.rundir import AttemptDir, RunDir
+from trainkit.run.rundir import RunDir
 
 KEYS = {
     *("time", "attempt", "host", "cpu_percent", "load_1m", "mem_used_gib", "mem_total_gib", "job_mem_gib"),
@@ -23,14 +23,8 @@ KEYS = {
 }
 
 
-def attempt_in(folder: Path) -> AttemptDir:
-    attempt = RunDir(folder).attempt(3)
-    attempt.create()
-    return attempt
-
-
 def test_a_node_is_sampled_until_the_end(tmp_path: Path) -> None:
-    sampler = HealthSampler(attempt_in(tmp_path), "n1", 0.02, {})
+    sampler = HealthSampler(RunDir(tmp_path).attempt(3), "n1", 0.02, {})
     sampler.start()
     wait_for(lambda: sampler.file.exists() and len(list(read_jsonl(sampler.file))) >= 3)
     sampler.end()
@@ -77,75 +71,31 @@ def test_what_cannot_be_read_is_unknown(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(health, "BLOCK_DEVICES", tmp_path / "none")
     found = health._Counters().sample()
     assert {key for key, value in found.items() if value is not None} == {"load_1m"}
+    assert health.count_oom_kills() is None
 
 
-@pytest.mark.parametrize(
-    ("line", "file"),
-    [
-        ("0::/system.slice/job_7/step_0/user/task_0", "system.slice/job_7/memory.current"),
-        ("0::/user.slice", "user.slice/memory.current"),
-        ("4:memory:/slurm/job_7/step_0", "memory/slurm/job_7/memory.usage_in_bytes"),
-    ],
-)
-def test_the_memory_of_a_job_is_that_of_its_control_group(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, file: str
-) -> None:
-    (tmp_path / "self").mkdir()
-    (tmp_path / "self" / "cgroup").write_text(line + "\n")
-    (tmp_path / file).parent.mkdir(parents=True)
-    (tmp_path / file).write_text(f"{3 << 29}\n")
-    monkeypatch.setattr(health, "PROC", tmp_path)
-    monkeypatch.setattr(health, "CGROUPS", tmp_path)
-    assert job_memory_gib() == 1.5
-
-
-class NVMLError(Exception):
-    pass
-
-
-class NotSupported(NVMLError):
-    pass
-
-
-def fake_nvml(**changes: Any) -> SimpleNamespace:
-    """NVML with two GPUs."""
-    values: dict[str, Any] = {
-        "NVMLError": NVMLError,
-        "NVMLError_NotSupported": NotSupported,
-        "NVMLError_FunctionNotFound": NotSupported,
-        "NVMLError_NoPermission": NotSupported,
-        "NVML_TEMPERATURE_GPU": 0,
-        "NVML_CLOCK_SM": 1,
-        "NVML_MEMORY_ERROR_TYPE_UNCORRECTED": 1,
-        "NVML_VOLATILE_ECC": 0,
-        "nvmlClocksThrottleReasonSwThermalSlowdown": 32,
-        "nvmlClocksThrottleReasonHwThermalSlowdown": 64,
-        "nvmlClocksThrottleReasonSwPowerCap": 4,
-        "nvmlInit": lambda: None,
-        "nvmlShutdown": lambda: None,
-        "nvmlDeviceGetCount": lambda: 2,
-        "nvmlDeviceGetHandleByIndex": lambda index: index,
-        "nvmlDeviceGetHandleByUUID": lambda name: {"MIG-x": 1}[name],
-        "nvmlDeviceGetUUID": lambda gpu: ("GPU-aaaa", "GPU-bbbb")[gpu],
-        "nvmlDeviceGetIndex": lambda gpu: gpu,
-        "nvmlDeviceGetName": lambda gpu: "H100",
-        "nvmlDeviceGetUtilizationRates": lambda gpu: SimpleNamespace(gpu=90 + gpu),
-        "nvmlDeviceGetMemoryInfo": lambda gpu: SimpleNamespace(used=3 << 29, total=80 << 30),
-        "nvmlDeviceGetPowerUsage": lambda gpu: 650_500,
-        "nvmlDeviceGetTemperature": lambda gpu, kind: 88,
-        "nvmlDeviceGetClockInfo": lambda gpu, kind: 1200,
-        "nvmlDeviceGetCurrentClocksThrottleReasons": lambda gpu: 1 | 32 | 64,
-        "nvmlDeviceGetTotalEccErrors": lambda gpu, kind, counter: 0,
+def gpu(index: int, **changes: Any) -> dict[str, Any]:
+    return {
+        "UUID": ("GPU-aaaa", "GPU-bbbb")[index],
+        "slices": ((), ("MIG-x",))[index],
+        "Name": "H100",
+        "UtilizationRates": SimpleNamespace(gpu=90 + index),
+        "MemoryInfo": memory(1.5, 80),
+        "PowerUsage": 650_500,
+        "Temperature": 88,
+        "ClockInfo": 1200,
+        "CurrentClocksThrottleReasons": 1 | 32 | 64,
+        "TotalEccErrors": 0,
+        **changes,
     }
-    return SimpleNamespace(**(values | changes))
 
 
 def gpus(monkeypatch: pytest.MonkeyPatch, listed: str | None, **changes: Any) -> tuple[Any, str]:
-    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(**changes))
+    """The samples of the listed ones of two GPUs, and what is said of them."""
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(gpu(0, **changes), gpu(1)))
     found = health._Gpus(listed)
     found.open()
-    samples, problem = found.sample()
-    return samples, problem
+    return found.sample()
 
 
 def test_gpus_are_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,23 +125,18 @@ def test_only_the_gpus_of_the_job(monkeypatch: pytest.MonkeyPatch, listed: str, 
 def test_a_value_that_a_gpu_lacks_is_unknown_and_a_lost_gpu_is_a_problem(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def raises(error: Exception) -> Callable[..., Any]:
-        def get(*args: Any) -> Any:
-            raise error
-
-        return get
-
-    found, problem = gpus(monkeypatch, "0", nvmlDeviceGetTotalEccErrors=raises(NotSupported("no")))
+    found, problem = gpus(monkeypatch, "0", TotalEccErrors=NVMLError_NotSupported("no"))
     assert (found[0]["ecc_errors"], problem) == (None, "")
-    found, problem = gpus(monkeypatch, "0", nvmlDeviceGetPowerUsage=raises(NVMLError("GPU is lost")))
+    found, problem = gpus(monkeypatch, "0", PowerUsage=NVMLError("GPU is lost"))
     assert (found[0]["power_w"], problem) == (None, "GPU 0: GPU is lost")
 
 
 def test_without_a_driver_there_are_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    def init() -> None:
+    def init(nvml: FakeNvml) -> None:
         raise NVMLError("no driver")
 
-    assert gpus(monkeypatch, None, nvmlInit=init) == ([], "")
+    monkeypatch.setattr(FakeNvml, "nvmlInit", init)
+    assert gpus(monkeypatch, None) == ([], "")
 
 
 def test_a_file_stays_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +146,7 @@ def test_a_file_stays_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     times = [record["time"] for record in read_jsonl(file)]
     assert times == [*range(0, 50, 2), *range(50, 100)]
     monkeypatch.setattr(health, "MAX_BYTES", 4000)
-    sampler = HealthSampler(attempt_in(tmp_path), "n1", 0.001, {})
+    sampler = HealthSampler(RunDir(tmp_path).attempt(3), "n1", 0.001, {})
     sampler.start()
     sizes = []
 
@@ -224,52 +169,64 @@ def test_a_full_disk_is_said_once_and_the_next_sample_is_tried(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(health, "append_jsonl", full)
-    sampler = HealthSampler(attempt_in(tmp_path), "n1", 0.001, {})
+    sampler = HealthSampler(RunDir(tmp_path).attempt(3), "n1", 0.001, {})
     sampler.start()
     wait_for(lambda: len(tries) > 5)
     sampler.end()
     assert capfd.readouterr().out.count(f"{sampler.file}: No space left on device") == 1
 
 
-@pytest.fixture
-def cgroups(tmp_path, monkeypatch):
-    """Write what the kernel shows of this process's cgroups."""
+USED = f"{3 << 29}\n"
+
+
+@pytest.mark.parametrize(
+    ("own", "file", "text", "memory_gib", "oom_kills"),
+    [
+        (
+            "0::/system.slice/job_7/step_0/task_0",
+            "system.slice/job_7/memory.current",
+            f"{3 << 29}\n",
+            1.5,
+            None,
+        ),
+        ("0::/user.slice", "user.slice/memory.current", USED, 1.5, None),
+        ("4:memory:/slurm/job_7", "memory/slurm/job_7/memory.usage_in_bytes", USED, 1.5, None),
+        (
+            "0::/a/job_7/b",
+            "a/job_7/b/memory.events",
+            "oom 3\noom_kill 2\noom_group_kill 0\n",
+            None,
+            2,
+        ),
+        (
+            "9:name=systemd:/\n4:memory:/job_7\n3:cpu,cpuacct:/\n0::/",
+            "memory/job_7/memory.oom_control",
+            "oom_kill_disable 0\nunder_oom 0\noom_kill 5\n",
+            None,
+            5,
+        ),
+        # A kernel that does not count, and no control group of the memory.
+        ("4:memory:/", "memory/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\n", None, None),
+        ("", None, "", None, None),
+        ("0::/", None, "", None, None),
+        ("1:cpu:/x", None, "", None, None),
+    ],
+)
+def test_the_control_group_of_a_job(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    own: str,
+    file: str | None,
+    text: str,
+    memory_gib: float | None,
+    oom_kills: int | None,
+) -> None:
+    """The memory is that of the job, the processes that were killed are those of this group."""
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self/cgroup").write_text(f"{own}\n")
+    if file is not None:
+        (tmp_path / "sys" / file).parent.mkdir(parents=True)
+        (tmp_path / "sys" / file).write_text(text)
     monkeypatch.setattr(health, "PROC", tmp_path)
     monkeypatch.setattr(health, "CGROUPS", tmp_path / "sys")
-    (tmp_path / "self").mkdir()
-
-    def write(own, file=None, text=""):
-        (tmp_path / "self/cgroup").write_text(own)
-        if file is not None:
-            (tmp_path / "sys" / file).parent.mkdir(parents=True)
-            (tmp_path / "sys" / file).write_text(text)
-
-    return write
-
-
-def test_oom_kills_of_the_second_version(cgroups):
-    events = "low 0\nhigh 0\nmax 21\noom 3\noom_kill 2\noom_group_kill 0\n"
-    cgroups("0::/slurm/job_7/step_0/user/task_0\n", "slurm/job_7/step_0/user/task_0/memory.events", events)
-    assert health.count_oom_kills() == 2
-
-
-def test_oom_kills_of_the_first_version(cgroups):
-    own = "9:name=systemd:/\n4:memory:/slurm/job_7\n3:cpu,cpuacct:/\n0::/\n"
-    cgroups(own, "memory/slurm/job_7/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 5\n")
-    assert health.count_oom_kills() == 5
-
-
-@pytest.mark.parametrize("own", ["", "0::/\n", "1:cpu:/x\n"])
-def test_nobody_counts_oom_kills(cgroups, own):
-    cgroups(own)
-    assert health.count_oom_kills() is None
-
-
-def test_an_old_kernel_does_not_count(cgroups):
-    cgroups("4:memory:/\n", "memory/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\n")
-    assert health.count_oom_kills() is None
-
-
-def test_no_oom_kills_without_proc(monkeypatch, tmp_path):
-    monkeypatch.setattr(health, "PROC", tmp_path / "none")
-    assert health.count_oom_kills() is None
+    assert (health.job_memory_gib(), health.count_oom_kills()) == (memory_gib, oom_kills)

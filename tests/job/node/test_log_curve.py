@@ -4,19 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.runs import make_attempt
+from tests.support.runs import launch_plan, make_attempt
 from trainkit.job.node import log_curve
 from trainkit.job.node.log_curve import LogCurve
-from trainkit.plan.launch import Batch, LaunchPlan, Layout
 from trainkit.run.events import best_result, log_event, read_events, training_curve
 from trainkit.run.files import append_jsonl, read_jsonl
 from trainkit.run.history import RunHistory
 
-PLAN = LaunchPlan(
-    *("local", 1, 2, "cpu", Layout(), Batch(1, 1, 1, 1), 0.1, 1, 60.0, {}),
-    command=("train",),
-    log_pattern="auto",
-)
+PLAN = launch_plan(num_nodes=1, command=("train",), log_pattern="auto")
 
 
 @pytest.fixture

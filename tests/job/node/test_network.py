@@ -15,15 +15,13 @@ def test_the_way_to_this_machine_is_the_loopback_interface() -> None:
     assert interface_to("no-such-host.invalid") is None
 
 
-def test_ranks_on_one_host_talk_over_lo() -> None:
-    environ, said = network_environ("auto", None)
-    assert environ == {"GLOO_SOCKET_IFNAME": "lo"}
-    assert "all ranks are on this host" in said
-
-
 def test_presets() -> None:
+    alone, said = network_environ("auto", None)
+    assert said == "interface lo: all ranks are on this host"
+    nowhere, said = network_environ("auto", "no-such-host.invalid")
+    assert (nowhere, said) == ({}, "no interface chosen: no route to no-such-host.invalid")
     auto, said = network_environ("auto", "127.0.0.1")
-    assert auto == {"GLOO_SOCKET_IFNAME": "lo"}
+    assert auto == alone == {"GLOO_SOCKET_IFNAME": "lo"}
     assert said == "interface lo: the route to 127.0.0.1; NCCL chooses its own"
     assert network_environ("socket", "127.0.0.1")[0] == {**auto, "NCCL_IB_DISABLE": "1"}
     assert network_environ("debug", "127.0.0.1")[0]["NCCL_DEBUG"] == "INFO"
@@ -94,9 +92,3 @@ def test_a_named_interface_must_exist() -> None:
     with pytest.raises(UsageError, match="has no such interface") as caught:
         network_environ("ib7", "anything")
     assert "its interfaces are" in caught.value.hint
-
-
-def test_no_way_is_said() -> None:
-    environ, said = network_environ("auto", "no-such-host.invalid")
-    assert environ == {}
-    assert said.startswith("no interface chosen")

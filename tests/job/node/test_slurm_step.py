@@ -47,39 +47,29 @@ def step(**changes: Any) -> dict[str, str]:
 
 def test_a_task_of_a_step() -> None:
     place = find_slurm_task(STEP)
-    assert (place.job_id, place.step_id, place.task, place.node_rank, place.local_task) == (
-        "12",
-        "0",
-        2,
-        1,
-        0,
-    )
+    assert (place.job_id, place.step_id) == ("12", "0")
+    assert (place.task, place.node_rank, place.local_task) == (2, 1, 0)
     assert place.hosts == ("node18", "node1"), "in the step's order"
     assert (place.num_tasks, place.num_nodes, place.tasks) == (4, 2, (2, 2))
-
-
-def test_uneven_nodes() -> None:
     place = find_slurm_task(step(SLURM_STEP_NUM_TASKS="3", SLURM_STEP_TASKS_PER_NODE="2,1"))
     assert place.tasks == (2, 1)
 
 
-@pytest.mark.parametrize("environ", [BATCH_SHELL, {**BATCH_SHELL, "SLURM_STEP_ID": "-5"}])
-def test_the_batch_shell_is_no_task_although_it_has_a_procid(environ: dict[str, str]) -> None:
+BATCH, INTERACTIVE = "the batch shell of a Slurm job", "the interactive shell of an allocation"
+
+
+@pytest.mark.parametrize(
+    ("environ", "reason"),
+    [
+        ({}, "this process is not in a Slurm job"),
+        (BATCH_SHELL, BATCH),  # although it has a SLURM_PROCID
+        *((step(SLURM_STEP_ID=number), BATCH) for number in ("4294967291", "-5")),
+        *((step(SLURM_STEP_ID=number), INTERACTIVE) for number in ("4294967290", "4294967292", "-6", "-4")),
+    ],
+)
+def test_shells_and_special_steps_are_no_tasks(environ: dict[str, str], reason: str) -> None:
     assert find_slurm_task(environ) is None
-    assert "shell of a Slurm job" in str(reason_not_a_task(environ))
-
-
-@pytest.mark.parametrize("number", ["4294967290", "4294967291", "4294967292", "-6", "-5", "-4"])
-def test_interactive_batch_and_extern_steps_are_no_tasks(number: str) -> None:
-    assert find_slurm_task(step(SLURM_STEP_ID=number)) is None
-    assert ("interactive shell" in str(reason_not_a_task(step(SLURM_STEP_ID=number)))) is (
-        number not in ("4294967291", "-5")
-    )
-
-
-def test_no_job_at_all() -> None:
-    assert find_slurm_task({}) is None
-    assert "not in a Slurm job" in str(reason_not_a_task({}))
+    assert reason in str(reason_not_a_task(environ))
 
 
 def test_a_task_of_an_array_has_an_id_of_its_own() -> None:

@@ -5,11 +5,12 @@ import signal
 import socket
 import stat
 import threading
-from pathlib import Path
+from functools import partial
 
 import pytest
 
 from tests.support.fake_slurm import FakeSlurm
+from tests.support.runs import launch_plan
 from trainkit.errors import EXIT_NO_RESTART, EXIT_STOPPED, TrainkitError
 from trainkit.job import processes
 from trainkit.job.node import agent, rendezvous
@@ -27,16 +28,11 @@ from trainkit.job.node.rendezvous import (
     slurm_rendezvous,
 )
 from trainkit.job.node.slurm_step import SlurmTask
-from trainkit.plan.launch import Batch, LaunchPlan, Layout
+from trainkit.plan.launch import LaunchPlan
 from trainkit.run.files import read_json, read_jsonl, write_json
 from trainkit.run.rundir import AttemptDir, RunDir
 
-
-def plan(num_nodes: int = 2, workers_per_node: int = 2, per: str = "gpu", **more: object) -> LaunchPlan:
-    fields: dict[str, object] = {"per": per, **more}
-    layout = Layout(dp_shard=num_nodes * workers_per_node)
-    batch = Batch(1, 1, 4, 4)
-    return LaunchPlan("sbatch", num_nodes, workers_per_node, "cpu", layout, batch, 0.1, 1, 60.0, {}, **fields)  # type: ignore[arg-type]
+plan = partial(launch_plan, per="gpu")
 
 
 def task_of(node_rank: int = 0, local_task: int = 0, tasks: tuple[int, ...] = (2, 2)) -> SlurmTask:
@@ -187,10 +183,8 @@ def test_asked_to_stop_while_waiting(attempt: AttemptDir) -> None:
 
 
 def test_a_plan_that_does_not_come_is_a_failure_of_the_task_that_waits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    attempt = RunDir(tmp_path).attempt(1)
-    attempt.create()
     monkeypatch.setattr(agent, "find_slurm_task", lambda: task_of(node_rank=1))
 
     def wait(attempt: AttemptDir) -> LaunchPlan:
@@ -207,20 +201,17 @@ def test_a_plan_that_does_not_come_is_a_failure_of_the_task_that_waits(
 
 @pytest.mark.parametrize(("procid", "events"), [("0", ["SIGUSR2"]), ("1", [])])
 def test_a_notice_before_the_ranks_are_started_is_written_down_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, procid: str, events: list[str]
+    attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch, procid: str, events: list[str]
 ) -> None:
     """For the supervisor, which is not a task of the step: else the end looks like the ranks' decision."""
-    run = RunDir(tmp_path)
-    run.attempt(1).create()
-    number = int(procid)
-    monkeypatch.setattr(agent, "find_slurm_task", lambda: task_of(local_task=number))
+    monkeypatch.setattr(agent, "find_slurm_task", lambda: task_of(local_task=int(procid)))
 
     def signalled(attempt: AttemptDir) -> LaunchPlan:
         raise StopSignalReceived(signal.SIGUSR2)
 
     monkeypatch.setattr(agent, "await_plan", signalled)
-    assert agent.run_slurm_task(run, 1) == EXIT_STOPPED
-    assert [event["signal"] for event in read_jsonl(run.events_file)] == events
+    assert agent.run_slurm_task(attempt.run, 1) == EXIT_STOPPED
+    assert [event["signal"] for event in read_jsonl(attempt.run.events_file)] == events
 
 
 @pytest.mark.parametrize("text", ["20000\t30000\n", "1024 65535", None])
@@ -248,32 +239,19 @@ def test_taken_port_is_passed_over(monkeypatch):
         assert choose_port() == other
 
 
-@pytest.fixture
-def run(tmp_path):
+@pytest.mark.parametrize(
+    ("met", "number", "newer"),
+    [
+        ((1, 2, 3), 3, None),
+        ((1,), 1, None),  # the others wait in a queue, and take no place
+        ((1, 2), 1, 2),
+        ((1, 3), 1, 3),
+    ],
+)
+def test_an_attempt_whose_ranks_have_met_elsewhere_is_newer(tmp_path, met, number, newer):
     run = RunDir(tmp_path)
-    for number in (1, 2, 3):
-        run.attempt(number).create()
-    return run
-
-
-def meet(run, number):
-    write_json(run.attempt(number).rendezvous_file, {"port": 1})
-
-
-def test_the_newest_goes_on(run):
-    meet(run, 1)
-    meet(run, 2)
-    meet(run, 3)
-    assert superseding_attempt(run.attempt(3)) is None
-
-
-def test_an_attempt_that_waits_in_a_queue_takes_no_place(run):
-    meet(run, 1)
-    assert superseding_attempt(run.attempt(1)) is None
-
-
-@pytest.mark.parametrize("number", [2, 3])
-def test_ranks_that_have_met_elsewhere(run, number):
-    meet(run, 1)
-    meet(run, number)
-    assert superseding_attempt(run.attempt(1)) == number
+    for other in (1, 2, 3):
+        run.attempt(other).create()
+        if other in met:
+            write_json(run.attempt(other).rendezvous_file, {"port": 1})
+    assert superseding_attempt(run.attempt(number)) == newer

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.programs import wait_for
 from tests.support.runs import make_attempt
 from trainkit.job import processes
 from trainkit.job.node import worker_env as trackers
@@ -26,10 +27,7 @@ def sender(attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch, script: str) ->
     """A sender that runs a script, which has started."""
     monkeypatch.setattr(trackers, "module_argv", lambda module, run: (sys.executable, "-c", script))
     found = TrackerSender(attempt, LaunchPlan.from_dict(read_json(attempt.plan_file)))
-    deadline_s = time.monotonic() + 60
-    while attempt.trackers_log.read_text() != "up\n":
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
+    wait_for(lambda: attempt.trackers_log.read_text() == "up\n")
     return found
 
 

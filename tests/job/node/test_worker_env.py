@@ -2,13 +2,13 @@ from dataclasses import replace
 
 import pytest
 
+from tests.support.runs import launch_plan
 from trainkit.job.node.rendezvous import local_rendezvous
 from trainkit.job.node.worker_env import gpu_slice, worker_argv, worker_environ, worker_rank
 from trainkit.job.rank_env import find_rank_env
-from trainkit.plan.launch import Batch, LaunchPlan, Layout
 from trainkit.run.rundir import RunDir
 
-PLAN = LaunchPlan("local", 2, 2, "cuda", Layout(dp_shard=4), Batch(1, 1, 4, 4), 0.1, 3, 60.0, {})
+PLAN = launch_plan(backend="local", device="cuda", threads_per_worker=3)
 
 
 def place_on(node_rank, local_rank, plan=PLAN):
@@ -20,8 +20,8 @@ def environ(plan=PLAN, configured=None, inherited=None, node_rank=1):
     return worker_environ(plan, place, RunDir("/r").attempt(2), inherited=inherited or {}, network={})
 
 
-def test_worker_finds_its_place():
-    found = find_rank_env(environ(inherited={"RANK": "9", "GROUP_RANK": "9"}))
+def test_worker_finds_its_place_and_no_setting_can_move_it():
+    found = find_rank_env(environ(configured={"RANK": "0"}, inherited={"RANK": "9", "GROUP_RANK": "9"}))
     assert replace(found, source="") == replace(place_on(1, 1), source="")
     assert found.rank == 3
 
@@ -29,10 +29,8 @@ def test_worker_finds_its_place():
 def test_defaults_give_way_to_the_user():
     assert environ()["OMP_NUM_THREADS"] == "3"
     assert environ(inherited={"OMP_NUM_THREADS": "7"})["OMP_NUM_THREADS"] == "7"
-    assert (
-        environ(configured={"OMP_NUM_THREADS": "8"}, inherited={"OMP_NUM_THREADS": "7"})["OMP_NUM_THREADS"]
-        == "8"
-    )
+    both = environ(configured={"OMP_NUM_THREADS": "8"}, inherited={"OMP_NUM_THREADS": "7"})
+    assert both["OMP_NUM_THREADS"] == "8"
     assert environ(configured={"GLOO_SOCKET_IFNAME": "eth0"})["GLOO_SOCKET_IFNAME"] == "eth0"
 
 
@@ -52,10 +50,6 @@ def test_a_command_looks_like_a_rank_of_torchrun():
     assert environ(command, inherited={"TORCHELASTIC_RUN_ID": "other"})["TORCHELASTIC_RUN_ID"] == "r-2"
     assert "TORCHELASTIC_RUN_ID" not in environ()
     assert "TORCHELASTIC_RUN_ID" not in environ(replace(command, launcher="torchrun"))
-
-
-def test_no_setting_can_move_a_worker():
-    assert environ(configured={"RANK": "0"})["RANK"] == "3"
 
 
 @pytest.mark.parametrize(

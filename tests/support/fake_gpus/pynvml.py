@@ -1,6 +1,7 @@
-"""A driver with as many GPUs as FAKE_GPUS says, for processes that have this folder on PYTHONPATH.
+"""A driver with GPUs that are made up: `FakeNvml` in a test, and this module in other processes.
 
-FAKE_GPU_USERS is a file with a line ``GPU PID`` for each process that uses one.
+Those have this folder on PYTHONPATH. FAKE_GPUS is the number of their GPUs, and FAKE_GPU_USERS a file with a
+line ``GPU PID`` for each process that uses one.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
 
 VISIBLE_UUIDS = ("GPU-aaaa", "GPU-bbbb", "GPU-cccc", "GPU-dddd")
 
@@ -22,51 +23,82 @@ class NVMLError_NotSupported(NVMLError):
     pass
 
 
-class NVMLError_FunctionNotFound(NVMLError):
-    pass
+class FakeNvml:
+    """A driver with some GPUs, each with what functions return of it, by the ends of their names.
+
+    For example ``Name`` of `nvmlDeviceGetName`: a value, a function of the other arguments, or an error to
+    raise. What a GPU does not have is not supported. One that is ``lost`` cannot be found.
+    """
+
+    NVMLError, NVMLError_NotSupported = NVMLError, NVMLError_NotSupported
+    NVMLError_FunctionNotFound = NVMLError_NoPermission = NVMLError_NotSupported
+    NVML_SUCCESS = NVML_TEMPERATURE_GPU = NVML_VOLATILE_ECC = 0
+    NVML_CLOCK_SM = NVML_MEMORY_ERROR_TYPE_UNCORRECTED = 1
+    NVML_FI_DEV_GET_GPU_RECOVERY_ACTION = 273
+    nvmlClocksThrottleReasonSwPowerCap = 4
+    nvmlClocksThrottleReasonSwThermalSlowdown = 32
+    nvmlClocksThrottleReasonHwThermalSlowdown = 64
+
+    def __init__(self, *gpus: dict[str, Any]) -> None:
+        self._gpus = gpus
+
+    def nvmlInit(self) -> None: ...
+
+    def nvmlShutdown(self) -> None: ...
+
+    def nvmlSystemGetCudaDriverVersion_v2(self) -> int:
+        return 13000
+
+    def nvmlDeviceGetCount(self) -> int:
+        return len(self._gpus)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> dict[str, Any]:
+        if index >= len(self._gpus) or "lost" in self._gpus[index]:
+            raise NVMLError("GPU is lost")
+        return {"Index": index, **self._gpus[index]}
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> dict[str, Any]:
+        """The slice of a GPU."""
+        for index, gpu in enumerate(self._gpus):
+            if uuid in gpu.get("slices", ()):
+                return {"Index": index, **gpu}
+        raise NVMLError("Not Found")
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        kind = name.removeprefix("nvmlDeviceGet")
+        if kind == name:
+            raise AttributeError(name)
+
+        def get(gpu: dict[str, Any], *more: object) -> Any:
+            value = gpu.get(kind, NVMLError_NotSupported(name))
+            value = value(*more) if callable(value) else value
+            if isinstance(value, Exception):
+                raise value
+            return value
+
+        return get
 
 
-class NVMLError_NoPermission(NVMLError):
-    pass
+def memory(used_gib: float, total_gib: float) -> SimpleNamespace:
+    """What `nvmlDeviceGetMemoryInfo` returns."""
+    used, total = (int(gib * 2**30) for gib in (used_gib, total_gib))
+    return SimpleNamespace(used=used, total=total, free=total - used)
 
 
-def nvmlInit() -> None:
-    pass
-
-
-def nvmlShutdown() -> None:
-    pass
-
-
-def nvmlSystemGetCudaDriverVersion_v2() -> int:
-    return 13000
-
-
-def nvmlDeviceGetCount() -> int:
-    return int(os.environ["FAKE_GPUS"])
-
-
-def nvmlDeviceGetHandleByIndex(index: int) -> int:
-    return index
-
-
-def nvmlDeviceGetUUID(gpu: int) -> str:
-    return VISIBLE_UUIDS[gpu]
-
-
-def nvmlDeviceGetName(gpu: int) -> str:
-    return "NVIDIA A100-SXM4-40GB"
-
-
-def nvmlDeviceGetComputeRunningProcesses(gpu: int) -> list[SimpleNamespace]:
+def _users(gpu: int) -> list[SimpleNamespace]:
     file = Path(os.environ.get("FAKE_GPU_USERS", "/nonexistent"))
     lines = file.read_text().splitlines() if file.exists() else []
     found = [line.split() for line in lines]
     return [SimpleNamespace(pid=int(pid)) for index, pid in found if int(index) == gpu]
 
 
-def __getattr__(name: str) -> Callable[..., Any]:
-    def unsupported(*arguments: object) -> NoReturn:
-        raise NVMLError_NotSupported(name)
-
-    return unsupported
+def __getattr__(name: str) -> Any:
+    """What the driver of this process has."""
+    if "FAKE_GPUS" not in os.environ:
+        raise AttributeError(name)
+    a100 = {"Name": "NVIDIA A100-SXM4-40GB"}
+    gpus = [
+        {**a100, "UUID": VISIBLE_UUIDS[index], "ComputeRunningProcesses": lambda index=index: _users(index)}
+        for index in range(int(os.environ["FAKE_GPUS"]))
+    ]
+    return getattr(FakeNvml(*gpus), name)

@@ -1,34 +1,22 @@
-"""What links between hosts should give, and what they do.
-
-``python -m trainkit.contrib.doctor.bandwidth`` is one rank of the measurement: all-reduce over all of them,
-and point to point along a ring.
-"""
+"""What links between hosts should give, and what they do: all-reduce over all ranks, and along a ring."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import IO
 
 from trainkit.contrib.doctor import from_json, to_json
 from trainkit.job.preflight import Finding, warn_if
-from trainkit.job.processes import first_failed
+from trainkit.launch.packages import NoAnswer, ask
 
-LAYOUT_VARIABLE = "TRAINKIT_DOCTOR_LAYOUT"
-"""Has the ranks of all hosts."""
-MARK = "trainkit-bandwidth:"
-"""Before the result of rank 0: NCCL_DEBUG prints to the standard output, too."""
+RANKS = "from trainkit.contrib.doctor.bandwidth import main; main()"
 TIMEOUT_S = 180.0
 NET, INFINIBAND = Path("/sys/class/net"), Path("/sys/class/infiniband")
 
@@ -94,56 +82,13 @@ def link_gbit_s(interface: str | None) -> dict[str, float]:
     return found
 
 
-def run_ranks(
-    layout: Layout, host: str, environ: Mapping[str, str], python: Sequence[str] = (sys.executable,)
-) -> Bandwidth:
+def run_ranks(layout: Layout, host: str, environ: Mapping[str, str], python: Sequence[str]) -> Bandwidth:
     """Run the ranks of one host with an interpreter, and wait for them."""
-    node = layout.hosts.index(host)
-    first = sum(layout.num_ranks[:node])
-    with ExitStack() as files:
-        ranks = []
-        try:
-            for local_rank in range(layout.num_ranks[node]):
-                # Files, not pipes: a rank whose pipe nobody reads would stop.
-                out, errors = (
-                    files.enter_context(tempfile.TemporaryFile("w+", errors="replace")) for _ in range(2)
-                )
-                variables = {
-                    **environ,
-                    LAYOUT_VARIABLE: to_json(layout),
-                    "RANK": str(first + local_rank),
-                    "LOCAL_RANK": str(local_rank),
-                    "OMP_NUM_THREADS": "1",
-                }
-                argv = [*python, "-m", "trainkit.contrib.doctor.bandwidth"]
-                proc = subprocess.Popen(
-                    argv, stdin=subprocess.DEVNULL, stdout=out, stderr=errors, env=variables
-                )
-                ranks.append((proc, out, errors))
-            failed = first_failed([proc for proc, _, _ in ranks], TIMEOUT_S)
-        except OSError as error:
-            return Bandwidth(f"{python[0]} does not run on {host}: {error.strerror or error}")
-        except subprocess.TimeoutExpired:
-            return Bandwidth(f"the ranks on {host} took longer than {TIMEOUT_S:.0f} s")
-        finally:
-            for proc, _, _ in ranks:
-                if proc.poll() is None:
-                    proc.kill()
-                    proc.wait()
-        if failed is not None:
-            said = [line for line in _lines(ranks[failed][2]) if line.strip()] or ["it crashed"]
-            return Bandwidth(f"rank {first + failed} on {host}: {said[-1].strip()}")
-        if first > 0:
-            return Bandwidth()
-        line = next((line for line in _lines(ranks[0][1]) if line.startswith(MARK)), None)
-        if line is None:
-            return Bandwidth(f"rank 0 on {host} ended without a result")
-        return from_json(Bandwidth, line.removeprefix(MARK))
-
-
-def _lines(file: IO[str]) -> list[str]:
-    file.seek(0)
-    return file.read().splitlines()
+    variables = {**environ, "OMP_NUM_THREADS": "1"}
+    try:
+        return Bandwidth(**ask(python, RANKS, (host, to_json(layout)), variables, timeout_s=TIMEOUT_S))
+    except NoAnswer as error:
+        return Bandwidth(f"{host}: {error}")
 
 
 SLOW_SHARE = 0.25
@@ -200,13 +145,28 @@ SIZE_MIB = {"gloo": 32, "nccl": 256}
 NUM_WARMUPS, NUM_REPEATS = 1, 5
 
 
-def main() -> int:
-    """Measure as one rank, whose environment has RANK and LOCAL_RANK; rank 0 prints the result as JSON."""
+def main() -> None:
+    """Start the ranks of a host, in the order of their numbers; the arguments are those of `run_ranks`."""
+    from torch.multiprocessing.spawn import ProcessException, spawn
+
+    mark, host, text = sys.argv[1:]
+    layout = from_json(Layout, text)
+    node = layout.hosts.index(host)
+    first = sum(layout.num_ranks[:node])
+    try:
+        spawn(measure, (first, layout, mark), layout.num_ranks[node])  # type: ignore[no-untyped-call]
+    except ProcessException as error:
+        sys.exit(f"rank {first + error.error_index}: {str(error).strip().splitlines()[-1]}")
+    if first:
+        print(mark, "{}")
+
+
+def measure(local_rank: int, first: int, layout: Layout, mark: str) -> None:
+    """Measure as one rank of a host, whose first has this number; rank 0 of all prints the result as JSON."""
     import torch
     import torch.distributed as dist
 
-    layout = from_json(Layout, os.environ[LAYOUT_VARIABLE])
-    rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+    rank = first + local_rank
     on_gpu = torch.cuda.is_available()
     backend, device = ("nccl", torch.device("cuda", local_rank)) if on_gpu else ("gloo", torch.device("cpu"))
     if on_gpu:
@@ -259,11 +219,6 @@ def main() -> int:
         names = [name for name, _ in points]
         found = list(zip(names, [*names[1:], names[0]], speeds.tolist(), strict=True))
         result = Bandwidth("", backend, SIZE_MIB[backend], reduced, found)
-        print(f"\n{MARK} {to_json(result)}", flush=True)
+        print(f"\n{mark} {to_json(result)}", flush=True)
     dist.barrier()
     dist.destroy_process_group()
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -150,18 +150,15 @@ def with_interpreter(
         launch = launch.model_copy(update=unused)
     found, problems = find_interpreter(launch, cwd)
     checks = [Finding("environment", "failure", f"{key} {text}", hint) for key, text, hint in problems]
-    before = [f"launch.{name}" for name in ("modules", "setup") if getattr(launch, name)]
-    named = [f"launch.{name}" for name in ("conda", "python") if getattr(launch, name) is not None]
-    argv = (*found.argv, *found.options)
-    is_known = "/" in found.argv[0] or not (launch.conda or before)
-    hint = "run `trainkit doctor` in that environment, or read the first lines of a job's log"
-    if launch.container is not None or not is_known:
-        uses = "launch.container" if launch.container is not None else " and ".join(named + before)
-        text = f"checked the environment of this command; the job uses that of {uses}"
-        argv = (sys.executable,)
-        checks.append(Finding("environment", "warning", text, hint))
-    elif before:
-        text = f"checked {found.argv[0]} without {' and '.join(before)}, which the job runs first"
-        checks.append(Finding("environment", "warning", text, hint))
+    before = [name for name in ("modules", "setup") if getattr(launch, name)]
+    is_known = launch.container is None and ("/" in found.argv[0] or not (launch.conda or before))
+    argv = (*found.argv, *found.options) if is_known else (sys.executable,)
+    chosen = [name for name in ("container", "conda", "python") if getattr(launch, name) is not None]
+    if lacks := [*([] if is_known else chosen), *before]:
+        names = " and ".join(f"launch.{name}" for name in lacks)
+        hint = "run `trainkit doctor` in that environment, or read the first lines of a job's log"
+        checks.append(
+            Finding("environment", "warning", f"checked {argv[0]} without {names} of the job", hint)
+        )
     env = tuple((name, launch.env[name]) for name in IMPORT_VARIABLES if name in launch.env)
     return replace(request, python=argv, env=env), checks

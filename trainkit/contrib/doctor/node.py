@@ -94,7 +94,7 @@ def measure(request: Request, layout: Layout) -> Bandwidth:
         environ, _ = network_environ(request.network, request.peer)
     except TrainkitError as error:
         return Bandwidth(error.message)
-    return run_ranks(layout, own_host(), {**os.environ, **dict(request.env), **environ}, request.python)
+    return run_ranks(layout, own_host(), {**dict(request.env), **environ}, request.python)
 
 
 def main() -> int:

@@ -276,17 +276,13 @@ def slurm_checks() -> Iterator[Finding]:
 def settings_checks(config: Mapping[str, str], partitions: str) -> Iterator[Finding]:
     """The checks of `scontrol show config`, and of the text of `scontrol show partition --oneliner`."""
     version = parse_version(config.get("SLURM_VERSION", ""))
-    text = f"{version[0]}.{version[1]:02d}.{version[2]}"
-    if version[:2] < OLDEST_SLURM:
-        yield Finding("Slurm", "warning", text, "not tested; the oldest tested version is 22.05")
-    else:
-        yield Finding("Slurm", "ok", f"{text}, cluster {config.get('ClusterName', 'unknown')}")
+    text = f"{version[0]}.{version[1]:02d}.{version[2]}, cluster {config.get('ClusterName', 'unknown')}"
+    hint = "not tested; the oldest tested version is 22.05"
+    yield warn_if(version[:2] < OLDEST_SLURM, "Slurm", text, hint)
     yield from _preemption(config, partitions)
-    if config.get("JobRequeue") == "0":
-        hint = "trainkit passes --requeue, and submits a new job where the site forbids it"
-        yield Finding("requeue", "warning", "JobRequeue is 0", hint)
-    else:
-        yield Finding("requeue", "ok", "jobs can be requeued")
+    requeue = config.get("JobRequeue", "unknown")
+    hint = "trainkit passes --requeue, and submits a new job where the site forbids it"
+    yield warn_if(requeue == "0", "requeue", f"JobRequeue is {requeue}", hint)
     kill_wait = config.get("KillWait", "unknown")
     hint = "at the time limit SIGKILL follows this soon; requeue.grace_s asks for an earlier notice"
     yield warn_if(_seconds(kill_wait, MIN_GRACE_S) < MIN_GRACE_S, "KillWait", kill_wait, hint)

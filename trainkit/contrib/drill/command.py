@@ -17,7 +17,7 @@ from trainkit.cli.output import echo_json, echo_result
 from trainkit.cli.started import describe_plan, print_created
 from trainkit.config import LoadedConfig, RunConfig
 from trainkit.config.load import Change, Values, short_training, with_changes, with_values
-from trainkit.contrib.drill.inject import injector_for, kill_job
+from trainkit.contrib.drill.inject import FaultInjector, SlurmFaultInjector, kill_job
 from trainkit.contrib.drill.result import (
     SIZES_TOLERANCE,
     RunOutcome,
@@ -64,7 +64,7 @@ REFERENCE, NOT_DETERMINISTIC = "uninterrupted", "not-deterministic"
     "trainkit drill quickstart --nodes 2 --only signal --json",
     cls=options.WithTrailingCommand,
 )
-@options.config_options
+@options.config_options()
 @options.launcher_option
 @option("--steps N", f"Steps of each run; default: {DEFAULT_STEPS}.", type=click.IntRange(min=MIN_STEPS))
 @option("--seed N", "Seed for choosing times and targets.", type=int, default=0)
@@ -254,7 +254,7 @@ class Drill:
         target = choose_target(scenario, self.seed, num_steps, self.interval, plan.world_size, plan.num_nodes)
         where = "" if target.step is None else f", from step {target.step} on"
         self.log_line(f"{scenario.name}: {scenario.description}{where}")
-        injector = injector_for(run, plan.backend)
+        injector = FaultInjector(run) if plan.is_here else SlurmFaultInjector(run)
         result = ScenarioRunner(scenario, target, run, injector, watch, self.usual_s).run()
         if result.refused:
             self._kill_running()
@@ -277,7 +277,7 @@ class Drill:
                 print_created(created)
             start_run(created.run, config, self.plan, "submit")
             self.running = run = created.run
-        poll_s = injector_for(run, self.plan.backend).poll_s
+        poll_s = 0.002 if self.plan.is_here else 0.02  # on a shared disk
         return run, RunWatch(run, poll_s, patience_s, lambda text: self.log_line(f"{name}: {text}"))
 
     def _kill_running(self) -> None:

@@ -20,7 +20,7 @@ from trainkit.job.rank_env import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
 from trainkit.run.manifest import Checkpoint, published
 from trainkit.run.record import AttemptRecord, read_job
 from trainkit.run.rundir import RunDir
-from trainkit.slurm.control import kill_steps, requeue, run_step
+from trainkit.slurm.control import kill_steps, run_step
 
 PROC = Path("/proc")
 
@@ -91,8 +91,6 @@ class FaultInjector:
     """Kills processes of a run on this machine; each method returns False when there was none to kill."""
 
     run: RunDir
-    poll_s: float = 0.002
-    """Seconds between polls of the run's files."""
 
     def kill_rank(self, rank: int) -> bool:
         ranks = find_processes(self.run).ranks
@@ -109,8 +107,6 @@ class FaultInjector:
 @dataclass
 class SlurmFaultInjector(FaultInjector):
     """Kills processes of a run's job through Slurm, which permits only the user's own jobs."""
-
-    poll_s: float = 0.02
 
     def kill_rank(self, rank: int) -> bool:
         return self._kill_where(f"RANK={rank}")
@@ -143,26 +139,6 @@ class SlurmFaultInjector(FaultInjector):
 def newest(run: RunDir) -> AttemptRecord:
     """The newest attempt of a run."""
     return read_job(run).newest or AttemptRecord()
-
-
-def injector_for(run: RunDir, backend: str) -> FaultInjector:
-    """The fault injector for a run with this backend."""
-    return {"local": FaultInjector}.get(backend, SlurmFaultInjector)(run)
-
-
-def notify(run: RunDir) -> bool:
-    """Signal a run to save and requeue; False if it is no longer running."""
-    entry = newest(run)
-    return backend_of(entry).signal(run, entry, signal.SIGUSR2) == "signalled"
-
-
-def requeue_job(run: RunDir) -> bool:
-    """Requeue a run's job through Slurm without notifying the run; True.
-
-    Raises SlurmRefused if this cluster does not allow it.
-    """
-    requeue(newest(run).job)
-    return True
 
 
 def kill_job(run: RunDir) -> bool:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import random
+import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from trainkit.backends import backend_of
 from trainkit.backends.jobs import liveness_probe, recover_job_id, require_not_running
 from trainkit.config import RunConfig
-from trainkit.contrib.drill.inject import FaultInjector, flip_bytes, kill_job, newest, notify, requeue_job
+from trainkit.contrib.drill.inject import FaultInjector, flip_bytes, kill_job, newest
 from trainkit.control.resume import start_again
 from trainkit.formats import JsonObject
 from trainkit.observe.logs import run_is_over
@@ -22,6 +23,7 @@ from trainkit.run.files import Tail
 from trainkit.run.manifest import partials, published
 from trainkit.run.rundir import RunDir, run_lock
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
+from trainkit.slurm.control import requeue
 
 
 @dataclass(frozen=True)
@@ -117,39 +119,31 @@ def choose_target(
 CHECK_END_EVERY_S = 0.25
 
 
+@dataclass
 class RunWatch:
-    """The progress of a run as seen so far.
+    """The progress of a run as seen so far."""
 
-    `poll_s` is the polling interval of its files; it must be shorter than a step for an interruption to hit
-    its target. After `patience_s` without progress, not counting time in the queue, the run counts as stuck.
-    """
+    run: RunDir
+    poll_s: float
+    """The polling interval of its files, shorter than a step: an interruption has to hit its target."""
+    patience_s: float
+    """After this time without progress, not counting that in the queue, the run counts as stuck."""
+    log_line: Callable[[str], None] = lambda text: None
+    is_stuck: bool = False
+    step: int = 0
+    """The newest recorded step."""
+    started_s: dict[int, float] = field(default_factory=dict)
+    """Attempt -> monotonic time at which its start was seen."""
+    first_step_s: dict[int, float] = field(default_factory=dict)
+    """Attempt -> monotonic time at which its first step was seen."""
 
-    def __init__(
-        self,
-        run: RunDir,
-        poll_s: float,
-        patience_s: float,
-        log_line: Callable[[str], None] = lambda text: None,
-    ) -> None:
-        self.run = run
-        self.poll_s = poll_s
-        self.patience_s = patience_s
-        self.is_stuck = False
-        """Whether it made no progress for `patience_s`."""
-        self.step = 0
-        """The newest recorded step."""
-        self.started_s: dict[int, float] = {}
-        """Attempt -> monotonic time at which its start was seen."""
-        self.first_step_s: dict[int, float] = {}
-        """Attempt -> monotonic time at which its first step was seen."""
-        self._log_line = log_line
-        self._metrics = Tail(run.metrics_file)
-        self._events = Tail(run.events_file)
+    def __post_init__(self) -> None:
+        self._metrics, self._events = Tail(self.run.metrics_file), Tail(self.run.events_file)
         self.expect_life()
 
     def expect_life(self) -> None:
         """Reset the liveness probe; call after the run was started again as a new job."""
-        self._is_alive = liveness_probe(self.run, self._log_line)
+        self._is_alive = liveness_probe(self.run, self.log_line)
         self._checked_s, self._is_over = float("-inf"), False
         self._progress_s = time.monotonic()
 
@@ -195,7 +189,7 @@ class RunWatch:
         try:
             job = backend_of(entry).job(entry)
         except SlurmUnreachable as error:
-            self._log_line(f"unknown whether {self.run.name} is in the queue: {error.message}")
+            self.log_line(f"unknown whether {self.run.name} is in the queue: {error.message}")
             return True  # asked again after `patience_s`
         return job is not None and job.state.is_waiting
 
@@ -347,17 +341,25 @@ class ScenarioRunner:
 
     def _interrupt(self) -> bool:
         """Interrupt the run as the scenario says; False if nothing was left to interrupt."""
-        run, target, injector = self.run_dir, self.target, self.injector
+        target, injector = self.target, self.injector
         actions: dict[str, tuple[str, Callable[[], bool]]] = {
-            "signal": ("SIGUSR2", lambda: notify(run)),
+            "signal": ("SIGUSR2", self._notify),
             "rank": (f"SIGKILL of rank {target.rank}", lambda: injector.kill_rank(target.rank)),
             "node": (f"SIGKILL of node {target.node_rank}", lambda: injector.kill_node(target.node_rank)),
             "mid-save": ("SIGKILL of all ranks in a save", injector.kill_ranks),
             "damaged-checkpoint": ("job killed, checkpoint damaged", self._kill_and_damage),
-            "requeue": ("scontrol requeue", lambda: requeue_job(run)),
+            "requeue": ("scontrol requeue", self._requeue),
         }
         self.result.action, act = actions[self.scenario.name]
         return act()
+
+    def _notify(self) -> bool:
+        entry = newest(self.run_dir)
+        return backend_of(entry).signal(self.run_dir, entry, signal.SIGUSR2) == "signalled"
+
+    def _requeue(self) -> bool:
+        requeue(newest(self.run_dir).job)
+        return True
 
     def _kill_and_damage(self) -> bool:
         if not kill_job(self.run_dir):

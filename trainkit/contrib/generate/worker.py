@@ -29,7 +29,6 @@ from trainkit.run.rundir import RunDir
 from trainkit.trainer.checkpoint.storage import SafeReader
 from trainkit.trainer.export import (
     GENERATION_NAME,
-    is_prepared,
     load_task_model,
     load_tensors,
     saved_tensors,
@@ -113,7 +112,7 @@ def _show(piece: str) -> None:
 def _tokenizer_name(config: RunConfig, given: str | None) -> str:
     """`bytes` or the path of the tokenizer.json that the run was trained with."""
     name = given or config.data.tokenizer
-    folder = prepared_folder(config.data) if is_prepared(config) else None
+    folder = prepared_folder(config.data)
     if folder is None:
         return name
     used = read_dataset_file(folder).tokenizer

@@ -24,7 +24,7 @@ from trainkit.contrib.trackers.clients import Facts, MlflowRun, Sample, WandbRun
 from trainkit.errors import TrainkitError, UsageError
 from trainkit.folders import ensure_folder
 from trainkit.locks import LockBusy, acquire_lock, release_lock
-from trainkit.run.end import read_end
+from trainkit.run.end import read_newest_end
 from trainkit.run.events import StepRecord, training_curve
 from trainkit.run.files import parse_time, read_json, refresh_listing, utc_now, write_json
 from trainkit.run.manifest import published
@@ -61,10 +61,8 @@ def trackers_of(run: RunDir) -> dict[str, MlflowConfig | WandbConfig]:
 
 def state_of(run: RunDir) -> str:
     """``finished``, ``failed``, ``stopped``, or ``running`` for a run that has not ended or will resume."""
-    number = run.latest_number()
-    end = None if number is None else read_end(run.attempt(number))
-    action = str(end and end.action)
-    return action if action in ("finished", "failed", "stopped") else "running"
+    end = read_newest_end(run.path)
+    return end.action if end is not None and end.action in ("finished", "failed", "stopped") else "running"
 
 
 def settled_step(run: RunDir, is_finished: bool) -> float:

@@ -138,7 +138,8 @@ def record_refusal(attempt: AttemptDir, rank: int, node_rank: int, error: Traink
 
 def first_rank_failure(attempt: AttemptDir) -> RankFailure | None:
     """The first failure among the ranks' records, with the end of its log; None without records."""
-    found = _first_record(attempt)
+    refresh_listing(attempt.errors_dir)
+    found = first_of(rank_failures(attempt))
     if found is None:
         return None
     path, first = found
@@ -149,13 +150,8 @@ def first_rank_failure(attempt: AttemptDir) -> RankFailure | None:
 
 def first_exit_code(attempt: AttemptDir) -> int | None:
     """The exit code of the first failing rank; None when no rank left a record."""
-    found = _first_record(attempt)
-    return None if found is None else found[1].exit_code or EXIT_FAILED
-
-
-def _first_record(attempt: AttemptDir) -> tuple[Path, RankFailure] | None:
-    refresh_listing(attempt.errors_dir)
-    return first_of(rank_failures(attempt))
+    first = first_rank_failure(attempt)
+    return None if first is None else first.exit_code or EXIT_FAILED
 
 
 def lost_host_failure(attempt: AttemptDir, lost: Sequence[str]) -> RankFailure:

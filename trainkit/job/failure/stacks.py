@@ -24,7 +24,7 @@ from pathlib import Path
 from trainkit.folders import ensure_folder
 from trainkit.job import processes
 from trainkit.job.signals import STACKS_SIGNAL
-from trainkit.run.files import as_utc, read_json, utc_now, write_json
+from trainkit.run.files import as_utc, read_each, read_json, utc_now, write_json
 from trainkit.run.process import process_stat
 from trainkit.run.rundir import AttemptDir
 
@@ -80,15 +80,7 @@ class Request:
 
     def replies(self) -> list[Reply]:
         """The replies so far, by rank."""
-        found = []
-        for path in sorted(self.replies_dir.glob("rank-*.json")):
-            try:
-                value = read_json(path)
-                lock = value.get("lock")
-                found.append(Reply(**{**value, "lock": lock and LockFile(**lock)}))
-            except (OSError, ValueError, TypeError, AttributeError):
-                continue  # damaged: that rank counts as one without a reply
-        return found
+        return read_each(Reply, self.replies_dir)
 
     def withdraw(self) -> None:
         """Remove the request and its replies."""

@@ -102,9 +102,8 @@ def list_published(run: RunDir) -> list[Checkpoint]:
         listed = published(run.checkpoints_dir)
         known = _newest_committed_step(run)
         # Or a later one, whose writer died between publishing it and recording the event.
-        if known is None or any(checkpoint.step >= known for checkpoint in listed):
-            return listed
-        if time.monotonic() > deadline_s:
+        is_visible = known is None or any(checkpoint.step >= known for checkpoint in listed)
+        if is_visible or time.monotonic() > deadline_s:
             return listed
         if not warned:
             warned = True

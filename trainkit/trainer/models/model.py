@@ -137,8 +137,7 @@ class Model(nn.Module):
         params = dict(self.named_parameters(remove_duplicate=False))
         for later, first in self.TIED.items():
             if later in params and first in params:
-                owner, _, name = later.rpartition(".")
-                setattr(self.get_submodule(owner), name, params[first])
+                set_tensor(self, later, params[first])
 
     def canonical(self, name: str) -> str:
         """The name under which a parameter is saved: its own, or for tied parameters that of the first."""
@@ -204,20 +203,30 @@ def allocate(module: nn.Module, device: torch.device) -> None:
     values = {name: param for name, param in module.named_parameters() if not param.is_meta}
     kept = {name: local_tensor(param).clone() for name, param in values.items()}
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers(remove_duplicate=False)}
-    names: dict[nn.Parameter, list[str]] = defaultdict(list)
-    for name, param in module.named_parameters(remove_duplicate=False):
-        names[param].append(name)
+    names = shared_names(module)
     module.to_empty(device=device)
     for first, *others in names.values():  # tied parameters are separate now
         for other in others:
-            path, _, key = other.rpartition(".")
-            setattr(module.get_submodule(path), key, module.get_parameter(first))
+            set_tensor(module, other, module.get_parameter(first))
     for name, param in module.named_parameters():
         if name in kept:
             local_tensor(param).copy_(kept[name])
     for name, buffer in buffers.items():
-        path, _, key = name.rpartition(".")
-        setattr(module.get_submodule(path), key, buffer)
+        set_tensor(module, name, buffer)
+
+
+def shared_names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """All names of each parameter: tied ones have several."""
+    names: dict[nn.Parameter, list[str]] = defaultdict(list)
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names[param].append(name)
+    return names
+
+
+def set_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
+    """Replace a parameter or buffer of a model, by its name there."""
+    owner, _, key = name.rpartition(".")
+    setattr(model.get_submodule(owner), key, tensor)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

@@ -8,9 +8,9 @@ network; gloo reduces in its own threads, which overlap with the backward pass.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,7 @@ warnings.filterwarnings(
     "ignore", message=r"`torch\.distributed\.\w+_tensor` is deprecated", category=FutureWarning
 )
 
+T = TypeVar("T")
 MIN_UNIT_BYTES = 25 * 2**20
 """Smaller units are joined: for smaller collectives, latency costs more than overlap gains."""
 
@@ -42,16 +43,22 @@ def communication_units(blocks: list[nn.Module], min_bytes: int) -> list[list[nn
 
     Blocks left over at the end are not a group: they belong to the root, with the embedding and the head.
     """
-    units: list[list[nn.Module]] = []
-    unit: list[nn.Module] = []
-    size = 0
-    for block in blocks:
-        unit.append(block)
-        size += _num_bytes(block)
+    return [
+        unit for unit in _groups(blocks, _num_bytes, min_bytes) if sum(map(_num_bytes, unit)) >= min_bytes
+    ]
+
+
+def _groups(items: Iterable[T], num_bytes: Callable[[T], int], min_bytes: int) -> list[list[T]]:
+    """Consecutive items in groups of at least `min_bytes`, but for the last one."""
+    groups: list[list[T]] = []
+    size = min_bytes
+    for item in items:
         if size >= min_bytes:
-            units.append(unit)
-            unit, size = [], 0
-    return units
+            groups.append([])
+            size = 0
+        groups[-1].append(item)
+        size += num_bytes(item)
+    return groups
 
 
 def end_units(model: Model, min_bytes: int) -> tuple[list[nn.Module], list[nn.Module]]:
@@ -68,7 +75,7 @@ def end_units(model: Model, min_bytes: int) -> tuple[list[nn.Module], list[nn.Mo
 
 
 def _num_bytes(module: nn.Module) -> int:
-    return sum(param.numel() * param.element_size() for param in module.parameters())
+    return sum(param.nbytes for param in module.parameters())
 
 
 def mixed_precision(dtype: torch.dtype) -> MixedPrecisionPolicy:
@@ -288,12 +295,4 @@ class HostReduction:
 
 def make_buckets(params: list[nn.Parameter], min_bytes: int = MIN_BUCKET_BYTES) -> list[list[nn.Parameter]]:
     """Parameters from last to first, as their gradients become ready, in groups of at least `min_bytes`."""
-    groups: list[list[nn.Parameter]] = [[]]
-    size = 0
-    for param in reversed(params):
-        if size >= min_bytes:
-            groups.append([])
-            size = 0
-        groups[-1].append(param)
-        size += param.numel() * param.element_size()
-    return groups
+    return _groups(reversed(params), lambda param: param.nbytes, min_bytes)

@@ -6,7 +6,6 @@ reduction; with sequence parallelism each rank has a slice of the residual strea
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
@@ -30,7 +29,7 @@ from trainkit.config.schema import RunConfig
 from trainkit.errors import FatalError
 from trainkit.plan.layout_rules import divisors
 from trainkit.task import Task
-from trainkit.trainer.models.model import Model, Role, local_tensor, shard_index
+from trainkit.trainer.models.model import Model, Role, local_tensor, set_tensor, shard_index, shared_names
 from trainkit.trainer.torch_private import ModuleStyle, with_params
 from trainkit.trainer.user_code import TaskError, errors_of_user, refusal
 
@@ -242,12 +241,11 @@ def split_model(
     device gets more than its shard. Raises TaskError for parameters that are shared but split differently.
     """
     values = {path: param.detach() for path, param in model.named_parameters() if not param.is_meta}
-    paths: dict[nn.Parameter, list[str]] = defaultdict(list)
-    for path, param in model.named_parameters(remove_duplicate=False):
-        paths[param].append(path)
+    paths = shared_names(model)
     for param, same in paths.items():
         on_meta = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
-        _set(model, same, on_meta)
+        for path in same:
+            set_tensor(model, path, on_meta)
     for module, style in styles.items():
         parallelize_module(module, mesh, style)
     for param, same in paths.items():
@@ -259,14 +257,9 @@ def split_model(
                 hint = "a head that shares its weight with an embedding: rowwise and colwise_gather_output"
                 raise refusal(config, message, hint)
         first.requires_grad_(param.requires_grad)
-        _set(model, same, first)
+        for path in same[1:]:
+            set_tensor(model, path, first)
     return values
-
-
-def _set(model: nn.Module, paths: list[str], param: nn.Parameter) -> None:
-    for path in paths:
-        owner, _, key = path.rpartition(".")
-        setattr(model.get_submodule(owner), key, param)
 
 
 def _placements(param: nn.Parameter) -> object:
