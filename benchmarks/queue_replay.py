@@ -21,7 +21,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from trainkit.job.growth import ASK_EVERY_S, Size, decide_growth
+from trainkit.job.growth import ASK_EVERY_S, decide_growth
 
 SIZES = ((1, 0.70), (2, 0.10), (4, 0.15), (8, 0.05))
 """Nodes of a job and their share, as the GPUs of a job there."""
@@ -34,7 +34,6 @@ OVERESTIMATE = (1.0, 3.0)
 LONGEST_H, MONTH_H, WARM_UP_H = 168.0, 720.0, 168.0
 WORK_H = 48.0
 """Of the run on all of its nodes."""
-STEP_S = 10.0
 MOST, FEWEST = 8, 2
 SPEEDUP = 1.9
 """Of twice as many nodes."""
@@ -203,12 +202,12 @@ class Replay:
         least_h = self.request.least_h or self.request.limit_h
         fits = self.free if now_h + least_h <= until_h else min(self.free, spare)
         left_h = self.left_h - max(0.0, now_h - job.start_h - RESTART_H) * speed(job.num_nodes)
-        larger = [
-            Size(size, STEP_S / speed(size), 0.0 if size - job.num_nodes <= fits else None)
+        waits = {
+            size: 0.0 if size - job.num_nodes <= fits else None
             for size in range(job.num_nodes + 1, MOST + 1)
-        ]
-        steps, restart_s = round(left_h * 3600 / STEP_S), (RESTART_H + REQUEUE_H) * 3600
-        return decide_growth(steps, STEP_S / speed(job.num_nodes), restart_s, larger).num_nodes is not None
+        }
+        left_s, restart_s = left_h * 3600 / speed(job.num_nodes), (RESTART_H + REQUEUE_H) * 3600
+        return decide_growth(left_s, restart_s, job.num_nodes, waits).num_nodes is not None
 
 
 def table(num_nodes: int, load: float, seeds: int, submissions: int) -> Iterator[str]:

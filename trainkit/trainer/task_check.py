@@ -2,7 +2,8 @@
 
 ``python -m trainkit.trainer.task_check [--smoke | --samples]`` reads a config as JSON from stdin and prints a
 line ``problems: `` with a JSON list of ``[key, message, hint]``. ``--samples`` reads every sample instead;
-without options it only imports its class, and compares that of an architecture with the layout.
+without options it only imports its class, and compares that of an architecture with the layout. With
+``--items`` it reads a request, and prints some items of a run's data.
 """
 
 from __future__ import annotations
@@ -17,12 +18,17 @@ from functools import partial
 from itertools import permutations
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import nn
 
 from trainkit.adapters import lora_config, require
+from trainkit.config import read_effective
 from trainkit.config.schema import RunConfig
+from trainkit.data.order import sample_index
 from trainkit.errors import Problem, TrainkitError
+from trainkit.formats import JsonObject
+from trainkit.run.rundir import RunDir
 from trainkit.task import ParameterOptions, Stream, Task
 from trainkit.trainer.checkpoint.state import StreamState
 from trainkit.trainer.distributed import World
@@ -46,6 +52,7 @@ from trainkit.trainer.user_code import (
 from trainkit.trainer.user_task import UserTask, digest_of_item
 
 PREFIX = "problems: "
+MAX_CHARS = 2000
 HALF = 2
 """Samples in each of the two batches that are also tried as one."""
 RELATIVE_TOLERANCE = 1e-3
@@ -244,9 +251,34 @@ class Smoke:
         return f"{method}(){'' if function is getattr(Task, method, None) else line_of(function)}"
 
 
+def items_of(request: JsonObject) -> JsonObject:
+    """The fingerprint of a run's data, and index and shortened repr of the items at some positions."""
+    run = RunDir(request["run"])
+    config = read_effective(run.attempt(request["attempt"]).config_file)
+    data = UserTask(config, run).train_data
+    assert not isinstance(data, StreamData)
+    positions = range(request["start"], request["stop"])
+    found = sample_index(np.asarray(positions), data.num_samples, config.seed, config.data.shuffle).tolist()
+    indices = dict(zip(positions, found, strict=True))
+
+    def text(position: int) -> str:
+        """The item, with the random numbers that it had in the training."""
+        seed_generators(stable_key(config.seed, "train", "item", position))
+        return repr(data.samples[indices[position]])[:MAX_CHARS]
+
+    texts = read_in_worker(text, positions, config)
+    return {"data": data.fingerprint, "items": list(zip(found, texts, strict=True))}
+
+
 def main() -> None:
     """Print the problems of the config on stdin."""
-    config = RunConfig.model_validate(json.load(sys.stdin))
+    request = json.load(sys.stdin)
+    if "--items" in sys.argv:
+        try:
+            return print(json.dumps(items_of(request)))
+        except TrainkitError as error:
+            sys.exit(error.message)
+    config = RunConfig.model_validate(request)
     if "--smoke" in sys.argv:
         found = Smoke(config).problems()
     elif "--samples" in sys.argv:

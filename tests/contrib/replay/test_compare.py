@@ -53,7 +53,7 @@ def record_rank(attempt: AttemptDir, rank: int, step: int, **others: Any) -> Non
 def replayed(folders: tuple[RunDir, RunDir], layout: Layout = LAYOUT) -> Comparison:
     run, copy = folders
     config = RunConfig.model_validate({"name": "t", "train": {"steps": 20}})
-    at = RunStep(4, run.attempt(1), config, PLAN, 24, 32, 1000)
+    at = RunStep(4, run.attempt(1), config, PLAN, 24, 32, False)
     plan = PLAN if layout == LAYOUT else replace(PLAN, layout=layout)
     return compare(ReplayPlan(run, 4, 4, 0, at, config, plan), copy)
 

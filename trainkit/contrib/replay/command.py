@@ -170,7 +170,7 @@ def _report(what: ReplayPlan, copy: RunDir, as_json: bool) -> int:
     if found.start_step != what.start_step:
         click.echo(f"note: a checkpoint was damaged, so it began after step {found.start_step}", err=True)
     samples = {}
-    if found.verdict != DIFFERENT and what.at.num_samples is not None:
+    if found.verdict != DIFFERENT and not what.at.is_stream:
         samples = {step: step_samples(find_step(what.run, step)) for step in range(what.first, what.last + 1)}
     worst = worst_samples(copy, samples)
     if as_json:
@@ -318,7 +318,8 @@ def sample_lines(sample: StepSample, note: str = "") -> Iterator[str]:
     ranks = (
         f"rank {sample.ranks[0]}" if len(sample.ranks) == 1 else f"ranks {sample.ranks[0]}-{sample.ranks[-1]}"
     )
-    yield f"sample {sample.index}  {ranks} microbatch {sample.microbatch}{note}"
+    text = f"  {one_line(sample.text)}" if sample.text else ""
+    yield f"sample {sample.index}  {ranks} microbatch {sample.microbatch}{note}{text}"
     for document in sample.documents[:MAX_DOCUMENTS]:
         inside = f" (token {document.skipped_tokens:,})" if document.skipped_tokens else ""
         yield f"  {document.where}{inside}: {document.num_tokens:,} tokens  {one_line(document.text)}"

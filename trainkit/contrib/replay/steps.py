@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gzip
-from collections.abc import Iterable, Iterator, Sequence
+import json
+import subprocess
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from itertools import repeat
 from pathlib import Path
 from shlex import join
 from typing import Any
@@ -18,14 +19,14 @@ from trainkit.config.schema import RunConfig
 from trainkit.config.training import DataConfig
 from trainkit.control.resume import refuse_replay, submission_folder
 from trainkit.data.dataset_file import BYTES, PLACES, places_file
-from trainkit.data.order import sample_index
 from trainkit.data.prepare import INPUTS_FILE
 from trainkit.data.shards import TokenMixture, TokenShards, open_dataset
 from trainkit.data.sources import FORMS, ROWS, TEXT, components, dataset_spec, find_inputs, prepared_folder
 from trainkit.data.tokenize import Tokenizer
-from trainkit.errors import UsageError
+from trainkit.errors import TrainkitError, UsageError
 from trainkit.folders import shown_path
 from trainkit.formats import plural
+from trainkit.job.processes import module_argv
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.events import read_events, training_curve
 from trainkit.run.files import read_json, read_record
@@ -65,8 +66,8 @@ class RunStep:
     start: int
     """Position of its first sample."""
     stop: int
-    num_samples: int | None
-    """Of the training data; None for a stream, whose samples have no position."""
+    is_stream: bool
+    """Whether the samples come from a stream and have no position."""
     began: Start = field(default_factory=Start)
 
 
@@ -81,8 +82,9 @@ class StepSample:
     ranks: tuple[int, ...]
     """The ranks that read it: several if they share the work on a sample."""
     microbatch: int
-    documents: tuple[Document, ...]
-    """Empty for a user's task."""
+    documents: tuple[Document, ...] = ()
+    text: str = ""
+    """Of a user's task: the shortened repr of the item."""
 
 
 def attempt_starts(run: RunDir) -> dict[int, Start]:
@@ -135,7 +137,7 @@ def find_step(run: RunDir, step: int) -> RunStep:
     config, stop = read_effective(attempt.config_file), start + size
     if config.train.epochs is not None and newest.num_samples is not None:
         stop = min(stop, round(config.train.epochs * newest.num_samples))
-    return RunStep(step, attempt, config, plan, start, stop, newest.num_samples, started[number])
+    return RunStep(step, attempt, config, plan, start, stop, newest.num_samples is None, started[number])
 
 
 def _refuse_other_runs(run: RunDir) -> None:
@@ -153,28 +155,26 @@ def _refuse_other_runs(run: RunDir) -> None:
 def step_samples(at: RunStep) -> list[StepSample]:
     """The samples of a step in their order; prepares the data again if its cache is gone.
 
-    Raises UsageError for a stream and for data that cannot be read.
+    Raises UsageError for a stream and for data that cannot be read, TrainkitError if a user's task fails.
     """
-    if at.num_samples is None:
+    if at.is_stream:
         raise UsageError(
             f"{at.attempt.run.shown} trains on a stream, whose samples have no position",
             hint="only datasets with a length can be read at any step",
         )
-    config, positions = at.config, np.arange(at.start, at.stop, dtype=np.int64)
-    order = config.seed, config.data.shuffle
-    documents: Iterable[tuple[Document, ...]] = repeat(())
-    if config.has_user_task:  # of which only the trainer may read the items
-        indices = sample_index(positions, at.num_samples, *order).tolist()
-    else:
-        with submission_folder(at.attempt.run, False):
-            data = open_dataset(config.data, config.data.seq_len, "train")
-            refuse_other_data(at.attempt.number, at.began.data, data.fingerprint)
-            indices, sources = data.sample_index(positions, *order).tolist(), SampleSources(config.data, data)
-            documents = [tuple(sources.documents(index)) for index in indices]
-    return [
-        StepSample(position, index, *_reader(at, position), parts)
-        for position, index, parts in zip(positions.tolist(), indices, documents, strict=False)
-    ]
+    run, config = at.attempt.run, at.config
+    with submission_folder(run, False):
+        if not config.has_decoder:
+            return list(_items(at))
+        data = open_dataset(config.data, config.data.seq_len, "train")
+        refuse_other_data(at.attempt.number, at.began.data, data.fingerprint)
+        sources = SampleSources(config.data, data)
+        positions = np.arange(at.start, at.stop, dtype=np.int64)
+        indices = data.sample_index(positions, config.seed, config.data.shuffle).tolist()
+        return [
+            StepSample(position, index, *_reader(at, position), tuple(sources.documents(index)))
+            for position, index in zip(positions.tolist(), indices, strict=True)
+        ]
 
 
 def refuse_other_data(attempt: int, before: str | None, now: str | None) -> None:
@@ -192,6 +192,24 @@ def _reader(at: RunStep, position: int) -> tuple[tuple[int, ...], int]:
     microbatch, dp_rank = divmod((position - at.start) // at.plan.batch.device_batch_size, layout.dp)
     ranks = tuple(rank for rank in range(layout.world_size) if layout.dp_rank(rank) == dp_rank)
     return ranks, microbatch
+
+
+def _items(at: RunStep) -> Iterator[StepSample]:
+    """The items of a user's task, which another process reads: only the trainer may import torch."""
+    request = {"run": str(at.attempt.run.path), "attempt": at.attempt.number}
+    request |= {"start": at.start, "stop": at.stop}
+    argv = module_argv("trainkit.trainer.task_check", "--items")
+    done = subprocess.run(argv, input=json.dumps(request), capture_output=True, text=True)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["killed"])[-1].strip()
+        raise TrainkitError(
+            f"the samples of {at.config.task} cannot be read: {last}",
+            hint="`trainkit data validate CONFIG` reads every sample",
+        )
+    found = json.loads(done.stdout.splitlines()[-1])
+    refuse_other_data(at.attempt.number, at.began.data, found["data"])
+    for position, (index, text) in zip(range(at.start, at.stop), found["items"], strict=True):
+        yield StepSample(position, index, *_reader(at, position), text=text)
 
 
 _BLOCK = 1 << 20
