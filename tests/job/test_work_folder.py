@@ -28,7 +28,7 @@ def project(tmp_path: Path) -> Path:
 
 
 def submit(project: Path, run: RunDir, subfolder: str = "") -> None:
-    snapshot = copy_code(project / subfolder, run, Command(()), {})
+    snapshot = copy_code(project / subfolder, run, Command(()))
     write_json(
         run.job_file,
         {"cwd": "/", "code": {"code": snapshot.code, "subfolder": snapshot.subfolder}, "attempts": []},

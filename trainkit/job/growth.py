@@ -19,8 +19,7 @@ from trainkit.job.decision import Departure, restarts_limit
 from trainkit.job.processes import log_line
 from trainkit.plan.launch import LaunchPlan, option_argv, with_excluded
 from trainkit.run.events import log_event
-from trainkit.run.files import parse_time, seconds_between
-from trainkit.run.history import Attempt, RunHistory
+from trainkit.run.history import Attempt, RunHistory, seconds_left
 from trainkit.run.rundir import AttemptDir
 from trainkit.slurm.submit import ask_starts
 
@@ -113,18 +112,19 @@ class GrowthWatch:
     def _ask(self) -> Growth:
         history, number = RunHistory(self._attempt.run), self._attempt.number
         history.events.update()
-        attempts, total_steps = history.events.attempts, history.events.total_steps
-        steps = [step for step in history.newest_steps() if step.attempt == number]
-        took_s = seconds_between(steps[0].time, parse_time(steps[-1].time)) if len(steps) > 1 else None
-        if took_s is None or total_steps is None:
+        attempts, steps = (
+            history.events.attempts,
+            [step for step in history.newest_steps() if step.attempt == number],
+        )
+        left_s = seconds_left(steps, history.events.total_steps)
+        if left_s is None:
             return Growth(None, "it is not known how long the rest takes")
         limit = restarts_limit(list(previous_ends(self._attempt).values()), self._plan.requeue)
         if limit is None and (vain := vain_growths([attempts[one] for one in sorted(attempts)])) >= MAX_VAIN:
             limit = f"it restarted with no more nodes {plural(vain, 'time')}"
         if limit is not None:
             return Growth(None, limit)
-        last, own = steps[-1].step, attempts[number]
-        left_s = (total_steps - last) * took_s / (last - steps[0].step)
+        own = attempts[number]
         start_s = own.first_step - own.started if own.first_step and own.started else 0.0
         return decide_growth(left_s, REQUEUE_S + start_s, self._plan.num_nodes, self._waits())
 

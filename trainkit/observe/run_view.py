@@ -17,7 +17,7 @@ from trainkit.observe.status import RunStatus
 from trainkit.run.end import read_end
 from trainkit.run.events import Event, StepRecord
 from trainkit.run.files import Record, mean, numbers, parse_time, seconds_between, to_json
-from trainkit.run.history import CURVES, HealthSample, RunHistory, read_plan, timestamp
+from trainkit.run.history import CURVES, HealthSample, RunHistory, read_plan, seconds_left, timestamp
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.jobs import JobInfo
 
@@ -188,7 +188,7 @@ def read_view(
         failure=failure,
         world_size=world_size,
         elapsed_s=round(until.timestamp() - started, 3) if started and (ended or is_allocated) else None,
-        eta_s=eta_s(own, status) if is_allocated else None,
+        eta_s=seconds_left(own, status.total_steps) if is_allocated and status.is_active else None,
         limit_s=None if limit is None or not is_allocated else (limit - now).total_seconds(),
         grad_norm=last.number("grad_norm"),
         lr=last.number("lr"),
@@ -238,18 +238,6 @@ def sentence(status: RunStatus) -> str:
     }
     text = texts.get(status.state, status.state.capitalize())
     return f"{text}{reason}."
-
-
-def eta_s(records: Sequence[StepRecord], status: RunStatus) -> float | None:
-    """Seconds until the last step, at the pace from the first to the last of the records."""
-    if status.step is None or status.total_steps is None or not status.is_active or len(records) < 2:
-        return None
-    first, last = records[0], records[-1]
-    elapsed_s = seconds_between(first.time, parse_time(last.time))
-    num_steps = last.step - first.step
-    if elapsed_s is None or num_steps <= 0:
-        return None
-    return max(0.0, (status.total_steps - status.step) * elapsed_s / float(num_steps))
 
 
 def _slowest_rank(record: StepRecord) -> SlowestRank | None:

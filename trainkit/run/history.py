@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -29,6 +29,7 @@ from trainkit.run.files import (
     read_jsonl_reversed,
     read_object,
     sampled_lines,
+    seconds_between,
 )
 from trainkit.run.rundir import AttemptDir, RunDir
 
@@ -438,6 +439,17 @@ class PlanRecord(Record):
 def read_plan(folder: RunDir | AttemptDir) -> PlanRecord:
     """The plan of a run or an attempt; empty if it cannot be read."""
     return PlanRecord(read_object(folder.plan_file))
+
+
+def seconds_left(records: Sequence[StepRecord], total_steps: int | None) -> float | None:
+    """Seconds until the last step, at the pace from the first to the last of the records; None if unknown."""
+    if total_steps is None or len(records) < 2:
+        return None
+    first, last = records[0], records[-1]
+    elapsed_s, num_steps = seconds_between(first.time, parse_time(last.time)), last.step - first.step
+    if elapsed_s is None or num_steps <= 0:
+        return None
+    return max(0.0, (total_steps - last.step) * elapsed_s / float(num_steps))
 
 
 class RunHistory:
