@@ -12,6 +12,7 @@ from trainkit.cluster.machine import Machine
 from trainkit.cluster.model import Cluster
 from trainkit.cluster.target import Target
 from trainkit.config import load_config
+from trainkit.errors import UsageError
 from trainkit.launch.script import script_for
 from trainkit.plan.facts import Facts
 from trainkit.plan.make_plan import make_plan
@@ -65,6 +66,14 @@ def test_names_are_only_names(tmp_path: Path, name: str) -> None:
     ).stdout
     assert str(folder / "runs/mine") in said.splitlines()
     assert not list(tmp_path.rglob("HACKED"))
+
+
+def test_a_secret_of_which_only_the_script_would_know(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", tmp_path.name)
+    with pytest.raises(UsageError, match=r"the value of HF_TOKEN would be written into .*submit\.sbatch"):
+        script(tmp_path)
 
 
 def test_thousands_of_nodes_are_planned_and_rendered_in_half_a_second(tmp_path: Path) -> None:
