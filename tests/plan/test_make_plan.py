@@ -7,7 +7,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from plans import plan_of, problems_of
+from planning import plan_of, problems_of
 
 from tests.support.runs import launch_plan
 from trainkit.cluster.machine import Machine
