@@ -15,15 +15,17 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+from tests.support.programs import RunProcesses
 from trainkit.contrib.drill.command import computed_steps
-from trainkit.contrib.drill.inject import find_processes, kill_all
 from trainkit.contrib.drill.result import compare
+from trainkit.job.processes import signal_all
 from trainkit.run.events import StepRecord
 from trainkit.run.manifest import find_damage, published
 from trainkit.run.rundir import RunDir
@@ -67,19 +69,20 @@ def state(run: RunDir) -> str:
 
 def strike(run: RunDir, chance: random.Random) -> str:
     """Send SIGKILL to a random victim; returns its description."""
-    found = find_processes(run)
+    found = RunProcesses.of(run)
     kinds = {"supervisor": found.supervisors, "agent": found.agents.values(), "rank": found.ranks.values()}
     alive = {kind: sorted(pids) for kind, pids in kinds.items() if pids}
     if not alive:
         return "nobody (it had ended)"
     kind = chance.choice([*alive, "everything"])
-    kill_all(found.everything if kind == "everything" else [chance.choice(alive[kind])])
+    pids = found.everything if kind == "everything" else [chance.choice(alive[kind])]
+    signal_all(pids, signal.SIGKILL)
     return kind
 
 
 def wait_until_ended(run: RunDir, timeout_s: float = 180.0) -> None:
     deadline = time.monotonic() + timeout_s
-    while left := find_processes(run).everything:
+    while left := RunProcesses.of(run).everything:
         if time.monotonic() > deadline:
             raise SystemExit(f"{run.path}: processes did not end: {left}")
         time.sleep(0.05)

@@ -21,10 +21,10 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
+from tests.support.programs import RunProcesses
 from tools import reference
 from tools.slurm_cluster.cluster import Cluster
 from trainkit.config import load_config
-from trainkit.contrib.drill.inject import find_processes
 from trainkit.contrib.drill.result import HEADING
 from trainkit.run.manifest import published
 from trainkit.run.rundir import RunDir
@@ -132,7 +132,7 @@ def run(command: str, folder: Path, **environ: str) -> subprocess.CompletedProce
             followed = RunDir(newest.parent if name == "last" else folder / "runs" / name)
             while process.poll() is None and not published(followed.checkpoints_dir):
                 time.sleep(0.02)
-            for pid in find_processes(followed).ranks.values():
+            for pid in RunProcesses.of(followed).ranks.values():
                 os.kill(pid, signal.SIGSTOP)
             process.send_signal(signal.SIGINT)
         output, errors = process.communicate(timeout=600)

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import signal
 import subprocess
 import time
 from dataclasses import dataclass
@@ -12,9 +13,9 @@ import pytest
 import torch
 
 from tests.support.hf_models import need
-from tests.support.programs import run_program
+from tests.support.programs import RunProcesses, run_program
 from tests.test_docs import ROOT, commands, environ_of
-from trainkit.contrib.drill.inject import find_processes, kill_all
+from trainkit.job.processes import signal_all
 from trainkit.run.events import read_metrics
 from trainkit.run.manifest import published
 from trainkit.run.rundir import RunDir
@@ -111,7 +112,9 @@ def kill(train: str, run: RunDir, folder: Path, **environ: str) -> None:
     ) as process:
         while process.poll() is None and not is_due(run):
             time.sleep(0.02)
-        assert kill_all(find_processes(run).everything) > 0  # ranks die with their agent
+        pids = RunProcesses.of(run).everything
+        signal_all(pids, signal.SIGKILL)
+        assert pids
         process.wait(timeout=60)
 
 

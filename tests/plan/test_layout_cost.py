@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from step_works import llama, step_work
+from planning import llama, step_work
 
 from trainkit.plan.gpus import find_gpu
 from trainkit.plan.launch import Layout

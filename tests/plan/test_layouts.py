@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from step_works import llama, step_work
+from planning import llama, step_work
 
 from trainkit.config import load_config
 from trainkit.plan.gpus import Hardware, find_gpu

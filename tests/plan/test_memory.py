@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from step_works import llama, step_work
+from planning import llama, step_work
 
 from trainkit.config.training import OptimizerConfig, Preset
 from trainkit.formats import GIB

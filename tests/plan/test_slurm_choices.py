@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from plans import NO_GPU, plan_of, problems_of
+from planning import NO_GPU, plan_of, problems_of
 
 from trainkit.cluster.model import Cluster, NodeKind, Partition
 from trainkit.cluster.target import LOCAL, Target

@@ -4,7 +4,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from plans import plan_of
+from planning import plan_of
 
 from tests.support.tables import messages
 from trainkit.cluster.model import Cluster, NodeKind, Partition

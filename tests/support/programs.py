@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 
+from trainkit.job.processes import environ_of, parent_pid, proc_file
+from trainkit.job.rank_env import RUN_DIR_VARIABLE
 from trainkit.run.rundir import RunDir
 
 
@@ -42,16 +44,41 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def ranks_of(run: RunDir) -> dict[int, int]:
-    """The process of every rank of the built-in trainer, by rank, also on other hosts of a test cluster."""
-    found = {}
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, KeyError):  # no process, or one that ends or starts right now
-            arguments = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
-            if str(run.path) in arguments and "trainkit.trainer" in arguments:
-                variables = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
-                found[int(dict(v.partition("=")[::2] for v in variables)["RANK"])] = int(entry.name)
-    return found
+@dataclass(frozen=True)
+class RunProcesses:
+    """The pids of the processes of a run on this machine, anywhere in its process tree."""
+
+    supervisors: tuple[int, ...]
+    agents: Mapping[int, int]
+    """By node rank."""
+    ranks: Mapping[int, int]
+    """By rank; includes ranks started by a launcher, but not the launcher."""
+
+    @property
+    def everything(self) -> tuple[int, ...]:
+        return (*self.supervisors, *self.agents.values(), *self.ranks.values())
+
+    @classmethod
+    def of(cls, run: RunDir) -> RunProcesses:
+        supervisors, agents, with_rank = list[int](), dict[int, int](), dict[int, int]()
+        for pid in (int(entry.name) for entry in Path("/proc").glob("[0-9]*")):
+            words = proc_file(pid, "cmdline").decode(errors="replace").split("\0")
+            if str(run.path) in words and "trainkit.job.supervisor" in words:
+                supervisors.append(pid)
+            elif str(run.path) in words and "trainkit.job.node.agent" in words and "--node-rank" in words:
+                agents[int(words[words.index("--node-rank") + 1])] = pid
+            else:
+                environ = environ_of(pid)
+                if environ.get(RUN_DIR_VARIABLE) == str(run.path) and environ.get("RANK", "").isdigit():
+                    with_rank[pid] = int(environ["RANK"])
+        # Children of a rank, such as data loaders, have its environment too.
+        ranks = {rank: pid for pid, rank in with_rank.items() if parent_pid(pid) not in with_rank}
+        return cls(tuple(supervisors), agents, ranks)
+
+
+def ranks_of(run: RunDir) -> Mapping[int, int]:
+    """The process of every rank, by rank, also on other hosts of a test cluster."""
+    return RunProcesses.of(run).ranks
 
 
 def program(name: str) -> str:

@@ -52,31 +52,22 @@ class Gpu:
         return int(self.memory * USABLE)
 
 
-@dataclass(frozen=True)
-class _Links:
-    """Bandwidths in GB/s, one way."""
-
-    node: float
-    network: float
-    node_size: int = 8
-
-
-# NVLink: half of the figure in data sheets, which counts both directions. Network: of DGX and HGX systems,
-# one port per GPU.
-_NVLINK5_72 = _Links(900, 50, node_size=4)
-_NVLINK5 = _Links(900, 50)
-_NVLINK4 = _Links(450, 50)
-_NVLINK3 = _Links(300, 25)
-_NVLINK2 = _Links(150, 12.5)
-_ONE = _Links(64, 25, node_size=1)
-_PCIE5 = _Links(50, 12.5)
-_PCIE4 = _Links(25, 6.25)
-_PCIE3 = _Links(12, 6.25)
+# GB/s one way to other GPUs of the node, and to other nodes; GPUs per node. NVLink: half of the figure in
+# data sheets, which counts both directions. Network: of DGX and HGX systems, one port per GPU.
+_NVLINK5_72 = 900, 50, 4
+_NVLINK5 = 900, 50, 8
+_NVLINK4 = 450, 50, 8
+_NVLINK3 = 300, 25, 8
+_NVLINK2 = 150, 12.5, 8
+_ONE = 64, 25, 1
+_PCIE5 = 50, 12.5, 8
+_PCIE4 = 25, 6.25, 8
+_PCIE3 = 12, 6.25, 8
 
 # Words of the name; advertised sizes in GB, the most common first, each with the MiB that nvidia-smi reports
 # (error correction takes some); links; dense tensor-core FLOP/s with 16-bit inputs from NVIDIA's data sheets
 # (half of the figure "with sparsity"). The first row that matches wins. GB300 has the memory of B300.
-_ROWS: tuple[tuple[str, dict[int, int], _Links, float | None], ...] = (
+_ROWS: tuple[tuple[str, dict[int, int], tuple[float, float, int], float | None], ...] = (
     ("GB300", {288: 275_040}, _NVLINK5_72, 2.5e15),
     ("GB200", {186: 189_471}, _NVLINK5_72, 2.5e15),
     ("B300", {288: 275_040}, _NVLINK5, 2.25e15),
@@ -125,24 +116,20 @@ def find_gpu(name: str) -> Gpu | None:
     for row, sizes, links, peak in _ROWS:
         parts = row.upper().split()
         if set(parts) <= set(words) or "".join(parts) in words:  # rtx4090 is RTX 4090
-            # Numbers that may be memory sizes in GB.
+            # The size in GB that the name has, else the most common one.
             named = [int(match[1]) for word in words if (match := re.fullmatch(r"(\d+)(GB?)?", word))]
-            return _gpu(row, sizes, links, peak, named)
+            size = next((size for size in named if size in sizes), None)
+            gb = size or next(iter(sizes))
+            most = sizes[gb] if size else max(sizes.values())
+            shown = row if len(sizes) == 1 else f"{row} {gb}GB"
+            node, network, node_size = links
+            return Gpu(shown, sizes[gb] * MIB, most * MIB, node_size, node * 1e9, network * 1e9, peak)
     return None
 
 
 def known_gpus() -> tuple[str, ...]:
     """The names that `find_gpu` knows, newer GPUs first."""
     return tuple(row.lower().replace(" ", "-") for row, *_ in _ROWS)
-
-
-def _gpu(row: str, sizes: dict[int, int], links: _Links, peak: float | None, named: list[int]) -> Gpu:
-    size = next((size for size in named if size in sizes), None)
-    name = row if len(sizes) == 1 else f"{row} {size or next(iter(sizes))}GB"
-    memory = sizes[size] if size else next(iter(sizes.values()))
-    most = memory if size else max(sizes.values())
-    node, network = links.node * 1e9, links.network * 1e9
-    return Gpu(name, memory * MIB, most * MIB, links.node_size, node, network, peak)
 
 
 EXAMPLE = "h100"

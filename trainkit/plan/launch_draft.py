@@ -157,32 +157,40 @@ class LaunchDraft:
 
     def device(self) -> str:
         requested = self.loaded.config.device
-        if requested == "cuda" and not self.machine.num_gpus:
+        if requested == "auto":
+            return self.detected_device()
+        if requested == "cuda" and self.target.cluster is None and not self.machine.num_gpus:
             message = f"is cuda, but {self.machine.gpu_reason}"
             self.problem("device", message, "device: auto uses what this machine has")
-        if requested != "auto":
-            self.reasons["device"] = f"device: {requested} was requested"
-            return requested
+        self.reasons["device"] = f"device: {requested} was requested"
+        return requested
+
+    def detected_device(self) -> str:
         device = "cuda" if self.machine.num_gpus else "cpu"
         self.reasons["device"] = f"{device}: {self.machine.gpu_reason}"
         return device
 
     def workers_per_node(self, device: str) -> int:
-        resources = self.loaded.config.resources
-        nodes, requested, num_gpus = self.nodes_here, resources.gpus_per_node, self.machine.num_gpus
-        if requested != "auto":
-            self.reasons["workers_per_node"] = f"resources.gpus_per_node: {requested} was requested"
-            if device == "cuda" and 0 < num_gpus < nodes * requested:
-                message = (
-                    f"is {requested}: {plural(nodes, 'node')} x {requested} = {nodes * requested} GPUs, "
-                    f"but this machine has {num_gpus}"
-                )
-                self.problem("resources.gpus_per_node", message, self._gpu_hint())
-            return requested
-        if device == "cpu":
+        requested = self.loaded.config.resources.gpus_per_node
+        num_gpus, nodes = self.machine.num_gpus, self.nodes_here
+        if requested == "auto" and device == "cuda":
+            return self.detected_gpus()
+        if requested == "auto":
             reason = "1: a CPU node has one worker unless resources.gpus_per_node is set"
             self.reasons["workers_per_node"] = reason
             return 1
+        self.reasons["workers_per_node"] = f"resources.gpus_per_node: {requested} was requested"
+        if device == "cuda" and self.target.cluster is None and 0 < num_gpus < nodes * requested:
+            message = (
+                f"is {requested}: {plural(nodes, 'node')} x {requested} = {nodes * requested} GPUs, "
+                f"but this machine has {num_gpus}"
+            )
+            self.problem("resources.gpus_per_node", message, self._gpu_hint())
+        return requested
+
+    def detected_gpus(self) -> int:
+        """The GPUs of each node if the config does not set them."""
+        nodes, num_gpus = self.nodes_here, self.machine.num_gpus
         if 0 < num_gpus < nodes:
             message = f"is {nodes}, but this machine has {plural(num_gpus, 'GPU')} and every node needs one"
             self.problem("resources.nodes", message, self._gpu_hint())

@@ -88,12 +88,8 @@ class SlurmDraft(LaunchDraft):
         # A type that no node has is reported elsewhere.
         self._gpu_type = gpu_type if any(kind.num_gpus(gpu_type) for kind in self.nodes) else None
 
-    def device(self) -> str:
-        requested, partition = self.loaded.config.device, self.partition
-        if requested != "auto":
-            self.reasons["device"] = f"device: {requested} was requested"
-            return requested
-        if partition is None or not self.nodes:
+    def detected_device(self) -> str:
+        if self.partition is None or not self.nodes:
             message = "is auto, but the hardware of this cluster's nodes is unknown"
             self._unknown("device", message, "set device: cuda or device: cpu")
             return "cpu"
@@ -103,18 +99,10 @@ class SlurmDraft(LaunchDraft):
         self.reasons["device"] = f"{device}: the nodes of {self._where} {what}"
         return device
 
-    def workers_per_node(self, device: str) -> int:
-        requested, partition = self.loaded.config.resources.gpus_per_node, self.partition
-        if requested != "auto":
-            self.reasons["workers_per_node"] = f"resources.gpus_per_node: {requested} was requested"
-            return requested
-        if device == "cpu":
-            reason = "1: a CPU node has one worker unless resources.gpus_per_node is set"
-            self.reasons["workers_per_node"] = reason
-            return 1
+    def detected_gpus(self) -> int:
         # As many as each of the partitions with GPUs has.
         count = min(filter(None, map(self._gpus_per_node_of, self.kinds.values())), default=0)
-        if partition is None or not self.nodes:
+        if self.partition is None or not self.nodes:
             message = "is auto, but the number of GPUs per node is unknown"
             self._unknown("resources.gpus_per_node", message, "set it, or choose another partition")
             return 1

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from tests.support import tasks
+from tests.support.programs import RunProcesses
 from tests.support.runs import wait_until
 from tests.support.two_lines import two_lines
-from trainkit.contrib.drill.inject import RunProcesses, find_processes
 from trainkit.contrib.drill.scenarios import NAMES
 from trainkit.run.files import read_json
 from trainkit.run.rundir import RunDir
@@ -116,7 +116,7 @@ def test_the_built_in_trainer_survives_damaged_saves(place: Place) -> None:
     assert all(result["restart_s"] > 0 for result in passed)
     for run in place.runs():
         # A supervisor that has recorded its end may still be exiting.
-        wait_until(lambda run=run: find_processes(run) == NOTHING, 20.0)
+        wait_until(lambda run=run: RunProcesses.of(run) == NOTHING, 20.0)
         assert list(run.checkpoints_dir.iterdir()) == []  # they were verified, and take space
     # What the user has is as it was.
     assert {path.name for path in place.folder.iterdir()} == {"small.yaml", "text.txt", "runs", "cache"}
@@ -219,7 +219,7 @@ def test_a_trainer_that_hangs_when_it_comes_back_does_not_hold_the_drill_up(plac
     done = place.drill("--gpus-per-node", "1", *ways, "--", "python", "train.py")
     assert done.returncode == 1
     assert "rank: it made no progress for " in done.stdout
-    assert all(find_processes(run) == NOTHING for run in place.runs())
+    assert all(RunProcesses.of(run) == NOTHING for run in place.runs())
 
 
 def test_ctrl_c_cancels_what_runs_and_says_where_it_lies(place: Place) -> None:
@@ -235,7 +235,7 @@ def test_ctrl_c_cancels_what_runs_and_says_where_it_lies(place: Place) -> None:
     assert f"cancelled {run.path.relative_to(place.folder)}" in words
     assert f"the runs are in {run.path.parent}" in words
     assert read_json(run.attempt(1).end_file)["state"] == "cancelled"
-    assert find_processes(run) == NOTHING
+    assert RunProcesses.of(run) == NOTHING
 
 
 def test_the_list_starts_nothing(place: Place) -> None:

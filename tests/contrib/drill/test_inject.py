@@ -1,7 +1,7 @@
 import random
 from pathlib import Path
 
-from trainkit.contrib.drill.inject import RunProcesses, find_processes, flip_bytes
+from trainkit.contrib.drill.inject import flip_bytes
 from trainkit.run.files import write_json
 from trainkit.run.manifest import MANIFEST_NAME, SEAL, file_hash, find_damage, published, seal
 from trainkit.run.rundir import RunDir
@@ -35,7 +35,3 @@ def test_flipped_bytes_are_found_only_by_the_hash(tmp_path: Path):
         "",
         "large was changed after it was written (its SHA-256 differs)",
     ]
-
-
-def test_a_run_without_processes(tmp_path: Path):
-    assert find_processes(RunDir(tmp_path)) == RunProcesses((), {}, {})

@@ -2,76 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import signal
 import time
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from trainkit.backends import backend_of
 from trainkit.backends.slurm import step_of
 from trainkit.control.cancel import cancel_run
 from trainkit.errors import print_note
-from trainkit.job.processes import descendants, environ_of, parent_pid
+from trainkit.job.processes import descendants, proc_file, rank_of, ranks_below, signal_all
 from trainkit.job.rank_env import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
 from trainkit.run.manifest import Checkpoint, published
 from trainkit.run.record import AttemptRecord, read_job
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.control import kill_steps, run_step
-
-PROC = Path("/proc")
-
-
-@dataclass(frozen=True)
-class RunProcesses:
-    """The pids of a run's processes at one moment."""
-
-    supervisors: tuple[int, ...]
-    agents: Mapping[int, int]
-    """By node rank."""
-    ranks: Mapping[int, int]
-    """By rank; includes ranks started by a launcher, but not the launcher."""
-
-    @property
-    def everything(self) -> tuple[int, ...]:
-        return (*self.supervisors, *self.agents.values(), *self.ranks.values())
-
-
-def find_processes(run: RunDir) -> RunProcesses:
-    """The processes of a local run, anywhere in its process tree."""
-    supervisors: list[int] = []
-    agents: dict[int, int] = {}
-    with_rank: dict[int, int] = {}
-    for pid in (int(entry.name) for entry in PROC.iterdir() if entry.name.isdigit()):
-        try:
-            words = (PROC / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")
-        except OSError:
-            continue  # it has ended
-        if str(run.path) in words and "trainkit.job.supervisor" in words:
-            supervisors.append(pid)
-        elif str(run.path) in words and "trainkit.job.node.agent" in words and "--node-rank" in words:
-            agents[int(words[words.index("--node-rank") + 1])] = pid
-        else:
-            environ = environ_of(pid)
-            if environ.get(RUN_DIR_VARIABLE) == str(run.path) and environ.get("RANK", "").isdigit():
-                with_rank[pid] = int(environ["RANK"])
-    # Children of a rank, such as data loaders, have its environment too.
-    ranks = {rank: pid for pid, rank in with_rank.items() if parent_pid(pid) not in with_rank}
-    return RunProcesses(tuple(supervisors), agents, ranks)
-
-
-def kill_all(pids: Iterable[int]) -> int:
-    """Send SIGKILL to processes; returns the number that still existed."""
-    num_killed = 0
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-            num_killed += 1
-    return num_killed
-
 
 GONE_WITHIN_S = 120.0
 POLL_S = 1.0
@@ -93,15 +39,26 @@ class FaultInjector:
     run: RunDir
 
     def kill_rank(self, rank: int) -> bool:
-        ranks = find_processes(self.run).ranks
-        return rank in ranks and kill_all([ranks[rank]]) > 0
+        return _kill([pid for pid in ranks_below(self._supervisor) if rank_of(pid) == rank])
 
     def kill_node(self, node_rank: int) -> bool:
-        agent = find_processes(self.run).agents.get(node_rank)
-        return agent is not None and kill_all((agent, *descendants(agent))) > 0
+        option = f"\0--node-rank\0{node_rank}\0".encode()
+        agents = [pid for pid in descendants(self._supervisor) if option in proc_file(pid, "cmdline")]
+        return _kill([*agents, *(pid for agent in agents for pid in descendants(agent))])
 
     def kill_ranks(self) -> bool:
-        return kill_all(find_processes(self.run).ranks.values()) > 0
+        return _kill(ranks_below(self._supervisor))
+
+    @property
+    def _supervisor(self) -> int:
+        """Its pid; -1, below which there are no processes, if it has ended."""
+        entry = newest(self.run)
+        return entry.pid if entry.pid is not None and entry.alive() else -1
+
+
+def _kill(pids: list[int]) -> bool:
+    signal_all(pids, signal.SIGKILL)
+    return bool(pids)
 
 
 @dataclass
