@@ -5,13 +5,11 @@ from __future__ import annotations
 import re
 import time
 from dataclasses import fields
-from pathlib import Path
 from typing import get_args
 
 import pytest
 import yaml
 
-from tests.observe.test_diagnose import failed, newest
 from trainkit.observe.logs import Text
 from trainkit.observe.signatures import (
     FILE,
@@ -60,15 +58,3 @@ def test_an_error_that_a_log_repeats_is_judged_once(text: str) -> None:
     found = [match.evidence.line for signature in load_signatures() if (match := log.find(signature))]
     assert set(found) == {400}
     assert time.process_time() - began_s < 5
-
-
-def test_the_first_cause_and_the_advice_that_can_be_filled_in_are_shown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    patterns = tuple(map(re.compile, ("license error (?P<n>[0-9]+)", "license")))
-    causes, advice = ("error {n}", "no license"), ("wait {n} s", "ask {nobody}")
-    own = Signature("a", "A", patterns, causes, advice, "cause", ("record",), "certain", "")
-    monkeypatch.setattr("trainkit.observe.diagnose.load_signatures", lambda: (own,))
-    found = newest(failed(tmp_path / "1", b"", "license error 7", "E"))
-    assert (found.name, found.cause, found.advice) == ("a", "error 7", ["wait 7 s"])
-    assert newest(failed(tmp_path / "2", b"", "license gone", "E")).cause == "no license"

@@ -381,16 +381,13 @@ def _notices(history: RunHistory, status: RunStatus) -> list[Notice]:
     slow_lines = {event.slowdown() for event in status.slowdowns}
     current = [Notice(None, text) for text in status.warnings if text not in slow_lines]
     current += [Notice(event.time, event.slowdown(), event.host, event.rank) for event in status.slowdowns]
-    past = []
-    for event in reversed(history.events.notable):
-        text = None if event in status.slowdowns else event_text(event)
-        if text is not None:
-            past.append(Notice(event.time, text, event.host, event.rank))
-    return [*current, *past][:MAX_NOTICES]
+    past = (event for event in reversed(history.events.notable) if event not in status.slowdowns)
+    current += [Notice(event.time, event_text(event), event.host, event.rank) for event in past]
+    return current[:MAX_NOTICES]
 
 
-def event_text(event: Event) -> str | None:
-    """A past event as a sentence of the warnings; None for one that is none."""
+def event_text(event: Event) -> str:
+    """A past one of the `NOTABLE_EVENTS` as a sentence of the warnings."""
     name, reason = event.name, event.reason
     if name == "rank_failed":
         return event.failure.line
@@ -404,9 +401,7 @@ def event_text(event: Event) -> str | None:
         return f"rejected {str(event.text('set_aside')).removesuffix('.rejected')}: {reason}"
     if name == "checkpoint_failed":
         return f"checkpoint of step {event.step} failed: {event.text('error')}"
-    if name == "stopped":
-        return f"attempt {event.attempt} {event.text('state')}: {reason}"
-    return None
+    return f"attempt {event.attempt} {event.text('state')}: {reason}"
 
 
 def _hint(status: RunStatus, cwd: Path | None) -> str | None:

@@ -34,13 +34,11 @@ from trainkit.run.files import (
 from trainkit.run.rundir import AttemptDir, RunDir
 
 RECENT_RECORDS = 200
-NOTABLE_EVENTS = frozenset(
-    {
-        *("signal", "rank_failed", "hang", "slow_rank", "slow_run", "requeue_decision", "restart"),
-        *("checkpoint_rejected", "checkpoint_failed", "stopped"),
-    }
+NOTABLE_EVENTS = (
+    *("signal", "rank_failed", "hang", "slow_rank", "slow_run"),
+    *("checkpoint_rejected", "checkpoint_failed", "stopped"),
 )
-"""Events that the last warnings are made of."""
+"""Events that the last warnings are made of, by `run_view.event_text`."""
 MAX_NOTABLE = 100
 MAX_POINTS = 600
 """Points of a curve that are kept; with twice as many, every second one is dropped."""

@@ -143,38 +143,32 @@ def test_mlflow_server(run: RunDir, server: str) -> None:
     assert client.list_artifacts(found.info.run_id, "config")
 
 
-def test_mlflow_store(run: RunDir, tmp_path: Path) -> None:
+@pytest.fixture
+def position(run: RunDir) -> Iterator[Path]:
+    """The record of what MLflow has, which is as before after the test."""
+    file = run.trackers_dir / "mlflow.json"
+    before = file.read_text()
+    yield file
+    file.write_text(before)
+
+
+def test_mlflow_store(run: RunDir, position: Path, tmp_path: Path) -> None:
     """The same run, sent to the store in a folder; what was sent but not noted is sent twice."""
     settings = MlflowConfig(tracking_uri=str(tmp_path / "store"))
-    position = run.trackers_dir / "mlflow.json"
-    before = position.read_text()
-    try:
-        sender = RunTracker(run, "mlflow", settings)
-        assert sender.update("finished").num_sent == 20
-        sender.release()
-        write_json(position, {**json.loads(position.read_text()), "step": 10})
-        assert RunTracker(run, "mlflow", settings).update("finished", closes=True).num_sent == 10
-    finally:
-        position.write_text(before)
+    sender = RunTracker(run, "mlflow", settings)
+    assert sender.update("finished").num_sent == 20
+    sender.release()
+    write_json(position, {**json.loads(position.read_text()), "step": 10})
+    assert RunTracker(run, "mlflow", settings).update("finished", closes=True).num_sent == 10
     assert (tmp_path / "store" / "mlflow.db").is_file()
     client = client_of(f"sqlite:///{tmp_path}/store/mlflow.db")
     found = the_run(client)
     for name in ("loss", "val_loss", "tokens_per_s"):
         assert mlflow_curve(client, found.info.run_id, name) == curve(run, name), name
     assert list((tmp_path / "store" / "artifacts").rglob("attempt-*.yaml"))
-
-
-def test_a_run_that_was_deleted_in_mlflow_is_sent_again(run: RunDir, tmp_path: Path) -> None:
-    settings = MlflowConfig(tracking_uri=str(tmp_path))
-    position = run.trackers_dir / "mlflow.json"
-    before = position.read_text()
-    client = client_of(f"sqlite:///{tmp_path}/mlflow.db")
-    try:
-        for _ in range(2):
-            assert RunTracker(run, "mlflow", settings).update("finished", closes=True).num_sent == 20
-            client.delete_run(the_run(client).info.run_id)
-    finally:
-        position.write_text(before)
+    client.delete_run(found.info.run_id)  # then the run is sent again
+    assert RunTracker(run, "mlflow", settings).update("finished", closes=True).num_sent == 20
+    assert the_run(client).info.run_id != found.info.run_id
 
 
 def test_wandb_offline(run: RunDir) -> None:
