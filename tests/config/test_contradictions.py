@@ -89,6 +89,21 @@ optimizer.name=adamw_8bit parallel.tp=3
 optimizer.name=adamw_8bit parallel.tp=16
     optimizer.name: is adamw_8bit, which does not support parallel.tp 16
     hint: parallel.tp can be 1, 2, 4 or 8
+checkpoint.best_metric=val_accuracy
+    checkpoint.best_metric: is val_accuracy, but task is causal_lm, which has the metrics val_loss and loss
+    hint: use one of these, or null
+checkpoint.best_metric=val_accuracy task=mine.py:Mine train.eval_every=null
+    checkpoint.best_metric: is val_accuracy, but train.eval_every is null: there is no validation
+    hint: set train.eval_every
+notify.mail=me@x.org resources.mail_user=you@x.org
+    notify.mail: is set, and so is resources.mail_user
+    hint: remove one of them
+notify.mail=me@x.org resources.mail_type=ALL
+    notify.mail: is set, and so is resources.mail_type
+    hint: remove one of them
+notify.mail=me@x.org notify.on=[stalled,slow]
+    notify.mail: is set, but notify.on has none of the events that Slurm knows: finished, failed, requeued
+    hint: add one of them, or remove notify.mail
 """
 
 
@@ -103,6 +118,8 @@ def test_what_does_not_contradict(tmp_path: Path) -> None:
     load(tmp_path, EIGHT_BIT, "optimizer.state_dtype=fp32", "optimizer.betas=[0.9, 0.999]")
     for tp in (2, 4, 8):
         load(tmp_path, EIGHT_BIT, f"parallel.tp={tp}")
+    load(tmp_path, "checkpoint.best_metric=val_accuracy", "task=mine.py:Mine")
+    load(tmp_path, "checkpoint.best_metric=loss")
 
 
 @pytest.mark.parametrize("name", ["HF_TOKEN", "WANDB_API_KEY", "MY_PASSWORD"])
@@ -124,18 +141,6 @@ def test_the_url_of_a_webhook_must_not_be_written_down(tmp_path: Path, url: str)
     assert "launch.env.MY_HOOK: looks like a secret" in problem(
         tmp_path, "notify.webhook=MY_HOOK", f"launch.env.MY_HOOK={url}"
     )
-
-
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        (["resources.mail_user=you@x.org"], "notify.mail: is set, and so is resources.mail_user"),
-        (["resources.mail_type=ALL"], "notify.mail: is set, and so is resources.mail_type"),
-        (["notify.on=[stalled, slow]"], "none of the events that Slurm knows: finished, failed, requeued"),
-    ],
-)
-def test_emails_of_slurm_that_contradict(tmp_path: Path, overrides: list[str], words: str) -> None:
-    assert words in problem(tmp_path, "notify.mail=me@x.org", *overrides)
 
 
 @pytest.mark.parametrize("line", ["export HF_TOKEN=hf_abcdefgh", "A_KEY='long enough' python x.py"])
@@ -186,25 +191,6 @@ def test_document_mask(tmp_path: Path, other: str, message: str, hint: str) -> N
     assert hint in found
     load(tmp_path, "data.document_mask=true", "parallel.tp=2")
     load(tmp_path, other)
-
-
-@pytest.mark.parametrize(
-    ("others", "message", "hint"),
-    [
-        ((), "is val_accuracy, but task is causal_lm, which has the metrics val_loss and loss", "use one of"),
-        (
-            ("task=mine.py:Mine", "train.eval_every=null"),
-            "is val_accuracy, but train.eval_every is null: there is no validation",
-            "set train.eval_every",
-        ),
-    ],
-)
-def test_best_metric(tmp_path: Path, others: tuple[str, ...], message: str, hint: str) -> None:
-    found = problem(tmp_path, "checkpoint.best_metric=val_accuracy", *others)
-    assert f"checkpoint.best_metric: {message}" in found
-    assert hint in found
-    load(tmp_path, "checkpoint.best_metric=val_accuracy", "task=mine.py:Mine")
-    load(tmp_path, "checkpoint.best_metric=loss")
 
 
 @pytest.mark.parametrize("name", ["last", "local-12", "4711", "4711_3"])

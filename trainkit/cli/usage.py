@@ -57,13 +57,13 @@ class CommandGroup(click.Group):
 
 def _command_hint(name: str, known: Sequence[str], program: str) -> str:
     """What to type in place of an unknown command of `program`."""
-    from difflib import get_close_matches
+    from trainkit.formats import near
 
-    same = [
+    same = (
         own for own, others in OTHER_COMMANDS.items() if name in others and (own in known or own[0] == "-")
-    ]
-    close = get_close_matches(name.lower(), known, n=1, cutoff=SIMILAR) or same
-    return f"did you mean `{program} {close[0]}`?" if close else f"`{program} --help` lists the commands"
+    )
+    meant = near(name.lower(), known, SIMILAR) or next(same, None)
+    return f"did you mean `{program} {meant}`?" if meant else f"`{program} --help` lists the commands"
 
 
 def from_click(error: click.ClickException, args: Sequence[str]) -> TrainkitError:
@@ -182,7 +182,7 @@ def _typed(names: Sequence[str], args: Sequence[str]) -> str | None:
 def _bad_value(param: click.Parameter, args: Sequence[str]) -> tuple[str, str] | None:
     """What is wrong with a number or choice, in the words of a config's problems, and what was meant."""
     from trainkit.config.schema import allowed_values, schema_words
-    from trainkit.config.suggest import first_accepted, readings
+    from trainkit.config.suggest import readings
 
     kind, name = param.type, _name(param)
     # An argument with a choice is the only one of its command.
@@ -211,6 +211,6 @@ def _bad_value(param: click.Parameter, args: Sequence[str]) -> tuple[str, str] |
             return False
         return True
 
-    meant = first_accepted(readings(value, choices), accept)
+    meant = next(filter(accept, readings(value, choices)), None)
     message = f"{name} {value}: must be {words}"
     return message, "" if meant is None else f"did you mean {name} {quote(meant)}?"

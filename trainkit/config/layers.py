@@ -143,7 +143,7 @@ class Edit:
 def _with_origins(entry: Entry, before: Entry | None) -> Entry:
     """The entry, in which what is as before has the origin that it had."""
     if before is None or not (entry.is_mapping and before.is_mapping):
-        return before if before is not None and entry.value == before.value else entry
+        return before if before is not None and entry.value is before.value else entry
     return replace(
         entry, value={key: _with_origins(item, before.value.get(key)) for key, item in entry.value.items()}
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from decimal import Decimal
 from shlex import quote
 from unicodedata import combining, normalize
@@ -114,11 +114,6 @@ def readings(text: str, words: Iterable[str] = ()) -> Iterator[str]:
     yield f"[{bare}]"
 
 
-def first_accepted(found: Iterable[str], accept: Callable[[str], bool]) -> str | None:
-    """The first of some texts that is accepted."""
-    return next(filter(accept, found), None)
-
-
 def value_hint(path: tuple[str, ...], found: Entry, origin: str) -> str:
     """How to write the value of a key that was refused."""
     value = found.plain()
@@ -154,7 +149,7 @@ def nearest(path: tuple[str, ...], typed: str) -> str | None:
     found = readings(typed, _words(path))
     if path == MEMORY and typed.isdigit():  # of Slurm's users, few mean MB by a number this small
         found = iter((f"{typed}{'G' if len(typed) <= 3 else 'M'}",) if int(typed) else ())
-    return first_accepted(found, lambda text: _accepts(path, text))
+    return next((text for text in found if _accepts(path, text)), None)
 
 
 def _section_hint(section: str, typed: str, origin: str) -> str:
