@@ -203,8 +203,7 @@ class Replay:
         fits = self.free if now_h + least_h <= until_h else min(self.free, spare)
         left_h = self.left_h - max(0.0, now_h - job.start_h - RESTART_H) * speed(job.num_nodes)
         waits = {
-            size: 0.0 if size - job.num_nodes <= fits else None
-            for size in range(job.num_nodes + 1, MOST + 1)
+            size: 0.0 if size - job.num_nodes <= fits else None for size in range(job.num_nodes + 1, MOST + 1)
         }
         left_s, restart_s = left_h * 3600 / speed(job.num_nodes), (RESTART_H + REQUEUE_H) * 3600
         return decide_growth(left_s, restart_s, job.num_nodes, waits).num_nodes is not None

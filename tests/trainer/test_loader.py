@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable
