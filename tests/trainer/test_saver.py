@@ -1,7 +1,6 @@
 """Saving: what is written is the state at the call, and what was published stays."""
 
 import errno
-import json
 import logging
 import os
 import resource
@@ -183,14 +182,6 @@ def test_poll_reports_without_waiting(
     saver._pending[2].exception(timeout=60)
     saver.poll()
     assert saver.last_step == 1
-
-
-def test_the_manifest_names_every_file(tmp_path: Path, make_saver: Any) -> None:
-    make_saver(tmp_path).save(request(5), blocking=True)
-    folder = RunDir(tmp_path).checkpoint_dir(5)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    assert set(manifest["files"]) == {p.name for p in folder.iterdir()} - {"manifest.json"}
-    assert manifest["step"] == 5
 
 
 class TestKeeping:
