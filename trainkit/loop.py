@@ -75,7 +75,7 @@ from trainkit.trainer.distributed import (
     select_device,
 )
 from trainkit.trainer.metrics import write_pending
-from trainkit.trainer.progress import Progress, RankInfo, RankStacks, Watchdog, watch_deadline
+from trainkit.trainer.progress import Progress, RankInfo, Watchdog
 from trainkit.trainer.stateless_random import stable_key
 
 log = getLogger(__name__)
@@ -210,8 +210,8 @@ class Attached:
         """Whether a rank was asked to stop at the last step, when that is known."""
         self._saver = CheckpointSaver(attempt, world, {}, keep_last=3)
         self._rank_info = RankInfo(env.rank, env.node_rank, own_host())
-        self._stacks = RankStacks(attempt, env.rank, self._progress)
-        self._stacks.listen(stop)
+        self._watchdog = Watchdog(attempt, self._rank_info, self._progress, stop)
+        self._watchdog.listen()
         self._end_groups = group_ender() if owns_group else None
         self._is_by_hand = plan is None
         self._outcome: Action | None = None
@@ -219,8 +219,7 @@ class Attached:
         self._report_failures()
         atexit.register(self._close)
         if plan is not None:
-            watch_deadline(stop, plan.grace_s, self._stacks)
-            Watchdog(attempt, self._rank_info, plan, self._progress, self._stacks).start()
+            self._watchdog.watch(plan)
 
     @property
     def is_main(self) -> bool:
@@ -392,7 +391,7 @@ class Attached:
         self._saver.close()
         if self._is_by_hand and self.is_main:
             self._record_end()
-        self._stacks.close()
+        self._watchdog.close()
         if self._end_groups is not None and dist.is_initialized():
             self._end_groups()
         # A group that is still referenced when Python exits can end it with SIGABRT.

@@ -21,7 +21,7 @@ from trainkit.run.files import utc_now, write_json
 from trainkit.run.process import own_host
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.run.tracebacks import is_quit, last_exception, users_line
-from trainkit.trainer.progress import CurrentPhase, Progress, RankInfo, RankStacks, Watchdog, watch_deadline
+from trainkit.trainer.progress import CurrentPhase, Progress, RankInfo, Watchdog
 
 REPLAY_WORKER = "trainkit.contrib.replay.worker"
 
@@ -40,14 +40,13 @@ def main() -> None:
     attempt = run.attempt(int(os.environ.get("TRAINKIT_JOB_ATTEMPT") or run.attempt_numbers()[-1]))
     rank = int(os.environ.get("RANK", "0"))
     rank_info = RankInfo(rank, int(os.environ.get("NODE_RANK", "0")), own_host())
-    stacks = RankStacks(attempt, rank, progress)
+    watchdog = Watchdog(attempt, rank_info, progress, stop)
     debug_mode, unwatched = mode_of_rank(), partial(progress.within, "unwatched")  # the hang watch pauses
     set_up_logging(rank)
     try:
         plan = LaunchPlan.read(attempt.plan_file)
-        stacks.listen(stop)
-        watch_deadline(stop, plan.grace_s, stacks)
-        Watchdog(attempt, rank_info, plan, progress, stacks).start()
+        watchdog.listen()
+        watchdog.watch(plan)
         if not os.environ.get("PYTHONBREAKPOINT") and debug_mode not in ("off", "debugpy"):
             terminal = os.environ.get(TERMINAL_VARIABLE) if plan.world_size == 1 and not debug_mode else None
             sys.breakpointhook = lambda *args, **kwargs: stop_at(sys._getframe(1), terminal, unwatched)
@@ -65,7 +64,7 @@ def main() -> None:
             traceback.print_exception(error)
             stop_at(error.__traceback__, around=unwatched)
         code = record_failure(attempt, rank_info, error, progress.current)
-    stacks.close()
+    watchdog.close()
     if "trainkit.trainer.distributed" not in sys.modules:
         sys.exit(code)  # torch is missing, broken or too old: importing that module would fail too
     from trainkit.trainer.distributed import exit_process

@@ -151,26 +151,6 @@ SUSPENDED_S = 10.0
 NUM_COLLECTIVES = 200
 
 
-def watch_deadline(stop: StopRequest, grace_s: float, stacks: RankStacks) -> None:
-    """Exit with code 70 shortly before `grace_s` seconds have passed since a stop signal.
-
-    Writes the stacks of all threads first. A checkpoint that is being written is not published.
-    """
-    allowed_s = max(0.0, grace_s - min(10.0, 0.2 * grace_s))
-
-    def watch() -> None:
-        stop.received.wait()
-        time.sleep(allowed_s)
-        reason = f"still running {allowed_s:.0f} s after {stop.signal_name}"
-        try:
-            stacks.append(reason)
-            _print_line(f"{reason}: exiting before the job is killed; stacks: {stacks.file}")
-        finally:
-            os._exit(EXIT_STUCK)
-
-    threading.Thread(target=watch, name="deadline", daemon=True).start()
-
-
 def _print_line(text: str) -> None:
     """Print a line to stderr, not through the log, whose lock the hanging thread may hold."""
     with contextlib.suppress(OSError):  # a full disk must not end the watchdog
@@ -200,99 +180,6 @@ def phase_limit_s(phase: Phase, progress: Progress, policy: RequeuePolicy) -> fl
     return limit_s if is_fast else max(SLOW_PHASE_LIMIT_S, limit_s)
 
 
-@dataclass
-class Watchdog:
-    """Reports a hang of this rank in the attempt's folder.
-
-    The supervisor then ends all ranks; a rank that it does not end exits with code 70.
-    """
-
-    attempt: AttemptDir
-    rank_info: RankInfo
-    plan: LaunchPlan
-    progress: Progress
-    stacks: RankStacks
-
-    def __post_init__(self) -> None:
-        self._checked_s = self._resumed_s = time.monotonic()
-
-    def start(self) -> None:
-        """Start watching, unless the config disables hang detection."""
-        if self.plan.requeue.hang_factor is not None:
-            threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
-
-    def _watch(self) -> None:
-        poll_s = min(POLL_S, self.plan.requeue.hang_min_s / 10)
-        while True:
-            time.sleep(poll_s)
-            hang = self.check(time.monotonic())
-            if hang is None:
-                continue
-            if self.attempt.has_rank_in_debugger:
-                self._resumed_s = time.monotonic()
-                continue
-            try:
-                self._report(hang)
-            except (OSError, RuntimeError, ValueError) as error:
-                _print_line(f"the hang report is incomplete ({error})")
-            self._wait_for_progress(hang, poll_s)
-            _print_line("no longer hanging: training continues")
-            with contextlib.suppress(OSError):
-                self._record.unlink(missing_ok=True)
-
-    def check(self, now_s: float) -> Hang | None:
-        """The hang of this rank, or None; call about once per second."""
-        if now_s > self._checked_s + SUSPENDED_S:
-            self._resumed_s = now_s
-        self._checked_s = now_s
-        current, policy = self.progress.current, self.plan.requeue
-        limit = phase_limit_s(current.phase, self.progress, policy)
-        waited_s = now_s - max(current.since_s, self._resumed_s)
-        if limit is None or waited_s < policy.hang_min_s / 2:
-            return None
-        # A hang of one rank ends all ranks: those with a longer limit report their state before that.
-        return Hang(current, waited_s, limit) if waited_s > limit or self._others_hang() else None
-
-    def _others_hang(self) -> bool:
-        """Whether a rank currently reports a hang; a rank that makes progress again removes its report."""
-        try:
-            return any(self.attempt.hangs_dir.glob("rank-*.json"))
-        except OSError:
-            return False
-
-    @property
-    def _record(self) -> Path:
-        return self.attempt.rank_hang(self.rank_info.rank)
-
-    def _report(self, hang: Hang) -> None:
-        """Write the step, phase and stack of this rank for `job.hangs`."""
-        step, phase, phase_index, _ = hang.current
-        message = f"no progress for {hang.waited_s:.0f} s at step {step}, in {phase}"
-        _print_line(f"{message} (limit {hang.limit_s:.0f} s); stacks: {self.stacks.file}")
-        ensure_folder(self.attempt.hangs_dir)
-        record = {**vars(self.rank_info), "step": step, "phase": phase, "beat": phase_index}
-        record |= {"waited_s": round(hang.waited_s, 3), "limit_s": round(hang.limit_s, 3)}
-        # Of the main thread, which runs the training loop.
-        stack = _walk(sys._current_frames()[threading.main_thread().ident or 0])
-        record |= {"usual_s": self.progress.median_step_s, "time": utc_now(), "stack": stack}
-        write_json(self._record, record)
-        self.stacks.append(message)
-        from trainkit.trainer.torch_private import flight_record  # this module is imported before torch
-
-        if (trace := flight_record(self.plan.device)) is not None:
-            trace["entries"] = trace.get("entries", [])[-NUM_COLLECTIVES:]
-            write_json(self.stacks.file.with_suffix(".collectives.json"), trace)
-
-    def _wait_for_progress(self, hang: Hang, poll_s: float) -> None:
-        """Wait until there is progress again; exit with code 70 if there is none for `EXIT_AFTER_S`."""
-        exit_s = time.monotonic() + EXIT_AFTER_S
-        while self.progress.current == hang.current:
-            if time.monotonic() > exit_s:
-                _print_line(f"the supervisor did not end this rank within {EXIT_AFTER_S:.0f} s: exiting")
-                os._exit(EXIT_STUCK)
-            time.sleep(poll_s)
-
-
 def thread_stacks() -> dict[str, list[str]]:
     """Thread -> its frames, innermost first; the main thread comes first, the calling one is left out."""
     frames = sys._current_frames()
@@ -310,44 +197,57 @@ def _walk(innermost: FrameType) -> list[str]:
     return [f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{line})" for frame, line in frames]
 
 
-class RankStacks:
-    """Writes the stacks of this rank to its file, and answers `trainkit stacks`."""
+class Watchdog:
+    """Answers `trainkit stacks`, and ends this rank where it hangs or is still running at its deadline.
 
-    def __init__(self, attempt: AttemptDir, rank: int, progress: Progress) -> None:
-        self.file = attempt.rank_stacks(rank)
-        self._attempt = attempt
-        self._rank = rank
-        self._progress = progress
+    It reports a hang in the attempt's folder, and the supervisor ends all ranks. One that it does not end
+    exits with code 70.
+    """
 
-    def listen(self, stop: StopRequest) -> None:
+    def __init__(
+        self, attempt: AttemptDir, rank_info: RankInfo, progress: Progress, stop: StopRequest
+    ) -> None:
+        self._attempt, self._rank_info = attempt, rank_info
+        self._progress, self._stop = progress, stop
+        self._file = attempt.rank_stacks(rank_info.rank)
+        """The stacks of this rank."""
+        self._checked_s = self._resumed_s = time.monotonic()
+
+    def listen(self) -> None:
         """Start answering requests for stacks and SIGQUIT."""
         try:
-            ensure_folder(self.file.parent)
+            ensure_folder(self._file.parent)
             # Opened here, since the C handler cannot open a file.
-            faulthandler.register(signal.SIGQUIT, self.file.open("a"), all_threads=True)
+            faulthandler.register(signal.SIGQUIT, self._file.open("a"), all_threads=True)
         except OSError as error:
-            log.error(f"cannot write stacks to {self.file} ({error})")
-        threading.Thread(target=self._answer, args=(stop,), name="stacks", daemon=True).start()
+            log.error(f"cannot write stacks to {self._file} ({error})")
+        threading.Thread(target=self._answer, name="stacks", daemon=True).start()
 
-    def append(self, reason: str) -> None:
-        """Append the stacks of all threads to the file."""
-        text = [f"# {utc_now()} rank {self._rank} on {socket.gethostname()}: {reason}"]
-        for name, frames in thread_stacks().items():
-            text += ["", f"Thread {name} (most recent call first):", *(f"  {frame}" for frame in frames)]
-        with self.file.open("a", encoding="utf-8") as stream:
-            stream.write("\n".join(text) + "\n\n")
+    def watch(self, plan: LaunchPlan) -> None:
+        """Start watching the deadline after a stop signal, and hangs unless the config disables that."""
+        threading.Thread(target=self._watch_deadline, args=(plan,), name="deadline", daemon=True).start()
+        if plan.requeue.hang_factor is not None:
+            threading.Thread(target=self._watch_hangs, args=(plan,), name="watchdog", daemon=True).start()
 
     def close(self) -> None:
-        """Remove the file if it is empty."""
+        """Remove the file of the stacks if it is empty."""
         faulthandler.unregister(signal.SIGQUIT)
         with contextlib.suppress(OSError):
-            if self.file.stat().st_size == 0:
-                self.file.unlink()
+            if self._file.stat().st_size == 0:
+                self._file.unlink()
 
-    def _answer(self, stop: StopRequest) -> None:
+    def _append_stacks(self, reason: str) -> None:
+        """Append the stacks of all threads to the file."""
+        text = [f"# {utc_now()} rank {self._rank_info.rank} on {socket.gethostname()}: {reason}"]
+        for name, frames in thread_stacks().items():
+            text += ["", f"Thread {name} (most recent call first):", *(f"  {frame}" for frame in frames)]
+        with self._file.open("a", encoding="utf-8") as stream:
+            stream.write("\n".join(text) + "\n\n")
+
+    def _answer(self) -> None:
         while True:
-            stop.stacks_requested.wait()
-            stop.stacks_requested.clear()
+            self._stop.stacks_requested.wait()
+            self._stop.stacks_requested.clear()
             try:
                 self._reply()
             except (OSError, ValueError) as error:
@@ -355,11 +255,95 @@ class RankStacks:
 
     def _reply(self) -> None:
         """Answer the requests in the attempt's folder, in the format of `job.failure.stacks`."""
-        for request in sorted((self.file.parent / "requests").glob("*.json")):
-            reply = request.with_suffix("") / f"rank-{self._rank:04d}.json"
-            if reply.exists() or read_json(request)["rank"] not in (None, self._rank):
+        rank = self._rank_info.rank
+        for request in sorted((self._file.parent / "requests").glob("*.json")):
+            reply = request.with_suffix("") / f"rank-{rank:04d}.json"
+            if reply.exists() or read_json(request)["rank"] not in (None, rank):
                 continue
             step, phase, _, since_s = self._progress.current
-            answer = {"rank": self._rank, "host": socket.gethostname(), "pid": os.getpid(), "how": "asked"}
+            answer = {"rank": rank, "host": socket.gethostname(), "pid": os.getpid(), "how": "asked"}
             answer |= {"step": step, "phase": phase, "since_s": round(time.monotonic() - since_s, 3)}
             write_json(reply, {**answer, "threads": thread_stacks()})
+
+    def _watch_deadline(self, plan: LaunchPlan) -> None:
+        """Exit with code 70 shortly before `grace_s` seconds have passed since a stop signal.
+
+        Writes the stacks of all threads first. A checkpoint that is being written is not published.
+        """
+        allowed_s = max(0.0, plan.grace_s - min(10.0, 0.2 * plan.grace_s))
+        self._stop.received.wait()
+        time.sleep(allowed_s)
+        reason = f"still running {allowed_s:.0f} s after {self._stop.signal_name}"
+        try:
+            self._append_stacks(reason)
+            _print_line(f"{reason}: exiting before the job is killed; stacks: {self._file}")
+        finally:
+            os._exit(EXIT_STUCK)
+
+    def _watch_hangs(self, plan: LaunchPlan) -> None:
+        poll_s = min(POLL_S, plan.requeue.hang_min_s / 10)
+        record = self._attempt.rank_hang(self._rank_info.rank)
+        while True:
+            time.sleep(poll_s)
+            hang = self.find_hang(time.monotonic(), plan.requeue)
+            if hang is None:
+                continue
+            if self._attempt.has_rank_in_debugger:
+                self._resumed_s = time.monotonic()
+                continue
+            try:
+                self._report(hang, record, plan.device)
+            except (OSError, RuntimeError, ValueError) as error:
+                _print_line(f"the hang report is incomplete ({error})")
+            self._wait_for_progress(hang, poll_s)
+            _print_line("no longer hanging: training continues")
+            with contextlib.suppress(OSError):
+                record.unlink(missing_ok=True)
+
+    def find_hang(self, now_s: float, policy: RequeuePolicy) -> Hang | None:
+        """The hang of this rank, or None; call about once per second."""
+        if now_s > self._checked_s + SUSPENDED_S:
+            self._resumed_s = now_s
+        self._checked_s = now_s
+        current = self._progress.current
+        limit = phase_limit_s(current.phase, self._progress, policy)
+        waited_s = now_s - max(current.since_s, self._resumed_s)
+        if limit is None or waited_s < policy.hang_min_s / 2:
+            return None
+        # A hang of one rank ends all ranks: those with a longer limit report their state before that.
+        return Hang(current, waited_s, limit) if waited_s > limit or self._others_hang() else None
+
+    def _others_hang(self) -> bool:
+        """Whether a rank currently reports a hang; a rank that makes progress again removes its report."""
+        try:
+            return any(self._attempt.hangs_dir.glob("rank-*.json"))
+        except OSError:
+            return False
+
+    def _report(self, hang: Hang, file: Path, device: str) -> None:
+        """Write the step, phase and stack of this rank for `job.hangs`."""
+        step, phase, phase_index, _ = hang.current
+        message = f"no progress for {hang.waited_s:.0f} s at step {step}, in {phase}"
+        _print_line(f"{message} (limit {hang.limit_s:.0f} s); stacks: {self._file}")
+        ensure_folder(self._attempt.hangs_dir)
+        record = {**vars(self._rank_info), "step": step, "phase": phase, "beat": phase_index}
+        record |= {"waited_s": round(hang.waited_s, 3), "limit_s": round(hang.limit_s, 3)}
+        # Of the main thread, which runs the training loop.
+        stack = _walk(sys._current_frames()[threading.main_thread().ident or 0])
+        record |= {"usual_s": self._progress.median_step_s, "time": utc_now(), "stack": stack}
+        write_json(file, record)
+        self._append_stacks(message)
+        from trainkit.trainer.torch_private import flight_record  # this module is imported before torch
+
+        if (trace := flight_record(device)) is not None:
+            trace["entries"] = trace.get("entries", [])[-NUM_COLLECTIVES:]
+            write_json(self._file.with_suffix(".collectives.json"), trace)
+
+    def _wait_for_progress(self, hang: Hang, poll_s: float) -> None:
+        """Wait until there is progress again; exit with code 70 if there is none for `EXIT_AFTER_S`."""
+        exit_s = time.monotonic() + EXIT_AFTER_S
+        while self._progress.current == hang.current:
+            if time.monotonic() > exit_s:
+                _print_line(f"the supervisor did not end this rank within {EXIT_AFTER_S:.0f} s: exiting")
+                os._exit(EXIT_STUCK)
+            time.sleep(poll_s)
