@@ -1,6 +1,6 @@
 """Kills a run at random moments and checks that its losses equal those of an uninterrupted run.
 
-    python benchmarks/kill_campaign.py --rounds 20 --seed 0
+    python -m benchmarks.kill_campaign --rounds 20 --seed 0
 
 Each round submits a run of two nodes and, one to three times at random moments, sends SIGKILL to a random
 victim: a rank, an agent, the supervisor, or all of them. A run that does not restart automatically is

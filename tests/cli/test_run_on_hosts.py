@@ -12,8 +12,7 @@ from collections.abc import Iterator
 import pytest
 from steering import LIMIT_S, Desk, wait_for
 
-from tests.support.programs import is_running
-from trainkit.contrib.drill.inject import find_processes
+from tests.support.programs import is_running, ranks_of
 from trainkit.job.node.rendezvous import HostPlace, choose_port
 from trainkit.job.step_run import announce
 from trainkit.run.events import read_metrics
@@ -73,7 +72,7 @@ class Hosts:
         self.desk.wait_for_log(self.run, f"attempt {attempt} rank {rank}", attempt, rank)
 
     def pid_of_rank(self, rank: int) -> int:
-        return find_processes(self.run).ranks[rank]
+        return ranks_of(self.run)[rank]
 
     def wait_for_host(self, node_rank: int) -> None:
         """Wait until a host has joined."""
