@@ -1,5 +1,7 @@
 """What a layout sends and waits for, against published formulas."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,6 +33,14 @@ def test_zero_3_sends_half_as_much_again_as_copies() -> None:
     assert zero_2["dp"] == pytest.approx(6 * PARAMS, rel=0.02)
     zero_3 = sent(traffic(step_work(layout=Layout(dp_shard=64))))
     assert zero_3["dp"] == pytest.approx(8 * PARAMS - 2 * ROOT, rel=0.02)
+
+
+def test_matrices_of_blocks_are_gathered_in_float8() -> None:
+    """A byte for each of their numbers, and two for those of embedding and head."""
+    bf16 = step_work(layout=Layout(dp_shard=64), zero=2)
+    before, after = (traffic(work)[0] for work in (bf16, replace(bf16, float8_gather=True)))
+    assert (before.kind, before.num_bytes) == ("gather", 2 * PARAMS * 63 // 64)
+    assert after == replace(before, num_bytes=(PARAMS + 2 * 32_000 * 4096) * 63 // 64)
 
 
 def test_shards_are_sent_with_every_pass_and_gradients_to_copies_once_a_step() -> None:

@@ -143,13 +143,13 @@ def test_a_mixture(tmp_path: Path, mixture: str) -> None:
     assert moved == pytest.approx(expected, abs=1e-4)
 
 
-CAMPAIGN = Path(__file__).parents[2] / "benchmarks" / "kill_campaign.py"
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow(seconds=20)
 def test_killed_at_random_times_the_curve_stays_the_same(tmp_path: Path) -> None:
     # This seed kills one rank.
-    argv = [sys.executable, str(CAMPAIGN), "--rounds", "1", "--seed", "54", "--keep", str(tmp_path / "runs")]
-    done = run_program(*argv, timeout=1800)
+    argv = [sys.executable, "-m", "benchmarks.kill_campaign", "--keep", str(tmp_path / "runs")]
+    done = run_program(*argv, "--rounds", "1", "--seed", "54", cwd=ROOT, timeout=1800)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "1 of 1 equal"

@@ -1,7 +1,10 @@
 """Ranks that hold the others up: which are named, when, and when nobody is."""
 
+import os
 import random
 import signal
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -177,6 +180,53 @@ def test_on_cpus_sharded_ranks_are_not_compared() -> None:
     assert [item.rank for item in found] == [1]
 
 
+class Brake:
+    """Slows a process down: it runs for 2 of every 5 ms."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid, self._ends = pid, threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._ends.is_set():
+            os.kill(self._pid, signal.SIGSTOP)
+            time.sleep(0.003)
+            os.kill(self._pid, signal.SIGCONT)
+            time.sleep(0.002)
+
+    def release(self) -> None:
+        self._ends.set()
+        self._thread.join()
+
+
+@pytest.mark.slow
+def test_a_rank_with_less_of_its_cpu_is_named(tmp_path: Path) -> None:
+    options = ["train.steps=100000", "parallel.dp_replicate=4", "model.num_layers=8", "model.dim=128"]
+    attempt = make_attempt(tmp_path / "run", [*options, "data.seq_len=128"], 4)
+    workers = fork_workers(attempt, 4)
+    run, brake = attempt.run, None
+    try:
+        wait_until(lambda: last_step(run) > 40, workers)
+        begins = last_step(run)
+        brake = Brake(workers[2].pid)
+        wait_until(lambda: any(event["rank"] == 2 for event in slow_events(run)), workers)
+    finally:
+        if brake is not None:
+            brake.release()
+        for worker in workers:
+            worker.send_signal(signal.SIGTERM)
+        wait_for(workers)
+    # On a busy machine, others may have been slow for a while too.
+    [found, *_] = [event for event in slow_events(run) if event["rank"] == 2]
+    assert found["host"] == socket.gethostname()
+    assert found["phase"] == "compute"
+    assert found["ratio"] > 1.4
+    assert begins - WINDOW < found["since_step"] <= begins + 2 * WINDOW
+    assert found["step"] <= found["since_step"] + 3 * WINDOW
+    assert f"rank 2 on {found['host']} is slow since step" in attempt.rank_log(0).read_text()
+
+
 SLOW_LOADER = """
 import os, time
 from tests.support.tasks import Classify, Points
@@ -212,6 +262,11 @@ def test_a_rank_with_a_slow_loader_is_named_for_its_data(tmp_path: Path) -> None
     assert (last["slowest_rank"], last["slowest_host"]) == (1, found["host"])
     assert last["slowest_rank_s"] > 8 * 0.02 > last["other_ranks_s"]
     assert "is slow since step" in attempt.rank_log(0).read_text()
+
+
+def last_step(run: RunDir) -> int:
+    records = read_metrics(run) if run.metrics_file.exists() else []
+    return int(records[-1]["step"]) if records else 0
 
 
 def slow_events(run: RunDir) -> list[dict[str, Any]]:

@@ -64,7 +64,7 @@ def _weights(work: StepWork) -> Iterator[Flow]:
     """
     params, layout, shards, copies = _params(work, 0), work.layout, work.shards, work.layout.dp_replicate
     passes = 1 if layout.pp > 1 else work.passes_per_step
-    again = work.itemsize * (params.block * params.num_layers + params.embedding)
+    again = work.block_itemsize * params.block * params.num_layers + work.itemsize * params.embedding
     head, heads = work.itemsize * params.head, int(params.head > 0)
     units = params.num_layers + (params.embedding > 0)
     times, gathers = (1, 1) if work.keeps_gathered else (2, passes)

@@ -83,11 +83,18 @@ class StepWork:
     """CPU kernels keep more activations; a memory tracker without a GPU measures those."""
     document_mask: bool = False
     """Whether attention has a mask, which rules out context and pipeline parallelism."""
+    float8_gather: bool = False
+    """Whether shards of the matrices of blocks are gathered in float8."""
 
     @property
     def itemsize(self) -> int:
         """Bytes per element of the compute type."""
         return 4 if self.dtype == "fp32" else 2
+
+    @property
+    def block_itemsize(self) -> int:
+        """Bytes per parameter of a block that is gathered; its norms are small."""
+        return 1 if self.float8_gather and self.shards > 1 else self.itemsize
 
     @property
     def shards(self) -> int:
@@ -209,6 +216,7 @@ def work_of(
         optimizer_bytes=optimizer_bytes(config.optimizer, shape),
         device=device,
         document_mask=config.data.document_mask,
+        float8_gather=config.precision.float8 == "gather",
     )
 
 
