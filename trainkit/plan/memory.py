@@ -202,7 +202,8 @@ class Memory:
 
 def memory_of(work: StepWork) -> Memory:
     """The memory of the rank that needs the most."""
-    return max((rank_memory(work, rank) for rank in extreme_ranks(work)), key=lambda found: found.peak)
+    ranks = extreme_ranks(work)
+    return max((rank_memory(work, rank) for rank in ranks), key=lambda found: found.peak)
 
 
 def check_gpu_memory(work: StepWork, gpu: Gpu) -> tuple[str, Problem | None]:
@@ -308,25 +309,25 @@ def _pipeline_phases(work: StepWork, params: RankParams, pp_rank: int) -> Iterat
     buffers = received * passes * work.tokens_per_pass * stream_bytes(work)
     yield "update", 0 if work.parallel.offload else FLOAT32 * params.whole // work.shards, 0, 0, buffers
     buffers += item * params.whole  # gathered for all passes
-    kept, block = kept_bytes(work), block_bytes(work)
+    kept, block, split = kept_bytes(work), block_bytes(work), _split_gradient_bytes(work)
+    last, at_head, logits = loss_bytes(work), _head_bytes(work), _logits(work)
     again, in_block, losses = max(0, block - kept), _in_a_block(work, params) + item * params.head, 0
     if work.recomputes_for_weights:
         again, in_block = round(max(layers) * RECOMPUTED_COPIES * block), 0
     if has_head:
         others = losses_in_flight(schedule, pp, passes) - 1
         a_logit = item if is_deferred else FLOAT32 + item
-        losses = others * round(_logits(work) * a_logit + _head_bytes(work))
+        losses = others * round(logits * a_logit + at_head)
     for state in worst_in_flight(schedule, pp, pp_rank, passes):
         # Deferred gradients of weights also wait in the compute type, but for those of the first stage.
         all_have = state.summed == len(layers)
         summed = params.whole if all_have else state.summed * (params.block * layers[-1] + params.head)
         latest = summed - all_have * (params.embedding + (pp_rank == 0) * params.block * layers[0])
         gradients = FLOAT32 * summed + (item * latest if is_deferred else 0)
-        a_layer = state.whole * kept + state.half * (kept + _split_gradient_bytes(work))
-        activations = max(layers) * a_layer
+        activations = max(layers) * (state.whole * kept + state.half * (kept + split))
         yield "backward", gradients, activations + again, losses, buffers + in_block
         if has_head:
-            yield "loss", gradients, activations + _head_bytes(work), loss_bytes(work) + losses, buffers
+            yield "loss", gradients, activations + at_head, last + losses, buffers
 
 
 def _head_bytes(work: StepWork) -> int:
