@@ -12,7 +12,6 @@ import os
 import signal
 import socket
 import time
-from typing import Any
 
 from trainkit.errors import EXIT_OK, EXIT_STOPPED, TrainkitError, UsageError
 from trainkit.job import processes
@@ -60,37 +59,51 @@ def host_rendezvous(attempt: AttemptDir, plan: LaunchPlan, place: HostPlace) -> 
     timeout; StopSignalReceived when a notice signal arrives meanwhile, on this host or another.
     """
     own = {"host": socket.gethostname(), "address": address_towards(place.master_addr)}
-    own |= {"nonce": new_nonce()} if place.node_rank == 0 else {}
     write_json_in_place(attempt.host_file(place.node_rank), own)
-    joined = {**_await_others(attempt, place), place.node_rank: own}
-    addr, port, nonce = place.master_addr, place.master_port, joined[0]["nonce"]
-    peer: str | None = addr
     if place.node_rank == 0:
-        hosts = [joined[node]["host"] for node in range(place.num_nodes)]
-        record = {"addr": addr, "port": port, "nonce": nonce, "hosts": hosts}
-        write_json_in_place(attempt.rendezvous_file, record)
-        peer = next(filter(None, (joined[node]["address"] for node in place.others)), None)
+        nonce, peer = _publish(attempt, place)
+    else:
+        nonce, peer = _await_start(attempt, place), place.master_addr
     ranks = tuple(range(plan.workers_of(place.node_rank)))
-    return Rendezvous(place.node_rank, ranks, addr, port, peer, nonce, place)
+    return Rendezvous(place.node_rank, ranks, place.master_addr, place.master_port, peer, nonce, place)
 
 
-def _await_others(attempt: AttemptDir, place: HostPlace) -> dict[int, dict[str, Any]]:
-    """What the other hosts have written of themselves, by node rank, once all have joined."""
+def _publish(attempt: AttemptDir, place: HostPlace) -> tuple[str, str | None]:
+    """Wait for the other hosts and let all start; returns the nonce, and an address of another host."""
     pause, deadline_s = PauseUntilFailure(attempt), time.monotonic() + RENDEZVOUS_TIMEOUT_S
-    joined, missing = dict[int, dict[str, Any]](), []
+    hosts, peer, missing, nonce = [socket.gethostname()], None, [], new_nonce()
     for node in place.others:
-        left_s = deadline_s - time.monotonic()
         try:
-            joined[node] = wait_for_json(attempt.host_file(node), left_s, pause=pause, creates=True)
+            left_s = deadline_s - time.monotonic()
+            joined = wait_for_json(attempt.host_file(node), left_s, pause=pause, creates=True)
         except TimeoutError:
             missing.append(str(node))
+            continue
+        hosts.append(str(joined["host"]))
+        peer = peer or joined["address"]
     if missing:
         raise TrainkitError(
             f"node rank {', '.join(missing)} of {place.num_nodes} did not join within "
             f"{RENDEZVOUS_TIMEOUT_S:g} s",
             hint="start the same command with that --node-rank on its host, in the same shared folder",
         )
-    return joined
+    record = {"addr": place.master_addr, "port": place.master_port, "nonce": nonce, "hosts": hosts}
+    write_json_in_place(attempt.rendezvous_file, record)
+    return nonce, peer
+
+
+def _await_start(attempt: AttemptDir, place: HostPlace) -> str:
+    """Wait until all hosts have joined; returns the nonce of the attempt."""
+    try:
+        record = wait_for_json(
+            attempt.rendezvous_file,
+            RENDEZVOUS_TIMEOUT_S + LONGEST_EXIT_S,
+            pause=PauseUntilFailure(attempt),
+            creates=True,
+        )
+    except TimeoutError:
+        raise TrainkitError(f"{place.first} has not started the ranks", hint="see its output") from None
+    return str(record["nonce"])
 
 
 def record_exit(attempt: AttemptDir, node_rank: int, code: int) -> None:
