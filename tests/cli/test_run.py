@@ -13,7 +13,7 @@ from steering import wait_for
 
 from tests.support.programs import is_running
 from trainkit.job.processes import descendants
-from trainkit.job.rank_env import STORE_VARIABLE
+from trainkit.job.rank_env import NONCE_VARIABLE, store_file
 from trainkit.run.files import read_json
 from trainkit.run.manifest import find_damage, published
 from trainkit.run.process import process_stat
@@ -129,15 +129,21 @@ def test_the_store_of_an_agent_that_was_killed_is_removed(desk):
     process, _, supervisor = started(desk)
     agent = next(pid for pid in descendants(supervisor) if process_stat(pid).parent_pid == supervisor)
     environ = Path(f"/proc/{agent}/environ").read_bytes().decode().split("\0")
-    (store,) = (Path(one.partition("=")[2]) for one in environ if one.startswith(f"{STORE_VARIABLE}="))
+    (nonce,) = (one.partition("=")[2] for one in environ if one.startswith(f"{NONCE_VARIABLE}="))
+    store = store_file(nonce)
     store.touch()
-    gone, new = (store.with_name(store.name.replace(str(supervisor), pid)) for pid in ("4194305", str(agent)))
-    for one in (gone, new):
+    left, new, link = (store_file(f"{word} {nonce}") for word in ("left", "new", "link"))
+    new.touch()
+    for one in (store, left):
         one.touch()
+        os.utime(one, (0, 0))
+    link.symlink_to(left)
+    os.utime(link, (0, 0), follow_symlinks=False)
     desk.works("pass")  # another run, which removes what no process needs any more
     desk.trainkit("run", "--", "true")
-    assert [one.exists() for one in (gone, new, store)] == [False, True, True]
+    assert [one.is_symlink() or one.exists() for one in (left, new, link, store)] == [False, True, True, True]
     new.unlink()
+    link.unlink()
     os.kill(agent, signal.SIGKILL)
     process.communicate(timeout=120)
     wait_for(lambda: not is_running(supervisor))

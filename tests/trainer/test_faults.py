@@ -16,7 +16,7 @@ from tests.support.runs import (
     train,
     wait_for,
 )
-from trainkit.job.rank_env import STORE_VARIABLE
+from trainkit.job.rank_env import NONCE_VARIABLE, store_file
 from trainkit.run.manifest import best_step, find_damage, published
 from trainkit.run.rundir import RunDir
 
@@ -118,7 +118,10 @@ class TestFullDisk:
                 attempt.rank_log(rank).symlink_to(tmp_path / f"rank-{rank}.log")
             pad(disk / "run")
             filler = fill(disk)
-            codes = wait_for(fork_workers(attempt, num_procs, {STORE_VARIABLE: str(tmp_path / "store")}))
+            nonce = str(tmp_path)
+            codes = wait_for(fork_workers(attempt, num_procs, {NONCE_VARIABLE: nonce}))
+            if (store := store_file(nonce)) is not None:
+                store.unlink(missing_ok=True)
             filler.unlink()
             words = log_text(attempt)
             for step in (3, 4, 5, 6):

@@ -28,17 +28,12 @@ from trainkit.job.node.slurm_step import slurm_job_id
 from trainkit.job.preflight import SUPERVISOR_VIEW_VARIABLE
 from trainkit.job.processes import KILL_MARGIN_S, PEER_EXIT_S, ProcessGroup, log_line, module_argv
 from trainkit.job.progress_watch import ProgressWatch, SilenceWatch, SlowHostWatch
-from trainkit.job.rank_env import (
-    ATTEMPT_VARIABLE,
-    NONCE_VARIABLE,
-    RUN_DIR_VARIABLE,
-    STORE_VARIABLE,
-    new_store,
-)
+from trainkit.job.rank_env import ATTEMPT_VARIABLE, NONCE_VARIABLE, RUN_DIR_VARIABLE, old_stores, store_file
 from trainkit.job.signals import AGENT_SIGNAL, is_death_by_notice, signal_exit_code
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.events import Event, log_event, read_events
 from trainkit.run.files import seconds_between, utc_now
+from trainkit.run.process import PROC
 from trainkit.run.record import AttemptRecord, read_rendezvous, record_of, superseded_by
 from trainkit.run.rundir import AttemptDir
 from trainkit.slurm.control import kill_steps
@@ -131,7 +126,7 @@ class LocalAttemptWatch(AttemptWatch):
     def __init__(self, attempt: AttemptDir, plan: LaunchPlan) -> None:
         super().__init__(attempt, plan)
         self._stop_requested_s = 0.0
-        self._store = new_store()
+        self._nonce = new_nonce()
 
     def pause(self) -> signal.Signals | None:
         """Stop all descendants until SIGCONT or a notice; that time does not count."""
@@ -149,10 +144,9 @@ class LocalAttemptWatch(AttemptWatch):
         return received
 
     def start(self) -> None:
+        _remove_stale_stores()
         # In the environment: every user of the machine can read the arguments of a process.
-        environ = {**os.environ, NONCE_VARIABLE: new_nonce()}
-        if self._store is not None:
-            environ[STORE_VARIABLE] = str(self._store)
+        environ = {**os.environ, NONCE_VARIABLE: self._nonce}
         port = ["--master-port", str(choose_port())]
         for node_rank in range(self.plan.num_nodes):
             options = ["--attempt", str(self.attempt.number), "--node-rank", str(node_rank)]
@@ -203,8 +197,17 @@ class LocalAttemptWatch(AttemptWatch):
             super().run()
         finally:
             processes.end_descendants()
-            if self._store is not None:
-                self._store.unlink(missing_ok=True)
+            if (store := store_file(self._nonce)) is not None:
+                store.unlink(missing_ok=True)
+
+
+def _remove_stale_stores() -> None:
+    """Remove the stores of attempts of which every process was killed: none has their nonce."""
+    if stale := old_stores():
+        environs = (processes.environ_of(int(one.name)) for one in PROC.iterdir() if one.name.isdigit())
+        stale -= {store_file(environ.get(NONCE_VARIABLE, "")) for environ in environs}
+        for store in stale:
+            store.unlink(missing_ok=True)
 
 
 class SlurmAttemptWatch(AttemptWatch):

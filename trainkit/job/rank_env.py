@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import re
-import secrets
+import stat
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -13,7 +15,6 @@ from pathlib import Path
 
 from trainkit.errors import UsageError
 from trainkit.job.spare_children import AGENT_VARIABLE, LAUNCHER_PID_VARIABLE, RANK_PID_VARIABLE
-from trainkit.run.process import PROC
 from trainkit.slurm import environment as slurm
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -151,21 +152,32 @@ def refuse_foreign_ranks(environ: Mapping[str, str] = os.environ) -> None:
 
 
 SHARED_MEMORY = Path("/dev/shm")
-STORE_VARIABLE = "TRAINKIT_JOB_STORE"
-"""The file by which the ranks of one machine find each other, where memory has a file system."""
 
 
-def new_store() -> Path | None:
-    """A file for `STORE_VARIABLE` whose name nobody can guess; None where memory has no file system.
+STALE_STORE_S = 3600.0
 
-    In memory, since a full disk keeps no rank from starting. Removes those of supervisors that were killed.
+
+def store_file(nonce: str) -> Path | None:
+    """The file by which ranks of one machine find each other; None where memory has no file system.
+
+    In memory, since a full disk keeps no rank from starting. Only the ranks of the attempt know its name.
     """
-    if not os.access(SHARED_MEMORY, os.W_OK):
+    if not nonce or not os.access(SHARED_MEMORY, os.W_OK):
         return None
-    # The processes of another container cannot be seen from here.
-    prefix = f"trainkit-{Path('/proc/self/ns/pid').stat().st_ino}-"
-    for left in SHARED_MEMORY.glob(f"{prefix}*-*"):
-        if not (PROC / left.name.split("-")[2]).exists():
-            with contextlib.suppress(OSError):  # somebody else's, or removed meanwhile
-                left.unlink()
-    return SHARED_MEMORY / f"{prefix}{os.getpid()}-{secrets.token_hex(16)}"
+    return SHARED_MEMORY / f"{_store_prefix()}{hashlib.sha256(f'store {nonce}'.encode()).hexdigest()}"
+
+
+def _store_prefix() -> str:
+    """How the names of stores begin whose processes can be seen from here: not those of another container."""
+    return f"trainkit-{Path('/proc/self/ns/pid').stat().st_ino}-"
+
+
+def old_stores() -> set[Path]:
+    """The user's own stores to which no rank has come for `STALE_STORE_S`."""
+    before, found = time.time() - STALE_STORE_S, set()
+    for path in SHARED_MEMORY.glob(f"{_store_prefix()}*"):
+        with contextlib.suppress(FileNotFoundError):
+            status = path.lstat()
+            if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_mtime < before:
+                found.add(path)
+    return found

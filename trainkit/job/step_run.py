@@ -28,7 +28,6 @@ from trainkit.job.node.host_rendezvous import await_exits, lost_host, pause_for_
 from trainkit.job.node.rendezvous import RENDEZVOUS_TIMEOUT_S, HostPlace, recorded_notices
 from trainkit.job.node.slurm_step import SlurmTask
 from trainkit.job.notifications import Notifier
-from trainkit.job.rank_env import STORE_VARIABLE
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import read_end
 from trainkit.run.files import refresh_listing, wait_for_json, write_json_in_place
@@ -114,7 +113,6 @@ def run_task(attempt: AttemptDir) -> int:
 def run_host(attempt: AttemptDir, plan: LaunchPlan, place: HostPlace) -> int:
     """Run the agent of this host with its own plan; returns the combined exit code of its workers."""
     processes.block_signals()
-    os.environ.pop(STORE_VARIABLE, None)  # of a run in which this one was started
     # A closed terminal ends the run like SIGTERM.
     signal.signal(signal.SIGHUP, lambda number, frame: os.kill(os.getpid(), signal.SIGTERM))
     code = run_node(attempt, plan, place)

@@ -7,14 +7,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from logging import getLogger
-from pathlib import Path
 from typing import TypeVar
 
 import torch
 
 from trainkit.config import read_effective
 from trainkit.errors import EXIT_STOPPED, FatalError
-from trainkit.job.rank_env import STORE_VARIABLE, find_rank_env
+from trainkit.job.rank_env import find_rank_env, store_file
 from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.rundir import AttemptDir
@@ -73,7 +72,7 @@ def join_and_build(
         stop,
         mesh_of_one=config.parallel.wraps_one,
         on_arrival=partial(progress.enter, "connect"),
-        store_file=Path(os.environ.get(STORE_VARIABLE, attempt.store_file)) if plan.slurm is None else None,
+        store_file=(store_file(env.nonce) or attempt.store_file) if plan.slurm is None else None,
     )
     if task is None or world is None:
         log.info(f"stopped during start-up ({stop.signal_name or 'by another rank'}): no step was done")
