@@ -1,5 +1,6 @@
-"""Requests checked against a cluster: every message."""
+"""Requests checked against a cluster: every message, and that what is said to fit does."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -141,8 +142,11 @@ where: no accounts, qos: brief, time: '11', account: other
 @pytest.mark.parametrize(("changes", "problem"), messages(PROBLEMS))
 def test_one_problem(changes: str, problem: str) -> None:
     values = yaml.safe_load(f"{{{changes}}}")
-    [(key, message, hint)] = found(OTHERS.get(values.pop("where", ""), WEST), **values)
+    cluster = OTHERS.get(values.pop("where", ""), WEST)
+    [(key, message, hint)] = found(cluster, **values)
     assert f"{key} {message}" + (f"\n  hint: {hint}" if hint else "") == problem
+    if (fits := re.match(r"--time (\S+) fits", hint)) is not None:
+        assert found(cluster, **values | {"time": fits[1]}) == []
 
 
 def test_all_problems_at_once() -> None:

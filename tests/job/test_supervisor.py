@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -150,6 +151,38 @@ def test_a_task_that_ended_as_asked_does_not_end_those_that_still_save(
         step(run, code, record_signal(run, "SIGTERM"))[1]["reason"]
         == "ended by SIGTERM before the first step"
     )
+
+
+def test_a_step_whose_run_folder_is_deleted_is_ended(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainkit.job.attempt_watch.DELETED_AFTER_S", 0.3)
+    watch = watch_of(run, monkeypatch)
+    threading.Timer(0.3, shutil.rmtree, (run.attempt(1).path,)).start()
+    watch.run()
+    watch.collect_outcome()
+    assert [code for _, code in watch.outcome.exits] == [143]
+
+
+def test_a_step_whose_run_folder_is_moved_saves(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ready, moved = tmp_path / "ready", tmp_path / "moved"
+    code = f"signal.signal(signal.SIGUSR2, lambda *_: sys.exit(75)); open({str(ready)!r}, 'w').close()"
+    watch = watch_of(run, monkeypatch, f"import signal, sys, time; {code}; time.sleep(60)")
+    run.hold()
+    old = run.path
+
+    def move() -> None:
+        while not ready.exists():
+            time.sleep(0.02)
+        old.rename(moved)
+
+    mover = threading.Thread(target=move)
+    mover.start()
+    watch.run()
+    mover.join()
+    watch.collect_outcome()
+    assert (watch.outcome.moved_to, watch.outcome.stop_signal) == (str(moved), "SIGTERM")
+    assert (watch.outcome.exits, old.exists()) == ([(0, 75)], False)
 
 
 def test_a_step_whose_run_folder_is_away_for_a_moment_goes_on(

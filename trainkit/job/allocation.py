@@ -475,7 +475,8 @@ class SlurmAllocation(Allocation):
             if self.restarts >= plan.requeue.max + len(sliced):
                 log_line(f"not requeued: requeue.max is {plan.requeue.max}")
                 return EXIT_FAILED
-            log_line(f"requeues job {self.job_id}, to try again later")
+            if not self.is_being_requeued:
+                log_line(f"requeues job {self.job_id}, to try again later")
             self._requeue(plan)
         except (OSError, ValueError, TrainkitError) as error:
             log_line(f"not requeued: {error}")

@@ -112,10 +112,8 @@ class GrowthWatch:
     def _ask(self) -> Growth:
         history, number = RunHistory(self._attempt.run), self._attempt.number
         history.events.update()
-        attempts, steps = (
-            history.events.attempts,
-            [step for step in history.newest_steps() if step.attempt == number],
-        )
+        attempts = history.events.attempts
+        steps = [step for step in history.newest_steps() if step.attempt == number]
         left_s = seconds_left(steps, history.events.total_steps)
         if left_s is None:
             return Growth(None, "it is not known how long the rest takes")
