@@ -23,7 +23,11 @@ from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.trainer.checkpoint.loader import load_tensors
 from trainkit.trainer.checkpoint.saver import CheckpointSaver, SaveRequest
 from trainkit.trainer.distributed import World
-from trainkit.trainer.parallel.context import attention_to_last, masked_attention_to_last
+from trainkit.trainer.parallel.context import (
+    attention_to_last,
+    cudnn_attention_to_last,
+    masked_attention_to_last,
+)
 from trainkit.trainer.simulate import simulate
 from trainkit.trainer.stateless_random import dropout
 
@@ -148,13 +152,18 @@ def test_dropout_masks_are_those_of_a_cpu() -> None:
     assert torch.equal(dropout(x.to(DEVICE), 0.3, keys.to(DEVICE), 7).cpu(), expected)
 
 
-def test_attention_to_the_last_keys() -> None:
+@pytest.mark.parametrize("head_dim", [128, 64])
+def test_attention_to_the_last_keys(head_dim: int) -> None:
     """As context-parallel ranks compute it, on Hopper by two calls of cuDNN that are merged."""
     dtype = torch.bfloat16 if KIND == "cuda" else torch.float32
     sizes = ((8, 256), (2, 1024), (2, 1024))
-    q, k, v = (torch.randn(2, heads, length, 128, device=DEVICE, dtype=dtype) for heads, length in sizes)
-    inputs = [item.requires_grad_() for item in (q, k, v)]
-    to_last = attention_to_last(DEVICE, dtype, head_dim=128)
+    inputs = [
+        torch.randn(2, length, heads, head_dim, device=DEVICE, dtype=dtype).transpose(1, 2).requires_grad_()
+        for heads, length in sizes
+    ]
+    to_last = attention_to_last(DEVICE, dtype, head_dim)
+    if KIND == "cuda" and torch.cuda.get_device_capability() == (9, 0):
+        assert to_last is cudnn_attention_to_last
     found, expected = to_last(*inputs), masked_attention_to_last(*(item.double() for item in inputs))
     weights = torch.randn_like(found)
     pairs = zip(

@@ -125,7 +125,9 @@ def kept_bytes(work: StepWork) -> int:
     if mode == "selective":
         # Attention and every second matrix product (wq, wv, gate, down), and what is reduced over tp.
         kv_dim = shape.num_kv_heads * shape.head_dim
-        a_token += work.itemsize * ((2 * shape.dim + kv_dim + shape.ffn_dim) / tp + shape.dim)
+        # On Hopper, attention with context parallelism is two calls that are merged.
+        attended = shape.dim * (2 if work.layout.cp > 1 and work.device == "cuda" else 1)
+        a_token += work.itemsize * ((attended + shape.dim + kv_dim + shape.ffn_dim) / tp + shape.dim)
         a_token += 2 * stream_bytes(work) if tp > 1 else 0
     return round(work.tokens_per_pass * a_token)
 

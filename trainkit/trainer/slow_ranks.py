@@ -9,11 +9,11 @@ its mean times to the all-reduce that each step has anyway, and rank 0 compares 
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Any, Literal
 
 import torch
@@ -36,6 +36,8 @@ Sharded ranks measure little more than their update: it shows how fast they are,
 """
 MIN_SLOW_S = 3.0
 """How long it must be slow: on busy hosts, short steps differ for a moment."""
+FEW = 4
+"""Ranks below which a slow one changes the median, so that it is compared with the others alone."""
 NUM_TIMES = 2
 """Times of a rank in a report: waiting for data, and computing."""
 Times = tuple[float, float]
@@ -48,6 +50,11 @@ def has_local_forward(layout: Layout) -> bool:
     return layout.world_size == layout.dp_replicate
 
 
+def _median_times(times: Iterable[Times]) -> Times:
+    data_s, compute_s = map(statistics.median, zip(*times, strict=True))
+    return data_s, compute_s
+
+
 def is_reported(step: int, world: World) -> bool:
     """Whether the all-reduce of a step has the times of the ranks: the last one of a window."""
     return world.size > 1 and step % WINDOW == 0
@@ -55,11 +62,13 @@ def is_reported(step: int, world: World) -> bool:
 
 def typical_times(steps: Sequence[Times]) -> Times:
     """The mean of the times of some steps, without the longest: a page fault or a signal is no slow rank."""
-    if not steps:
-        return 0.0, 0.0
-    kept = sorted(steps, key=sum)[: max(1, len(steps) - 1)]
-    data_s, compute_s = map(fmean, zip(*kept, strict=True))
-    return data_s, compute_s
+    if len(steps) < 2:
+        return steps[0] if steps else (0.0, 0.0)
+    longest = max(steps, key=sum)
+    data_s, compute_s = (
+        sum(times) - most for times, most in zip(zip(*steps, strict=True), longest, strict=True)
+    )
+    return data_s / (len(steps) - 1), compute_s / (len(steps) - 1)
 
 
 class StepClock:
@@ -142,7 +151,7 @@ class Slowdown:
     own_s: float = 0.0
     """Seconds of a step before its first collective."""
     usual_s: float = 0.0
-    """The seconds of the rank in the middle of those that do the same work; of two, those of the other."""
+    """The seconds of the other ranks."""
     is_over: bool = False
     level: int = 0
     """Rises with each window that is slow, up to `WINDOWS`, and falls with each other one."""
@@ -173,15 +182,15 @@ class SlowRanks:
     def __init__(self, layout: Layout, hosts: Sequence[str], *, on_gpu: bool) -> None:
         self._hosts = hosts
         self._has_local_forward = has_local_forward(layout)
-        groups: dict[int, list[int]] = defaultdict(list)
-        for rank in range(layout.world_size):
-            groups[layout.place(rank).pp].append(rank)
+        self._groups: dict[int, list[int]] = defaultdict(list)
+        """Ranks that do the same work, by pipeline stage."""
         # On CPUs, other processes of the host disturb an update more than a slow CPU does.
-        compares = on_gpu or self._has_local_forward
-        self._groups = [group for group in groups.values() if compares and len(group) > 1]
-        """Ranks that do the same work, those of a pipeline stage."""
-        self._first_step = 0
+        if on_gpu or self._has_local_forward:
+            for rank in range(layout.world_size):
+                self._groups[layout.place(rank).pp].append(rank)
+        self._steps_s: list[float] = []
         self._slow: dict[int, Slowdown] = {}
+        self._has_started = False
         self.slowest: dict[str, float | str] | None = None
         """The rank with the longest time before its first collective in the newest window, slow or not, as
         values for a record of the metrics; None where ranks are not compared."""
@@ -192,19 +201,27 @@ class SlowRanks:
         `times` are those that the ranks have reported in this step, [ranks x 2], or empty. `step_s` is the
         duration of the step, without saves and validation.
         """
-        self._first_step = self._first_step or step
-        # The first whole window has what compiling and first accesses to files and memory take.
-        if not times or step - 2 * WINDOW + 1 < self._first_step:
+        self._steps_s.append(step_s)
+        if not times:
             return []
         # Lists, since most of NumPy's time is that of a call, and this is on the path of every rank.
-        own = list(zip(times[::NUM_TIMES], times[1::NUM_TIMES], strict=True))
+        own, steps_s = list(zip(times[::NUM_TIMES], times[1::NUM_TIMES], strict=True)), self._steps_s
+        self._steps_s = []
+        if not self._has_started:
+            # The first whole window has what compiling and first accesses to files and memory take.
+            self._has_started = len(steps_s) >= WINDOW
+            return []
+        changed, first = [], step - len(steps_s) + 1
         share = MIN_EXCESS_SHARE if self._has_local_forward else 0.0
-        min_excess_s = max(MIN_EXCESS_S, share * step_s)
-        changed, largest_s = [], -math.inf
-        for group in self._groups:
-            # The times of the rank in the middle; of two, those of the faster one.
-            usual = sorted((own[rank] for rank in group), key=sum)[(len(group) - 1) // 2]
+        min_excess_s = max(MIN_EXCESS_S, share * statistics.median(steps_s))
+        largest_s = -math.inf
+        for group in self._groups.values():
+            if len(group) < 2:
+                continue
+            usual = _median_times(own[rank] for rank in group)
             for rank in group:
+                if len(group) < FEW:
+                    usual = _median_times(own[other] for other in group if other != rank)
                 own_s, usual_s = sum(own[rank]), sum(usual)
                 if own_s - usual_s > largest_s:
                     largest_s = own_s - usual_s
@@ -217,10 +234,10 @@ class SlowRanks:
                 is_slow = own_s > RATIO * usual_s and own_s - usual_s > min_excess_s
                 if not (is_slow or rank in self._slow):
                     continue
-                found = self._slow.setdefault(rank, Slowdown(rank, self._hosts[rank], step - WINDOW + 1))
+                found = self._slow.setdefault(rank, Slowdown(rank, self._hosts[rank], first))
                 waits = own[rank][0] - usual[0] > own[rank][1] - usual[1]
                 found.phase, found.own_s, found.usual_s = "data" if waits else "compute", own_s, usual_s
-                if found.changes(is_slow=is_slow, window_s=WINDOW * step_s):
+                if found.changes(is_slow=is_slow, window_s=sum(steps_s)):
                     changed.append(found)
                 if found.level == 0:
                     del self._slow[rank]
