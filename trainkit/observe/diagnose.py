@@ -252,9 +252,9 @@ class _Case:
         for first in self.records:
             match = self._best([first.text])
             is_exit = match is not None and match.signature.role == "symptom"
-            # Of a rank that is killed with the step, no launcher is left that says so.
-            says_why = not first.died_silently or first.failure.type == "RankKilled"
-            if match is None or match.signature.role == "cause" or (is_exit and says_why):
+            # A launcher that reports a killed rank outlived it, so the rank was not killed with the step.
+            counts = not first.died_silently or first.failure.type == "RankKilled"
+            if match is None or match.signature.role == "cause" or (is_exit and counts):
                 self.first = first
                 return match or self._in_users_code()
         return None
