@@ -141,6 +141,19 @@ def test_the_agent_has_recorded_which_rank_it_was(tmp_path: Path) -> None:
         assert (found.name, found.rank, found.host) == ("killed", 3, "n2"), found
 
 
+def test_the_first_failure_is_that_of_the_verdict(tmp_path: Path) -> None:
+    """Also where others failed earlier, at the same time, or at a time that is unknown."""
+    run = failed(tmp_path, b"", "boom", "ValueError")
+    attempt = run.attempt(1)
+    for times in (("01", "01", "01"), ("00", "01", "01"), (None, None, None), (None, None, "01")):
+        for rank, time in enumerate(times):
+            record = {"rank": rank, "host": "n1", "type": "ValueError", "message": f"boom {rank}"}
+            record["time"] = None if time is None else f"2026-01-01T00:00:{time}Z"
+            write_json(attempt.rank_error(rank), record)
+        write_json(attempt.end_file, {"state": "failed", "cause": "crash", "verdict": record})
+        assert newest(run).rank == 2
+
+
 def test_the_output_of_a_rank_is_in_the_log_of_its_launcher(tmp_path: Path) -> None:
     attempt = RunDir(tmp_path).attempt(1)
     attempt.create()

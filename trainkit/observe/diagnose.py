@@ -87,6 +87,8 @@ class _First:
     text: Text
     log_rank: int | None = None
     """The rank whose log has its output: one launcher such as torchrun writes for all ranks of its node."""
+    recorded: RankFailure = field(default_factory=RankFailure)
+    """The record as its file has it."""
 
     @property
     def rank(self) -> int | None:
@@ -95,6 +97,12 @@ class _First:
     @property
     def host(self) -> str | None:
         return self.text.host
+
+    def is_of(self, verdict: RankFailure) -> bool:
+        """Whether a verdict was taken from its record."""
+        own = self.recorded
+        same = (own.rank, own.time, own.type) == (verdict.rank, verdict.time, verdict.type)
+        return same and own.time is not None
 
     @property
     def is_exception(self) -> bool:
@@ -149,15 +157,15 @@ class _Case:
     def _records(self) -> list[_First]:
         """The records of ranks, in the order of their time."""
         found = list[_First]()
-        for path, failure in rank_failures(self.attempt):
-            log = RANK_FILE.fullmatch(path.stem)
+        for path, recorded in rank_failures(self.attempt):
+            failure, log = recorded, RANK_FILE.fullmatch(path.stem)
             if failure.code is None:  # written before the key, or without a traceback
                 lines = str(failure.more.get("traceback") or "").splitlines()
                 if not lines and failure.type not in ("exit", "RankKilled", None):
                     lines = failure.log_tail
                 failure = replace(failure, code=self._in_tree(users_line(lines)))
             text = record_text(path, self.run.path, failure)
-            first = _First(failure, text, int(log[1]) if log else None)
+            first = _First(failure, text, int(log[1]) if log else None, recorded)
             found.append(first if len(found) >= MAX_LOGS else self._of_launcher(first))
         return found
 
@@ -186,7 +194,8 @@ class _Case:
             kind, message = "exit", f"ended with exit code {root.code}"
         failure = replace(failure, rank=rank, exit_code=exit_code, type=kind, message=message, code=code)
         line = replace(text.part(index, 1, "record"), lines=[clean(f"{kind}: {message}")], rank=rank)
-        return _First(failure, replace(line, host=failure.host or text.host), first.log_rank)
+        line = replace(line, host=failure.host or text.host)
+        return replace(first, failure=failure, text=line)
 
     def _in_tree(self, code: CodeLine | None) -> CodeLine | None:
         """A line of a traceback in the folder of the run's code: where trainkit was, is unknown."""
@@ -194,15 +203,16 @@ class _Case:
         return None if code is None or Path(code.file).is_absolute() else code
 
     def _first(self) -> _First | None:
-        """The verdict, with the place of the record that it is from; else the first record."""
-        verdict, records = self.end.verdict, [(one, one.failure) for one in self.records]
+        """The record that the verdict is of, else the verdict; without one, the first record."""
+        verdict = self.end.verdict
         if verdict is not None and verdict.type == "exit" and verdict.rank is verdict.node_rank is None:
             verdict = replace(verdict, host=None)  # the supervisor's, which did not fail
-        if verdict is None or any((one.host, one.time) == (verdict.host, verdict.time) for _, one in records):
-            found = first_of(records)
+        own = None if verdict is None else next((one for one in self.records if one.is_of(verdict)), None)
+        if verdict is None:
+            found = first_of([(one, one.failure) for one in self.records])
             return None if found is None else found[0]
         text = record_text(self.attempt.end_file, self.run.path, verdict)
-        return self._of_launcher(_First(verdict, text, text.rank))
+        return own or self._of_launcher(_First(verdict, text, text.rank))
 
     def _rank_logs(self) -> Iterator[Text]:
         """The output of ranks, that of the first failing rank first."""
