@@ -89,6 +89,9 @@ class _First:
     """The rank whose log has its output: one launcher such as torchrun writes for all ranks of its node."""
     recorded: RankFailure = field(default_factory=RankFailure)
     """The record as its file has it."""
+    reported: str = ""
+    """The time at which a rank failed, as the launcher of each node reports it: its record has a later one,
+    that of the launcher's own end. Empty unless all have one."""
 
     @property
     def rank(self) -> int | None:
@@ -155,7 +158,7 @@ class _Case:
     # What is searched.
 
     def _records(self) -> list[_First]:
-        """The records of ranks, in the order of their time."""
+        """The records of ranks in the order of their time, those of launchers in that of their reports."""
         found = list[_First]()
         for path, recorded in rank_failures(self.attempt):
             failure, log = recorded, RANK_FILE.fullmatch(path.stem)
@@ -167,19 +170,22 @@ class _Case:
             text = record_text(path, self.run.path, failure)
             first = _First(failure, text, int(log[1]) if log else None, recorded)
             found.append(first if len(found) >= MAX_LOGS else self._of_launcher(first))
-        return found
+        if not all(one.reported for one in found):
+            return [replace(one, reported="") for one in found]
+        return sorted(found, key=lambda one: one.reported)
 
     def _of_launcher(self, first: _First) -> _First:
         """A record of a launcher with what that prints of its first rank, as agents now record it."""
         failure, kind, message, code = first.failure, first.failure.type, first.failure.message, None
-        is_known = kind == "RankKilled" and failure.was_signalled
-        if first.log_rank is None or is_known or not self.files.plan.is_command:
+        if first.log_rank is None or not self.files.plan.is_command:
             return first
         text = next(self.files.logs("log", [self.attempt.rank_log(first.log_rank)]), None)
         root = None if text is None else first_exit(text.lines)
         # What a rank prints of itself, its record says too.
         if text is None or root is None or (not root.time and root.rank == first.log_rank):
             return first
+        if kind == "RankKilled" and failure.was_signalled:
+            return replace(first, reported=root.time)  # the agent knows which rank it was
         rank, index, exit_code = root.rank, root.index, root.code
         if rank is None and len(self.files.ranks_next_to(first.log_rank)) == 1:
             rank = first.log_rank
@@ -195,7 +201,7 @@ class _Case:
         failure = replace(failure, rank=rank, exit_code=exit_code, type=kind, message=message, code=code)
         line = replace(text.part(index, 1, "record"), lines=[clean(f"{kind}: {message}")], rank=rank)
         line = replace(line, host=failure.host or text.host)
-        return replace(first, failure=failure, text=line)
+        return replace(first, failure=failure, text=line, reported=root.time)
 
     def _in_tree(self, code: CodeLine | None) -> CodeLine | None:
         """A line of a traceback in the folder of the run's code: where trainkit was, is unknown."""
@@ -203,13 +209,17 @@ class _Case:
         return None if code is None or Path(code.file).is_absolute() else code
 
     def _first(self) -> _First | None:
-        """The record that the verdict is of, else the verdict; without one, the first record."""
+        """The record that the verdict is of, else the verdict; the first record where there is none.
+
+        The verdict goes by the times of records: of launchers that report the times, their first one counts.
+        """
         verdict = self.end.verdict
         if verdict is not None and verdict.type == "exit" and verdict.rank is verdict.node_rank is None:
             verdict = replace(verdict, host=None)  # the supervisor's, which did not fail
         own = None if verdict is None else next((one for one in self.records if one.is_of(verdict)), None)
-        if verdict is None:
-            found = first_of([(one, one.failure) for one in self.records])
+        if verdict is None or (own is not None and own.reported):
+            times = [(one, one.reported or one.failure.time) for one in self.records]
+            found = first_of([(one, replace(one.failure, time=time)) for one, time in times])
             return None if found is None else found[0]
         text = record_text(self.attempt.end_file, self.run.path, verdict)
         return own or self._of_launcher(_First(verdict, text, text.rank))
