@@ -305,7 +305,7 @@ class Layers:
             path = tuple(key.removesuffix("+").split("."))
             edit = Edit(path, value, origin, key.endswith("+"), may_miss=True)
             same = next((one for one in edits if one.path == path), None)
-            other = layer.find(path) if same is None else Entry(same.value, same.origin)
+            other = layer.find(path) if same is None else entry_at((), same.value, same.origin)
             if other is not None and other.plain() != value and not edit.appends:
                 self.problem(key, f"conflicts with {other.origin}", origin, "use only one of them")
             add(edit)
