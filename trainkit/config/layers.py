@@ -65,7 +65,7 @@ def _value_hint(path: tuple[str, ...]) -> str:
 
 @dataclass(frozen=True)
 class Edit:
-    """What a flag with a key such as ``betas.0`` or ``setup+``, or null, changes in the value of a key."""
+    """What a flag does to the value of a key."""
 
     path: tuple[str, ...]
     value: Any
