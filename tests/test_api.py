@@ -21,6 +21,9 @@ from trainkit import api
 from trainkit.errors import ConfigError, UsageError
 from trainkit.function import Call, Requeue, by_value, dumps, read_pickle
 from trainkit.run.files import read_json, write_atomic
+from trainkit.run.record import create_job
+from trainkit.run.registry import register
+from trainkit.run.rundir import RunDir
 
 ROOT = Path(__file__).resolve().parents[1]
 ONCE = {"max_crashes": 0}
@@ -253,6 +256,17 @@ def test_editors_and_type_checkers_know_the_options(folder: Path) -> None:
     for start in ("submit(print, gpus", "sweep('x', {}, gpus", "map_array(print, gpus"):
         names = jedi.Script(f"import trainkit\ntrainkit.{start}").complete()
         assert [name.name for name in names] == ["gpus_per_node="]
+
+
+def test_a_name_of_several_runs_is_refused(folder: Path) -> None:
+    for parent in ("one", "other"):
+        run = RunDir(folder / parent / "same")
+        run.attempts_dir.mkdir(parents=True)
+        create_job(run, backend="local", name="same", cwd=str(folder), code=None)
+        register(run, "same")
+    for kind in (api.Run, api.Group):
+        with pytest.raises(UsageError, match="2 runs are called same"):
+            kind("same")
 
 
 def test_a_warning_names_the_line_of_the_caller() -> None:

@@ -13,6 +13,8 @@ import pytest
 from steering import LIMIT_S, Desk, wait_for
 
 from tests.support.programs import is_running, ranks_of
+from trainkit.cli.hosts import host_place
+from trainkit.errors import UsageError
 from trainkit.job.node.rendezvous import HostPlace, choose_port
 from trainkit.job.step_run import announce
 from trainkit.run.events import read_metrics
@@ -140,6 +142,13 @@ def test_options_that_do_not_name_a_place_are_refused(desk: Desk, options: list[
     assert done.returncode == 2
     assert words in done.stderr
     assert not (desk.folder / "runs").exists()
+
+
+def test_a_range_of_nodes_is_no_number_of_hosts() -> None:
+    for nodes in ("2-4", "2,4"):
+        with pytest.raises(UsageError, match=f"^--nodes {nodes} is not a number of hosts") as caught:
+            host_place({"resources.nodes": (f"--nodes {nodes}", nodes)}, 0, "h", 2)
+        assert caught.value.hint.startswith("every host needs --nodes N --node-rank I ")
 
 
 def test_an_address_of_another_host_or_of_none_is_refused(hosts: Hosts) -> None:

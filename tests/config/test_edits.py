@@ -132,6 +132,34 @@ def test_what_is_refused(override: str, expected: str) -> None:
     assert f"--set {override}" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("content", "override"),
+    [
+        ('launch: {env: {A: "1"}}', "launch.env+={Q: [1]}"),
+        ('launch: {env: {A: "1"}}', "launch.env.Q=[1]"),
+        ("resources: {extra: {a: 1}}", "resources.extra.b=[1]"),
+        ("data: {source: {web: 0.7, code: 0.3}}", "data.source.code=wide"),
+    ],
+)
+def test_the_part_that_is_refused_is_named_and_not_what_was_right(content: str, override: str) -> None:
+    Path("run.yaml").write_text(content + "\n")
+    with pytest.raises(ConfigError) as caught:
+        load(override)
+    assert [problem.origin for problem in caught.value.problems] == [f"--set {override}"]
+    Path("run.yaml").write_text('launch:\n  env:\n    A: "1"\n    B: [2]\n')
+    with pytest.raises(ConfigError) as caught:
+        load("launch.env.C=3")
+    assert [problem.origin for problem in caught.value.problems] == ["run.yaml:4"]
+
+
+def test_a_mapping_that_is_added_conflicts_with_another_value_of_its_key() -> None:
+    with pytest.raises(ConfigError, match=r"conflicts with --set tags\+=\{a: 1\}"):
+        load("tags+={a: 1}", tags=["x"])
+    with pytest.raises(ConfigError, match="conflicts with a flag"):
+        load(**{"launch.env+": {"A": "1"}, "launch.env": {"B": "2"}})
+    assert load(**{"launch.env+": {"A": "1"}, "launch.env": {"A": "1"}}).config.launch.env["A"] == "1"
+
+
 def test_a_sweep_of_an_item(capsys: pytest.CaptureFixture[str]) -> None:
     sweep = ["--sweep", "optimizer.betas.0=0.8,0.9", "--sweep", "launch.env.DROP=null,3"]
     assert main(["submit", "run.yaml", "--backend", "local", "--dry-run", "--json", *sweep]) == 0

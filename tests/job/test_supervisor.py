@@ -423,6 +423,29 @@ class TestHeldLocks:
         assert (end["action"], slurm.requeued) == ("failed", 2)
         assert f"remove {run.supervisor_lock_file}" in end["reason"]
 
+    def test_a_held_supervisor_lock_is_logged_also_where_the_plan_is_damaged(
+        self, run: RunDir, slurm: Slurm, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        run.attempt(1).plan_file.write_text("")
+        with file_lock(run.supervisor_lock_file):
+            assert self.start(run) == EXIT_FAILED
+        hint = f"hint: if the host of that process is down for good, remove {run.supervisor_lock_file}"
+        assert hint in capfd.readouterr().out
+
+    def test_the_end_is_judged_by_the_signal_that_ended_the_wait_for_the_supervisor_lock(
+        self, run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        slurm.job, judged = replace(RUNNING, state=JobState.CANCELLED), []
+        judge = allocation.judge
+        monkeypatch.setattr(allocation, "judge", lambda *args: judged.append(args[2].exits) or judge(*args))
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        signal.raise_signal(signal.SIGINT)
+        with file_lock(run.supervisor_lock_file):
+            assert self.start(run) == EXIT_STOPPED
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        assert judged == [[(0, 128 + signal.SIGINT)]]
+        assert "SIGINT" in read_json(run.attempt(1).end_file)["reason"]
+
     def test_a_preemption_while_it_waits_for_the_supervisor_lock_resumes(
         self, run: RunDir, slurm: Slurm, terminated: None
     ) -> None:

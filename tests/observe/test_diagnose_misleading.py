@@ -141,6 +141,62 @@ def test_the_agent_has_recorded_which_rank_it_was(tmp_path: Path) -> None:
         assert (found.name, found.rank, found.host) == ("killed", 3, "n2"), found
 
 
+def torchrun(rank: int, raised: str, second: int, code: int = 1) -> str:
+    """What a rank and its torchrun print."""
+    trace = f'Traceback (most recent call last):\n  File "/home/me/train.py", line 7, in <module>\n{raised}\n'
+    report = (
+        f"  time      : 2026-11-25_23:52:{second}\n  host      : n\n  rank      : {rank} (local_rank: 0)\n"
+    )
+    head = "Root Cause (first observed failure):\n[0]:\n"
+    return (
+        "".join(f"[rank{rank}]: {line}\n" for line in trace.splitlines())
+        + head
+        + (f"{report}  exitcode  : {code} (pid: 7)\n")
+    )
+
+
+@pytest.mark.parametrize("killed", [False, True])
+@pytest.mark.parametrize("has_end", [False, True])
+def test_the_first_of_several_launchers_is_the_one_that_reports_the_earliest_failure(
+    tmp_path: Path, killed: bool, has_end: bool
+) -> None:
+    """One that waits for its other ranks ends late, and so does its record."""
+    attempt = RunDir(tmp_path).attempt(1)
+    attempt.create()
+    write_json(attempt.plan_file, {"command": ["x.py"], "num_nodes": 2, "workers_per_node": 2})
+    write_json(attempt.rendezvous_file, {"hosts": ["n1", "n2"]})
+    late = {"type": "KeyError", "message": "'label'", "exit_code": 1}
+    if killed:  # the agent has seen it
+        late = {"type": "RankKilled", "message": "killed by SIGKILL", "exit_code": 137}
+    noticed = {"type": "QueueError", "message": "a peer is gone", "exit_code": 1}
+    first = {**noticed, "rank": 1, "node_rank": 0, "host": "n1", "time": "2026-11-25T22:52:16Z"}
+    second = {**late, "rank": 3, "node_rank": 1, "host": "n2", "time": "2026-11-25T22:52:41Z"}
+    for number, record in ((0, first), (2, second)):
+        write_json(attempt.rank_error(number), record)
+    attempt.rank_log(0).write_text(torchrun(1, "QueueError: a peer is gone", 15))
+    attempt.rank_log(2).write_text(torchrun(3, "KeyError: 'label'", 10, -9 if killed else 1))
+    if has_end:
+        write_json(attempt.end_file, {"state": "failed", "cause": "crash", "verdict": first})
+    found = diagnose(attempt)
+    assert (found.rank, found.host) == (3, "n2"), found
+    # Without the time of one, those of the records count.
+    attempt.rank_log(2).write_text("")
+    assert diagnose(attempt).rank == 1
+
+
+def test_the_first_failure_is_that_of_the_verdict(tmp_path: Path) -> None:
+    """Also where others failed earlier, at the same time, or at a time that is unknown."""
+    run = failed(tmp_path, b"", "boom", "ValueError")
+    attempt = run.attempt(1)
+    for times in (("01", "01", "01"), ("00", "01", "01"), (None, None, None), (None, None, "01")):
+        for rank, time in enumerate(times):
+            record = {"rank": rank, "host": "n1", "type": "ValueError", "message": f"boom {rank}"}
+            record["time"] = None if time is None else f"2026-01-01T00:00:{time}Z"
+            write_json(attempt.rank_error(rank), record)
+        write_json(attempt.end_file, {"state": "failed", "cause": "crash", "verdict": record})
+        assert newest(run).rank == 2
+
+
 def test_the_output_of_a_rank_is_in_the_log_of_its_launcher(tmp_path: Path) -> None:
     attempt = RunDir(tmp_path).attempt(1)
     attempt.create()

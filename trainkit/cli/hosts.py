@@ -56,18 +56,27 @@ def host_place(
 
     Raises UsageError when some are missing or the node rank is not one of the nodes.
     """
-    given = {"--node-rank": node_rank, "--master-addr": master_addr, "--master-port": master_port}
+    given: dict[str, object] = {
+        "--node-rank": node_rank,
+        "--master-addr": master_addr,
+        "--master-port": master_port,
+    }
     if all(value is None for value in given.values()):
         return None
     nodes = flags.get("resources.nodes", ("", None))[1]
-    given = {"--nodes": nodes if isinstance(nodes, int) else None, **given}  # a range is no number
+    hint = (
+        "every host needs --nodes N --node-rank I --master-addr HOST --master-port PORT, "
+        "with its own I from 0 to N-1"
+    )
+    if isinstance(nodes, str):  # such as 2-4
+        raise UsageError(f"--nodes {nodes} is not a number of hosts", hint=hint)
+    given = {"--nodes": nodes, **given}
     missing = [name for name, value in given.items() if value is None]
     if not isinstance(nodes, int) or node_rank is None or not master_addr or master_port is None:
         typed = " ".join(f"{name} {value}" for name, value in given.items() if value is not None)
         raise UsageError(
             f"{typed}: {', '.join(missing) or '--master-addr'} {'are' if len(missing) > 1 else 'is'} missing",
-            hint="every host needs --nodes N --node-rank I --master-addr HOST --master-port PORT, "
-            "with its own I from 0 to N-1",
+            hint=hint,
         )
     if node_rank >= nodes:
         raise UsageError(

@@ -65,7 +65,7 @@ def _value_hint(path: tuple[str, ...]) -> str:
 
 @dataclass(frozen=True)
 class Edit:
-    """What a flag with a key such as ``betas.0`` or ``setup+``, or null, changes in the value of a key."""
+    """What a flag does to the value of a key."""
 
     path: tuple[str, ...]
     value: Any
@@ -305,7 +305,7 @@ class Layers:
             path = tuple(key.removesuffix("+").split("."))
             edit = Edit(path, value, origin, key.endswith("+"), may_miss=True)
             same = next((one for one in edits if one.path == path), None)
-            other = layer.find(path) if same is None else Entry(same.value, same.origin)
+            other = layer.find(path) if same is None else entry_at((), same.value, same.origin)
             if other is not None and other.plain() != value and not edit.appends:
                 self.problem(key, f"conflicts with {other.origin}", origin, "use only one of them")
             add(edit)

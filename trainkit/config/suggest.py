@@ -81,13 +81,21 @@ def validation_problems(error: ValidationError, entry: Entry) -> list[Problem]:
         if not is_known(path) or found is None:
             problems[path] = unknown_problem(path, found or entry)
             continue
-        origin = next((item.origin for _, item in found.leaves()), found.origin)
+        origin = _origin(found, location[len(path) :])
         value = found.plain()
         is_number = item["type"] == "string_type" and isinstance(value, int | float)
         shown = found.typed if is_number and found.typed else show_value(value)
         message = f"must be {allowed_values(path)}, not {shown}"
         problems[path] = Problem(".".join(path), message, origin, value_hint(path, found, origin))
     return list(problems.values())
+
+
+def _origin(found: Entry, rest: tuple[str, ...]) -> str:
+    """The origin of the refused part of a value, whose place is `rest`; without one, a flag before a file."""
+    for part in rest:
+        found = found.find((part,)) or found  # pydantic names the types of a union here too
+    origins = [leaf.origin for _, leaf in found.leaves()] or [found.origin]
+    return next((one for one in origins if one.startswith("--")), origins[0])
 
 
 def readings(text: str, words: Iterable[str] = ()) -> Iterator[str]:

@@ -152,10 +152,8 @@ class Supervisor:
 
     def leave_locked(self, attempt: AttemptDir, locked: RunLocked) -> int:
         """Leave without running an attempt, because the supervisor's lock could not be obtained."""
+        log_line(locked.render())
         outcome = Outcome()
-        if locked.stopped:
-            # No rank has started; as after a signal that ended ranks before they could save.
-            outcome.exits = [(0, signal_exit_code(signal.SIGTERM))]
         try:
             decision = self._after_lock(attempt, self.plan(attempt), outcome, locked)
         except (OSError, ValueError, TrainkitError) as error:
@@ -169,10 +167,11 @@ class Supervisor:
     def _after_lock(
         self, attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome, locked: RunLocked
     ) -> Decision:
-        log_line(locked.render())
         if not locked.stopped:
             return self.allocation.after_lock(attempt, plan, locked)
         received = processes.wait_for_notice(0.0) or signal.SIGTERM
+        # Where no rank has started, as after a signal that ended ranks before they could save.
+        outcome.exits = outcome.exits or [(0, signal_exit_code(received))]
         return self.allocation.after_notice(attempt, plan, outcome, received)
 
     def _run_attempt(self, attempt: AttemptDir) -> tuple[Outcome, Decision]:
@@ -228,6 +227,7 @@ class Supervisor:
             try:
                 following = retry_on_disk_error(lambda: self.allocation.claim_next(attempt))
             except RunLocked as locked:
+                log_line(locked.render())
                 return self._after_lock(attempt, plan, outcome, locked)
         except (OSError, ValueError, TrainkitError) as error:
             return Decision("failed", f"could not be restarted: {error}", EXIT_FAILED, decision.cause)

@@ -87,6 +87,11 @@ class _First:
     text: Text
     log_rank: int | None = None
     """The rank whose log has its output: one launcher such as torchrun writes for all ranks of its node."""
+    recorded: RankFailure = field(default_factory=RankFailure)
+    """The record as its file has it."""
+    reported: str = ""
+    """The time at which a rank failed, as the launcher of each node reports it: its record has a later one,
+    that of the launcher's own end. Empty unless all have one."""
 
     @property
     def rank(self) -> int | None:
@@ -95,6 +100,12 @@ class _First:
     @property
     def host(self) -> str | None:
         return self.text.host
+
+    def is_of(self, verdict: RankFailure) -> bool:
+        """Whether a verdict was taken from its record."""
+        own = self.recorded
+        same = (own.rank, own.time, own.type) == (verdict.rank, verdict.time, verdict.type)
+        return same and own.time is not None
 
     @property
     def is_exception(self) -> bool:
@@ -147,31 +158,34 @@ class _Case:
     # What is searched.
 
     def _records(self) -> list[_First]:
-        """The records of ranks, in the order of their time."""
+        """The records of ranks in the order of their time, those of launchers in that of their reports."""
         found = list[_First]()
-        for path, failure in rank_failures(self.attempt):
-            log = RANK_FILE.fullmatch(path.stem)
+        for path, recorded in rank_failures(self.attempt):
+            failure, log = recorded, RANK_FILE.fullmatch(path.stem)
             if failure.code is None:  # written before the key, or without a traceback
                 lines = str(failure.more.get("traceback") or "").splitlines()
                 if not lines and failure.type not in ("exit", "RankKilled", None):
                     lines = failure.log_tail
                 failure = replace(failure, code=self._in_tree(users_line(lines)))
             text = record_text(path, self.run.path, failure)
-            first = _First(failure, text, int(log[1]) if log else None)
+            first = _First(failure, text, int(log[1]) if log else None, recorded)
             found.append(first if len(found) >= MAX_LOGS else self._of_launcher(first))
-        return found
+        if not all(one.reported for one in found):
+            return [replace(one, reported="") for one in found]
+        return sorted(found, key=lambda one: one.reported)
 
     def _of_launcher(self, first: _First) -> _First:
         """A record of a launcher with what that prints of its first rank, as agents now record it."""
         failure, kind, message, code = first.failure, first.failure.type, first.failure.message, None
-        is_known = kind == "RankKilled" and failure.was_signalled
-        if first.log_rank is None or is_known or not self.files.plan.is_command:
+        if first.log_rank is None or not self.files.plan.is_command:
             return first
         text = next(self.files.logs("log", [self.attempt.rank_log(first.log_rank)]), None)
         root = None if text is None else first_exit(text.lines)
         # What a rank prints of itself, its record says too.
         if text is None or root is None or (not root.time and root.rank == first.log_rank):
             return first
+        if kind == "RankKilled" and failure.was_signalled:
+            return replace(first, reported=root.time)  # the agent knows which rank it was
         rank, index, exit_code = root.rank, root.index, root.code
         if rank is None and len(self.files.ranks_next_to(first.log_rank)) == 1:
             rank = first.log_rank
@@ -186,7 +200,8 @@ class _Case:
             kind, message = "exit", f"ended with exit code {root.code}"
         failure = replace(failure, rank=rank, exit_code=exit_code, type=kind, message=message, code=code)
         line = replace(text.part(index, 1, "record"), lines=[clean(f"{kind}: {message}")], rank=rank)
-        return _First(failure, replace(line, host=failure.host or text.host), first.log_rank)
+        line = replace(line, host=failure.host or text.host)
+        return replace(first, failure=failure, text=line, reported=root.time)
 
     def _in_tree(self, code: CodeLine | None) -> CodeLine | None:
         """A line of a traceback in the folder of the run's code: where trainkit was, is unknown."""
@@ -194,15 +209,20 @@ class _Case:
         return None if code is None or Path(code.file).is_absolute() else code
 
     def _first(self) -> _First | None:
-        """The verdict, with the place of the record that it is from; else the first record."""
-        verdict, records = self.end.verdict, [(one, one.failure) for one in self.records]
+        """The record that the verdict is of, else the verdict; the first record where there is none.
+
+        The verdict goes by the times of records: of launchers that report the times, their first one counts.
+        """
+        verdict = self.end.verdict
         if verdict is not None and verdict.type == "exit" and verdict.rank is verdict.node_rank is None:
             verdict = replace(verdict, host=None)  # the supervisor's, which did not fail
-        if verdict is None or any((one.host, one.time) == (verdict.host, verdict.time) for _, one in records):
-            found = first_of(records)
+        own = None if verdict is None else next((one for one in self.records if one.is_of(verdict)), None)
+        if verdict is None or (own is not None and own.reported):
+            times = [(one, one.reported or one.failure.time) for one in self.records]
+            found = first_of([(one, replace(one.failure, time=time)) for one, time in times])
             return None if found is None else found[0]
         text = record_text(self.attempt.end_file, self.run.path, verdict)
-        return self._of_launcher(_First(verdict, text, text.rank))
+        return own or self._of_launcher(_First(verdict, text, text.rank))
 
     def _rank_logs(self) -> Iterator[Text]:
         """The output of ranks, that of the first failing rank first."""
@@ -252,9 +272,9 @@ class _Case:
         for first in self.records:
             match = self._best([first.text])
             is_exit = match is not None and match.signature.role == "symptom"
-            # Of a rank that is killed with the step, no launcher is left that says so.
-            says_why = not first.died_silently or first.failure.type == "RankKilled"
-            if match is None or match.signature.role == "cause" or (is_exit and says_why):
+            # A launcher that reports a killed rank outlived it, so the rank was not killed with the step.
+            counts = not first.died_silently or first.failure.type == "RankKilled"
+            if match is None or match.signature.role == "cause" or (is_exit and counts):
                 self.first = first
                 return match or self._in_users_code()
         return None
