@@ -101,13 +101,14 @@ class Switch:
 
     def watch(self) -> None:
         """Check for hangs once per second, as the watchdog's thread does."""
-        from trainkit.trainer.progress import HangDetector
+        from trainkit.job.signals import StopRequest
+        from trainkit.trainer.progress import RankInfo, Watchdog
 
-        detector = HangDetector(self.watched[0], RequeuePolicy(), lambda: False)
+        watchdog = Watchdog(self.trainer.attempt, RankInfo(0, 0, ""), self.watched[0], StopRequest())
         while True:
             time.sleep(WATCHDOG_EVERY_S)
             if self.is_on:
-                detector.check(time.monotonic())
+                watchdog.find_hang(time.monotonic(), RequeuePolicy())
 
 
 def order(kinds: Sequence[str], num_pairs: int) -> list[tuple[str, bool]]:
@@ -169,7 +170,8 @@ def typical_s(call: Callable[[], object]) -> float:
 
 def parts(switch: Switch) -> dict[str, float]:
     """Seconds of each part of the watching alone."""
-    from trainkit.trainer.progress import HangDetector
+    from trainkit.job.signals import StopRequest
+    from trainkit.trainer.progress import RankInfo, Watchdog
     from trainkit.trainer.slow_ranks import WINDOW, SlowRanks, StepClock
 
     progress, _, _ = switch.watched
@@ -194,11 +196,11 @@ def parts(switch: Switch) -> dict[str, float]:
             times = [] if step < WINDOW - 1 else clock.report().tolist()
             ranks.add(step, times, 0.05)
 
-    detector = HangDetector(progress, RequeuePolicy(), lambda: False)
+    watchdog = Watchdog(switch.trainer.attempt, RankInfo(0, 0, ""), progress, StopRequest())
     return {
         "progress, per step": typical_s(record_progress),
         "times of slow ranks, per step": typical_s(compare) / WINDOW,
-        "watchdog, per check": typical_s(lambda: detector.check(time.monotonic())),
+        "watchdog, per check": typical_s(lambda: watchdog.find_hang(time.monotonic(), RequeuePolicy())),
     }
 
 

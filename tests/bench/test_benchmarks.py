@@ -1,5 +1,6 @@
 """The commands in benchmarks/: each starts as its own first lines say; `make gpu` runs without a GPU."""
 
+import ast
 import gc
 import json
 import os
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Iterator
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,6 +49,16 @@ def test_starts_as_its_docstring_says(file: Path) -> None:
     done = run_program(sys.executable, *argv, "--help", cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "usage:" in done.stdout
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "benchmarks").glob("*.py")), ids=lambda file: file.stem)
+def test_what_its_functions_import_exists(file: Path) -> None:
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("trainkit", "tests")):
+            module = import_module(node.module)
+            names = [name.name for name in node.names]
+            missing = [n for n in names if not hasattr(module, n) and not find_spec(f"{node.module}.{n}")]
+            assert missing == [], node.module
 
 
 def test_the_fault_campaign_knows_why_trainkit_gives_up() -> None:

@@ -24,7 +24,7 @@ from trainkit.bench.run_bench import Bench, BenchRun, read_bench
 from trainkit.bench.summary import COLUMNS, PLOTS, csv_text, find_fastest, summary_table, write_plots
 from trainkit.errors import UsageError
 from trainkit.run.events import steps_of, training_curve
-from trainkit.run.files import write_json
+from trainkit.run.files import read_json, write_json
 
 ONE = {"dp_replicate": 1, "dp_shard": 1, "tp": 1, "pp": 1, "cp": 1}
 
@@ -159,6 +159,21 @@ def test_a_bench_of_another_version_is_refused(tmp_path: Path) -> None:
     write_json(tmp_path / "bench.json", {"version": 1})
     with pytest.raises(UsageError, match="has version 1; this trainkit supports 2"):
         read_bench(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"repeats": 0}, "its runs have other values than its keys"),
+        ({"keys": ["tp"]}, "its runs have other values than its keys"),
+        ({"runs": []}, "its runs are not those of sweep.json"),
+    ],
+)
+def test_a_bench_whose_parts_do_not_fit_is_refused(bench: Bench, changes: Any, message: str) -> None:
+    file = bench.folder / "bench.json"
+    write_json(file, {**read_json(file), **changes})
+    with pytest.raises(UsageError, match=message):
+        read_bench(bench.folder)
 
 
 @pytest.fixture

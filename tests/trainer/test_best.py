@@ -121,6 +121,28 @@ def test_a_metric_that_never_comes_ends_the_run_at_once(tmp_path: Path, metric: 
     assert "step=2" not in log_text(attempt)
 
 
+@pytest.mark.parametrize("phase", ["evaluate", "record"])
+def test_the_upload_of_the_best_one_is_waited_for_as_a_save(
+    trainer: Any, monkeypatch: pytest.MonkeyPatch, phase: Any
+) -> None:
+    """In the name of another phase it would soon count as a hang."""
+    waited_in = []
+    finish = trainer.saver.finish
+
+    def finish_slowly() -> None:
+        waited_in.append(trainer.progress.current.phase)
+        finish()
+
+    reach(trainer, 5, 2.3, blocking=False)
+    monkeypatch.setattr(trainer.saver, "finish", finish_slowly)
+    trainer.progress.enter(phase)
+    trainer._update_best({"val_loss": 2.2})
+    assert waited_in == ["save"]
+    assert trainer.progress.current.phase == phase
+    trainer._update_best({"val_loss": 2.1})
+    assert waited_in == ["save"], "nothing to wait for"
+
+
 @pytest.mark.parametrize("reason", ["asked", ""])
 def test_the_last_upload_is_waited_for_as_a_save(
     trainer: Any, monkeypatch: pytest.MonkeyPatch, reason: str

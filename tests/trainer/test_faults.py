@@ -1,5 +1,6 @@
 """Damage between two attempts and full disks during one: noticed, said, survived."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -103,6 +104,21 @@ def test_four_processes_share_the_reading_and_agree(run: Path, whole: Path) -> N
     assert events(run, "resumed")[-1]["step"] == 4
     assert losses(run) == pytest.approx(losses(whole), abs=1e-5)
     assert samples_seen(run) == samples_seen(whole)
+
+
+def test_when_all_are_damaged_a_person_decides(run: Path) -> None:
+    """To begin again at step 0 in silence would be to lose the run."""
+    for checkpoint in published(checkpoints(run)):
+        flip(shard(checkpoint.path))
+    before = losses(run)
+    attempt = train(run, OPTIONS, 2, expect=78)
+    for rank in range(2):
+        error = json.loads(attempt.rank_error(rank).read_text())
+        assert error["type"] == "CheckpointError"
+        assert "no intact checkpoint is left" in error["message"]
+        assert "restore one from a backup, or start a new run" in error["hint"]
+    assert [event["step"] for event in events(run, "checkpoint_rejected")] == [4, 2]
+    assert losses(run) == before, "no step was done"
 
 
 class TestFullDisk:

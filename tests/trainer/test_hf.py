@@ -331,6 +331,21 @@ def test_files_that_do_not_fit_their_config_are_found_by_submit(tmp_path: Path) 
     assert "has shape [96, 64], not [128, 64]" in problem.message
 
 
+def test_a_single_file_comes_before_an_index_as_in_transformers(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = save_model(tmp_path / "model", num_hidden_layers=2)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    single = (folder / "model.safetensors").read_bytes()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(1.5)
+    model.save_pretrained(folder, max_shard_size="100KB")
+    (folder / "model.safetensors").write_bytes(single)
+    assert (folder / "model.safetensors.index.json").is_file()
+    assert (logits_in(whole_model(folder), TOKENS) - logits_of(folder, TOKENS)).abs().max() < 1e-5
+
+
 def test_a_model_that_cannot_be_built_is_named_as_such(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", num_hidden_layers=2)
     content = json.loads((folder / "config.json").read_text())

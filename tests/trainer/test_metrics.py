@@ -5,6 +5,7 @@ import logging
 import math
 import re
 import sys
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from trainkit.trainer.metrics import (
     Metrics,
     RankRecords,
     TensorBoardLog,
+    write_pending,
 )
 from trainkit.trainer.step_sync import StepReport
 
@@ -292,6 +294,13 @@ def test_the_file_keeps_its_newer_half(tmp_path: Path, monkeypatch: pytest.Monke
     steps = [json.loads(line)["step"] for line in attempt.rank_record(0).read_text().splitlines()]
     assert steps == list(range(steps[0], 101))
     assert len(steps) > 5
+
+
+def test_the_folder_of_a_run_that_was_deleted_is_not_made_again(tmp_path: Path) -> None:
+    pending = deque[dict[str, object]]([{"step": 1}])
+    write_pending(tmp_path / "gone" / "metrics.jsonl", pending)
+    assert len(pending) == 1
+    assert not (tmp_path / "gone").exists()
 
 
 def test_a_folder_that_cannot_be_written_loses_nothing(tmp_path: Path) -> None:

@@ -159,6 +159,12 @@ def read_bench(folder: Path) -> Bench:
         if (version := record["version"]) != BENCH_VERSION:
             raise ValueError(f"it has version {version}; this trainkit supports {BENCH_VERSION}")
         bench: Bench = from_json(Bench, {**record, "folder": folder.absolute()})
+        group = bench.group
+        folders = [group.folder(index) for index in group.points]
+        if [str(bench.folder / item.run) for item in bench.runs] != folders:
+            raise ValueError("its runs are not those of sweep.json")
+        if bench.repeats < 1 or any(item.values.keys() != set(bench.keys) for item in bench.runs):
+            raise ValueError("its runs have other values than its keys")
         return bench
     except FileNotFoundError:
         hint = "`trainkit bench layouts` and `trainkit bench settings` create one and print its folder"

@@ -208,7 +208,7 @@ def exit_code(child: subprocess.Popen[bytes]) -> int:
     return signal_exit_code(-code) if code < 0 else code
 
 
-def kill_group(child: subprocess.Popen[bytes]) -> None:
+def kill_group(child: subprocess.Popen[bytes] | subprocess.Popen[str]) -> None:
     """Send SIGKILL to a child that is not reaped yet and to its process group."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)

@@ -19,6 +19,7 @@ from typing import Any
 from trainkit import __version__
 from trainkit.config import RunConfig
 from trainkit.config.running import LaunchConfig
+from trainkit.job.processes import kill_group
 from trainkit.launch.environment import command_python, find_interpreter, launch_problems
 from trainkit.plan.facts import Environment, Interpreter
 from trainkit.plan.torch_build import TorchBuild, release_problem
@@ -71,24 +72,30 @@ def ask(
     `env` is added to the variables of this process. Raises NoAnswer.
     """
     try:
-        done = subprocess.run(
+        with subprocess.Popen(
             [*argv, "-c", script, _MARK, *args],
             stdin=subprocess.DEVNULL,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            timeout=timeout_s,
             env={**os.environ, **env},
             cwd=cwd,
-        )
+            start_new_session=True,
+        ) as process:
+            try:
+                output, errors = process.communicate(timeout=timeout_s)
+            except BaseException:
+                kill_group(process)  # with what it has started, such as ranks
+                raise
     except subprocess.TimeoutExpired:
         raise NoAnswer(f"{argv[0]} took longer than {timeout_s:.0f} s", is_slow=True) from None
     except OSError as error:
         raise NoAnswer(f"{argv[0]} does not run: {error.strerror or error}") from None
-    line = next((line for line in done.stdout.splitlines() if line.startswith(_MARK)), None)
-    if done.returncode or line is None:
-        lines = [line for line in done.stderr.splitlines() if line.strip()]
-        raise NoAnswer((lines or [f"{argv[0]} ended with exit code {done.returncode}"])[-1])
+    line = next((line for line in output.splitlines() if line.startswith(_MARK)), None)
+    if process.returncode or line is None:
+        lines = [line for line in errors.splitlines() if line.strip()]
+        raise NoAnswer((lines or [f"{argv[0]} ended with exit code {process.returncode}"])[-1])
     found: dict[str, Any] = json.loads(line.removeprefix(_MARK))
     return found
 

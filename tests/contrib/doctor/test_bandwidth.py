@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.runs import wait_until
 from trainkit.contrib.doctor import Request, bandwidth, node, nodes
 from trainkit.contrib.doctor.bandwidth import Bandwidth, Layout, bandwidth_checks, link_gbit_s, ring_rounds
 from trainkit.contrib.doctor.environment import num_gpus
+from trainkit.launch.packages import NoAnswer, ask
 from trainkit.run.process import own_host
 
 TWO = Layout(("a", "b"), (1, 1), "a", 1)
@@ -119,3 +121,12 @@ def test_the_rank_that_fails_is_named() -> None:
     layout = Layout(("there", "here"), (1, 2), "127.0.0.1", of_rank_0.port)
     found = bandwidth.run_ranks(layout, "here", {"GLOO_SOCKET_IFNAME": "nope0"}, (sys.executable,))
     assert re.match(r"here: rank [12]: .*nope0", found.error), found
+
+
+def test_ranks_that_take_too_long_end_with_their_parent(tmp_path: Path) -> None:
+    script = "import pathlib, subprocess, sys; rank = subprocess.Popen(['sleep', '600'])\n"
+    script += "pathlib.Path(sys.argv[2]).write_text(str(rank.pid)); rank.wait()"
+    with pytest.raises(NoAnswer, match="took longer than 3 s"):
+        ask((sys.executable,), script, (str(tmp_path / "pid"),), {}, timeout_s=3.0)
+    cmdline = Path("/proc", (tmp_path / "pid").read_text(), "cmdline")
+    wait_until(lambda: not cmdline.exists() or not cmdline.read_bytes())

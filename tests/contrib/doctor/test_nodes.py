@@ -56,6 +56,21 @@ def test_settings_of_slurm_that_cost_work_are_warnings() -> None:
     assert name == "preemption"
 
 
+@pytest.mark.parametrize(
+    ("value", "state", "text"),
+    [
+        ("1", "ok", "jobs can be requeued"),
+        (None, "ok", "jobs can be requeued"),
+        ("0", "warning", "JobRequeue is 0"),
+    ],
+)
+def test_requeue(value: str | None, state: str, text: str) -> None:
+    config = {**CONFIG, "JobRequeue": value}
+    known = {name: setting for name, setting in config.items() if setting is not None}
+    (found,) = [found for found in settings_checks(known, "") if found.name == "requeue"]
+    assert (found.state, found.value) == (state, text)
+
+
 def test_preemption_says_how_jobs_are_notified() -> None:
     config = {**CONFIG, "PreemptType": "preempt/qos", "PreemptMode": "REQUEUE"}
     partition = "PartitionName=low GraceTime=60"

@@ -157,8 +157,9 @@ def with_interpreter(
     if lacks := [*([] if is_known else chosen), *before]:
         names = " and ".join(f"launch.{name}" for name in lacks)
         hint = "run `trainkit doctor` in that environment, or read the first lines of a job's log"
-        checks.append(
-            Finding("environment", "warning", f"checked {argv[0]} without {names} of the job", hint)
-        )
+        text = f"checked {argv[0]} without {names}, which the job runs first"
+        if not is_known:
+            text = f"checked the environment of this command; the job uses that of {names}"
+        checks.append(Finding("environment", "warning", text, hint))
     env = tuple((name, launch.env[name]) for name in IMPORT_VARIABLES if name in launch.env)
     return replace(request, python=argv, env=env), checks

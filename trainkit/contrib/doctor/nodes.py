@@ -280,9 +280,9 @@ def settings_checks(config: Mapping[str, str], partitions: str) -> Iterator[Find
     hint = "not tested; the oldest tested version is 22.05"
     yield warn_if(version[:2] < OLDEST_SLURM, "Slurm", text, hint)
     yield from _preemption(config, partitions)
-    requeue = config.get("JobRequeue", "unknown")
+    off = config.get("JobRequeue") == "0"
     hint = "trainkit passes --requeue, and submits a new job where the site forbids it"
-    yield warn_if(requeue == "0", "requeue", f"JobRequeue is {requeue}", hint)
+    yield warn_if(off, "requeue", "JobRequeue is 0" if off else "jobs can be requeued", hint)
     kill_wait = config.get("KillWait", "unknown")
     hint = "at the time limit SIGKILL follows this soon; requeue.grace_s asks for an earlier notice"
     yield warn_if(_seconds(kill_wait, MIN_GRACE_S) < MIN_GRACE_S, "KillWait", kill_wait, hint)
