@@ -179,7 +179,7 @@ def test_a_bench_that_is_cut_off_keeps_its_rows(tmp_path: Path, number: signal.S
         found = [json.loads(file.read_text())["parts"] for file in tmp_path.glob("*.json")]
         return found[0] if found else {}
 
-    wait_until(lambda: "350m" in parts(), 120)
+    wait_until(lambda: "350m" in parts())
     process.send_signal(number)
     assert process.wait(60) in (128 + number, -number)
     assert len(parts()["save"]["rows"]) == 6

@@ -9,6 +9,7 @@ import pytest
 from tests.slurm.on_cluster import SLEEP, send, wait_for, wait_for_text
 from tools.slurm_cluster.cluster import Cluster, running
 from trainkit.cluster.discovery import discover_cluster
+from trainkit.slurm.control import requeue
 from trainkit.slurm.hosts import expand_hosts
 from trainkit.slurm.jobs import JobInfo, query_jobs
 from trainkit.slurm.states import JobState
@@ -64,6 +65,15 @@ def test_a_running_job(cluster: Cluster, tmp_path: Path) -> None:
     while (waiting := wait_for(cluster, waiting_id, JobState.PENDING)).reason != "Resources":
         assert time.monotonic() < deadline, waiting
     assert (waiting.nodes, waiting.sentence) == ("", "waiting for nodes to become free; next in line")
+
+
+def test_requeued_is_not_the_end(cluster: Cluster, tmp_path: Path) -> None:
+    job_id = send(cluster, tmp_path, SLEEP)
+    wait_for(cluster, job_id, JobState.RUNNING)
+    requeue(job_id)
+    seen = lifetime(cluster, job_id)
+    assert seen[-2:] == [JobState.REQUEUED, JobState.RUNNING]
+    assert query_jobs([job_id])[job_id].restarts == 1
 
 
 def test_preempted_is_not_the_end(cluster: Cluster, tmp_path: Path) -> None:

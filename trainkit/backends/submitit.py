@@ -65,7 +65,7 @@ class SubmititBackend(SbatchBackend):
 
     def submit(self, attempt: AttemptDir, new: NewAttempt, token: str) -> str:
         """Submit the script, and give its job the pickle that it waits for, for a minute."""
-        from submitit.core.utils import DelayedSubmission
+        from submitit.core.utils import DelayedSubmission, JobPaths
 
         from trainkit.job.supervisor import SubmititJob
 
@@ -76,5 +76,6 @@ class SubmititBackend(SbatchBackend):
         ensure_folder(pickle.parent)
         DelayedSubmission(SubmititJob(str(run.path))).dump(pickle)
         job = super().submit(attempt, new, token)
-        pickle.rename(submitit_pickle(run, split_job(job)[0]))
+        # submitit replaces a %j in the folder's own path too.
+        JobPaths(pickle.parent, split_job(job)[0]).move_temporary_file(pickle, "submitted_pickle")
         return job

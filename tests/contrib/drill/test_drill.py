@@ -116,7 +116,7 @@ def test_the_built_in_trainer_survives_damaged_saves(place: Place) -> None:
     assert all(result["restart_s"] > 0 for result in passed)
     for run in place.runs():
         # A supervisor that has recorded its end may still be exiting.
-        wait_until(lambda run=run: RunProcesses.of(run) == NOTHING, 20.0)
+        wait_until(lambda run=run: RunProcesses.of(run) == NOTHING)
         assert list(run.checkpoints_dir.iterdir()) == []  # they were verified, and take space
     # What the user has is as it was.
     assert {path.name for path in place.folder.iterdir()} == {"small.yaml", "text.txt", "runs", "cache"}
