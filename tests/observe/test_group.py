@@ -182,7 +182,7 @@ def test_ten_thousand_points_cost_little_more_than_reading_them(
         (group.path / str(index) / "job.json").write_text(json.dumps({"attempts": [entry]}, indent=2))
     known = {f"12_{index}": JobInfo(f"12_{index}", JobState.PENDING) for index in range(num_ended, 10_000)}
     took_s, least_s = [], []
-    for _ in range(6):
+    for _ in range(12):
         fresh = RunGroup(group.path)
         gc.collect()  # what other tests left is not to be cleared away in the middle
         began_s = time.process_time()
