@@ -39,7 +39,8 @@ _ACCOUNT_FIELDS = ("DefaultAccount", "Account", "Partition", "QOS")
 
 _PAIR = re.compile(r"(?P<name>\w+)=(?P<value>\S*)")
 _ID = re.compile(r"\(\d+\)$")
-_GPU = re.compile(r"(?:^|,)gpu(?::(?P<type>[^:()]+))?(?::no_consume)?:(?P<count>\d+)(?:\([^)]*\))?")
+_SOCKETS = re.compile(r"\([^)]*\)")
+"""The sockets or indices of a resource, such as `(S:0,1)`, which may contain commas."""
 _GPU_OPTIONS_PLUGIN = "cons_tres"
 """The only SelectType that supports --gpus-per-node; the others require --gres."""
 _MODULE_VARIABLES = ("MODULESHOME", "LMOD_CMD", "BASH_FUNC_module%%")
@@ -231,9 +232,14 @@ def parse_nodes(text: str) -> dict[str, tuple[NodeKind, ...]]:
 def parse_gpus(gres: str) -> dict[str, int]:
     """The number of GPUs by type in a GRES text such as `gpu:a100:4(S:0-1),gpu:2,nvme:1`."""
     gpus: dict[str, int] = {}
-    for match in _GPU.finditer(gres):
-        gpu_type = match["type"] or ""
-        gpus[gpu_type] = gpus.get(gpu_type, 0) + int(match["count"])
+    for resource in _SOCKETS.sub("", gres).split(","):
+        name, *fields = resource.strip().split(":")
+        if name != "gpu":
+            continue
+        fields = [field for field in fields if field and field != "no_consume"]
+        count = int(fields.pop()) if fields and fields[-1].isdigit() else 1  # as Slurm does without a count
+        gpu_type = fields[0] if fields else ""
+        gpus[gpu_type] = gpus.get(gpu_type, 0) + count
     return gpus
 
 
