@@ -115,6 +115,19 @@ def user_name() -> str:
         return str(os.getuid())
 
 
+def user_groups() -> tuple[str, ...] | None:
+    """Return the names of the groups of this user; None for root, whom no list of groups restricts."""
+    import grp
+
+    if os.getuid() == 0:
+        return None
+    found = []
+    for number in dict.fromkeys((os.getgid(), *os.getgroups())):
+        with suppress(KeyError):  # a group without a name can be in no list
+            found.append(grp.getgrgid(number).gr_name)
+    return tuple(found)
+
+
 PACKAGE = Path(__file__).resolve().parent
 PROJECT_CONFIG = "config.yaml"
 FIRST_RUN, FIRST_RUN_NAME = "first-run.yaml", "first-run"

@@ -61,6 +61,14 @@ OTHERS = {
         WEST, partitions=(replace(GPU, allowed_qos=("long",)), replace(CPU, denied_qos=("long",)))
     ),
     "less CPUs": replace(WEST, partitions=(replace(GPU, max_cpus_per_node=24),)),
+    "several nodes": replace(WEST, partitions=(replace(GPU, min_nodes=2),)),
+    "less memory": replace(WEST, partitions=(replace(GPU, max_mem_mib=64_000),)),
+    "memory per CPU": replace(WEST, partitions=(replace(GPU, max_mem_per_cpu_mib=1000),)),
+    "accounts": replace(WEST, partitions=(replace(GPU, allowed_accounts=("teaching", "bio")),)),
+    "denied": replace(WEST, accounts=None, partitions=(replace(GPU, denied_accounts=("Bio",)),)),
+    "groups": replace(
+        WEST, groups=("users", "lab"), partitions=(replace(GPU, allowed_groups=("ai", "hpc")),)
+    ),
     "profile": replace(WEST, out_of_date_hint="west.yaml says so"),
 }
 PROBLEMS = """
@@ -80,6 +88,21 @@ where: qos, qos: long, partition: cpu, gpus_per_node: null
     resources.qos is long, which partition cpu does not accept
 where: less CPUs
     resources.cpus_per_gpu is 8: 4 x 8 = 32 CPUs per node, but the nodes of partition gpu have 24
+where: several nodes
+    resources.nodes is 1, but a job in partition gpu needs at least 2 nodes
+    hint: --nodes 2 is enough
+where: less memory, mem: 100G
+    resources.mem is 100G, but a job in partition gpu can use at most 64000M of a node
+where: memory per CPU, mem: 100G
+    resources.mem is 100G, but a job in partition gpu can use at most 64000M of a node
+where: accounts
+    resources.account is physics, which partition gpu does not accept
+    hint: it accepts teaching and bio
+where: denied, account: bio
+    resources.account is bio, which partition gpu does not accept
+where: groups
+    resources.partition is gpu, which only members of ai or hpc may use
+    hint: your groups: users and lab
 where: profile, time: 3-0
     resources.time is 3-00:00:00, but partition gpu allows at most 2-00:00:00
     hint: --time 2-00:00:00 fits; west.yaml says so

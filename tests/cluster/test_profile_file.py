@@ -145,7 +145,10 @@ KINDS = st.builds(NodeKind, st.integers(1, 10**4), NUMBERS, NUMBERS, GPUS, NAMES
 PARTITIONS = named(
     Partition,
     *(st.booleans(), st.booleans()),
-    **dict.fromkeys(("max_time_s", "default_time_s", "max_nodes", "max_cpus_per_node"), NUMBERS),
+    **dict.fromkeys(("max_time_s", "default_time_s", "min_nodes", "max_nodes", "max_cpus_per_node"), NUMBERS),
+    **dict.fromkeys(("max_mem_mib", "max_mem_per_cpu_mib"), NUMBERS),
+    **dict.fromkeys(("allowed_accounts", "allowed_groups"), st.none() | NAMES),
+    denied_accounts=NAMES,
     nodes=st.lists(KINDS, max_size=3).map(tuple),
     allowed_qos=st.none() | NAMES,
     denied_qos=NAMES,

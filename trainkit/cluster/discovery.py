@@ -18,7 +18,7 @@ from typing import Literal
 
 from trainkit.cluster.model import Account, Cluster, NodeKind, Partition, Qos
 from trainkit.errors import TrainkitError
-from trainkit.folders import user_name
+from trainkit.folders import user_groups, user_name
 from trainkit.slurm.client import QUERY_TIMEOUT_S, query, retrying, seconds_of
 from trainkit.slurm.control import has_expedited_requeue, parse_config, parse_version
 from trainkit.slurm.environment import finds_cluster
@@ -89,6 +89,7 @@ def _ask_controller(timeout_s: float, name: str = "") -> tuple[dict[str, str], C
         partitions=tuple(parse_partitions(partitions, parse_nodes(nodes))),
         gpu_option=gpu_option(config),
         slurm_version=parse_version(config["SLURM_VERSION"]),
+        groups=user_groups(),
     )
     return config, cluster
 
@@ -186,12 +187,23 @@ def _partition(values: Mapping[str, str], kinds: Mapping[str, tuple[NodeKind, ..
         is_up=values.get("State", "UP") == "UP",
         max_time_s=seconds_of(values.get("MaxTime", "")),
         default_time_s=seconds_of(values.get("DefaultTime", "")),
+        min_nodes=_at_least_2(values.get("MinNodes", "")),
         max_nodes=_number(values.get("MaxNodes", "")),
         max_cpus_per_node=_number(values.get("MaxCPUsPerNode", "")),
+        max_mem_mib=_number(values.get("MaxMemPerNode", "")),
+        max_mem_per_cpu_mib=_number(values.get("MaxMemPerCPU", "")),
         nodes=kinds.get(name, ()),
         allowed_qos=_names(values.get("AllowQos", "ALL")),
         denied_qos=_names(values.get("DenyQos", "")) or (),
+        allowed_accounts=_names(values.get("AllowAccounts", "ALL")),
+        denied_accounts=_names(values.get("DenyAccounts", "")) or (),
+        allowed_groups=_names(values.get("AllowGroups", "ALL")),
     )
+
+
+def _at_least_2(text: str) -> int | None:
+    """The smallest number of nodes, if it excludes any job."""
+    return number if (number := _number(text)) is not None and number > 1 else None
 
 
 def _number(text: str) -> int | None:

@@ -72,6 +72,7 @@ UNBOUNDED = 10**6
 PARTITION_COMMENTS = {
     "hidden": "Slurm lists it only with --all",
     "default_time": "of a job with resources.time: null",
+    "min_nodes": "of one job",
     "max_nodes": "of one job",
     "max_cpus_per_node": "that its jobs may use",
 }
@@ -79,6 +80,8 @@ _TEXTS: dict[str, Callable[[int], str]] = {
     "max_time_s": time_text,
     "default_time_s": time_text,
     "mem_mib": memory_text,
+    "max_mem_mib": memory_text,
+    "max_mem_per_cpu_mib": memory_text,
 }
 _SECTIONS: dict[type, tuple[type[Section], str | None]] = {
     Account: (AccountProfile, None),

@@ -186,7 +186,7 @@ def _num_fitting(request: ResourceRequest, partition: Partition, kinds: Iterable
         for kind in kinds
         if kind.num_gpus(request.gpu_type) >= gpus
         and ((usable := partition.usable_cpus(kind)) is None or usable >= cpus)
-        and (kind.mem_mib is None or kind.mem_mib >= mem_mib)
+        and ((mem := partition.usable_mem_mib(kind)) is None or mem >= mem_mib)
     )
 
 
@@ -227,11 +227,21 @@ def _account_problems(request: ResourceRequest, cluster: Cluster) -> Iterator[Ke
 def _permission_problems(
     request: ResourceRequest, cluster: Cluster, partition: Partition
 ) -> Iterator[KeyProblem]:
-    """A partition that the account or QOS is known not to be allowed in."""
+    """A partition that the user, account or QOS is known not to be allowed in."""
+    groups = partition.allowed_groups
+    if groups is not None and cluster.groups is not None and not {*groups} & {*cluster.groups}:
+        message = f"is {partition.name}, which only members of {listed(groups, 'or')} may use"
+        yield "resources.partition", message, f"your groups: {listed(cluster.groups) or 'none'}"
     account = _account_of(request, cluster)
     if account is not None and not _is_in(partition.name, account.partitions):
         message = f"is {partition.name}, which account {account.name} may not use"
         yield "resources.partition", message, f"it may use {listed(account.partitions or ())}"
+    charged = request.account if account is None else account.name
+    allowed = partition.allowed_accounts
+    is_denied = charged is not None and _is_in(charged, partition.denied_accounts)
+    if charged is not None and (is_denied if allowed is None else not _is_in(charged, allowed)):
+        hint = f"it accepts {listed(allowed)}" if allowed else ""
+        yield "resources.account", f"is {charged}, which partition {partition.name} does not accept", hint
     if request.qos is None:
         return
     denied = _is_in(request.qos, partition.denied_qos)
@@ -278,6 +288,12 @@ def partition_problems(
         limit = plural(max_nodes, "node")
         yield key, f"{shown}, but a job in partition {partition.name} can have at most {limit}", ""
         request = replace(request, nodes=1, spare_nodes=0)  # report the number of nodes once
+    min_nodes = partition.min_nodes if _applies("nodes", _qos_of(request, cluster)) else None
+    if min_nodes is not None and request.all_nodes < min_nodes:
+        message = (
+            f"is {request.nodes}, but a job in partition {partition.name} needs at least {min_nodes} nodes"
+        )
+        yield "resources.nodes", message, f"--nodes {min_nodes - request.spare_nodes} is enough"
     if partition.nodes:
         yield from _node_problems(request, partition)
 
@@ -379,9 +395,12 @@ def _node_size_problems(
             each = cpus // workers
             message = f"is {each}: {workers} x {each} = {cpus} CPUs per node, but {nodes_have} {max_cpus}"
             yield "resources.cpus_per_gpu", message, ""
-    max_mem = _maximum(kind.mem_mib for kind in kinds)
+    max_mem = _maximum(partition.usable_mem_mib(kind) for kind in kinds)
     if request.mem_mib is not None and request.mem_mib > max_mem:
-        message = f"is {memory_text(request.mem_mib)}, but {nodes_have} {memory_text(max_mem)}"
+        is_limit = max_mem < _maximum(kind.mem_mib for kind in kinds)
+        whose = f"a job in partition {partition.name} can use at most" if is_limit else nodes_have
+        a_node = " of a node" if is_limit else ""
+        message = f"is {memory_text(request.mem_mib)}, but {whose} {memory_text(max_mem)}{a_node}"
         yield "resources.mem", message, ""
 
 

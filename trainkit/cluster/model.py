@@ -48,14 +48,23 @@ class Partition:
     max_time_s: int | None = None
     default_time_s: int | None = None
     """Time limit of a job that requests none; None if it is `max_time_s`."""
+    min_nodes: int | None = None
+    """Smallest number of nodes of one job."""
     max_nodes: int | None = None
     """Largest number of nodes of one job."""
     max_cpus_per_node: int | None = None
     """CPUs per node that its jobs may use, if fewer than a node has."""
+    max_mem_mib: int | None = None
+    """Memory per node that its jobs may use, if less than a node has."""
+    max_mem_per_cpu_mib: int | None = None
+    """Memory per CPU that its jobs may use; Slurm gives a job that requests more additional CPUs."""
     nodes: tuple[NodeKind, ...] = ()
     """Empty when unknown."""
     allowed_qos: tuple[str, ...] | None = None
     denied_qos: tuple[str, ...] = ()
+    allowed_accounts: tuple[str, ...] | None = None
+    denied_accounts: tuple[str, ...] = ()
+    allowed_groups: tuple[str, ...] | None = None
 
     @property
     def num_nodes(self) -> int:
@@ -86,8 +95,18 @@ class Partition:
 
     def usable_cpus(self, kind: NodeKind) -> int | None:
         """CPUs per node of this kind that jobs of this partition may use; None if unknown."""
-        limits = [number for number in (kind.cpus, self.max_cpus_per_node) if number is not None]
-        return min(limits, default=None)
+        return _least(kind.cpus, self.max_cpus_per_node)
+
+    def usable_mem_mib(self, kind: NodeKind) -> int | None:
+        """Memory per node of this kind that jobs of this partition may use; None if unknown."""
+        cpus, each_mib = self.usable_cpus(kind), self.max_mem_per_cpu_mib
+        of_cpus = None if cpus is None or each_mib is None else cpus * each_mib
+        return _least(kind.mem_mib, self.max_mem_mib, of_cpus)
+
+
+def _least(*amounts: int | None) -> int | None:
+    """The smallest of the known amounts; None if none is known."""
+    return min((amount for amount in amounts if amount is not None), default=None)
 
 
 @dataclass(frozen=True)
@@ -135,6 +154,8 @@ class Cluster:
     """Why the cluster is unknown: Slurm's error, or that it did not answer."""
     expedited_requeue: bool | None = None
     """Whether jobs use the expedited requeue of Slurm 25.11; None where the site has not enabled it."""
+    groups: tuple[str, ...] | None = None
+    """The groups of this user; None when unknown, and for root, whom Slurm lets into every partition."""
     bad_nodes: dict[str, str] = field(default_factory=dict)
     """Hosts that failed in the last 24 hours, each with the reason; the most recent first."""
     forget_hint: str = ""

@@ -25,7 +25,7 @@ from trainkit.config.schema import show_value
 from trainkit.config.section import AtLeastOne, Section
 from trainkit.config.yamlfile import Entry, read_yaml_file
 from trainkit.errors import ConfigError, Problem, SlurmError
-from trainkit.folders import config_folder, shipped_configs
+from trainkit.folders import config_folder, shipped_configs, user_groups
 from trainkit.formats import did_you_mean, memory_mib, time_limit_s
 from trainkit.slurm.client import SlurmRefused
 from trainkit.slurm.environment import cluster_name, other_cluster, scrubbed
@@ -243,10 +243,16 @@ class PartitionProfile(Section):
     is_hidden: bool = Field(default=False, alias="hidden")
     max_time_s: Time | None = Field(default=None, alias="max_time")
     default_time_s: Time | None = Field(default=None, alias="default_time")
+    min_nodes: AtLeastOne | None = None
     max_nodes: AtLeastOne | None = None
     max_cpus_per_node: AtLeastOne | None = None
+    max_mem_mib: Memory | None = Field(default=None, alias="max_memory_per_node")
+    max_mem_per_cpu_mib: Memory | None = Field(default=None, alias="max_memory_per_cpu")
     allowed_qos: Names | None = Field(default=None, alias="qos")
     denied_qos: Names = ()
+    allowed_accounts: Names | None = Field(default=None, alias="accounts")
+    denied_accounts: Names = ()
+    allowed_groups: Names | None = Field(default=None, alias="groups")
     nodes: Annotated[tuple[NodesProfile, ...], Field(strict=False)] = ()
 
 
@@ -298,7 +304,7 @@ class ClusterProfile(Section):
         for key, kind in (("accounts", Account), ("qos", Qos)):
             if values[key] is not None:
                 values[key] = tuple(kind(name, **dict(item or ())) for name, item in values[key].items())
-        return Cluster(**values, reason=reason, out_of_date_hint=out_of_date_hint)
+        return Cluster(**values, groups=user_groups(), reason=reason, out_of_date_hint=out_of_date_hint)
 
 
 def read_profile(path: Path, shown: str) -> tuple[ClusterProfile, Entry | None]:
