@@ -85,6 +85,9 @@ SENTENCES = {
         "nodes that it needs are down, drained or reserved for jobs of higher priority"
     ),
     "launch_failed_requeued_held": "could not be launched and is held: `scontrol release JOB` releases it",
+    "job_requeued_in_held_state": "was requeued and is held: `scontrol release JOB` releases it",
+    "Licenses": "waiting for a license that other jobs use",
+    "InvalidQOS": "its QOS does not exist, or you may not use it: cancel it and choose another",
 }
 
 
