@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -98,11 +99,25 @@ def home(environ: Mapping[str, str] = os.environ) -> Path:
         return Path(environ.get("HOME") or "~").expanduser()
     except RuntimeError:  # neither HOME nor an entry in the password database
         folder = Path(tempfile.gettempdir(), f"trainkit-{os.getuid()}")
-    ensure_folder(folder, 0o700)
-    found = folder.lstat()
-    if (found.st_uid, found.st_mode & 0o40077) != (os.getuid(), 0o40000):
+    if not make_private(folder):
         raise PermissionError(errno.EPERM, "is not a private folder of this user; set HOME", str(folder))
     return folder
+
+
+def make_private(folder: Path, others: int = 0o077) -> bool:
+    """Create a folder for this user alone; return False if others can write to it or replace it.
+
+    Others can replace a folder below one that they may write to, unless that has the sticky bit as /tmp has.
+    A folder that exists may have none of the permissions in `others`. Raises OSError.
+    """
+    ensure_folder(folder, 0o700)
+    found, own = folder.lstat(), (os.getuid(), 0)
+    is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == own[0] and not found.st_mode & others
+    above = [parent.stat() for parent in folder.absolute().parents]
+    return is_own and all(
+        parent.st_uid in own and (not parent.st_mode & 0o022 or parent.st_mode & stat.S_ISVTX)
+        for parent in above
+    )
 
 
 def user_name() -> str:
@@ -116,7 +131,7 @@ def user_name() -> str:
 
 
 def user_groups() -> tuple[str, ...] | None:
-    """Return the names of the groups of this user; None for root, whom no list of groups restricts."""
+    """The names of the groups of this user; None for root, whom no list of groups restricts."""
     import grp
 
     if os.getuid() == 0:

@@ -9,7 +9,6 @@ import io
 import os
 import pickle
 import signal
-import stat
 import sys
 import threading
 import time
@@ -22,9 +21,9 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, ClassVar
 
-from trainkit.errors import EXIT_STOPPED, UsageError
+from trainkit.errors import EXIT_STOPPED
 from trainkit.folders import ensure_folder
-from trainkit.run.files import write_atomic
+from trainkit.run.files import open_private, write_atomic
 from trainkit.run.rundir import AttemptDir, RunDir
 
 ARGV = (sys.executable, "-m", "trainkit.function")
@@ -87,14 +86,7 @@ def dumps(value: Any) -> bytes:
 
 def read_pickle(path: Path) -> Any:
     """The value in a file of `dumps`; raises UsageError if another user could have written it."""
-    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as stream:
-        found = os.fstat(stream.fileno())
-        is_own = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
-        if not is_own:
-            raise UsageError(
-                f"{path} is not loaded: it must be a regular file that only you can read and write",
-                hint="a pickle of somebody else can execute anything",
-            )
+    with open_private(path) as stream:
         return pickle.load(stream)
 
 

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import re
+import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,6 +23,8 @@ from itertools import islice
 from pathlib import Path
 from types import UnionType
 from typing import Any, BinaryIO, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+from trainkit.errors import UsageError
 
 
 def utc_now() -> str:
@@ -62,6 +65,19 @@ def write_atomic(path: Path, content: str | bytes) -> None:
     except BaseException:
         os.unlink(name)
         raise
+
+
+def open_private(path: Path) -> BinaryIO:
+    """Open a file to read it; raises UsageError if another user could have written it."""
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    found = os.fstat(handle)
+    if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077:
+        return os.fdopen(handle, "rb")
+    os.close(handle)
+    raise UsageError(
+        f"{path} is not loaded: it must be a regular file that only you can read and write",
+        hint="a pickle of somebody else can execute anything",
+    )
 
 
 def write_json(path: Path, value: Any) -> None:

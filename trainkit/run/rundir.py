@@ -98,6 +98,8 @@ class RunDir(RunFolder):
     metrics_file = Child("metrics.jsonl")
     compiled_file = Child("compiled.bin")
     """What torch.compile has made for the ranks, in the format of torch."""
+    caches_dir = Child("caches")
+    """What torch compiles for each host that has no private folder for temporary files."""
     heartbeat_file = Child("heartbeat")
     """A command that prints nothing for long writes or touches it, to show that it does not hang."""
     tensorboard_dir = Child("tensorboard")

@@ -20,10 +20,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from trainkit.config.schema import RunConfig
+from trainkit.errors import UsageError
 from trainkit.plan.launch import LaunchPlan, Layout
 from trainkit.plan.layout_rules import compiles
 from trainkit.plan.step_work import attends_in_blocks, loss_chunks
-from trainkit.run.files import write_atomic
+from trainkit.run.files import open_private, write_atomic
 from trainkit.run.rundir import RunDir
 from trainkit.trainer.causal_lm import CausalLM
 from trainkit.trainer.checkpoint.state import StateBuffers
@@ -136,11 +137,12 @@ class CompileCache:
         """Give this host what an attempt has saved; what is damaged or of another torch has no effect."""
         file = self._run.compiled_file
         try:
-            info = torch.compiler.load_cache_artifacts(file.read_bytes())
+            with open_private(file) as stream:  # torch unpickles it
+                info = torch.compiler.load_cache_artifacts(stream.read())
             self._loaded = set() if info is None else {*chain(*info.artifacts.values())}
         except FileNotFoundError:
             pass
-        except OSError as error:
+        except (OSError, UsageError) as error:
             log.warning(f"cannot load what was compiled from {file} ({error})")
 
     def save(self) -> None:

@@ -1,11 +1,15 @@
+import getpass
+import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from tests.support.runs import launch_plan
 from trainkit.job.node.rendezvous import local_rendezvous
-from trainkit.job.node.worker_env import gpu_slice, worker_argv, worker_environ, worker_rank
+from trainkit.job.node.worker_env import compile_caches, gpu_slice, worker_argv, worker_environ, worker_rank
 from trainkit.job.rank_env import find_rank_env
+from trainkit.run.process import own_host
 from trainkit.run.rundir import RunDir
 
 PLAN = launch_plan(backend="local", device="cuda", threads_per_worker=3)
@@ -75,3 +79,49 @@ def test_workers_use_the_environment_that_the_plan_names():
     found = environ(replace(PLAN, venv="/v"), inherited={"PATH": "/usr/bin", "PYTHONHOME": "/old"})
     assert (found["VIRTUAL_ENV"], found["PATH"]) == ("/v", "/v/bin:/usr/bin")
     assert "PYTHONHOME" not in found
+
+
+CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+
+
+def test_what_torch_compiles_is_kept_where_only_its_user_writes(tmp_path):
+    tmp_path.chmod(0o1777)
+    found = environ(configured={"TMPDIR": str(tmp_path)})
+    own = tmp_path / f"trainkit-{os.getuid()}"
+    assert [found[name] for name in CACHES] == [f"{own}/inductor", f"{own}/triton"]
+    assert found["TMPDIR"] == str(tmp_path)
+    assert own.stat().st_mode & 0o777 == 0o700
+    given = environ(configured={"TMPDIR": str(tmp_path)}, inherited={CACHES[0]: "/mine"})
+    assert [given[name] for name in CACHES] == ["/mine", f"{own}/triton"]
+
+
+@pytest.mark.parametrize("case", ["mode", "link", "file", "parent", "missing", "owner", "default"])
+def test_what_torch_compiles_is_never_kept_where_others_write(tmp_path, capfd, case):
+    temporary, run = tmp_path / "tmp", RunDir(tmp_path / "run")
+    folder = private = temporary / f"trainkit-{os.getuid()}"
+    run.path.mkdir()
+    if case != "missing":
+        folder.mkdir(0o700, parents=True)
+    if case == "mode":
+        folder.chmod(0o770)
+    elif case == "parent":
+        temporary.chmod(0o777)
+    elif case == "owner":
+        if os.getuid() != 0:
+            pytest.skip("only root can give a folder to somebody else")
+        os.chown(folder, 65534, 65534)
+    elif case == "default":  # torch has files of its own there
+        folder = temporary / f"torchinductor_{getpass.getuser()}"
+        folder.mkdir()
+        folder.chmod(0o777)
+    elif case in ("link", "file"):
+        folder.rmdir()
+        (tmp_path / "there").mkdir(0o700)
+        folder.symlink_to(tmp_path / "there") if case == "link" else folder.write_text("")
+    used = private if case == "default" else run.path / "caches" / own_host()
+    place, caches = compile_caches(str(temporary), run)
+    assert (place, caches["TORCHINDUCTOR_CACHE_DIR"]) == (f"{used}/tmp", f"{used}/inductor")
+    assert Path(place).is_dir()
+    said = capfd.readouterr().out
+    assert f"ranks use {used} instead of {temporary}, where others can plant code: " in said
+    assert str(folder) in said

@@ -11,6 +11,7 @@ import fcntl
 import json
 import math
 import os
+import re
 import signal
 import socket
 import struct
@@ -18,9 +19,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path, PurePath
 
 from trainkit.errors import UsageError
+from trainkit.folders import ensure_folder, make_private, user_name
 from trainkit.job import processes
 from trainkit.job.node.rendezvous import Rendezvous
 from trainkit.job.processes import log_line, module_argv
@@ -36,12 +39,15 @@ from trainkit.job.rank_env import (
 from trainkit.job.spare_children import AGENT_VARIABLE
 from trainkit.job.work_folder import WORK_DIR_VARIABLE
 from trainkit.plan.launch import ACCELERATE_CONFIG, DS_CONFIG, MEGATRON_ARGS, LaunchPlan
+from trainkit.run.process import own_host
 from trainkit.run.record import CodeCopy
 from trainkit.run.rundir import AttemptDir, RunDir
 
 STARTUP_FOLDER = Path(__file__).parents[1] / "startup"
 ALLOCATOR_VARIABLES = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"}
 """Where a user may have set up torch's allocator, under its present name and former ones."""
+_TORCH_REPLACES = re.compile(r'[\\/:*?"<>|]')
+"""What torch replaces in the name of a user to name its folder."""
 DONE_FILE_VARIABLE = "TRAINKIT_JOB_DONE_FILE"
 """Path of a file that a command creates when it is done: exit code 0 after a notice then means finished."""
 
@@ -105,6 +111,8 @@ def worker_environ(
         environ["VIRTUAL_ENV"] = plan.venv
         environ["PATH"] = f"{plan.venv}/bin:{environ.get('PATH', os.defpath)}"
         environ.pop("PYTHONHOME", None)
+    environ["TMPDIR"], caches = compile_caches(environ.get("TMPDIR") or "/tmp", attempt.run)
+    environ = caches | environ
     environ[AGENT_VARIABLE] = str(os.getpid())
     import_path = [] if code is None or plan.slurm is not None else code.import_path
     inherited_path = filter(None, [environ.get("PYTHONPATH")])
@@ -140,6 +148,37 @@ def _add_for_command(environ: dict[str, str], plan: LaunchPlan, attempt: Attempt
     if plan.launcher == "accelerate" and plan.device == "cpu":
         # Without it, accelerate on a host without GPUs runs every rank as a single process.
         environ.setdefault("ACCELERATE_USE_CPU", "true")
+
+
+@cache
+def compile_caches(temporary: str, run: RunDir) -> tuple[str, dict[str, str]]:
+    """TMPDIR for ranks, and the variables that name the folders for what torch and Triton compile.
+
+    torch executes what it finds there. Its default is a folder of `temporary` that anybody can make first,
+    and it has some files there in any case, so ranks get another TMPDIR where that folder is taken.
+    Where no private folder can be had, all of these are in the run folder. Raises OSError.
+    """
+    defaults = Path(temporary, f"torchinductor_{_TORCH_REPLACES.sub('_', user_name())}")
+    private = Path(temporary, f"trainkit-{os.getuid()}")
+    if (problem := _problem_of(private)) is not None:
+        private = run.caches_dir / own_host()
+        ensure_folder(private, parents=True)
+    else:
+        problem = _problem_of(defaults, 0o022)
+    if problem is not None:
+        log_line(f"ranks use {private} instead of {temporary}, where others can plant code: {problem}")
+        temporary = f"{private}/tmp"
+        ensure_folder(Path(temporary))
+    folders = {"TORCHINDUCTOR_CACHE_DIR": f"{private}/inductor", "TRITON_CACHE_DIR": f"{private}/triton"}
+    return temporary, folders
+
+
+def _problem_of(folder: Path, others: int = 0o077) -> str | None:
+    """Create a private folder; return why it cannot be trusted, or None."""
+    try:
+        return None if make_private(folder, others) else f"{folder} can be written or replaced by others"
+    except OSError as error:
+        return str(error)
 
 
 def own_threads(plan: LaunchPlan, rank_env: RankEnv, inherited: Mapping[str, str]) -> int:
