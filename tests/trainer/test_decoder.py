@@ -203,18 +203,22 @@ def test_a_loss_in_parts_is_the_whole_loss(chunks: int, config: dict[str, bool])
     found = []
     for number in (1, chunks):
         model = nano(**config)
-        sizes: list[int] = []
+        seen: list[tuple[int, bool]] = []
 
-        def counted(logits: Tensor, labels: Tensor, sizes: list[int] = sizes) -> Tensor:
-            sizes.append(logits.shape[1])
+        def counted(logits: Tensor, labels: Tensor, seen: list[tuple[int, bool]] = seen) -> Tensor:
+            seen.append((logits.shape[1], logits.requires_grad))
             return nll_sum(logits, labels)
 
         context = ForwardContext(ALONE, counted, use_loss_parallel=False)
         passes = SequentialForwardBackward(lambda enabled: None, Progress(), model, context, number)
         losses: list[Tensor] = []
         passes.accumulate_gradient(micros, torch.tensor(0.25), losses.append)
+        num_trained = len(seen)
         with torch.no_grad():
             losses.append(passes.loss_sums(micros[0]))
+        sizes, has_gradient = zip(*seen, strict=True)
+        assert all(has_gradient[:num_trained])
+        assert not any(has_gradient[num_trained:]), "a validation computes gradients of the head"
         found.append((losses, {name: param.grad for name, param in model.named_parameters()}))
         assert max(sizes) == (SEQ_LEN if number == 1 else math.ceil(2 * SEQ_LEN / chunks))
     torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-6)

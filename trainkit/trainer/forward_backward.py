@@ -189,6 +189,8 @@ class SequentialForwardBackward(OneByOne[Microbatch]):
         labels, nll_sum, chunks = micro.labels.flatten(), self.context.nll_sum, self.loss_chunks
 
         def loss(x: Tensor, weight: Tensor) -> Tensor:
+            if not torch.is_grad_enabled():
+                weight = weight.detach()  # a parameter needs a gradient, also where none is computed
             inputs = x.flatten(0, 1), weight, labels, nll_sum, chunks
             found: Tensor = _ChunkedLoss.apply(*inputs)  # type: ignore[no-untyped-call]
             return found
