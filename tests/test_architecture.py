@@ -19,7 +19,7 @@ from trainkit.plan.torch_build import OLDEST
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
-SIZES = {"trainkit": (262, 58_490), "tests": (365, 57_060)}
+SIZES = {"trainkit": (263, 58_692), "tests": (365, 57_185)}
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (5, 400)
 """By so much the code may be smaller before `SIZES` is lowered."""
@@ -31,9 +31,10 @@ ALLOWED = {
     "folders": set(),
     "locks": set(),
     "formats": set(),
+    "extras": set(),
     # What is asked for, and what will run: pure.
     "config": {"errors", "folders", "formats"},
-    "data": {"errors", "folders", "formats", "locks", "run", "config.training"},
+    "data": {"extras", "errors", "folders", "formats", "locks", "run", "config.training"},
     "slurm": {"errors"},
     # The folder of a run: its paths, its records, and the formats of its files.
     "run": {"errors", "folders", "formats", "locks", "slurm", "config.yamlfile"},
@@ -54,7 +55,7 @@ ALLOWED = {
     },
     # How it gets there.
     "launch": {
-        *("errors", "folders", "locks", "run", "formats"),
+        *("extras", "errors", "folders", "locks", "run", "formats"),
         *("config", "cluster", "plan", "slurm", "backends"),
         "data.checks",  # what is known of the data before a plan is made
         *("job.processes", "job.node.slurm_step"),
@@ -79,16 +80,17 @@ ALLOWED = {
     },
     # Runs a config in many ways, as its owner could by hand, and compares them.
     "bench": {
-        *("errors", "folders", "run", "formats", "config", "cluster", "plan"),
+        *("extras", "errors", "folders", "run", "formats", "config", "cluster", "plan"),
         *("backends", "control", "launch", "observe", "job.group_parts"),
     },
     # What a user's own task is a subclass of: the public face of the trainer.
     "safetensors": {"errors"},
-    "adapters": {"errors", "config", "formats"},
+    "adapters": {"extras", "errors", "config", "formats"},
     "task": {"errors", "config", "data.shards", "safetensors", "adapters"},
     # The only one with torch, with its public face. It is named in argv, never imported.
     "trainer": {
         *(
+            "extras",
             "errors",
             "folders",
             "formats",
@@ -108,7 +110,7 @@ ALLOWED = {
         *("errors", "folders", "run", "plan", "data.order", "job.signals", "job.rank_env", "trainer"),
     },
     "cli": {
-        *("errors", "run", "config", "data", "cluster", "plan"),
+        *("extras", "errors", "run", "config", "data", "cluster", "plan"),
         *("slurm", "job", "backends", "control", "launch", "observe", "bench", "formats", "folders", "locks"),
     },
     # Runs from Python: what the commands do from a shell.
@@ -148,7 +150,7 @@ ALLOWED = {
         *("launch", "cli", "trainer"),
     },
     # Sends what a run has written.
-    "contrib.trackers": {"errors", "folders", "locks", "run", "config", "cli"},
+    "contrib.trackers": {"extras", "errors", "folders", "locks", "run", "config", "cli"},
     "contrib": set(),
     "__main__": {"cli"},
 }

@@ -12,6 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from tests.support.programs import run_program
+from trainkit.extras import PACKAGES, install_line
 
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 600
@@ -203,12 +204,12 @@ for line in ("watch last --once", "watch --once", "status last", "report last"):
 for line in ("check quickstart --set logging.tensorboard=true", "ui last"):
     with contextlib.redirect_stderr(io.StringIO()) as said:
         assert main(line.split()) == 2, line
-    assert "pip install 'trainkit[tensorboard]'" in said.getvalue()
+    assert "pip install 'tensorboard>=2.16'" in said.getvalue()
 assert os.waitstatus_to_exitcode(pty.spawn([sys.executable, "-m", "trainkit", "watch", "last"])) == 2
 """
     shown = execute(python, code, tmp_path)
     assert "error: the package textual is not installed" in shown
-    assert "hint: `pip install 'trainkit[watch]'`; `trainkit watch --once` and `trainkit status` do" in shown
+    assert "hint: `pip install 'textual>=8,<9'`; `trainkit watch --once` and `trainkit status` do" in shown
     log = (tmp_path / "runs/quickstart/attempts/001/logs/rank-0000.log").read_text()
     [line] = [line for line in log.splitlines() if "tensorboard" in line.lower()]
     assert "writes no TensorBoard files: No module named 'tensorboard'" in line
@@ -216,3 +217,28 @@ assert os.waitstatus_to_exitcode(pty.spawn([sys.executable, "-m", "trainkit", "w
 
 def test_every_extra_has_a_use_here() -> None:
     assert set(setup_cfg()[1]) - {"test"} == set(USES)
+
+
+def test_messages_name_the_packages_of_setup_cfg() -> None:
+    _, extras = setup_cfg()
+    named = {name: tuple(extras[name]) for name in extras if name != "test"}
+    assert named == dict(PACKAGES)
+    assert install_line("hf", "peft", python="/a b/python") == (
+        "'/a b/python' -m pip install 'transformers>=5' 'pyarrow>=17' 'peft>=0.18'"
+    )
+
+
+def test_no_text_installs_a_distribution_of_this_name_from_an_index() -> None:
+    """The one on PyPI is somebody else's; a path to a checkout or a wheel is not an index."""
+    suffixes = {".py", ".md", ".yaml", ".j2", ".pyi", ".sh", ".cfg", ".toml"}
+    folders = (ROOT / name for name in ("trainkit", "docs", "templates", "configs", "examples", "tools"))
+    files = [path for folder in folders for path in folder.rglob("*") if path.suffix in suffixes]
+    wrong = [
+        f"{path.relative_to(ROOT)}: {line.strip()}"
+        for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *files]
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if re.search(r"(?:install|add|with)\b[^`]*[ '\"]trainkit(?:\[|[=<>~]|['\"` ]|$)", line)
+        and re.search(r"\b(?:pip|pipx|uv|uvx|poetry|conda|mamba)\b", line)
+        and not re.search(r"\btrainkit/|PATH/TO", line)
+    ]
+    assert not wrong

@@ -11,6 +11,7 @@ from torch import nn
 
 from trainkit.config.schema import RunConfig
 from trainkit.errors import FatalError
+from trainkit.extras import install_line
 from trainkit.formats import JsonObject
 
 ADAPTER = "default"
@@ -27,7 +28,7 @@ def require(module: str, key: str, extra: str) -> None:
     if importlib.util.find_spec(module) is None:
         raise FatalError(
             f"{key} needs {module}, which is not installed",
-            hint=f"pip install 'trainkit[{extra}]'",
+            hint=f"`{install_line(extra)}`",
         )
 
 

@@ -151,7 +151,7 @@ def test_without_matplotlib_only_the_csv_is_written(desk: Desk) -> None:
     train_made_up(made.run_dir(made.runs[0]))
     done = bench(desk, "--collect", "bench")
     assert done.returncode == 0, done.stderr
-    assert "no plots: matplotlib is not installed (pip install 'trainkit[bench]')" in done.stderr
+    assert "no plots: matplotlib is not installed (pip install 'matplotlib>=3.8')" in done.stderr
     assert not (made.folder / "plots").exists()
     assert len(rows_of(made.folder)) == 2
 

@@ -272,10 +272,10 @@ def test_pyarrow_is_missing(data_config, tmp_path, monkeypatch):
     with pytest.raises(UsageError) as caught:
         prepared(tmp_path, tmp_path / "a.parquet")
     assert caught.value.message.startswith(expected)
-    assert caught.value.hint == "pip install 'trainkit[hf]'"
+    assert caught.value.hint == "`pip install 'transformers>=5' 'pyarrow>=17'`"
     (found,) = inspect_data(data_config(source=str(tmp_path / "a.parquet"))).problems
     assert found[1].startswith(expected)
-    assert found[2] == "pip install 'trainkit[hf]'"
+    assert found[2] == "`pip install 'transformers>=5' 'pyarrow>=17'`"
 
 
 def test_texts_do_not_import_pyarrow(tmp_path, monkeypatch):

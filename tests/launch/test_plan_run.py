@@ -258,7 +258,7 @@ def test_a_tracker_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.Mon
     assert found == (
         "logging.mlflow",
         f"is set, but {sys.executable} has no mlflow",
-        f"`{sys.executable} -m pip install 'trainkit[mlflow]'` installs it",
+        f"`{sys.executable} -m pip install 'mlflow>=3'` installs it",
     )
     assert not find_environment(RunConfig(), True, Command(("true",)), tmp_path).problems
 
@@ -292,7 +292,7 @@ def test_tensorboard_that_is_not_installed(
     refusal = (
         "logging.tensorboard",
         f"is set, but {sys.executable} has no tensorboard",
-        f"`{sys.executable} -m pip install 'trainkit[tensorboard]'` installs it",
+        f"`{sys.executable} -m pip install 'tensorboard>=2.16'` installs it",
     )
     assert list(facts.environment.problems) == [refusal] * is_refused
 

@@ -216,7 +216,7 @@ def test_without_tensorboard_one_line_says_so(
     [line] = caplog.records
     assert line.levelname == "INFO"
     assert line.getMessage().startswith("writes no TensorBoard files: ")
-    assert "`pip install 'trainkit[tensorboard]'`" in line.getMessage()
+    assert "`pip install 'tensorboard>=2.16'`" in line.getMessage()
     assert not (tmp_path / "tensorboard").exists()
 
 

@@ -19,6 +19,7 @@ from trainkit.bench.run_bench import (
     look_at_runs,
     point_name,
 )
+from trainkit.extras import install_line
 from trainkit.folders import ensure_folder
 from trainkit.formats import cell, short_keys, shown_value, table
 from trainkit.observe.group import PointStatus
@@ -201,7 +202,7 @@ PLOTS = {
     "exposed_comm_s": "exposed communication, seconds per step",
 }
 """Column -> label of its axis."""
-INSTALL_HINT = "pip install 'trainkit[bench]'"
+INSTALL_HINT = install_line("bench")
 
 
 def can_plot() -> bool:

@@ -15,6 +15,7 @@ from trainkit.cli.options import json_option
 from trainkit.cli.output import echo_json
 from trainkit.cli.status import look_at, show_runs
 from trainkit.errors import EXIT_OK, UsageError
+from trainkit.extras import install_line
 from trainkit.run.registry import find_run_or_group
 from trainkit.run.rundir import RunDir
 
@@ -44,7 +45,7 @@ def command(run_name: str | None, interval_s: float, once: bool, as_json: bool) 
     found = None if run_name is None else find_run_or_group(run_name)
     if not (once or as_json) and sys.stdout.isatty() and sys.stdin.isatty():
         if find_spec("textual") is None:
-            hint = "`pip install 'trainkit[watch]'`; `trainkit watch --once` and `trainkit status` do without"
+            hint = f"`{install_line('watch')}`; `trainkit watch --once` and `trainkit status` do without"
             raise UsageError("the package textual is not installed", hint=hint)
         from trainkit.cli.watch_screen import watch
 

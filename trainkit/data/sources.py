@@ -22,6 +22,7 @@ from typing import Any, cast
 from trainkit.config.training import DataConfig
 from trainkit.data.dataset_file import BYTES, TRAIN, VAL, is_dataset
 from trainkit.errors import UsageError
+from trainkit.extras import install_line
 from trainkit.folders import shown_path
 
 STDLIB = "stdlib"
@@ -411,6 +412,6 @@ def _pyarrow(path: str) -> Any:
     except ImportError as error:
         raise UsageError(
             f"{path} can only be read with pyarrow, which cannot be imported ({error})",
-            hint="pip install 'trainkit[hf]'",
+            hint=f"`{install_line('hf')}`",
         ) from None
     return pyarrow

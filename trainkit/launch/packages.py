@@ -19,6 +19,7 @@ from typing import Any
 from trainkit import __version__
 from trainkit.config import RunConfig
 from trainkit.config.running import LaunchConfig
+from trainkit.extras import install_line
 from trainkit.job.processes import kill_group
 from trainkit.launch.environment import command_python, find_interpreter, launch_problems
 from trainkit.plan.facts import Environment, Interpreter
@@ -203,7 +204,7 @@ def find_environment(config: RunConfig, on_slurm: bool, workload: Workload, cwd:
         elif trains_here and key is not None and (problem := package_problem(packages, program)):
             found.append((named, f"uses {program}, which {problem[0]}", problem[1]))
         for name in (name for name in trackers if name not in packages.files):
-            hint = f"`{quote(program)} -m pip install 'trainkit[{name}]'` installs it"
+            hint = f"`{install_line(name, python=program)}` installs it"
             found.append((f"logging.{name}", f"is set, but {program} has no {name}", hint))
         if module is not None and module not in packages.files:
             hint = f"`{quote(program)} -m pip install {module}` installs it; launch.venv names another Python"

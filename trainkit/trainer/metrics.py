@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainkit.extras import install_line
 from trainkit.folders import ensure_folder
 from trainkit.formats import JsonObject, time_text
 from trainkit.plan.gpus import peak_flops
@@ -77,7 +78,7 @@ class TensorBoardLog:
                     self._writer.add_scalar(name, value, step)
         except ImportError as error:
             self._is_missing = True
-            log.info(f"writes no TensorBoard files: {error} (`pip install 'trainkit[tensorboard]'` adds it)")
+            log.info(f"writes no TensorBoard files: {error} (`{install_line('tensorboard')}` adds it)")
         except Exception as error:  # nobody reads the result of this thread
             log.error(f"cannot write step {step} to TensorBoard ({error})")
 

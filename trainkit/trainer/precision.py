@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from trainkit.config.training import PrecisionConfig
 from trainkit.errors import FatalError
+from trainkit.extras import install_line
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MAX_LOSS_SCALE = 2.0**100
@@ -104,7 +105,7 @@ def require_float8(device: torch.device) -> None:
     except ImportError as error:
         raise FatalError(
             f"precision.float8 is set, but torchao cannot be imported ({error})",
-            hint="pip install 'trainkit[float8]'",
+            hint=f"`{install_line('float8')}`",
         ) from None
     supported = device.type == "cuda" and torch.cuda.get_device_capability(device) >= FLOAT8_CAPABILITY
     if not supported:

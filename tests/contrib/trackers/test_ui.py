@@ -12,6 +12,7 @@ from tests.support.programs import run_program
 from tests.support.runs import free_port, make_attempt
 from trainkit.cli.main import main
 from trainkit.contrib.trackers import command
+from trainkit.extras import install_line
 
 
 class Started(Exception):
@@ -69,7 +70,7 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("logging.mlflow={tracking_uri: 'http://host:5000'}", "mlflow", "is on the server http://host:5000"),
         ("logging.mlflow=null", "mlflow", "has no MLflow: logging.mlflow is null"),
         ("logging.tensorboard=false", "tensorboard", "has no tensorboard/: logging.tensorboard is false"),
-        ("logging.tensorboard=auto", "tensorboard", "first record on, if it has `trainkit[tensorboard]`"),
+        ("logging.tensorboard=auto", "tensorboard", "first record on, if it has tensorboard"),
     ],
 )
 def test_nothing_to_show(
@@ -97,7 +98,7 @@ def test_not_installed(
     run = make_attempt(tmp_path / "run").run
     monkeypatch.setattr(command, "find_spec", lambda name: None)
     assert main(["ui", str(run.path), "--tool", tool]) == 2
-    assert f"`pip install 'trainkit[{tool}]'`\n" in capfd.readouterr().err
+    assert f"`{install_line(tool)}`\n" in capfd.readouterr().err
 
 
 def test_sync_without_a_tracker(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -86,8 +86,7 @@ def check_python(request: Request) -> Finding:
     if version < PYTHONS[0]:
         return Finding("Python", "failure", value, f"use Python {oldest} to {newest}")
     if "trainkit" not in found.files:
-        hint = f"`{request.python[0]} -m pip install trainkit` installs it"
-        return Finding("Python", "failure", f"{value} has no trainkit", hint)
+        return Finding("Python", "failure", f"{value} has no trainkit", "install trainkit there too")
     installed = found.versions["trainkit"]
     if installed != __version__:
         hint = "install the same version there, or use the `trainkit` of that environment"

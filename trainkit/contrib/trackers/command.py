@@ -14,6 +14,7 @@ import click
 from trainkit.cli.help import as_command, option
 from trainkit.cli.options import json_option, run_argument
 from trainkit.errors import EXIT_FAILED, EXIT_OK, UsageError
+from trainkit.extras import install_line
 from trainkit.folders import user_name
 
 HOST = "127.0.0.1"
@@ -47,7 +48,7 @@ def sync(run_name: str, as_json: bool) -> int:
         raise UsageError(f"the job of the run is sending: {busy}", hint="there is nothing to do") from None
     except ModuleNotFoundError as error:
         name = str(error.name).partition(".")[0]
-        hint = "`pip install 'trainkit[mlflow,wandb]'` installs the clients of all trackers"
+        hint = f"`{install_line('mlflow', 'wandb')}` installs the clients of all trackers"
         raise UsageError(f"the package {name} is not installed", hint=hint) from None
     for sent in found:
         click.echo(sent.describe(), err=True)
@@ -71,14 +72,14 @@ def ui(run_name: str, tool: str, port: int | None) -> None:
     run = find_run(run_name)
     port = port or PORTS[tool]
     if find_spec(tool) is None:
-        raise UsageError(f"the package {tool} is not installed", hint=f"`pip install 'trainkit[{tool}]'`")
+        raise UsageError(f"the package {tool} is not installed", hint=f"`{install_line(tool)}`")
     place = ["--host", HOST, "--port", str(port)]
     if tool == "tensorboard":
         if not run.tensorboard_dir.is_dir():
             from trainkit.config import read_effective
 
             hint = f"`trainkit report {run.word}` has its curves"
-            why = "the built-in trainer writes it from its first record on, if it has `trainkit[tensorboard]`"
+            why = "the built-in trainer writes it from its first record on, if it has tensorboard"
             if run.config_file.exists() and read_effective(run.config_file).logging.tensorboard is False:
                 why = "logging.tensorboard is false"
             raise UsageError(f"{run.shown} has no tensorboard/: {why}", hint=hint)

@@ -22,6 +22,7 @@ from trainkit.config import read_effective
 from trainkit.config.running import MlflowConfig, WandbConfig
 from trainkit.contrib.trackers.clients import Facts, MlflowRun, Sample, WandbRun, read_facts
 from trainkit.errors import TrainkitError, UsageError
+from trainkit.extras import install_line
 from trainkit.folders import ensure_folder
 from trainkit.locks import LockBusy, acquire_lock, release_lock
 from trainkit.run.end import read_newest_end
@@ -261,8 +262,8 @@ def update(tracker: RunTracker, state: str = "running") -> bool:
     except LockBusy:
         return True  # `trainkit sync` is sending
     except ModuleNotFoundError as error:
-        extra = f"trainkit[{tracker.name}]"
-        show(f"warning: {tracker.name}: {error}; install '{extra}', and `trainkit sync` sends the metrics")
+        line = install_line(tracker.name)
+        show(f"warning: {tracker.name}: {error}; after `{line}`, `trainkit sync` sends the metrics")
         return False
     except Exception as error:  # nothing here may end the process: the run trains without it
         show(f"{tracker.name}: {one_line(error)}")

@@ -1,0 +1,30 @@
+"""The packages that trainkit uses where they are installed, and the line that installs them.
+
+The names are the extras of setup.cfg. A message names packages, never an extra: the distribution called
+`trainkit` on PyPI is another project.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from shlex import quote
+
+PACKAGES: Mapping[str, tuple[str, ...]] = {
+    "bench": ("matplotlib>=3.8",),
+    "float8": ("torchao>=0.18",),
+    "hf": ("transformers>=5", "pyarrow>=17"),
+    "vision": ("pillow>=10",),
+    "peft": ("transformers>=5", "peft>=0.18"),
+    "qlora": ("transformers>=5", "peft>=0.18", "bitsandbytes>=0.50"),
+    "tensorboard": ("tensorboard>=2.16",),
+    "watch": ("textual>=8,<9",),
+    "mlflow": ("mlflow>=3",),
+    "wandb": ("wandb>=0.22",),
+}
+
+
+def install_line(*extras: str, python: str | None = None) -> str:
+    """The command that installs the packages of some extras, with the pip of an interpreter if given."""
+    pip = "pip install" if python is None else f"{quote(python)} -m pip install"
+    packages = dict.fromkeys(package for extra in extras for package in PACKAGES[extra])
+    return f"{pip} {' '.join(map(quote, packages))}"
