@@ -88,7 +88,7 @@ def test_a_launcher_whose_package_is_missing_is_refused(
     loaded = load_config(None, overrides=["device=cpu"], environ={}, cwd=tmp_path)
     command = Command(("train.py",), "deepspeed")
     [(key, message, hint)] = gather(loaded, command, target=LOCAL).environment.problems
-    assert (key, message) == ("", f"--launcher deepspeed starts deepspeed, which {sys.executable} lacks")
+    assert (key, message) == ("", f"--launcher deepspeed needs deepspeed, which {sys.executable} lacks")
     assert "-m pip install deepspeed` installs it" in hint
     assert gather(loaded, Command(("train.py",), "torchrun"), target=LOCAL).environment.problems == ()
     # Another Python starts it, of which nothing is known.

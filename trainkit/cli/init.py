@@ -87,7 +87,9 @@ def _write_task(name: str, folder: Path, as_json: bool) -> None:
 
     if not TASK_NAME.fullmatch(name) or keyword.iskeyword(name):
         meant = re.sub(r"\W+", "_", name.lower()).lstrip("0123456789_")
-        hint = f"did you mean --task {meant}? " if TASK_NAME.fullmatch(meant) else ""
+        is_usable = TASK_NAME.fullmatch(meant) and not keyword.iskeyword(meant)
+        hint = f"did you mean --task {meant}? " if is_usable else ""
+        hint += f"{name} is a keyword of Python; " if keyword.iskeyword(name) else ""
         hint += "use lower-case letters, digits and underscores: the name becomes NAME.py"
         raise UsageError(f"--task {name}: not a valid name of a Python module", hint=hint)
     if name in sys.stdlib_module_names:

@@ -171,8 +171,11 @@ class NodesType(click.IntRange):
 
 
 NODES_HELP = "Number of nodes; of 2-8 or 2,4,8 as many as Slurm has"
-gpus_per_node_option = option(
-    "--gpus-per-node N", "GPUs per node; worker processes per node on a machine without GPUs.", type=COUNT
+gpus_per_node_option = click.option(
+    *("--gpus-per-node", "--nproc"),
+    type=COUNT,
+    metavar="N",
+    help="GPUs per node; worker processes per node on a machine without GPUs.",
 )
 shape_options = combined(option("--nodes N", f"{NODES_HELP}.", type=NodesType()), gpus_per_node_option)
 

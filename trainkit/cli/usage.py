@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from shlex import join, quote
 
 import click
@@ -18,12 +19,30 @@ DASHES = "\N{EN DASH}\N{EM DASH}\N{MINUS SIGN}"
 """What a word processor or a web page makes of ``--``."""
 OTHER_COMMANDS = {
     **dict.fromkeys(("status", "ls"), ("ls", "list", "ps", "queue", "show")),
-    **dict.fromkeys(("cancel", "prune"), ("kill", "stop", "delete", "rm", "scancel")),
+    **{"cancel": ("kill", "stop", "scancel"), "prune": ("delete", "rm")},
     **{"submit": ("train", "start", "launch", "sbatch"), "logs": ("tail", "cat", "output")},
     **{"resume": ("continue", "restart"), "check": ("validate",)},
     **{"--help": ("help",), "--version": ("version",)},
 }
 """Command -> those of other programs that mean the same."""
+DELETES = "a run is a folder: `rm -r` deletes one that has ended, `trainkit cancel RUN` ends one that runs"
+RESUMES = "`trainkit resume RUN` starts a run again from its newest checkpoint"
+KEEPS_LOGS = "`trainkit logs RUN` shows what a run prints; the files are in its run folder"
+OTHER_WAYS = {
+    **dict.fromkeys(("--resume", "--ckpt_path", "--ckpt-path", "--continue", "--restart"), RESUMES),
+    **dict.fromkeys(("--resume_from_checkpoint", "--resume-from-checkpoint"), RESUMES),
+    **dict.fromkeys(("--output", "--error", "-o", "-e", "--log-dir", "--logdir"), KEEPS_LOGS),
+    **dict.fromkeys(("--local", "--here"), "did you mean --backend local?"),
+    **dict.fromkeys(("--dependency", "-d"), "`--after RUN` waits for another run"),
+    **dict.fromkeys(("-v", "-V"), "did you mean --version?"),
+}
+"""Option of other programs -> what to type instead, where that is no option of the same command."""
+SBATCH_OPTIONS = (
+    *("begin", "bb", "contiguous", "core-spec", "deadline", "delay-boot", "distribution", "exclusive"),
+    *("gres-flags", "hold", "licenses", "mem-per-cpu", "mem-per-gpu", "mincpus", "nice", "nodelist"),
+    *("priority", "switches", "threads-per-core", "tmp", "wckey"),
+)
+"""Options of sbatch that have no key of their own: `resources.extra` takes them."""
 OTHER_NAMES = {
     "--nodes": ("-N", "--nnodes", "--num_machines", "--num-machines"),
     "--gpus-per-node": (
@@ -59,6 +78,14 @@ def _command_hint(name: str, known: Sequence[str], program: str) -> str:
     """What to type in place of an unknown command of `program`."""
     from trainkit.formats import near
 
+    if name in ("rm", "delete", "remove") and "prune" not in known:
+        return DELETES
+    if "prune" in known and name not in OTHER_COMMANDS["prune"]:
+        from trainkit.run.registry import find_run
+
+        with suppress(TrainkitError):
+            find_run(name)
+            return f"did you mean `{program} ls {quote(name)}`?"
     same = (
         own for own, others in OTHER_COMMANDS.items() if name in others and (own in known or own[0] == "-")
     )
@@ -121,6 +148,16 @@ def _name(param: click.Parameter) -> str:
 
 def _word_hint(args: Sequence[str]) -> str:
     """A word of the command line that is an option or a setting, written in another way."""
+    rest = args[1:]
+    if rest and rest[-1] == "help":
+        return f"did you mean `trainkit {join(args[:-1])} --help`?"
+    if args[:1] == ["status"] and len(rest) > 1 and not any(word.startswith("-") for word in rest):
+        return f"`trainkit compare {join(rest)}` shows several runs side by side"
+    if args[:1] == ["init"] and len(rest) == 1 and rest[0].isidentifier():
+        return f"did you mean --task {rest[0]}?"
+    if sum(word.endswith((".yaml", ".yml")) for word in rest) > 1:
+        files = [word for word in rest if word.endswith((".yaml", ".yml"))]
+        return f"a config that contains `extends: [{', '.join(files)}]` combines them"
     for word in args:
         if word[:1] in DASHES:
             return f"{word} begins with a dash that is not -: write --{word.lstrip(DASHES + '-')}"
@@ -129,8 +166,13 @@ def _word_hint(args: Sequence[str]) -> str:
     return ""
 
 
-def _setting_hint(found: re.Match[str]) -> str:
-    return f"did you mean --set {quote(found['key'] + '=' + found['value'])}?"
+def _setting_hint(found: re.Match[str], known: Sequence[str] = ("--set",)) -> str:
+    """The option for ``key=value``: several values of a key that takes one are a sweep."""
+    from trainkit.config.suggest import accepts
+
+    path, value = tuple(found["key"].split(".")), found["value"]
+    is_sweep = "--sweep" in known and "," in value and not accepts(path, value)
+    return f"did you mean {'--sweep' if is_sweep else '--set'} {quote(found['key'] + '=' + value)}?"
 
 
 def _option_hint(error: click.NoSuchOption, args: Sequence[str]) -> str:
@@ -148,13 +190,20 @@ def _option_hint(error: click.NoSuchOption, args: Sequence[str]) -> str:
     if typed in ("--config", "-c", "--file") and error.ctx is not None:
         named = quote(_typed([typed], args) or "CONFIG")
         return f"CONFIG has no option: `{error.ctx.command_path} {named}`"
+    if typed in OTHER_WAYS and (typed not in ("-v", "-V") or "--version" in known):
+        return OTHER_WAYS[typed]
+    if typed.lstrip("-") in SBATCH_OPTIONS and "--set" in known:
+        extra = f"resources.extra.{typed.lstrip('-')}"
+        following = _typed([typed], args)
+        is_flag = following is None or following.startswith("-")
+        return f"did you mean --set {quote(extra + '=' + ('true' if is_flag else str(following)))}?"
     if typed == "--dry-run" and args[0] == "run":
         return "`trainkit submit --backend local --dry-run …` shows what would run"
     loose = (
         word for before, word in zip(["", *args], args, strict=False) if before not in ("--set", "--sweep")
     )
     if "--set" in known and (found := next(filter(None, map(SETTING.fullmatch, loose)), None)):
-        return _setting_hint(found)
+        return _setting_hint(found, known)
     if "--set" in known:
         from trainkit.config.schema import OTHER_KEYS, all_keys
         from trainkit.config.suggest import nearest

@@ -95,6 +95,9 @@ def _named(loaded: LoadedConfig, name: str, folders: Sequence[Path]) -> Path:
     for folder in folders:
         if "/" not in name and (folder / f"{name}.yaml").is_file():
             return folder / f"{name}.yaml"
+    if name == "local":
+        message = "is local, an unknown cluster profile"
+        raise ConfigError([loaded.problem(KEY, message, "--backend local runs on this machine")])
     known = sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
     hint = f"{did_you_mean(name, known)}profiles: {', '.join(known)}; "
     hint += "`trainkit init` writes the profile of the cluster it runs on"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -152,6 +153,7 @@ def _with_origins(entry: Entry, before: Entry | None) -> Entry:
 ENV_PREFIX = "TRAINKIT_"
 ENV_INTERNAL_PREFIX = "TRAINKIT_JOB_"
 EMPTY = Entry({}, "default")
+_NUMBER = re.compile(r"[-+]?[\d.]+(?:[eE][-+]?\d+)?")
 
 
 class Layers:
@@ -176,8 +178,15 @@ class Layers:
         if path.suffix == ".py":
             hint = f"`trainkit submit -- python {quote(name)}` runs a script of your own"
             return Problem("", "no such config", name, hint)
+        if name == "help":
+            return Problem("", "no such file or shipped config", name, "--help lists the options")
+        if _NUMBER.fullmatch(name):
+            hint = f"a number is no CONFIG: write --set KEY={name}, or --sweep KEY=VALUE,{name}"
+            return Problem("", "no such file or shipped config", name, hint)
         if not path.parent.is_dir():
-            hint = f"there is no folder {shown_path(path.parent)}; {_shipped_hint(name)}"
+            close = near(name.lower(), shipped_config_names(), schema.SIMILAR)
+            missing = f"there is no folder {shown_path(path.parent)}; {_shipped_hint(name)}"
+            hint = missing if close is None else f"did you mean {close}?"
         else:
             files = {item.stem: item.name for item in path.parent.glob("*.y*ml")}
             close = near(path.stem, files, schema.SIMILAR)

@@ -40,7 +40,7 @@ Names = Annotated[
 OptionName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]*$")]
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 MetricName = Annotated[str, Field(min_length=1)]
-SLURM_TIME = r"^(\d+-\d{1,2}(:\d{1,2}){0,2}|\d+(:\d{1,2}){0,2})$"
+SLURM_TIME = r"^(\d+-\d{1,2}(:[0-5]?\d){0,2}|\d+(:[0-5]?\d){0,2})$"
 SlurmTime = Annotated[
     str, Field(pattern=SLURM_TIME, json_schema_extra={"allowed": 'a time such as "01:00:00" or "2-12:00:00"'})
 ]

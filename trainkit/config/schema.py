@@ -153,9 +153,9 @@ OTHER_KEYS = {
     **{"save_steps": "checkpoint.every_steps", "save_total_limit": "checkpoint.keep_last"},
     **{"eval_steps": "train.eval_every", "logging_steps": "train.log_every"},
     **{"num_nodes": "resources.nodes", "walltime": "resources.time", "queue": "resources.partition"},
-    **{"batch_size": "train.device_batch_size", "save_every": "checkpoint.every_steps", "slurm": "resources"},
+    **{"save_every": "checkpoint.every_steps", "slurm": "resources"},
     **dict.fromkeys(("dataset", "data_path"), "data.source"),
-    "timeout_min": "resources.time",
+    **{"timeout_min": "resources.time", "cpus_per_task": "resources.cpus_per_gpu"},
     **dict.fromkeys(("gpus", "devices", "num_gpus"), "resources.gpus_per_node"),
 }
 """A key as other trainers and Slurm call it, and as it is called here."""

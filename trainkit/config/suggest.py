@@ -23,7 +23,7 @@ from trainkit.config.schema import (
 )
 from trainkit.config.yamlfile import WHOLE, Entry, parse_value
 from trainkit.errors import Problem
-from trainkit.formats import near, time_text
+from trainkit.formats import near, plural, time_text
 
 WORDS = {
     **{"yes": "true", "on": "true", "no": "false", "off": "false"},
@@ -37,11 +37,35 @@ _THOUSANDS = re.compile(r"[-+]?\d{1,3}([,_]\d{3})+")
 _DECIMAL_COMMA = re.compile(r"[-+]?\d+,\d+([eE][-+]?\d+)?")
 _RANGE = re.compile(r"(\d+) *- *(\d+)")
 _WHOLE = re.compile(r"[-+]?\d+\.0*|[-+]?\d+(\.\d+)?[eE]\+?\d+")
-_DURATION = re.compile(r"(\d+)\s*(m|min|minutes?|h|hours?|d|days?)")
+_DURATION = re.compile(
+    r"(?=\d)(?:(?P<d>\d+)\s*d(?:ays?)?)?\s*(?:(?P<h>\d+)\s*h(?:ours?)?)?\s*"
+    r"(?:(?P<m>\d+)\s*m(?:in(?:utes?)?)?)?"
+)
+_THOUSAND = re.compile(r"(\d+(?:\.\d+)?)\s*([km])")
+_FACTORS = {"k": 1000, "m": 10**6}
 MAX_WHOLE = 10**18
 _UNIT_S = {"m": 60, "h": 3600, "d": 86_400}
 MEMORY = ("resources", "mem")
+TIME = ("resources", "time")
+OPTIMIZER = ("optimizer", "name")
+OTHER_OPTIMIZERS = "another optimizer needs a loop of your own: docs/own-script.md, trainkit.loop"
 _MEMORY = re.compile(r"(\d+)\s*([KMGT])I?B?")
+
+
+_BATCH = (
+    "did you mean train.device_batch_size, the samples that a process computes at once, or"
+    " train.global_batch_size, those of a step?"
+)
+_SHARDS = "parallel.dp_shard: -1 shards over all processes, as FSDP does; it is the default"
+_SWEEPS = "`trainkit submit CONFIG --sweep KEY=VALUE,VALUE` runs a config with several values"
+OTHER_KEYS_SAY = {
+    **dict.fromkeys(("batch_size", "batchsize", "bs", "batch"), _BATCH),
+    **dict.fromkeys(("fsdp", "strategy", "fsdp_config", "sharding_strategy", "ddp"), _SHARDS),
+    **dict.fromkeys(("program", "method", "parameters"), _SWEEPS),
+    "defaults": "extends: [FILE, …] lists the configs that this one changes",
+    "gres": "did you mean resources.gpus_per_node? resources.extra takes other options of sbatch",
+}
+"""A key of other programs that no single key replaces, and what does."""
 
 
 def unknown_keys(entry: Entry) -> Iterator[tuple[tuple[str, ...], Entry]]:
@@ -57,6 +81,8 @@ def unknown_keys(entry: Entry) -> Iterator[tuple[tuple[str, ...], Entry]]:
 
 def unknown_problem(path: tuple[str, ...], entry: Entry) -> Problem:
     """The problem of an unknown key, with the closest key as the hint."""
+    if path[-1] in OTHER_KEYS_SAY:
+        return Problem(".".join(path), "unknown key", entry.origin, OTHER_KEYS_SAY[path[-1]])
     match = meant(path)
     own = ", ".join(sections()[path[0]]) if len(path) > 1 else ""
     other = f"{path[0]} has {own}" if own else "`trainkit schema` prints every key"
@@ -116,7 +142,9 @@ def readings(text: str, words: Iterable[str] = ()) -> Iterator[str]:
     if (match := near(small, words)) is not None:
         yield match
     if (duration := _DURATION.fullmatch(small)) is not None:
-        yield time_text(int(duration[1]) * _UNIT_S[duration[2][0]])
+        yield time_text(sum(int(duration[unit] or 0) * seconds for unit, seconds in _UNIT_S.items()))
+    if (short := _THOUSAND.fullmatch(small)) is not None:
+        yield str(int(Decimal(short[1]) * _FACTORS[short[2]]))
     if (memory := _MEMORY.fullmatch(bare.upper())) is not None:
         yield memory[1] + memory[2]
     yield f"[{bare}]"
@@ -132,22 +160,28 @@ def value_hint(path: tuple[str, ...], found: Entry, origin: str) -> str:
     typed = value if isinstance(value, str) else found.typed or show_value(value)
     if path[0] in sections() and len(path) == 1:
         return _section_hint(path[0], typed, origin)
+    if "${" in typed and "}" in typed:
+        variable = f"TRAINKIT_{'__'.join(path).upper()}"
+        return f"the interpolation of Hydra is not evaluated; the variable {variable} sets this key"
     if path == ("name",):
         letters = normalize("NFKD", typed.replace("ß", "ss"))
         plain = "".join(one for one in letters if not combining(one))  # é is e
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", plain).strip("-._")[:100]
         if name.isdigit():
             return f"job ids are reserved; add a letter, such as run-{name}"
-        if not _accepts(path, name):  # YAML reads it as a number or as true
+        if not accepts(path, name):  # YAML reads it as a number or as true
             name = name and f'"{name}"'
         return f"did you mean {_written(path, name, origin)}?" if name else _default_hint(path)
     meant = nearest(path, typed)
     if meant is not None:
         unit = " Without a unit, Slurm reads MB" if path == MEMORY and typed.isdigit() else ""
         return f"did you mean {_written(path, meant, origin)}?{unit}"
-    if isinstance(value, int | float) and _accepts(path, quoted := f'"{typed}"'):
-        return f"put it in quotes: {_written(path, quoted, origin)}"
-    if origin.startswith("--set ") and "," in typed and all(_accepts(path, it) for it in typed.split(",")):
+    if isinstance(value, int | float) and accepts(path, quoted := f'"{typed}"'):
+        more = ""
+        if path == TIME and isinstance(value, int):
+            more = f', {plural(value, "minute")}; "{typed}:00:00" is {plural(value, "hour")}'
+        return f"put it in quotes: {_written(path, quoted, origin)}{more}"
+    if origin.startswith("--set ") and "," in typed and all(accepts(path, it) for it in typed.split(",")):
         return f"one run for each value: `trainkit submit --sweep {'.'.join(path)}={typed}`"
     return _default_hint(path)
 
@@ -157,7 +191,7 @@ def nearest(path: tuple[str, ...], typed: str) -> str | None:
     found = readings(typed, _words(path))
     if path == MEMORY and typed.isdigit():  # of Slurm's users, few mean MB by a number this small
         found = iter((f"{typed}{'G' if len(typed) <= 3 else 'M'}",) if int(typed) else ())
-    return next((text for text in found if _accepts(path, text)), None)
+    return next((text for text in found if accepts(path, text)), None)
 
 
 def _section_hint(section: str, typed: str, origin: str) -> str:
@@ -181,7 +215,7 @@ def _words(path: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(str(word) for option in options for word in option.get("enum", ()))
 
 
-def _accepts(path: tuple[str, ...], text: str) -> bool:
+def accepts(path: tuple[str, ...], text: str) -> bool:
     """Whether a key takes a value that is written like this."""
     try:
         content = parse_value(text, path)
@@ -204,6 +238,8 @@ def _default_hint(path: tuple[str, ...]) -> str:
     if len(path) == 1 and path[0] in sections():
         key = sections()[path[0]][0]
         return f"for example {path[0]}: {{{key}: {show_value(default_values()[f'{path[0]}.{key}'])}}}"
+    if path == OPTIMIZER:
+        return OTHER_OPTIMIZERS
     default = default_values().get(".".join(path))
     if default in ({}, []):
         return f"write it as {'{NAME: VALUE}' if default == {} else '[VALUE, VALUE]'}"

@@ -165,6 +165,9 @@ def doubts(loaded: LoadedConfig, trains: bool) -> Iterator[str]:
             f"schedule.warmup_steps is {warmup}, but train.steps is {steps}: the learning rate ends at"
             f" {steps / warmup:.0%} of optimizer.lr"
         )
+    stop = config.train.stop_at_step
+    if steps is not None and stop is not None and stop >= steps:
+        yield f"train.stop_at_step is {stop}, and train.steps is {steps}: the run ends before it"
     if config.checkpoint.every_steps is None and config.checkpoint.every_minutes is None:
         yield (
             "checkpoint.every_steps and checkpoint.every_minutes are null: after a crash or a lost node the"

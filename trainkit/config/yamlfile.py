@@ -190,6 +190,8 @@ def read_yaml_file(path: Path, shown: str) -> Entry:
         hint += "text with a colon, a bracket, # or ${…} needs quotes"
         if re.search(r"^\s*\t", text, re.MULTILINE):
             hint = "indent with spaces: YAML does not allow tabs"
+        elif mark is not None and (above := _shallower_line(text, mark.line)) is not None:
+            hint = f"line {mark.line + 1} is indented deeper than line {above + 1}, which has a value already"
         raise ConfigError([Problem("", f"invalid YAML: {_reason(error)}", origin, hint)]) from None
     except yaml.YAMLError as error:
         hint = "a config is a text file in YAML"
@@ -228,6 +230,16 @@ def parse_value(text: str, path: tuple[str, ...] = ()) -> Any:
     if builder.problems:
         raise ValueError(builder.problems[0].message)
     return value
+
+
+def _shallower_line(text: str, number: int) -> int | None:
+    """The line with ``key: value`` before a line that is indented deeper; None if there is no such line."""
+    lines = text.splitlines()
+    above = next((index for index in range(number - 1, -1, -1) if lines[index].strip()), None)
+    if above is None or number >= len(lines) or not re.match(r"\s*[\w.]+:\s+[^|>&\s#]", lines[above]):
+        return None
+    indents = [len(lines[index]) - len(lines[index].lstrip()) for index in (above, number)]
+    return above if indents[0] < indents[1] else None
 
 
 def _reason(error: yaml.YAMLError) -> str:

@@ -24,6 +24,7 @@ from trainkit.data.dataset_file import BYTES, TRAIN, VAL, is_dataset
 from trainkit.errors import UsageError
 from trainkit.extras import install_line
 from trainkit.folders import shown_path
+from trainkit.formats import near
 
 STDLIB = "stdlib"
 """The source available on every machine: the Python sources of the interpreter."""
@@ -208,7 +209,10 @@ def _expand(source: str, role: str, val_fraction: float) -> Iterator[Input]:
     try:
         is_folder = stat.S_ISDIR(path.stat().st_mode)
     except FileNotFoundError:
-        raise UsageError(f"data source {shown_path(path)} does not exist", hint="check the path") from None
+        beside = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
+        close = near(path.name, beside)
+        hint = "check the path" if close is None else f"did you mean {shown_path(path.with_name(close))}?"
+        raise UsageError(f"data source {shown_path(path)} does not exist", hint=hint) from None
     except OSError as error:
         raise unreadable(path, error) from None
     if not is_folder:

@@ -153,12 +153,13 @@ def package_problem(packages: Packages, program: str) -> tuple[str, str] | None:
 SYSTEM_FOLDER = "/usr"
 """What is installed below it may differ between this host and the nodes of a cluster."""
 LAUNCHER_MODULES = {
-    "torchrun": "torch",
-    "megatron": "torch",
-    "accelerate": "accelerate",
-    "deepspeed": "deepspeed",
+    "torchrun": ("torch",),
+    "megatron": ("torch",),
+    "accelerate": ("accelerate",),
+    "deepspeed": ("deepspeed",),
+    "lightning": ("lightning", "pytorch_lightning"),
 }
-"""Launcher -> the package that has it."""
+"""Launcher -> the packages of which one must be installed."""
 
 
 def find_environment(config: RunConfig, on_slurm: bool, workload: Workload, cwd: Path) -> Environment:
@@ -180,15 +181,15 @@ def find_environment(config: RunConfig, on_slurm: bool, workload: Workload, cwd:
     trains_here = not workload.is_command and (key is None or not on_slurm)
     may_use_gpus = not workload.is_command and config.device != "cpu"
     may_use_gpus = may_use_gpus and (not on_slurm or _is_cluster_of_host(launch))
-    module = LAUNCHER_MODULES.get(workload.launcher)
+    modules = LAUNCHER_MODULES.get(workload.launcher, ())
     is_of_nodes = on_slurm and PurePath(program).is_relative_to(SYSTEM_FOLDER)
-    if module and (is_of_nodes or command_python(config.launch, workload.argv, cwd) != interpreter.argv):
-        module = None  # the command starts with another Python
+    if modules and (is_of_nodes or command_python(config.launch, workload.argv, cwd) != interpreter.argv):
+        modules = ()  # the command starts with another Python
     if "PYTHONPATH" in launch.env:
-        trackers, module = (), None
+        trackers, modules = (), ()
     packages, torch = None, None
-    if is_known and (trackers or module or trains_here or may_use_gpus):
-        names = ("torch", "trainkit", *trackers, *filter(None, (module,)))
+    if is_known and (trackers or modules or trains_here or may_use_gpus):
+        names = ("torch", "trainkit", *trackers, *modules)
         try:
             packages = _packages_of(interpreter, names, launch.env, cwd)
         except NoAnswer as error:
@@ -206,9 +207,10 @@ def find_environment(config: RunConfig, on_slurm: bool, workload: Workload, cwd:
         for name in (name for name in trackers if name not in packages.files):
             hint = f"`{install_line(name, python=program)}` installs it"
             found.append((f"logging.{name}", f"is set, but {program} has no {name}", hint))
-        if module is not None and module not in packages.files:
-            hint = f"`{quote(program)} -m pip install {module}` installs it; launch.venv names another Python"
-            found.append(("", f"--launcher {workload.launcher} starts {module}, which {program} lacks", hint))
+        if modules and packages.files.keys().isdisjoint(modules):
+            name = modules[0]
+            hint = f"`{quote(program)} -m pip install {name}` installs it; launch.venv names another Python"
+            found.append(("", f"--launcher {workload.launcher} needs {name}, which {program} lacks", hint))
         is_of_host = on_slurm and PurePath(packages.files.get("torch", "")).is_relative_to(SYSTEM_FOLDER)
         torch = packages.torch if may_use_gpus and not is_of_host else None
     webhook = config.notify.webhook

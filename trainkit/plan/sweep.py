@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trainkit.config.schema import is_known, meant
+from trainkit.config.schema import default_values, is_known, meant
 from trainkit.config.yamlfile import VARIABLES, parse_value
 from trainkit.errors import UsageError
 from trainkit.formats import JsonObject, shown_value
@@ -49,6 +49,10 @@ def parse_axis(text: str, command: Sequence[str] = ()) -> tuple[str, list[Any]]:
         )
     if not values:
         raise UsageError(f"{origin}: there are no values", hint=f"for example --sweep {key}=1,2,3")
+    is_list = len(values) == 1 and isinstance(values[0], list)
+    if is_list and is_known(path) and not isinstance(default_values().get(key), list):
+        hint = f"without the brackets: --sweep {key}={raw.strip()[1:-1]}"
+        raise UsageError(f"{origin}: {key} takes no list", hint=hint)
     if key in NOT_SWEPT:
         raise UsageError(f"{origin}: {key} cannot be swept: {NOT_SWEPT[key]}", hint="remove it")
     if not is_known(path) and not is_placeholder:

@@ -77,10 +77,13 @@ def ui(run_name: str, tool: str, port: int | None) -> None:
     if tool == "tensorboard":
         if not run.tensorboard_dir.is_dir():
             from trainkit.config import read_effective
+            from trainkit.run.history import read_plan
 
             hint = f"`trainkit report {run.word}` has its curves"
             why = "the built-in trainer writes it from its first record on, if it has tensorboard"
-            if run.config_file.exists() and read_effective(run.config_file).logging.tensorboard is False:
+            if read_plan(run).is_command:
+                why = "trainkit writes it for its own trainer only"
+            elif run.config_file.exists() and read_effective(run.config_file).logging.tensorboard is False:
                 why = "logging.tensorboard is false"
             raise UsageError(f"{run.shown} has no tensorboard/: {why}", hint=hint)
         # The fast loader introduces itself in three lines.
