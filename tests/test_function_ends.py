@@ -21,6 +21,7 @@ from trainkit import api
 from trainkit.run.files import read_object
 from trainkit.run.rundir import RunDir
 
+pytestmark = pytest.mark.xdist_group("ends")  # they share what the fixture starts
 TWO = {"gpus_per_node": 2, "requeue": {"max_crashes": 0}}
 ONCE = {"requeue": {"max_crashes": 0}}
 
@@ -70,14 +71,10 @@ def returned(make: Callable[[], Any]) -> Any:
     return make()
 
 
-def count(make: Callable[[], Any]) -> Any:
-    return make()
-
-
 def in_a_module_of_the_job(what: str) -> Any:
     """An exception or a value whose class the caller cannot import."""
     Path("only_in_the_job.py").write_text("class Odd(Exception):\n    pass\n")
-    sys.path.insert(0, os.getcwd())
+    sys.path.insert(0, str(Path.cwd()))
     odd = importlib.import_module("only_in_the_job").Odd
     if what == "raised":
         raise odd("of the job")
@@ -124,7 +121,13 @@ ENDS: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str, t
         "SystemExit: no GPU here",
         ("SystemExit", True),
     ),
-    "sys.exit(3)": (functools.partial(exit_with, 3), {}, trainkit.RunError, "SystemExit: 3", ("SystemExit", True)),
+    "sys.exit(3)": (
+        functools.partial(exit_with, 3),
+        {},
+        trainkit.RunError,
+        "SystemExit: 3",
+        ("SystemExit", True),
+    ),
     "sys.exit(78)": (
         functools.partial(exit_with, 78),
         {},
@@ -168,7 +171,13 @@ ENDS: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str, t
         ("exit", False),
     ),
     "os.abort": (os.abort, ONCE, trainkit.RunError, "SIGABRT", ("exit", False)),
-    "a lost connection": (refuse_connection, ONCE, ConnectionResetError, "peer", ("ConnectionResetError", False)),
+    "a lost connection": (
+        refuse_connection,
+        ONCE,
+        ConnectionResetError,
+        "peer",
+        ("ConnectionResetError", False),
+    ),
     "an error of NCCL": (nccl, ONCE, RuntimeError, "NCCL", ("RuntimeError", False)),
     "a generator": (
         functools.partial(returned, lambda: (n for n in range(3))),

@@ -95,9 +95,8 @@ def lacks_result(attempt: AttemptDir, rank: int) -> bool:
 def record_missing_result(attempt: AttemptDir, rank: int, node_rank: int) -> None:
     """Write the failure record of a rank of a function that exited with 0 before the function returned."""
     message = "exited with 0 before its function returned"
-    hint = "a function returns its value; `os._exit` ends the process before"
     failure = RankFailure(rank, node_rank, type=NO_RESULT, message=message, exit_code=EXIT_FAILED)
-    _write(attempt, rank, replace(failure, hint=hint, final=True))
+    _write(attempt, rank, replace(failure, final=True))
 
 
 def _write(attempt: AttemptDir, worker: int, failure: RankFailure) -> None:
