@@ -109,10 +109,10 @@ class Arguments:
         except TypeError as error:
             shown = [shown_value(one) for one in self.call.args]
             shown += [shown_argument(*item) for item in self.call.kwargs.items()]
-            hint = f"it has the parameters {', '.join(self.names)}" if self.names else ""
-            if str(error).startswith("missing"):
-                free = [f"{name}=…" for name in self.names if f"'{name}'" in str(error)]
-                hint = f"`{self._partial(free)}` gives it keyword arguments"
+            free = [f"{name}=…" for name in self.names if f"argument: '{name}'" in str(error)]
+            known = ", ".join(() if self._named is None else self._named.parameters)
+            hint = f"`{self._partial(free)}` gives it keyword arguments" if free else ""
+            hint = hint or (f"it has the parameters {known}" if known else "it has no parameters")
             raise UsageError(
                 f"{self.name} cannot be called as {self.name}({', '.join(shown)}): {error}",
                 hint=hint,
