@@ -6,6 +6,7 @@ import functools
 import importlib
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import trainkit
 from tests.test_api import LIMIT_S, ROOT
@@ -223,3 +225,126 @@ def test_an_end(started: dict[str, api.Run], name: str) -> None:
         assert record["traceback"].startswith("Traceback") or "Exception Group" in record["traceback"]
         assert status.failure is not None
         assert (status.failure.type, status.failure.message) == (record["type"], record["message"])
+
+
+class Callables:
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __call__(self, x: int) -> int:
+        return self.number * x
+
+    def method(self, x: int) -> int:
+        return self.number * x
+
+    @classmethod
+    def of_class(cls, x: int) -> int:
+        return cls(3).number * x
+
+    @staticmethod
+    def static(x: int) -> int:
+        return 3 * x
+
+
+@functools.lru_cache
+def cached(x: int) -> int:
+    return 3 * x
+
+
+@torch.no_grad()
+def without_gradients(x: int) -> tuple[int, bool]:
+    return 3 * x, torch.is_grad_enabled()
+
+
+def closures() -> dict[str, tuple[Callable[..., Any], Any]]:
+    """Functions of all kinds, and their values for 14."""
+    factor = 3
+
+    class Local:
+        def __call__(self, x: int) -> int:
+            return factor * x
+
+    return {
+        "a lambda": (lambda x: factor * x, 42),
+        "a function in a function": (functools.partial(lambda y, x: y * x, factor), 42),
+        "an object of a class in a function": (Local(), 42),
+        "a method": (Callables(3).method, 42),
+        "a method of a class": (Callables.of_class, 42),
+        "a static method": (Callables.static, 42),
+        "an object": (Callables(3), 42),
+        "a function with a cache": (cached, 42),
+        "a function without gradients": (without_gradients, (42, False)),
+        "a builtin": (abs, 14),
+        "None": (lambda x: None, None),
+        "a tensor": (lambda x: torch.ones(2) * x, torch.ones(2) * 14),
+        "64 MB": (lambda x: b"x" * 64_000_000, b"x" * 64_000_000),
+        "sys.exit(None)": (lambda x: sys.exit(None), None),
+        "sys.exit(0)": (lambda x: sys.exit(0), None),
+        "an exception that is returned": (lambda x: repr(KeyError(x)), "KeyError(14)"),
+    }
+
+
+@pytest.fixture(scope="module")
+def values(folder: Path) -> dict[str, api.Run]:
+    """A run of each function, started at once."""
+    return {
+        name: api.submit(function, 14, name=f"value-{number}", device="cpu", now=True)
+        for number, (name, (function, _)) in enumerate(closures().items())
+    }
+
+
+@pytest.mark.slow(seconds=5)
+@pytest.mark.parametrize("name", closures())
+def test_a_value(values: dict[str, api.Run], name: str) -> None:
+    value, expected = values[name].result(LIMIT_S), closures()[name][1]
+    assert type(value) is type(expected)
+    assert torch.equal(value, expected) if isinstance(value, torch.Tensor) else value == expected
+
+
+MAIN = """
+import sys
+import trainkit
+
+factor = 3
+
+class Odd(Exception):
+    pass
+
+def times(x):
+    if x < 0:
+        raise Odd(x)
+    return factor * x
+
+if __name__ == "__main__":
+    good = trainkit.submit(times, 14, device="cpu", now=True)
+    bad = trainkit.submit(times, -1, device="cpu", now=True)
+    print(good.result(100), type(bad.exception(100)) is Odd)
+"""
+
+
+@pytest.mark.slow(seconds=5)
+def test_a_function_of_a_script(folder: Path) -> None:
+    (folder / "main.py").write_text(MAIN)
+    done = subprocess.run([sys.executable, "main.py"], capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.stdout == "42 True\n", done.stderr
+
+
+@pytest.mark.slow(seconds=5)
+def test_a_rank_that_does_not_exist(started: dict[str, api.Run]) -> None:
+    run = started["os._exit(0) of another rank"].wait(LIMIT_S)
+    assert run.logs(1) == ""
+    with pytest.raises(trainkit.UsageError, match="has no rank 2") as error:
+        run.logs(2)
+    assert error.value.hint == "there are 0 to 1"
+    with pytest.raises(trainkit.UsageError, match="has no rank -1"):
+        run.logs(-1)
+    found = command("diagnose", str(run.path)).stdout
+    assert "rank 1 on" in found
+    assert "exited with 0 before its function returned" in found
+    shown = command("logs", str(run.path), "--rank", "2")
+    assert (shown.returncode, "has no rank 2" in shown.stderr) == (2, True)
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "-m", "trainkit", *words]
+    return subprocess.run(argv, capture_output=True, text=True, timeout=LIMIT_S)
