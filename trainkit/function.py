@@ -37,17 +37,16 @@ CALL_FILE = "call.pkl"
 CALLS_FOLDER = "calls"
 """In the folder of a group: the call of each run."""
 POLL_S = 0.1
-SUBMITIT_NAMES = {
-    "slurm": {"PROCID": "RANK", "LOCALID": "LOCAL_RANK", "NODEID": "NODE_RANK", "NTASKS": "WORLD_SIZE"},
-    "local": {"GLOBALID": "RANK", "LOCALID": "LOCAL_RANK", "NODEID": "NODE_RANK", "NTASKS": "WORLD_SIZE"},
-}
+SUBMITIT_NAMES = {"LOCALID": "LOCAL_RANK", "NODEID": "NODE_RANK", "NTASKS": "WORLD_SIZE"}
 """Variables by which ``submitit.JobEnvironment`` knows a rank, and those with their values."""
 SUBMITIT_FOLDER = "submitit"
 """In the run folder: `JobEnvironment.paths`."""
 FOUND = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
 """The errors of the system that the call meets again."""
 _BY_CHANCE = re.compile(
-    r"\bDist\w*Error|NCCL|[Gg]loo|CUDA error|\bECC\b|Connection (?:closed|refused|reset)|[Bb]roken pipe"
+    r"Dist\w*Error|connect|timed? ?out|temporar|unavailable|unreachable|network|socket|http|broken pipe"
+    r"|NCCL|gloo|CUDA|cuDNN|cuBLAS|\bECC\b|DataLoader worker|shared memory",
+    re.IGNORECASE,
 )
 """Errors of peers, the network and the hardware."""
 
@@ -182,12 +181,12 @@ def appear_as_submitit(attempt: AttemptDir) -> None:
     Its ids are those of Slurm, else of the run, the same in each attempt; its `paths` lead to the log.
     """
     job = read_job(attempt.run)
-    kind = "local" if job.of_attempt(attempt.number).backend is None else "slurm"
-    prefix = "SLURM_" if kind == "slurm" else "SUBMITIT_LOCAL_"
-    values = {prefix + key: os.environ[own] for key, own in SUBMITIT_NAMES[kind].items()}
+    is_local = job.of_attempt(attempt.number).backend is None
+    prefix, rank = ("SUBMITIT_LOCAL_", "GLOBALID") if is_local else ("SLURM_", "PROCID")
+    values = {prefix + key: os.environ[own] for key, own in {**SUBMITIT_NAMES, rank: "RANK"}.items()}
     num_nodes = int(os.environ["WORLD_SIZE"]) // int(os.environ["LOCAL_WORLD_SIZE"])
     values[f"{prefix}JOB_NUM_NODES"] = str(num_nodes)
-    if kind == "local":
+    if is_local:
         begun = job.attempts[0].submitted_at if job.attempts else ""
         digest = sha256(f"{attempt.run.path} {begun}".encode()).digest()
         job_id = values["SUBMITIT_LOCAL_JOB_ID"] = str(int.from_bytes(digest[:6], "big"))
@@ -196,13 +195,15 @@ def appear_as_submitit(attempt: AttemptDir) -> None:
     else:
         job_id = os.environ["SLURM_JOB_ID"]
     folder = attempt.run.path / SUBMITIT_FOLDER
-    os.environ |= values | {"SUBMITIT_EXECUTOR": kind, "SUBMITIT_FOLDER": str(folder)}
+    values |= {"SUBMITIT_EXECUTOR": "local" if is_local else "slurm", "SUBMITIT_FOLDER": str(folder)}
+    os.environ |= values
     ensure_folder(folder, 0o700)
     log = attempt.rank_log(int(os.environ["RANK"]))
     for stream in ("out", "err"):
         link = folder / f"{job_id}_{os.environ['RANK']}_log.{stream}"
         link.unlink(missing_ok=True)  # of an earlier attempt
-        link.symlink_to(os.path.relpath(log, folder))
+        with contextlib.suppress(FileExistsError):  # of one that still ends
+            link.symlink_to(os.path.relpath(log, folder))
 
 
 def would_fail_again(error: BaseException, run: RunDir) -> bool:
@@ -211,17 +212,16 @@ def would_fail_again(error: BaseException, run: RunDir) -> bool:
     A function that has saved checkpoints with `trainkit.loop` continues from them.
     """
     is_of_system = isinstance(error, OSError | MemoryError) and not isinstance(error, FOUND)
-    is_by_chance = is_of_system or _BY_CHANCE.search(f"{type(error).__name__}: {error}") is not None
-    return not is_by_chance and not any(run.checkpoints_dir.glob("*"))
+    is_by_chance = _BY_CHANCE.search(f"{type(error).__name__}: {error}") is not None
+    return not (is_of_system or is_by_chance or any(run.checkpoints_dir.glob("*")))
 
 
 def record_failure(attempt: AttemptDir, rank: int, error: BaseException, text: str) -> None:
     """Write what the function of a rank raised: its result, and the record that `diagnose` reads."""
-    file, lines = attempt.rank_result(rank), text.splitlines()
+    file, raised = attempt.rank_result(rank), error if isinstance(error, Exception) else None
+    code = error.code if isinstance(error, SystemExit) else EXIT_FAILED
     try:
-        write_atomic(
-            file, dumps(Result(error=error if isinstance(error, Exception) else None, traceback=text))
-        )
+        write_atomic(file, dumps(Result(error=raised, traceback=text)))
         pickle.loads(file.read_bytes())
     except Exception:  # of an exception that cannot be pickled, its text is what can be shown
         write_atomic(file, dumps(Result(traceback=text)))
@@ -232,9 +232,9 @@ def record_failure(attempt: AttemptDir, rank: int, error: BaseException, text: s
         time=utc_now(),
         type=type(error).__name__,
         message=str(error),
-        exit_code=EXIT_FAILED,
+        exit_code=code if isinstance(code, int) else EXIT_FAILED,
         final=would_fail_again(error, attempt.run),
-        code=users_line(lines),
+        code=users_line(text.splitlines()),
     )
     write_json(attempt.rank_error(rank), {**to_json(failure), "traceback": text})
 

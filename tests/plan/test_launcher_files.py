@@ -271,7 +271,7 @@ UNUSED = [
     ("python", "x.py", ["notify.on=[failed]", "logging.health_every_s=5", "config_version=2"], ""),
     ("torchrun", "x.py", ["seed=3"], "seed has no effect"),
     ("megatron", "x.py", ["seed=3", "train.steps=3", "optimizer.lr=1", "optimizer.lr_scale=sqrt"], ""),
-    ("megatron", "x.py", ["parallel.dp_shard=-1", "train.deterministic=true"], "train.deterministic has no effect"),
+    ("megatron", "x.py", ["parallel.dp_shard=-1", "train.deterministic=true"], "train.deterministic has"),
     ("accelerate", "x.py", ["precision.dtype=bf16"], ""),
     ("accelerate", "x.py", ["seed=3", "train.steps=3"], "seed, train.steps have no effect"),
     (
