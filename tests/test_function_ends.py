@@ -87,21 +87,21 @@ def group() -> None:
     raise ExceptionGroup("two", [ValueError("one"), TypeError("other")])  # noqa: F821
 
 
-class Held(Exception):
+class WithLock(Exception):
     def __init__(self) -> None:
         super().__init__("holds a lock")
         self.lock = threading.Lock()
 
 
 def hold() -> None:
-    raise Held
+    raise WithLock
 
 
 ENDS: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str, tuple[str, bool]]] = {
     # what it does: (function, options, what result() raises, its text, (type of the failure, is it final))
     "an exception": (key_error, {}, KeyError, "b", ("KeyError", True)),
     "a group of exceptions": (group, {}, Exception, "two", ("ExceptionGroup", True)),
-    "an exception with a lock": (hold, {}, trainkit.RunError, "Held: holds a lock", ("Held", True)),
+    "an exception with a lock": (hold, {}, trainkit.RunError, "WithLock: holds a lock", ("WithLock", True)),
     "an exception of a module that is not here": (
         functools.partial(in_a_module_of_the_job, "raised"),
         {},

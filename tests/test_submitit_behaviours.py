@@ -82,14 +82,14 @@ def end_silently() -> None:
     os._exit(0)
 
 
-class Held(Exception):
+class WithLock(Exception):
     def __init__(self) -> None:
         super().__init__("holds a lock")
         self.lock = threading.Lock()
 
 
 def hold() -> None:
-    raise Held
+    raise WithLock
 
 
 def local_class() -> Any:
@@ -335,7 +335,7 @@ def _(both: Both) -> None:
 @row("an exception that cannot be pickled")
 def _(both: Both) -> None:
     assert "holds a lock" in str(both.jobs["hold"].exception())
-    assert "Held: holds a lock" in str(both.runs["hold"].exception(LIMIT_S))
+    assert "WithLock: holds a lock" in str(both.runs["hold"].exception(LIMIT_S))
 
 
 @row("a value that cannot be pickled")

@@ -131,7 +131,7 @@ def sweep(
     points = itertools.product(*values.values())
     found = [dict(zip(values, point, strict=True)) for point in points]
     calls = {index: _call(work, (), own) for index, own in enumerate(found)} if callable(work) else {}
-    given = _given(work, config, profile, options, after, run_dir, calls=calls)
+    given = _given(work, config, profile, options, after, run_dir, limit=limit, calls=calls)
     if given.function is not None:
         return _start_calls(given, calls, limit, found)
     from trainkit.cli.submit import swept
@@ -159,7 +159,7 @@ def map_array(
     if not callable(function):
         raise UsageError(f"{function!r} is no function", hint="`trainkit.sweep` starts the runs of a config")
     calls = {index: _call(function, args) for index, args in enumerate(zip(*iterables, strict=False))}
-    given = _given(function, config, profile, options, after, run_dir, calls=calls)
+    given = _given(function, config, profile, options, after, run_dir, limit=limit, calls=calls)
     return _start_calls(given, calls, limit)
 
 
@@ -285,13 +285,12 @@ class Run:
                 raise result.error from RemoteTraceback(result.traceback)
             if result.traceback:
                 raise RunError(f"the function of {self._folder.path} raised:\n\n{result.traceback}")
-        is_missing = verdict is not None and verdict.type == NO_RESULT
-        if end is None or not (end.state == "finished" or is_missing) or not call_file(self._folder).exists():
+        left = verdict.rank if verdict is not None and verdict.type == NO_RESULT else None
+        is_over = end is not None and (end.state == "finished" or left is not None)
+        if not is_over or not call_file(self._folder).exists():
             raise self._error(end)
         ranks = range(LaunchPlan.read(attempt.plan_file).world_size)
-        if missing := [rank for rank in ranks if rank not in found]:
-            if is_missing and verdict is not None and verdict.rank is not None:
-                missing = [verdict.rank]
+        if missing := [rank for rank in ranks if rank not in found and left in (None, rank)]:
             what = f"{rank_list(missing)} of {self._folder.path} left no result"
             raise RunError(what, hint="a function returns; `os._exit` ends its process before")
         return [found[rank].value for rank in ranks]
@@ -447,6 +446,7 @@ def _given(
     command: Sequence[str] = (),
     launcher: str = "python",
     now: bool = False,
+    limit: int | None = None,
     *,
     calls: Mapping[int, Call] = {},
 ) -> _Given:
@@ -468,8 +468,12 @@ def _given(
         raise UsageError(f"command={command!r} is text, not a list of words", hint=hint)
     argv, arguments = ARGV if function is not None else tuple(map(str, command)), None
     if function is not None:
-        own: dict[str, object] = {"config": config, "profile": profile, "run_dir": run_dir}
-        own |= {"after": after or None, "now": now or None}
+        own: dict[str, object] = {"config": config, "profile": profile, "run_dir": run_dir, "limit": limit}
+        own |= {
+            "after": after or None,
+            "now": now or None,
+            "launcher": None if launcher == "python" else launcher,
+        }
         own = {name: value for name, value in own.items() if value is not None}
         arguments = Arguments(next(iter(calls.values()), Call(function)))
         _refuse_meant_for_function(arguments, options, own)
@@ -536,7 +540,7 @@ def _flags(
         for name, value in options.items()
         if not _is_known(name)
     ]
-    if "gpus_per_node" in options and not options["gpus_per_node"]:  # as submitit takes it
+    if options.get("gpus_per_node") == 0:  # as submitit takes it
         hint = meant_of_submitit("gpus_per_node", 0) or ""
         problems.append(Problem("gpus_per_node", "a node has at least one rank", "gpus_per_node=0", hint))
     if problems:
