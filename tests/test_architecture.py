@@ -115,7 +115,9 @@ ALLOWED = {
     },
     # Runs from Python: what the commands do from a shell.
     "function": {"errors", "folders", "run"},
+    "arguments": {"errors", "formats", "function"},
     "api": {
+        "arguments",
         *("errors", "formats", "run", "config", "plan", "slurm", "backends", "control", "observe"),
         *("launch", "cli.options", "cli.submit", "cli.status", "function"),
     },

@@ -35,8 +35,9 @@ def submit(
     """Start a run on Slurm, or in the background on this machine, as ``trainkit submit`` does.
 
     `work` is a config, which the built-in trainer trains, or a function, which each rank calls with `args`
-    and whose value `Run.result` returns; `functools.partial` gives it keyword arguments. `command` runs a
-    program instead. A function or a command may have a `config` for its job.
+    and whose value `Run.result` returns; `functools.partial` gives it keyword arguments, and an option that
+    is a parameter of the function is refused. `command` runs a program instead. A function or a command may
+    have a `config` for its job.
 
     `options` are those of the command line, such as ``nodes=2``, ``gpus_per_node=4``, ``time="1:00:00"``,
     ``name``, ``note`` and ``tags``, and sections of the config, as ``train={"steps": 50}``. Raises

@@ -8,6 +8,7 @@ from __future__ import annotations
 import html
 import itertools
 import math
+import shlex
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -18,25 +19,36 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast, overload
 
+from trainkit.arguments import Arguments, meant_of_submitit, shown_argument
 from trainkit.backends.jobs import liveness_probe, query_job_status
 from trainkit.control.cancel import cancel_group, cancel_run
 from trainkit.errors import ConfigError, Problem, TrainkitError, UsageError, warn_caller
-from trainkit.formats import rank_list
-from trainkit.function import ARGV, CALL_FILE, CALLS_FOLDER, Call, by_value, dumps, read_pickle, result_file
+from trainkit.formats import rank_list, there_are
+from trainkit.function import (
+    ARGV,
+    CALL_FILE,
+    CALLS_FOLDER,
+    Call,
+    Result,
+    by_value,
+    call_file,
+    dumps,
+    read_pickle,
+)
 from trainkit.observe.group import GroupStatus, PointStatus
 from trainkit.observe.logs import run_is_over
 from trainkit.observe.status import ACTIVE_STATES, RunStatus, read_status
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.workload import Workload, workload_of
-from trainkit.run.end import AttemptEnd, read_end
+from trainkit.run.end import NO_RESULT, AttemptEnd, read_end
 from trainkit.run.events import read_metrics
-from trainkit.run.files import write_atomic
+from trainkit.run.files import read_object, write_atomic
 from trainkit.run.group import RunGroup, create_task_run, group_of
-from trainkit.run.history import RunHistory
+from trainkit.run.history import RunHistory, read_plan
 from trainkit.run.owner import refuse_foreign
 from trainkit.run.record import read_job
 from trainkit.run.registry import find_run, find_run_or_group, iter_known_runs
-from trainkit.run.rundir import RunDir
+from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.slurm.client import require_controller
 
 if TYPE_CHECKING:
@@ -81,17 +93,18 @@ def submit(
     """Start a run on Slurm, or in the background on this machine, as ``trainkit submit`` does.
 
     `work` is a config, which the built-in trainer trains, or a function, which each rank calls with `args`
-    and whose value `Run.result` returns; `functools.partial` gives it keyword arguments. `command` runs a
-    program instead. A function or a command may have a `config` for its job.
+    and whose value `Run.result` returns; `functools.partial` gives it keyword arguments, and an option that
+    is a parameter of the function is refused. `command` runs a program instead. A function or a command may
+    have a `config` for its job.
 
     `options` are those of the command line, such as ``nodes=2``, ``gpus_per_node=4``, ``time="1:00:00"``,
     ``name``, ``note`` and ``tags``, and sections of the config, as ``train={"steps": 50}``. Raises
     UsageError, ConfigError and SlurmError, each with a hint.
     """
-    given = _given(work, config, profile, options, after, run_dir, command, launcher, now)
+    calls = {0: _call(work, args)} if callable(work) else {}
+    given = _given(work, config, profile, options, after, run_dir, command, launcher, now, calls=calls)
     from trainkit.launch.submission import LoadedPoint
 
-    calls = {} if given.function is None else {0: _call(given.function, args)}
     if args and given.function is None:
         raise UsageError(f"{len(args)} arguments, but no function", hint="they are those of a function")
     given, loaded = _loaded(given)
@@ -115,11 +128,11 @@ def sweep(
     They are values of config keys, or the keyword arguments of a function. Without a `limit` Slurm decides,
     and on this machine the runs start one after another. Raises what `submit` raises.
     """
-    given = _given(work, config, profile, options, after, run_dir)
     points = itertools.product(*values.values())
     found = [dict(zip(values, point, strict=True)) for point in points]
+    calls = {index: _call(work, (), own) for index, own in enumerate(found)} if callable(work) else {}
+    given = _given(work, config, profile, options, after, run_dir, limit=limit, calls=calls)
     if given.function is not None:
-        calls = {index: _call(given.function, (), own) for index, own in enumerate(found)}
         return _start_calls(given, calls, limit, found)
     from trainkit.cli.submit import swept
     from trainkit.launch.submission import ArraySpec
@@ -143,8 +156,10 @@ def map_array(
 
     Like `map`, it stops with the shortest of them. Raises what `submit` raises.
     """
-    given = _given(function, config, profile, options, after, run_dir)
+    if not callable(function):
+        raise UsageError(f"{function!r} is no function", hint="`trainkit.sweep` starts the runs of a config")
     calls = {index: _call(function, args) for index, args in enumerate(zip(*iterables, strict=False))}
+    given = _given(function, config, profile, options, after, run_dir, limit=limit, calls=calls)
     return _start_calls(given, calls, limit)
 
 
@@ -213,8 +228,16 @@ class Run:
         return read_metrics(self._folder)
 
     def logs(self, rank: int = 0) -> str:
-        """What a rank of the newest attempt has printed so far."""
-        log = self._folder.attempt(max(self._folder.attempt_numbers(), default=0)).rank_log(rank)
+        """What a rank of the newest attempt has printed so far; UsageError for a rank that does not exist."""
+        from trainkit.observe.attempt_files import log_of, ranks_of_nodes
+
+        attempt = self._folder.attempt(max(self._folder.attempt_numbers(), default=0))
+        nodes = ranks_of_nodes(plan := read_plan(attempt))  # empty before it starts
+        if nodes and not 0 <= rank < nodes[-1].stop:
+            raise UsageError(
+                f"{self._folder.shown} has no rank {rank}", hint=there_are(range(nodes[-1].stop))
+            )
+        log = log_of(attempt, plan, rank)
         return log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
 
     def cancel(self, *, now: bool = False, wait: bool = False) -> None:
@@ -228,6 +251,8 @@ class Run:
         run = create_task_run(self._folder)
         refuse_foreign(run.path, "`trainkit resume --trust` executes it as you all the same")
         with planned_resume(run, (), _flags({}, options), warn=warn_caller, new_code=new_code) as found:
+            for text in found.plan.warnings:
+                warn_caller(text)
             resume_run(run, found.loaded.config, found.plan, new_code=new_code, now=now)
         return self
 
@@ -247,25 +272,41 @@ class Run:
         refuse_foreign(self._folder.path, "copy what you need: reading a result executes what is in it")
         attempt = self._folder.attempt(numbers[-1])
         end = read_end(attempt)
-        found = {
-            file: read_pickle(file) for file in sorted(result_file(attempt, 0).parent.glob("rank-*.pkl"))
+        verdict = None if end is None else end.verdict
+        files = {
+            int(file.stem[5:]): file for file in sorted(attempt.rank_result(0).parent.glob("rank-*.pkl"))
         }
-        failed = None if end is None or end.verdict is None else end.verdict.rank
-        if failed is not None:  # what the other ranks raised may only be that this one is gone
-            first = result_file(attempt, failed)
-            found = {first: found[first], **found} if first in found else {}
+        if verdict is not None and verdict.rank is not None:
+            # What the other ranks raised may only be that this one is gone.
+            files = {verdict.rank: files[verdict.rank], **files} if verdict.rank in files else {}
+        found = {rank: self._loaded(attempt, rank, file) for rank, file in files.items()}
         for result in found.values():
             if result.error is not None:
                 raise result.error from RemoteTraceback(result.traceback)
             if result.traceback:
                 raise RunError(f"the function of {self._folder.path} raised:\n\n{result.traceback}")
-        if end is None or end.state != "finished" or not found:
+        left = verdict.rank if verdict is not None and verdict.type == NO_RESULT else None
+        is_over = end is not None and (end.state == "finished" or left is not None)
+        if not is_over or not call_file(self._folder).exists():
             raise self._error(end)
-        own = [result_file(attempt, rank) for rank in range(LaunchPlan.read(attempt.plan_file).world_size)]
-        if missing := [rank for rank, file in enumerate(own) if file not in found]:
+        ranks = range(LaunchPlan.read(attempt.plan_file).world_size)
+        if missing := [rank for rank in ranks if rank not in found and left in (None, rank)]:
             what = f"{rank_list(missing)} of {self._folder.path} left no result"
             raise RunError(what, hint="a function returns; `os._exit` ends its process before")
-        return [found[file].value for file in own]
+        return [found[rank].value for rank in ranks]
+
+    def _loaded(self, attempt: AttemptDir, rank: int, file: Path) -> Result:
+        """The result of a rank; RunError if this process lacks what its values are made of."""
+        try:
+            return cast("Result", read_pickle(file))
+        except (OSError, UsageError):
+            raise
+        except Exception as error:
+            if trace := read_object(attempt.rank_error(rank)).get("traceback"):
+                raise RunError(f"the function of {self._folder.path} raised:\n\n{trace}") from error
+            what = f"the result of rank {rank} of {self._folder.path} cannot be loaded here"
+            hint = "load it where its modules and devices are, or return plain values and tensors on the CPU"
+            raise RunError(f"{what}: {type(error).__name__}: {error}", hint=hint) from error
 
     def exception(self, timeout_s: float | None = None) -> Exception | None:
         """What `result` would raise once it has ended; None if it would return."""
@@ -405,6 +446,9 @@ def _given(
     command: Sequence[str] = (),
     launcher: str = "python",
     now: bool = False,
+    limit: int | None = None,
+    *,
+    calls: Mapping[int, Call] = {},
 ) -> _Given:
     from trainkit.cli.options import ConfigRequest
 
@@ -419,23 +463,70 @@ def _given(
     if not isinstance(config, str | Path | Mapping | None):
         hint = "give a path, the name of a shipped config, or a mapping of keys"
         raise UsageError(f"a config cannot be {config!r}", hint=hint)
-    argv = ARGV if function is not None else tuple(map(str, command))
+    if isinstance(command, str):
+        hint = f"write a list: command={shlex.split(command)!r}"
+        raise UsageError(f"command={command!r} is text, not a list of words", hint=hint)
+    argv, arguments = ARGV if function is not None else tuple(map(str, command)), None
+    if function is not None:
+        own: dict[str, object] = {"config": config, "profile": profile, "run_dir": run_dir, "limit": limit}
+        own |= {
+            "after": after or None,
+            "now": now or None,
+            "launcher": None if launcher == "python" else launcher,
+        }
+        own = {name: value for name, value in own.items() if value is not None}
+        arguments = Arguments(next(iter(calls.values()), Call(function)))
+        _refuse_meant_for_function(arguments, options, own)
+        for call in calls.values():
+            Arguments(call).refuse()
     path = str(config) if isinstance(config, str | Path) else ""
     sections = {} if isinstance(config, str | Path | None) else config
     name = argv
     if function is not None:
         named = getattr(function, "func", function)  # of a functools.partial
         name = (str(getattr(named, "__name__", type(named).__name__)).strip("<>_") + ".py",)
-    request = ConfigRequest(path, profile, (), _flags(sections, options), name)
+    request = ConfigRequest(path, profile, (), _flags(sections, options, arguments), name)
     names = [str(one.path if isinstance(one, Run) else one) for one in after]
     where = None if run_dir is None else Path(run_dir)
     return _Given(request, workload_of(argv, launcher), function, names, where, now)
 
 
-def _flags(config: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, tuple[str, object]]:
-    """Config values by dotted key, each with its origin; of a key that both have, that of the options."""
+def _refuse_meant_for_function(
+    arguments: Arguments, options: Mapping[str, Any], own: Mapping[str, object]
+) -> None:
+    """Raise ConfigError for keyword arguments meant for the function; `own` are those of `submit`."""
+    from trainkit.cli.options import FLAGS
+
+    run = workload_of(ARGV)
+    used = {name for name in options if run.uses(FLAGS.get(name, name))} | own.keys()
+    meant = {
+        name: value
+        for name, value in {**options, **own}.items()
+        if arguments.means(name, is_used=name in used)
+        and (name in arguments.names or _is_known(name) or meant_of_submitit(name, value) is None)
+    }
+    if meant:
+        raise ConfigError(
+            [arguments.problem(meant, name, is_used=name in used, is_known=_is_known(name)) for name in meant]
+        )
+
+
+def _is_known(name: str) -> bool:
+    """Whether an argument is one of the command line, or a section or key of the config."""
     from trainkit.cli.options import FLAGS
     from trainkit.config.schema import is_known
+
+    return name in FLAGS or is_known(tuple(name.split(".")))
+
+
+def _flags(
+    config: Mapping[str, Any], options: Mapping[str, Any], arguments: Arguments | None = None
+) -> dict[str, tuple[str, object]]:
+    """Config values by dotted key, each with its origin; of a key that both have, that of the options.
+
+    `arguments` are those of a function.
+    """
+    from trainkit.cli.options import FLAGS
 
     if type(config).__module__.startswith("omegaconf."):
         from omegaconf import OmegaConf
@@ -443,27 +534,36 @@ def _flags(config: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, t
         config = cast("Mapping[str, Any]", OmegaConf.to_container(config, resolve=True))
     flags = {key: (f"config[{key!r}]", value) for key, value in _keys(config)}
     problems = [
-        Problem(name, "unknown argument", f"{name}={value!r}", _meant_argument(name))
+        Problem(
+            name, "unknown argument", shown_argument(name, value), _meant_argument(name, value, arguments)
+        )
         for name, value in options.items()
-        if name not in FLAGS and not is_known(tuple(name.split(".")))
+        if not _is_known(name)
     ]
+    if options.get("gpus_per_node") == 0:  # as submitit takes it
+        hint = meant_of_submitit("gpus_per_node", 0) or ""
+        problems.append(Problem("gpus_per_node", "a node has at least one rank", "gpus_per_node=0", hint))
     if problems:
         raise ConfigError(problems)
     named = {FLAGS.get(name, name): value for name, value in options.items()}
     return flags | {key: (f"{key}={value!r}", value) for key, value in _keys(named)}
 
 
-def _meant_argument(name: str) -> str:
+def _meant_argument(name: str, value: Any, arguments: Arguments | None) -> str:
     """The hint of an unknown argument: what was meant, as it is written in Python."""
     from trainkit.cli.options import FLAGS
     from trainkit.config.schema import meant
 
+    if (written := meant_of_submitit(name, value)) is not None:
+        return written
+    if arguments is not None and (parameter := arguments.near(name)) is not None:
+        return f"did you mean `{arguments.bound({parameter: value})}`?"
     key = meant(tuple(name.split(".")))
-    if key is None:
+    if key is None or (arguments is not None and not workload_of(ARGV).uses(key)):
         return "`trainkit schema` prints every key"
     section, _, leaf = key.partition(".")
-    arguments = {flag_key: argument for argument, flag_key in FLAGS.items()}
-    return f"did you mean {arguments.get(key) or (section + (leaf and f'={{{leaf!r}: …}}'))}?"
+    options = {flag_key: argument for argument, flag_key in FLAGS.items()}
+    return f"did you mean {options.get(key) or (section + (leaf and f'={{{leaf!r}: …}}'))}?"
 
 
 def _keys(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

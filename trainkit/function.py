@@ -5,9 +5,11 @@ Call and results are cloudpickles that only their owner can read, and that nobod
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import pickle
+import re
 import signal
 import sys
 import threading
@@ -15,24 +17,38 @@ import time
 import traceback
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, ClassVar
 
-from trainkit.errors import EXIT_STOPPED
+from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, EXIT_STOPPED, EXIT_STUCK
 from trainkit.folders import ensure_folder
-from trainkit.run.files import open_private, write_atomic
+from trainkit.run.end import RankFailure
+from trainkit.run.files import open_private, to_json, utc_now, write_atomic, write_json
+from trainkit.run.process import own_host
+from trainkit.run.record import read_job
 from trainkit.run.rundir import AttemptDir, RunDir
+from trainkit.run.tracebacks import users_line
 
 ARGV = (sys.executable, "-m", "trainkit.function")
 CALL_FILE = "call.pkl"
 CALLS_FOLDER = "calls"
 """In the folder of a group: the call of each run."""
 POLL_S = 0.1
-SUBMITIT_NAMES = {"GLOBALID": "RANK", "LOCALID": "LOCAL_RANK", "NODEID": "NODE_RANK", "NTASKS": "WORLD_SIZE"}
+SUBMITIT_NAMES = {"LOCALID": "LOCAL_RANK", "NODEID": "NODE_RANK", "NTASKS": "WORLD_SIZE"}
 """Variables by which ``submitit.JobEnvironment`` knows a rank, and those with their values."""
+SUBMITIT_FOLDER = "submitit"
+"""In the run folder: `JobEnvironment.paths`."""
+FOUND = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
+"""The errors of the system that the call meets again."""
+_BY_CHANCE = re.compile(
+    r"Dist\w*Error|connect|timed? ?out|temporar|unavailable|unreachable|network|socket|http|broken pipe"
+    r"|NCCL|gloo|CUDA|cuDNN|cuBLAS|\bECC\b|DataLoader worker|shared memory",
+    re.IGNORECASE,
+)
+"""Errors of peers, the network and the hardware."""
 
 
 class Requeue:
@@ -96,12 +112,7 @@ def call_file(run: RunDir) -> Path:
     return own if own.exists() else run.path.parent / CALLS_FOLDER / f"{run.path.name}.pkl"
 
 
-def result_file(attempt: AttemptDir, rank: int) -> Path:
-    """The result of a rank."""
-    return attempt.path / "results" / f"rank-{rank:04d}.pkl"
-
-
-@contextmanager
+@contextlib.contextmanager
 def by_value(function: Callable[..., Any]) -> Iterator[None]:
     """Pickle the module of a function with it within the block, unless the job can import the same module.
 
@@ -164,24 +175,79 @@ def stop_when_asked(call: Call, run: RunDir, attempt: AttemptDir, rank: int) -> 
         signal.signal(number, stop)
 
 
-def appear_as_submitit(name: str) -> None:
-    """Let ``submitit.JobEnvironment`` work in a function that was written for it; `name` is of the run."""
+def appear_as_submitit(attempt: AttemptDir) -> None:
+    """Let ``submitit.JobEnvironment`` work in a function that was written for it.
+
+    Its ids are those of Slurm, else of the run, the same in each attempt; its `paths` lead to the log.
+    """
+    job = read_job(attempt.run)
+    is_local = job.of_attempt(attempt.number).backend is None
+    prefix, rank = ("SUBMITIT_LOCAL_", "GLOBALID") if is_local else ("SLURM_", "PROCID")
+    values = {prefix + key: os.environ[own] for key, own in {**SUBMITIT_NAMES, rank: "RANK"}.items()}
     num_nodes = int(os.environ["WORLD_SIZE"]) // int(os.environ["LOCAL_WORLD_SIZE"])
-    values = {key: os.environ[own] for key, own in SUBMITIT_NAMES.items()}
-    values |= {"JOB_ID": os.environ.get("SLURM_JOB_ID", name), "JOB_NUM_NODES": str(num_nodes)}
-    os.environ |= {f"SUBMITIT_LOCAL_{key}": value for key, value in values.items()}
-    os.environ["SUBMITIT_EXECUTOR"] = "local"
+    values[f"{prefix}JOB_NUM_NODES"] = str(num_nodes)
+    if is_local:
+        begun = job.attempts[0].submitted_at if job.attempts else ""
+        digest = sha256(f"{attempt.run.path} {begun}".encode()).digest()
+        job_id = values["SUBMITIT_LOCAL_JOB_ID"] = str(int.from_bytes(digest[:6], "big"))
+    elif array := os.environ.get("SLURM_ARRAY_JOB_ID"):
+        job_id = f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    else:
+        job_id = os.environ["SLURM_JOB_ID"]
+    folder = attempt.run.path / SUBMITIT_FOLDER
+    values |= {"SUBMITIT_EXECUTOR": "local" if is_local else "slurm", "SUBMITIT_FOLDER": str(folder)}
+    os.environ |= values
+    ensure_folder(folder, 0o700)
+    log = attempt.rank_log(int(os.environ["RANK"]))
+    for stream in ("out", "err"):
+        link = folder / f"{job_id}_{os.environ['RANK']}_log.{stream}"
+        link.unlink(missing_ok=True)  # of an earlier attempt
+        with contextlib.suppress(FileExistsError):  # of one that still ends
+            link.symlink_to(os.path.relpath(log, folder))
+
+
+def would_fail_again(error: BaseException, run: RunDir) -> bool:
+    """Whether the call raises an exception again: neither others nor the machine are to blame for it.
+
+    A function that has saved checkpoints with `trainkit.loop` continues from them.
+    """
+    is_of_system = isinstance(error, OSError | MemoryError) and not isinstance(error, FOUND)
+    is_by_chance = _BY_CHANCE.search(f"{type(error).__name__}: {error}") is not None
+    return not (is_of_system or is_by_chance or any(run.checkpoints_dir.glob("*")))
+
+
+def record_failure(attempt: AttemptDir, rank: int, error: BaseException, text: str) -> None:
+    """Write what the function of a rank raised: its result, and the record that `diagnose` reads."""
+    file, raised = attempt.rank_result(rank), error if isinstance(error, Exception) else None
+    code = error.code if isinstance(error, SystemExit) else EXIT_FAILED
+    try:
+        write_atomic(file, dumps(Result(error=raised, traceback=text)))
+        pickle.loads(file.read_bytes())
+    except Exception:  # of an exception that cannot be pickled, its text is what can be shown
+        write_atomic(file, dumps(Result(traceback=text)))
+    failure = RankFailure(
+        rank=rank,
+        node_rank=int(os.environ["NODE_RANK"]),
+        host=own_host(),
+        time=utc_now(),
+        type=type(error).__name__,
+        message=str(error),
+        exit_code=code if isinstance(code, int) else EXIT_FAILED,
+        final=would_fail_again(error, attempt.run),
+        code=users_line(text.splitlines()),
+    )
+    write_json(attempt.rank_error(rank), {**to_json(failure), "traceback": text})
 
 
 def main() -> None:
     """Call the function of a run as one of its ranks, and write what it returns or raises."""
     run, rank = RunDir(os.environ["TRAINKIT_JOB_RUN_DIR"]), int(os.environ["RANK"])
     attempt = run.attempt(int(os.environ["TRAINKIT_JOB_ATTEMPT"]))
-    file = result_file(attempt, rank)
+    file = attempt.rank_result(rank)
     ensure_folder(file.parent, 0o700)
     try:
         call = read_pickle(call_file(run))
-        appear_as_submitit(run.path.name)
+        appear_as_submitit(attempt)
         stop_when_asked(call, run, attempt, rank)
         try:
             value = call()
@@ -189,17 +255,25 @@ def main() -> None:
             if left.code:
                 raise
             value = None  # as if it had returned
-        write_atomic(file, dumps(Result(value)))
-    except Exception as error:
-        text = traceback.format_exc()
-        try:
-            write_atomic(file, dumps(Result(error=error, traceback=text)))
-            pickle.loads(file.read_bytes())
-        except Exception:  # of an exception that cannot be pickled, its text is what can be shown
-            write_atomic(file, dumps(Result(traceback=text)))
-        raise
+        write_atomic(file, _pickled(value))
+    except BaseException as error:
+        if isinstance(error, SystemExit) and error.code in (EXIT_STUCK, EXIT_STOPPED, EXIT_NO_RESTART):
+            raise  # what these codes say is decided without a record
+        record_failure(attempt, rank, error, traceback.format_exc())
+        if isinstance(error, Exception | SystemExit):
+            raise
+        sys.excepthook(type(error), error, error.__traceback__)
+        raise SystemExit(EXIT_FAILED) from None  # of a KeyboardInterrupt, Python dies by SIGINT
     if rank == 0:
         Path(os.environ["TRAINKIT_JOB_DONE_FILE"]).touch()
+
+
+def _pickled(value: Any) -> bytes:
+    try:
+        return dumps(Result(value))
+    except Exception as error:
+        what = f"the function returned a {type(value).__name__}, which cannot be pickled"
+        raise TypeError(f"{what}: return plain values or a list ({error})") from error
 
 
 if __name__ == "__main__":

@@ -61,6 +61,48 @@ def test_a_function_is_preempted_and_continues(login: Login) -> None:
     assert survival.events_of(run, "requeue_decision")[0]["cause"] == "preempted"
 
 
+IDS = """
+import os
+from trainkit.api import map_array, submit
+
+def ids(number):
+    import submitit
+    job = submitit.JobEnvironment()
+    print("in the log", flush=True)
+    ranks = job.global_rank, job.local_rank, job.node, job.num_tasks, job.num_nodes
+    return job.job_id, job.array_task_id, len(job.hostnames), ranks, job.paths.stdout.read_text()
+
+if __name__ == "__main__":
+    options = {"device": "cpu", "partition": "low", "gpus_per_node": 2}
+    groups = [map_array(ids, [0, 0], limit=1, name=f"group-{n}", **options) for n in range(2)]
+    per_node = submit(ids, 0, nodes=2, per="node", **options)
+    for run in [*groups[0], *groups[1], per_node]:
+        print(run.status.job_id, *run.results(240), flush=True)
+"""
+
+
+@pytest.mark.slow(seconds=30)
+def test_job_environment_on_slurm(login: Login) -> None:
+    """Ids are those of Slurm, of an array with the index; ranks and hosts are right with a task per node."""
+    done = login.run([sys.executable, login.script(IDS, "ids.py")])
+    assert done.returncode == 0, done.stderr
+    found = [line.partition(" ") for line in done.stdout.splitlines()]
+    log = "in the log\\n"
+    *points, (job_id, _, per_node) = found
+    assert len({one for one, *_ in points}) == 4
+    for index, (one, _, shown) in enumerate(points):
+        array, _, task = one.partition("_")
+        assert task == str(index % 2)
+        assert shown == " ".join(
+            f"('{array}_{task}', '{task}', 1, ({rank}, {rank}, 0, 2, 1), '{log}')" for rank in range(2)
+        )
+    assert per_node == " ".join(
+        f"('{job_id}', None, 2, ({rank}, {rank % 2}, {rank // 2}, 4, 2), '{log}')" for rank in range(4)
+    )
+    script = (login.folder / "runs" / "group-0" / "submit.sbatch").read_text()
+    assert "#SBATCH --array=0-1%1" in script
+
+
 @pytest.mark.slow(seconds=25)
 def test_a_multirun_of_hydra(login: Login) -> None:
     pytest.importorskip("hydra")

@@ -16,6 +16,7 @@ from trainkit.plan.launcher_files import Job, LauncherInput, launcher_input
 from trainkit.plan.make_plan import make_plan
 from trainkit.plan.workload import Command
 
+FACTS = Facts(Machine(4, 0, (), "there is no NVIDIA driver on this machine"), LOCAL, None)
 DS = ("train.py", "--deepspeed_config", "{ds_config}")
 
 
@@ -241,3 +242,78 @@ def test_megatron_refuses_a_flag_that_the_command_has(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="--train-iters is in the command, and a key of the config"):
             launcher_input(job, ("pretrain_gpt.py", *words), "megatron")
     assert "does not pass on" in refusal(tmp_path, "megatron", "parallel: {offload: true}")
+
+
+UNUSED = [
+    # the launcher, its command, what is typed, what of it has no effect
+    ("python", "x.py", ["seed=3"], "seed has no effect on a COMMAND or function, unless that reads it from"),
+    ("python", "x.py", ["train.steps=3", "model.preset=nano"], "model.preset, train.steps have no effect on"),
+    (
+        "python",
+        "x.py",
+        ["task_args.size=3", "optimizer.betas.0=0.8"],
+        "optimizer.betas, task_args.size have no",
+    ),
+    (
+        "python",
+        "x.py",
+        ["logging.tensorboard=false", "profiler.num_steps=2"],
+        "logging.tensorboard, profiler.",
+    ),
+    (
+        "python",
+        "x.py",
+        ["checkpoint.keep_last=2", "schedule.warmup_steps=2"],
+        "checkpoint.keep_last, schedule.",
+    ),
+    ("python", "x.py", ["device=cpu", "note=a", "tags=[a]", "name=b", "logging.pattern=null"], ""),
+    ("python", "x.py", ["launch.env.A=1", "launch.secrets+=B", "resources.nodes=2", "requeue.max=2"], ""),
+    ("python", "x.py", ["notify.on=[failed]", "logging.health_every_s=5", "config_version=2"], ""),
+    ("torchrun", "x.py", ["seed=3"], "seed has no effect"),
+    ("megatron", "x.py", ["seed=3", "train.steps=3", "optimizer.lr=1", "optimizer.lr_scale=sqrt"], ""),
+    ("megatron", "x.py", ["parallel.dp_shard=-1", "train.deterministic=true"], "train.deterministic has"),
+    ("accelerate", "x.py", ["precision.dtype=bf16"], ""),
+    ("accelerate", "x.py", ["seed=3", "train.steps=3"], "seed, train.steps have no effect"),
+    (
+        "lightning",
+        "x.py {max_steps}",
+        ["train.steps=3", "train.grad_clip=2"],
+        "train.grad_clip has no effect",
+    ),
+    ("lightning", "x.py {lr} {batch_size}", ["optimizer.lr=1", "train.device_batch_size=2"], ""),
+    ("deepspeed", "x.py {ds_config}", ["train.device_batch_size=2", "train.grad_clip=2"], ""),
+    ("deepspeed", "x.py", ["train.device_batch_size=2"], "train.device_batch_size has no effect"),
+]
+
+
+@pytest.mark.parametrize(("launcher", "command", "typed", "warning"), UNUSED)
+def test_a_key_without_effect_that_was_typed_is_warned_of(
+    launcher: str, command: str, typed: list[str], warning: str
+) -> None:
+    config = load_config(None, overrides=typed, environ={}, layers=False)
+    plan = make_plan(config, FACTS, Command(tuple(command.split()), launcher))
+    found = [text for text in plan.warnings if "effect" in text]
+    assert len(found) == bool(warning)
+    assert not warning or found[0].startswith(warning)
+
+
+def test_a_key_without_effect_of_a_file_or_the_environment_is_not_warned_of(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("seed: 3\ntrain: {steps: 5}")
+    for overrides, flags, effect in [
+        ((), {}, None),
+        (("seed=4",), {}, "seed has"),  # as in the file, but typed for this run
+        ((), {"seed": ("seed=4", 4), "train.steps": ("config['train.steps']", 4)}, "seed, train.steps have"),
+        ((), {"seed": ("--sweep seed=4", 4)}, None),  # the command has it as {seed}
+    ]:
+        config = load_config(
+            tmp_path / "run.yaml",
+            overrides=overrides,
+            flags=flags,
+            environ={"TRAINKIT_SEED": "9"},
+            cwd=tmp_path,
+        )
+        warnings = make_plan(config, FACTS, Command(("x.py",))).warnings
+        found = [text.partition(" no effect")[0] for text in warnings if "effect" in text]
+        assert found == ([] if effect is None else [effect])
+    trained = load_config(None, overrides=["seed=4"], environ={}, layers=False)
+    assert not [text for text in make_plan(trained, FACTS).warnings if "effect" in text]

@@ -101,6 +101,8 @@ def _named(loaded: LoadedConfig, name: str, folders: Sequence[Path]) -> Path:
     known = sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
     hint = f"{did_you_mean(name, known)}profiles: {', '.join(known)}; "
     hint += "`trainkit init` writes the profile of the cluster it runs on"
+    if name == "local":
+        hint = "launch.backend: local (--backend local) starts the run on this machine"
     raise ConfigError([loaded.problem(KEY, f"is {name}, an unknown cluster profile", hint)])
 
 

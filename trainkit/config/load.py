@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,9 @@ def load_config(
     if layers:
         trees.append(reader.environment(environ))
     of_flags, edits = reader.flags(overrides, flags or {})
-    return _merged(reader, [*trees, of_flags], edits)
+    loaded = _merged(reader, [*trees, of_flags], edits)
+    given = {f"--set {text}" for text in overrides} | {origin for origin, _ in (flags or {}).values()}
+    return replace(loaded, typed=frozenset(key for key, one in loaded.origins.items() if one in given))
 
 
 def _merged(reader: Layers, trees: Sequence[Entry], edits: Sequence[Edit]) -> LoadedConfig:
@@ -357,7 +359,7 @@ def with_values(loaded: LoadedConfig, values: Mapping[str, object], origin: str)
     except ValidationError as error:
         raise ConfigError(validation_problems(error, changed)) from None
     origins = {**loaded.origins, **dict.fromkeys(values, origin)}
-    result = LoadedConfig(config, origins, loaded.adjustable - values.keys())
+    result = LoadedConfig(config, origins, loaded.adjustable - values.keys(), typed=loaded.typed)
     problems = list(contradictions(result))
     if problems:
         raise ConfigError(problems)

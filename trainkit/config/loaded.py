@@ -24,6 +24,8 @@ class LoadedConfig:
     """Keys whose values were not chosen for this run, such as those of shipped configs."""
     length_note: str = ""
     """Which value sets the length of the run, if it replaces one of another key."""
+    typed: frozenset[str] = frozenset()
+    """Keys that the command itself sets: with ``--set`` or another option, or as an argument of a call."""
 
     def set_by_user(self, key: str) -> bool:
         """Whether the user set the key; otherwise a plan may adapt its value."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal, TypeVar
 
@@ -49,7 +50,7 @@ class LaunchDraft:
         sizes = target.node_sizes
         num_nodes = config.resources.most_nodes if sizes is None else len(sizes)
         world_size = num_nodes * workers_per_node if sizes is None else sum(sizes)
-        given, typed = LauncherInput(), tuple[str, ...]()
+        given, typed, passed = LauncherInput(), tuple[str, ...](), set[str]()
         if not workload.is_command:
             layout = self.layout(world_size)
             batch = self.batch(layout)
@@ -59,7 +60,7 @@ class LaunchDraft:
         else:
             layout, batch, lr = Layout(dp_shard=world_size), Batch(0, 0, 0, 0), 0.0
             job = Job(self.loaded, world_size, num_nodes, workers_per_node, device)
-            given, typed = self._launcher_input(job, workload), job.typed
+            given, typed, passed = self._launcher_input(job, workload), job.typed, job.asked
             self.reasons["end"] = (
                 "exit code 0 is the end; after a notice only if the command has created "
                 "$TRAINKIT_JOB_DONE_FILE"
@@ -73,6 +74,7 @@ class LaunchDraft:
         notice = workload.notice if config.requeue.signal == "auto" else config.requeue.signal
         slurm = self.request(device, workers_per_node, threads, f"{notice}@{lead_s}", per)
         self.warnings += doubts(self.loaded, trains=not workload.is_command)
+        self.warnings += self._without_effect(workload, passed)
         if slurm is None and config.requeue.slow_hosts != "ignore":
             self.warnings.append("requeue.slow_hosts has no effect: only a job on Slurm can leave out a host")
         if batch is None or self.problems:
@@ -118,6 +120,24 @@ class LaunchDraft:
             warnings=tuple(self.warnings),
         )
 
+    def _without_effect(self, workload: Workload, passed: Set[str]) -> Iterator[str]:
+        """What was typed for this run and does nothing; a file may be shared with runs that use it.
+
+        What a sweep sets is described with its points.
+        """
+        found = sorted(
+            key
+            for key in self.loaded.typed
+            if not (workload.uses(key) or key in passed or self.loaded.origins[key].startswith("--sweep "))
+        )
+        found = [key for key in found if not any(other.startswith(f"{key}.") for other in found)]
+        if found:
+            has, it = ("has", "it") if len(found) == 1 else ("have", "them")
+            yield (
+                f"{', '.join(found)} {has} no effect on a COMMAND or function, unless that reads {it} from "
+                "config.yaml in $TRAINKIT_JOB_RUN_DIR"
+            )
+
     def _launcher_input(self, job: Job, workload: Workload) -> LauncherInput:
         try:
             given = launcher_input(job, workload.argv, workload.launcher)
@@ -128,7 +148,7 @@ class LaunchDraft:
         if description is not None:
             self.reasons["launcher"] = description
             kept = [key for key in sorted(job.loaded.origins) if key.startswith(("model.", "schedule."))]
-            if own := [key for key in kept if job.loaded.set_by_user(key)]:
+            if own := [key for key in kept if job.loaded.set_by_user(key) and key not in job.loaded.typed]:
                 self.warnings.append(
                     f"{workload.launcher} does not get {', '.join(own)}: the script has its own"
                 )

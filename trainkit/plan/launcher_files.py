@@ -33,6 +33,8 @@ class Job:
     num_nodes: int
     workers_per_node: int
     device: str
+    asked: set[str] = field(default_factory=set)
+    """The keys that were set and on which the files depend; grows with each question."""
 
     @cached_property
     def typed(self) -> tuple[str, ...]:
@@ -44,7 +46,14 @@ class Job:
 
     def has(self, *keys: str) -> bool:
         """Whether the user set one of these keys or a key of these sections."""
-        return any(key == name or key.startswith(f"{name}.") for key in self.typed for name in keys)
+        found = {key for key in self.typed for name in keys if key == name or key.startswith(f"{name}.")}
+        self.asked.update(found)
+        return bool(found)
+
+    def layout(self) -> Layout:
+        """The layout of the processes."""
+        self.has(*(f"parallel.{key}" for key in ("dp_replicate", "dp_shard", "tp", "pp", "cp")))
+        return make_layout(self.loaded.config.parallel, self.world_size)[0]
 
     def batch(self, layout: Layout) -> Batch | None:
         """The batch of one step; None unless the user set one of its sizes."""
@@ -55,6 +64,7 @@ class Job:
     def lr(self, layout: Layout) -> float:
         """The peak learning rate, scaled as the config says."""
         optimizer = self.loaded.config.optimizer
+        self.has("optimizer.lr_scale", "optimizer.lr_scale_base")
         return scaled_lr(optimizer.lr, optimizer.lr_scale, layout.dp, optimizer.lr_scale_base)[0]
 
     @property
@@ -119,7 +129,7 @@ def _accelerate(job: Job, command: Sequence[str]) -> LauncherInput:
     """The file of ``accelerate launch --config_file``; see ClusterConfig in accelerate's config_args.py."""
     _refuse(job, "accelerate", _accelerate_problems(job), ("tp", "pp", "cp"))
     parallel, dtype = job.loaded.config.parallel, job.loaded.config.precision.dtype
-    layout = make_layout(parallel, job.world_size)[0] if job.shards else Layout(dp_shard=job.world_size)
+    layout = job.layout() if job.shards else Layout(dp_shard=job.world_size)
     batch = job.batch(layout)
     env = {}
     if batch is not None and job.has(DEVICE) and job.has(GLOBAL):
@@ -232,25 +242,30 @@ def _lightning(job: Job, command: Sequence[str]) -> LauncherInput:
     def batch() -> Batch:
         return make_batch(BatchRequest.of(job.loaded), layout, config.data.seq_len)
 
-    values: dict[str, Callable[[], object]] = {
-        "num_nodes": lambda: job.num_nodes,
-        "devices": lambda: job.workers_per_node,
-        "accelerator": lambda: "cpu" if job.device == "cpu" else "gpu",
-        "strategy": lambda: "fsdp" if job.shards else "ddp",
-        "precision": lambda: LIGHTNING_PRECISION[config.precision.dtype],
-        "max_steps": lambda: -1 if train.steps is None else train.steps,
-        "batch_size": lambda: batch().device_batch_size,
-        "accumulate_grad_batches": lambda: batch().accumulation_steps,
-        "gradient_clip_val": lambda: 0 if train.grad_clip is None else f"{train.grad_clip:g}",
-        "lr": lambda: f"{job.lr(layout):g}",
+    values: dict[str, tuple[Callable[[], object], Sequence[str]]] = {
+        "num_nodes": (lambda: job.num_nodes, ()),
+        "devices": (lambda: job.workers_per_node, ()),
+        "accelerator": (lambda: "cpu" if job.device == "cpu" else "gpu", ()),
+        "strategy": (lambda: "fsdp" if job.shards else "ddp", ()),
+        "precision": (lambda: LIGHTNING_PRECISION[config.precision.dtype], ["precision.dtype"]),
+        "max_steps": (lambda: -1 if train.steps is None else train.steps, ["train.steps", "train.epochs"]),
+        "batch_size": (lambda: batch().device_batch_size, [DEVICE, GLOBAL]),
+        "accumulate_grad_batches": (lambda: batch().accumulation_steps, [DEVICE, GLOBAL]),
+        "gradient_clip_val": (
+            lambda: 0 if train.grad_clip is None else f"{train.grad_clip:g}",
+            ["train.grad_clip"],
+        ),
+        "lr": (lambda: f"{job.lr(layout):g}", ["optimizer.lr"]),
     }
+    """Placeholder -> its value, and the keys on which that depends."""
     asked = [name for name in values if any(f"{{{name}}}" in word for word in command)]
     problems = []
     if "strategy" in asked and job.shards and job.device == "cpu":
         message = f"is {config.parallel.dp_shard}, but Lightning shards models on GPUs only"
         problems.append(("parallel.dp_shard", message))
     _refuse(job, "lightning", problems, ("tp", "pp", "cp"))
-    return LauncherInput(values={name: str(values[name]()) for name in asked})
+    job.has(*(key for name in asked for key in values[name][1]))
+    return LauncherInput(values={name: str(values[name][0]()) for name in asked})
 
 
 # Megatron
@@ -259,7 +274,7 @@ def _lightning(job: Job, command: Sequence[str]) -> LauncherInput:
 def _megatron(job: Job, command: Sequence[str]) -> LauncherInput:
     """The flags that are appended to a command, as in Megatron-LM's megatron/training/arguments.py."""
     _refuse(job, "megatron", _megatron_problems(job))
-    flags = _megatron_flags(job, make_layout(job.loaded.config.parallel, job.world_size)[0])
+    flags = _megatron_flags(job, job.layout())
     typed = {word.partition("=")[0] for word in command}
     twice = [flag for flag in flags if flag in typed]
     if twice:

@@ -13,6 +13,11 @@ from trainkit.formats import RESERVED_NAME
 PER_RANK = ("python", "lightning")
 """Launchers with which a command starts once per rank, by the agent of its node."""
 SHELLS = ("sh", "bash", "dash", "zsh", "ksh")
+USED_BY_COMMANDS = (
+    *("extends", "config_version", "name", "note", "tags", "device"),
+    *("resources", "launch", "requeue", "notify", "logging"),
+)
+"""The keys and sections of a config that have an effect on a run of a command."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,10 @@ class Workload:
     def ignores_usr2(self) -> bool:
         """Whether its processes start with USR2 ignored."""
         return False
+
+    def uses(self, key: str) -> bool:
+        """Whether a key of the config has an effect on it; a launcher may get others."""
+        return True
 
     def takes(self, received: str) -> bool:
         """Whether its ranks get a notice as it was received, instead of the one signal that they handle."""
@@ -71,6 +80,9 @@ class Command(Workload):
         """
         is_shell = PurePath(self.argv[0]).name in SHELLS
         return self.has_launcher or self.signal == "TERM" or (self.signal == "auto" and not is_shell)
+
+    def uses(self, key: str) -> bool:
+        return key.partition(".")[0] in USED_BY_COMMANDS and key != "logging.tensorboard"
 
     def takes(self, received: str) -> bool:
         return received == "SIGINT" and not self.has_launcher

@@ -34,6 +34,8 @@ WITHOUT_RECORD = "ended without a record"
 """How the reason begins in which a later start of the job says that the attempt left no record."""
 
 
+NO_RESULT = "NoResult"
+"""The type of failure of a rank that exited with 0 before its function returned."""
 SIGNALLED = 128
 """The exit code of a process that signal n killed is SIGNALLED + n."""
 
@@ -48,7 +50,7 @@ class RankFailure:
     time: str | None = None
     step: int | None = None
     type: str | None = None
-    """An exception, ``exit``, ``RankKilled``, ``HostLost``, ``Hang`` or ``OutOfMemory``."""
+    """An exception, ``exit``, ``RankKilled``, ``HostLost``, ``Hang``, ``OutOfMemory`` or `NO_RESULT`."""
     message: str | None = None
     exit_code: int | None = None
     hint: str | None = None

@@ -239,6 +239,8 @@ class AttemptDir:
     """How the attempt ended; absent while it runs and if its supervisor was killed."""
     node_log = Numbered("logs/node-{:04d}.log")
     rank_log = Numbered("logs/rank-{:04d}.log")
+    rank_result = Numbered("results/rank-{:04d}.pkl")
+    """What a function returned or raised; the folder is created by the first rank that calls it."""
     rank_error = Numbered("errors/rank-{:04d}.json")
     rank_hang = Numbered("hangs/rank-{:04d}.json")
     rank_stacks = Numbered("stacks/rank-{:04d}.txt")

@@ -17,7 +17,7 @@ from trainkit.job.hangs import hang_failure, read_hangs
 from trainkit.job.preflight import PreflightFailed
 from trainkit.job.signals import describe_exit, signal_exit_code
 from trainkit.plan.launch import LaunchPlan
-from trainkit.run.end import RankFailure, first_of, rank_failures
+from trainkit.run.end import NO_RESULT, RankFailure, first_of, rank_failures
 from trainkit.run.files import as_utc, refresh_listing, to_json, utc_now, write_json
 from trainkit.run.process import own_host
 from trainkit.run.record import read_rendezvous
@@ -84,6 +84,19 @@ def record_silent_death(
     rank = killed.rank if killed is not None else worker if death.rank is None else death.rank
     kind = death.type if killed is None or out_of_memory else "RankKilled"
     _write(attempt, worker, replace(death, rank=rank, node_rank=node_rank, type=kind, exit_code=exit_code))
+
+
+def lacks_result(attempt: AttemptDir, rank: int) -> bool:
+    """Whether a rank of a function has left no result; the first rank of a host creates their folder."""
+    file = attempt.rank_result(rank)
+    return file.parent.is_dir() and not file.exists()
+
+
+def record_missing_result(attempt: AttemptDir, rank: int, node_rank: int) -> None:
+    """Write the failure record of a rank of a function that exited with 0 before the function returned."""
+    message = "exited with 0 before its function returned"
+    failure = RankFailure(rank, node_rank, type=NO_RESULT, message=message, exit_code=EXIT_FAILED)
+    _write(attempt, rank, replace(failure, final=True))
 
 
 def _write(attempt: AttemptDir, worker: int, failure: RankFailure) -> None:

@@ -23,7 +23,14 @@ from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, EXIT_OK, EXIT_STOPPED,
 from trainkit.folders import whole_paths
 from trainkit.job import processes
 from trainkit.job.failure.launcher_report import LaunchedRanks, RankExit
-from trainkit.job.failure.records import killed_rank, lost_host_failure, record_refusal, record_silent_death
+from trainkit.job.failure.records import (
+    killed_rank,
+    lacks_result,
+    lost_host_failure,
+    record_missing_result,
+    record_refusal,
+    record_silent_death,
+)
 from trainkit.job.failure.stacks import StackCollector, describe_state
 from trainkit.job.node.health import HealthSampler, count_oom_kills
 from trainkit.job.node.rendezvous import (
@@ -258,6 +265,10 @@ class Agent(ProcessGroup):
             return
         dead = None if killed or code in (EXIT_OK, EXIT_STOPPED) else self._killed_rank(rank, code)
         code = code if dead is None else signal_exit_code(-dead.code)
+        if code == EXIT_OK and not killed and self.received is None and lacks_result(self.attempt, rank):
+            code = EXIT_FAILED
+            record_missing_result(self.attempt, rank, self.rendezvous.node_rank)
+            self.kill_within(PEER_EXIT_S)
         self.codes.append(code)
         if killed or code in (EXIT_OK, EXIT_STOPPED) or self.died_of_notice(code):
             return  # killed by this agent or by the notice: not a failure of the worker

@@ -1,0 +1,243 @@
+"""The keyword arguments of `trainkit.submit` that are not config keys: the function's own, and submitit's."""
+
+from __future__ import annotations
+
+import inspect
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from trainkit.errors import Problem, UsageError
+from trainkit.formats import near, time_text
+from trainkit.function import Call
+
+MAX_SHOWN = 60
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_DEFERRED = (
+    (inspect.iscoroutinefunction, "coroutine function", "asyncio.run"),
+    (inspect.isasyncgenfunction, "asynchronous generator function", "…"),
+    (inspect.isgeneratorfunction, "generator function", "list"),
+)
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """A function with the arguments that a run gives it, compared with the parameters that it has."""
+
+    call: Call
+
+    @property
+    def name(self) -> str:
+        """The function as messages name it."""
+        function = self.call.function
+        return str(getattr(function, "__qualname__", None) or type(function).__qualname__)
+
+    @cached_property
+    def _named(self) -> inspect.Signature | None:
+        """The parameters that the function documents: below decorators; None of a builtin without any."""
+        return _signature(self.call.function, follow_wrapped=True)
+
+    @property
+    def names(self) -> list[str]:
+        """The parameters that can be given by name."""
+        found = () if self._named is None else self._named.parameters.values()
+        return [one.name for one in found if one.kind in _BY_NAME]
+
+    @property
+    def takes_any(self) -> bool:
+        """Whether it may take a keyword argument of any name."""
+        kinds = () if self._named is None else [one.kind for one in self._named.parameters.values()]
+        return self._named is None or inspect.Parameter.VAR_KEYWORD in kinds
+
+    @cached_property
+    def _bound(self) -> set[str]:
+        """The parameters that have a value."""
+        try:
+            signature = self._named or inspect.Signature()
+            return {*signature.bind_partial(*self.call.args, **self.call.kwargs).arguments}
+        except TypeError:  # of a decorator that gives the function arguments of its own
+            return {*self.call.kwargs}
+
+    def means(self, name: str, *, is_used: bool) -> bool:
+        """Whether an option is meant for the function; `is_used` is whether it has an effect on the run.
+
+        The name of a run, for example, is one of a parameter too once that parameter has a value.
+        """
+        if name in self.names:
+            return not is_used or name not in self._bound
+        return self.takes_any and not is_used
+
+    def problem(self, options: Mapping[str, Any], name: str, *, is_used: bool, is_known: bool) -> Problem:
+        """The problem of an option that is meant for the function, by what it is to the run."""
+        hint = f"`{self.bound(options)}` gives it to the function"
+        if is_used:
+            hint += f"; once it has a value there, {name}= is that of the run"
+        what = "has no effect on the run of a function" if is_known else "unknown argument"
+        if name in self.names:
+            what = f"is a parameter of {self.name}"
+        return Problem(name, what, shown_argument(name, options[name]), hint)
+
+    def bound(self, options: Mapping[str, Any]) -> str:
+        """The call of functools.partial that gives the function keyword arguments."""
+        return self._partial(shown_argument(key, value) for key, value in options.items())
+
+    def _partial(self, given: Iterable[str]) -> str:
+        name = self.name.rpartition("<locals>.")[2]
+        return f"functools.partial({name if name.isidentifier() else 'function'}, {', '.join(given)})"
+
+    def near(self, name: str) -> str | None:
+        """The parameter whose name is like another one."""
+        return near(name, self.names)
+
+    def refuse(self) -> None:
+        """Raise UsageError if the function cannot be called so, or would return before its body has run."""
+        function = self.call.function
+        for is_one, kind, runs in _DEFERRED:
+            if is_one(function):
+                message = f"{self.name} is a {kind}: a rank would call it without running it"
+                raise UsageError(
+                    message, hint=f"submit a function that does: `lambda: {runs}({self.name}(…))`"
+                )
+        # A decorator may give arguments itself: what is called is its function, not the one below.
+        signature = _signature(function, follow_wrapped=False)
+        if signature is None:
+            return
+        try:
+            signature.bind(*self.call.args, **self.call.kwargs)
+        except TypeError as error:
+            shown = [shown_value(one) for one in self.call.args]
+            shown += [shown_argument(*item) for item in self.call.kwargs.items()]
+            free = [f"{name}=…" for name in self.names if f"argument: '{name}'" in str(error)]
+            known = ", ".join(() if self._named is None else self._named.parameters)
+            hint = f"`{self._partial(free)}` gives it keyword arguments" if free else ""
+            hint = hint or (f"it has the parameters {known}" if known else "it has no parameters")
+            raise UsageError(
+                f"{self.name} cannot be called as {self.name}({', '.join(shown)}): {error}",
+                hint=hint,
+            ) from None
+
+
+def _signature(function: Callable[..., Any], *, follow_wrapped: bool) -> inspect.Signature | None:
+    try:
+        return inspect.signature(function, follow_wrapped=follow_wrapped)
+    except (TypeError, ValueError):  # a builtin, or no function at all
+        return None
+
+
+def shown_value(value: object) -> str:
+    """A value in a message, shortened."""
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 1]}…"
+
+
+def shown_argument(name: str, value: object) -> str:
+    """A keyword argument in a message."""
+    return f"{name}={shown_value(value)}"
+
+
+# What submitit calls them
+
+
+def _shown(value: object) -> str:
+    """A value as it is written in Python, in double quotes if that needs no escapes."""
+    text = repr(value)
+    return text if '"' in text or "\\" in text else text.replace("'", '"')
+
+
+def _as(name: str, *keys: str) -> Callable[[Any], str]:
+    """How a value is written as an argument, below the keys of a mapping."""
+
+    def written(value: Any) -> str:
+        for key in reversed(keys):
+            value = {key: value}
+        return f"{name}={_shown(value)}"
+
+    return written
+
+
+def _time(minutes: Any) -> str:
+    is_number = isinstance(minutes, int | float)
+    return _as("time")(time_text(round(minutes * 60)) if is_number else minutes)
+
+
+def _mem_gb(value: Any) -> str:
+    is_whole = not isinstance(value, int | float) or value == int(value)
+    return _as("resources", "mem")(f"{value:g}G" if is_whole else f"{int(value * 1024)}M")
+
+
+def _mem(value: Any) -> str:
+    return _as("resources", "mem")(str(value).removesuffix("B"))
+
+
+def _options(words: Sequence[str]) -> Iterator[tuple[str, object]]:
+    """The options of a program by their long names, True where one has no value; short ones are left out."""
+    for word, after in zip(words, [*words[1:], "--"], strict=True):
+        name, equals, value = word.removeprefix("--").partition("=")
+        if word.startswith("--"):
+            yield name, value if equals else after.startswith("-") or after
+
+
+def _srun(value: Any) -> str:
+    words = shlex.split(value) if isinstance(value, str) else [*map(str, value)]
+    return _as("launch", "srun_extra")(dict(_options(words)))
+
+
+def _additional(value: Mapping[str, Any]) -> str:
+    return _as("resources", "extra")({name.replace("_", "-"): one for name, one in value.items()})
+
+
+def _setup(value: Any) -> str:
+    return _as("launch", "setup")([value] if isinstance(value, str) else [*value])
+
+
+def _gpus(value: Any) -> str:
+    return _as("gpus_per_node")(value) if value else 'device="cpu"'
+
+
+def _visible(value: Any) -> str:
+    numbers = value if isinstance(value, str) else ",".join(map(str, value))
+    return _as("launch", "env", "CUDA_VISIBLE_DEVICES")(numbers)
+
+
+_WRITE: dict[str, Callable[[Any], str]] = {
+    **{"timeout_min": _time, "time": _time, "mem_gb": _mem_gb, "mem": _mem, "job_name": _as("name")},
+    **{name: _as(name) for name in ("name", "nodes", "partition", "qos", "account", "constraint")},
+    **{"gpus_per_node": _gpus, "num_gpus": _gpus, "tasks_per_node": _as("gpus_per_node")},
+    **{"ntasks_per_node": _as("gpus_per_node"), "array_parallelism": _as("limit")},
+    **{name: _as("resources", "cpus_per_gpu") for name in ("cpus_per_task", "cpus_per_gpu")},
+    **{name: _as("resources", name) for name in ("comment", "exclude", "mail_type", "mail_user")},
+    **{
+        name: _as("resources", "extra", name.replace("_", "-"))
+        for name in ("mem_per_gpu", "mem_per_cpu", "gres", "nodelist", "exclusive", "wckey")
+    },
+    **{"additional_parameters": _additional, "srun_args": _srun, "setup": _setup},
+    **{"signal_delay_s": _as("requeue", "grace_s"), "max_num_timeout": _as("requeue", "max")},
+    **{"python": _as("launch", "python"), "visible_gpus": _visible, "folder": _as("run_dir")},
+}
+_LEAVE_OUT = {
+    "gpus_per_task": "a rank has one GPU",
+    "stderr_to_stdout": "the log of a rank has both",
+    "use_srun": "each rank is a process of its own",
+    "teardown": "a function can do that with `try` and `finally`",
+    "map_count": "`trainkit.map_array` counts its items",
+    "max_pickle_size_gb": "a pickle may have any size",
+    "dependency": "`after=[run]` waits for a run of trainkit",
+}
+
+
+def meant_of_submitit(name: str, value: Any) -> str | None:
+    """What to write for a parameter of submitit's executors; None for any other name."""
+    base = next(
+        (name.removeprefix(one) for one in ("slurm_", "local_", "debug_") if name.startswith(one)), name
+    )
+    if base in _LEAVE_OUT:
+        return f"leave out {name}: {_LEAVE_OUT[base]}"
+    if base not in _WRITE:
+        return None
+    try:
+        written = _WRITE[base](value)
+    except (AttributeError, TypeError, ValueError):  # submitit would refuse the value too
+        written = _as(base)(value)
+    return f"write {written}" + (" in `map_array` or `sweep`" if base == "array_parallelism" else "")
