@@ -106,7 +106,8 @@ def test_run_passes_it_to_rank_0_alone(shell, tmp_path: Path) -> None:
     for folder, line in (("run", "$tk run"), ("submit", "$tk submit --follow")):
         (tmp_path / folder).mkdir()
         shell(
-            f"printf 'a\\nb' | {line} --gpus-per-node 2 --name {folder} -- python3 write_input.py $PWD/{folder}"
+            f"printf 'a\\nb' | {line} --gpus-per-node 2 --name {folder} "
+            f"-- python3 write_input.py $PWD/{folder}"
         )
         assert [(tmp_path / folder / rank).read_text() for rank in "01"] == ["a\nb", ""]
     assert not (tmp_path / "runs/run/stdin").exists()

@@ -20,13 +20,15 @@ from stat import S_IMODE, S_ISLNK
 from trainkit import __version__
 from trainkit.config import RunConfig
 from trainkit.errors import UsageError
-from trainkit.folders import ensure_folder, user_name
+from trainkit.folders import ensure_folder, shown_path, user_name
+from trainkit.launch.git_snapshot import NoRepository, finish_repository, make_repository
 from trainkit.launch.packages import own_packages
 from trainkit.launch.secrets import mask_diff, refuse_leaks, without_secrets
 from trainkit.launch.source_tree import SourceTree, add_links, below, find_tree, parents, printable, run_git
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.workload import Workload
 from trainkit.run.files import to_json, utc_now, write_json
+from trainkit.run.git_copy import GIT, hash_size_of, repositories_below, write_index
 from trainkit.run.record import CodeCopy, changed_job, read_job
 from trainkit.run.rundir import RunDir
 
@@ -44,6 +46,9 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 WORK_FOLDER_NOTE = (
     "the command runs in work/ of its run folder, a copy of the code: relative outputs go there"
 )
+
+
+NO_REPOSITORY = "Git finds no repository in the copy of the code"
 
 
 def wants_copy(config: RunConfig, plan: LaunchPlan) -> bool:
@@ -128,10 +133,23 @@ def copy_code(cwd: Path, run: RunDir, workload: Workload) -> CodeCopy:
     try:
         stage = tempfile.mkdtemp(prefix=".code.", dir=run.path)
         try:
-            _copy_all(tree, stage)
+            folders = _make_folders(tree, stage)
+            with ThreadPoolExecutor(1) as thread:
+                made = [
+                    (prefix, thread.submit(make_repository, tree, prefix, stage))
+                    for prefix in tree.repositories
+                ]
+                _copy_files(tree, folders, stage)
             for path in tree.links:
                 Path(stage, path).symlink_to(Path(tree.root, path))
             ensure_folder(Path(stage, tree.subfolder), parents=True)
+            for prefix, repository in made:
+                try:
+                    finish_repository(tree, prefix, stage, *repository.result())
+                except (NoRepository, ValueError) as error:
+                    shutil.rmtree(Path(stage, prefix, GIT), ignore_errors=True)
+                    code.notes.append(f"{NO_REPOSITORY}: {printable(str(error))}")
+            code = replace(code, has_repository=Path(stage, GIT).is_dir())
             Path(stage).rename(run.code_dir)
         except BaseException:
             shutil.rmtree(stage, ignore_errors=True)
@@ -145,6 +163,9 @@ def copy_again(before: CodeCopy, run: RunDir) -> CodeCopy:
     """Copy the copy of another run's code to the run's code/; describe it. Raises UsageError likewise."""
     try:
         shutil.copytree(before.code, run.code_dir, symlinks=True)
+        for folder in repositories_below(run.code_dir):
+            old = Path(before.code, folder)
+            write_index(old, run.code_dir / folder, old / GIT / "index", hash_size_of(old / GIT))
     except OSError as error:
         raise _copy_error(error, run) from error
     return moved(before, run.code_dir)
@@ -207,7 +228,10 @@ def plan_copy(cwd: Path, run: RunDir, workload: Workload) -> tuple[CodeCopy, Sou
         import_path=import_path,
         notes=[*left_out, *linked, *notes],
         workdir=str(run.code_dir / tree.subfolder),
+        has_repository=bool(tree.repositories),
     )
+    if tree.kind == "pattern" and any((parent / GIT).exists() for parent in (cwd, *cwd.absolute().parents)):
+        code.notes.append(f"{NO_REPOSITORY}: git ignores {shown_path(cwd)}, or is not installed here")
     if workload.is_command:
         code.notes.append(WORK_FOLDER_NOTE)
     for word in workload.argv:
@@ -240,10 +264,14 @@ def _refuse_outside(command: Sequence[str], tree: SourceTree) -> None:
                 )
 
 
-def _copy_all(tree: SourceTree, target: str) -> None:
+def _make_folders(tree: SourceTree, target: str) -> set[str]:
     folders = tree.folders | {parent for path in tree.links for parent in parents(path)}
     for folder in sorted(folders - {""}):  # parents first
         Path(target, folder).mkdir(mode=0o700)
+    return folders
+
+
+def _copy_files(tree: SourceTree, folders: set[str], target: str) -> None:
     plain = []
     for path, found in tree.files.items():
         if S_ISLNK(found.st_mode):
@@ -252,14 +280,17 @@ def _copy_all(tree: SourceTree, target: str) -> None:
             plain.append(path)
 
     def copy(path: str) -> None:
-        """Copy bytes and mode; no hard link, since an editor may write to the source in place."""
+        """Copy bytes, mode and time; no hard link, since an editor may write to the source in place."""
         # A link or a pipe that has just taken the place of the file is an error.
         with suppress(FileNotFoundError):  # deleted since it was listed
             reading = os.open(f"{tree.root}/{path}", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             with open(reading, "rb", 0) as old, open(f"{target}/{path}", "xb") as new:
                 # Read-only: a sweep's points share it, and outputs belong into the run's working folder.
                 os.fchmod(new.fileno(), S_IMODE(tree.files[path].st_mode) & 0o555 | 0o400)
+                found = os.fstat(reading)
                 shutil.copyfileobj(old, new)
+                new.flush()  # before it gets its time
+                os.utime(new.fileno(), ns=(found.st_atime_ns, found.st_mtime_ns))
 
     with ThreadPoolExecutor(NUM_THREADS) as threads:
         list(threads.map(copy, plain))
