@@ -42,6 +42,11 @@ GIT_TIMEOUT_S = 2.0
 MAX_DIFF_CHARS = 1_000_000
 DIFF_OPTIONS = ("--no-color", "--no-ext-diff", "--no-textconv", "--src-prefix=a/", "--dst-prefix=b/")
 """What a user's configuration of git may change, and the mask for secrets must know."""
+MAX_SCRIPT_BYTES = 1_000_000
+_WORDS = re.compile(r"[\s=,:;|&<>()'\"`]+")
+"""Between the words of ``sh -c 'train --data ../data'`` or ``--data=../a,../b``."""
+_PATH_ABOVE = re.compile(r"[\"'](\.\./[^\"'\n]*\w[^\"'\n]*)[\"']")
+"""A path above a script's folder, in quotes."""
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 WORK_FOLDER_NOTE = (
     "the command runs in work/ of its run folder, a copy of the code: relative outputs go there"
@@ -204,9 +209,10 @@ def plan_copy(cwd: Path, run: RunDir, workload: Workload) -> tuple[CodeCopy, Sou
             f"is {MAX_FILES:,} files and {_size(MAX_BYTES)}; the largest: {named}",
             hint="add data to .gitignore or move it, or use the files in place with --no-snapshot",
         )
+    missing: list[str] = []
     if workload.is_command:
         add_links(tree, folder, run_dir)
-        _refuse_outside(workload.argv, tree)
+        missing = list(_missing_paths(workload.argv, tree))
     import_path, notes = find_import_path(tree, str(run.code_dir), os.environ.get("PYTHONPATH", ""))
     by_reason: dict[str, list[str]] = {}
     for path, reason in tree.left_out:
@@ -226,7 +232,7 @@ def plan_copy(cwd: Path, run: RunDir, workload: Workload) -> tuple[CodeCopy, Sou
         left_out=[{"path": printable(path), "reason": reason} for path, reason in tree.left_out[:MAX_LISTED]],
         links=[printable(path) for path in tree.links[:MAX_LISTED]],
         import_path=import_path,
-        notes=[*left_out, *linked, *notes],
+        notes=[*left_out, *linked, *missing, *notes],
         workdir=str(run.code_dir / tree.subfolder),
         has_repository=bool(tree.repositories),
     )
@@ -251,17 +257,51 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes / 1e6:,.1f} MB"
 
 
-def _refuse_outside(command: Sequence[str], tree: SourceTree) -> None:
-    """Raise UsageError for a relative path in a command that exists, but not in the copy."""
+def _missing_paths(command: Sequence[str], tree: SourceTree) -> Iterator[str]:
+    """A note for each relative path in a command, or in a script of it, that exists, but not in the copy.
+
+    Raises UsageError for an argument or the value of an option that is outside of what is copied.
+    """
+    in_place = "or use the files in place with --no-snapshot"
     for word in command:
         for part in (word, word.partition("=")[2]):
             path = os.path.normpath(Path(tree.root, tree.subfolder, part))
             is_outside = path != tree.root and not below(tree.root, path)
-            if part.startswith("../") and is_outside and os.path.lexists(path):
+            if ".." in part.split("/") and not part.startswith("/") and is_outside and os.path.lexists(path):
                 raise UsageError(
                     f"{part} in the command is outside of {tree.root}, which is copied for the run",
-                    hint=f"give its absolute path, {path}, or use the files in place with --no-snapshot",
+                    hint=f"give its absolute path, {path}, {in_place}",
                 )
+    scripts = [word for word in command if word.endswith((".py", ".sh")) and not word.startswith("/")]
+    quoted = [(script, match[1]) for script in scripts for match in _PATH_ABOVE.finditer(_text(tree, script))]
+    words = [("the command", part) for word in command for part in _WORDS.split(word)]
+    for where, part in dict.fromkeys(words + quoted):
+        known = re.split(r"[{}$*?%]", part)[0]  # as in f"../data/{name}"
+        known = known if known == part else known.rpartition("/")[0]
+        path = os.path.normpath(Path(tree.root, tree.subfolder, known))
+        if known and not known.startswith("/") and os.path.lexists(path) and not _has_path(tree, path):
+            hint = f"give its absolute path, {path}, {in_place}"
+            yield f"{part} in {where} is not in the copy of the code: {hint}"
+
+
+def _has_path(tree: SourceTree, path: str) -> bool:
+    """Whether the copy has a path of the source; a folder of outputs is made by who writes them."""
+    inside = below(tree.root, path)
+    if inside and Path(path).is_dir():
+        return True
+    around = (inside, *parents(inside)) if inside else ()
+    return path == tree.root or inside in tree.files or any(place in tree.links for place in around)
+
+
+def _text(tree: SourceTree, script: str) -> str:
+    """What a script of the project says; empty without one, or for one that is no script."""
+    inside = below(tree.root, os.path.normpath(Path(tree.root, tree.subfolder, script)))
+    if inside not in tree.files or tree.files[inside].st_size > MAX_SCRIPT_BYTES:
+        return ""
+    try:
+        return Path(tree.root, inside).read_text(errors="replace")
+    except OSError:
+        return ""  # it could not be copied either, which says more
 
 
 def _make_folders(tree: SourceTree, target: str) -> set[str]:
