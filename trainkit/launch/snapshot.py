@@ -285,7 +285,7 @@ def _missing_paths(command: Sequence[str], tree: SourceTree) -> Iterator[str]:
 
 
 def _has_path(tree: SourceTree, path: str) -> bool:
-    """Whether the copy has a path of the source; a folder of outputs is made by who writes them."""
+    """Whether the copy has a path of the source; a folder of outputs is made by its program."""
     inside = below(tree.root, path)
     if inside and Path(path).is_dir():
         return True
