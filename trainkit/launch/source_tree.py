@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from shlex import quote
 from stat import S_ISDIR, S_ISLNK, S_ISREG
+from typing import Any
 
 from trainkit.errors import UsageError
 from trainkit.launch.secrets import looks_secret
@@ -170,7 +171,7 @@ def run_git(
     """
     environ = {name: value for name, value in os.environ.items() if name not in GIT_LOCATIONS}
     own = ("--no-optional-locks", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null")
-    given = {"stdin": subprocess.DEVNULL} if content is None else {"input": content}
+    given: dict[str, Any] = {"stdin": subprocess.DEVNULL} if content is None else {"input": content}
     try:
         return subprocess.run(
             ["git", *own, "-C", folder, *args],
