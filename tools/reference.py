@@ -64,8 +64,8 @@ CONFIG_USE = """\
   `parallel.cp` and `precision.float8` are refused.
 - [Your own script](own-script.md) (a COMMAND) uses `name`, `device`, `resources`, `launch`, `requeue`,
   `notify`, and `logging` but for `tensorboard`. Other keys reach it only where
-  [a launcher](own-script.md#launchers-get-the-config) passes them on; typed for such a run, with `--set` or in
-  Python, they are warned of. A function uses the same keys.
+  [a launcher](own-script.md#launchers-get-the-config) passes them on; typed for such a run, with `--set` or
+  in Python, they are warned of. A function uses the same keys.
 - Without Slurm, of `resources` only `nodes`, `gpus_per_node` and `cpus_per_gpu` have an effect, and
   [some keys of `launch`](slurm.md#without-slurm) have none.
 - Keys and passwords of other services are never values of a config: see [Secrets](slurm.md#secrets).

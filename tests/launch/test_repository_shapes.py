@@ -173,6 +173,7 @@ def check(folder: Path, run: RunDir, copied: list[str], linked: list[str]) -> No
     files = [
         os.path.relpath(Path(parent, name), run.code_dir)
         for parent, folders, names in os.walk(run.code_dir)
+        if ".git" not in Path(parent).parts
         for name in (*names, *(name for name in folders if Path(parent, name).is_symlink()))
     ]
     assert sorted({*files} - {"train.py", ".gitignore", *linked}) == copied

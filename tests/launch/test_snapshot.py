@@ -1,6 +1,7 @@
 """The copy of the code: complete, independent, or not there at all."""
 
 import os
+import shlex
 import shutil
 import sys
 import tempfile
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.disks import small_disk
-from tests.support.folders import content, git, names
+from tests.support.folders import content, git, names, write
 from tests.support.programs import run_program
 from trainkit.errors import UsageError
 from trainkit.launch import snapshot as module
@@ -253,3 +254,40 @@ def test_all_threads_copy_their_files(project: Path, run: RunDir) -> None:
         (project / name).write_text(text)
     take(project, run)
     assert {path.name: path.read_text() for path in run.code_dir.iterdir()} == written
+
+
+@pytest.mark.parametrize(
+    ("command", "noted"),
+    [
+        ("sh -c 'cat ../data/x.txt'", ["../data/x.txt in the command"]),
+        ("python t.py --data=../data/x.txt,../data/y.txt", ["../data/x.txt in the command"]),
+        ("python t.py --resume last.ckpt", ["last.ckpt in the command"]),
+        ("python t.py --resume out/last.ckpt --to out", ["out/last.ckpt in the command"]),
+        ("python reads.py", ["../data/x.txt in reads.py", "../data/{name} in reads.py"]),
+        ("python t.py --data big.bin --in linked/a.bin --out results/new --name data", []),
+        ("python t.py --data ../nothing", []),
+    ],
+)
+def test_paths_that_the_copy_lacks_are_noted(
+    project: Path, run: RunDir, command: str, noted: list[str]
+) -> None:
+    write(project, "code/t.py", "data/x.txt", "code/big.bin", "code/linked/a.bin", "code/last.ckpt")
+    write(project, "code/out/last.ckpt")
+    above = ["open('../data/x.txt')", 'f"../data/{name}"', "'../nothing'", "'../'", "'./t.py'"]
+    (project / "code/reads.py").write_text("\n".join(above))
+    found = copy_code(project / "code", run, Command(tuple(shlex.split(command)))).notes
+    about = [note.partition(" is not in the copy")[0] for note in found if "give its absolute path" in note]
+    assert [note for note in about if "in the" in note or "in reads" in note] == noted
+    assert not noted or f"give its absolute path, {project}/" in next(
+        note for note in found if noted[0] in note
+    )
+
+
+@pytest.mark.parametrize("word", ["../data", "--data=../data", "t.py/../../data"])
+def test_an_argument_outside_of_the_copy_is_refused(project: Path, run: RunDir, word: str) -> None:
+    write(project, "code/t.py", "data/x.txt")
+    with pytest.raises(UsageError, match="in the command is outside of") as caught:
+        copy_code(project / "code", run, Command(("python", "t.py", word)))
+    assert caught.value.hint == (
+        f"give its absolute path, {project}/data, or use the files in place with --no-snapshot"
+    )

@@ -344,6 +344,37 @@ def add_events(run: RunDir, *events: tuple[str, str, dict[str, Any]]) -> None:
             stream.write(json.dumps(record) + "\n")
 
 
+@pytest.mark.parametrize(
+    ("has_copy", "path", "advice"),
+    [
+        (
+            True,
+            "../data/x.txt",
+            "it is there as {above}/data/x.txt, but not in {run}/work/sub, the copy of the code",
+        ),
+        (True, "nowhere.txt", "relative paths start in {run}/work/sub, the copy of {above}/code in which"),
+        (False, "nowhere.txt", "relative paths start at {above}/code"),
+    ],
+)
+def test_a_command_that_finds_no_file_learns_where_it_runs(
+    tmp_path: Path, has_copy: bool, path: str, advice: str
+) -> None:
+    message = f"[Errno 2] No such file or directory: '{path}'"
+    run = failed(tmp_path / "run", b"", message, "FileNotFoundError")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/x.txt").touch()
+    source = str(tmp_path / "code")
+    code = {"source": source, "code": str(run.code_dir), "subfolder": "sub"} if has_copy else None
+    write_json(run.job_file, {"cwd": source, "code": code, "attempts": []})
+    for file in (run.plan_file, run.attempt(1).plan_file):
+        write_json(file, {"command": ["python", "t.py"]})
+    write_json(run.config_file, {})
+    found = diagnose(run.attempt(1))
+    assert found.name == "missing-file"
+    assert any(one.startswith(advice.format(above=tmp_path, run=run.path)) for one in found.advice)
+    assert not any("from which the run was submitted" in one for one in found.advice)
+
+
 def test_a_signal_explains_only_what_follows_it(tmp_path: Path) -> None:
     run = failed(tmp_path, b"")
     record = {"rank": 0, "host": HOST, "type": "exit", "message": "ended with exit code 1"}

@@ -29,11 +29,28 @@ def test_the_signatures_are_sound() -> None:
     for signature in signatures:
         groups = {name for pattern in signature.patterns for name in pattern.groupindex}
         assert set(placeholders(signature.causes[-1])) <= known | groups, signature.name
-        assert not any(text.endswith(".") for text in (*signature.causes, *signature.advice)), signature.name
+        assert all(sentence and sentence.keys() <= {"trainer", "command"} for sentence in signature.advice)
+        sentences = [text for sentence in signature.advice for text in sentence.values()]
+        assert not any(text.endswith(".") for text in (*signature.causes, *sentences)), signature.name
         assert not any(pattern.search("") for pattern in signature.patterns), signature.name
         assert signature.role in get_args(Role)
         assert set(signature.where) <= set(get_args(Where))
         assert signature.confidence in get_args(Confidence)
+
+
+def test_no_sentence_for_a_command_names_what_has_no_effect_on_it() -> None:
+    """The sections of the built-in trainer, what takes its config, and values that no COMMAND has."""
+    sections = "task|model|data|tokenizer|optimizer|schedule|precision|parallel|train|checkpoint"
+    wrong = re.compile(
+        rf"\b(?:{sections})\.[a-z]\w*|trainkit (?:plan|check)\b|the (?:model|data) section|--set device="
+    )
+    only_trainer = {"num_workers", "device_batch_size", "smallest_batch", "lr", "precision", "trainer_config"}
+    for signature in load_signatures():
+        for text in (*signature.causes, *signature.advice_for(is_command=True)):
+            assert not wrong.search(text), (signature.name, text)
+            assert not only_trainer & set(placeholders(text)), (signature.name, text)
+        for text in signature.advice_for(is_command=False):
+            assert "command" not in placeholders(text), (signature.name, text)
 
 
 def test_no_line_of_a_log_takes_a_signature_long() -> None:

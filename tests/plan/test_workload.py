@@ -1,6 +1,6 @@
 import pytest
 
-from trainkit.plan.workload import name_of
+from trainkit.plan.workload import Command, name_of
 
 
 @pytest.mark.parametrize(
@@ -20,3 +20,34 @@ from trainkit.plan.workload import name_of
 )
 def test_a_run_is_named_after_its_script(command: str, name: str | None) -> None:
     assert name_of(command.split()) == name
+
+
+@pytest.mark.parametrize(
+    ("command", "reads"),
+    [
+        ("python3 - --lr 0.1", True),
+        ("python3", True),
+        ("/usr/bin/python3.11 -u", True),
+        ("bash -s a b", True),
+        ("sh -es", True),
+        ("sh", True),
+        ("cat", True),
+        ("tool --config -", True),
+        ("python /dev/stdin", True),
+        ("env X=1 python -", True),
+        ("uv run python3", True),
+        ("nice -n 5 bash", True),
+        ("perl", True),
+        ("python train.py", False),
+        ("python -m mine.train", False),
+        ("python -c print(1)", False),
+        ("python --version", False),
+        ("bash run.sh -s", False),
+        ("cat notes.txt", False),
+        ("echo python", False),
+        ("uv run train.py", False),
+        ("./train", False),
+    ],
+)
+def test_whether_a_command_line_says_that_it_reads_standard_input(command: str, reads: bool) -> None:
+    assert Command(tuple(command.split())).reads_input is reads

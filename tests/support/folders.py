@@ -23,9 +23,9 @@ def names(folder: Path) -> list[str]:
 
 
 def content(folder: Path) -> dict[str, str]:
-    """Every file and link below a folder, and what is in it."""
+    """Every file and link below a folder, and what is in it; not the files of Git."""
     return {
         str(path.relative_to(folder)): str(path.readlink()) if path.is_symlink() else path.read_text()
         for path in folder.rglob("*")
-        if path.is_symlink() or path.is_file()
+        if (path.is_symlink() or path.is_file()) and ".git" not in path.relative_to(folder).parts
     }

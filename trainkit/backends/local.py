@@ -147,7 +147,8 @@ def _start_process(
     with output.open("ab") as log:
         return subprocess.Popen(
             argv,
-            stdin=subprocess.DEVNULL,
+            # That of the shell is for rank 0, but for a terminal, which stays with the command itself.
+            stdin=0 if foreground and not os.isatty(0) else subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
             env={**inherited, **(environ or {})},

@@ -106,6 +106,9 @@ def command(
             if time_s is not None:
                 left = "at the speed of its newest steps; checkpoints and validations come on top"
                 click.echo(f"  time                about {duration(time_s)} {left}", err=True)
+            if plan.workload.reads_input and not source.input_file.exists():
+                words = f"{plan.workload.argv[0]} reads standard input"
+                click.echo(f"warning: {words}, which this run has not kept: it gets an empty one", err=True)
             if fork is None and knows_run and not published(source.checkpoints_dir):
                 click.echo("  checkpoint          none yet: training starts at step 0 again", err=True)
         if place is not None:
@@ -126,7 +129,8 @@ def command(
             )
         else:
             checkpoint = resume.newest_checkpoint_of(source)
-            created = create_run(loaded.config, plan, ["trainkit", *sys.argv[1:]], fork)
+            stdin = source.input_file.read_bytes() if source.input_file.exists() else None
+            created = create_run(loaded.config, plan, ["trainkit", *sys.argv[1:]], fork, stdin=stdin)
             run, name = created.run, created.name
             print_created(created)
             resume.copy_newest_checkpoint(checkpoint, run)

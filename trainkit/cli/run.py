@@ -122,18 +122,31 @@ def command(
         click.echo(describe_plan(plan, next_name(loaded.config.name, folder)), err=True)
     if (forecast := disk_forecast(folder or Path(RUNS_FOLDER), plan, loaded.config)) is not None:
         click.echo(forecast, err=True)
-    start = partial(_start, loaded.config, plan, folder)
+    stdin = _kept_input(workload) if place is None or place.node_rank == 0 else None
+    start = partial(_start, loaded.config, plan, folder, stdin)
     if place is not None:
         parent, named = (Path(RUNS_FOLDER), None) if folder is None else (folder.parent, folder.name)
         return run_on_hosts(place, loaded.config, plan, parent.absolute(), named, start)
     return stay_in_foreground(*start(), plan)
 
 
-def _start(config: RunConfig, plan: LaunchPlan, folder: Path | None) -> tuple[RunDir, str, AttemptRecord]:
+def _kept_input(workload: Workload) -> bytes | None:
+    """What the run keeps of the standard input, which rank 0 otherwise inherits."""
+    from trainkit.launch.standard_input import kept_input
+
+    stdin, about_input = kept_input(workload, streams=True)
+    if about_input is not None:
+        click.echo(about_input, err=True)
+    return stdin
+
+
+def _start(
+    config: RunConfig, plan: LaunchPlan, folder: Path | None, stdin: bytes | None
+) -> tuple[RunDir, str, AttemptRecord]:
     """Create and start a run; its folder, its name, and the entry of its attempt."""
     from trainkit.launch.create import create_run, start_run
 
-    created = create_run(config, plan, ["trainkit", *sys.argv[1:]], folder)
+    created = create_run(config, plan, ["trainkit", *sys.argv[1:]], folder, stdin=stdin)
     print_created(created)
     created.run.hold()  # its ranks may be at work before this process looks at it again
     return created.run, created.name, start_run(created.run, config, plan, "run")
@@ -294,7 +307,7 @@ def _start_in_step(
     plan = plan_run(loaded, gather(loaded, workload, target=target), workload)
     folder = options.named_folder(run_dir)
     click.echo(describe_plan(plan, next_name(loaded.config.name, folder)), err=True)
-    run, _, entry = _start(loaded.config, plan, folder)
+    run, _, entry = _start(loaded.config, plan, folder, _kept_input(workload))
     click.echo(str(run.path))
     return run.attempt(entry.attempt)
 

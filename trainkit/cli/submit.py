@@ -196,6 +196,12 @@ def command(
     if repeated is not None:
         described = [replace(point, plan=repeated.described(point.plan)) for point in submission.points]
         submission = replace(submission, points=described)
+    from trainkit.launch.standard_input import kept_input
+
+    stdin, about_input = kept_input(workload, streams=False)
+    if stdin is None and repeated is not None and workload == repeated.plan.workload:
+        stdin = repeated.stdin
+    submission = replace(submission, stdin=stdin)
     plan = submission.plan
     if now and plan.slurm is not None:
         raise UsageError("--now is for a run on this machine, and this one is for Slurm", hint="remove --now")
@@ -205,6 +211,7 @@ def command(
     for line in (
         *([] if repeated is None or is_group else _changes(repeated, submission, request)),
         *submission_warnings(submission, folder, workload, starts=not dry_run),
+        *([] if about_input is None else [about_input]),
         *(_notes(submission, workload, bool(sweeps)) if is_group else ()),
     ):
         click.echo(line, err=True)

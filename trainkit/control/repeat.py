@@ -32,6 +32,8 @@ class RepeatedRun:
     plan: LaunchPlan
     code: CodeCopy | None
     """Its copy of the code; None if the new run uses the current code."""
+    stdin: bytes | None
+    """What rank 0 of its command reads, if it has kept that."""
 
     def found_values(self, typed: Collection[str]) -> dict[str, tuple[str, object]]:
         """What this run found out itself, for all keys but the `typed` ones: key -> origin and value."""
@@ -82,4 +84,5 @@ def find_repeated(text: str, *, uses_current_code: bool) -> RepeatedRun | None:
                 hint=f"--no-snapshot runs the code in {cwd} as it is now",
             )
     config, plan = read_effective(run.config_file), LaunchPlan.read(run.plan_file)
-    return RepeatedRun(run, config, plan, None if uses_current_code else code)
+    stdin = run.input_file.read_bytes() if run.input_file.is_file() else None
+    return RepeatedRun(run, config, plan, None if uses_current_code else code, stdin)

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import signal
+import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
@@ -153,7 +154,11 @@ class LocalAttemptWatch(AttemptWatch):
             argv = module_argv("trainkit.job.node.agent", str(self.attempt.run.path), *options, *port)
             with self.attempt.node_log(node_rank).open("ab") as log:
                 self.running[node_rank] = processes.start_child(
-                    argv, environ=environ, output=log, keeps_mask=True
+                    argv,
+                    environ=environ,
+                    output=log,
+                    keeps_mask=True,
+                    stdin=subprocess.DEVNULL if node_rank else 0,
                 )
 
     def end_all(self) -> None:

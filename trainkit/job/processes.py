@@ -169,7 +169,7 @@ def start_child(
     keeps_mask: bool,
     ignored: Collection[signal.Signals] = (),
     cwd: str | None = None,
-    stdin: int = subprocess.DEVNULL,
+    stdin: int | IO[bytes] = subprocess.DEVNULL,
 ) -> subprocess.Popen[bytes]:
     """Start a process in its own process group; the kernel kills it when this one dies.
 

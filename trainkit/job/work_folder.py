@@ -17,6 +17,7 @@ from trainkit.folders import ensure_folder
 from trainkit.job.processes import retry_on_disk_error
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.files import read_json, write_json
+from trainkit.run.git_copy import GIT, carry_repository, repositories_below, retire_repository
 from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
 
@@ -54,6 +55,8 @@ def prepare_work_folder(run: RunDir) -> Path | None:
         stage = Path(tempfile.mkdtemp(prefix=".work.", dir=run.path))
         try:
             _copy(snapshot, stage, list(_files(snapshot)))
+            for inside in repositories_below(snapshot):
+                carry_repository(snapshot / inside, stage / inside)
             write_json(run.work_file, record)
             stage.rename(run.work_dir)
         except BaseException:
@@ -83,13 +86,19 @@ def _renew(work: Path, before: Path, after: Path) -> None:
     for name in set(_files(before)) - set(new):
         if _is_same(work / name, before / name):
             (work / name).unlink()
+    repositories = repositories_below(after)
+    for inside in {*repositories, *repositories_below(before)}:
+        if (work / inside / GIT).exists():
+            retire_repository(work / inside, f".before-{before.name}")
+    for inside in repositories:
+        carry_repository(after / inside, work / inside)
 
 
 def _files(root: Path) -> Iterator[str]:
-    """The files and symlinks below a folder, without Python's caches, by their relative paths."""
+    """The relative paths of the files and links below a folder, but for Python's caches and Git's files."""
     for folder, folders, files in os.walk(root):
         links = [name for name in folders if Path(folder, name).is_symlink()]
-        folders[:] = [name for name in folders if name != "__pycache__" and name not in links]
+        folders[:] = [name for name in folders if name not in ("__pycache__", GIT, *links)]
         yield from (os.path.relpath(Path(folder, name), root) for name in (*files, *links))
 
 

@@ -59,11 +59,12 @@ def create_submission(
     """
     config, plan = submission.points[0].config, submission.points[0].plan
     if submission.array is None:
-        return create_run(config, plan, argv, run_dir, submission.code_from)
+        return create_run(config, plan, argv, run_dir, submission.code_from, submission.stdin)
     with new_folder(config.name, run_dir, option) as (folder, name):
         group, run = RunGroup(folder), RunDir(folder)
         group.logs_dir.mkdir(mode=0o700)
         code = write_origin(run, config, plan, argv, submission.code_from)
+        _keep_input(run, config, submission.stdin)
         record = _group_record(name, submission.points, submission.array.directive, code)
         refuse_leaks(json.dumps(record), str(group.sweep_file), config.secrets, os.environ)
         if backend_named(plan.backend).template is not None:
@@ -78,10 +79,12 @@ def create_run(
     argv: Sequence[str],
     run_dir: Path | None = None,
     code_from: CodeCopy | None = None,
+    stdin: bytes | None = None,
 ) -> CreatedRun:
     """Create the folder of a run: ``runs/NAME``, or `run_dir`, which must be new or empty.
 
-    `code_from` is the copy of another run's code, which it gets instead of the current code.
+    `code_from` is the copy of another run's code, which it gets instead of the current code; `stdin` is what
+    rank 0 of its command reads at each attempt.
     Raises UsageError when the folder cannot be written, the code cannot be copied, or a secret would be
     written to a file.
     """
@@ -89,8 +92,15 @@ def create_run(
         run = RunDir(folder)
         run.checkpoints_dir.mkdir(mode=0o700)
         code = write_origin(run, config, plan, argv, code_from)
+        _keep_input(run, config, stdin)
         create_job(run, backend=plan.backend, name=name, cwd=str(Path.cwd()), code=code)
     return CreatedRun(run, config.name, name, code)
+
+
+def _keep_input(run: RunDir, config: RunConfig, stdin: bytes | None) -> None:
+    if stdin is not None:
+        refuse_leaks(stdin.decode(errors="replace"), str(run.input_file), config.secrets, os.environ)
+        write_atomic(run.input_file, stdin)
 
 
 def start_submission(

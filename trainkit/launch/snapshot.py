@@ -20,13 +20,15 @@ from stat import S_IMODE, S_ISLNK
 from trainkit import __version__
 from trainkit.config import RunConfig
 from trainkit.errors import UsageError
-from trainkit.folders import ensure_folder, user_name
+from trainkit.folders import ensure_folder, shown_path, user_name
+from trainkit.launch.git_snapshot import NoRepository, finish_repository, make_repository
 from trainkit.launch.packages import own_packages
 from trainkit.launch.secrets import mask_diff, refuse_leaks, without_secrets
 from trainkit.launch.source_tree import SourceTree, add_links, below, find_tree, parents, printable, run_git
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.workload import Workload
 from trainkit.run.files import to_json, utc_now, write_json
+from trainkit.run.git_copy import GIT, hash_size_of, repositories_below, write_index
 from trainkit.run.record import CodeCopy, changed_job, read_job
 from trainkit.run.rundir import RunDir
 
@@ -40,10 +42,18 @@ GIT_TIMEOUT_S = 2.0
 MAX_DIFF_CHARS = 1_000_000
 DIFF_OPTIONS = ("--no-color", "--no-ext-diff", "--no-textconv", "--src-prefix=a/", "--dst-prefix=b/")
 """What a user's configuration of git may change, and the mask for secrets must know."""
+MAX_SCRIPT_BYTES = 1_000_000
+_WORDS = re.compile(r"[\s=,:;|&<>()'\"`]+")
+"""Between the words of ``sh -c 'train --data ../data'`` or ``--data=../a,../b``."""
+_PATH_ABOVE = re.compile(r"[\"'](\.\./[^\"'\n]*\w[^\"'\n]*)[\"']")
+"""A path above a script's folder, in quotes."""
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 WORK_FOLDER_NOTE = (
     "the command runs in work/ of its run folder, a copy of the code: relative outputs go there"
 )
+
+
+NO_REPOSITORY = "Git finds no repository in the copy of the code"
 
 
 def wants_copy(config: RunConfig, plan: LaunchPlan) -> bool:
@@ -128,10 +138,23 @@ def copy_code(cwd: Path, run: RunDir, workload: Workload) -> CodeCopy:
     try:
         stage = tempfile.mkdtemp(prefix=".code.", dir=run.path)
         try:
-            _copy_all(tree, stage)
+            folders = _make_folders(tree, stage)
+            with ThreadPoolExecutor(1) as thread:
+                made = [
+                    (prefix, thread.submit(make_repository, tree, prefix, stage))
+                    for prefix in tree.repositories
+                ]
+                _copy_files(tree, folders, stage)
             for path in tree.links:
                 Path(stage, path).symlink_to(Path(tree.root, path))
             ensure_folder(Path(stage, tree.subfolder), parents=True)
+            for prefix, repository in made:
+                try:
+                    finish_repository(tree, prefix, stage, *repository.result())
+                except (NoRepository, ValueError) as error:
+                    shutil.rmtree(Path(stage, prefix, GIT), ignore_errors=True)
+                    code.notes.append(f"{NO_REPOSITORY}: {printable(str(error))}")
+            code = replace(code, has_repository=Path(stage, GIT).is_dir())
             Path(stage).rename(run.code_dir)
         except BaseException:
             shutil.rmtree(stage, ignore_errors=True)
@@ -145,6 +168,9 @@ def copy_again(before: CodeCopy, run: RunDir) -> CodeCopy:
     """Copy the copy of another run's code to the run's code/; describe it. Raises UsageError likewise."""
     try:
         shutil.copytree(before.code, run.code_dir, symlinks=True)
+        for folder in repositories_below(run.code_dir):
+            old = Path(before.code, folder)
+            write_index(old, run.code_dir / folder, old / GIT / "index", hash_size_of(old / GIT))
     except OSError as error:
         raise _copy_error(error, run) from error
     return moved(before, run.code_dir)
@@ -183,9 +209,10 @@ def plan_copy(cwd: Path, run: RunDir, workload: Workload) -> tuple[CodeCopy, Sou
             f"is {MAX_FILES:,} files and {_size(MAX_BYTES)}; the largest: {named}",
             hint="add data to .gitignore or move it, or use the files in place with --no-snapshot",
         )
+    missing: list[str] = []
     if workload.is_command:
         add_links(tree, folder, run_dir)
-        _refuse_outside(workload.argv, tree)
+        missing = list(_missing_paths(workload.argv, tree))
     import_path, notes = find_import_path(tree, str(run.code_dir), os.environ.get("PYTHONPATH", ""))
     by_reason: dict[str, list[str]] = {}
     for path, reason in tree.left_out:
@@ -205,9 +232,12 @@ def plan_copy(cwd: Path, run: RunDir, workload: Workload) -> tuple[CodeCopy, Sou
         left_out=[{"path": printable(path), "reason": reason} for path, reason in tree.left_out[:MAX_LISTED]],
         links=[printable(path) for path in tree.links[:MAX_LISTED]],
         import_path=import_path,
-        notes=[*left_out, *linked, *notes],
+        notes=[*left_out, *linked, *missing, *notes],
         workdir=str(run.code_dir / tree.subfolder),
+        has_repository=bool(tree.repositories),
     )
+    if tree.kind == "pattern" and any((parent / GIT).exists() for parent in (cwd, *cwd.absolute().parents)):
+        code.notes.append(f"{NO_REPOSITORY}: git ignores {shown_path(cwd)}, or is not installed here")
     if workload.is_command:
         code.notes.append(WORK_FOLDER_NOTE)
     for word in workload.argv:
@@ -227,23 +257,61 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes / 1e6:,.1f} MB"
 
 
-def _refuse_outside(command: Sequence[str], tree: SourceTree) -> None:
-    """Raise UsageError for a relative path in a command that exists, but not in the copy."""
+def _missing_paths(command: Sequence[str], tree: SourceTree) -> Iterator[str]:
+    """A note for each relative path in a command, or in a script of it, that exists, but not in the copy.
+
+    Raises UsageError for an argument or the value of an option that is outside of what is copied.
+    """
+    in_place = "or use the files in place with --no-snapshot"
     for word in command:
         for part in (word, word.partition("=")[2]):
             path = os.path.normpath(Path(tree.root, tree.subfolder, part))
             is_outside = path != tree.root and not below(tree.root, path)
-            if part.startswith("../") and is_outside and os.path.lexists(path):
+            if ".." in part.split("/") and not part.startswith("/") and is_outside and os.path.lexists(path):
                 raise UsageError(
                     f"{part} in the command is outside of {tree.root}, which is copied for the run",
-                    hint=f"give its absolute path, {path}, or use the files in place with --no-snapshot",
+                    hint=f"give its absolute path, {path}, {in_place}",
                 )
+    scripts = [word for word in command if word.endswith((".py", ".sh")) and not word.startswith("/")]
+    quoted = [(script, match[1]) for script in scripts for match in _PATH_ABOVE.finditer(_text(tree, script))]
+    words = [("the command", part) for word in command for part in _WORDS.split(word)]
+    for where, part in dict.fromkeys(words + quoted):
+        known = re.split(r"[{}$*?%]", part)[0]  # as in f"../data/{name}"
+        known = known if known == part else known.rpartition("/")[0]
+        path = os.path.normpath(Path(tree.root, tree.subfolder, known))
+        if known and not known.startswith("/") and os.path.lexists(path) and not _has_path(tree, path):
+            hint = f"give its absolute path, {path}, {in_place}"
+            yield f"{part} in {where} is not in the copy of the code: {hint}"
 
 
-def _copy_all(tree: SourceTree, target: str) -> None:
+def _has_path(tree: SourceTree, path: str) -> bool:
+    """Whether the copy has a path of the source; a folder of outputs is made by its program."""
+    inside = below(tree.root, path)
+    if inside and Path(path).is_dir():
+        return True
+    around = (inside, *parents(inside)) if inside else ()
+    return path == tree.root or inside in tree.files or any(place in tree.links for place in around)
+
+
+def _text(tree: SourceTree, script: str) -> str:
+    """What a script of the project says; empty without one, or for one that is no script."""
+    inside = below(tree.root, os.path.normpath(Path(tree.root, tree.subfolder, script)))
+    if inside not in tree.files or tree.files[inside].st_size > MAX_SCRIPT_BYTES:
+        return ""
+    try:
+        return Path(tree.root, inside).read_text(errors="replace")
+    except OSError:
+        return ""  # it could not be copied either, which says more
+
+
+def _make_folders(tree: SourceTree, target: str) -> set[str]:
     folders = tree.folders | {parent for path in tree.links for parent in parents(path)}
     for folder in sorted(folders - {""}):  # parents first
         Path(target, folder).mkdir(mode=0o700)
+    return folders
+
+
+def _copy_files(tree: SourceTree, folders: set[str], target: str) -> None:
     plain = []
     for path, found in tree.files.items():
         if S_ISLNK(found.st_mode):
@@ -252,14 +320,17 @@ def _copy_all(tree: SourceTree, target: str) -> None:
             plain.append(path)
 
     def copy(path: str) -> None:
-        """Copy bytes and mode; no hard link, since an editor may write to the source in place."""
+        """Copy bytes, mode and time; no hard link, since an editor may write to the source in place."""
         # A link or a pipe that has just taken the place of the file is an error.
         with suppress(FileNotFoundError):  # deleted since it was listed
             reading = os.open(f"{tree.root}/{path}", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             with open(reading, "rb", 0) as old, open(f"{target}/{path}", "xb") as new:
                 # Read-only: a sweep's points share it, and outputs belong into the run's working folder.
                 os.fchmod(new.fileno(), S_IMODE(tree.files[path].st_mode) & 0o555 | 0o400)
+                found = os.fstat(reading)
                 shutil.copyfileobj(old, new)
+                new.flush()  # before it gets its time
+                os.utime(new.fileno(), ns=(found.st_atime_ns, found.st_mtime_ns))
 
     with ThreadPoolExecutor(NUM_THREADS) as threads:
         list(threads.map(copy, plain))

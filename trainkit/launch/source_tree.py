@@ -12,9 +12,11 @@ from functools import cache
 from pathlib import Path
 from shlex import quote
 from stat import S_ISDIR, S_ISLNK, S_ISREG
+from typing import Any
 
 from trainkit.errors import UsageError
 from trainkit.launch.secrets import looks_secret
+from trainkit.run.git_copy import GIT_LOCATIONS
 from trainkit.run.rundir import RUNS_FOLDER
 
 MAX_LINKS = 10_000
@@ -23,9 +25,6 @@ MAX_SEARCHED = 200_000
 MAX_FILE_BYTES = 50_000_000
 """Without git, larger files count as data."""
 GIT_LIMIT_S = 60.0
-_GIT_LOCATIONS = {
-    f"GIT_{name}" for name in ("DIR", "WORK_TREE", "INDEX_FILE", "COMMON_DIR", "PREFIX", "NAMESPACE")
-}
 
 
 def _matcher(patterns: str) -> re.Pattern[str]:
@@ -77,6 +76,8 @@ class SourceTree:
     """What is linked."""
     left_out: list[tuple[str, str]] = field(default_factory=list)
     """(path, reason)"""
+    repositories: list[str] = field(default_factory=list)
+    """Where the repositories are below the root, each empty or with a slash at its end."""
     apart: set[str] = field(default_factory=set)
     """The folders around keys, outputs and the files of runs."""
     is_run: Callable[[str], bool] = field(default_factory=lambda: cache(_is_run))
@@ -161,13 +162,20 @@ def repository_tree(cwd: str, run_dir: str) -> SourceTree | None:
     return tree
 
 
-def run_git(folder: str, *args: str, timeout_s: float = GIT_LIMIT_S) -> subprocess.CompletedProcess[bytes]:
-    """Run git in a folder, whatever the environment says; raises UsageError after `timeout_s`."""
-    environ = {name: value for name, value in os.environ.items() if name not in _GIT_LOCATIONS}
+def run_git(
+    folder: str, *args: str, timeout_s: float = GIT_LIMIT_S, content: bytes | None = None
+) -> subprocess.CompletedProcess[bytes]:
+    """Run git in a folder, whatever the environment says; raises UsageError after `timeout_s`.
+
+    `content` is its standard input. No program that a repository names as its fsmonitor or hook is run.
+    """
+    environ = {name: value for name, value in os.environ.items() if name not in GIT_LOCATIONS}
+    own = ("--no-optional-locks", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null")
+    given: dict[str, Any] = {"stdin": subprocess.DEVNULL} if content is None else {"input": content}
     try:
         return subprocess.run(
-            ["git", "--no-optional-locks", "-C", folder, *args],
-            stdin=subprocess.DEVNULL,
+            ["git", *own, "-C", folder, *args],
+            **given,
             capture_output=True,
             env={**environ, "LC_ALL": "C"},
             timeout=timeout_s,
@@ -191,6 +199,7 @@ def _git_error(folder: str, stderr: str) -> UsageError:
 def _add_repository(tree: SourceTree, prefix: str, run_dir: str, runs_dir: str) -> None:
     """Add the files of a repository and of nested ones; files tracked in `runs_dir` are code too."""
     folder = f"{tree.root}/{prefix}"
+    tree.repositories.append(prefix)
     # As literal patterns of .gitignore, so that git does not search them.
     patterns = [
         "--exclude=/" + re.sub(r"([*?\[\]\\ ])", r"\\\1", path.removeprefix(prefix))

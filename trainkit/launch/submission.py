@@ -102,6 +102,8 @@ class Submission:
     """None for a run."""
     code_from: CodeCopy | None = None
     """The copy of the code of the run that this one repeats."""
+    stdin: bytes | None = None
+    """What rank 0 of its command reads."""
 
     @cached_property
     def plan(self) -> LaunchPlan:

@@ -7,6 +7,7 @@ timed out; `suspect_rank` is the rank to look at.
 from __future__ import annotations
 
 import math
+import os
 import re
 import shutil
 from collections.abc import Iterable
@@ -42,7 +43,7 @@ def run_values(files: AttemptFiles) -> dict[str, str]:
         "by_hand": command if is_by_hand else "",
         "resumable": "" if is_by_hand else run.word,
         "missing_logs_dir": "" if attempt.logs_dir.exists() else str(attempt.logs_dir),
-        **_disk_values(run),
+        **_disk_values(run, is_command=plan.is_command and not is_by_hand),
         **({} if plan.is_command else _batch_values(plan.record("batch"))),
     }
     config = read_config(attempt.config_file if attempt.config_file.is_file() else run.config_file)
@@ -111,9 +112,14 @@ def host_values(host: str, named: str) -> dict[str, str]:
     return {"host": host, "named_host" if host in hosts else "free_host": host}
 
 
-def _disk_values(run: RunDir) -> dict[str, str]:
+def _disk_values(run: RunDir, *, is_command: bool) -> dict[str, str]:
     checkpoints = published(run.checkpoints_dir)
-    values = {"newest_step": str(checkpoints[-1].step)} if checkpoints else {"no_checkpoint": "no checkpoint"}
+    if checkpoints:
+        values = {"newest_step": str(checkpoints[-1].step)}
+    else:
+        none = "no checkpoint of trainkit" if is_command else "no checkpoint"
+        own = "its command continues from what it has saved itself" if is_command else f"there is {none}"
+        values = {"no_checkpoint": none, "starts_again": own}
     # The folder may be on a disk that fails: the advice then goes without these values.
     with suppress(OSError):
         folder = run.path.resolve()
@@ -153,6 +159,26 @@ def hang_values(
     known = waiting if blocking is not None else []
     hangs_dir = str(files.attempt.hangs_dir) if lines else ""
     return {"waiting": rank_list(known) if known else "", "hangs_dir": hangs_dir}, lines
+
+
+_QUOTED = re.compile(r"'([^']+)'")
+
+
+def missing_path_values(files: AttemptFiles, match: Match) -> dict[str, str]:
+    """Where a command looked for a file that it did not find, and where that file is; else nothing."""
+    if match.signature.name != "missing-file" or not files.plan.is_command:
+        return {}
+    job = files.job
+    if job.code is None:
+        return {"in_place_dir": job.cwd or ""}
+    copy_dir = str(files.run.work_dir / job.code.subfolder)
+    values = {"copy_dir": copy_dir, "copied_dir": job.code.source}
+    path = _QUOTED.search(match.groups.get("what", ""))
+    if path is not None and job.cwd and not path[1].startswith("/"):
+        found = os.path.normpath(f"{job.cwd}/{path[1]}")
+        if os.path.lexists(found):
+            return {"copy_dir": copy_dir, "found_at": found}
+    return values
 
 
 def missing_rank_values(files: AttemptFiles, match: Match) -> dict[str, str]:

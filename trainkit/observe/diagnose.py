@@ -21,6 +21,7 @@ from trainkit.observe.advice import (
     collective_values,
     hang_values,
     host_values,
+    missing_path_values,
     missing_rank_values,
     run_values,
 )
@@ -346,7 +347,9 @@ class _Case:
         if "suspect_rank" in values:
             rank = int(values["suspect_rank"])
             host = self.files.host_of(rank) if hosts else host  # all on one host
-        advice = [text for text in (fill(template, values) for template in signature.advice) if text]
+        values |= missing_path_values(self.files, match)
+        templates = signature.advice_for(is_command=self.files.plan.is_command)
+        advice = [text for text in (fill(template, values) for template in templates) if text]
         hint = failure.hint
         if hint and match.text.kind == "record" and hint not in advice:
             advice.insert(0, hint)
@@ -447,7 +450,7 @@ class _Case:
         templates = (
             "step {unsaved_step} was being saved, since {save_began}",
             *(f"`{again}` continues from step {{newest_step}}" for again in STARTS_AGAIN),
-            *(f"`{again}` starts again: there is {{no_checkpoint}}" for again in STARTS_AGAIN),
+            *(f"`{again}` starts again: {{starts_again}}" for again in STARTS_AGAIN),
         )
         return [text for one in templates if (text := fill(one, values | self.events.values()))]
 

@@ -39,13 +39,18 @@ class Signature:
 
     Placeholders are named groups of the pattern and the values of `observe.advice`.
     """
-    advice: tuple[str, ...]
-    """Sentences; one whose placeholders have no value in a run is left out."""
+    advice: tuple[Mapping[str, str], ...]
+    """Sentences for the ``trainer`` and a ``command``; one without a value for a placeholder is left out."""
     role: Role
     where: tuple[Where, ...]
     confidence: Confidence
     doc: str
     """A paragraph for the docs."""
+
+    def advice_for(self, *, is_command: bool) -> tuple[str, ...]:
+        """The sentences for a run of a COMMAND, or of the built-in trainer."""
+        kind = "command" if is_command else "trainer"
+        return tuple(sentence[kind] for sentence in self.advice if kind in sentence)
 
     @property
     def is_of_a_rank(self) -> bool:
@@ -67,7 +72,10 @@ def _signature(name: str, entry: JsonObject) -> Signature:
         title=entry["title"],
         patterns=tuple(re.compile(text, re.MULTILINE) for text in _several(entry["pattern"])),
         causes=_several(entry.get("cause") or entry["title"]),
-        advice=tuple(entry.get("advice", ())),
+        advice=tuple(
+            dict.fromkeys(("trainer", "command"), item) if isinstance(item, str) else item
+            for item in entry.get("advice", ())
+        ),
         role=entry.get("role", "cause"),
         where=tuple(entry.get("where", ("record", "log"))),
         confidence=entry.get("confidence", "certain"),

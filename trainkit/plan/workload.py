@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import PurePath
 from typing import ClassVar
 
@@ -18,6 +19,17 @@ USED_BY_COMMANDS = (
     *("resources", "launch", "requeue", "notify", "logging"),
 )
 """The keys and sections of a config that have an effect on a run of a command."""
+WRAPPERS = (
+    *("env", "nice", "ionice", "nohup", "time", "timeout", "stdbuf", "setsid", "taskset", "numactl"),
+    *("uv", "uvx", "poetry", "pipenv", "pixi", "hatch", "conda", "mamba", "micromamba"),
+    *("apptainer", "singularity"),
+)
+"""Programs that start the one that their arguments name, with their own standard input."""
+_INTERPRETER = re.compile(
+    rf"(?:python|pypy)[\d.]*|{'|'.join(SHELLS)}|fish|perl|ruby|node|julia|R|lua[\d.]*|php|cat"
+)
+_INPUT_FILES = ("-", "/dev/stdin", "/dev/fd/0", "/proc/self/fd/0")
+_NO_INPUT = re.compile(r"-(?:-version|-help|V|h)")
 
 
 @dataclass(frozen=True)
@@ -39,6 +51,27 @@ class Workload:
     def has_launcher(self) -> bool:
         """Whether a launcher such as torchrun starts the ranks of a node."""
         return self.launcher not in PER_RANK
+
+    @property
+    def reads_input(self) -> bool:
+        """Whether its command line says that it reads standard input: a ``-``, or a program without a script.
+
+        As in ``python3 -``, ``bash -s``, ``env X=1 python`` and ``cat``; others may read it too.
+        """
+        words = self.argv
+        if any(word in _INPUT_FILES for word in words):
+            return True
+        for index, word in enumerate(words):
+            name, rest = PurePath(word).name, words[index + 1 :]
+            if _INTERPRETER.fullmatch(name):
+                if name in SHELLS and any(
+                    re.fullmatch(r"-[a-z]*s[a-z]*", option) for option in _options(rest)
+                ):
+                    return True
+                return len(_options(rest)) == len(rest) and not any(map(_NO_INPUT.fullmatch, rest))
+            if index == 0 and name not in WRAPPERS:
+                return False
+        return False
 
     @property
     def ignores_usr2(self) -> bool:
@@ -89,6 +122,11 @@ class Command(Workload):
 
     def is_finished(self, *, was_stopped: bool, is_done: bool) -> bool:
         return is_done or not was_stopped  # it often exits with 0 after a save too
+
+
+def _options(words: Sequence[str]) -> list[str]:
+    """The words before the first that is no option."""
+    return list(takewhile(lambda word: word.startswith("-"), words))
 
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")

@@ -370,8 +370,9 @@ def _fill(stage: RunDir, group: RunGroup, point: Point, job_id: str | None) -> N
     plan = json.dumps(changed(record.plan, point.plan), indent=2, ensure_ascii=False) + "\n"
     config = dump(changed(record.config, point.config))
     shutil.copyfile(group.provenance_file, stage.provenance_file)
-    if group.code_dir.is_dir():
-        stage.code_dir.symlink_to(Path(os.pardir, group.code_dir.name))
+    for shared in ("code", "stdin"):
+        if (group.path / shared).exists():
+            (stage.path / shared).symlink_to(Path(os.pardir, shared))
     if job_id is None:
         write_atomic(stage.config_file, config)
         write_atomic(stage.plan_file, plan)

@@ -130,6 +130,8 @@ class CodeCopy:
     """Messages for the user."""
     workdir: str = ""
     """The working directory in the copy."""
+    has_repository: bool | None = None
+    """Whether Git finds a repository of its own in the copy; None for a copy of an earlier version."""
     more: dict[str, Any] = field(default_factory=dict)
     """What another version recorded."""
 

@@ -94,6 +94,8 @@ class RunDir(RunFolder):
     """The folder in which a command runs, made from the snapshot at its first start."""
     work_file = Child("work.json")
     """Which snapshot the files in `work_dir` come from."""
+    input_file = Child("stdin")
+    """The standard input of rank 0 of a command at each attempt, if the run keeps one."""
     events_file = Child("events.jsonl")
     metrics_file = Child("metrics.jsonl")
     compiled_file = Child("compiled.bin")

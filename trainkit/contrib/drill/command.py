@@ -93,6 +93,11 @@ def command(
             f"--steps {steps} applies to the built-in trainer, not to a COMMAND",
             hint="pass it to the COMMAND, as in: -- python train.py --steps 200",
         )
+    if workload.reads_input:
+        raise UsageError(
+            f"drill starts the COMMAND several times, and {workload.argv[0]} reads standard input",
+            hint="write its input to a file and name that in the COMMAND",
+        )
     loaded = request.load_to_plan(workload)
     if loaded.config.logging.pattern == "auto":
         # What a script prints is rounded, or that of another rank: it says nothing of equal losses.

@@ -108,7 +108,7 @@ def _write(attempt: AttemptDir, worker: int, failure: RankFailure) -> None:
 
 def _out_of_memory(exit_code: int) -> RankFailure:
     """The failure of a process that the kernel killed to free memory."""
-    hint = "raise resources.mem, or lower data.num_workers or train.device_batch_size"
+    hint = "raise resources.mem, or lower the batch size or the number of loader processes"
     message = f"killed by {describe_exit(exit_code)}: out of memory"
     return RankFailure(type="OutOfMemory", message=message, hint=hint)
 

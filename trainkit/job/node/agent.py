@@ -13,11 +13,13 @@ import contextlib
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, EXIT_OK, EXIT_STOPPED, TrainkitError
 from trainkit.folders import whole_paths
@@ -124,7 +126,10 @@ class Agent(ProcessGroup):
             environ = worker_environ(
                 self.plan, rank_env, self.attempt, inherited=os.environ, network=network, code=code
             )
-            with self.attempt.rank_log(rank_env.rank).open("ab") as log:
+            with (
+                self.attempt.rank_log(rank_env.rank).open("ab") as log,
+                self._input_of(rank_env.rank) as stdin,
+            ):
                 self.running[rank_env.rank] = processes.start_child(
                     worker_argv(self.plan, rank_env, self.attempt.run),
                     environ=environ,
@@ -132,6 +137,7 @@ class Agent(ProcessGroup):
                     keeps_mask=self.workload.knows_run,
                     ignored=ignored,
                     cwd=work_dir,
+                    stdin=stdin,
                 )
 
         if isinstance(rendezvous.task, SlurmTask):
@@ -143,6 +149,15 @@ class Agent(ProcessGroup):
         if self.plan.health_every_s is not None and 0 in rendezvous.local_ranks:
             self.sampler = HealthSampler(self.attempt, own_host(), self.plan.health_every_s)
             self.sampler.start()
+
+    def _input_of(self, rank: int) -> AbstractContextManager[int | IO[bytes]]:
+        """The standard input of a process: for rank 0 of a command what the run keeps, or the shell's."""
+        if rank == 0 and self.workload.is_command:
+            with contextlib.suppress(FileNotFoundError):
+                return self.attempt.run.input_file.open("rb")
+            if self.plan.slurm is None and not os.isatty(0):
+                return contextlib.nullcontext(0)
+        return contextlib.nullcontext(subprocess.DEVNULL)
 
     def forward_signal(self, received: signal.Signals) -> None:
         """Forward a notice to the ranks that Slurm has not signalled itself.

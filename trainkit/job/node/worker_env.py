@@ -39,6 +39,7 @@ from trainkit.job.rank_env import (
 from trainkit.job.spare_children import AGENT_VARIABLE
 from trainkit.job.work_folder import WORK_DIR_VARIABLE
 from trainkit.plan.launch import ACCELERATE_CONFIG, DS_CONFIG, MEGATRON_ARGS, LaunchPlan
+from trainkit.run.git_copy import GIT_LOCATIONS
 from trainkit.run.process import own_host
 from trainkit.run.record import CodeCopy
 from trainkit.run.rundir import AttemptDir, RunDir
@@ -128,12 +129,25 @@ def worker_environ(
         _add_for_command(environ, plan, attempt)
         if WORK_DIR_VARIABLE in inherited:
             environ["PWD"] = inherited[WORK_DIR_VARIABLE]
+        if code is not None and code.has_repository is not None:
+            _keep_git_inside(environ, plan, [str(attempt.run.path), str(Path(code.code).parent)])
         return environ
     if plan.device == "cuda" and not ALLOCATOR_VARIABLES & environ.keys():
         # Sizes that change, as those of the last batch of a validation, would otherwise split the memory into
         # pieces that nothing fits in.
         environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     return environ
+
+
+def _keep_git_inside(environ: dict[str, str], plan: LaunchPlan, folders: Sequence[str]) -> None:
+    """Have Git take no repository above these folders, nor one that the shell of the submission names.
+
+    A run folder inside of the project would otherwise answer with what the project is now.
+    """
+    for name in GIT_LOCATIONS - plan.env.keys():
+        environ.pop(name, None)
+    given = filter(None, [environ.get("GIT_CEILING_DIRECTORIES")])
+    environ["GIT_CEILING_DIRECTORIES"] = os.pathsep.join(dict.fromkeys([*given, *folders]))
 
 
 def _add_for_command(environ: dict[str, str], plan: LaunchPlan, attempt: AttemptDir) -> None:

@@ -1,0 +1,152 @@
+"""The standard input of a COMMAND: passed on, kept in the run folder, or left to whoever else reads it."""
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.programs import run_program, wait_for
+
+TRAINKIT = f"{sys.executable} -m trainkit"
+ASK = """
+import sys
+from trainkit.launch import standard_input as module
+from trainkit.plan.workload import Command
+module.SILENCE_S, module.NOTE_AFTER_S = 0.4, 0.1
+module.MAX_BYTES = 1_000
+print(*module.kept_input(Command(tuple(sys.argv[2:])), streams=sys.argv[1] == "streams"))
+"""
+
+
+@pytest.fixture
+def shell(tmp_path: Path):
+    """Runs a line of bash, in which `$ask WORDS` prints what is kept of its standard input."""
+    (tmp_path / "ask.py").write_text(ASK)
+    environ = {**os.environ, "ask": f"{sys.executable} ask.py keeps", "tk": TRAINKIT}
+    environ["look"] = f"{sys.executable} ask.py streams"
+
+    def run(line: str, **options):
+        done = run_program("bash", "-c", line, cwd=tmp_path, env=environ, **options)
+        return done.stdout.strip().splitlines()
+
+    return run
+
+
+SHARED = "standard input is left to the programs around this one: train gets none"
+
+
+@pytest.mark.parametrize(
+    ("line", "kept"),
+    [
+        ("echo x | $ask train", r"b'x\n'"),
+        ("echo x | timeout 60 $ask train", r"b'x\n'"),
+        ("$ask train < /dev/null", "None None"),
+        ("$ask python3 - < /dev/null", "None None"),
+        ("true | $ask train", "None None"),
+        ("$ask python3 - <<< 'print(1)'", r"b'print(1)\n'"),
+        ("echo abc > f; $ask train < f", r"b'abc\n'"),
+        ("echo abc > f; { read -n 1; $ask cat; } < f", r"b'bc\n'"),
+        ("head -c 2000 /dev/zero | $ask train 2>&1 | tail -1", "UsageError: standard input has more than"),
+        ("sleep 9 | $ask train & wait -n; true", "a pipe without data: train gets none"),
+        # What a shell has, its programs share: only a COMMAND that says so reads it.
+        ("printf 'a\\nb\\n' | while read word; do $ask train; done", SHARED),
+        ("echo '$ask train\necho next' > s; bash < s", SHARED),
+        ("echo x | bash -c '$ask train; true'", SHARED),
+        ("echo x | bash -c '$ask cat; true'", r"b'x\n'"),
+        # Rank 0 of `trainkit run` inherits the stream; a program is kept, so that it can run again.
+        ("echo x | $look train", "None None"),
+        ("$look bash -s <<< date", r"b'date\n'"),
+        ("echo date > f; $look bash < f", r"b'date\n'"),
+        ("{ sleep 3; echo late; } | $look cat", "None None"),
+    ],
+)
+def test_what_is_kept(shell, line: str, kept: str) -> None:
+    said = shell(line)
+    assert kept in said[0], said
+
+
+def test_no_word_of_a_script_is_taken(shell) -> None:
+    assert shell("echo '$ask train\necho next' > s; bash < s")[1:] == ["next"]
+    assert shell("printf 'a\\nb\\n' | while read w; do $ask train >/dev/null; echo $w; done") == ["a", "b"]
+
+
+def test_a_pipe_that_never_ends(shell) -> None:
+    """A COMMAND that does not read it starts at once, one that reads it is refused after a while."""
+    reading, writing = os.pipe()
+    try:
+        assert "without data" in shell("exec $ask train", stdin=reading)[0]
+        said = shell("exec $ask python3 - 2>&1", stdin=reading)
+        assert said[0] == "waiting for the end of standard input, which the run keeps"
+        assert said[-1].endswith("nothing has come from it for 0.4 s")
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
+def test_a_terminal_stays_with_the_command(tmp_path: Path) -> None:
+    primary, secondary = os.openpty()
+    (tmp_path / "ask.py").write_text(ASK)
+    try:
+        for words, said in (("train", "None None"), ("python3", "which is a terminal here")):
+            done = run_program(
+                sys.executable, tmp_path / "ask.py", "keeps", words, cwd=tmp_path, stdin=secondary
+            )
+            assert said in done.stdout
+    finally:
+        os.close(primary)
+        os.close(secondary)
+
+
+def test_run_passes_it_to_rank_0_alone(shell, tmp_path: Path) -> None:
+    program = 'import os, sys; open(sys.argv[1] + "/" + os.environ["RANK"], "w").write(sys.stdin.read())'
+    (tmp_path / "write_input.py").write_text(program)
+    for folder, line in (("run", "$tk run"), ("submit", "$tk submit --follow")):
+        (tmp_path / folder).mkdir()
+        shell(
+            f"printf 'a\\nb' | {line} --gpus-per-node 2 --name {folder} "
+            f"-- python3 write_input.py $PWD/{folder}"
+        )
+        assert [(tmp_path / folder / rank).read_text() for rank in "01"] == ["a\nb", ""]
+    assert not (tmp_path / "runs/run/stdin").exists()
+    kept = tmp_path / "runs/submit/stdin"
+    assert (kept.read_text(), stat.S_IMODE(kept.stat().st_mode)) == ("a\nb", 0o600)
+
+
+def test_a_program_runs_and_runs_again(shell, tmp_path: Path) -> None:
+    """A heredoc is the program of every attempt, and of a run that repeats this one."""
+    program = "import os, sys; print('hello', flush=True); sys.exit(75)"
+    shell(f"$tk submit --follow --name p -- python3 - <<'E'\n{program}\nE\n")
+    shell("$tk resume p --follow; $tk submit p --name again --follow")
+    logs = [f"p/attempts/{number}" for number in ("001", "002")] + ["again/attempts/001"]
+    texts = [(tmp_path / "runs" / log / "logs/rank-0000.log").read_text() for log in logs]
+    assert texts == ["hello\n"] * 3
+
+
+def test_a_loop_of_the_shell_keeps_its_lines(shell) -> None:
+    said = shell("printf 'a\\nb\\n' > l; while read w; do $tk run --name $w -- echo ran $w; done < l")
+    assert [line for line in said if line.startswith("ran")] == ["ran a", "ran b"]
+
+
+def test_the_points_of_a_sweep_read_the_same(shell, tmp_path: Path) -> None:
+    shell("echo 'echo point $SLURM_ARRAY_TASK_ID' | $tk submit --array 0-1 --name g -- bash -s")
+    for index in "01":
+        log = tmp_path / "runs/g" / index / "attempts/001/logs/rank-0000.log"
+        assert wait_for(lambda log=log: log.exists() and log.read_text()) == f"point {index}\n"
+
+
+def test_a_closed_one_is_empty(shell) -> None:
+    assert "read 0" in shell("$tk run --name c -- wc -c <&- | sed 's/^/read /'")
+
+
+def test_a_secret_is_not_kept(tmp_path: Path) -> None:
+    environ = {**os.environ, "WANDB_API_KEY": "0123456789abcdef0123"}
+    done = subprocess.run(
+        [*TRAINKIT.split(), "submit", "--", "cat"],
+        **{"cwd": tmp_path, "env": environ, "input": b"key=0123456789abcdef0123", "capture_output": True},
+    )
+    assert done.returncode == 2
+    assert b"the value of WANDB_API_KEY would be written into" in done.stderr
+    assert not any((tmp_path / "runs").glob("*"))

@@ -1,0 +1,185 @@
+"""The repository of a copy of the code: what Git says in the copied folder now, without its credentials.
+
+Git only reads the original, with commands that run none of its hooks, filters or other programs. Its history
+stays where it is: the copy has a pack of what describes its commit and its changes, and finds all else in the
+original while that exists.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from trainkit.errors import UsageError
+from trainkit.folders import ensure_folder
+from trainkit.formats import mask_secrets
+from trainkit.launch.source_tree import SourceTree, run_git
+from trainkit.run.git_copy import GIT, OF_SHA256, index_entries, write_index, write_private
+
+MAX_COMMITS = 2_000
+"""The newest commits of HEAD that the pack has."""
+LIMIT_S = 20.0
+_CONFIG = re.compile(
+    r"core\.(?:autocrlf|eol|safecrlf|filemode|ignorecase|precomposeunicode|symlinks|quotepath|excludesfile)"
+    r"|user\.(?:name|email)|status\.(?:showuntrackedfiles|submodulesummary)"
+    r"|diff\.(?:noprefix|mnemonicprefix|renames|algorithm|context|ignoresubmodules)"
+    r"|remote\..+\.(?:url|pushurl|fetch)|branch\..+\.(?:remote|merge)|submodule\..+\.(?:url|active|ignore)",
+    re.DOTALL,
+)
+"""The keys of a repository's config that are copied: what Git answers, and never what it starts."""
+_URL = re.compile(r"(?P<scheme>[a-zA-Z][\w+.-]*)://(?:(?P<user>[^/]*)@)?(?P<rest>.*)", re.DOTALL)
+_PATHS = ("index", "objects", "shallow", "info/attributes", "info/exclude")
+
+
+class NoRepository(Exception):
+    """A repository cannot be made for a copy, for this reason."""
+
+
+def make_repository(tree: SourceTree, prefix: str, stage: str) -> tuple[Path, int]:
+    """Make the repository for the copy of the one at `prefix` in `stage`, without its index.
+
+    Returns the file of the original's index and the size of its hashes. Raises NoRepository and OSError.
+    """
+    root = f"{tree.root}/{prefix}"
+    places = [Path(root, line) for line in _ask(root, *_git_paths()).split("\n")[:-1]]
+    if len(places) != len(_PATHS):
+        raise NoRepository("the path of its repository has a line break")
+    index, objects, shallow, attributes, exclude = places
+    config = dict(_config(_ask(root, "config", "--local", "--includes", "-z", "--list")))
+    branch, head = _try(root, "symbolic-ref", "-q", "HEAD"), _try(root, "rev-parse", "-q", "--verify", "HEAD")
+    refs = _ask(root, "for-each-ref", "--format=%(objectname) %(refname) %(*objectname) %(symref)")
+    hash_size = 32 if config.get("extensions.objectformat") == ["sha256"] else 20
+    new = Path(stage, prefix, GIT)
+    ensure_folder(new, 0o700, parents=True)
+    for folder in ("refs", "objects", "objects/info", "objects/pack"):
+        (new / folder).mkdir(mode=0o700)
+    write_private(new / "HEAD", f"ref: {branch}\n".encode() if branch else f"{head}\n".encode())
+    _write_refs(new, refs)
+    write_private(new / "config", "".join(_config_lines(config, hash_size)).encode(errors="surrogateescape"))
+    own = (path.removeprefix(prefix) for path in tree.links if path.startswith(prefix))
+    patterns = b"".join(b"/" + os.fsencode(re.sub(r"([*?\[\]\\ ])", r"\\\1", path)) + b"\n" for path in own)
+    write_private(new / "info/exclude", _bytes(exclude) + b"\n/.git.before-*\n" + patterns)
+    for file, name in ((attributes, "info/attributes"), (shallow, "shallow")):
+        if file.exists():
+            write_private(new / name, _bytes(file))
+    for shared in index.parent.glob("sharedindex.*"):
+        write_private(new / shared.name, _bytes(shared))
+    write_private(new / "objects/info/alternates", os.fsencode(os.path.realpath(objects)) + b"\n")
+    is_partial = "extensions.partialclone" in config or any(key.endswith(".promisor") for key in config)
+    if head and not is_partial:
+        tags = [line.split()[0] for line in refs.split("\n") if re.search(r" [0-9a-f]{40,} $", line)]
+        _pack(tree, prefix, new, index, hash_size, tags)
+    return index, hash_size
+
+
+def finish_repository(tree: SourceTree, prefix: str, stage: str, index: Path, hash_size: int) -> None:
+    """Write the index of the copied repository when its files are there. Raises OSError and ValueError."""
+    if index.exists():
+        write_index(Path(tree.root, prefix), Path(stage, prefix), index, hash_size)
+
+
+def _git_paths() -> Iterator[str]:
+    yield "rev-parse"
+    for name in _PATHS:
+        yield from ("--git-path", name)
+
+
+def _bytes(file: Path) -> bytes:
+    return file.read_bytes() if file.is_file() else b""
+
+
+def _ask(folder: str, *args: str, content: bytes | None = None) -> str:
+    """What git prints; raises NoRepository."""
+    try:
+        done = run_git(folder, *args, timeout_s=LIMIT_S, content=content)
+    except UsageError as error:
+        raise NoRepository(str(error)) from error
+    if done.returncode:
+        lines = os.fsdecode(done.stderr).strip().splitlines() or [f"exit code {done.returncode}"]
+        raise NoRepository(f"git {args[0]} failed: {lines[-1]}")
+    return os.fsdecode(done.stdout)
+
+
+def _try(folder: str, *args: str) -> str:
+    """What git prints; empty where it finds nothing."""
+    try:
+        return _ask(folder, *args).strip()
+    except NoRepository:
+        return ""
+
+
+def _write_refs(new: Path, listed: str) -> None:
+    """Write refs as `for-each-ref` lists them: those that point to an object packed, the others as files."""
+    packed = ["# pack-refs with: peeled fully-peeled sorted \n"]
+    for line in filter(None, listed.split("\n")):
+        oid, name, peeled, target = line.split(" ")
+        if target:
+            write_private(new / name, f"ref: {target}\n".encode(errors="surrogateescape"))
+            continue
+        packed.append(f"{oid} {name}\n" + (f"^{peeled}\n" if peeled else ""))
+    write_private(new / "packed-refs", "".join(packed).encode(errors="surrogateescape"))
+
+
+def _config(listed: str) -> Iterator[tuple[str, list[str]]]:
+    found: dict[str, list[str]] = {}
+    for item in filter(None, listed.split("\0")):
+        key, has_value, value = item.partition("\n")
+        found.setdefault(key, []).append(value if has_value else "true")
+    yield from found.items()
+
+
+def _config_lines(config: dict[str, list[str]], hash_size: int) -> Iterator[str]:
+    yield f"[core]\n\trepositoryformatversion = {int(hash_size == 32)}\n\tbare = false\n\tfsmonitor = false\n"
+    if hash_size == 32:
+        yield f"[extensions]{OF_SHA256.decode()}"
+    for key, values in config.items():
+        section, *middle = key.rpartition(".")[0].split(".", 1)
+        name = f' "{_escaped(middle[0])}"' if middle else ""
+        if _CONFIG.fullmatch(key) and "\n" not in name:
+            for value in filter(None, map(without_credentials, values)):
+                yield f'[{section}{name}]\n\t{key.rpartition(".")[2]} = "{_escaped(value)}"\n'
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+def without_credentials(value: str) -> str:
+    """A value of a config without the password, token or query of a URL; empty for a program as transport."""
+    if re.match(r"[\w+.-]+::", value):
+        return ""
+    url = _URL.fullmatch(value)
+    if url is None:
+        return mask_secrets(re.sub(r"^[^/@:]*:[^/@]*@", "", value))
+    user = (url["user"] or "").partition(":")[0] if "ssh" in url["scheme"].lower() else ""
+    rest = url["rest"].partition("?")[0]
+    return mask_secrets(f"{url['scheme']}://{user}{'@' if user else ''}{rest}")
+
+
+def _pack(tree: SourceTree, prefix: str, new: Path, index: Path, hash_size: int, tags: Iterable[str]) -> None:
+    """Write what describes HEAD and the changes to it: its commits, tags and folders, and changed files."""
+    here = str(new.parent)
+    commits = _ask(here, "rev-list", f"--max-count={MAX_COMMITS}", "HEAD").split()
+    objects = [*commits, *tags, *_ask(here, "rev-parse", "HEAD^{tree}").split()]
+    committed: dict[bytes, str] = {}
+    for line in filter(None, _ask(here, "ls-tree", "-r", "-t", "-z", "HEAD").split("\0")):
+        (_, kind, oid), name = line.partition("\t")[0].split(), line.partition("\t")[2]
+        if kind == "tree":
+            objects.append(oid)
+        elif kind == "blob":
+            committed[os.fsencode(name)] = oid
+    unchanged = set[bytes]()
+    if index.exists():
+        written_s = int(index.stat().st_mtime)
+        for entry in index_entries(index.read_bytes(), hash_size):
+            oid, found = entry.oid.hex(), tree.files.get(prefix + os.fsdecode(entry.name))
+            if committed.get(entry.name) == oid and found and entry.is_unchanged(found, written_s):
+                unchanged.add(entry.name)
+            elif entry.stat[6] >> 12 in (0o10, 0o12):
+                objects.append(oid)
+    objects += [oid for name, oid in committed.items() if name not in unchanged]
+    listed = "".join(f"{oid}\n" for oid in dict.fromkeys(objects)).encode()
+    options = ("-q", "--window=0", "--threads=1")
+    _ask(here, "pack-objects", *options, str(new / "objects/pack/pack"), content=listed)

@@ -1,0 +1,180 @@
+"""The repository in a copy of the code, so that Git answers there as it did in the folder that was copied.
+
+It has its own HEAD, refs, config and index, and finds its objects where the original has them: nothing that
+is done in the copy changes the original. The index knows unchanged files by their inodes and times, which a
+copy does not have: `carried_index` replaces them, so that no file is read again, and none seems changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainkit.folders import ensure_folder
+
+GIT = ".git"
+GIT_LOCATIONS = {
+    f"GIT_{name}"
+    for name in ("DIR", "WORK_TREE", "INDEX_FILE", "COMMON_DIR", "PREFIX", "NAMESPACE", "OBJECT_DIRECTORY")
+}
+"""Variables that name another repository than that of the folder, as Git sets them for its hooks."""
+OF_SHA256 = b"\n\tobjectformat = sha256\n"
+"""In the config of a repository with such hashes."""
+_STAT = struct.Struct(">10I")
+"""Of an entry: ctime and mtime in s and ns, device, inode, mode, user, group, size; each modulo 2**32."""
+_HAS_MORE_FLAGS = 0x4000
+_FILE_TYPES = (0o10, 0o12)
+"""A regular file and a symlink, in the upper bits of a mode."""
+_SUBMODULE = 0o16
+
+
+@dataclass(frozen=True, slots=True)
+class IndexEntry:
+    """A file in an index."""
+
+    position: int
+    """Of its stat in the bytes of the index."""
+    stat: tuple[int, ...]
+    oid: bytes
+    name: bytes
+
+    def is_unchanged(self, found: os.stat_result, written_s: int) -> bool:
+        """Whether the index, written at that time, says of a file with this stat that it is unchanged."""
+        own = (*self.stat[:1], *self.stat[2:3], self.stat[5], *self.stat[7:])
+        # What was written in the second of its last change may have changed again in it.
+        return own == _compared(found) and self.stat[2] < written_s
+
+
+def _compared(found: os.stat_result) -> tuple[int, ...]:
+    values = (
+        int(found.st_ctime),
+        int(found.st_mtime),
+        found.st_ino,
+        found.st_uid,
+        found.st_gid,
+        found.st_size,
+    )
+    return tuple(value & 0xFFFFFFFF for value in values)
+
+
+def index_entries(data: bytes, hash_size: int) -> Iterator[IndexEntry]:
+    """The entries of an index of version 2 to 4; raises ValueError for any other."""
+    signature, version, count = struct.unpack_from(">4sII", data)
+    if signature != b"DIRC" or version not in (2, 3, 4):
+        raise ValueError(f"an index of version {version}")
+    at, name = 12, b""
+    for _ in range(count):
+        start, at = at, at + _STAT.size
+        oid, at = data[at : at + hash_size], at + hash_size
+        at += 4 if int.from_bytes(data[at : at + 2], "big") & _HAS_MORE_FLAGS else 2
+        if version == 4:  # the name without its beginning, if that is also the beginning of the name before
+            num_left_out, at = _varint(data, at)
+            end = data.index(b"\0", at)
+            name, at = name[: len(name) - num_left_out] + data[at:end], end + 1
+        else:
+            end = data.index(b"\0", at)
+            name, at = data[at:end], start + (end - start + 8) // 8 * 8
+        yield IndexEntry(start, _STAT.unpack_from(data, start), oid, name)
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    value = data[at] & 0x7F
+    while data[at] & 0x80:
+        at += 1
+        value = ((value + 1) << 7) | (data[at] & 0x7F)
+    return value, at + 1
+
+
+def carried_index(data: bytes, hash_size: int, written_s: int, source: bytes, target: bytes) -> bytes:
+    """The index of `source` for its copy in `target`: what is unchanged there is unchanged here.
+
+    What may have changed gets no times, so that Git compares its content.
+    """
+    changed = bytearray(data)
+    for entry in index_entries(data, hash_size):
+        if entry.stat[6] >> 12 not in _FILE_TYPES:
+            continue
+        stat = (0, 0, 0, 0, *entry.stat[4:])
+        try:
+            if entry.is_unchanged(os.lstat(source + entry.name), written_s):
+                new = os.lstat(target + entry.name)
+                ctime, mtime = divmod(new.st_ctime_ns, 10**9), divmod(new.st_mtime_ns, 10**9)
+                values = (*ctime, *mtime, new.st_dev, new.st_ino, entry.stat[6])
+                stat = (*values, new.st_uid, new.st_gid, new.st_size)
+        except OSError:
+            pass  # it is in neither, or in one only
+        _STAT.pack_into(changed, entry.position, *(value & 0xFFFFFFFF for value in stat))
+    changed[-hash_size:] = hashlib.new(hash_name(hash_size), changed[:-hash_size]).digest()
+    return bytes(changed)
+
+
+def hash_name(hash_size: int) -> str:
+    """The object format of a repository whose hashes have that size in bytes."""
+    return "sha256" if hash_size == 32 else "sha1"
+
+
+def write_index(source: Path, target: Path, index: Path, hash_size: int) -> None:
+    """Write the index of `source`, which is in the file `index`, for its copy in `target`."""
+    data, written_s = index.read_bytes(), int(index.stat().st_mtime)
+    old, new = os.fsencode(source) + b"/", os.fsencode(target) + b"/"
+    for entry in index_entries(data, hash_size):
+        name = os.fsdecode(entry.name)
+        if entry.stat[6] >> 12 == _SUBMODULE and (source / name).is_dir():
+            ensure_folder(target / name, 0o700, parents=True)  # without its folder it counts as deleted
+    write_private(target / GIT / "index", carried_index(data, hash_size, written_s, old, new))
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """Write a file that only its owner reads; makes its folder."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as stream:
+        stream.write(content)
+
+
+def hash_size_of(repository: Path) -> int:
+    """The size of the hashes of a repository that this module or `launch.git_snapshot` has made."""
+    return 32 if OF_SHA256 in (repository / "config").read_bytes() else 20
+
+
+def repositories_below(root: Path) -> list[Path]:
+    """The folders with a repository of their own in a copy of the code, relative to it."""
+    found = []
+    for folder, folders, _ in os.walk(root):
+        if GIT in folders:
+            folders.remove(GIT)
+            found.append(Path(os.path.relpath(folder, root)))
+    return found
+
+
+def carry_repository(source: Path, target: Path) -> None:
+    """Give `target`, a copy of the files of `source`, the repository of `source`; the two share objects.
+
+    `target` may be renamed in its folder, or moved together with `source`. Raises OSError.
+    """
+    old, new = source / GIT, target / GIT
+    for name in (".", "objects", "objects/info"):
+        (new / name).mkdir(mode=0o700, exist_ok=True)
+    for folder, folders, files in os.walk(old):
+        folders[:] = [name for name in folders if Path(folder, name) != old / "objects"]
+        for name in folders:  # parents first
+            (new / os.path.relpath(folder, old) / name).mkdir(mode=0o700)
+        for name in set(files) - {"index"}:
+            write_private(new / os.path.relpath(folder, old) / name, Path(folder, name).read_bytes())
+    objects = os.path.relpath(os.path.realpath(old / "objects"), os.path.realpath(new) + "/objects")
+    write_private(new / "objects/info/alternates", os.fsencode(objects) + b"\n")
+    if (old / "index").exists():
+        write_index(source, target, old / "index", hash_size_of(old))
+
+
+def retire_repository(folder: Path, ending: str) -> None:
+    """Remove the repository of a working folder; one in which the run has committed is renamed instead."""
+    repository = folder / GIT
+    if any(path.name != "alternates" for path in (repository / "objects").rglob("*") if path.is_file()):
+        repository.rename(folder / f"{GIT}{ending}")
+    else:
+        shutil.rmtree(repository, ignore_errors=True)
