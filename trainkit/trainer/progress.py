@@ -335,9 +335,8 @@ class Watchdog:
         self._append_stacks(message)
         from trainkit.trainer.torch_private import flight_record  # this module is imported before torch
 
-        if (trace := flight_record(device)) is not None:
-            trace["entries"] = trace.get("entries", [])[-NUM_COLLECTIVES:]
-            write_json(self._file.with_suffix(".collectives.json"), trace)
+        if (trace := flight_record(device, NUM_COLLECTIVES)) is not None:
+            write_json(self._attempt.rank_collectives(self._rank_info.rank), trace)
 
     def _wait_for_progress(self, hang: Hang, poll_s: float) -> None:
         """Wait until there is progress again; exit with code 70 if there is none for `EXIT_AFTER_S`."""

@@ -6,7 +6,7 @@ of pipelines and of the memory tracker, are imported by the functions that need 
 
 from __future__ import annotations
 
-import json
+import pickle
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -280,19 +280,38 @@ class ModuleStyle(ParallelStyle):
         """Parallelize a module in place and return it."""
 
 
-def flight_record(device_type: str) -> JsonObject | None:
-    """The newest collectives of this rank, for the report of a hang; None where torch does not record them.
+def flight_record(device_type: str, count: int) -> JsonObject | None:
+    """The newest `count` collectives of this rank for the report of a hang, the open ones with their stacks.
 
-    When it goes: nothing else knows them. Return None; the stacks remain.
+    Also the newest of each group, and the ranks of all groups, which gloo does not record. None where torch
+    records nothing. When it goes: nothing else knows them. Return None; the stacks remain.
     """
     from torch._C import _distributed_c10d as c10d
+    from torch.distributed.distributed_c10d import _world
 
-    name = "_dump_nccl_trace_json" if device_type == "cuda" else "_dump_fr_trace_json"
-    dump = getattr(c10d, name, None)
-    if dump is None or not dist.is_initialized():
+    # Those of gloo and NCCL are recorded separately, and a rank with a GPU has both.
+    names = ("_dump_fr_trace", *(["_dump_nccl_trace"] if device_type == "cuda" else []))
+    dumps = [getattr(c10d, name) for name in names if hasattr(c10d, name)]
+    if not dumps or not dist.is_initialized():
         return None
-    record: JsonObject = json.loads(dump())
-    return record
+    record: JsonObject = {}
+    entries: list[JsonObject] = []
+    for dump in dumps:
+        found = pickle.loads(dump())  # of this process itself
+        record |= {key: found[key] for key in ("version", "pg_status") if key in found}
+        own = found.get("entries", [])
+        newest = {tuple(entry["process_group"]): entry["record_id"] for entry in own}.values()
+        for entry in own:
+            if not entry["retired"] and entry["state"] != "completed":
+                entries.append(entry)
+            elif entry["record_id"] > own[-1]["record_id"] - count or entry["record_id"] in newest:
+                entries.append({key: value for key, value in entry.items() if key != "frames"})
+    groups = {str(group.group_name): group for group in _world.pg_map}
+    record["pg_config"] = {
+        name: {"name": name, "desc": group.group_desc, "ranks": str(dist.get_process_group_ranks(group))}
+        for name, group in groups.items()
+    }
+    return {**record, "entries": sorted(entries, key=lambda entry: int(entry["time_created_ns"]))}
 
 
 # Checkpoints

@@ -17,7 +17,7 @@ def place_on(node_rank, local_rank, plan=PLAN):
 
 def environ(plan=PLAN, configured=None, inherited=None, node_rank=1):
     plan, place = replace(plan, env=configured or {}), place_on(node_rank, 1, plan)
-    return worker_environ(plan, place, RunDir("/r").attempt(2), inherited=inherited or {}, network={})
+    return worker_environ(plan, place, RunDir("/r").attempt(2), inherited=inherited or {}, defaults={})
 
 
 def test_worker_finds_its_place_and_no_setting_can_move_it():

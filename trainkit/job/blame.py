@@ -1,0 +1,292 @@
+"""Names the ranks that block the others in a hang, from the flight records of all ranks. Pure.
+
+A rank waits for the members of a process group that have not called what it has called. Those that wait for
+nobody themselves block all others; in a collective that ranks call differently, the minority does. If neither
+is known, nobody is named.
+"""
+
+from __future__ import annotations
+
+import linecache
+import re
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from trainkit.formats import rank_list
+from trainkit.job.flight_records import Call, Flight, Group
+
+COMMUNICATES = re.compile(
+    r"/torch/distributed/(?:distributed_c10d|_functional_collectives|pipelining/\w+)\.py:"
+)
+"""A frame in which a rank waits for others, also if no record says so, as of a receive of gloo."""
+UNKNOWN = "the records do not tell which rank is at fault"
+_ANSWER = {"send": "recv", "recv": "send"}
+MAX_SHOWN = 3
+"""Open collectives that are described if nobody is at fault."""
+
+
+@dataclass(frozen=True)
+class Blame:
+    """Who blocks the others."""
+
+    ranks: tuple[int, ...]
+    """All of them; empty if the records do not tell."""
+    text: str
+    """What they did or did not do, without a subject if it is one rank."""
+    differs: bool = False
+    """Whether it is what they call, and in which order: the program is at fault, and no host."""
+
+
+@dataclass(frozen=True)
+class _Wait:
+    """A call that has not ended, and whom those in it wait for."""
+
+    call: Call
+    waiting: tuple[int, ...]
+    """The ranks for which it has not ended."""
+    inside: tuple[int, ...]
+    """Those that have called it, also if it has ended for them."""
+    absent: tuple[int, ...]
+    """Those that have not, as far as their records say so."""
+
+
+def find_blame(
+    flights: Mapping[int, Flight],
+    silent: Collection[int] = (),
+    stacks: Mapping[int, Sequence[str]] | None = None,
+) -> Blame | None:
+    """Who blocks the others; None if no record shows a rank that waits.
+
+    `silent` are the ranks that do not respond, `stacks` the frames of the others, innermost first.
+    """
+    stacks = stacks or {}
+    calls = _align(flights)
+    waits = _find_waits(calls, flights, silent)
+    if not waits:
+        return None
+    elsewhere = {rank for rank, stack in stacks.items() if stack and COMMUNICATES.search(stack[0])}
+    waiting = {rank for wait in waits for rank in wait.waiting} | elsewhere
+    stalled = _stalled_devices(calls) - {rank for wait in waits if wait.absent for rank in wait.waiting}
+    culprits = {rank for wait in waits for rank in wait.absent if rank in silent or rank not in waiting}
+    mismatch = _find_mismatch(calls, flights)
+    differs = mismatch is not None
+    texts = [] if mismatch is None else [mismatch.text]
+    if culprits:
+        texts.append(_describe_absent(waits, culprits, silent, stacks))
+    elif stalled:
+        culprits, wait = stalled, next(wait for wait in waits if stalled & {*wait.waiting})
+        whose = f"the device of {rank_list(sorted(stalled))} has not come"
+        texts.append(f"the others wait in {wait.call.shown_in_group}, to which {whose}")
+    elif mismatch is None:
+        culprits = _out_of_order(waits) if not elsewhere else set()
+        differs = bool(culprits)
+        texts += [_describe(wait) for wait in waits[:MAX_SHOWN]]
+    culprits |= {*(() if mismatch is None else mismatch.ranks)}
+    text = "; ".join([*texts, *([] if culprits else [UNKNOWN])])
+    return Blame(tuple(sorted(culprits)), text, differs)
+
+
+def blame_by_stacks(stacks: Mapping[int, Sequence[str]], silent: Collection[int] = ()) -> Blame | None:
+    """The ranks that wait for nobody while all others do, by their innermost frames; None if that is unclear.
+
+    For ranks without flight records and without GPUs: a rank may wait for its GPU anywhere.
+    """
+    waiting = sorted(rank for rank, stack in stacks.items() if stack and _waits(stack[0]))
+    others = sorted({*silent, *(rank for rank, stack in stacks.items() if stack)} - {*waiting})
+    if not others or len(others) > len(waiting):
+        return None
+    subject = f"{rank_list(others)} " if len(others) > 1 else ""
+    what = (
+        f"{_verb(others, 'do')} not respond"
+        if {*others} <= {*silent}
+        else f"{_verb(others, 'are')} in no collective"
+    )
+    text = f"{subject}{what}, and {rank_list(waiting)} {_verb(waiting, 'wait')}"
+    text += f" in {short_frame(stacks[waiting[0]][0])}"
+    return Blame(tuple(others), "; ".join([text, *_places(others, stacks)]))
+
+
+def _waits(frame: str) -> bool:
+    """Whether a rank that is in this frame waits for others, as far as that can be seen."""
+    file, _, line = frame.rpartition(" (")[2].rstrip(")").rpartition(":")
+    in_torch = COMMUNICATES.search(frame) or "/torch/autograd/graph.py:" in frame
+    return bool(in_torch) or (line.isdigit() and ".wait(" in linecache.getline(file, int(line)))
+
+
+def _align(flights: Mapping[int, Flight]) -> dict[int, list[Call]]:
+    """The calls of each rank, with the ranks of each group, and with numbers that mean the same on all ranks.
+
+    gloo records neither: it counts sends and receives with the collectives, but does not record them.
+    """
+    members: dict[tuple[str, str], set[int]] = {}
+    for rank, flight in flights.items():
+        for call in flight.calls:
+            members.setdefault(call.group[:2], set()).add(rank)
+    are_whole = all(flight.is_whole for flight in flights.values())
+    found: dict[int, list[Call]] = {}
+    for rank, flight in flights.items():
+        counts: Counter[Group] = Counter()
+        for call in flight.calls:
+            group = (*call.group[:2], call.group[2] or tuple(sorted(members[call.group[:2]])))
+            counts[group] += 1
+            number = counts[group] if group[0] == "gloo" and are_whole else call.number
+            found.setdefault(rank, []).append(replace(call, group=group, number=number))
+    return {rank: found.get(rank, []) for rank in flights}
+
+
+def _find_waits(
+    calls: Mapping[int, Sequence[Call]], flights: Mapping[int, Flight], silent: Collection[int]
+) -> list[_Wait]:
+    """The calls that have not ended, the earliest of each group first."""
+    newest = {
+        (call.group, rank): call.number for rank, own in calls.items() for call in own if not call.is_p2p
+    }
+    pending = [(rank, call) for rank, own in calls.items() for call in own if not call.is_done]
+    peers = Counter((rank, call.peer, call.op) for rank, call in pending if call.is_p2p)
+    found: dict[tuple[Any, ...], _Wait] = {}
+    for rank, call in pending:
+        key = (call.group, call.number, *((rank, call.op) if call.is_p2p else ()))
+        if call.is_p2p and call.peer is not None and call.op in _ANSWER:
+            is_there = peers[call.peer, rank, _ANSWER[call.op]] >= peers[rank, call.peer, call.op]
+            inside, absent = ((rank, call.peer), ()) if is_there else ((rank,), (call.peer,))
+            absent = absent if call.peer in flights or call.peer in silent else ()
+            found[key] = _Wait(call, inside, inside, absent)
+        elif not call.is_p2p and key not in found:
+            last = {
+                member: newest.get(
+                    (call.group, member), 0 if member in flights and flights[member].is_whole else None
+                )
+                for member in call.group[2]
+            }
+            inside = tuple(
+                one for one, number in last.items() if number is not None and number >= call.number
+            )
+            absent = tuple(
+                one
+                for one, number in last.items()
+                if one in silent or (number is not None and number < call.number)
+            )
+            waiting = tuple(
+                one
+                for one, other in pending
+                if other.group == call.group and other.number == call.number and not other.is_p2p
+            )
+            found[key] = _Wait(call, waiting, inside, absent)
+    return sorted(found.values(), key=lambda wait: (-len(wait.waiting), wait.call.number))
+
+
+def _stalled_devices(calls: Mapping[int, Sequence[Call]]) -> set[int]:
+    """The ranks whose device has not come to their first open call, with which other devices have begun."""
+    pending = {rank: [call for call in own if not call.is_done] for rank, own in calls.items()}
+    begun = {(call.group, call.number) for own in pending.values() for call in own if call.has_started}
+    return {
+        rank
+        for rank, own in pending.items()
+        if own and not any(call.has_started for call in own) and (own[0].group, own[0].number) in begun
+    }
+
+
+def _find_mismatch(calls: Mapping[int, Sequence[Call]], flights: Mapping[int, Flight]) -> Blame | None:
+    """The first collective, of those that have not ended, in which ranks differ; the minority is at fault."""
+    pending = {
+        (call.group, call.number)
+        for own in calls.values()
+        for call in own
+        if not call.is_done and not call.is_p2p
+    }
+    for group, number in sorted(pending):
+        called = {
+            rank: [call for call in own if call.group == group and call.number == number and not call.is_p2p]
+            for rank, own in calls.items()
+        }
+        called = {rank: own for rank, own in called.items() if own}
+        ranks_of: dict[tuple[Any, ...], list[int]] = {}
+        for rank, own in called.items():
+            ranks_of.setdefault(tuple(call.signature for call in own), []).append(rank)
+        if len(ranks_of) < 2:
+            continue
+        by_size = sorted(ranks_of.values(), key=len)
+        few = sorted(rank for ranks in by_size[:-1] for rank in ranks)
+        text = [
+            f"{rank_list(ranks)} {', '.join(call.shown for call in called[ranks[0]])}" for ranks in by_size
+        ]
+        of = called[few[0]][0].position
+        # gloo does not record sends and receives, which it counts: the numbers may be shifted.
+        is_sure = all(flight.is_whole for flight in flights.values()) or all(
+            not called[rank][0].is_done for rank in few
+        )
+        decided = 2 * len(by_size[-1]) > len(called) and (group[0] != "gloo" or is_sure)
+        return Blame(
+            tuple(few) if decided else (), f"the ranks differ in what they called as {of}: {', '.join(text)}"
+        )
+    return None
+
+
+def _out_of_order(waits: Sequence[_Wait]) -> set[int]:
+    """The ranks that call collectives of several groups in another order than the majority of each group.
+
+    All ranks wait for one another. In the collective of a group that fewer ranks have called than not, these
+    are accused, else those that have not; without a contradiction between groups they are at fault.
+    """
+    accused = set()
+    for wait in waits:
+        if (
+            len(wait.inside) + len(wait.absent) == len(wait.call.group[2])
+            and wait.absent
+            and len(wait.inside) != len(wait.absent)
+        ):
+            accused.add(min(wait.inside, wait.absent, key=len))
+    return {*accused.pop()} if len(accused) == 1 else set()
+
+
+def _describe(wait: _Wait) -> str:
+    whom = f"for {rank_list(wait.absent)}" if wait.absent else "which all of them have called"
+    comma = "" if wait.absent else ","
+    return (
+        f"{rank_list(wait.waiting)} {_verb(wait.waiting, 'wait')} in {wait.call.shown_in_group}{comma} {whom}"
+    )
+
+
+def _verb(ranks: Collection[int], verb: str) -> str:
+    """A verb in the form for one rank or several."""
+    return verb if len(ranks) > 1 else {"have": "has", "are": "is", "do": "does"}.get(verb, f"{verb}s")
+
+
+def _describe_absent(
+    waits: Sequence[_Wait],
+    culprits: Collection[int],
+    silent: Collection[int],
+    stacks: Mapping[int, Sequence[str]],
+) -> str:
+    """What the culprits have not called, who waits there, and where they are instead."""
+    texts = []
+    left = {*culprits}
+    for wait in waits:
+        if here := sorted(left & {*wait.absent}):
+            left -= {*here}
+            subject = f"{rank_list(here)} " if len(culprits) > 1 else ""
+            ended = [rank for rank in here if rank in silent]
+            what = f"{_verb(here, 'have')} not called {wait.call.shown_in_group}"
+            if ended == here:
+                what = f"{_verb(here, 'do')} not respond, and {what}"
+            at = f" in {wait.call.place}" if wait.call.place else ""
+            texts.append(
+                f"{subject}{what}, for which {rank_list(wait.waiting)} {_verb(wait.waiting, 'wait')}{at}"
+            )
+    return "; ".join([*texts, *_places(culprits, stacks)])
+
+
+def _places(ranks: Collection[int], stacks: Mapping[int, Sequence[str]]) -> list[str]:
+    """Where ranks are, as far as it is known."""
+    subjects = {
+        rank: f"rank {rank}" if len(ranks) > 1 else "it" for rank in sorted(ranks) if stacks.get(rank)
+    }
+    return [f"{subject} is in {short_frame(stacks[rank][0])}" for rank, subject in subjects.items()]
+
+
+def short_frame(frame: str) -> str:
+    """``name (file.py:12)`` of a frame with a whole path."""
+    name, _, place = frame.rpartition(" (")
+    return f"{name} ({place.rpartition('/')[2]}" if name else frame
