@@ -119,7 +119,9 @@ def test_ranks_that_call_different_things(calls: list[str], named: tuple[int, ..
     blame = find_blame({rank: flight(rank, call, world=len(calls)) for rank, call in enumerate(calls)})
     assert blame is not None
     assert blame.ranks == named
-    assert blame.text == text or (text is None and blame.text.endswith(f"all of them have called; {UNKNOWN}"))
+    assert blame.text == text or (
+        text is None and blame.text.endswith(f"all of its ranks have called; {UNKNOWN}")
+    )
 
 
 def test_another_order_of_two_groups() -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trainkit.formats import rank_list
-from trainkit.job.flight_records import Call, Flight, Group
+from trainkit.job.flight_records import Call, Flight, Group, short_frame, users_frame
 
 COMMUNICATES = re.compile(
     r"/torch/distributed/(?:distributed_c10d|_functional_collectives|pipelining/\w+)\.py:"
@@ -242,11 +242,9 @@ def _out_of_order(waits: Sequence[_Wait]) -> set[int]:
 
 
 def _describe(wait: _Wait) -> str:
-    whom = f"for {rank_list(wait.absent)}" if wait.absent else "which all of them have called"
-    comma = "" if wait.absent else ","
-    return (
-        f"{rank_list(wait.waiting)} {_verb(wait.waiting, 'wait')} in {wait.call.shown_in_group}{comma} {whom}"
-    )
+    known = "all of its ranks" if {*wait.inside} == {*wait.call.group[2]} else rank_list(wait.inside)
+    whom = f" for {rank_list(wait.absent)}" if wait.absent else f", which {known} have called"
+    return f"{rank_list(wait.waiting)} {_verb(wait.waiting, 'wait')} in {wait.call.shown_in_group}{whom}"
 
 
 def _verb(ranks: Collection[int], verb: str) -> str:
@@ -271,7 +269,8 @@ def _describe_absent(
             what = f"{_verb(here, 'have')} not called {wait.call.shown_in_group}"
             if ended == here:
                 what = f"{_verb(here, 'do')} not respond, and {what}"
-            at = f" in {wait.call.place}" if wait.call.place else ""
+            place = wait.call.place or users_frame(stacks.get(wait.waiting[0], ()))
+            at = f" in {place}" if place else ""
             texts.append(
                 f"{subject}{what}, for which {rank_list(wait.waiting)} {_verb(wait.waiting, 'wait')}{at}"
             )
@@ -284,9 +283,3 @@ def _places(ranks: Collection[int], stacks: Mapping[int, Sequence[str]]) -> list
         rank: f"rank {rank}" if len(ranks) > 1 else "it" for rank in sorted(ranks) if stacks.get(rank)
     }
     return [f"{subject} is in {short_frame(stacks[rank][0])}" for rank, subject in subjects.items()]
-
-
-def short_frame(frame: str) -> str:
-    """``name (file.py:12)`` of a frame with a whole path."""
-    name, _, place = frame.rpartition(" (")
-    return f"{name} ({place.rpartition('/')[2]}" if name else frame

@@ -270,14 +270,21 @@ def _parse_call(entry: JsonObject, group: Group, label: str, words: str) -> Call
 
 def _place(frames: Sequence[JsonObject]) -> str:
     """The innermost line of the user's own code, else of what is not torch's."""
-    files = [str(frame["filename"]) for frame in frames]
-    own = [index for index, file in enumerate(files) if is_of_user(file)]
-    own += [index for index, file in enumerate(files) if "/torch/" not in file]
-    return _shown_frame(str(frames[own[0]]["name"]), files[own[0]], frames[own[0]]["line"]) if own else ""
+    return users_frame([f"{frame['name']} ({frame['filename']}:{frame['line']})" for frame in frames])
 
 
-def _shown_frame(name: str, file: str, line: object) -> str:
-    return f"{name} ({Path(file).name}:{line})"
+def users_frame(stack: Sequence[str]) -> str:
+    """The innermost frame of the user's own code, else of what is not torch's; empty without one."""
+    files = {frame: frame.rpartition(" (")[2] for frame in stack}
+    own = [frame for frame, file in files.items() if is_of_user(file)]
+    own += [frame for frame, file in files.items() if "/torch/" not in file]
+    return short_frame(own[0]) if own else ""
+
+
+def short_frame(frame: str) -> str:
+    """``name (file.py:12)`` of a frame with a whole path."""
+    name, _, place = frame.rpartition(" (")
+    return f"{name} ({place.rpartition('/')[2]}" if name else frame
 
 
 def _whole_batches(calls: Sequence[Call]) -> tuple[Call, ...]:

@@ -6,7 +6,7 @@ of pipelines and of the memory tracker, are imported by the functions that need 
 
 from __future__ import annotations
 
-import pickle
+import json
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -281,7 +281,7 @@ class ModuleStyle(ParallelStyle):
 
 
 def flight_record(device_type: str, count: int) -> JsonObject | None:
-    """The newest `count` collectives of this rank for the report of a hang, the open ones with their stacks.
+    """The newest `count` collectives of this rank for the report of a hang, and those that have not ended.
 
     Also the newest of each group, and the ranks of all groups, which gloo does not record. None where torch
     records nothing. When it goes: nothing else knows them. Return None; the stacks remain.
@@ -290,28 +290,26 @@ def flight_record(device_type: str, count: int) -> JsonObject | None:
     from torch.distributed.distributed_c10d import _world
 
     # Those of gloo and NCCL are recorded separately, and a rank with a GPU has both.
-    names = ("_dump_fr_trace", *(["_dump_nccl_trace"] if device_type == "cuda" else []))
+    names = ("_dump_fr_trace_json", *(["_dump_nccl_trace_json"] if device_type == "cuda" else []))
     dumps = [getattr(c10d, name) for name in names if hasattr(c10d, name)]
     if not dumps or not dist.is_initialized():
         return None
     record: JsonObject = {}
-    entries: list[JsonObject] = []
-    for dump in dumps:
-        found = pickle.loads(dump())  # of this process itself
+    kept: list[JsonObject] = []
+    for found in (json.loads(dump()) for dump in dumps):
         record |= {key: found[key] for key in ("version", "pg_status") if key in found}
-        own = found.get("entries", [])
-        newest = {tuple(entry["process_group"]): entry["record_id"] for entry in own}.values()
-        for entry in own:
-            if not entry["retired"] and entry["state"] != "completed":
-                entries.append(entry)
-            elif entry["record_id"] > own[-1]["record_id"] - count or entry["record_id"] in newest:
-                entries.append({key: value for key, value in entry.items() if key != "frames"})
-    groups = {str(group.group_name): group for group in _world.pg_map}
+        entries = found.get("entries", [])
+        newest = {tuple(entry["process_group"]): entry["record_id"] for entry in entries}.values()
+        kept += [
+            entry
+            for index, entry in enumerate(entries)
+            if index >= len(entries) - count or entry["record_id"] in newest or not entry["retired"]
+        ]
     record["pg_config"] = {
-        name: {"name": name, "desc": group.group_desc, "ranks": str(dist.get_process_group_ranks(group))}
-        for name, group in groups.items()
+        str(group.group_name): {"desc": group.group_desc, "ranks": dist.get_process_group_ranks(group)}
+        for group in _world.pg_map
     }
-    return {**record, "entries": sorted(entries, key=lambda entry: int(entry["time_created_ns"]))}
+    return {**record, "entries": sorted(kept, key=lambda entry: int(entry["time_created_ns"]))}
 
 
 # Checkpoints
