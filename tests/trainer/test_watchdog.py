@@ -85,6 +85,10 @@ def test_a_rank_that_waits_for_its_data_is_behind_those_that_wait_for_it(tmp_pat
     assert all(0.0 < record.usual_s < 2.0 for record in records)
     verdict = hang_failure(attempt, plan_of(attempt), records)
     assert (verdict.rank, verdict.step) == (1, 8)
+    assert "has not called all_gather" in verdict.message
+    assert "it is in give_or_sleep (test_watchdog.py:" in verdict.message
+    assert "has not called all_gather" in verdict.message
+    assert "it is in give_or_sleep (test_watchdog.py:" in verdict.message
     assert "in data" in verdict.message
     assert "give_or_sleep" in attempt.rank_stacks(1).read_text()
     assert "in data" in attempt.rank_log(1).read_text()

@@ -95,17 +95,24 @@ def blame_by_stacks(stacks: Mapping[int, Sequence[str]], silent: Collection[int]
     """
     waiting = sorted(rank for rank, stack in stacks.items() if stack and _waits(stack[0]))
     others = sorted({*silent, *(rank for rank, stack in stacks.items() if stack)} - {*waiting})
-    if not others or len(others) > len(waiting):
+    places: dict[str, list[int]] = {}
+    for rank in waiting:
+        places.setdefault(_call_and_place(stacks[rank]), []).append(rank)
+    waits = [f"{rank_list(ranks)} {_verb(ranks, 'wait')} in {place}" for place, ranks in places.items()]
+    if not others and len(waits) > 1:
+        return Blame((), "; ".join([*waits, UNKNOWN]))
+    if not others or len(others) > len(waiting) or not all(stacks.values()):
         return None
     subject = f"{rank_list(others)} " if len(others) > 1 else ""
-    what = (
-        f"{_verb(others, 'do')} not respond"
-        if {*others} <= {*silent}
-        else f"{_verb(others, 'are')} in no collective"
-    )
-    text = f"{subject}{what}, and {rank_list(waiting)} {_verb(waiting, 'wait')}"
-    text += f" in {short_frame(stacks[waiting[0]][0])}"
+    what = "not respond" if {*others} <= {*silent} else "not take part"
+    text = f"{subject}{_verb(others, 'do')} {what}, and {', '.join(waits)}"
     return Blame(tuple(others), "; ".join([text, *_places(others, stacks)]))
+
+
+def _call_and_place(stack: Sequence[str]) -> str:
+    """The innermost function and the user's line, such as ``all_reduce at step (train.py:12)``."""
+    name, place = stack[0].partition(" (")[0], users_frame(stack)
+    return place if place == short_frame(stack[0]) else f"{name} at {place}"
 
 
 def _waits(frame: str) -> bool:

@@ -44,6 +44,13 @@ def test_memory_grows_in_place_unless_the_user_set_up_the_allocator():
         assert "PYTORCH_ALLOC_CONF" not in environ(plan)
 
 
+def test_torch_records_its_collectives_unless_the_user_has_set_up_its_recorder():
+    assert environ()["TORCH_FR_BUFFER_SIZE"] == "2000"
+    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
+        found = environ(configured={name: "0"})
+        assert {key: found[key] for key in found if "BUFFER_SIZE" in key} == {name: "0"}
+
+
 def test_a_command_looks_like_a_rank_of_torchrun():
     """Frameworks prefer torchrun's variables to Slurm's, which with a task per node name no ranks."""
     command = replace(PLAN, command=("python", "train.py"))
