@@ -82,7 +82,7 @@ NO_RECORDS = [
 @pytest.mark.parametrize("number", range(len(NO_RECORDS)))
 def test_what_is_no_record_is_refused(tmp_path: Path, number: int) -> None:
     (tmp_path / "rank-0").write_bytes(NO_RECORDS[number])
-    with pytest.raises(ValueError, match="not a flight record|Expecting property name"):
+    with pytest.raises(ValueError, match=r"not a flight record|Expecting property name"):
         read_dump(tmp_path / "rank-0")
     assert not Path("/tmp/made-by-a-flight-record").exists()
 

@@ -136,7 +136,7 @@ def test_after_a_timeout_the_rank_that_the_others_waited_for_failed_first(attemp
     error = {"rank": 0, "host": "host0", "type": "exit", "exit_code": 134, "time": "2026-01-01T00:00:00Z"}
     error["message"] = "killed by SIGABRT: [Rank 0] Watchdog caught collective operation timeout: WorkNCCL("
     write_json(attempt.rank_error(0), error)
-    outcome = Outcome(exit_codes=[134])
+    outcome = Outcome(exits=[(0, 134)])
     assert find_first_failure(attempt, PLAN, outcome).rank == 0
     write_flights(attempt, dict.fromkeys((0, 1, 3), (12, "all_reduce", "scheduled")))
     verdict = find_first_failure(attempt, PLAN, outcome)

@@ -118,7 +118,7 @@ def test_before_the_first_line_silence_is_reported_and_ends_nothing(
     assert len(watched.events()) == 2, "a script that prints seldom"
 
 
-WAITS = "all_reduce (/x/torch/distributed/distributed_c10d.py:3)"
+WAITS = "all_reduce (/x/site-packages/torch/distributed/distributed_c10d.py:3)"
 STEP, LOG, LOAD = "step (/me/train.py:9)", "log (/me/train.py:30)", "load (/me/data.py:3)"
 
 
@@ -128,13 +128,14 @@ STEP, LOG, LOAD = "step (/me/train.py:9)", "log (/me/train.py:30)", "load (/me/d
         (
             [[WAITS, STEP]] * 3 + [[LOAD]],
             3,
-            "does not take part, and ranks 0-2 wait in all_reduce at step (train.py:9); it is in load (data.py:3)",
+            "does not take part, and ranks 0-2 wait in all_reduce at step (train.py:9);"
+            " it is in load (data.py:3)",
         ),
         (
             [[WAITS, STEP]] * 3 + [[WAITS, LOG]],
             None,
-            "ranks 0-2 wait in all_reduce at step (train.py:9); rank 3 waits in all_reduce at log (train.py:30);"
-            " the records do not tell which rank is at fault",
+            "ranks 0-2 wait in all_reduce at step (train.py:9); rank 3 waits in all_reduce at log"
+            " (train.py:30); the records do not tell which rank is at fault",
         ),
         (
             [[WAITS, STEP]] * 3 + [None],
