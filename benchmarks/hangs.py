@@ -102,10 +102,11 @@ class Kind:
 
 
 _LATE = "if rank in wrong: {late}\nusual()"
+_LOCK = "mutex = ctypes.create_string_buffer(64); [ctypes.{}(None).pthread_mutex_lock(mutex) for _ in '..']"
 KINDS = {
     "late": Kind(_LATE.format(late="time.sleep(10**6)")),
-    "late-native": Kind(_LATE.format(late="ctypes.CDLL(None).pause()")),
-    "late-gil": Kind(_LATE.format(late="ctypes.PyDLL(None).pause()")),
+    "late-native": Kind(_LATE.format(late=_LOCK.format("CDLL"))),
+    "late-gil": Kind(_LATE.format(late=_LOCK.format("PyDLL"))),
     "late-two": Kind(_LATE.format(late="time.sleep(10**6)"), 4, num_wrong=2),
     "spin": Kind(_LATE.format(late="exec('while True: pass')")),
     "loader": Kind(_LATE.format(late="next(iter(torch.utils.data.DataLoader(Slow(), num_workers=1)))")),
@@ -184,7 +185,7 @@ class Case:
             return "wrong", f"no verdict: {end and end.reason}"
         verdict, found = end.verdict, diagnose(run.attempt(1))
         text = f"{verdict.type}: {verdict.message} | {found.cause}"
-        if verdict.rank is None or (verdict.host is None and found.rank is None):
+        if verdict.rank is None or found.rank is None:
             return "unknown", text
         names_all = len(self.wrong) == 1 or rank_list(self.wrong) in str(verdict.message)
         return (

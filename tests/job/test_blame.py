@@ -126,7 +126,8 @@ def test_ranks_that_call_different_things(calls: list[str], named: tuple[int, ..
 
 def test_another_order_of_two_groups() -> None:
     """Rank 3 calls the collective of its pair first; the three others of its group the one of the group."""
-    records = {rank: flight(rank, "left 9 all_reduce 4 scheduled") for rank in (0, 1, 2)}
+    records = {rank: flight(rank, "left 9 all_reduce 4 scheduled") for rank in (0, 1)}
+    records[2] = flight(2, "tp1 3 all_gather", "left 9 all_reduce 4 scheduled")
     records[3] = flight(3, "left 8 all_reduce", "tp1 4 all_gather 4 scheduled")
     assert ranks_of(find_blame(records)) == (3,)
     # Of two pairs, neither is the majority.
@@ -147,10 +148,18 @@ def test_ranks_that_do_not_respond() -> None:
     assert find_blame({rank: flight(rank, "0 811 all_reduce") for rank in range(7)}, silent=(7,)) is None
 
 
-def test_what_has_been_overwritten_accuses_nobody() -> None:
+def test_a_record_from_which_the_group_has_been_overwritten() -> None:
+    """A rank for which nothing is open has not called what is open on all others."""
     records = {rank: flight(rank, IN_812) for rank in range(7)}
     records[7] = flight(7, "tp0 3000 all_reduce", first_id=5000)
-    assert ranks_of(find_blame(records)) == ()
+    assert ranks_of(find_blame(records)) == (7,)
+    records[7] = flight(7, first_id=5000)
+    assert ranks_of(find_blame(records)) == (7,), "torch may be told to write only what is open"
+    records[7] = flight(7, "tp0 3000 all_reduce 4 scheduled", first_id=5000)
+    assert ranks_of(find_blame(records)) == (), "it waits itself"
+    # A broadcast may end on some ranks before others have called it.
+    records = {rank: flight(rank, "0 812 broadcast 4 scheduled") for rank in range(7)}
+    assert ranks_of(find_blame(records | {7: flight(7, "tp0 3000 all_reduce", first_id=5000)})) == ()
 
 
 def test_a_send_or_receive_without_a_partner() -> None:
@@ -180,6 +189,18 @@ def test_a_device_that_does_not_come_to_what_was_called() -> None:
     assert ranks_of(find_blame(records)) == (6,)
     never_measured = {rank: flight(rank, "0 5 all_reduce 4 scheduled") for rank in range(8)}
     assert ranks_of(find_blame(never_measured)) == ()
+
+
+def test_a_device_that_no_longer_says_what_it_has_done() -> None:
+    """The calls of rank 6 have ended on the others, which cannot be without it; it is late with the next."""
+    records = {rank: flight(rank, "0 5 all_reduce", "0 6 all_reduce", IN_812) for rank in range(8)}
+    records[6] = flight(6, "0 5 all_reduce 4 scheduled", "0 6 all_reduce 4 scheduled")
+    assert find_blame(records) == Blame(
+        (6,), "the device of rank 6 has not seen the end of collectives that ended on other ranks"
+    )
+    # One alone may be under way, and gloo ends it at different moments.
+    records[6] = flight(6, "0 5 all_reduce", "0 6 all_reduce 4 scheduled")
+    assert ranks_of(find_blame(records)) == ()
 
 
 def test_gloo_counts_sends_that_it_does_not_record_and_knows_no_state() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -124,8 +125,13 @@ def test_torch_writes_a_record_on_request(attempt: AttemptDir) -> None:
     os.mkfifo(f"{prefix}3.pipe")
     reader = os.open(f"{prefix}3.pipe", os.O_RDONLY | os.O_NONBLOCK)
 
+    def is_asked() -> bool:
+        with contextlib.suppress(BlockingIOError):  # the pipe is open, and nothing is written yet
+            return bool(os.read(reader, 10))
+        return False
+
     def monitor() -> None:
-        wait_for(lambda: os.read(reader, 10))
+        wait_for(is_asked)
         content = pickle.dumps(DUMP, 2)
         with Path(f"{prefix}3").open("wb", buffering=0) as stream:
             stream.write(content[:40])

@@ -147,6 +147,18 @@ def test_after_a_timeout_the_rank_that_the_others_waited_for_failed_first(attemp
     assert find_first_failure(attempt, PLAN, outcome).rank == 0, "nobody is named"
 
 
+def test_nobody_is_named_for_data_of_another_size(attempt):
+    """gloo ends the rank that receives it, and others that lose their connection to it are quicker."""
+    lost = {"rank": 0, "host": "host0", "type": "RuntimeError", "time": "2026-01-01T00:00:00Z"}
+    write_json(attempt.rank_error(0), lost | {"message": "Connection reset by peer", "exit_code": 1})
+    ended = {"rank": 3, "host": "host1", "type": "exit", "exit_code": 134, "time": "2026-01-01T00:00:09Z"}
+    message = "killed by SIGABRT: 8 vs 4. Is there a distributed collective mismatch in your code?"
+    write_json(attempt.rank_error(3), ended | {"message": message})
+    verdict = find_first_failure(attempt, PLAN, Outcome(exits=[(0, 134)]))
+    assert (verdict.rank, verdict.host) == (None, None)
+    assert verdict.message == f"rank 3 failed: {message}; {UNKNOWN}"
+
+
 def test_ranks_that_cannot_connect_get_a_hint(attempt):
     verdict = hang_failure(attempt, PLAN, [record(rank, step=None, phase="connect") for rank in range(4)])
     assert (

@@ -63,7 +63,8 @@ def find_blame(
     """
     stacks = stacks or {}
     calls = _align(flights)
-    waits = _find_waits(calls, flights, silent)
+    failed = _failed_devices(calls)
+    waits = _find_waits(calls, flights, silent, failed)
     if not waits:
         return None
     elsewhere = {rank for rank, stack in stacks.items() if stack and COMMUNICATES.search(stack[0])}
@@ -74,7 +75,11 @@ def find_blame(
     differs = mismatch is not None
     texts = [] if mismatch is None else [mismatch.text]
     if culprits:
-        texts.append(_describe_absent(waits, culprits, silent, stacks))
+        if named := sorted(culprits & failed):
+            what = "has not seen the end of collectives that ended on other ranks"
+            texts.append(f"the device of {rank_list(named)} {what}")
+        if others := culprits - failed:
+            texts.append(_describe_absent(waits, others, silent, stacks))
     elif stalled:
         culprits, wait = stalled, next(wait for wait in waits if stalled & {*wait.waiting})
         whose = f"the device of {rank_list(sorted(stalled))} has not come"
@@ -144,13 +149,19 @@ def _align(flights: Mapping[int, Flight]) -> dict[int, list[Call]]:
 
 
 def _find_waits(
-    calls: Mapping[int, Sequence[Call]], flights: Mapping[int, Flight], silent: Collection[int]
+    calls: Mapping[int, Sequence[Call]],
+    flights: Mapping[int, Flight],
+    silent: Collection[int],
+    failed: Collection[int],
 ) -> list[_Wait]:
-    """The calls that have not ended, the earliest of each group first."""
+    """The calls that have not ended on ranks that can tell, collectives in which most ranks wait first."""
     newest = {
         (call.group, rank): call.number for rank, own in calls.items() for call in own if not call.is_p2p
     }
-    pending = [(rank, call) for rank, own in calls.items() for call in own if not call.is_done]
+    pending = [
+        (rank, call) for rank, own in calls.items() for call in own if not call.is_done and rank not in failed
+    ]
+    ended = {(call.group, call.number) for own in calls.values() for call in own if call.is_done}
     peers = Counter((rank, call.peer, call.op) for rank, call in pending if call.is_p2p)
     found: dict[tuple[Any, ...], _Wait] = {}
     for rank, call in pending:
@@ -161,12 +172,13 @@ def _find_waits(
             absent = absent if call.peer in flights or call.peer in silent else ()
             found[key] = _Wait(call, inside, inside, absent)
         elif not call.is_p2p and key not in found:
-            last = {
-                member: newest.get(
-                    (call.group, member), 0 if member in flights and flights[member].is_whole else None
-                )
-                for member in call.group[2]
+            # What is open on one rank has ended on no other, as a rule: an idle one has not called it.
+            is_open = bool(SYMMETRIC.search(call.op)) and (call.group, call.number) not in ended
+            unrecorded = {
+                rank: 0 if flight.is_whole or (is_open and flight.is_idle) else None
+                for rank, flight in flights.items()
             }
+            last = {one: newest.get((call.group, one), unrecorded.get(one)) for one in call.group[2]}
             inside = tuple(
                 one for one, number in last.items() if number is not None and number >= call.number
             )
@@ -181,7 +193,42 @@ def _find_waits(
                 if other.group == call.group and other.number == call.number and not other.is_p2p
             )
             found[key] = _Wait(call, waiting, inside, absent)
-    return sorted(found.values(), key=lambda wait: (-len(wait.waiting), wait.call.number))
+    return sorted(found.values(), key=lambda wait: (wait.call.is_p2p, -len(wait.waiting), wait.call.number))
+
+
+SYMMETRIC = re.compile("all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|barrier")
+"""Operations that end on one rank only after all ranks have taken part."""
+
+
+def _failed_devices(calls: Mapping[int, Sequence[Call]]) -> set[int]:
+    """The ranks with several open collectives that have ended on others, which they cannot have without them.
+
+    Their devices took part, and no longer say so. A single one may still be under way.
+    """
+    ended = {(call.group, call.number) for own in calls.values() for call in own if call.is_done}
+    newest = {(call.group, rank): call.number for rank, own in calls.items() for call in own}
+    opened = {
+        (call.group, call.number, rank) for rank, own in calls.items() for call in own if not call.is_done
+    }
+
+    def has_ended(call: Call, rank: int) -> bool:
+        others = (other for other in call.group[2] if other != rank)
+        return (call.group, call.number) in ended or any(
+            newest.get((call.group, other), -1) >= call.number
+            and (call.group, call.number, other) not in opened
+            for other in others
+        )
+
+    return {
+        rank
+        for rank, own in calls.items()
+        if sum(
+            call.group[0] != "gloo" and bool(SYMMETRIC.search(call.op)) and has_ended(call, rank)
+            for call in own
+            if not call.is_done and not call.is_p2p
+        )
+        > 1
+    }
 
 
 def _stalled_devices(calls: Mapping[int, Sequence[Call]]) -> set[int]:
@@ -237,15 +284,16 @@ def _out_of_order(waits: Sequence[_Wait]) -> set[int]:
     All ranks wait for one another. In the collective of a group that fewer ranks have called than not, these
     are accused, else those that have not; without a contradiction between groups they are at fault.
     """
-    accused = set()
-    for wait in waits:
-        if (
-            len(wait.inside) + len(wait.absent) == len(wait.call.group[2])
-            and wait.absent
-            and len(wait.inside) != len(wait.absent)
-        ):
-            accused.add(min(wait.inside, wait.absent, key=len))
-    return {*accused.pop()} if len(accused) == 1 else set()
+    blocked = {rank for wait in waits if wait.absent for rank in wait.waiting}
+    accused = {
+        min(wait.inside, wait.absent, key=len)
+        for wait in waits
+        if len(wait.inside) + len(wait.absent) == len(wait.call.group[2])
+        and wait.absent
+        and len(wait.inside) != len(wait.absent)
+    }
+    found = {*accused.pop()} if len(accused) == 1 else set()
+    return found if found <= blocked else set()
 
 
 def _describe(wait: _Wait) -> str:
@@ -273,7 +321,8 @@ def _describe_absent(
             left -= {*here}
             subject = f"{rank_list(here)} " if len(culprits) > 1 else ""
             ended = [rank for rank in here if rank in silent]
-            what = f"{_verb(here, 'have')} not called {wait.call.shown_in_group}"
+            done = "answered" if wait.call.is_p2p else "called"
+            what = f"{_verb(here, 'have')} not {done} {wait.call.shown_in_group}"
             if ended == here:
                 what = f"{_verb(here, 'do')} not respond, and {what}"
             place = wait.call.place or users_frame(stacks.get(wait.waiting[0], ()))

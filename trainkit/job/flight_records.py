@@ -101,6 +101,8 @@ class Flight:
     """In the order in which they were called; the oldest may be missing."""
     is_whole: bool = False
     """Whether it begins with the first call of the rank."""
+    is_idle: bool = False
+    """Whether all calls of the rank have ended."""
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -222,6 +224,7 @@ def parse_flight(rank: int, dump: JsonObject, world_size: int) -> Flight:
         ranks = {name: _ranks(group.get("ranks", ())) for name, group in config.items()}
         calls: list[Call] = []
         ids: dict[str, set[int]] = {}
+        begins: dict[Group, int] = {}
         for entry in entries:
             backend, _, op = str(entry["profiling_name"]).rpartition(":")
             name, description = map(str, entry["process_group"])
@@ -229,9 +232,19 @@ def parse_flight(rank: int, dump: JsonObject, world_size: int) -> Flight:
             ids.setdefault(backend, set()).add(int(entry["record_id"]))
             label = description.replace("default_pg", "all ranks").replace("undefined", "") or name
             calls.append(_parse_call(entry, (backend, name, members), label, op))
+            begins.setdefault(calls[-1].group, calls[-1].number)
+        last = [f"last_{word}_collective" for word in ("enqueued", "completed")]
+        status = [[int(one[name]) for name in last] for one in dump.get("pg_status", {}).values()]
+        is_idle = all(enqueued <= completed for enqueued, completed in status)
     except (AttributeError, KeyError, TypeError, IndexError) as error:
         raise ValueError(f"not a flight record: {error!r}") from error
-    return Flight(rank, _whole_batches(calls), all(found == {*range(len(found))} for found in ids.values()))
+    # torch numbers them anew when a program resets its recorder.
+    is_whole = all(found == {*range(len(found))} for found in ids.values()) and all(
+        group[0] == "gloo" or number <= 1 for group, number in begins.items()
+    )
+    whole = _whole_batches(calls)
+    is_idle = is_idle and all(call.is_done for call in whole)
+    return Flight(rank, whole, bool(calls) and is_whole, is_idle)
 
 
 def _ranks(text: object) -> tuple[int, ...]:

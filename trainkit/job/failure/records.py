@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, EXIT_STUCK, TrainkitError
-from trainkit.job.blame import find_blame
+from trainkit.job.blame import UNKNOWN, find_blame
 from trainkit.job.failure.launcher_report import RankExit, first_exit, ran_out_of_memory
 from trainkit.job.flight_records import read_flights
 from trainkit.job.hangs import blamed_failure, hang_failure, read_hangs
@@ -190,6 +190,7 @@ def agent_failure(node_rank: int | None, reason: str, exit_code: int | None = No
     )
 
 
+_MISMATCH = re.compile("Is there a distributed collective mismatch")
 _TIMED_OUT = re.compile(r"collective operation timeout|Timed out waiting \d+ ?ms")
 _HARDWARE = re.compile(r"CUDA error|ECC|NVLink|Xid|unhandled (?:cuda|system) error|SIGBUS", re.IGNORECASE)
 _NOT_HARDWARE = re.compile(
@@ -215,7 +216,24 @@ def find_first_failure(attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome) 
     if outcome.hung:
         return hang_failure(attempt, plan, outcome.hangs)
     first = _killed_agent_failure(attempt, plan, outcome) or first_rank_failure(attempt)
-    return first if first is None else _blamed_for_timeout(attempt, plan, first)
+    return (
+        None
+        if first is None
+        else _unlike_failure(attempt, first) or _blamed_for_timeout(attempt, plan, first)
+    )
+
+
+def _unlike_failure(attempt: AttemptDir, first: RankFailure) -> RankFailure | None:
+    """The failure if gloo has ended a rank that received other data than it expected; None if it has not.
+
+    That rank may be right itself, and those that lose their connection to it have failed before.
+    """
+    failures = [failure for _, failure in rank_failures(attempt)]
+    found = next((one for one in (first, *failures) if _MISMATCH.search(str(one.message))), None)
+    if found is None:
+        return None
+    message = f"rank {found.rank} failed: {found.message}; {UNKNOWN}"
+    return replace(found, rank=None, node_rank=None, host=None, time=first.time, message=message)
 
 
 def _blamed_for_timeout(attempt: AttemptDir, plan: LaunchPlan, first: RankFailure) -> RankFailure:
