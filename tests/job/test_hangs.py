@@ -156,7 +156,14 @@ def test_nobody_is_named_for_data_of_another_size(attempt):
     write_json(attempt.rank_error(3), ended | {"message": message})
     verdict = find_first_failure(attempt, PLAN, Outcome(exits=[(0, 134)]))
     assert (verdict.rank, verdict.host) == (None, None)
-    assert verdict.message == f"rank 3 failed: {message}; {UNKNOWN}"
+    assert verdict.message == f"{UNKNOWN}: rank 3 failed: {message}"
+    # Ranks that can, write their records.
+    write_flights(attempt, dict.fromkeys(range(3), (12, "all_reduce", "scheduled")), "gloo")
+    verdict = find_first_failure(attempt, PLAN, Outcome(exits=[(0, 134)]))
+    assert (verdict.rank, verdict.host) == (3, None), "it called something else itself"
+    write_flights(attempt, {1: (12, "all_gather", "scheduled")}, "gloo")
+    verdict = find_first_failure(attempt, PLAN, Outcome(exits=[(0, 134)]))
+    assert verdict.message == f"rank 1 called something else than the others: rank 3 failed: {message}"
 
 
 def test_ranks_that_cannot_connect_get_a_hint(attempt):

@@ -67,8 +67,9 @@ def find_blame(
     waits = _find_waits(calls, flights, silent, failed)
     if not waits:
         return None
-    elsewhere = {rank for rank, stack in stacks.items() if stack and COMMUNICATES.search(stack[0])}
-    waiting = {rank for wait in waits for rank in wait.waiting} | elsewhere
+    recorded = {rank for wait in waits for rank in wait.waiting}
+    elsewhere = {rank for rank, stack in stacks.items() if stack and COMMUNICATES.search(stack[0])} - recorded
+    waiting = recorded | elsewhere
     stalled = _stalled_devices(calls) - {rank for wait in waits if wait.absent for rank in wait.waiting}
     culprits = {rank for wait in waits for rank in wait.absent if rank in silent or rank not in waiting}
     mismatch = _find_mismatch(calls, flights)
@@ -91,6 +92,27 @@ def find_blame(
     culprits |= {*(() if mismatch is None else mismatch.ranks)}
     text = "; ".join([*texts, *([] if culprits else [UNKNOWN])])
     return Blame(tuple(sorted(culprits)), text, differs)
+
+
+def blame_for_unlike_data(flights: Mapping[int, Flight], ended: int) -> tuple[int, ...]:
+    """The ranks that called something else than the majority; empty if that is unclear.
+
+    gloo has ended the rank `ended`, which left no record, since it received other data than it expected. If
+    the others agree on the last collective that they all have called, it has called another one itself.
+    """
+    calls = {rank: own for rank, own in _align(flights).items() if rank != ended}
+    for group in {call.group for own in calls.values() for call in own if ended in call.group[2]}:
+        own = {rank: {one.number: one for one in calls[rank] if one.group == group} for rank in calls}
+        if len(own) < 2 or not all(own.values()):
+            continue
+        last = min(max(numbers) for numbers in own.values())
+        ranks_of: dict[object, list[int]] = {}
+        for rank, numbers in own.items():
+            ranks_of.setdefault(numbers[last].signature if last in numbers else None, []).append(rank)
+        *few, most = sorted(ranks_of.values(), key=len)
+        if 2 * len(most) > len(own):
+            return tuple(sorted(rank for ranks in few for rank in ranks)) or (ended,)
+    return ()
 
 
 def blame_by_stacks(stacks: Mapping[int, Sequence[str]], silent: Collection[int] = ()) -> Blame | None:

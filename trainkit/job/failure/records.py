@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, EXIT_STUCK, TrainkitError
-from trainkit.job.blame import UNKNOWN, find_blame
+from trainkit.formats import rank_list
+from trainkit.job.blame import UNKNOWN, blame_for_unlike_data, find_blame
 from trainkit.job.failure.launcher_report import RankExit, first_exit, ran_out_of_memory
 from trainkit.job.flight_records import read_flights
-from trainkit.job.hangs import blamed_failure, hang_failure, read_hangs
+from trainkit.job.hangs import blamed_failure, hang_failure, node_of, read_hangs
 from trainkit.job.preflight import PreflightFailed
 from trainkit.job.signals import describe_exit, signal_exit_code
 from trainkit.plan.launch import LaunchPlan
@@ -219,21 +220,29 @@ def find_first_failure(attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome) 
     return (
         None
         if first is None
-        else _unlike_failure(attempt, first) or _blamed_for_timeout(attempt, plan, first)
+        else _unlike_failure(attempt, plan, first) or _blamed_for_timeout(attempt, plan, first)
     )
 
 
-def _unlike_failure(attempt: AttemptDir, first: RankFailure) -> RankFailure | None:
+def _unlike_failure(attempt: AttemptDir, plan: LaunchPlan, first: RankFailure) -> RankFailure | None:
     """The failure if gloo has ended a rank that received other data than it expected; None if it has not.
 
-    That rank may be right itself, and those that lose their connection to it have failed before.
+    That rank may be right itself, and those that lose their connection to it have failed before. No host is
+    at fault.
     """
     failures = [failure for _, failure in rank_failures(attempt)]
     found = next((one for one in (first, *failures) if _MISMATCH.search(str(one.message))), None)
-    if found is None:
+    if found is None or found.rank is None:
         return None
-    message = f"rank {found.rank} failed: {found.message}; {UNKNOWN}"
-    return replace(found, rank=None, node_rank=None, host=None, time=first.time, message=message)
+    ranks = blame_for_unlike_data(read_flights(attempt, plan.world_size), found.rank)
+    what = f"{rank_list(ranks)} called something else than the others" if ranks else UNKNOWN
+    message = f"{what}: rank {found.rank} failed: {found.message}"
+    node_rank = node_of(plan, ranks[0]) if ranks else None
+    rank = ranks[0] if ranks else None
+    kind = "CollectiveMismatch"
+    return replace(
+        found, rank=rank, node_rank=node_rank, host=None, time=first.time, type=kind, message=message
+    )
 
 
 def _blamed_for_timeout(attempt: AttemptDir, plan: LaunchPlan, first: RankFailure) -> RankFailure:
