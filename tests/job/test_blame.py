@@ -129,7 +129,7 @@ def test_another_order_of_two_groups() -> None:
     records = {rank: flight(rank, "left 9 all_reduce 4 scheduled") for rank in (0, 1)}
     records[2] = flight(2, "tp1 3 all_gather", "left 9 all_reduce 4 scheduled")
     records[3] = flight(3, "left 8 all_reduce", "tp1 4 all_gather 4 scheduled")
-    stacks = dict.fromkeys(range(4), ["all_reduce (/x/torch/distributed/distributed_c10d.py:3)"])
+    stacks = {rank: ["all_reduce (/x/torch/distributed/distributed_c10d.py:3)"] for rank in range(4)}
     assert ranks_of(find_blame(records, stacks=stacks)) == (3,)
     # Of two pairs, neither is the majority.
     records = {0: flight(0, "tp0 1 all_reduce 4 scheduled"), 1: flight(1, "left 1 all_reduce 4 scheduled")}

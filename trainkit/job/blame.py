@@ -188,6 +188,8 @@ def _find_waits(
     found: dict[tuple[Any, ...], _Wait] = {}
     for rank, call in pending:
         key = (call.group, call.number, *((rank, call.op) if call.is_p2p else ()))
+        inside: tuple[int, ...]
+        absent: tuple[int, ...]
         if call.is_p2p and call.peer is not None and call.op in _ANSWER:
             is_there = peers[call.peer, rank, _ANSWER[call.op]] >= peers[rank, call.peer, call.op]
             inside, absent = ((rank, call.peer), ()) if is_there else ((rank,), (call.peer,))

@@ -247,8 +247,8 @@ def parse_flight(rank: int, dump: JsonObject, world_size: int) -> Flight:
     return Flight(rank, whole, bool(calls) and is_whole, is_idle)
 
 
-def _ranks(text: object) -> tuple[int, ...]:
-    return tuple(map(int, json.loads(text) if isinstance(text, str) else text))  # type: ignore[call-overload]
+def _ranks(ranks: Any) -> tuple[int, ...]:
+    return tuple(map(int, json.loads(ranks) if isinstance(ranks, str) else ranks))
 
 
 def _parse_call(entry: JsonObject, group: Group, label: str, words: str) -> Call:

@@ -164,9 +164,9 @@ def explain_silence(replies: Sequence[Reply], blame: Blame | None = None) -> Sil
         text = f"rank {first.rank} on {first.host}{more} {waits} for the lock file {lock.path} of {lock.time}"
         return Silence(text, first.rank, first.host, lock.path)
     if blame is not None:
-        first = next((reply for reply in replies if reply.rank in blame.ranks), None)
+        hosts = [reply.host for reply in replies if reply.rank in blame.ranks and not blame.differs]
+        host = hosts[0] if len({*hosts}) == 1 else None
         subject = f"rank {blame.ranks[0]} " if len(blame.ranks) == 1 else ""
-        host = None if first is None or blame.differs else first.host
         return Silence(f"{subject}{blame.text}", blame.ranks[0] if blame.ranks else None, host)
     if not replies:
         return Silence("none of its ranks could be looked at in time")

@@ -44,7 +44,7 @@ def spare_what_a_rank_starts() -> None:
 
 
 def answer_for_flight_records() -> None:
-    """Have torch write which collectives it has called when the agent asks for it by a pipe.
+    """Have torch write which collectives this rank has called when the agent asks for it by a pipe.
 
     torch ends a rank that cannot make the pipe, such as one in a container that lacks the folder of the run.
     """
