@@ -171,7 +171,7 @@ class Case:
             body = {"plain": PLAIN, "loop": LOOP}[self.door]
             text = HEAD.format(wrong=self.wrong, kind=indent(code, " " * 4)) + body
             (folder / "train.py").write_text(text)
-            argv += [*(hang if self.door == "loop" else ("--set", "requeue.silence_s=40"))]
+            argv += [*(hang if self.door == "loop" else ("--set", "requeue.silence_s=90"))]
             argv += ["--", "python", "train.py"]
         env |= {"PYTHONPATH": os.pathsep.join(paths), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
         env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"

@@ -1,4 +1,4 @@
-"""Who blocks the others in a hang, from hand-made flight records."""
+"""The ranks that block the others in a hang, from hand-made flight records."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_a_record_from_which_the_group_has_been_overwritten() -> None:
     records[7] = flight(7, "tp0 3000 all_reduce", first_id=5000)
     assert ranks_of(find_blame(records)) == (7,)
     records[7] = flight(7, first_id=5000)
-    assert ranks_of(find_blame(records)) == (7,), "torch may be told to write only what is open"
+    assert ranks_of(find_blame(records)) == (7,), "torch can write only what is open"
     records[7] = flight(7, "tp0 3000 all_reduce 4 scheduled", first_id=5000)
     assert ranks_of(find_blame(records)) == (), "it waits itself"
     # A broadcast may end on some ranks before others have called it.
@@ -217,7 +217,7 @@ def test_gloo_counts_sends_that_it_does_not_record_and_knows_no_state() -> None:
     assert find_blame(ended) is None
 
 
-def test_groups_of_one_name_are_told_apart_by_their_ranks() -> None:
+def test_groups_of_one_name_differ_by_their_ranks() -> None:
     """A group that is split has one name on all ranks."""
     records = {}
     for rank in range(4):

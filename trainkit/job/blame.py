@@ -29,7 +29,7 @@ MAX_SHOWN = 3
 
 @dataclass(frozen=True)
 class Blame:
-    """Who blocks the others."""
+    """The ranks that block the others."""
 
     ranks: tuple[int, ...]
     """All of them; empty if the records do not tell."""
@@ -47,9 +47,9 @@ class _Wait:
     waiting: tuple[int, ...]
     """The ranks for which it has not ended."""
     inside: tuple[int, ...]
-    """Those that have called it, also if it has ended for them."""
+    """The ranks that have called it, also if it has ended for them."""
     absent: tuple[int, ...]
-    """Those that have not, as far as their records say so."""
+    """The ranks that have not, as far as their records say so."""
 
 
 def find_blame(
@@ -57,7 +57,7 @@ def find_blame(
     silent: Collection[int] = (),
     stacks: Mapping[int, Sequence[str]] | None = None,
 ) -> Blame | None:
-    """Who blocks the others; None if no record shows a rank that waits.
+    """Find the ranks that block the others; None if no record shows a rank that waits.
 
     `silent` are the ranks that do not respond, `stacks` the frames of the others, innermost first.
     """

@@ -124,7 +124,7 @@ def hang_failure(attempt: AttemptDir, plan: LaunchPlan, records: Sequence[HangRe
 def find_blocking(
     attempt: AttemptDir, plan: LaunchPlan, stacks: Mapping[int, Sequence[str]], *, is_silence: bool
 ) -> Blame | None:
-    """Who blocks the others, by the flight records and by the stacks of all ranks that respond.
+    """Find the ranks that block the others, by the flight records and by the stacks of all ranks that respond.
 
     `is_silence` for a command of which only the stacks are known, and not the step and phase of each rank.
     """
