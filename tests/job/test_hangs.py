@@ -1,11 +1,15 @@
 """The verdict on a hang: who held the others up."""
 
+import json
 from dataclasses import asdict, replace
 
 import pytest
 
 from tests.support.runs import launch_plan
-from trainkit.job.failure.records import suspect_host
+from trainkit.folders import ensure_folder
+from trainkit.job.blame import UNKNOWN
+from trainkit.job.decision import Outcome
+from trainkit.job.failure.records import find_first_failure, suspect_host
 from trainkit.job.hangs import HangRecord, hang_failure, missing_ranks, read_hangs
 from trainkit.run.files import to_json, write_json
 
@@ -63,6 +67,103 @@ def test_the_one_that_is_behind(attempt, late, phase):
         "exit_code": 70,
         "final": False,
     }
+
+
+def write_flights(attempt, calls, backend="nccl"):
+    """A flight record of each rank: what it called last, open unless it is done."""
+    for folder in (attempt.flight_dir, attempt.stacks_dir):
+        ensure_folder(folder)
+    for rank, (number, op, state) in calls.items():
+        entry = {"record_id": number, "process_group": ["0", "default_pg"], "collective_seq_id": number}
+        entry |= {
+            "profiling_name": f"{backend}:{op}",
+            "time_created_ns": 1,
+            "input_sizes": [[8]],
+            "state": state,
+        }
+        (attempt.flight_dir / f"rank-{rank}").write_text(json.dumps({"entries": [entry]}))
+
+
+def test_the_flight_records_name_all_ranks_that_block_the_others(attempt):
+    """Rank 0 is behind in its phases, and waits for ranks 2 and 3 like rank 1."""
+    write_flights(
+        attempt,
+        {
+            0: (12, "all_reduce", "scheduled"),
+            1: (12, "all_reduce", "scheduled"),
+            **dict.fromkeys((2, 3), (11, "all_reduce", "completed")),
+        },
+    )
+    records = [record(0, beat=1), record(1), record(2), record(3)]
+    verdict = hang_failure(attempt, PLAN, records)
+    assert (verdict.rank, verdict.node_rank, verdict.host, verdict.step) == (2, 1, "host1", 41)
+    assert verdict.message == (
+        "ranks 2-3 have not called all_reduce [8] (collective 12 of all ranks), for which ranks 0-1 wait in"
+        " wait (control.py:61); rank 2 is in wait (control.py:61); rank 3 is in wait (control.py:61);"
+        " no progress for 312 s, in backward; a step usually takes 0.8 s"
+    )
+    assert suspect_host(verdict) == ("host1", "culprit")
+    write_flights(attempt, {1: (11, "all_reduce", "completed")})
+    assert hang_failure(attempt, PLAN, records).host is None, "they are on two hosts"
+
+
+OTHER = (12, "barrier", "scheduled")
+
+
+@pytest.mark.parametrize(
+    ("calls", "rank"), [({}, None), ({3: OTHER}, 3), (dict.fromkeys((1, 3), OTHER), None)]
+)
+def test_no_host_is_at_fault_where_nobody_is_named_or_the_program_differs(attempt, calls, rank):
+    """Not the rank that is behind in its phases either, which the rule without records names."""
+    write_flights(attempt, dict.fromkeys(range(4), (12, "all_reduce", "scheduled")) | calls)
+    records = [record(0, beat=0), *(record(other) for other in (1, 2, 3))]
+    verdict = hang_failure(attempt, PLAN, records)
+    assert (verdict.rank, verdict.host) == (rank, None)
+    assert suspect_host(verdict) is None
+    assert (UNKNOWN in verdict.message) is (rank is None)
+    assert ("the ranks differ in what they called" in verdict.message) is bool(calls)
+
+
+def test_a_rank_without_a_report_blocks_those_that_wait_for_it(attempt):
+    write_flights(attempt, dict.fromkeys((0, 1, 3), (12, "all_reduce", "scheduled")))
+    verdict = hang_failure(attempt, PLAN, [record(0), record(1), record(3)])
+    assert (verdict.rank, verdict.host) == (2, "host1")
+    assert verdict.message.startswith("does not respond, and has not called all_reduce [8] (collective 12 of")
+
+
+def test_after_a_timeout_the_rank_that_the_others_waited_for_failed_first(attempt):
+    """torch ends a rank that has waited for too long, which is not the one at fault."""
+    error = {"rank": 0, "host": "host0", "type": "exit", "exit_code": 134, "time": "2026-01-01T00:00:00Z"}
+    error["message"] = "killed by SIGABRT: [Rank 0] Watchdog caught collective operation timeout: WorkNCCL("
+    write_json(attempt.rank_error(0), error)
+    outcome = Outcome(exits=[(0, 134)])
+    assert find_first_failure(attempt, PLAN, outcome).rank == 0
+    write_flights(attempt, dict.fromkeys((0, 1, 3), (12, "all_reduce", "scheduled")))
+    verdict = find_first_failure(attempt, PLAN, outcome)
+    assert (verdict.rank, verdict.type) == (2, "Hang")
+    assert verdict.message.startswith("does not respond, and has not called all_reduce")
+    assert verdict.message.endswith("; then the collective timed out on rank 0")
+    write_flights(attempt, {2: (12, "all_reduce", "scheduled")})
+    assert find_first_failure(attempt, PLAN, outcome).rank == 0, "nobody is named"
+
+
+def test_nobody_is_named_for_data_of_another_size(attempt):
+    """gloo ends the rank that receives it, and others that lose their connection to it are quicker."""
+    lost = {"rank": 0, "host": "host0", "type": "RuntimeError", "time": "2026-01-01T00:00:00Z"}
+    write_json(attempt.rank_error(0), lost | {"message": "Connection reset by peer", "exit_code": 1})
+    ended = {"rank": 3, "host": "host1", "type": "exit", "exit_code": 134, "time": "2026-01-01T00:00:09Z"}
+    message = "killed by SIGABRT: 8 vs 4. Is there a distributed collective mismatch in your code?"
+    write_json(attempt.rank_error(3), ended | {"message": message})
+    verdict = find_first_failure(attempt, PLAN, Outcome(exits=[(0, 134)]))
+    assert (verdict.rank, verdict.host) == (None, None)
+    assert verdict.message == f"{UNKNOWN}: rank 3 failed: {message}"
+    # Ranks that can, write their records.
+    write_flights(attempt, dict.fromkeys(range(3), (12, "all_reduce", "scheduled")), "gloo")
+    verdict = find_first_failure(attempt, PLAN, Outcome(exits=[(0, 134)]))
+    assert (verdict.rank, verdict.host) == (3, None), "it called something else itself"
+    write_flights(attempt, {1: (12, "all_gather", "scheduled")}, "gloo")
+    verdict = find_first_failure(attempt, PLAN, Outcome(exits=[(0, 134)]))
+    assert verdict.message == f"rank 1 called something else than the others: rank 3 failed: {message}"
 
 
 def test_ranks_that_cannot_connect_get_a_hint(attempt):

@@ -15,7 +15,14 @@ import pytest
 from job_tree import Job, wait_for
 
 from tests.support.runs import launch_plan
-from trainkit.job.failure.stacks import LockFile, Reply, explain_silence, find_lock, find_requests
+from trainkit.job.failure.stacks import (
+    STATE_PROBLEMS,
+    LockFile,
+    Reply,
+    explain_silence,
+    find_lock,
+    find_requests,
+)
 from trainkit.job.hangs import HangRecord, hang_failure, missing_ranks, read_hangs
 from trainkit.job.progress_watch import SilenceWatch
 from trainkit.observe.diagnose import diagnose
@@ -109,6 +116,56 @@ def test_before_the_first_line_silence_is_reported_and_ends_nothing(
     assert [event["event"] for event in watched.events()] == ["silent", "silent_over"]
     watched.wait(3600)
     assert len(watched.events()) == 2, "a script that prints seldom"
+
+
+WAITS = "all_reduce (/x/site-packages/torch/distributed/distributed_c10d.py:3)"
+STEP, LOG, LOAD = "step (/me/train.py:9)", "log (/me/train.py:30)", "load (/me/data.py:3)"
+
+
+@pytest.mark.parametrize(
+    ("stacks", "rank", "text"),
+    [
+        (
+            [[WAITS, STEP]] * 3 + [[LOAD]],
+            3,
+            "does not take part, and ranks 0-2 wait in all_reduce at step (train.py:9);"
+            " it is in load (data.py:3)",
+        ),
+        (
+            [[WAITS, STEP]] * 3 + [[WAITS, LOG]],
+            None,
+            "ranks 0-2 wait in all_reduce at step (train.py:9); rank 3 waits in all_reduce at log"
+            " (train.py:30); the records do not tell which rank is at fault",
+        ),
+        (
+            [[WAITS, STEP]] * 3 + [None],
+            3,
+            "does not respond, and ranks 0-2 wait in all_reduce at step (train.py:9)",
+        ),
+        ([[WAITS]] + [[LOAD]] * 3, 0, None),
+        ([[WAITS]] * 2 + [[LOAD], []], 0, None),
+    ],
+)
+def test_without_records_the_stacks_name_who_waits_for_nobody(
+    attempt: AttemptDir,
+    monkeypatch: pytest.MonkeyPatch,
+    stacks: list[Any],
+    rank: int | None,
+    text: str | None,
+) -> None:
+    watched = Watched(attempt, monkeypatch, silence_s=60.0)
+    for number, stack in enumerate(stacks):
+        stopped = STATE_PROBLEMS["T"] if stack is None else "no py-spy"
+        watched.replies.append(Reply(number, "a", 7, "", {"Main": stack} if stack else {}, problem=stopped))
+    found = watched.wait(120)
+    failure = hang_failure(attempt, PLAN, found)
+    assert failure.rank == rank
+    if text is not None:
+        assert failure.message == text
+        assert text in watched.events()[0]["reason"]
+    assert (failure.host is None) is (rank != 3)
+    # A rank waits for its GPU anywhere.
+    assert hang_failure(attempt, replace(PLAN, device="cuda"), found).host is None or stacks[3] is None
 
 
 def test_a_lock_in_the_way_is_reported_after_the_first_line_too(

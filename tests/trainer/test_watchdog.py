@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.hangs import Case, run_case
 from tests.support.runs import (
     fork_workers,
     free_port,
@@ -85,11 +86,23 @@ def test_a_rank_that_waits_for_its_data_is_behind_those_that_wait_for_it(tmp_pat
     assert all(0.0 < record.usual_s < 2.0 for record in records)
     verdict = hang_failure(attempt, plan_of(attempt), records)
     assert (verdict.rank, verdict.step) == (1, 8)
+    assert "has not called all_gather" in verdict.message
+    assert "it is in give_or_sleep (test_watchdog.py:" in verdict.message
+    assert "has not called all_gather" in verdict.message
+    assert "it is in give_or_sleep (test_watchdog.py:" in verdict.message
     assert "in data" in verdict.message
     assert "give_or_sleep" in attempt.rank_stacks(1).read_text()
     assert "in data" in attempt.rank_log(1).read_text()
     trace = json.loads(traces[0].read_text())
     assert trace["entries"][-1]["state"] != "completed"
+
+
+@pytest.mark.parametrize("kind", ["order", "shapes"])
+def test_a_rank_that_calls_something_else_is_named(kind: str) -> None:
+    """The others wait for it in a collective that it has called too, or gloo ends one of them."""
+    result, text = run_case(Case(kind, "loop", 3 if kind == "order" else 4, (1,)))
+    assert result == "right", text
+    assert ("rank 1 all_gather [4] Float, ranks 0,2 all_reduce [16] Float" in text) is (kind == "order")
 
 
 HOLDER = """

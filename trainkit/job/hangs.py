@@ -5,10 +5,12 @@ from __future__ import annotations
 import socket
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from trainkit.errors import EXIT_STUCK
+from trainkit.job.blame import Blame, blame_by_stacks, find_blame
+from trainkit.job.flight_records import read_flights
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import RankFailure
 from trainkit.run.files import read_each, refresh_listing
@@ -68,6 +70,8 @@ def silent_hosts(attempt: AttemptDir, plan: LaunchPlan, records: Sequence[HangRe
     return [host for host in hosts if host is not None]
 
 
+SILENT = "a command without output"
+"""How the phase of a report begins that `progress_watch.py` has written for a rank of a command."""
 CONNECT_HINT = (
     "the ranks have met, and cannot exchange tensors: `trainkit doctor --nodes N` measures the links between "
     "hosts, `launch.network` names the interface, and `launch.network: debug` sets NCCL_DEBUG=INFO"
@@ -77,11 +81,22 @@ CONNECT_HINT = (
 def hang_failure(attempt: AttemptDir, plan: LaunchPlan, records: Sequence[HangRecord]) -> RankFailure:
     """The rank that blocks the others, as a failure of type ``Hang``; `records` must not be empty.
 
-    This is the first rank without a report, else the rank that is behind the others. If no rank is behind,
-    the failure names no host.
+    The flight records name all such ranks, or say that it is unknown which. If they do not show a rank that
+    waits, this is the first rank without a report, else the rank that is behind the others. If no rank is
+    behind, the failure names no host.
     """
     behind, is_distinct = _furthest_behind(records)
     missing = missing_ranks(plan, records)
+    stacks = {record.rank: record.stack for record in records}
+    is_silence = all(record.phase.startswith(SILENT) for record in records)
+    blame = find_blocking(attempt, plan, stacks, is_silence=is_silence)
+    if blame is not None:
+        failure = blamed_failure(attempt, plan, blame, records)
+        own = next((record for record in records if record.rank == failure.rank), behind)
+        who = "" if own.rank == failure.rank or failure.rank is None else f"rank {own.rank}: "
+        # The phase of a silent command repeats who blocks the others.
+        text = blame.text if is_silence else f"{blame.text}; {who}{own.summary}"
+        return replace(failure, message=text, time=min(record.time for record in records), step=own.step)
     if missing:
         rank, message = missing[0], _describe_missing(missing, behind)
         node_rank = node_of(plan, rank)
@@ -89,7 +104,7 @@ def hang_failure(attempt: AttemptDir, plan: LaunchPlan, records: Sequence[HangRe
     else:
         rank, node_rank, host = behind.rank, behind.node_rank, behind.host
         message = behind.summary
-        if not is_distinct:
+        if not is_distinct or is_silence:
             # On GPUs every rank waits for its own device, whichever device does not respond.
             host, message = None, f"{message}; no rank is behind the others"
     return RankFailure(
@@ -102,6 +117,36 @@ def hang_failure(attempt: AttemptDir, plan: LaunchPlan, records: Sequence[HangRe
         message=message,
         exit_code=EXIT_STUCK,
         hint=CONNECT_HINT if behind.phase == "connect" and not missing else None,
+        final=False,
+    )
+
+
+def find_blocking(
+    attempt: AttemptDir, plan: LaunchPlan, stacks: Mapping[int, Sequence[str]], *, is_silence: bool
+) -> Blame | None:
+    """Find the ranks that block the others, by flight records and the stacks of all ranks that respond.
+
+    `is_silence` for a command of which only the stacks are known, and not the step and phase of each rank.
+    """
+    silent = [rank for rank in range(plan.world_size) if rank not in stacks]
+    blame = find_blame(read_flights(attempt, plan.world_size), silent, stacks)
+    if blame is None and is_silence and plan.device == "cpu":
+        return blame_by_stacks(stacks, silent)
+    return blame
+
+
+def blamed_failure(
+    attempt: AttemptDir, plan: LaunchPlan, blame: Blame, records: Sequence[HangRecord] = ()
+) -> RankFailure:
+    """The ranks at fault as a failure: with a host only if all are on it, and it may be at fault itself."""
+    nodes = [node_of(plan, rank) for rank in blame.ranks]
+    return RankFailure(
+        rank=blame.ranks[0] if blame.ranks else None,
+        node_rank=nodes[0] if nodes else None,
+        host=_host_of(attempt, nodes[0], records) if len({*nodes}) == 1 and not blame.differs else None,
+        type="Hang",
+        message=blame.text,
+        exit_code=EXIT_STUCK,
         final=False,
     )
 
@@ -128,7 +173,7 @@ def node_of(plan: LaunchPlan, rank: int) -> int:
 def _host_of(attempt: AttemptDir, node_rank: int, records: Sequence[HangRecord]) -> str | None:
     """The host of a node, from the report of any of its ranks, else from the rendezvous; None if unknown."""
     for record in records:
-        if record.node_rank == node_rank:
+        if record.node_rank == node_rank and record.host:
             return record.host
     hosts = read_rendezvous(attempt).hosts
     if node_rank < len(hosts):

@@ -17,8 +17,8 @@ from trainkit.folders import ensure_folder
 from trainkit.formats import plural
 from trainkit.job.attempt_end import last_step, previous_ends
 from trainkit.job.decision import Departure, restarts_limit
-from trainkit.job.failure.stacks import Request, Silence, explain_silence, request_stacks
-from trainkit.job.hangs import GATHER_S, HangRecord, node_of
+from trainkit.job.failure.stacks import Reply, Request, Silence, explain_silence, request_stacks
+from trainkit.job.hangs import GATHER_S, SILENT, HangRecord, find_blocking, node_of
 from trainkit.job.notifications import Notification, Notifier, event_notification
 from trainkit.job.processes import log_line
 from trainkit.plan.launch import LaunchPlan
@@ -164,6 +164,8 @@ class SilenceWatch:
         self._look: Request | None = None
         self._look_until_s = 0.0
         self._silence: Silence | None = None
+        self._stacks: dict[int, tuple[str, ...]] = {}
+        """The frames of the ranks that can run, by rank."""
         self._is_reported = False
 
     def poll(self) -> None:
@@ -179,19 +181,29 @@ class SilenceWatch:
             return
         if self._silence is None:
             if self._look is None:
-                self._look = request_stacks(self._attempt, None)
+                self._look = request_stacks(self._attempt, None, flights=True)
                 self._look_until_s = time.monotonic() + LOOK_S
             replies = self._look.replies()
             if len(replies) < self._plan.world_size and time.monotonic() < self._look_until_s:
                 return
             self._look.withdraw()
-            self._silence = explain_silence(replies)
+            self._silence = self._explain(replies)
             self._log(self._silence)
         if self._silent_s > self._limit_s:
             if not self._attempt.has_rank_in_debugger:
                 self._report(self._silence)
             self._forget()
             self._output.reset()
+
+    def _explain(self, replies: Sequence[Reply]) -> Silence:
+        """What the ranks wait for; keeps their stacks. One that does not reply counts if most others do."""
+        replied = {reply.rank: reply.main_stack for reply in replies if not reply.is_stopped}
+        self._stacks = replied
+        if 2 * len(replied) <= self._plan.world_size:
+            self._stacks = dict.fromkeys(range(self._plan.world_size), ())
+        return explain_silence(
+            replies, find_blocking(self._attempt, self._plan, self._stacks, is_silence=True)
+        )
 
     def _forget(self) -> None:
         if self._look is not None:
@@ -216,22 +228,21 @@ class SilenceWatch:
         )
 
     def _report(self, silence: Silence) -> None:
-        """One report per rank, all alike: nothing tells which one blocks the others."""
+        """One report per rank that can run, which differ only in their stacks and hosts."""
         ensure_folder(self._attempt.hangs_dir)
-        plan = self._plan
-        for rank in range(plan.world_size):
+        for rank, stack in self._stacks.items():
             record = HangRecord(
                 rank=rank,
-                node_rank=node_of(plan, rank),
+                node_rank=node_of(self._plan, rank),
                 host="",
                 step=None,
-                phase=f"a command without output: {silence.text}",
+                phase=f"{SILENT}: {silence.text}",
                 beat=0,
                 waited_s=round(self._silent_s, 3),
                 limit_s=self._limit_s,
                 usual_s=None,
                 time=utc_now(),
-                stack=(),
+                stack=() if silence.lock else stack,
             )
             write_json(self._attempt.rank_hang(rank), asdict(record))
 

@@ -156,7 +156,8 @@ def hang_values(
         if stack:  # none for a COMMAND
             text = clean(f"rank {rank} on {report.text('host')}, in {report.text('phase')}: {stack[0]}")
             lines.append(Evidence(files.shown(path), json_line(path, "stack"), text))
-    known = waiting if blocking is not None else []
+    # The records of the collectives say who waits.
+    known = waiting if blocking is not None and "whole" not in match.groups else []
     hangs_dir = str(files.attempt.hangs_dir) if lines else ""
     return {"waiting": rank_list(known) if known else "", "hangs_dir": hangs_dir}, lines
 

@@ -226,6 +226,8 @@ class AttemptDir:
     hangs_dir = Child("hangs")
     """Created by the first rank that hangs."""
     stacks_dir = Child("stacks")
+    flight_dir = Child("flight")
+    """Where torch writes which collectives a rank has called, as ``rank-N``; only of ranks with GPUs."""
     debugger_dir = Child("debugger")
     """Created by the first rank that waits for `trainkit debug`."""
     profile_dir = Child("profile")
@@ -246,6 +248,8 @@ class AttemptDir:
     rank_error = Numbered("errors/rank-{:04d}.json")
     rank_hang = Numbered("hangs/rank-{:04d}.json")
     rank_stacks = Numbered("stacks/rank-{:04d}.txt")
+    rank_collectives = Numbered("stacks/rank-{:04d}.collectives.json")
+    """Which collectives a rank of the trainer had called when it hung."""
     rank_profile = Numbered("profile/rank-{:04d}.json")
     rank_record = Numbered("ranks/rank-{:04d}.jsonl")
     """What a rank computed by itself, on the steps that were logged."""

@@ -21,7 +21,7 @@ from trainkit.run.files import utc_now, write_json
 from trainkit.run.process import own_host
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.run.tracebacks import is_quit, last_exception, users_line
-from trainkit.trainer.progress import CurrentPhase, Progress, RankInfo, Watchdog
+from trainkit.trainer.progress import CurrentPhase, Progress, RankInfo, Watchdog, write_flight_record
 
 REPLAY_WORKER = "trainkit.contrib.replay.worker"
 
@@ -109,6 +109,9 @@ def record_failure(
     }
     shown = error.render() if isinstance(error, TrainkitError) else trace
     try:
+        if "gloo" in message:
+            # Before the record by which all ranks are ended: who called something else than the others?
+            write_flight_record(attempt, rank_info.rank, "cpu")
         write_json(attempt.rank_error(rank_info.rank), record)
     except OSError as unwritable:
         shown += f"\ncannot write the error record: {unwritable}"

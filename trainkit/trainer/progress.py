@@ -197,6 +197,15 @@ def _walk(innermost: FrameType) -> list[str]:
     return [f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{line})" for frame, line in frames]
 
 
+def write_flight_record(attempt: AttemptDir, rank: int, device: str) -> None:
+    """Write which collectives this rank has called, for `job.flight_records`, where torch records them."""
+    from trainkit.trainer.torch_private import flight_record  # this module is imported before torch
+
+    if (record := flight_record(device, NUM_COLLECTIVES)) is not None:
+        ensure_folder(attempt.stacks_dir)
+        write_json(attempt.rank_collectives(rank), record)
+
+
 class Watchdog:
     """Answers `trainkit stacks`, and ends this rank where it hangs or is still running at its deadline.
 
@@ -333,11 +342,7 @@ class Watchdog:
         record |= {"usual_s": self._progress.median_step_s, "time": utc_now(), "stack": stack}
         write_json(file, record)
         self._append_stacks(message)
-        from trainkit.trainer.torch_private import flight_record  # this module is imported before torch
-
-        if (trace := flight_record(device)) is not None:
-            trace["entries"] = trace.get("entries", [])[-NUM_COLLECTIVES:]
-            write_json(self._file.with_suffix(".collectives.json"), trace)
+        write_flight_record(self._attempt, self._rank_info.rank, device)
 
     def _wait_for_progress(self, hang: Hang, poll_s: float) -> None:
         """Wait until there is progress again; exit with code 70 if there is none for `EXIT_AFTER_S`."""

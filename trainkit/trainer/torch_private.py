@@ -280,19 +280,36 @@ class ModuleStyle(ParallelStyle):
         """Parallelize a module in place and return it."""
 
 
-def flight_record(device_type: str) -> JsonObject | None:
-    """The newest collectives of this rank, for the report of a hang; None where torch does not record them.
+def flight_record(device_type: str, count: int) -> JsonObject | None:
+    """The newest `count` collectives of this rank for the report of a hang, and those that have not ended.
 
-    When it goes: nothing else knows them. Return None; the stacks remain.
+    Also the newest of each group, and the ranks of all groups, which gloo does not record. None where torch
+    records nothing. When it goes: nothing else knows them. Return None; the stacks remain.
     """
     from torch._C import _distributed_c10d as c10d
+    from torch.distributed.distributed_c10d import _world
 
-    name = "_dump_nccl_trace_json" if device_type == "cuda" else "_dump_fr_trace_json"
-    dump = getattr(c10d, name, None)
-    if dump is None or not dist.is_initialized():
+    # Those of gloo and NCCL are recorded separately, and a rank with a GPU has both.
+    names = ("_dump_fr_trace_json", *(["_dump_nccl_trace_json"] if device_type == "cuda" else []))
+    dumps = [getattr(c10d, name) for name in names if hasattr(c10d, name)]
+    if not dumps or not dist.is_initialized():
         return None
-    record: JsonObject = json.loads(dump())
-    return record
+    record: JsonObject = {}
+    kept: list[JsonObject] = []
+    for found in (json.loads(dump()) for dump in dumps):
+        record |= {key: found[key] for key in ("version", "pg_status") if key in found}
+        entries = found.get("entries", [])
+        newest = {tuple(entry["process_group"]): entry["record_id"] for entry in entries}.values()
+        kept += [
+            entry
+            for index, entry in enumerate(entries)
+            if index >= len(entries) - count or entry["record_id"] in newest or not entry["retired"]
+        ]
+    record["pg_config"] = {
+        str(group.group_name): {"desc": group.group_desc, "ranks": dist.get_process_group_ranks(group)}
+        for group in _world.pg_map
+    }
+    return {**record, "entries": sorted(kept, key=lambda entry: int(entry["time_created_ns"]))}
 
 
 # Checkpoints

@@ -21,7 +21,7 @@ def place_on(node_rank, local_rank, plan=PLAN):
 
 def environ(plan=PLAN, configured=None, inherited=None, node_rank=1):
     plan, place = replace(plan, env=configured or {}), place_on(node_rank, 1, plan)
-    return worker_environ(plan, place, RunDir("/r").attempt(2), inherited=inherited or {}, network={})
+    return worker_environ(plan, place, RunDir("/r").attempt(2), inherited=inherited or {}, defaults={})
 
 
 def test_worker_finds_its_place_and_no_setting_can_move_it():
@@ -46,6 +46,13 @@ def test_memory_grows_in_place_unless_the_user_set_up_the_allocator():
             assert {key: found[key] for key in found if "ALLOC" in key} == {name: "backend:native"}
     for plan in (replace(PLAN, device="cpu"), replace(PLAN, command=("python", "train.py"))):
         assert "PYTORCH_ALLOC_CONF" not in environ(plan)
+
+
+def test_torch_records_its_collectives_unless_the_user_has_set_up_its_recorder():
+    assert environ()["TORCH_FR_BUFFER_SIZE"] == "2000"
+    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
+        found = environ(configured={name: "0"})
+        assert {key: found[key] for key in found if "BUFFER_SIZE" in key} == {name: "0"}
 
 
 def test_a_command_looks_like_a_rank_of_torchrun():

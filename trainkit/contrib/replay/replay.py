@@ -375,7 +375,7 @@ def _run_ranks(plan: LaunchPlan, attempt: AttemptDir) -> None:
                 env,
                 attempt,
                 inherited=os.environ,
-                network={"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"},
+                defaults={"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"},
                 code=code,
             )
             argv = worker_argv(plan, env, attempt.run)

@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, EXIT_STUCK, TrainkitError
+from trainkit.formats import rank_list
+from trainkit.job.blame import UNKNOWN, blame_for_unlike_data, find_blame
 from trainkit.job.failure.launcher_report import RankExit, first_exit, ran_out_of_memory
-from trainkit.job.hangs import hang_failure, read_hangs
+from trainkit.job.flight_records import read_flights
+from trainkit.job.hangs import blamed_failure, hang_failure, node_of, read_hangs
 from trainkit.job.preflight import PreflightFailed
 from trainkit.job.signals import describe_exit, signal_exit_code
 from trainkit.plan.launch import LaunchPlan
@@ -201,6 +204,8 @@ def agent_failure(node_rank: int | None, reason: str, exit_code: int | None = No
     )
 
 
+_MISMATCH = re.compile("Is there a distributed collective mismatch")
+_TIMED_OUT = re.compile(r"collective operation timeout|Timed out waiting \d+ ?ms")
 _HARDWARE = re.compile(r"CUDA error|ECC|NVLink|Xid|unhandled (?:cuda|system) error|SIGBUS", re.IGNORECASE)
 _NOT_HARDWARE = re.compile(
     r"invalid device ordinal|device-side assert triggered|illegal memory access|misaligned address"
@@ -224,7 +229,50 @@ def find_first_failure(attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome) 
         return agent_failure(None, outcome.launch_error)
     if outcome.hung:
         return hang_failure(attempt, plan, outcome.hangs)
-    return _killed_agent_failure(attempt, plan, outcome) or first_rank_failure(attempt)
+    first = _killed_agent_failure(attempt, plan, outcome) or first_rank_failure(attempt)
+    return (
+        None
+        if first is None
+        else _unlike_failure(attempt, plan, first) or _blamed_for_timeout(attempt, plan, first)
+    )
+
+
+def _unlike_failure(attempt: AttemptDir, plan: LaunchPlan, first: RankFailure) -> RankFailure | None:
+    """The failure if gloo has ended a rank that received other data than it expected; None if it has not.
+
+    That rank may be right itself, and those that lose their connection to it have failed before. No host is
+    at fault.
+    """
+    failures = [failure for _, failure in rank_failures(attempt)]
+    found = next((one for one in (first, *failures) if _MISMATCH.search(str(one.message))), None)
+    if found is None or found.rank is None:
+        return None
+    ranks = blame_for_unlike_data(read_flights(attempt, plan.world_size), found.rank)
+    what = f"{rank_list(ranks)} called something else than the others" if ranks else UNKNOWN
+    message = f"{what}: rank {found.rank} failed: {found.message}"
+    node_rank = node_of(plan, ranks[0]) if ranks else None
+    rank = ranks[0] if ranks else None
+    kind = "CollectiveMismatch"
+    return replace(
+        found, rank=rank, node_rank=node_rank, host=None, time=first.time, type=kind, message=message
+    )
+
+
+def _blamed_for_timeout(attempt: AttemptDir, plan: LaunchPlan, first: RankFailure) -> RankFailure:
+    """The failure of those that others waited for until a collective timed out, if the flight records tell.
+
+    torch has every rank write its record then: one without a record counts if most others have one.
+    """
+    if not _TIMED_OUT.search("\n".join([str(first.message), *first.log_tail])):
+        return first
+    flights = read_flights(attempt, plan.world_size)
+    silent = [rank for rank in range(plan.world_size) if rank not in flights]
+    blame = find_blame(flights, silent if 2 * len(silent) < plan.world_size else ())
+    if blame is None or not blame.ranks:
+        return first
+    found = blamed_failure(attempt, plan, blame)
+    message = f"{found.message}; then the collective timed out on rank {first.rank}"
+    return replace(found, message=message, time=first.time, step=first.step, log_tail=first.log_tail)
 
 
 def _killed_agent_failure(attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome) -> RankFailure | None:

@@ -23,6 +23,8 @@ from pathlib import Path
 
 from trainkit.folders import ensure_folder
 from trainkit.job import processes
+from trainkit.job.blame import Blame
+from trainkit.job.flight_records import request_dumps
 from trainkit.job.signals import STACKS_SIGNAL
 from trainkit.run.files import as_utc, read_each, read_json, utc_now, write_json
 from trainkit.run.process import process_stat
@@ -52,6 +54,11 @@ class Reply:
     """The one that a rank that did not reply itself may wait for."""
 
     @property
+    def is_stopped(self) -> bool:
+        """Whether its process cannot run at all."""
+        return self.problem in STATE_PROBLEMS.values()
+
+    @property
     def main_stack(self) -> tuple[str, ...]:
         return tuple(next(iter(self.threads.values()), ()))
 
@@ -70,6 +77,10 @@ class Request:
         """The rank whose stacks are requested; None for all."""
         rank = read_json(self.file)["rank"]
         return rank if isinstance(rank, int) else None
+
+    def with_flights(self) -> bool:
+        """Whether torch shall also write which collectives the ranks have called."""
+        return read_json(self.file).get("flights") is True
 
     def reply_file(self, rank: int) -> Path:
         return self.replies_dir / f"rank-{rank:04d}.json"
@@ -95,12 +106,15 @@ def find_requests(attempt: AttemptDir) -> list[Request]:
     return [Request(path) for path in sorted(attempt.stacks_dir.glob("requests/*.json"))]
 
 
-def request_stacks(attempt: AttemptDir, rank: int | None) -> Request:
-    """Request the stacks of one rank, or of all if None. Raises OSError when the folder cannot be written."""
+def request_stacks(attempt: AttemptDir, rank: int | None, *, flights: bool = False) -> Request:
+    """Request the stacks of one rank, or of all if None, and with `flights` the flight records of a command.
+
+    Raises OSError when the folder cannot be written.
+    """
     request = Request(attempt.stacks_dir / "requests" / f"{os.urandom(6).hex()}.json")
     for folder in (attempt.stacks_dir, request.file.parent, request.replies_dir):
         ensure_folder(folder)
-    write_json(request.file, {"rank": rank, "time": utc_now()})
+    write_json(request.file, {"rank": rank, "flights": flights, "time": utc_now()})
     return request
 
 
@@ -139,8 +153,8 @@ class Silence:
     lock: str | None = None
 
 
-def explain_silence(replies: Sequence[Reply]) -> Silence:
-    """What the ranks of an attempt wait for, from their stacks and the lock files in their way."""
+def explain_silence(replies: Sequence[Reply], blame: Blame | None = None) -> Silence:
+    """What the ranks of an attempt wait for: lock files, the ranks at fault, or what their stacks say."""
     waiting = [(reply, reply.lock) for reply in replies if reply.lock is not None]
     if waiting:
         first, lock = max(waiting, key=lambda item: item[1].is_certain)
@@ -149,6 +163,11 @@ def explain_silence(replies: Sequence[Reply]) -> Silence:
         waits = "waits" if lock.is_certain else "may wait"
         text = f"rank {first.rank} on {first.host}{more} {waits} for the lock file {lock.path} of {lock.time}"
         return Silence(text, first.rank, first.host, lock.path)
+    if blame is not None:
+        hosts = [reply.host for reply in replies if reply.rank in blame.ranks and not blame.differs]
+        host = hosts[0] if len({*hosts}) == 1 else None
+        subject = f"rank {blame.ranks[0]} " if len(blame.ranks) == 1 else ""
+        return Silence(f"{subject}{blame.text}", blame.ranks[0] if blame.ranks else None, host)
     if not replies:
         return Silence("none of its ranks could be looked at in time")
     groups = group_replies(replies)
@@ -203,6 +222,8 @@ class StackCollector:
             silent = {rank: pid for rank, pid in ranks.items() if wanted in (None, rank)}
             if self._replies_itself:
                 silent = _await_replies(request, silent)
+            elif request.with_flights():
+                request_dumps(self._attempt, silent)
             for rank, pid in silent.items():
                 request.reply(spy_on(rank, pid))
 

@@ -34,6 +34,7 @@ from trainkit.job.failure.records import (
     record_silent_death,
 )
 from trainkit.job.failure.stacks import StackCollector, describe_state
+from trainkit.job.flight_records import flight_environ, remove_pipes
 from trainkit.job.node.health import HealthSampler, count_oom_kills
 from trainkit.job.node.rendezvous import (
     HostPlace,
@@ -117,6 +118,8 @@ class Agent(ProcessGroup):
         network, reason = network_environ(self.plan.network, rendezvous.peer)
         if not self.plan.is_here:
             print(f"node {rendezvous.node_rank} is {socket.gethostname()}; {reason}", flush=True)
+        # gloo records what it does too, but torch writes only the records of NCCL.
+        flight = flight_environ(self.attempt, self.plan) if self.plan.device == "cuda" else {}
         local_ranks = rendezvous.local_ranks[:1] if self.has_launcher else rendezvous.local_ranks
         ignored = (signal.SIGUSR2,) if self.workload.ignores_usr2 else ()
         work_dir = os.environ.get(WORK_DIR_VARIABLE) if self.workload.is_command else None
@@ -124,7 +127,7 @@ class Agent(ProcessGroup):
         for local_rank in local_ranks:
             rank_env = worker_rank(self.plan, rendezvous, local_rank)
             environ = worker_environ(
-                self.plan, rank_env, self.attempt, inherited=os.environ, network=network, code=code
+                self.plan, rank_env, self.attempt, inherited=os.environ, defaults=network | flight, code=code
             )
             with (
                 self.attempt.rank_log(rank_env.rank).open("ab") as log,
@@ -326,6 +329,8 @@ class Agent(ProcessGroup):
                 self.sender.end(is_finished=self.received is None and set(self.codes) == {EXIT_OK})
             if self.has_launcher:
                 processes.end_descendants()
+            first = self.plan.first_rank_of(self.rendezvous.node_rank)
+            remove_pipes(self.attempt, (first + local_rank for local_rank in self.rendezvous.local_ranks))
 
 
 @whole_paths()

@@ -49,6 +49,10 @@ ALLOCATOR_VARIABLES = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH
 """Where a user may have set up torch's allocator, under its present name and former ones."""
 _TORCH_REPLACES = re.compile(r'[\\/:*?"<>|]')
 """What torch replaces in the name of a user to name its folder."""
+BUFFER_VARIABLES = {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"}
+"""Where a user may have set up torch's flight recorder, under its present names and former ones."""
+NUM_RECORDED = 2000
+"""Collectives that torch remembers, its own default since 2.13: 1.5 us a call, and 3 MB."""
 DONE_FILE_VARIABLE = "TRAINKIT_JOB_DONE_FILE"
 """Path of a file that a command creates when it is done: exit code 0 after a notice then means finished."""
 
@@ -83,11 +87,12 @@ def worker_environ(
     attempt: AttemptDir,
     *,
     inherited: Mapping[str, str],
-    network: Mapping[str, str],
+    defaults: Mapping[str, str],
     code: CodeCopy | None = None,
 ) -> dict[str, str]:
     """The complete environment of one worker: inherited, `launch.env`, trainkit's defaults, then its rank.
 
+    `defaults` are those of this host and attempt, such as the network interface.
     With a copy of the code, Python imports from there what the user has installed from the copied folder.
     """
     environ = configured_environ(plan, inherited)
@@ -95,7 +100,7 @@ def worker_environ(
         "OMP_NUM_THREADS", str(plan.threads_per_worker or own_threads(plan, rank_env, inherited))
     )
     environ.setdefault("PYTHONUNBUFFERED", "1")
-    for name, value in network.items():
+    for name, value in defaults.items():
         environ.setdefault(name, value)
     if plan.is_here and plan.device == "cuda":
         # Those that the supervisor has got for the run, of those that launch.env may name.
@@ -123,6 +128,8 @@ def worker_environ(
     environ[RUN_DIR_VARIABLE] = str(attempt.run.path)
     environ[ATTEMPT_VARIABLE] = str(attempt.number)
     environ[FOLDER_VARIABLE] = str(attempt.debugger_dir)
+    if not BUFFER_VARIABLES & environ.keys():
+        environ["TORCH_FR_BUFFER_SIZE"] = str(NUM_RECORDED)
     if plan.debug is not None:
         environ[DEBUG_VARIABLE] = plan.debug.words
     if plan.workload.is_command:

@@ -36,10 +36,21 @@ def spare_what_a_rank_starts() -> None:
     elif "RANK" in os.environ or os.environ.get(module.LAUNCHER_PID_VARIABLE) == parent_pid:
         module.spare_children()
         prepare_for_a_debugger(is_rank=True)
+        answer_for_flight_records()
     elif os.environ[module.AGENT_VARIABLE] == parent_pid:
         # A launcher would pass on the SIGTERM that Slurm has sent to its ranks as well.
         os.environ[module.LAUNCHER_PID_VARIABLE] = own_pid
         module.spare_this_process(even_with_handler=True)
+
+
+def answer_for_flight_records() -> None:
+    """Have torch write which collectives this rank has called when the agent asks for it by a pipe.
+
+    torch ends a rank that cannot make the pipe, such as one in a container that lacks the folder of the run.
+    """
+    prefix = os.environ.get("TRAINKIT_JOB_FLIGHT_RECORDS", "")
+    if os.access(prefix.rpartition("/")[0], os.W_OK):
+        os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_PIPE_FILE", prefix)
 
 
 def prepare_for_a_debugger(*, is_rank: bool) -> None:

@@ -1,0 +1,233 @@
+"""The ranks that block the others in a hang, from hand-made flight records."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainkit.job.blame import UNKNOWN, Blame, find_blame
+from trainkit.job.flight_records import Flight, parse_flight
+
+GROUPS = {"0": range(8), "tp0": (0, 1), "tp1": (2, 3), "left": range(4), "right": range(4, 8)}
+FRAMES = [
+    {"name": "all_reduce", "filename": "/x/site-packages/torch/distributed/distributed_c10d.py", "line": 3},
+    {"name": "step", "filename": "/home/me/train.py", "line": 88},
+]
+
+
+def flight(rank: int, *calls: str, world: int = 8, backend: str = "nccl", first_id: int = 0) -> Flight:
+    """The record of a rank: ``GROUP NUMBER OP SIZES STATE`` for each call, as torch writes it."""
+    entries = []
+    for index, call in enumerate(calls):
+        group, number, op, sizes, state = (
+            [*call.split(), *("4", "done")][:5] if call.count(" ") < 4 else call.split()
+        )
+        op, _, peers = op.partition(":")
+        is_p2p = op in ("send", "recv", "coalesced")
+        shape = [[int(size) for size in sizes.split("x")]]
+        entries.append(
+            {
+                "record_id": first_id + index,
+                "process_group": (group, "default_pg" if group == "0" else f"mesh_{group}"),
+                "collective_seq_id": 0 if is_p2p else int(number),
+                "p2p_seq_id": int(number) if is_p2p else 0,
+                "profiling_name": f"{backend}:{op}{peers and f' {peers}'}",
+                "input_sizes": shape,
+                "output_sizes": shape,
+                "input_dtypes": ["Float"],
+                "output_dtypes": ["Float"],
+                "state": {"done": "completed", "gone": "scheduled"}.get(state, state),
+                "retired": state in ("done", "gone"),
+                "is_p2p": is_p2p,
+                "time_created_ns": index,
+                "frames": FRAMES,
+            }
+        )
+    config = {name: {"name": name, "desc": "", "ranks": str([*ranks])} for name, ranks in GROUPS.items()}
+    config["0"]["ranks"] = str([*range(world)])
+    return parse_flight(rank, {"version": "2.10", "entries": entries, "pg_config": config}, world)
+
+
+def flights(*records: Flight) -> dict[int, Flight]:
+    return {record.rank: record for record in records}
+
+
+def ranks_of(blame: Blame | None) -> tuple[int, ...] | None:
+    return None if blame is None else blame.ranks
+
+
+IN_812 = "0 812 all_reduce 1024 scheduled"
+
+
+def test_the_rank_that_has_not_called_what_the_others_wait_in() -> None:
+    records = flights(*(flight(rank, "0 811 all_reduce", IN_812) for rank in range(8) if rank != 5))
+    records[5] = flight(5, "0 811 all_reduce")
+    stacks = {
+        5: ["load (/home/me/data.py:12)"],
+        0: ["all_reduce (/x/torch/distributed/distributed_c10d.py:3)"],
+    }
+    assert find_blame(records, stacks=stacks) == Blame(
+        (5,),
+        "has not called all_reduce [1024] Float (collective 812 of all ranks), for which ranks 0-4,6-7 wait"
+        " in step (train.py:88); it is in load (data.py:12)",
+    )
+
+
+def test_all_of_them_are_named_and_those_that_wait_elsewhere_are_not() -> None:
+    """Rank 1 waits for rank 0 in another group; ranks 0 and 6 wait for nobody."""
+    records = flights(*(flight(rank, IN_812) for rank in (2, 3, 4, 5, 7)))
+    records |= flights(flight(0), flight(1, "tp0 7 all_gather 4x1024 started"), flight(6))
+    assert find_blame(records) == Blame(
+        (0, 6),
+        "ranks 0,6 have not called all_reduce [1024] Float (collective 812 of all ranks), for which"
+        " ranks 2-5,7 wait in step (train.py:88)",
+    )
+
+
+def test_a_chain_of_groups_leads_to_its_source() -> None:
+    records = flights(
+        flight(0, "tp0 7 all_reduce 4 scheduled"),
+        flight(1, "left 3 all_reduce 4 scheduled"),
+        flight(2, "left 3 all_reduce 4 scheduled"),
+        flight(3, "0 2 all_reduce 4 scheduled"),
+        *(flight(rank, "0 2 all_reduce 4 scheduled") for rank in (4, 5, 6)),
+        flight(7, "0 1 all_reduce"),
+    )
+    # 0 waits for 1, 1 and 2 for 0 and 3, 3 for 7 and for those before.
+    assert ranks_of(find_blame(records)) == (7,)
+
+
+@pytest.mark.parametrize(
+    ("calls", "named", "text"),
+    [
+        (
+            ["0 5 all_reduce 1024 scheduled"] * 7 + ["0 5 all_gather 4x1024 scheduled"],
+            (7,),
+            "the ranks differ in what they called as collective 5 of all ranks:"
+            " rank 7 all_gather [4, 1024] Float, ranks 0-6 all_reduce [1024] Float",
+        ),
+        (
+            ["0 5 all_reduce 8 scheduled", "0 5 all_reduce 4 scheduled"],
+            (),
+            "the ranks differ in what they called as collective 5 of all ranks:"
+            f" rank 0 all_reduce [8] Float, rank 1 all_reduce [4] Float; {UNKNOWN}",
+        ),
+        (["0 5 all_to_all 8 scheduled", "0 5 all_to_all 4 scheduled"], (), None),
+        (["0 5 all_reduce 2x4 scheduled", "0 5 all_reduce 8 scheduled"], (), None),
+    ],
+)
+def test_ranks_that_call_different_things(calls: list[str], named: tuple[int, ...], text: str | None) -> None:
+    blame = find_blame({rank: flight(rank, call, world=len(calls)) for rank, call in enumerate(calls)})
+    assert blame is not None
+    assert blame.ranks == named
+    assert blame.text == text or (
+        text is None and blame.text.endswith(f"all of its ranks have called; {UNKNOWN}")
+    )
+
+
+def test_another_order_of_two_groups() -> None:
+    """Rank 3 calls the collective of its pair first; the three others of its group the one of the group."""
+    records = {rank: flight(rank, "left 9 all_reduce 4 scheduled") for rank in (0, 1)}
+    records[2] = flight(2, "tp1 3 all_gather", "left 9 all_reduce 4 scheduled")
+    records[3] = flight(3, "left 8 all_reduce", "tp1 4 all_gather 4 scheduled")
+    stacks = {rank: ["all_reduce (/x/torch/distributed/distributed_c10d.py:3)"] for rank in range(4)}
+    assert ranks_of(find_blame(records, stacks=stacks)) == (3,)
+    # Of two pairs, neither is the majority.
+    records = {0: flight(0, "tp0 1 all_reduce 4 scheduled"), 1: flight(1, "left 1 all_reduce 4 scheduled")}
+    blame = find_blame(
+        records | {2: flight(2, "left 1 all_reduce 4 scheduled"), 3: flight(3, "tp1 1 barrier 4 scheduled")}
+    )
+    assert ranks_of(blame) == ()
+
+
+def test_ranks_that_do_not_respond() -> None:
+    records = {rank: flight(rank, IN_812) for rank in (0, 1, 3, 4, 5, 6, 7)}
+    blame = find_blame(records, silent=(2,))
+    assert blame is not None
+    assert blame.ranks == (2,)
+    assert blame.text.startswith("does not respond, and has not called all_reduce [1024]")
+    assert ranks_of(find_blame(records)) == (), "it may have no record for another reason"
+    assert find_blame({rank: flight(rank, "0 811 all_reduce") for rank in range(7)}, silent=(7,)) is None
+
+
+def test_a_record_from_which_the_group_has_been_overwritten() -> None:
+    """A rank for which nothing is open has not called what is open on all others."""
+    records = {rank: flight(rank, IN_812) for rank in range(7)}
+    records[7] = flight(7, "tp0 3000 all_reduce", first_id=5000)
+    assert ranks_of(find_blame(records)) == (7,)
+    records[7] = flight(7, first_id=5000)
+    assert ranks_of(find_blame(records)) == (7,), "torch can write only what is open"
+    records[7] = flight(7, "tp0 3000 all_reduce 4 scheduled", first_id=5000)
+    assert ranks_of(find_blame(records)) == (), "it waits itself"
+    # A broadcast may end on some ranks before others have called it.
+    records = {rank: flight(rank, "0 812 broadcast 4 scheduled") for rank in range(7)}
+    assert ranks_of(find_blame(records | {7: flight(7, "tp0 3000 all_reduce", first_id=5000)})) == ()
+
+
+def test_a_send_or_receive_without_a_partner() -> None:
+    waits = flights(
+        flight(2, "left 5 recv:2<-1 4 scheduled"), flight(0, "left 5 all_reduce 4 scheduled"), flight(1)
+    )
+    waits[3] = flight(3, "left 5 all_reduce 4 scheduled")
+    assert ranks_of(find_blame(waits)) == (1,)
+    waits[1] = flight(1, "left 9 send:1->2 4 scheduled")
+    assert ranks_of(find_blame(waits)) == (), "it is sent, and does not arrive"
+    waits[1] = flight(1, "left 9 send:1->2 4 scheduled", "left 9 coalesced 4 done")
+    assert ranks_of(find_blame(waits)) == (1,), "sent together with others, which has ended"
+
+
+def test_a_rank_that_waits_where_no_record_says_so() -> None:
+    records = {rank: flight(rank, IN_812) for rank in range(7)} | {7: flight(7)}
+    waits = ["recv (/x/torch/distributed/distributed_c10d.py:2500)", "step (/home/me/train.py:9)"]
+    assert ranks_of(find_blame(records, stacks={7: waits})) == ()
+    assert ranks_of(
+        find_blame(records, stacks={7: ["write (/x/torch/distributed/checkpoint/storage.py:3)"]})
+    ) == (7,)
+
+
+def test_a_device_that_does_not_come_to_what_was_called() -> None:
+    records = {rank: flight(rank, "0 5 all_reduce 4 started") for rank in range(8) if rank != 6}
+    records[6] = flight(6, "0 5 all_reduce 4 scheduled", "0 6 all_reduce 4 scheduled")
+    assert ranks_of(find_blame(records)) == (6,)
+    never_measured = {rank: flight(rank, "0 5 all_reduce 4 scheduled") for rank in range(8)}
+    assert ranks_of(find_blame(never_measured)) == ()
+
+
+def test_a_device_that_no_longer_says_what_it_has_done() -> None:
+    """The calls of rank 6 have ended on the others, which cannot be without it; it is late with the next."""
+    records = {rank: flight(rank, "0 5 all_reduce", "0 6 all_reduce", IN_812) for rank in range(8)}
+    records[6] = flight(6, "0 5 all_reduce 4 scheduled", "0 6 all_reduce 4 scheduled")
+    assert find_blame(records) == Blame(
+        (6,), "the device of rank 6 has not seen the end of collectives that ended on other ranks"
+    )
+    # One alone may be under way, and gloo ends it at different moments.
+    records[6] = flight(6, "0 5 all_reduce", "0 6 all_reduce 4 scheduled")
+    assert ranks_of(find_blame(records)) == ()
+
+
+def test_gloo_counts_sends_that_it_does_not_record_and_knows_no_state() -> None:
+    """Rank 0 has sent to rank 1 before: its numbers are higher; what has ended is only retired."""
+    calls = {
+        0: ["0 1 all_reduce 4 gone", "0 3 all_reduce 4 gone"],
+        1: ["0 1 all_reduce 4 gone", "0 2 all_reduce 4 gone", "0 3 barrier 4 scheduled"],
+        2: ["0 1 all_reduce 4 gone", "0 2 all_reduce 4 gone", "0 3 barrier 4 scheduled"],
+    }
+    records = {rank: flight(rank, *own, world=3, backend="gloo") for rank, own in calls.items()}
+    assert ranks_of(find_blame(records)) == (0,)
+    ended = {rank: flight(rank, *own[:2], world=3, backend="gloo") for rank, own in calls.items()}
+    assert find_blame(ended) is None
+
+
+def test_groups_of_one_name_differ_by_their_ranks() -> None:
+    """A group that is split has one name on all ranks."""
+    records = {}
+    for rank in range(4):
+        record = flight(rank, "tp0 1 all_reduce 4 scheduled" if rank != 1 else "tp0 0 all_reduce")
+        pair = (0, 1) if rank < 2 else (2, 3)
+        calls = [call.__class__(**{**vars(call), "group": ("nccl", "dp", pair)}) for call in record.calls]
+        records[rank] = Flight(rank, tuple(calls), True)
+    assert ranks_of(find_blame(records)) == (1,)
+
+
+def test_without_anything_open_the_records_say_nothing() -> None:
+    assert find_blame({}) is None
+    assert find_blame({rank: flight(rank, "0 5 all_reduce") for rank in range(8)}) is None

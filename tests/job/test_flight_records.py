@@ -1,0 +1,182 @@
+"""Flight records as torch writes them: read without executing anything, and written on request."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.programs import run_program, wait_for
+from tests.support.runs import launch_plan
+from trainkit.job import flight_records
+from trainkit.job.flight_records import (
+    FLIGHT_VARIABLE,
+    flight_environ,
+    parse_flight,
+    read_dump,
+    read_flights,
+    remove_pipes,
+    request_dumps,
+)
+from trainkit.run.files import write_json
+from trainkit.run.rundir import AttemptDir
+
+ENTRY = {
+    "record_id": 0,
+    "pg_id": 0,
+    "process_group": ("0", "default_pg"),
+    "collective_seq_id": 5,
+    "p2p_seq_id": 0,
+    "op_id": 5,
+    "profiling_name": "nccl:all_reduce",
+    "time_created_ns": 1,
+    "input_sizes": [[1024]],
+    "input_dtypes": ["Float"],
+    "output_sizes": [[1024]],
+    "output_dtypes": ["Float"],
+    "state": "scheduled",
+    "retired": False,
+    "timeout_ms": 600000,
+    "is_p2p": False,
+    "frames": [{"name": "step", "filename": "/home/me/train.py", "line": 88}],
+}
+DUMP: dict[str, Any] = {
+    "version": "2.10",
+    "pg_config": {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"}},
+    "entries": [ENTRY],
+}
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("/tmp/made-by-a-flight-record",)
+
+
+def test_pickles_and_json_say_the_same(tmp_path: Path) -> None:
+    for name, content in (("pickle", pickle.dumps(DUMP, 2)), ("json", json.dumps(DUMP).encode())):
+        (tmp_path / name).write_bytes(content)
+        [call] = parse_flight(1, read_dump(tmp_path / name), 2).calls
+        assert (call.number, call.group, call.place) == (5, ("nccl", "0", (0, 1)), "step (train.py:88)")
+        assert call.shown_in_group == "all_reduce [1024] Float (collective 5 of all ranks)"
+
+
+NO_RECORDS = [
+    pickle.dumps({"entries": [Evil()]}, 2),
+    pickle.dumps(Path("/"), 2),
+    pickle.dumps([1, 2]),
+    pickle.dumps(DUMP)[:-30],
+    b"{",
+    b"",
+    b"\x80\x02cbuiltins\nexec\n(X\x01\x00\x00\x00atR.",
+    b"\x80\x04\x8d" + (1 << 62).to_bytes(8, "little") + b"x",
+    b"(" * 100_000,
+]
+
+
+@pytest.mark.parametrize("number", range(len(NO_RECORDS)))
+def test_what_is_no_record_is_refused(tmp_path: Path, number: int) -> None:
+    (tmp_path / "rank-0").write_bytes(NO_RECORDS[number])
+    with pytest.raises(ValueError, match=r"not a flight record|Expecting property name"):
+        read_dump(tmp_path / "rank-0")
+    assert not Path("/tmp/made-by-a-flight-record").exists()
+
+
+def test_a_record_that_is_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flight_records, "MAX_BYTES", 100)
+    (tmp_path / "rank-0").write_bytes(pickle.dumps(DUMP))
+    with pytest.raises(ValueError, match="larger than"):
+        read_dump(tmp_path / "rank-0")
+
+
+@pytest.mark.parametrize(
+    "broken", [{"entries": [{}]}, {"entries": 5}, {"pg_config": []}, {"pg_config": {"0": 1}}]
+)
+def test_other_formats_are_refused(broken: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="not a flight record"):
+        parse_flight(0, DUMP | broken, 2)
+
+
+def test_records_of_the_trainer_and_of_torch_and_damaged_ones(
+    attempt: AttemptDir, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert read_flights(attempt, 3) == {}
+    for folder in (attempt.flight_dir, attempt.stacks_dir):
+        folder.mkdir()
+    (attempt.flight_dir / "rank-0").write_bytes(pickle.dumps(DUMP, 2))
+    write_json(attempt.rank_collectives(1), DUMP)
+    (attempt.flight_dir / "rank-2").write_bytes(b"\x80")
+    assert sorted(read_flights(attempt, 3)) == [0, 1]
+    assert "rank-2 is not read" in "".join(capfd.readouterr())
+
+
+def test_torch_writes_a_record_on_request(attempt: AttemptDir) -> None:
+    """A rank whose monitor reads its pipe, as NCCL's does, and one without NCCL."""
+    plan = launch_plan(device="cuda", command=("train",))
+    environ = flight_environ(attempt, plan)
+    prefix = f"{attempt.flight_dir}/rank-"
+    assert environ == {"TORCH_FR_DUMP_TEMP_FILE": prefix, FLIGHT_VARIABLE: prefix}
+    os.mkfifo(f"{prefix}3.pipe")
+    reader = os.open(f"{prefix}3.pipe", os.O_RDONLY | os.O_NONBLOCK)
+
+    def is_asked() -> bool:
+        with contextlib.suppress(BlockingIOError):  # the pipe is open, and nothing is written yet
+            return bool(os.read(reader, 10))
+        return False
+
+    def monitor() -> None:
+        wait_for(is_asked)
+        content = pickle.dumps(DUMP, 2)
+        with Path(f"{prefix}3").open("wb", buffering=0) as stream:
+            stream.write(content[:40])
+            stream.write(content[40:])
+
+    thread = threading.Thread(target=monitor)
+    thread.start()
+    request_dumps(attempt, [2, 3])
+    thread.join()
+    assert [*read_flights(attempt, 4)] == [3]
+    remove_pipes(attempt, [2, 3])
+    assert not Path(f"{prefix}3.pipe").exists()
+
+
+def test_a_place_of_the_users_own_stays(attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = launch_plan(device="cuda")
+    name = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
+    assert flight_environ(attempt, replace(plan, env={name: "/mine/rank-"})) == {}
+    monkeypatch.setenv(name, "/mine/rank-")
+    assert flight_environ(attempt, plan) == {}
+    assert not attempt.flight_dir.exists()
+
+
+def test_without_pipes_torch_is_not_asked_for_any(
+    attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "mkfifo", refuse)
+    assert FLIGHT_VARIABLE not in flight_environ(attempt, launch_plan(device="cuda"))
+
+
+STARTUP = Path(flight_records.__file__).parent / "startup"
+SHOW = ("python3", "-c", "import os; print(os.environ.get('TORCH_NCCL_DEBUG_INFO_PIPE_FILE'))")
+
+
+@pytest.mark.parametrize(
+    ("rank", "folder", "shown"), [("3", ".", True), (None, ".", False), ("3", "gone", False)]
+)
+def test_only_a_rank_that_sees_the_folder_makes_a_pipe(
+    tmp_path: Path, rank: str | None, folder: str, shown: bool
+) -> None:
+    """torch ends a process whose pipe cannot be made, as in a container without the run folder."""
+    prefix = str(tmp_path / folder / "rank-")
+    env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(STARTUP), "TRAINKIT_JOB_AGENT_PID": str(os.getpid())}
+    env |= {FLIGHT_VARIABLE: prefix} | ({} if rank is None else {"RANK": rank})
+    assert run_program(*SHOW, env=env).stdout.strip() == (prefix if shown else "None")

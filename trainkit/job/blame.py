@@ -1,0 +1,365 @@
+"""Names the ranks that block the others in a hang, from the flight records of all ranks. Pure.
+
+A rank waits for the members of a process group that have not called what it has called. Those that wait for
+nobody themselves block all others; in a collective that ranks call differently, the minority does. If neither
+is known, nobody is named.
+"""
+
+from __future__ import annotations
+
+import linecache
+import re
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from trainkit.formats import rank_list
+from trainkit.job.flight_records import Call, Flight, Group, short_frame, users_frame
+
+COMMUNICATES = re.compile(
+    r"/torch/distributed/(?:distributed_c10d|_functional_collectives|pipelining/\w+)\.py:"
+)
+"""A frame in which a rank waits for others, also if no record says so, as of a receive of gloo."""
+UNKNOWN = "the records do not tell which rank is at fault"
+_ANSWER = {"send": "recv", "recv": "send"}
+MAX_SHOWN = 3
+"""Open collectives that are described if nobody is at fault."""
+
+
+@dataclass(frozen=True)
+class Blame:
+    """The ranks that block the others."""
+
+    ranks: tuple[int, ...]
+    """All of them; empty if the records do not tell."""
+    text: str
+    """What they did or did not do, without a subject if it is one rank."""
+    differs: bool = False
+    """Whether it is what they call, and in which order: the program is at fault, and no host."""
+
+
+@dataclass(frozen=True)
+class _Wait:
+    """A call that has not ended, and whom those in it wait for."""
+
+    call: Call
+    waiting: tuple[int, ...]
+    """The ranks for which it has not ended."""
+    inside: tuple[int, ...]
+    """The ranks that have called it, also if it has ended for them."""
+    absent: tuple[int, ...]
+    """The ranks that have not, as far as their records say so."""
+
+
+def find_blame(
+    flights: Mapping[int, Flight],
+    silent: Collection[int] = (),
+    stacks: Mapping[int, Sequence[str]] | None = None,
+) -> Blame | None:
+    """Find the ranks that block the others; None if no record shows a rank that waits.
+
+    `silent` are the ranks that do not respond, `stacks` the frames of the others, innermost first.
+    """
+    stacks = stacks or {}
+    calls = _align(flights)
+    failed = _failed_devices(calls)
+    waits = _find_waits(calls, flights, silent, failed)
+    if not waits:
+        return None
+    recorded = {rank for wait in waits for rank in wait.waiting}
+    elsewhere = {rank for rank, stack in stacks.items() if stack and COMMUNICATES.search(stack[0])} - recorded
+    waiting = recorded | elsewhere
+    stalled = _stalled_devices(calls) - {rank for wait in waits if wait.absent for rank in wait.waiting}
+    culprits = {rank for wait in waits for rank in wait.absent if rank in silent or rank not in waiting}
+    mismatch = _find_mismatch(calls, flights)
+    differs = mismatch is not None
+    texts = [] if mismatch is None else [mismatch.text]
+    if culprits:
+        if named := sorted(culprits & failed):
+            what = "has not seen the end of collectives that ended on other ranks"
+            texts.append(f"the device of {rank_list(named)} {what}")
+        if others := culprits - failed:
+            texts.append(_describe_absent(waits, others, silent, stacks))
+    elif stalled:
+        culprits, wait = stalled, next(wait for wait in waits if stalled & {*wait.waiting})
+        whose = f"the device of {rank_list(sorted(stalled))} has not come"
+        texts.append(f"the others wait in {wait.call.shown_in_group}, to which {whose}")
+    elif mismatch is None:
+        culprits = _out_of_order(waits) if not elsewhere else set()
+        differs = bool(culprits)
+        texts += [_describe(wait) for wait in waits[:MAX_SHOWN]]
+    culprits |= {*(() if mismatch is None else mismatch.ranks)}
+    text = "; ".join([*texts, *([] if culprits else [UNKNOWN])])
+    return Blame(tuple(sorted(culprits)), text, differs)
+
+
+def blame_for_unlike_data(flights: Mapping[int, Flight], ended: int) -> tuple[int, ...]:
+    """The ranks that called something else than the majority; empty if that is unclear.
+
+    gloo has ended the rank `ended`, which left no record, since it received other data than it expected. If
+    the others agree on the last collective that they all have called, it has called another one itself.
+    """
+    calls = {rank: own for rank, own in _align(flights).items() if rank != ended}
+    for group in {call.group for own in calls.values() for call in own if ended in call.group[2]}:
+        own = {rank: {one.number: one for one in calls[rank] if one.group == group} for rank in calls}
+        if len(own) < 2 or not all(own.values()):
+            continue
+        last = min(max(numbers) for numbers in own.values())
+        ranks_of: dict[object, list[int]] = {}
+        for rank, numbers in own.items():
+            ranks_of.setdefault(numbers[last].signature if last in numbers else None, []).append(rank)
+        *few, most = sorted(ranks_of.values(), key=len)
+        if 2 * len(most) > len(own):
+            return tuple(sorted(rank for ranks in few for rank in ranks)) or (ended,)
+    return ()
+
+
+def blame_by_stacks(stacks: Mapping[int, Sequence[str]], silent: Collection[int] = ()) -> Blame | None:
+    """The ranks that wait for nobody while all others do, by their innermost frames; None if that is unclear.
+
+    For ranks without flight records and without GPUs: a rank may wait for its GPU anywhere.
+    """
+    waiting = sorted(rank for rank, stack in stacks.items() if stack and _waits(stack[0]))
+    others = sorted({*silent, *(rank for rank, stack in stacks.items() if stack)} - {*waiting})
+    places: dict[str, list[int]] = {}
+    for rank in waiting:
+        places.setdefault(_call_and_place(stacks[rank]), []).append(rank)
+    waits = [f"{rank_list(ranks)} {_verb(ranks, 'wait')} in {place}" for place, ranks in places.items()]
+    if not others and len(waits) > 1:
+        return Blame((), "; ".join([*waits, UNKNOWN]))
+    if not others or len(others) > len(waiting) or not all(stacks.values()):
+        return None
+    subject = f"{rank_list(others)} " if len(others) > 1 else ""
+    what = "not respond" if {*others} <= {*silent} else "not take part"
+    text = f"{subject}{_verb(others, 'do')} {what}, and {', '.join(waits)}"
+    return Blame(tuple(others), "; ".join([text, *_places(others, stacks)]))
+
+
+def _call_and_place(stack: Sequence[str]) -> str:
+    """The innermost function and the user's line, such as ``all_reduce at step (train.py:12)``."""
+    name, place = stack[0].partition(" (")[0], users_frame(stack)
+    return place if place == short_frame(stack[0]) else f"{name} at {place}"
+
+
+def _waits(frame: str) -> bool:
+    """Whether a rank that is in this frame waits for others, as far as that can be seen."""
+    file, _, line = frame.rpartition(" (")[2].rstrip(")").rpartition(":")
+    in_torch = COMMUNICATES.search(frame) or "/torch/autograd/graph.py:" in frame
+    return bool(in_torch) or (line.isdigit() and ".wait(" in linecache.getline(file, int(line)))
+
+
+def _align(flights: Mapping[int, Flight]) -> dict[int, list[Call]]:
+    """The calls of each rank, with the ranks of each group, and with numbers that mean the same on all ranks.
+
+    gloo records neither: it counts sends and receives with the collectives, but does not record them.
+    """
+    members: dict[tuple[str, str], set[int]] = {}
+    for rank, flight in flights.items():
+        for call in flight.calls:
+            members.setdefault(call.group[:2], set()).add(rank)
+    are_whole = all(flight.is_whole for flight in flights.values())
+    found: dict[int, list[Call]] = {}
+    for rank, flight in flights.items():
+        counts: Counter[Group] = Counter()
+        for call in flight.calls:
+            group = (*call.group[:2], call.group[2] or tuple(sorted(members[call.group[:2]])))
+            counts[group] += 1
+            number = counts[group] if group[0] == "gloo" and are_whole else call.number
+            found.setdefault(rank, []).append(replace(call, group=group, number=number))
+    return {rank: found.get(rank, []) for rank in flights}
+
+
+def _find_waits(
+    calls: Mapping[int, Sequence[Call]],
+    flights: Mapping[int, Flight],
+    silent: Collection[int],
+    failed: Collection[int],
+) -> list[_Wait]:
+    """The calls that have not ended on ranks that can tell, collectives in which most ranks wait first."""
+    newest = {
+        (call.group, rank): call.number for rank, own in calls.items() for call in own if not call.is_p2p
+    }
+    pending = [
+        (rank, call) for rank, own in calls.items() for call in own if not call.is_done and rank not in failed
+    ]
+    ended = {(call.group, call.number) for own in calls.values() for call in own if call.is_done}
+    peers = Counter((rank, call.peer, call.op) for rank, call in pending if call.is_p2p)
+    found: dict[tuple[Any, ...], _Wait] = {}
+    for rank, call in pending:
+        key = (call.group, call.number, *((rank, call.op) if call.is_p2p else ()))
+        inside: tuple[int, ...]
+        absent: tuple[int, ...]
+        if call.is_p2p and call.peer is not None and call.op in _ANSWER:
+            is_there = peers[call.peer, rank, _ANSWER[call.op]] >= peers[rank, call.peer, call.op]
+            inside, absent = ((rank, call.peer), ()) if is_there else ((rank,), (call.peer,))
+            absent = absent if call.peer in flights or call.peer in silent else ()
+            found[key] = _Wait(call, inside, inside, absent)
+        elif not call.is_p2p and key not in found:
+            # What is open on one rank has ended on no other, as a rule: an idle one has not called it.
+            is_open = bool(SYMMETRIC.search(call.op)) and (call.group, call.number) not in ended
+            unrecorded = {
+                rank: 0 if flight.is_whole or (is_open and flight.is_idle) else None
+                for rank, flight in flights.items()
+            }
+            last = {one: newest.get((call.group, one), unrecorded.get(one)) for one in call.group[2]}
+            inside = tuple(
+                one for one, number in last.items() if number is not None and number >= call.number
+            )
+            absent = tuple(
+                one
+                for one, number in last.items()
+                if one in silent or (number is not None and number < call.number)
+            )
+            waiting = tuple(
+                one
+                for one, other in pending
+                if other.group == call.group and other.number == call.number and not other.is_p2p
+            )
+            found[key] = _Wait(call, waiting, inside, absent)
+    return sorted(found.values(), key=lambda wait: (wait.call.is_p2p, -len(wait.waiting), wait.call.number))
+
+
+SYMMETRIC = re.compile("all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|barrier")
+"""Operations that end on one rank only after all ranks have taken part."""
+
+
+def _failed_devices(calls: Mapping[int, Sequence[Call]]) -> set[int]:
+    """The ranks with several open collectives that have ended on others, which they cannot have without them.
+
+    Their devices took part, and no longer say so. A single one may still be under way.
+    """
+    ended = {(call.group, call.number) for own in calls.values() for call in own if call.is_done}
+    newest = {(call.group, rank): call.number for rank, own in calls.items() for call in own}
+    opened = {
+        (call.group, call.number, rank) for rank, own in calls.items() for call in own if not call.is_done
+    }
+
+    def has_ended(call: Call, rank: int) -> bool:
+        others = (other for other in call.group[2] if other != rank)
+        return (call.group, call.number) in ended or any(
+            newest.get((call.group, other), -1) >= call.number
+            and (call.group, call.number, other) not in opened
+            for other in others
+        )
+
+    return {
+        rank
+        for rank, own in calls.items()
+        if sum(
+            call.group[0] != "gloo" and bool(SYMMETRIC.search(call.op)) and has_ended(call, rank)
+            for call in own
+            if not call.is_done and not call.is_p2p
+        )
+        > 1
+    }
+
+
+def _stalled_devices(calls: Mapping[int, Sequence[Call]]) -> set[int]:
+    """The ranks whose device has not come to their first open call, with which other devices have begun."""
+    pending = {rank: [call for call in own if not call.is_done] for rank, own in calls.items()}
+    begun = {(call.group, call.number) for own in pending.values() for call in own if call.has_started}
+    return {
+        rank
+        for rank, own in pending.items()
+        if own and not any(call.has_started for call in own) and (own[0].group, own[0].number) in begun
+    }
+
+
+def _find_mismatch(calls: Mapping[int, Sequence[Call]], flights: Mapping[int, Flight]) -> Blame | None:
+    """The first collective, of those that have not ended, in which ranks differ; the minority is at fault."""
+    pending = {
+        (call.group, call.number)
+        for own in calls.values()
+        for call in own
+        if not call.is_done and not call.is_p2p
+    }
+    for group, number in sorted(pending):
+        called = {
+            rank: [call for call in own if call.group == group and call.number == number and not call.is_p2p]
+            for rank, own in calls.items()
+        }
+        called = {rank: own for rank, own in called.items() if own}
+        ranks_of: dict[tuple[Any, ...], list[int]] = {}
+        for rank, own in called.items():
+            ranks_of.setdefault(tuple(call.signature for call in own), []).append(rank)
+        if len(ranks_of) < 2:
+            continue
+        by_size = sorted(ranks_of.values(), key=len)
+        few = sorted(rank for ranks in by_size[:-1] for rank in ranks)
+        text = [
+            f"{rank_list(ranks)} {', '.join(call.shown for call in called[ranks[0]])}" for ranks in by_size
+        ]
+        of = called[few[0]][0].position
+        # gloo does not record sends and receives, which it counts: the numbers may be shifted.
+        is_sure = all(flight.is_whole for flight in flights.values()) or all(
+            not called[rank][0].is_done for rank in few
+        )
+        decided = 2 * len(by_size[-1]) > len(called) and (group[0] != "gloo" or is_sure)
+        return Blame(
+            tuple(few) if decided else (), f"the ranks differ in what they called as {of}: {', '.join(text)}"
+        )
+    return None
+
+
+def _out_of_order(waits: Sequence[_Wait]) -> set[int]:
+    """The ranks that call collectives of several groups in another order than the majority of each group.
+
+    All ranks wait for one another. In the collective of a group that fewer ranks have called than not, these
+    are accused, else those that have not; without a contradiction between groups they are at fault.
+    """
+    blocked = {rank for wait in waits if wait.absent for rank in wait.waiting}
+    accused = {
+        min(wait.inside, wait.absent, key=len)
+        for wait in waits
+        if len(wait.inside) + len(wait.absent) == len(wait.call.group[2])
+        and wait.absent
+        and len(wait.inside) != len(wait.absent)
+    }
+    found = {*accused.pop()} if len(accused) == 1 else set()
+    return found if found <= blocked else set()
+
+
+def _describe(wait: _Wait) -> str:
+    known = "all of its ranks" if {*wait.inside} == {*wait.call.group[2]} else rank_list(wait.inside)
+    whom = f" for {rank_list(wait.absent)}" if wait.absent else f", which {known} have called"
+    return f"{rank_list(wait.waiting)} {_verb(wait.waiting, 'wait')} in {wait.call.shown_in_group}{whom}"
+
+
+def _verb(ranks: Collection[int], verb: str) -> str:
+    """A verb in the form for one rank or several."""
+    return verb if len(ranks) > 1 else {"have": "has", "are": "is", "do": "does"}.get(verb, f"{verb}s")
+
+
+def _describe_absent(
+    waits: Sequence[_Wait],
+    culprits: Collection[int],
+    silent: Collection[int],
+    stacks: Mapping[int, Sequence[str]],
+) -> str:
+    """What the culprits have not called, who waits there, and where they are instead."""
+    texts = []
+    left = {*culprits}
+    for wait in waits:
+        if here := sorted(left & {*wait.absent}):
+            left -= {*here}
+            subject = f"{rank_list(here)} " if len(culprits) > 1 else ""
+            ended = [rank for rank in here if rank in silent]
+            done = "answered" if wait.call.is_p2p else "called"
+            what = f"{_verb(here, 'have')} not {done} {wait.call.shown_in_group}"
+            if ended == here:
+                what = f"{_verb(here, 'do')} not respond, and {what}"
+            place = wait.call.place or users_frame(stacks.get(wait.waiting[0], ()))
+            at = f" in {place}" if place else ""
+            texts.append(
+                f"{subject}{what}, for which {rank_list(wait.waiting)} {_verb(wait.waiting, 'wait')}{at}"
+            )
+    return "; ".join([*texts, *_places(culprits, stacks)])
+
+
+def _places(ranks: Collection[int], stacks: Mapping[int, Sequence[str]]) -> list[str]:
+    """Where ranks are, as far as it is known."""
+    subjects = {
+        rank: f"rank {rank}" if len(ranks) > 1 else "it" for rank in sorted(ranks) if stacks.get(rank)
+    }
+    return [f"{subject} is in {short_frame(stacks[rank][0])}" for rank, subject in subjects.items()]

@@ -1,0 +1,311 @@
+"""Flight records of torch: which collectives, sends and receives each rank has called.
+
+A rank that hangs in the trainer writes its record itself (`trainer/progress.py`); torch writes the one of a
+script when a collective times out, or when the agent asks for it. `blame.py` finds out who blocks the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import pickle
+import socket
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from trainkit.folders import ensure_folder
+from trainkit.formats import JsonObject
+from trainkit.job.processes import log_line
+from trainkit.plan.launch import LaunchPlan
+from trainkit.run.files import refresh_listing
+from trainkit.run.rundir import AttemptDir
+from trainkit.run.tracebacks import is_of_user
+
+FLIGHT_VARIABLE = "TRAINKIT_JOB_FLIGHT_RECORDS"
+"""How the paths of the flight records of ranks begin, to which torch adds the rank."""
+DUMP_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+"""Where torch writes a record when a collective times out, under the present name and a former one."""
+DUMP_S = 8.0
+"""How long torch may take to write a record on request: it looks every second, and resolves its stacks."""
+DUMP_POLL_S = 0.1
+MAX_BYTES = 32 << 20
+"""Largest record that is read: 1000 collectives with their stacks take 0.2 MB."""
+MAX_TENSORS = 8
+"""Tensors of a call that are compared and shown."""
+Group = tuple[str, str, tuple[int, ...]]
+"""Backend, name and ranks of a process group. Groups that torch splits off share a name."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A collective, send or receive that a rank has called."""
+
+    group: Group
+    number: int
+    """Counts the collectives of the group, or the sends and receives of the rank in it."""
+    op: str
+    label: str = ""
+    """What the creator of the group calls it, such as ``mesh_dp``."""
+    sizes: tuple[tuple[int, ...], ...] = ()
+    """The shapes of its tensors as far as all ranks must agree on them."""
+    dtypes: tuple[str, ...] = ()
+    peer: int | None = None
+    """The other rank of a send or receive."""
+    is_done: bool = False
+    is_p2p: bool = False
+    has_started: bool = False
+    """Whether the device has begun with it; only NCCL knows, and only if it measures times."""
+    place: str = ""
+    """The user's line that called it."""
+
+    @property
+    def signature(self) -> tuple[object, ...]:
+        """What must be equal on all ranks."""
+        return self.op, tuple(map(prod, self.sizes)), self.dtypes
+
+    @property
+    def shown(self) -> str:
+        """Operation and shapes, such as ``all_gather [4, 1024]``."""
+        dtypes = [*self.dtypes, *[""] * len(self.sizes)]
+        return " ".join(
+            [
+                self.op,
+                *(f"{list(size)} {dtype}".strip() for size, dtype in zip(self.sizes, dtypes, strict=False)),
+            ]
+        )
+
+    @property
+    def position(self) -> str:
+        """Its number in its group, such as ``number 812 of group dp``."""
+        kind = "send or receive" if self.is_p2p else "collective"
+        return f"{kind} {self.number} of {self.label if self.label == 'all ranks' else f'group {self.label}'}"
+
+    @property
+    def shown_in_group(self) -> str:
+        to = "" if self.peer is None else f" {'to' if self.op == 'send' else 'from'} rank {self.peer}"
+        return f"{self.shown}{to} ({self.position})"
+
+
+@dataclass(frozen=True)
+class Flight:
+    """The record of one rank."""
+
+    rank: int
+    calls: tuple[Call, ...]
+    """In the order in which they were called; the oldest may be missing."""
+    is_whole: bool = False
+    """Whether it begins with the first call of the rank."""
+    is_idle: bool = False
+    """Whether all calls of the rank have ended."""
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Reads numbers, texts, lists and dictionaries; nothing in a record may be called or imported."""
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        raise pickle.UnpicklingError(f"it contains {module_name}.{global_name}")
+
+
+def read_dump(path: Path) -> JsonObject:
+    """A record that torch has written. Raises ValueError for what is none, OSError without the file."""
+    with path.open("rb") as stream:
+        content = stream.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise ValueError(f"larger than {MAX_BYTES >> 20} MiB")
+    try:
+        dump = json.loads(content) if content[:1] == b"{" else _PlainUnpickler(io.BytesIO(content)).load()
+    except (
+        pickle.UnpicklingError,
+        EOFError,
+        AttributeError,
+        TypeError,
+        KeyError,
+        IndexError,
+        RecursionError,
+    ) as error:
+        raise ValueError(f"not a flight record: {error}") from error
+    if not isinstance(dump, dict):
+        raise ValueError("not a flight record: no dictionary")
+    return dump
+
+
+def read_flights(attempt: AttemptDir, world_size: int) -> dict[int, Flight]:
+    """The records of the ranks of an attempt; of one that is damaged the log says so."""
+    found = {}
+    for folder in (attempt.stacks_dir, attempt.flight_dir):
+        refresh_listing(folder)
+    for rank in range(world_size):
+        for path in (attempt.rank_collectives(rank), attempt.flight_dir / f"rank-{rank}"):
+            try:
+                found[rank] = parse_flight(rank, read_dump(path), world_size)
+                break
+            except FileNotFoundError:
+                continue
+            except (OSError, ValueError) as error:
+                log_line(f"the flight record {path} is not read ({error})")
+    return found
+
+
+def flight_environ(attempt: AttemptDir, plan: LaunchPlan) -> dict[str, str]:
+    """The variables by which torch writes records into the attempt's folder, also on request; makes it.
+
+    None of them where the user has chosen another place.
+    torch ends a rank that cannot make its pipe: without pipes on this file system, it is not asked to.
+    """
+    if any(name in plan.env or name in os.environ for name in DUMP_VARIABLES):
+        return {}
+    ensure_folder(attempt.flight_dir, 0o700)
+    prefix = str(attempt.flight_dir / "rank-")
+    probe = attempt.flight_dir / f".{socket.gethostname()}-{os.getpid()}.pipe"
+    try:
+        os.mkfifo(probe)
+        probe.unlink()
+    except OSError as error:
+        log_line(f"no flight records on request: {attempt.flight_dir} cannot have pipes ({error})")
+        return {DUMP_VARIABLES[0]: prefix}
+    return {DUMP_VARIABLES[0]: prefix, FLIGHT_VARIABLE: prefix}
+
+
+def remove_pipes(attempt: AttemptDir, ranks: Iterable[int]) -> None:
+    """Remove the pipes of ranks that have ended: who opens one would wait forever."""
+    for rank in ranks:
+        (attempt.flight_dir / f"rank-{rank}.pipe").unlink(missing_ok=True)
+
+
+def request_dumps(attempt: AttemptDir, ranks: Iterable[int]) -> None:
+    """Have torch write the records of these local ranks, and wait until it has, or for `DUMP_S` seconds.
+
+    A rank with NCCL reads its pipe all the time, also while it hangs; others have none.
+    """
+    before = {}
+    for rank in ranks:
+        path = attempt.flight_dir / f"rank-{rank}"
+        try:
+            pipe = os.open(f"{path}.pipe", os.O_WRONLY | os.O_NONBLOCK)
+        except OSError:
+            continue  # nobody reads it: not NCCL, or the rank has ended
+        with contextlib.closing(os.fdopen(pipe, "wb")) as stream:
+            before[path] = _changed_ns(path)
+            stream.write(b"1")
+    deadline_s = time.monotonic() + DUMP_S
+    while before and time.monotonic() < deadline_s:
+        time.sleep(DUMP_POLL_S)
+        before = {
+            path: then for path, then in before.items() if _changed_ns(path) == then or not _is_whole(path)
+        }
+
+
+def _changed_ns(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a record can be read: torch writes it in place."""
+    try:
+        return bool(read_dump(path))
+    except ValueError:
+        return False
+
+
+def parse_flight(rank: int, dump: JsonObject, world_size: int) -> Flight:
+    """The record of a rank in what torch writes. Raises ValueError for another format."""
+    try:
+        entries = sorted(dump.get("entries", []), key=lambda entry: entry["time_created_ns"])
+        config = {str(name): dict(group) for name, group in dump.get("pg_config", {}).items()}
+        ranks = {name: _ranks(group.get("ranks", ())) for name, group in config.items()}
+        calls: list[Call] = []
+        ids: dict[str, set[int]] = {}
+        begins: dict[Group, int] = {}
+        for entry in entries:
+            backend, _, op = str(entry["profiling_name"]).rpartition(":")
+            name, description = map(str, entry["process_group"])
+            members = ranks.get(name, ()) or (tuple(range(world_size)) if description == "default_pg" else ())
+            ids.setdefault(backend, set()).add(int(entry["record_id"]))
+            label = description.replace("default_pg", "all ranks").replace("undefined", "") or name
+            calls.append(_parse_call(entry, (backend, name, members), label, op))
+            begins.setdefault(calls[-1].group, calls[-1].number)
+        last = [f"last_{word}_collective" for word in ("enqueued", "completed")]
+        status = [[int(one[name]) for name in last] for one in dump.get("pg_status", {}).values()]
+        is_idle = all(enqueued <= completed for enqueued, completed in status)
+    except (AttributeError, KeyError, TypeError, IndexError) as error:
+        raise ValueError(f"not a flight record: {error!r}") from error
+    # torch numbers them anew when a program resets its recorder.
+    is_whole = all(found == {*range(len(found))} for found in ids.values()) and all(
+        group[0] == "gloo" or number <= 1 for group, number in begins.items()
+    )
+    whole = _whole_batches(calls)
+    is_idle = is_idle and all(call.is_done for call in whole)
+    return Flight(rank, whole, bool(calls) and is_whole, is_idle)
+
+
+def _ranks(ranks: Any) -> tuple[int, ...]:
+    return tuple(map(int, json.loads(ranks) if isinstance(ranks, str) else ranks))
+
+
+def _parse_call(entry: JsonObject, group: Group, label: str, words: str) -> Call:
+    """One entry; NCCL says of a call that timed out that it is retired, gloo of one that is done."""
+    op, *peers = words.split()
+    is_p2p = bool(entry.get("is_p2p")) or op in ("send", "recv")
+    peer = None
+    if peers:
+        other = int(peers[0].replace("<-", "->").partition("->")[2])
+        peer = group[2][other] if group[2] else other
+    part = "output" if op in ("scatter", "recv") or "reduce_scatter" in op else "input"
+    compared = (
+        not is_p2p and not op.startswith(("all_to_all", "alltoall", "barrier")) and not op.endswith("_v")
+    )
+    state = entry.get("state")
+    return Call(
+        group=group,
+        label=label,
+        number=int(entry["p2p_seq_id" if is_p2p else "collective_seq_id"]),
+        op=op,
+        sizes=tuple(tuple(map(int, size[:8])) for size in entry.get(f"{part}_sizes", ())[:MAX_TENSORS])
+        if compared or is_p2p
+        else (),
+        dtypes=tuple(map(str, entry.get(f"{part}_dtypes", ())[:MAX_TENSORS])) if compared or is_p2p else (),
+        peer=peer,
+        is_p2p=is_p2p,
+        is_done=state == "completed" or (group[0] == "gloo" and bool(entry.get("retired"))),
+        has_started=state in ("started", "completed"),
+        place=_place(entry.get("frames") or ()),
+    )
+
+
+def _place(frames: Sequence[JsonObject]) -> str:
+    """The innermost line of the user's own code, else of what is not torch's."""
+    return users_frame([f"{frame['name']} ({frame['filename']}:{frame['line']})" for frame in frames])
+
+
+def users_frame(stack: Sequence[str]) -> str:
+    """The innermost frame of the user's own code, else of what is not torch's; empty without one."""
+    files = {frame: frame.rpartition(" (")[2] for frame in stack}
+    own = [frame for frame, file in files.items() if is_of_user(file)]
+    own += [frame for frame, file in files.items() if "/torch/" not in file]
+    return short_frame(own[0]) if own else ""
+
+
+def short_frame(frame: str) -> str:
+    """``name (file.py:12)`` of a frame with a whole path."""
+    name, _, place = frame.rpartition(" (")
+    return f"{name} ({place.rpartition('/')[2]}" if name else frame
+
+
+def _whole_batches(calls: Sequence[Call]) -> tuple[Call, ...]:
+    """The calls, of which those that NCCL launches together end together: only the last one knows when."""
+    last = {(call.group, call.is_p2p, call.number): call for call in calls}
+    found = []
+    for call in calls:
+        end = last[call.group, call.is_p2p, call.number]
+        if call.op != "coalesced":
+            found.append(replace(call, is_done=end.is_done, has_started=end.has_started))
+    return tuple(found)
