@@ -49,9 +49,9 @@ def module_argv(module: str, *arguments: str) -> tuple[str, ...]:
     return (sys.executable, *PYTHON_OPTIONS, "-m", module, *arguments)
 
 
-def block_signals() -> None:
-    """Block the notice signals and SIGCHLD: only `wait_for_signal` receives them."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
+def block_signals(*more: signal.Signals) -> None:
+    """Block the notice signals, SIGCHLD and `more`: only `wait_for_signal` receives them."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {*WATCHED, *more})
 
 
 def wait_for_signal(timeout_s: float, *more: signal.Signals) -> signal.Signals | None:

@@ -62,7 +62,7 @@ from trainkit.job.work_folder import WORK_DIR_VARIABLE, enter_work_folder
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.files import to_json, write_json
 from trainkit.run.process import own_host
-from trainkit.run.record import read_job, read_rendezvous
+from trainkit.run.record import read_job, read_rendezvous, record_of
 from trainkit.run.rundir import AttemptDir, RunDir
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ class Agent(ProcessGroup):
             self._notice.send(self.running, received if heard else None)
 
     def on_signal(self, received: signal.Signals) -> None:
-        received, task = signal.SIGUSR2 if received == AGENT_SIGNAL else received, self.rendezvous.task
+        received, task = asked_by(received, self.attempt), self.rendezvous.task
         if task is not None and (self.deadline_s is None or isinstance(task, HostPlace)):
             record_notice(self.attempt, received, task, self.received_at)
         self._expect_end(received)
@@ -335,8 +335,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Read the command line and run one node's agent; returns its exit code."""
     run_dir, *options = sys.argv[1:] if argv is None else argv
     values = {name: int(value) for name, value in zip(options[::2], options[1::2], strict=True)}
-    processes.block_signals()
-    signal.pthread_sigmask(signal.SIG_BLOCK, {AGENT_SIGNAL})
+    processes.block_signals(AGENT_SIGNAL)
     if not values:
         return run_slurm_task(RunDir(run_dir), int(os.environ[ATTEMPT_VARIABLE]))
     attempt, node_rank = RunDir(run_dir).attempt(values["--attempt"]), values["--node-rank"]
@@ -366,7 +365,7 @@ def run_slurm_task(run: RunDir, number: int) -> int:
     try:
         plan = await_plan(attempt)
     except StopSignalReceived as stop:
-        record_notice(attempt, stop.received, task)
+        record_notice(attempt, asked_by(stop.received, attempt), task)
         return EXIT_STOPPED
     except (OSError, ValueError, TrainkitError) as error:
         rank = sum(task.tasks[: task.node_rank]) + task.local_task
@@ -392,11 +391,18 @@ def run_node(attempt: AttemptDir, plan: LaunchPlan, task: SlurmTask | HostPlace)
         enter_work_folder(attempt.run, plan)  # which node 0 has made
         return run_agent(attempt, plan, rendezvous)
     except StopSignalReceived as stop:
-        record_notice(attempt, stop.received, task)
+        record_notice(attempt, asked_by(stop.received, attempt), task)
         print(f"stopped by {stop} before the ranks started", flush=True)
         return EXIT_STOPPED
     except (OSError, TrainkitError) as error:
         return _refuse(attempt, rank, task.node_rank, error)
+
+
+def asked_by(received: signal.Signals, attempt: AttemptDir) -> signal.Signals:
+    """The notice for which a signal stands, which may be one for agents alone."""
+    if received != AGENT_SIGNAL:
+        return received
+    return signal.SIGTERM if record_of(attempt).is_cancelled else signal.SIGUSR2
 
 
 def _refuse(attempt: AttemptDir, rank: int, node_rank: int, error: Exception) -> int:
