@@ -23,6 +23,7 @@ from typing import IO, TYPE_CHECKING, ClassVar, TypeVar
 
 from trainkit.errors import EXIT_OK, EXIT_STOPPED, TrainkitError
 from trainkit.formats import mask_secrets
+from trainkit.job.handlers import signal_mask
 from trainkit.job.signals import AGENT_SIGNAL, NOTICE_SIGNALS, signal_exit_code
 from trainkit.run.files import utc_now
 from trainkit.run.process import PROC, process_stat
@@ -320,13 +321,6 @@ def signal_handled_by(pid: int, configured: str) -> signal.Signals:
 def ignores(pid: int, number: signal.Signals) -> bool:
     """Whether a process ignores a signal."""
     return number in signal_mask(pid, "SigIgn")
-
-
-def signal_mask(pid: int, name: str) -> set[int]:
-    """The signals in a mask of /proc/PID/status, such as SigCgt; empty when the process has ended."""
-    lines = proc_file(pid, "status").splitlines()
-    mask = next((int(line.split()[1], 16) for line in lines if line.startswith(f"{name}:".encode())), 0)
-    return {number for number in range(1, 65) if mask & 1 << number - 1}
 
 
 def parent_pid(pid: int) -> int | None:

@@ -12,21 +12,16 @@ import os
 import signal
 import subprocess
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from pathlib import PurePath
 
 from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED
 from trainkit.job import processes
 from trainkit.job.failure.launcher_report import LaunchedRanks
+from trainkit.job.handlers import SAVES_ON, is_in_foreground, is_shell, signal_mask
 from trainkit.job.spare_children import AGENT_VARIABLE, RANK_PID_VARIABLE
 from trainkit.plan.launch import LaunchPlan
-from trainkit.plan.workload import SHELLS
 
-SAVES_ON = (signal.SIGTERM, signal.SIGUSR2)
-"""The signals by which a command is asked to save; of several that it handles, the first."""
 _DATA_WORKER = {signal.SIGBUS, signal.SIGSEGV, signal.SIGFPE, signal.SIGTERM}
 """What a worker of torch's DataLoader handles, in C and only to die of it."""
-_FROM_TERMINAL = {signal.SIGINT, signal.SIGQUIT}
-"""A shell without a terminal has what it starts with ``&`` ignore these."""
 
 
 def takers(
@@ -41,7 +36,7 @@ def takers(
         if number is not None:
             found[pid] = number
             # A shell calls its trap when the program has ended for which it waits: that has to hear it too.
-            below = [child for child in below if _is_in_foreground(child)] if _is_shell(pid) else []
+            below = [child for child in below if is_in_foreground(child)] if is_shell(pid) else []
         found |= takers(below, children, numbers)
     return found
 
@@ -57,10 +52,10 @@ def savers_below(pid: int, children: Mapping[int, list[int]]) -> Iterator[int]:
 
 def _handled(pid: int) -> set[int]:
     """The signals that a process handles or, without a handler, waits for."""
-    caught = processes.signal_mask(pid, "SigCgt")
+    caught = signal_mask(pid, "SigCgt")
     if caught >= _DATA_WORKER and signal.SIGILL not in caught:  # which faulthandler handles as well
         return set()
-    blocked = {*SAVES_ON} & processes.signal_mask(pid, "SigBlk") - processes.signal_mask(pid, "SigIgn")
+    blocked = {*SAVES_ON} & signal_mask(pid, "SigBlk") - signal_mask(pid, "SigIgn")
     if blocked and (RANK_PID_VARIABLE in processes.environ_of(pid) or _is_multiprocessing(pid)):
         blocked = set()  # `spare_children` blocks them, without waiting for them on the program's behalf
     return caught | blocked
@@ -72,18 +67,6 @@ def _is_multiprocessing(pid: int) -> bool:
     return b"--multiprocessing-fork" in argv or (
         parent is not None and argv == processes.proc_file(parent, "cmdline")
     )
-
-
-def _is_shell(pid: int) -> bool:
-    """Whether a process is a shell, which may end at once after its trap has passed a notice on."""
-    return PurePath(processes.link_of(pid, "exe")).name.rstrip("0123456789.-") in SHELLS
-
-
-def _is_in_foreground(pid: int) -> bool:
-    """Whether a shell waits for this child of it, without being able to handle a signal meanwhile."""
-    if processes.signal_mask(pid, "SigIgn") & _FROM_TERMINAL:
-        return False
-    return not processes.signal_mask(pid, "SigCgt") >= _FROM_TERMINAL  # handlers replace what was ignored
 
 
 class CommandNotice:
@@ -130,7 +113,7 @@ class CommandNotice:
         found = {pid: number for pid, number in found.items() if pid not in self._kept[rank]}
         # Before the signal, of which a shell may end.
         below = {pid: {*savers_below(pid, children)} for pid in found}
-        kept = {*found}.union(*(below[pid] for pid in below if _is_shell(pid))) - {member.pid}
+        kept = {*found}.union(*(below[pid] for pid in below if is_shell(pid))) - {member.pid}
         self._kept[rank] |= kept
         self._savers[rank].watch(dict.fromkeys(kept.union(*below.values()), rank))
         for pid, number in found.items():

@@ -28,15 +28,23 @@ def load(name: str) -> ModuleType:
 def spare_what_a_rank_starts() -> None:
     """Have a rank spare its children, and a process that a rank has started spare itself."""
     module = load("spare_children")
-    own_pid, parent_pid = str(os.getpid()), str(os.getppid())
+    own_pid, parent_pid, agent = str(os.getpid()), str(os.getppid()), os.environ[module.AGENT_VARIABLE]
+    # Ranks of a launcher that the agent has started hear Slurm's signal themselves.
+    has_launcher = module.LAUNCHER_PID_VARIABLE in os.environ
     if os.environ.get(module.RANK_PID_VARIABLE, own_pid) != own_pid:
-        module.spare_this_process()
+        # A torchrun that the user has typed passes the signal on.
+        is_launched = "TORCHELASTIC_RESTART_COUNT" in os.environ and not has_launcher
+        module.spare_this_process(even_with_handler=is_launched)
         prepare_for_a_debugger(is_rank=False)
     # A launcher of a single process, such as accelerate, gives it no RANK.
     elif "RANK" in os.environ or os.environ.get(module.LAUNCHER_PID_VARIABLE) == parent_pid:
-        module.spare_children()
+        if not has_launcher and parent_pid != agent and load("handlers").is_passed_on(int(agent)):
+            os.environ[module.RANK_PID_VARIABLE] = own_pid
+            module.spare_this_process(even_with_handler=True)
+        else:
+            module.spare_children()
         prepare_for_a_debugger(is_rank=True)
-    elif os.environ[module.AGENT_VARIABLE] == parent_pid:
+    elif agent == parent_pid:
         # A launcher would pass on the SIGTERM that Slurm has sent to its ranks as well.
         os.environ[module.LAUNCHER_PID_VARIABLE] = own_pid
         module.spare_this_process(even_with_handler=True)
