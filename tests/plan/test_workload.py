@@ -1,6 +1,6 @@
 import pytest
 
-from trainkit.plan.workload import name_of
+from trainkit.plan.workload import name_of, out_of_reach
 
 
 @pytest.mark.parametrize(
@@ -20,3 +20,23 @@ from trainkit.plan.workload import name_of
 )
 def test_a_run_is_named_after_its_script(command: str, name: str | None) -> None:
     assert name_of(command.split()) == name
+
+
+@pytest.mark.parametrize(
+    ("argv", "program"),
+    [
+        (["docker", "run", "--rm", "image", "python", "train.py"], "docker"),
+        (["bash", "-c", "cd work && ssh node2 python train.py"], "ssh"),
+        (["bash", "-c", "TMUX= nice -n 5 tmux new -d 'python train.py'"], None),
+        (["env", "A=1", "srun", "-n2", "python", "train.py"], "srun"),
+        (["sh", "-c", "nohup python train.py > log 2>&1 &"], "its shell ends"),
+        (["sh", "-c", "python train.py > log 2>&1 & wait"], None),
+        (["bash", "-c", "python train.py 2>&1 | tee log && echo ssh"], None),
+        (["python", "train.py", "--launcher", "ssh"], None),
+        (["bash", "run.sh", "docker"], None),
+        (["uv", "run", "train.py"], None),
+    ],
+)
+def test_what_a_notice_may_not_reach(argv, program):
+    found = out_of_reach(argv)
+    assert found is None if program is None else found.startswith(program)
