@@ -27,7 +27,7 @@ def test_a_run_is_named_after_its_script(command: str, name: str | None) -> None
     [
         (["docker", "run", "--rm", "image", "python", "train.py"], "docker"),
         (["bash", "-c", "cd work && ssh node2 python train.py"], "ssh"),
-        (["bash", "-c", "TMUX= nice -n 5 tmux new -d 'python train.py'"], None),
+        (["bash", "-c", "TMUX= nice -n 5 tmux new -d 'python train.py'"], "tmux"),
         (["env", "A=1", "srun", "-n2", "python", "train.py"], "srun"),
         (["sh", "-c", "nohup python train.py > log 2>&1 &"], "its shell ends"),
         (["sh", "-c", "python train.py > log 2>&1 & wait"], None),

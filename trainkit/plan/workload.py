@@ -102,7 +102,7 @@ def out_of_reach(argv: Sequence[str]) -> str | None:
     is_shell = PurePath(argv[0]).name in SHELLS and "-c" in argv[:-1]
     script = argv[argv.index("-c") + 1] if is_shell else None
     for words in [argv] if script is None else map(str.split, _SEPARATORS.split(script)):
-        names = (PurePath(word).name for word in words if "=" not in word and not word.startswith("-"))
+        names = (PurePath(word).name for word in words if "=" not in word and word[0] not in "-0123456789")
         name = next((name for name in names if name not in _PREFIXES), "")
         if name in _OUT_OF_REACH:
             return f"{name}: {_OUT_OF_REACH[name]}"
