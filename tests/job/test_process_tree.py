@@ -329,6 +329,15 @@ def test_what_saves_below_a_wrapper_is_asked_once_and_kept(start_job, name):
     assert (end["state"], end["reason"], end["verdict"]) == ("stopped", "saved after SIGTERM", None)
 
 
+def test_what_a_shell_starts_again_after_the_notice_is_asked_too(start_job):
+    counts = SAVES_LONG.replace("sys.exit(75)", "open(f'{RUN_DIR}/saves', 'a').write('.'); sys.exit(75)")
+    job = start_job(counts, typed=lambda line: ["bash", "-c", f"until {line}; do true; done"], grace_s=8.0)
+    job.worker_pids()
+    os.kill(job.entry.pid, signal.SIGTERM)
+    job.wait()
+    assert len((job.run.path / "saves").read_text()) > 1
+
+
 def agent_with_the_pipe_of(job):
     """The agent of a worker in a pipe, once it has the pipe open too."""
     (worker,) = job.worker_pids()

@@ -7,10 +7,17 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 SAVES_ON = (signal.SIGTERM, signal.SIGUSR2)
 """The signals by which a command is asked to save; of several that it handles, the first."""
 SHELLS = ("sh", "bash", "dash", "zsh", "ksh")
+PASSED_ON_S = 5.0
+"""How long after Slurm's signal another may come from what passes it on."""
 _FROM_TERMINAL = {signal.SIGINT, signal.SIGQUIT}
 """A shell without a terminal has what it starts with ``&`` ignore these."""
 
@@ -45,7 +52,38 @@ def is_in_foreground(pid: int) -> bool:
     return not signal_mask(pid, "SigCgt") >= _FROM_TERMINAL  # handlers replace what was ignored
 
 
-def is_passed_on(agent: int) -> bool:
+def hear_once(agent: int) -> None:
+    """Have handlers called once for a signal that Slurm sends to all, and something above passes on as well.
+
+    Does nothing in a process below an agent where nothing above handles a notice.
+    """
+    if not _is_passed_on(agent):
+        return
+    install, get = signal.signal, signal.getsignal
+    heard_s: dict[int, float] = {}
+
+    def own(handler: Any) -> Any:
+        return getattr(handler, "heard_once", handler)
+
+    def install_once(number: int, handler: Any) -> Any:
+        if number not in SAVES_ON or not callable(handler):
+            return own(install(number, handler))
+
+        def once(received: int, frame: Any) -> Any:
+            now_s = time.monotonic()
+            if now_s < heard_s.get(received, 0.0) + PASSED_ON_S:
+                return None
+            heard_s[received] = now_s
+            return handler(received, frame)
+
+        once.heard_once = handler  # type: ignore[attr-defined]
+        return own(install(number, once))
+
+    signal.signal = install_once
+    signal.getsignal = lambda number: own(get(number))
+
+
+def _is_passed_on(agent: int) -> bool:
     """Whether something between an agent and this process handles a notice, and can pass it on."""
     child, parent = os.getpid(), os.getppid()
     while parent not in (agent, 0, 1):

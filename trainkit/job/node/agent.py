@@ -191,6 +191,7 @@ class Agent(ProcessGroup):
         self._collector.poll(self._pids)
         if self.workload.is_command and not self.has_launcher:
             self._hold_pipes()
+            self._notice.send_to_repeated(self.running)
         if self.has_launcher and len(self._ranks) < len(self.rendezvous.local_ranks):
             self._ranks.watch({pid: rank for rank, pid in self._pids().items()})
         has_hangs = any(attempt.hangs_dir.glob("rank-*.json"))

@@ -74,6 +74,10 @@ class CommandNotice:
 
     def __init__(self, plan: LaunchPlan) -> None:
         self.configured, self.has_launcher = plan.command_signal, plan.workload.has_launcher
+        named = self.configured != "auto"
+        self._numbers = (signal.Signals[f"SIG{self.configured}"],) if named else SAVES_ON
+        self._asked: set[bytes] = set()
+        """The command lines of what was asked to save below a member."""
         self.groups: dict[int, int] = {}
         """The rank of each member, by its pid: also that of the process group of what it starts."""
         self._heard: signal.Signals | None = None
@@ -98,13 +102,25 @@ class CommandNotice:
             self._savers[rank], self._kept[rank] = LaunchedRanks(), set()
             self._send(rank, member)
 
+    def send_to_repeated(self, members: Mapping[int, subprocess.Popen[bytes]]) -> None:
+        """Ask what a member has started again since, such as a shell in a loop: the same command line."""
+        if not self._asked:
+            return
+        children = processes.children_by_parent()
+        for rank, member in members.items():
+            for pid, number in takers([member.pid], children, self._numbers).items():
+                argv = processes.proc_file(pid, "cmdline")
+                if pid not in {member.pid, *self._kept[rank]} and argv in self._asked:
+                    self._kept[rank].add(pid)
+                    self._savers[rank].watch({pid: rank})
+                    processes.signal_all([pid], number)
+
     def _send(self, rank: int, member: subprocess.Popen[bytes]) -> None:
         children, configured = processes.children_by_parent(), self.configured
-        numbers = SAVES_ON if configured == "auto" else (signal.Signals[f"SIG{configured}"],)
         has_ended, found = processes.ended(member), dict[int, signal.Signals]()
         roots = self._orphans_of(rank, children) if has_ended else self._ranks_of(member.pid)
         for root in roots:
-            handlers = takers([root], children, numbers)
+            handlers = takers([root], children, self._numbers)
             if not has_ended and not handlers:
                 handlers = {root: processes.signal_handled_by(root, configured)}
             found |= handlers
@@ -115,6 +131,7 @@ class CommandNotice:
         below = {pid: {*savers_below(pid, children)} for pid in found}
         kept = {*found}.union(*(below[pid] for pid in below if is_shell(pid))) - {member.pid}
         self._kept[rank] |= kept
+        self._asked |= {processes.proc_file(pid, "cmdline") for pid in found.keys() - {member.pid}}
         self._savers[rank].watch(dict.fromkeys(kept.union(*below.values()), rank))
         for pid, number in found.items():
             if self._heard is None or not self._is_notice_for(pid, self._heard):

@@ -27,22 +27,17 @@ def load(name: str) -> ModuleType:
 
 def spare_what_a_rank_starts() -> None:
     """Have a rank spare its children, and a process that a rank has started spare itself."""
-    module = load("spare_children")
+    module, handlers = load("spare_children")
     own_pid, parent_pid, agent = str(os.getpid()), str(os.getppid()), os.environ[module.AGENT_VARIABLE]
-    # Ranks of a launcher that the agent has started hear Slurm's signal themselves.
-    has_launcher = module.LAUNCHER_PID_VARIABLE in os.environ
+    # Ranks of a launcher that the agent has started hear Slurm's signal only.
+    if module.LAUNCHER_PID_VARIABLE not in os.environ and parent_pid != agent:
+        load("handlers").hear_once(int(agent))
     if os.environ.get(module.RANK_PID_VARIABLE, own_pid) != own_pid:
-        # A torchrun that the user has typed passes the signal on.
-        is_launched = "TORCHELASTIC_RESTART_COUNT" in os.environ and not has_launcher
-        module.spare_this_process(even_with_handler=is_launched)
+        module.spare_this_process()
         prepare_for_a_debugger(is_rank=False)
     # A launcher of a single process, such as accelerate, gives it no RANK.
     elif "RANK" in os.environ or os.environ.get(module.LAUNCHER_PID_VARIABLE) == parent_pid:
-        if not has_launcher and parent_pid != agent and load("handlers").is_passed_on(int(agent)):
-            os.environ[module.RANK_PID_VARIABLE] = own_pid
-            module.spare_this_process(even_with_handler=True)
-        else:
-            module.spare_children()
+        module.spare_children()
         prepare_for_a_debugger(is_rank=True)
     elif agent == parent_pid:
         # A launcher would pass on the SIGTERM that Slurm has sent to its ranks as well.
