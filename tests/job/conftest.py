@@ -1,9 +1,10 @@
 """Jobs with small scripts as workers."""
 
 import json
+import shlex
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +41,14 @@ def start_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
         grace_s: float = 20.0,
         folder: str = "run",
         command_signal: str = "auto",
+        typed: Callable[[str], Sequence[str]] | None = None,
         **config: Any,
     ) -> Job:
         run = RunDir(tmp_path / folder)
         run.path.mkdir()
         worker = tmp_path / "worker.py"
         worker.write_text(PREAMBLE + textwrap.dedent(script))
-        num_ranks = nodes * workers
+        num_ranks, argv = nodes * workers, (sys.executable, "-u", str(worker))
         plan = launch_plan(
             backend="local",
             num_nodes=nodes,
@@ -54,7 +56,7 @@ def start_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
             layout=Layout(dp_shard=num_ranks),
             batch=Batch(1, 1, num_ranks, num_ranks),
             grace_s=grace_s,
-            command=(sys.executable, "-u", str(worker)),
+            command=tuple(typed(shlex.join(argv)) if typed else argv),
             command_signal=command_signal,
             # A worker that fails is the end, where a test does not say otherwise.
             requeue=RequeuePolicy(**{"on": (), **config.get("requeue", {})}),

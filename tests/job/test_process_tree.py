@@ -1,16 +1,18 @@
 """Supervisor, agents and workers as real processes."""
 
 import os
+import shlex
 import shutil
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 from job_tree import wait_for
 
 from tests.support.programs import is_running, run_program
 from tests.support.runs import start_local
-from trainkit.job.processes import descendants
+from trainkit.job.processes import descendants, exit_code_of_zombie, link_of
 from trainkit.run.files import read_json
 from trainkit.run.rundir import run_lock
 
@@ -285,3 +287,100 @@ def test_a_worker_that_only_dies_of_the_notice_leaves_the_others_their_time(star
     assert (end["state"], end["exit_code"], end["verdict"]) == ("stopped", 75, None)
     assert "asked by SIGTERM" in job.log(0)
     assert not list(job.run.attempt(1).errors_dir.iterdir())
+
+
+SAVES_LONG = """
+listen(); ready()
+while not asked:
+    time.sleep(0.02)
+for _ in range(5):
+    print("saving", flush=True)
+    time.sleep(0.1)
+print("saved after", asked, flush=True)
+sys.exit(75)
+"""
+STARTS = "import shlex, subprocess, sys; sys.exit(subprocess.run(shlex.split(sys.argv[1])).returncode)"
+CHECKS = "import shlex, subprocess, sys; subprocess.check_call(shlex.split(sys.argv[1]))"
+FORWARDS = "trap 'kill -TERM $pid' TERM; {} & pid=$!; wait $pid; wait $pid"
+TYPED = {
+    "bash run.sh": lambda line: ["bash", "-c", f"{line}; exit $?"],
+    "a pipe": lambda line: ["bash", "-c", f"{line} | tee log"],
+    "nested shells": lambda line: ["sh", "-c", f"sh -c {shlex.quote(f'{line}; exit $?')}; exit $?"],
+    "time": lambda line: ["bash", "-c", f"time {line}"],
+    "a Python": lambda line: [sys.executable, "-c", STARTS, line],
+    "a Python that raises": lambda line: [sys.executable, "-c", CHECKS, line],
+    "nice and env -S": lambda line: ["nice", "env", "-S", line],
+    "a trap that forwards": lambda line: ["bash", "-c", FORWARDS.format(line)],
+    "a trap that ends at once": lambda line: [
+        *("bash", "-c", f"trap 'kill -TERM $pid; exit 75' TERM; {line} & pid=$!; wait $pid")
+    ],
+    "a trap that waits": lambda line: ["bash", "-c", f"trap 'rm -f lock' TERM; {line}; exit $?"],
+}
+
+
+@pytest.mark.parametrize("name", TYPED)
+def test_what_saves_below_a_wrapper_is_asked_once_and_kept(start_job, name):
+    job = start_job(SAVES_LONG, typed=TYPED[name])
+    job.worker_pids()
+    os.kill(job.entry.pid, signal.SIGTERM)
+    end = job.end()
+    log = (job.run.path.parent / "log") if name == "a pipe" else job.run.attempt(1).rank_log(0)
+    assert "saved after ['SIGTERM']" in log.read_text() + job.log()
+    assert (end["state"], end["reason"], end["verdict"]) == ("stopped", "saved after SIGTERM", None)
+
+
+def test_what_a_shell_starts_again_after_the_notice_is_asked_too(start_job):
+    counts = SAVES_LONG.replace("sys.exit(75)", "open(f'{RUN_DIR}/saves', 'a').write('.'); sys.exit(75)")
+    job = start_job(counts, typed=lambda line: ["bash", "-c", f"until {line}; do true; done"], grace_s=8.0)
+    job.worker_pids()
+    os.kill(job.entry.pid, signal.SIGTERM)
+    job.wait()
+    assert len((job.run.path / "saves").read_text()) > 1
+
+
+def agent_with_the_pipe_of(job):
+    """The agent of a worker in a pipe, once it has the pipe open too."""
+    (worker,) = job.worker_pids()
+    agent = next(pid for pid in descendants(job.entry.pid) if worker in descendants(pid))
+    files, output = Path(f"/proc/{agent}/fd"), link_of(worker, "fd/1")
+    wait_for(lambda: output in [link_of(agent, f"fd/{file.name}") for file in files.iterdir()])
+    return agent, worker
+
+
+def end_by_sigterm(pids):
+    """End processes, one after another, as slurmstepd may before the agent hears of it."""
+    for pid in pids:
+        os.kill(pid, signal.SIGTERM)
+        wait_for(lambda pid=pid: exit_code_of_zombie(pid) is not None or not is_running(pid))
+
+
+def test_what_saves_outlives_the_shell_and_the_reader_that_slurm_has_ended(start_job):
+    job = start_job(SAVES_LONG, typed=TYPED["a pipe"])
+    agent, worker = agent_with_the_pipe_of(job)
+    end_by_sigterm(pid for pid in descendants(agent) if pid != worker)
+    os.kill(worker, signal.SIGTERM)
+    os.kill(job.entry.pid, signal.SIGTERM)
+    end = job.end()
+    assert (end["state"], end["reason"], end["verdict"]) == ("stopped", "saved after SIGTERM", None)
+    assert "saved after" in job.log()
+
+
+def test_the_death_of_a_rank_just_before_the_notice_is_no_failure(start_job):
+    job = start_job("ready(); time.sleep(600)")
+    end_by_sigterm(job.worker_pids())
+    os.kill(job.entry.pid, signal.SIGTERM)
+    end = job.end()
+    assert (end["state"], end["reason"]) == ("stopped", "ended by SIGTERM, and no worker reported a save")
+    assert not list(job.run.attempt(1).errors_dir.iterdir())
+
+
+@pytest.mark.slow
+def test_a_writer_dies_of_the_end_of_its_reader_without_a_notice(start_job):
+    """The agent lets a pipe go of which it holds an end."""
+    prints = "listen(); ready()\nwhile True:\n    print(0, flush=True)\n    time.sleep(0.01)"
+    reads = "(while ! test -e end; do sleep 0.1; done)"
+    job = start_job(prints, typed=lambda line: ["bash", "-c", f"{line} | {reads}"])
+    agent_with_the_pipe_of(job)
+    (job.run.path.parent / "end").touch()
+    assert job.end()["state"] == "finished"
+    assert "BrokenPipeError" in job.log()

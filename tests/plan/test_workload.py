@@ -1,6 +1,6 @@
 import pytest
 
-from trainkit.plan.workload import Command, name_of
+from trainkit.plan.workload import Command, name_of, out_of_reach
 
 
 @pytest.mark.parametrize(
@@ -51,3 +51,23 @@ def test_a_run_is_named_after_its_script(command: str, name: str | None) -> None
 )
 def test_whether_a_command_line_says_that_it_reads_standard_input(command: str, reads: bool) -> None:
     assert Command(tuple(command.split())).reads_input is reads
+
+
+@pytest.mark.parametrize(
+    ("argv", "program"),
+    [
+        (["docker", "run", "--rm", "image", "python", "train.py"], "docker"),
+        (["bash", "-c", "cd work && ssh node2 python train.py"], "ssh"),
+        (["bash", "-c", "TMUX= nice -n 5 tmux new -d 'python train.py'"], "tmux"),
+        (["env", "A=1", "srun", "-n2", "python", "train.py"], "srun"),
+        (["sh", "-c", "nohup python train.py > log 2>&1 &"], "its shell ends"),
+        (["sh", "-c", "python train.py > log 2>&1 & wait"], None),
+        (["bash", "-c", "python train.py 2>&1 | tee log && echo ssh"], None),
+        (["python", "train.py", "--launcher", "ssh"], None),
+        (["bash", "run.sh", "docker"], None),
+        (["uv", "run", "train.py"], None),
+    ],
+)
+def test_what_a_notice_may_not_reach(argv, program):
+    found = out_of_reach(argv)
+    assert found is None if program is None else found.startswith(program)

@@ -17,7 +17,7 @@ from trainkit.errors import TrainkitError, UsageError, print_note
 from trainkit.job.group_parts import clusters_of, submit_parts
 from trainkit.job.node.slurm_step import find_slurm_task
 from trainkit.job.signals import AGENT_SIGNAL
-from trainkit.plan.launch import SlurmRequest
+from trainkit.plan.launch import LaunchPlan, SlurmRequest
 from trainkit.run.end import KILLED, is_over
 from trainkit.run.events import log_event
 from trainkit.run.files import write_atomic
@@ -85,9 +85,7 @@ class SlurmBackend(Backend):
             cancel([entry.job])
             write_cancelled(run, entry, "cancelled before it started")
             return "cancelled"
-        # A command may not expect SIGUSR2: its agents tell it in the way that it handles.
-        sent = AGENT_SIGNAL if number == signal.SIGUSR2 else number
-        send_signal([entry.job], sent.name)
+        send_signal([entry.job], sent_for(number, [(run, entry)]).name)
         return "signalled"
 
     def kill(self, run: RunDir, entry: AttemptRecord) -> None:
@@ -166,6 +164,20 @@ class StepBackend(SlurmBackend):
         log_event(run, attempt.number, "submitted", job_id=task.job_id, reason=new.reason)
         log_event(run, attempt.number, "started", world_size=new.plan.world_size, nodes=new.plan.num_nodes)
         return entry
+
+
+def sent_for(number: signal.Signals, runs: Sequence[tuple[RunDir, AttemptRecord]]) -> signal.Signals:
+    """What Slurm sends to the steps of runs to ask them to save, for SIGTERM or SIGUSR2.
+
+    The agents of a command send it the signal that it handles. Slurm's SIGTERM would end the shell that has
+    started a training, and the `tee` into which it prints. Before the ranks meet, no agent may listen yet.
+    """
+    has_agents = all(
+        LaunchPlan.read(run.plan_file).workload.is_command
+        and read_rendezvous(run.attempt(entry.attempt)).port is not None
+        for run, entry in runs
+    )
+    return AGENT_SIGNAL if number == signal.SIGUSR2 or has_agents else number
 
 
 def step_of(run: RunDir, entry: AttemptRecord) -> str | None:

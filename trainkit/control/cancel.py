@@ -13,7 +13,7 @@ from shlex import quote
 
 from trainkit.backends import backend_of, write_cancelled
 from trainkit.backends.jobs import lingering_job, live_entry, recover_job_id
-from trainkit.backends.slurm import cancel_follow_ups, step_of
+from trainkit.backends.slurm import cancel_follow_ups, sent_for, step_of
 from trainkit.errors import TrainkitError, UsageError, print_note
 from trainkit.folders import shown_path
 from trainkit.formats import JsonObject, plural
@@ -221,16 +221,19 @@ def _cancel_points(
         with run_lock(run):
             mark_cancelled(run, now=now)
     entries = [(run, entry) for run in created if (entry := read_job(run).newest) is not None]
+    started = [(run, entry) for run, entry in entries if int(run.name) in running]
     if now:
         # Before scancel, whose SIGTERM would make the ranks start to save.
-        own = [(entry.job, step_of(run, entry)) for run, entry in entries if int(run.name) in running]
+        steps = [(entry.job, step_of(run, entry)) for run, entry in started]
         with contextlib.suppress(UsageError):
-            kill_steps([(job, step_id) for job, step_id in own if step_id is not None])
+            kill_steps([(job, step_id) for job, step_id in steps if step_id is not None])
         cancel(jobs)
     else:
         cancel_waiting(jobs)
         if running:
-            send_signal(jobs, "TERM")
+            # One that has no folder yet has no agent.
+            sent = sent_for(signal.SIGTERM, started) if len(started) == len(running) else signal.SIGTERM
+            send_signal(jobs, sent.name)
     for run, entry in entries:
         # These have no supervisor left to write the end of the attempt.
         if now or int(run.name) in pending:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -21,6 +23,7 @@ from typing import IO, TYPE_CHECKING, ClassVar, TypeVar
 
 from trainkit.errors import EXIT_OK, EXIT_STOPPED, TrainkitError
 from trainkit.formats import mask_secrets
+from trainkit.job.handlers import signal_mask
 from trainkit.job.signals import AGENT_SIGNAL, NOTICE_SIGNALS, signal_exit_code
 from trainkit.run.files import utc_now
 from trainkit.run.process import PROC, process_stat
@@ -47,9 +50,9 @@ def module_argv(module: str, *arguments: str) -> tuple[str, ...]:
     return (sys.executable, *PYTHON_OPTIONS, "-m", module, *arguments)
 
 
-def block_signals() -> None:
-    """Block the notice signals and SIGCHLD: only `wait_for_signal` receives them."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
+def block_signals(*more: signal.Signals) -> None:
+    """Block the notice signals, SIGCHLD and `more`: only `wait_for_signal` receives them."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {*WATCHED, *more})
 
 
 def wait_for_signal(timeout_s: float, *more: signal.Signals) -> signal.Signals | None:
@@ -256,6 +259,14 @@ def proc_file(pid: int, name: str) -> bytes:
         return b""
 
 
+def link_of(pid: int, name: str) -> str:
+    """A link of the kernel about a process, such as ``exe``; empty as by `proc_file`."""
+    try:
+        return str((PROC / str(pid) / name).readlink())
+    except OSError:
+        return ""
+
+
 def environ_of(pid: int) -> dict[str, str]:
     """The environment in which a process started, as far as `proc_file` has it."""
     lines = proc_file(pid, "environ").split(b"\0")
@@ -274,6 +285,27 @@ def exit_code_of_zombie(pid: int) -> int | None:
     return os.waitstatus_to_exitcode(int(fields[49])) if fields[:1] == [b"Z"] else None
 
 
+PIDFD_GET_INFO = 0xC040FF0B
+PIDFD_INFO_EXIT = 8
+
+
+def exit_code_of(handle: int, pid: int) -> int | None:
+    """The exit code, negative for a signal, of a process that has ended, of which this is the pidfd.
+
+    Before Linux 6.15 it is known only until the parent has waited for the process.
+    """
+    if (code := exit_code_of_zombie(pid)) is not None:
+        return code
+    info = bytearray(64)
+    struct.pack_into("Q", info, 0, PIDFD_INFO_EXIT)
+    with contextlib.suppress(OSError):  # an older kernel
+        fcntl.ioctl(handle, PIDFD_GET_INFO, info)
+        mask, status = struct.unpack_from("Q52xi", info)
+        if mask & PIDFD_INFO_EXIT:
+            return os.waitstatus_to_exitcode(status)
+    return None
+
+
 def signal_handled_by(pid: int, configured: str) -> signal.Signals:
     """The signal that asks a command to save: `configured`, or for ``auto`` the one that it handles.
 
@@ -281,20 +313,14 @@ def signal_handled_by(pid: int, configured: str) -> signal.Signals:
     """
     if configured != "auto":
         return signal.Signals[f"SIG{configured}"]
-    handled = _signal_mask(pid, "SigCgt")
+    handled = signal_mask(pid, "SigCgt")
     only_usr2 = signal.SIGUSR2 in handled and signal.SIGTERM not in handled
     return signal.SIGUSR2 if only_usr2 else signal.SIGTERM
 
 
 def ignores(pid: int, number: signal.Signals) -> bool:
     """Whether a process ignores a signal."""
-    return number in _signal_mask(pid, "SigIgn")
-
-
-def _signal_mask(pid: int, name: str) -> set[int]:
-    lines = proc_file(pid, "status").splitlines()
-    mask = next((int(line.split()[1], 16) for line in lines if line.startswith(f"{name}:".encode())), 0)
-    return {number for number in range(1, 65) if mask & 1 << number - 1}
+    return number in signal_mask(pid, "SigIgn")
 
 
 def parent_pid(pid: int) -> int | None:
@@ -306,12 +332,42 @@ def parent_pid(pid: int) -> int | None:
     return None if stat is None else stat.parent_pid
 
 
-def descendants(pid: int) -> list[int]:
-    """All current descendants of a process, nearest first."""
+def is_running(pid: int) -> bool:
+    """Whether a process exists and has not ended; its parent may not have waited for it yet."""
+    stat = proc_file(pid, "stat").rpartition(b")")[2].split()
+    return bool(stat) and stat[0] not in (b"Z", b"X")
+
+
+def children_by_parent() -> dict[int, list[int]]:
+    """The pids of all current processes by that of their parent."""
     children: dict[int, list[int]] = {}
     for folder in PROC.iterdir():
         if folder.name.isdigit() and (parent := parent_pid(int(folder.name))) is not None:
             children.setdefault(parent, []).append(int(folder.name))
+    return children
+
+
+def children_of(pid: int) -> list[int]:
+    """The children of a process; without those that end meanwhile, and a neighbour of one of them."""
+    tasks = PROC / str(pid) / "task"
+    try:
+        return [int(child) for task in tasks.iterdir() for child in (task / "children").read_text().split()]
+    except OSError:
+        return []  # it has ended
+
+
+def tree_of(pid: int) -> dict[int, list[int]]:
+    """The children of a process and of each of its descendants, as `children_of` has them."""
+    children, found = dict[int, list[int]](), [pid]
+    for parent in found:
+        children[parent] = children_of(parent)
+        found.extend(children[parent])
+    return children
+
+
+def descendants(pid: int, children: Mapping[int, list[int]] | None = None) -> list[int]:
+    """All current descendants of a process, nearest first."""
+    children = children_by_parent() if children is None else children
     found = list(children.get(pid, []))
     for child in found:
         found.extend(children.get(child, []))
@@ -367,6 +423,14 @@ class ProcessGroup:
         """Whether a forwarded notice killed a member with this code: the others keep their grace time."""
         return False
 
+    def keeps(self, rank: int, member: subprocess.Popen[bytes]) -> bool:
+        """Whether the group of a member that has ended stays, as for what it has started and still saves."""
+        return False
+
+    def exit_code(self, rank: int, member: subprocess.Popen[bytes]) -> int:
+        """Reap an ended member and return the exit code that counts for it."""
+        return exit_code(member)
+
     def poll(self) -> None:
         """Called every `poll_interval_s`, and after every signal and exit."""
 
@@ -416,12 +480,12 @@ class ProcessGroup:
 
     def _reap(self) -> None:
         for rank, member in list(self.running.items()):
-            if ended(member):
+            if ended(member) and not self.keeps(rank, member):
                 kill_group(member)  # remaining children, for example a worker's data loaders
                 self._record_exit(rank, member, killed=False)
 
     def _record_exit(self, rank: int, member: subprocess.Popen[bytes], killed: bool) -> None:
-        code = exit_code(member)
+        code = self.exit_code(rank, member)
         del self.running[rank]
         is_failure = code not in (EXIT_OK, EXIT_STOPPED) and not self.died_of_notice(code)
         if is_failure and self.debugged not in self.running:

@@ -28,6 +28,7 @@ from trainkit.job.node.host_rendezvous import await_exits, lost_host, pause_for_
 from trainkit.job.node.rendezvous import RENDEZVOUS_TIMEOUT_S, HostPlace, recorded_notices
 from trainkit.job.node.slurm_step import SlurmTask
 from trainkit.job.notifications import Notifier
+from trainkit.job.signals import AGENT_SIGNAL
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import read_end
 from trainkit.run.files import refresh_listing, wait_for_json, write_json_in_place
@@ -106,13 +107,13 @@ def _await(folder: Path, task: SlurmTask | HostPlace, timeout_s: float, accept: 
 
 def run_task(attempt: AttemptDir) -> int:
     """Run one agent of the attempt; returns the combined exit code of its workers."""
-    processes.block_signals()
+    processes.block_signals(AGENT_SIGNAL)
     return run_slurm_task(attempt.run, attempt.number)
 
 
 def run_host(attempt: AttemptDir, plan: LaunchPlan, place: HostPlace) -> int:
     """Run the agent of this host with its own plan; returns the combined exit code of its workers."""
-    processes.block_signals()
+    processes.block_signals(AGENT_SIGNAL)
     # A closed terminal ends the run like SIGTERM.
     signal.signal(signal.SIGHUP, lambda number, frame: os.kill(os.getpid(), signal.SIGTERM))
     code = run_node(attempt, plan, place)
@@ -144,7 +145,7 @@ def run_first_task(
     without Slurm.
     """
     ended = threading.Event()
-    processes.block_signals()
+    processes.block_signals(AGENT_SIGNAL)
     printer = threading.Thread(target=show, args=(attempt, ended), name="show-rank-0")
     printer.start()
     outcome = Outcome()

@@ -223,4 +223,5 @@ def _script_of(command: Sequence[str]) -> str | None:
     if PurePath(command[0]).name in SHELLS:
         return None  # the argument is a shell program, which may name any files
     before = takewhile(lambda word: word not in ("-m", "-c"), command)
-    return next((word for word in before if word.endswith(".py")), None)
+    # A word with a space may be a command line, as after `env -S`.
+    return next((word for word in before if word.endswith(".py") and " " not in word), None)

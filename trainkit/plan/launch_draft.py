@@ -18,7 +18,7 @@ from trainkit.plan.batch import BatchRequest, batch_reason, make_batch, scaled_l
 from trainkit.plan.launch import Batch, LaunchPlan, Layout, NotifyPolicy, RequeuePolicy, SlurmRequest
 from trainkit.plan.launcher_files import Job, LauncherInput, describe_input, launcher_input
 from trainkit.plan.layout_rules import make_layout
-from trainkit.plan.workload import Workload
+from trainkit.plan.workload import Workload, out_of_reach
 
 WORKERS_PER_CPU = 16
 Policy = TypeVar("Policy", RequeuePolicy, NotifyPolicy)
@@ -65,13 +65,17 @@ class LaunchDraft:
                 "exit code 0 is the end; after a notice only if the command has created "
                 "$TRAINKIT_JOB_DONE_FILE"
             )
+            if (why := out_of_reach(workload.argv)) is not None:
+                self.reasons["notice"] = f"may not reach the training, which then cannot save: {why}"
             if target.node_sizes is None:  # a step has no supervisor that could look at it
                 self.reasons["silence"] = _silence_reason(_policy(RequeuePolicy, config.requeue))
         self.check_oversubscription(device, world_size)
         threads = self.threads_per_worker(world_size)
         lead_s = self.lead_s()
         per = target.per or self.per(workload.launcher)
-        notice = workload.notice if config.requeue.signal == "auto" else config.requeue.signal
+        # The agents of a command send it the signal that is configured.
+        has_agents = workload.is_command or config.requeue.signal == "auto"
+        notice = workload.notice if has_agents else config.requeue.signal
         slurm = self.request(device, workers_per_node, threads, f"{notice}@{lead_s}", per)
         self.warnings += doubts(self.loaded, trains=not workload.is_command)
         self.warnings += self._without_effect(workload, passed)

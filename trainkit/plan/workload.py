@@ -129,6 +129,38 @@ def _options(words: Sequence[str]) -> list[str]:
     return list(takewhile(lambda word: word.startswith("-"), words))
 
 
+_OUT_OF_REACH = {
+    **dict.fromkeys(
+        ("docker", "podman", "nerdctl", "kubectl"), "only the first process of its container gets it"
+    ),
+    **dict.fromkeys(("ssh", "pdsh", "clush"), "what it starts on another host gets none"),
+    **dict.fromkeys(("tmux", "screen", "systemd-run"), "a process outside of the job runs it"),
+    **dict.fromkeys(("srun", "salloc"), "it ends its own step at once"),
+    "sbatch": "it starts another job",
+    "parallel": "it passes none on to the commands that it runs",
+}
+"""Programs that start what no signal may reach, and why; each is a word of a command line."""
+_PREFIXES = ("exec", "command", *WRAPPERS)
+_SEPARATORS = re.compile(r"\n|;|\|\|?|&&?|[(){}]")
+
+
+def out_of_reach(argv: Sequence[str]) -> str | None:
+    """Why a notice may not reach what a command starts, as far as its words say; None if they do not.
+
+    A script that the command names is not read.
+    """
+    is_shell = PurePath(argv[0]).name in SHELLS and "-c" in argv[:-1]
+    script = argv[argv.index("-c") + 1] if is_shell else None
+    for words in [argv] if script is None else map(str.split, _SEPARATORS.split(script)):
+        names = (PurePath(word).name for word in words if "=" not in word and word[0] not in "-0123456789")
+        name = next((name for name in names if name not in _PREFIXES), "")
+        if name in _OUT_OF_REACH:
+            return f"{name}: {_OUT_OF_REACH[name]}"
+    if script is not None and re.search(r"(?<![&>])&\s*$", script):
+        return "its shell ends while what it starts with & runs"
+    return None
+
+
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 

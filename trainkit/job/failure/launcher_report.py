@@ -16,8 +16,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED
-from trainkit.job.processes import exit_code_of_zombie
+from trainkit.job.processes import exit_code_of
 from trainkit.run.files import parse_time, seconds_between
+from trainkit.run.process import PROC
 from trainkit.run.record import read_rendezvous
 from trainkit.run.rundir import AttemptDir
 from trainkit.run.tracebacks import first_raising_rank
@@ -108,36 +109,50 @@ class LaunchedRanks:
     def __init__(self) -> None:
         self.first_exit: RankExit | None = None
         """The exit of the first rank that failed; None as long as none has."""
-        self.codes: list[int | None] = []
-        """The exit codes of the ranks that have ended; None where it came too late to see."""
+        self._codes: dict[int, int | None] = {}
         self._lock = threading.Lock()
-        self._watched: set[int] = set()
+        self._watched: dict[int, threading.Thread | None] = {}
 
     def __len__(self) -> int:
         return len(self._watched)
 
     @property
+    def codes(self) -> list[int | None]:
+        """The exit codes of the ranks that have ended; None where it came too late to see."""
+        for pid, thread in self._watched.items():
+            if thread is not None and not (PROC / str(pid)).exists():
+                thread.join(timeout=1.0)
+        return list(self._codes.values())
+
+    @property
     def have_saved(self) -> bool:
         """Whether all that have ended say that they have saved or finished, and one that it has saved."""
-        return EXIT_STOPPED in self.codes and set(self.codes) <= {EXIT_OK, EXIT_STOPPED}
+        codes = {*self.codes}
+        return EXIT_STOPPED in codes and codes <= {EXIT_OK, EXIT_STOPPED}
 
     def watch(self, ranks: Mapping[int, int]) -> None:
         """Watch these processes too: pid -> rank."""
         for pid, rank in ranks.items():
             if pid not in self._watched:
-                self._watched.add(pid)
+                self._watched[pid] = None
                 with contextlib.suppress(OSError):  # it has ended, or the kernel is older than Linux 5.3
                     arguments = (rank, pid, os.pidfd_open(pid))
-                    threading.Thread(target=self._await, args=arguments, name="rank", daemon=True).start()
+                    thread = threading.Thread(target=self._await, args=arguments, name="rank", daemon=True)
+                    thread.start()
+                    self._watched[pid] = thread
 
     def _await(self, rank: int, pid: int, handle: int) -> None:
         try:
             select.select([handle], [], [])
+            code = exit_code_of(handle, pid)
         finally:
             os.close(handle)
-        code = exit_code_of_zombie(pid)
+        self.record(pid, rank, code)
+
+    def record(self, pid: int, rank: int, code: int | None) -> None:
+        """Note the exit code of one of them, which its parent knows for certain."""
         with self._lock:
-            self.codes.append(code)
+            self._codes[pid] = self._codes.get(pid) if code is None else code
             if code and self.first_exit is None:
                 self.first_exit = RankExit(code, rank)
 

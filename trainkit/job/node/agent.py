@@ -36,6 +36,8 @@ from trainkit.job.failure.records import (
 from trainkit.job.failure.stacks import StackCollector, describe_state
 from trainkit.job.flight_records import flight_environ, remove_pipes
 from trainkit.job.node.health import HealthSampler, count_oom_kills
+from trainkit.job.node.notice import CommandNotice, takers
+from trainkit.job.node.output_pipes import OutputPipes
 from trainkit.job.node.rendezvous import (
     HostPlace,
     Rendezvous,
@@ -59,6 +61,7 @@ from trainkit.job.processes import KILL_MARGIN_S, PEER_EXIT_S, ProcessGroup, log
 from trainkit.job.rank_env import ATTEMPT_VARIABLE, NONCE_VARIABLE
 from trainkit.job.signals import (
     AGENT_SIGNAL,
+    NOTICE_SIGNALS,
     combine_exit_codes,
     describe_exit,
     is_death_by_notice,
@@ -68,13 +71,18 @@ from trainkit.job.work_folder import WORK_DIR_VARIABLE, enter_work_folder
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.files import to_json, write_json
 from trainkit.run.process import own_host
-from trainkit.run.record import read_job, read_rendezvous
+from trainkit.run.record import read_job, read_rendezvous, record_of
 from trainkit.run.rundir import AttemptDir, RunDir
 
 if TYPE_CHECKING:
     from trainkit.job.node.log_curve import LogCurve
 
 POLL_S = 2.0
+DRAIN_S = 0.2
+"""How often a pipe is read that nobody else reads any more."""
+NOTICE_PATIENCE_S = 3.0
+"""How long after a rank the agent itself may receive a signal that Slurm sends to both."""
+ENDED_BY = (*NOTICE_SIGNALS, signal.SIGUSR1)
 HANG_REPORT_S = 2.0
 """How long after the first hang report the other ranks have to write theirs."""
 
@@ -94,8 +102,11 @@ class Agent(ProcessGroup):
         """Exit codes in the order in which the workers ended."""
         self.received: signal.Signals | None = None
         """The last notice signal."""
-        self._has_notified = False
-        """Whether the ranks of a command were asked to save."""
+        self._notice = CommandNotice(plan)
+        self._died_s: dict[int, float] = {}
+        """Monotonic time at which a member was found ended before any notice."""
+        self._pipes = OutputPipes()
+        self._held_s = 0.0
         self._listener: StepListener | None = None
         self.sampler: HealthSampler | None = None
         self.sender: TrackerSender | None = None
@@ -142,7 +153,7 @@ class Agent(ProcessGroup):
                     cwd=work_dir,
                     stdin=stdin,
                 )
-
+            self._notice.groups[self.running[rank_env.rank].pid] = rank_env.rank
         if isinstance(rendezvous.task, SlurmTask):
             # After the ranks: what it hears, all of them have received.
             self._listener = StepListener()
@@ -171,37 +182,20 @@ class Agent(ProcessGroup):
         is_for_agents = received == AGENT_SIGNAL
         heard = not is_for_agents and self._listener is not None and self._listener.has_heard(received)
         if self.workload.takes(received.name):
-            if not heard:
+            if heard:
+                return
+            if self.workload.knows_run:
                 super().forward_signal(signal.SIGUSR2 if is_for_agents else received)
-            return
-        if self._has_notified:
-            return
-        self._has_notified = True
-        for member in self.running.values():
-            ranks = self._ranks_of(member.pid)
-            for pid in ranks:
-                if not (heard and self._is_notice_for(pid, received)):
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, processes.signal_handled_by(pid, self.plan.command_signal))
-            if not ranks:
-                os.kill(member.pid, signal.SIGTERM)
-
-    def _ranks_of(self, member: int) -> list[int]:
-        """The ranks to notify: `member` itself, or those of a launcher; empty while it has started none."""
-        if not self.has_launcher:
-            return [member]
-        # A launcher of a single process, such as accelerate, gives it no RANK.
-        return processes.ranks_below(member) or processes.descendants(member)[:1]
-
-    def _is_notice_for(self, pid: int, received: signal.Signals) -> bool:
-        """Whether a rank of a command that has received a signal from Slurm needs no other."""
-        if self.plan.command_signal == "auto":
-            # It may have had a handler of its own, and restored the default action in it.
-            return received != signal.SIGUSR2 or not processes.ignores(pid, received)
-        return received.name == f"SIG{self.plan.command_signal}"
+                return
+            children = processes.children_by_parent()
+            for member in self.running.values():
+                found = takers([member.pid], children, (received,))
+                processes.signal_all(found or [member.pid], received)
+        elif not self._notice.is_sent:
+            self._notice.send(self.running, received if heard else None)
 
     def on_signal(self, received: signal.Signals) -> None:
-        received, task = signal.SIGUSR2 if received == AGENT_SIGNAL else received, self.rendezvous.task
+        received, task = asked_by(received, self.attempt), self.rendezvous.task
         if task is not None and (self.deadline_s is None or isinstance(task, HostPlace)):
             record_notice(self.attempt, received, task, self.received_at)
         self._expect_end(received)
@@ -219,6 +213,9 @@ class Agent(ProcessGroup):
             self.kill_within(0.0)
             return
         self._collector.poll(self._pids)
+        if self.workload.is_command and not self.has_launcher:
+            self._hold_pipes()
+            self._notice.send_to_repeated(self.running)
         if self.has_launcher and len(self._ranks) < len(self.rendezvous.local_ranks):
             self._ranks.watch({pid: rank for rank, pid in self._pids().items()})
         has_hangs = any(attempt.hangs_dir.glob("rank-*.json"))
@@ -234,6 +231,17 @@ class Agent(ProcessGroup):
 
             self._log_curve = self._log_curve or LogCurve(attempt, self.plan)
             self._log_curve.poll()
+
+    def _hold_pipes(self) -> None:
+        """Keep the pipes open into which what saves prints, and read what nobody reads after a notice."""
+        if self.received is None and time.monotonic() > self._held_s + POLL_S:
+            self._held_s = time.monotonic()
+            for rank, member in self.running.items():
+                tree = processes.tree_of(member.pid)
+                writers = takers([member.pid], tree)
+                self._pipes.hold(writers.keys() - {member.pid}, tree, self.attempt.rank_log(rank))
+        if self._pipes.poll(has_notice=self.received is not None):
+            self.poll_interval_s = DRAIN_S
 
     def _follow_other_hosts(self, place: HostPlace) -> None:
         """Forward the notices that other hosts have received, and record a host that is lost as a failure."""
@@ -276,11 +284,29 @@ class Agent(ProcessGroup):
     def died_of_notice(self, code: int) -> bool:
         return self.received is not None and is_death_by_notice(code)
 
+    def keeps(self, rank: int, member: subprocess.Popen[bytes]) -> bool:
+        if self.received is None:
+            # Slurm may have signalled the member before this agent.
+            died_s = self._died_s.setdefault(rank, time.monotonic())
+            was_signalled = -(processes.exit_code_of_zombie(member.pid) or EXIT_OK) in ENDED_BY
+            return was_signalled and time.monotonic() < died_s + NOTICE_PATIENCE_S
+        return not self.workload.knows_run and self._notice.keeps(rank, member)
+
+    def exit_code(self, rank: int, member: subprocess.Popen[bytes]) -> int:
+        code = super().exit_code(rank, member)
+        if self.received is None or self.workload.knows_run:
+            return code
+        if not self.has_launcher:
+            return self._notice.exit_code(rank, code, signal_exit_code(self.received))
+        # A launcher exits with 1 whatever its ranks return: after a notice they ended as requested.
+        saved = EXIT_STOPPED if self._ranks.have_saved else signal_exit_code(self.received)
+        return saved if code == EXIT_FAILED else code
+
+    def _reap(self) -> None:
+        self._notice.reap_orphans()
+        super()._reap()
+
     def on_exit(self, rank: int, code: int, killed: bool) -> None:
-        if self.has_launcher and self.received is not None and code == EXIT_FAILED:
-            # A launcher exits with 1 whatever its ranks return: after a notice they ended as requested.
-            self.codes.append(EXIT_STOPPED if self._ranks.have_saved else signal_exit_code(self.received))
-            return
         dead = None if killed or code in (EXIT_OK, EXIT_STOPPED) else self._killed_rank(rank, code)
         code = code if dead is None else signal_exit_code(-dead.code)
         if code == EXIT_OK and not killed and self.received is None and lacks_result(self.attempt, rank):
@@ -314,20 +340,22 @@ class Agent(ProcessGroup):
         return grew and code == signal_exit_code(signal.SIGKILL)
 
     def run(self) -> None:
-        if self.has_launcher:
+        if self.workload.is_command:
             # The ranks of torchrun are in sessions of their own, so they can only be found as descendants.
+            # What saves may outlive the shell that has started it.
             processes.adopt_orphans()
         try:
             super().run()
         finally:
             if self.sampler is not None:
                 self.sampler.end()
+            self._pipes.poll(has_notice=True)
             if self._log_curve is not None:
                 with contextlib.suppress(OSError):  # as of a full disk, where all else has ended too
                     self._log_curve.poll(is_over=True)
             if self.sender is not None:
                 self.sender.end(is_finished=self.received is None and set(self.codes) == {EXIT_OK})
-            if self.has_launcher:
+            if self.workload.is_command:
                 processes.end_descendants()
             first = self.plan.first_rank_of(self.rendezvous.node_rank)
             remove_pipes(self.attempt, (first + local_rank for local_rank in self.rendezvous.local_ranks))
@@ -338,8 +366,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Read the command line and run one node's agent; returns its exit code."""
     run_dir, *options = sys.argv[1:] if argv is None else argv
     values = {name: int(value) for name, value in zip(options[::2], options[1::2], strict=True)}
-    processes.block_signals()
-    signal.pthread_sigmask(signal.SIG_BLOCK, {AGENT_SIGNAL})
+    processes.block_signals(AGENT_SIGNAL)
     if not values:
         return run_slurm_task(RunDir(run_dir), int(os.environ[ATTEMPT_VARIABLE]))
     attempt, node_rank = RunDir(run_dir).attempt(values["--attempt"]), values["--node-rank"]
@@ -369,7 +396,7 @@ def run_slurm_task(run: RunDir, number: int) -> int:
     try:
         plan = await_plan(attempt)
     except StopSignalReceived as stop:
-        record_notice(attempt, stop.received, task)
+        record_notice(attempt, asked_by(stop.received, attempt), task)
         return EXIT_STOPPED
     except (OSError, ValueError, TrainkitError) as error:
         rank = sum(task.tasks[: task.node_rank]) + task.local_task
@@ -395,11 +422,18 @@ def run_node(attempt: AttemptDir, plan: LaunchPlan, task: SlurmTask | HostPlace)
         enter_work_folder(attempt.run, plan)  # which node 0 has made
         return run_agent(attempt, plan, rendezvous)
     except StopSignalReceived as stop:
-        record_notice(attempt, stop.received, task)
+        record_notice(attempt, asked_by(stop.received, attempt), task)
         print(f"stopped by {stop} before the ranks started", flush=True)
         return EXIT_STOPPED
     except (OSError, TrainkitError) as error:
         return _refuse(attempt, rank, task.node_rank, error)
+
+
+def asked_by(received: signal.Signals, attempt: AttemptDir) -> signal.Signals:
+    """The notice for which a signal stands, which may be one for agents alone."""
+    if received != AGENT_SIGNAL:
+        return received
+    return signal.SIGTERM if record_of(attempt).is_cancelled else signal.SIGUSR2
 
 
 def _refuse(attempt: AttemptDir, rank: int, node_rank: int, error: Exception) -> int:

@@ -28,8 +28,13 @@ def load(name: str) -> ModuleType:
 def spare_what_a_rank_starts() -> None:
     """Have a rank spare its children, and a process that a rank has started spare itself."""
     module = load("spare_children")
-    own_pid, parent_pid = str(os.getpid()), str(os.getppid())
-    if os.environ.get(module.RANK_PID_VARIABLE, own_pid) != own_pid:
+    own_pid, parent_pid, agent = str(os.getpid()), str(os.getppid()), os.environ[module.AGENT_VARIABLE]
+    is_below_rank = os.environ.get(module.RANK_PID_VARIABLE, own_pid) != own_pid
+    # A launcher that the agent has started passes nothing on, and of what a rank has started only torchrun.
+    may_hear_twice = not is_below_rank or "TORCHELASTIC_RESTART_COUNT" in os.environ
+    if parent_pid != agent and may_hear_twice and module.LAUNCHER_PID_VARIABLE not in os.environ:
+        load("handlers").hear_once(int(agent))
+    if is_below_rank:
         module.spare_this_process()
         prepare_for_a_debugger(is_rank=False)
     # A launcher of a single process, such as accelerate, gives it no RANK.
@@ -37,7 +42,7 @@ def spare_what_a_rank_starts() -> None:
         module.spare_children()
         prepare_for_a_debugger(is_rank=True)
         answer_for_flight_records()
-    elif os.environ[module.AGENT_VARIABLE] == parent_pid:
+    elif agent == parent_pid:
         # A launcher would pass on the SIGTERM that Slurm has sent to its ranks as well.
         os.environ[module.LAUNCHER_PID_VARIABLE] = own_pid
         module.spare_this_process(even_with_handler=True)

@@ -1,0 +1,206 @@
+"""What a training loses below a shell, a pipe, a launcher or another wrapper, and how often it is signalled.
+
+    python -m benchmarks.wrappers [--slurm 24.11] [--nodes 1] [--cases tee ...] [--asks cancel ...] [--keep]
+
+Starts a cluster of four hosts on this machine (as root; see tools/slurm_cluster), submits each wrapper with
+two ranks, on one host or on two, up to eight runs at once. Every ask comes when all ranks have passed step 20
+of their attempt, for all runs at once; the next ask disturbs the attempt that follows. The script below the
+wrapper (`wrapper_cases/train.py`) notes its steps, its signals and its saves itself.
+
+Prints a table of "signals of a rank / steps lost". A step is lost if the next attempt computes it again. The
+exit code is 0 if no rank has lost one or got a second signal. `conda run` and `apptainer exec` are stand-ins
+(`wrapper_cases/starts.py`); `poetry run` replaces itself by the command, as `env` does. What is not installed
+is left out: numactl, GNU time, uv (or `--uv PATH`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.notices import AT_ONCE, LIMIT, MIN_STEPS, RETURNS, Cell, ask, has_ended, wait_or_note
+from tests.on_slurm.login import Login, settings
+from tools.slurm_cluster.cluster import NUM_HOSTS, up
+from tools.slurm_cluster.processes import Pid
+from trainkit.run.files import read_json
+from trainkit.run.rundir import RunDir
+
+PARTS = Path(__file__).parent / "wrapper_cases"
+PYTHON = sys.executable
+TRAIN = (PYTHON, "train.py")
+LINE = shlex.join(TRAIN)
+NUM_RANKS = 2
+ASKS = ("preempted", "requeue", "cancel", "limit")
+FORWARDS = "trap 'kill -TERM $pid' TERM; {} & pid=$!; wait $pid; wait $pid"
+
+
+def _bash(script: str) -> tuple[str, ...]:
+    return ("bash", "-c", script)
+
+
+def _starts(how: str) -> tuple[str, ...]:
+    return (PYTHON, "starts.py", how, *TRAIN)
+
+
+CASES: dict[str, tuple[str, ...]] = {
+    "bash run.sh": ("bash", "run.sh"),
+    "tee": _bash(f"{LINE} 2>&1 | tee -a log.$RANK"),
+    "nested sh": ("sh", "-c", f"sh -c {shlex.quote(f'{LINE}; exit $?')}; exit $?"),
+    "time": _bash(f"time {LINE}"),
+    "/usr/bin/time": ("/usr/bin/time", *TRAIN),
+    "accelerate": (PYTHON, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", "train.py"),
+    "subprocess.run": _starts("run"),
+    "check_call": _starts("check"),
+    "Popen": _starts("wait"),
+    "env -S": ("env", "-S", f"nice {LINE}"),
+    "numactl": ("numactl", "--localalloc", *TRAIN),
+    "conda run": _starts("conda"),
+    "uv run": ("uv", "run", "--no-project", "--python", *TRAIN),
+    "trap that forwards": _bash(FORWARDS.format(LINE)),
+    "trap that waits": _bash(f"trap 'rm -f lock' EXIT TERM; {LINE}; exit $?"),
+    "apptainer exec": (PYTHON, "-I", *_starts("apptainer")[1:]),
+    "torchrun": _bash(
+        f"export MEMBER=$RANK; exec {PYTHON} -m torch.distributed.run --standalone --nproc_per_node 1 "
+        "train.py"
+    ),
+}
+"""Wrapper -> the command that is typed."""
+
+
+def submit(login: Login, name: str, nodes: int, options: Sequence[str]) -> RunDir:
+    config = login.folder / f"{re.sub(r'[^a-z]+', '-', name.lower()).strip('-')}.yaml"
+    config.write_text("device: cpu\nrequeue: {grace_s: 20}\n")
+    gpus = NUM_RANKS // nodes
+    return login.submit(
+        *("--nodes", str(nodes), "--gpus-per-node", str(gpus), "--partition", "low", "--no-snapshot"),
+        *settings("resources.cpus_per_gpu=1", "resources.mem=2G", "requeue.max_crashes=0"),
+        *(*options, "--", *CASES[name]),
+        config=config,
+    )
+
+
+def notes(run: RunDir, rank: int, attempt: int, what: str) -> list[str]:
+    """What a rank has noted in an attempt."""
+    file = run.path / f"notes.{rank}"
+    lines = [line.split() for line in file.read_text().splitlines()] if file.exists() else []
+    return [value for number, kind, value in lines if (int(number), kind) == (attempt, what)]
+
+
+def are_training(run: RunDir, attempt: int, num_steps: int = MIN_STEPS) -> bool:
+    ranks = range(NUM_RANKS)
+    return all(len(notes(run, rank, attempt, "step")) >= num_steps for rank in ranks)
+
+
+def judge(login: Login, name: str, run: RunDir, attempt: int) -> Cell:
+    """Let a run that was asked in an attempt continue, and return what its ranks have lost."""
+    if not wait_or_note(run.attempt(attempt).end_file.exists, f"the end of attempt {attempt} of {name}"):
+        return Cell("?", None, ["never ended"])
+    end = read_json(run.attempt(attempt).end_file)
+    lines = [f"end: {end['state']}, {end['action']}, {end['cause']}: {end['reason']}"]
+    if end["action"] not in RETURNS:
+        resumed = login.trainkit("resume", str(run.path))
+        lines += [f"resume: {resumed.stderr.strip()}"] if resumed.returncode else []
+    if not wait_or_note(lambda: are_training(run, attempt + 1, 1), f"attempt {attempt + 1} of {name}"):
+        return Cell("?", None, lines)
+    counts, lost = set[int](), 0
+    for rank in range(NUM_RANKS):
+        counts.add(len(notes(run, rank, attempt, "signal")))
+        last, first = notes(run, rank, attempt, "step")[-1], notes(run, rank, attempt + 1, "step")[0]
+        lost = max(lost, int(last) + 1 - int(first))
+        lines.append(f"rank {rank}: {notes(run, rank, attempt, 'signal')}, {last} -> {first}")
+    return Cell("-".join(map(str, sorted(counts))), lost, lines)
+
+
+def disturb(login: Login, names: list[str], asks: Sequence[str], nodes: int) -> dict[tuple[str, str], Cell]:
+    """Submit wrappers and ask them, one way after another; a time limit in runs of its own."""
+    found: dict[tuple[str, str], Cell] = {}
+    others = [what for what in asks if what != "limit"]
+    for series, options in ((others, ()), (["limit"] if "limit" in asks else [], LIMIT)):
+        runs = {name: submit(login, name, nodes, options) for name in (names if series else ())}
+        for number, what in enumerate(series, 1):
+            for name, run in list(runs.items()):
+                if not wait_or_note(
+                    lambda run=run, number=number: are_training(run, number) or has_ended(run, number),
+                    f"{MIN_STEPS} steps of {name}",
+                ):
+                    found[name, what] = Cell("?", None, [f"no {MIN_STEPS} steps: see {runs.pop(name).path}"])
+            ask(login, what, runs.values())
+            for name, run in runs.items():
+                cell = found[name, what] = judge(login, name, run, number)
+                print(f"- {what}, {name}: {cell.text}", flush=True)
+                for line in cell.lines:
+                    print(f"  - {line}", flush=True)
+        for run in runs.values():
+            login.trainkit("cancel", "--now", str(run.path))
+        login.cluster.cancel_all()
+    return found
+
+
+def prepare(folder: Path, uv: str | None) -> list[str]:
+    """Write the scripts into a folder; returns the wrappers that this machine has."""
+    for part in PARTS.glob("*.py"):
+        shutil.copy(part, folder)
+    (folder / "run.sh").write_text(
+        f"# A comment, and the training.\n{LINE}\ncode=$?\necho ended\nexit $code\n"
+    )
+    if uv is not None:
+        CASES["uv run"] = (uv, *CASES["uv run"][1:])
+    return [name for name, command in CASES.items() if shutil.which(command[0])]
+
+
+def is_right(cell: Cell) -> bool:
+    return cell.signals == "1" and cell.lost is not None and cell.lost <= 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--slurm", help="a version such as 24.11; default: the installed one")
+    parser.add_argument("--cgroups", action="store_true", help="confine jobs, which Slurm finds by cgroup")
+    parser.add_argument("--nodes", type=int, nargs="+", choices=(1, 2), default=[1, 2])
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--asks", nargs="+", choices=ASKS, default=list(ASKS))
+    parser.add_argument("--uv", help="the program uv")
+    parser.add_argument("--keep", action="store_true", help="keep the folder of the runs")
+    args = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="wrappers-"))
+    present = prepare(folder, args.uv)
+    names = [name for name in args.cases if name in present]
+    began_s = time.monotonic()
+    found: dict[tuple[int, str, str], Cell] = {}
+    cluster = up(accounting=False, owner=Pid.of(os.getpid()), slurm=args.slurm, with_cgroups=args.cgroups)
+    at_once = NUM_HOSTS // NUM_RANKS * (os.cpu_count() or 1) if args.cgroups else AT_ONCE
+    try:
+        login = Login(cluster, folder)
+        for nodes in args.nodes:
+            for first in range(0, len(names), at_once):
+                cells = disturb(login, names[first : first + at_once], args.asks, nodes)
+                found |= {(nodes, *key): cell for key, cell in cells.items()}
+    finally:
+        cluster.down()
+    how = f"Slurm {args.slurm or 'as installed'}{', cgroups' if args.cgroups else ''}"
+    wrong = sum(not is_right(cell) for cell in found.values())
+    print(f"\n{how}, {time.monotonic() - began_s:.0f} s, {wrong} of {len(found)} cases wrong:\n")
+    heads = [f"{what}, {nodes} host{'s' * (nodes > 1)}" for nodes in args.nodes for what in args.asks]
+    print(f"| wrapper | {' | '.join(heads)} |\n|---|{'---|' * len(heads)}")
+    for name in names:
+        cells = [found.get((nodes, name, what)) for nodes in args.nodes for what in args.asks]
+        print(f"| {name} | {' | '.join(cell.text if cell else '-' for cell in cells)} |")
+    if args.keep:
+        print(f"\nthe runs are in {folder}")
+    else:
+        shutil.rmtree(folder)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
