@@ -42,10 +42,11 @@ MAX_STARTS = 10
 
 @dataclass(frozen=True)
 class Departure:
-    """Why the supervisor itself has the ranks save and exit."""
+    """Why the ranks are to end, as the supervisor itself wants it, or because a host is taken away."""
 
     cause: Cause
-    """``slow_host``, ``grow``, or ``timeout`` when the slices of the run have taken their total."""
+    """``slow_host``, ``grow``, ``timeout`` when the slices of the run have taken their total, or
+    ``preempted`` of a host that is drained."""
     why: str
     """For example ``restarts without b: rank 5 slow since step 1200 (compute)``."""
     host: str | None = None
@@ -65,7 +66,7 @@ class Outcome:
     cause: Cause | None = None
     """The reason for the signal; None if a person cancelled the job."""
     departure: Departure | None = None
-    """What made the supervisor have the ranks save; None if somebody else did."""
+    """What made the supervisor have the ranks save, or the host that is taken away; None otherwise."""
     launch_error: str | None = None
     """srun's message when Slurm could not start the step."""
     hangs: list[HangRecord] = field(default_factory=list)
@@ -237,7 +238,8 @@ def _after_request(
     cause = result.cause
     if cause is None:
         return Decision("stopped", summary, EXIT_STOPPED)
-    summary += _BECAUSE.get(cause, "")
+    is_drained = result.departure is not None and result.departure.cause == cause == "preempted"
+    summary += f" while {result.departure.why}" if is_drained else _BECAUSE.get(cause, "")
     if result.departure is not None and cause in ("slow_host", "grow"):
         summary = result.departure.why if saved else f"{result.departure.why}; {summary}"
     limit = _total_limit(result, policy) or restarts_limit(previous, policy)
@@ -431,12 +433,14 @@ def termination_cause(
 
 def is_ending(job: JobDetails, restarts: int, grace_s: float) -> bool:
     """Whether Slurm is ending this start of a job or soon will; `restarts` as in `termination_cause`."""
-    return (
-        job.state is not JobState.RUNNING
-        or job.restarts > restarts
-        or job.is_preempted
-        or is_nearly_over(job, grace_s)
-    )
+    return is_taken(job, restarts) or is_nearly_over(job, grace_s)
+
+
+def is_taken(job: JobDetails | None, restarts: int) -> bool:
+    """Whether Slurm is ending this start of a job: preempted, cancelled, out of time, or requeued."""
+    if job is None:
+        return False
+    return job.state is not JobState.RUNNING or job.restarts > restarts or job.is_preempted
 
 
 def is_nearly_over(job: JobDetails | None, grace_s: float) -> bool:

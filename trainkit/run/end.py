@@ -36,6 +36,8 @@ WITHOUT_RECORD = "ended without a record"
 
 SIGNALLED = 128
 """The exit code of a process that signal n killed is SIGNALLED + n."""
+ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+"""Slurm and people end a process with one of these: a death by it says nothing about the host."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,12 @@ class RankFailure:
         """Whether a signal from outside killed a process; a process raises SIGABRT itself."""
         code = self.exit_code
         return code is not None and code > SIGNALLED and code != SIGNALLED + signal.SIGABRT
+
+    @property
+    def died_of_notice(self) -> bool:
+        """Whether one of `ENDING_SIGNALS` ended it: torchrun raises SignalException when it gets one."""
+        number = (self.exit_code or 0) - SIGNALLED
+        return number in ENDING_SIGNALS or str(self.type).endswith("SignalException")
 
     @property
     def line(self) -> str:
