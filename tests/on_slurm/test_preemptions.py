@@ -26,6 +26,11 @@ def test_preemptions_are_neither_crashes_nor_faults_of_nodes(login: Login) -> No
             end = login.wait_for_end(run, attempt)
             found = (end["action"], end["cause"], end["verdict"])
             assert found == ("requeue", "preempted", None), f"{shape}: {end}"
+    shape, run = runs[0]
+    shape.wait_for_ranks(login, run, 3)
+    os.kill(ranks_of(run)[0], signal.SIGTERM)
+    end = login.wait_for_end(run, 3)
+    assert (end["action"], end["cause"]) == ("restart", "crash"), "the earlier preemptions say nothing of it"
     assert notes_about_nodes(login) == []
 
 

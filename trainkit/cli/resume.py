@@ -18,7 +18,6 @@ from trainkit.cli.started import describe_plan, print_created, print_started
 from trainkit.errors import EXIT_OK, UsageError
 from trainkit.formats import duration
 from trainkit.run.group import RunGroup
-from trainkit.run.manifest import published
 from trainkit.run.registry import find_run_or_group, one_run
 
 
@@ -106,8 +105,8 @@ def command(
             if time_s is not None:
                 left = "at the speed of its newest steps; checkpoints and validations come on top"
                 click.echo(f"  time                about {duration(time_s)} {left}", err=True)
-            if fork is None and knows_run and not published(source.checkpoints_dir):
-                click.echo("  checkpoint          none yet: training starts at step 0 again", err=True)
+            if fork is None and (missing := resume.missing_save(source, knows_run=knows_run)):
+                click.echo(f"  checkpoint          {missing}", err=True)
         if place is not None:
             name, plan = found.job.name, shown_failures(plan)
             return run_on_hosts(

@@ -30,6 +30,8 @@ UNFINISHED_STATES = ("pending", "starting", "running", "paused", "restarting", "
 """States of a run that may still finish."""
 KILLED = "killed by cancel --now"
 """The reason of an end without a save."""
+SAVED = ("saved after", "exited with 0 after", "the workers saved")
+"""How the reason begins in which the ranks of an attempt say that they have saved."""
 WITHOUT_RECORD = "ended without a record"
 """How the reason begins in which a later start of the job says that the attempt left no record."""
 
