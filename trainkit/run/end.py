@@ -108,6 +108,8 @@ def rank_failures(attempt: AttemptDir) -> list[tuple[Path, RankFailure]]:
 
 
 T = TypeVar("T")
+AWAITED_S = 3.0
+"""How much later an agent records a death by one of `ENDING_SIGNALS`: its own notice may follow."""
 NOTICED_S = 2.5
 """Within this time, ranks may notice the end of a killed one before its agent has recorded it."""
 
@@ -121,7 +123,7 @@ def first_of(records: Sequence[tuple[T, RankFailure]]) -> tuple[T, RankFailure] 
     for path, item in records:
         # An unknown time counts as that of the first.
         later_s = seconds_between(records[0][1].time, parse_time(item.time)) or 0.0
-        if item.was_signalled and later_s < NOTICED_S:
+        if item.was_signalled and later_s < NOTICED_S + AWAITED_S * item.died_of_notice:
             return path, item
     return records[0] if records else None
 

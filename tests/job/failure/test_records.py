@@ -97,6 +97,13 @@ def test_killed_rank_comes_before_those_that_noticed(attempt, code, first):
     assert first_rank_failure(attempt).rank == first
 
 
+@pytest.mark.parametrize(("code", "first"), [(143, 1), (138, 1), (137, 0)])
+def test_a_death_that_was_recorded_late_because_a_notice_was_awaited(attempt, code, first):
+    record(attempt, 0, "2026-01-01T00:00:01.000Z", exit_code=1)
+    record(attempt, 1, "2026-01-01T00:00:04.400Z", type="exit", exit_code=code)
+    assert first_rank_failure(attempt).rank == first
+
+
 def test_a_rank_that_went_down_with_the_step_did_not_begin_it(attempt):
     """Slurm may kill a worker a moment before its agent, which then writes that down."""
     record(attempt, 3, "2026-01-01T00:00:01.000Z", type="exit", exit_code=9)
