@@ -37,7 +37,7 @@ def test_resume_on_more_workers_with_another_value(desk):
     done = desk.trainkit("resume", "small", *args)
     assert done.returncode == 0, done.stderr
     assert "attempt 2 rank 0" in done.stdout
-    assert "step 0" not in done.stderr, "only a command knows where it resumes"
+    assert not {"step 0", "beginning"} & {*done.stderr.split()}, "it has saved, and knows where it resumes"
     assert [read_json(run.attempt(number).plan_file)["world_size"] for number in (1, 2)] == [1, 4]
     assert read_json(run.plan_file)["world_size"] == 4
     assert "seed: 0" in run.attempt(1).config_file.read_text()
@@ -54,6 +54,16 @@ def test_a_run_without_a_checkpoint_starts_at_step_0_and_says_so(desk):
     done = desk.trainkit("resume", "small")
     assert done.returncode == 0, done.stderr
     assert "checkpoint          none yet: training starts at step 0 again" in done.stderr
+
+
+def test_a_command_without_a_save_starts_at_the_beginning_and_says_so(desk):
+    desk.works("sys.exit(78)")
+    run = desk.submit()
+    desk.wait_for_end(run)
+    done = desk.trainkit("resume", "small", "--follow")
+    assert "no save was seen: it starts at the beginning, unless it finds one of its own" in done.stderr
+    publish(run, 5)
+    assert "no save was seen" not in desk.trainkit("resume", "small", "--follow").stderr
 
 
 def test_the_steps_of_the_config_do_not_count_for_a_command(desk):

@@ -19,6 +19,7 @@ from trainkit.job.signals import combine_exit_codes, describe_exit
 from trainkit.plan.launch import RequeuePolicy
 from trainkit.plan.workload import Command
 from trainkit.run.end import AttemptEnd, RankFailure
+from trainkit.run.tracebacks import CodeLine
 from trainkit.slurm.jobs import JobDetails, parse_job
 from trainkit.slurm.states import JobState
 
@@ -252,6 +253,49 @@ def test_what_cannot_get_better_is_not_tried():
     decision = after(ended([1], failure=RankFailure(type="ImportError", message="no x", final=True)))
     assert (decision.action, decision.exit_code) == ("failed", 1)
     assert decision.reason.endswith("it would fail again in the same way")
+
+
+KEY = RankFailure(type="KeyError", message="'lr'", exit_code=1, code=CodeLine("train.py", 12))
+
+
+@pytest.mark.parametrize(
+    ("failure", "more", "past", "resumes"),
+    [
+        (KEY, {}, [], False),
+        (replace(KEY, type="omegaconf.errors.ConfigAttributeError"), {}, [], False),
+        (replace(KEY, code=None), {"workload": COMMAND}, [], False),
+        (KEY, {}, [was("crash", failure=NAN)], False),
+        # It was not the user's code, or there is progress, or may be.
+        (replace(KEY, code=None), {}, [], True),
+        (KEY, {"step": 7}, [], True),
+        (KEY, {"progress": 1}, [], True),
+        (KEY, {"ran_s": 700.0}, [], True),
+        (KEY, {}, [was("preempted")], True),
+        (KEY, {}, [was("crash", step=7)], True),
+        # Luck may explain it.
+        *((replace(KEY, type=kind), {}, [], True) for kind in ("OSError", "RuntimeError", "ConnectionError")),
+        (replace(KEY, type="torch.OutOfMemoryError"), {}, [], True),
+        (replace(KEY, type="ValueError", message="Connection error, and no cached file"), {}, [], True),
+        (replace(KEY, exit_code=137), {}, [], True),
+    ],
+)
+def test_an_own_error_before_any_progress_is_not_tried_again(failure, more, past, resumes):
+    decision = after(ended([1], failure=failure, **{"step": None, **more}), *past)
+    assert (decision.resumes, decision.cause) == (resumes, "crash")
+    if not resumes:
+        kind, where = str(failure.type).rpartition(".")[2], " in train.py:12" if failure.code else ""
+        says = f"not started again: {kind}{where} before the first step would happen again"
+        assert decision.reason.endswith(says)
+
+
+@pytest.mark.parametrize("kind", ["OSError", "RuntimeError", "MyError"])
+def test_no_exception_is_raised_a_third_time_before_any_progress(kind):
+    failure = RankFailure(type=kind, message="no <Loader at 0x7f12>", exit_code=1)
+    again = replace(failure, message="no <Loader at 0x7fff>")
+    assert after(ended([1], failure=failure, step=None)).resumes
+    decision = after(ended([1], failure=again, step=None), was("crash", failure=failure))
+    assert decision.action == "failed"
+    assert decision.reason.endswith("the same failure as in the previous attempt")
 
 
 def test_crashes_without_progress_are_counted():

@@ -46,6 +46,23 @@ def test_exit_code_of_a_worker_is_the_jobs(start_job):
     assert "rank_failed" in job.events()
 
 
+@pytest.mark.parametrize(
+    ("code", "attempts", "reason"),
+    [
+        ("{}['lr']", 1, "KeyError in worker.py:19 before the first step would happen again"),
+        ("raise ConnectionError('refused')", 2, "the same failure as in the previous attempt"),
+    ],
+)
+def test_an_exception_at_once_is_not_tried_again_for_nothing(start_job, code, attempts, reason):
+    job = start_job(code, nodes=2, requeue={"on": ("crash",)})
+    end = job.end(attempts)
+    assert (job.run.attempt_numbers()[-1], end["state"]) == (attempts, "failed")
+    assert end["reason"] == f"a worker ended with exit code 1; not started again: {reason}"
+    assert end["verdict"]["hint"].endswith(
+        "--new-code` after a fix; without --new-code the same code runs again"
+    )
+
+
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_stop_reaches_every_worker(start_job, name):
     job = start_job(SAVES, nodes=2, workers=2)

@@ -1,9 +1,11 @@
 """Stop signals and preemptions of a Slurm job, and whether the run resumes."""
 
 import signal
+import threading
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from slurm_job import RUNNING, Slurm, record_signal, step
@@ -11,6 +13,7 @@ from slurm_job import RUNNING, Slurm, record_signal, step
 from trainkit.errors import EXIT_NO_RESTART, EXIT_STOPPED
 from trainkit.job import allocation, supervisor
 from trainkit.job.allocation import SlurmAllocation
+from trainkit.job.decision import Outcome
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import KILLED
 from trainkit.run.files import read_json, write_json
@@ -306,3 +309,133 @@ def test_a_job_that_slurm_does_not_start_again(
     state = "stopped" if signals else "failed"
     assert (result, end["state"], end["action"], end["cause"]) == (ended_with, state, state, cause)
     assert end["reason"] == f"{reason}; not started again: scontrol: Job 7 may not be requeued"
+
+
+def dies_by(number: int, *, record: bool) -> str:
+    """A step whose rank died of a signal that its agent did not get; it may have recorded a failure."""
+    recorded = f"records.record_silent_death(attempt, 0, 0, {128 + number}); " if record else ""
+    return (
+        "import os, sys; from trainkit.job.failure import records; from trainkit.run.rundir import RunDir;"
+        " records.own_host = lambda: 'node1';"
+        " run = RunDir(os.environ['TRAINKIT_JOB_RUN_DIR']);"
+        " attempt = run.attempt(int(os.environ['TRAINKIT_JOB_ATTEMPT']));"
+        f" {recorded}sys.exit({128 + number})"
+    )
+
+
+@pytest.fixture
+def suspects(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What was noted about nodes."""
+    noted: list[Any] = []
+    monkeypatch.setattr(allocation, "note_failure", lambda *args, **more: noted.append(args))
+    monkeypatch.setattr(allocation, "NOTICE_S", 0.2)
+    return noted
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2])
+@pytest.mark.parametrize("record", [True, False])
+@pytest.mark.parametrize("command", [None, ["python", "train.py"]])
+@pytest.mark.parametrize(
+    ("job", "expected"),
+    [
+        (PREEMPTED, ("requeue", "preempted")),
+        (replace(RUNNING, state=JobState.COMPLETING, restarts=1), ("requeue", "preempted")),
+        (replace(RUNNING, state=JobState.COMPLETING, reason="TimeLimit"), ("requeue", "timeout")),
+        (replace(RUNNING, state=JobState.CANCELLED), ("stopped", None)),
+    ],
+)
+def test_a_death_by_the_signal_with_which_slurm_ends_the_job_is_no_crash(
+    run: RunDir,
+    slurm: Slurm,
+    suspects: list[Any],
+    job: JobDetails,
+    expected: tuple[str, str | None],
+    command: list[str] | None,
+    record: bool,
+    number: int,
+) -> None:
+    plan_file = run.attempt(1).plan_file
+    write_json(plan_file, {**read_json(plan_file), "command": command})
+    slurm.job = job
+    end = step(run, dies_by(number, record=record))[1]
+    assert (end["action"], end["cause"], end["verdict"], suspects) == (*expected, None, [])
+
+
+@pytest.mark.parametrize(
+    ("job", "expected"),
+    [(PREEMPTED, ("requeue", "preempted")), (replace(RUNNING, state=JobState.CANCELLED), ("stopped", None))],
+)
+def test_a_command_whose_own_handler_exits_with_1(
+    run: RunDir, slurm: Slurm, suspects: list[Any], job: JobDetails, expected: tuple[str, str | None]
+) -> None:
+    plan_file = run.attempt(1).plan_file
+    write_json(plan_file, {**read_json(plan_file), "command": ["python", "train.py"]})
+    slurm.job = job
+    end = step(run, "raise SystemExit(1)")[1]
+    assert (end["action"], end["cause"]) == expected
+
+
+def test_a_notice_may_follow_the_death(run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm still says that the job runs: somebody has signalled the step."""
+
+    def query(job_id: str, patience_s: float = 0.0) -> JobDetails:
+        record_signal(run, "SIGTERM")()
+        return RUNNING
+
+    monkeypatch.setattr(allocation, "query_job", query)
+    end = step(run, dies_by(15, record=True))[1]
+    assert (end["action"], end["cause"], end["verdict"]) == ("stopped", None, None)
+
+
+def test_a_notice_may_come_to_the_supervisor(run: RunDir, slurm: Slurm) -> None:
+    outcome = Outcome()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, supervisor.processes.WATCHED)
+    try:
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+        assert SlurmAllocation(run, "7", [])._await_notice(run.attempt(1), outcome) == "SIGTERM"
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    assert outcome.supervisor_was_signalled
+
+
+@pytest.mark.parametrize("job", [RUNNING, None])
+def test_a_death_by_a_signal_that_nobody_sent_to_the_job_is_a_crash_of_no_node(
+    run: RunDir, slurm: Slurm, suspects: list[Any], job: JobDetails | None
+) -> None:
+    """Somebody has killed a rank: it is named, and its node can be used."""
+    slurm.job = job
+    end = step(run, dies_by(15, record=True))[1]
+    assert (end["state"], end["cause"], suspects) == ("failed", "crash", [])
+    assert (end["verdict"]["rank"], end["verdict"]["message"]) == (0, "killed by SIGTERM")
+    assert end["reason"].startswith("a worker ended with SIGTERM")
+
+
+@pytest.mark.parametrize(
+    ("state", "is_drained"), [("draining", True), ("allocated@", True), ("mixed", False)]
+)
+def test_a_death_on_a_node_that_is_drained(
+    run: RunDir,
+    slurm: Slurm,
+    suspects: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    state: str,
+    is_drained: bool,
+) -> None:
+    monkeypatch.setattr(allocation, "node_states", lambda hosts: dict.fromkeys(hosts, state))
+    end = step(run, dies_by(15, record=True))[1]
+    assert suspects == []
+    assert end["cause"] == ("preempted" if is_drained else "crash")
+    if is_drained:
+        assert (end["action"], end["verdict"]) == ("requeue", None)
+        assert end["reason"] == (
+            "ended by SIGTERM, and no worker reported a save while node1 is drained; resumes (restart 1)"
+        )
+
+
+def test_a_segmentation_fault_is_judged_at_once_and_noted(
+    run: RunDir, slurm: Slurm, suspects: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SlurmAllocation, "_await_notice", None)
+    end = step(run, dies_by(11, record=True))[1]
+    assert end["cause"] == "crash"
+    assert [args[1:3] for args in suspects] == [("node1", "culprit")] * 2

@@ -405,6 +405,19 @@ def test_a_stop_that_was_recorded_is_no_failure(run: RunDir, reason: str) -> Non
     write_json(run.attempt(1).end_file, {"state": "stopped", "cause": None, "reason": reason})
     found = newest(run)
     assert (found.state, found.cause) == ("nothing failed", f"the run stopped: {reason}")
+    # Its agent heard the signal after the rank had died of it.
+    record = {"rank": 0, "host": HOST, "time": TEN, "type": "exit", "message": "killed by SIGTERM"}
+    write_json(run.attempt(1).rank_error(0), {**record, "exit_code": 143})
+    assert newest(run).cause == f"the run stopped: {reason}"
+
+
+def test_a_node_that_is_drained(run: RunDir) -> None:
+    reason = "ended by SIGTERM, and no worker reported a save while n3 is drained; resumes (restart 1)"
+    end = {"state": "stopped", "action": "requeue", "cause": "preempted", "reason": reason, "time": TEN}
+    write_json(run.attempt(1).end_file, end)
+    found = newest(run)
+    cause = "the ranks were ended on n3, which an administrator takes out of service"
+    assert (found.name, found.cause) == ("drained", cause)
 
 
 def test_a_save_that_the_end_cut_off(run: RunDir) -> None:

@@ -14,6 +14,7 @@ from tests.on_slurm import (
     test_cgroups,
     test_commands,
     test_interactive,
+    test_preemptions,
     test_signals,
     test_steps,
     test_trouble,
@@ -72,6 +73,10 @@ def test_ranks_have_everything_that_trainers_read(login: Login) -> None:
 
 def test_a_preemption_saves_and_requeues(login: Login) -> None:
     test_signals.test_a_preemption_that_tells_only_the_ranks_saves(login)
+
+
+def test_preemptions_are_neither_crashes_nor_faults_of_nodes(login: Login) -> None:
+    test_preemptions.test_preemptions_are_neither_crashes_nor_faults_of_nodes(login)
 
 
 def test_a_run_is_requeued_cancelled_and_resumed(login: Login) -> None:

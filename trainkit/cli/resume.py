@@ -18,7 +18,6 @@ from trainkit.cli.started import describe_plan, print_created, print_started
 from trainkit.errors import EXIT_OK, UsageError
 from trainkit.formats import duration
 from trainkit.run.group import RunGroup
-from trainkit.run.manifest import published
 from trainkit.run.registry import find_run_or_group, one_run
 
 
@@ -109,8 +108,8 @@ def command(
             if plan.workload.reads_input and not source.input_file.exists():
                 words = f"{plan.workload.argv[0]} reads standard input"
                 click.echo(f"warning: {words}, which this run has not kept: it gets an empty one", err=True)
-            if fork is None and knows_run and not published(source.checkpoints_dir):
-                click.echo("  checkpoint          none yet: training starts at step 0 again", err=True)
+            if fork is None and (missing := resume.missing_save(source, knows_run=knows_run)):
+                click.echo(f"  checkpoint          {missing}", err=True)
         if place is not None:
             name, plan = found.job.name, shown_failures(plan)
             return run_on_hosts(

@@ -34,7 +34,7 @@ from trainkit.launch.snapshot import renewed_code
 from trainkit.plan.batch import learning_rate
 from trainkit.plan.launch import LaunchPlan, with_excluded
 from trainkit.plan.model_shape import ModelShape, resolve_model_shape
-from trainkit.run.end import is_over, read_end, read_newest_end
+from trainkit.run.end import SAVED, is_over, read_end, read_newest_end
 from trainkit.run.files import numbers, read_json, utc_now
 from trainkit.run.group import RunGroup
 from trainkit.run.history import RunHistory, read_plan
@@ -125,6 +125,21 @@ def share_left(run: RunDir, steps: int | None) -> float:
     """The share of a run's steps after its newest checkpoint; 1 if their number is unknown."""
     saved = published(run.checkpoints_dir)
     return 1.0 if steps is None or not saved else max(0.0, 1 - saved[-1].step / steps)
+
+
+def missing_save(run: RunDir, *, knows_run: bool) -> str | None:
+    """What a run without a save resumes from, for people; None if one was seen.
+
+    A command that does not save by `trainkit.loop` says it by its exit code alone.
+    """
+    if published(run.checkpoints_dir):
+        return None
+    if knows_run:
+        return "none yet: training starts at step 0 again"
+    ends = (read_end(run.attempt(number)) for number in run.attempt_numbers())
+    if any(end is not None and str(end.reason).startswith(SAVED) for end in ends):
+        return None
+    return "no save was seen: it starts at the beginning, unless it finds one of its own"
 
 
 def refuse_incompatible(run: RunDir, loaded: LoadedConfig, data: DataFacts | None) -> None:

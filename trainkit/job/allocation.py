@@ -13,11 +13,12 @@ import re
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar
 
-from trainkit.cluster.bad_nodes import excluded, note_failure
+from trainkit.cluster.bad_nodes import Kind, excluded, note_failure
 from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, TrainkitError
 from trainkit.job import processes
 from trainkit.job.attempt_end import (
@@ -28,21 +29,28 @@ from trainkit.job.attempt_end import (
     reached_its_stop,
     write_end,
 )
-from trainkit.job.attempt_watch import AttemptWatch, LocalAttemptWatch, SlurmAttemptWatch
+from trainkit.job.attempt_watch import (
+    AttemptWatch,
+    LocalAttemptWatch,
+    SlurmAttemptWatch,
+    signal_of_ranks,
+)
 from trainkit.job.claim_attempt import claim_attempt, register_start
 from trainkit.job.decision import (
     RESTART_SIGNAL,
     Decision,
+    Departure,
     Outcome,
     RestartOptions,
     decide_no_start,
     is_ending,
     is_nearly_over,
+    is_taken,
     termination_cause,
 )
 from trainkit.job.failed_starts import close_failed_starts
 from trainkit.job.failure.launcher_report import hosts_without_launch, launch_error
-from trainkit.job.failure.records import suspect_host
+from trainkit.job.failure.records import find_first_failure, signal_of_death, suspect_host
 from trainkit.job.growth import GrowthWatch
 from trainkit.job.hangs import silent_hosts
 from trainkit.job.local_queue import QueuePlace
@@ -59,7 +67,7 @@ from trainkit.job.resubmit import (
 )
 from trainkit.locks import LockBusy
 from trainkit.plan.launch import LaunchPlan
-from trainkit.run.end import Cause, RankFailure
+from trainkit.run.end import SIGNALLED, Cause, RankFailure
 from trainkit.run.events import log_event
 from trainkit.run.group import create_task_run
 from trainkit.run.record import (
@@ -74,11 +82,14 @@ from trainkit.run.record import (
 from trainkit.run.rundir import AttemptDir, RunDir, RunLocked, refuse_missing, run_lock
 from trainkit.slurm.client import JOB_TIMEOUT_S, QUERY_PATIENCE_S
 from trainkit.slurm.control import cancel, cancel_waiting, requeue
-from trainkit.slurm.hosts import expand_hosts, is_unavailable, node_states
+from trainkit.slurm.hosts import expand_hosts, is_drained, is_unavailable, node_states
 from trainkit.slurm.jobs import JobDetails, JobInfo, job_details
 from trainkit.slurm.states import JobState
 
 CANCELLED = "cancelled before the ranks started"
+NOTICE_S = 5.0
+"""How long the notice may follow of whose signal a rank has died: slurmstepd may signal the rank first."""
+NOTICE_POLL_S = 0.5
 QUERY_PATIENCE_RESTART_S = 300.0
 """How long to retry while Slurm's controller is unavailable, when a step may be restarted."""
 REQUEUE_PATIENCE_S = 600.0
@@ -158,8 +169,9 @@ class Allocation:
     def complete_outcome(self, attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome) -> None:
         """Complete the outcome of an attempt from the state of the job and its hosts."""
 
-    def record_suspect(self, attempt: AttemptDir, plan: LaunchPlan, failure: RankFailure | None) -> None:
-        """Record the host that a failure implicates."""
+    def record_suspect(self, attempt: AttemptDir, plan: LaunchPlan, failure: RankFailure | None) -> bool:
+        """Record the host that a failure implicates; returns whether one less can be used."""
+        return False
 
     def restart_options(self, plan: LaunchPlan) -> RestartOptions:
         """How the run can be restarted now."""
@@ -359,6 +371,9 @@ class SlurmAllocation(Allocation):
             outcome.stop_signal = RESTART_SIGNAL if is_running else signal.SIGTERM.name
         # Without an answer from Slurm no host is ruled out: a lost one will fail the next start.
         lost = lost_hosts(self.job_id, self.good_hosts, is_running=is_running) or ()
+        sent = signal_of_death(find_first_failure(attempt, plan, outcome), outcome.exit_codes)
+        if outcome.stop_signal is None and not (lost or outcome.hung):
+            self._find_notice(attempt, plan, outcome, sent)
         if outcome.stop_signal is None and not any(attempt.errors_dir.glob("rank-*.json")):
             output = attempt.supervisor_log.read_text(encoding="utf-8", errors="replace")
             outcome.launch_error = launch_error(output)
@@ -371,10 +386,48 @@ class SlurmAllocation(Allocation):
         # Of the host before a lost one in Slurm's tree, the step waits a minute for it.
         self.step_may_still_run |= bool(lost)
         outcome.cause = self._cause(outcome, plan)
-        if (departure := outcome.departure) is not None:
+        is_unexplained = outcome.cause is None and outcome.departure is None and not (lost or outcome.hung)
+        if is_unexplained and (outcome.stop_signal or sent) and (host := self._drained_host()):
+            outcome.stop_signal = outcome.stop_signal or sent
+            outcome.departure, outcome.cause = Departure("preempted", f"{host} is drained"), "preempted"
+        elif (departure := outcome.departure) is not None:
             self.bad.update(filter(None, (departure.host,)))
             if self.job is None or outcome.cause == "asked":
                 outcome.cause = departure.cause
+
+    def _find_notice(self, attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome, sent: str | None) -> None:
+        """Set the stop signal of an outcome whose ranks ended before one was recorded; they crashed without.
+
+        `sent` is the signal of which a rank died: then a notice may still follow.
+        """
+        # A handler of a command's own may exit with any code.
+        is_any_code = plan.workload.is_command and all(code < SIGNALLED for code in outcome.exit_codes)
+        if sent is not None and not is_taken(self.job, self.restarts):
+            outcome.stop_signal = self._await_notice(attempt, outcome)
+            self.job = query_job(self.job_id)
+        if outcome.stop_signal is None and (sent or is_any_code) and is_taken(self.job, self.restarts):
+            outcome.stop_signal = sent or signal.SIGTERM.name
+
+    def _await_notice(self, attempt: AttemptDir, outcome: Outcome) -> str | None:
+        """Wait for a notice to an agent or to this process, at most `NOTICE_S`; None without one."""
+        deadline_s = time.monotonic() + NOTICE_S
+        while (found := signal_of_ranks(attempt)) is None and (left_s := deadline_s - time.monotonic()) > 0:
+            received = processes.wait_for_signal(min(left_s, NOTICE_POLL_S))
+            if received not in (None, signal.SIGCHLD):
+                outcome.supervisor_was_signalled |= received != signal.SIGUSR2
+                return received.name
+        return found
+
+    def _drained_host(self) -> str | None:
+        """A host of the running job that an administrator takes out of service; None without one."""
+        if self.job is None or is_taken(self.job, self.restarts):
+            return None
+        try:
+            states = node_states(self.good_hosts)
+        except TrainkitError as error:
+            log_line(f"cannot query the states of {', '.join(self.good_hosts)}: {error.message}")
+            return None
+        return next((host for host in self.good_hosts if is_drained(states.get(host, ""))), None)
 
     def _cause(self, outcome: Outcome, plan: LaunchPlan) -> Cause | None:
         if outcome.stop_signal is None:
@@ -402,23 +455,25 @@ class SlurmAllocation(Allocation):
             log_line(f"cannot query the state of {host}: {error.message}")
             return False
 
-    def record_suspect(self, attempt: AttemptDir, plan: LaunchPlan, failure: RankFailure | None) -> None:
+    def record_suspect(self, attempt: AttemptDir, plan: LaunchPlan, failure: RankFailure | None) -> bool:
         """Stop using the host that a failure implicates, and record it for later jobs.
 
         A host on which ranks were only killed or hung is used until that has happened twice in the run.
         """
+        before = len(self.bad)
         self.bad |= slow_hosts(attempt, plan, self.hosts)
-        if failure is None or (suspect := suspect_host(failure)) is None:
-            return
-        host, kind = suspect
-        if host not in self.hosts:
-            return  # not one of Slurm's node names: neither a step nor a job can exclude it
+        suspect = None if failure is None else suspect_host(failure)
+        if suspect is not None and suspect[0] in self.hosts:  # else Slurm could not exclude it by that name
+            self._note(attempt, *suspect, str(failure and failure.message))
+        return len(self.bad) > before
+
+    def _note(self, attempt: AttemptDir, host: str, kind: Kind, reason: str) -> None:
         verdicts = (end.verdict for end in previous_ends(attempt).values())
         previous = [suspect_host(verdict) for verdict in verdicts if verdict is not None]
-        if kind != "culprit" or suspect in previous:
+        if kind != "culprit" or (host, kind) in previous:
             self.bad.add(host)
         try:
-            cluster, reason = os.environ.get("SLURM_CLUSTER_NAME", ""), str(failure.message)
+            cluster = os.environ.get("SLURM_CLUSTER_NAME", "")
             note_failure(cluster, host, kind, reason, run=str(attempt.run.path), attempt=attempt.number)
         except OSError as error:
             log_line(f"cannot record that {host} failed: {error}")

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime, timezone
 from itertools import chain, islice
+from shlex import quote
 
 from trainkit.job.decision import FAILURES, Decision, Outcome, RestartOptions, decide, decide_dead
 from trainkit.job.failure.records import (
@@ -51,10 +52,16 @@ def judge(attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome, options: Rest
         workload=plan.workload,
         was_debugged=plan.debug is not None or attempt.was_debugged,
         is_done=attempt.done_file.exists(),
+        ran_s=_duration_s(attempt),
         # What a save takes is too short for another attempt.
         is_total_used=left_s(attempt, plan) <= plan.grace_s,
     )
-    return decide(result, list(previous_ends(attempt).values()), plan.requeue, options)
+    decision = decide(result, list(previous_ends(attempt).values()), plan.requeue, options)
+    if decision.action == "failed" and failure is not None and failure.code and not failure.final:
+        again = f"trainkit resume {quote(str(attempt.run.path))}"
+        hint = f"`{again} --new-code` after a fix; without --new-code the same code runs again"
+        outcome.failure = replace(failure, hint=failure.hint or hint)
+    return decision
 
 
 def _is_after_signal(attempt: AttemptDir, failure: RankFailure | None) -> bool:

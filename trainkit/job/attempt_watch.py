@@ -9,7 +9,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import datetime, timezone
 
 from trainkit.errors import EXIT_OK, EXIT_STOPPED, TrainkitError
@@ -21,7 +21,7 @@ from trainkit.job.failure.launcher_report import (
     ran_out_of_memory,
     was_aborted,
 )
-from trainkit.job.failure.records import first_exit_code
+from trainkit.job.failure.records import first_exit_code, first_rank_failure
 from trainkit.job.growth import GrowthWatch
 from trainkit.job.hangs import HangWatch
 from trainkit.job.node.rendezvous import choose_port, new_nonce
@@ -32,7 +32,7 @@ from trainkit.job.progress_watch import ProgressWatch, SilenceWatch, SlowHostWat
 from trainkit.job.rank_env import ATTEMPT_VARIABLE, NONCE_VARIABLE, RUN_DIR_VARIABLE, old_stores, store_file
 from trainkit.job.signals import AGENT_SIGNAL, is_death_by_notice, signal_exit_code
 from trainkit.plan.launch import LaunchPlan
-from trainkit.run.events import Event, log_event, read_events
+from trainkit.run.events import log_event, read_events
 from trainkit.run.files import seconds_between, utc_now
 from trainkit.run.process import PROC
 from trainkit.run.record import AttemptRecord, read_rendezvous, record_of, superseded_by
@@ -308,7 +308,7 @@ class SlurmAttemptWatch(AttemptWatch):
         # A command's ranks get the signal that they handle from their agents.
         if (
             SRUN in self.running
-            and self._signal_of_ranks() is None
+            and signal_of_ranks(self.attempt) is None
             and (self.plan.workload.knows_run or not self._signal_step(AGENT_SIGNAL))
         ):
             os.kill(self.running[SRUN].pid, signal.SIGUSR2)
@@ -323,7 +323,7 @@ class SlurmAttemptWatch(AttemptWatch):
         if time.monotonic() < self._unconfirmed_since_s + SIGNAL_RECORD_S:
             return
         self._unconfirmed_since_s = float("inf")
-        if self._signal_of_ranks() is None and SRUN in self.running:
+        if signal_of_ranks(self.attempt) is None and SRUN in self.running:
             self.stop_ranks(self._requested_signal() or signal.SIGTERM.name)
 
     def _leave_early(self) -> None:
@@ -333,7 +333,7 @@ class SlurmAttemptWatch(AttemptWatch):
         departure = next(filter(None, (watch.poll() for watch in self._departures)), None)
         if departure is None and time.monotonic() >= self._until_s:
             departure = Departure("timeout", "the jobs of the run have taken their total time")
-        if departure is None or self._signal_of_ranks() is not None:
+        if departure is None or signal_of_ranks(self.attempt) is not None:
             return
         log_line(f"attempt {self.attempt.number}: {departure.why}")
         self.outcome.departure = departure
@@ -354,12 +354,17 @@ class SlurmAttemptWatch(AttemptWatch):
             if any(self.attempt.errors_dir.glob("rank-*.json")) or (
                 first_task_exit(self.attempt) is not None
                 and self.outcome.stop_signal is None
-                and self._signal_of_ranks() is None
+                and signal_of_ranks(self.attempt) is None
             ):
                 self._failed_s = time.monotonic()
         elif time.monotonic() > self._failed_s + PEER_EXIT_S:
             self._failed_s = float("inf")
-            self.end_all()
+            first = first_rank_failure(self.attempt)
+            has_notice = self.outcome.stop_signal is not None or signal_of_ranks(self.attempt) is not None
+            if has_notice and first is not None and first.died_of_notice:
+                self.kill_after_grace()  # its agent heard the notice too late, and the others may save
+            else:
+                self.end_all()
 
     def end_all(self) -> None:
         """Have srun kill the remaining tasks; later calls do nothing."""
@@ -404,20 +409,20 @@ class SlurmAttemptWatch(AttemptWatch):
             first_code = signal_exit_code(signal.SIGKILL)  # of an agent; srun returns 1
         self.outcome.exits = [(SRUN, code if first_code is None else first_code)]
         if self.outcome.stop_signal is None:
-            self.outcome.stop_signal = self._signal_of_ranks()
+            self.outcome.stop_signal = signal_of_ranks(self.attempt)
         if self.outcome.stop_signal is None and any(map(is_death_by_notice, self.outcome.exit_codes)):
             # The signal of a request came before the handlers of the ranks were installed.
             self.outcome.stop_signal = self._requested_signal()
         # Agents kill their workers after the grace time, so srun may exit late without having been killed.
-        since_s = (seconds_between(event.time, ended_at) or 0.0 for event in self._signal_events())
+        signals = read_events(self.attempt.run, "signal", attempt=self.attempt.number)
+        since_s = (seconds_between(event.time, ended_at) or 0.0 for event in signals)
         is_late = was_killed or any(seconds >= self.plan.grace_s for seconds in since_s)
         self.outcome.out_of_time = self.outcome.stop_signal is not None and is_late
 
-    def _signal_of_ranks(self) -> str | None:
-        """The notice that the tasks received, as recorded by the first agent; None without one."""
-        names = [event.text("signal") for event in self._signal_events()]
-        overriding = [name for name in names if name != RESTART_SIGNAL] or names
-        return str(overriding[0]) if overriding else None
 
-    def _signal_events(self) -> Iterator[Event]:
-        return read_events(self.attempt.run, "signal", attempt=self.attempt.number)
+def signal_of_ranks(attempt: AttemptDir) -> str | None:
+    """The notice that the tasks received, as recorded by the first agent; None without one."""
+    found = read_events(attempt.run, "signal", attempt=attempt.number)
+    names = [event.text("signal") for event in found]
+    overriding = [name for name in names if name != RESTART_SIGNAL] or names
+    return str(overriding[0]) if overriding else None

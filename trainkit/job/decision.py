@@ -7,6 +7,7 @@ Why a job received a stop signal is inferred from its state in Slurm, else from 
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -35,6 +36,19 @@ MAX_ENDS_AT_STEP = 3
 """Consecutive attempts that end at the same step and checkpoint before the run is given up."""
 RANDOM_TYPES = ("Hang", "HostLost", "PreflightFailed", "OutOfMemory", "CheckpointError", "RankKilled")
 """Failures that can happen twice with the same message by chance."""
+OWN_ERRORS = (
+    *("KeyError", "IndexError", "AttributeError", "NameError", "UnboundLocalError", "TypeError"),
+    *("ValueError", "ZeroDivisionError", "NotImplementedError"),
+)
+"""How the types of exceptions end that the same code raises again; not those of files, peers and GPUs."""
+_BY_CHANCE = re.compile(
+    r"connect|time[d ]? ?out|temporar|unavailable|unreachable|reset|network|socket|http|NCCL|CUDA|gloo",
+    re.IGNORECASE,
+)
+"""In the message of an exception that the network, a peer or the hardware may have caused."""
+_ADDRESS = re.compile(r"\b0x[0-9a-fA-F]+")
+FIRST_STEP_S = 600.0
+"""A command that has run for longer may have made progress that it does not show."""
 MAX_DELAY_S = 60.0
 MAX_STARTS = 10
 """Consecutive failures of Slurm to start the step before the run fails; the delays add up to four minutes."""
@@ -42,10 +56,11 @@ MAX_STARTS = 10
 
 @dataclass(frozen=True)
 class Departure:
-    """Why the supervisor itself has the ranks save and exit."""
+    """Why the ranks are to end, as the supervisor itself wants it, or because a host is taken away."""
 
     cause: Cause
-    """``slow_host``, ``grow``, or ``timeout`` when the slices of the run have taken their total."""
+    """``slow_host``, ``grow``, ``timeout`` when the slices of the run have taken their total, or
+    ``preempted`` of a host that is drained."""
     why: str
     """For example ``restarts without b: rank 5 slow since step 1200 (compute)``."""
     host: str | None = None
@@ -65,7 +80,7 @@ class Outcome:
     cause: Cause | None = None
     """The reason for the signal; None if a person cancelled the job."""
     departure: Departure | None = None
-    """What made the supervisor have the ranks save; None if somebody else did."""
+    """What made the supervisor have the ranks save, or the host that is taken away; None otherwise."""
     launch_error: str | None = None
     """srun's message when Slurm could not start the step."""
     hangs: list[HangRecord] = field(default_factory=list)
@@ -89,6 +104,8 @@ class Outcome:
     """A measure of the run's progress that grows with every checkpoint."""
     step: int | None = None
     """The step at which it ended."""
+    ran_s: float = 0.0
+    """Seconds that it ran."""
     is_total_used: bool = False
     """Whether the attempts of the run have taken the time of all its slices."""
     failed_after_signal: bool = False
@@ -237,7 +254,8 @@ def _after_request(
     cause = result.cause
     if cause is None:
         return Decision("stopped", summary, EXIT_STOPPED)
-    summary += _BECAUSE.get(cause, "")
+    is_drained = result.departure is not None and result.departure.cause == cause == "preempted"
+    summary += f" while {result.departure.why}" if is_drained else _BECAUSE.get(cause, "")
     if result.departure is not None and cause in ("slow_host", "grow"):
         summary = result.departure.why if saved else f"{result.departure.why}; {summary}"
     limit = _total_limit(result, policy) or restarts_limit(previous, policy)
@@ -296,6 +314,9 @@ def _restart_limit(
         return f"requeue.on does not include {cause}" if policy.on else ""
     if failure is not None and failure.final:
         return "it would fail again in the same way"
+    if failure is not None and _is_own_error(failure, result, previous):
+        where = "" if failure.code is None else f" in {failure.code.place}"
+        return f"{str(failure.type).rpartition('.')[2]}{where} before the first step would happen again"
     if failure is not None and previous and _is_same(failure, result.progress, previous[-1]):
         where = "" if failure.step is None else f" at step {failure.step}"
         return f"the same failure{where} as in the previous attempt"
@@ -315,6 +336,20 @@ def repeatable_failure(failure: RankFailure | None) -> RankFailure | None:
     return failure
 
 
+def _is_own_error(failure: RankFailure, result: Outcome, previous: Sequence[AttemptEnd]) -> bool:
+    """Whether the user's code raised an exception that no luck explains, before the run made any progress."""
+    has_begun = result.progress or result.step or result.ran_s > FIRST_STEP_S
+    has_run = any(end.mark or end.step or end.cause not in FAILURES for end in previous)
+    is_own = failure.code is not None or result.workload.is_command
+    return (
+        is_own
+        and not (has_begun or has_run)
+        and failure.exit_code in (None, EXIT_FAILED)
+        and str(failure.type).endswith(OWN_ERRORS)
+        and not _BY_CHANCE.search(str(failure.message))
+    )
+
+
 def _is_same(failure: RankFailure, progress: int, before: AttemptEnd) -> bool:
     """Whether the previous attempt failed in the same way, if the step is unknown without a save since."""
     last = repeatable_failure(before.verdict)
@@ -326,7 +361,8 @@ def _is_same(failure: RankFailure, progress: int, before: AttemptEnd) -> bool:
 def _what(failure: RankFailure) -> tuple[object, ...]:
     # What a process printed as it died may have times and addresses.
     is_code = failure.type == "exit" and failure.exit_code is not None
-    return failure.type, failure.step, failure.exit_code if is_code else failure.message
+    message = _ADDRESS.sub("", str(failure.message))
+    return failure.type, failure.step, failure.exit_code if is_code else message
 
 
 def _total_limit(result: Outcome, policy: RequeuePolicy) -> str | None:
@@ -431,12 +467,14 @@ def termination_cause(
 
 def is_ending(job: JobDetails, restarts: int, grace_s: float) -> bool:
     """Whether Slurm is ending this start of a job or soon will; `restarts` as in `termination_cause`."""
-    return (
-        job.state is not JobState.RUNNING
-        or job.restarts > restarts
-        or job.is_preempted
-        or is_nearly_over(job, grace_s)
-    )
+    return is_taken(job, restarts) or is_nearly_over(job, grace_s)
+
+
+def is_taken(job: JobDetails | None, restarts: int) -> bool:
+    """Whether Slurm is ending this start of a job: preempted, cancelled, out of time, or requeued."""
+    if job is None:
+        return False
+    return job.state is not JobState.RUNNING or job.restarts > restarts or job.is_preempted
 
 
 def is_nearly_over(job: JobDetails | None, grace_s: float) -> bool:

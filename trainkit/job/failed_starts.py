@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainkit.cluster.bad_nodes import note_failure
-from trainkit.job.signals import describe_exit, signal_exit_code
+from trainkit.job.signals import describe_exit, is_death_by_notice, signal_exit_code
 from trainkit.run.events import log_event
 from trainkit.run.files import read_json
 from trainkit.run.group import group_of
@@ -122,7 +122,8 @@ def note_bad_hosts(
     starts, hosts = failed_starts(run, record, job), []
     for start in starts:
         # Slurm may also have preempted a job whose script recorded nothing.
-        if start.exit_code or (job is not None and job.state in _BY_FAILURE):
+        is_asked = start.exit_code is not None and is_death_by_notice(start.exit_code)
+        if not is_asked and (start.exit_code or (job is not None and job.state in _BY_FAILURE)):
             hosts.append(start.host)
             reason = f"a job ended there before its supervisor began: {start.how}"
             number = _attempt_of(run, record, start.job_id)

@@ -17,6 +17,7 @@ from types import FrameType
 
 from trainkit.errors import EXIT_INTERRUPTED, EXIT_NO_RESTART, EXIT_OK, EXIT_STOPPED
 from trainkit.job.spare_children import spare_children
+from trainkit.run.end import ENDING_SIGNALS
 
 NOTICE_SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
 """SIGTERM: preempted, cancelled or out of time. SIGUSR2: early notice or requested restart. SIGINT: Ctrl-C.
@@ -123,8 +124,8 @@ def signal_exit_code(number: int) -> int:
 
 
 def is_death_by_notice(code: int) -> bool:
-    """Whether an exit code stands for death by a notice signal."""
-    return code in map(signal_exit_code, NOTICE_SIGNALS)
+    """Whether an exit code stands for death by a signal that asks a process to end."""
+    return code in map(signal_exit_code, ENDING_SIGNALS)
 
 
 def combine_exit_codes(codes: Sequence[int]) -> int:

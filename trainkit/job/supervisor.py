@@ -210,8 +210,11 @@ class Supervisor:
         outcome = watch.outcome
         self.allocation.complete_outcome(attempt, plan, outcome)
         outcome.failure = find_first_failure(attempt, plan, outcome)
-        if not record_of(attempt).cancelled_now:
-            self.allocation.record_suspect(attempt, plan, outcome.failure)
+        decision = judge(attempt, plan, outcome, self.allocation.restart_options(plan))
+        failure = outcome.failure if decision.cause in FAILURES else None
+        is_killed = record_of(attempt).cancelled_now
+        if is_killed or not self.allocation.record_suspect(attempt, plan, failure):
+            return decision
         return judge(attempt, plan, outcome, self.allocation.restart_options(plan))
 
     def _restart(self, attempt: AttemptDir, outcome: Outcome, decision: Decision) -> AttemptDir | Decision:

@@ -221,7 +221,9 @@ class _Case:
         if verdict is None or (own is not None and own.reported):
             times = [(one, one.reported or one.failure.time) for one in self.records]
             found = first_of([(one, replace(one.failure, time=time)) for one, time in times])
-            return None if found is None else found[0]
+            # What was asked to end has not failed, though its agent did not hear that in time.
+            is_stop = verdict is None and self.end.state in ("stopped", "cancelled")
+            return None if found is None or (is_stop and found[1].died_of_notice) else found[0]
         text = record_text(self.attempt.end_file, self.run.path, verdict)
         return own or self._of_launcher(_First(verdict, text, text.rank))
 

@@ -30,6 +30,8 @@ UNFINISHED_STATES = ("pending", "starting", "running", "paused", "restarting", "
 """States of a run that may still finish."""
 KILLED = "killed by cancel --now"
 """The reason of an end without a save."""
+SAVED = ("saved after", "exited with 0 after", "the workers saved")
+"""How the reason begins in which the ranks of an attempt say that they have saved."""
 WITHOUT_RECORD = "ended without a record"
 """How the reason begins in which a later start of the job says that the attempt left no record."""
 
@@ -38,6 +40,8 @@ NO_RESULT = "NoResult"
 """The type of failure of a rank that exited with 0 before its function returned."""
 SIGNALLED = 128
 """The exit code of a process that signal n killed is SIGNALLED + n."""
+ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+"""Slurm and people end a process with one of these: a death by it says nothing about the host."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,12 @@ class RankFailure:
         return code is not None and code > SIGNALLED and code != SIGNALLED + signal.SIGABRT
 
     @property
+    def died_of_notice(self) -> bool:
+        """Whether one of `ENDING_SIGNALS` ended it: torchrun raises SignalException when it gets one."""
+        number = (self.exit_code or 0) - SIGNALLED
+        return number in ENDING_SIGNALS or str(self.type).endswith("SignalException")
+
+    @property
     def line(self) -> str:
         """It as the first failure, on one line: rank, host, step and cause."""
         if self.type == "HostLost":
@@ -100,6 +110,8 @@ def rank_failures(attempt: AttemptDir) -> list[tuple[Path, RankFailure]]:
 
 
 T = TypeVar("T")
+AWAITED_S = 3.0
+"""How much later an agent records a death by one of `ENDING_SIGNALS`: its own notice may follow."""
 NOTICED_S = 2.5
 """Within this time, ranks may notice the end of a killed one before its agent has recorded it."""
 
@@ -113,7 +125,7 @@ def first_of(records: Sequence[tuple[T, RankFailure]]) -> tuple[T, RankFailure] 
     for path, item in records:
         # An unknown time counts as that of the first.
         later_s = seconds_between(records[0][1].time, parse_time(item.time)) or 0.0
-        if item.was_signalled and later_s < NOTICED_S:
+        if item.was_signalled and later_s < NOTICED_S + AWAITED_S * item.died_of_notice:
             return path, item
     return records[0] if records else None
 

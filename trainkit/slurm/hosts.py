@@ -67,6 +67,7 @@ HOSTS_TIMEOUT_S = 10.0
 _NOT_RESPONDING = "*"
 _DOWN = re.compile(r"down|fail|unk|error", re.IGNORECASE)
 """States in which no step can run. A draining host still runs its current job."""
+_DRAINED = re.compile(r"drain|reboot|power|[@^!%]", re.IGNORECASE)
 
 
 def node_states(hosts: Sequence[str]) -> dict[str, str]:
@@ -84,6 +85,11 @@ def node_states(hosts: Sequence[str]) -> dict[str, str]:
 def is_unavailable(state: str) -> bool:
     """Whether a host in this state is down, failed or not responding."""
     return _NOT_RESPONDING in state or _DOWN.search(state) is not None
+
+
+def is_drained(state: str) -> bool:
+    """Whether an administrator takes a host in this state out of service, or has it reboot."""
+    return _DRAINED.search(state) is not None
 
 
 def is_down(state: str) -> bool:

@@ -26,11 +26,17 @@ class Memory:
         self.file = memory_file("west", self.environ)
 
     def note(
-        self, host: str, kind: Kind, hours: float = 0, run: str = "/runs/small", attempt: int = 1
+        self,
+        host: str,
+        kind: Kind,
+        hours: float = 0,
+        run: str = "/runs/small",
+        attempt: int = 1,
+        reason: str = "",
     ) -> None:
         now = NOON + timedelta(hours=hours)
         more: Any = {"run": run, "attempt": attempt, "now": now, "environ": self.environ}
-        note_failure("west", host, kind, f"{host} {kind}", **more)
+        note_failure("west", host, kind, reason or f"{host} {kind}", **more)
 
     def excluded(self, hours: float = 0) -> list[str]:
         return list(excluded("West", NOON + timedelta(hours=hours), self.environ))
@@ -66,6 +72,16 @@ def test_one_failure_that_began_on_a_host_is_nothing(memory: Memory) -> None:
         "h1": "h1 culprit, one of 2 failures that began there "
         f"(small, attempt 2, {NOON.astimezone():%Y-%m-%d %H:%M})"
     }
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGSEGV"])
+def test_a_death_by_a_signal_that_asks_to_end_blames_no_host(memory: Memory, name: str) -> None:
+    """As an earlier version has noted it."""
+    for attempt in (1, 2):
+        memory.note("h1", "culprit", attempt=attempt, reason=f"killed by {name}")
+    memory.note("h2", "start", reason=f"a job ended there before its supervisor began: {name}")
+    found = excluded("west", NOON, memory.environ, run="/runs/small")
+    assert set(found) == ({"h1", "h2"} if name == "SIGSEGV" else set())
 
 
 def test_a_host_on_which_a_start_failed_is_left_out_by_its_own_run_at_once(memory: Memory) -> None:

@@ -3,7 +3,13 @@ from dataclasses import asdict
 import pytest
 
 import trainkit
-from trainkit.job.failure.records import agent_failure, first_rank_failure, record_silent_death, suspect_host
+from trainkit.job.failure.records import (
+    agent_failure,
+    first_rank_failure,
+    record_silent_death,
+    signal_of_death,
+    suspect_host,
+)
 from trainkit.job.hangs import HangRecord
 from trainkit.run.end import RankFailure
 from trainkit.run.files import read_json, to_json, write_json
@@ -88,6 +94,13 @@ def test_the_verdict_has_the_end_of_the_log(attempt):
 def test_killed_rank_comes_before_those_that_noticed(attempt, code, first):
     record(attempt, 0, "2026-01-01T00:00:01.000Z")
     record(attempt, 1, "2026-01-01T00:00:02.000Z", type="exit", exit_code=code)
+    assert first_rank_failure(attempt).rank == first
+
+
+@pytest.mark.parametrize(("code", "first"), [(143, 1), (138, 1), (137, 0)])
+def test_a_death_that_was_recorded_late_because_a_notice_was_awaited(attempt, code, first):
+    record(attempt, 0, "2026-01-01T00:00:01.000Z", exit_code=1)
+    record(attempt, 1, "2026-01-01T00:00:04.400Z", type="exit", exit_code=code)
     assert first_rank_failure(attempt).rank == first
 
 
@@ -238,6 +251,33 @@ NCCL = "NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled cuda error\nLast err
 def test_hardware_and_what_only_looks_like_it(message: str, is_suspect: bool) -> None:
     failure = RankFailure(host="h1", type="RuntimeError", message=message, exit_code=1)
     assert suspect_host(failure) == (("h1", "culprit") if is_suspect else None)
+
+
+@pytest.mark.parametrize("number", [2, 9, 10, 11, 12, 15])
+@pytest.mark.parametrize("more", [{"type": "exit"}, {"type": "RankKilled"}, {"type": "exit", "node": True}])
+def test_a_death_by_a_signal_that_asks_to_end_is_no_fault_of_the_node(number, more) -> None:
+    failure = RankFailure(host="h1", message="killed", exit_code=128 + number, **more)
+    assert failure.died_of_notice == (number not in (9, 11))
+    if failure.died_of_notice:
+        assert suspect_host(failure) is None
+    elif more["type"] == "exit":
+        assert suspect_host(failure) == ("h1", "preflight" if failure.node else "culprit")
+
+
+@pytest.mark.parametrize(
+    ("failure", "codes", "name"),
+    [
+        (RankFailure(type="exit", exit_code=143), [1], "SIGTERM"),
+        (RankFailure(type="exit", exit_code=140), [], "SIGUSR2"),
+        (RankFailure(type="torch.x.SignalException", message="got signal: 15", exit_code=1), [1], "SIGTERM"),
+        (RankFailure(type="KeyError", exit_code=1), [1, 143], None),
+        (RankFailure(type="OutOfMemory", exit_code=137), [137], None),
+        (None, [143], "SIGTERM"),
+        (None, [124], None),
+    ],
+)
+def test_the_signal_of_which_the_first_died(failure, codes, name) -> None:
+    assert signal_of_death(failure, codes) == name
 
 
 @pytest.mark.parametrize("error", ["device-side assert triggered", "uncorrectable ECC error encountered"])

@@ -204,6 +204,11 @@ def node_of_killed_task(attempt: AttemptDir) -> int | None:
     return hosts.index(host) if how in ("Killed", "Terminated", _OUT_OF_MEMORY) and host in hosts else None
 
 
+def was_terminated(attempt: AttemptDir) -> bool:
+    """Whether SIGTERM killed the first failed task."""
+    return (first_task_exit(attempt) or ("", ""))[1] == "Terminated"
+
+
 def ran_out_of_memory(attempt: AttemptDir) -> bool:
     """Whether the memory limit of the job killed the first failed task."""
     return (first_task_exit(attempt) or ("", ""))[1] == _OUT_OF_MEMORY

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, EXIT_STUCK, TrainkitError
 from trainkit.formats import rank_list
 from trainkit.job.blame import UNKNOWN, blame_for_unlike_data, find_blame
-from trainkit.job.failure.launcher_report import RankExit, first_exit, ran_out_of_memory
+from trainkit.job.failure.launcher_report import RankExit, first_exit, ran_out_of_memory, was_terminated
 from trainkit.job.flight_records import read_flights
 from trainkit.job.hangs import blamed_failure, hang_failure, node_of, read_hangs
 from trainkit.job.preflight import PreflightFailed
-from trainkit.job.signals import describe_exit, signal_exit_code
+from trainkit.job.signals import describe_exit, is_death_by_notice, signal_exit_code
 from trainkit.plan.launch import LaunchPlan
-from trainkit.run.end import NO_RESULT, RankFailure, first_of, rank_failures
+from trainkit.run.end import NO_RESULT, SIGNALLED, RankFailure, first_of, rank_failures
 from trainkit.run.files import as_utc, refresh_listing, to_json, utc_now, write_json
 from trainkit.run.process import own_host
 from trainkit.run.record import read_rendezvous
@@ -275,6 +275,14 @@ def _blamed_for_timeout(attempt: AttemptDir, plan: LaunchPlan, first: RankFailur
     return replace(found, message=message, time=first.time, step=first.step, log_tail=first.log_tail)
 
 
+def signal_of_death(failure: RankFailure | None, exit_codes: Sequence[int]) -> str | None:
+    """Which of `ENDING_SIGNALS` ended what failed first, by its record or else the exit codes; else None."""
+    codes = exit_codes if failure is None else [failure.exit_code or EXIT_OK]
+    number = next((code - SIGNALLED for code in codes if is_death_by_notice(code)), signal.SIGTERM)
+    died = any(map(is_death_by_notice, codes)) if failure is None else failure.died_of_notice
+    return signal.Signals(number).name if died else None
+
+
 def _killed_agent_failure(attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome) -> RankFailure | None:
     """The failure of an agent that was killed before any rank failed: its ranks left no record."""
     node_rank = outcome.killed_node
@@ -283,7 +291,9 @@ def _killed_agent_failure(attempt: AttemptDir, plan: LaunchPlan, outcome: Outcom
     first = plan.first_rank_of(node_rank)
     if any(attempt.rank_error(rank).exists() for rank in range(first, first + plan.workers_of(node_rank))):
         return None  # its agent was still alive
-    failure = agent_failure(node_rank, "its agent was killed", signal_exit_code(signal.SIGKILL))
+    # SIGTERM ends one that still starts, before it waits for signals.
+    number = signal.SIGTERM if was_terminated(attempt) else signal.SIGKILL
+    failure = agent_failure(node_rank, "its agent was killed", signal_exit_code(number))
     if ran_out_of_memory(attempt):
         oom = _out_of_memory(signal_exit_code(signal.SIGKILL))
         failure = replace(failure, type=oom.type, message=oom.message, hint=oom.hint)
@@ -292,8 +302,8 @@ def _killed_agent_failure(attempt: AttemptDir, plan: LaunchPlan, outcome: Outcom
 
 
 def suspect_host(failure: RankFailure) -> tuple[str, Kind] | None:
-    """The host that a failure implicates, and as what kind; None when the program itself failed."""
-    if not failure.host:
+    """The host that a failure implicates, and as what kind; None when the program failed or was ended."""
+    if not failure.host or failure.died_of_notice:
         return None
     if failure.node:
         return failure.host, "preflight"

@@ -1,0 +1,164 @@
+"""How ends are booked of a script without a handler, whose ranks die before their agents hear the signal.
+
+    python -m benchmarks.preemptions [--slurm 24.11] [--ends 60] [--seed 0] [--ways preempted ...] [--calm]
+
+Starts a cluster of four hosts on this machine (as root; see tools/slurm_cluster) and submits the script in
+seeded shapes: one or two hosts, 1 to 4 ranks on each, a task per GPU or node, both backends, as many runs as
+fit. Each run may crash once (`requeue.max_crashes: 1`). What slurmstepd signals first runs first, so that a
+rank is dead, and its agent has seen that, before the agent is signalled; `--calm` leaves that to chance.
+The ways: preemption (requeued with a grace time of 10 s and of none, and cancelled), scancel of a job and of
+a step, the time limit, a host that is drained, and SIGTERM by somebody who tells Slurm nothing, which alone
+is a crash. Prints what was booked otherwise and a table; the exit code is 0 if all ends are as they must be
+and no run has noted anything about a node.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.on_slurm.login import Login, settings
+from tests.on_slurm.preemptions import Shape, draw_shapes, hurry, notes_about_nodes
+from tests.on_slurm.survival import preempt, set_preemption
+from tests.support.programs import ranks_of
+from tools.slurm_cluster.cluster import up
+from tools.slurm_cluster.processes import Pid
+from trainkit.run.rundir import RunDir
+
+AGAIN = 4
+"""How often a run is preempted before others take its place."""
+END_S = 400.0
+Runs = Sequence[tuple[Shape, RunDir]]
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way in which runs end."""
+
+    end: Callable[[Login, Runs], None]
+    expected: tuple[str, str | None]
+    """The action and the cause of end.json."""
+    again: int = 1
+    """How often a run can end so."""
+    options: tuple[str, ...] = ()
+    share: int = 4
+    """One of so many of the demanded ends."""
+
+
+def _preempted(mode: str, grace_s: int) -> Callable[[Login, Runs], None]:
+    def end(login: Login, runs: Runs) -> None:
+        set_preemption(login.cluster, mode, grace_s)
+        preempt(login.cluster)
+
+    return end
+
+
+def _scancel(*options: str, step: str = "") -> Callable[[Login, Runs], None]:
+    def end(login: Login, runs: Runs) -> None:
+        login.run(["scancel", *options, *(f"{login.job_id(run)}{step}" for _, run in runs)], check=True)
+
+    return end
+
+
+def _wait(login: Login, runs: Runs) -> None:
+    """Until the time limit, of which the notice comes by itself."""
+
+
+def _drained(login: Login, runs: Runs) -> None:
+    """As when an administrator has a host reboot, which ends the processes there."""
+    hosts = ",".join(login.cluster.hosts)
+    login.run(["scontrol", "update", f"nodename={hosts}", "state=drain", "reason=reboot"], check=True)
+    _kill(login, runs)
+
+
+def _kill(login: Login, runs: Runs) -> None:
+    for _, run in runs:
+        os.kill(ranks_of(run)[0], signal.SIGTERM)
+
+
+REQUEUED = ("requeue", "preempted")
+STOPPED = ("stopped", None)
+LIMIT = tuple(settings("resources.time='2'", "requeue.grace_s=20"))
+WAYS = {
+    "preempted": Way(_preempted("REQUEUE", 10), REQUEUED, AGAIN, share=1),
+    "preempted, no grace time": Way(_preempted("REQUEUE", 0), REQUEUED, AGAIN),
+    "preempted, cancelled": Way(_preempted("CANCEL", 10), REQUEUED, AGAIN),
+    "scancel": Way(_scancel(), STOPPED),
+    "scancel --signal=TERM of the step": Way(_scancel("--signal=TERM", step=".0"), STOPPED),
+    "time limit": Way(_wait, ("requeue", "timeout"), options=LIMIT),
+    "drained": Way(_drained, REQUEUED),
+    "killed": Way(_kill, ("restart", "crash")),
+}
+
+
+def book(login: Login, way: Way, rng: random.Random, count: int, *, calm: bool) -> Counter[str]:
+    """End runs in one way until there are `count` ends; returns how often each was booked."""
+    found = Counter[str]()
+    while found.total() < count:
+        runs = [(shape, shape.submit(login, *way.options)) for shape in draw_shapes(rng)]
+        for attempt in range(1, way.again + 1):
+            for shape, run in runs:
+                shape.wait_for_ranks(login, run, attempt)
+                if not calm:
+                    hurry(run)
+            way.end(login, runs)
+            for shape, run in runs:
+                end = login.wait_for_end(run, attempt, END_S)
+                is_right = (end["action"], end["cause"]) == way.expected
+                is_right &= end["verdict"] is None or end["cause"] == "crash"
+                found["as expected" if is_right else f"{end['action']}, {end['cause']}"] += 1
+                if not is_right:
+                    print(f"- {shape}, attempt {attempt}: {end['reason']} ({run.path})", flush=True)
+        for _, run in runs:
+            login.trainkit("cancel", "--now", str(run.path))
+        login.cluster.restore()
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--slurm", help="a version such as 24.11; default: the installed one")
+    parser.add_argument("--ends", type=int, default=60, help="preemptions; the other ways get a fourth")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--calm", action="store_true", help="leave to chance who hears the signal first")
+    args = parser.parse_args()
+    folder, began_s = Path(tempfile.mkdtemp(prefix="preemptions-")), time.monotonic()
+    cluster = up(accounting=False, owner=Pid.of(os.getpid()), slurm=args.slurm)
+    rows = dict[str, tuple[Counter[str], int]]()
+    try:
+        login = Login(cluster, folder)
+        for name in args.ways:
+            way, rng = WAYS[name], random.Random(f"{name} {args.seed}")
+            before = len(notes_about_nodes(login))
+            found = book(login, way, rng, max(1, args.ends // way.share), calm=args.calm)
+            rows[name] = (found, len(notes_about_nodes(login)) - before)
+            set_preemption(cluster, "REQUEUE", 10)
+    finally:
+        cluster.down()
+    print(f"\nSlurm {args.slurm or 'as installed'}, {time.monotonic() - began_s:.0f} s:\n")
+    print("| way | ends | as expected | otherwise | notes about nodes |\n|---|---|---|---|---|")
+    for name, (found, notes) in rows.items():
+        others = [f"{count} {how}" for how, count in found.items() if how != "as expected"]
+        cells = (name, found.total(), found["as expected"], "; ".join(others) or "-", notes)
+        print(f"| {' | '.join(map(str, cells))} |")
+    all_right = all(set(found) == {"as expected"} and not notes for found, notes in rows.values())
+    if all_right:
+        shutil.rmtree(folder)
+    return 0 if all_right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
