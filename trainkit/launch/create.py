@@ -64,7 +64,7 @@ def create_submission(
         group, run = RunGroup(folder), RunDir(folder)
         group.logs_dir.mkdir(mode=0o700)
         code = write_origin(run, config, plan, argv, submission.code_from)
-        record = _group_record(name, submission.points, submission.array.directive, code)
+        record = _group_record(folder, name, submission.points, submission.array.directive, code)
         refuse_leaks(json.dumps(record), str(group.sweep_file), config.secrets, os.environ)
         if backend_named(plan.backend).template is not None:
             write_atomic(group.script_file, submission.script(run, code).text)
@@ -171,7 +171,9 @@ def _script(run: RunDir, job: JobRecord, config: RunConfig, plan: LaunchPlan) ->
     return script_for(run, run.next_attempt().number, plan, config, Path(job.cwd), job.code)
 
 
-def _group_record(name: str, points: Sequence[PlannedPoint], array: str, code: CodeCopy | None) -> JsonObject:
+def _group_record(
+    folder: Path, name: str, points: Sequence[PlannedPoint], array: str, code: CodeCopy | None
+) -> JsonObject:
     first = points[0]
     plan, slurm = first.plan.to_dict(), first.plan.slurm
     record = GroupRecord(
@@ -185,6 +187,8 @@ def _group_record(name: str, points: Sequence[PlannedPoint], array: str, code: C
         code=code,
         config=_config_dict(first.config),
         plan=plan,
+        folder=str(folder.absolute()),
+        inode=folder.stat().st_ino,
     )
     return record.to_dict(
         Point(

@@ -32,6 +32,19 @@ PARTIAL_SUFFIX = ".partial"
 REJECTED_SUFFIX = ".rejected"
 
 
+def is_same_folder(one: Path, other: Path) -> bool:
+    """Whether two paths are one folder, also where its file system is mounted twice; False if one is missing.
+
+    Such a mount has another device; a copy has a time of change of its own, which nobody can set.
+    """
+    try:
+        ours, theirs = one.stat(), other.stat()
+    except OSError:
+        return False
+    both = [(found.st_ino, found.st_ctime_ns) for found in (ours, theirs)]
+    return os.path.samestat(ours, theirs) or both[0] == both[1]
+
+
 class Child:
     """A path below the `path` of its owner."""
 
