@@ -54,7 +54,8 @@ def cancel_run(run: RunDir, *, now: bool, wait: bool, warn: Callable[[str], None
     """Ask a run to save and exit, or with `now` kill it; with `wait`, return once it has ended.
 
     What is recorded under the lock decides: the supervisor looks at it before the next attempt, and obeys it
-    also when the signal is lost. Raises UsageError when this host cannot reach the run, SlurmUnreachable when Slurm does not answer.
+    also when the signal is lost. Raises UsageError when this host cannot reach the run, SlurmUnreachable when
+    Slurm does not answer.
     """
     outcome = ""
     with run_lock(run):

@@ -1,5 +1,6 @@
 """Finds runs: RUN on a command line is a job id, a run name, a run folder or `last`.
-A name that acts on a run is one of this folder.
+
+A command that acts on a run takes the name of one of this folder only, others of any folder.
 
 A run of a group is also `GROUP/INDEX`, or the id of its array task, `123_4`. A job id may name its cluster,
 `123;east`.
@@ -234,7 +235,7 @@ def _is_of_this_folder(known: RunDir | RunGroup) -> bool:
         return True
     with suppress(UsageError):  # a damaged group
         cwd = known.record.cwd if isinstance(known, RunGroup) else read_job(known).cwd
-        return cwd is not None and os.path.realpath(cwd) == os.getcwd()
+        return cwd is not None and os.path.realpath(cwd) == str(Path.cwd())
     return False
 
 
