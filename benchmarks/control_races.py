@@ -77,6 +77,8 @@ class Place:
 
     folder: Path
     number: int = 0
+    cwd: Path | None = None
+    """The folder in which commands are typed, by default that of their output."""
     environ: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -87,7 +89,7 @@ class Place:
     def start(self, *argv: str) -> Command:
         self.number += 1
         log = self.folder / f"command-{self.number}.log"
-        return Command(*argv, cwd=self.folder, environ=self.environ, log=log)
+        return Command(*argv, cwd=self.cwd or self.folder, environ=self.environ, log=log)
 
     def run(self, *argv: str) -> Command:
         command = self.start(*argv)

@@ -214,6 +214,8 @@ class LocalAllocation(Allocation):
                 " interrupted"
             )
             return EXIT_FAILED
+        if entry.in_foreground:
+            processes.fail_on_disk_error()
         return self.run.attempt(self._number)
 
     def register(self, attempt: AttemptDir) -> str:
