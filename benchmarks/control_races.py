@@ -25,6 +25,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from benchmarks.forked import Command, fork, forked_modules, preload
@@ -127,6 +128,8 @@ def has_started(run: RunDir) -> bool:
     if not all(
         is_running(int(pid)) for number, pid in map(str.split, lines[:-1]) if int(number) == entry.attempt
     ):
+        return False
+    if not entry.attempt:
         return False
     ranks = range(read_json(run.attempt(entry.attempt).plan_file)["num_nodes"])
     logs = (run.attempt(entry.attempt).rank_log(rank) for rank in ranks)
@@ -297,7 +300,7 @@ def play_pair(folder: Path, pair: Sequence[str], rounds: int, seed: int) -> int:
     for number in range(rounds):
         if run is None:
             run = place.submit()
-            wait_for(lambda: has_started(run))
+            wait_for(partial(has_started, run))
         one = Round(place, run, pair, chance)
         wrong = one.play()
         outcomes[one.outcome] += 1

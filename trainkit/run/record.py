@@ -340,6 +340,9 @@ def open_attempt(run: RunDir, config_text: str, plan_text: str) -> AttemptDir:
     Raises FileExistsError when another command has already created it, OSError when it cannot be written.
     """
     attempt = run.next_attempt()
+    if not run.attempts_dir.exists():  # with that, the folder is a run: `resume` starts it if this is killed
+        write_atomic(run.config_file, config_text)
+        write_atomic(run.plan_file, plan_text)
     attempt.create()
     try:
         for file in (attempt.config_file, run.config_file):

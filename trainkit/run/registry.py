@@ -258,6 +258,12 @@ class UnknownRun(UsageError):
 
 def _newest(text: str, matches: Sequence[Known], to_change: bool) -> Known:
     if not matches:
+        folder = Path(RUNS_FOLDER, text)
+        if folder.is_dir():
+            raise UnknownRun(
+                f"{folder} does not contain a run: the command that made the folder has not started it",
+                hint=f"if that was interrupted, remove {folder} and type it again",
+            )
         known = [item.path.name for item in iter_known_runs()]
         hint = "no runs yet: `trainkit submit` starts one"
         if known:
