@@ -67,7 +67,8 @@ sleep 600 & wait $!
 exit 0
 """
 OPTIONS = (
-    *("--gpus-per-node", "1", "--no-snapshot", "--set", "device=cpu", "--set", "requeue.grace_s=20"),
+    *("--backend", "local", "--gpus-per-node", "1", "--no-snapshot", "--set", "device=cpu"),
+    *("--set", "requeue.grace_s=20"),
     *("--set", "requeue.max=1000", "--set", "requeue.max_crashes=1000", "--", "sh", "worker.sh"),
 )
 
@@ -157,8 +158,6 @@ class Round:
         self.delay_s = chance.choice((0.0, chance.uniform(0.0, 0.12), chance.uniform(0.0, 0.6)))
         self.order = chance.sample(range(2), 2)
         self.commands: dict[int, Command] = {}
-        self.began: dict[int, float] = {}
-        self.returned: dict[int, float] = {}
 
     def prepare(self) -> None:
         """Bring the run into the state in which the round begins: the commands of that work."""
@@ -196,7 +195,6 @@ class Round:
 
     def _operate(self, index: int) -> None:
         name = self.pair[index]
-        self.began[index] = time.time()
         if name == "crash":
             pids = (line.split()[1] for line in (self.run.path / "ranks.txt").read_text().splitlines())
             for pid in map(int, pids):
@@ -211,10 +209,7 @@ class Round:
         self.commands[index] = self.place.start(*words, *(OPTIONS if name == "submit" else ()))
 
     def _have_returned(self) -> bool:
-        for index, command in self.commands.items():
-            if index not in self.returned and command.poll() is not None:
-                self.returned[index] = time.time()
-        return len(self.returned) == len(self.commands)
+        return None not in [command.poll() for command in self.commands.values()]
 
     def _judge(self) -> None:
         attempts = read_job(self.run).attempts
@@ -284,12 +279,12 @@ class Round:
             return
         if not self._was_cancelled():
             self.wrong.append(f"{name} said {said}, and no attempt is cancelled")
-        if name == "cancel":
+        if name != "cancel-wait":
             return
-        entry, returned = newest(self.run), self.returned[index]
+        entry, returned = newest(self.run), command.printed_at
         submitted = parse_time(entry.submitted_at)
         assert submitted is not None
-        if is_alive(self.run) and submitted.timestamp() < returned - 0.1:
+        if is_alive(self.run) and submitted.timestamp() < returned - 0.25:  # it looks, then it prints
             self.wrong.append(f"{name} returned 0 at {returned:.2f}, and attempt {entry} is alive")
 
 

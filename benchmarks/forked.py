@@ -158,6 +158,11 @@ class Command:
         return self.code
 
     @property
+    def printed_at(self) -> float:
+        """When it printed last, in seconds of Unix time."""
+        return self._log.stat().st_mtime
+
+    @property
     def said(self) -> str:
         """What it has printed."""
         return self._log.read_text(errors="replace")

@@ -149,8 +149,10 @@ class LocalBackend(Backend):
         try:
             write_cancelled(run, entry, KILLED)
         except OSError as error:
-            message = f"{entry.job_id} was killed, but that could not be recorded ({error})"
-            raise TrainkitError(message) from None
+            raise TrainkitError(
+                f"{entry.job_id} was killed, but that could not be recorded ({error})",
+                hint="free space on its disk; `trainkit status` calls the run died until it is resumed",
+            ) from None
 
 
 def _start_process(

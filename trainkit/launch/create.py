@@ -27,7 +27,7 @@ from trainkit.run.group import GroupRecord, Point, RunGroup, difference
 from trainkit.run.owner import cannot_create, refuse_place
 from trainkit.run.record import AttemptRecord, CodeCopy, JobRecord, create_job, read_job
 from trainkit.run.registry import register
-from trainkit.run.rundir import RUNS_FOLDER, RunDir, folders_named, run_lock
+from trainkit.run.rundir import LOCK_NAME, RUNS_FOLDER, RunDir, folders_named, run_lock
 from trainkit.slurm.environment import cluster_name
 
 if TYPE_CHECKING:
@@ -252,9 +252,12 @@ def new_folder(name: str, run_dir: Path | None, option: str = "--run-dir") -> It
             folder = _next_free_folder(Path(RUNS_FOLDER), name)
             name = folder.name
         else:
-            if not run_dir.exists():
-                ensure_folder(run_dir.parent, parents=True)
-                run_dir.mkdir(mode=0o700)
+            ensure_folder(run_dir.parent, parents=True)
+            ensure_folder(run_dir, 0o700)
+            try:  # of two commands that found it empty, one gets it
+                os.close(os.open(run_dir / LOCK_NAME, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+            except FileExistsError:
+                raise cannot_create(run_dir, "another command is making a run there", option) from None
             folder = run_dir
         yield folder, name
     except BaseException as error:

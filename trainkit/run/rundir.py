@@ -26,6 +26,7 @@ from trainkit.locks import (
 
 STARTS_FOLDER = "starts"
 RUNS_FOLDER = "runs"
+LOCK_NAME = ".lock"
 CHECKPOINT_PREFIX = "step-"
 MANIFEST_NAME = "manifest.json"
 PARTIAL_SUFFIX = ".partial"
@@ -122,7 +123,7 @@ class RunDir(RunFolder):
     checkpoints_dir = Child("checkpoints")
     checkpoint_dir = Numbered(f"checkpoints/{CHECKPOINT_PREFIX}{{:08d}}")
     attempts_dir = Child("attempts")
-    lock_file = Child(".lock")
+    lock_file = Child(LOCK_NAME)
     """Locked while a command changes what the run does next."""
     supervisor_lock_file = Child(".supervisor.lock")
     """Locked by the run's supervisor until it exits."""
