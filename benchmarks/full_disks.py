@@ -2,8 +2,8 @@
 
     python -m benchmarks.full_disks
 
-`submit` and `run` make a run on such a disk, also with the folder in which they are typed and the user's state
-on it; `cancel`, `requeue`, `resume` and `status` find one that runs, or that has ended. No command may take
+`submit` and `run` make a run on such a disk, also with the folder in which they are typed and the user's
+state on it; `cancel`, `requeue`, `resume` and `status` find one that runs, or that has ended. No command may take
 longer than `TIMEOUT_S`, end as an unexpected error, or keep the next one from working once there is space.
 Needs root, for the disks.
 """
