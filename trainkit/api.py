@@ -169,10 +169,13 @@ def runs() -> list[Run | Group]:
 
 
 class Run:
-    """A run, by its folder, name or job id, or ``last``. Raises UsageError if there is none, or several."""
+    """A run, by its folder or job id, or by its name or ``last`` one of the current folder.
+
+    Raises UsageError if there is none, or several.
+    """
 
     def __init__(self, run: str | Path | RunDir) -> None:
-        self._folder = run if isinstance(run, RunDir) else find_run(str(run), to_change=True)
+        self._folder = run if isinstance(run, RunDir) else find_run(str(run), acts=True)
 
     @property
     def path(self) -> Path:
@@ -350,7 +353,7 @@ class Group(Sequence[Run]):
     """A group of runs, by its folder or name: a sequence of `Run`. Raises UsageError if there is none."""
 
     def __init__(self, group: str | Path) -> None:
-        found = find_run_or_group(str(group), to_change=True)
+        found = find_run_or_group(str(group), acts=True)
         if not isinstance(found, RunGroup):
             raise UsageError(f"{found.path} is one run, not a group", hint="Run(…) opens it")
         self._group = found

@@ -80,6 +80,14 @@ def relative_path(path: str, cwd: Path) -> str:
     return f"./{below}" if below.startswith("-") else below  # not an option
 
 
+def is_full(folder: Path) -> bool:
+    """Whether the disk of a folder has no space or no inode left for this user; False if that is unknown."""
+    with suppress(OSError):
+        disk = os.statvfs(folder)
+        return disk.f_bavail == 0 or (disk.f_files > 0 and disk.f_favail == 0)
+    return False
+
+
 def state_folder(environ: Mapping[str, str] = os.environ) -> Path:
     """``$XDG_STATE_HOME/trainkit``; it may not exist yet."""
     return Path(environ.get("XDG_STATE_HOME") or home(environ) / ".local/state") / "trainkit"

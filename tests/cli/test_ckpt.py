@@ -130,6 +130,7 @@ def test_dry_run_removes_nothing(run: RunDir, capsys: pytest.CaptureFixture[str]
     assert main(["ckpt", "prune", str(run.path), "--keep-last", "2", "--dry-run", "--json"]) == 0
     value = json.loads(capsys.readouterr().out)
     assert value == {
+        "run_dir": str(run.path),
         "removed": [str(run.checkpoint_dir(10))],
         "kept": [str(run.checkpoint_dir(step)) for step in (20, 30, 40)],
         "dry_run": True,

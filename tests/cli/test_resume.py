@@ -78,7 +78,7 @@ def test_resume_from_another_folder_works_where_it_was_submitted(desk):
     run = desk.submit()
     desk.wait_for_end(run)
     home, desk.folder = desk.folder, desk.folder / "state"
-    assert desk.trainkit("resume", "small", "--follow").returncode == 0
+    assert desk.trainkit("resume", str(run.path), "--follow").returncode == 0
     desk.folder = home
     assert f"{home}/runs/small/work" in run.attempt(2).rank_log(0).read_text().splitlines()
 

@@ -71,7 +71,7 @@ def test_a_run_is_where_there_is_room(login: Login, other: Login) -> None:
         with terminal(login, "attach", str(run.path), "--node", "1") as shell:
             assert shell.ask("hostname") == other.cluster.hosts[1]
         done = login.trainkit("cancel", str(run.path), "--wait")
-        assert done.stdout + done.stderr == f"{job_id} has ended\n"
+        assert (done.stdout + done.stderr).endswith(f"{run.name}: {job_id} has ended\n")
         other.wait_until_idle()
         assert len(login.jobs()) == 1, "that of somebody else, here"
 

@@ -53,6 +53,8 @@ def test_a_point_is_a_complete_run(tmp_path: Path) -> None:
             "submitted_at": SUBMITTED_AT,
             "backend": "sbatch",
             "reason": "submit",
+            "folder": str(run.path),
+            "inode": run.path.stat().st_ino,
         }
     ]
     assert run.script_file.read_bytes() == group.script_file.read_bytes()

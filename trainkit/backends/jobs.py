@@ -7,14 +7,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
+from shlex import quote
 
 from trainkit.backends import SUPERVISOR_EXIT_S, JobStatus, backend_of
 from trainkit.errors import SlurmError, UsageError, print_note
 from trainkit.run.end import is_over
-from trainkit.run.group import RunGroup, is_index
+from trainkit.run.group import RunGroup, group_of, is_index
 from trainkit.run.history import read_plan
 from trainkit.run.record import AttemptRecord, JobRecord, add_slurm_attempt, read_job
-from trainkit.run.rundir import RunDir, submission_token
+from trainkit.run.rundir import RunDir, RunFolder, is_same_folder, is_supervised, submission_token
 from trainkit.slurm.jobs import JobInfo, in_queue, query_clusters
 from trainkit.slurm.states import JobState, by_cluster
 from trainkit.slurm.submit import find_by_token
@@ -62,24 +63,70 @@ def live_entry(run: RunDir, command: str) -> AttemptRecord | None:
     """
     job = read_job(run)
     entry = None if job.newest is None else backend_of(job.newest).live_entry(run, job.newest, command)
-    if entry is not None and (original := _copied_from(run, job)) is not None:
-        raise UsageError(
-            f"{run.shown} is a copy of {original.shown}, which is running as {entry.job_id}",
-            hint=f"`trainkit {command} {original.word}` acts on that run",
-        )
+    if entry is not None:
+        refuse_copy(run, job, command)
     return entry
 
 
-def _copied_from(run: RunDir, job: JobRecord) -> RunDir | None:
-    """The run whose folder was copied to this one, as far as its code says so."""
-    if job.code is None:
-        return None
-    home = Path(job.code.code).parent
-    original = (
-        RunGroup(home).run(int(run.name)) if RunGroup(home).exists() and is_index(run.name) else RunDir(home)
+def refuse_copy(run: RunDir, job: JobRecord, command: str) -> None:
+    """Raise UsageError if the newest attempt of a run is that of another folder, of which this is a copy.
+
+    A moved folder, a link to it and another mount of it are no copies. `command` is as in `live_entry`.
+    """
+    entry = job.newest or AttemptRecord()
+    if (original := _copied_from(run, job)) is not None:
+        raise _is_copy(run, original, entry.job_id, command)
+    # On this machine, its supervisor has a lock in the folder from a moment after its start.
+    is_here = entry.backend is not None and is_same_folder(Path(entry.folder or run.path), run.path)
+    if entry.folder is not None and not is_here and _was_copied(run, entry.inode) and not is_supervised(run):
+        ends = f"kill {entry.pid}" if entry.backend is None else f"scancel {entry.job_id}"
+        raise _is_elsewhere(run, entry.folder, entry.job_id, ends, command)
+
+
+def refuse_copied_group(group: RunGroup, command: str) -> None:
+    """Raise UsageError if the jobs of a group are those of another folder, as `refuse_copy` does."""
+    record, job_id = group.record, str(group.job_id)
+    if (original := group.original) is not None:
+        raise _is_copy(group, original, job_id, command)
+    home = Path(record.folder or group.path)
+    if not is_same_folder(home, group.path) and _was_copied(group, record.inode):
+        raise _is_elsewhere(group, str(home), job_id, f"scancel {' '.join(group.job_ids)}", command)
+
+
+def _was_copied(folder: RunFolder, inode: int | None) -> bool:
+    """Whether a folder is not the one with this inode, which a move keeps, also for another host."""
+    return inode not in (None, folder.path.stat().st_ino)
+
+
+def _is_copy(folder: RunFolder, original: RunFolder, job_id: str, command: str) -> UsageError:
+    return UsageError(
+        f"{folder.shown} is a copy of {original.shown}, which is running as {job_id}",
+        hint=f"`trainkit {command} {original.word}` acts on that run",
     )
-    is_other = original.exists() and not original.path.samefile(run.path)
-    return original if is_other and read_job(original).newest == job.newest else None
+
+
+def _is_elsewhere(folder: RunFolder, home: str, job_id: str, ends: str, command: str) -> UsageError:
+    return UsageError(
+        f"{folder.shown} is not the folder that {job_id} writes to: that is {home}, and was not moved here",
+        hint=f"`trainkit {command} {quote(home)}` acts on the run where that folder is; "
+        f"if it is gone for good, `{ends}` ends the job",
+    )
+
+
+def _copied_from(run: RunDir, job: JobRecord) -> RunDir | None:
+    """The run whose folder was copied to this one, if it has the newest attempt of this one."""
+    if (found := group_of(run)) is not None and (group := found[0].original) is not None:
+        return group.run(found[1])
+    if job.newest is None:
+        return None
+    home = job.newest.folder
+    if home is None and job.code is not None:  # an attempt of an earlier version
+        home = str(Path(job.code.code).parent)
+        home += f"/{run.name}" if RunGroup(home).exists() and is_index(run.name) else ""
+    original = RunDir(home or run.path)
+    if is_same_folder(original.path, run.path) or not original.exists():
+        return None
+    return original if any(map(job.newest.is_attempt, read_job(original).attempts)) else None
 
 
 def recover_job_id(run: RunDir) -> None:
@@ -136,8 +183,9 @@ def lingering_job(run: RunDir) -> JobInfo | None:
 
     None if Slurm does not answer.
     """
-    entry = read_job(run).newest
-    if entry is None or not is_over(run.attempt(entry.attempt)):
+    record = read_job(run)
+    entry = record.newest
+    if entry is None or not is_over(run.attempt(entry.attempt)) or _copied_from(run, record) is not None:
         return None
     try:
         job = backend_of(entry).job(entry)

@@ -22,7 +22,14 @@ from trainkit.run.events import log_event, read_events
 from trainkit.run.group import RunGroup, group_of
 from trainkit.run.history import Attempt, attempts_of
 from trainkit.run.process import boot_id
-from trainkit.run.record import AttemptRecord, add_attempt, is_alive, open_attempt, read_job
+from trainkit.run.record import (
+    AttemptRecord,
+    add_attempt,
+    discard_attempt,
+    is_alive,
+    open_attempt,
+    read_job,
+)
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.slurm.environment import OWN_PREFIX
 
@@ -42,12 +49,24 @@ class LocalBackend(Backend):
         attempt = open_attempt(run, new.config_text, new.plan_text)
         # A stop signal stays pending while the supervisor's interpreter starts.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {*NOTICE_SIGNALS, *PAUSE_SIGNALS})
+        pid = None
         try:
             pid = self._supervisor(attempt, new)
             entry = add_attempt(run, attempt.number, pid, new.reason)
+        except OSError:
+            if pid not in (None, os.getpid()):  # it would end by itself: it is not in job.json
+                signal_all([pid], signal.SIGKILL)
+            discard_attempt(attempt)
+            raise
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        log_event(run, attempt.number, "submitted", job_id=entry.job_id, reason=new.reason)
+        try:
+            log_event(run, attempt.number, "submitted", job_id=entry.job_id, reason=new.reason)
+        except OSError as error:
+            raise TrainkitError(
+                f"{entry.job_id} was started, but {run.shown} cannot be written: {error.strerror}",
+                hint=f"free disk space, which the run needs too, or end it with `trainkit cancel {run.word}`",
+            ) from error
         return entry
 
     def start_group(self, group: RunGroup) -> str:
@@ -130,8 +149,10 @@ class LocalBackend(Backend):
         try:
             write_cancelled(run, entry, KILLED)
         except OSError as error:
-            message = f"{entry.job_id} was killed, but that could not be recorded ({error})"
-            raise TrainkitError(message) from None
+            raise TrainkitError(
+                f"{entry.job_id} was killed, but that could not be recorded ({error})",
+                hint="free space on its disk; `trainkit status` calls the run died until it is resumed",
+            ) from None
 
 
 def _start_process(

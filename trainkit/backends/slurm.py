@@ -18,7 +18,7 @@ from trainkit.job.group_parts import clusters_of, submit_parts
 from trainkit.job.node.slurm_step import find_slurm_task
 from trainkit.job.signals import AGENT_SIGNAL
 from trainkit.plan.launch import LaunchPlan, SlurmRequest
-from trainkit.run.end import KILLED, is_over
+from trainkit.run.end import KILLED, is_over, read_end
 from trainkit.run.events import log_event
 from trainkit.run.files import write_atomic
 from trainkit.run.group import RunGroup
@@ -84,6 +84,12 @@ class SlurmBackend(Backend):
                 return "waiting"
             cancel([entry.job])
             write_cancelled(run, entry, "cancelled before it started")
+            return "cancelled"
+        end = read_end(run.attempt(entry.attempt))
+        if number == signal.SIGTERM and end is not None and end.resumes and end.action != "restart":
+            # Its ranks have saved and gone: what is left of the job would only start the next attempt.
+            cancel([entry.job])
+            write_cancelled(run, entry, "cancelled before the restart")
             return "cancelled"
         send_signal([entry.job], sent_for(number, [(run, entry)]).name)
         return "signalled"

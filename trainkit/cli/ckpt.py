@@ -90,7 +90,7 @@ def prune(run_name: str, keep_last: int, dry_run: bool, as_json: bool) -> None:
 
     Refused while the run is running. Checkpoints set aside as damaged are kept.
     """
-    run = find_run(run_name)
+    run = find_run(run_name, acts=True)
     with run_lock(run):
         require_not_running(run, "ckpt prune")
         there = manifest.published(run.checkpoints_dir)
@@ -105,7 +105,8 @@ def prune(run_name: str, keep_last: int, dry_run: bool, as_json: bool) -> None:
     kept = [checkpoint for checkpoint in there if checkpoint not in doomed]
     if as_json:
         removed = [str(checkpoint.path) for checkpoint in doomed]
-        value = {"removed": removed, "kept": [str(item.path) for item in kept], "dry_run": dry_run}
+        value = {"run_dir": str(run.path), "removed": removed, "dry_run": dry_run}
+        value["kept"] = [str(item.path) for item in kept]
         echo_json(value)
     else:
         click.echo(f"kept: {', '.join(item.path.name for item in kept) or 'nothing was there'}", err=True)

@@ -40,7 +40,7 @@ def cancel(run_name: str, now: bool, wait: bool, as_json: bool) -> int:
 
     For a group or a bench, cancels all of its runs. Succeeds if RUN has already ended.
     """
-    found = find_run_or_group(run_name, to_change=True)
+    found = find_run_or_group(run_name, acts=True)
     if isinstance(found, RunGroup):
         result = cancel_group(found, now=now, wait=wait)
     else:
@@ -48,7 +48,7 @@ def cancel(run_name: str, now: bool, wait: bool, as_json: bool) -> int:
     click.echo(result.message, err=True)
     if as_json:
         echo_json(result.facts)
-    return EXIT_FAILED if wait and result.state == "cancelling" else EXIT_OK
+    return EXIT_FAILED if wait and result.state in ("cancelling", "restarted") else EXIT_OK
 
 
 @as_command("trainkit requeue last", "trainkit requeue last --json")
@@ -63,12 +63,12 @@ def requeue(run_name: str, as_json: bool) -> None:
     from trainkit.cli.started import print_started
     from trainkit.control.resume import requeue_run
 
-    run = find_run(run_name, to_change=True)
+    run = find_run(run_name, acts=True)
     options.refuse_untrusted(run.path)
     entry, is_started = requeue_run(run)
     job = read_job(run)
     if not is_started:
-        click.echo(f"{entry.job_id} is saving and will be requeued", err=True)
+        click.echo(f"{run.shown}: {entry.job_id} is saving and will be requeued", err=True)
         if not as_json:
             return
         entry = replace(entry, attempt=entry.attempt + 1)
@@ -85,8 +85,9 @@ def stacks(run_name: str, rank: int | None, as_json: bool) -> None:
     Training continues. Ranks that do not respond, and the ranks of a COMMAND, are inspected with py-spy if it
     is installed.
     """
-    run = find_run(run_name)
+    run = find_run(run_name, acts=True)
     attempt, replies, silent = _ask_stacks(run, rank)
+    click.echo(f"{run.shown}, attempt {attempt.number}", err=True)
     groups = group_replies(replies)
     if as_json:
         value = {
@@ -181,7 +182,7 @@ def attach(run_name: str, node: int) -> NoReturn:
     """Open a shell on a node of RUN's job, next to its processes."""
     from trainkit.control import shell
 
-    shell.attach(find_run(run_name), node)
+    shell.attach(find_run(run_name, acts=True), node)
 
 
 @as_command("trainkit debug last", "trainkit debug last --rank 5")
@@ -196,7 +197,7 @@ def debug(run_name: str, rank: int) -> None:
     """
     from trainkit.control import shell
 
-    shell.debug(_running_attempt(find_run(run_name)), rank)
+    shell.debug(_running_attempt(find_run(run_name, acts=True)), rank)
 
 
 @as_command(

@@ -20,7 +20,7 @@ from trainkit.cli.help import as_command, option
 from trainkit.cli.options import COUNT, INDEX, run_argument
 from trainkit.cli.output import escaped
 from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, UsageError
-from trainkit.folders import shown_path
+from trainkit.folders import is_full, shown_path
 from trainkit.formats import there_are
 from trainkit.job.failed_starts import batch_log
 from trainkit.observe.logs import follow, last_lines, start_of_last
@@ -128,11 +128,15 @@ def follow_run(
     KeyboardInterrupt passes through.
     """
     run.hold()
-    events = Tail(run.events_file)
+    events, is_told = Tail(run.events_file), False
     is_alive = liveness_probe(run, lambda text: click.echo(text, err=True))
 
     def poll() -> bool | None:
+        nonlocal is_told
         on_poll()
+        if not is_told and is_full(run.path):
+            is_told = True
+            click.echo(f"warning: the disk of {run.shown} is full", err=True)
         run.follow()
         events.path = run.events_file
         if shows_log:
@@ -240,6 +244,9 @@ def print_end(run: RunDir) -> int:
         last_line = b" ".join(last_lines(log, 1)[0]).decode("utf-8", errors="replace")
         ends = f"ends with: {last_line}" if last_line else "has no line"
         click.echo(f"died: the supervisor exited without recording an end; {log} {ends}", err=True)
+        if is_full(run.path):
+            hint = f"`trainkit resume {run.word}` starts the run again"
+            click.echo(f"hint: its disk is full: free space there, then {hint}", err=True)
         return EXIT_FAILED
     click.echo(f"{end.state}: {end.reason}", err=True)
     if end.verdict:

@@ -7,6 +7,7 @@ command is run, and the help texts of all commands are in the table below.
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import itertools
 import os
@@ -195,6 +196,9 @@ def _main(argv: Sequence[str] | None) -> int:
         summary = str(error).strip().partition("\n")[0]
         message = f"{type(error).__name__}: {summary}" if summary else type(error).__name__
         hint = "an unexpected error: `trainkit --debug …` shows its traceback"
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            message = f"{error.filename or 'a file'} cannot be written: {error.strerror}"
+            hint = "free space on its disk or in your quota; `trainkit status` shows what was done"
         if isinstance(error, OSError) and _is_from_output(error):
             _discard_stdout()
             as_json = False

@@ -60,7 +60,7 @@ def command(
     from trainkit.control import resume
     from trainkit.launch.create import create_run, start_run
 
-    named = find_run_or_group(run_name, to_change=True)
+    named = find_run_or_group(run_name, acts=True)
     options.refuse_untrusted(named.path)
     if isinstance(named, RunGroup) and (named.record.process is not None or named.left):
         options.refuse_other_options("run_name", "for a group of runs")

@@ -12,7 +12,7 @@ from datetime import datetime, timezone
 from shlex import quote
 
 from trainkit.backends import backend_of, write_cancelled
-from trainkit.backends.jobs import lingering_job, live_entry, recover_job_id
+from trainkit.backends.jobs import lingering_job, live_entry, recover_job_id, refuse_copied_group
 from trainkit.backends.slurm import cancel_follow_ups, sent_for, step_of
 from trainkit.errors import TrainkitError, UsageError, print_note
 from trainkit.folders import shown_path
@@ -21,11 +21,12 @@ from trainkit.job.group_parts import recover_parts
 from trainkit.observe.group import GroupFiles
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import KILLED, UNFINISHED_STATES
+from trainkit.run.events import read_events
 from trainkit.run.files import utc_now
 from trainkit.run.group import RunGroup
 from trainkit.run.process import ProcessId
 from trainkit.run.record import AttemptRecord, mark_cancelled, read_job
-from trainkit.run.rundir import RunDir, run_lock
+from trainkit.run.rundir import RunDir, RunFolder, run_lock
 from trainkit.slurm.control import cancel, cancel_waiting, kill_steps, send_signal
 from trainkit.slurm.jobs import in_queue, query_clusters, query_jobs
 from trainkit.slurm.states import base_id, on_cluster, split_job
@@ -41,8 +42,10 @@ class CancelResult:
     """What `cancel_run` or `cancel_group` did."""
 
     state: str
-    """``ended`` if it had already ended, ``cancelled`` if it is over now, ``cancelling`` while it saves."""
+    """``ended`` if it had already ended, ``cancelled`` if it is over now, ``cancelling`` while it saves,
+    ``restarted`` if another command has started it again since."""
     message: str
+    """It names the folder."""
     facts: JsonObject
     """For ``--json``."""
 
@@ -50,13 +53,16 @@ class CancelResult:
 def cancel_run(run: RunDir, *, now: bool, wait: bool, warn: Callable[[str], None]) -> CancelResult:
     """Ask a run to save and exit, or with `now` kill it; with `wait`, return once it has ended.
 
-    Raises UsageError when this host cannot reach the run, SlurmUnreachable when Slurm does not answer.
+    What is recorded under the lock decides: the supervisor looks at it before the next attempt, and obeys it
+    also when the signal is lost. Raises UsageError when this host cannot reach the run, SlurmUnreachable when
+    Slurm does not answer.
     """
     outcome = ""
     with run_lock(run):
         recover_job_id(run)
         entry = live_entry(run, "cancel")
         if entry is not None:
+            is_told = not now and entry.is_cancelled and _got_notice(run, entry)
             try:
                 mark_cancelled(run, now=now)
             except OSError as error:
@@ -66,7 +72,7 @@ def cancel_run(run: RunDir, *, now: bool, wait: bool, warn: Callable[[str], None
             cancel_follow_ups(run, keep=entry.job)
             if now:
                 backend_of(entry).kill(run, entry)
-            else:
+            elif not is_told:  # a second signal makes many scripts exit without a save
                 outcome = backend_of(entry).signal(run, entry, signal.SIGTERM)
     if entry is None:
         return _end_lingering(run, now)
@@ -79,9 +85,19 @@ def cancel_run(run: RunDir, *, now: bool, wait: bool, warn: Callable[[str], None
     if not wait:
         return _run_result(run, job_id, "cancelling", f"{job_id} is saving and ends within {grace_s:g} s")
     if backend_of(entry).wait_until_gone(run, entry, grace_s + WAIT_MARGIN_S):
+        newest = read_job(run).newest or entry
+        if newest.attempt > entry.attempt and not newest.is_cancelled:
+            again = f"{job_id} has ended, and attempt {newest.attempt} was started since, as {newest.job_id}"
+            return _run_result(run, newest.job_id, "restarted", again)
         return _run_result(run, job_id, "cancelled", f"{job_id} has ended")
     message = f"{job_id} is still running; `trainkit cancel {run.word} --now` kills it"
     return _run_result(run, job_id, "cancelling", message)
+
+
+def _got_notice(run: RunDir, entry: AttemptRecord) -> bool:
+    """Whether the processes of an attempt have got the signal of an earlier cancellation."""
+    found = read_events(run, "signal", attempt=entry.attempt)
+    return any(event.text("signal") == signal.SIGTERM.name for event in found)
 
 
 def _end_lingering(run: RunDir, now: bool) -> CancelResult:
@@ -95,7 +111,12 @@ def _end_lingering(run: RunDir, now: bool) -> CancelResult:
 
 
 def _run_result(run: RunDir, job_id: str | None, state: str, message: str) -> CancelResult:
-    return CancelResult(state, message, {"run_dir": str(run.path), "job_id": job_id, "state": state})
+    facts: JsonObject = {"run_dir": str(run.path), "job_id": job_id, "state": state}
+    return CancelResult(state, _naming(run, message), facts)
+
+
+def _naming(folder: RunFolder, message: str) -> str:
+    return message if folder.shown in message else f"{folder.shown}: {message}"
 
 
 def cancel_group(group: RunGroup, *, now: bool, wait: bool) -> CancelResult:
@@ -132,6 +153,7 @@ def cancel_group(group: RunGroup, *, now: bool, wait: bool) -> CancelResult:
     job_ids = [points.jobs[point.index] for point in alive]
     left = [] if group.record.cancelled_at else group.left
     if alive or left:
+        refuse_copied_group(group, "cancel")
         # A resumed point has its own job outside the arrays.
         own = [job for job in job_ids if base_id(job) not in group.jobs]
         _cancel_points(group, running, pending, [*filter(answers, group.jobs), *own], now)
@@ -208,7 +230,7 @@ def _group_result(group: RunGroup, num_running: int, num_pending: int, now: bool
         shown = f"; `trainkit status {group.word}` shows them"
     counts = ((num_running, done), (num_pending, " removed from the queue"))
     message = ", ".join(f"{plural(count, 'run')}{text}" for count, text in counts if count)
-    return CancelResult(state, message + shown, facts)
+    return CancelResult(state, _naming(group, message + shown), facts)
 
 
 def _cancel_points(

@@ -16,7 +16,13 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from trainkit.backends import backend_of
-from trainkit.backends.jobs import live_entry, recover_job_id, require_not_running, wait_until_out_of_queue
+from trainkit.backends.jobs import (
+    live_entry,
+    recover_job_id,
+    refuse_copied_group,
+    require_not_running,
+    wait_until_out_of_queue,
+)
 from trainkit.cluster.target import Target, make_target
 from trainkit.config import LoadedConfig, RunConfig, load_config, read_effective
 from trainkit.config.training import ModelConfig
@@ -444,7 +450,8 @@ def start_again(run: RunDir, reason: str) -> AttemptRecord:
 def requeue_run(run: RunDir) -> tuple[AttemptRecord, bool]:
     """Requeue a run; returns its job.json entry and whether a new attempt was started.
 
-    A running job is signalled to save and requeue itself. Raises UsageError for a job that is still pending.
+    A running job is signalled to save and requeue itself. Raises UsageError for a job that is still pending,
+    and for one that is being cancelled: it ends first.
     """
     refuse_by_hand(run)
     with run_lock(run):
@@ -453,6 +460,11 @@ def requeue_run(run: RunDir) -> tuple[AttemptRecord, bool]:
         entry = live_entry(run, "requeue")
         if entry is None:
             return start_again(run, "requeue"), True
+        if entry.is_cancelled:
+            raise UsageError(
+                f"{run.shown} is being cancelled: {entry.job_id} saves and ends",
+                hint=f"`trainkit cancel {run.word} --wait` returns once it has ended; requeue it then",
+            )
         end = read_end(run.attempt(entry.attempt))
         if end is not None and end.resumes:
             # The run restarts anyway: there is nothing to signal.
@@ -473,6 +485,7 @@ def requeue_run(run: RunDir) -> tuple[AttemptRecord, bool]:
 
 def _submit_left(group: RunGroup) -> str:
     path = group.word
+    refuse_copied_group(group, "resume")
     recover_parts(group)
     if not group.left:
         hint = f"`trainkit resume {path}/INDEX` resumes one of them"

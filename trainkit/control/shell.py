@@ -15,7 +15,7 @@ from trainkit.backends import backend_of
 from trainkit.cluster.machine import Machine
 from trainkit.cluster.target import make_target
 from trainkit.config import LoadedConfig, RunConfig
-from trainkit.errors import ConfigError, Problem, UsageError
+from trainkit.errors import ConfigError, Problem, UsageError, print_note
 from trainkit.folders import ensure_folder
 from trainkit.formats import rank_list
 from trainkit.job.rank_debugger import AT_PROMPT, CHOSEN_FILE, RUNNING
@@ -100,6 +100,7 @@ def attach(run: RunDir, node: int) -> NoReturn:
     if node >= len(hosts):
         raise UsageError(f"the job has no node {node}", hint=f"its nodes are 0 to {len(hosts) - 1}")
     _require_terminal("`trainkit logs` shows the output of the run")
+    print_note(f"{run.shown}: a shell on {hosts[node]}")
     _run_next_to(job, entry.elsewhere, hosts[node], ("bash", "-i"))
 
 
@@ -143,6 +144,7 @@ def debug(attempt: AttemptDir, rank: int) -> None:
             hint = f"{rank_list(others)} of this run may be"
         raise UsageError(f"rank {rank} {problem}", hint=hint)
     _require_terminal(f"the rank prints into {attempt.rank_log(rank)} meanwhile")
+    print_note(f"{run.shown}: rank {rank} of attempt {attempt.number}")
     with socket.socket(socket.AF_UNIX) as client:
         try:
             client.connect(str(record["socket"]))

@@ -80,7 +80,7 @@ from trainkit.run.record import (
     write_plan,
 )
 from trainkit.run.rundir import AttemptDir, RunDir, RunLocked, refuse_missing, run_lock
-from trainkit.slurm.client import JOB_TIMEOUT_S, QUERY_PATIENCE_S
+from trainkit.slurm.client import JOB_TIMEOUT_S, QUERY_PATIENCE_S, SlurmUnreachable
 from trainkit.slurm.control import cancel, cancel_waiting, requeue
 from trainkit.slurm.hosts import expand_hosts, is_drained, is_unavailable, node_states
 from trainkit.slurm.jobs import JobDetails, JobInfo, job_details
@@ -225,6 +225,8 @@ class LocalAllocation(Allocation):
                 " interrupted"
             )
             return EXIT_FAILED
+        if entry.in_foreground:
+            processes.fail_on_disk_error()
         return self.run.attempt(self._number)
 
     def register(self, attempt: AttemptDir) -> str:
@@ -240,7 +242,8 @@ class LocalAllocation(Allocation):
                 log_line(f"attempt {attempt.number} {reason}")
                 with contextlib.suppress(OSError):  # it is in the log of the supervisor
                     log_event(self.run, attempt.number, "waiting", reason=reason)
-            if processes.wait_for_notice(QUEUE_POLL_S) is not None:
+            # The record too: a command that was killed may have sent no signal.
+            if processes.wait_for_notice(QUEUE_POLL_S) is not None or record_of(attempt).is_cancelled:
                 self._place.leave()
                 return Decision("stopped", CANCELLED, EXIT_STOPPED)
         return None
@@ -532,7 +535,8 @@ class SlurmAllocation(Allocation):
                 return EXIT_FAILED
             if not self.is_being_requeued:
                 log_line(f"requeues job {self.job_id}, to try again later")
-            self._requeue(plan)
+                requeue(self.job_id, patience_s=REQUEUE_PATIENCE_S)
+            self._leave_requeued(plan)
         except (OSError, ValueError, TrainkitError) as error:
             log_line(f"not requeued: {error}")
             return EXIT_FAILED
@@ -543,8 +547,8 @@ class SlurmAllocation(Allocation):
             if decision.action == "resubmit":
                 resubmit(self.run, self.job_id, self.hosts_to_exclude(), self.lock_timeout_s)
             elif decision.action == "requeue":
-                self._refuse_unwanted()
-                self._requeue(plan)
+                self._request_requeue()
+                self._leave_requeued(plan)
         except TrainkitError as error:
             # An administrator forbids it, or the controller was unavailable for minutes.
             return error.message
@@ -552,20 +556,32 @@ class SlurmAllocation(Allocation):
             return f"{self.run.path} cannot be written ({error})"
         return None
 
+    def _request_requeue(self) -> None:
+        """Requeue the job, unless that would undo what somebody has done; with the lock held.
+
+        `trainkit cancel` comes before that or after it. While Slurm does not answer, it need not wait.
+        """
+        give_up_s, is_retry = time.monotonic() + REQUEUE_PATIENCE_S, False
+        while not self.is_being_requeued:
+            try:
+                with run_lock(self.run, self.lock_timeout_s):
+                    self._refuse_unwanted()
+                    return requeue(self.job_id, patience_s=QUERY_PATIENCE_S, is_retry=is_retry)
+            except SlurmUnreachable:
+                is_retry = True
+                if time.monotonic() > give_up_s:
+                    raise
+
     def _refuse_unwanted(self) -> None:
         """Raise TrainkitError where a requeue would undo what somebody has done meanwhile."""
-        if self.is_being_requeued:
-            return
         newest = read_job(self.run).newest
         if newest is not None and newest.job_id != self.job_id:
             raise TrainkitError(f"job {newest.job_id} has taken the run over")
-        if self.was_cancelled_meanwhile():
+        if (newest is not None and newest.is_cancelled) or self.was_cancelled_meanwhile():
             raise TrainkitError("it was cancelled meanwhile")
 
-    def _requeue(self, plan: LaunchPlan) -> None:
-        """Requeue the job, unless Slurm is already requeuing it, and exclude bad hosts."""
-        if not self.is_being_requeued:
-            requeue(self.job_id, patience_s=REQUEUE_PATIENCE_S)
+    def _leave_requeued(self, plan: LaunchPlan) -> None:
+        """Exclude bad hosts from the next start of the job, and wait for the end of this one."""
         if self.bad and plan.slurm is not None:
             exclude_from(self.job_id, self.hosts_to_exclude(), plan.slurm)
         if not (self.is_completing or self.is_being_requeued):

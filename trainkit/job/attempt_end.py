@@ -24,7 +24,7 @@ from trainkit.run.end import KILLED, AttemptEnd, RankFailure, read_end
 from trainkit.run.events import Entry, best_result, log_event, read_events
 from trainkit.run.files import parse_time, read_jsonl_reversed, seconds_between, to_json, utc_now
 from trainkit.run.manifest import published
-from trainkit.run.record import read_job, record_of
+from trainkit.run.record import read_job, record_of, superseded_by
 from trainkit.run.rundir import AttemptDir
 
 LONG_ATTEMPT_S = 1800.0
@@ -62,6 +62,13 @@ def judge(attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome, options: Rest
         hint = f"`{again} --new-code` after a fix; without --new-code the same code runs again"
         outcome.failure = replace(failure, hint=failure.hint or hint)
     return decision
+
+
+def is_requeue_requested(attempt: AttemptDir) -> bool:
+    """Whether `trainkit requeue` asked for another attempt, and this one is not cancelled or superseded."""
+    entry = record_of(attempt)
+    is_asked = entry.requeue_requested_at is not None and not entry.is_cancelled
+    return is_asked and superseded_by(attempt) is None
 
 
 def _is_after_signal(attempt: AttemptDir, failure: RankFailure | None) -> bool:

@@ -108,6 +108,13 @@ class AttemptWatch(ProcessGroup):
     def _poll_processes(self) -> None:
         """Called by `poll` unless the attempt was deleted."""
 
+    def _requested_signal(self) -> str | None:
+        """The signal that a command's request in job.json stands for; None without a request."""
+        entry = record_of(self.attempt)
+        if entry.is_cancelled:
+            return None if entry.cancelled_now else signal.SIGTERM.name
+        return RESTART_SIGNAL if entry.requeue_requested_at is not None else None
+
     def _is_deleted(self) -> bool:
         """Whether the attempt's folder was replaced, or missing for DELETED_AFTER_S. Raises OSError."""
         if self.attempt.run.was_replaced:
@@ -165,8 +172,30 @@ class LocalAttemptWatch(AttemptWatch):
         self.kill_within(0.0)
 
     def stop_ranks(self) -> None:
-        self.forward_signal(signal.SIGTERM)
-        self.on_signal(signal.SIGTERM)
+        self._receive(signal.SIGTERM)
+
+    def _receive(self, received: signal.Signals) -> None:
+        self.forward_signal(received)
+        self.on_signal(received)
+
+    def _poll_processes(self) -> None:
+        """Obey a request whose command was killed between its record and its signal."""
+        entry = record_of(self.attempt)
+        asked_s = seconds_between(
+            entry.cancelled_at or entry.requeue_requested_at, datetime.now(timezone.utc)
+        )
+        if asked_s is None or asked_s < SIGNAL_RECORD_S or self._was_obeyed(entry):
+            return
+        if entry.cancelled_now:
+            self.end_all()
+        elif (requested := self._requested_signal()) is not None:
+            self._receive(signal.Signals[requested])
+
+    def _was_obeyed(self, entry: AttemptRecord) -> bool:
+        stop = self.outcome.stop_signal
+        if entry.cancelled_now:
+            return self.deadline_s is not None and self.deadline_s <= time.monotonic()
+        return stop is not None and (stop != RESTART_SIGNAL or not entry.is_cancelled)
 
     def on_signal(self, received: signal.Signals) -> None:
         outcome = self.outcome
@@ -338,13 +367,6 @@ class SlurmAttemptWatch(AttemptWatch):
         log_line(f"attempt {self.attempt.number}: {departure.why}")
         self.outcome.departure = departure
         self.stop_ranks(RESTART_SIGNAL)
-
-    def _requested_signal(self) -> str | None:
-        """The signal that a command's request in job.json stands for; None without a request."""
-        entry = record_of(self.attempt)
-        if entry.is_cancelled:
-            return None if entry.cancelled_now else signal.SIGTERM.name
-        return RESTART_SIGNAL if entry.requeue_requested_at is not None else None
 
     def _end_after_failure(self) -> None:
         """End the step when a rank or an agent has failed: its peers may wait for it forever."""

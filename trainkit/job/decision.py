@@ -211,6 +211,12 @@ def decide_no_start(
     return _resume(summary, "not_started", code, starts, options, in_place=in_place, delay_s=delay_s)
 
 
+def decide_requested(end: Decision, previous: Sequence[AttemptEnd], options: RestartOptions) -> Decision:
+    """Start another attempt where a run would `end`, because a person asked for it; no limit counts."""
+    summary = f"{end.reason.partition(';')[0]}, and `trainkit requeue` asked for another attempt"
+    return _resume(summary, "asked", end.exit_code, previous, options, in_place=not options.requeue)
+
+
 def decide_dead(result: Outcome, previous: Sequence[AttemptEnd], policy: RequeuePolicy) -> Decision:
     """What follows an attempt whose supervisor died, and whose job Slurm has requeued by itself.
 

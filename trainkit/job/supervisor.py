@@ -21,9 +21,15 @@ from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, TrainkitError
 from trainkit.folders import whole_paths
 from trainkit.job import processes
 from trainkit.job.allocation import CANCELLED, Allocation, LocalAllocation, SlurmAllocation
-from trainkit.job.attempt_end import judge, state_after, write_end
+from trainkit.job.attempt_end import (
+    is_requeue_requested,
+    judge,
+    previous_ends,
+    state_after,
+    write_end,
+)
 from trainkit.job.attempt_watch import AttemptWatch
-from trainkit.job.decision import FAILURES, Decision, Outcome
+from trainkit.job.decision import FAILURES, Decision, Outcome, decide_requested
 from trainkit.job.failed_starts import forget_start
 from trainkit.job.failure.records import find_first_failure
 from trainkit.job.group_parts import submit_parts
@@ -39,7 +45,7 @@ from trainkit.run.events import log_event
 from trainkit.run.files import read_json
 from trainkit.run.group import group_of
 from trainkit.run.record import record_of, superseded_by
-from trainkit.run.rundir import AttemptDir, RunDir, RunLocked, become_sole_supervisor
+from trainkit.run.rundir import AttemptDir, RunDir, RunLocked, become_sole_supervisor, run_lock
 
 ROOM_PATIENCE_S = 20.0
 """How long a job that ends waits until Slurm has room for another one of its group."""
@@ -138,6 +144,11 @@ class Supervisor:
             self.notifier.send_end(dead, read_end(dead) or AttemptEnd())  # its supervisor could not
         while True:
             outcome, decision = self._run_attempt(attempt)
+            if not decision.resumes:
+                decision = self._conclude_last(attempt, outcome, decision)
+                if not decision.resumes:
+                    self._cancel_pending(attempt)
+                    return decision.exit_code
             if decision.action == "restart":
                 self.conclude(attempt, outcome, decision)
                 following = self._restart(attempt, outcome, decision)
@@ -259,9 +270,31 @@ class Supervisor:
     def _end(self, attempt: AttemptDir, outcome: Outcome, decision: Decision) -> int:
         """End the run; returns the exit code of this start."""
         code = self.conclude(attempt, outcome, decision)
+        self._cancel_pending(attempt)
+        return code
+
+    def _cancel_pending(self, attempt: AttemptDir) -> None:
         if superseded_by(attempt) is None:
             self.allocation.cancel_pending()
-        return code
+
+    def _conclude_last(self, attempt: AttemptDir, outcome: Outcome, decision: Decision) -> Decision:
+        """Record the end of the run, unless `trainkit requeue` came before that: then what follows instead.
+
+        No command changes the record meanwhile: one that comes later finds a run that has ended.
+        """
+        with contextlib.ExitStack() as held:
+            if not record_of(attempt).is_cancelled:  # else that is final, and may be waiting for this end
+                try:
+                    held.enter_context(run_lock(attempt.run, self.allocation.lock_timeout_s))
+                except (OSError, TrainkitError) as error:
+                    log_line(f"attempt {attempt.number} ends without the lock of the run: {error}")
+                if decision.action != "finished" and is_requeue_requested(attempt):
+                    with contextlib.suppress(OSError, ValueError, TrainkitError):
+                        options = self.allocation.restart_options(self.plan(attempt))
+                        decision = decide_requested(decision, list(previous_ends(attempt).values()), options)
+            if not decision.resumes:
+                self.conclude(attempt, outcome, decision)
+        return decision
 
     def conclude(self, attempt: AttemptDir, outcome: Outcome, decision: Decision) -> int:
         """Log, record and report how an attempt ended; returns its exit code."""

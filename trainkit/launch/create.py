@@ -27,7 +27,7 @@ from trainkit.run.group import GroupRecord, Point, RunGroup, difference
 from trainkit.run.owner import cannot_create, refuse_place
 from trainkit.run.record import AttemptRecord, CodeCopy, JobRecord, create_job, read_job
 from trainkit.run.registry import register
-from trainkit.run.rundir import RUNS_FOLDER, RunDir, folders_named, run_lock
+from trainkit.run.rundir import LOCK_NAME, RUNS_FOLDER, RunDir, folders_named, run_lock
 from trainkit.slurm.environment import cluster_name
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def create_submission(
         group.logs_dir.mkdir(mode=0o700)
         code = write_origin(run, config, plan, argv, submission.code_from)
         _keep_input(run, config, submission.stdin)
-        record = _group_record(name, submission.points, submission.array.directive, code)
+        record = _group_record(folder, name, submission.points, submission.array.directive, code)
         refuse_leaks(json.dumps(record), str(group.sweep_file), config.secrets, os.environ)
         if backend_named(plan.backend).template is not None:
             write_atomic(group.script_file, submission.script(run, code).text)
@@ -181,7 +181,9 @@ def _script(run: RunDir, job: JobRecord, config: RunConfig, plan: LaunchPlan) ->
     return script_for(run, run.next_attempt().number, plan, config, Path(job.cwd), job.code)
 
 
-def _group_record(name: str, points: Sequence[PlannedPoint], array: str, code: CodeCopy | None) -> JsonObject:
+def _group_record(
+    folder: Path, name: str, points: Sequence[PlannedPoint], array: str, code: CodeCopy | None
+) -> JsonObject:
     first = points[0]
     plan, slurm = first.plan.to_dict(), first.plan.slurm
     record = GroupRecord(
@@ -195,6 +197,8 @@ def _group_record(name: str, points: Sequence[PlannedPoint], array: str, code: C
         code=code,
         config=_config_dict(first.config),
         plan=plan,
+        folder=str(folder.absolute()),
+        inode=folder.stat().st_ino,
     )
     return record.to_dict(
         Point(
@@ -258,9 +262,12 @@ def new_folder(name: str, run_dir: Path | None, option: str = "--run-dir") -> It
             folder = _next_free_folder(Path(RUNS_FOLDER), name)
             name = folder.name
         else:
-            if not run_dir.exists():
-                ensure_folder(run_dir.parent, parents=True)
-                run_dir.mkdir(mode=0o700)
+            ensure_folder(run_dir.parent, parents=True)
+            ensure_folder(run_dir, 0o700)
+            try:  # of two commands that found it empty, one gets it
+                os.close(os.open(run_dir / LOCK_NAME, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+            except FileExistsError:
+                raise cannot_create(run_dir, "another command is making a run there", option) from None
             folder = run_dir
         yield folder, name
     except BaseException as error:

@@ -62,7 +62,9 @@ def write_atomic(path: Path, content: str | bytes) -> None:
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(name, path)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, OSError):
+            error.filename = str(path)  # a write does not name its file
         os.unlink(name)
         raise
 

@@ -26,7 +26,7 @@ from trainkit.run.events import log_event
 from trainkit.run.files import read_json, read_object, read_record, to_json, write_atomic, write_json
 from trainkit.run.process import ProcessId
 from trainkit.run.record import CodeCopy, add_slurm_attempt, create_job, open_attempt
-from trainkit.run.rundir import Child, RunDir, RunFolder
+from trainkit.run.rundir import Child, RunDir, RunFolder, is_same_folder
 from trainkit.slurm.environment import other_cluster
 from trainkit.slurm.states import on_cluster
 
@@ -89,9 +89,12 @@ class GroupRecord:
     plan: JsonObject = field(default_factory=dict)
     submitted_at: str | None = None
     cancelled_at: str | None = None
+    folder: str | None = None
+    """With `inode`, its folder when it was created: it may have been moved since, or copied."""
+    inode: int | None = None
     more: JsonObject = field(default_factory=dict)
     """What another version recorded."""
-    OPTIONAL = ("process", "parts", "submitted_at", "cancelled_at")
+    OPTIONAL = ("process", "parts", "submitted_at", "cancelled_at", "folder", "inode")
 
     def to_dict(self, points: Iterable[Point]) -> JsonObject:
         """The JSON of sweep.json."""
@@ -188,6 +191,14 @@ class RunGroup(RunFolder):
     @property
     def name(self) -> str:
         return self.record.name or self.path.name
+
+    @property
+    def original(self) -> RunGroup | None:
+        """The group whose folder was copied to this one, and whose jobs this record names; else None."""
+        home = RunGroup(self.record.folder or self.path)
+        if is_same_folder(home.path, self.path) or not home.exists():
+            return None
+        return home if home.record.submitted_at == self.record.submitted_at else None
 
     def has_process(self) -> bool:
         """Whether a process that starts its runs is there: that of a copied folder is the original's."""
@@ -386,6 +397,7 @@ def _fill(stage: RunDir, group: RunGroup, point: Point, job_id: str | None) -> N
     attempt.supervisor_log.symlink_to(log)
     known = {name: getattr(record, name) for name in ("submitted_at", "cancelled_at", "cluster")}
     known = {name: value for name, value in known.items() if value}
+    known["folder"] = group.folder(point.index)
     add_slurm_attempt(stage, attempt.number, job_id, "submit", record.backend, **known)
     log_event(stage, attempt.number, "submitted", job_id=job_id, reason="submit")
 

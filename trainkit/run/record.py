@@ -63,11 +63,14 @@ class AttemptRecord:
     cancelled_now: bool = False
     """Cancelled without a save."""
     requeue_requested_at: str | None = None
+    folder: str | None = None
+    """With `inode`, the run's folder when this was recorded: it may have been moved since, or copied."""
+    inode: int | None = None
     more: dict[str, Any] = field(default_factory=dict)
     """What another version recorded."""
     OPTIONAL = (
         *("cluster", "submitted_at", "host", "boot_id", "pid", "start_ticks", "backend", "reason", "step_id"),
-        *("node", "started_at", "cancelled_at", "cancelled_now", "requeue_requested_at"),
+        *("node", "started_at", "cancelled_at", "cancelled_now", "requeue_requested_at", "folder", "inode"),
     )
 
     @property
@@ -98,6 +101,11 @@ class AttemptRecord:
     @property
     def is_cancelled(self) -> bool:
         return self.cancelled_at is not None
+
+    def is_attempt(self, other: AttemptRecord) -> bool:
+        """Whether both are of one attempt, in the record of a run or in a copy of it."""
+        names = ("attempt", "job_id", "submitted_at")
+        return all(getattr(self, name) == getattr(other, name) for name in names)
 
     def alive(self) -> bool | None:
         """Whether its supervisor is alive; None when this host cannot tell."""
@@ -293,6 +301,7 @@ def add_slurm_attempt(
 
 
 def _append(run: RunDir, record: AttemptRecord) -> AttemptRecord:
+    record = replace(record, folder=record.folder or str(run.path), inode=run.path.stat().st_ino)
     with changed_job(run) as job:
         job.attempts.append(record)
     return record
@@ -333,6 +342,9 @@ def open_attempt(run: RunDir, config_text: str, plan_text: str) -> AttemptDir:
     Raises FileExistsError when another command has already created it, OSError when it cannot be written.
     """
     attempt = run.next_attempt()
+    if not run.attempts_dir.exists():  # with that, the folder is a run: `resume` starts it if this is killed
+        write_atomic(run.config_file, config_text)
+        write_atomic(run.plan_file, plan_text)
     attempt.create()
     try:
         for file in (attempt.config_file, run.config_file):

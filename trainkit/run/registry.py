@@ -1,5 +1,7 @@
 """Finds runs: RUN on a command line is a job id, a run name, a run folder or `last`.
 
+A command that acts on a run takes the name of one of this folder only, others of any folder.
+
 A run of a group is also `GROUP/INDEX`, or the id of its array task, `123_4`. A job id may name its cluster,
 `123;east`.
 
@@ -123,12 +125,12 @@ def iter_known_runs(found: Iterable[Start] | None = None) -> Iterator[RunDir | R
             yield known
 
 
-def find_run(text: str, *, to_change: bool = False) -> RunDir:
+def find_run(text: str, *, to_change: bool = False, acts: bool = False) -> RunDir:
     """The run that RUN refers to; creates the folder of an array task that has not started.
 
     Raises UsageError like `find_run_or_group`, and for a whole group.
     """
-    return one_run(find_run_or_group(text, to_change=to_change), text)
+    return one_run(find_run_or_group(text, to_change=to_change, acts=acts), text)
 
 
 def one_run(found: RunDir | RunGroup, text: str) -> RunDir:
@@ -153,13 +155,15 @@ def find_attempt(run: RunDir, number: int | None) -> AttemptDir:
     return run.attempt(number or numbers[-1])
 
 
-def find_run_or_group(text: str, *, to_change: bool = False) -> RunDir | RunGroup:
+def find_run_or_group(text: str, *, to_change: bool = False, acts: bool = False) -> RunDir | RunGroup:
     """The run or group that RUN refers to: by name the one in ./runs, else the newest one.
 
     Makes the folder of an array task that has not started. Raises UsageError when there is none, and when it
-    is `to_change` and several runs elsewhere have that name, or jobs with that id on several clusters.
+    is `to_change` and several runs elsewhere have that name, or jobs with that id on several clusters. For a
+    command that `acts` on it, a name and `last` are those of a run in ./runs or submitted from this folder:
+    the one of another folder is named in the error, and has to be typed.
     """
-    run = RunDir(text)
+    run, to_change = RunDir(text), to_change or acts
     try:
         if RunGroup(text).exists():
             return RunGroup(text)
@@ -176,15 +180,18 @@ def find_run_or_group(text: str, *, to_change: bool = False) -> RunDir | RunGrou
     if separator and (os.sep in head or not is_index(tail)):
         raise UnknownRun(f"{text} does not contain a run", hint=LIST_HINT)
     if separator:
-        groups = [item for item in _matching_name(head) if isinstance(item, RunGroup)]
+        groups = [item for item in _matching_name(head, acts) if isinstance(item, RunGroup)]
         return create_task_run(_newest(head, groups, to_change).run(int(tail)))
     job_id = split_job(text)[0]
     if text == "last":
-        matches = list(islice(iter_known_runs(), 1))
+        known = iter_known_runs()
+        matches = list(islice(filter(_is_of_this_folder, known) if acts else known, 1))
     elif text.startswith("local-") or is_job_id(job_id):
         matches = _matching_job(text, on_all_clusters=to_change and is_job_id(text))
     else:
-        matches = _matching_name(text)
+        matches = _matching_name(text, acts)
+    if acts and not matches:
+        _refuse_elsewhere(text)
     newest = _newest(text, matches, to_change)
     if isinstance(newest, RunGroup) and is_job_id(job_id) and "_" in job_id:
         return create_task_run(newest.run(int(job_id.partition("_")[2])))
@@ -205,14 +212,44 @@ def _matching_job(text: str, *, on_all_clusters: bool) -> list[RunDir | RunGroup
     return matches
 
 
-def _matching_name(name: str) -> list[RunDir | RunGroup]:
-    """The run or group of this name in ./runs, else all whose folder has it, else all whose config has it."""
+def _matching_name(name: str, acts: bool = False) -> list[RunDir | RunGroup]:
+    """The run or group of this name in ./runs, else all whose folder has it, else all whose config has it.
+
+    With `acts`, only those of this folder.
+    """
     # Without a name in the index, the name is in the folder.
     found = [start for start in starts() if name in (start.folder.name, start.name) or start.name is None]
     called = [item for item in iter_known_runs(found) if item.path.name == name]
     here = Path(RUNS_FOLDER).absolute()
     named = (start for start in found if (start.name or read_job(RunDir(start.folder)).name) == name)
-    return [item for item in called if item.path.parent == here] or called or list(iter_known_runs(named))
+    if own := [item for item in called if item.path.parent == here]:
+        return own
+    kinds = (called, iter_known_runs(named))
+    chosen = ([item for item in kind if not acts or _is_of_this_folder(item)] for kind in kinds)
+    return next(filter(None, chosen), [])
+
+
+def _is_of_this_folder(known: RunDir | RunGroup) -> bool:
+    """Whether a run or group is in ./runs, or was submitted from this folder into another one."""
+    if os.path.realpath(known.path.parent) == os.path.realpath(RUNS_FOLDER):
+        return True
+    with suppress(UsageError):  # a damaged group
+        cwd = known.record.cwd if isinstance(known, RunGroup) else read_job(known).cwd
+        return cwd is not None and os.path.realpath(cwd) == str(Path.cwd())
+    return False
+
+
+def _refuse_elsewhere(text: str) -> None:
+    """Raise UsageError if a name, or `last`, is that of a run of another folder: a slip would end it."""
+    found = list(islice(iter_known_runs(), 1)) if text == "last" else _matching_name(text)
+    if not found:
+        return
+    words = ", ".join(item.word for item in found)
+    what = "the newest run" if text == "last" else text
+    raise UsageError(
+        f"{what} is not a run of this folder: it is {', '.join(item.shown for item in found)}",
+        hint=f"type its folder to act on it: {words}",
+    )
 
 
 class UnknownRun(UsageError):
@@ -221,6 +258,12 @@ class UnknownRun(UsageError):
 
 def _newest(text: str, matches: Sequence[Known], to_change: bool) -> Known:
     if not matches:
+        folder = Path(RUNS_FOLDER, text)
+        if folder.is_dir():
+            raise UnknownRun(
+                f"{folder} does not contain a run: the command that made the folder has not started it",
+                hint=f"if that was interrupted, remove {folder} and type it again",
+            )
         known = [item.path.name for item in iter_known_runs()]
         hint = "no runs yet: `trainkit submit` starts one"
         if known:

@@ -26,10 +26,24 @@ from trainkit.locks import (
 
 STARTS_FOLDER = "starts"
 RUNS_FOLDER = "runs"
+LOCK_NAME = ".lock"
 CHECKPOINT_PREFIX = "step-"
 MANIFEST_NAME = "manifest.json"
 PARTIAL_SUFFIX = ".partial"
 REJECTED_SUFFIX = ".rejected"
+
+
+def is_same_folder(one: Path, other: Path) -> bool:
+    """Whether two paths are one folder, also where its file system is mounted twice; False if one is missing.
+
+    Such a mount has another device; a copy has a time of change of its own, which nobody can set.
+    """
+    try:
+        ours, theirs = one.stat(), other.stat()
+    except OSError:
+        return False
+    both = [(found.st_ino, found.st_ctime_ns) for found in (ours, theirs)]
+    return os.path.samestat(ours, theirs) or both[0] == both[1]
 
 
 class Child:
@@ -113,7 +127,7 @@ class RunDir(RunFolder):
     checkpoints_dir = Child("checkpoints")
     checkpoint_dir = Numbered(f"checkpoints/{CHECKPOINT_PREFIX}{{:08d}}")
     attempts_dir = Child("attempts")
-    lock_file = Child(".lock")
+    lock_file = Child(LOCK_NAME)
     """Locked while a command changes what the run does next."""
     supervisor_lock_file = Child(".supervisor.lock")
     """Locked by the run's supervisor until it exits."""

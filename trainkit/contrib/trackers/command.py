@@ -41,7 +41,8 @@ def sync(run_name: str, as_json: bool) -> int:
     from trainkit.locks import LockBusy
     from trainkit.run.registry import find_run
 
-    run = find_run(run_name, to_change=True)
+    run = find_run(run_name, acts=True)
+    click.echo(run.shown, err=True)
     try:
         found = sync_run(run)
     except LockBusy as busy:
