@@ -19,6 +19,7 @@ from trainkit.backends.jobs import liveness_probe
 from trainkit.cli.help import as_command, option
 from trainkit.cli.options import COUNT, INDEX, run_argument
 from trainkit.cli.output import escaped
+from trainkit.cli.status import look_at
 from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, UsageError
 from trainkit.folders import shown_path
 from trainkit.formats import there_are
@@ -42,7 +43,11 @@ SHOW_S = 0.1
 @as_command("trainkit logs last", "trainkit logs last -f", "trainkit logs last --rank 1 --lines 20")
 @run_argument
 @click.option(
-    "-f", "--follow", "following", is_flag=True, help="Follow the log, across attempts, until the run ends."
+    "-f",
+    "--follow",
+    "following",
+    is_flag=True,
+    help="Follow the log, across attempts, until the run ends, and print how; exit code 1 if it failed.",
 )
 @option("--rank R", "Rank to print; default: 0.", type=INDEX)
 @option("--node N", "Print all ranks of this node and its agent.", type=INDEX)
@@ -57,7 +62,7 @@ def command(
     all_ranks: bool,
     number: int | None,
     lines: int | None,
-) -> None:
+) -> int:
     """Print the log of rank 0 of RUN, or the logs of the selected ranks.
 
     If the job ended before its ranks started, prints the output of the batch script.
@@ -74,11 +79,13 @@ def command(
     job = read_job(run)
     entry = job.of_attempt(attempt.number)
     if following and entry.has_started:
-        return
+        return print_end(run)
     paths = [path for path in logs_of(attempt) if path.exists()]
     if not paths and not entry.has_started and (log := batch_log(run, job, entry.job_id)).exists():
         click.echo("the supervisor has not begun; this is the output of the batch script:", err=True)
         paths = [log]
+    if not paths and following:
+        return print_end(run)
     if not paths:
         raise UsageError(
             f"attempt {attempt.number} of {run.shown} has not written this log",
@@ -93,9 +100,12 @@ def command(
             for raw in found if lines is None else deque(found, lines):
                 text = raw.removesuffix(b"\n").decode(errors="replace")
                 click.echo(f"{path.stem} | {text}" if named else text, file=output)
+    if following:
+        return print_end(run)
     if (read_end(attempt) or AttemptEnd()).state == "failed":
         which = f"{run.word} --attempt {attempt.number}"
         click.echo(f"hint: `trainkit diagnose {which}` names the cause of its failure", err=True)
+    return EXIT_OK
 
 
 def _logs_of(attempt: AttemptDir, rank: int | None, node: int | None, all_ranks: bool) -> list[Path]:
@@ -232,6 +242,10 @@ def print_end(run: RunDir) -> int:
         return EXIT_FAILED
     end = _end_soon(run)
     if end is None:
+        status = look_at(run, lambda _: None)[1]
+        if status.state == "cancelled":  # by Slurm, before it could record that
+            click.echo(f"cancelled: {status.reason}", err=True)
+            return EXIT_FAILED
         if not (read_job(run).newest or AttemptRecord()).has_started:
             shown = f"`trainkit status {run.word}` shows what Slurm reports"
             click.echo(f"died: the job ended before the supervisor began; {shown}", err=True)

@@ -62,7 +62,5 @@ def command(run_name: str | None, interval_s: float, once: bool, as_json: bool) 
         echo_json(view.to_dict())
         return EXIT_OK
     width = shutil.get_terminal_size((PIPE_WIDTH, 24)).columns
-    text = "\n".join(line.plain.rstrip() for line in view_lines(view, Size(width)))
-    encoding = sys.stdout.encoding or "ascii"  # that may lack the characters of curves
-    click.echo(text.encode(encoding, "replace").decode(encoding))
+    click.echo("\n".join(line.plain.rstrip() for line in view_lines(view, Size(width))))
     return EXIT_OK

@@ -64,9 +64,14 @@ def write_atomic(path: Path, content: str | bytes) -> None:
         raise
 
 
+def _encoded(text: str) -> bytes:
+    r"""JSON in UTF-8; the bytes of a name that are no text become escapes such as ``\udcff``."""
+    return text.encode("utf-8", errors="backslashreplace")
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write one JSON value atomically, indented, with keys in their given order."""
-    write_atomic(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    write_atomic(path, _encoded(json.dumps(value, indent=2, ensure_ascii=False) + "\n"))
 
 
 def read_json(path: str | Path) -> Any:
@@ -107,7 +112,7 @@ def write_json_in_place(path: Path, value: Any) -> None:
     The file stays the one that they have opened before. A reader may see a part of it: it is then not JSON.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+    with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as stream:
         stream.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
         stream.flush()
         os.fsync(stream.fileno())
@@ -175,7 +180,7 @@ def append_jsonl(path: Path, *records: dict[str, Any]) -> None:
     Raises OSError when they do not fit on the disk; the file is then unchanged.
     """
     texts = (json.dumps(record, ensure_ascii=False, allow_nan=False) for record in records)
-    line = "".join(f"{text}\n" for text in texts).encode()
+    line = _encoded("".join(f"{text}\n" for text in texts))
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         size = os.fstat(descriptor).st_size
