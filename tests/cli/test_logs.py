@@ -41,6 +41,8 @@ def test_a_log_is_not_in_memory(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(logs, "MAX_LINE_BYTES", 5)
     assert main(["logs", str(attempt.run.path)]) == 0
     assert capsys.readouterr().out == "one\nthirt\neen\ntwo\n"
+    assert main(["logs", str(attempt.run.path), "--lines", "1"]) == 0
+    assert capsys.readouterr().out == "two\n"
 
 
 def test_following_ends_with_how_the_run_ended(desk):
@@ -51,7 +53,7 @@ def test_following_ends_with_how_the_run_ended(desk):
     assert (followed.stdout, followed.returncode) == ("attempt 2 rank 0\n█\n", 1)
     ended = json.loads(status.stdout)
     assert followed.stderr.splitlines()[0] == f"{ended['state']}: {ended['reason']}"
-    assert f"next: `trainkit diagnose {run.word}` says what to do" in followed.stderr
+    assert f"next: `trainkit diagnose runs/{run.name}` says what to do" in followed.stderr
 
 
 def test_what_is_not_there(desk):

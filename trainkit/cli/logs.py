@@ -7,8 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -24,18 +23,16 @@ from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED
 from trainkit.folders import shown_path
 from trainkit.formats import there_are
 from trainkit.job.failed_starts import batch_log
-from trainkit.observe.logs import follow, last_lines, start_of_last
+from trainkit.observe.logs import follow, last_texts, start_of_last
 from trainkit.observe.status import FAILURE_LOG_LINES, failure_lines
 from trainkit.run.end import AttemptEnd, read_end
 from trainkit.run.events import events_of
-from trainkit.run.files import Tail
+from trainkit.run.files import MAX_LINE_BYTES, Tail, forward_lines, open_file
 from trainkit.run.history import read_plan
 from trainkit.run.record import AttemptRecord, read_job
 from trainkit.run.registry import find_attempt, find_run
 from trainkit.run.rundir import AttemptDir, RunDir
 
-MAX_LINE_BYTES = 2**20
-"""A longer line is printed as several."""
 END_S = 3.0
 SHOW_S = 0.1
 
@@ -94,10 +91,9 @@ def command(
         )
     output = getattr(sys.stdout, "whole", None)
     for path in paths:
-        with path.open("rb") as stream:
-            stream.seek(0 if lines is None else start_of_last(path, lines))
-            found = iter(partial(stream.readline, MAX_LINE_BYTES), b"")
-            for raw in found if lines is None else deque(found, lines):
+        with open_file(path) as stream:
+            stream.seek(0 if lines is None else start_of_last(stream, lines, unfinished=True))
+            for raw in forward_lines(stream, MAX_LINE_BYTES):
                 text = raw.removesuffix(b"\n").decode(errors="replace")
                 click.echo(f"{path.stem} | {text}" if named else text, file=output)
     if following:
@@ -184,8 +180,8 @@ def show_rank_0(attempt: AttemptDir, ended: threading.Event, terminal: int) -> N
     _write(tail.texts(unfinished=True), terminal)
 
 
-def _write(lines: list[str], terminal: int) -> None:
-    if lines:
+def _write(texts: Iterable[str], terminal: int) -> None:
+    if lines := list(texts):
         with contextlib.suppress(OSError):  # the terminal was closed, and the ranks save
             os.write(terminal, escaped("\n".join(lines) + "\n").encode(errors="replace"))
 
@@ -251,7 +247,7 @@ def print_end(run: RunDir) -> int:
             click.echo(f"died: the job ended before the supervisor began; {shown}", err=True)
             return EXIT_FAILED
         log = run.attempt(run.attempt_numbers()[-1]).supervisor_log
-        last_line = b" ".join(last_lines(log, 1)[0]).decode("utf-8", errors="replace")
+        last_line = " ".join(last_texts(log, 1))
         ends = f"ends with: {last_line}" if last_line else "has no line"
         click.echo(f"died: the supervisor exited without recording an end; {log} {ends}", err=True)
         return EXIT_FAILED

@@ -18,8 +18,15 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from trainkit.formats import JsonObject
-from trainkit.run.events import read_events
-from trainkit.run.files import Record, as_utc, read_json, read_object, read_record
+from trainkit.run.events import events_of
+from trainkit.run.files import (
+    Record,
+    as_utc,
+    read_json,
+    read_jsonl_reversed,
+    read_object,
+    read_record,
+)
 from trainkit.run.rundir import CHECKPOINT_PREFIX, MANIFEST_NAME, PARTIAL_SUFFIX, REJECTED_SUFFIX, RunDir
 
 MANIFEST_VERSION = 1
@@ -298,18 +305,22 @@ class ListedCheckpoint:
 def list_checkpoints(run: RunDir) -> list[ListedCheckpoint]:
     """All checkpoints of a run: published ones by step, then rejected and partial ones by name."""
     best, reasons = best_step(run.checkpoints_dir), dict[str, str]()
-    for event in read_events(run, "checkpoint_commit", "checkpoint_rejected"):
+    there, aside = published(run.checkpoints_dir), rejects(run.checkpoints_dir)
+    names = {path.name for path in (*(checkpoint.path for checkpoint in there), *aside)}
+    for event in events_of(
+        read_jsonl_reversed(run.events_file, ["checkpoint_commit", "checkpoint_rejected"])
+    ):
         is_commit = event.name == "checkpoint_commit"
         name = run.checkpoint_dir(event.step or 0).name if is_commit else event.text("set_aside") or ""
-        reasons[name] = event.reason or ""
+        reasons.setdefault(name, event.reason or "")
+        if names <= reasons.keys():
+            break
     found = []
-    for checkpoint in published(run.checkpoints_dir):
+    for checkpoint in there:
         damage, path = find_damage(checkpoint, reads_tensors=False), checkpoint.path
         state = "damaged" if damage else "published"
         found.append(_listed(path, state, checkpoint.step == best, damage or reasons.get(path.name)))
-    found += [
-        _listed(path, "rejected", False, reasons.get(path.name)) for path in rejects(run.checkpoints_dir)
-    ]
+    found += [_listed(path, "rejected", False, reasons.get(path.name)) for path in aside]
     found += [_listed(path, "partial", False, None) for path in partials(run.checkpoints_dir)]
     return found
 
