@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from trainkit.cli.help import Group, as_group, examples, option
-from trainkit.cli.options import json_option
+from trainkit.cli.options import PATH, json_option
 from trainkit.cli.output import json_text
 from trainkit.errors import EXIT_FAILED, EXIT_OK, UsageError
 from trainkit.formats import plural
@@ -54,7 +54,7 @@ def command() -> None:
     )
 )
 @click.argument("sources", nargs=-1, required=True, metavar="SRC...")
-@option("--out DIR", "Folder to create.", required=True, type=click.Path(path_type=Path))
+@option("--out DIR", "Folder to create.", required=True, type=PATH)
 @_tokenizer_option
 @option(
     "--val-fraction F",

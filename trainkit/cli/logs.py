@@ -91,7 +91,15 @@ def command(
         )
     output = getattr(sys.stdout, "whole", None)
     for path in paths:
-        with open_file(path) as stream:
+        try:
+            stream = open_file(path)
+        except OSError as error:
+            message = f"{shown_path(path)} cannot be read: {error.strerror}"
+            if len(paths) == 1:
+                raise UsageError(message, hint="--rank, --node and --all print other logs") from None
+            click.echo(f"warning: {message}", err=True)
+            continue
+        with stream:
             stream.seek(0 if lines is None else start_of_last(stream, lines, unfinished=True))
             for raw in forward_lines(stream, MAX_LINE_BYTES):
                 text = raw.removesuffix(b"\n").decode(errors="replace")

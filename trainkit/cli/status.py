@@ -185,7 +185,7 @@ def read_all(
         if is_full and start.is_over:
             num_hidden += 1
             continue
-        item, place = start.read(), start.folder.resolve()
+        item, place = start.read(), os.path.realpath(start.folder)
         if item is None or place in seen:
             continue
         seen.add(place)

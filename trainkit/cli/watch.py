@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from contextlib import suppress
 from datetime import datetime, timezone
 from importlib.util import find_spec
 from pathlib import Path
@@ -56,7 +57,9 @@ def command(run_name: str | None, interval_s: float, once: bool, as_json: bool) 
     from trainkit.observe.view_text import Size, view_lines
 
     history, status, job = look_at(found)
-    history.update()
+    for part in (history.events, history.metrics, history.health):
+        with suppress(OSError):  # the status warns of it
+            part.update()
     view = read_view(history, status, datetime.now(timezone.utc), job, Path.cwd())
     if as_json:
         echo_json(view.to_dict())

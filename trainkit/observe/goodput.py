@@ -170,7 +170,7 @@ def _by_attempt(records: Sequence[StepRecord]) -> dict[int, list[StepRecord]]:
 def _buckets(path: Path) -> Iterator[tuple[list[StepRecord], int]]:
     """The records of a file in about `NUM_BUCKETS` lists, each with how many it stands for.
 
-    Of a file with more than `WHOLE_BYTES`, evenly spaced ones: each stands for the steps since the one before.
+    Of a file with more than `WHOLE_BYTES`, evenly spaced ones, each for the steps since the one before.
     """
     try:
         stream = open_file(path)

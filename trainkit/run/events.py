@@ -109,9 +109,9 @@ class Event(Entry):
         return f"{who} {since} step {step} ({phase}): {own} a step, {than}"
 
 
-WHOLE_BYTES = 2**24
+WHOLE_BYTES = 2**23
 """A larger file of events is read at the edges of its attempts and at its end."""
-EDGE_BYTES, LAST_BYTES = 2**16, 2**22
+EDGE_BYTES, LAST_BYTES = 2**16, 2**21
 MAX_EDGES = 100
 
 

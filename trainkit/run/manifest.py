@@ -15,13 +15,15 @@ import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from pathlib import Path
+from pathlib import Path, PurePath
+from stat import S_ISREG
 
 from trainkit.formats import JsonObject
 from trainkit.run.events import events_of
 from trainkit.run.files import (
     Record,
     as_utc,
+    open_file,
     read_json,
     read_jsonl_reversed,
     read_object,
@@ -85,6 +87,9 @@ class Checkpoint:
         value = read_json(self.manifest_file)
         if not isinstance(value, dict) or not isinstance(value.get("files"), dict):
             raise ValueError("not a manifest")
+        for name in value["files"]:
+            if PurePath(name).is_absolute() or ".." in PurePath(name).parts or "\0" in name:
+                raise ValueError(f"it names {name!r}, which is not a file of the checkpoint")
         return value
 
     def manifest(self) -> Manifest:
@@ -125,7 +130,7 @@ def partials(checkpoints_dir: Path) -> list[Path]:
 def file_hash(path: Path) -> str:
     """The SHA-256 of a file, in hexadecimal."""
     digest = hashlib.sha256()
-    with path.open("rb") as stream:
+    with open_file(path) as stream:
         while chunk := stream.read(_CHUNK_BYTES):
             digest.update(chunk)
     return digest.hexdigest()
@@ -154,6 +159,8 @@ def plain_damage(checkpoint: Checkpoint) -> str:
     a file that the folder lists: an NFS client may remember for a minute that it was missing.
     """
     try:
+        if checkpoint.manifest_file.exists() and not checkpoint.manifest_file.is_file():
+            return f"{MANIFEST_NAME} is no regular file"
         manifest = checkpoint.content()
         return _manifest_damage(checkpoint, manifest) or _size_damage(checkpoint, manifest["files"])
     except FileNotFoundError as error:
@@ -196,7 +203,10 @@ def _manifest_damage(checkpoint: Checkpoint, manifest: JsonObject) -> str:
 
 def _size_damage(checkpoint: Checkpoint, files: Mapping[str, JsonObject]) -> str:
     for name, expected in files.items():
-        size, wanted = (checkpoint.path / name).stat().st_size, expected.get("bytes")
+        found, wanted = (checkpoint.path / name).stat(), expected.get("bytes")
+        if not S_ISREG(found.st_mode):
+            return f"{name} is no regular file"
+        size = found.st_size
         if size != wanted:
             shown = f"{wanted:,}" if isinstance(wanted, int) else wanted
             return f"{name} has {size:,} bytes instead of {shown}"
@@ -307,9 +317,8 @@ def list_checkpoints(run: RunDir) -> list[ListedCheckpoint]:
     best, reasons = best_step(run.checkpoints_dir), dict[str, str]()
     there, aside = published(run.checkpoints_dir), rejects(run.checkpoints_dir)
     names = {path.name for path in (*(checkpoint.path for checkpoint in there), *aside)}
-    for event in events_of(
-        read_jsonl_reversed(run.events_file, ["checkpoint_commit", "checkpoint_rejected"])
-    ):
+    records = read_jsonl_reversed(run.events_file, ["checkpoint_commit", "checkpoint_rejected"])
+    for event in events_of(records):
         is_commit = event.name == "checkpoint_commit"
         name = run.checkpoint_dir(event.step or 0).name if is_commit else event.text("set_aside") or ""
         reasons.setdefault(name, event.reason or "")
