@@ -14,6 +14,7 @@ from trainkit.run.files import (
     read_jsonl,
     read_jsonl_reversed,
     read_record,
+    reversed_lines,
     sampled_lines,
     utc_now,
 )
@@ -123,13 +124,13 @@ def event_lines(stream: BinaryIO, begin: int, end: int) -> Iterator[bytes]:
     """
     spans = [(begin, end)]
     if end - begin > WHOLE_BYTES:
-        edges = [begin, *_attempt_edges(stream, begin, end - LAST_BYTES)]
-        spans = [(max(begin, edge - EDGE_BYTES), edge + EDGE_BYTES) for edge in edges]
-        spans.append((end - LAST_BYTES, end))
+        start = _start_of_last(stream, begin, end)
+        edges = [begin, *_attempt_edges(stream, begin, start)]
+        spans = [*((max(begin, edge - EDGE_BYTES), edge + EDGE_BYTES) for edge in edges), (start, end)]
     position = begin
     for first, last in spans:
         if first > position:
-            stream.seek(first)
+            stream.seek(first - 1)  # a line may begin there
             stream.readline(MAX_RECORD_BYTES)
             position = stream.tell()
         stream.seek(position)
@@ -140,6 +141,18 @@ def event_lines(stream: BinaryIO, begin: int, end: int) -> Iterator[bytes]:
             position += len(line)
             yield line
     stream.seek(position)
+
+
+def _start_of_last(stream: BinaryIO, begin: int, end: int) -> int:
+    """Where the last `LAST_BYTES` begin, of lines that are not too long for a record."""
+    start, num_bytes = end, 0
+    for line in reversed_lines(stream, end, MAX_RECORD_BYTES):
+        start -= len(line)
+        is_whole = line.endswith(b"\n") and len(line) < MAX_RECORD_BYTES
+        num_bytes += len(line) if is_whole else 0
+        if num_bytes >= LAST_BYTES or start <= begin:
+            break
+    return max(begin, start)
 
 
 def _attempt_edges(stream: BinaryIO, begin: int, end: int) -> list[int]:

@@ -253,7 +253,7 @@ def _first_bytes(lines: Iterable[bytes]) -> Iterator[bytes]:
     for line in lines:
         if len(line) < MAX_RECORD_BYTES:
             yield line
-            num_bytes += len(line)
+            num_bytes += len(line) if line.endswith(b"\n") else 0
         if num_bytes > SEARCHED_BYTES:
             return
 
