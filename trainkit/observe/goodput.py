@@ -6,7 +6,7 @@ import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice, pairwise, takewhile, zip_longest
+from itertools import islice, pairwise, zip_longest
 from operator import itemgetter
 from pathlib import Path
 from typing import BinaryIO
@@ -194,8 +194,10 @@ def _buckets(path: Path) -> Iterator[tuple[list[StepRecord], int]]:
 def _spaced(stream: BinaryIO, size: int) -> Iterator[list[bytes]]:
     """Evenly spaced lines of a large file, and its last ones."""
     for begin in (*range(0, size - PART_BYTES, size // NUM_BUCKETS), size - PART_BYTES):
-        end = begin + PART_BYTES
         stream.seek(begin)
         if begin:
             stream.readline(MAX_SAMPLE_BYTES)
-        yield list(takewhile(lambda _, end=end: stream.tell() < end, forward_lines(stream, PART_BYTES)))
+        part = list[bytes]()
+        while stream.tell() < begin + PART_BYTES and (line := stream.readline(PART_BYTES)):
+            part.append(line)
+        yield part
