@@ -28,7 +28,7 @@ ALLOWED = {
     # What everybody may know.
     "__init__": set(),  # the version, and by their names what the Python API is
     "errors": set(),
-    "folders": set(),
+    "folders": {"errors"},
     "locks": set(),
     "formats": set(),
     "extras": set(),

@@ -18,6 +18,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from io import TextIOWrapper
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -155,6 +156,16 @@ def warn_caller(text: str) -> None:
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in (PACKAGE, "contextlib"):
         level, frame = level + 1, frame.f_back
     warnings.warn(text, stacklevel=level)
+
+
+def replace_unencodable() -> None:
+    """Have stdout and stderr replace what the locale lacks, where printing it would raise.
+
+    For a process of a run: what it prints is in a log, and must not end the run.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper) and stream.errors != "backslashreplace":
+            stream.reconfigure(errors="replace")
 
 
 def print_note(text: str) -> None:

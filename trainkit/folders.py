@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePath
+
+from trainkit.errors import UsageError
 
 
 def ensure_folder(path: Path, mode: int = 0o777, *, parents: bool = False) -> None:
@@ -126,6 +129,26 @@ def make_private(folder: Path, others: int = 0o077) -> bool:
         parent.st_uid in own and (not parent.st_mode & 0o022 or parent.st_mode & stat.S_ISVTX)
         for parent in above
     )
+
+
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
+
+
+def typed_path(text: str, cwd: Path) -> Path:
+    """A path that a user has typed, relative to `cwd` or with `~`; raises UsageError for what can be none."""
+    if url := _URL.match(text):
+        hint = "name a path on a disk that the nodes of the job mount, and copy there what is elsewhere"
+        if url[1] in ("hf", "https", "http"):
+            hint += "; `hf download` fetches models and data sets of the hub"
+        raise UsageError(f"{text} is a URL, not a path", hint=hint)
+    if "\0" in text:
+        raise UsageError(f"{text!r} has a NUL character, which no path has", hint="check the path")
+    try:
+        return cwd / Path(text).expanduser()
+    except RuntimeError:
+        user = text[1:].partition("/")[0]
+        whose = f"there is no user {user} on this machine" if user else "this user has no home here"
+        raise UsageError(f"{text}: {whose}", hint="write the whole path instead of ~") from None
 
 
 def user_name() -> str:

@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,9 @@ def test_ranks_nodes_attempts_and_lines(desk):
     ]
     shown = desk.trainkit("logs", "last", "--all").stdout
     assert {line.split()[0] for line in shown.splitlines()} == {"rank-0000", "rank-0001", "supervisor"}
-    assert desk.trainkit("logs", "last", "-f", "--lines", "1").stdout.splitlines() == ["2"]
+    followed = desk.trainkit("logs", "last", "-f", "--lines", "1")
+    assert (followed.stdout, followed.returncode) == ("2\n", 0)
+    assert followed.stderr.startswith("finished: ")
     run.job_file.unlink()
     assert desk.trainkit("logs", str(run.path), "--lines", "1").stdout.splitlines() == ["2"]
 
@@ -38,6 +41,19 @@ def test_a_log_is_not_in_memory(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(logs, "MAX_LINE_BYTES", 5)
     assert main(["logs", str(attempt.run.path)]) == 0
     assert capsys.readouterr().out == "one\nthirt\neen\ntwo\n"
+    assert main(["logs", str(attempt.run.path), "--lines", "1"]) == 0
+    assert capsys.readouterr().out == "two\n"
+
+
+def test_following_ends_with_how_the_run_ended(desk):
+    desk.works("import sys; print('█'); sys.exit(3)")
+    run = desk.submit()
+    desk.wait_for_end(run)
+    followed, status = desk.trainkit("logs", "last", "-f"), desk.trainkit("status", "last", "--json")
+    assert (followed.stdout, followed.returncode) == ("attempt 2 rank 0\n█\n", 1)
+    ended = json.loads(status.stdout)
+    assert followed.stderr.splitlines()[0] == f"{ended['state']}: {ended['reason']}"
+    assert f"next: `trainkit diagnose runs/{run.name}` says what to do" in followed.stderr
 
 
 def test_what_is_not_there(desk):

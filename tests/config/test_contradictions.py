@@ -1,12 +1,15 @@
 """Values that are right alone and cannot hold together; and epochs over the default of steps."""
 
 import json
+import re
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.support.tables import messages
 from trainkit.config import LoadedConfig, dump_effective, load_config
+from trainkit.config.validation import OF_BASH
 from trainkit.errors import ConfigError
 
 
@@ -129,6 +132,54 @@ def test_a_secret_must_not_be_written_down(tmp_path: Path, name: str) -> None:
         "but the config is written to the run folder\n"
         f"  hint: export {name} in the shell instead; the job inherits it"
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        *(
+            (name, "1", f"{name!r} is not a valid environment variable name")
+            for name in ("1A", "A-B", "A B", "", "A=B", "A;touch X", "Ä", "A\nB", "A.B", "A\0")
+        ),
+        *((name, "1", "is a variable that bash sets itself, in the job too") for name in OF_BASH),
+        ("A", "\0", "has a NUL character, which an environment variable cannot contain"),
+    ],
+)
+def test_variables_that_a_batch_script_would_drop(
+    tmp_path: Path, name: str, value: str, message: str
+) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(f"launch:\n  env:\n    A1: x\n    {json.dumps(name)}: {json.dumps(value)}\n")
+    with pytest.raises(ConfigError) as error:
+        load_config(file, environ={}, cwd=tmp_path)
+    [found] = error.value.problems
+    assert (found.message, found.line, bool(found.hint)) == (message, 4, True)
+
+
+def test_bash_sets_these_variables_itself() -> None:
+    for name in OF_BASH:
+        script = f"export {name}=77 2>/dev/null; /usr/bin/env"
+        done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
+        assert f"{name}=77\n" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("s3://bucket/x", "s3://bucket/x is a URL, not a path"),
+        ("~no-such-user/x", "~no-such-user/x: there is no user no-such-user on this machine"),
+    ],
+)
+@pytest.mark.parametrize(
+    "key", ["model.init_from", "data.source", "data.cache_dir", "data.tokenizer", "model.hf"]
+)
+def test_what_is_no_path(tmp_path: Path, key: str, path: str, message: str) -> None:
+    assert f"--set {key}={path}: {key}: {message}" in problem(tmp_path, f"{key}={path}")
+    assert message in problem(tmp_path, f"{key}={path}")
+    file = tmp_path / "config.yaml"
+    file.write_text(f"extends: {path}\n")
+    with pytest.raises(ConfigError, match=re.escape(f"config.yaml:1: extends: {message}")):
+        load_config(file, environ={}, cwd=tmp_path)
 
 
 @pytest.mark.parametrize("url", ["https://hooks.example.org/services/T0P", "hooks.example.org/x", "a b"])

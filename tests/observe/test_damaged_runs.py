@@ -1,11 +1,16 @@
 """Commands that read runs, after one value of a file was changed; `benchmarks.damaged_runs` changes all."""
 
+import json
+import os
 import random
 from pathlib import Path
 
 import pytest
 
+from benchmarks import hostile_files
 from benchmarks.damaged_runs import DEEP, LONG, VALUES, Change, changes, make_project, tried
+from trainkit.cli.main import main
+from trainkit.run.registry import index_file
 
 FOUND = (
     ("sweep", "sweep.json", None, ("plan", "batch"), DEEP),
@@ -27,6 +32,20 @@ FOUND = (
     ("bench", "bench.json", None, ("runs", 1, "values"), {"a": [1]}),
 )
 """Changes after which a command ended with an exception."""
+
+
+HOSTILE = (
+    ("finished", "metrics.jsonl", "a folder"),
+    ("finished", "metrics.jsonl", "unreadable"),
+    ("finished", "events.jsonl", "a pipe"),
+    ("finished", "checkpoints/step-00000003/manifest.json", "a pipe"),
+    ("finished", "checkpoints/step-00000003", "a file"),
+    ("crashed", "attempts/002/logs/rank-0000.log", "a link to a device"),
+    ("crashed", "job.json", "a link to itself"),
+    ("crashed", "attempts/002/end.json", "a socket"),
+    ("crashed", "plan.json", "zeros"),
+)
+"""What stands in the place of a file."""
 
 
 @pytest.fixture
@@ -51,3 +70,45 @@ def test_any_change(project: Path, name: str) -> None:
     draw = random.Random(0)
     for change in draw.sample(list(changes(project / "runs" / name)), 3):
         assert list(tried(project, name, change, draw.choice(VALUES))) == []
+
+
+@pytest.mark.parametrize(("name", "file", "kind"), HOSTILE)
+def test_what_is_no_file(project: Path, name: str, file: str, kind: str) -> None:
+    assert list(hostile_files.tried(project, name, project / "runs" / name / file, kind)) == []
+
+
+def test_the_status_says_what_cannot_be_read(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = project / "runs/finished/metrics.jsonl"
+    file.unlink()
+    os.mkfifo(file)
+    assert main(["status", "runs/finished"]) == 0
+    shown = capsys.readouterr().out
+    assert "warning: metrics.jsonl cannot be read: it is no regular file" in shown
+    assert "state       finished" in shown
+    log = project / "runs/finished/attempts/001/logs/rank-0000.log"
+    log.unlink()
+    log.mkdir()
+    assert main(["logs", "runs/finished"]) == 2
+    assert capsys.readouterr().err == (
+        "error: runs/finished/attempts/001/logs/rank-0000.log cannot be read: it is a folder\n\n"
+        "hint: --rank, --node and --all print other logs\n"
+    )
+
+
+@pytest.mark.parametrize("path", ["/a\0b", "/" + "x" * 300, "\ud800", "~nobody/x", "s3://bucket/run", ""])
+def test_the_index_has_a_path_that_is_none(
+    project: Path, path: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    index_file().parent.mkdir(parents=True, exist_ok=True)
+    with index_file().open("a") as stream:
+        stream.write(json.dumps({"time": "2026-01-01T12:00:00.000Z", "name": "x", "path": path}) + "\n")
+    for line in (
+        ["status"],
+        ["status", "--json"],
+        ["status", "finished"],
+        ["logs", "finished", "--lines", "1"],
+    ):
+        assert main(line) == 0
+    assert "runs/sweep" in capsys.readouterr().out
+    assert main(["status", "x"]) == 2
+    assert "unknown run 'x'" in capsys.readouterr().err

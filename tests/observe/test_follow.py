@@ -1,6 +1,6 @@
 import pytest
 
-from trainkit.observe.logs import follow, last_lines, run_is_over
+from trainkit.observe.logs import MAX_LINE, follow, last_texts, run_is_over, start_of_last
 from trainkit.run.files import parse_record, write_json
 from trainkit.run.rundir import RunDir
 
@@ -55,18 +55,22 @@ def test_when_a_run_is_over(tmp_path):
 @pytest.mark.parametrize(
     ("text", "count", "expected"),
     [
-        (b"a\nb\nc\n", 2, ([b"b", b"c"], 6)),
-        (b"a\nb\nc", 2, ([b"a", b"b"], 4)),
-        (b"a\n", 5, ([b"a"], 2)),
-        (b"a\nb\n", 0, ([], 4)),
-        (b"", 3, ([], 0)),
-        (b"x" * 100_000 + b"\n" + b"y" * 100_000 + b"\n", 1, ([b"y" * 100_000], 200_002)),
+        (b"a\nb\nc\n", 2, (["b", "c"], 2, 2)),
+        (b"a\nb\nc", 2, (["a", "b"], 0, 2)),
+        (b"a\nb\nc", 1, (["b"], 2, 4)),
+        (b"a\nb\nc", 0, ([], 4, 5)),
+        (b"a\n", 5, (["a"], 0, 0)),
+        (b"a\nb\n", 0, ([], 4, 4)),
+        (b"", 3, ([], 0, 0)),
+        (b"x" * 100_000 + b"\n" + b"y" * 100_000 + b"\n", 1, (["y" * MAX_LINE], 100_001, 100_001)),
     ],
 )
 def test_last_lines(tmp_path, text, count, expected):
     path = tmp_path / "log"
     path.write_bytes(text)
-    assert last_lines(path, count) == expected
+    with path.open("rb") as stream:
+        starts = [start_of_last(stream, count, unfinished=one) for one in (False, True)]
+    assert (last_texts(path, count), *starts) == expected
 
 
 @pytest.mark.parametrize(

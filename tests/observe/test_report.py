@@ -8,6 +8,7 @@ import pytest
 from benchmarks.report import write_run
 from trainkit.config import dump_effective
 from trainkit.config.schema import RunConfig
+from trainkit.observe import goodput
 from trainkit.observe import report as report_module
 from trainkit.observe.goodput import NUM_BUCKETS, idle_gaps, read_curves
 from trainkit.observe.page import line_chart, nice_ticks
@@ -149,6 +150,29 @@ def test_no_spike_is_lost_and_a_cut_line_is_skipped(tmp_path):
     assert curves.spent[1]["productive"] == pytest.approx(1.5 * count)
     assert curves.spent[1]["data_wait"] == pytest.approx(0.5 * count)
     assert (curves.spent[1]["startup"], curves.spent[1]["shutdown"]) == (20.0, 1.0)
+
+
+def test_of_a_large_file_a_part_is_read(tmp_path, monkeypatch):
+    file, count = tmp_path / "metrics.jsonl", NUM_BUCKETS * 50
+    lines = [
+        step(20 + number * 2, 1 + number // 30_000, number, loss=2.0, step_s=1.5)
+        for number in range(1, count + 1)
+    ]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    events = [
+        *(event(0, 1, "started"), event(20, 1, "training", step=0), event(60_021, 1, "stopped")),
+        *(event(60_019, 2, "started"), event(60_020, 2, "training", step=29_999)),
+        event(21 + 2 * count, 2, "finished", state="finished"),
+    ]
+    whole = read_curves(file, attempts_in(events))
+    monkeypatch.setattr(goodput, "WHOLE_BYTES", 2**20)
+    monkeypatch.setattr(goodput, "PART_BYTES", 1000)
+    part = read_curves(file, attempts_in(events))
+    assert part.num_records == pytest.approx(whole.num_records, rel=0.05)
+    for number, spent in whole.spent.items():
+        assert part.spent[number] == pytest.approx(spent, abs=300)
+    assert part.series["loss"][2][-1][0] > count - 20
+    assert max(len(points) for points in part.series["loss"].values()) < 2 * NUM_BUCKETS
 
 
 def test_the_size_of_a_page_does_not_grow_with_the_run(tmp_path):

@@ -2,6 +2,8 @@
 
 import json
 import time
+import tracemalloc
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from tests.support import watched_runs
 from tests.support.watched_runs import NOW, Watched, ago
 from trainkit.observe.run_view import read_view
 from trainkit.observe.status import read_status
+from trainkit.run import events as events_module
 from trainkit.run import history as history_module
 from trainkit.run.files import append_jsonl
 from trainkit.run.history import MAX_POINTS, EventHistory, HealthFiles, MetricsHistory, RunHistory, timestamp
@@ -41,6 +44,63 @@ def test_only_whole_lines_are_read_and_each_once(tmp_path: Path) -> None:
     history.update()
     assert history.curve("loss")[-2:] == [(3, 997.0), (4, 7.0)]
     assert len(history.recent) == 4
+
+
+def make_events(file: Path, num_attempts: int, num_evaluations: int) -> None:
+    """Attempts that each are restarted, with many evaluations and saves in between."""
+    begin = [{"event": "submitted"}, {"event": "started", "nodes": 1}, {"event": "training", "step": 0}]
+    end = [{"event": "signal", "signal": "SIGTERM"}, {"event": "requeue_decision", "action": "requeue"}]
+    end += [{"event": "stopped", "state": "stopped", "reason": "preempted"}]
+    with file.open("w") as stream:
+        for number in range(1, num_attempts + 1):
+            middle = [
+                {"event": "evaluated", "step": step, "val_loss": 2.0} for step in range(num_evaluations)
+            ]
+            middle.append({"event": "checkpoint_commit", "step": num_evaluations})
+            for second, event in enumerate([*begin, *middle, *end]):
+                time = f"2026-01-01T{number:02}:{second // 60 % 60:02}:{second % 60:02}.000Z"
+                stream.write(json.dumps({"time": time, "attempt": number, **event}) + "\n")
+
+
+def test_a_large_file_of_events_is_read_where_attempts_begin_and_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "events.jsonl"
+    make_events(file, 7, 2000)
+    whole, part = EventHistory(file), EventHistory(file)
+    whole.update()
+    for module in (history_module, events_module):
+        monkeypatch.setattr(module, "WHOLE_BYTES", 50_000)
+    monkeypatch.setattr(events_module, "EDGE_BYTES", 2_000)
+    monkeypatch.setattr(events_module, "LAST_BYTES", 8_000)
+    with file.open("rb") as stream:
+        size = file.stat().st_size
+        lines = list(events_module.event_lines(stream, 0, size))
+        assert (stream.tell(), sum(map(len, lines)) < size / 20) == (size, True)
+        assert sorted(set(lines), key=lines.index) == lines
+    part.update()
+    assert [replace(one, evaluations=[]) for one in part.attempts.values()] == [
+        replace(one, evaluations=[]) for one in whole.attempts.values()
+    ]
+    assert (part.val_loss, part.saved, part.total_steps) == (whole.val_loss, whole.saved, whole.total_steps)
+    append_jsonl(file, {"attempt": 8, "event": "started", "time": "2026-01-01T23:00:00.000Z"})
+    part.update()
+    assert (part.attempts[8].started, len(part.attempts)) == (timestamp("2026-01-01T23:00:00.000Z"), 8)
+
+
+def test_a_long_line_is_not_in_memory(tmp_path: Path) -> None:
+    for name in ("metrics.jsonl", "events.jsonl"):
+        file = tmp_path / name
+        with file.open("w") as stream:
+            stream.write('{"step": 1, "attempt": 1, "event": "started"}\n' + "x" * 40 * 2**20)
+            stream.write('\n{"step": 2, "attempt": 1, "event": "training"}\n' + "y" * 20 * 2**20)
+    history = RunHistory(RunDir(tmp_path))
+    tracemalloc.start()
+    history.update()
+    assert [record.step for record in history.newest_steps()] == [1, 2]
+    assert history.events.attempt(1).start_step == 2
+    assert tracemalloc.get_traced_memory()[1] < 2**27
+    tracemalloc.stop()
 
 
 def test_the_newest_steps_pass_over_what_a_crash_cut_off(tmp_path: Path) -> None:

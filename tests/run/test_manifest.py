@@ -212,3 +212,25 @@ def test_best_link_moves_and_survives_a_leftover(tmp_path: Path) -> None:
     assert best_step(tmp_path) == 2
     assert (tmp_path / "best").resolve() == second.path.resolve()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "step-00000001", "step-00000002"]
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/../../x", "a\0b"])
+def test_a_manifest_names_only_files_of_its_folder(checkpoint: Checkpoint, name: str) -> None:
+    value = {**json.loads(checkpoint.manifest_file.read_text())}
+    value["files"] = {name: {"bytes": 1, "sha256": ""}}
+    write(checkpoint, {**value, "sha256": seal(value)})
+    damage = f"manifest.json cannot be read (it names {name!r}, which is not a file of the checkpoint)"
+    assert find_damage(checkpoint) == damage
+    with pytest.raises(ValueError, match="it names"):
+        checkpoint.manifest()
+
+
+@pytest.mark.parametrize("make_it", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")])
+def test_what_is_no_file_is_damage(checkpoint: Checkpoint, make_it: Callable[[Path], object]) -> None:
+    for file in (checkpoint.path / SHARDS[0], checkpoint.manifest_file):
+        if file.name == SHARDS[0]:
+            files = checkpoint.content()["files"]
+            change(checkpoint, files={**files, SHARDS[0]: {**files[SHARDS[0]], "bytes": 0}})
+        file.unlink()
+        make_it(file)
+        assert find_damage(checkpoint) == f"{file.name} is no regular file"

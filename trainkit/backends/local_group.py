@@ -13,7 +13,7 @@ import sys
 import time
 
 from trainkit.backends import SUPERVISOR_EXIT_S, NewAttempt, backend_named
-from trainkit.errors import EXIT_FAILED, EXIT_OK, TrainkitError
+from trainkit.errors import EXIT_FAILED, EXIT_OK, TrainkitError, replace_unencodable
 from trainkit.folders import whole_paths
 from trainkit.locks import LockBusy, acquire_lock
 from trainkit.plan.launch import LaunchPlan
@@ -71,6 +71,7 @@ def _start(group: RunGroup, index: int, began: str) -> None:
 @whole_paths()
 def main() -> int:
     """Run the group that the command line names; returns the exit code."""
+    replace_unencodable()
     group = RunGroup(sys.argv[1])
     try:
         acquire_lock(group.supervisor_lock_file, SUPERVISOR_EXIT_S)  # held until this process exits

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +11,7 @@ import click
 
 from trainkit.cli import options
 from trainkit.cli.help import as_command, option, terminal_width, warn
+from trainkit.cli.output import json_text
 from trainkit.errors import ConfigError, SlurmError, TrainkitError, UsageError
 from trainkit.formats import plural, table
 from trainkit.run.rundir import RUNS_FOLDER
@@ -89,7 +89,7 @@ def command(
         found = simulate(loaded, plan, rank or 0)
         if as_json:
             simulated = {"plan": plan.to_dict(), "simulation": asdict(found)}
-            click.echo(json.dumps(simulated, ensure_ascii=False))
+            click.echo(json_text(simulated))
         else:
             click.echo(f"layout: {plan.reasons['layout']}")
             click.echo("\n".join(simulation_lines(found)))
@@ -121,7 +121,7 @@ def command(
         shown = None if waits is None else [item.to_dict() for item in waits]
         value = {"config": config, "origins": loaded.origins, "plan": plan.to_dict(), "wait": shown}
         value |= {} if choice is None else choice.to_dict()
-        click.echo(json.dumps(value, ensure_ascii=False))
+        click.echo(json_text(value))
         return
     if show_origin:
         values = flatten(loaded.config.model_dump(mode="json", by_alias=True))
@@ -148,7 +148,7 @@ def schema() -> None:
     """
     from trainkit.config import RunConfig
 
-    click.echo(json.dumps(RunConfig.model_json_schema(), indent=2, ensure_ascii=False))
+    click.echo(json_text(RunConfig.model_json_schema(), indent=2))
 
 
 def _send_test(config: RunConfig) -> None:

@@ -13,7 +13,7 @@ import click
 
 from trainkit.backends.jobs import require_not_running
 from trainkit.cli.help import as_group, examples, option, terminal_width
-from trainkit.cli.options import COUNT, INDEX, json_option, refuse_untrusted, run_argument, trust_option
+from trainkit.cli.options import COUNT, INDEX, PATH, json_option, refuse_untrusted, run_argument, trust_option
 from trainkit.cli.output import echo_json, echo_result
 from trainkit.errors import EXIT_FAILED, EXIT_OK, UsageError
 from trainkit.folders import shown_path
@@ -118,7 +118,7 @@ def prune(run_name: str, keep_last: int, dry_run: bool, as_json: bool) -> None:
     )
 )
 @run_argument
-@option("--out", "Folder to create.", name="out_name", type=click.Path(path_type=Path), required=True)
+@option("--out", "Folder to create.", name="out_name", type=PATH, required=True)
 @option("--step N", "The checkpoint of this step.", type=INDEX)
 @option(
     "--format",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import asdict
 from pathlib import Path
@@ -10,7 +9,8 @@ from pathlib import Path
 import click
 
 from trainkit.cli.help import Group, as_group, examples, option
-from trainkit.cli.options import json_option
+from trainkit.cli.options import PATH, json_option
+from trainkit.cli.output import json_text
 from trainkit.errors import EXIT_FAILED, EXIT_OK, UsageError
 from trainkit.formats import plural
 
@@ -54,7 +54,7 @@ def command() -> None:
     )
 )
 @click.argument("sources", nargs=-1, required=True, metavar="SRC...")
-@option("--out DIR", "Folder to create.", required=True, type=click.Path(path_type=Path))
+@option("--out DIR", "Folder to create.", required=True, type=PATH)
 @_tokenizer_option
 @option(
     "--val-fraction F",
@@ -103,7 +103,7 @@ def prepare(
             "tokenizer": asdict(file.tokenizer),
             "fingerprint": file.fingerprint,
         }
-        click.echo(json.dumps(value, ensure_ascii=False))
+        click.echo(json_text(value))
         return
     if was_there:
         click.echo(f"{out} already contains this dataset: nothing to do", err=True)
@@ -160,7 +160,7 @@ def validate(sources: tuple[str, ...], tokenizer: str, text_key: str, as_json: b
             click.echo("".join(f"{note}\n" for note in summaries[-1].notes()), nl=False)
     if as_json:
         value = {"files": [asdict(one) for one in summaries], "problems": [asdict(one) for one in problems]}
-        click.echo(json.dumps(value, ensure_ascii=False))
+        click.echo(json_text(value))
     num_problems = sum(one.problems for one in summaries)
     click.echo(
         f"{len(summaries):,} sources: {sum(one.lines for one in summaries):,} lines, "
@@ -183,7 +183,7 @@ def _validate_task(sources: tuple[str, ...], as_json: bool) -> int:
     name = loaded.config.task
     found = [f"{key} {message}" for key, message, _ in task_problems(loaded, "--samples")]
     if as_json:
-        click.echo(json.dumps({"task": name, "problems": found}, ensure_ascii=False))
+        click.echo(json_text({"task": name, "problems": found}))
     else:
         more = [f"{name}: {len(found) - MAX_SHOWN:,} more problems"] if len(found) > MAX_SHOWN else []
         click.echo("".join(f"{line}\n" for line in [*found[:MAX_SHOWN], *more]), nl=False)

@@ -7,8 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -19,22 +18,21 @@ from trainkit.backends.jobs import liveness_probe
 from trainkit.cli.help import as_command, option
 from trainkit.cli.options import COUNT, INDEX, run_argument
 from trainkit.cli.output import escaped
+from trainkit.cli.status import look_at
 from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, UsageError
 from trainkit.folders import is_full, shown_path
 from trainkit.formats import there_are
 from trainkit.job.failed_starts import batch_log
-from trainkit.observe.logs import follow, last_lines, start_of_last
+from trainkit.observe.logs import follow, last_texts, start_of_last
 from trainkit.observe.status import FAILURE_LOG_LINES, failure_lines
 from trainkit.run.end import AttemptEnd, read_end
 from trainkit.run.events import events_of
-from trainkit.run.files import Tail
+from trainkit.run.files import MAX_LINE_BYTES, Tail, forward_lines, open_file
 from trainkit.run.history import read_plan
 from trainkit.run.record import AttemptRecord, read_job
 from trainkit.run.registry import find_attempt, find_run
 from trainkit.run.rundir import AttemptDir, RunDir
 
-MAX_LINE_BYTES = 2**20
-"""A longer line is printed as several."""
 END_S = 3.0
 SHOW_S = 0.1
 
@@ -42,7 +40,11 @@ SHOW_S = 0.1
 @as_command("trainkit logs last", "trainkit logs last -f", "trainkit logs last --rank 1 --lines 20")
 @run_argument
 @click.option(
-    "-f", "--follow", "following", is_flag=True, help="Follow the log, across attempts, until the run ends."
+    "-f",
+    "--follow",
+    "following",
+    is_flag=True,
+    help="Follow the log, across attempts, until the run ends, and print how; exit code 1 if it failed.",
 )
 @option("--rank R", "Rank to print; default: 0.", type=INDEX)
 @option("--node N", "Print all ranks of this node and its agent.", type=INDEX)
@@ -57,7 +59,7 @@ def command(
     all_ranks: bool,
     number: int | None,
     lines: int | None,
-) -> None:
+) -> int:
     """Print the log of rank 0 of RUN, or the logs of the selected ranks.
 
     If the job ended before its ranks started, prints the output of the batch script.
@@ -74,11 +76,13 @@ def command(
     job = read_job(run)
     entry = job.of_attempt(attempt.number)
     if following and entry.has_started:
-        return
+        return print_end(run)
     paths = [path for path in logs_of(attempt) if path.exists()]
     if not paths and not entry.has_started and (log := batch_log(run, job, entry.job_id)).exists():
         click.echo("the supervisor has not begun; this is the output of the batch script:", err=True)
         paths = [log]
+    if not paths and following:
+        return print_end(run)
     if not paths:
         raise UsageError(
             f"attempt {attempt.number} of {run.shown} has not written this log",
@@ -87,15 +91,25 @@ def command(
         )
     output = getattr(sys.stdout, "whole", None)
     for path in paths:
-        with path.open("rb") as stream:
-            stream.seek(0 if lines is None else start_of_last(path, lines))
-            found = iter(partial(stream.readline, MAX_LINE_BYTES), b"")
-            for raw in found if lines is None else deque(found, lines):
+        try:
+            stream = open_file(path)
+        except OSError as error:
+            message = f"{shown_path(path)} cannot be read: {error.strerror}"
+            if len(paths) == 1:
+                raise UsageError(message, hint="--rank, --node and --all print other logs") from None
+            click.echo(f"warning: {message}", err=True)
+            continue
+        with stream:
+            stream.seek(0 if lines is None else start_of_last(stream, lines, unfinished=True))
+            for raw in forward_lines(stream, MAX_LINE_BYTES):
                 text = raw.removesuffix(b"\n").decode(errors="replace")
                 click.echo(f"{path.stem} | {text}" if named else text, file=output)
+    if following:
+        return print_end(run)
     if (read_end(attempt) or AttemptEnd()).state == "failed":
         which = f"{run.word} --attempt {attempt.number}"
         click.echo(f"hint: `trainkit diagnose {which}` names the cause of its failure", err=True)
+    return EXIT_OK
 
 
 def _logs_of(attempt: AttemptDir, rank: int | None, node: int | None, all_ranks: bool) -> list[Path]:
@@ -178,8 +192,8 @@ def show_rank_0(attempt: AttemptDir, ended: threading.Event, terminal: int) -> N
     _write(tail.texts(unfinished=True), terminal)
 
 
-def _write(lines: list[str], terminal: int) -> None:
-    if lines:
+def _write(texts: Iterable[str], terminal: int) -> None:
+    if lines := list(texts):
         with contextlib.suppress(OSError):  # the terminal was closed, and the ranks save
             os.write(terminal, escaped("\n".join(lines) + "\n").encode(errors="replace"))
 
@@ -236,12 +250,16 @@ def print_end(run: RunDir) -> int:
         return EXIT_FAILED
     end = _end_soon(run)
     if end is None:
+        status = look_at(run, lambda _: None)[1]
+        if status.state == "cancelled":  # by Slurm, before it could record that
+            click.echo(f"cancelled: {status.reason}", err=True)
+            return EXIT_FAILED
         if not (read_job(run).newest or AttemptRecord()).has_started:
             shown = f"`trainkit status {run.word}` shows what Slurm reports"
             click.echo(f"died: the job ended before the supervisor began; {shown}", err=True)
             return EXIT_FAILED
         log = run.attempt(run.attempt_numbers()[-1]).supervisor_log
-        last_line = b" ".join(last_lines(log, 1)[0]).decode("utf-8", errors="replace")
+        last_line = " ".join(last_texts(log, 1))
         ends = f"ends with: {last_line}" if last_line else "has no line"
         click.echo(f"died: the supervisor exited without recording an end; {log} {ends}", err=True)
         if is_full(run.path):

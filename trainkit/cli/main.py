@@ -196,6 +196,9 @@ def _main(argv: Sequence[str] | None) -> int:
         summary = str(error).strip().partition("\n")[0]
         message = f"{type(error).__name__}: {summary}" if summary else type(error).__name__
         hint = "an unexpected error: `trainkit --debug …` shows its traceback"
+        if isinstance(error, OSError) and error.filename:
+            message = f"{os.fsdecode(error.filename)}: {error.strerror}"
+            hint = "check this path, its permissions and its disk; `trainkit --debug …` shows who uses it"
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             message = f"{error.filename or 'a file'} cannot be written: {error.strerror}"
             hint = "free space on its disk or in your quota; `trainkit status` shows what was done"

@@ -24,7 +24,7 @@ from trainkit.cli.help import (
     option,
 )
 from trainkit.errors import ConfigError, Problem, UsageError
-from trainkit.folders import QUICKSTART, default_config
+from trainkit.folders import QUICKSTART, default_config, typed_path
 from trainkit.plan.workload import TRAINER, Workload, name_of, workload_of
 from trainkit.run.owner import refuse_foreign
 
@@ -98,7 +98,19 @@ def named_folder(text: str | None, option: str = "--run-dir") -> Path | None:
     """The folder of an option; UsageError if it is empty, as from an unset shell variable."""
     if text is not None and not text.strip():
         raise UsageError(f"{option} is empty", hint=f"name a folder, or omit {option} for runs/NAME")
-    return None if text is None else Path(text)
+    return None if text is None else typed_path(text, Path())
+
+
+class TypedPath(click.ParamType):
+    """A path, such as one for what a command writes: no URL, and with `~`."""
+
+    name = "path"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        return value if isinstance(value, Path) else typed_path(value, Path())
+
+
+PATH = TypedPath()
 
 
 json_option = option("--json", "Print one JSON value.", name="as_json")

@@ -1,12 +1,15 @@
 """What leaves the program as text: nothing in it controls a terminal, and JSON has no secrets.
 
-Names, messages, reasons, hosts and logs are written by others.
+Characters that the locale lacks are replaced; in JSON they are escaped. Names, messages, reasons, hosts and
+logs are written by others.
 """
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import Any, TextIO
@@ -18,6 +21,7 @@ _CONTROL = r"[\x00-\x07\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e
 """C0 but for what moves within a line, C1 and bidirectional marks."""
 _ESCAPED = re.compile(f"({_COLOUR})|{_CONTROL}")
 _REPLACED = re.compile(_CONTROL)
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def escaped(text: str) -> str:
@@ -30,16 +34,34 @@ def replaced(text: str) -> str:
     return _REPLACED.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
-class EscapedStream:
-    """A stream that escapes what is written to it."""
+def encodable(text: str, stream: TextIO) -> str:
+    """A text with `?` in the place of each character that a stream cannot write."""
+    if text.isascii():
+        return text
+    encoding = stream.encoding or "utf-8"  # a stream in memory has none
+    try:
+        text.encode(encoding, stream.errors or "strict")
+    except UnicodeEncodeError:
+        return text.encode(encoding, "replace").decode(encoding)
+    return text
 
-    def __init__(self, stream: TextIO) -> None:
-        self.whole = stream if not stream.isatty() else self
-        """Where a log is printed: into a file as it is."""
-        self._stream = stream
+
+class EscapedStream:
+    """A stream that escapes what is written to it, and replaces what it cannot encode."""
+
+    buffer = None
+    """Click would write UTF-8 into that of an ASCII stream."""
+
+    def __init__(self, stream: TextIO, escapes: bool = True) -> None:
+        self._stream, self._escapes = stream, escapes
+
+    @property
+    def whole(self) -> EscapedStream:
+        """Where a log is printed: into a file with its control characters."""
+        return self if self.isatty() else EscapedStream(self._stream, escapes=False)
 
     def write(self, text: str) -> int:
-        return self._stream.write(escaped(text))
+        return self._stream.write(encodable(escaped(text) if self._escapes else text, self._stream))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -48,17 +70,22 @@ class EscapedStream:
 @contextmanager
 def escaped_output() -> Iterator[None]:
     """Escape what the block prints; programs that it starts write as they like."""
-    import sys
-
     # Either is None when the parent closed it.
     out, err = (stream and EscapedStream(stream) for stream in (sys.stdout, sys.stderr))
     with redirect_stdout(out), redirect_stderr(err):
         yield
 
 
+def json_text(value: object, indent: int | None = None) -> str:
+    """A value as JSON for stdout: in ASCII if that is not in UTF-8, or a text has bytes that are no text."""
+    text = json.dumps(value, indent=indent, ensure_ascii=False)
+    is_utf8 = codecs.lookup(sys.stdout.encoding or "utf-8").name == "utf-8"
+    return text if is_utf8 and not _SURROGATE.search(text) else json.dumps(value, indent=indent)
+
+
 def echo_json(value: object) -> None:
     """Print a value as JSON on one line, with `***` for what looks like a secret."""
-    click.echo(json.dumps(masked(value), ensure_ascii=False))
+    click.echo(json_text(masked(value)))
 
 
 def echo_result(value: object, text: str, as_json: bool) -> None:

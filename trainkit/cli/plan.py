@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import asdict
 from shlex import quote
@@ -12,6 +11,7 @@ import click
 
 from trainkit.cli.help import as_command, option, terminal_width
 from trainkit.cli.options import COUNT, ConfigRequest, config_options, json_option
+from trainkit.cli.output import json_text
 from trainkit.cluster.machine import detect_machine
 from trainkit.errors import EXIT_FAILED, EXIT_OK, ConfigError, UsageError
 from trainkit.formats import gib, plural
@@ -89,7 +89,7 @@ def command(
     hardware = _hardware(loaded, gpus, planned_type)
     planned = _Planned(request, loaded, _shape(loaded), hardware, Assumed(**assumed))
     if as_json:
-        click.echo(json.dumps(planned.to_dict(show_all, limit), ensure_ascii=False))
+        click.echo(json_text(planned.to_dict(show_all, limit)))
     else:
         planned.show(show_all, limit)
     return EXIT_OK if planned.best is not None else EXIT_FAILED

@@ -7,10 +7,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from shlex import quote
 
-import click
-
 from trainkit.cli.help import as_command, option
-from trainkit.cli.options import json_option, run_argument
+from trainkit.cli.options import PATH, json_option, run_argument
 from trainkit.cli.output import echo_result
 from trainkit.cli.status import look_at, query_group
 from trainkit.errors import UsageError
@@ -22,7 +20,7 @@ from trainkit.run.rundir import RunDir
 
 @as_command("trainkit report last", "trainkit report last --json")
 @run_argument
-@option("--out FILE", "New file; default: in the folder of RUN.", type=click.Path(path_type=Path))
+@option("--out FILE", "New file; default: in the folder of RUN.", type=PATH)
 @json_option
 def command(run_name: str, out: Path | None, as_json: bool) -> None:
     """Write report.html in the folder of RUN and print its path.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -23,6 +22,7 @@ from trainkit.cli.help import as_command, option
 from trainkit.cli.hosts import host_options, host_place, hosts_target, run_on_hosts
 from trainkit.cli.logs import follow_run, kept_terminal, print_end, show_rank_0
 from trainkit.cli.options import ConfigRequest
+from trainkit.cli.output import json_text
 from trainkit.cli.started import describe_plan, print_created, print_started
 from trainkit.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, TrainkitError, UsageError
 from trainkit.folders import user_name
@@ -342,7 +342,7 @@ def env(as_json: bool) -> None:
     rank, reason = _rank_here()
     if as_json:
         values = {"is_rank": bool(rank), **{key: rank.get(key) for key in RANK_KEYS}, "reason": reason}
-        click.echo(json.dumps({**values, "hosts": rank.get("hosts", ())}, ensure_ascii=False))
+        click.echo(json_text({**values, "hosts": rank.get("hosts", ())}))
     elif not rank:
         click.echo(f"not a rank: {reason}")
     else:

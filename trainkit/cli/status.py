@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from shlex import join, quote
@@ -81,10 +81,12 @@ def command(
         show_runs(found, show_all, as_json)
 
 
-def look_at(run: RunDir) -> tuple[RunHistory, RunStatus, JobInfo | None]:
+def look_at(
+    run: RunDir, on_problem: Callable[[str], None] = warn
+) -> tuple[RunHistory, RunStatus, JobInfo | None]:
     """The history of a run, its status, and its job in Slurm; warns when Slurm does not answer."""
     record, history = read_job(run), RunHistory(run)
-    job = query_job_status(run, record, warn)
+    job = query_job_status(run, record, on_problem)
     return history, read_status(history, record, job.alive, datetime.now(timezone.utc), job.job), job.job
 
 
@@ -183,7 +185,7 @@ def read_all(
         if is_full and start.is_over:
             num_hidden += 1
             continue
-        item, place = start.read(), start.folder.resolve()
+        item, place = start.read(), os.path.realpath(start.folder)
         if item is None or place in seen:
             continue
         seen.add(place)

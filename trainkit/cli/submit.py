@@ -16,7 +16,7 @@ from trainkit.cli.help import as_command, option, terminal_width, warn
 from trainkit.cli.output import echo_result
 from trainkit.cli.started import describe_plan, print_created
 from trainkit.errors import EXIT_OK, ConfigError, UsageError
-from trainkit.folders import find_shipped_config
+from trainkit.folders import find_shipped_config, typed_path
 from trainkit.formats import JsonObject, shown_value
 from trainkit.plan.workload import Workload
 from trainkit.run.owner import refuse_place
@@ -267,7 +267,7 @@ def _repeated(
     request: options.ConfigRequest, workload: Workload
 ) -> tuple[options.ConfigRequest, Workload, RepeatedRun | None]:
     """The run that CONFIG names; the request for its config, and the workload: its own if none is typed."""
-    is_config = request.path in ("", "-") or Path(request.path).expanduser().is_file()
+    is_config = request.path in ("", "-") or typed_path(request.path, Path()).is_file()
     if is_config or find_shipped_config(request.path) is not None:
         return request, workload, None
     from trainkit.control.repeat import find_repeated  # what reads runs is slow to import

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from contextlib import suppress
 from datetime import datetime, timezone
 from importlib.util import find_spec
 from pathlib import Path
@@ -57,13 +58,13 @@ def command(run_name: str | None, interval_s: float, once: bool, as_json: bool) 
     from trainkit.observe.view_text import Size, view_lines
 
     history, status, job = look_at(found)
-    history.update()
+    for part in (history.events, history.metrics, history.health):
+        with suppress(OSError):  # the status warns of it
+            part.update()
     view = read_view(history, status, datetime.now(timezone.utc), job, Path.cwd())
     if as_json:
         echo_json(view.to_dict())
         return EXIT_OK
     width = shutil.get_terminal_size((PIPE_WIDTH, 24)).columns
-    text = "\n".join(line.plain.rstrip() for line in view_lines(view, Size(width)))
-    encoding = sys.stdout.encoding or "ascii"  # that may lack the characters of curves
-    click.echo(text.encode(encoding, "replace").decode(encoding))
+    click.echo("\n".join(line.plain.rstrip() for line in view_lines(view, Size(width))))
     return EXIT_OK

@@ -33,8 +33,9 @@ SHIPPED_TASK = "mine"
 
 def task_texts(name: str) -> dict[str, str]:
     """The files of a new task by name: the task, its config and its test, from the shipped ones."""
-    folder, class_name = shipped_templates() / "task", "".join(part.capitalize() for part in name.split("_"))
-    texts = {file.format(name): (folder / file.format(SHIPPED_TASK)).read_text() for file in TASK_FILES}
+    class_name = "".join(part.capitalize() for part in name.split("_"))
+    shipped = {file: shipped_templates() / "task" / file.format(SHIPPED_TASK) for file in TASK_FILES}
+    texts = {file.format(name): path.read_text(encoding="utf-8") for file, path in shipped.items()}
     return {
         file: text.replace(SHIPPED_TASK.capitalize(), class_name).replace(SHIPPED_TASK, name)
         for file, text in texts.items()

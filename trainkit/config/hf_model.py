@@ -10,7 +10,7 @@ from typing import get_args
 
 from trainkit.config.training import DECODER, TRANSFORMERS, RopeKey
 from trainkit.errors import UsageError
-from trainkit.folders import shown_path
+from trainkit.folders import shown_path, typed_path
 from trainkit.formats import JsonObject
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -83,7 +83,7 @@ def find_hf_model(name: str, cwd: Path) -> HFModel:
 
 
 def _find_folder(name: str, cwd: Path) -> Path:
-    folder = cwd / Path(name).expanduser()
+    folder = typed_path(name, cwd)
     try:
         if folder.is_dir():
             return folder

@@ -22,8 +22,14 @@ from trainkit.config.yamlfile import (
     read_yaml_file,
     without,
 )
-from trainkit.errors import ConfigError, Problem
-from trainkit.folders import find_shipped_config, shipped_config_names, shipped_configs, shown_path
+from trainkit.errors import ConfigError, Problem, UsageError
+from trainkit.folders import (
+    find_shipped_config,
+    shipped_config_names,
+    shipped_configs,
+    shown_path,
+    typed_path,
+)
 from trainkit.formats import did_you_mean, near
 
 
@@ -167,7 +173,11 @@ class Layers:
         """The config with this name and its path: a file before a shipped config; ``-`` is standard input."""
         if Path(name) == STANDARD_INPUT:
             return self._file(STANDARD_INPUT, ()), STANDARD_INPUT
-        path = self.cwd / Path(name).expanduser()
+        try:
+            path = typed_path(str(name), self.cwd)
+        except UsageError as error:
+            self.problems.append(Problem("", error.message, "", error.hint))
+            return EMPTY, self.cwd / name
         shipped = None if path.is_file() else find_shipped_config(str(name))
         if shipped is None and (not path.exists() or path.suffix == ".py"):
             self.problems.append(self._missing(str(name), path))
@@ -233,7 +243,11 @@ class Layers:
         return [(name, extends.origin) for name in names]
 
     def _find_extended(self, path: Path, name: str, origin: str) -> Path | None:
-        relative = path.parent / Path(name).expanduser()
+        try:
+            relative = typed_path(name, path.parent)
+        except UsageError as error:
+            self.problem("extends", error.message, origin, error.hint)
+            return None
         if relative.is_file():
             return relative
         for candidate in (find_shipped_config(name), shipped_configs() / name, relative):

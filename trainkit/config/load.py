@@ -21,7 +21,7 @@ from trainkit.config.training import DECODER, TRANSFORMERS, ModelConfig
 from trainkit.config.validation import contradictions
 from trainkit.config.yamlfile import LENGTHS, Entry, entry_at, merge, overlay, read_yaml_file, without
 from trainkit.errors import ConfigError, Problem, UsageError
-from trainkit.folders import FIRST_RUN, FIRST_RUN_NAME, config_folder, shipped_configs, shown_path
+from trainkit.folders import FIRST_RUN, FIRST_RUN_NAME, config_folder, shipped_configs, shown_path, typed_path
 
 DEFAULT_PRESET = ModelConfig.model_fields["preset"].default
 """Without effect where `model.hf` sets the sizes."""
@@ -228,9 +228,9 @@ def _absolute_paths(tree: Entry, cwd: Path) -> Entry:
         if found is None:
             continue
         if isinstance(found.value, list):
-            value: object = [_absolute(item, name, cwd) for item in found.value]
+            value: object = [_absolute(item, name, cwd, ".".join(path), found.origin) for item in found.value]
         elif found.is_mapping:
-            names = [_absolute(item, name, cwd) for item in found.value]
+            names = [_absolute(item, name, cwd, ".".join(path), found.origin) for item in found.value]
             twice = next((item for item in names if names.count(item) > 1), None)
             if twice is not None:
                 raise ConfigError(
@@ -238,15 +238,18 @@ def _absolute_paths(tree: Entry, cwd: Path) -> Entry:
                 )
             value = dict(zip(names, found.plain().values(), strict=True))
         else:
-            value = _absolute(found.value, name, cwd)
+            value = _absolute(found.value, name, cwd, ".".join(path), found.origin)
         tree = merge(tree, entry_at(path, value, found.origin))
     return tree
 
 
-def _absolute(value: object, name: str | None, cwd: Path) -> object:
+def _absolute(value: object, name: str | None, cwd: Path, key: str, origin: str) -> object:
     if not isinstance(value, str) or not value or value == name:
         return value
-    return str(cwd / Path(value).expanduser())
+    try:
+        return str(typed_path(value, cwd))
+    except UsageError as error:
+        raise ConfigError([Problem(key, error.message, origin, error.hint)]) from None
 
 
 def _origins(config: RunConfig, tree: Entry) -> dict[str, str]:

@@ -46,7 +46,14 @@ def contradictions(loaded: LoadedConfig) -> Iterator[Problem]:
     config = loaded.config
     found = itertools.chain(
         *(_name(config), _nodes(config), _times(config), _length(config, loaded.origins), _decay(config)),
-        *(_secrets(config), _precision(config), _optimizer(config), _stages(config), _document_mask(config)),
+        *(
+            _variables(config),
+            _secrets(config),
+            _precision(config),
+            _optimizer(config),
+            _stages(config),
+            _document_mask(config),
+        ),
         *(_pattern(config), _best_metric(config), _tracking_uri(config), _notify(config), _hf(config)),
     )
     for item in found:
@@ -325,6 +332,27 @@ def _optimizer(config: RunConfig) -> Iterator[KeyProblem]:
     if ROW_PARTS % tp:
         message = f"is adamw_8bit, which does not support parallel.tp {tp}"
         yield "optimizer.name", message, "parallel.tp can be 1, 2, 4 or 8"
+
+
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+OF_BASH = (
+    *("BASHOPTS", "BASHPID", "BASH_ALIASES", "BASH_ARGC", "BASH_ARGV", "BASH_CMDS", "BASH_COMMAND"),
+    *("BASH_LINENO", "BASH_SOURCE", "BASH_VERSINFO", "DIRSTACK", "EPOCHREALTIME", "EPOCHSECONDS", "EUID"),
+    *("FUNCNAME", "GROUPS", "HISTCMD", "LINENO", "PPID", "RANDOM", "SHELLOPTS", "SRANDOM", "UID", "_"),
+)
+"""Variables that bash, which runs the batch script, sets itself: an assignment fails or has no effect."""
+
+
+def _variables(config: RunConfig) -> Iterator[KeyProblem]:
+    for name, value in config.launch.env.items():
+        key = f"launch.env.{name}"
+        if not _VARIABLE.fullmatch(name):
+            message = f"{name!r} is not a valid environment variable name"
+            yield key, message, "use letters, digits and _, and no digit first"
+        elif name in OF_BASH:
+            yield key, "is a variable that bash sets itself, in the job too", "choose another name"
+        elif "\0" in value:
+            yield key, "has a NUL character, which an environment variable cannot contain", "remove it"
 
 
 def _secrets(config: RunConfig) -> Iterator[KeyProblem]:

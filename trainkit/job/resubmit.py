@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from trainkit.errors import EXIT_OK, TrainkitError
+from trainkit.errors import EXIT_OK, TrainkitError, replace_unencodable
 from trainkit.job import processes
 from trainkit.job.node.slurm_step import slurm_job_id
 from trainkit.job.processes import log_line, module_argv, retry_on_disk_error
@@ -214,6 +214,7 @@ def requeue_if_down(job_id: str, host: str) -> bool:
 
 def main(host: str) -> int:
     """Watch the batch host of the job that this step belongs to until it dies; returns the exit code."""
+    replace_unencodable()
     # The early notice is for the ranks.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     while True:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, TrainkitError
+from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, TrainkitError, replace_unencodable
 from trainkit.folders import whole_paths
 from trainkit.job import processes
 from trainkit.job.allocation import CANCELLED, Allocation, LocalAllocation, SlurmAllocation
@@ -331,6 +331,7 @@ class SubmititJob:
 @whole_paths()
 def main(argv: Sequence[str] | None = None) -> int:
     """Read the command line and run the supervisor; returns its exit code."""
+    replace_unencodable()
     run_dir, kind, *rest = sys.argv[1:] if argv is None else argv
     if kind == "--step":
         return supervise_job(RunDir(run_dir), rest)

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from trainkit.config.running import LaunchConfig
 from trainkit.errors import KeyProblem
-from trainkit.folders import shown_path
+from trainkit.folders import shown_path, typed_path
 from trainkit.job.processes import PYTHON_OPTIONS
 from trainkit.plan.facts import Interpreter
 from trainkit.slurm.environment import RANK_VARIABLES
@@ -76,14 +76,13 @@ def command_python(
     if any((launch.venv, launch.conda, launch.uv, launch.container, launch.python)):
         return find_interpreter(launch, cwd, environ)[0].argv
     if "/" in command[0] and PurePath(command[0]).name.startswith("python"):
-        return (os.path.normpath(cwd / Path(command[0]).expanduser()),)
+        return (os.path.normpath(typed_path(command[0], cwd)),)
     active = environ.get("VIRTUAL_ENV") or environ.get("CONDA_PREFIX")
     python = None if active is None else shutil.which("python", path=environ.get("PATH", os.defpath))
     is_active = python is not None and PurePath(python).is_relative_to(str(active))
     return (str(python) if is_active else sys.executable,)
 
 
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _JOB_VARIABLE = re.compile(r"(SLURM|SBATCH|SRUN|TRAINKIT_JOB)_\w+")
 
 
@@ -97,14 +96,10 @@ def launch_problems(launch: LaunchConfig) -> Iterator[KeyProblem]:
         yield "launch.conda", f"is {launch.conda!r}, which is an option, not an environment", ""
     if any("\0" in line for line in launch.setup):
         yield "launch.setup", "has a NUL character, which a script cannot contain", ""
-    for name, value in launch.env.items():
+    for name in launch.env:
         key = f"launch.env.{name}"
-        if not _VARIABLE.fullmatch(name):
-            yield key, "is not a valid environment variable name", "use letters, digits and _"
-        elif name in RANK_VARIABLES or _JOB_VARIABLE.fullmatch(name):
+        if name in RANK_VARIABLES or _JOB_VARIABLE.fullmatch(name):
             yield key, "is set by the job in every process", "remove it"
-        elif "\0" in value:
-            yield key, "has a NUL character, which an environment variable cannot contain", ""
 
 
 def _contradictions(launch: LaunchConfig) -> Iterator[KeyProblem]:
@@ -190,7 +185,7 @@ def _conda_folders(name: str, base: Path, environ: Mapping[str, str]) -> list[Pa
 
 
 def _absolute(folder: str, cwd: Path) -> str:
-    return os.path.normpath(cwd / Path(folder).expanduser())
+    return os.path.normpath(typed_path(folder, cwd))
 
 
 def _options(program: str) -> tuple[str, ...]:
@@ -235,7 +230,7 @@ def absolute_image(image: str, program: str, cwd: str) -> str:
         return image
     if program == "pyxis" and not image.startswith(("/", ".", "~")) and not image.endswith(_SQUASHED):
         return image
-    return os.path.normpath(Path(cwd, Path(image).expanduser()))
+    return os.path.normpath(typed_path(image, Path(cwd)))
 
 
 def container_problems(launch: LaunchConfig, cwd: str, available: Sequence[str] = ()) -> Iterator[KeyProblem]:

@@ -21,6 +21,7 @@ from trainkit.job.processes import module_argv
 from trainkit.plan.facts import Facts
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.make_plan import make_plan
+from trainkit.run.files import write_atomic
 
 if TYPE_CHECKING:
     from trainkit.plan.memory import Simulation
@@ -144,8 +145,8 @@ def simulate(loaded: LoadedConfig, plan: LaunchPlan, rank: int) -> Simulation:
         parallel = config.parallel.model_copy(update={"compile": False})
         precision = config.precision.model_copy(update={"float8": False})
         simulated = config.model_copy(update={"parallel": parallel, "precision": precision})
-        (folder / "config.yaml").write_text(dump_effective(simulated))
-        (folder / "plan.json").write_text(plan.to_text())
+        write_atomic(folder / "config.yaml", dump_effective(simulated))
+        write_atomic(folder / "plan.json", plan.to_text())
         files = [str(folder / "config.yaml"), str(folder / "plan.json")]
         argv = module_argv("trainkit.trainer.simulate", *files, str(rank))
         text = _run(f"the simulation of rank {rank} of {plan.world_size}", argv)

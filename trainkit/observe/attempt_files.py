@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from datetime import datetime, timedelta
 from functools import cached_property
-from itertools import accumulate, islice, pairwise, takewhile
+from itertools import accumulate, count, islice, pairwise, repeat, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,8 @@ from trainkit.observe.logs import Evidence, Text, clean, json_line, read_log
 from trainkit.observe.signatures import Where
 from trainkit.plan.workload import PER_RANK
 from trainkit.run.end import AttemptEnd, is_end_line, read_end
-from trainkit.run.events import SAVE_EVENTS, Event, events_of, steps_of
-from trainkit.run.files import numbers, parse_records, parse_time, read_jsonl_reversed
+from trainkit.run.events import SAVE_EVENTS, WHOLE_BYTES, Event, event_lines, events_of, steps_of
+from trainkit.run.files import numbers, open_file, parse_records, parse_time, read_jsonl_reversed
 from trainkit.run.history import Attempt, HealthSample, PlanRecord, read_plan
 from trainkit.run.record import JobRecord, read_job, read_rendezvous
 from trainkit.run.rundir import AttemptDir
@@ -237,12 +237,14 @@ class AttemptEvents:
     def __init__(self, attempt: AttemptDir, failed_at: str | None) -> None:
         """`failed_at` is the time of the first failure: what happened later is not its cause."""
         self._attempt, self._failed_at = attempt, failed_at
-        self._numbered: deque[tuple[int, Event]] = deque(maxlen=MAX_EVENTS)
-        """The last events, with the numbers of their lines."""
+        self._numbered: deque[tuple[int | None, Event]] = deque(maxlen=MAX_EVENTS)
+        """The last events, with the numbers of their lines; None in a large file."""
         self._seen = Attempt(attempt.number)
         # The file may be missing, or on a disk that fails.
-        with contextlib.suppress(OSError), self._attempt.run.events_file.open("rb") as stream:
-            for number, line in enumerate(stream, 1):
+        with contextlib.suppress(OSError), open_file(self._attempt.run.events_file) as stream:
+            size = os.fstat(stream.fileno()).st_size
+            numbers_of_lines: Iterator[int | None] = count(1) if size <= WHOLE_BYTES else repeat(None)
+            for number, line in zip(numbers_of_lines, event_lines(stream, 0, size), strict=False):
                 for event in filter(self._is_before, events_of(map(_without_lists, parse_records([line])))):
                     self._numbered.append((number, event))
                     self._seen.add(event)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise, zip_longest
 from operator import itemgetter
 from pathlib import Path
+from typing import BinaryIO
 
 from trainkit.run.events import StepRecord, steps_of
-from trainkit.run.files import parse_records
+from trainkit.run.files import MAX_RECORD_BYTES, MAX_SAMPLE_BYTES, forward_lines, open_file, parse_records
 from trainkit.run.history import CURVES, Attempt, timestamp
 
 CATEGORIES = {
@@ -28,6 +30,8 @@ CATEGORIES = {
 }
 """Category of allocated time -> its label, in the order in which they are shown."""
 NUM_BUCKETS = 800
+WHOLE_BYTES, PART_BYTES = 2**26, 2**16
+"""Up to this size a file is read as a whole; of a larger one, so much of each bucket."""
 Point = tuple[float, float]
 
 
@@ -52,8 +56,8 @@ def read_curves(path: Path, attempts: Sequence[Attempt]) -> Curves:
     curves = Curves({name: {} for name in CURVES}, spent, 0, 0)
     clocks: dict[int, tuple[float, int]] = {}
     """Attempt -> the time and step up to which its time has been divided."""
-    for records in _buckets(path):
-        curves.num_records += len(records)
+    for records, num_lines in _buckets(path):
+        curves.num_records += num_lines
         for number, own in _by_attempt(records).items():
             attempt = by_number.get(number)
             if attempt is None:
@@ -163,14 +167,37 @@ def _by_attempt(records: Sequence[StepRecord]) -> dict[int, list[StepRecord]]:
     return found
 
 
-def _buckets(path: Path) -> Iterator[list[StepRecord]]:
-    """The records of a file in about `NUM_BUCKETS` lists."""
-    if not path.exists():
+def _buckets(path: Path) -> Iterator[tuple[list[StepRecord], int]]:
+    """The records of a file in about `NUM_BUCKETS` lists, each with how many it stands for.
+
+    Of a file with more than `WHOLE_BYTES`, evenly spaced ones, each for the steps since the one before.
+    """
+    try:
+        stream = open_file(path)
+    except FileNotFoundError:
         return
-    with path.open("rb") as stream:
-        first = len(stream.readline()) or 1
-        count = max(1, path.stat().st_size // first // NUM_BUCKETS)
+    with stream:
+        size = os.fstat(stream.fileno()).st_size
+        count = max(1, size // (len(stream.readline(MAX_RECORD_BYTES)) or 1) // NUM_BUCKETS)
         stream.seek(0)
-        while lines := list(islice(stream, count)):
-            if records := list(steps_of(parse_records(lines))):
-                yield records
+        lines = forward_lines(stream)
+        if size <= WHOLE_BYTES:
+            while part := list(islice(lines, count)):
+                if records := list(steps_of(parse_records(part))):
+                    yield records, len(records)
+            return
+        for part in _spaced(stream, size):
+            if records := list(steps_of(parse_records(part))):
+                yield records, len(records) * (size // NUM_BUCKETS) // sum(map(len, part))
+
+
+def _spaced(stream: BinaryIO, size: int) -> Iterator[list[bytes]]:
+    """Evenly spaced lines of a large file, and its last ones."""
+    for begin in (*range(0, size - PART_BYTES, size // NUM_BUCKETS), size - PART_BYTES):
+        stream.seek(begin)
+        if begin:
+            stream.readline(MAX_SAMPLE_BYTES)
+        part = list[bytes]()
+        while stream.tell() < begin + PART_BYTES and (line := stream.readline(PART_BYTES)):
+            part.append(line)
+        yield part

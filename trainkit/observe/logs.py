@@ -15,10 +15,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 from trainkit.run.end import RankFailure, is_over
-from trainkit.run.files import Tail, reversed_lines
+from trainkit.run.files import Tail, forward_lines, open_file, reversed_lines
 from trainkit.run.rundir import AttemptDir, RunDir
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ def read_log(
 ) -> Text | None:
     """The last lines of a log; None when it is empty, missing or unreadable."""
     try:
-        with path.open("rb") as stream:
+        with open_file(path) as stream:
             size = os.fstat(stream.fileno()).st_size
             start = max(0, size - TAIL_BYTES)
             first = 1 + stream.read(start).count(b"\n") if size <= COUNTED_BYTES else None
@@ -197,39 +197,45 @@ def record_text(path: Path, root: Path, failure: RankFailure) -> Text:
 def json_line(path: Path, key: str) -> int | None:
     """The number of the first line of an indented JSON file that has a key; None if none has."""
     try:
-        with path.open(encoding="utf-8", errors="replace") as stream:
-            marker = f"{json.dumps(key)}:"
-            return next((n for n, line in enumerate(stream, 1) if line.lstrip().startswith(marker)), None)
+        with open_file(path) as stream:
+            marker = f"{json.dumps(key)}:".encode()
+            lines = enumerate(forward_lines(stream), 1)
+            return next((n for n, line in lines if line.lstrip().startswith(marker)), None)
     except OSError:
         return None
 
 
-def last_lines(path: Path, count: int) -> tuple[list[bytes], int]:
-    """The last `count` complete lines of a file, and the position at which they end."""
-    try:
-        with path.open("rb") as stream:
-            end = stream.seek(0, os.SEEK_END)
-            lines = reversed_lines(stream, end)
-            unfinished = next(lines)
-            return list(islice(lines, count))[::-1], end - len(unfinished)
-    except FileNotFoundError:
-        return [], 0
-
-
 def last_texts(path: Path, count: int) -> list[str]:
-    """The last `count` complete lines of a file for a screen."""
-    return [clean(line.decode(errors="replace")) for line in last_lines(path, count)[0]]
+    """The last `count` complete lines of a file for a screen; none if it cannot be read."""
+    try:
+        with open_file(path) as stream:
+            lines = islice(reversed_lines(stream, stream.seek(0, os.SEEK_END)), 1, count + 1)
+            return [clean(line.decode(errors="replace").removesuffix("\n")) for line in lines][::-1]
+    except OSError:
+        return []
 
 
-def start_of_last(path: Path, count: int) -> int:
-    """The position in a file where its last `count` complete lines begin."""
-    lines, end = last_lines(path, count)
-    return end - sum(len(line) + 1 for line in lines)
+def start_of_last(stream: BinaryIO, count: int, *, unfinished: bool = False) -> int:
+    """Where the last `count` lines of a file begin, with `unfinished` also one without an end."""
+    end = stream.seek(0, os.SEEK_END)
+    lines = reversed_lines(stream, end)
+    last = len(next(lines))
+    if unfinished and (last or not count):
+        count, last = max(0, count - 1), last if count else 0
+    return end - last - sum(map(len, islice(lines, count)))
 
 
 POLL_S = 0.1
 LISTING_S = 1.0
 """Seconds between looking for logs of ranks that start late."""
+
+
+def _start_of_last(path: Path, count: int) -> int:
+    try:
+        with open_file(path) as stream:
+            return start_of_last(stream, count)
+    except OSError:
+        return 0
 
 
 def run_is_over(run: RunDir, alive: bool | None) -> bool:
@@ -267,7 +273,7 @@ def follow(
                 listed_s = time.monotonic()
                 for path in logs_of(attempt):
                     if path.name not in tails:
-                        tails[path.name] = Tail(path, 0 if last is None else start_of_last(path, last))
+                        tails[path.name] = Tail(path, 0 if last is None else _start_of_last(path, last))
                     tails[path.name].path = path  # the run may have been moved
             for tail in tails.values():
                 for text in tail.texts(unfinished=passed):
@@ -286,7 +292,7 @@ SEARCHED_BYTES = 65_536
 
 def printed_metrics(log: Path, pattern: str | None) -> tuple[int | None, float | None]:
     """The step and loss that a COMMAND has printed last into a log, as ``logging.pattern`` finds them."""
-    with log.open("rb") as stream:
+    with open_file(log) as stream:
         stream.seek(max(0, os.fstat(stream.fileno()).st_size - SEARCHED_BYTES))
         text = stream.read().decode(errors="replace")
     # A progress bar overwrites its line; what follows the last end of a line is incomplete.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from itertools import pairwise
@@ -26,7 +27,7 @@ from trainkit.run.end import (
     signal_name,
 )
 from trainkit.run.events import FAILED_SAVES, Event, StepRecord
-from trainkit.run.files import Record, parse_time, read_object, seconds_between, to_json
+from trainkit.run.files import Record, open_file, parse_time, read_object, seconds_between, to_json
 from trainkit.run.history import (
     Attempt,
     PlanRecord,
@@ -183,12 +184,14 @@ def read_status(
     that job, None for a local run.
     """
     run, events = history.run, history.events
-    events.update()
+    metrics = list[StepRecord]()
+    with suppress(OSError):  # `_unreadable` says so
+        events.update()
+        metrics = history.newest_steps()
     entry = job.newest or AttemptRecord()
     attempt = entry.attempt or None
     plan = read_plan(run)
     end = None if attempt is None else read_end(run.attempt(attempt))
-    metrics = history.newest_steps()
     last = metrics[-1] if metrics else StepRecord({})
     step, loss, has_log = last.count("step"), last.number("loss"), False
     if plan.is_command and attempt is not None and not metrics:
@@ -241,6 +244,7 @@ def read_status(
         restarts=find_restarts(events.attempts),
         checkpoint=newest_checkpoint(run.checkpoints_dir),
         warnings=[
+            *_unreadable(run),
             *_warnings(run, state, own_metrics, metrics_age_s, entry),
             *(start.sentence for start in (starts[:-1] if state == "died" else starts)),
             *(event.slowdown() for event in slowdowns),
@@ -384,6 +388,17 @@ def read_config(file: Path) -> RunConfig | None:
         return read_effective(file)
     except (OSError, TrainkitError):
         return None
+
+
+def _unreadable(run: RunDir) -> Iterator[str]:
+    """A warning for each file of a run that is there and cannot be read: the rest of the status is shown."""
+    for file in (run.job_file, run.plan_file, run.config_file, run.events_file, run.metrics_file):
+        try:
+            open_file(file).close()
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            yield f"{file.name} cannot be read: {error.strerror}"
 
 
 def _warnings(

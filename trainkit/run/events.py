@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, BinaryIO
 
 from trainkit.run.end import Best, RankFailure
-from trainkit.run.files import Record, append_jsonl, read_jsonl, read_jsonl_reversed, read_record, utc_now
+from trainkit.run.files import (
+    MAX_RECORD_BYTES,
+    Record,
+    append_jsonl,
+    parse_records,
+    read_jsonl,
+    read_jsonl_reversed,
+    read_record,
+    reversed_lines,
+    sampled_lines,
+    utc_now,
+)
 from trainkit.run.rundir import RunDir
 
 SLOWDOWN_EVENTS = ("slow_rank", "slow_rank_over", "slow_run", "slow_run_over")
@@ -97,6 +108,74 @@ class Event(Entry):
         than = f"the other ranks {usual}" if is_rank else f"{usual} before"
         step, phase = self.count("since_step"), self.text("phase")
         return f"{who} {since} step {step} ({phase}): {own} a step, {than}"
+
+
+WHOLE_BYTES = 2**23
+"""A larger file of events is read at the edges of its attempts and at its end."""
+EDGE_BYTES, LAST_BYTES = 2**16, 2**21
+MAX_EDGES = 100
+
+
+def event_lines(stream: BinaryIO, begin: int, end: int) -> Iterator[bytes]:
+    """The complete lines of `events.jsonl` between two positions; the stream is then behind them.
+
+    Of more than `WHOLE_BYTES`, those with which attempts begin and end, and the last `LAST_BYTES`: what an
+    attempt logs for every step would take minutes to read, and is seldom needed.
+    """
+    spans = [(begin, end)]
+    if end - begin > WHOLE_BYTES:
+        start = _start_of_last(stream, begin, end)
+        edges = [begin, *_attempt_edges(stream, begin, start)]
+        spans = [*((max(begin, edge - EDGE_BYTES), edge + EDGE_BYTES) for edge in edges), (start, end)]
+    position = begin
+    for first, last in spans:
+        if first > position:
+            stream.seek(first - 1)  # a line may begin there
+            stream.readline(MAX_RECORD_BYTES)
+            position = stream.tell()
+        stream.seek(position)
+        while position < last:
+            line = stream.readline(MAX_RECORD_BYTES)
+            if not line.endswith(b"\n") and len(line) < MAX_RECORD_BYTES:
+                break
+            position += len(line)
+            yield line
+    stream.seek(position)
+
+
+def _start_of_last(stream: BinaryIO, begin: int, end: int) -> int:
+    """Where the last `LAST_BYTES` begin, of lines that are not too long for a record."""
+    start, num_bytes = end, 0
+    for line in reversed_lines(stream, end, MAX_RECORD_BYTES):
+        start -= len(line)
+        is_whole = line.endswith(b"\n") and len(line) < MAX_RECORD_BYTES
+        num_bytes += len(line) if is_whole else 0
+        if num_bytes >= LAST_BYTES or start <= begin:
+            break
+    return max(begin, start)
+
+
+def _attempt_edges(stream: BinaryIO, begin: int, end: int) -> list[int]:
+    """About where the events of another attempt begin, found by bisection: their numbers grow."""
+    found, todo = list[int](), [(begin, _attempt_at(stream, begin), end, _attempt_at(stream, end))]
+    while todo and len(found) < MAX_EDGES:
+        first, before, last, after = todo.pop()
+        if before == after:
+            continue
+        if last - first < EDGE_BYTES:
+            found.append(last)
+            continue
+        middle = (first + last) // 2
+        between = _attempt_at(stream, middle)
+        # The newest ones first.
+        todo += [(first, before, middle, between), (middle, between, last, after)]
+    return found[::-1]
+
+
+def _attempt_at(stream: BinaryIO, position: int) -> int | None:
+    """The attempt of the first event after a position of a file; None if it is unknown."""
+    found = events_of(parse_records(sampled_lines(stream, position, position, 1)))
+    return next((event.attempt for event in found), None)
 
 
 def log_event(run: RunDir, attempt: int, event: str, **fields: Any) -> None:

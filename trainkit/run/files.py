@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from datetime import datetime, timezone
-from functools import cache
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 from types import UnionType
@@ -82,15 +82,38 @@ def open_private(path: Path) -> BinaryIO:
     )
 
 
+def _encoded(text: str) -> bytes:
+    r"""JSON in UTF-8; the bytes of a name that are no text become escapes such as ``\udcff``."""
+    return text.encode("utf-8", errors="backslashreplace")
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write one JSON value atomically, indented, with keys in their given order."""
-    write_atomic(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    write_atomic(path, _encoded(json.dumps(value, indent=2, ensure_ascii=False) + "\n"))
+
+
+def open_file(path: str | Path) -> BinaryIO:
+    """Open a file of a run to read it; raises OSError for a pipe or device, which may never end."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    kind = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(kind):
+        os.close(descriptor)
+        if stat.S_ISDIR(kind):
+            raise IsADirectoryError(errno.EISDIR, "it is a folder", str(path))
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+MAX_JSON_BYTES = 2**26
 
 
 def read_json(path: str | Path) -> Any:
     """The JSON value in a file; raises OSError if it cannot be read, ValueError if it is not JSON."""
-    with open(path, encoding="utf-8") as stream:
-        return _parsed_json(stream.read())
+    with open_file(path) as stream:
+        content = stream.read(MAX_JSON_BYTES + 1)
+    if len(content) > MAX_JSON_BYTES:
+        raise ValueError(f"it has more than {MAX_JSON_BYTES:,} bytes")
+    return _parsed_json(content.decode())
 
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -125,7 +148,7 @@ def write_json_in_place(path: Path, value: Any) -> None:
     The file stays the one that they have opened before. A reader may see a part of it: it is then not JSON.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+    with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as stream:
         stream.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
         stream.flush()
         os.fsync(stream.fileno())
@@ -193,7 +216,7 @@ def append_jsonl(path: Path, *records: dict[str, Any]) -> None:
     Raises OSError when they do not fit on the disk; the file is then unchanged.
     """
     texts = (json.dumps(record, ensure_ascii=False, allow_nan=False) for record in records)
-    line = "".join(f"{text}\n" for text in texts).encode()
+    line = _encoded("".join(f"{text}\n" for text in texts))
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         size = os.fstat(descriptor).st_size
@@ -220,35 +243,69 @@ def read_jsonl(path: Path, words: Sequence[str] = (), every: int = 1) -> Iterato
     """
     with _opened(path) as stream:
         if stream is not None:
-            yield from _parsed(islice(stream, 0, None, every), words)
+            yield from _parsed(islice(forward_lines(stream), 0, None, every), words)
 
 
 READ_BYTES = 16_384
+MAX_LINE_BYTES = 2**20
+"""A longer line is read in parts: one of gigabytes does not fit into the memory."""
+MAX_RECORD_BYTES = 2**24
+"""A record in a longer line is skipped."""
+SEARCHED_BYTES = 2**26
+"""How much of the end of a file is searched for its last records."""
+MAX_SAMPLE_BYTES = 2**16
 
 
 def read_jsonl_reversed(path: Path, words: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
-    """Like `read_jsonl`, but the last record first; reads no more of the file than is consumed."""
+    """Like `read_jsonl`, but the last record first, of the last `SEARCHED_BYTES`; reads only what is used."""
     with _opened(path) as stream:
         if stream is not None:
-            yield from _parsed(reversed_lines(stream, stream.seek(0, os.SEEK_END)), words)
+            lines = reversed_lines(stream, stream.seek(0, os.SEEK_END), MAX_RECORD_BYTES)
+            yield from _parsed(_first_bytes(lines), words)
 
 
-def reversed_lines(stream: BinaryIO, position: int) -> Iterator[bytes]:
-    """The lines before a position, the last one first: what follows the last end of a line, often nothing."""
+def _first_bytes(lines: Iterable[bytes]) -> Iterator[bytes]:
+    """The lines until they have `SEARCHED_BYTES`, without the parts of those that are too long."""
+    num_bytes = 0
+    for line in lines:
+        if len(line) < MAX_RECORD_BYTES:
+            yield line
+            num_bytes += len(line) if line.endswith(b"\n") else 0
+        if num_bytes > SEARCHED_BYTES:
+            return
+
+
+def forward_lines(stream: BinaryIO, longest: int = MAX_RECORD_BYTES) -> Iterator[bytes]:
+    """The lines from the position of a stream on; one longer than `longest` comes in parts."""
+    return iter(partial(stream.readline, longest), b"")
+
+
+def reversed_lines(stream: BinaryIO, position: int, longest: int = MAX_LINE_BYTES) -> Iterator[bytes]:
+    """The lines before a position with their ends, the last one first.
+
+    The first one is what follows the last end of a line, often nothing. A line of at least `longest` bytes
+    comes in parts, the last one first.
+    """
     rest: list[bytes] = []  # the blocks, last first, of a line whose start is not read yet
+    num_bytes, was_cut = 0, False
     while position > 0:
-        size = min(READ_BYTES, position)
+        size = min(max(READ_BYTES, num_bytes), position)
         position -= size
         stream.seek(position)
-        block = stream.read(size)
-        if b"\n" not in block:
-            rest.append(block)
-            continue
-        first, *lines = block.split(b"\n")
-        lines[-1] = b"".join([lines[-1], *reversed(rest)])
-        yield from reversed(lines)
-        rest = [first]
-    yield b"".join(reversed(rest))
+        first, *lines = stream.read(size).split(b"\n")
+        if lines:
+            lines[-1] = b"".join([lines[-1], *reversed(rest)])
+            if lines[-1] or not was_cut:
+                yield lines[-1]
+            yield from (line + b"\n" for line in reversed(lines[:-1]))
+            rest, num_bytes, was_cut = [b"\n"], 0, False
+        rest.append(first)
+        num_bytes += len(first)
+        if num_bytes >= longest:
+            yield b"".join(reversed(rest))
+            rest, num_bytes, was_cut = [], 0, True
+    if rest or not was_cut:
+        yield b"".join(reversed(rest))
 
 
 def sampled_lines(stream: BinaryIO, begin: int, end: int, count: int) -> list[bytes]:
@@ -257,8 +314,8 @@ def sampled_lines(stream: BinaryIO, begin: int, end: int, count: int) -> list[by
     for index in range(count):
         stream.seek(begin + (end - begin) * index // count)
         if stream.tell():
-            stream.readline()
-        lines.append(stream.readline())
+            stream.readline(MAX_SAMPLE_BYTES)
+        lines.append(stream.readline(MAX_SAMPLE_BYTES))
     return lines
 
 
@@ -276,21 +333,24 @@ class Tail:
             return 0
 
     def lines(self, *, unfinished: bool = False) -> Iterator[bytes]:
-        """The lines since the last call; an unterminated last one only with `unfinished`."""
+        """The lines since the last call; an unterminated last one only with `unfinished`.
+
+        One longer than `MAX_RECORD_BYTES` comes in parts.
+        """
         with _opened(self.path) as stream:
             if stream is None:
                 return
             stream.seek(self.position)
-            for line in stream:
-                if not (unfinished or line.endswith(b"\n")):
+            for line in forward_lines(stream):
+                if not (unfinished or line.endswith(b"\n") or len(line) == MAX_RECORD_BYTES):
                     return
                 self.position += len(line)
                 yield line
 
-    def texts(self, *, unfinished: bool = False) -> list[str]:
+    def texts(self, *, unfinished: bool = False) -> Iterator[str]:
         """`lines` without their ends; `unfinished` is for a file that no longer grows."""
-        lines = self.lines(unfinished=unfinished)
-        return [line.removesuffix(b"\n").decode(errors="replace") for line in lines]
+        for line in self.lines(unfinished=unfinished):
+            yield line.removesuffix(b"\n").decode(errors="replace")
 
     def records(self, words: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
         """The records since the last call; `words` as in `read_jsonl`."""
@@ -300,10 +360,12 @@ class Tail:
 @contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO | None]:
     """A regular file; None for anything else, since reading a pipe or a device might never end."""
+    stream = None
     try:
-        stream = path.open("rb") if path.is_file() else None
-    except FileNotFoundError:
-        stream = None
+        stream = open_file(path)
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.ENXIO):
+            raise
     with stream or contextlib.nullcontext():
         yield stream
 

@@ -15,15 +15,19 @@ from trainkit.run.end import RESUME_ACTIONS
 from trainkit.run.events import (
     SILENCE_EVENTS,
     SLOWDOWN_EVENTS,
+    WHOLE_BYTES,
     Entry,
     Event,
     StepRecord,
+    event_lines,
     events_of,
     steps_of,
 )
 from trainkit.run.files import (
+    MAX_RECORD_BYTES,
     Record,
     Tail,
+    open_file,
     parse_records,
     parse_time,
     read_jsonl_reversed,
@@ -245,7 +249,7 @@ def timestamp(text: object) -> float | None:
 
 
 class EventHistory:
-    """What all events of a run say of it, read as they are appended."""
+    """What the events of a run say of it, read as they are appended: all of them, or `event_lines`."""
 
     def __init__(self, path: Path) -> None:
         self._tail = Tail(path)
@@ -276,8 +280,14 @@ class EventHistory:
 
     def update(self) -> None:
         """Read the events that were appended since the last call."""
-        if self._tail.size() < self._tail.position:
+        size = self._tail.size()
+        if size < self._tail.position:
             self._clear()  # another file
+        if size - self._tail.position > WHOLE_BYTES:
+            with open_file(self._tail.path) as stream:
+                for event in events_of(parse_records(event_lines(stream, self._tail.position, size))):
+                    self._add(event)
+                self._tail.position = stream.tell()
         for event in events_of(self._tail.records()):
             self._add(event)
 
@@ -333,10 +343,10 @@ class MetricsHistory:
 
     def _sample(self, size: int) -> None:
         begin, end = self._tail.position, size - SAMPLED_BYTES // 8
-        with self._tail.path.open("rb") as stream:
+        with open_file(self._tail.path) as stream:
             lines = sampled_lines(stream, begin, end, MAX_POINTS)
             stream.seek(end)
-            stream.readline()
+            stream.readline(MAX_RECORD_BYTES)
             self._tail.position = stream.tell()
         for record in steps_of(parse_records(lines)):
             self._add(record, True)

@@ -15,11 +15,20 @@ import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from pathlib import Path
+from pathlib import Path, PurePath
+from stat import S_ISREG
 
 from trainkit.formats import JsonObject
-from trainkit.run.events import read_events
-from trainkit.run.files import Record, as_utc, read_json, read_object, read_record
+from trainkit.run.events import events_of
+from trainkit.run.files import (
+    Record,
+    as_utc,
+    open_file,
+    read_json,
+    read_jsonl_reversed,
+    read_object,
+    read_record,
+)
 from trainkit.run.rundir import CHECKPOINT_PREFIX, MANIFEST_NAME, PARTIAL_SUFFIX, REJECTED_SUFFIX, RunDir
 
 MANIFEST_VERSION = 1
@@ -78,6 +87,9 @@ class Checkpoint:
         value = read_json(self.manifest_file)
         if not isinstance(value, dict) or not isinstance(value.get("files"), dict):
             raise ValueError("not a manifest")
+        for name in value["files"]:
+            if PurePath(name).is_absolute() or ".." in PurePath(name).parts or "\0" in name:
+                raise ValueError(f"it names {name!r}, which is not a file of the checkpoint")
         return value
 
     def manifest(self) -> Manifest:
@@ -118,7 +130,7 @@ def partials(checkpoints_dir: Path) -> list[Path]:
 def file_hash(path: Path) -> str:
     """The SHA-256 of a file, in hexadecimal."""
     digest = hashlib.sha256()
-    with path.open("rb") as stream:
+    with open_file(path) as stream:
         while chunk := stream.read(_CHUNK_BYTES):
             digest.update(chunk)
     return digest.hexdigest()
@@ -147,6 +159,8 @@ def plain_damage(checkpoint: Checkpoint) -> str:
     a file that the folder lists: an NFS client may remember for a minute that it was missing.
     """
     try:
+        if checkpoint.manifest_file.exists() and not checkpoint.manifest_file.is_file():
+            return f"{MANIFEST_NAME} is no regular file"
         manifest = checkpoint.content()
         return _manifest_damage(checkpoint, manifest) or _size_damage(checkpoint, manifest["files"])
     except FileNotFoundError as error:
@@ -189,7 +203,10 @@ def _manifest_damage(checkpoint: Checkpoint, manifest: JsonObject) -> str:
 
 def _size_damage(checkpoint: Checkpoint, files: Mapping[str, JsonObject]) -> str:
     for name, expected in files.items():
-        size, wanted = (checkpoint.path / name).stat().st_size, expected.get("bytes")
+        found, wanted = (checkpoint.path / name).stat(), expected.get("bytes")
+        if not S_ISREG(found.st_mode):
+            return f"{name} is no regular file"
+        size = found.st_size
         if size != wanted:
             shown = f"{wanted:,}" if isinstance(wanted, int) else wanted
             return f"{name} has {size:,} bytes instead of {shown}"
@@ -298,18 +315,21 @@ class ListedCheckpoint:
 def list_checkpoints(run: RunDir) -> list[ListedCheckpoint]:
     """All checkpoints of a run: published ones by step, then rejected and partial ones by name."""
     best, reasons = best_step(run.checkpoints_dir), dict[str, str]()
-    for event in read_events(run, "checkpoint_commit", "checkpoint_rejected"):
+    there, aside = published(run.checkpoints_dir), rejects(run.checkpoints_dir)
+    names = {path.name for path in (*(checkpoint.path for checkpoint in there), *aside)}
+    records = read_jsonl_reversed(run.events_file, ["checkpoint_commit", "checkpoint_rejected"])
+    for event in events_of(records):
         is_commit = event.name == "checkpoint_commit"
         name = run.checkpoint_dir(event.step or 0).name if is_commit else event.text("set_aside") or ""
-        reasons[name] = event.reason or ""
+        reasons.setdefault(name, event.reason or "")
+        if names <= reasons.keys():
+            break
     found = []
-    for checkpoint in published(run.checkpoints_dir):
+    for checkpoint in there:
         damage, path = find_damage(checkpoint, reads_tensors=False), checkpoint.path
         state = "damaged" if damage else "published"
         found.append(_listed(path, state, checkpoint.step == best, damage or reasons.get(path.name)))
-    found += [
-        _listed(path, "rejected", False, reasons.get(path.name)) for path in rejects(run.checkpoints_dir)
-    ]
+    found += [_listed(path, "rejected", False, reasons.get(path.name)) for path in aside]
     found += [_listed(path, "partial", False, None) for path in partials(run.checkpoints_dir)]
     return found
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from trainkit.errors import UsageError, print_note
-from trainkit.folders import ensure_folder, state_folder
+from trainkit.folders import ensure_folder, state_folder, typed_path
 from trainkit.formats import did_you_mean, there_are
 from trainkit.run.files import append_jsonl, read_jsonl, utc_now
 from trainkit.run.group import OldBench, RunGroup, create_task_run, group_of, is_index
@@ -81,7 +81,7 @@ def starts() -> list[Start]:
         print_note(f"note: cannot read {index} ({error.strerror}): runs are found by name in ./runs alone")
     for record in records:
         path, name, time = record.get("path"), record.get("name"), record.get("time")
-        if not (isinstance(path, str) and isinstance(name, str) and isinstance(time, str)):
+        if not (isinstance(path, str) and isinstance(name, str) and isinstance(time, str)) or "\0" in path:
             continue
         key, is_over = os.path.normpath(path), record.get("over") is True
         # The run may have been started again while a command found that it was over.
@@ -177,6 +177,8 @@ def find_run_or_group(text: str, *, to_change: bool = False, acts: bool = False)
     if is_run:
         return create_task_run(run)
     head, separator, tail = text.rpartition(os.sep)
+    if separator:
+        typed_path(text, Path())
     if separator and (os.sep in head or not is_index(tail)):
         raise UnknownRun(f"{text} does not contain a run", hint=LIST_HINT)
     if separator:

@@ -11,7 +11,7 @@ import sys
 import traceback
 from functools import partial
 
-from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, TrainkitError, UsageError
+from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, TrainkitError, UsageError, replace_unencodable
 from trainkit.folders import whole_paths
 from trainkit.job.rank_debugger import TERMINAL_VARIABLE, mode_of_rank, stop_at
 from trainkit.job.signals import StopRequest
@@ -74,6 +74,7 @@ def main() -> None:
 
 def set_up_logging(rank: int) -> None:
     """Log to stdout: rank 0 everything, other ranks only warnings, with their rank as a prefix."""
+    replace_unencodable()
     prefix = "" if rank == 0 else f"[rank {rank}] "
     logging.basicConfig(
         stream=sys.stdout,

@@ -277,7 +277,7 @@ def show_error(error: OSError | TrainkitError, *, as_json: bool = False) -> int:
         error = TrainkitError(f"{error.filename or 'a file'}: {error.strerror or error}")
     if as_json:
         value = {"error": error.message, "hint": error.hint, "exit_code": error.exit_code}
-        print(json.dumps(value, ensure_ascii=False))
+        print(json.dumps(value))
     else:
         print(error.render(), file=sys.stderr)
     return error.exit_code

@@ -22,7 +22,7 @@ from trainkit.config.schema import RunConfig
 from trainkit.data.dataset_file import BYTES, identify, read_dataset_file
 from trainkit.data.sources import prepared_folder
 from trainkit.data.tokenize import Tokenizer
-from trainkit.errors import EXIT_INTERRUPTED, EXIT_OK, TrainkitError, UsageError
+from trainkit.errors import EXIT_INTERRUPTED, EXIT_OK, TrainkitError, UsageError, replace_unencodable
 from trainkit.formats import JsonObject
 from trainkit.plan.model_shape import resolve_model_shape
 from trainkit.run.rundir import RunDir
@@ -96,7 +96,7 @@ def generate(request: JsonObject) -> None:
     if request["as_json"]:
         value = {"prompt": request["prompt"], "text": whole, "num_tokens": num_tokens}
         value |= {"stopped_by": stopped_by, "checkpoint": request["checkpoint"]}
-        print(json.dumps(value, ensure_ascii=False))
+        print(json.dumps(value))
     elif stopped_by == "seq_len":
         print(f"stopped after {limit:,} tokens, the length of the training samples", file=sys.stderr)
 
@@ -197,6 +197,7 @@ def choose_token(
 
 def main() -> int:
     """Continue the prompt that the request on stdin names; returns the exit code."""
+    replace_unencodable()
     request = json.load(sys.stdin)
     try:
         generate(request)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import shutil
@@ -17,6 +16,7 @@ import click
 
 from trainkit.cli import options
 from trainkit.cli.help import as_command, complete_run, option, warn
+from trainkit.cli.output import json_text
 from trainkit.errors import EXIT_FAILED, EXIT_OK, UsageError
 from trainkit.formats import there_are
 
@@ -178,7 +178,7 @@ def _report(what: ReplayPlan, copy: RunDir, as_json: bool) -> int:
             {"step": step, "loss": loss if math.isfinite(loss or 0.0) else None, **sample_fields(sample)}
             for step, loss, sample in worst
         ]
-        click.echo(json.dumps({**found.to_dict(), "samples": judged}, ensure_ascii=False))
+        click.echo(json_text({**found.to_dict(), "samples": judged}))
     else:
         click.echo("\n".join(_lines(what, found, worst)))
     return EXIT_FAILED if found.verdict == DIFFERENT else EXIT_OK
@@ -291,7 +291,7 @@ def show(run_name: str, step: int, rank: int | None, as_json: bool) -> int:
             "attempt": at.attempt.number,
             "samples": [sample_fields(sample) for sample in samples],
         }
-        click.echo(json.dumps(value, ensure_ascii=False))
+        click.echo(json_text(value))
         return EXIT_OK
     click.echo(
         f"step {step} of attempt {at.attempt.number}: samples {at.start:,} to {at.stop - 1:,} of the run",

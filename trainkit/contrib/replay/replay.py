@@ -36,7 +36,7 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.layout_rules import DEGREES, parse_layout
 from trainkit.run.end import RankFailure
 from trainkit.run.events import training_curve
-from trainkit.run.files import parse_time, read_json, write_json
+from trainkit.run.files import parse_time, read_json, write_atomic, write_json
 from trainkit.run.manifest import find_damage, published
 from trainkit.run.record import AttemptRecord, create_job, read_job
 from trainkit.run.rundir import AttemptDir, RunDir
@@ -292,8 +292,8 @@ def run_replay(what: ReplayPlan, folder: Path) -> RunDir:
     attempt = copy.attempt(1)
     attempt.create()
     for file in (attempt.config_file, copy.config_file):
-        file.write_text(dump_effective(what.config))
-    attempt.plan_file.write_text(what.plan.to_text())
+        write_atomic(file, dump_effective(what.config))
+    write_atomic(attempt.plan_file, what.plan.to_text())
     with submission_folder(what.run, False):
         _run_ranks(what.plan, attempt)
     return copy

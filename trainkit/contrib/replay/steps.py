@@ -199,7 +199,9 @@ def _items(at: RunStep) -> Iterator[StepSample]:
     request = {"run": str(at.attempt.run.path), "attempt": at.attempt.number}
     request |= {"start": at.start, "stop": at.stop}
     argv = module_argv("trainkit.trainer.task_check", "--items")
-    done = subprocess.run(argv, input=json.dumps(request), capture_output=True, text=True)
+    done = subprocess.run(
+        argv, input=json.dumps(request), capture_output=True, encoding="utf-8", errors="replace"
+    )
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["killed"])[-1].strip()
         raise TrainkitError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import sys
@@ -13,6 +12,7 @@ import click
 
 from trainkit.cli.help import as_command, option
 from trainkit.cli.options import json_option, run_argument
+from trainkit.cli.output import json_text
 from trainkit.errors import EXIT_FAILED, EXIT_OK, UsageError
 from trainkit.extras import install_line
 from trainkit.folders import user_name
@@ -54,7 +54,7 @@ def sync(run_name: str, as_json: bool) -> int:
     for sent in found:
         click.echo(sent.describe(), err=True)
     if as_json:
-        click.echo(json.dumps([asdict(sent) for sent in found], ensure_ascii=False))
+        click.echo(json_text([asdict(sent) for sent in found]))
     return EXIT_FAILED if any(sent.problem for sent in found) else EXIT_OK
 
 

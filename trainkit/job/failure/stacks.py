@@ -264,7 +264,7 @@ def spy_on(rank: int, pid: int) -> Reply:
 def _spy(spy: str, pid: int) -> dict[str, list[str]]:
     """The frames of each thread of a Python process as py-spy dumps them, the main thread first."""
     argv = [spy, "dump", "--json", "--pid", str(pid)]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=SPY_TIMEOUT_S)
+    done = subprocess.run(argv, capture_output=True, encoding="utf-8", timeout=SPY_TIMEOUT_S)
     if done.returncode != 0:
         raise ValueError(done.stderr.strip().partition("\n")[0] or f"ended with {done.returncode}")
     threads = sorted(json.loads(done.stdout), key=lambda thread: bool(thread["os_thread_id"] != pid))

@@ -21,7 +21,14 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import IO, TYPE_CHECKING
 
-from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, EXIT_OK, EXIT_STOPPED, TrainkitError
+from trainkit.errors import (
+    EXIT_FAILED,
+    EXIT_NO_RESTART,
+    EXIT_OK,
+    EXIT_STOPPED,
+    TrainkitError,
+    replace_unencodable,
+)
 from trainkit.folders import whole_paths
 from trainkit.job import processes
 from trainkit.job.failure.launcher_report import LaunchedRanks, RankExit
@@ -364,6 +371,7 @@ class Agent(ProcessGroup):
 @whole_paths()
 def main(argv: Sequence[str] | None = None) -> int:
     """Read the command line and run one node's agent; returns its exit code."""
+    replace_unencodable()
     run_dir, *options = sys.argv[1:] if argv is None else argv
     values = {name: int(value) for name, value in zip(options[::2], options[1::2], strict=True)}
     processes.block_signals(AGENT_SIGNAL)

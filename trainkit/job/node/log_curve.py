@@ -14,7 +14,7 @@ from types import FrameType
 from trainkit.job.node.printed_curve import CONTROL, MAX_LINE, Found, PrintedCurve, shown_lines
 from trainkit.job.processes import log_line
 from trainkit.plan.launch import LaunchPlan
-from trainkit.run.events import Entry, log_event, read_events
+from trainkit.run.events import Entry, log_event
 from trainkit.run.files import append_jsonl, read_jsonl_reversed, utc_now
 from trainkit.run.rundir import AttemptDir
 
@@ -43,10 +43,13 @@ class LogCurve:
         assert plan.log_pattern is not None
         self._pattern = None if plan.log_pattern == "auto" else re.compile(plan.log_pattern)
         previous = None
-        for event in read_events(attempt.run, "curve"):
-            if (made := event.record("made_of")).values:
-                kind, length = made.text("kind") or "", made.count("length")
-                previous = Found(kind, (), None, length, made.count("first_epoch"))
+        made = (
+            Entry(event).record("made_of")
+            for event in read_jsonl_reversed(attempt.run.events_file, ["curve"])
+        )
+        if last := next((one for one in made if one.values), None):
+            kind, length = last.text("kind") or "", last.count("length")
+            previous = Found(kind, (), None, length, last.count("first_epoch"))
         is_shared = plan.workload.has_launcher and plan.world_size > 1
         self._curve = PrintedCurve(is_shared=is_shared, previous=previous)
         self._names: tuple[str, ...] = ()

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from trainkit.folders import ensure_folder
+from trainkit.run.files import open_file
 from trainkit.run.manifest import FileSum, file_hash
 from trainkit.trainer.torch_private import PICKLED_IN_METADATA
 
@@ -155,5 +156,5 @@ class SafeReader(FileSystemReader):
     """Reads a sharded checkpoint without executing code that its pickled metadata might contain."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with (Path(self.path) / METADATA_NAME).open("rb") as stream:
+        with open_file(Path(self.path) / METADATA_NAME) as stream:
             return cast(Metadata, _MetadataUnpickler(stream).load())
