@@ -91,22 +91,6 @@ PROGRAM_OF_A_CHILD = """
     print("ready", flush=True)
 """
 
-SENT_AGAIN = """
-import os, signal, threading
-from trainkit.job.spare_children import NOTICES, _send_again
-
-def again():
-    print("ready", flush=True)
-    _send_again(signal.sigwaitinfo(NOTICES))
-    print(signal.sigwaitinfo(NOTICES).si_pid == os.getppid(), flush=True)
-
-signal.pthread_sigmask(signal.SIG_BLOCK, NOTICES)
-thread = threading.Thread(target=again)
-thread.start()
-thread.join()
-"""
-
-
 @contextmanager
 def rank(tmp_path: Path, body: str) -> Iterator[subprocess.Popen[str]]:
     """An agent and the rank that runs `body`; everything below the agent is ended with it."""
@@ -184,14 +168,6 @@ def test_a_child_ends_when_its_parent_asks(tmp_path: Path) -> None:
 def test_the_programs_of_a_child_can_be_ended(tmp_path: Path) -> None:
     with rank(tmp_path, PROGRAM_OF_A_CHILD) as agent:
         assert lines(agent, 5) == ["-15", "-15", "-15", "15", "ready"]
-
-
-def test_a_signal_that_is_delivered_later_has_its_sender() -> None:
-    # Torch's handler ends a worker of a DataLoader with exit code 0 only if its parent has sent SIGTERM.
-    with subprocess.Popen([sys.executable, "-c", SENT_AGAIN], stdout=subprocess.PIPE, text=True) as program:
-        assert program.stdout.readline() == "ready\n"
-        program.send_signal(signal.SIGTERM)
-        assert program.stdout.readline() == "True\n"
 
 
 def test_the_next_sitecustomize_runs(tmp_path: Path) -> None:
