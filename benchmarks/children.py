@@ -44,7 +44,7 @@ def played(count: int, kinds: Sequence[str], delay_s: float, *, with_trainkit: b
         {"PYTHONPATH": f"{STARTUP_FOLDER}:{path}"} if with_trainkit else {}
     )
     argv = [sys.executable, "-c", AGENT, str(PROGRAM), str(count), *kinds]
-    agent = subprocess.Popen(argv, env=environ, stdout=subprocess.PIPE, text=True)
+    agent = subprocess.Popen(argv, env=environ, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
         printed = ""
         while READY not in printed and agent.poll() is None:
@@ -55,7 +55,7 @@ def played(count: int, kinds: Sequence[str], delay_s: float, *, with_trainkit: b
             printed += line + "\n"
         return printed
     finally:
-        signal_step(agent, signal.SIGKILL)
+        os.killpg(agent.pid, signal.SIGKILL)  # a Pool has started other workers for those that have ended
         agent.communicate()
 
 

@@ -3,7 +3,7 @@
     python children.py COUNT KIND...
 
 Prints `all are ready`, and after SIGTERM a line for each outcome of a kind. A child that hears the notice
-ends by itself, and the rank ends the workers of `SPARED` a second later.
+ends by itself, and the rank ends the workers of `SPARED` when no more signals come.
 """
 
 import multiprocessing
@@ -84,6 +84,7 @@ HEARS = {
     + "time.sleep(300)",
 }
 """Kinds of Pythons that end with 15 of a notice, or of the end of the program that they have started."""
+QUIET_S = 2.0
 OLD_PYTHONS = ("python2.7", "python3.6", "python3.7")
 """As far as they are on PATH."""
 SPARED = {
@@ -208,7 +209,10 @@ def main(count: int, kinds: list[str]) -> None:
     print("all are ready", flush=True)
     while not asked:
         time.sleep(0.01)
-    time.sleep(1)
+    heard = 0
+    while heard < len(asked):  # the kernel merges a signal of a parent with one of Slurm that is pending
+        heard = len(asked)
+        time.sleep(QUIET_S)
     found = {kind: end_of_workers(started) for kind, (started, _) in others.items()}
     found |= {kind: end_of_programs(started) for kind, started in pythons.items()}
     for kind in kinds:
