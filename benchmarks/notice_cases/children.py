@@ -8,7 +8,6 @@ ends by itself, and the rank ends the workers of `SPARED` when no more signals c
 
 import multiprocessing
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -85,8 +84,13 @@ HEARS = {
 }
 """Kinds of Pythons that end with 15 of a notice, or of the end of the program that they have started."""
 QUIET_S = 2.0
-OLD_PYTHONS = ("python2.7", "python3.6", "python3.7")
-"""As far as they are on PATH."""
+PYENV = Path.home() / ".pyenv/versions"
+OLD_PYTHONS = {
+    f"Python {version}": str(found[-1])
+    for version in ("2.7", "3.6", "3.7", "3.13")
+    if (found := sorted(PYENV.glob(f"{version}.*/bin/python")))
+}
+"""Other Pythons than this one, as far as pyenv has installed them."""
 SPARED = {
     "DataLoader, fork": "lived, 0",
     "DataLoader, spawn": "lived, 0",
@@ -135,7 +139,7 @@ def programs(kind: str, count: int) -> list[Any]:
         folder = tempfile.mkdtemp()
         Path(folder, "sitecustomize.py").write_text("import sys; sys.is_own = True")
         environ["PYTHONPATH"] = f"{environ.get('PYTHONPATH', '')}:{folder}"
-    python = sys.executable if kind in HEARS else shutil.which(kind) or kind
+    python = OLD_PYTHONS.get(kind, sys.executable)
     return [
         subprocess.Popen(
             [python, "-c", HEARS.get(kind, OLD)],

@@ -7,7 +7,6 @@ import ast
 import hashlib
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.notice_cases.children import HEARS, OLD_PYTHONS, SPARED
 from trainkit.job.node.worker_env import STARTUP_FOLDER
 from trainkit.job.processes import _signal_mask, descendants
 from trainkit.job.spare_children import AGENT_VARIABLE, MACHINES, NOTICES, RANK_PID_VARIABLE, own_handlers
@@ -187,7 +187,6 @@ def grammar_of_python_2() -> object:
 def test_children_end_as_without_trainkit(kinds: tuple[str]) -> None:
     """One child of each kind; `python -m benchmarks.children` has 200."""
     from benchmarks.children import outcomes, played
-    from benchmarks.notice_cases.children import HEARS, SPARED
 
     names = list(HEARS) if kinds == ("compared",) else [name for name in SPARED if "DataLoader" not in name]
     expected = {name: "1 x 15" if name in HEARS else f"1 x {SPARED[name]}" for name in names}
@@ -272,13 +271,9 @@ sys.stderr.write("the next one\\n")
 {more}
 """
 SHOW = "import sys; print(sys.version_info[0], 'sitecustomize' in sys.modules, sys.path)"
-PYTHONS = [
-    *(name for name in ("python2.7", "python3.6", "python3.7", "python3.8") if shutil.which(name)),
-    sys.executable,
-]
 
 
-@pytest.mark.parametrize("program", PYTHONS)
+@pytest.mark.parametrize("program", [*OLD_PYTHONS.values(), sys.executable])
 @pytest.mark.parametrize("more", ["", "raise ValueError(3)", "import missing_one", "raise ImportError", None])
 def test_the_next_sitecustomize_runs_as_without(tmp_path: Path, program: str, more: str | None) -> None:
     if more is not None:
