@@ -3,7 +3,10 @@
 The test plays Slurm: it starts an agent, which starts a rank, and signals every process below.
 """
 
+import ast
+import hashlib
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -11,12 +14,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from benchmarks.notice_cases.children import HEARS, OLD_PYTHONS, SPARED
 from trainkit.job.node.worker_env import STARTUP_FOLDER
-from trainkit.job.processes import descendants
-from trainkit.job.spare_children import AGENT_VARIABLE
+from trainkit.job.processes import _signal_mask, descendants
+from trainkit.job.spare_children import AGENT_VARIABLE, MACHINES, NOTICES, RANK_PID_VARIABLE, own_handlers
 
 AGENT = """
 import os, signal, subprocess, sys
@@ -89,21 +94,6 @@ PROGRAM_OF_A_CHILD = """
         os.execv("/bin/sh", ["sh", "-c", "kill -TERM $$; echo it lives"])
     print(os.WTERMSIG(os.wait()[1]), flush=True)
     print("ready", flush=True)
-"""
-
-SENT_AGAIN = """
-import os, signal, threading
-from trainkit.job.spare_children import NOTICES, _send_again
-
-def again():
-    print("ready", flush=True)
-    _send_again(signal.sigwaitinfo(NOTICES))
-    print(signal.sigwaitinfo(NOTICES).si_pid == os.getppid(), flush=True)
-
-signal.pthread_sigmask(signal.SIG_BLOCK, NOTICES)
-thread = threading.Thread(target=again)
-thread.start()
-thread.join()
 """
 
 
@@ -186,24 +176,146 @@ def test_the_programs_of_a_child_can_be_ended(tmp_path: Path) -> None:
         assert lines(agent, 5) == ["-15", "-15", "-15", "15", "ready"]
 
 
-def test_a_signal_that_is_delivered_later_has_its_sender() -> None:
-    # Torch's handler ends a worker of a DataLoader with exit code 0 only if its parent has sent SIGTERM.
-    with subprocess.Popen([sys.executable, "-c", SENT_AGAIN], stdout=subprocess.PIPE, text=True) as program:
-        assert program.stdout.readline() == "ready\n"
-        program.send_signal(signal.SIGTERM)
-        assert program.stdout.readline() == "True\n"
+def grammar_of_python_2() -> object:
+    from lib2to3 import pygram, pytree
+    from lib2to3.pgen2 import driver
+
+    return driver.Driver(pygram.python_grammar, convert=pytree.convert)
 
 
-def test_the_next_sitecustomize_runs(tmp_path: Path) -> None:
-    next_folder = tmp_path / "next"
-    next_folder.mkdir()
-    (next_folder / "sitecustomize.py").write_text("import sys; sys.is_next = True")
+@pytest.mark.parametrize("kinds", [("compared",), ("spared",)])
+def test_children_end_as_without_trainkit(kinds: tuple[str]) -> None:
+    """One child of each kind; `python -m benchmarks.children` has 200."""
+    from benchmarks.children import outcomes, played
+
+    names = list(HEARS) if kinds == ("compared",) else [name for name in SPARED if "DataLoader" not in name]
+    expected = {name: "1 x 15" if name in HEARS else f"1 x {SPARED[name]}" for name in names}
+    delay_s = random.Random(7).uniform(0, 0.3)
+    printed = played(1, names, delay_s, with_trainkit=True)
+    assert {name: outcomes(printed, name) for name in names} == expected
+    if kinds == ("compared",):
+        printed = played(1, names, delay_s, with_trainkit=False)
+        assert {name: outcomes(printed, name) for name in names} == expected
+
+
+@pytest.mark.slow(seconds=20)
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_the_workers_of_a_data_loader_live_on(method: str) -> None:
+    from benchmarks.children import outcomes, played
+
+    kind = f"DataLoader, {method}"
+    # Torch's handler returns 0 only if it sees that its parent has sent the signal.
+    assert outcomes(played(2, [kind], 0.1, with_trainkit=True), kind) == "2 x lived, 0"
+
+
+STATE = """
+import os, signal, subprocess, sys
+print([signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)], flush=True)
+print(signal.signal(signal.SIGTERM, print), signal.signal(signal.SIGTERM, signal.SIG_DFL), flush=True)
+os.system("grep -E 'SigBlk|SigIgn|SigCgt' /proc/self/status")
+"""
+
+
+def python(
+    body: str, environ: dict[str, str], *options: str, program: str = sys.executable, **more: Any
+) -> str:
+    """What a Python prints that a rank has started, or that has only `environ`."""
     done = subprocess.run(
-        [sys.executable, "-c", "import sys; print(sys.is_next, sys.path)"],
-        env={**os.environ, "PYTHONPATH": f"{STARTUP_FOLDER}:{next_folder}"},
+        [program, *options, "-c", body],
+        env={**os.environ, **environ},
         stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
-        check=True,
+        timeout=120,
+        **more,
     )
-    assert done.stdout.startswith("True")
-    assert str(STARTUP_FOLDER) not in done.stdout
+    return done.stdout
+
+
+def below_a_rank(folder: Path | None = None) -> dict[str, str]:
+    path = f"{STARTUP_FOLDER}:{folder}" if folder else str(STARTUP_FOLDER)
+    return {"PYTHONPATH": path, AGENT_VARIABLE: str(os.getpid()), RANK_PID_VARIABLE: str(os.getppid())}
+
+
+def test_a_child_sees_nothing_of_it() -> None:
+    assert python(STATE, below_a_rank()) == python(STATE, {})
+
+
+def test_only_handlers_of_its_own_count_as_handled() -> None:
+    state = "signal.pause()"
+    for body, handled in (
+        ("", set()),
+        ("signal.signal(12, print);", {signal.SIGUSR2}),
+        ("signal.signal(15, print); signal.signal(15, signal.SIG_DFL);", set()),
+    ):
+        program = f"import signal; {body} print(flush=True); {state}"
+        with subprocess.Popen(
+            [sys.executable, "-c", program], env={**os.environ, **below_a_rank()}, stdout=subprocess.PIPE
+        ) as child:
+            child.stdout.readline()
+            caught = _signal_mask(child.pid, "SigCgt")
+            assert {signal.SIGTERM, signal.SIGUSR2, signal.SIGINT} <= caught
+            assert own_handlers(caught) & NOTICES == handled
+            child.kill()
+
+
+def test_the_filter_of_aarch64() -> None:
+    """The bytes that were run in an emulator of aarch64, which must not change by accident."""
+    code = [MACHINES["aarch64"]((7, 70000), one, 0x1122334455667788, 0x99) for one in (0, 0xABC)]
+    assert hashlib.sha256(b"".join(code)).hexdigest()[:16] == "a9a04dcb9fa27716"
+
+
+NEXT = """
+import sys
+sys.stderr.write("the next one\\n")
+{more}
+"""
+SHOW = "import sys; print(sys.version_info[0], 'sitecustomize' in sys.modules, sys.path)"
+
+
+@pytest.mark.parametrize("program", [*OLD_PYTHONS.values(), sys.executable])
+@pytest.mark.parametrize("more", ["", "raise ValueError(3)", "import missing_one", "raise ImportError", None])
+def test_the_next_sitecustomize_runs_as_without(tmp_path: Path, program: str, more: str | None) -> None:
+    if more is not None:
+        (tmp_path / "sitecustomize.py").write_text(NEXT.replace("{more}", more))
+    without = python(SHOW, {"PYTHONPATH": str(tmp_path)}, program=program)
+    assert python(SHOW, below_a_rank(tmp_path), program=program) == without
+    assert ("the next one" in without) is (more is not None)
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="no lib2to3, whose grammar it is")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_sitecustomize_is_python_2() -> None:
+    text = (STARTUP_FOLDER / "sitecustomize.py").read_text()
+    assert grammar_of_python_2().parse_string(text) is not None  # type: ignore[attr-defined]
+    # What that grammar accepts, too, and Python 2.7 does not.
+    nodes = list(ast.walk(ast.parse(text)))
+    newer = (ast.JoinedStr, ast.NamedExpr, ast.AnnAssign, ast.AsyncFunctionDef, ast.Nonlocal, ast.YieldFrom)
+    assert not [node for node in nodes if isinstance(node, newer) or getattr(node, "annotation", None)]
+    assert text.isascii()
+    assert "annotations" not in text
+
+
+@pytest.mark.parametrize("option", ["-I", "-E", "-S"])
+def test_options_that_leave_it_out(option: str) -> None:
+    body = f"import os; os.environ.pop('PYTHONPATH', 0)\n{STATE}"
+    assert python(body, below_a_rank(), option) == python(body, {}, option)
+
+
+def test_a_subinterpreter_is_silent() -> None:
+    body = """
+try:
+    import _interpreters as interpreters
+except ImportError:
+    import _xxsubinterpreters as interpreters
+one = interpreters.create()
+interpreters.run_string(one, "import os; os.write(1, b'it runs')")
+"""
+    assert python(body, below_a_rank()) == "it runs"
+
+
+def test_a_debugger_in_a_child_reads_what_it_is_given() -> None:
+    body = "breakpoint()\nprint('over')"
+    assert "over" in python(body, below_a_rank(), input="c\n")
+    never = {**below_a_rank(), "TRAINKIT_JOB_RUN_DIR": "/nowhere"}
+    assert python(f"import os; os.environ['PYTHONBREAKPOINT'] = '0'\n{body}", never) == "over\n"

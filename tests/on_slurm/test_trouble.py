@@ -85,6 +85,31 @@ def test_an_answer_that_was_lost_is_one_job(login: Login, sbatch: FakeSbatch) ->
     assert (sbatch.num_calls, len(jobs_of(login))) == (2, 2)
 
 
+def test_a_number_in_a_banner_is_no_job(login: Login, sbatch: FakeSbatch) -> None:
+    """A submission, an array and a resubmission by a job, where sbatch prints numbers around the id."""
+    sbatch.does("printf 'Balance (SUs):\\n4821\\n'; $real \"$@\"; code=$?; echo 4822; exit $code")
+    by_other_jobs = ("--time", "1", *settings("requeue.on=[timeout]"))
+    runs = [
+        login.submit("--backend", backend, *by_other_jobs, "--", "python", "listens.py")
+        for backend in BACKENDS
+    ]
+    group = login.submit(*HOLD, "--array", "3-4", "--", "true")
+    assert not {"4821", "4822"} & {
+        *map(login.job_id, runs),
+        login.job_id(RunDir(group.path / "3")).partition("_")[0],
+    }
+    assert {login.job_id(run) for run in runs} < set(login.jobs())
+    for run in runs:
+        login.wait_for_log(run, "attempt 1 rank 0")
+        assert login.trainkit("requeue", str(run.path)).returncode == 0
+    for run in runs:
+        login.wait_for_log(run, "attempt 2 rank 0", attempt=2)
+        assert login.job_id(run) in login.jobs()
+    for run in (*runs, group):
+        assert login.trainkit("cancel", str(run.path), "--now").returncode == 0
+    login.wait_until_idle()
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_refusal_leaves_the_run_as_it_was(login: Login, sbatch: FakeSbatch, backend: str) -> None:
     run = login.finish(login.submit("--backend", backend, "--", "true"))

@@ -62,12 +62,33 @@ MINE = f"{LISTING} 9 $(/bin/date +%s) {MARK} /x"
     [
         pytest.param("echo 4711", "", "4711", "sbatch", id="answered"),
         pytest.param(
-            "echo 'Welcome, 12 jobs wait'; echo '4711;west'; echo note >&2",
+            "echo '4711;west'; echo note >&2; echo 12 >&2",
             "",
             "4711;west",
             "sbatch",
-            id="site",
+            id="a site that prints to stderr",
         ),
+        *(
+            pytest.param(f"printf '{printed}'; echo 7 >&2", MINE, "9", "sbatch squeue", id=f"site: {printed}")
+            for printed in (
+                "Balance (SUs):\\n4821\\n--> OK\\n9\\n",
+                "9\\n4821\\n",
+                "4821\\n9\\nbye\\n",
+                "4821\\n4822\\n",
+                "9\\n9\\n",
+                "4821;west\\n9\\n",
+                "Submitted batch job 9\\n",
+                "Balance: 4821\\n",
+            )
+        ),
+        pytest.param(
+            "echo 4821; echo 9",
+            f"[ $n -lt 4 ] || {MINE}; {LISTING} 4821 $(/bin/date +%s) trainkit:0ther /y",
+            "9",
+            "sbatch" + 4 * " squeue",
+            id="another job that is new, too",
+        ),
+        pytest.param("true", MINE, "9", "sbatch squeue", id="no answer, but a job"),
         pytest.param(
             f"[ $n -gt 1 ] && echo 12 || {{ {LOST}; }}",
             f"{LISTING} 8 1700000000 {MARK} /x",
@@ -201,6 +222,27 @@ def test_a_site_that_rewrites_comments(fake: FakeSlurm, script: Path) -> None:
     )
     (fake.folder / "script").write_text(str(script))
     assert send(script) == "9"
+
+
+def test_a_site_that_rewrites_comments_and_prints_more(fake: FakeSlurm, script: Path) -> None:
+    """Of several jobs with one script, the one whose id was printed; an older one with such an id is not."""
+    now = "$(/bin/date +%s)"
+    fake.add("sbatch", "echo 4821; echo 9; echo 7")
+    fake.add("squeue", f"{LISTING} 4821 1700000000 x /x; {LISTING} 8 {now} x /x; {LISTING} 9 {now} x /x")
+    more = {"token": MARK, "cwd": script.parent, "notify": print}
+    assert submit_script(script, is_only_job=False, **more) == "9"
+
+
+@pytest.mark.parametrize("printed", ["", "Welcome", "4821\n--> OK", "4821\n4822"])
+def test_an_accepted_job_that_is_not_listed(fake: FakeSlurm, script: Path, printed: str) -> None:
+    """It is neither believed nor submitted again."""
+    fake.add("sbatch", f"printf '{printed}'")
+    fake.add("squeue", f"{LISTING} 4821 1700000000 x /x")
+    with pytest.raises(SlurmUnreachable, match="Slurm lists no such job") as caught:
+        send(script)
+    assert caught.value.may_have_arrived
+    assert "squeue --me" in caught.value.hint
+    assert fake.programs.count("sbatch") == 1
 
 
 def test_several_clusters(fake: FakeSlurm, script: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from trainkit.errors import EXIT_OK, EXIT_STOPPED, TrainkitError
 from trainkit.formats import mask_secrets
 from trainkit.job.handlers import signal_mask
 from trainkit.job.signals import AGENT_SIGNAL, NOTICE_SIGNALS, signal_exit_code
+from trainkit.job.spare_children import own_handlers
 from trainkit.run.files import utc_now
 from trainkit.run.process import PROC, process_stat
 
@@ -320,7 +321,7 @@ def signal_handled_by(pid: int, configured: str) -> signal.Signals:
     """
     if configured != "auto":
         return signal.Signals[f"SIG{configured}"]
-    handled = signal_mask(pid, "SigCgt")
+    handled = own_handlers(signal_mask(pid, "SigCgt"))
     only_usr2 = signal.SIGUSR2 in handled and signal.SIGTERM not in handled
     return signal.SIGUSR2 if only_usr2 else signal.SIGTERM
 

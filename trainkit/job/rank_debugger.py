@@ -1,7 +1,7 @@
 """Debuggers in ranks: `breakpoint()`, `trainkit run --debug` and `trainkit debug`.
 
 Ranks have no terminal. The one of `--debug` gets that of `trainkit run`; any other waits at `breakpoint()`
-until `trainkit debug` passes it a terminal through a socket. `startup/sitecustomize.py` loads this file, also
+until `trainkit debug` passes it a terminal through a socket. `python_start.py` loads this file, also
 in a Python without trainkit: it imports only the standard library, and a debugger only where it stops.
 """
 
@@ -19,8 +19,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from pathlib import Path
 from select import POLLIN, poll
 from shlex import quote
@@ -51,10 +49,10 @@ def mode_of_rank() -> str | None:
     return words[1] if words[0] == os.environ.get("RANK", "0") else "off"
 
 
-def install(*, is_rank: bool) -> None:
+def install(*, is_rank: bool, after_import: Callable[[str, Callable[[Any], None]], None]) -> None:
     """Prepare a rank of a run in the debugger, or a process that it starts, before any other code."""
     mode, (rank, _, *port) = mode_of_rank(), os.environ[DEBUG_VARIABLE].split()
-    sys.meta_path.insert(0, LongTimeouts())
+    after_import(TORCH_CONSTANTS, _lengthen_timeouts)
     if mode == "off":
         sys.breakpointhook = lambda *args, **kwargs: None
     elif mode == "debugpy":
@@ -75,23 +73,9 @@ def install(*, is_rank: bool) -> None:
         sys.breakpointhook = lambda *args, **kwargs: stop_at(sys._getframe(1))
 
 
-class LongTimeouts:
-    """A finder that gives the process groups of torch a week, unless the script sets their timeout."""
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        if name != TORCH_CONSTANTS:
-            return None
-        sys.meta_path.remove(self)
-        spec = find_spec(name)
-        loader: Any = None if spec is None else spec.loader
-        execute = loader.exec_module
-
-        def exec_module(module: Any) -> None:
-            execute(module)
-            module.default_pg_timeout = module.default_pg_nccl_timeout = timedelta(days=7)
-
-        loader.exec_module = exec_module
-        return spec
+def _lengthen_timeouts(constants: Any) -> None:
+    """Give the process groups of torch a week, unless the script sets their timeout."""
+    constants.default_pg_timeout = constants.default_pg_nccl_timeout = timedelta(days=7)
 
 
 def _uncaught(

@@ -89,6 +89,7 @@ class StopRequest:
 
 
 def _restore_in_child() -> None:
+    signal.set_wakeup_fd(-1)  # a signal to this process would be noted in the one that it was forked from
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)

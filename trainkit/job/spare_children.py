@@ -1,9 +1,14 @@
 """Keeps notices from the processes that a rank starts, whichever library starts them.
 
 Slurm signals every process of a step, so the SIGTERM of a preemption also ends the workers of a DataLoader,
-whose loss raises an error in the rank while it saves. A process that a rank has started therefore blocks
-these signals, and a thread of it receives them: it drops what comes from Slurm, and delivers what comes from
-anybody else, such as ``Process.terminate()`` of the rank.
+whose loss raises an error in the rank while it saves. A process that a rank has started therefore gets a
+filter before the default action of these signals, or before the handler that it has inherited: it drops what
+Slurm sends, and passes on what anybody else sends, such as ``Process.terminate()`` of the rank.
+
+The filter is a signal handler in machine code: it ends at `exec`, while programs would inherit a blocked or
+ignored signal for good, and it sees the sender, which no handler in Python does. Nothing else changes:
+`getsignal` says what it would say without, and a process that installs a handler of its own, or blocks a
+signal and waits for it, gets every signal.
 
 Needs only the standard library: `trainkit.job.startup` loads this file in the interpreter of any script. It
 imports little, for every Python in a job does.
@@ -11,62 +16,109 @@ imports little, for every Python in a job does.
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]
 import _thread
 import os
 import signal
 import sys
+from functools import lru_cache
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import FrameType
+    from collections.abc import Callable, Collection, Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
     from typing import Any
 
 NOTICES = {signal.SIGTERM, signal.SIGUSR2, signal.SIGINT}
-WAKE = signal.SIGURG
-"""Interrupts a system call of the main thread; ignored by default."""
+MARKS: dict[int, int] = {signal.SIGTERM: 56, signal.SIGUSR2: 57, signal.SIGINT: 58}
+"""Real-time signals that have the filter too while nothing else handles the notice: /proc shows which do."""
 AGENT_VARIABLE = "TRAINKIT_JOB_AGENT_PID"
 LAUNCHER_PID_VARIABLE = "TRAINKIT_JOB_LAUNCHER_PID"
 RANK_PID_VARIABLE = "TRAINKIT_JOB_RANK_PID"
 """The process that hears notices: those below it are spared."""
 
-RT_TGSIGQUEUEINFO = {"x86_64": 297, "aarch64": 240}
-"""Numbers of the system call that sends a thread a signal with the sender of another.
-
-The call that sends it to a process is allowed in the main thread only.
-"""
-SIGINFO_SIZE = 128
+TORCH_HANDLERS = "torch.utils.data._utils.signal_handling"
+PAGE, READ_WRITE, READ_EXECUTE, PRIVATE_ANONYMOUS = 4096, 3, 5, 0x22
+SA_SIGINFO, SA_ONSTACK, SA_RESTART = 0x4, 0x08000000, 0x10000000
+SIGACTION = 152
+"""Bytes of a `struct sigaction`: the handler, a mask of 128 bytes, the flags, and a pointer."""
+FLAGS = slice(136, 140)
 
 _before_fork = _thread._local()
+_filter: Filter | None = None
+"""That of this process; None unless it is spared."""
 
 
 def spare_children() -> None:
-    """Spare the processes that this one forks; call in a rank, from the main thread."""
-    if os.environ.get(RANK_PID_VARIABLE) == str(os.getpid()):
-        return
+    """Spare the processes that this one forks; call in a rank."""
     os.environ[RANK_PID_VARIABLE] = str(os.getpid())
     _register()
 
 
 def spare_this_process(*, even_with_handler: bool = False) -> None:
-    """Spare this process, which a rank or an agent has started; call from the main thread.
+    """Spare this process, which a rank or an agent has started, and those that it forks.
 
-    A handler that it installs itself is called all the same, unless `even_with_handler`.
+    A handler that it installs itself gets every signal, unless `even_with_handler`.
     """
+    global _filter
     _register()
-    signal.pthread_sigmask(signal.SIG_BLOCK, NOTICES)
-    _receive(even_with_handler)
+    _filter = _new_filter()
+    if _filter is not None:
+        _filter.even_with_handler = even_with_handler
+        _filter.install(is_new_program=True)
+
+
+def own_handlers(caught: Collection[int]) -> set[int]:
+    """The signals that a process handles itself, of those that /proc lists as caught."""
+    return {*caught} - {number for number, mark in MARKS.items() if mark in caught}
+
+
+def after_import(name: str, act: Callable[[ModuleType], None]) -> None:
+    """Call `act` with a module as soon as it is imported."""
+    if name in sys.modules:
+        act(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, _AfterImport(name, act))
+
+
+class _AfterImport:
+    def __init__(self, name: str, act: Callable[[ModuleType], None]) -> None:
+        self._name, self._act = name, act
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name != self._name:
+            return None
+        sys.meta_path.remove(self)
+        finders = [finder for finder in sys.meta_path if hasattr(finder, "find_spec")]
+        found = (finder.find_spec(name, path, target) for finder in finders)
+        spec = next((spec for spec in found if spec is not None), None)
+        loader: Any = None if spec is None else spec.loader
+        if loader is not None:
+            execute = loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                if module.__name__ == name:
+                    self._act(module)
+
+            loader.exec_module = exec_module
+        return spec
 
 
 def _register() -> None:
+    if _signal.signal.__name__ == "signal_and_filter":
+        return
     os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_spare_forked)
+    # `signal.signal` calls it, wherever that was imported before.
+    _signal.signal = _with_filter(_signal.signal)
+    after_import(TORCH_HANDLERS, _filter_before_torch)
 
 
 def _block() -> None:
     """Block notices before a fork: one that the child received too early would end it."""
-    # Here, because another thread may hold a lock of the import at the moment of the fork.
-    import ctypes  # noqa: F401
-
+    # Made here, because another thread may hold a lock of the import at the moment of the fork.
+    _before_fork.filter = _new_filter()
     _before_fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, NOTICES)
 
 
@@ -75,103 +127,176 @@ def _unblock() -> None:
 
 
 def _spare_forked() -> None:
-    # A signal to this process would be noted in the one that it was forked from.
-    signal.set_wakeup_fd(-1)
-    if _runs_another_program():
-        _unblock()
-    else:
-        _receive(even_with_handler=False)
+    global _filter
+    _filter = _before_fork.filter
+    if _filter is not None:
+        _filter.even_with_handler = False
+        _filter.install(is_new_program=False)
+    _unblock()
 
 
-def _runs_another_program() -> bool:
-    """Whether the fork is that of `subprocess`, whose program would start with the signals blocked."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_globals.get("__name__") == __name__:
-        frame = frame.f_back
-    return frame is not None and frame.f_globals.get("__name__") in ("subprocess", "multiprocessing.util")
-
-
-def _receive(even_with_handler: bool) -> None:
-    """Start the thread that receives the signals, which this thread has blocked."""
-    agent = os.environ.get(AGENT_VARIABLE, "") or os.environ[RANK_PID_VARIABLE]
-    senders = set(_ancestors(int(agent)))
-    inherited = {number: signal.getsignal(number) for number in NOTICES}
-    if signal.getsignal(WAKE) == signal.SIG_DFL:
-        signal.signal(WAKE, _wake)
-    try:
-        arguments = (_thread.get_ident(), senders, inherited, even_with_handler)
-        _thread.start_new_thread(_filter, arguments)
-    except RuntimeError:  # no more threads: as without this module
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, NOTICES)
-        return
-    _unblock_in_programs()
-
-
-def _filter(
-    main_thread: int, senders: set[int], inherited: dict[signal.Signals, Any], even_with_handler: bool
-) -> None:
-    while True:
-        received = signal.sigwaitinfo(NOTICES)
-        number = signal.Signals(received.si_signo)
-        # 0 stands for the kernel, and for a sender outside of a container.
-        is_notice = received.si_pid == 0 or received.si_pid in senders
-        handler = signal.getsignal(number)
-        has_handler = callable(handler) and handler not in (inherited[number], signal.default_int_handler)
-        if is_notice and (even_with_handler or not has_handler):
-            continue
-        _send_again(received)
-        # Delivered here, to whatever handles it: the default action, or a handler of a C library.
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
-        signal.pthread_sigmask(signal.SIG_BLOCK, {number})
-        # A Python handler runs in the main thread, which may be in a system call.
-        signal.pthread_kill(main_thread, WAKE)
-
-
-def _send_again(received: signal.struct_siginfo) -> None:
-    """Send a signal to this thread with its original sender, for which a DataLoader's worker looks."""
-    import ctypes
-    import struct
-
-    call = RT_TGSIGQUEUEINFO.get(os.uname().machine)
-    thread = (os.getpid(), _thread.get_native_id())
-    info = ctypes.create_string_buffer(SIGINFO_SIZE)
-    struct.pack_into("iii", info, 0, received.si_signo, received.si_errno, received.si_code)
-    struct.pack_into("iI", info, 16, received.si_pid, received.si_uid)
-    if call is None or ctypes.CDLL(None).syscall(call, *thread, received.si_signo, info) != 0:
-        os.kill(os.getpid(), received.si_signo)
-
-
-def _wake(number: int, frame: FrameType | None) -> None:
-    """Does nothing: the system call that the signal has interrupted lets Python run its handlers."""
-
-
-def _unblock_in_programs() -> None:
-    """Have the programs that this process starts begin with the signals unblocked, as in any process."""
-    import _posixsubprocess
-
-    # `subprocess` has a name of its own for it.
-    for module, name in (
-        (_posixsubprocess, "fork_exec"),
-        (sys.modules.get("subprocess"), "_fork_exec"),
-        (os, "posix_spawn"),
-        (os, "posix_spawnp"),
-        (os, "execv"),
-        (os, "execve"),
-    ):
-        call = getattr(module, name, None)
-        if call is not None and getattr(call, "__module__", None) != __name__:
-            setattr(module, name, _unblocked(call))
-
-
-def _unblocked(call: Callable[..., Any]) -> Callable[..., Any]:
-    def with_signals(*args: Any, **options: Any) -> Any:
-        mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, NOTICES)
+def _with_filter(call: Callable[..., Any]) -> Callable[..., Any]:
+    def signal_and_filter(number: int, handler: Any, /) -> Any:
+        if _filter is None or number not in NOTICES:
+            return call(number, handler)
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, NOTICES)
         try:
-            return call(*args, **options)
+            before = call(number, handler)
+            _filter.follow(number, handler)
+            return before
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
-    return with_signals
+    return signal_and_filter
+
+
+def _filter_before_torch(module: Any) -> None:
+    """Put the filter also before the handler that torch installs in a worker of a DataLoader."""
+    install = module._set_worker_signal_handlers
+
+    def install_and_filter() -> None:
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, NOTICES)
+        install()
+        if _filter is not None:
+            _filter.put_before(signal.SIGTERM)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    module._set_worker_signal_handlers = install_and_filter
+
+
+@lru_cache(None)
+def _new_filter() -> Filter | None:
+    """The filter of this process; None where there can be none, which a rank says once."""
+    agent = os.environ.get(AGENT_VARIABLE, "") or os.environ[RANK_PID_VARIABLE]
+    try:
+        return Filter(_ancestors(int(agent)))
+    except (ImportError, OSError) as error:
+        if os.environ.get(RANK_PID_VARIABLE) == str(os.getpid()) and "SLURM_JOB_ID" in os.environ:
+            text = f"trainkit: a preemption can end processes that this rank starts, before it saves: {error}"
+            os.write(2, f"{text}\n".encode(errors="replace"))
+        return None
+
+
+class Filter:
+    """Signal handlers that drop what the `senders` send, and pass on what others send."""
+
+    def __init__(self, senders: Sequence[int]) -> None:
+        from ctypes import CDLL, c_void_p, cast
+
+        machine = os.uname().machine if sys.platform == "linux" and sys.maxsize > 2**32 else sys.platform
+        if machine not in MACHINES:
+            raise OSError(f"there is no filter of signals for {machine}")
+        self._libc, self._senders, self._code = CDLL(None), senders, MACHINES[machine]
+        self._libc.mmap.restype = c_void_p
+        self._calls = [cast(self._libc[name], c_void_p).value or 0 for name in ("signal", "raise")]
+        self._addresses: dict[int, int] = {}
+        """Handler -> the filter before it."""
+        self._inherited: dict[int, Any] = {}
+        self.even_with_handler = False
+        self._before(int(signal.SIG_DFL))
+
+    def install(self, *, is_new_program: bool) -> None:
+        """Install the filter; in a new program not before handlers, which are those of what embeds Python."""
+        for number in NOTICES:
+            handler = self._inherited[number] = signal.getsignal(number)
+            if not is_new_program or _is_default(number, handler):
+                self.put_before(number)
+
+    def follow(self, number: int, handler: Any) -> None:
+        """Install the filter again after a call of `signal.signal`, or leave the signal to the handler."""
+        is_own = not _is_default(number, handler) and handler != self._inherited[number]
+        if not is_own or self.even_with_handler:
+            self.put_before(number)
+        elif self._action(MARKS[number])[0] in self._addresses.values():
+            self._libc.signal(MARKS[number], None)
+
+    def put_before(self, number: int) -> None:
+        """Install the filter before what a signal does now."""
+        handler, action = self._action(number)
+        if handler == signal.SIG_IGN or handler in self._addresses.values():
+            return
+        flags = int.from_bytes(action[FLAGS], sys.byteorder) if handler else SA_RESTART
+        action[:8] = self._before(handler).to_bytes(8, sys.byteorder)
+        action[FLAGS] = (flags | SA_SIGINFO | SA_ONSTACK).to_bytes(4, sys.byteorder)
+        self._libc.sigaction(int(number), action, None)
+        mark = MARKS.get(number, 0)
+        if mark and self._action(mark)[0] == signal.SIG_DFL:
+            self.put_before(mark)
+
+    def _action(self, number: int) -> tuple[int, Any]:
+        """What a signal does: the address of its handler, and the whole struct."""
+        from ctypes import create_string_buffer
+
+        action: Any = create_string_buffer(SIGACTION)
+        self._libc.sigaction(int(number), None, action)
+        return int.from_bytes(action[:8], sys.byteorder), action
+
+    def _before(self, handler: int) -> int:
+        """The address of the filter before a handler; raises OSError where no code can be added."""
+        from ctypes import c_long, c_void_p, memmove
+
+        if handler not in self._addresses:
+            code = self._code(self._senders, handler, *self._calls)
+            # Nothing unmaps it: the filter is called until the process ends.
+            address = self._libc.mmap(None, PAGE, READ_WRITE, PRIVATE_ANONYMOUS, -1, c_long(0))
+            if address in (None, c_void_p(-1).value):
+                raise OSError("no memory for a filter of signals")
+            memmove(address, code, len(code))
+            if self._libc.mprotect(c_void_p(address), PAGE, READ_EXECUTE) != 0:
+                raise OSError("this system lets no process add code, which a filter of signals is")
+            self._addresses[handler] = address
+        return self._addresses[handler]
+
+
+def _is_default(number: int, handler: Any) -> bool:
+    return handler == signal.SIG_DFL or (number == signal.SIGINT and handler == signal.default_int_handler)
+
+
+# if (info->si_code == SI_USER && (info->si_pid == 0 || info->si_pid is one of `senders`)) return;
+# handler(number, info, context);  or by default:  signal(number, SIG_DFL); raise(number);
+# A sender outside of a container has pid 0.
+
+
+def _x86_64(senders: Sequence[int], handler: int, signal_: int, raise_: int) -> bytes:
+    def word(value: int, size: int) -> bytes:
+        return value.to_bytes(size, "little")
+
+    # mov eax, [rsi+16]; for each: cmp eax, PID; jne +1; ret
+    tests = b"\x8b\x46\x10" + b"".join(b"\x3d" + word(pid, 4) + b"\x75\x01\xc3" for pid in (0, *senders))
+    # cmp dword [rsi+8], 0; jne past the tests
+    start = b"\x83\x7e\x08\x00\x0f\x85" + word(len(tests), 4) + tests
+    if handler:  # mov rax, HANDLER; jmp rax
+        return start + b"\x48\xb8" + word(handler, 8) + b"\xff\xe0"
+    # push rbx; mov ebx, edi; xor esi, esi; mov rax, SIGNAL; call rax
+    start += b"\x53\x89\xfb\x31\xf6\x48\xb8" + word(signal_, 8) + b"\xff\xd0"
+    # mov edi, ebx; pop rbx; mov rax, RAISE; jmp rax
+    return start + b"\x89\xdf\x5b\x48\xb8" + word(raise_, 8) + b"\xff\xe0"
+
+
+def _aarch64(senders: Sequence[int], handler: int, signal_: int, raise_: int) -> bytes:
+    def load(value: int) -> list[int]:  # mov x4, VALUE in four parts
+        return [
+            start | (value >> 16 * part & 0xFFFF) << 5
+            for part, start in enumerate((0xD2800004, 0xF2A00004, 0xF2C00004, 0xF2E00004))
+        ]
+
+    # ldr w3, [x1, #16]; for each: mov x4, PID; cmp w3, w4; b.ne +8; ret
+    tests = [0xB9401023]
+    for pid in (0, *senders):
+        tests += [*load(pid), 0x6B04007F, 0x54000041, 0xD65F03C0]
+    # ldr w3, [x1, #8]; cbnz w3, past the tests
+    code = [0xB9400823, 0x35000003 | (len(tests) + 1) << 5, *tests]
+    if handler:  # br x4
+        code += [*load(handler), 0xD61F0080]
+    else:
+        # stp x19, x30, [sp, #-16]!; mov w19, w0; mov x1, 0; blr x4
+        code += [0xA9BF7BF3, 0x2A0003F3, 0xD2800001, *load(signal_), 0xD63F0080]
+        # mov w0, w19; ldp x19, x30, [sp], #16; br x4
+        code += [0x2A1303E0, 0xA8C17BF3, *load(raise_), 0xD61F0080]
+    return b"".join(word.to_bytes(4, "little") for word in code)
+
+
+MACHINES = {"x86_64": _x86_64, "aarch64": _aarch64}
 
 
 def _ancestors(pid: int) -> list[int]:

@@ -78,7 +78,8 @@ def submit_script(
 
     Of several `clusters`, Slurm takes the one where the job would start first, and the id names it (see
     `on_cluster`). `is_only_job` means that no other job uses this script. If the answer is lost, the token is
-    looked up until it is certain whether the job exists; `notify` gets a message first.
+    looked up until it is certain whether the job exists; `notify` gets a message first. An id is believed
+    without a query only if it is all that sbatch prints: in a site's banner, any line may be a number.
 
     Raises SlurmRefused with Slurm's message, or SlurmUnreachable. If the latter has `may_have_arrived` set,
     the job may exist: check with `find_by_token(token)` before submitting the script again.
@@ -90,15 +91,21 @@ def submit_script(
     # A variable would stay set in the job, whose own commands need no name of its cluster.
     named = environ.pop("SLURM_CLUSTERS", "")
     names, script = ",".join(clusters) or named, script if is_only_job else ""
+    clusters = names.split(",") if names else ()
     find = partial(find_by_token, token, since=time.time(), clusters=clusters, script=script, patience_s=0.0)
     give_up, pause_s = time.monotonic() + SUBMIT_PATIENCE_S, FIRST_PAUSE_S
     while True:
         try:
-            return _job_id(run_slurm(argv, SUBMIT_TIMEOUT_S, environ=environ, cwd=cwd, cluster=names))
+            printed = run_slurm(argv, SUBMIT_TIMEOUT_S, environ=environ, cwd=cwd, cluster=names)
         except SlurmUnreachable as lost:
             what = "checking whether the job was accepted" if lost.may_have_arrived else "retrying"
             notify(f"{lost.message}; {what}")
             found = _find_until_known(find, script, lost, give_up)
+            if found is None and time.monotonic() >= give_up:
+                raise SlurmUnreachable(lost.message, lost.hint) from None
+        else:
+            is_id = _JOB_ID.fullmatch(printed.strip())
+            return is_id[0] if is_id else _confirm(find, printed, script)
         if found is not None:
             return found
         # Slurm has not listed the job for SETTLE_S: there is none.
@@ -112,16 +119,27 @@ def cancel_command(job: str) -> str:
     return f"scancel --clusters={cluster} {job_id}" if cluster else f"scancel {job_id}"
 
 
-def _job_id(stdout: str) -> str:
-    # A site's submit plugin may print more lines; only Slurm's own line has this form.
-    for line in stdout.splitlines():
-        if match := _JOB_ID.fullmatch(line.strip()):
-            return match[0]
-    raise SlurmUnreachable(
-        f"sbatch printed no job id: {stdout.strip()!r}",
+def _confirm(find: Callable[..., str | None], printed: str, script: str) -> str:
+    """The id of a job that sbatch has accepted with another answer than an id alone.
+
+    Raises SlurmUnreachable when Slurm lists no job with the token, nor one of the numbers as a new job.
+    """
+    shown = f"{printed.strip()[:200]!r}"
+    lost = SlurmUnreachable(
+        f"sbatch printed more than a job id, and Slurm lists no such job: {shown}"
+        if printed.strip()
+        else "sbatch printed no job id, and Slurm lists no such job",
         hint="`squeue --me` shows whether the job exists",
         may_have_arrived=True,
     )
+    found = _find_until_known(find, script, lost, time.monotonic() + SUBMIT_PATIENCE_S)
+    if found is None:  # the site may have replaced the comment
+        found = find(
+            printed=[line.strip() for line in printed.splitlines() if _JOB_ID.fullmatch(line.strip())]
+        )
+    if found is None:
+        raise lost
+    return found
 
 
 def _find_until_known(
@@ -153,8 +171,6 @@ def _find_until_known(
             if found is not None:
                 return found
             if now - missing_since >= settle_s:
-                if now >= give_up:
-                    raise SlurmUnreachable(lost.message, lost.hint)
                 return None
         time.sleep(POLL_INTERVAL_S)
 
@@ -165,12 +181,14 @@ def find_by_token(
     since: float = 0.0,
     clusters: Sequence[str] = (),
     script: str = "",
+    printed: Sequence[str] = (),
     patience_s: float = QUERY_PATIENCE_S,
 ) -> str | None:
     """The id of this user's newest job with the token, or None; for an array, the id of the whole array.
 
     Jobs submitted before `since` (Unix seconds) are ignored: a run folder that was deleted and created again
-    has the same token. A job with the `script` counts too, since a site's plugin may rewrite comments.
+    has the same token. A job with the `script` counts too, since a site's plugin may rewrite comments, and
+    so does one whose id is `printed`.
     Queries squeue, which lists jobs until some minutes after their end. Raises SlurmUnreachable.
     """
     layout = FIELD.join(("%F", "%V", "%k", "%o")) + RECORD
@@ -185,7 +203,8 @@ def find_by_token(
         for job_id, submitted, comment, command in records(found, 4):
             # Old versions of Slurm print no submit time: then only the token counts.
             is_recent = int(submitted) >= int(since) - CLOCK_SKEW_S if submitted.isdigit() else not since
-            if is_recent and (token in comment.split() or (script and command == script)):
+            is_printed = on_cluster(base_id(job_id), cluster) in printed
+            if is_recent and (token in comment.split() or (script and command == script) or is_printed):
                 return on_cluster(base_id(job_id), cluster)
     if away is not None:
         raise away

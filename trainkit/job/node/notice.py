@@ -17,7 +17,7 @@ from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED
 from trainkit.job import processes
 from trainkit.job.failure.launcher_report import LaunchedRanks
 from trainkit.job.handlers import SAVES_ON, is_in_foreground, is_shell, signal_mask
-from trainkit.job.spare_children import AGENT_VARIABLE, RANK_PID_VARIABLE
+from trainkit.job.spare_children import AGENT_VARIABLE, own_handlers
 from trainkit.plan.launch import LaunchPlan
 
 _DATA_WORKER = {signal.SIGBUS, signal.SIGSEGV, signal.SIGFPE, signal.SIGTERM}
@@ -52,13 +52,11 @@ def savers_below(pid: int, children: Mapping[int, list[int]]) -> Iterator[int]:
 
 def _handled(pid: int) -> set[int]:
     """The signals that a process handles or, without a handler, waits for."""
-    caught = signal_mask(pid, "SigCgt")
+    caught = own_handlers(signal_mask(pid, "SigCgt"))
     if caught >= _DATA_WORKER and signal.SIGILL not in caught:  # which faulthandler handles as well
         return set()
     blocked = {*SAVES_ON} & signal_mask(pid, "SigBlk") - signal_mask(pid, "SigIgn")
-    if blocked and (RANK_PID_VARIABLE in processes.environ_of(pid) or _is_multiprocessing(pid)):
-        blocked = set()  # `spare_children` blocks them, without waiting for them on the program's behalf
-    return caught | blocked
+    return caught if _is_multiprocessing(pid) else caught | blocked
 
 
 def _is_multiprocessing(pid: int) -> bool:

@@ -1,120 +1,24 @@
 """Runs when a Python interpreter starts in a job: PYTHONPATH of every rank begins with this folder.
 
-Python imports the first module of this name that it finds, so the next one is imported from here.
+Python imports the first module of this name that it finds, so the next one is imported from here. Any Python
+reads it, so the syntax is that of Python 2.7.
 """
-
-from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
-from importlib import import_module
-from importlib.machinery import ModuleSpec, SourceFileLoader
-from importlib.util import spec_from_file_location
-from types import ModuleType
-
-FOLDER = __file__.rpartition("/")[0]
-
-
-def load(name: str) -> ModuleType:
-    """A module of `trainkit.job`, which this Python may lack; it imports only the standard library."""
-    if (loaded := sys.modules.get(f"trainkit_{name}")) is not None:
-        return loaded
-    module = sys.modules[f"trainkit_{name}"] = type(sys)(f"trainkit_{name}")
-    SourceFileLoader(module.__name__, f"{FOLDER}/../{name}.py").exec_module(module)
-    return module
-
-
-def spare_what_a_rank_starts() -> None:
-    """Have a rank spare its children, and a process that a rank has started spare itself."""
-    module = load("spare_children")
-    own_pid, parent_pid, agent = str(os.getpid()), str(os.getppid()), os.environ[module.AGENT_VARIABLE]
-    is_below_rank = os.environ.get(module.RANK_PID_VARIABLE, own_pid) != own_pid
-    # A launcher that the agent has started passes nothing on, and of what a rank has started only torchrun.
-    may_hear_twice = not is_below_rank or "TORCHELASTIC_RESTART_COUNT" in os.environ
-    if parent_pid != agent and may_hear_twice and module.LAUNCHER_PID_VARIABLE not in os.environ:
-        load("handlers").hear_once(int(agent))
-    if is_below_rank:
-        module.spare_this_process()
-        prepare_for_a_debugger(is_rank=False)
-    # A launcher of a single process, such as accelerate, gives it no RANK.
-    elif "RANK" in os.environ or os.environ.get(module.LAUNCHER_PID_VARIABLE) == parent_pid:
-        module.spare_children()
-        prepare_for_a_debugger(is_rank=True)
-        answer_for_flight_records()
-    elif agent == parent_pid:
-        # A launcher would pass on the SIGTERM that Slurm has sent to its ranks as well.
-        os.environ[module.LAUNCHER_PID_VARIABLE] = own_pid
-        module.spare_this_process(even_with_handler=True)
-
-
-def answer_for_flight_records() -> None:
-    """Have torch write which collectives this rank has called when the agent asks for it by a pipe.
-
-    torch ends a rank that cannot make the pipe, such as one in a container that lacks the folder of the run.
-    """
-    prefix = os.environ.get("TRAINKIT_JOB_FLIGHT_RECORDS", "")
-    if os.access(prefix.rpartition("/")[0], os.W_OK):
-        os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_PIPE_FILE", prefix)
-
-
-def prepare_for_a_debugger(*, is_rank: bool) -> None:
-    """Have a rank, or a process that it has started, stop at `breakpoint()`: it has no terminal."""
-    if "TRAINKIT_JOB_DEBUG" in os.environ:
-        load("rank_debugger").install(is_rank=is_rank)
-    elif not os.environ.get("PYTHONBREAKPOINT"):
-        sys.breakpointhook = lambda *args, **kwargs: load("rank_debugger").stop_at(sys._getframe(1))
-
-
-class CopyFinder:
-    """Loads a module that is found in the folder that the run was submitted from out of the copy of it.
-
-    An installation with ``pip install -e`` leads there: by a line in a .pth file, or by a finder, of which
-    some come before the one that reads PYTHONPATH.
-    """
-
-    def __init__(self, source: str, copy: str) -> None:
-        self.source, self.copy = source, copy
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        finders = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
-        found = (finder.find_spec(name, path, target) for finder in finders)
-        spec = next((spec for spec in found if spec is not None), None)
-        file = None if spec is None else self.counterpart(spec.origin or "")
-        if spec is None or file is None:
-            return spec
-        folders = spec.submodule_search_locations
-        if folders is not None:
-            folders = [self.counterpart(folder) or folder for folder in folders]
-        return spec_from_file_location(name, file, submodule_search_locations=folders) or spec
-
-    def counterpart(self, path: str) -> str | None:
-        """The copy of a file or folder; None without one, such as for packages of an environment."""
-        if not path.startswith(f"{self.source}/") or path.startswith(f"{sys.prefix}/"):
-            return None
-        copied = self.copy + path[len(self.source) :]
-        return copied if os.access(copied, os.F_OK) else None
-
-
-def import_next() -> None:
-    """Import the module of this name that Python would have found without this folder."""
-    sys.path[:] = [folder for folder in sys.path if folder.rstrip("/") != FOLDER]
-    own = sys.modules.pop(__name__)
-    try:
-        import_module(__name__)
-    except ModuleNotFoundError as error:
-        if error.name != __name__:
-            raise
-        sys.modules[__name__] = own
-
 
 if __name__ == "sitecustomize":
-    if os.environ.get("TRAINKIT_JOB_AGENT_PID"):
-        spare_what_a_rank_starts()
-    if os.environ.get("TRAINKIT_JOB_CODE_SOURCE"):
-        sys.meta_path.insert(
-            0, CopyFinder(os.environ["TRAINKIT_JOB_CODE_SOURCE"], os.environ["TRAINKIT_JOB_CODE_COPY"])
-        )
-    import_next()
+    folder = os.path.dirname(__file__)  # noqa: PTH120
+    sys.path[:] = [one for one in sys.path if one != folder]
+    if sys.version_info >= (3, 8):  # noqa: UP036
+        try:
+            from importlib.machinery import SourceFileLoader
+
+            module = sys.modules["trainkit_python_start"] = type(sys)("trainkit_python_start")
+            module.__file__ = os.path.dirname(folder) + "/python_start.py"  # noqa: PTH120
+            SourceFileLoader(module.__name__, module.__file__).exec_module(module)
+        except Exception as error:
+            sys.stderr.write("trainkit cannot prepare this Python: %s: %s\n" % (type(error).__name__, error))  # noqa: UP031
+    # Without another one Python would have found no module of this name, nor does it now.
+    del sys.modules[__name__]
+    import sitecustomize  # type: ignore # noqa: F401
