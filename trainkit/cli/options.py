@@ -101,7 +101,7 @@ def named_folder(text: str | None, option: str = "--run-dir") -> Path | None:
     return None if text is None else typed_path(text, Path())
 
 
-class TypedPath(click.ParamType):
+class TypedPath(click.ParamType):  # type: ignore[type-arg] # generic since click 8.2
     """A path, such as one for what a command writes: no URL, and with `~`."""
 
     name = "path"

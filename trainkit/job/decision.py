@@ -260,10 +260,11 @@ def _after_request(
     cause = result.cause
     if cause is None:
         return Decision("stopped", summary, EXIT_STOPPED)
-    is_drained = result.departure is not None and result.departure.cause == cause == "preempted"
-    summary += f" while {result.departure.why}" if is_drained else _BECAUSE.get(cause, "")
-    if result.departure is not None and cause in ("slow_host", "grow"):
-        summary = result.departure.why if saved else f"{result.departure.why}; {summary}"
+    departure = result.departure
+    is_drained = departure is not None and departure.cause == cause == "preempted"
+    summary += f" while {departure.why}" if departure and is_drained else _BECAUSE.get(cause, "")
+    if departure is not None and cause in ("slow_host", "grow"):
+        summary = departure.why if saved else f"{departure.why}; {summary}"
     limit = _total_limit(result, policy) or restarts_limit(previous, policy)
     if cause not in ("asked", "slow_host", "grow", *policy.on):
         limit = f"requeue.on does not include {cause}"

@@ -79,8 +79,7 @@ def hear_once(agent: int) -> None:
         once.heard_once = handler  # type: ignore[attr-defined]
         return own(install(number, once))
 
-    signal.signal = install_once
-    signal.getsignal = lambda number: own(get(number))
+    vars(signal).update(signal=install_once, getsignal=lambda number: own(get(number)))
 
 
 def _is_passed_on(agent: int) -> bool:
