@@ -131,7 +131,7 @@ def write_index(source: Path, target: Path, index: Path, hash_size: int) -> None
 
 def write_private(path: Path, content: bytes) -> None:
     """Write a file that only its owner reads; makes its folder."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    ensure_folder(path.parent, 0o700, parents=True)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as stream:
         stream.write(content)
 
@@ -158,7 +158,7 @@ def carry_repository(source: Path, target: Path) -> None:
     """
     old, new = source / GIT, target / GIT
     for name in (".", "objects", "objects/info"):
-        (new / name).mkdir(mode=0o700, exist_ok=True)
+        ensure_folder(new / name, 0o700)
     for folder, folders, files in os.walk(old):
         folders[:] = [name for name in folders if Path(folder, name) != old / "objects"]
         for name in folders:  # parents first
