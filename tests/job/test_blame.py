@@ -215,6 +215,16 @@ def test_gloo_counts_sends_that_it_does_not_record_and_knows_no_state() -> None:
     assert ranks_of(find_blame(records)) == (0,)
     ended = {rank: flight(rank, *own[:2], world=3, backend="gloo") for rank, own in calls.items()}
     assert find_blame(ended) is None
+    # The oldest have been overwritten: ranks 0 and 2 are the ends of a pipeline, and rank 1 sends more.
+    calls = {
+        0: ["0 47 all_reduce 4 gone", "0 50 all_reduce 4 scheduled"],
+        1: ["0 85 all_reduce 4 gone", "0 90 all_reduce 4 scheduled"],
+        2: ["0 47 all_reduce 4 gone", "0 50 all_reduce 4 scheduled"],
+    }
+    late = {0: calls[0], 1: calls[1][:1], 2: calls[2]}
+    for own, named in ((calls, ()), (late, (1,))):
+        old = {rank: flight(rank, *one, world=3, backend="gloo", first_id=500) for rank, one in own.items()}
+        assert ranks_of(find_blame(old)) == named
 
 
 def test_groups_of_one_name_differ_by_their_ranks() -> None:

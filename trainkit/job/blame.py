@@ -152,22 +152,39 @@ def _waits(frame: str) -> bool:
 def _align(flights: Mapping[int, Flight]) -> dict[int, list[Call]]:
     """The calls of each rank, with the ranks of each group, and with numbers that mean the same on all ranks.
 
-    gloo records neither: it counts sends and receives with the collectives, but does not record them.
+    gloo records neither: it counts sends and receives with the collectives, but does not record them. Where
+    they have shifted its numbers, only the calls that have not ended are kept, all with the same number.
     """
     members: dict[tuple[str, str], set[int]] = {}
     for rank, flight in flights.items():
         for call in flight.calls:
             members.setdefault(call.group[:2], set()).add(rank)
     are_whole = all(flight.is_whole for flight in flights.values())
-    found: dict[int, list[Call]] = {}
+    found: dict[int, list[Call]] = {rank: [] for rank in flights}
+    numbers: dict[Group, dict[int, list[int]]] = {}
     for rank, flight in flights.items():
-        counts: Counter[Group] = Counter()
         for call in flight.calls:
             group = (*call.group[:2], call.group[2] or tuple(sorted(members[call.group[:2]])))
-            counts[group] += 1
-            number = counts[group] if group[0] == "gloo" and are_whole else call.number
-            found.setdefault(rank, []).append(replace(call, group=group, number=number))
-    return {rank: found.get(rank, []) for rank in flights}
+            own = numbers.setdefault(group, {}).setdefault(rank, [])
+            own.append(call.number)
+            number = len(own) if group[0] == "gloo" and are_whole else call.number
+            found[rank].append(replace(call, group=group, number=number))
+    shifted = {
+        group
+        for group, ranks in numbers.items()
+        if group[0] == "gloo" and not are_whole and not all(map(_are_consecutive, ranks.values()))
+    }
+    for rank, calls in found.items():
+        found[rank] = [
+            replace(call, number=0) if call.group in shifted else call
+            for call in calls
+            if call.group not in shifted or not call.is_done
+        ]
+    return found
+
+
+def _are_consecutive(numbers: Sequence[int]) -> bool:
+    return len(numbers) > 1 and list(numbers) == list(range(numbers[0], numbers[0] + len(numbers)))
 
 
 def _find_waits(
@@ -199,7 +216,7 @@ def _find_waits(
             # What is open on one rank has ended on no other, as a rule: an idle one has not called it.
             is_open = bool(SYMMETRIC.search(call.op)) and (call.group, call.number) not in ended
             unrecorded = {
-                rank: 0 if flight.is_whole or (is_open and flight.is_idle) else None
+                rank: -1 if flight.is_whole or (is_open and flight.is_idle) else None
                 for rank, flight in flights.items()
             }
             last = {one: newest.get((call.group, one), unrecorded.get(one)) for one in call.group[2]}

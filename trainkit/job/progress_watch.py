@@ -199,7 +199,7 @@ class SilenceWatch:
         """What the ranks wait for; keeps their stacks. One that does not reply counts if most others do."""
         replied = {reply.rank: reply.main_stack for reply in replies if not reply.is_stopped}
         self._stacks = replied
-        if 2 * len(replied) <= self._plan.world_size:
+        if 2 * len(replies) <= self._plan.world_size:
             self._stacks = dict.fromkeys(range(self._plan.world_size), ())
         return explain_silence(
             replies, find_blocking(self._attempt, self._plan, self._stacks, is_silence=True)
