@@ -2,7 +2,7 @@
 
     python -m benchmarks.large_files [--gib 2] [--only line|events|metrics] [--folder FOLDER]
 
-`line`: the log of rank 0 ends with one line of `--gib` GiB without an end. `events`: events.jsonl has 512 MiB
+`line`: the log of each rank ends with one line of `--gib` GiB without an end. `events`: events.jsonl has 512 MiB
 of two attempts, which log each step. `metrics`: metrics.jsonl has `--gib` GiB. Prints the seconds, those
 of the processor, and the peak of the memory of each command.
 """
@@ -39,10 +39,11 @@ def grow(file: Path, lines: list[str], num_bytes: int) -> None:
 
 
 def make_line(run: Path, num_bytes: int) -> None:
-    """End the log of rank 0 with one long line."""
-    with (run / "attempts/002/logs/rank-0000.log").open("ab") as stream:
-        for _ in range(num_bytes // WRITTEN_BYTES):
-            stream.write(b"x" * WRITTEN_BYTES)
+    """End the logs of both ranks with one long line."""
+    for log in run.glob("attempts/002/logs/rank-*.log"):
+        with log.open("ab") as stream:
+            for _ in range(num_bytes // WRITTEN_BYTES):
+                stream.write(b"x" * WRITTEN_BYTES)
 
 
 def make_events(run: Path, num_bytes: int) -> None:

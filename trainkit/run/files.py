@@ -357,6 +357,9 @@ class Tail:
         return _parsed(self.lines(), words)
 
 
+_NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.EINVAL, errno.ENXIO)
+
+
 @contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO | None]:
     """A regular file; None for anything else, since reading a pipe or a device might never end."""
@@ -364,7 +367,7 @@ def _opened(path: Path) -> Iterator[BinaryIO | None]:
     try:
         stream = open_file(path)
     except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.ENXIO):
+        if error.errno not in _NO_FILE:
             raise
     with stream or contextlib.nullcontext():
         yield stream
