@@ -2,9 +2,9 @@
 
     python -m benchmarks.large_files [--gib 2] [--only line|events|metrics] [--folder FOLDER]
 
-`line`: the log of each rank ends with one line of `--gib` GiB without an end. `events`: events.jsonl has 512 MiB
-of two attempts, which log each step. `metrics`: metrics.jsonl has `--gib` GiB. Prints the seconds, those
-of the processor, and the peak of the memory of each command.
+`line`: the log of each rank ends with one line of `--gib` GiB without an end. `events`: events.jsonl has
+512 MiB of two attempts, which log each step. `metrics`: metrics.jsonl has `--gib` GiB. Prints the seconds,
+those of the processor, and the peak of the memory of each command.
 """
 
 from __future__ import annotations
