@@ -107,7 +107,7 @@ def fix_machine(here: Path) -> None:
         program.write_text(f"#!/bin/sh\n{body}\n")
         program.chmod(0o755)
     shutil.copytree(HERE / "slurm", bin_folder, dirs_exist_ok=True)
-    for name in ("accelerate", "deepspeed"):  # installed or not
+    for name in ("accelerate", "deepspeed", "lightning"):  # installed or not
         (here / "packages" / name).mkdir(parents=True)
         (here / "packages" / name / "__init__.py").touch()
     sys.path.append(str(here / "packages"))

@@ -209,8 +209,8 @@ def _expand(source: str, role: str, val_fraction: float) -> Iterator[Input]:
     try:
         is_folder = stat.S_ISDIR(path.stat().st_mode)
     except FileNotFoundError:
-        beside = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
-        close = near(path.name, beside)
+        siblings = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
+        close = near(path.name, siblings)
         hint = "check the path" if close is None else f"did you mean {shown_path(path.with_name(close))}?"
         raise UsageError(f"data source {shown_path(path)} does not exist", hint=hint) from None
     except OSError as error:
