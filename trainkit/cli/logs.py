@@ -142,14 +142,14 @@ def follow_run(
     KeyboardInterrupt passes through.
     """
     run.hold()
-    events, is_told = Tail(run.events_file), False
+    events, is_notified = Tail(run.events_file), False
     is_alive = liveness_probe(run, lambda text: click.echo(text, err=True))
 
     def poll() -> bool | None:
-        nonlocal is_told
+        nonlocal is_notified
         on_poll()
-        if not is_told and is_full(run.path):
-            is_told = True
+        if not is_notified and is_full(run.path):
+            is_notified = True
             click.echo(f"warning: the disk of {run.shown} is full", err=True)
         run.follow()
         events.path = run.events_file

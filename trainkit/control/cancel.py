@@ -62,7 +62,7 @@ def cancel_run(run: RunDir, *, now: bool, wait: bool, warn: Callable[[str], None
         recover_job_id(run)
         entry = live_entry(run, "cancel")
         if entry is not None:
-            is_told = not now and entry.is_cancelled and _got_notice(run, entry)
+            is_notified = not now and entry.is_cancelled and _got_notice(run, entry)
             try:
                 mark_cancelled(run, now=now)
             except OSError as error:
@@ -72,7 +72,7 @@ def cancel_run(run: RunDir, *, now: bool, wait: bool, warn: Callable[[str], None
             cancel_follow_ups(run, keep=entry.job)
             if now:
                 backend_of(entry).kill(run, entry)
-            elif not is_told:  # a second signal makes many scripts exit without a save
+            elif not is_notified:  # a second signal makes many scripts exit without a save
                 outcome = backend_of(entry).signal(run, entry, signal.SIGTERM)
     if entry is None:
         return _end_lingering(run, now)
