@@ -47,7 +47,7 @@ FLAGS = slice(136, 140)
 
 _before_fork = _thread._local()
 _filter: Filter | None = None
-"""That of this process; None unless it is spared."""
+"""The filter of this process; None unless it is spared."""
 
 
 def spare_children() -> None:
