@@ -66,7 +66,14 @@ def preempted(
     output = login.folder / "bare.log"
     command = [sys.executable, str(PROGRAM), str(count)]
     bare = ["srun", *command, *kinds]
-    options = ["--partition=low", "--nodes=1", "--exclusive", "--mem=0", f"--output={output}"]
+    options = [
+        "--partition=low",
+        "--nodes=1",
+        "--exclusive",
+        "--mem=0",
+        f"--output={output}",
+        "--open-mode=append",
+    ]
     login.run(["sbatch", *options, f"--wrap=exec {shlex.join(bare)}"], check=True)
     run = login.submit(
         *("--nodes", "1", "--gpus-per-node", "1", "--partition", "low", "--no-snapshot"),

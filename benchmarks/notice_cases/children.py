@@ -194,8 +194,10 @@ def end_of_workers(started: list[Any]) -> list[str]:
     alive = [one.is_alive() for one in started]
     for one in started:
         one.terminate()
-    for one in started:
-        one.join(30)
+    deadline_s = time.monotonic() + 30
+    # Not by `join`: a thread of a Pool waits for the same children, and one of both gets no exit code.
+    while any(one.exitcode is None for one in started) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
     return [
         f"{'lived' if lived else 'ended'}, {one.exitcode}" for lived, one in zip(alive, started, strict=True)
     ]

@@ -19,8 +19,9 @@ from typing import Any
 import pytest
 
 from benchmarks.notice_cases.children import HEARS, OLD_PYTHONS, SPARED
+from trainkit.job.handlers import signal_mask
 from trainkit.job.node.worker_env import STARTUP_FOLDER
-from trainkit.job.processes import _signal_mask, descendants
+from trainkit.job.processes import descendants
 from trainkit.job.spare_children import AGENT_VARIABLE, MACHINES, NOTICES, RANK_PID_VARIABLE, own_handlers
 
 AGENT = """
@@ -253,7 +254,7 @@ def test_only_handlers_of_its_own_count_as_handled() -> None:
             [sys.executable, "-c", program], env={**os.environ, **below_a_rank()}, stdout=subprocess.PIPE
         ) as child:
             child.stdout.readline()
-            caught = _signal_mask(child.pid, "SigCgt")
+            caught = signal_mask(child.pid, "SigCgt")
             assert {signal.SIGTERM, signal.SIGUSR2, signal.SIGINT} <= caught
             assert own_handlers(caught) & NOTICES == handled
             child.kill()

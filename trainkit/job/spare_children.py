@@ -198,7 +198,7 @@ class Filter:
     def install(self, *, is_new_program: bool) -> None:
         """Install the filter; in a new program not before handlers, which are those of what embeds Python."""
         for number in NOTICES:
-            handler = self._inherited[number] = signal.getsignal(number)
+            handler = self._inherited[number] = _signal.getsignal(number)
             if not is_new_program or _is_default(number, handler):
                 self.put_before(number)
 
