@@ -332,9 +332,16 @@ def suspects(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return noted
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2])
-@pytest.mark.parametrize("record", [True, False])
-@pytest.mark.parametrize("command", [None, ["python", "train.py"]])
+@pytest.mark.parametrize(
+    ("number", "record", "command"),
+    [
+        (signal.SIGTERM, True, None),
+        (signal.SIGTERM, False, ["python", "train.py"]),
+        (signal.SIGUSR1, True, ["python", "train.py"]),
+        (signal.SIGUSR2, False, None),
+        (signal.SIGINT, True, None),
+    ],
+)
 @pytest.mark.parametrize(
     ("job", "expected"),
     [
