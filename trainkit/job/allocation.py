@@ -561,16 +561,16 @@ class SlurmAllocation(Allocation):
 
         `trainkit cancel` comes before that or after it. While Slurm does not answer, it need not wait.
         """
-        give_up_s, is_retry = time.monotonic() + REQUEUE_PATIENCE_S, False
+        give_up_s = time.monotonic() + REQUEUE_PATIENCE_S
         while not self.is_being_requeued:
             try:
                 with run_lock(self.run, self.lock_timeout_s):
                     self._refuse_unwanted()
-                    return requeue(self.job_id, patience_s=QUERY_PATIENCE_S, is_retry=is_retry)
+                    return requeue(self.job_id, patience_s=QUERY_PATIENCE_S)
             except SlurmUnreachable:
-                is_retry = True
                 if time.monotonic() > give_up_s:
                     raise
+                self.job = query_job(self.job_id) or self.job  # the answer alone may have been lost
 
     def _refuse_unwanted(self) -> None:
         """Raise TrainkitError where a requeue would undo what somebody has done meanwhile."""
