@@ -230,6 +230,9 @@ class LocalAllocation(Allocation):
         return self.run.attempt(self._number)
 
     def register(self, attempt: AttemptDir) -> str:
+        # `trainkit requeue` signals with the lock held: what is pending was for the attempt before.
+        if signal.SIGUSR2 in signal.sigpending():
+            signal.sigwait({signal.SIGUSR2})
         return add_attempt(self.run, attempt.number, os.getpid(), AUTO_RESTART).job_id
 
     def wait_for_turn(self, attempt: AttemptDir, plan: LaunchPlan) -> Decision | None:
