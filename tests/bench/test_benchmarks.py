@@ -232,3 +232,21 @@ def test_a_model_is_freed_before_the_next_one_is_built(tmp_path: Path, name: str
     assert len(measure(make, 3, "cpu").steps_s) == 3
     gc.collect()
     assert [ref() for ref in made] == [None]
+
+
+@pytest.mark.slow(seconds=40)
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["control_races", "--rounds", "3", "--pair", "cancel-wait", "requeue"],
+        ["command_crashes", "--every", "5", "--only", "submit", "cancel", "requeue"],
+        pytest.param(
+            ["full_disks", "--kib", "12", "24", "40", "--only", "submit", "run"],
+            marks=pytest.mark.skipif(os.getuid() != 0, reason="only root can mount a small disk"),
+        ),
+    ],
+    ids=lambda argv: argv[0],
+)
+def test_a_part_of_what_is_tried_of_commands(argv: list[str]) -> None:
+    done = run_program(sys.executable, "-m", f"benchmarks.{argv[0]}", *argv[1:], cwd=ROOT, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr

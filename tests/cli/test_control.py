@@ -10,7 +10,9 @@ from steering import wait_for
 
 from tests.support.programs import is_running
 from trainkit.job.processes import descendants
-from trainkit.run.files import read_json, write_json
+from trainkit.run.files import read_json, utc_now, write_json
+from trainkit.run.record import change_newest, mark_cancelled, read_job
+from trainkit.run.rundir import RunDir, run_lock
 
 
 def test_cancel_saves_and_ends(desk):
@@ -58,14 +60,80 @@ def test_a_run_that_was_killed_before_its_host_got_another_name(desk):
     assert len(read_json(run.job_file)["attempts"]) == 2
 
 
-def test_a_copy_of_a_live_run_does_not_act_on_the_original(desk):
-    run = desk.submit()
-    copy = desk.folder / "runs/copy"
-    shutil.copytree(run.path, copy, symlinks=True)
-    for words in (["cancel", "--now"], ["requeue"], ["resume"]):
-        done = desk.trainkit(*words, str(copy))
-        assert (done.returncode, f"is a copy of runs/{run.path.name}, which" in done.stderr) == (2, True)
+@pytest.mark.parametrize("options", [(), ("--no-snapshot",)])
+def test_a_copy_of_a_live_run_does_not_act_on_the_original(desk, options):
+    run = desk.submit(*options)
+    copies = [desk.folder / "runs/copy", desk.folder / "runs/older"]
+    for copy in copies:
+        shutil.copytree(run.path, copy, symlinks=True)
+    # The process of the first attempt is that of the second, which the older copy does not know.
+    assert desk.trainkit("requeue", str(run.path)).returncode == 0
+    desk.wait_for_log(run, "attempt 2 rank 0", attempt=2)
+    shutil.rmtree(copies[0])
+    shutil.copytree(run.path, copies[0], symlinks=True)
+    for copy in copies:
+        for words in (["cancel", "--now"], ["cancel"], ["requeue"], ["resume"], ["stacks"]):
+            done = desk.trainkit(*words, str(copy))
+            assert (done.returncode, f"is a copy of runs/{run.path.name}, which" in done.stderr) == (2, True)
     assert desk.status(run)["state"] in ("starting", "running")
+    # A copy that has taken the place of the original, which was moved.
+    moved, pid = desk.folder / "runs/moved", read_job(run).newest.pid
+    os.kill(pid, signal.SIGSTOP)  # else it notices, saves and ends
+    run.path.rename(moved)
+    copies[0].rename(run.path)
+    done = desk.trainkit("cancel", str(run.path), "--now")
+    assert (done.returncode, "is not the folder that local-" in done.stderr) == (2, True)
+    os.kill(pid, signal.SIGCONT)
+    link = desk.folder / "link"
+    link.symlink_to(moved)
+    assert desk.trainkit("cancel", str(link), "--wait").returncode == 0
+    assert "saved after SIG" in desk.wait_for_end(RunDir(moved), attempt=2)["reason"]
+
+
+def test_the_last_request_counts_and_a_cancellation_is_never_lost(desk):
+    desk.works("while not asked:\n    time.sleep(0.02)\n" + HOLDS_ITS_SAVE)
+    run = desk.submit()
+    saving = desk.trainkit("requeue", "small")
+    assert saving.stderr.startswith(f"runs/small: local-{read_job(run).newest.pid} is saving and will be")
+    cancelled = desk.trainkit("cancel", "small", "--json")
+    assert json.loads(cancelled.stdout)["run_dir"] == str(run.path)
+    assert cancelled.stderr.startswith("runs/small: local-")
+    refused = desk.trainkit("requeue", "small")
+    assert (refused.returncode, "runs/small is being cancelled: local-" in refused.stderr) == (2, True)
+    assert desk.trainkit("cancel", "small").returncode == 0
+    (run.path / "saved").touch()
+    assert desk.trainkit("cancel", "small", "--wait").returncode == 0
+    assert desk.status(run)["state"] == "cancelled"
+    assert [entry.reason for entry in read_job(run).attempts] == ["submit"]
+    # The second of two cancellations signals nobody, who may take it for a reason not to save.
+    assert run.attempt(1).rank_log(0).read_text().splitlines()[1] in ("asked 1 times", "asked 2 times")
+    assert desk.trainkit("requeue", "small").returncode == 0
+    desk.wait_for_log(run, "attempt 2 rank 0", attempt=2)
+
+
+HOLDS_ITS_SAVE = """
+while not os.path.exists(RUN_DIR + "/saved"):
+    time.sleep(0.02)
+print(f"asked {len(asked)} times", flush=True)
+sys.exit(75)
+"""
+
+
+@pytest.mark.parametrize(
+    ("asked", "state"), [("cancel", "cancelled"), ("now", "cancelled"), ("requeue", None)]
+)
+def test_a_request_whose_command_was_killed_before_its_signal(desk, asked, state):
+    run = desk.submit()
+    with run_lock(run):
+        if asked == "requeue":
+            change_newest(run, requeue_requested_at=utc_now())
+        else:
+            mark_cancelled(run, now=asked == "now")
+    if state is None:
+        desk.wait_for_log(run, "attempt 2 rank 0", attempt=2)
+    else:
+        end = desk.wait_for_end(run)
+        assert (end["state"], end["reason"] == "killed by cancel --now") == (state, asked == "now")
 
 
 def test_run_of_another_host_is_not_touched(desk):

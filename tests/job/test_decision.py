@@ -12,6 +12,7 @@ from trainkit.job.decision import (
     Outcome,
     RestartOptions,
     decide,
+    decide_requested,
     restarts_limit,
     termination_cause,
 )
@@ -459,3 +460,18 @@ def test_what_scontrol_prints():
     assert (found.is_preempted, found.may_requeue) == (False, True)
     assert found.end_time == datetime.fromtimestamp(1790000000, timezone.utc)
     assert parse_job(text.replace("PreemptTime=None", "PreemptTime=1789999990")).is_preempted
+
+
+@pytest.mark.parametrize(
+    ("options", "action"),
+    [(RestartOptions(restart=True), "restart"), (HERE, "requeue"), (RestartOptions(), "failed")],
+)
+def test_a_person_who_asks_for_another_attempt_gets_it_whatever_the_limits(options, action):
+    past = [was("crash")] * 10
+    end = after(ended([1]), *past, options=options)
+    assert end.action == "failed"
+    decision = decide_requested(end, past, options)
+    assert (decision.action, decision.cause) == (action, "asked")
+    if decision.resumes:
+        said = "a worker ended with exit code 1, and `trainkit requeue` asked for another attempt"
+        assert decision.reason == f"{said}; resumes (restart 11)"

@@ -275,3 +275,13 @@ def test_a_held_folder_whose_file_system_numbers_it_anew_is_the_same(tmp_path: P
     (tmp_path / "other").rename(run.path)
     assert not run.follow()
     assert (run.path, run.was_replaced) == (tmp_path / "mine", False)
+
+
+def test_one_of_two_commands_gets_an_empty_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with new_folder("x", folder), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trainkit.launch.create.refuse_place", Mock())  # it looked before
+        with pytest.raises(UsageError, match="another command is making a run there"):
+            new_folder("x", folder).__enter__()
+    assert [path.name for path in folder.iterdir()] == [".lock"]

@@ -1,11 +1,14 @@
 import errno
 import os
+import shutil
 import subprocess
 from dataclasses import asdict, replace
+from unittest.mock import Mock
 
 import pytest
 
 from tests.support.runs import make_attempt
+from trainkit.backends.jobs import refuse_copy
 from trainkit.errors import UsageError
 from trainkit.run.files import read_json, write_json
 from trainkit.run.process import ProcessId
@@ -15,6 +18,7 @@ from trainkit.run.record import (
     add_slurm_attempt,
     claim_entry,
     copied_folder,
+    create_job,
     mark_cancelled,
     open_attempt,
     read_job,
@@ -143,3 +147,39 @@ def test_ranks_do_not_take_other_code_for_a_damaged_record(tmp_path, text):
         tmp_path / "job.json", {"cwd": "/", "code": {"workdir": "/snap", "code": "/snap"}, "attempts": None}
     )
     assert str(copied_folder(RunDir(tmp_path))) == "/snap"
+
+
+def test_a_folder_is_no_run_before_it_has_its_config_and_plan(tmp_path, monkeypatch):
+    run = RunDir(tmp_path)
+    create_job(run, backend="local", name="x", cwd="/", code=None)
+    monkeypatch.setattr("trainkit.run.rundir.AttemptDir.create", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        open_attempt(run, "name: x\n", "{}")
+    assert (run.config_file.read_text(), run.plan_file.read_text(), run.exists()) == (
+        "name: x\n",
+        "{}",
+        False,
+    )
+
+
+def test_a_record_tells_a_copy_from_a_moved_folder(tmp_path):
+    run = RunDir(tmp_path / "run")
+    run.attempts_dir.mkdir(parents=True)
+    with run_lock(run):
+        entry = add_slurm_attempt(run, 1, "7", "submit", "sbatch")
+    assert (entry.folder, entry.inode) == (str(run.path), run.path.stat().st_ino)
+    copy, moved, link = (RunDir(tmp_path / name) for name in ("copy", "moved", "link"))
+    shutil.copytree(run.path, copy.path)
+    with pytest.raises(UsageError, match=r"copy is a copy of .*run, which is running as 7"):
+        refuse_copy(copy, read_job(copy), "cancel")
+    run.path.rename(moved.path)
+    link.path.symlink_to(moved.path)
+    for one in (moved, link):
+        refuse_copy(one, read_job(one), "cancel")
+    with pytest.raises(UsageError, match=r"is not the folder that 7 writes to: that is .*run") as caught:
+        refuse_copy(copy, read_job(copy), "cancel")
+    assert caught.value.hint.endswith("`scancel 7` ends the job")
+    # A later run may be in the place of one that was moved.
+    shutil.copytree(moved.path, run.path)
+    write_json(run.job_file, {"attempts": [{"attempt": 1, "job_id": "8"}]})
+    refuse_copy(moved, read_job(moved), "cancel")

@@ -216,3 +216,34 @@ def test_a_run_behind_a_symlink_is_one_run(tmp_path):
     register(run, "x")
     (tmp_path / "disk/runs/y").symlink_to("x")
     assert [item.name for item in iter_known_runs()] == ["x"]
+
+
+def test_a_command_that_acts_takes_no_name_of_another_folder(tmp_path, monkeypatch):
+    for name in ("there", "out"):
+        (tmp_path / name).mkdir()
+    run = make_run(tmp_path / "there/runs/exp", "exp")
+    register(run, "exp")
+    for text in ("exp", "last"):
+        assert find_run(text).path == run.path
+        with pytest.raises(UsageError, match=f"is not a run of this folder: it is {run.path}") as caught:
+            find_run(text, acts=True)
+        assert caught.value.hint == f"type its folder to act on it: {run.path}"
+    for text in (str(run.path), "local-exp"):
+        assert find_run(text, acts=True).path == run.path
+    with pytest.raises(UsageError, match="unknown run 'exq'"):
+        find_run("exq", acts=True)
+    # The newest run is another folder's, and one that was submitted from here may be anywhere.
+    mine = make_run(tmp_path / "out/mine", "mine")
+    write_json(mine.job_file, {"name": "mine", "cwd": str(tmp_path / "here"), "attempts": []})
+    register(mine, "mine")
+    register(run, "exp")
+    assert (find_run("last").path, find_run("last", acts=True).path) == (run.path, mine.path)
+    assert find_run("mine", acts=True).path == mine.path
+    monkeypatch.chdir(tmp_path / "there")
+    assert find_run("exp", acts=True).path == find_run("last", acts=True).path == run.path
+
+
+def test_a_folder_whose_submission_was_interrupted_is_named(tmp_path):
+    (tmp_path / "here/runs/half").mkdir(parents=True)
+    with pytest.raises(UsageError, match="runs/half does not contain a run: the command that made"):
+        find_run("half")

@@ -38,7 +38,8 @@ WAIT_S = 20.0
 def cancel(run_name: str, now: bool, wait: bool, as_json: bool) -> int:
     """Cancel RUN: it saves and exits, or is killed after the grace time.
 
-    For a group or a bench, cancels all of its runs. Succeeds if RUN has already ended.
+    For a group or a bench, cancels all of its runs. Succeeds if RUN has already ended. With --wait, the exit
+    code is 1 if another command has started it again since.
     """
     found = find_run_or_group(run_name, acts=True)
     if isinstance(found, RunGroup):
@@ -58,7 +59,7 @@ def cancel(run_name: str, now: bool, wait: bool, as_json: bool) -> int:
 def requeue(run_name: str, as_json: bool) -> None:
     """Start the next attempt of RUN with the same config and plan.
 
-    A running job saves, stops and is then restarted.
+    A running job saves, stops and is then restarted. Refused while RUN is being cancelled.
     """
     from trainkit.cli.started import print_started
     from trainkit.control.resume import requeue_run

@@ -230,6 +230,9 @@ class LocalAllocation(Allocation):
         return self.run.attempt(self._number)
 
     def register(self, attempt: AttemptDir) -> str:
+        # `trainkit requeue` signals with the lock held: what is pending was for the attempt before.
+        if signal.SIGUSR2 in signal.sigpending():
+            signal.sigwait({signal.SIGUSR2})
         return add_attempt(self.run, attempt.number, os.getpid(), AUTO_RESTART).job_id
 
     def wait_for_turn(self, attempt: AttemptDir, plan: LaunchPlan) -> Decision | None:
@@ -561,16 +564,16 @@ class SlurmAllocation(Allocation):
 
         `trainkit cancel` comes before that or after it. While Slurm does not answer, it need not wait.
         """
-        give_up_s, is_retry = time.monotonic() + REQUEUE_PATIENCE_S, False
+        give_up_s = time.monotonic() + REQUEUE_PATIENCE_S
         while not self.is_being_requeued:
             try:
                 with run_lock(self.run, self.lock_timeout_s):
                     self._refuse_unwanted()
-                    return requeue(self.job_id, patience_s=QUERY_PATIENCE_S, is_retry=is_retry)
+                    return requeue(self.job_id, patience_s=QUERY_PATIENCE_S)
             except SlurmUnreachable:
-                is_retry = True
                 if time.monotonic() > give_up_s:
                     raise
+                self.job = query_job(self.job_id) or self.job  # the answer alone may have been lost
 
     def _refuse_unwanted(self) -> None:
         """Raise TrainkitError where a requeue would undo what somebody has done meanwhile."""

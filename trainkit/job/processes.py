@@ -100,7 +100,6 @@ def log_line(text: str) -> None:
 
 
 DISK_PATIENCE_S = 300.0
-_disk_patience_s = DISK_PATIENCE_S
 DISK_RETRY_S = 5.0
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _UNAVAILABLE = (errno.EIO, errno.ESTALE, errno.ESHUTDOWN, errno.ENOTCONN, errno.ETIMEDOUT)
@@ -110,8 +109,8 @@ T = TypeVar("T")
 
 def fail_on_disk_error() -> None:
     """Have `retry_on_disk_error` raise at once: a person waits in a terminal, and can free space."""
-    global _disk_patience_s
-    _disk_patience_s = 0.0
+    global DISK_PATIENCE_S
+    DISK_PATIENCE_S = 0.0
 
 
 def retry_on_disk_error(action: Callable[[], T]) -> T:
@@ -119,7 +118,7 @@ def retry_on_disk_error(action: Callable[[], T]) -> T:
 
     Returns its result. Raises other errors immediately, and the disk error if a stop signal arrives.
     """
-    deadline_s, logged = time.monotonic() + _disk_patience_s, False
+    deadline_s, logged = time.monotonic() + DISK_PATIENCE_S, False
     while True:
         try:
             return action()
@@ -130,7 +129,7 @@ def retry_on_disk_error(action: Callable[[], T]) -> T:
                 raise
             if not logged:
                 logged = True
-                log_line(f"{error}; retrying for {_disk_patience_s:g} s")
+                log_line(f"{error}; retrying for {DISK_PATIENCE_S:g} s")
             if wait_for_notice(DISK_RETRY_S) is not None:
                 raise
 

@@ -33,14 +33,14 @@ _SETTING = re.compile(r"^(?P<name>[\w/]+)(?:\[\d+\])?\s*=[ \t]?(?P<value>.*)$", 
 Version = tuple[int, int, int]
 
 
-def requeue(job_id: str, *, patience_s: float = CONTROL_PATIENCE_S, is_retry: bool = False) -> None:
-    """Requeue a job, or one array task such as `123_4`; `is_retry` after a call without an answer.
+def requeue(job_id: str, *, patience_s: float = CONTROL_PATIENCE_S) -> None:
+    """Requeue a job, or one array task such as `123_4`.
 
     Retried while Slurm cannot be reached. Raises SlurmRefused for a job submitted with --no-requeue.
     """
     job_id, cluster = split_job(checked_job_id(job_id))
     argv = ["scontrol", "requeue", job_id]
-    attempts = int(is_retry)
+    attempts = 0
 
     def request() -> None:
         nonlocal attempts
