@@ -87,7 +87,7 @@ if TYPE_CHECKING:
 POLL_S = 2.0
 DRAIN_S = 0.2
 """How often a pipe is read that nobody else reads any more."""
-NOTICE_PATIENCE_S = 3.0
+NOTICE_PATIENCE_S = 10.0
 """How long after a rank the agent itself may receive a signal that Slurm sends to both."""
 ENDED_BY = (*NOTICE_SIGNALS, signal.SIGUSR1)
 HANG_REPORT_S = 2.0

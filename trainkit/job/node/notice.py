@@ -116,7 +116,9 @@ class CommandNotice:
     def _send(self, rank: int, member: subprocess.Popen[bytes]) -> None:
         children, configured = processes.children_by_parent(), self.configured
         has_ended, found = processes.ended(member), dict[int, signal.Signals]()
-        roots = self._orphans_of(rank, children) if has_ended else self._ranks_of(member.pid)
+        # A child that ends at this moment is listed below the member or, like its own, below this agent.
+        orphans = (*children.get(member.pid, []), *self._orphans_of(rank, children))
+        roots = orphans if has_ended else self._ranks_of(member.pid)
         for root in roots:
             handlers = takers([root], children, self._numbers)
             if not has_ended and not handlers:
@@ -166,7 +168,8 @@ class CommandNotice:
             return False
         if (processes.exit_code_of_zombie(member.pid) or EXIT_OK) < 0 and rank not in self._orphaned:
             self._orphaned.add(rank)
-            self._send(rank, member)
+            for _ in range(2):  # those that were given to another parent while the first look was taken
+                self._send(rank, member)
         return any(map(processes.is_running, self._kept[rank]))
 
     def exit_code(self, rank: int, code: int, of_notice: int) -> int:
