@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -384,3 +385,42 @@ def test_no_credential_reaches_the_run(project: Path, run: RunDir) -> None:
     found = [path for path in run.path.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()]
     assert found == []
     assert "https://host/r" in answers(run.work_dir)["remote get-url origin"]
+
+
+ASK = """
+import git, os, subprocess, sys
+here = git.Repo(".", search_parent_directories=True)
+print(here.head.commit.hexsha, here.is_dirty(), here.active_branch, [tag.name for tag in here.tags])
+print(subprocess.run(["git", "describe", "--tags", "--dirty"], capture_output=True, text=True).stdout)
+"""
+
+
+def test_a_run_inside_of_the_project_asks_git(project: Path) -> None:
+    """The repository around its folder has a later commit when it resumes; GIT_DIR is set as for a hook."""
+    dirty(project)
+    (project / "ask.py").write_text(ASK)
+    git(project, "add", "ask.py")
+    asked = run_program(sys.executable, "ask.py", cwd=project).stdout
+    assert asked.startswith(str(answers(project)["rev-parse HEAD"].split()[1]))
+    environ = {**os.environ, "GIT_DIR": str(project / ".git")}
+    words = ("--name", "g", "--", sys.executable, "ask.py")
+    done = run_program(sys.executable, "-m", "trainkit", "run", *words, cwd=project, env=environ)
+    assert done.stdout.partition("\n")[2].partition("\n")[2] == asked, done.stderr
+    commit(project)
+    run = RunDir(project / "runs/g")
+    resumed = run_program(
+        *(sys.executable, "-m", "trainkit", "resume", "g", "--set", "seed=2"), cwd=project, env=environ
+    )
+    assert resumed.stdout.partition("\n")[2].partition("\n")[2] == asked, resumed.stderr
+    assert answers(run.work_dir)["rev-parse HEAD"] != answers(project)["rev-parse HEAD"]
+
+
+def test_a_folder_that_git_ignores_has_no_repository(project: Path) -> None:
+    """Git says so at submit, and does not answer with the repository around the run."""
+    clean(project)
+    write(project, "data/t.sh")
+    (project / "data/t.sh").write_text("git rev-parse HEAD || echo none")
+    words = ("run", "--name", "g", "--", "sh", "t.sh")
+    done = run_program(sys.executable, "-m", "trainkit", *words, cwd=project / "data")
+    assert done.stdout.endswith("none\n"), done
+    assert "Git finds no repository in the copy of the code: git ignores" in done.stderr
