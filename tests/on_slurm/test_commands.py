@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.on_slurm.login import BACKENDS, Login, agents_of, log_of, settings
+from tests.on_slurm.login import BACKENDS, TRAINKIT, Login, agents_of, log_of, settings
 from trainkit.run.events import training_curve
+from trainkit.run.rundir import RunDir
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SHAPE = ("--nodes", "2", "--gpus-per-node", "2")
@@ -105,3 +108,25 @@ def test_a_launcher_gives_its_ranks_their_time_and_comes_back(login: Login) -> N
     assert login.wait_for_end(run, 1)["action"] == "requeue"
     assert login.wait_for_end(run, 2)["state"] == "cancelled"
     assert login.wait_for_end(run, 2)["verdict"] is None
+
+
+def test_standard_input_reaches_rank_0_at_each_attempt(login: Login) -> None:
+    """On both backends, from what the run keeps; and in a step, from srun."""
+    program = "import os, sys; print('rank', os.environ['RANK'], flush=True); sys.exit(75)"
+    submit = f"{shlex.join(TRAINKIT)} submit {login.config} --nodes 2 --json -- python3 -"
+    runs = []
+    for backend in BACKENDS:
+        line = f"{submit.replace(' --json', f' --backend {backend} --json')} <<'E'\n{program}\nE"
+        done = login.run(["bash", "-c", line])
+        assert done.returncode == 0, done.stderr
+        runs.append(RunDir(json.loads(done.stdout)["run_dir"]))
+    for run in runs:
+        assert login.wait_for_end(run)["reason"], login.logs_and_attempts(run)
+        assert (log_of(run, 0), log_of(run, 1)) == ("rank 0\n", "")
+        login.trainkit("resume", str(run.path))
+    for run in runs:
+        login.wait_for_end(run, attempt=2)
+        assert log_of(run, 0, attempt=2) == "rank 0\n"
+    step = f"echo word | srun --nodes=2 {shlex.join(TRAINKIT)} run {login.config} --name step -- cat"
+    done = login.run(["bash", "-c", step])
+    assert "word" in done.stdout.splitlines(), done.stdout + done.stderr
