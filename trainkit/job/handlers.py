@@ -11,6 +11,7 @@ import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Any
 
 SAVES_ON = (signal.SIGTERM, signal.SIGUSR2)
@@ -52,12 +53,13 @@ def is_in_foreground(pid: int) -> bool:
     return not signal_mask(pid, "SigCgt") >= _FROM_TERMINAL  # handlers replace what was ignored
 
 
-def hear_once(agent: int) -> None:
+def hear_once(agent: int, own_handlers: Callable[[set[int]], set[int]]) -> None:
     """Have handlers called once for a signal that Slurm sends to all, and something above passes on as well.
 
-    Does nothing in a process below an agent where nothing above handles a notice.
+    Does nothing in a process below an agent where nothing above handles a notice. `own_handlers` leaves out
+    the signals that a process only filters.
     """
-    if not _is_passed_on(agent):
+    if not _is_passed_on(agent, own_handlers):
         return
     install, get = signal.signal, signal.getsignal
     heard_s: dict[int, float] = {}
@@ -82,12 +84,12 @@ def hear_once(agent: int) -> None:
     vars(signal).update(signal=install_once, getsignal=lambda number: own(get(number)))
 
 
-def _is_passed_on(agent: int) -> bool:
+def _is_passed_on(agent: int, own_handlers: Callable[[set[int]], set[int]]) -> bool:
     """Whether something between an agent and this process handles a notice, and can pass it on."""
     child, parent = os.getpid(), os.getppid()
     while parent not in (agent, 0, 1):
         is_waiting = is_shell(parent) and is_in_foreground(child)
-        if not is_waiting and signal_mask(parent, "SigCgt") & {*SAVES_ON}:
+        if not is_waiting and own_handlers(signal_mask(parent, "SigCgt")) & {*SAVES_ON}:
             return True
         above = next((line.split()[1] for line in _lines(parent) if line.startswith("PPid:")), "0")
         child, parent = parent, int(above)

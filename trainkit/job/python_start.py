@@ -60,7 +60,7 @@ def spare_what_a_rank_starts() -> None:
     # A launcher that the agent has started passes nothing on, and of what a rank has started only torchrun.
     may_hear_twice = not is_below_rank or "TORCHELASTIC_RESTART_COUNT" in os.environ
     if parent_pid != agent and may_hear_twice and module.LAUNCHER_PID_VARIABLE not in os.environ:
-        load("handlers").hear_once(int(agent))
+        load("handlers").hear_once(int(agent), module.own_handlers)
     if is_below_rank:
         module.spare_this_process()
         prepare_for_a_debugger(is_rank=False)
