@@ -40,7 +40,7 @@ def test_all_at_once(tmp_path: Path) -> None:
         'run.yaml:4: schedule.name: must be one of cosine, linear, wsd, constant, not "cosin"\n'
         "  hint: did you mean cosine?",
         'run.yaml:6: resources.time: must be a time such as "01:00:00" or "2-12:00:00" or null, '
-        'not 090\n  hint: put it in quotes: "090"',
+        'not 090\n  hint: put it in quotes: "090", 90 minutes; "090:00:00" is 90 hours',
     ]
 
 
@@ -132,7 +132,11 @@ def test_message(tmp_path: Path, override: str, message: str | None) -> None:
         ),
         ("schedule.name_=1", "did you mean schedule.name?"),
         ("notify.name=1", "notify has on, webhook, mail, min_interval_s, stalled_after_s"),
-        ("train.batch_size=1", "did you mean train.device_batch_size?"),
+        (
+            "train.batch_size=1",
+            "did you mean train.device_batch_size, the samples that a process computes at once, or"
+            " train.global_batch_size, those of a step?",
+        ),
         ("data.dataset=1", "did you mean data.source?"),
         ("slurm=1", "did you mean resources?"),
         ("optimizer.decay=1", "did you mean optimizer.weight_decay?"),

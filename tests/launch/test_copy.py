@@ -133,7 +133,7 @@ def test_names_of_all_kinds_reach_provenance(project: Path, run: RunDir, plan: L
         with open(os.fsencode(project) + b"/" + name, "w"):
             pass
     write_json(run.provenance_file, to_json(copy_code(project, run, plan.workload)))
-    assert names(run.code_dir) == [" lead\"'$(x).py", "two\nlines.py", "ü.py", "\udcff.py"]
+    assert names(run.code_dir) == [" lead\"'$(x).py", ".git", "two\nlines.py", "ü.py", "\udcff.py"]
     read = json.loads(run.provenance_file.read_text())
     assert read["left_out"] == [{"path": "\\xfe.pem", "reason": "looks like a secret"}]
     assert read["workdir"] == read["code"] == str(run.code_dir)

@@ -240,13 +240,13 @@ def test_a_group_on_another_cluster_is_asked_of_that_one(
     monkeypatch.setattr(control_cancel, "send_signal", lambda ids, signal: done.append((signal, ids)))
     cancel_group(group, now=False, wait=False)
     # The first point, as one that was resumed, has a job that is none of the group's array.
-    assert done == [("cancel_waiting", ["12;east", "12_0"]), ("TERM", ["12;east", "12_0"])]
+    assert done == [("cancel_waiting", ["12;east", "12_0"]), ("SIGTERM", ["12;east", "12_0"])]
     for away[:], jobs_there in ((["east"], ["12_0"]), ([""], ["12;east"]), (["", "east"], [])):
         done.clear()
         group.update(cancelled_at=None)
         with pytest.raises(SlurmUnreachable, match="it is away"):
             cancel_group(group, now=False, wait=False)
-        assert done == ([("cancel_waiting", jobs_there), ("TERM", jobs_there)] if jobs_there else [])
+        assert done == ([("cancel_waiting", jobs_there), ("SIGTERM", jobs_there)] if jobs_there else [])
         assert (group.record.cancelled_at is None) == (not jobs_there)
     ends, see = "1 run is saving and ends within 120 s", f"; `trainkit status {group.word}` shows them\n"
     assert capsys.readouterr().err == f"{ends}{see}{ends}, 1 run removed from the queue{see}"

@@ -117,8 +117,8 @@ def _copied_from(run: RunDir, job: JobRecord) -> RunDir | None:
     """The run whose folder was copied to this one, if it has the newest attempt of this one."""
     if (found := group_of(run)) is not None and (group := found[0].original) is not None:
         return group.run(found[1])
-    if job.newest is None:
-        return None
+    if job.newest is None or not (job.newest.inode is None or _was_copied(run, job.newest.inode)):
+        return None  # also where a copy has taken the place from which this one was moved
     home = job.newest.folder
     if home is None and job.code is not None:  # an attempt of an earlier version
         home = str(Path(job.code.code).parent)

@@ -17,11 +17,12 @@ from trainkit.errors import TrainkitError, UsageError, print_note
 from trainkit.job.group_parts import clusters_of, submit_parts
 from trainkit.job.node.slurm_step import find_slurm_task
 from trainkit.job.signals import AGENT_SIGNAL
-from trainkit.plan.launch import LaunchPlan, SlurmRequest
+from trainkit.plan.launch import SlurmRequest
 from trainkit.run.end import KILLED, is_over, read_end
 from trainkit.run.events import log_event
 from trainkit.run.files import write_atomic
 from trainkit.run.group import RunGroup
+from trainkit.run.history import read_plan
 from trainkit.run.record import (
     AttemptRecord,
     add_slurm_attempt,
@@ -179,7 +180,7 @@ def sent_for(number: signal.Signals, runs: Sequence[tuple[RunDir, AttemptRecord]
     started a training, and the `tee` into which it prints. Before the ranks meet, no agent may listen yet.
     """
     has_agents = all(
-        LaunchPlan.read(run.plan_file).workload.is_command
+        read_plan(run.attempt(entry.attempt)).is_command  # a damaged plan must not prevent a cancellation
         and read_rendezvous(run.attempt(entry.attempt)).port is not None
         for run, entry in runs
     )

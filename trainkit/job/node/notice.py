@@ -168,7 +168,7 @@ class CommandNotice:
             return False
         if (processes.exit_code_of_zombie(member.pid) or EXIT_OK) < 0 and rank not in self._orphaned:
             self._orphaned.add(rank)
-            for _ in range(2):  # those that were given to another parent while the first look was taken
+            for _ in range(2):  # others get another parent during the first pass
                 self._send(rank, member)
         return any(map(processes.is_running, self._kept[rank]))
 
