@@ -70,7 +70,7 @@ def _is_multiprocessing(pid: int) -> bool:
 
 
 def was_signalled(pid: int) -> bool:
-    """Whether a signal that may be a notice ended a process, or what a shell started, whose code it returns."""
+    """Whether a notice may have ended a process, or what it has started, whose exit code a shell returns."""
     code = processes.exit_code_of_zombie(pid) or EXIT_OK
     return (signal_exit_code(-code) if code < 0 else code) in map(signal_exit_code, ENDED_BY)
 
