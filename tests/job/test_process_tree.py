@@ -401,3 +401,16 @@ def test_a_writer_dies_of_the_end_of_its_reader_without_a_notice(start_job):
     (job.run.path.parent / "end").touch()
     assert job.end()["state"] == "finished"
     assert "BrokenPipeError" in job.log()
+
+
+def test_what_saves_outlives_a_shell_that_returns_the_end_of_the_shell_below(start_job):
+    """Slurm may signal the inner one first: the outer one then exits by itself, before the notice."""
+    job = start_job(SAVES_LONG, typed=TYPED["nested shells"])
+    (worker,) = job.worker_pids()
+    agent = next(pid for pid in descendants(job.entry.pid) if worker in descendants(pid))
+    outer, inner = descendants(agent)[:2]
+    os.kill(inner, signal.SIGTERM)
+    wait_for(lambda: exit_code_of_zombie(outer) == 128 + signal.SIGTERM)
+    os.kill(job.entry.pid, signal.SIGTERM)
+    end = job.end()
+    assert (end["state"], end["reason"], end["verdict"]) == ("stopped", "saved after SIGTERM", None)

@@ -43,7 +43,7 @@ from trainkit.job.failure.records import (
 from trainkit.job.failure.stacks import StackCollector, describe_state
 from trainkit.job.flight_records import flight_environ, remove_pipes
 from trainkit.job.node.health import HealthSampler, count_oom_kills
-from trainkit.job.node.notice import CommandNotice, takers
+from trainkit.job.node.notice import CommandNotice, takers, was_signalled
 from trainkit.job.node.output_pipes import OutputPipes
 from trainkit.job.node.rendezvous import (
     HostPlace,
@@ -68,7 +68,6 @@ from trainkit.job.processes import KILL_MARGIN_S, PEER_EXIT_S, ProcessGroup, log
 from trainkit.job.rank_env import ATTEMPT_VARIABLE, NONCE_VARIABLE
 from trainkit.job.signals import (
     AGENT_SIGNAL,
-    NOTICE_SIGNALS,
     combine_exit_codes,
     describe_exit,
     is_death_by_notice,
@@ -89,7 +88,6 @@ DRAIN_S = 0.2
 """How often a pipe is read that nobody else reads any more."""
 NOTICE_PATIENCE_S = 10.0
 """How long after a rank the agent itself may receive a signal that Slurm sends to both."""
-ENDED_BY = (*NOTICE_SIGNALS, signal.SIGUSR1)
 HANG_REPORT_S = 2.0
 """How long after the first hang report the other ranks have to write theirs."""
 
@@ -295,8 +293,7 @@ class Agent(ProcessGroup):
         if self.received is None:
             # Slurm may have signalled the member before this agent.
             died_s = self._died_s.setdefault(rank, time.monotonic())
-            was_signalled = -(processes.exit_code_of_zombie(member.pid) or EXIT_OK) in ENDED_BY
-            return was_signalled and time.monotonic() < died_s + NOTICE_PATIENCE_S
+            return was_signalled(member.pid) and time.monotonic() < died_s + NOTICE_PATIENCE_S
         return not self.workload.knows_run and self._notice.keeps(rank, member)
 
     def exit_code(self, rank: int, member: subprocess.Popen[bytes]) -> int:

@@ -17,9 +17,11 @@ from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED
 from trainkit.job import processes
 from trainkit.job.failure.launcher_report import LaunchedRanks
 from trainkit.job.handlers import SAVES_ON, is_in_foreground, is_shell, signal_mask
+from trainkit.job.signals import NOTICE_SIGNALS, signal_exit_code
 from trainkit.job.spare_children import AGENT_VARIABLE, own_handlers
 from trainkit.plan.launch import LaunchPlan
 
+ENDED_BY = (*NOTICE_SIGNALS, signal.SIGUSR1)
 _DATA_WORKER = {signal.SIGBUS, signal.SIGSEGV, signal.SIGFPE, signal.SIGTERM}
 """What a worker of torch's DataLoader handles, in C and only to die of it."""
 
@@ -65,6 +67,12 @@ def _is_multiprocessing(pid: int) -> bool:
     return b"--multiprocessing-fork" in argv or (
         parent is not None and argv == processes.proc_file(parent, "cmdline")
     )
+
+
+def was_signalled(pid: int) -> bool:
+    """Whether a notice may have ended a process, or what it has started, whose exit code a shell returns."""
+    code = processes.exit_code_of_zombie(pid) or EXIT_OK
+    return (signal_exit_code(-code) if code < 0 else code) in map(signal_exit_code, ENDED_BY)
 
 
 class CommandNotice:
@@ -166,7 +174,7 @@ class CommandNotice:
         """Whether something still saves that a member, which has ended, has started."""
         if rank not in self._savers or self.has_launcher:
             return False
-        if (processes.exit_code_of_zombie(member.pid) or EXIT_OK) < 0 and rank not in self._orphaned:
+        if was_signalled(member.pid) and rank not in self._orphaned:
             self._orphaned.add(rank)
             for _ in range(2):  # others get another parent during the first pass
                 self._send(rank, member)
