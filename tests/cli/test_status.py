@@ -127,8 +127,8 @@ def test_a_name_is_first_of_all_the_run_in_this_folder(desk):
         done = desk.trainkit(command, "small")
         assert (done.returncode, done.stdout) == (2, "")
         assert done.stderr == (
-            f"error: 2 runs are called small: {newer.path}, {run.path}\n\n"
-            "hint: give the folder of one of them\n"
+            f"error: small is not a run of this folder: it is {newer.path}, {run.path}\n\n"
+            f"hint: type its folder to act on it: {newer.path}, {run.path}\n"
         )
 
 
