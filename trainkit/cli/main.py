@@ -163,7 +163,8 @@ def cli(ctx: click.Context, debug: bool, no_color: bool) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code, one of those in the help."""
-    with escaped_output():
+    # Click writes completions as bytes, for a shell that reads them.
+    with contextlib.nullcontext() if "_TRAINKIT_COMPLETE" in os.environ else escaped_output():
         return _main(argv)
 
 

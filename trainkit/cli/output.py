@@ -60,8 +60,7 @@ class EscapedStream:
         """Where a log is printed: into a file with its control characters."""
         return self if self.isatty() else EscapedStream(self._stream, escapes=False)
 
-    def write(self, text: str | bytes) -> int:
-        text = text.decode() if isinstance(text, bytes) else text  # completions, by click
+    def write(self, text: str) -> int:
         return self._stream.write(encodable(escaped(text) if self._escapes else text, self._stream))
 
     def __getattr__(self, name: str) -> Any:
