@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LOCK = ROOT / "requirements-lock.txt"
 HEAD = """\
 # What the tests run with: `pip install --require-hashes -r requirements-lock.txt`, then
-# `pip install --no-deps trainkit` or a checkout of it. For {place};
+# `pip install --no-deps PATH`, of a checkout or a wheel. For {place};
 # `make lock` writes it for another environment, such as one with CUDA.
 """
 

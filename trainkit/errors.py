@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from io import TextIOWrapper
 
@@ -165,7 +166,8 @@ def replace_unencodable() -> None:
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper) and stream.errors != "backslashreplace":
-            stream.reconfigure(errors="replace")
+            with suppress(OSError):  # the terminal of a debugger, which is read and written, stays as it is
+                stream.reconfigure(errors="replace")
 
 
 def print_note(text: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -114,4 +115,4 @@ def test_the_debugger_of_a_rank_on_another_host(login: Login, tmp_path: Path) ->
         window.keys("c", "Enter")
         window.wait_for(r"^\$$", 60)
     login.finish(run)
-    Path(of_host).rmdir()
+    shutil.rmtree(of_host)

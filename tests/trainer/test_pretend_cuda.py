@@ -450,7 +450,7 @@ def small_parts(rank: int) -> None:
     summary = summary_of(kernels, num_steps=1, wall_s=4.0, cuda=True)
     seconds = {kind: value for kind, value in summary["seconds_per_step"].items() if value}
     assert seconds == {"communication": 2.0, "gemm": 2.0, "idle": 1.0}
-    assert flight_record("cuda") is None
+    assert flight_record("cuda", 200) is None
     fix_segments()
     total, left, right = (torch.rand(3, 3, device=device) for _ in range(3))
     expected = total + left.bfloat16().float() @ right.bfloat16().float()
