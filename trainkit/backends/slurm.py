@@ -177,11 +177,13 @@ def sent_for(number: signal.Signals, runs: Sequence[tuple[RunDir, AttemptRecord]
     """What Slurm sends to the steps of runs to ask them to save, for SIGTERM or SIGUSR2.
 
     The agents of a command send it the signal that it handles. Slurm's SIGTERM would end the shell that has
-    started a training, and the `tee` into which it prints. Before the ranks meet, no agent may listen yet.
+    started a training, and the `tee` into which it prints. Before the ranks meet, no agent may listen yet; and
+    without a record of the cancellation, which a full disk prevents, agents would take theirs for a requeue.
     """
     has_agents = all(
         read_plan(run.attempt(entry.attempt)).is_command  # a damaged plan must not prevent a cancellation
         and read_rendezvous(run.attempt(entry.attempt)).port is not None
+        and (number == signal.SIGUSR2 or read_job(run).of_attempt(entry.attempt).is_cancelled)
         for run, entry in runs
     )
     return AGENT_SIGNAL if number == signal.SIGUSR2 or has_agents else number
