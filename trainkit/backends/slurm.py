@@ -177,8 +177,8 @@ def sent_for(number: signal.Signals, runs: Sequence[tuple[RunDir, AttemptRecord]
     """What Slurm sends to the steps of runs to ask them to save, for SIGTERM or SIGUSR2.
 
     The agents of a command send it the signal that it handles. Slurm's SIGTERM would end the shell that has
-    started a training, and the `tee` into which it prints. Before the ranks meet, no agent may listen yet; and
-    without a record of the cancellation, which a full disk prevents, agents would take theirs for a requeue.
+    started a training, and the `tee` into which it prints. Before the ranks meet, no agent may listen yet.
+    Without a record of the cancellation, which a full disk prevents, agents would take theirs for a requeue.
     """
     has_agents = all(
         read_plan(run.attempt(entry.attempt)).is_command  # a damaged plan must not prevent a cancellation

@@ -270,6 +270,7 @@ def run_in_step(request: ConfigRequest, workload: Workload, run_dir: str | None,
         decision = step_run.run_first_task(
             attempt, lambda attempt, ended: show_rank_0(attempt, ended, terminal)
         )
+    step_run.await_starts(attempt)
     step_run.withdraw(folder, task)
     print_end(attempt.run)
     return _exit_code(step_run.exit_code_of(attempt, decision.exit_code))

@@ -11,6 +11,7 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from shlex import quote
@@ -34,6 +35,9 @@ from trainkit.run.end import read_end
 from trainkit.run.files import refresh_listing, wait_for_json, write_json_in_place
 from trainkit.run.rundir import AttemptDir, RunDir, is_supervised, is_there
 
+STARTS_S = 30.0
+"""How long the first task waits at its end for tasks that have not started their ranks."""
+STARTS_POLL_S = 0.1
 NO_RESTART = RestartOptions(unavailable_reason="an interactive step is not restarted")
 
 
@@ -56,6 +60,23 @@ def announce(folder: Path, task: SlurmTask | HostPlace, found: AttemptDir | int)
 def withdraw(folder: Path, task: SlurmTask | HostPlace) -> None:
     """Remove the announcement at the end."""
     announcement_file(folder, task).unlink(missing_ok=True)
+
+
+def await_starts(attempt: AttemptDir) -> None:
+    """Wait until every task has started its ranks, or one has failed, before the announcement is withdrawn.
+
+    The command of the first task may have ended before another one looks for the announcement.
+    """
+    plan, deadline_s = LaunchPlan.read(attempt.plan_file), time.monotonic() + STARTS_S
+    firsts = map(plan.first_rank_of, range(plan.num_nodes))
+    logs = [
+        attempt.rank_log(rank) for rank in (firsts if plan.workload.has_launcher else range(plan.world_size))
+    ]
+    while not (all(log.exists() for log in logs) or any(attempt.errors_dir.glob("rank-*.json"))):
+        if time.monotonic() > deadline_s:
+            return
+        time.sleep(STARTS_POLL_S)
+        refresh_listing(logs[0].parent)
 
 
 def await_announcement(
