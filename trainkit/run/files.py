@@ -110,9 +110,10 @@ MAX_JSON_BYTES = 2**26
 def read_json(path: str | Path) -> Any:
     """The JSON value in a file; raises OSError if it cannot be read, ValueError if it is not JSON."""
     with open_file(path) as stream:
-        content = stream.read(MAX_JSON_BYTES + 1)
-    if len(content) > MAX_JSON_BYTES:
-        raise ValueError(f"it has more than {MAX_JSON_BYTES:,} bytes")
+        # Not read(MAX_JSON_BYTES), which would allocate as much for every small file.
+        if os.fstat(stream.fileno()).st_size > MAX_JSON_BYTES:
+            raise ValueError(f"it has more than {MAX_JSON_BYTES:,} bytes")
+        content = stream.read()
     return _parsed_json(content.decode())
 
 
