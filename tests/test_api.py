@@ -161,21 +161,21 @@ def test_a_pickle_of_others_is_not_loaded(folder: Path) -> None:
 
 
 def test_a_module_goes_with_its_function_unless_the_job_has_it(folder: Path, monkeypatch) -> None:
-    (folder / "here.py").write_text("def f(): return 1\n")
+    (folder / "at_hand.py").write_text("def f(): return 1\n")
     (folder / "lib").mkdir()
     (folder / "lib" / "elsewhere.py").write_text("def f(): return 1\n")
     monkeypatch.setattr(sys, "path", [str(folder), str(folder / "lib"), *sys.path])
+    import at_hand  # type: ignore[import-not-found]
     import elsewhere  # type: ignore[import-not-found]
-    import here  # type: ignore[import-not-found]
 
     found = {}
-    for module in (here, elsewhere):
+    for module in (at_hand, elsewhere):
         with by_value(module.f):
             write_atomic(folder / "f.pkl", dumps(module.f))
         found[module.__name__] = b"co_" in (folder / "f.pkl").read_bytes() or (
             str(folder / "lib").encode() in (folder / "f.pkl").read_bytes()
         )
-    assert found == {"here": False, "elsewhere": True}
+    assert found == {"at_hand": False, "elsewhere": True}
 
 
 def test_what_cannot_be_pickled_leaves_no_folder() -> None:

@@ -116,7 +116,9 @@ while not os.path.exists(f"{{RUN_DIR}}/end"):
 @pytest.mark.parametrize("is_done", [False, True])
 def test_a_command_that_exits_with_0_after_a_notice_has_finished_only_if_it_is_done(start_job, is_done):
     says = "open(os.environ['TRAINKIT_JOB_DONE_FILE'], 'w').close()\n" if is_done else ""
-    job = start_job(WAITS_TO_END + says, nodes=2, requeue={"max": 1})
+    # A signal that comes while Python ends would kill it.
+    hears = "while ATTEMPT == 1 and not asked:\n    time.sleep(0.02)\n"
+    job = start_job(WAITS_TO_END + hears + says, nodes=2, requeue={"max": 1})
     job.worker_pids()
     os.kill(job.entry.pid, signal.SIGUSR2)
     wait_for(lambda: "signal" in job.events())
