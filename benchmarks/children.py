@@ -5,7 +5,7 @@
 Starts a rank with `--count` children of each kind (`notice_cases/children.py`), with trainkit and without,
 and signals every process of the step at a seeded moment after all are ready. Without `--slurm`, this process
 plays Slurm, one kind at a time; with it, two jobs with children of all kinds are preempted in a cluster on
-this machine (as root; `installed` is the installed version). Old Pythons are those of pyenv. The exit code is
+this machine (as root; `installed` is the installed version). pyenv provides the old Pythons. The exit code is
 0 if each kind ends as without trainkit, and the workers survive.
 """
 
@@ -38,7 +38,7 @@ LONGEST_DELAY_S = 1.0
 
 
 def played(count: int, kinds: Sequence[str], delay_s: float, *, with_trainkit: bool) -> str:
-    """What the rank prints after the signals of this process to it and all below."""
+    """Signal a rank and all processes below it; returns what the rank prints."""
     path = os.environ.get("PYTHONPATH", "")
     environ = {**os.environ, "RANK": "0"} | (
         {"PYTHONPATH": f"{STARTUP_FOLDER}:{path}"} if with_trainkit else {}
@@ -62,7 +62,7 @@ def played(count: int, kinds: Sequence[str], delay_s: float, *, with_trainkit: b
 def preempted(
     login: Login, count: int, kinds: Sequence[str], spared: Sequence[str], delay_s: float
 ) -> list[str]:
-    """What the rank prints in a job without and one with trainkit that are preempted at the same time."""
+    """Preempt a job without trainkit and a job with it at once; returns what each rank prints."""
     output = login.folder / "bare.log"
     command = [sys.executable, str(PROGRAM), str(count)]
     bare = ["srun", *command, *kinds]

@@ -233,7 +233,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="+", choices=COMMANDS, default=list(COMMANDS))
-    parser.add_argument("--every", type=int, default=1, help="kill at one in so many writes")
+    parser.add_argument("--every", type=int, default=1, help="kill at every Nth write")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     preload()

@@ -46,14 +46,14 @@ OPERATIONS: dict[str, tuple[str, ...]] = {
     "crash": (),
 }
 STATES = ("running", "running", "running", "starting", "ended")
-"""What a run is at the beginning of a round."""
+"""The states of a run when a round begins."""
 ROUNDS_OF_A_RUN = 12
 TIMEOUT_S = 120.0
 REFUSED = (
     *("is running as", "is being cancelled", "cannot be locked", "is not running"),
     *("has ended, but Slurm still has its job", "is already pending"),
 )
-"""What a command that is refused says: what is wrong is that it came second."""
+"""The messages of a command that is refused because it came second."""
 WORKER = """
 echo "$TRAINKIT_JOB_ATTEMPT $$" >> "$TRAINKIT_JOB_RUN_DIR/ranks.txt"
 while read attempt pid; do
@@ -80,7 +80,7 @@ class Place:
     folder: Path
     number: int = 0
     cwd: Path | None = None
-    """The folder in which commands are typed, by default that of their output."""
+    """The folder in which commands are typed; the default is the folder of their output."""
     environ: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -160,7 +160,7 @@ class Round:
         self.commands: dict[int, Command] = {}
 
     def prepare(self) -> None:
-        """Bring the run into the state in which the round begins: the commands of that work."""
+        """Bring the run into the state with which the round begins; its commands have to succeed."""
         if self.state == "ended" and is_alive(self.run):
             self._require("cancel", str(self.run.path), "--now")
         elif self.state != "ended" and not is_alive(self.run):
