@@ -164,3 +164,15 @@ def test_what_executes_files_of_a_run_asks_whose_they_are(
     for act in (Run(first).resume, Run(first).results):
         with pytest.raises(UsageError, match="whose is"):
             act()
+
+
+def test_the_path_of_an_interpreter_says_which_one_a_launcher_takes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A plain name says nothing about it, and is refused."""
+    python = tmp_path / "other" / "python3"
+    python.parent.mkdir()
+    python.symlink_to(sys.executable)
+    run = submitted(capsys, "--launcher", "torchrun", "--backend", "local", "--", "other/python3", "train.py")
+    assert LaunchPlan.read(run.plan_file).python == (str(python),)
+    assert main(["submit", "--launcher", "torchrun", "--", "python3", "train.py"]) == 2

@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from inspect import cleandoc
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -373,7 +373,8 @@ def trailing_workload(launcher: str) -> Workload:
     if argv is None and launcher != "python":
         raise UsageError(f"--launcher {launcher} needs a COMMAND", hint="add: -- train.py …")
     workload = workload_of(argv, launcher)
-    if workload.has_launcher and PurePath(workload.argv[0]).name.startswith("python"):
+    # A path says with which interpreter (`command_python`).
+    if workload.has_launcher and re.match(r"python[\d.]*$", workload.argv[0]):
         raise UsageError(
             f"--launcher {launcher} starts Python itself, but the COMMAND begins with {workload.argv[0]}",
             hint=f"leave it out: -- {shlex.join(workload.argv[1:]) or 'train.py …'}",
