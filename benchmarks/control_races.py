@@ -254,7 +254,8 @@ class Round:
             if folder == str(self.run.path) or not wait_for(lambda: is_alive(RunDir(folder))):
                 self.wrong.append(f"submit took {folder}")
             self._require("cancel", folder, "--now")
-            shutil.rmtree(folder)
+            # A rank that was just started may still write its line.
+            wait_for(lambda: shutil.rmtree(folder, ignore_errors=True) or not Path(folder).exists())
         elif code == 0 and "will be requeued" in said:
             is_last = newest(self.run).attempt == self.before
             if is_last and not self._was_cancelled() and not alive:
