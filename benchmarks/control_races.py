@@ -292,6 +292,8 @@ class Round:
 def play_pair(folder: Path, pair: Sequence[str], rounds: int, seed: int) -> int:
     """Play the rounds of a pair; prints what is wrong, and returns how many rounds are."""
     chance = random.Random(f"{seed} {pair}")
+    # The delay before a restart doubles with every crash of a run, up to minutes.
+    rounds_of_a_run = 5 if "crash" in pair else ROUNDS_OF_A_RUN
     place, run, num_wrong, outcomes = Place(folder), None, 0, Counter[str]()
     for number in range(rounds):
         if run is None:
@@ -306,7 +308,7 @@ def play_pair(folder: Path, pair: Sequence[str], rounds: int, seed: int) -> int:
             print(f"WRONG {what}: {'; '.join(wrong)}", flush=True)
             for index, command in one.commands.items():
                 print(f"      {pair[index]} -> {command.code}: {command.said.strip()}", flush=True)
-        if wrong or number % ROUNDS_OF_A_RUN == ROUNDS_OF_A_RUN - 1:
+        if wrong or number % rounds_of_a_run == rounds_of_a_run - 1:
             place.run("cancel", str(run.path), "--now")
             if not wrong:
                 shutil.rmtree(run.path, ignore_errors=True)
