@@ -119,7 +119,7 @@ KINDS = {
     "order": Kind("if rank in wrong: gather(); add_up()\nelse: usual()", 3),
     "order-groups": Kind("if rank in wrong: add_up(4, half); add_up()\nelse: add_up(); add_up(4, half)", 6),
     "group-late": Kind("if rank in wrong: time.sleep(10**6)\nadd_up(4, half); usual()", 4),
-    "group-skipped": Kind("if rank not in wrong: add_up(4, half)\nusual()", 6, is_known=False),
+    "group-skipped": Kind("if rank not in wrong: add_up(4, half)\nusual()", 6),
     "receive": Kind(
         "if rank in wrong: dist.recv(torch.empty(4), (rank + 1) % world)\nusual()", 2, is_known=False
     ),

@@ -40,6 +40,7 @@ LINE = shlex.join(TRAIN)
 NUM_RANKS = 2
 ASKS = ("preempted", "requeue", "cancel", "limit")
 FORWARDS = "trap 'kill -TERM $pid' TERM; {} & pid=$!; wait $pid; wait $pid"
+WAITS_ON = "trap 'echo heard' TERM; {} & pid=$!; while kill -0 $pid; do wait $pid; done; wait $pid"
 
 
 def _bash(script: str) -> tuple[str, ...]:
@@ -66,6 +67,11 @@ CASES: dict[str, tuple[str, ...]] = {
     "uv run": ("uv", "run", "--no-project", "--python", *TRAIN),
     "trap that forwards": _bash(FORWARDS.format(LINE)),
     "trap that waits": _bash(f"trap 'rm -f lock' EXIT TERM; {LINE}; exit $?"),
+    "trap that passes nothing on": _bash(WAITS_ON.format(LINE)),
+    "trap that leaves": _bash(f"trap 'exit 3' TERM; {LINE} & wait"),
+    "timeout": ("timeout", "1d", *TRAIN),
+    "xargs": _bash(f"echo | xargs {LINE}"),
+    "make": _bash(f"printf 'train:\\n\\tcd . && {LINE}\\n' | make -f -"),
     "apptainer exec": (PYTHON, "-I", *_starts("apptainer")[1:]),
     "torchrun": _bash(
         f"export MEMBER=$RANK; exec {PYTHON} -m torch.distributed.run --standalone --nproc_per_node 1 "

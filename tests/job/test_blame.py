@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
+
 import pytest
 
 from trainkit.job.blame import UNKNOWN, Blame, find_blame
@@ -14,7 +16,14 @@ FRAMES = [
 ]
 
 
-def flight(rank: int, *calls: str, world: int = 8, backend: str = "nccl", first_id: int = 0) -> Flight:
+def flight(
+    rank: int,
+    *calls: str,
+    world: int = 8,
+    backend: str = "nccl",
+    first_id: int = 0,
+    groups: Mapping[str, Sequence[int]] = GROUPS,
+) -> Flight:
     """The record of a rank: ``GROUP NUMBER OP SIZES STATE`` for each call, as torch writes it."""
     entries = []
     for index, call in enumerate(calls):
@@ -42,8 +51,8 @@ def flight(rank: int, *calls: str, world: int = 8, backend: str = "nccl", first_
                 "frames": FRAMES,
             }
         )
-    config = {name: {"name": name, "desc": "", "ranks": str([*ranks])} for name, ranks in GROUPS.items()}
-    config["0"]["ranks"] = str([*range(world)])
+    members = {**groups, "0": range(world)}
+    config = {name: {"name": name, "desc": "", "ranks": str([*ranks])} for name, ranks in members.items()}
     return parse_flight(rank, {"version": "2.10", "entries": entries, "pg_config": config}, world)
 
 
@@ -137,6 +146,33 @@ def test_another_order_of_two_groups() -> None:
         records | {2: flight(2, "left 1 all_reduce 4 scheduled"), 3: flight(3, "tp1 1 barrier 4 scheduled")}
     )
     assert ranks_of(blame) == ()
+
+
+def test_a_rank_that_leaves_out_the_collective_of_its_group() -> None:
+    """In the smaller group, both others wait for it; it and the larger group wait for both."""
+    before = ("0 1 all_reduce 16 done", "0 2 all_gather 4 done")
+    world = "0 3 all_reduce 16 scheduled"
+    left = flight_of_halves(before, "left 1 all_reduce 4 scheduled", ranks=(0, 2))
+    records = left | flight_of_halves(before, world, ranks=(1,))
+    records |= flight_of_halves(before, "right 1 all_reduce 4 done", world, ranks=range(3, 7))
+    assert find_blame(records) == Blame(
+        (1,),
+        "has called all_reduce [16] Float (collective 3 of all ranks), and the others all_reduce [4] Float"
+        " (collective 1 of group mesh_left); ranks 1,3-6 wait in all_reduce [16] Float (collective 3 of all"
+        " ranks) for ranks 0,2; ranks 0,2 wait in all_reduce [4] Float (collective 1 of group mesh_left) for"
+        " rank 1",
+        differs=True,
+    )
+    # If the ranks have not done the same until then, as in a pipeline, they need not do so afterwards.
+    other = (before[0], "0 2 barrier 4 done")
+    records |= flight_of_halves(other, "right 1 all_reduce 4 done", world, ranks=(4,))
+    assert ranks_of(find_blame(records)) == ()
+
+
+def flight_of_halves(before: Sequence[str], *calls: str, ranks: Iterable[int]) -> dict[int, Flight]:
+    """Of seven ranks, in groups of three and four."""
+    halves = {"left": range(3), "right": range(3, 7)}
+    return flights(*(flight(rank, *before, *calls, world=7, groups=halves) for rank in ranks))
 
 
 def test_ranks_that_do_not_respond() -> None:

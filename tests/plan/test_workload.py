@@ -66,6 +66,8 @@ def test_whether_a_command_line_says_that_it_reads_standard_input(command: str, 
         (["python", "train.py", "--launcher", "ssh"], None),
         (["bash", "run.sh", "docker"], None),
         (["uv", "run", "train.py"], None),
+        (["parallel", "python", "train.py", ":::", "1"], None),
+        (["timeout", "1d", "sudo", "docker", "run", "it"], "docker"),
     ],
 )
 def test_what_a_notice_may_not_reach(argv, program):

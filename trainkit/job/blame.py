@@ -86,9 +86,10 @@ def find_blame(
         whose = f"the device of {rank_list(sorted(stalled))} has not come"
         texts.append(f"the others wait in {wait.call.shown_in_group}, to which {whose}")
     elif mismatch is None:
-        culprits = _out_of_order(waits) if not elsewhere else set()
+        left, left_text = _out_of_step(calls) if not elsewhere else (set[int](), "")
+        culprits = left or (_out_of_order(waits) if not elsewhere else set())
         differs = bool(culprits)
-        texts += [_describe(wait) for wait in waits[:MAX_SHOWN]]
+        texts += [*filter(None, [left_text]), *(_describe(wait) for wait in waits[:MAX_SHOWN])]
     culprits |= {*(() if mismatch is None else mismatch.ranks)}
     text = "; ".join([*texts, *([] if culprits else [UNKNOWN])])
     return Blame(tuple(sorted(culprits)), text, differs)
@@ -317,6 +318,50 @@ def _find_mismatch(calls: Mapping[int, Sequence[Call]], flights: Mapping[int, Fl
             tuple(few) if decided else (), f"the ranks differ in what they called as {of}: {', '.join(text)}"
         )
     return None
+
+
+def _out_of_step(calls: Mapping[int, Sequence[Call]]) -> tuple[set[int], str]:
+    """The ranks that wait in another call than the majority made there, after the same calls until then.
+
+    Calls in groups without a common rank are the same: each rank is in one of them, such as in its node's.
+    """
+    ended = [
+        {
+            (call.group, call.number): index
+            for index, call in enumerate(own)
+            if call.is_done and len(call.group[2]) == len(calls)
+        }
+        for own in calls.values()
+    ]
+    first = next((key for key in ended[0] if all(key in indices for indices in ended)), None)
+    if first is None:
+        return set(), ""
+    sequences = [own[indices[first] :] for own, indices in zip(calls.values(), ended, strict=True)]
+    for here in zip(*sequences, strict=False):
+        same: list[dict[int, Call]] = []
+        for rank, call in zip(calls, here, strict=True):
+            found = next((one for one in same if all(_are_alike(call, two) for two in one.values())), None)
+            if found is None:
+                same.append(found := {})
+            found[rank] = call
+        if len(same) == 1:
+            continue
+        *few, most = sorted(same, key=len)
+        others = {rank: call for one in few for rank, call in one.items()}
+        if len(most) <= len(others) or any(call.is_done for call in others.values()):
+            break
+        subject = f"{rank_list(sorted(others))} " if len(others) > 1 else ""
+        own, usual = next(iter(others.values())), next(iter(most.values()))
+        text = f"{_verb(others, 'have')} called {own.shown_in_group}, and the others {usual.shown_in_group}"
+        return {*others}, f"{subject}{text}"
+    return set(), ""
+
+
+def _are_alike(one: Call, other: Call) -> bool:
+    members = {*one.group[2]}
+    return one.signature == other.signature and (
+        one.group == other.group or members.isdisjoint(other.group[2])
+    )
 
 
 def _out_of_order(waits: Sequence[_Wait]) -> set[int]:

@@ -220,8 +220,7 @@ def exit_code(child: subprocess.Popen[bytes]) -> int:
 
 def kill_group(child: subprocess.Popen[bytes] | subprocess.Popen[str]) -> None:
     """Send SIGKILL to a child that is not reaped yet and to its process group."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)
+    _signal(os.killpg, child.pid, signal.SIGKILL)
 
 
 def first_failed(children: Sequence[subprocess.Popen[bytes]]) -> int | None:
@@ -237,8 +236,16 @@ def first_failed(children: Sequence[subprocess.Popen[bytes]]) -> int | None:
 def signal_all(pids: Iterable[int], number: signal.Signals) -> None:
     """Send a signal to every process that still exists."""
     for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
+        _signal(os.kill, pid, number)
+
+
+def _signal(kill: Callable[[int, int], None], pid: int, number: signal.Signals) -> None:
+    try:
+        kill(pid, number)
+    except ProcessLookupError:
+        return
+    except PermissionError:  # below sudo
+        log_line(f"process {pid} does not get {number.name}: it is another user's")
 
 
 def end_descendants() -> None:
@@ -343,6 +350,11 @@ def is_running(pid: int) -> bool:
     """Whether a process exists and has not ended; its parent may not have waited for it yet."""
     stat = proc_file(pid, "stat").rpartition(b")")[2].split()
     return bool(stat) and stat[0] not in (b"Z", b"X")
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process was stopped, as by SIGSTOP."""
+    return proc_file(pid, "stat").rpartition(b")")[2].split()[:1] == [b"T"]
 
 
 def children_by_parent() -> dict[int, list[int]]:

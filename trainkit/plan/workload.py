@@ -23,8 +23,12 @@ WRAPPERS = (
     *("env", "nice", "ionice", "nohup", "time", "timeout", "stdbuf", "setsid", "taskset", "numactl"),
     *("uv", "uvx", "poetry", "pipenv", "pixi", "hatch", "conda", "mamba", "micromamba"),
     *("apptainer", "singularity"),
+    *("sudo", "doas", "runuser", "setpriv", "unshare", "flock", "chrt"),
+    *("tini", "dumb-init", "catatonit", "pdm", "rye"),
 )
 """Programs that start the one that their arguments name, with their own standard input."""
+STARTERS = (*WRAPPERS, "su", "script", "make", "gmake", "ninja", "just", "task", "xargs", "parallel")
+"""Programs that train nothing themselves: a notice is for what they start."""
 _INTERPRETER = re.compile(
     rf"(?:python|pypy)[\d.]*|{'|'.join(SHELLS)}|fish|perl|ruby|node|julia|R|lua[\d.]*|php|cat"
 )
@@ -137,7 +141,6 @@ _OUT_OF_REACH = {
     **dict.fromkeys(("tmux", "screen", "systemd-run"), "a process outside of the job runs it"),
     **dict.fromkeys(("srun", "salloc"), "it ends its own step at once"),
     "sbatch": "it starts another job",
-    "parallel": "it passes none on to the commands that it runs",
 }
 """Programs that start what no signal may reach, and why; each is a word of a command line."""
 _PREFIXES = ("exec", "command", *WRAPPERS)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.programs import wait_for
-from trainkit.job.node.notice import takers
-from trainkit.job.processes import children_by_parent, proc_file, signal_all, tree_of
+from tests.support.runs import launch_plan
+from trainkit.job.node.notice import CommandNotice, takers
+from trainkit.job.processes import children_by_parent, is_running, proc_file, signal_all, tree_of
 
 HANDLES = """
 import signal, sys, time
@@ -99,3 +102,79 @@ def test_takers(
 ) -> None:
     _, found = tree(script, **bodies)
     assert names(found, tmp_path) == expected
+
+
+COUNTS = """
+import os, signal, sys, time
+heard = []
+signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+open("ready", "w").write(str(os.getpid()))
+while not heard:
+    time.sleep(0.01)
+time.sleep(0.2)
+open("part", "w").write(str(len(heard)))
+os.rename("part", "heard")
+sys.exit(75)
+"""
+HANDLES_ONLY = """
+import signal, subprocess, sys
+signal.signal(signal.SIGTERM, lambda *_: None)
+sys.exit(subprocess.run(sys.argv[1:]).returncode)
+"""
+SENDS_TWICE = """
+$SIG{TERM} = sub { kill 'TERM', $pid; kill 'TERM', $pid };
+$pid = fork or exec(@ARGV);
+while (waitpid($pid, 0) < 0) {}
+exit $? >> 8
+"""
+NODE = """
+const child = require("child_process").spawn(process.argv[1], process.argv.slice(2), {stdio: "inherit"});
+process.on("SIGTERM", () => child.kill("SIGTERM"));
+child.on("exit", code => process.exit(code));
+"""
+LINE = shlex.join([sys.executable, "-I", "counts.py"])
+FORWARDS = "trap 'kill -TERM $pid' TERM; {} & pid=$!; wait $pid; wait $pid"
+PASSES_NOTHING_ON = "trap 'echo' TERM; {} & pid=$!; while kill -0 $pid; do wait $pid; done; wait $pid"
+STARTS = "import subprocess, sys; sys.exit(subprocess.run(sys.argv[1:]).returncode)"
+WRAPPERS = {
+    "time": f"time {LINE}",
+    "nice and env": f"nice env -S {shlex.quote(LINE)}",
+    "a Python": f"{shlex.join([sys.executable, '-Ic', STARTS])} {LINE}",
+    "a trap that forwards": FORWARDS.format(LINE),
+    "a trap that passes nothing on": PASSES_NOTHING_ON.format(LINE),
+    "a trap that leaves": f"trap 'exit 3' TERM; {LINE} & wait",
+    "two traps": FORWARDS.format(f"bash -c {shlex.quote(PASSES_NOTHING_ON.format(LINE))}"),
+    "a Python that passes nothing on": f"{shlex.join([sys.executable, '-Ic', HANDLES_ONLY])} {LINE}",
+    "a perl that sends it twice": f"perl -e {shlex.quote(SENDS_TWICE)} {LINE}",
+    "node": f"node -e {shlex.quote(NODE)} {LINE}",
+    "timeout": f"timeout 600 {LINE}",
+    "xargs": f"echo | xargs {LINE}",
+    "make": f"printf 'train:\\n\\tcd . && {LINE}\\n' | make -f -",
+    "unshare": f"unshare --fork {LINE}",
+    "script": f"script -qec {shlex.quote(f'{LINE}; exit $?')} /dev/null",
+    "su": f"su -pc {shlex.quote(f'{LINE}; exit $?')}",
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_what_saves_below_a_wrapper_hears_a_notice_once(tmp_path: Path, name: str) -> None:
+    if name.startswith("node") and shutil.which("node") is None:
+        pytest.skip("node is not installed")
+    if name in ("su", "unshare") and os.geteuid() != 0:
+        pytest.skip(f"{name} takes root")
+    (tmp_path / "counts.py").write_text(COUNTS)
+    member = subprocess.Popen(
+        ["bash", "-c", f"{WRAPPERS[name]}; exit $?"], cwd=tmp_path, start_new_session=True
+    )
+    ready, heard = tmp_path / "ready", tmp_path / "heard"
+    try:
+        wait_for(lambda: ready.exists() and ready.read_text())
+        notice = CommandNotice(launch_plan(command=("bash",), grace_s=2.0))
+        notice.groups[member.pid] = 0
+        notice.send({0: member})
+        wait_for(lambda: not notice.poll())
+        wait_for(heard.exists)
+        assert heard.read_text() == "1"
+    finally:
+        signal_all([pid for pid in (int(ready.read_text()), member.pid) if is_running(pid)], signal.SIGKILL)
+        member.wait()

@@ -84,6 +84,8 @@ if TYPE_CHECKING:
     from trainkit.job.node.log_curve import LogCurve
 
 POLL_S = 2.0
+RELAY_S = 0.1
+"""How often is looked whether something has passed a notice on, while what waits for it is stopped."""
 DRAIN_S = 0.2
 """How often a pipe is read that nobody else reads any more."""
 NOTICE_PATIENCE_S = 10.0
@@ -218,13 +220,15 @@ class Agent(ProcessGroup):
             self.kill_within(0.0)
             return
         self._collector.poll(self._pids)
-        if self.workload.is_command and not self.has_launcher:
-            self._hold_pipes()
-            self._notice.send_to_repeated(self.running)
         if self.has_launcher and len(self._ranks) < len(self.rendezvous.local_ranks):
             self._ranks.watch({pid: rank for rank, pid in self._pids().items()})
         has_hangs = any(attempt.hangs_dir.glob("rank-*.json"))
         self._dump_silent_ranks(has_hangs)
+        if self._notice.poll():
+            self.poll_interval_s = RELAY_S
+        if self.workload.is_command and not self.has_launcher:
+            self._hold_pipes()
+            self._notice.send_to_repeated(self.running)
         if isinstance(self.rendezvous.task, HostPlace):
             self._follow_other_hosts(self.rendezvous.task)
         # Without a supervisor nothing else ends these workers, which may wait in a collective forever.
@@ -246,7 +250,7 @@ class Agent(ProcessGroup):
                 writers = takers([member.pid], tree)
                 self._pipes.hold(writers.keys() - {member.pid}, tree, self.attempt.rank_log(rank))
         if self._pipes.poll(has_notice=self.received is not None):
-            self.poll_interval_s = DRAIN_S
+            self.poll_interval_s = min(self.poll_interval_s, DRAIN_S)
 
     def _follow_other_hosts(self, place: HostPlace) -> None:
         """Forward the notices that other hosts have received, and record a host that is lost as a failure."""

@@ -1,8 +1,10 @@
 """Which processes of a command a notice is for, and what is kept until they have saved.
 
 A shell, `time`, `accelerate launch` or a Python with `subprocess` handles no notice: the signal would end it,
-and with it the training below that saves. What does handle one above a training, such as `uv run`, a trap or
-torchrun, passes it on: nothing below it is signalled a second time.
+and with it the training below that saves. Programs that only start others, such as `uv run` and `timeout`,
+are passed over. Any other that handles a notice above a training, such as a trap or torchrun, gets it. If
+that is a shell or only waits for a child, the training is stopped until the kernel lists the signal there as
+pending; if none comes, trainkit sends it. However many arrive meanwhile, the training hears one.
 """
 
 from __future__ import annotations
@@ -11,31 +13,45 @@ import contextlib
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import PurePath
 
 from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED
 from trainkit.job import processes
 from trainkit.job.failure.launcher_report import LaunchedRanks
-from trainkit.job.handlers import SAVES_ON, is_in_foreground, is_shell, signal_mask
+from trainkit.job.handlers import PASSED_ON_S, SAVES_ON, is_in_foreground, is_shell, signal_mask
 from trainkit.job.signals import NOTICE_SIGNALS, signal_exit_code
 from trainkit.job.spare_children import AGENT_VARIABLE, own_handlers
 from trainkit.plan.launch import LaunchPlan
+from trainkit.plan.workload import STARTERS
 
 ENDED_BY = (*NOTICE_SIGNALS, signal.SIGUSR1)
 _DATA_WORKER = {signal.SIGBUS, signal.SIGSEGV, signal.SIGFPE, signal.SIGTERM}
 """What a worker of torch's DataLoader handles, in C and only to die of it."""
+STOPS_S = 1.0
+"""How long a process may take to stop: one that reads from a disk stops afterwards."""
+STOP_POLL_S = 0.002
+PASSED_ON_SHARE = 0.25
+"""The part of the grace time after which nothing more is expected to pass a notice on."""
 
 
 def takers(
     roots: Iterable[int], children: Mapping[int, list[int]], numbers: Collection[signal.Signals] = SAVES_ON
 ) -> dict[int, signal.Signals]:
-    """The topmost processes that handle one of these signals, `roots` included: pid -> its first signal."""
+    """The topmost processes that handle one of these signals, `roots` included: pid -> its first signal.
+
+    One of `STARTERS` is among them only if nothing below it handles one.
+    """
     found: dict[int, signal.Signals] = {}
     for pid in roots:
         below = children.get(pid, [])
-        handled = _handled(pid)
-        number = next((one for one in numbers if one in handled), None)
+        number = _first_handled(pid, numbers)
         if number is not None:
+            if _is_starter(pid) and (started := takers(below, children, numbers)):
+                found |= started
+                continue
             found[pid] = number
             # A shell calls its trap when the program has ended for which it waits: that has to hear it too.
             below = [child for child in below if is_in_foreground(child)] if is_shell(pid) else []
@@ -50,6 +66,11 @@ def savers_below(pid: int, children: Mapping[int, list[int]]) -> Iterator[int]:
             yield child
         else:
             yield from savers_below(child, children)
+
+
+def _first_handled(pid: int, numbers: Collection[signal.Signals]) -> signal.Signals | None:
+    handled = _handled(pid)
+    return next((one for one in numbers if one in handled), None)
 
 
 def _handled(pid: int) -> set[int]:
@@ -69,10 +90,46 @@ def _is_multiprocessing(pid: int) -> bool:
     )
 
 
+def _is_starter(pid: int) -> bool:
+    """Whether a process runs one of `STARTERS`, which may be a script of Python or Perl."""
+    name = processes.proc_file(pid, "comm").decode(errors="replace").strip()
+    if name.startswith(("python", "perl")):
+        words = processes.proc_file(pid, "cmdline").decode(errors="replace").split("\0")[1:]
+        name = PurePath(next((word for word in words if not word.startswith("-")), "")).name
+    return name in STARTERS
+
+
+def _only_waits(pid: int) -> bool:
+    """Whether a process is a shell, or waits for the end of a child at this moment: no training does."""
+    return is_shell(pid) or processes.proc_file(pid, "wchan").startswith(b"do_wait")
+
+
+def _await_stop(pids: Iterable[int]) -> None:
+    """Wait until these processes have stopped: one that still runs would handle the next signal before."""
+    deadline_s = time.monotonic() + STOPS_S
+    for pid in pids:
+        while processes.is_running(pid) and not processes.is_stopped(pid) and time.monotonic() < deadline_s:
+            time.sleep(STOP_POLL_S)
+
+
 def was_signalled(pid: int) -> bool:
     """Whether a notice may have ended a process, or what it has started, whose exit code a shell returns."""
     code = processes.exit_code_of_zombie(pid) or EXIT_OK
     return (signal_exit_code(-code) if code < 0 else code) in map(signal_exit_code, ENDED_BY)
+
+
+@dataclass
+class _Relay:
+    """A process that has got the notice, and what it may pass that on to, which is stopped meanwhile."""
+
+    rank: int
+    above: int
+    below: dict[int, signal.Signals]
+    """The signal of each that still is."""
+    waiting: set[int]
+    """Which of them only wait, and may pass it on themselves."""
+    until_s: float
+    """Monotonic time after which it has passed nothing on."""
 
 
 class CommandNotice:
@@ -94,6 +151,8 @@ class CommandNotice:
         """By rank, those that may outlive the member."""
         self._orphaned: set[int] = set()
         """The ranks whose member was ended by a signal."""
+        self._relays: list[_Relay] = []
+        self._patience_s = min(PASSED_ON_S, plan.grace_s * PASSED_ON_SHARE)
 
     @property
     def is_sent(self) -> bool:
@@ -137,13 +196,54 @@ class CommandNotice:
         found = {pid: number for pid, number in found.items() if pid not in self._kept[rank]}
         # Before the signal, of which a shell may end.
         below = {pid: {*savers_below(pid, children)} for pid in found}
-        kept = {*found}.union(*(below[pid] for pid in below if is_shell(pid))) - {member.pid}
+        waiting = {*filter(_only_waits, found)}
+        kept = {*found}.union(*(below[pid] for pid in waiting)) - {member.pid}
         self._kept[rank] |= kept
         self._asked |= {processes.proc_file(pid, "cmdline") for pid in found.keys() - {member.pid}}
         self._savers[rank].watch(dict.fromkeys(kept.union(*below.values()), rank))
-        for pid, number in found.items():
-            if self._heard is None or not self._is_notice_for(pid, self._heard):
-                processes.signal_all([pid], number)
+        asked = {
+            pid: number
+            for pid, number in found.items()
+            if self._heard is None or not self._is_notice_for(pid, self._heard)
+        }
+        self._signal(rank, asked, {pid: below[pid] - found.keys() for pid in waiting})
+
+    def _signal(
+        self, rank: int, numbers: Mapping[int, signal.Signals], below: Mapping[int, Iterable[int]]
+    ) -> None:
+        """Signal processes, and stop before what is `below` those that only wait."""
+        relays = []
+        for pid in numbers.keys() & below.keys():
+            handled = {saver: _first_handled(saver, self._numbers) for saver in below[pid]}
+            stopped = {saver: number for saver, number in handled.items() if number is not None}
+            waiting = {*filter(_only_waits, stopped)}
+            relays.append(_Relay(rank, pid, stopped, waiting, time.monotonic() + self._patience_s))
+        stopped_pids = [pid for relay in relays for pid in relay.below]
+        processes.signal_all(stopped_pids, signal.SIGSTOP)
+        _await_stop(stopped_pids)
+        for pid, number in numbers.items():
+            processes.signal_all([pid], number)
+        self._relays += relays
+
+    def poll(self) -> bool:
+        """Continue what has the notice from above, or gets none there; returns whether some still wait."""
+        for relay in [*self._relays]:
+            # In this order: what has ended has passed the notice on before.
+            is_over = not processes.is_running(relay.above) or time.monotonic() > relay.until_s
+            for pid in [*relay.below]:
+                pending = signal_mask(pid, "ShdPnd") & {*ENDED_BY}
+                if pending or is_over or not processes.is_running(pid):
+                    # A signal that is pending does not arrive a second time.
+                    number = signal.Signals(min(pending)) if pending else relay.below[pid]
+                    below = {*savers_below(pid, processes.tree_of(pid))} if pid in relay.waiting else {}
+                    self._kept[relay.rank].update(below)
+                    self._savers[relay.rank].watch(dict.fromkeys(below, relay.rank))
+                    self._signal(relay.rank, {pid: number}, {pid: below})
+                    processes.signal_all([pid], signal.SIGCONT)
+                    del relay.below[pid]
+            if not relay.below:
+                self._relays.remove(relay)
+        return bool(self._relays)
 
     def _ranks_of(self, member: int) -> list[int]:
         """The ranks to notify: `member` itself, or those of a launcher; empty while it has started none."""
