@@ -234,7 +234,10 @@ class Round:
             self.wrong.append(f"two supervisors: {leftover}")
         shown = self.place.run("status", str(self.run.path), "--json")
         state = json.loads(shown.said.splitlines()[-1])["state"] if shown.code == 0 else shown.said
-        expected = ("running", "starting") if alive else ("cancelled", "stopped", "failed", "finished")
+        restarting = ("restarting",) if "crash" in self.pair else ()
+        expected = (
+            ("running", "starting", *restarting) if alive else ("cancelled", "stopped", "failed", "finished")
+        )
         if state not in expected:
             self.wrong.append(f"status says {state}, alive is {alive}")
         codes = (self.commands[index].code for index in sorted(self.commands))
