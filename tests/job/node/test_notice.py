@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.programs import wait_for
+from tests.support.programs import FORWARDS, PASSES_NOTHING_ON, wait_for
 from tests.support.runs import launch_plan
 from trainkit.job.node.notice import CommandNotice, takers
 from trainkit.job.processes import children_by_parent, is_running, proc_file, signal_all, tree_of
@@ -133,8 +133,6 @@ process.on("SIGTERM", () => child.kill("SIGTERM"));
 child.on("exit", code => process.exit(code));
 """
 LINE = shlex.join([sys.executable, "-I", "counts.py"])
-FORWARDS = "trap 'kill -TERM $pid' TERM; {} & pid=$!; wait $pid; wait $pid"
-PASSES_NOTHING_ON = "trap 'echo' TERM; {} & pid=$!; while kill -0 $pid; do wait $pid; done; wait $pid"
 STARTS = "import subprocess, sys; sys.exit(subprocess.run(sys.argv[1:]).returncode)"
 WRAPPERS = {
     "time": f"time {LINE}",
