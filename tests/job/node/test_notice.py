@@ -176,3 +176,20 @@ def test_what_saves_below_a_wrapper_hears_a_notice_once(tmp_path: Path, name: st
     finally:
         signal_all([pid for pid in (int(ready.read_text()), member.pid) if is_running(pid)], signal.SIGKILL)
         member.wait()
+
+
+def test_a_process_of_another_user_is_named_and_the_others_are_signalled(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As below `sudo`, which only root may signal."""
+    signalled = []
+
+    def kill(pid: int, number: int) -> None:
+        if pid == 1:
+            raise PermissionError
+        signalled.append((pid, number))
+
+    monkeypatch.setattr(os, "kill", kill)
+    signal_all([1, 2], TERM)
+    assert signalled == [(2, TERM)]
+    assert capfd.readouterr().out == "process 1 does not get SIGTERM: it is another user's\n"
