@@ -25,7 +25,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -111,16 +112,16 @@ class Cell:
         return f"{self.signals} / {'?' if self.lost is None else self.lost}"
 
 
-def submit(login: Login, name: str, options: Iterable[str]) -> RunDir:
+def submit(login: Login, name: str, more: Iterable[str]) -> RunDir:
     """Submit a workload on two hosts."""
-    more, own, command = CASES[name]
+    text, own, command = CASES[name]
     config = login.folder / f"{re.sub(r'[^a-z]+', '-', name.lower())}.yaml"
-    config.write_text(CONFIG + more)
+    config.write_text(CONFIG + text)
     return login.submit(
         *("--nodes", str(NUM_RANKS), "--gpus-per-node", "1", "--partition", "low", "--no-snapshot"),
         *settings("resources.cpus_per_gpu=1", "resources.mem=6G"),
         *settings(f"launch.env.LD_PRELOAD={login.folder / 'heard.so'}"),
-        *(*own, *options, *(("--", *command) if command else ())),
+        *(*own, *more, *(("--", *command) if command else ())),
         config=config,
     )
 
@@ -205,11 +206,11 @@ def judge(login: Login, name: str, run: RunDir, attempt: int) -> Cell:
 def disturb(login: Login, names: list[str], asks: list[str]) -> dict[tuple[str, str], Cell]:
     """Submit workloads and ask them, one way after another."""
     found: dict[tuple[str, str], Cell] = {}
-    for series, options in (([a for a in asks if a != "limit"], ()), (asks, LIMIT)):
-        if not series or (options and "limit" not in asks):
+    for series, more in (([a for a in asks if a != "limit"], ()), (asks, LIMIT)):
+        if not series or (more and "limit" not in asks):
             continue
-        runs = {name: submit(login, name, options) for name in names}
-        for number, what in enumerate(["limit"] if options else series, 1):
+        runs = {name: submit(login, name, more) for name in names}
+        for number, what in enumerate(["limit"] if more else series, 1):
             for name, run in list(runs.items()):
                 is_ready = partial(has_steps, name, run, number)
                 if not wait_or_note(is_ready, f"{MIN_STEPS} steps of {name}"):
@@ -230,6 +231,42 @@ def disturb(login: Login, names: list[str], asks: list[str]) -> dict[tuple[str, 
 ASKS = ("preempted", "requeue", "USR2", "TERM", "cancel", "limit")
 
 
+def options(doc: str | None, cases: Iterable[str], asks: Sequence[str]) -> argparse.ArgumentParser:
+    """The options of a table of cases and of the ways to ask them to stop."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--slurm", help="a version such as 24.11; default: the installed one")
+    parser.add_argument("--cgroups", action="store_true", help="confine jobs, which Slurm finds by cgroup")
+    parser.add_argument("--cases", nargs="+", choices=cases, default=[*cases])
+    parser.add_argument("--asks", nargs="+", choices=asks, default=[*asks])
+    parser.add_argument("--keep", action="store_true", help="keep the folder of the runs")
+    return parser
+
+
+@contextmanager
+def on_cluster(args: argparse.Namespace, folder: Path) -> Iterator[tuple[Login, int]]:
+    """A login node, and how many runs of two ranks it can start at once; prints how long that took."""
+    began_s = time.monotonic()
+    cluster = up(accounting=False, owner=Pid.of(os.getpid()), slurm=args.slurm, with_cgroups=args.cgroups)
+    try:
+        at_once = NUM_HOSTS // NUM_RANKS * (os.cpu_count() or 1) if args.cgroups else AT_ONCE
+        yield Login(cluster, folder), at_once
+    finally:
+        cluster.down()
+    how = f"Slurm {args.slurm or 'as installed'}{', cgroups' if args.cgroups else ''}"
+    print(f"\n{how}, {time.monotonic() - began_s:.0f} s")
+
+
+def print_cells(
+    what: str, columns: Sequence[str], rows: Mapping[str, Sequence[Cell | None]], folder: Path | None
+) -> None:
+    """Print a table of cells, and the folder of the runs, which is kept."""
+    print(f"\n| {what} | {' | '.join(columns)} |\n|---|{'---|' * len(columns)}")
+    for name, cells in rows.items():
+        print(f"| {name} | {' | '.join(cell.text if cell else '-' for cell in cells)} |")
+    if folder is not None:
+        print(f"\nthe runs are in {folder}")
+
+
 def prepare(folder: Path) -> None:
     """The scripts, the program and the library in a folder."""
     for part in (*PARTS.glob("*.py"), *PARTS.glob("*.sh"), LIGHTNING_EXAMPLE):
@@ -241,36 +278,16 @@ def prepare(folder: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--slurm", help="a version such as 24.11; default: the installed one")
-    parser.add_argument("--cgroups", action="store_true", help="confine jobs, which Slurm finds by cgroup")
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--asks", nargs="+", choices=ASKS, default=list(ASKS))
-    parser.add_argument("--keep", action="store_true", help="keep the folder of the runs")
-    args = parser.parse_args()
+    args = options(__doc__, CASES, ASKS).parse_args()
     folder = Path(tempfile.mkdtemp(prefix="notices-"))
     prepare(folder)
-    began_s = time.monotonic()
     found: dict[tuple[str, str], Cell] = {}
-    cluster = up(accounting=False, owner=Pid.of(os.getpid()), slurm=args.slurm, with_cgroups=args.cgroups)
-    at_once = NUM_HOSTS // NUM_RANKS * (os.cpu_count() or 1) if args.cgroups else AT_ONCE
-    try:
-        login = Login(cluster, folder)
+    with on_cluster(args, folder) as (login, at_once):
         for first in range(0, len(args.cases), at_once):
             found |= disturb(login, args.cases[first : first + at_once], args.asks)
-    finally:
-        cluster.down()
-    how = f"Slurm {args.slurm or 'as installed'}{', cgroups' if args.cgroups else ''}"
-    print(f"\n{how}, {time.monotonic() - began_s:.0f} s:\n")
-    print(f"| workload | {' | '.join(args.asks)} |\n|---|{'---|' * len(args.asks)}")
-    for name in args.cases:
-        cells = [found.get((name, what)) for what in args.asks]
-        print(f"| {name} | {' | '.join(cell.text if cell else '-' for cell in cells)} |")
-    if args.keep:
-        print(f"\nthe runs are in {folder}")
-    else:
+    rows = {name: [found.get((name, what)) for what in args.asks] for name in args.cases}
+    print_cells("workload", args.asks, rows, folder if args.keep else None)
+    if not args.keep:
         shutil.rmtree(folder)
     return 0 if all(cell.lost is not None and cell.lost <= 0 for cell in found.values()) else 1
 

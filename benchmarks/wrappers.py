@@ -15,21 +15,30 @@ is left out: numactl, GNU time, uv (or `--uv PATH`).
 
 from __future__ import annotations
 
-import argparse
-import os
 import re
 import shlex
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.notices import AT_ONCE, LIMIT, MIN_STEPS, RETURNS, Cell, ask, has_ended, wait_or_note
+from benchmarks.notices import (
+    LIMIT,
+    MIN_STEPS,
+    NUM_RANKS,
+    RETURNS,
+    Cell,
+    ask,
+    has_ended,
+    on_cluster,
+    options,
+    print_cells,
+    wait_or_note,
+)
 from tests.on_slurm.login import Login, settings
-from tools.slurm_cluster.cluster import NUM_HOSTS, up
-from tools.slurm_cluster.processes import Pid
+from tests.support.programs import FORWARDS, PASSES_NOTHING_ON
+from trainkit.formats import plural
 from trainkit.run.files import read_json
 from trainkit.run.rundir import RunDir
 
@@ -37,10 +46,7 @@ PARTS = Path(__file__).parent / "wrapper_cases"
 PYTHON = sys.executable
 TRAIN = (PYTHON, "train.py")
 LINE = shlex.join(TRAIN)
-NUM_RANKS = 2
 ASKS = ("preempted", "requeue", "cancel", "limit")
-FORWARDS = "trap 'kill -TERM $pid' TERM; {} & pid=$!; wait $pid; wait $pid"
-WAITS_ON = "trap 'echo heard' TERM; {} & pid=$!; while kill -0 $pid; do wait $pid; done; wait $pid"
 
 
 def _bash(script: str) -> tuple[str, ...]:
@@ -67,7 +73,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "uv run": ("uv", "run", "--no-project", "--python", *TRAIN),
     "trap that forwards": _bash(FORWARDS.format(LINE)),
     "trap that waits": _bash(f"trap 'rm -f lock' EXIT TERM; {LINE}; exit $?"),
-    "trap that passes nothing on": _bash(WAITS_ON.format(LINE)),
+    "trap that passes nothing on": _bash(PASSES_NOTHING_ON.format(LINE)),
     "trap that leaves": _bash(f"trap 'exit 3' TERM; {LINE} & wait"),
     "timeout": ("timeout", "1d", *TRAIN),
     "xargs": _bash(f"echo | xargs {LINE}"),
@@ -81,14 +87,14 @@ CASES: dict[str, tuple[str, ...]] = {
 """Wrapper -> the command that is typed."""
 
 
-def submit(login: Login, name: str, nodes: int, options: Sequence[str]) -> RunDir:
+def submit(login: Login, name: str, nodes: int, more: Sequence[str]) -> RunDir:
     config = login.folder / f"{re.sub(r'[^a-z]+', '-', name.lower()).strip('-')}.yaml"
     config.write_text("device: cpu\nrequeue: {grace_s: 20}\n")
     gpus = NUM_RANKS // nodes
     return login.submit(
         *("--nodes", str(nodes), "--gpus-per-node", str(gpus), "--partition", "low", "--no-snapshot"),
         *settings("resources.cpus_per_gpu=1", "resources.mem=2G", "requeue.max_crashes=0"),
-        *(*options, "--", *CASES[name]),
+        *(*more, "--", *CASES[name]),
         config=config,
     )
 
@@ -129,8 +135,8 @@ def disturb(login: Login, names: list[str], asks: Sequence[str], nodes: int) -> 
     """Submit wrappers and ask them, one way after another; a time limit in runs of its own."""
     found: dict[tuple[str, str], Cell] = {}
     others = [what for what in asks if what != "limit"]
-    for series, options in ((others, ()), (["limit"] if "limit" in asks else [], LIMIT)):
-        runs = {name: submit(login, name, nodes, options) for name in (names if series else ())}
+    for series, more in ((others, ()), (["limit"] if "limit" in asks else [], LIMIT)):
+        runs = {name: submit(login, name, nodes, more) for name in (names if series else ())}
         for number, what in enumerate(series, 1):
             for name, run in list(runs.items()):
                 if not wait_or_note(
@@ -167,43 +173,25 @@ def is_right(cell: Cell) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--slurm", help="a version such as 24.11; default: the installed one")
-    parser.add_argument("--cgroups", action="store_true", help="confine jobs, which Slurm finds by cgroup")
+    parser = options(__doc__, CASES, ASKS)
     parser.add_argument("--nodes", type=int, nargs="+", choices=(1, 2), default=[1, 2])
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--asks", nargs="+", choices=ASKS, default=list(ASKS))
     parser.add_argument("--uv", help="the program uv")
-    parser.add_argument("--keep", action="store_true", help="keep the folder of the runs")
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="wrappers-"))
     present = prepare(folder, args.uv)
     names = [name for name in args.cases if name in present]
-    began_s = time.monotonic()
     found: dict[tuple[int, str, str], Cell] = {}
-    cluster = up(accounting=False, owner=Pid.of(os.getpid()), slurm=args.slurm, with_cgroups=args.cgroups)
-    at_once = NUM_HOSTS // NUM_RANKS * (os.cpu_count() or 1) if args.cgroups else AT_ONCE
-    try:
-        login = Login(cluster, folder)
+    with on_cluster(args, folder) as (login, at_once):
         for nodes in args.nodes:
             for first in range(0, len(names), at_once):
                 cells = disturb(login, names[first : first + at_once], args.asks, nodes)
                 found |= {(nodes, *key): cell for key, cell in cells.items()}
-    finally:
-        cluster.down()
-    how = f"Slurm {args.slurm or 'as installed'}{', cgroups' if args.cgroups else ''}"
     wrong = sum(not is_right(cell) for cell in found.values())
-    print(f"\n{how}, {time.monotonic() - began_s:.0f} s, {wrong} of {len(found)} cases wrong:\n")
-    heads = [f"{what}, {nodes} host{'s' * (nodes > 1)}" for nodes in args.nodes for what in args.asks]
-    print(f"| wrapper | {' | '.join(heads)} |\n|---|{'---|' * len(heads)}")
-    for name in names:
-        cells = [found.get((nodes, name, what)) for nodes in args.nodes for what in args.asks]
-        print(f"| {name} | {' | '.join(cell.text if cell else '-' for cell in cells)} |")
-    if args.keep:
-        print(f"\nthe runs are in {folder}")
-    else:
+    print(f"{wrong} of {len(found)} cases wrong")
+    columns = {(n, what): f"{what}, {plural(n, 'host')}" for n in args.nodes for what in args.asks}
+    rows = {name: [found.get((nodes, name, what)) for nodes, what in columns] for name in names}
+    print_cells("wrapper", [*columns.values()], rows, folder if args.keep else None)
+    if not args.keep:
         shutil.rmtree(folder)
     return 1 if wrong else 0
 

@@ -18,7 +18,8 @@ import pytest
 import torch
 
 import trainkit
-from tests.test_api import LIMIT_S, ROOT
+from tests.support.runs import runs_from
+from tests.test_api import LIMIT_S
 from trainkit import api
 from trainkit.run.files import read_object
 from trainkit.run.rundir import RunDir
@@ -32,9 +33,7 @@ ONCE = {"requeue": {"max_crashes": 0}}
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The current folder of all runs of this module."""
     path = tmp_path_factory.mktemp("ends")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(path)
-        patch.setenv("PYTHONPATH", str(ROOT))
+    with runs_from(path):
         yield path
 
 

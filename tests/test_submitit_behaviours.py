@@ -25,6 +25,7 @@ from typing import Any
 import pytest
 
 import trainkit
+from tests.support.runs import runs_from
 from tests.test_api import LIMIT_S, ROOT
 from trainkit import api
 from trainkit.errors import UsageError
@@ -165,9 +166,7 @@ def trainkit_command(*words: str) -> None:
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
     folder = tmp_path_factory.mktemp("behaviours")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        patch.setenv("PYTHONPATH", str(ROOT))
+    with runs_from(folder) as patch:
         (folder / "text.txt").write_text("as at submit")
         (folder / "here.py").write_text(HERE)
         patch.syspath_prepend(str(folder))

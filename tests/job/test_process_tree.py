@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from job_tree import wait_for
 
-from tests.support.programs import is_running, run_program
+from tests.support.programs import FORWARDS, PASSES_NOTHING_ON, is_running, run_program
 from tests.support.runs import start_local
 from trainkit.job.processes import descendants, exit_code_of_zombie, link_of
 from trainkit.run.files import read_json
@@ -319,8 +319,6 @@ print("saved after", asked, flush=True)
 sys.exit(75)
 """
 CHECKS = "import shlex, subprocess, sys; subprocess.check_call(shlex.split(sys.argv[1]))"
-FORWARDS = "trap 'kill -TERM $pid' TERM; {} & pid=$!; wait $pid; wait $pid"
-WAITS_ON = "trap 'echo heard' TERM; {} & pid=$!; while kill -0 $pid; do wait $pid; done; wait $pid"
 TYPED = {
     "bash run.sh": lambda line: ["bash", "-c", f"{line}; exit $?"],
     "a pipe": lambda line: ["bash", "-c", f"{line} | tee log"],
@@ -330,7 +328,7 @@ TYPED = {
     "a trap that ends at once": lambda line: [
         *("bash", "-c", f"trap 'kill -TERM $pid; exit 75' TERM; {line} & pid=$!; wait $pid")
     ],
-    "a trap that passes nothing on": lambda line: ["bash", "-c", WAITS_ON.format(line)],
+    "a trap that passes nothing on": lambda line: ["bash", "-c", PASSES_NOTHING_ON.format(line)],
     "a trap that waits": lambda line: ["bash", "-c", f"trap 'rm -f lock' TERM; {line}; exit $?"],
 }
 

@@ -90,7 +90,7 @@ def test_the_end_of_a_hang_is_blamed_on_who_held_the_others_up(
 
     monkeypatch.setattr(step_run, "run_task", run_task)
     monkeypatch.setattr(step_run.processes, "block_signals", lambda *more: None)
-    decision = run_first_task(attempt, lambda attempt, ended: None)
+    decision = run_first_task(attempt, plan, lambda attempt, ended: None)
     assert (decision.action, decision.cause) == ("failed", "hang")
     verdict = read_json(attempt.end_file)["verdict"]
     assert (verdict["type"], verdict["rank"], verdict["step"]) == ("Hang", 1, 41)

@@ -17,6 +17,10 @@ from trainkit.job.processes import environ_of, parent_pid, proc_file
 from trainkit.job.rank_env import RUN_DIR_VARIABLE
 from trainkit.run.rundir import RunDir
 
+FORWARDS = "trap 'kill -TERM $pid' TERM; {} & pid=$!; wait $pid; wait $pid"
+PASSES_NOTHING_ON = "trap 'echo heard' TERM; {} & pid=$!; while kill -0 $pid; do wait $pid; done; wait $pid"
+"""Scripts with a trap, for the line that starts a training."""
+
 
 def run_program(*argv: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
     """Run a program to its end, without input; `options` are those of `subprocess.run`."""

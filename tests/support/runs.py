@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+import trainkit
 from tests.support import programs
 from tests.support.ranks import ForkedWorker, start_ranks, start_worker, wait_for_all
 from trainkit.backends import NewAttempt
@@ -199,6 +203,15 @@ def site(folder: Path, text: str) -> dict[str, str]:
     (folder / "site").mkdir()
     (folder / "site" / "sitecustomize.py").write_text(text)
     return {"PYTHONPATH": f"{folder / 'site'}:{Path(__file__).parents[2]}"}
+
+
+@contextmanager
+def runs_from(folder: Path) -> Iterator[pytest.MonkeyPatch]:
+    """Work in a folder within, with runs that find this code; undo what else the patch changes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("PYTHONPATH", str(Path(trainkit.__file__).parents[1]))
+        yield patch
 
 
 def launch_plan(**values: Any) -> LaunchPlan:

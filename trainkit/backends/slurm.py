@@ -183,7 +183,7 @@ def sent_for(number: signal.Signals, runs: Sequence[tuple[RunDir, AttemptRecord]
     has_agents = all(
         read_plan(run.attempt(entry.attempt)).is_command  # a damaged plan must not prevent a cancellation
         and read_rendezvous(run.attempt(entry.attempt)).port is not None
-        and (number == signal.SIGUSR2 or read_job(run).of_attempt(entry.attempt).is_cancelled)
+        and (number == signal.SIGUSR2 or entry.is_cancelled)
         for run, entry in runs
     )
     return AGENT_SIGNAL if number == signal.SIGUSR2 or has_agents else number

@@ -122,7 +122,7 @@ def run_on_hosts(
             click.echo(f"waiting for node rank {', '.join(map(str, place.others))}", err=True)
         with kept_terminal() as terminal:
             step_run.run_first_task(
-                attempt, lambda attempt, ended: show_rank_0(attempt, ended, terminal), place
+                attempt, plan, lambda attempt, ended: show_rank_0(attempt, ended, terminal), place
             )
         step_run.withdraw(folder, place)
     else:

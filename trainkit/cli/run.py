@@ -257,7 +257,7 @@ def run_in_step(request: ConfigRequest, workload: Workload, run_dir: str | None,
         found = step_run.await_announcement(folder, task)
         return found if isinstance(found, int) else _exit_code(step_run.run_task(found))
     try:
-        attempt = _start_in_step(request, workload, run_dir, task)
+        attempt, plan = _start_in_step(request, workload, run_dir, task)
     except TrainkitError as error:
         try:
             step_run.announce(folder, task, error.exit_code)
@@ -268,9 +268,9 @@ def run_in_step(request: ConfigRequest, workload: Workload, run_dir: str | None,
     with kept_terminal() as terminal:
         # The agent now writes to its log; the terminal shows rank 0.
         decision = step_run.run_first_task(
-            attempt, lambda attempt, ended: show_rank_0(attempt, ended, terminal)
+            attempt, plan, lambda attempt, ended: show_rank_0(attempt, ended, terminal)
         )
-    step_run.await_starts(attempt)
+    step_run.await_starts(attempt, plan)
     step_run.withdraw(folder, task)
     print_end(attempt.run)
     return _exit_code(step_run.exit_code_of(attempt, decision.exit_code))
@@ -294,8 +294,8 @@ def _exit_code(code: int) -> int:
 
 def _start_in_step(
     request: ConfigRequest, workload: Workload, run_dir: str | None, task: SlurmTask
-) -> AttemptDir:
-    """Load, plan, create and start the run, as the first task of the step."""
+) -> tuple[AttemptDir, LaunchPlan]:
+    """Load, plan, create and start the run, as the first task of the step; its attempt and plan."""
     from trainkit.launch.plan_run import gather, plan_run
 
     procs = request.flags.get("resources.gpus_per_node")
@@ -310,7 +310,7 @@ def _start_in_step(
     click.echo(describe_plan(plan, next_name(loaded.config.name, folder)), err=True)
     run, _, entry = _start(loaded.config, plan, folder, _kept_input(workload))
     click.echo(str(run.path))
-    return run.attempt(entry.attempt)
+    return run.attempt(entry.attempt), plan
 
 
 def _step_target(task: SlurmTask, num_procs: int | None) -> tuple[tuple[int, ...], Target]:

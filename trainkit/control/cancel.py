@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from shlex import quote
 
@@ -64,7 +64,8 @@ def cancel_run(run: RunDir, *, now: bool, wait: bool, warn: Callable[[str], None
         if entry is not None:
             is_notified = not now and entry.is_cancelled and _got_notice(run, entry)
             try:
-                mark_cancelled(run, now=now)
+                # The attempt of the entry, which may name a job that continues it.
+                entry = replace(entry, cancelled_at=mark_cancelled(run, now=now).cancelled_at)
             except OSError as error:
                 # A full disk must not prevent a cancellation.
                 warn(f"the cancellation could not be recorded ({error})")
@@ -239,10 +240,10 @@ def _cancel_points(
     """Cancel points by index; `jobs` are their arrays, and the jobs of points that run outside of these."""
     group.update(cancelled_at=utc_now())
     created = [group.run(index) for index in (*running, *pending) if group.run(index).exists()]
+    entries: list[tuple[RunDir, AttemptRecord]] = []
     for run in created:
         with run_lock(run):
-            mark_cancelled(run, now=now)
-    entries = [(run, entry) for run in created if (entry := read_job(run).newest) is not None]
+            entries.append((run, mark_cancelled(run, now=now)))
     started = [(run, entry) for run, entry in entries if int(run.name) in running]
     if now:
         # Before scancel, whose SIGTERM would make the ranks start to save.

@@ -377,7 +377,8 @@ class SlurmAllocation(Allocation):
             outcome.stop_signal = RESTART_SIGNAL if is_running else signal.SIGTERM.name
         # Without an answer from Slurm no host is ruled out: a lost one will fail the next start.
         lost = lost_hosts(self.job_id, self.good_hosts, is_running=is_running) or ()
-        sent = signal_of_death(find_first_failure(attempt, plan, outcome), outcome.exit_codes)
+        outcome.failure = find_first_failure(attempt, plan, outcome)
+        sent = signal_of_death(outcome.failure, outcome.exit_codes)
         if outcome.stop_signal is None and not (lost or outcome.hung):
             self._find_notice(attempt, plan, outcome, sent)
         if outcome.stop_signal is None and not any(attempt.errors_dir.glob("rank-*.json")):
@@ -389,6 +390,8 @@ class SlurmAllocation(Allocation):
             lost = self._replaceable(silent_hosts(attempt, plan, outcome.hangs), plan)
         self.bad.update(lost)
         outcome.lost_nodes = lost
+        if lost or outcome.launch_error is not None:  # which has failed before any rank
+            outcome.failure = find_first_failure(attempt, plan, outcome)
         # Of the host before a lost one in Slurm's tree, the step waits a minute for it.
         self.step_may_still_run |= bool(lost)
         outcome.cause = self._cause(outcome, plan)

@@ -62,12 +62,12 @@ def withdraw(folder: Path, task: SlurmTask | HostPlace) -> None:
     announcement_file(folder, task).unlink(missing_ok=True)
 
 
-def await_starts(attempt: AttemptDir) -> None:
+def await_starts(attempt: AttemptDir, plan: LaunchPlan) -> None:
     """Wait until every task has started its ranks, or one has failed, before the announcement is withdrawn.
 
     The command of the first task may have ended before another one looks for the announcement.
     """
-    plan, deadline_s = LaunchPlan.read(attempt.plan_file), time.monotonic() + STARTS_S
+    deadline_s = time.monotonic() + STARTS_S
     firsts = map(plan.first_rank_of, range(plan.num_nodes))
     logs = [
         attempt.rank_log(rank) for rank in (firsts if plan.workload.has_launcher else range(plan.world_size))
@@ -158,7 +158,10 @@ def await_end(attempt: AttemptDir, place: HostPlace) -> None:
 
 
 def run_first_task(
-    attempt: AttemptDir, show: Callable[[AttemptDir, threading.Event], None], place: HostPlace | None = None
+    attempt: AttemptDir,
+    plan: LaunchPlan,
+    show: Callable[[AttemptDir, threading.Event], None],
+    place: HostPlace | None = None,
 ) -> Decision:
     """Run the first agent, which also prints rank 0's output and records how the attempt ended.
 
@@ -171,7 +174,6 @@ def run_first_task(
     printer.start()
     outcome = Outcome()
     try:
-        plan = LaunchPlan.read(attempt.plan_file)
         code = run_task(attempt) if place is None else run_host(attempt, plan, place)
         outcome.exits.append((0, code))
         if place is not None:

@@ -31,7 +31,6 @@ from trainkit.job.attempt_end import (
 from trainkit.job.attempt_watch import AttemptWatch
 from trainkit.job.decision import FAILURES, Decision, Outcome, decide_requested
 from trainkit.job.failed_starts import forget_start
-from trainkit.job.failure.records import find_first_failure
 from trainkit.job.group_parts import submit_parts
 from trainkit.job.node.slurm_step import slurm_job_id
 from trainkit.job.notifications import Notifier
@@ -220,7 +219,6 @@ class Supervisor:
         watch.collect_outcome()
         outcome = watch.outcome
         self.allocation.complete_outcome(attempt, plan, outcome)
-        outcome.failure = find_first_failure(attempt, plan, outcome)
         decision = judge(attempt, plan, outcome, self.allocation.restart_options(plan))
         failure = outcome.failure if decision.cause in FAILURES else None
         is_killed = record_of(attempt).cancelled_now

@@ -325,15 +325,16 @@ def set_follow_ups(run: RunDir, job_ids: list[str]) -> None:
         job.follow_ups = job_ids
 
 
-def change_newest(run: RunDir, **values: Any) -> None:
-    """Change the record of the newest attempt; with the run's lock held."""
+def change_newest(run: RunDir, **values: Any) -> AttemptRecord:
+    """Change the record of the newest attempt and return it; with the run's lock held."""
     with changed_job(run) as job:
         job.attempts[-1] = replace(job.attempts[-1], **values)
+    return job.attempts[-1]
 
 
-def mark_cancelled(run: RunDir, *, now: bool = False) -> None:
-    """Record that the user cancelled the newest attempt, with `now` without a save."""
-    change_newest(run, cancelled_at=utc_now(), **({"cancelled_now": True} if now else {}))
+def mark_cancelled(run: RunDir, *, now: bool = False) -> AttemptRecord:
+    """Record that the user cancelled the newest attempt, with `now` without a save; returns its record."""
+    return change_newest(run, cancelled_at=utc_now(), **({"cancelled_now": True} if now else {}))
 
 
 def open_attempt(run: RunDir, config_text: str, plan_text: str) -> AttemptDir:

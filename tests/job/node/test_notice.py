@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.programs import wait_for
+from tests.support.programs import FORWARDS, PASSES_NOTHING_ON, wait_for
 from tests.support.runs import launch_plan
 from trainkit.job.node.notice import CommandNotice, takers
 from trainkit.job.processes import children_by_parent, is_running, proc_file, signal_all, tree_of
@@ -133,8 +133,6 @@ process.on("SIGTERM", () => child.kill("SIGTERM"));
 child.on("exit", code => process.exit(code));
 """
 LINE = shlex.join([sys.executable, "-I", "counts.py"])
-FORWARDS = "trap 'kill -TERM $pid' TERM; {} & pid=$!; wait $pid; wait $pid"
-PASSES_NOTHING_ON = "trap 'echo' TERM; {} & pid=$!; while kill -0 $pid; do wait $pid; done; wait $pid"
 STARTS = "import subprocess, sys; sys.exit(subprocess.run(sys.argv[1:]).returncode)"
 WRAPPERS = {
     "time": f"time {LINE}",
@@ -178,3 +176,20 @@ def test_what_saves_below_a_wrapper_hears_a_notice_once(tmp_path: Path, name: st
     finally:
         signal_all([pid for pid in (int(ready.read_text()), member.pid) if is_running(pid)], signal.SIGKILL)
         member.wait()
+
+
+def test_a_process_of_another_user_is_named_and_the_others_are_signalled(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As below `sudo`, which only root may signal."""
+    signalled = []
+
+    def kill(pid: int, number: int) -> None:
+        if pid == 1:
+            raise PermissionError
+        signalled.append((pid, number))
+
+    monkeypatch.setattr(os, "kill", kill)
+    signal_all([1, 2], TERM)
+    assert signalled == [(2, TERM)]
+    assert capfd.readouterr().out == "process 1 does not get SIGTERM: it is another user's\n"
