@@ -33,6 +33,7 @@ from trainkit.slurm.states import (
     split_job,
     state_in_accounting,
     state_in_queue,
+    unknown_sentence,
 )
 
 _QUEUE_FIELDS = (
@@ -147,8 +148,9 @@ def _select(
             continue
         info = known.get(job_id, JobInfo(job_id, JobState.UNKNOWN, reason=reason))
         rest = known.get(base_id(job_id), info)
-        if info.state is JobState.UNKNOWN and rest.state is JobState.CANCELLED and reason == UNKNOWN_JOB:
-            # Tasks cancelled while pending may share one record under the array's id.
+        ended_together = rest.state.is_terminal and rest.state is not JobState.COMPLETED
+        if info.state is JobState.UNKNOWN and ended_together and reason == UNKNOWN_JOB:
+            # Tasks that ended while pending may share one record under the array's id.
             info = replace(rest, job_id=job_id)
         yield job_id, info
 
@@ -176,6 +178,8 @@ def parse_queue(text: str) -> dict[str, JobInfo]:
         restart_count = int(restarts) if restarts.isdigit() else None
         state = state_in_queue(word, restart_count)
         info = _job(job_id, state, word, nodes, num_nodes, start, end, exit_code, name)
+        if state is JobState.UNKNOWN:
+            reason = unknown_sentence(word, "squeue")
         reason = "" if reason in ("None", "N/A") else reason
         _add(found, replace(info, reason=reason, restarts=restart_count, number=number))
     return found
@@ -231,8 +235,7 @@ def parse_accounting(text: str) -> dict[str, JobInfo]:
         job_id, word, nodes, *rest = fields
         state = state_in_accounting(word)
         info = _job(job_id, state, word, "" if nodes == "None assigned" else nodes, *rest)
-        late = f"squeue no longer lists it, but accounting still reports {word}"
-        _add(found, info if state.is_terminal else replace(info, reason=late))
+        _add(found, info if state.is_terminal else replace(info, reason=unknown_sentence(word, "accounting")))
     return found
 
 
