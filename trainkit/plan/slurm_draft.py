@@ -242,6 +242,10 @@ class SlurmDraft(LaunchDraft):
         if request.clusters:
             choice = f", whichever starts the job first; planned for {request.clusters[0]}"
             self.reasons["clusters"] = listed(request.clusters, "or") + choice * (len(request.clusters) > 1)
+        for item in self.partitions:
+            if not item.is_up:
+                waits = "Slurm rejects its jobs, or lets them wait until it is"
+                self.warnings.append(f"partition {item.name} is not up: {waits}")
         spare = config.resources.spare_nodes
         if spare:
             self.reasons["spare_nodes"] = (
