@@ -145,6 +145,8 @@ def test_nodes_that_are_alike_are_counted_together() -> None:
         ),
         ("gpu:a100:2(IDX:N/A),gpu:0", {"a100": 2}),
         ("gpu:mi250_(mcm)_oam:8(S:0-1)", {"mi250_(mcm)_oam": 8}),
+        ("gpu:2K(S:0-2023)", {"": 2048}),
+        ("gpu:(null):8(IDX:0-7)", {"": 8}),
         ("gres/gpu:h100=4", {"h100": 4}),
         ("cpu=128,mem=1000000M,billing=128,gres/gpu=8,gres/gpu:a100=8,gres/shard=32", {"a100": 8}),
         ("gres/gpu=3,gres/gpu:a100=2", {"": 1, "a100": 2}),

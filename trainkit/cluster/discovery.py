@@ -54,8 +54,9 @@ ENFORCE = "AccountingStorageEnforce"
 
 _PAIR = re.compile(r"(?P<name>\w+)=(?P<value>\S*)")
 _ID = re.compile(r"\(\d+\)$")
-_SOCKETS = re.compile(r"\([A-Z]+:[^)]*\)")
+_SOCKETS = re.compile(r"\(\w+:[^)]*\)")
 """The sockets or indices of a resource, such as `(S:0,1)`, which may contain commas."""
+_COUNT = re.compile(r"(\d+)([kmgtp]?)", re.ASCII | re.IGNORECASE)
 _GPU_OPTIONS_PLUGIN = "cons_tres"
 """The only SelectType that supports --gpus-per-node; the others require --gres."""
 _MODULE_VARIABLES = ("MODULESHOME", "LMOD_CMD", "BASH_FUNC_module%%")
@@ -291,8 +292,12 @@ def parse_gpus(gres: str) -> dict[str, int]:
         name, *fields = tres.split(":")
         if name != "gpu":
             continue
-        fields = [field for field in [*fields, number] if field and field != "no_consume"]
-        count = int(fields.pop()) if fields and fields[-1].isdigit() else 1  # as Slurm does without a count
+        fields = [field for field in [*fields, number] if field not in ("", "no_consume", "(null)")]
+        counted = _COUNT.fullmatch(fields[-1]) if fields else None
+        count = 1  # as Slurm does without a count
+        if counted is not None:
+            count = int(counted[1]) * 1024 ** " kmgtp".index(counted[2].lower() or " ")
+            fields.pop()
         gpu_type = fields[0] if fields else ""
         gpus[gpu_type] = gpus.get(gpu_type, 0) + count
         typed += count if amount and gpu_type else 0

@@ -154,6 +154,7 @@ class ResourcesConfig(Section):
         None,
         "GPU type, by its name in Slurm; of several such as h100,a100, whichever is free first.",
         pattern=r"^[A-Za-z0-9_.-]+( *, *[A-Za-z0-9_.-]+)*$",
+        allowed="the name of a type, or several such as h100,a100",
     )
     comment: OneLine | None = key(None, "Comment that Slurm stores with the job.")
     mail_user: OneLine | None = key(None, "Recipient of Slurm's emails.")

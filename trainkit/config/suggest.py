@@ -46,10 +46,13 @@ _FACTORS = {"k": 1000, "m": 10**6}
 MAX_WHOLE = 10**18
 _UNIT_S = {"m": 60, "h": 3600, "d": 86_400}
 MEMORY = ("resources", "mem")
+GPU_TYPE = ("resources", "gpu_type")
 TIME = ("resources", "time")
 OPTIMIZER = ("optimizer", "name")
 OTHER_OPTIMIZERS = "another optimizer needs a loop of your own: docs/own-script.md, trainkit.loop"
 _MEMORY = re.compile(r"(\d+)(?:[.,](\d+))?\s*([kmgtp])(?:[a-z]*ytes?|ig[as]?|b)?")
+GRES = re.compile(r"(?:gpus?:)?([A-Za-z][\w.-]*?)(?::(\d+))?", re.ASCII)
+"""GPUs as --gres and --gpus-per-node of sbatch take them: their type, and their number."""
 _MEMORY_PER_CPU = re.compile(r"(\d+[KMGT])c")
 
 
@@ -161,6 +164,11 @@ def value_hint(path: tuple[str, ...], found: Entry, origin: str) -> str:
     typed = value if isinstance(value, str) else found.typed or show_value(value)
     if path == MEMORY and (of_cpu := _MEMORY_PER_CPU.fullmatch(typed)):
         return f"that is the memory of a CPU: resources.extra takes {{mem-per-cpu: {of_cpu[1]}}}"
+    if path == TIME and typed.lower() in ("unlimited", "infinite"):
+        return 'a time of "0" sets no limit'
+    if path == GPU_TYPE and (gres := GRES.fullmatch(typed)):
+        count = f" The number of GPUs, {gres[2]}, is resources.gpus_per_node" if gres[2] else ""
+        return f"did you mean {_written(path, gres[1], origin)}?{count}"
     if path[0] in sections() and len(path) == 1:
         return _section_hint(path[0], typed, origin)
     if "${" in typed and "}" in typed:
