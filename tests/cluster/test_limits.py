@@ -51,6 +51,9 @@ def test_what_fits() -> None:
     assert found(OTHERS["one hidden"], partition="cpu", gpus_per_node=None) == []
     assert found(OTHERS["account"], partition="debug", time="10") == []
     assert found(OTHERS["reservation"], reservation="maint") == []
+    for overrides, number in ((("min_nodes",), 0), (("nodes",), 1)):
+        cluster = replace(OTHERS["several nodes"], qos=(Qos("normal", overrides=overrides),))
+        assert len(found(cluster, qos="normal")) == number
 
 
 @pytest.mark.parametrize("parents", [None, ("bio", "root")])

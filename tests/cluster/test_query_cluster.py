@@ -131,3 +131,6 @@ def test_qos() -> None:
     assert parse_qos(
         "normal||\nlong|7-00:00:00|DenyOnLimit,PartitionTimeLimit\nwide||PartitionMaxNodes\n"
     ) == (Qos("normal"), Qos("long", 604800, ("time",)), Qos("wide", None, ("nodes",)))
+    assert parse_qos("any||PartitionMinNodes,PartitionMaxNodes\n") == (
+        Qos("any", None, ("nodes", "min_nodes")),
+    )

@@ -42,6 +42,7 @@ _QUEUE_FIELDS = (
 )
 _ACCOUNTING_FIELDS = ("JobID", "State", "NodeList", "NNodes", "Start", "End", "ExitCode", "JobName")
 UNKNOWN_JOB = "neither squeue nor sacct lists it"
+_NO_NODES = ("None assigned", "(null)", "N/A")
 _ACCOUNTING_TIMEOUT_S = 10.0
 _LONGEST_ARGUMENT = 100_000
 """Linux limits an argument to 128 KiB."""
@@ -193,7 +194,7 @@ def _job(job_id: str, state: JobState, word: str, nodes: str, *more: str) -> Job
         job_id=job_id,
         state=state,
         slurm_state=word,
-        nodes=nodes,
+        nodes="" if nodes in _NO_NODES else nodes,
         num_nodes=int(num_nodes) if num_nodes.isdigit() else 0,
         start_time=time_of(start),
         end_time=time_of(end),
@@ -234,7 +235,7 @@ def parse_accounting(text: str) -> dict[str, JobInfo]:
     for fields in records(text, len(_ACCOUNTING_FIELDS), end=FIELD):
         job_id, word, nodes, *rest = fields
         state = state_in_accounting(word)
-        info = _job(job_id, state, word, "" if nodes == "None assigned" else nodes, *rest)
+        info = _job(job_id, state, word, nodes, *rest)
         _add(found, info if state.is_terminal else replace(info, reason=unknown_sentence(word, "accounting")))
     return found
 
