@@ -133,6 +133,9 @@ SENTENCES = {
     "ReqNodeNotAvail,_May_be_reserved_for_other_job": (
         f"{DOWN} or reserved, for example for maintenance (May be reserved for other job)"
     ),
+    "ReqNodeNotAvail, UnavailableNodes:": f"{DOWN} or reserved, for example for maintenance",
+    "ReqNodeNotAvail(Unavailable:n_1)": f"{DOWN} or reserved, for example for maintenance (Unavailable:n_1)",
+    "RaisedSignal:9(Killed)": "was killed by a signal (9(Killed))",
     # Of two tasks of an array.
     "Dependency,JobArrayTaskLimit": (
         "waiting for the jobs that it depends on; its array already runs its maximum number of tasks"

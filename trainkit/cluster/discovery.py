@@ -283,7 +283,7 @@ def parse_nodes(text: str) -> dict[str, tuple[NodeKind, ...]]:
 def parse_gpus(gres: str) -> dict[str, int]:
     """The number of GPUs by type in a GRES text such as `gpu:a100:4(S:0-1),gpu:2,nvme:1`.
 
-    Or in one of TRES, such as `cpu=64,gres/gpu=4,gres/gpu:a100=3`, whose GPUs without a type are all of them.
+    In a TRES text, such as `cpu=64,gres/gpu=4,gres/gpu:a100=3`, the number without a type is the total.
     """
     gpus: dict[str, int] = {}
     typed = 0

@@ -51,7 +51,7 @@ TIME = ("resources", "time")
 OPTIMIZER = ("optimizer", "name")
 OTHER_OPTIMIZERS = "another optimizer needs a loop of your own: docs/own-script.md, trainkit.loop"
 _MEMORY = re.compile(r"(\d+)(?:[.,](\d+))?\s*([kmgtp])(?:[a-z]*ytes?|ig[as]?|b)?")
-GRES = re.compile(r"(?:gpus?:)?([A-Za-z][\w.-]*?)(?::(\d+))?", re.ASCII)
+GRES = re.compile(r"(?:gpus?:)?(?!gpus?\b)([A-Za-z][\w.-]*?)(?::(\d+))?", re.ASCII)
 """GPUs as --gres and --gpus-per-node of sbatch take them: their type, and their number."""
 _MEMORY_PER_CPU = re.compile(r"(\d+[KMGT])c")
 

@@ -174,7 +174,7 @@ _SENTENCES = {
     "BurstBufferResources": "waiting for space in a burst buffer",
     "BurstBufferStageIn": "its data is being copied into a burst buffer",
     "BurstBufferOperation": "its burst buffer failed: an administrator has to look at it",
-    "Burst buffer pre_run error": "its burst buffer failed: an administrator has to look at it",
+    "Burst buffer pre run error": "its burst buffer failed: an administrator has to look at it",
     "QOSNotAllowed": "its QOS is not allowed in its partition or account",
     "AccountNotAllowed": "its account is not allowed in its partition",
     "AccountingPolicy": "its account or QOS has reached a limit",
@@ -189,7 +189,6 @@ _SENTENCES = {
     "OutOfMemory": "ran out of memory",
 }
 
-_PLAIN = {name.replace("_", " "): sentence for name, sentence in _SENTENCES.items()}
 _LIMIT = re.compile(r"(?:Assoc|QOS)?(?:Grp|Max|Min)[A-Z]\w+|(?:Association|QOS)(?:Job|Resource|Time)Limit")
 """The name of a limit, such as AssocGrpGRES, QOSMaxCpuPerUserLimit, MaxGRESPerAccount and QOSTimeLimit."""
 _MINIMUM = re.compile(r"(?:Assoc|QOS)?Min")
@@ -213,18 +212,21 @@ def reason_sentence(reason: str) -> str:
     if all(several := [_explained(name) for name in names]):
         return "; ".join(filter(None, several))
     name = re.split(r"[,:(]", text, maxsplit=1)[0]
-    known, details = _explained(name), text[len(name) :].strip("(),: _")
+    known, details = _explained(name), text[len(name) :].lstrip(",: _")
     if known is None:
         return reason
     # scontrol writes spaces as underscores, which are also in the names of hosts.
-    return f"{known} ({details if ':' in details else details.replace('_', ' ')})" if details else known
+    details = details if ":" in details else details.replace("_", " ")
+    if not details or details.endswith(":"):
+        return known
+    return f"{known} {details if details.startswith('(') else f'({details})'}"
 
 
 def _explained(reason: str) -> str | None:
     """The sentence for a reason without details; None for an unknown one."""
     plain = reason.replace("_", " ")
-    if plain in _PLAIN:
-        return _PLAIN[plain]
+    if plain in _SENTENCES:
+        return _SENTENCES[plain]
     if _LIMIT.fullmatch(reason):
         whose = "account" if reason.startswith("Assoc") else "QOS"
         relation = "is below" if _MINIMUM.match(reason) else "would exceed"
