@@ -14,6 +14,7 @@ from trainkit.formats import (
     number,
     plural,
     size,
+    slurm_memory,
     table,
     time_limit_s,
     time_text,
@@ -48,7 +49,17 @@ SHOWN = [
     (time_limit_s, {"90": 5400, "10:30": 630, "01:00:00": 3600, "0": None, "0:00": None}),
     (time_limit_s, {"1-0": 86400, "1-02": 93600, "1-02:30": 95400, "2-12:00:01": 216001}),
     (time_text, {59: "00:00:59", 86400: "1-00:00:00", 90061: "1-01:01:01"}),
-    (memory_mib, {"64000": 64000, "64000M": 64000, "64G": 65536, "2T": 2097152, "512K": 0.5, "0": None}),
+    (memory_mib, {"64000": 64000, "64000M": 64000, "64G": 65536, "2T": 2097152, "512K": 1, "0": None}),
+    (memory_mib, {"28GB": 28672, "3584MB": 3584, "100g": 102400, "3.5G": 3584, "100GiB": 102400, "0G": None}),
+    (
+        memory_mib,
+        {"64 G": 65536, "1.5tb": 1572864, "1048577B": 2, "1048576 bytes": 1, "0.1G": 103, "1P": 2**30},
+    ),
+    (memory_mib, {"28Gn": 28672, "4000Mn": 4000, "62.50G": 64000}),  # as sacct prints them
+    (
+        slurm_memory,
+        {"64000": "64000", "64G": "64G", "0": "0", "3.5 GiB": "3584M", "2048mb": "2G", "0gb": "0M"},
+    ),
     (memory_text, {64000: "64000M", 65536: "64G", 1048576: "1T", 0: "0M"}),
     (version_text, {(22, 5, 8): "22.05.8", (24, 11, 0): "24.11.0"}),
     (
@@ -76,8 +87,16 @@ def test_what_is_shown_and_read(function: Callable[[Any], Any], expected: dict[A
 
 def test_amounts_have_their_unit():
     assert [plural(*what) for what in ((1, "node"), (1200, "process"))] == ["1 node", "1,200 processes"]
-    with pytest.raises(ValueError, match="not an amount"):
-        memory_mib("much")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["much", "", "G", "3.5", "3,5G", "1,024M", "-1G", "1e3G", "28Gc", "4000Mc", "64G\n", "64 gigs", "٣G"],
+)
+def test_no_amounts_of_memory(text: str) -> None:
+    for read in (memory_mib, slurm_memory):
+        with pytest.raises(ValueError, match="is not an amount of memory"):
+            read(text)
 
 
 @given(st.integers(1, 10**8))

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from trainkit.errors import Problem, UsageError
-from trainkit.formats import near, time_text
+from trainkit.formats import near, slurm_memory, time_text
 from trainkit.function import Call
 
 MAX_SHOWN = 60
@@ -163,8 +163,7 @@ def _time(minutes: Any) -> str:
 
 
 def _mem_gb(value: Any) -> str:
-    is_whole = not isinstance(value, int | float) or value == int(value)
-    return _as("resources", "mem")(f"{value:g}G" if is_whole else f"{int(value * 1024)}M")
+    return _mem(value if isinstance(value, str) else slurm_memory(f"{value}G"))
 
 
 def _mem(value: Any) -> str:

@@ -203,7 +203,9 @@ def there_are(numbers: Sequence[int]) -> str:
 MIB = 2**20
 GIB = 2**30
 _DAY_S = 86_400
-_MIB = {"K": 1 / 1024, "": 1.0, "M": 1.0, "G": 1024.0, "T": 1024.0**2}
+MEMORY = r"^(\d+(?:\.\d+)?) *(?:([KMGTPkmgtp])(?:[iI]?[bB])?n?|([bB]|bytes))?$"
+"""An amount of memory: the number, and a unit or bytes; sacct writes an amount per node as `28Gn`."""
+_SLURM_MEMORY = re.compile(r"\d+[KMGT]?", re.ASCII)
 
 
 def time_limit_s(text: str) -> int | None:
@@ -229,15 +231,22 @@ def time_text(seconds: int) -> str:
     return f"{days}-{clock}" if days else clock
 
 
-def memory_mib(text: str) -> float | None:
-    """An amount such as ``64G`` in MiB; a bare number is MiB. None for ``0``: all memory of the node.
+def memory_mib(text: str) -> int | None:
+    """An amount such as ``64G``, ``3.5 GiB`` or ``28gb`` in MiB, rounded up. None for ``0``: all memory.
 
-    Raises ValueError if the text is not an amount of memory.
+    Every unit is a power of 1024 as in Slurm, and a bare number is MiB. Raises ValueError if the text is not
+    an amount of memory.
     """
-    match = re.fullmatch(r"(?P<number>\d+)(?P<unit>[KMGT]?)B?", text)
-    if match is None:
+    match = re.fullmatch(MEMORY, text, re.ASCII)
+    if match is None or ("." in match[1] and match[2] == match[3] is None):
         raise ValueError(f"{text!r} is not an amount of memory")
-    return int(match["number"]) * _MIB[match["unit"]] or None
+    power = 0 if match[3] else " KMGTP".index((match[2] or "M").upper())
+    return math.ceil(float(match[1]) * 1024 ** (power - 2)) or None
+
+
+def slurm_memory(text: str) -> str:
+    """An amount of memory as sbatch takes it, unchanged if it does; raises ValueError if it is not one."""
+    return text if _SLURM_MEMORY.fullmatch(text) else memory_text(memory_mib(text) or 0)
 
 
 def memory_text(mib: float) -> str:

@@ -87,7 +87,7 @@ def test_discover_cluster(fake: FakeSlurm) -> None:
         Account("b", False, ("gpu",), ("normal",)),
     )
     assert cluster.qos == (Qos("normal"), Qos("long", 604800, ("time",)))
-    programs = ["sacctmgr", "sacctmgr", "sbatch", "scontrol", "scontrol", "scontrol", "srun"]
+    programs = ["sacctmgr", "sacctmgr", "sbatch", *4 * ["scontrol"], "srun"]
     assert sorted(fake.programs) == programs
     assert "name=me" in next(call for call in fake.calls if call[0] == "sacctmgr")
 
@@ -139,6 +139,18 @@ def test_nodes_that_are_alike_are_counted_together() -> None:
         ("gpu:no_consume:4,craynetwork:4", {"": 4}),
         ("gpu:a100:2(IDX:0,2),gpu:a100:1(IDX:3),tmpdisk:100G", {"a100": 3}),
         ("gpu:kepler,bandwidth:lustre:no_consume:4G", {"kepler": 1}),
+        (
+            "gpu:1080ti:4(S:0-1),gpu:a100_3g.20gb:2(S:0),gpu:NVIDIA-A100:1",
+            {"1080ti": 4, "a100_3g.20gb": 2, "NVIDIA-A100": 1},
+        ),
+        ("gpu:a100:2(IDX:N/A),gpu:0", {"a100": 2}),
+        ("gpu:mi250_(mcm)_oam:8(S:0-1)", {"mi250_(mcm)_oam": 8}),
+        ("gpu:2K(S:0-2023)", {"": 2048}),
+        ("gpu:(null):8(IDX:0-7)", {"": 8}),
+        ("gres/gpu:h100=4", {"h100": 4}),
+        ("cpu=128,mem=1000000M,billing=128,gres/gpu=8,gres/gpu:a100=8,gres/shard=32", {"a100": 8}),
+        ("gres/gpu=3,gres/gpu:a100=2", {"": 1, "a100": 2}),
+        ("gres/gpumem=80G,gres/gpuutil=100", {}),
         ("gpu", {"": 1}),
         ("", {}),
     ],

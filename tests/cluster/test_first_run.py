@@ -57,6 +57,15 @@ def test_without_slurm(tmp_path: Path) -> None:
     assert make_plan(loaded, Facts(LOGIN)).device == "cpu"
 
 
+@pytest.mark.parametrize(
+    ("gpus", "said"),
+    [(0, "one process per node without GPUs"), (1, "the GPU of a node"), (2, "all 2 GPUs of a node")],
+)
+def test_what_all_gpus_are(gpus: int, said: str) -> None:
+    partition = replace(GPU, nodes=(NodeKind(2, 64, gpus={"": gpus}),))
+    assert f"auto           # {said}\n" in first_run_text(replace(WEST, partitions=(partition,)))
+
+
 @pytest.mark.parametrize("gpus", [1, 2, 3, 4, 6, 7, 8, 12, 16])
 def test_it_fits_any_number_of_gpus(gpus: int, tmp_path: Path) -> None:
     partition = replace(GPU, nodes=(NodeKind(2, 64, gpus={"": gpus}),))

@@ -50,6 +50,19 @@ def test_what_fits() -> None:
     assert found(account="teaching", qos="normal") == []
     assert found(OTHERS["one hidden"], partition="cpu", gpus_per_node=None) == []
     assert found(OTHERS["account"], partition="debug", time="10") == []
+    assert found(OTHERS["reservation"], reservation="maint") == []
+    for overrides, number in ((("min_nodes",), 0), (("nodes",), 1)):
+        cluster = replace(OTHERS["several nodes"], qos=(Qos("normal", overrides=overrides),))
+        assert len(found(cluster, qos="normal")) == number
+
+
+@pytest.mark.parametrize("parents", [None, ("bio", "root")])
+def test_a_partition_accepts_the_accounts_below_its_own(parents: tuple[str, ...] | None) -> None:
+    """Since 23.02, and also an account of which those above are not known."""
+    account, partition = Account("physics", True, parents=parents), replace(GPU, allowed_accounts=("bio",))
+    for version, number in (((23, 2), 0), ((22, 5), 1)):
+        cluster = replace(WEST, slurm_version=version, accounts=(account,), partitions=(partition,))
+        assert len(found(cluster)) == number
 
 
 OTHERS = {
@@ -66,6 +79,13 @@ OTHERS = {
     "memory per CPU": replace(WEST, partitions=(replace(GPU, max_mem_per_cpu_mib=1000),)),
     "accounts": replace(WEST, partitions=(replace(GPU, allowed_accounts=("teaching", "bio")),)),
     "denied": replace(WEST, accounts=None, partitions=(replace(GPU, denied_accounts=("Bio",)),)),
+    "subaccount": replace(
+        WEST,
+        slurm_version=(23, 2),
+        accounts=(Account("physics", True, parents=("science", "root")),),
+        partitions=(replace(GPU, denied_accounts=("science",)), replace(CPU, allowed_accounts=("bio",))),
+    ),
+    "reservation": replace(WEST, partitions=(replace(GPU, needs_reservation=True),)),
     "groups": replace(
         WEST, groups=("users", "lab"), partitions=(replace(GPU, allowed_groups=("ai", "hpc")),)
     ),
@@ -100,6 +120,14 @@ where: accounts
     hint: it accepts teaching and bio
 where: denied, account: bio
     resources.account is bio, which partition gpu does not accept
+where: subaccount
+    resources.account is physics, which partition gpu does not accept
+where: subaccount, partition: cpu, gpus_per_node: null
+    resources.account is physics, which partition cpu does not accept
+    hint: it accepts bio
+where: reservation
+    resources.reservation is not set, but partition gpu takes only jobs with a reservation
+    hint: `scontrol show reservation` lists them
 where: groups
     resources.partition is gpu, which only members of ai or hpc may use
     hint: your groups: users and lab

@@ -18,12 +18,13 @@ NODES = 2 * "CPUTot=32 AvailableFeatures=(null) Gres=gpu:h100:4 RealMemory=12800
 ASSOCIATIONS = """\
 Current Association Manager state
 Association Records
-ClusterName=west Account=root UserName= Partition= ID=1 Parent= Lft=1 DefAssoc=No GrpJobs=N(0)
-ClusterName=west Account=physics UserName= Partition= ID=3 Parent=root(1) Lft=2 DefAssoc=No
-ClusterName=west Account=physics UserName=me(1000) Partition= ID=5 Parent= Lft=3 DefAssoc=Yes
-ClusterName=west Account=chem UserName=me(1000) Partition=gpu ID=6 Parent= Lft=7 DefAssoc=No
-ClusterName=west Account=chem UserName=me(1000) Partition=big ID=8 Parent= Lft=9 DefAssoc=No
-ClusterName=west Account=chem UserName=meagre(1001) Partition=gpu ID=7 Parent= Lft=7 DefAssoc=Yes
+ClusterName=west Account=root UserName= Partition= ID=1 ParentAccount= Lft=1 DefAssoc=No GrpJobs=N(0)
+ClusterName=west Account=science UserName= Partition= ID=2 ParentAccount=root(1) Lft=2 DefAssoc=No
+ClusterName=west Account=physics UserName= Partition= ID=3 ParentAccount=science(2) Lft=3 DefAssoc=No
+ClusterName=west Account=physics UserName=me(1000) Partition= ID=5 ParentAccount= Lft=4 DefAssoc=Yes
+ClusterName=west Account=chem UserName=me(1000) Partition=gpu ID=6 ParentAccount= Lft=7 DefAssoc=No
+ClusterName=west Account=chem UserName=me(1000) Partition=big ID=8 ParentAccount= Lft=9 DefAssoc=No
+ClusterName=west Account=chem UserName=meagre(1001) Partition=gpu ID=7 ParentAccount= Lft=7 DefAssoc=Yes
 QOS Records
 QOS=normal(1) UsageRaw=0.000000 GrpJobs=N(0) MaxWallPJ= MaxTRESPJ= Account Limits physics MaxJobsPA=N(0)
 QOS=brief(2) UsageRaw=0.000000 GrpJobs=N(0) MaxWallPJ=10 MaxTRESPJ=
@@ -64,9 +65,31 @@ def test_without_accounts(fake: FakeSlurm) -> None:
 def test_with_accounts(fake: FakeSlurm) -> None:
     slurm(fake)
     cluster = query_cluster(with_accounts=True)
-    assert cluster.accounts == (Account("physics", True), Account("chem", False, ("gpu", "big")))
+    # The account chem itself is hidden, as with PrivateData=usage.
+    physics = Account("physics", True, parents=("science", "root"))
+    assert cluster.accounts == (physics, Account("chem", False, ("gpu", "big")))
     assert cluster.qos == (Qos("normal", None, None), Qos("brief", 600, None))
     assert len(fake.calls) == 4
+
+
+@pytest.mark.parametrize(
+    ("version", "setting", "applies"),
+    [
+        ("22.05.8", "AccountingStorageEnforce = none", True),  # compares names
+        ("23.02.0", "AccountingStorageEnforce = none", False),
+        ("24.11.1", "AccountingStorageEnforce = limits", False),
+        ("24.11.1", "AccountingStorageEnforce = associations,limits", True),
+        ("24.11.1", "", True),
+    ],
+)
+def test_a_list_of_accounts_that_slurm_does_not_check(
+    fake: FakeSlurm, version: str, setting: str, applies: bool
+) -> None:
+    slurm(fake)
+    (fake.folder / "config").write_text(f"ClusterName = west\nSLURM_VERSION = {version}\n{setting}\n")
+    (fake.folder / "partition").write_text("PartitionName=gpu AllowAccounts=bio State=UP\n")
+    [partition] = query_cluster(with_accounts=True).partitions
+    assert partition.allowed_accounts == (("bio",) if applies else None)
 
 
 def test_accounts_that_are_not_known(fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,3 +131,6 @@ def test_qos() -> None:
     assert parse_qos(
         "normal||\nlong|7-00:00:00|DenyOnLimit,PartitionTimeLimit\nwide||PartitionMaxNodes\n"
     ) == (Qos("normal"), Qos("long", 604800, ("time",)), Qos("wide", None, ("nodes",)))
+    assert parse_qos("any||PartitionMinNodes,PartitionMaxNodes\n") == (
+        Qos("any", None, ("nodes", "min_nodes")),
+    )

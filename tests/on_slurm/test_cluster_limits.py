@@ -180,4 +180,5 @@ def test_an_ordinary_user_gets_the_same_answers(login: Login) -> None:
     accounts, qos = parse_assoc_mgr(login.run([*nobody, *argv], check=True).stdout, "root")
     assert {item.name for item in accounts} >= {"research", "teaching"}
     assert [item.name for item in accounts if item.is_default] == ["research"]
+    assert {item.parents for item in accounts if item.name != "root"} == {("root",)}
     assert ("short", 600) in [(item.name, item.max_time_s) for item in qos]

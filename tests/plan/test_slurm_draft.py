@@ -199,6 +199,24 @@ def test_what_says_how_many_nodes_says_spare_nodes_by_their_own_key() -> None:
         "--set resources.extra={clusters: east}: resources.extra.clusters: has its own key\n"
         "  hint: use resources.clusters"
     ]
+    for value in ("gres/gpu:2", "cpu=4,gres/gpu:h100=2", "gpu"):
+        asked = f'resources.extra={{tres-per-task: "{value}"}}'
+        assert "resources.extra.tres-per-task: asks for GPUs" in problems(asked)[0]
+    plan("resources.extra={tres-per-task: 'license/matlab:1'}")
+
+
+def test_what_is_unusual_of_a_partition_is_said() -> None:
+    mixed = replace(
+        GPU, is_up=False, nodes=(NodeKind(2, 64, 512_000, {"h100": 2, "h100_1g.10gb": 6, "": 1}),)
+    )
+    made = plan("train.device_batch_size=1", cluster=replace(WEST, partitions=(mixed, CPU)))
+    types = "of the types h100, h100_1g.10gb and others; resources.gpu_type chooses one"
+    assert made.reasons["workers_per_node"] == f"9: GPUs per node in partition gpu, {types}"
+    not_up = "partition gpu is not up: Slurm rejects its jobs, or lets them wait until it is"
+    assert not_up in made.warnings
+    assert not_up not in plan().warnings
+    one = plan("resources.gpu_type=h100", cluster=replace(WEST, partitions=(mixed, CPU)))
+    assert one.reasons["workers_per_node"] == "2: GPUs per node in partition gpu"
 
 
 @pytest.mark.parametrize(

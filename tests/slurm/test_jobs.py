@@ -201,6 +201,37 @@ def test_tasks_that_were_cancelled_while_they_waited_share_a_record(fake: FakeSl
     assert states(jobs) == {"9_0": "unknown", "9_1": "running"}, "it may have ended before"
 
 
+@pytest.mark.parametrize(
+    ("parent", "state"),
+    [
+        *(("FAILED", "failed"), ("CANCELLED by 1000", "cancelled"), ("BOOT_FAIL", "failed")),
+        *(("DEADLINE", "timeout"), ("NODE_FAIL", "node_fail")),
+        *(("COMPLETED", "unknown"), ("PENDING", "unknown"), ("REVOKED", "unknown")),
+    ],
+)
+def test_tasks_of_which_only_the_array_has_a_record(fake: FakeSlurm, parent: str, state: str) -> None:
+    """An end without success is that of each of its tasks."""
+    prints(fake, "squeue", "")
+    prints(fake, "sacct", accounting_line("9", parent) + accounting_line("9_1"))
+    jobs = query_jobs(["9_1", "9_2"])
+    assert states(jobs) == {"9_1": "completed", "9_2": state}
+    assert jobs["9_2"].job_id == "9_2"
+
+
+def test_jobs_in_a_state_that_says_nothing(fake: FakeSlurm) -> None:
+    prints(fake, "squeue", queue_line(5, state="REVOKED") + queue_line(6, state="NEW_IN_2030"))
+    prints(fake, "sacct", accounting_line("7", "REVOKED by 0") + accounting_line("8", "RUNNING"))
+    moved = "another cluster of its federation has taken it: `squeue --federation` shows which"
+    jobs = query_jobs(["5", "6", "7", "8"])
+    assert {job.state for job in jobs.values()} == {JobState.UNKNOWN}
+    assert [job.sentence for job in jobs.values()] == [
+        moved,
+        "squeue reports the state NEW_IN_2030, whose meaning is not known",
+        moved,
+        "squeue no longer lists it, but accounting still reports RUNNING",
+    ]
+
+
 INVALID = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
 
 

@@ -24,19 +24,32 @@ from trainkit.slurm.states import (
         ("PENDING", None, JobState.PENDING),
         ("PENDING", 2, JobState.REQUEUED),
         ("REQUEUED", 0, JobState.REQUEUED),
+        ("REQUEUE_FED", 0, JobState.REQUEUED),
+        ("EXPEDITING", 1, JobState.REQUEUED),  # first in the queue
         ("REQUEUE_HOLD", 1, JobState.HELD),
+        ("RESV_DEL_HOLD", 0, JobState.HELD),
         ("SPECIAL_EXIT", 1, JobState.HELD),
         ("CONFIGURING", 0, JobState.STARTING),
+        ("POWER_UP_NODE", 0, JobState.STARTING),
         ("RUNNING", 3, JobState.RUNNING),
+        ("RESIZING", 0, JobState.RUNNING),
         ("SIGNALING", 0, JobState.RUNNING),
         ("SUSPENDED", 0, JobState.SUSPENDED),
+        ("STOPPED", 0, JobState.SUSPENDED),
         ("COMPLETING", 1, JobState.COMPLETING),
         ("STAGE_OUT", 0, JobState.COMPLETING),
         ("COMPLETED", 0, JobState.COMPLETED),
-        ("DEADLINE", 0, JobState.TIMEOUT),
+        ("FAILED", 0, JobState.FAILED),
         ("BOOT_FAIL", 0, JobState.FAILED),
+        ("LAUNCH_FAILED", 0, JobState.FAILED),
+        ("RECONFIG_FAIL", 0, JobState.FAILED),
+        ("CANCELLED", 0, JobState.CANCELLED),
+        ("TIMEOUT", 0, JobState.TIMEOUT),
+        ("DEADLINE", 0, JobState.TIMEOUT),
         ("NODE_FAIL", 1, JobState.NODE_FAIL),
+        ("OUT_OF_MEMORY", 0, JobState.OUT_OF_MEMORY),
         ("PREEMPTED", 0, JobState.PREEMPTED),
+        ("?", 0, JobState.UNKNOWN),
         ("REVOKED", 0, JobState.UNKNOWN),
         ("A_STATE_OF_2030", 0, JobState.UNKNOWN),
         ("", 0, JobState.UNKNOWN),
@@ -53,6 +66,13 @@ def test_in_queue(word: str, restarts: int | None, state: JobState) -> None:
         ("CANCELLED by 1000", JobState.CANCELLED),
         ("CANCELLED+", JobState.CANCELLED),
         ("OUT_OF_MEMORY", JobState.OUT_OF_MEMORY),
+        ("OUT_OF_ME+", JobState.OUT_OF_MEMORY),
+        ("NODE_F+", JobState.NODE_FAIL),
+        ("COMPLETE+", JobState.COMPLETED),
+        ("COMPLET+", JobState.UNKNOWN),  # or COMPLETING
+        ("+", JobState.UNKNOWN),
+        ("REVOKED", JobState.UNKNOWN),
+        ("REVOKED by 1000", JobState.UNKNOWN),
         ("PREEMPTED", JobState.PREEMPTED),
         # squeue has forgotten these jobs, so they are not what accounting still believes.
         ("RUNNING", JobState.UNKNOWN),
@@ -73,21 +93,53 @@ def test_what_has_ended() -> None:
         assert kinds.count(True) == 1, state
 
 
+LIMITS = (
+    *("AssocGrpGRES", "AssocGrpCPURunMinutesLimit", "AssocMaxWallDurationPerJobLimit", "AssocGrpBBMinutes"),
+    *("AssociationJobLimit", "QOSMaxCpuPerUserLimit", "QOSGrpSubmitJobsLimit", "QOSTimeLimit"),
+    *("QOSMaxUnknownMinutesPerJob", "MaxGRESPerAccount", "MaxCpuRunMinsPerAccount", "MaxNodeRunMinsPerUser"),
+)
+"""A few of the 170 of all versions: what they have in common says whose limit it is."""
+REQUIRED = "Nodes required for job are"
+HELD, DOWN = "`scontrol release JOB` releases it", "nodes that it needs are down, drained"
 SENTENCES = {
     "Resources": "waiting for nodes to become free; next in line",
     "(Priority)": "other jobs have a higher priority",
-    "QOSMaxJobsPerUserLimit": "would exceed a limit of its QOS: QOSMaxJobsPerUserLimit",
-    "AssocGrpGRESMinutes": "would exceed a limit of its account: AssocGrpGRESMinutes",
-    "AssociationJobLimit": "would exceed a limit of its account: AssociationJobLimit",
-    "MaxGRESPerAccount": "would exceed a limit of its account: MaxGRESPerAccount",
+    **{
+        name: f"would exceed a limit of its {'account' if name.startswith('Assoc') else 'QOS'}: {name}"
+        for name in LIMITS
+    },
     "QOSMinCpuNotSatisfied": "is below a limit of its QOS: QOSMinCpuNotSatisfied",
+    "QOSMinGRES": "is below a limit of its QOS: QOSMinGRES",
+    "MaxPoweredUpNodes": "its cluster already has as many nodes powered up as it may have",
     "Nodes_required_for_job_are_DOWN,_DRAINED_or_reserved_for_jobs_in_higher_priority_partitions": (
-        "nodes that it needs are down, drained or reserved for jobs of higher priority"
+        f"{DOWN} or reserved for jobs of higher priority"
     ),
-    "launch_failed_requeued_held": "could not be launched and is held: `scontrol release JOB` releases it",
-    "job_requeued_in_held_state": "was requeued and is held: `scontrol release JOB` releases it",
+    f"{REQUIRED} DOWN, DRAINED, REBOOTING or reserved for jobs in higher priority partitions": (
+        f"{DOWN}, rebooting or reserved for jobs of higher priority"
+    ),
+    "launch_failed_requeued_held": f"could not be launched and is held: {HELD}",
+    "launch failure limit exceeded requeued held": (
+        f"is held because it could not be launched several times: {HELD}"
+    ),
+    "job_requeued_in_held_state": f"was requeued and is held: {HELD}",
     "Licenses": "waiting for a license that other jobs use",
     "InvalidQOS": "its QOS does not exist, or you may not use it: cancel it and choose another",
+    "Reservation maint_1 was deleted": "its reservation maint_1 was deleted: choose another or none",
+    "Reservation_maint_1_is_invalid": "its reservation maint_1 is invalid: choose another or none",
+    # Details are kept: a list of hosts as it is, a text that scontrol writes with underscores as words.
+    "ReqNodeNotAvail, UnavailableNodes:gpu_n[1-3,7],b_1": (
+        f"{DOWN} or reserved, for example for maintenance (UnavailableNodes:gpu_n[1-3,7],b_1)"
+    ),
+    "ReqNodeNotAvail,_May_be_reserved_for_other_job": (
+        f"{DOWN} or reserved, for example for maintenance (May be reserved for other job)"
+    ),
+    "ReqNodeNotAvail, UnavailableNodes:": f"{DOWN} or reserved, for example for maintenance",
+    "ReqNodeNotAvail(Unavailable:n_1)": f"{DOWN} or reserved, for example for maintenance (Unavailable:n_1)",
+    "RaisedSignal:9(Killed)": "was killed by a signal (9(Killed))",
+    # Of two tasks of an array.
+    "Dependency,JobArrayTaskLimit": (
+        "waiting for the jobs that it depends on; its array already runs its maximum number of tasks"
+    ),
 }
 
 
@@ -96,22 +148,36 @@ def test_sentence(reason: str) -> None:
     assert reason_sentence(reason) == SENTENCES[reason]
 
 
+PENDING = (
+    *("AccountNotAllowed", "AccountingPolicy", "BadConstraints", "BeginTime", "BlockFreeAction"),
+    *("BlockMaxError", "BurstBufferOperation", "BurstBufferResources", "BurstBufferStageIn", "Cleaning"),
+    *("Constraints", "DeadLine", "Dependency", "DependencyNeverSatisfied", "FedJobLock", "FrontEndDown"),
+    *("InactiveLimit", "InvalidAccount", "InvalidQOS", "JobArrayTaskLimit", "JobHeldAdmin", "JobHeldUser"),
+    *("JobHoldMaxRequeue", "JobLaunchFailure", "Licenses", "MaxMemPerLimit", "MaxPoweredUpNodes"),
+    *("MpiPortsBusy", "NodeDown", "NvidiaImexChannels", "PartitionConfig", "PartitionDown"),
+    *("PartitionInactive", "PartitionNodeLimit", "PartitionTimeLimit", "PowerNotAvail", "PowerReserved"),
+    *("Priority", "Prolog", "QOSNotAllowed", "QOSUsageThreshold", "ReqNodeNotAvail", "Reservation"),
+    *("ReservationDeleted", "ReservationInvalid", "Resources", "SchedDefer"),
+)
+"""Every reason of Slurm 22.05 to 26.05 for a job that waits, but for the limits."""
+
+
+@pytest.mark.parametrize("reason", PENDING)
+def test_every_reason_is_explained(reason: str) -> None:
+    assert " " in reason_sentence(reason)
+
+
 @pytest.mark.parametrize("reason", ["", "None", "N/A", "(null)"])
 def test_no_reason(reason: str) -> None:
     assert reason_sentence(reason) == ""
 
 
 @pytest.mark.parametrize(
-    "reason", ["SomethingNew", "QOSmax", "held by the dean", "Nodes required, but moved"]
+    "reason",
+    ["SomethingNew", "QOSmax", "held by the dean", "Nodes required, but moved", "What, UnavailableNodes:n3"],
 )
 def test_unknown_reasons_are_shown_as_they_are(reason: str) -> None:
     assert reason_sentence(reason) == reason
-
-
-def test_what_slurm_adds_is_kept() -> None:
-    known = reason_sentence("ReqNodeNotAvail")
-    assert known == "nodes that it needs are down, drained or reserved, for example for maintenance"
-    assert reason_sentence("ReqNodeNotAvail, UnavailableNodes:n3") == f"{known} (UnavailableNodes:n3)"
 
 
 @pytest.mark.parametrize("text", ["1", "123456789", "123_0", "123_42"])

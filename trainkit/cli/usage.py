@@ -231,7 +231,7 @@ def _typed(names: Sequence[str], args: Sequence[str]) -> str | None:
 def _bad_value(param: click.Parameter, args: Sequence[str]) -> tuple[str, str] | None:
     """What is wrong with a number or choice, in the words of a config's problems, and what was meant."""
     from trainkit.config.schema import allowed_values, schema_words
-    from trainkit.config.suggest import readings
+    from trainkit.config.suggest import GRES, readings
 
     kind, name = param.type, _name(param)
     # An argument with a choice is the only one of its command.
@@ -262,4 +262,6 @@ def _bad_value(param: click.Parameter, args: Sequence[str]) -> tuple[str, str] |
 
     meant = next(filter(accept, readings(value, choices)), None)
     message = f"{name} {value}: must be {words}"
+    if name == "--gpus-per-node" and (gres := GRES.fullmatch(value)) and gres[2]:
+        return message, f"did you mean {name} {gres[2]} --gpu-type {gres[1]}?"
     return message, "" if meant is None else f"did you mean {name} {quote(meant)}?"

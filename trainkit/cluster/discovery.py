@@ -16,7 +16,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from trainkit.cluster.model import Account, Cluster, NodeKind, Partition, Qos
+from trainkit.cluster.model import (
+    SUBACCOUNTS_SINCE,
+    Account,
+    Cluster,
+    NodeKind,
+    Partition,
+    PartitionLimit,
+    Qos,
+)
 from trainkit.errors import TrainkitError
 from trainkit.folders import user_groups, user_name
 from trainkit.slurm.client import QUERY_TIMEOUT_S, query, retrying, seconds_of
@@ -28,19 +36,27 @@ CLUSTER_TIMEOUT_S = 10.0
 ACCOUNTING_TIMEOUT_S = 10.0
 LOCAL_TIMEOUT_S = 10.0
 CONFIG_ARGV = ("scontrol", "show", "config")
-# With --all: a job can name a partition that Slurm does not list.
-PARTITIONS_ARGV = ("scontrol", "show", "partition", "--oneliner", "--all")
-NODES_ARGV = ("scontrol", "show", "node", "--oneliner", "--all")
+# With --all: a job can name a partition that Slurm does not list. A federation may show those of its other
+# clusters too, to which a job of this one does not go.
+PARTITIONS_ARGV = ("scontrol", "show", "partition", "--oneliner", "--all", "--local")
+NODES_ARGV = ("scontrol", "show", "node", "--oneliner", "--all", "--local")
 _QOS_ARGV = ("sacctmgr", "--noheader", "--parsable2", "show", "qos", "format=Name,MaxWall,Flags")
 _ACCOUNTS_ARGV = ("sacctmgr", "--noheader", "--parsable2", "show", "user", "withassoc", "where")
-_OVERRIDES: dict[Literal["time", "nodes"], str] = {"time": "PartitionTimeLimit", "nodes": "PartitionMaxNodes"}
+_OVERRIDES: dict[PartitionLimit, str] = {
+    "time": "PartitionTimeLimit",
+    "nodes": "PartitionMaxNodes",
+    "min_nodes": "PartitionMinNodes",
+}
 """Limit of a partition -> the flag of a QOS that overrides it."""
 _ACCOUNT_FIELDS = ("DefaultAccount", "Account", "Partition", "QOS")
 
+ENFORCE = "AccountingStorageEnforce"
+
 _PAIR = re.compile(r"(?P<name>\w+)=(?P<value>\S*)")
 _ID = re.compile(r"\(\d+\)$")
-_SOCKETS = re.compile(r"\([^)]*\)")
+_SOCKETS = re.compile(r"\(\w+:[^)]*\)")
 """The sockets or indices of a resource, such as `(S:0,1)`, which may contain commas."""
+_COUNT = re.compile(r"(\d+)([kmgtp]?)", re.ASCII | re.IGNORECASE)
 _GPU_OPTIONS_PLUGIN = "cons_tres"
 """The only SelectType that supports --gpus-per-node; the others require --gres."""
 _MODULE_VARIABLES = ("MODULESHOME", "LMOD_CMD", "BASH_FUNC_module%%")
@@ -66,16 +82,20 @@ def query_cluster(name: str = "", *, with_accounts: bool = False) -> Cluster:
     `with_accounts`. The QOS that an account may use, and the limits that a QOS overrides, are known only to
     accounting (`query_qos`). Raises SlurmUnreachable after `CLUSTER_TIMEOUT_S`.
     """
-    user = user_name()
-    assoc_mgr = ("scontrol", "--oneliner", "show", "assoc_mgr", f"users={user}", "flags=assoc,qos")
     with ThreadPoolExecutor(1) as thread:
-        asked = thread.submit(_try, assoc_mgr, CLUSTER_TIMEOUT_S, name) if with_accounts else None
+        asked = thread.submit(_query_associations, name) if with_accounts else None
         config, cluster = _ask_controller(CLUSTER_TIMEOUT_S, name)
-    associations = None if asked is None else asked.result()
-    if associations is None:
+    if asked is None:
         return cluster
-    accounts, qos = parse_assoc_mgr(associations, user)
-    return replace(cluster, accounts=_enforced(config, accounts), qos=qos or None)
+    accounts, qos = asked.result()
+    return replace(_with_accounts(cluster, config, accounts), qos=qos or None)
+
+
+def _query_associations(cluster: str = "") -> tuple[tuple[Account, ...], tuple[Qos, ...]]:
+    """The user's accounts and all QOS as the controller knows them; none if it does not say."""
+    user = user_name()
+    argv = ("scontrol", "--oneliner", "show", "assoc_mgr", f"users={user}", "flags=assoc,qos")
+    return parse_assoc_mgr(_try(argv, CLUSTER_TIMEOUT_S, cluster) or "", user)
 
 
 def _ask_controller(timeout_s: float, name: str = "") -> tuple[dict[str, str], Cluster]:
@@ -124,13 +144,15 @@ def discover_cluster() -> Cluster | None:
         return None
     config, cluster = retrying(lambda: _ask_controller(QUERY_TIMEOUT_S))
     accounts = _query_accounts(config)
+    if accounts:
+        above = {item.name: item.parents for item in _query_associations()[0]}
+        accounts = tuple(replace(item, parents=above.get(item.name)) for item in accounts)
     has_modules = any(name in os.environ for name in _MODULE_VARIABLES) or any(
         map(Path.exists, _MODULE_FILES)
     )
     return replace(
-        cluster,
+        _with_accounts(cluster, config, accounts),
         partitions=tuple(sorted(cluster.partitions, key=lambda partition: not partition.is_default)),
-        accounts=_enforced(config, accounts),
         qos=None if accounts is None else query_qos(),
         containers=(
             *(["pyxis"] if "--container-image" in (_try(("srun", "--help"), LOCAL_TIMEOUT_S) or "") else []),
@@ -151,9 +173,23 @@ def _enforced(config: Mapping[str, str], accounts: Iterable[Account] | None) -> 
             account.is_default or known.is_default,
             _union(known.partitions, account.partitions),
             _union(known.qos, account.qos),
+            known.parents,
         )
-    is_checked = "associations" in config.get("AccountingStorageEnforce", "")
+    is_checked = "associations" in config.get(ENFORCE, "")
     return tuple(merged.values()) if merged and is_checked else None
+
+
+def _with_accounts(
+    cluster: Cluster, config: Mapping[str, str], accounts: Iterable[Account] | None
+) -> Cluster:
+    """The cluster with these accounts; its partitions accept any if Slurm does not check accounts."""
+    known = _enforced(config, accounts)
+    partitions = cluster.partitions
+    # Without its setting it is not known whether Slurm checks accounts.
+    is_compared = known or cluster.slurm_version < SUBACCOUNTS_SINCE or ENFORCE not in config
+    if not is_compared:
+        partitions = tuple(replace(item, allowed_accounts=None, denied_accounts=()) for item in partitions)
+    return replace(cluster, accounts=known, partitions=partitions)
 
 
 def _union(one: tuple[str, ...] | None, other: tuple[str, ...] | None) -> tuple[str, ...] | None:
@@ -197,7 +233,10 @@ def _partition(values: Mapping[str, str], kinds: Mapping[str, tuple[NodeKind, ..
         denied_qos=_names(values.get("DenyQos", "")) or (),
         allowed_accounts=_names(values.get("AllowAccounts", "ALL")),
         denied_accounts=_names(values.get("DenyAccounts", "")) or (),
-        allowed_groups=_names(values.get("AllowGroups", "ALL")),
+        allowed_groups=("root",)
+        if values.get("RootOnly") == "YES"
+        else _names(values.get("AllowGroups", "ALL")),
+        needs_reservation=values.get("ReqResv") == "YES",
     )
 
 
@@ -242,17 +281,29 @@ def parse_nodes(text: str) -> dict[str, tuple[NodeKind, ...]]:
 
 
 def parse_gpus(gres: str) -> dict[str, int]:
-    """The number of GPUs by type in a GRES text such as `gpu:a100:4(S:0-1),gpu:2,nvme:1`."""
+    """The number of GPUs by type in a GRES text such as `gpu:a100:4(S:0-1),gpu:2,nvme:1`.
+
+    In a TRES text, such as `cpu=64,gres/gpu=4,gres/gpu:a100=3`, the number without a type is the total.
+    """
     gpus: dict[str, int] = {}
+    typed = 0
     for resource in _SOCKETS.sub("", gres).split(","):
-        name, *fields = resource.strip().split(":")
+        tres, amount, number = resource.strip().removeprefix("gres/").partition("=")
+        name, *fields = tres.split(":")
         if name != "gpu":
             continue
-        fields = [field for field in fields if field and field != "no_consume"]
-        count = int(fields.pop()) if fields and fields[-1].isdigit() else 1  # as Slurm does without a count
+        fields = [field for field in [*fields, number] if field not in ("", "no_consume", "(null)")]
+        counted = _COUNT.fullmatch(fields[-1]) if fields else None
+        count = 1  # as Slurm does without a count
+        if counted is not None:
+            count = int(counted[1]) * 1024 ** " kmgtp".index(counted[2].lower() or " ")
+            fields.pop()
         gpu_type = fields[0] if fields else ""
         gpus[gpu_type] = gpus.get(gpu_type, 0) + count
-    return gpus
+        typed += count if amount and gpu_type else 0
+    if typed and "" in gpus:
+        gpus[""] -= typed
+    return {gpu_type: count for gpu_type, count in gpus.items() if count}
 
 
 def _query_accounts(config: Mapping[str, str]) -> tuple[Account, ...] | None:
@@ -278,18 +329,31 @@ def parse_accounts(text: str) -> tuple[Account, ...]:
 
 def parse_assoc_mgr(text: str, user: str) -> tuple[tuple[Account, ...], tuple[Qos, ...]]:
     """Parse the user's associations and all QOS from `scontrol --oneliner show assoc_mgr`."""
-    accounts, qos = [], []
+    accounts, qos, parents = list[Account](), list[Qos](), dict[str, str]()
     for line in text.splitlines():
-        values = _pairs(line)
-        if line.startswith("ClusterName=") and _ID.sub("", values.get("UserName", "")) == user:
+        values = {name: _ID.sub("", value) for name, value in _pairs(line).items()}
+        if line.startswith("ClusterName=") and values.get("UserName") == user:
             partition = values["Partition"]
             is_default = values.get("DefAssoc") == "Yes"
             accounts.append(Account(values["Account"], is_default, (partition,) if partition else None))
+        elif line.startswith("ClusterName=") and values.get("UserName") == "":
+            parents[values["Account"]] = values.get("ParentAccount", "")
         elif line.startswith("QOS="):
             minutes = _number(values.get("MaxWallPJ", ""))
             limit_s = None if minutes is None else 60 * minutes
-            qos.append(Qos(_ID.sub("", values["QOS"]), limit_s, overrides=None))
-    return tuple(accounts), tuple(qos)
+            qos.append(Qos(values["QOS"], limit_s, overrides=None))
+    return tuple(replace(item, parents=_above(item.name, parents)) for item in accounts), tuple(qos)
+
+
+def _above(account: str, parents: Mapping[str, str]) -> tuple[str, ...] | None:
+    """The accounts above one; None if Slurm hides one of them (PrivateData=usage)."""
+    found: list[str] = []
+    while account in parents and account not in found[:-1]:
+        account = parents[account]
+        if not account:
+            return tuple(found)
+        found.append(account)
+    return None
 
 
 def query_qos() -> tuple[Qos, ...] | None:

@@ -76,6 +76,7 @@ PARTITION_COMMENTS = {
     "min_nodes": "of one job",
     "max_nodes": "of one job",
     "max_cpus_per_node": "that its jobs may use",
+    "needs_reservation": "its jobs name one: resources.reservation",
 }
 _TEXTS: dict[str, Callable[[int], str]] = {
     "max_time_s": time_text,

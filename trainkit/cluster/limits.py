@@ -8,9 +8,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
-from trainkit.cluster.model import Account, Cluster, NodeKind, Partition, Qos, features_of
+from trainkit.cluster.model import (
+    SUBACCOUNTS_SINCE,
+    Account,
+    Cluster,
+    NodeKind,
+    Partition,
+    PartitionLimit,
+    Qos,
+    features_of,
+)
 from trainkit.config.running import ResourcesConfig
 from trainkit.errors import KeyProblem
 from trainkit.formats import did_you_mean, memory_mib, memory_text, plural, time_limit_s, time_text
@@ -40,6 +48,7 @@ class ResourceRequest:
     account: str | None = None
     qos: str | None = None
     constraint: str | None = None
+    reservation: str | None = None
     spare_nodes: int = 0
     """Nodes in addition to those that train."""
     extra: Mapping[str, str | int | bool] = field(default_factory=dict)
@@ -77,6 +86,7 @@ class ResourceRequest:
             account=resources.account,
             qos=resources.qos,
             constraint=resources.constraint,
+            reservation=resources.reservation,
             extra=resources.extra,
         )
 
@@ -236,18 +246,29 @@ def _permission_problems(
     if account is not None and not _is_in(partition.name, account.partitions):
         message = f"is {partition.name}, which account {account.name} may not use"
         yield "resources.partition", message, f"it may use {listed(account.partitions or ())}"
-    charged = request.account if account is None else account.name
-    allowed = partition.allowed_accounts
-    is_denied = charged is not None and _is_in(charged, partition.denied_accounts)
-    if charged is not None and (is_denied if allowed is None else not _is_in(charged, allowed)):
+    charged, allowed = request.account if account is None else account.name, partition.allowed_accounts
+    is_nested = account is not None and cluster.slurm_version >= SUBACCOUNTS_SINCE
+    above = account.parents if account is not None and is_nested else ()
+    if charged is not None and not _accepts(partition, charged, above):
         hint = f"it accepts {listed(allowed)}" if allowed else ""
         yield "resources.account", f"is {charged}, which partition {partition.name} does not accept", hint
+    if partition.needs_reservation and request.reservation is None:
+        message = f"is not set, but partition {partition.name} takes only jobs with a reservation"
+        yield "resources.reservation", message, "`scontrol show reservation` lists them"
     if request.qos is None:
         return
     denied = _is_in(request.qos, partition.denied_qos)
     if denied if partition.allowed_qos is None else not _is_in(request.qos, partition.allowed_qos):
         hint = f"it accepts {listed(partition.allowed_qos)}" if partition.allowed_qos else ""
         yield "resources.qos", f"is {request.qos}, which partition {partition.name} does not accept", hint
+
+
+def _accepts(partition: Partition, account: str, above: tuple[str, ...] | None) -> bool:
+    """Whether a partition may accept an account that is below those of `above`, if they are known."""
+    names = (account, *(above or ()))
+    if partition.allowed_accounts is None:
+        return not any(_is_in(name, partition.denied_accounts) for name in names)
+    return above is None or any(_is_in(name, partition.allowed_accounts) for name in names)
 
 
 def _is_in(name: str, names: Iterable[str] | None) -> bool:
@@ -288,7 +309,7 @@ def partition_problems(
         limit = plural(max_nodes, "node")
         yield key, f"{shown}, but a job in partition {partition.name} can have at most {limit}", ""
         request = replace(request, nodes=1, spare_nodes=0)  # report the number of nodes once
-    min_nodes = partition.min_nodes if _applies("nodes", _qos_of(request, cluster)) else None
+    min_nodes = partition.min_nodes if _applies("min_nodes", _qos_of(request, cluster)) else None
     if min_nodes is not None and request.all_nodes < min_nodes:
         message = (
             f"is {request.nodes}, but a job in partition {partition.name} needs at least {min_nodes} nodes"
@@ -306,7 +327,7 @@ def _qos_of(request: ResourceRequest, cluster: Cluster) -> Qos | None:
     return next((item for item in cluster.qos or () if _is_in(request.qos, [item.name])), unknown)
 
 
-def _applies(limit: Literal["time", "nodes"], qos: Qos | None) -> bool:
+def _applies(limit: PartitionLimit, qos: Qos | None) -> bool:
     """Whether a limit of the partition is known to apply to the jobs of a QOS."""
     return qos is None or (qos.overrides is not None and limit not in qos.overrides)
 

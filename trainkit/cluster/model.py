@@ -9,6 +9,13 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
+SUBACCOUNTS_SINCE = (23, 2)
+"""The first Slurm in which a partition that accepts or denies an account does so for those below it.
+
+It checks neither where accounts are not enforced.
+"""
+PartitionLimit = Literal["time", "nodes", "min_nodes"]
+"""A limit of a partition that a QOS may override."""
 _NO_FEATURE = re.compile(r"[&|,()\[\]]|\*\d+")
 _ANY_OF = re.compile(r"[|,\[(*]")
 
@@ -65,6 +72,8 @@ class Partition:
     allowed_accounts: tuple[str, ...] | None = None
     denied_accounts: tuple[str, ...] = ()
     allowed_groups: tuple[str, ...] | None = None
+    needs_reservation: bool = False
+    """Whether its jobs must name a reservation."""
 
     @property
     def num_nodes(self) -> int:
@@ -117,6 +126,8 @@ class Account:
     is_default: bool = False
     partitions: tuple[str, ...] | None = None
     qos: tuple[str, ...] | None = None
+    parents: tuple[str, ...] | None = None
+    """The accounts above it, the nearest first."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +136,7 @@ class Qos:
 
     name: str
     max_time_s: int | None = None
-    overrides: tuple[Literal["time", "nodes"], ...] | None = ()
+    overrides: tuple[PartitionLimit, ...] | None = ()
     """The partition limits that do not apply to its jobs; None when unknown."""
 
 

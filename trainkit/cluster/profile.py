@@ -19,14 +19,14 @@ from pydantic import BeforeValidator, Field, JsonValue, PlainValidator, Validati
 from trainkit.cluster.bad_nodes import excluded, memory_file
 from trainkit.cluster.discovery import query_cluster, query_cluster_names, query_qos
 from trainkit.cluster.limits import ResourceRequest, listed
-from trainkit.cluster.model import Account, Cluster, NodeKind, Partition, Qos
+from trainkit.cluster.model import Account, Cluster, NodeKind, Partition, PartitionLimit, Qos
 from trainkit.config.running import SLURM_TIME, OneLine
 from trainkit.config.schema import show_value
 from trainkit.config.section import AtLeastOne, Section
 from trainkit.config.yamlfile import Entry, read_yaml_file
 from trainkit.errors import ConfigError, Problem, SlurmError
 from trainkit.folders import config_folder, shipped_configs, user_groups
-from trainkit.formats import did_you_mean, memory_mib, time_limit_s
+from trainkit.formats import MEMORY, did_you_mean, memory_mib, time_limit_s
 from trainkit.slurm.client import SlurmRefused
 from trainkit.slurm.environment import cluster_name, other_cluster, scrubbed
 
@@ -221,7 +221,7 @@ def _parsed(pattern: str, example: str, parse: Callable[[str], object]) -> Plain
 
 
 Time = Annotated[str, _parsed(SLURM_TIME, '"01:00:00" or "2-12:00:00"', time_limit_s)]
-Memory = Annotated[str, _parsed(r"\d+[KMGT]", '"64G"', lambda text: int(memory_mib(text) or 0))]
+Memory = Annotated[str, _parsed(MEMORY, '"64G"', lambda text: memory_mib(text) or 0)]
 Version = Annotated[
     str, _parsed(r"\d+\.\d+(\.\d+)?", '"24.05.2"', lambda text: tuple(map(int, text.split("."))))
 ]
@@ -258,6 +258,7 @@ class PartitionProfile(Section):
     allowed_accounts: Names | None = Field(default=None, alias="accounts")
     denied_accounts: Names = ()
     allowed_groups: Names | None = Field(default=None, alias="groups")
+    needs_reservation: bool = False
     nodes: Annotated[tuple[NodesProfile, ...], Field(strict=False)] = ()
 
 
@@ -267,13 +268,14 @@ class AccountProfile(Section):
     is_default: bool = Field(default=False, alias="default")
     partitions: Names | None = None
     qos: Names | None = None
+    parents: Names | None = None
 
 
 class QosProfile(Section):
     """A `Qos`."""
 
     max_time_s: Time | None = Field(default=None, alias="max_time")
-    overrides: Annotated[tuple[Literal["time", "nodes"], ...], Field(strict=False)] = ()
+    overrides: Annotated[tuple[PartitionLimit, ...], Field(strict=False)] = ()
 
 
 class ClusterProfile(Section):

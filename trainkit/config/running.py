@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from trainkit.config.section import AtLeastOne, NotNegative, Positive, Section, key
+from trainkit.formats import MEMORY, slurm_memory
 
 PipelineSchedule = Literal[
     "gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipe_v"
@@ -41,6 +42,12 @@ OptionName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]*$")]
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 MetricName = Annotated[str, Field(min_length=1)]
 SLURM_TIME = r"^(\d+-\d{1,2}(:[0-5]?\d){0,2}|\d+(:[0-5]?\d){0,2})$"
+SlurmMemory = Annotated[
+    str,
+    BeforeValidator(lambda value: "0" if value == 0 and type(value) is int else value),
+    AfterValidator(slurm_memory),
+    Field(json_schema_extra={"pattern": MEMORY, "allowed": 'an amount such as "64G"'}),
+]
 SlurmTime = Annotated[
     str, Field(pattern=SLURM_TIME, json_schema_extra={"allowed": 'a time such as "01:00:00" or "2-12:00:00"'})
 ]
@@ -124,11 +131,8 @@ class ResourcesConfig(Section):
         "auto", "Training processes per node: one per GPU, or CPU workers on nodes without GPUs."
     )
     cpus_per_gpu: AtLeastOne | Literal["auto"] = key("auto", "CPU cores per training process.")
-    mem: str | None = key(
-        None,
-        "Memory per node, in Slurm's format.",
-        pattern=r"^\d+[KMGT]?$",
-        allowed='an amount such as "64G"',
+    mem: SlurmMemory | None = key(
+        None, "Memory per node, such as 64G or 3.5 GiB; units are powers of 1024, and 0 is all of it."
     )
     time: SlurmTime | None = key("01:00:00", "Time limit of a job, in Slurm's format.")
     time_min: SlurmTime | None = key(
@@ -150,6 +154,7 @@ class ResourcesConfig(Section):
         None,
         "GPU type, by its name in Slurm; of several such as h100,a100, whichever is free first.",
         pattern=r"^[A-Za-z0-9_.-]+( *, *[A-Za-z0-9_.-]+)*$",
+        allowed="the name of a type, or several such as h100,a100",
     )
     comment: OneLine | None = key(None, "Comment that Slurm stores with the job.")
     mail_user: OneLine | None = key(None, "Recipient of Slurm's emails.")

@@ -46,10 +46,14 @@ _FACTORS = {"k": 1000, "m": 10**6}
 MAX_WHOLE = 10**18
 _UNIT_S = {"m": 60, "h": 3600, "d": 86_400}
 MEMORY = ("resources", "mem")
+GPU_TYPE = ("resources", "gpu_type")
 TIME = ("resources", "time")
 OPTIMIZER = ("optimizer", "name")
 OTHER_OPTIMIZERS = "another optimizer needs a loop of your own: docs/own-script.md, trainkit.loop"
-_MEMORY = re.compile(r"(\d+)\s*([KMGT])I?B?")
+_MEMORY = re.compile(r"(\d+)(?:[.,](\d+))?\s*([kmgtp])(?:[a-z]*ytes?|ig[as]?|b)?")
+GRES = re.compile(r"(?:gpus?:)?(?!gpus?\b)([A-Za-z][\w.-]*?)(?::(\d+))?", re.ASCII)
+"""GPUs as --gres and --gpus-per-node of sbatch take them: their type, and their number."""
+_MEMORY_PER_CPU = re.compile(r"(\d+[KMGT])c")
 
 
 _BATCH = (
@@ -145,8 +149,8 @@ def readings(text: str, words: Iterable[str] = ()) -> Iterator[str]:
         yield time_text(sum(int(duration[unit] or 0) * seconds for unit, seconds in _UNIT_S.items()))
     if (short := _THOUSAND.fullmatch(small)) is not None:
         yield str(int(Decimal(short[1]) * _FACTORS[short[2]]))
-    if (memory := _MEMORY.fullmatch(bare.upper())) is not None:
-        yield memory[1] + memory[2]
+    if (memory := _MEMORY.fullmatch(re.sub(r",(?=\d{3}\D)", "", small))) is not None:
+        yield memory[1] + (f".{memory[2]}" if memory[2] else "") + memory[3].upper()
     yield f"[{bare}]"
 
 
@@ -158,6 +162,13 @@ def value_hint(path: tuple[str, ...], found: Entry, origin: str) -> str:
     if isinstance(value, list | dict):
         return _default_hint(path)
     typed = value if isinstance(value, str) else found.typed or show_value(value)
+    if path == MEMORY and (of_cpu := _MEMORY_PER_CPU.fullmatch(typed)):
+        return f"that is the memory of a CPU: resources.extra takes {{mem-per-cpu: {of_cpu[1]}}}"
+    if path == TIME and typed.lower() in ("unlimited", "infinite"):
+        return 'a time of "0" sets no limit'
+    if path == GPU_TYPE and (gres := GRES.fullmatch(typed)):
+        count = f" The number of GPUs, {gres[2]}, is resources.gpus_per_node" if gres[2] else ""
+        return f"did you mean {_written(path, gres[1], origin)}?{count}"
     if path[0] in sections() and len(path) == 1:
         return _section_hint(path[0], typed, origin)
     if "${" in typed and "}" in typed:
@@ -189,8 +200,9 @@ def value_hint(path: tuple[str, ...], found: Entry, origin: str) -> str:
 def nearest(path: tuple[str, ...], typed: str) -> str | None:
     """What a typed text probably means for a key, in a form that it takes; None if nothing is near."""
     found = readings(typed, _words(path))
-    if path == MEMORY and typed.isdigit():  # of Slurm's users, few mean MB by a number this small
-        found = iter((f"{typed}{'G' if len(typed) <= 3 else 'M'}",) if int(typed) else ())
+    if path == MEMORY and re.fullmatch(r"\d+(\.\d+)?", typed):
+        # Of Slurm's users, few mean MB by a number this small.
+        found = iter((f"{typed}{'G' if float(typed) < 1000 else 'M'}",) if float(typed) else ())
     return next((text for text in found if accepts(path, text)), None)
 
 
@@ -240,6 +252,8 @@ def _default_hint(path: tuple[str, ...]) -> str:
         return f"for example {path[0]}: {{{key}: {show_value(default_values()[f'{path[0]}.{key}'])}}}"
     if path == OPTIMIZER:
         return OTHER_OPTIMIZERS
+    if path == MEMORY:
+        return "for example 64G, 3.5G or 512M; 0 is all memory of a node"
     default = default_values().get(".".join(path))
     if default in ({}, []):
         return f"write it as {'{NAME: VALUE}' if default == {} else '[VALUE, VALUE]'}"

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from trainkit.cluster.discovery import parse_gpus
 from trainkit.cluster.limits import (
     ResourceRequest,
     limit_problems,
@@ -111,9 +112,13 @@ class SlurmDraft(LaunchDraft):
             self.problem("resources.gpus_per_node", message, "choose another partition, or set device: cpu")
             return 1
         reason = f"{count}: GPUs per node in {self._where}"
-        others = sorted({kind.num_gpus() for kind in self.nodes} - {count})
+        others = sorted({kind.num_gpus(self._gpu_type) for kind in self.nodes} - {count})
         if others:
             reason += f"; other nodes have {', '.join(map(str, others))}"
+        mixed = next((kind.gpus for kind in self.nodes if len(kind.gpus) > 1), None)
+        if mixed and self._gpu_type is None:
+            types = listed(name or "others" for name in mixed)
+            reason += f", of the types {types}; resources.gpu_type chooses one"
         self.reasons["workers_per_node"] = reason
         return count
 
@@ -242,6 +247,10 @@ class SlurmDraft(LaunchDraft):
         if request.clusters:
             choice = f", whichever starts the job first; planned for {request.clusters[0]}"
             self.reasons["clusters"] = listed(request.clusters, "or") + choice * (len(request.clusters) > 1)
+        for item in self.partitions:
+            if not item.is_up:
+                waits = "Slurm rejects its jobs, or lets them wait until it is"
+                self.warnings.append(f"partition {item.name} is not up: {waits}")
         spare = config.resources.spare_nodes
         if spare:
             self.reasons["spare_nodes"] = (
@@ -327,10 +336,12 @@ class SlurmDraft(LaunchDraft):
 
 def _reserved_options(config: RunConfig) -> Iterator[KeyProblem]:
     """A problem for every extra option that another key or trainkit itself sets."""
-    for option in config.resources.extra:
+    for option, value in config.resources.extra.items():
         key = f"resources.extra.{option}"
         if option in _KEYS:
             yield key, "has its own key", f"use {_KEYS[option]}"
+        elif option.startswith("tres-per-") and parse_gpus(str(value)):
+            yield key, "asks for GPUs", f"use {_KEYS['gres']}"
         elif option in _OWN_SBATCH:
             yield key, "is set by trainkit", "remove it"
     for option in config.launch.srun_extra:

@@ -33,6 +33,7 @@ from trainkit.slurm.states import (
     split_job,
     state_in_accounting,
     state_in_queue,
+    unknown_sentence,
 )
 
 _QUEUE_FIELDS = (
@@ -41,6 +42,7 @@ _QUEUE_FIELDS = (
 )
 _ACCOUNTING_FIELDS = ("JobID", "State", "NodeList", "NNodes", "Start", "End", "ExitCode", "JobName")
 UNKNOWN_JOB = "neither squeue nor sacct lists it"
+_NO_NODES = ("None assigned", "(null)", "N/A")
 _ACCOUNTING_TIMEOUT_S = 10.0
 _LONGEST_ARGUMENT = 100_000
 """Linux limits an argument to 128 KiB."""
@@ -147,8 +149,9 @@ def _select(
             continue
         info = known.get(job_id, JobInfo(job_id, JobState.UNKNOWN, reason=reason))
         rest = known.get(base_id(job_id), info)
-        if info.state is JobState.UNKNOWN and rest.state is JobState.CANCELLED and reason == UNKNOWN_JOB:
-            # Tasks cancelled while pending may share one record under the array's id.
+        ended_together = rest.state.is_terminal and rest.state is not JobState.COMPLETED
+        if info.state is JobState.UNKNOWN and ended_together and reason == UNKNOWN_JOB:
+            # Tasks that ended while pending may share one record under the array's id.
             info = replace(rest, job_id=job_id)
         yield job_id, info
 
@@ -176,6 +179,8 @@ def parse_queue(text: str) -> dict[str, JobInfo]:
         restart_count = int(restarts) if restarts.isdigit() else None
         state = state_in_queue(word, restart_count)
         info = _job(job_id, state, word, nodes, num_nodes, start, end, exit_code, name)
+        if state is JobState.UNKNOWN:
+            reason = unknown_sentence(word, "squeue")
         reason = "" if reason in ("None", "N/A") else reason
         _add(found, replace(info, reason=reason, restarts=restart_count, number=number))
     return found
@@ -189,7 +194,7 @@ def _job(job_id: str, state: JobState, word: str, nodes: str, *more: str) -> Job
         job_id=job_id,
         state=state,
         slurm_state=word,
-        nodes=nodes,
+        nodes="" if nodes in _NO_NODES else nodes,
         num_nodes=int(num_nodes) if num_nodes.isdigit() else 0,
         start_time=time_of(start),
         end_time=time_of(end),
@@ -230,9 +235,8 @@ def parse_accounting(text: str) -> dict[str, JobInfo]:
     for fields in records(text, len(_ACCOUNTING_FIELDS), end=FIELD):
         job_id, word, nodes, *rest = fields
         state = state_in_accounting(word)
-        info = _job(job_id, state, word, "" if nodes == "None assigned" else nodes, *rest)
-        late = f"squeue no longer lists it, but accounting still reports {word}"
-        _add(found, info if state.is_terminal else replace(info, reason=late))
+        info = _job(job_id, state, word, nodes, *rest)
+        _add(found, info if state.is_terminal else replace(info, reason=unknown_sentence(word, "accounting")))
     return found
 
 

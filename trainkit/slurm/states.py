@@ -60,6 +60,7 @@ _TERMINAL = frozenset(
 _STATES = {
     **{state.name: state for state in JobState},
     "REQUEUE_FED": JobState.REQUEUED,
+    "EXPEDITING": JobState.REQUEUED,
     "REQUEUE_HOLD": JobState.HELD,
     "SPECIAL_EXIT": JobState.HELD,
     "RESV_DEL_HOLD": JobState.HELD,
@@ -69,7 +70,6 @@ _STATES = {
     "SIGNALING": JobState.RUNNING,
     "STOPPED": JobState.SUSPENDED,
     "STAGE_OUT": JobState.COMPLETING,
-    "EXPEDITING": JobState.COMPLETING,
     "BOOT_FAIL": JobState.FAILED,
     "LAUNCH_FAILED": JobState.FAILED,
     "RECONFIG_FAIL": JobState.FAILED,
@@ -82,7 +82,7 @@ def state_in_queue(word: str, restarts: int | None) -> JobState:
 
     squeue shows a requeued job as COMPLETING, then as PENDING, so PREEMPTED and NODE_FAIL are final here.
     """
-    state = _STATES.get(word, JobState.UNKNOWN)
+    state = _state(word)
     return JobState.REQUEUED if state is JobState.PENDING and restarts else state
 
 
@@ -91,8 +91,26 @@ def state_in_accounting(word: str) -> JobState:
 
     Accounting lags behind: a job that it reports as pending or running counts as UNKNOWN.
     """
-    state = _STATES.get(word.partition(" ")[0].rstrip("+"), JobState.UNKNOWN)
+    state = _state(word)
     return state if state.is_terminal else JobState.UNKNOWN
+
+
+def _state(word: str) -> JobState:
+    """The state that Slurm calls `word`, which a narrow column cuts to `OUT_OF_ME+`."""
+    name = word.partition(" ")[0]
+    if not name.endswith("+"):
+        return _STATES.get(name, JobState.UNKNOWN)
+    found = {state for known, state in _STATES.items() if known.startswith(name[:-1])}
+    return found.pop() if len(found) == 1 else JobState.UNKNOWN
+
+
+def unknown_sentence(word: str, source: str) -> str:
+    """Why a job is unknown that `source`, such as squeue, lists with the state `word`."""
+    if word.partition(" ")[0] == "REVOKED":
+        return "another cluster of its federation has taken it: `squeue --federation` shows which"
+    if _state(word) is JobState.UNKNOWN:
+        return f"{source} reports the state {word}, whose meaning is not known"
+    return f"squeue no longer lists it, but {source} still reports {word}"
 
 
 _SENTENCES = {
@@ -109,6 +127,13 @@ _SENTENCES = {
     "Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions": (
         "nodes that it needs are down, drained or reserved for jobs of higher priority"
     ),
+    "Nodes required for job are DOWN, DRAINED, REBOOTING or reserved "
+    "for jobs in higher priority partitions": (
+        "nodes that it needs are down, drained, rebooting or reserved for jobs of higher priority"
+    ),
+    "MaxPoweredUpNodes": "its cluster already has as many nodes powered up as it may have",
+    "PowerNotAvail": "its cluster has no power left to start it",
+    "PowerReserved": "the power that it needs is reserved for other jobs",
     "PartitionDown": "its partition is not starting jobs at the moment",
     "PartitionInactive": "its partition accepts no jobs and starts none at the moment",
     "PartitionNodeLimit": "requests more nodes than its partition has up or allows per job",
@@ -122,13 +147,25 @@ _SENTENCES = {
     "JobArrayTaskLimit": "its array already runs its maximum number of tasks",
     "JobLaunchFailure": "could not be launched, for example because of a broken node or a missing folder",
     "launch failed requeued held": "could not be launched and is held: `scontrol release JOB` releases it",
+    "launch failure limit exceeded requeued held": (
+        "is held because it could not be launched several times: `scontrol release JOB` releases it"
+    ),
     "job requeued in held state": "was requeued and is held: `scontrol release JOB` releases it",
+    "job requeued in special exit state": (
+        "is held because it ended with an exit code that the site treats specially: "
+        "`scontrol release JOB` releases it"
+    ),
     "user env retrieval failed requeued held": (
         "is held because its node could not read the login environment: `scontrol release JOB` releases it"
     ),
     "Licenses": "waiting for a license that other jobs use",
     "NodeDown": "a node that it needs is down",
     "FrontEndDown": "no front-end node is up to start it",
+    "BlockMaxError": "its hardware has failed too often to be prepared: an administrator has to look at it",
+    "BlockFreeAction": "its hardware is being released by another job",
+    "FedJobLock": "waiting for the clusters of its federation to agree which one starts it",
+    "MpiPortsBusy": "waiting for ports that MPI needs on its nodes",
+    "NvidiaImexChannels": "waiting for an IMEX channel, through which GPUs of several nodes share memory",
     "InvalidAccount": "its account does not exist, or you may not charge it: cancel it and choose another",
     "InvalidQOS": "its QOS does not exist, or you may not use it: cancel it and choose another",
     "SchedDefer": "waiting for the next pass of the scheduler",
@@ -137,6 +174,7 @@ _SENTENCES = {
     "BurstBufferResources": "waiting for space in a burst buffer",
     "BurstBufferStageIn": "its data is being copied into a burst buffer",
     "BurstBufferOperation": "its burst buffer failed: an administrator has to look at it",
+    "Burst buffer pre run error": "its burst buffer failed: an administrator has to look at it",
     "QOSNotAllowed": "its QOS is not allowed in its partition or account",
     "AccountNotAllowed": "its account is not allowed in its partition",
     "AccountingPolicy": "its account or QOS has reached a limit",
@@ -153,6 +191,8 @@ _SENTENCES = {
 
 _LIMIT = re.compile(r"(?:Assoc|QOS)?(?:Grp|Max|Min)[A-Z]\w+|(?:Association|QOS)(?:Job|Resource|Time)Limit")
 """The name of a limit, such as AssocGrpGRES, QOSMaxCpuPerUserLimit, MaxGRESPerAccount and QOSTimeLimit."""
+_MINIMUM = re.compile(r"(?:Assoc|QOS)?Min")
+_RESERVATION = re.compile(r"Reservation[ _](?P<name>.+)[ _](?P<what>was[ _]deleted|is[ _]invalid)")
 
 
 def reason_sentence(reason: str) -> str:
@@ -160,21 +200,40 @@ def reason_sentence(reason: str) -> str:
 
     Empty for a job without a reason. Details (`ReqNodeNotAvail, UnavailableNodes:node3`) are kept.
     """
-    whole = reason.strip().strip("()").replace("_", " ")
-    if whole in ("", "None", "N/A", "null"):
+    text = reason.strip()
+    if text.startswith("(") and text.endswith(")"):
+        text = text[1:-1]
+    if text in ("", "None", "N/A", "null"):
         return ""
-    if whole in _SENTENCES:
-        return _SENTENCES[whole]
-    name, _, rest = whole.partition(",")
-    rest = rest.strip()
-    known = _SENTENCES.get(name)
-    if known is None and _LIMIT.fullmatch(name):
-        whose = "account" if name.startswith("Assoc") or "PerAccount" in name else "QOS"
-        is_minimum = "Min" in name and "Minutes" not in name
-        known = f"{'is below' if is_minimum else 'would exceed'} a limit of its {whose}: {name}"
+    if (known := _explained(text)) is not None:
+        return known
+    # squeue combines the reasons of pending tasks of an array that it shows as one.
+    names = text.split(",")
+    if all(several := [_explained(name) for name in names]):
+        return "; ".join(filter(None, several))
+    name = re.split(r"[,:(]", text, maxsplit=1)[0]
+    known, details = _explained(name), text[len(name) :].lstrip(",: _")
     if known is None:
         return reason
-    return f"{known} ({rest})" if rest else known
+    # scontrol writes spaces as underscores, which are also in the names of hosts.
+    details = details if ":" in details else details.replace("_", " ")
+    if not details or details.endswith(":"):
+        return known
+    return f"{known} {details if details.startswith('(') else f'({details})'}"
+
+
+def _explained(reason: str) -> str | None:
+    """The sentence for a reason without details; None for an unknown one."""
+    plain = reason.replace("_", " ")
+    if plain in _SENTENCES:
+        return _SENTENCES[plain]
+    if _LIMIT.fullmatch(reason):
+        whose = "account" if reason.startswith("Assoc") else "QOS"
+        relation = "is below" if _MINIMUM.match(reason) else "would exceed"
+        return f"{relation} a limit of its {whose}: {reason}"
+    if (match := _RESERVATION.fullmatch(reason)) is not None:
+        return f"its reservation {match['name']} {match['what'].replace('_', ' ')}: choose another or none"
+    return None
 
 
 LARGEST_INDEX = 4_000_000
