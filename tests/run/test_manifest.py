@@ -185,8 +185,15 @@ def test_remove_interrupted_leaves_nothing_that_looks_published(
 
 @pytest.mark.parametrize(
     ("keep_last", "best", "gone"),
-    [(1, None, [1, 2, 3]), (2, None, [1, 2]), (2, 1, [2]), (1, 4, [1, 2, 3]), (4, None, []), (9, 2, [])]
-    + [(None, None, []), (None, 2, [])],
+    [
+        (1, None, [1, 2, 3]),
+        (2, None, [1, 2]),
+        (2, 1, [2]),
+        (1, 4, [1, 2, 3]),
+        (4, None, []),
+        (9, 2, []),
+        (None, 2, []),
+    ],
 )
 def test_obsolete(keep_last: int | None, best: int | None, gone: list[int]) -> None:
     checkpoints = [Checkpoint(Path("x"), step) for step in (3, 1, 4, 2)]

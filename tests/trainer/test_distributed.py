@@ -188,7 +188,7 @@ def test_every_group_exchanges_a_number_when_the_world_is_made(
 def test_the_pairs_of_a_pipeline_connect_when_the_world_is_made(
     monkeypatch: pytest.MonkeyPatch, rank: int, pp: int, peers: tuple[int, int]
 ) -> None:
-    """Both neighbours, in both directions, and the ends, which interleaved stages and tied weights connect."""
+    """Both neighbours, in both directions, and the ends: interleaved stages and tied weights need those."""
     exchanged: list[Any] = []
     mesh = MagicMock(get_all_groups=list)
     monkeypatch.setattr(distributed, "dist", MagicMock(isend="send", irecv="receive"))

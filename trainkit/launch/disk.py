@@ -52,21 +52,17 @@ def disk_forecast(
         every, steps = config.checkpoint.every_steps, config.train.steps
         # More by epochs, by minutes and after validations.
         count = -(-steps // every) if every and steps else 1
-        how_many, advice = (
-            f"at least {plural(count, 'checkpoint')}",
-            "set checkpoint.keep_last (now null, which keeps all)",
-        )
+        how_many, advice = "at least", "set checkpoint.keep_last (now null, which keeps all)"
     else:
-        count = (
-            kept + 1 + (config.checkpoint.best_metric is not None)
-        )  # one is being written, one is the best
-        how_many, advice = f"up to {plural(count, 'checkpoint')}", f"lower checkpoint.keep_last (now {kept})"
+        # One is being written, one is the best.
+        count = kept + 1 + (config.checkpoint.best_metric is not None)
+        how_many, advice = "up to", f"lower checkpoint.keep_last (now {kept})"
     need = count * one * num_runs
     if need < PLENTY_SHARE * free and kept is not None:
         return None
     whose = f"{num_runs} runs with " if num_runs > 1 else ""
     where = f"{size(free)} free in {shown_path(folder)}"
-    text = f"{whose}{how_many} of {size(one)}: {size(need)} of {where}"
+    text = f"{whose}{how_many} {plural(count, 'checkpoint')} of {size(one)}: {size(need)} of {where}"
     if need > free:
         return f"warning: {text}; {advice}, or free disk space"
     return f"  disk                {text}"
