@@ -28,7 +28,7 @@ SAVE_EVENTS = ("checkpoint_commit", "checkpoint_failed")
 NOT_FINITE = (None, math.inf, -math.inf)
 """The losses of a step that has diverged; NaN is null in JSON, and Infinity as 1e999 is read as a number."""
 MAX_WITHOUT_LOSS = 200
-"""In so many records of other metrics, a loss is searched for."""
+"""The records of other metrics alone after which no loss is searched for."""
 FAILED_SAVES = 2
 """So many saves that fail in a row are reported: one may fail for a moment."""
 
@@ -259,7 +259,10 @@ def diverged_since(run: RunDir, attempt: int | None = None) -> int | None:
 
 def with_divergence(reason: str | None, since: int | None) -> str | None:
     """The reason of a state for people, after `diverged_since`; None without either."""
-    return "; ".join(filter(None, (since is not None and f"diverged since step {since}", reason))) or None
+    if since is None:
+        return reason
+    said = f"diverged since step {since}"
+    return f"{said}; {reason}" if reason else said
 
 
 def best_result(run: RunDir, events: Iterable[Event] | None = None) -> Best | None:

@@ -261,7 +261,7 @@ def exchange(
     batch = [
         dist.P2POp(operation, tensor, group=group, group_peer=peer) for operation, tensor, peer in operations
     ]
-    return cast(list[dist.Work], dist.batch_isend_irecv(batch))
+    return dist.batch_isend_irecv(batch)
 
 
 def build_mesh(device: torch.device, layout: Layout) -> DeviceMesh:
