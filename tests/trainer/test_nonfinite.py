@@ -196,7 +196,9 @@ def test_a_loss_scale_that_is_much_too_high_comes_down(tmp_path: Path, num_procs
     options = ["precision.dtype=fp16", "precision.init_loss_scale=268435456.0", "train.max_nonfinite_steps=2"]
     options += ["train.steps=28", "checkpoint.every_steps=1", "checkpoint.keep_last=99"]
     attempt = train(tmp_path / "run", options, num_procs)
-    finite = [record["grad_norm"] is not None for record in read_metrics(attempt.run)]
+    records = read_metrics(attempt.run)
+    finite = [record["grad_norm"] is not None for record in records]
+    assert all(record["loss"] is not None for record in records), "only the gradient overflows"
     num_skipped = finite.index(True)
     assert num_skipped > 5
     assert sum(finite[num_skipped:]) >= 0.7 * (28 - num_skipped), "once found, the scale is seldom too high"
