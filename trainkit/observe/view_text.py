@@ -153,7 +153,8 @@ def _numbers(view: RunView, size: Size) -> list[Text]:
     lines = []
     for name, label in CURVE_NAMES.items():
         curve = view.curves[name]
-        if is_command and not curve and (name != "loss" or view.status.step is None):
+        has_loss = view.status.loss is not None or view.status.diverged_since is not None
+        if is_command and not curve and not (name == "loss" and has_loss):
             continue
         value = _curve_value(view, name)
         width = size.width - LABEL - max(VALUE, len(value) + 1)
