@@ -5,7 +5,7 @@
 Both loops run in the same processes, with alternating steps, so that changes in machine speed affect both
 alike. The hand-written loop keeps its batch in memory and has no logging, schedule or signal handling; with
 several processes it uses DistributedDataParallel, and the trainer `replicate`. Prints the median step times
-and their ratio, for the model and batch of the quickstart (32 samples per step), for a step with 4 samples
+and their ratio, for the model `tiny` (32 samples per step), for a step with 4 samples
 per process, in which communication weighs more, and for a tiny model, whose `fixed cost`, the difference of
 the medians, is what counts.
 """
@@ -25,13 +25,13 @@ from pathlib import Path
 
 SMALL = "too small to matter"
 CASES = {
-    "quickstart": [
+    "tiny": [
         "model.preset=tiny",
         "data.seq_len=256",
         "train.device_batch_size=8",
         "train.global_batch_size=32",
     ],
-    "quickstart, 4 samples a process": [
+    "tiny, 4 samples a process": [
         "model.preset=tiny",
         "data.seq_len=256",
         "train.device_batch_size=4",

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.plan.torch_build import OLDEST
+from trainkit.plan.torch_build import OLDEST, REQUIREMENT
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
-SIZES = {"trainkit": (273, 62_939), "tests": (378, 61_828)}
+SIZES = {"trainkit": (273, 63_124), "tests": (379, 62_144)}
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (5, 400)
 """By so much the code may be smaller before `SIZES` is lowered."""
@@ -371,6 +371,7 @@ def test_torch_is_pinned_to_a_version_that_the_package_allows() -> None:
     assert "2.13.0" in specifier
     oldest = ".".join(map(str, OLDEST))
     assert f">={oldest}" in map(str, specifier)
+    assert Requirement(REQUIREMENT).specifier == specifier
     assert pinned("constraints-oldest.txt") == f"{oldest}.0"
     major, minor, _ = pinned("constraints-newest.txt").split(".")
     assert f"<{major}.{int(minor) + 1}" in map(str, specifier)

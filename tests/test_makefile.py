@@ -251,7 +251,8 @@ def test_the_ends_of_torch_are_tested_in_folders_of_their_own(release: str) -> N
 @pytest.mark.slow(seconds=40)
 def test_demo_kills_a_run_and_shows_the_same_losses(tmp_path: Path) -> None:
     home = {f"XDG_{name}_HOME": str(tmp_path / name) for name in ("STATE", "CACHE", "CONFIG")}
-    small = {"TRAINKIT_MODEL__PRESET": "nano", "TRAINKIT_DATA__SEQ_LEN": "64"}
+    small = {"TRAINKIT_DATA__SEQ_LEN": "64", "TRAINKIT_TRAIN__STEPS": "48", "TRAINKIT_TRAIN__LOG_EVERY": "4"}
+    small |= {"TRAINKIT_TRAIN__EVAL_EVERY": "null", "TRAINKIT_CHECKPOINT__EVERY_STEPS": "12"}
     done = run_program(
         sys.executable,
         str(ROOT / "tools/demo.py"),

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import math
 import os
 import sys
 import time
@@ -241,15 +242,16 @@ class Attached:
         *,
         save_every: int | None = None,
         log_every: int = 10,
-        keep_last: int = 3,
+        keep_last: int | None = 3,
         seed: int | None = 0,
     ) -> Iterator[int]:
         """The numbers of the steps from 1, or after a resume from the newest checkpoint, to `total`.
 
         After a step it writes what was logged, every `log_every` steps, which waits for the device; saves the
-        tracked objects, every `save_every` steps and after the last; and ends the process with exit code 75
-        after a save if the run was asked to stop: every rank after the same step, at most two after the
-        signal. A loop that is left with ``break`` is not saved: call `save` first.
+        tracked objects, every `save_every` steps and after the last, and keeps the newest `keep_last` of
+        these checkpoints, with None all of them; and ends the process with exit code 75 after a save if the
+        run was asked to stop: every rank after the same step, at most two after the signal. A loop that is
+        left with ``break`` is not saved: call `save` first.
 
         Before each step, torch's generators are seeded by `seed`, step and rank, so that dropout is the same
         after a resume; None leaves them alone. Raises TrainkitError if a checkpoint does not fit the tracked
@@ -352,7 +354,10 @@ class Attached:
         dist.all_reduce(sums, group=self._group)
         if not self.is_main:
             return
-        means = dict(zip(names, (sums / self.world_size).tolist(), strict=True))
+        means = {  # None for what is not finite, as the trainer writes it
+            name: mean if math.isfinite(mean) else None
+            for name, mean in zip(names, (sums / self.world_size).tolist(), strict=True)
+        }
         record = {"step": step, "time": utc_now(), "attempt": self.attempt, **means}
         record["step_s"] = round(step_s, 6)
         self._records.append(record)

@@ -45,6 +45,9 @@ FILES = {
     "memory.yaml": "resources: {mem: 64}\n",
     "megabytes.yaml": "resources: {mem: '64'}\n",
     "warm.yaml": "schedule: {warmup_steps: 500}\n",
+    "floor.yaml": "schedule: {name: wsd, min_lr_ratio: 0}\n",
+    "short.yaml": "schedule: {min_lr_ratio: 0, warmup_steps: 200}\n",
+    "flat.yaml": "schedule: {name: constant, min_lr_ratio: 0}\n",
     "never.yaml": "checkpoint: {every_steps: null}\n",
     "config/a.yaml": "seed: 1\n",
     "train.py": "print(1)\n",
@@ -170,6 +173,11 @@ def test_what_only_reads_writes_nothing(here: Path, line: str) -> None:
             " optimizer.lr",
         ),
         (
+            "floor.yaml",
+            "schedule.min_lr_ratio is 0: the learning rate of the last step is 0, which wastes that step;"
+            " a small ratio such as 0.001 does not",
+        ),
+        (
             "never.yaml",
             "checkpoint.every_steps and checkpoint.every_minutes are null: after a crash or a lost node the"
             " run starts again from its first step",
@@ -178,6 +186,11 @@ def test_what_only_reads_writes_nothing(here: Path, line: str) -> None:
 )
 def test_what_is_seldom_meant(here: Path, file: str, warning: str) -> None:
     assert typed(f"trainkit check {file}") == (0, f"warning: {warning}\n{file}: no problems, 1 warning\n")
+
+
+@pytest.mark.parametrize("file", ["short.yaml", "flat.yaml"])
+def test_a_floor_that_the_last_step_does_not_reach(here: Path, file: str) -> None:
+    assert typed(f"trainkit check {file}") == (0, f"{file}: no problems\n")
 
 
 def test_a_folder_that_was_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -59,7 +60,7 @@ def test_show_origin(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert rows["resources.nodes"] == ["resources.nodes", "4", "--nodes 4"]
     assert rows["seed"] == ["seed", "7", "--set seed=7"]
     assert rows["requeue.max"] == ["requeue.max", "100", "default"]
-    assert rows["model.preset"][2].endswith("models/tiny.yaml:3")
+    assert rows["model.preset"][2].endswith("models/nano.yaml:3")
 
 
 def test_json(config: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -317,3 +318,17 @@ def test_a_config_from_standard_input(
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
         assert main([command[0], "-", *command[1:]]) == code
     assert "standard input:2: train.steps: must be a whole number" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["check", "submit", "run"])
+def test_a_python_without_torch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "torch", None)  # as if it were not installed
+    assert main([command, "quickstart", "--set", "device=cpu"]) == 2
+    install = f"`{shlex.quote(sys.executable)} -m pip install 'torch>=2.11,<2.16'` installs it"
+    hint = f"{install}, or set launch.venv, conda, modules or container to an environment that has it"
+    error = f"error: {sys.executable} has no torch, which the trainer requires\n\nhint: {hint}\n"
+    assert error in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

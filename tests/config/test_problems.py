@@ -77,7 +77,10 @@ launch.env={A: [1]}
         ("optimizer.lr=.inf", "optimizer.lr: must be a number above 0, not Infinity"),
         ("optimizer.lr=.nan", "optimizer.lr: must be a number above 0, not NaN"),
         ("optimizer.lr=", "optimizer.lr: must be a number above 0, not null"),
-        ("checkpoint.keep_last=0", "checkpoint.keep_last: must be a whole number of at least 1, not 0"),
+        (
+            "checkpoint.keep_last=0",
+            "checkpoint.keep_last: must be a whole number of at least 1 or null, not 0",
+        ),
         ("checkpoint.async=1", "checkpoint.async: must be true or false, not 1"),
         ("parallel.dp_shard=0", "parallel.dp_shard: must be -1 or a whole number of at least 1, not 0"),
         ("config_version=3", "config_version: must be one of 1, 2, not 3"),

@@ -82,6 +82,14 @@ def test_a_failure_names_rank_host_and_what_to_do() -> None:
     assert (notification.rank, notification.host, notification.step) == (5, "node3", 7)
 
 
+@pytest.mark.parametrize(
+    ("action", "text"),
+    [("finished", "finished; diverged since step 15"), ("failed", "failed: diverged since step 15; why")],
+)
+def test_a_run_that_has_diverged(action: str, text: str) -> None:
+    assert end_notification(end_of(action, action), 15).text == text
+
+
 def test_a_restart_without_a_slow_host_is_said_once() -> None:
     end = end_of("requeue", "stopped", "slow_host", reason="restarts without b: rank 5 slow")
     notification = end_notification(end)

@@ -9,6 +9,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -58,6 +59,30 @@ def test_the_space_for_checkpoints(
         found = error.message
     short = "; lower checkpoint.keep_last (now 3), or free disk space" if said and "warning" in said else ""
     assert found == (said and said.replace("FOLDER", "not/yet") + short)
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "train", "said"),
+    [
+        (400, {}, "  disk                at least 7 checkpoints of 1.0 GiB: 7.0 GiB of 400.0 GiB free"),
+        (
+            400,
+            {"steps": None, "epochs": 3},
+            "  disk                at least 1 checkpoint of 1.0 GiB: 1.0 GiB",
+        ),
+        (5, {}, "warning: at least 7 checkpoints of 1.0 GiB: 7.0 GiB of 5.0 GiB free"),
+    ],
+)
+def test_the_space_for_all_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_gib: int, train: dict[str, Any], said: str
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=free_gib * 2**30))
+    plan = LaunchPlan("local", 1, 1, "cpu", Layout(), Batch(1, 1, 1, 1), 1e-3, 1, 20.0, {})
+    checkpoint = {"keep_last": None, "every_steps": 30}
+    config = RunConfig.model_validate({"checkpoint": checkpoint, "train": train})
+    found = str(disk_forecast(tmp_path, replace(plan, checkpoint_bytes=2**30), config))
+    assert found.startswith(said)
+    assert ("; set checkpoint.keep_last (now null" in found) == said.startswith("warning")
 
 
 def problem(tmp_path: Path, kind: str, options: str, folder: str = "me/runs/x") -> str | None:

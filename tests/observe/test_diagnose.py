@@ -178,7 +178,7 @@ def test_a_loss_that_was_nan_is_named_where_nothing_else_explains_the_end(tmp_pa
     for step, loss in ((300, 2.5), (305, None), (306, 2.0), (310, None), (311, None)):
         append_jsonl(run.metrics_file, {"step": step, "attempt": 1, "loss": loss})
     found = newest(run)
-    expected = f"the loss was NaN or infinite from step 310 on, before rank 0 on {HOST} failed: {message}"
+    expected = f"diverged since step 310, before rank 0 on {HOST} failed: {message}"
     assert (found.name, found.cause, found.confidence) == ("loss-not-finite", expected, "likely")
     append_jsonl(run.metrics_file, {"step": 312, "attempt": 1, "loss": 1.5})
     assert newest(run).name != "loss-not-finite"
@@ -193,7 +193,7 @@ def test_an_exception_comes_before_a_loss_that_was_nan(tmp_path: Path) -> None:
         "exception",
         f"rank 0 on {HOST} raised an exception: ValueError: boom",
     )
-    assert "the loss was NaN or infinite from step 310 on, which may be why" in found.advice
+    assert "diverged since step 310, which may be why" in found.advice
     assert found.evidence[-1].file == "metrics.jsonl"
 
 

@@ -99,7 +99,7 @@ def test_releases_that_the_trainer_supports(version: str) -> None:
 def test_older_ones_are_refused_by_name(version: str) -> None:
     problem = release_problem(version)
     assert problem[0] == f"has torch {version}, and the trainer requires torch 2.11 or newer"
-    assert "pip install 'torch>=2.11'" in problem[1]
+    assert "pip install 'torch>=2.11,<2.16'" in problem[1]
 
 
 NO_GPU = Machine(2, 0, (), "there is no NVIDIA driver on this machine")

@@ -185,9 +185,17 @@ def test_remove_interrupted_leaves_nothing_that_looks_published(
 
 @pytest.mark.parametrize(
     ("keep_last", "best", "gone"),
-    [(1, None, [1, 2, 3]), (2, None, [1, 2]), (2, 1, [2]), (1, 4, [1, 2, 3]), (4, None, []), (9, 2, [])],
+    [
+        (1, None, [1, 2, 3]),
+        (2, None, [1, 2]),
+        (2, 1, [2]),
+        (1, 4, [1, 2, 3]),
+        (4, None, []),
+        (9, 2, []),
+        (None, 2, []),
+    ],
 )
-def test_obsolete(keep_last: int, best: int | None, gone: list[int]) -> None:
+def test_obsolete(keep_last: int | None, best: int | None, gone: list[int]) -> None:
     checkpoints = [Checkpoint(Path("x"), step) for step in (3, 1, 4, 2)]
     assert [item.step for item in obsolete(checkpoints, keep_last, best)] == gone
 

@@ -1,6 +1,7 @@
 """The GPU of a rank, and how ranks find each other before there is a process group."""
 
 import os
+import re
 import socket
 import sys
 import threading
@@ -12,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -180,6 +182,34 @@ def test_every_group_exchanges_a_number_when_the_world_is_made(
     monkeypatch.setattr(distributed.dist, "all_reduce", lambda one, group: sent.append((one.numel(), group)))
     distributed.make_world(0, torch.device("cpu"), Layout())
     assert sent == [(1, name) for name in ("checkpoints", "world", *groups[groups == ["world"] :], "cp")]
+
+
+@pytest.mark.parametrize(("rank", "pp", "peers"), [(0, 2, (1, 1)), (1, 4, (2, 0)), (3, 4, (0, 2))])
+def test_the_pairs_of_a_pipeline_connect_when_the_world_is_made(
+    monkeypatch: pytest.MonkeyPatch, rank: int, pp: int, peers: tuple[int, int]
+) -> None:
+    """Both neighbours, in both directions, and the ends: interleaved stages and tied weights need those."""
+    exchanged: list[Any] = []
+    mesh = MagicMock(get_all_groups=list)
+    monkeypatch.setattr(distributed, "dist", MagicMock(isend="send", irecv="receive"))
+    monkeypatch.setattr(distributed, "build_mesh", lambda *args: mesh)
+
+    def exchange(group: Any, *operations: Any) -> list[Any]:
+        assert group is mesh["pp"].get_group()
+        exchanged.extend((kind, tensor.numel(), peer) for kind, tensor, peer in operations)
+        return []
+
+    monkeypatch.setattr(distributed, "exchange", exchange)
+    distributed.make_world(rank, torch.device("cpu"), Layout(pp=pp))
+    expected = [("receive", 1, peer) for peer in peers] + [("send", 1, peer) for peer in peers]
+    assert sorted(exchanged) == sorted(expected)
+
+
+def test_nothing_is_sent_to_one_rank_outside_of_a_batch() -> None:
+    """NCCL would make a communicator for each pair at its first exchange, long after `connect`."""
+    alone = re.compile(r"\bdist\.(?:isend|irecv|send|recv)\(")
+    files = Path(distributed.__file__).parent.rglob("*.py")
+    assert [str(file) for file in files if alone.search(file.read_text())] == []
 
 
 def test_groups_that_do_not_end_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

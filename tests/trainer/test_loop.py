@@ -11,7 +11,7 @@ from tests.support.ranks import ForkedWorker, start_script
 from tests.support.runs import free_port, wait_for
 from trainkit.cli.main import main
 from trainkit.run.end import read_end
-from trainkit.run.events import read_metrics
+from trainkit.run.events import diverged_since, read_metrics
 from trainkit.run.manifest import published
 from trainkit.run.rundir import RunDir
 
@@ -190,6 +190,20 @@ def test_groups_that_do_not_end_are_not_waited_for(tmp_path: Path, last: str, co
     done = run_program(sys.executable, "train.py", cwd=tmp_path, timeout=60)
     assert done.returncode == code, done.stderr
     assert read_end(RunDir(tmp_path / "runs/attached").attempt(1)).exit_code == code
+
+
+def test_a_loss_that_is_nan_does_not_end_the_loop(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "from trainkit.loop import attach\n"
+        "run = attach('run')\n"
+        "for step in run.steps(4, log_every=1):\n"
+        "    run.log(loss=float('nan') if step > 2 else 1.0)\n"
+    )
+    assert run_program(sys.executable, "train.py", cwd=tmp_path, timeout=60).returncode == 0
+    run = RunDir(tmp_path / "run")
+    assert [record["loss"] for record in read_metrics(run)] == [1.0, 1.0, None, None]
+    assert diverged_since(run) == 3
+    assert read_end(run.attempt(1)).best is None
 
 
 def test_a_value_of_one_rank_alone_is_refused(tmp_path: Path) -> None:

@@ -1,14 +1,20 @@
 """The loss scale of fp16."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from tests.support.models import nano, sample_keys, tokens
+from tests.support.models import ALONE, nano, sample_keys, tokens
 from trainkit.config.training import PrecisionConfig
 from trainkit.errors import EXIT_NO_RESTART, TrainkitError
+from trainkit.trainer.causal_lm import Microbatch
+from trainkit.trainer.forward_backward import ForwardContext, SequentialForwardBackward
 from trainkit.trainer.precision import LossScale, apply_float8, require_float8
+from trainkit.trainer.progress import Progress
 
 CPU = torch.device("cpu")
 
@@ -93,3 +99,41 @@ def test_blocks_multiply_in_float8(rowwise: bool) -> None:
     assert (exact - rounded).norm() < 0.1 * exact.norm()
     rounded.square().mean().backward()
     assert all(param.grad is not None for param in low.parameters())
+
+
+def nll_sum(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+class Head(nn.Module):
+    """A model whose hidden states are parameters, and whose loss is computed in parts."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor) -> None:
+        super().__init__()
+        self.hidden, self.weight = nn.Parameter(hidden), nn.Parameter(weight)
+
+    def forward(self, tokens: Tensor, *, sample_keys: Tensor, loss: Callable[..., Tensor]) -> Tensor:
+        return loss(self.hidden, self.weight)
+
+
+def test_gradients_of_a_loss_in_parts_are_scaled_before_they_underflow() -> None:
+    """The labels are so likely that the gradients of the logits are below 1e-8, which is 0 in fp16."""
+    labels = torch.arange(16).view(2, 8)
+    hidden, weight = 19.0 * torch.eye(16, 32).view(2, 8, 32), torch.eye(16, 32)
+    scale = torch.tensor(2.0**16)
+    found = {}
+    for dtype in (torch.float64, torch.float16):
+        model = Head(hidden.to(dtype), weight.to(dtype))
+        context = ForwardContext(ALONE, nll_sum, use_loss_parallel=False)
+        passes = SequentialForwardBackward(lambda enabled: None, Progress(), model, context, 4)
+        micro = Microbatch(labels, labels, sample_keys())
+        with torch.no_grad():
+            expected = passes.loss_sums(micro)
+        losses: list[Tensor] = []
+        passes.accumulate_gradient([micro], scale, losses.append)
+        assert torch.equal(losses[0], expected), "the loss itself is not scaled"
+        found[dtype] = [param.grad for param in (model.hidden, model.weight)]
+    for exact, of_fp16 in zip(found[torch.float64], found[torch.float16], strict=True):
+        assert (exact.abs().amax() / scale).item() < 2.0**-20
+        assert (of_fp16 != 0).sum() == (exact != 0).sum() > 0
+        torch.testing.assert_close(of_fp16.double(), exact, rtol=5e-3, atol=0.0)

@@ -13,7 +13,7 @@ from tests.support.models import ALONE
 from tests.support.runs import log_text, train
 from trainkit.config.training import PrecisionConfig
 from trainkit.errors import EXIT_NO_RESTART, EXIT_STOPPED, DivergedError
-from trainkit.run.events import read_metrics
+from trainkit.run.events import diverged_since, read_metrics
 from trainkit.run.files import read_jsonl
 from trainkit.run.manifest import BEST_LINK, published
 from trainkit.run.rundir import AttemptDir, RunDir
@@ -52,6 +52,8 @@ def count(trainer: Trainer, marks: str) -> None:
     for mark in marks:
         report = StepReport(10, 2.0, 1.0, mark == ".", False, False, 0.0)
         trainer._update_state(BATCH, report)
+        if trainer.state.nonfinite_in_a_row >= trainer.config.train.max_nonfinite_steps:
+            trainer._refuse_divergence()
 
 
 FP32 = PrecisionConfig(dtype="fp32")
@@ -152,6 +154,7 @@ def test_divergence_ends_all_ranks_and_skipped_steps_change_no_bit(tmp_path: Pat
         "checkpoint.every_steps=1",
         "checkpoint.keep_last=99",
         "train.max_nonfinite_steps=4",
+        "train.log_every=100",
     ]
     attempt = train(tmp_path / "run", options, num_procs, expect=78)
     for rank in range(num_procs):
@@ -162,9 +165,11 @@ def test_divergence_ends_all_ranks_and_skipped_steps_change_no_bit(tmp_path: Pat
         assert "lower optimizer.lr" in error["hint"]
     for step in (2, 3, 4, 5):
         assert f"step={step} skipped: loss or gradient is not finite" in attempt.rank_log(0).read_text()
+    assert "step=5 skipped: loss or gradient is not finite, diverged since step 2\n" in log_text(attempt)
     records = read_metrics(attempt.run)
-    assert [record["loss"] is None for record in records] == [False, True, True, True]
-    assert [record["samples_seen"] for record in records] == [16, 32, 48, 64]
+    assert [record["loss"] is None for record in records] == [False, True, True, True, True]
+    assert [record["samples_seen"] for record in records] == [16, 32, 48, 64, 80]
+    assert diverged_since(attempt.run, attempt.number) == 2
     hashes = shard_hashes(attempt)
     assert set(hashes) == {1, 2, 3, 4}
     assert hashes[2] == hashes[3] == hashes[4] == hashes[1]
@@ -191,7 +196,9 @@ def test_a_loss_scale_that_is_much_too_high_comes_down(tmp_path: Path, num_procs
     options = ["precision.dtype=fp16", "precision.init_loss_scale=268435456.0", "train.max_nonfinite_steps=2"]
     options += ["train.steps=28", "checkpoint.every_steps=1", "checkpoint.keep_last=99"]
     attempt = train(tmp_path / "run", options, num_procs)
-    finite = [record["grad_norm"] is not None for record in read_metrics(attempt.run)]
+    records = read_metrics(attempt.run)
+    finite = [record["grad_norm"] is not None for record in records]
+    assert all(record["loss"] is not None for record in records), "only the gradient overflows"
     num_skipped = finite.index(True)
     assert num_skipped > 5
     assert sum(finite[num_skipped:]) >= 0.7 * (28 - num_skipped), "once found, the scale is seldom too high"

@@ -40,7 +40,7 @@ def tensors() -> dict[str, Tensor]:
 def make_saver(tensors: dict[str, Tensor]) -> Iterator[Callable[..., CheckpointSaver]]:
     made = []
 
-    def make(folder: Path, keep_last: int = 10) -> CheckpointSaver:
+    def make(folder: Path, keep_last: int | None = 10) -> CheckpointSaver:
         made.append(CheckpointSaver(RunDir(folder).attempt(1), ALONE, tensors, keep_last))
         return made[-1]
 
@@ -196,6 +196,13 @@ class TestKeeping:
         assert partials(RunDir(tmp_path).checkpoints_dir) == []
         names = sorted(path.name for path in RunDir(tmp_path).checkpoints_dir.iterdir())
         assert names == ["best", "step-00000006", "step-00000007"]
+
+    def test_all_stay(self, tmp_path: Path, make_saver: Any) -> None:
+        saver = make_saver(tmp_path, keep_last=None)
+        for step in range(1, 6):
+            saver.save(request(step, is_best=step == 2), blocking=True)
+        assert steps(tmp_path) == [1, 2, 3, 4, 5]
+        assert best_step(RunDir(tmp_path).checkpoints_dir) == 2
 
 
 @pytest.mark.parametrize("blocking", [True, False])

@@ -19,6 +19,7 @@ from trainkit.cli.status import look_at
 from trainkit.errors import UsageError
 from trainkit.formats import JsonObject, cell, duration, number, shown_value, table
 from trainkit.observe.report import Report, read_report
+from trainkit.observe.status import loss_text
 from trainkit.observe.view_text import resampled, sparkline
 from trainkit.run.registry import find_run_or_group
 from trainkit.run.rundir import RunDir
@@ -82,9 +83,11 @@ def _labels(runs: Sequence[RunDir]) -> list[str]:
 
 def _compared(name: str, report: Report) -> JsonObject:
     """What one run reached, with a `name` as short as it tells the runs apart; None where it is unknown."""
-    best_step, best = min(report.val_loss, key=lambda point: point[1], default=(None, None))
+    diverged = report.status.diverged_since is not None
+    found = [] if diverged else report.val_loss
+    best_step, best = min(found, key=lambda point: point[1], default=(None, None))
     speeds = [speed for own in report.curves["tokens_per_s"].values() for _, speed in own]
-    keys = ("state", "step", "total_steps", "loss", "val_loss")
+    keys = ("state", "step", "total_steps", "loss", "diverged_since", "val_loss")
     return {
         "run": name,
         **{key: getattr(report.status, key) for key in keys},
@@ -117,12 +120,12 @@ def _figures(runs: Sequence[JsonObject], reports: Sequence[Report]) -> str:
     rows = [
         (
             *(run["run"], run["state"], cell(run["step"])),
-            *(cell(run["loss"], ".4f"), cell(run["val_loss"], ".4f")),
+            *(loss_text(report.status, cell(run["loss"], ".4f")), cell(run["val_loss"], ".4f")),
             "-" if run["best_val_loss"] is None else f"{run['best_val_loss']:.4f} at {run['best_step']}",
             *(cell(run["tokens_per_s"], ",.0f"), duration(run["allocated_s"]), number(run["worker_hours"])),
             sparkline(resampled(curve, CURVE_WIDTH)),
         )
-        for run, curve in zip(runs, curves, strict=True)
+        for run, report, curve in zip(runs, reports, curves, strict=True)
     ]
     columns = zip(heading, *rows, strict=True)
     filled = [column for column in columns if set(column[1:]) - {"", "-"}]

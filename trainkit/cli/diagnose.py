@@ -60,7 +60,7 @@ def diagnosis_text(found: Diagnosis) -> str:
         sure = "" if found.confidence == "certain" else f"  ({found.confidence})" if found.name else ""
         lines = [f"attempt {found.attempt} {found.state}: {found.title}{sure}", *_wrapped(found.cause)]
         if place := _place(found):
-            lines.append(f"{'where' if found.state == 'running' else 'first failure'}: {place}")
+            lines.append(f"{'where' if found.state in ('running', 'finished') else 'first failure'}: {place}")
         if found.code is not None:
             lines += [f"in your code: {found.code.place}", *filter(None, [f"    {found.code.text}".rstrip()])]
     evidence = [line for item in found.evidence for line in _evidence(item)]

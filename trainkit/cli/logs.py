@@ -26,7 +26,7 @@ from trainkit.job.failed_starts import batch_log
 from trainkit.observe.logs import follow, last_texts, start_of_last
 from trainkit.observe.status import FAILURE_LOG_LINES, failure_lines
 from trainkit.run.end import AttemptEnd, read_end
-from trainkit.run.events import events_of
+from trainkit.run.events import diverged_since, events_of, with_divergence
 from trainkit.run.files import MAX_LINE_BYTES, Tail, forward_lines, open_file
 from trainkit.run.history import read_plan
 from trainkit.run.record import AttemptRecord, read_job
@@ -106,6 +106,8 @@ def command(
                 click.echo(f"{path.stem} | {text}" if named else text, file=output)
     if following:
         return print_end(run)
+    if (said := with_divergence(None, diverged_since(run, attempt.number))) is not None:
+        click.echo(f"warning: {said}", err=True)
     if (read_end(attempt) or AttemptEnd()).state == "failed":
         which = f"{run.word} --attempt {attempt.number}"
         click.echo(f"hint: `trainkit diagnose {which}` names the cause of its failure", err=True)
@@ -266,7 +268,8 @@ def print_end(run: RunDir) -> int:
             hint = f"`trainkit resume {run.word}` starts the run again"
             click.echo(f"hint: its disk is full: free space there, then {hint}", err=True)
         return EXIT_FAILED
-    click.echo(f"{end.state}: {end.reason}", err=True)
+    since = diverged_since(run, run.attempt_numbers()[-1])
+    click.echo(f"{end.state}: {with_divergence(end.reason, since)}", err=True)
     if end.verdict:
         # The log of rank 0 was shown.
         num_log_lines = 0 if end.verdict.rank == 0 else FAILURE_LOG_LINES

@@ -26,7 +26,7 @@ from trainkit.errors import UsageError
 from trainkit.folders import relative_path, shown_path
 from trainkit.formats import cell, duration, short_keys, table
 from trainkit.observe.group import GroupFiles, GroupStatus, PointStatus, most_relevant, state_counts
-from trainkit.observe.status import RunStatus, failure_lines, read_status
+from trainkit.observe.status import RunStatus, failure_lines, loss_text, read_status
 from trainkit.run.end import Best, read_newest_end
 from trainkit.run.group import RunGroup
 from trainkit.run.history import Restart, RunHistory
@@ -236,7 +236,7 @@ def _row(status: RunStatus | GroupStatus, cwd: Path) -> Sequence[str]:
         return place, state_counts(status.states), "-", workers, "-", best, "-", age
     return (
         *(place, status.state, cell(status.attempt), workers, _steps(status)),
-        *(cell(status.loss, ".4f"), cell(status.tokens_per_s, ",.0f"), age),
+        *(loss_text(status, cell(status.loss, ".4f")), cell(status.tokens_per_s, ",.0f"), age),
     )
 
 
@@ -262,7 +262,7 @@ def run_details(status: RunStatus) -> str:
         first = f" (first: {status.first_val_loss:.4f})" if status.first_val_loss is not None else ""
         lines |= {
             "step": f"{_steps(status)}, last metrics {duration(status.metrics_age_s)} ago",
-            "loss": cell(status.loss, ".4f"),
+            "loss": loss_text(status, cell(status.loss, ".4f")),
             "val loss": cell(status.val_loss, ".4f") + first,
             "tokens/s": cell(status.tokens_per_s, ",.0f"),
         }

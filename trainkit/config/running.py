@@ -100,7 +100,9 @@ class CheckpointConfig(Section):
 
     every_steps: AtLeastOne | None = key(100, "Steps between checkpoints; null to not save by steps.")
     every_minutes: Positive | None = key(None, "Minutes between checkpoints; null to not save by time.")
-    keep_last: AtLeastOne = key(3, "Latest checkpoints to keep, besides the best one.")
+    keep_last: AtLeastOne | None = key(
+        3, "Latest checkpoints to keep, besides the best one; null keeps all of them."
+    )
     best_metric: MetricName | None = key(
         "val_loss",
         "Metric that chooses the best checkpoint: val_loss, loss, or one of your own task, with "

@@ -141,7 +141,9 @@ class ScheduleConfig(Section):
         "cosine", "Shape after warmup; wsd is constant with a decay at the end."
     )
     warmup_steps: NotNegative = key(20, "Steps of linear warmup from 0.")
-    min_lr_ratio: Fraction = key(0.1, "Final learning rate as a fraction of the peak.")
+    min_lr_ratio: Fraction = key(
+        0.1, "Final learning rate as a fraction of the peak; with 0, the last step changes no weights."
+    )
     decay_steps: AtLeastOne | None = key(
         None, "Steps of the final decay (wsd only); null uses a fifth of the run."
     )

@@ -172,6 +172,13 @@ def doubts(loaded: LoadedConfig, trains: bool) -> Iterator[str]:
             f"schedule.warmup_steps is {warmup}, but train.steps is {steps}: the learning rate ends at"
             f" {steps / warmup:.0%} of optimizer.lr"
         )
+    schedule = config.schedule
+    decays = schedule.name != "constant" and (steps is None or steps > warmup)
+    if decays and schedule.min_lr_ratio == 0:
+        yield (
+            "schedule.min_lr_ratio is 0: the learning rate of the last step is 0, which wastes that step;"
+            " a small ratio such as 0.001 does not"
+        )
     stop = config.train.stop_at_step
     if steps is not None and stop is not None and stop >= steps:
         yield f"train.stop_at_step is {stop}, and train.steps is {steps}: the run ends before it"

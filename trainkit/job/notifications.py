@@ -7,6 +7,7 @@ and again sends no more than `notify.min_interval_s` allows.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -24,7 +25,7 @@ from trainkit.formats import mask_secrets
 from trainkit.job.processes import log_line
 from trainkit.plan.launch import LaunchPlan, NotifyPolicy
 from trainkit.run.end import AttemptEnd, RankFailure
-from trainkit.run.events import Event
+from trainkit.run.events import Event, diverged_since, with_divergence
 from trainkit.run.files import Record, parse_time, read_object, utc_now, write_json
 from trainkit.run.record import read_job
 from trainkit.run.rundir import AttemptDir
@@ -62,12 +63,17 @@ class Notification:
     host: str | None = None
 
 
-def end_notification(end: AttemptEnd) -> Notification | None:
-    """The notification of an ended attempt; None if a person stopped it, or it stopped as configured."""
-    state, reason, failure = end.state, str(end.reason), end.verdict or RankFailure()
+def end_notification(end: AttemptEnd, diverged: int | None = None) -> Notification | None:
+    """The notification of an ended attempt; None if a person stopped it, or it stopped as configured.
+
+    `diverged` is the step since which it has diverged.
+    """
+    state, failure = end.state, end.verdict or RankFailure()
+    reason = str(with_divergence(end.reason, diverged))
     fields = (reason, state, end.step, failure.rank, failure.host)
     if end.action == "finished":
-        return Notification("finished", "finished", "report", *fields)
+        text = "; ".join(filter(None, ("finished", with_divergence(None, diverged))))
+        return Notification("finished", text, "report", *fields)
     first = "" if failure.message is None else f"; {failure.line}"
     if end.resumes:
         text = f"restarts: {reason}" if end.action == "restart" else f"is requeued: {reason}"
@@ -104,7 +110,10 @@ class Notifier:
 
     def send_end(self, attempt: AttemptDir, end: AttemptEnd) -> None:
         """Send the notification of an ended attempt, if there is one; returns at once."""
-        if (notification := end_notification(end)) is not None:
+        since = None
+        with contextlib.suppress(OSError):  # the end is reported even if the metrics cannot be read
+            since = diverged_since(attempt.run, attempt.number)
+        if (notification := end_notification(end, since)) is not None:
             self.send(attempt, notification)
 
     def send(self, attempt: AttemptDir, notification: Notification) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from trainkit.config import RunConfig
 from trainkit.errors import UsageError
 from trainkit.folders import shown_path
-from trainkit.formats import size
+from trainkit.formats import plural, size
 from trainkit.locks import NEEDS_FLOCK, local_locks, unsupported
 from trainkit.plan.launch import LaunchPlan
 
@@ -48,13 +48,21 @@ def disk_forecast(
         if num_runs > 1:
             message = f"{num_runs} runs with a checkpoint each need {size(one * num_runs)}: {message}"
         raise UsageError(message, hint="free disk space, or choose a folder on another disk with --run-dir")
-    most = kept + 1 + (config.checkpoint.best_metric is not None)  # one is being written, one is the best
-    need = most * one * num_runs
-    if need < PLENTY_SHARE * free:
+    if kept is None:
+        every, steps = config.checkpoint.every_steps, config.train.steps
+        # More by epochs, by minutes and after validations.
+        count = -(-steps // every) if every and steps else 1
+        how_many, advice = "at least", "set checkpoint.keep_last (now null, which keeps all)"
+    else:
+        # One is being written, one is the best.
+        count = kept + 1 + (config.checkpoint.best_metric is not None)
+        how_many, advice = "up to", f"lower checkpoint.keep_last (now {kept})"
+    need = count * one * num_runs
+    if need < PLENTY_SHARE * free and kept is not None:
         return None
     whose = f"{num_runs} runs with " if num_runs > 1 else ""
     where = f"{size(free)} free in {shown_path(folder)}"
-    text = f"{whose}up to {most} checkpoints of {size(one)}: {size(need)} of {where}"
+    text = f"{whose}{how_many} {plural(count, 'checkpoint')} of {size(one)}: {size(need)} of {where}"
     if need > free:
-        return f"warning: {text}; lower checkpoint.keep_last (now {kept}), or free disk space"
+        return f"warning: {text}; {advice}, or free disk space"
     return f"  disk                {text}"

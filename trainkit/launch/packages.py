@@ -23,7 +23,7 @@ from trainkit.extras import install_line
 from trainkit.job.processes import kill_group
 from trainkit.launch.environment import command_python, find_interpreter, launch_problems
 from trainkit.plan.facts import Environment, Interpreter
-from trainkit.plan.torch_build import TorchBuild, release_problem
+from trainkit.plan.torch_build import ELSEWHERE, REQUIREMENT, TorchBuild, release_problem
 from trainkit.plan.workload import Workload
 from trainkit.slurm.environment import conf_file
 from trainkit.slurm.quoting import quote
@@ -137,17 +137,23 @@ def own_packages(*names: str) -> Packages:
 
 def package_problem(packages: Packages, program: str) -> tuple[str, str] | None:
     """Why ranks of the built-in trainer cannot run with a `program`, and a hint; None when they can."""
-    missing = [name for name in ("torch", "trainkit") if name not in packages.files]
-    if missing:
+    if "trainkit" not in packages.files:
+        missing = [name for name in ("torch", "trainkit") if name not in packages.files]
         message = f"has no {' and no '.join(missing)}"
-        if missing == ["torch"]:
-            return message, f"`{shlex.quote(program)} -m pip install torch` installs it"
         return message, "install trainkit there too, or remove the key: then this interpreter is used"
     version = packages.versions["trainkit"]
     if version != __version__:
         message = f"has trainkit {version}, and this is trainkit {__version__}"
         return message, "install the same version there, or use the `trainkit` of that environment"
-    return release_problem(packages.torch.version)
+    return torch_problem(packages, program)
+
+
+def torch_problem(packages: Packages, program: str) -> tuple[str, str] | None:
+    """Why the trainer cannot use the torch of a `program`, and a hint; None if it can."""
+    if "torch" in packages.files:
+        return release_problem(packages.torch.version)
+    install = f"`{shlex.quote(program)} -m pip install {shlex.quote(REQUIREMENT)}` installs it"
+    return "has no torch, which the trainer requires", f"{install}, or {ELSEWHERE}"
 
 
 SYSTEM_FOLDER = "/usr"
@@ -200,7 +206,9 @@ def find_environment(config: RunConfig, on_slurm: bool, workload: Workload, cwd:
     if on_slurm:
         found = [*launch_problems(launch), *found]
     if packages is not None:
-        if trains_here and key is None and (problem := release_problem(packages.torch.version)):
+        # The nodes may have it where this host has none.
+        is_unknown = is_of_nodes and "torch" not in packages.files
+        if trains_here and key is None and not is_unknown and (problem := torch_problem(packages, program)):
             found.append(("", f"{program} {problem[0]}", problem[1]))
         elif trains_here and key is not None and (problem := package_problem(packages, program)):
             found.append((named, f"uses {program}, which {problem[0]}", problem[1]))

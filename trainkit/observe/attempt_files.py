@@ -18,7 +18,15 @@ from trainkit.observe.logs import Evidence, Text, clean, json_line, read_log
 from trainkit.observe.signatures import Where
 from trainkit.plan.workload import PER_RANK
 from trainkit.run.end import AttemptEnd, is_end_line, read_end
-from trainkit.run.events import SAVE_EVENTS, WHOLE_BYTES, Event, event_lines, events_of, steps_of
+from trainkit.run.events import (
+    SAVE_EVENTS,
+    WHOLE_BYTES,
+    Event,
+    diverged_since,
+    event_lines,
+    events_of,
+    with_divergence,
+)
 from trainkit.run.files import numbers, open_file, parse_records, parse_time, read_jsonl_reversed
 from trainkit.run.history import Attempt, HealthSample, PlanRecord, read_plan
 from trainkit.run.record import JobRecord, read_job, read_rendezvous
@@ -28,8 +36,6 @@ from trainkit.slurm.states import JobState
 
 MAX_SAMPLES = 1000
 """How many of the last health samples may belong to later attempts."""
-MAX_STEPS = 100_000
-"""How many of the last steps are searched for a loss that is finite."""
 MAX_LOGS = 256
 """How many logs of ranks are searched when no record says which rank failed first."""
 EXPLAINED = (JobState.NODE_FAIL, JobState.OUT_OF_MEMORY, JobState.CANCELLED, JobState.TIMEOUT)
@@ -120,18 +126,16 @@ class AttemptFiles:
         used, total = sample.number("mem_used_gib"), sample.number("mem_total_gib")
         return "" if used is None or total is None else f"{used:.1f} of {total:.1f} GiB"
 
-    def curve_text(self) -> Iterator[Text]:
-        """The step from which on the loss was not finite, if it was not when the attempt ended."""
-        first = None
+    @cached_property
+    def diverged_since(self) -> int | None:
+        """The step since which the attempt has diverged, if it had when it ended."""
         with contextlib.suppress(OSError):
-            for record in steps_of(islice(read_jsonl_reversed(self.run.metrics_file), MAX_STEPS)):
-                is_own = record.attempt == self.attempt.number and "loss" in record.values
-                if not is_own or record.number("loss") is not None:
-                    break
-                first = record.step
-        if first is not None:
-            line = f"loss is not finite from step {first} on"
-            yield Text(self.shown(self.run.metrics_file), "event", [line], first_line=None)
+            return diverged_since(self.run, self.attempt.number)
+        return None
+
+    def curve_text(self) -> Iterator[Text]:
+        if (said := with_divergence(None, self.diverged_since)) is not None:
+            yield Text(self.shown(self.run.metrics_file), "event", [said], first_line=None)
 
     @property
     def world_size(self) -> int:

@@ -51,8 +51,8 @@ class Diagnosis:
     run_dir: str
     attempt: int
     state: str
-    """``failed`` or ``stopped``, ``running`` with a problem, ``nothing failed``, or ``unknown`` when this
-    host cannot tell."""
+    """``failed`` or ``stopped``, ``running`` or ``finished`` with a problem, ``nothing failed``, or
+    ``unknown`` when this host cannot tell."""
     name: str | None = None
     """The signature, ``exception`` for an error in the user's code; None when no known cause was found."""
     title: str = "unknown"
@@ -136,7 +136,7 @@ class _Case:
 
     def diagnosis(self) -> Diagnosis:
         if self.end.state == "finished":
-            return self._nothing("the run finished")
+            return self._diverged("finished") or self._nothing("the run finished")
         job = self.slurm_job
         # A job that waits to start again has an attempt that was interrupted.
         is_over = job is not None and (job.state.is_terminal or job.state is JobState.REQUEUED)
@@ -145,7 +145,7 @@ class _Case:
             if silence is not None:
                 return replace(self._found(silence), state="running")
             if self.alive:
-                return self._nothing("the attempt is still running or pending")
+                return self._diverged("running") or self._nothing("the attempt is still running or pending")
             return self._make(state="unknown", cause="this host cannot tell whether the run is alive")
         # Ranks that fail while they stop are not the cause of a stop that was requested.
         match = self._best(self.files.start_text()) or self._best([self.files.end_text()], ("cause",))
@@ -344,6 +344,8 @@ class _Case:
         added, more = hang_values(self.files, match, rank)
         values |= added | missing_rank_values(self.files, match) | self._host_values(match)
         values |= self._silent_rank_values(match) | self.events.values()
+        if self.files.diverged_since is not None:
+            values["diverged_step"] = str(self.files.diverged_since)
         values |= {"memory_in_use": self.files.memory_in_use(host)}
         values |= collective_values(self.files, match, self._rank_logs())
         if "suspect_rank" in values:
@@ -365,8 +367,7 @@ class _Case:
         if first is not None and not is_of_job and first.text is not match.text:
             evidence.append(first.text.evidence(0))
         if signature.role == "fallback" and (curve := self._best(self.files.curve_text())):
-            since = curve.groups["nan_step"]
-            advice.append(f"the loss was NaN or infinite from step {since} on, which may be why")
+            advice.append(f"diverged since step {curve.groups['nan_step']}, which may be why")
             evidence.append(curve.evidence)
         return self._make(
             name=signature.name,
@@ -382,6 +383,11 @@ class _Case:
             events=self.events.shown() if match.text.kind == "event" else [],
             tail=[] if log is None else self._tail(log),
         )
+
+    def _diverged(self, state: str) -> Diagnosis | None:
+        """What is wrong with the loss of an attempt in which nothing failed, or nothing yet."""
+        match = self._best(self.files.curve_text())
+        return None if match is None else replace(self._found(match), state=state)
 
     def _place(self, match: Match) -> tuple[int | None, str | None, int | None]:
         """The rank, host and step of a match: those that it names, else those of the first failure."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
@@ -12,7 +13,7 @@ from shlex import quote
 from trainkit.formats import JsonObject, shown, shown_value
 from trainkit.observe.status import ACTIVE_STATES, STATE_EVENTS, attempt_state
 from trainkit.run.end import AttemptEnd, Best, read_newest_end
-from trainkit.run.events import best_result, read_events
+from trainkit.run.events import best_result, diverged_since, read_events, with_divergence
 from trainkit.run.files import read_object, seconds_between, to_json
 from trainkit.run.group import WAITS_FOR_ROOM, Point, RunGroup
 from trainkit.run.history import Attempt, PlanRecord, attempts_of
@@ -67,6 +68,7 @@ class PointFiles:
     seen: Attempt | None = None
     """What the `STATE_EVENTS` of that attempt say, unless it is over."""
     best: Best | None = None
+    diverged_since: int | None = None
     has_metrics: bool = False
 
     @property
@@ -88,6 +90,8 @@ class PointStatus:
     best: Best | None
     """The best result so far."""
     run_dir: str
+    diverged_since: int | None = None
+    """The step from which on its loss is NaN or infinite, if it still is."""
     cluster: str | None = None
     """The cluster of its job, if that is another one than here."""
     OPTIONAL = ("cluster",)
@@ -95,7 +99,9 @@ class PointStatus:
     @property
     def problem(self) -> str:
         """The reason as one line; empty for a run of which it is of no interest."""
-        return "" if self.state in ("running", "finished") else " ".join((self.reason or "").split())
+        if self.state in ("running", "finished") and self.diverged_since is None:
+            return ""
+        return " ".join((self.reason or "").split())
 
     def texts(self, keys: Sequence[str]) -> list[str]:
         """Its values of some keys."""
@@ -206,6 +212,7 @@ class GroupFiles:
                     *self._state(files, jobs),
                     job_id=files.job_id,
                     best=files.best,
+                    diverged_since=files.diverged_since,
                     run_dir=str(self.group.run(files.point.index).path),
                     cluster=self._cluster(files),
                 )
@@ -214,6 +221,10 @@ class GroupFiles:
         )
 
     def _state(self, files: PointFiles, jobs: Mapping[str, JobInfo] | None) -> tuple[str, str | None]:
+        state, reason = self._state_of_job(files, jobs)
+        return state, with_divergence(reason, files.diverged_since)
+
+    def _state_of_job(self, files: PointFiles, jobs: Mapping[str, JobInfo] | None) -> tuple[str, str | None]:
         if files.end is not None and files.is_over:
             return files.end.state or "unknown", files.end.reason
         if self._is_here(files):
@@ -272,10 +283,17 @@ def _read(group: RunGroup, index: int) -> PointFiles:
     entry = attempt_of(attempts[-1]) if isinstance(attempts, list) and attempts else None
     entry, end = entry or NOT_CREATED, read_newest_end(folder)
     job_id = entry.job_id or group.task_id(index)
-    files = PointFiles(group.points[index], job_id, entry, end, best=None if end is None else end.best)
-    if files.is_over or not entry.attempt:
+    files = PointFiles(group.points[index], job_id, entry, end)
+    if not entry.attempt:
         return files
     run = group.run(index)
+    since = None
+    with suppress(OSError):  # one file that cannot be read must not hide the other points
+        since = diverged_since(run)
+    best = None if end is None or since is not None else end.best
+    files = replace(files, best=best, diverged_since=since)
+    if files.is_over:
+        return files
     events = list(read_events(run, *STATE_EVENTS, "evaluated"))
     # Rank 0 of a COMMAND need not write metrics.
     is_command = PlanRecord(group.record.plan).is_command

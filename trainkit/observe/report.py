@@ -10,8 +10,8 @@ from typing import Any
 
 from trainkit.observe.goodput import CATEGORIES, Curves, Point, idle_gaps, read_curves, worker_hours
 from trainkit.observe.page import Chart, FlatConfig, Line, flat_config, line_chart, render_page
-from trainkit.observe.status import RunStatus, failure_lines
-from trainkit.run.events import Event
+from trainkit.observe.status import RunStatus, failure_lines, loss_text
+from trainkit.run.events import Event, with_divergence
 from trainkit.run.files import Record, mean, numbers, read_jsonl, read_object, read_record
 from trainkit.run.history import (
     CURVES,
@@ -207,6 +207,7 @@ def render_report(report: Report) -> str:
         report=report,
         status=report.status,
         failure=[] if failed is None else failure_lines(failed, shlex.quote(report.status.run_dir)),
+        loss_text=loss_text,
         labels=CATEGORIES,
         charts=_charts(report),
         timeline=_timeline(report),
@@ -272,7 +273,8 @@ def _verdict(status: RunStatus, goodput: float | None, attempts: list[Attempt]) 
     step = "at an unknown step" if status.step is None else f"at step {status.step:,}"
     total = "" if status.total_steps is None or status.step is None else f" of {status.total_steps:,}"
     tries = f" after {len(attempts)} attempts" if len(attempts) > 1 else ""
-    why = f": {status.reason}" if status.reason and status.state != "finished" else ""
+    said = with_divergence(None, status.diverged_since) if status.state == "finished" else status.reason
+    why = f": {said}" if said else ""
     useful = (
         "how much of the allocated time was productive is unknown"
         if goodput is None

@@ -224,6 +224,8 @@ def sentence(status: RunStatus) -> str:
         reason = "" if status.step is None else f" step {status.step + 1:,}"
         if status.total_steps is not None and status.step is not None and status.step >= status.total_steps:
             reason = ", all steps are done"
+        if status.diverged_since is not None:
+            reason += f", diverged since step {status.diverged_since:,}"
         return f"Running{reason}."
     texts = {
         "pending": "Waiting in the queue",

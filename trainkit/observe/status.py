@@ -26,7 +26,7 @@ from trainkit.run.end import (
     read_end,
     signal_name,
 )
-from trainkit.run.events import FAILED_SAVES, Event, StepRecord
+from trainkit.run.events import FAILED_SAVES, Event, StepRecord, diverged_since, with_divergence
 from trainkit.run.files import Record, open_file, parse_time, read_object, seconds_between, to_json
 from trainkit.run.history import (
     Attempt,
@@ -117,6 +117,8 @@ class RunStatus:
     checkpoint: str | None
     """The newest published checkpoint."""
     warnings: list[str]
+    diverged_since: int | None = None
+    """The step from which on the loss is NaN or infinite, if it still is; the reason says it too."""
     slowdowns: list[Event] = field(default_factory=list)
     """The ranks that hold the others up: ``rank, host, phase, ratio, since_step, own_s, usual_s``;
     without ``rank`` the whole run is slower than before."""
@@ -208,6 +210,9 @@ def read_status(
         reason = "; ".join(filter(None, (reason, "run with --debug")))
     elif reason is None and state == "running" and run.attempt(entry.attempt).has_rank_in_debugger:
         reason = "a rank waits at breakpoint() for `trainkit debug`, or is in it"
+    since = None
+    with suppress(OSError):  # `_unreadable` says so
+        since = None if not metrics or loss is not None else diverged_since(run, attempt)
     # While the job starts on another node, that one counts.
     dead = starts[-1] if starts and state not in ("starting", "running") else None
     file = None if dead is None else batch_log(run, job, dead.job_id)
@@ -222,7 +227,7 @@ def read_status(
         name=job.name,
         run_dir=str(run.path),
         state=state,
-        reason=reason,
+        reason=with_divergence(reason, since),
         attempt=attempt,
         job_id=entry.job_id or None,
         cluster=entry.elsewhere,
@@ -234,6 +239,7 @@ def read_status(
         step=step,
         total_steps=_total_steps(run, events.total_steps, plan),
         loss=loss,
+        diverged_since=since,
         val_loss=events.val_loss,
         first_val_loss=events.first_val_loss,
         tokens_per_s=last.number("tokens_per_s"),
@@ -262,6 +268,11 @@ def read_status(
         slices_s=None if total_s is None else sum(one.allocated_s for one in own),
         total_s=total_s,
     )
+
+
+def loss_text(status: RunStatus, loss: str) -> str:
+    """The loss of a run as it is shown, or since when it has none."""
+    return with_divergence(None, status.diverged_since) or loss
 
 
 def _verdict(attempt: AttemptDir, end: AttemptEnd | None, state: str) -> RankFailure | None:

@@ -258,9 +258,10 @@ def _curve_charts(report: SweepReport) -> list[Chart]:
         for number, point in reversed(list(enumerate(drawn))):
             has_name = len(drawn) <= MAX_NAMED_LINES or number == 0
             color = f"c{number}" if has_name else "thin"
-            label = point_name(point) + (" (best)" if number == 0 else "")
+            is_best = number == 0 and point.result is not None
+            label = point_name(point) + (" (best)" if is_best else "")
             lines.append(
-                Line(point.curves[name], f"{color} best" if number == 0 else color, label if has_name else "")
+                Line(point.curves[name], f"{color} best" if is_best else color, label if has_name else "")
             )
         if len(drawn) > MAX_NAMED_LINES and lines:
             lines.append(Line(lines[0].points[:1], "thin", "other points"))

@@ -12,7 +12,7 @@ from rich.text import Text
 from trainkit.formats import cell, duration, number, plural, table
 from trainkit.observe.logs import clean
 from trainkit.observe.run_view import NodeRow, Notice, RunView
-from trainkit.observe.status import FAILURE_LOG_LINES
+from trainkit.observe.status import FAILURE_LOG_LINES, loss_text
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 DOT = " · "
@@ -141,7 +141,7 @@ def _curve_value(view: RunView, name: str) -> Text:
     if name == "loss":
         val_loss = view.status.val_loss
         val = "" if val_loss is None else f"{DOT}validation {number(val_loss)}"
-        return Text(number(view.status.loss) + val)
+        return Text(loss_text(view.status, number(view.status.loss)) + val)
     if name == "tokens_per_s":
         return _speed(view)
     return Text(number(view.grad_norm if name == "grad_norm" else view.lr))
@@ -153,7 +153,8 @@ def _numbers(view: RunView, size: Size) -> list[Text]:
     lines = []
     for name, label in CURVE_NAMES.items():
         curve = view.curves[name]
-        if is_command and not curve and (name != "loss" or view.status.loss is None):
+        has_loss = view.status.loss is not None or view.status.diverged_since is not None
+        if is_command and not curve and not (name == "loss" and has_loss):
             continue
         value = _curve_value(view, name)
         width = size.width - LABEL - max(VALUE, len(value) + 1)

@@ -79,6 +79,9 @@ class TorchBuild:
 
 OLDEST = (2, 11)
 """The oldest release, on which `make test-oldest` runs the tests of the trainer; setup.cfg names it too."""
+REQUIREMENT = "torch>=2.11,<2.16"
+"""What pip installs for trainkit, as in setup.cfg."""
+ELSEWHERE = "set launch.venv, conda, modules or container to an environment that has it"
 
 
 def release_problem(version: str) -> tuple[str, str] | None:
@@ -91,6 +94,5 @@ def release_problem(version: str) -> tuple[str, str] | None:
     oldest = _dotted(OLDEST)
     return (
         f"has torch {version}, and the trainer requires torch {oldest} or newer",
-        f"`pip install 'torch>={oldest}'` there, or set launch.venv, conda, modules or container to an"
-        " environment that has it",
+        f"`pip install '{REQUIREMENT}'` there, or {ELSEWHERE}",
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, BinaryIO
 
@@ -24,6 +25,10 @@ SLOWDOWN_EVENTS = ("slow_rank", "slow_rank_over", "slow_run", "slow_run_over")
 SILENCE_EVENTS = ("silent", "silent_over")
 """What the supervisor logs of a COMMAND that prints nothing, and of its next output."""
 SAVE_EVENTS = ("checkpoint_commit", "checkpoint_failed")
+NOT_FINITE = (None, math.inf, -math.inf)
+"""The losses of a step that has diverged; NaN is null in JSON, and Infinity as 1e999 is read as a number."""
+MAX_WITHOUT_LOSS = 200
+"""The records of other metrics alone after which no loss is searched for."""
 FAILED_SAVES = 2
 """So many saves that fail in a row are reported: one may fail for a moment."""
 
@@ -231,11 +236,42 @@ def read_metrics(run: RunDir) -> list[dict[str, Any]]:
     return [dict(record.values) for record in training_curve(run)]
 
 
+def diverged_since(run: RunDir, attempt: int | None = None) -> int | None:
+    """The step from which on all losses in metrics.jsonl are NaN or infinite; None if the newest is not.
+
+    With `attempt`, None too if the newest loss is that of another one.
+    """
+    since: int | None = None
+    num_without = 0
+    for record in steps_of(read_jsonl_reversed(run.metrics_file)):
+        if "loss" not in record.values:
+            num_without += 1
+            if num_without > MAX_WITHOUT_LOSS:
+                break
+            continue
+        if since is None and attempt is not None and record.attempt not in (None, attempt):
+            return None
+        if record.values["loss"] not in NOT_FINITE:
+            break
+        since = record.step if since is None else min(since, record.step)  # a step may be computed twice
+    return since
+
+
+def with_divergence(reason: str | None, since: int | None) -> str | None:
+    """The reason of a state for people, after `diverged_since`; None without either."""
+    if since is None:
+        return reason
+    said = f"diverged since step {since}"
+    return f"{said}; {reason}" if reason else said
+
+
 def best_result(run: RunDir, events: Iterable[Event] | None = None) -> Best | None:
-    """The lowest validation loss of a run, else its newest loss; None without.
+    """The lowest validation loss of a run, else its newest loss; None without, and of one that has diverged.
 
     `events` are all ``evaluated`` events of the run, for callers that have already read them.
     """
+    if diverged_since(run) is not None:
+        return None
     events = read_events(run, "evaluated") if events is None else events
     evaluated = [
         Best("val_loss", value, event.step)

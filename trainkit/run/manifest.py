@@ -266,8 +266,12 @@ def remove_all(checkpoints_dir: Path) -> None:
         path.unlink() if path.is_symlink() else shutil.rmtree(path)
 
 
-def obsolete(checkpoints: Iterable[Checkpoint], keep_last: int, best_step: int | None) -> list[Checkpoint]:
-    """The checkpoints that can be deleted: all but the newest `keep_last` and the best one."""
+def obsolete(
+    checkpoints: Iterable[Checkpoint], keep_last: int | None, best_step: int | None
+) -> list[Checkpoint]:
+    """The checkpoints that can be deleted: all but the newest `keep_last` and the best one; none for None."""
+    if keep_last is None:
+        return []
     ordered = sorted(checkpoints, key=lambda checkpoint: checkpoint.step)
     return [checkpoint for checkpoint in ordered[:-keep_last] if checkpoint.step != best_step]
 

@@ -239,7 +239,29 @@ def make_world(
         one = torch.ones(1, device=device)
         dist.all_reduce(one, group=each)
         one.item()
+    if layout.pp > 1:
+        # What a collective connects are not the pairs that exchange in a pipeline: neighbours, and both ends.
+        group, own = mesh["pp"].get_group(), layout.place(rank).pp
+        after, before = (own + 1) % layout.pp, (own - 1) % layout.pp
+        ways = [(after, before), (before, after)]
+        sends = [(dist.isend, torch.ones(1, device=device), to) for to, _ in ways]
+        receives = [(dist.irecv, torch.empty(1, device=device), source) for _, source in ways]
+        for work in exchange(group, *sends, *receives):
+            work.wait()
     return World(rank, layout.world_size, device, mesh, checkpoint_group, layout, cp_group)
+
+
+def exchange(
+    group: dist.ProcessGroup, *operations: tuple[Callable[..., Any], torch.Tensor, int]
+) -> list[dist.Work]:
+    """Start to send and receive: each is `dist.isend` or `dist.irecv`, a tensor, and a rank of the group.
+
+    Alone, NCCL would first make a communicator for the pair; in a batch it uses that of the group.
+    """
+    batch = [
+        dist.P2POp(operation, tensor, group=group, group_peer=peer) for operation, tensor, peer in operations
+    ]
+    return dist.batch_isend_irecv(batch)
 
 
 def build_mesh(device: torch.device, layout: Layout) -> DeviceMesh:

@@ -90,11 +90,20 @@ class _ChunkedLoss(torch.autograd.Function):
     """The loss of hidden states [N, D], a chunk of tokens after the other, and with it its gradients.
 
     Only the logits of one chunk exist at a time, and none are computed twice. The weight's gradient is summed
-    over the chunks in float32.
+    over the chunks in float32. With a `scale`, float32 [], all gradients are computed of the loss x `scale`,
+    and divided by it only when the backward pass arrives, whose own factor is usually the same.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, nll_sum: NllSum, chunks: int) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        nll_sum: NllSum,
+        chunks: int,
+        scale: Tensor | None = None,
+    ) -> Tensor:
         has_gradient = any(ctx.needs_input_grad)
         total = torch.zeros((), device=x.device)
         x_grad = torch.empty_like(x) if has_gradient else x
@@ -107,20 +116,21 @@ class _ChunkedLoss(torch.autograd.Function):
                 loss = nll_sum(logits[None], of_part[None])
             total += loss.detach()
             if has_gradient:
-                (gradient,) = torch.autograd.grad(loss, logits)
+                (gradient,) = torch.autograd.grad(loss, logits, scale)
                 torch.mm(gradient, weight, out=part_grad)
                 _add_product(weight_grad, gradient.t(), part)
         if has_gradient:
-            ctx.gradients = x_grad, weight_grad
+            ctx.gradients, ctx.scale = (x_grad, weight_grad), scale
         return total
 
     @staticmethod
-    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
         # The context lives as long as the loss, which is longer than these may take memory.
         (x_grad, weight_grad), ctx.gradients = ctx.gradients, None
         is_float32 = x_grad.dtype == weight_grad.dtype
         scaled = weight_grad if is_float32 else torch.empty_like(weight_grad, dtype=x_grad.dtype)
-        return x_grad.mul_(scale), torch.mul(weight_grad, scale, out=scaled), None, None, None
+        rest = factor if ctx.scale is None else factor / ctx.scale
+        return x_grad.mul_(rest), torch.mul(weight_grad, rest, out=scaled), None, None, None, None
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -146,7 +156,7 @@ class OneByOne(ForwardBackward[M]):
                 self.sync_gradients(index == last)
             self.progress.enter("forward")
             with self._loss_context():
-                loss, found = self._forward(micro)
+                loss, found = self._forward(micro, scale)
                 sums = found if sums is None else sums + found
                 self.progress.enter("backward")
                 if index == last:
@@ -161,8 +171,11 @@ class OneByOne(ForwardBackward[M]):
         return nullcontext()
 
     @abstractmethod
-    def _forward(self, micro: M) -> tuple[Tensor, Tensor]:
-        """The loss with its gradient, float32 [], and the sums of this rank, as `on_loss` gets them."""
+    def _forward(self, micro: M, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The loss with its gradient, float32 [], and the sums of this rank, as `on_loss` gets them.
+
+        The caller multiplies the loss by `scale`; what computes gradients before that needs it.
+        """
 
 
 @dataclass
@@ -177,11 +190,11 @@ class SequentialForwardBackward(OneByOne[Microbatch]):
     def _loss_context(self) -> AbstractContextManager[object]:
         return self.context.loss_parallel()
 
-    def _forward(self, micro: Microbatch) -> tuple[Tensor, Tensor]:
-        nll_sum = self._nll_sum(micro)
+    def _forward(self, micro: Microbatch, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        nll_sum = self._nll_sum(micro, scale)
         return nll_sum, nll_sum.detach() * self.context.loss_share
 
-    def _nll_sum(self, micro: Microbatch) -> Tensor:
+    def _nll_sum(self, micro: Microbatch, scale: Tensor | None) -> Tensor:
         micro = self.context.local_batch(micro)
         if self.loss_chunks == 1:
             logits = self.model(micro.tokens, sample_keys=micro.sample_keys)
@@ -191,7 +204,9 @@ class SequentialForwardBackward(OneByOne[Microbatch]):
         def loss(x: Tensor, weight: Tensor) -> Tensor:
             if not torch.is_grad_enabled():
                 weight = weight.detach()  # a parameter needs a gradient, also where none is computed
-            inputs = x.flatten(0, 1), weight, labels, nll_sum, chunks
+            # fp16 gradients would underflow; in the other types, a resumed run keeps its bits.
+            early = scale if x.dtype == torch.float16 else None
+            inputs = x.flatten(0, 1), weight, labels, nll_sum, chunks, early
             found: Tensor = _ChunkedLoss.apply(*inputs)  # type: ignore[no-untyped-call]
             return found
 
@@ -247,7 +262,7 @@ class TaskForwardBackward(OneByOne[TaskBatch]):
             check_replicated_gradients(self.config, self.module.model, self.world.mesh["tp"])
         self._has_passed = True
 
-    def _forward(self, micro: TaskBatch) -> tuple[Tensor, Tensor]:
+    def _forward(self, micro: TaskBatch, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
         device = self.world.device
         micro = to_device(micro, device)
         seed_generators(micro.seed)

@@ -112,6 +112,8 @@ class Trainer:
 
     _steps_done = 0
     """Steps of this attempt."""
+    _was_not_finite = False
+    """Whether the last step was one of `TrainingState.nonfinite_in_a_row`."""
     _is_best = False
     """Whether the current state has the best value of `checkpoint.best_metric` so far."""
     _best_in_flight: int | None = None
@@ -210,6 +212,9 @@ class Trainer:
     def step(self) -> int | None:
         """Train one step, then validate, log and save if due; returns an exit code if training stops here."""
         report, lr = self._optimizer_step()
+        if self.state.nonfinite_in_a_row >= self.config.train.max_nonfinite_steps:
+            self._log_step(report, lr, None)
+            self._refuse_divergence()
         completed, validation = self._evaluate() if self._eval_due() else (True, None)
         self._log_step(report, lr, validation)
         is_last = self.state.step == self.total_steps
@@ -336,15 +341,18 @@ class Trainer:
             # again.
             state.nonfinite_in_a_row = 0
         if self.world.is_main:
-            log.warning(f"step={state.step} skipped: loss or gradient is not finite")
-        if state.nonfinite_in_a_row >= self.config.train.max_nonfinite_steps:
-            self.progress.enter("end")
-            self._await_save()
-            raise DivergedError(
-                f"loss or gradient was not finite in {state.nonfinite_in_a_row} consecutive steps, "
-                f"up to step {state.step}",
-                hint="lower optimizer.lr, raise schedule.warmup_steps, or check the data of these steps",
-            )
+            since = state.step + 1 - state.nonfinite_in_a_row
+            diverged = f", diverged since step {since}" if since < state.step else ""
+            log.warning(f"step={state.step} skipped: loss or gradient is not finite{diverged}")
+
+    def _refuse_divergence(self) -> None:
+        self.progress.enter("end")
+        self._await_save()
+        raise DivergedError(
+            f"loss or gradient was not finite in {self.state.nonfinite_in_a_row} consecutive steps, "
+            f"up to step {self.state.step}",
+            hint="lower optimizer.lr, raise schedule.warmup_steps, or check the data of these steps",
+        )
 
     def _find_slow_ranks(self, report: StepReport) -> None:
         """Record on rank 0 that a rank has become slow or is no longer."""
@@ -397,7 +405,10 @@ class Trainer:
                     self.compile_cache.save()
                 step_s = round(self.progress.last_step_s, 3)
                 record_event(self.attempt, "first_step", step=step, step_s=step_s, **compiled)
-        if self._is_logged(step) or validation is not None:
+        is_not_finite, was_not_finite = self.state.nonfinite_in_a_row > 0, self._was_not_finite
+        self._was_not_finite = is_not_finite
+        # Also where it diverges and recovers, so that all who look at the run know the step.
+        if self._is_logged(step) or validation is not None or is_not_finite or was_not_finite:
             slowest = None if self.slow_ranks is None else self.slow_ranks.slowest
             self.metrics.write(self.state, report, lr, validation, slowest)
 

@@ -162,7 +162,8 @@ class Metrics:
             "step": state.step,
             "time": utc_now(),
             "attempt": self.attempt.number,
-            "loss": report.loss if report.finite else None,
+            # fp16 overflows while it finds its loss scale: then only the gradient is not finite.
+            "loss": report.loss if state.nonfinite_in_a_row == 0 and math.isfinite(report.loss) else None,
             "grad_norm": report.grad_norm if report.finite else None,
             "lr": lr,
             "tokens": state.tokens_seen,

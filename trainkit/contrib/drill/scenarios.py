@@ -67,7 +67,7 @@ def skip_reason(scenario: Scenario, config: RunConfig, plan: LaunchPlan) -> str:
         return "this run would start on this machine, without Slurm"
     if scenario.needs_checkpoints and not plan.workload.knows_run:
         return "a drill does not know where and how a COMMAND saves"
-    if scenario.name == "damaged-checkpoint" and config.checkpoint.keep_last < 2:
+    if scenario.name == "damaged-checkpoint" and config.checkpoint.keep_last == 1:
         return "checkpoint.keep_last is 1: there is no checkpoint to fall back to"
     return ""
 

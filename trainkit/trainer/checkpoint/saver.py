@@ -56,7 +56,9 @@ class SaveRequest:
 class CheckpointSaver:
     """Writes the checkpoints of one attempt; all ranks call every method at the same step."""
 
-    def __init__(self, attempt: AttemptDir, world: World, tensors: dict[str, Tensor], keep_last: int) -> None:
+    def __init__(
+        self, attempt: AttemptDir, world: World, tensors: dict[str, Tensor], keep_last: int | None
+    ) -> None:
         self._attempt = attempt
         self._run = attempt.run
         self._world = world

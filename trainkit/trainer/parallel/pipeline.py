@@ -15,7 +15,7 @@ from trainkit.config.running import ParallelConfig, PipelineSchedule
 from trainkit.plan.launch import Batch
 from trainkit.plan.step_work import num_stages, stage_layers, stages_of
 from trainkit.trainer.causal_lm import Microbatch
-from trainkit.trainer.distributed import World
+from trainkit.trainer.distributed import World, exchange
 from trainkit.trainer.forward_backward import ForwardBackward, ForwardContext, OnLoss
 from trainkit.trainer.models.model import StageSpec, local_tensor
 from trainkit.trainer.progress import Progress
@@ -138,24 +138,26 @@ class PipelineForwardBackward(ForwardBackward[Microbatch]):
 
     def _send(self, stage: int, x: Tensor) -> list[dist.Work]:
         receiver = self._rank_of[stage + 1]
-        works = []
+        sent = [x]
         if stage not in self._announced:
             self._announced.add(stage)
-            header = torch.tensor([_DTYPES.index(x.dtype), *x.shape], device=self._device)
-            works.append(dist.isend(header, group=self._group, group_dst=receiver))
-        works.append(dist.isend(x, group=self._group, group_dst=receiver))
-        return [work for work in works if work is not None]
+            sent.insert(0, torch.tensor([_DTYPES.index(x.dtype), *x.shape], device=self._device))
+        return [work for item in sent for work in exchange(self._group, (dist.isend, item, receiver))]
 
     def _receive(self, stage: int) -> Tensor:
         sender = self._rank_of[stage]
         if stage not in self._shapes:
             header = torch.empty(4, dtype=torch.int64, device=self._device)
-            dist.recv(header, group=self._group, group_src=sender)
+            self._receive_into(header, sender)
             kind, *shape = header.tolist()
             self._shapes[stage] = torch.empty(shape, dtype=_DTYPES[kind], device="meta")
         x = torch.empty_like(self._shapes[stage], device=self._device)
-        dist.recv(x, group=self._group, group_src=sender)
+        self._receive_into(x, sender)
         return x
+
+    def _receive_into(self, x: Tensor, sender: int) -> None:
+        for work in exchange(self._group, (dist.irecv, x, sender)):
+            work.wait()
 
 
 _DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -185,9 +187,7 @@ def sum_tied_gradients(params: Sequence[nn.Parameter], world: World) -> None:
     [grad] = grads
     received = torch.empty_like(grad)
     assert world.mesh is not None
-    group = world.mesh["pp"].get_group()
-    other = dist.get_global_rank(group, world.layout.pp - 1 - world.place.pp)
-    exchange = [dist.P2POp(dist.isend, grad, other, group), dist.P2POp(dist.irecv, received, other, group)]
-    for work in dist.batch_isend_irecv(exchange):
+    group, other = world.mesh["pp"].get_group(), world.layout.pp - 1 - world.place.pp
+    for work in exchange(group, (dist.isend, grad, other), (dist.irecv, received, other)):
         work.wait()
     grad.add_(received)
