@@ -11,6 +11,7 @@ import pytest
 from steering import wait_for
 
 from tests.support.tmux import Tmux, needs_tmux
+from trainkit.cli import options
 from trainkit.cli.main import main
 from trainkit.launch import packages
 from trainkit.plan.launch import LaunchPlan
@@ -254,7 +255,7 @@ def test_debugpy(desk, tmp_path):
         "def wait_for_client():\n    sys.breakpointhook = lambda: print('an editor', flush=True)\n"
     )
     desk.environ["PYTHONPATH"] = f"{package.parent}{os.pathsep}{desk.environ['PYTHONPATH']}"
-    argv = ["--gpus-per-node", "2", "--debug=debugpy:1", "--", sys.executable, "loop.py"]
+    argv = ["--gpus-per-node", "2", "--debug=debugpy:1", "--yes", "--", sys.executable, "loop.py"]
     done = desk.types("run", *argv)
     assert done.returncode == 0, done.stderr
     run = RunDir(desk.folder / "runs" / "loop")
@@ -275,7 +276,12 @@ def test_debugpy(desk, tmp_path):
         (["--debug=debugpy", "--post-mortem"], "--debug debugpy: neither a rank nor debugpy"),
         (["--debug", "2", "--", "python", "x.py"], "the run has no rank 2\n\nhint: there are 0 to 1"),
         (["--post-mortem", "--", "bash", "x.sh"], "--post-mortem is for Python, and the COMMAND is bash"),
-        (["--debug=debugpy", "--", sys.executable, "x.py"], "-m pip install debugpy` installs it"),
+        (
+            ["--debug=debugpy", "--", sys.executable, "x.py"],
+            "debugpy listens on a port of this host without a password: ann can connect to it\n\n"
+            "hint: `--debug` gives a rank this terminal; `--yes` opens the port all the same",
+        ),
+        (["--debug=debugpy", "--yes", "--", sys.executable, "x.py"], "-m pip install debugpy` installs it"),
         (
             ["--debug", "--nodes", "2", "--node-rank", "0", "--master-addr", "a", "--master-port", "9"],
             "hint: elsewhere breakpoint() waits for `trainkit debug RUN --rank N`",
@@ -287,6 +293,7 @@ def test_what_is_refused(args, expected, tmp_path, monkeypatch, capsys):
     Path("x.py").touch()
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr(packages, "find_packages", lambda *args: packages.Packages("3", "", {}, {}))
+    monkeypatch.setattr(options, "other_people", lambda: ["ann"])
     assert main(["run", "--gpus-per-node", "2", *args]) == 2
     assert expected in capsys.readouterr().err
     assert not Path("runs").exists()
