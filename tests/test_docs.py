@@ -251,6 +251,17 @@ def test_every_link_leads_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(linked), target
 
 
+def test_the_threat_model_names_tests_that_exist() -> None:
+    text = (ROOT / "docs" / "threat-model.md").read_text()
+    rows = [line for line in text.splitlines() if line.startswith("| ") and not line.startswith("| promise")]
+    assert rows
+    for row in rows:
+        named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", row)
+        assert named, row
+        for file, test in named:
+            assert f"def {test}" in (ROOT / file).read_text(), (file, test)
+
+
 def test_the_readme_links_every_page() -> None:
     linked = set(re.findall(r"\]\(docs/([^)#]+\.md)\)", README.read_text()))
     assert linked == {page.name for page in PAGES[1:]}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +12,12 @@ from pathlib import Path
 import pytest
 from steering import wait_for
 
+from tests.support.runs import make_attempt
 from tests.support.tmux import Tmux, needs_tmux
 from trainkit.cli import options
 from trainkit.cli.main import main
+from trainkit.control.shell import debug
+from trainkit.errors import UsageError
 from trainkit.launch import packages
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import read_end
@@ -304,6 +309,21 @@ def test_a_terminal_is_needed(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin.isatty", lambda: False, raising=False)
     assert main(["run", "--debug"]) == 2
     assert "--debug needs a terminal\n\nhint: --debug=debugpy waits for an editor" in capsys.readouterr().err
+
+
+def test_a_terminal_is_lent_to_no_other_user(tmp_path, monkeypatch):
+    """A neighbour who can write into the folder of a run could name a socket of theirs."""
+    attempt = make_attempt(tmp_path / "run")
+    attempt.debugger_dir.mkdir()
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "socket"))
+        server.listen()
+        record = {"node": os.uname().nodename, "socket": str(tmp_path / "socket"), "where": "x.py:1"}
+        (attempt.debugger_dir / "rank-0000-1.json").write_text(json.dumps(record))
+        monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+        monkeypatch.setattr(os, "geteuid", lambda: 61234)
+        with pytest.raises(UsageError, match=f"is said to be a process of user {os.getuid()}"):
+            debug(attempt, 0)
 
 
 def test_process_groups_of_torch_get_a_week():
