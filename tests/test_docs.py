@@ -32,7 +32,13 @@ from trainkit.run.rundir import RunDir
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PAGES = (README, *sorted((ROOT / "docs").glob("*.md")))
-LINKING = (*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "README.md")
+LINKING = (
+    *PAGES,
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    ROOT / "SECURITY.md",
+    ROOT / "benchmarks" / "README.md",
+)
 GENERATED = tuple(reference.DOCS / name for name in reference.PAGES)
 FENCE = re.compile(r"^```(.*)\n", re.MULTILINE)
 SHORT = {
