@@ -31,7 +31,7 @@ class OwnFolders:
     caches: Mapping[str, str]
     """The variables in `CACHES`."""
     note: str
-    """Why temporary files are elsewhere than their user has asked for; empty if they are not."""
+    """What somebody else has made there, because of which other folders are used; else empty."""
 
     def added_to(self, environ: Mapping[str, str]) -> dict[str, str]:
         """An environment with these folders, except for the caches that the user has set."""
@@ -45,8 +45,7 @@ def own_folders(environ: Mapping[str, str], fallback: Path, *, keeps: bool = Fal
     TMPDIR stays as it is where only this user can create files. With `keeps` it also stays elsewhere, unless
     others have made the folder in which torch has files whatever its variables say. Raises OSError.
     """
-    given = _without_outer(environ).get("TMPDIR")
-    temporary = given or "/tmp"
+    temporary = _without_outer(environ).get("TMPDIR") or "/tmp"
     private = Path(temporary, _name())
     if (problem := _problem_of(private)) is not None:
         private = fallback
@@ -55,8 +54,6 @@ def own_folders(environ: Mapping[str, str], fallback: Path, *, keeps: bool = Fal
         torch_default = Path(temporary, f"torchinductor_{_TORCH_REPLACES.sub('_', user_name())}")
         if (problem := _problem_of(torch_default, 0o022)) is None:
             return OwnFolders(temporary, _caches_in(private), "")
-    elif given:
-        problem = "TMPDIR is a folder of all users"
     ensure_folder(private / "tmp", 0o700)
     note = (
         f"temporary files are in {private}/tmp instead of {temporary}, where others can plant code: {problem}"

@@ -172,8 +172,9 @@ def rank_folders(temporary: str | None, run: RunDir, keeps: bool) -> OwnFolders:
     """The folders of the ranks on this host; says once if they are not in TMPDIR. Raises OSError."""
     environ = {} if temporary is None else {"TMPDIR": temporary}
     found = own_folders(environ, run.caches_dir / own_host(), keeps=keeps)
-    if found.note:
-        log_line(found.note)
+    shared = f"temporary files are in {found.temporary}: every user can create files in {temporary}"
+    if note := found.note or (shared if temporary not in (None, found.temporary) else ""):
+        log_line(note)
     return found
 
 
