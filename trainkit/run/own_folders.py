@@ -31,7 +31,7 @@ class OwnFolders:
     caches: Mapping[str, str]
     """The variables in `CACHES`."""
     note: str
-    """What somebody else has made there, because of which other folders are used; else empty."""
+    """Where they are instead and what somebody else has made there; empty if nothing."""
 
     def added_to(self, environ: Mapping[str, str]) -> dict[str, str]:
         """An environment with these folders, except for the caches that the user has set."""
