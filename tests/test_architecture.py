@@ -19,7 +19,7 @@ from trainkit.plan.torch_build import OLDEST
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
-SIZES = {"trainkit": (274, 62_868), "tests": (381, 61_820)}
+SIZES = {"trainkit": (274, 62_871), "tests": (381, 61_824)}
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (5, 400)
 """By so much the code may be smaller before `SIZES` is lowered."""
