@@ -32,7 +32,13 @@ from trainkit.run.rundir import RunDir
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PAGES = (README, *sorted((ROOT / "docs").glob("*.md")))
-LINKING = (*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "README.md")
+LINKING = (
+    *PAGES,
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    ROOT / "SECURITY.md",
+    ROOT / "benchmarks" / "README.md",
+)
 GENERATED = tuple(reference.DOCS / name for name in reference.PAGES)
 FENCE = re.compile(r"^```(.*)\n", re.MULTILINE)
 SHORT = {
@@ -251,6 +257,17 @@ def test_every_link_leads_somewhere(page: Path) -> None:
         linked = page.parent / name if name else page
         assert linked.exists(), target
         assert not anchor or anchor in anchors(linked), target
+
+
+def test_the_threat_model_names_tests_that_exist() -> None:
+    text = (ROOT / "docs" / "threat-model.md").read_text()
+    rows = [line for line in text.splitlines() if line.startswith("| ") and not line.startswith("| promise")]
+    assert rows
+    for row in rows:
+        named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", row)
+        assert named, row
+        for file, test in named:
+            assert f"def {test}" in (ROOT / file).read_text(), (file, test)
 
 
 def test_the_readme_links_every_page() -> None:

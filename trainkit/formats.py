@@ -78,27 +78,112 @@ def _line(cells: Sequence[str], widths: Sequence[int], right: Container[int]) ->
 MASK = "***"
 KEY_FORMATS = (
     r"()\b(?:(?:AKIA|ASIA)[A-Z0-9]{16}|hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}"
-    r"|sk-[\w-]{16,}|glpat-[\w-]{16,}|xox[abprs]-[\w-]{10,}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)"
+    r"|sk-[\w-]{16,}|[rs]k_(?:live|test)_\w{16,}|glpat-[\w-]{16,}|xox[abprs]-[\w-]{10,}|npm_[A-Za-z0-9]{30,}"
+    r"|pypi-[\w-]{50,}|AIza[\w-]{35}|ya29\.[\w-]{20,}|GOCSPX-[\w-]{20,}|hvs\.[\w-]{20,}|dapi[0-9a-f]{32}"
+    r"|eyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*){1,3})"
 )
 """Well-known kinds of keys, and JSON Web Tokens."""
-_SECRETS = (
-    KEY_FORMATS,
-    r"(-----BEGIN [A-Z ]*PRIVATE KEY-----)[\w+/=\\:,\s-]*",
-    # The password of a URL.
-    r"(?i)(\b[a-z][a-z0-9+.-]{1,20}://[^\s/:@<>]{0,100}:)[^\s/<>]{1,200}(?=@)",
-    r"(hooks\.slack\.com/services/)[\w/]+",
-    r"(?i)\b(bearer\s{1,3})[\w.~+/=-]{8,}",
-    (
-        r"(?i)\b((?:(?:\w{1,30}_)?(?:password|passwd|secret(?:_key)?|api_?key|access_?key)|\w{1,30}_token|authtoken)\b"
-        r"[\"']?\s{0,3}[:=]\s{0,3}[\"']?)(?!\$)[^\s\"',;&<>]+"
-    ),
+_TOKENIZER = ("eos", "bos", "pad", "unk", "sep", "cls", "mask", "image", "audio", "video")
+NO_TOKENIZER = "".join(rf"(?<!{name}[_-])" for name in _TOKENIZER)
+"""Before ``token`` in a pattern: it is not one of a tokenizer, such as ``eos_token``."""
+_QUOTE = r"""(?:\\?["']|&#3[49];|&quot;)?"""
+"""Also as in JSON within JSON and as in HTML."""
+_VALUE = r"""(?:(?<=["'])(?:(?!&#3|&quot;)[^"'\n<>\\])+|[^\s"'`<>;,|&\\]+)"""
+_NO_NUMBER = r"(?![\d.,]+(?![\w.,]))"
+_KEY = (
+    r"[a-z]{0,8}(?:password|passwd|passphrase)|mysql_pwd|sshpass|secret(?:[_-]?key)?"
+    r"|(?:api|account|(?:shared[_-]?)?access)[_-]?key"
 )
+_KEY_WORDS = "passw passphrase pwd sshpass secret api_key api-key apikey access account"
+_TOKEN = (
+    rf"\w{{1,30}}_{NO_TOKENIZER}token|(?:x-[\w-]{{1,30}}|private|auth|access|refresh|api|job|deploy)-token"
+    r"|authtoken"
+)
+_ASSIGNS = rf"{_QUOTE}\s{{0,3}}[:=]\s{{0,3}}{_QUOTE}"
+_AUTHORIZATION = rf"\b(?:proxy-)?authorization{_ASSIGNS}"
+_IN_QUERY = r"(?:[?&]|&amp;|\\u0026)"
+_OPTION = r"(?<![\w-])--?(?:[\w-]{1,30}[_-])?"
+_BY_PROGRAM = (
+    ("mysql mariadb 7z", r"mysql\w*|mariadb[\w-]*|7z\w?", r"-p"),
+    ("sshpass mongo", r"sshpass|mongo\w*", r"-p\s*"),
+    ("login", r"(?:docker|podman|helm|apptainer|singularity|oras)\s(?:[^\n;|&]*?\s)?login", r"-p\s*=?"),
+    ("curl wget http", r"curl|wget|https?", r"(?:-u|-U|-a|--user|--proxy-user)[\s=]*[\"']?[^\s:\"']{1,100}:"),
+    ("redis-cli", r"redis-cli", r"-a\s+"),
+    ("ldap", r"ldap\w+", r"-w\s*"),
+    ("sqlcmd zip", r"sqlcmd|zip|unzip", r"-P\s*"),
+    ("smbclient rpcclient", r"smbclient|rpcclient", r"-U\s*[^\s%]{1,100}%"),
+    ("openssl", r"openssl", r"(?:-\w+\s+)?pass:"),
+)
+"""Programs, and the options before a password that mean something else elsewhere."""
+_SECRETS = (
+    ("", KEY_FORMATS),
+    (
+        "-----begin",
+        r"(-----BEGIN [A-Z ]*PRIVATE KEY(?: BLOCK)?-----)"
+        r"(?:[\w+/=\\:,.()\s-]+?(?=-----END )|[\w+/=\\:,.()\s-]+)",
+    ),
+    # The password of a URL, or a key in place of a user; Oracle's has a slash.
+    ("@", r"(?i)(\b[a-z][a-z0-9+.-]{1,20}://[^\s/:@<>]{0,100}:)[^\s/<>]{1,200}(?=@)"),
+    ("@", r"(\b[a-z][a-z0-9+.-]{1,20}://)(?=[\w-]*\d)[\w-]{20,}(?=@)"),
+    ("jdbc:oracle", r"(?i)(\bjdbc:oracle:\w+:[^\s/@]{1,100}/)[^\s/@]{1,100}(?=@)"),
+    (
+        "hooks .org/bot",
+        r"(hooks\.slack\.com/\w+/|discord(?:app)?\.com/api/webhooks/|api\.telegram\.org/bot"
+        r"|\.webhook\.office\.com/\w+/)[\w/:@.-]+",
+    ),
+    # Signed URLs, and keys in a query.
+    (
+        "signature security-token credential",
+        r"(?i)(\b(?:x-[a-z]{2,4}-(?:signature|security-token|credential)|sharedaccesssignature)=)" + _VALUE,
+    ),
+    ("sig= signature= token= auth=", rf"(?i)({_IN_QUERY}(?:sig|signature|token|auth)=)(?!\$){_VALUE}"),
+    ("key=", rf"(?i)({_IN_QUERY}key=)(?=[\w.-]{{16}}){_VALUE}"),
+    ("sig", rf"(?i)(\b(?:sig|signature){_QUOTE}[:=]\s?{_QUOTE})(?=[\w%+/=-]{{20}}){_VALUE}"),
+    # Headers.
+    ("digest", rf"(?i)({_AUTHORIZATION}digest\s)[^\n<]+"),
+    (
+        "authorization",
+        rf"(?i)({_AUTHORIZATION}(?:(?:basic|bearer|token|negotiate|apikey|key)\s{{1,3}})?)"
+        rf"(?!digest\s|aws4-|\$|(?:null|none|true|false|required|failed)\b){_VALUE}",
+    ),
+    ("cookie:", r"(?i)(\b(?:set-)?cookie:\s?)[^\n\"'<]+"),
+    ("bearer", r"(?i)\b(bearer\s{1,3})[\w.~+/=-]{8,}"),
+    # NAME=VALUE, NAME: VALUE, also of connection strings.
+    (_KEY_WORDS, rf"(?i)\b((?:[\w-]{{1,30}}[_-])?(?:{_KEY})\b{_ASSIGNS})(?!\$){_VALUE}"),
+    ("token", rf"(?i)\b((?:{_TOKEN})\b{_ASSIGNS})(?!\$){_NO_NUMBER}{_VALUE}"),
+    ("token", rf"(?i)(\btoken{_ASSIGNS})(?=[\w.-]*\d)(?=[\w.-]*[a-z])[\w.-]{{16,}}"),
+    ("pwd", rf"(?i)(;\s?pwd\s?=\s?){_VALUE}"),
+    # A line of .netrc, also in a diff.
+    ("password", r"(\b(?:machine\s+\S+|default)(?:[\s+]+(?:login|account)\s+\S+)+[\s+]+password\s+)\S+"),
+    ("machine", r"(\bmachine\s+[\w-]+\.[\w.-]+[\s+]+password\s+)\S+"),
+    # Options.
+    (
+        f"{_KEY_WORDS} credential",
+        rf"(?i)({_OPTION}(?:{_KEY}|credentials?)(?:\s{{1,3}}|=){_QUOTE})(?![-$]){_VALUE}",
+    ),
+    (
+        "-pass -pwd _pass _pwd token",
+        rf"(?i)({_OPTION}(?:pass|pwd|{NO_TOKENIZER}token)(?:\s{{1,3}}|=){_QUOTE})(?![-$]){_NO_NUMBER}{_VALUE}",
+    ),
+    *(
+        (
+            words,
+            rf"((?<![\w.-])(?:{program})\s(?:[^\n;|&]{{0,300}}?\s)??[\"']?{option}[\"']?)(?![\s$]){_VALUE}",
+        )
+        for words, program, option in _BY_PROGRAM
+    ),
+    # What is no word, as -pix_fmt and -partition, nor a number or the name of a partition.
+    ("-p", rf"((?<![\w-])-p)(?![/.~])(?=[^\s\d]*\d)(?=[^\sA-Z]*[A-Z])(?=[^\sa-z]*[a-z])(?=\S{{8}}){_VALUE}"),
+)
+"""Words in lower case, of which a text has one before its pattern is searched for, and the pattern."""
 
 
 def mask_secrets(text: str) -> str:
     """A text for others, or for a file, with `***` for what looks like a key or a password."""
-    for pattern in _SECRETS:  # compiled by the first use: most processes mask nothing
-        text = re.sub(pattern, rf"\1{MASK}", text)
+    lowered = text.lower()
+    for words, pattern in _SECRETS:  # compiled by the first use: most processes mask nothing
+        if not words or any(word in lowered for word in words.split()):
+            text = re.sub(pattern, rf"\1{MASK}", text)
     return text
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +12,12 @@ from pathlib import Path
 import pytest
 from steering import wait_for
 
+from tests.support.runs import make_attempt
 from tests.support.tmux import Tmux, needs_tmux
+from trainkit.cli import options
 from trainkit.cli.main import main
+from trainkit.control.shell import debug
+from trainkit.errors import UsageError
 from trainkit.launch import packages
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import read_end
@@ -254,7 +260,7 @@ def test_debugpy(desk, tmp_path):
         "def wait_for_client():\n    sys.breakpointhook = lambda: print('an editor', flush=True)\n"
     )
     desk.environ["PYTHONPATH"] = f"{package.parent}{os.pathsep}{desk.environ['PYTHONPATH']}"
-    argv = ["--gpus-per-node", "2", "--debug=debugpy:1", "--", sys.executable, "loop.py"]
+    argv = ["--gpus-per-node", "2", "--debug=debugpy:1", "--yes", "--", sys.executable, "loop.py"]
     done = desk.types("run", *argv)
     assert done.returncode == 0, done.stderr
     run = RunDir(desk.folder / "runs" / "loop")
@@ -275,7 +281,12 @@ def test_debugpy(desk, tmp_path):
         (["--debug=debugpy", "--post-mortem"], "--debug debugpy: neither a rank nor debugpy"),
         (["--debug", "2", "--", "python", "x.py"], "the run has no rank 2\n\nhint: there are 0 to 1"),
         (["--post-mortem", "--", "bash", "x.sh"], "--post-mortem is for Python, and the COMMAND is bash"),
-        (["--debug=debugpy", "--", sys.executable, "x.py"], "-m pip install debugpy` installs it"),
+        (
+            ["--debug=debugpy", "--", sys.executable, "x.py"],
+            "debugpy listens on a port of this host without a password: ann can connect to it\n\n"
+            "hint: `--debug` gives a rank this terminal; `--yes` opens the port all the same",
+        ),
+        (["--debug=debugpy", "--yes", "--", sys.executable, "x.py"], "-m pip install debugpy` installs it"),
         (
             ["--debug", "--nodes", "2", "--node-rank", "0", "--master-addr", "a", "--master-port", "9"],
             "hint: elsewhere breakpoint() waits for `trainkit debug RUN --rank N`",
@@ -287,6 +298,7 @@ def test_what_is_refused(args, expected, tmp_path, monkeypatch, capsys):
     Path("x.py").touch()
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr(packages, "find_packages", lambda *args: packages.Packages("3", "", {}, {}))
+    monkeypatch.setattr(options, "other_people", lambda: ["ann"])
     assert main(["run", "--gpus-per-node", "2", *args]) == 2
     assert expected in capsys.readouterr().err
     assert not Path("runs").exists()
@@ -297,6 +309,21 @@ def test_a_terminal_is_needed(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin.isatty", lambda: False, raising=False)
     assert main(["run", "--debug"]) == 2
     assert "--debug needs a terminal\n\nhint: --debug=debugpy waits for an editor" in capsys.readouterr().err
+
+
+def test_a_terminal_is_lent_to_no_other_user(tmp_path, monkeypatch):
+    """A neighbour who can write into the folder of a run could name a socket of theirs."""
+    attempt = make_attempt(tmp_path / "run")
+    attempt.debugger_dir.mkdir()
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "socket"))
+        server.listen()
+        record = {"node": os.uname().nodename, "socket": str(tmp_path / "socket"), "where": "x.py:1"}
+        (attempt.debugger_dir / "rank-0000-1.json").write_text(json.dumps(record))
+        monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+        monkeypatch.setattr(os, "geteuid", lambda: 61234)
+        with pytest.raises(UsageError, match=f"is said to be a process of user {os.getuid()}"):
+            debug(attempt, 0)
 
 
 def test_process_groups_of_torch_get_a_week():

@@ -10,6 +10,9 @@ START = "Traceback (most recent call last):\n"
 LOAD = START + '  File "/me/load.py", line 3, in read\n    open(x)\nFileNotFoundError: x\n'
 MAIN = START + '  File "/me/train.py", line 9, in main\n    read()\nRuntimeError: no data\n'
 TORCH = START + '  File "/usr/lib/python3.11/site-packages/torch/nn.py", line 1, in f\n    g()\nKeyError: 1\n'
+COMPILED = TORCH.replace(
+    "/usr/lib/python3.11/site-packages/torch/nn", f"/tmp/trainkit-0/inductor/au/c{'au2z' * 12}tz7"
+)
 HANDLING = "\nDuring handling of the above exception, another exception occurred:\n\n"
 CAUSE = "\nThe above exception was the direct cause of the following exception:\n\n"
 GROUP = """\
@@ -40,6 +43,7 @@ INNER = """\
         (LOAD + HANDLING + MAIN, "RuntimeError", "no data", "/me/train.py:9"),
         (LOAD + CAUSE + MAIN, "RuntimeError", "no data", "/me/train.py:9"),
         (LOAD + CAUSE + TORCH, "KeyError", "1", "/me/load.py:3"),
+        (LOAD + CAUSE + COMPILED, "KeyError", "1", "/me/load.py:3"),
         # The last exception of a group that has a traceback.
         (GROUP + OF_LOAD + SECOND + END, "FileNotFoundError", "x", "/me/load.py:3"),
         (GROUP + PLAIN + SECOND + END, "ExceptionGroup", "tasks (2 sub-exceptions)", "/me/train.py:9"),

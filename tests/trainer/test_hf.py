@@ -1,6 +1,7 @@
 """Models of Hugging Face: training with transformers and with trainkit's decoder, adapters and export."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from trainkit.run.manifest import published
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.safetensors import StoredWeights
 from trainkit.trainer.export import ExportRequest, export
+from trainkit.trainer.hf_task import create_model, read_whole
 from trainkit.trainer.task_check import definite_problem
 from trainkit.trainer.user_task import UserTask
 
@@ -429,3 +431,13 @@ def test_a_run_resumes_with_the_same_model_only(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(StoredWeights, "read", refuse)
     with pytest.raises(TrainkitError, match=r"the fingerprint of model\.hf is .* cannot be resumed"):
         make_trainer(0, attempt)
+
+
+@pytest.mark.parametrize("read", [create_model, read_whole])
+def test_code_in_the_folder_of_a_model_is_not_executed(tmp_path: Path, read: Callable[[Path], Any]) -> None:
+    names = {"AutoConfig": "planted.Config", "AutoModelForCausalLM": "planted.Model"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "planted", "auto_map": names}))
+    (tmp_path / "planted.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\n")
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        read(tmp_path)
+    assert not (tmp_path / "executed").exists()

@@ -20,6 +20,7 @@ from trainkit.folders import shown_path
 from trainkit.formats import size, table
 from trainkit.job.processes import module_argv
 from trainkit.run import manifest
+from trainkit.run.own_folders import own_environ
 from trainkit.run.registry import find_run
 from trainkit.run.rundir import RunDir, run_lock
 
@@ -156,7 +157,7 @@ def export(
         partial.mkdir(parents=True)
         # Another process: only the trainer may import torch.
         argv = module_argv("trainkit.trainer.export")
-        code = subprocess.run(argv, input=json.dumps(request), text=True).returncode
+        code = subprocess.run(argv, input=json.dumps(request), text=True, env=own_environ()).returncode
         if code:
             return code if code > 0 else EXIT_FAILED
         partial.rename(out_name)

@@ -27,6 +27,7 @@ from trainkit.errors import ConfigError, Problem, UsageError
 from trainkit.folders import QUICKSTART, default_config, typed_path
 from trainkit.plan.workload import TRAINER, Workload, name_of, workload_of
 from trainkit.run.owner import refuse_foreign
+from trainkit.run.process import other_people
 
 if TYPE_CHECKING:
     from trainkit.cluster.target import Target
@@ -154,6 +155,34 @@ def refuse_untrusted(folder: Path) -> None:
     """Raise UsageError where another user could replace files of a run, unless --trust is given."""
     if click.get_current_context().get_parameter_source("trust") is not ParameterSource.COMMANDLINE:
         refuse_foreign(folder, "`--trust` executes it as you all the same")
+
+
+yes_option = click.option(
+    "--yes",
+    is_flag=True,
+    expose_value=False,
+    help="Open the port although other users of this host can connect to it.",
+)
+
+
+def refuse_shared_host(what: str, instead: str) -> None:
+    """Raise UsageError where other people could connect to a port of this host, unless --yes is given.
+
+    `instead` is what needs no port.
+    """
+    if click.get_current_context().get_parameter_source("yes") is ParameterSource.COMMANDLINE:
+        return
+    people = other_people()
+    if people == []:
+        return
+    if people is None:
+        who = "whoever is logged in"
+    else:
+        who = ", ".join(people[:3]) + (f" and {len(people) - 3} more" if len(people) > 3 else "")
+    raise UsageError(
+        f"{what} listens on a port of this host without a password: {who} can connect to it",
+        hint=f"{instead}; `--yes` opens the port all the same",
+    )
 
 
 config_argument = click.argument(

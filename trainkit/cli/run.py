@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     help="Give the terminal to this rank, for breakpoint(); default: 0. debugpy waits for an editor.",
 )
 @option("--post-mortem", "Debug that rank where an exception ends it.")
+@options.yes_option
 def command(
     request: ConfigRequest,
     run_dir: str | None,
@@ -187,7 +188,9 @@ def _debug_plan(text: str, post_mortem: bool, workload: Workload) -> DebugPlan:
         raise UsageError(
             f"--post-mortem is for Python, and the COMMAND is {words[0]}", hint="-- python SCRIPT.py …"
         )
-    if not mode:
+    if mode:
+        options.refuse_shared_host("debugpy", "`--debug` gives a rank this terminal")
+    else:
         return DebugPlan(int(rank), "post-mortem" if post_mortem else "pdb")
     with socket.create_server(("127.0.0.1", 0)) as free:
         return DebugPlan(int(rank), mode, free.getsockname()[1])

@@ -13,9 +13,11 @@ from trainkit.config.running import MAIL_TYPES, WEBHOOK_VARIABLE
 from trainkit.config.schema import RunConfig
 from trainkit.config.training import DECODER, TRANSFORMERS
 from trainkit.errors import KeyProblem, Problem
-from trainkit.formats import RESERVED_NAME, plural, time_limit_s
+from trainkit.formats import NO_TOKENIZER, RESERVED_NAME, plural, time_limit_s
 
-LOOKS_SECRET = re.compile(r"(key|token|secret|password|passwd|credential)s?$", re.IGNORECASE)
+LOOKS_SECRET = re.compile(
+    rf"(key|{NO_TOKENIZER}token|secret|password|passwd|passphrase|credential)s?$", re.IGNORECASE
+)
 
 
 _ASSIGNMENT = re.compile(r"""(?<![\w.-])(?P<name>[A-Z][A-Z0-9_]*)=(?P<value>"[^"]*"|'[^']*'|\S+)""")

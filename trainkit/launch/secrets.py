@@ -16,7 +16,7 @@ from trainkit.formats import KEY_FORMATS, MASK, mask_secrets
 from trainkit.slurm.quoting import quote
 
 _ASSIGNMENT = re.compile(r"(?P<name>[\w.-]+)=(?P<value>.*)", re.DOTALL)
-_INNER_OPTION = re.compile(r"(?<!\S)(?P<option>-[\w-]+)(?P<gap>=|[ \t]+)(?P<value>[^\s-]\S*)")
+_INNER_OPTION = re.compile(r"(?<!\S)(?P<option>-[\w-]+)(?P<gap>=|[ \t]+)(?P<value>[^\s$-]\S*)")
 """An option in a word of several, as in ``sh -c 'train --token VALUE'``."""
 _NUMBER = re.compile(r"[\d.,_e+-]+")
 _COUNT = re.compile(r"(?:token|key)s?$", re.IGNORECASE)
@@ -44,18 +44,23 @@ def without_secrets(argv: Sequence[str], secrets: Sequence[str]) -> list[str]:
 
     `secrets` are the names in `launch.secrets`.
     """
-    masked = list(argv)
-    for index, word in enumerate(argv):
-        masked[index] = _masked_word(word, secrets)
-        before = argv[index - 1] if index else ""
-        if _is_secret_option(before) and not word.startswith("-") and not _is_count(before, word):
-            masked[index] = MASK
+    masked: list[str] = []
+    for before, word in pairwise(["", *argv]):
+        if _is_secret_option(before) and not word.startswith(("-", "$")) and not _is_count(before, word):
+            masked.append(MASK)
+            continue
+        found = _masked_word(word, secrets)
+        # What `-p` means depends on the program before it.
+        line = " ".join([*masked, ""])
+        in_line = mask_secrets(line + found).removeprefix(line)
+        masked.append(MASK if in_line.startswith(MASK) else in_line)
     return masked
 
 
 def secret_options(command: Sequence[str]) -> Iterator[str]:
     """The options of a command whose values look like secrets, such as `--api-key`; not references."""
-    for word, following in pairwise([*command, ""]):
+    masked = without_secrets(command, ())
+    for index, (word, following) in enumerate(pairwise([*command, ""])):
         if len(inner := word.split()) > 1:  # for `sh -c`
             yield from secret_options(inner)
             continue
@@ -68,8 +73,12 @@ def secret_options(command: Sequence[str]) -> Iterator[str]:
             and not _is_count(option, value)
         ):
             yield option
-        elif re.search(KEY_FORMATS, word):
-            yield option if separator else "an argument"
+        elif masked[index] not in (word, MASK) or re.search(KEY_FORMATS, word):
+            yield (
+                option
+                if separator and mask_secrets(option) == option and option[:1] == "-"
+                else "an argument"
+            )
 
 
 def _is_secret_option(word: str) -> bool:
@@ -89,7 +98,7 @@ def _masked_word(word: str, secrets: Sequence[str]) -> str:
         return mask_secrets(_INNER_OPTION.sub(_masked_option, word))
     last = match["name"].rpartition(".")[2]
     is_secret = last in secrets or LOOKS_SECRET.search(last)
-    if is_secret and not (last.startswith("-") and _is_count(last, match["value"])):
+    if is_secret and (last.isupper() or not _is_count(last, match["value"].partition(" ")[0])):
         return f"{prefix}{match['name']}={MASK}"
     return mask_secrets(word)
 

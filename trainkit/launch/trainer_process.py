@@ -22,6 +22,7 @@ from trainkit.plan.facts import Facts
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.make_plan import make_plan
 from trainkit.run.files import write_atomic
+from trainkit.run.own_folders import own_environ
 
 if TYPE_CHECKING:
     from trainkit.plan.memory import Simulation
@@ -96,7 +97,14 @@ def _run(
 ) -> str:
     """The output of a process; raises TrainkitError with its last line when it fails, and TimeoutExpired."""
     done = subprocess.run(
-        argv, input=text, capture_output=True, text=True, errors="replace", timeout=timeout_s, cwd=folder
+        argv,
+        input=text,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=timeout_s,
+        cwd=folder,
+        env=own_environ(),
     )
     if done.returncode:
         last = [line for line in done.stderr.splitlines() if line.strip()][-1:]

@@ -5,7 +5,9 @@ Processes of other hosts cannot be seen from here.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pwd
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +36,29 @@ def process_stat(pid: int) -> ProcessStat | None:
     # The command name is in parentheses and may itself contain parentheses and spaces.
     fields = text.rpartition(")")[2].split()
     return ProcessStat(fields[0], int(fields[1]), int(fields[19]))
+
+
+FIRST_PERSON = 1000
+"""The lowest uid of a person, as useradd gives it; those below are of daemons."""
+
+
+def other_people() -> list[str] | None:
+    """The names, else uids, of other people with processes on this host; None if they cannot be seen."""
+    if not (PROC / "1").exists():  # mounted with hidepid=2
+        return None
+    found = set()
+    for entry in PROC.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # it has ended
+            if entry.name.isdecimal() and (uid := entry.stat().st_uid) >= FIRST_PERSON:
+                found.add(uid)
+    return sorted(_name_of(uid) for uid in found - {os.getuid()})
+
+
+def _name_of(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
 
 
 def own_host(environ: Mapping[str, str] = os.environ) -> str:

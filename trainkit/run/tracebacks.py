@@ -27,7 +27,10 @@ MAX_LINES_AFTER = 20
 
 _FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
-_INSTALLED = re.compile(r"^<|/(?:site|dist)-packages/|/lib(?:64)?/python\d[.\d]*/|/torchinductor_")
+_INSTALLED = re.compile(
+    r"^<|/(?:site|dist)-packages/|/lib(?:64)?/python\d[.\d]*/"
+    r"|/[a-z2-7]{2}/c[a-z2-7]{51}\.py$"  # made by torch.compile, in any TORCHINDUCTOR_CACHE_DIR
+)
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 
 

@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from logging import getLogger
@@ -51,7 +51,7 @@ from trainkit.plan.launch import Layout, Place
 from trainkit.plan.torch_build import TorchBuild
 from trainkit.run.events import log_event
 from trainkit.run.rundir import AttemptDir
-from trainkit.trainer.torch_private import fix_segments, set_timeout
+from trainkit.trainer.torch_private import authenticate_objects, fix_segments, set_timeout
 
 START_TIMEOUT = timedelta(minutes=30)
 """Long, because one rank may compile in its first step while the others wait."""
@@ -62,6 +62,8 @@ LOCAL_TIMEOUT = timedelta(days=7)
 MAX_FILES = 65_536
 """Open file limit; a job of a thousand ranks needs a few thousand files."""
 ONE_PROCESS = Layout()
+DIGEST_BYTES = hashlib.sha256().digest_size
+STRANGER_HINT = "every user who reaches the compute nodes can: see `docs/slurm-admins.md`"
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 T = TypeVar("T")
 
@@ -83,6 +85,8 @@ class World:
     layout: Layout = ONE_PROCESS
     cp_group: dist.ProcessGroup | None = None
     """The ranks that share a sequence; None without context parallelism."""
+    nonce: str = field(default="", repr=False)
+    """What only ranks of this attempt know, by which they tell each other's values from a stranger's."""
     is_simulated: bool = False
     """Whether the other ranks do not exist and tensors have no values."""
 
@@ -203,8 +207,9 @@ def join_world(
         refuse_shared_gpu(env, gpu, store)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = COLLECTIVE_TIMEOUT if file is None else LOCAL_TIMEOUT
+    authenticate_objects(partial(seal, env.nonce), partial(unseal, env.nonce))
     dist.init_process_group(backend, store=store, rank=env.rank, world_size=env.world_size, timeout=timeout)
-    return make_world(env.rank, device, layout, timeout)
+    return make_world(env.rank, device, layout, timeout, env.nonce)
 
 
 def gpu_uuid(device: torch.device) -> str:
@@ -224,9 +229,13 @@ def _raise_open_file_limit(count: int) -> None:
 
 
 def make_world(
-    rank: int, device: torch.device, layout: Layout, timeout: timedelta = COLLECTIVE_TIMEOUT
+    rank: int,
+    device: torch.device,
+    layout: Layout,
+    timeout: timedelta = COLLECTIVE_TIMEOUT,
+    nonce: str = "",
 ) -> World:
-    """The world of this rank; call after the default process group is initialised."""
+    """The world of this rank, with the nonce of its attempt; call after `init_process_group`."""
     checkpoint_group = dist.new_group(backend="gloo", timeout=timeout)
     mesh = build_mesh(device, layout)
     for group in mesh.get_all_groups():
@@ -248,7 +257,7 @@ def make_world(
         receives = [(dist.irecv, torch.empty(1, device=device), source) for _, source in ways]
         for work in exchange(group, *sends, *receives):
             work.wait()
-    return World(rank, layout.world_size, device, mesh, checkpoint_group, layout, cp_group)
+    return World(rank, layout.world_size, device, mesh, checkpoint_group, layout, cp_group, nonce)
 
 
 def exchange(
@@ -289,36 +298,55 @@ def context_group(layout: Layout, timeout: timedelta = COLLECTIVE_TIMEOUT) -> di
 
 
 def broadcast_from_main(value: T, world: World) -> T:
-    """The value of rank 0, on all ranks: JSON, since a pickle would run what a stranger has sent."""
+    """The value of rank 0, on all ranks, as JSON. Raises TrainkitError if a stranger has sent it."""
     if not world.distributed:
         return value
-    text = json.dumps(value).encode() if world.is_main else b""
+    text = seal(world.nonce, json.dumps(value).encode()) if world.is_main else b""
     size = torch.tensor([len(text)], device="cpu")
     dist.broadcast(size, src=0, group=world.checkpoint_group)
     sent = _as_tensor(text, int(size))
     dist.broadcast(sent, src=0, group=world.checkpoint_group)
-    found: T = json.loads(sent.numpy().tobytes())
+    found: T = json.loads(unseal(world.nonce, sent.numpy().tobytes()))
     return found
 
 
 def gather_from_all(value: T, world: World, group: dist.ProcessGroup | None = None) -> list[T]:
     """The values of all ranks, on all ranks, as JSON; tuples arrive as lists.
 
-    `group` is one of gloo, by default the one of checkpoints.
+    `group` is one of gloo, by default that of checkpoints. Raises TrainkitError if a stranger has sent one.
     """
     if not world.distributed:
         return [value] * world.size
     group = group or world.checkpoint_group
-    text = json.dumps(value).encode()
+    text = seal(world.nonce, json.dumps(value).encode())
     sizes = torch.zeros(world.size, dtype=torch.int64, device="cpu")
     sizes[world.rank] = len(text)
     dist.all_reduce(sizes, group=group)
     sent = _as_tensor(text, int(sizes.max()))
     parts = [torch.empty_like(sent) for _ in range(world.size)]
     dist.all_gather(parts, sent, group=group)
-    return [
-        json.loads(part[:size].numpy().tobytes()) for part, size in zip(parts, sizes.tolist(), strict=True)
-    ]
+    found = zip(parts, sizes.tolist(), strict=True)
+    return [json.loads(unseal(world.nonce, part[:size].numpy().tobytes())) for part, size in found]
+
+
+def seal(nonce: str, value: bytes) -> bytes:
+    """A value behind a digest that only ranks of this attempt can compute."""
+    return _digest_of(nonce, value) + value
+
+
+def unseal(nonce: str, sealed: bytes) -> bytes:
+    """The value that a rank of this attempt has sealed. Raises TrainkitError if somebody else has made it."""
+    digest, value = sealed[:DIGEST_BYTES], sealed[DIGEST_BYTES:]
+    if not hmac.compare_digest(digest, _digest_of(nonce, value)):
+        raise TrainkitError(
+            "a process that is not a rank of this attempt has sent a value to this rank", hint=STRANGER_HINT
+        )
+    return value
+
+
+def _digest_of(nonce: str, value: bytes) -> bytes:
+    # Another key than that of the digests in the store, which everybody can read.
+    return hmac.digest(f"values {nonce}".encode(), value, hashlib.sha256)
 
 
 def _as_tensor(text: bytes, size: int) -> torch.Tensor:
@@ -417,7 +445,7 @@ def startup_barrier(
         raise TrainkitError(
             f"a process that is not a rank of this attempt has written to the store of rank 0 at "
             f"{env.master_addr}:{env.master_port}",
-            hint="every user who reaches the compute nodes can: see `docs/slurm-admins.md`",
+            hint=STRANGER_HINT,
         )
     if verdict != "stop":
         missing = json.loads(verdict.removeprefix("missing "))

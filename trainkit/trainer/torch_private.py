@@ -7,18 +7,20 @@ of pipelines and of the memory tracker, are imported by the functions that need 
 from __future__ import annotations
 
 import json
+import pickle
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import Variable
+from torch.distributed import distributed_c10d
 from torch.distributed._composable.replicate_with_fsdp import replicate as _replicate
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import DeviceMesh
@@ -245,6 +247,30 @@ def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
         public(timeout, group)
     else:
         _set_pg_timeout(timeout, group)
+
+
+def authenticate_objects(seal: Callable[[bytes], bytes], unseal: Callable[[bytes], bytes]) -> None:
+    """Have torch `seal` the pickles that ranks exchange, and `unseal` them before it executes them.
+
+    They are plans of checkpoints and the shapes of pipeline stages; `unseal` raises for what no rank has
+    sealed. When it goes: whoever reaches a port of torch can execute code in the ranks of this user.
+    """
+
+    class Pickler:
+        def __init__(self, stream: BinaryIO) -> None:
+            self._stream = stream
+
+        def dump(self, value: object) -> None:
+            self._stream.write(seal(pickle.dumps(value)))
+
+    class Unpickler:
+        def __init__(self, stream: BinaryIO) -> None:
+            self._stream = stream
+
+        def load(self) -> object:
+            return pickle.loads(unseal(self._stream.read()))
+
+    distributed_c10d._pickler, distributed_c10d._unpickler = Pickler, Unpickler  # type: ignore[assignment]
 
 
 def replicate(module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.programs import run_program
 from tests.support.runs import free_port, make_attempt
+from trainkit.cli import options
 from trainkit.cli.main import main
 from trainkit.contrib.trackers import command
 from trainkit.extras import install_line
@@ -21,11 +22,12 @@ class Started(Exception):
 
 @pytest.fixture(autouse=True)
 def _execv(monkeypatch: pytest.MonkeyPatch) -> None:
-    def execv(program: str, argv: list[str]) -> None:
-        raise Started(argv)
+    def execve(program: str, argv: list[str], environ: dict[str, str]) -> None:
+        raise Started(argv, environ)
 
-    monkeypatch.setattr(os, "execv", execv)
+    monkeypatch.setattr(os, "execve", execve)
     monkeypatch.setattr(command, "find_spec", lambda name: name)
+    monkeypatch.setattr(options, "other_people", lambda: [])
 
 
 def start(*argv: str) -> list[str]:
@@ -89,6 +91,49 @@ def test_a_port_in_use(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Non
         busy.listen()
         assert main(["ui", str(run.path), "--port", str(busy.getsockname()[1])]) == 2
     assert "choose another one with --port" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("tool", command.PORTS)
+@pytest.mark.parametrize(
+    ("people", "who"),
+    [
+        (["ann"], "ann"),
+        (["ann", "bob", "cem", "dia", "eve"], "ann, bob, cem and 2 more"),
+        (None, "whoever is logged in"),
+    ],
+)
+def test_a_page_that_others_could_open(
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tool: str,
+    people: list[str] | None,
+    who: str,
+) -> None:
+    run = make_attempt(tmp_path / "run", ["logging.mlflow=true"]).run
+    run.tensorboard_dir.mkdir()
+    monkeypatch.setattr(options, "other_people", lambda: people)
+    argv = [str(run.path), "--tool", tool, "--port", str(free_port())]
+    assert main(["ui", *argv]) == 2
+    said = capfd.readouterr()
+    assert said.out == ""
+    assert f"{tool}'s page listens on a port of this host without a password: {who} can connect" in said.err
+    assert "makes a file for you alone; `--yes` opens the port all the same" in said.err
+    assert start(*argv, "--yes")
+
+
+def test_a_page_has_own_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorBoard would write through a link in ``.tensorboard-info`` that a neighbour has left in /tmp."""
+    run = make_attempt(tmp_path / "run").run
+    run.tensorboard_dir.mkdir()
+    (shared := tmp_path / "tmp").mkdir()
+    shared.chmod(0o1777)
+    monkeypatch.setenv("TMPDIR", str(shared))
+    with pytest.raises(Started) as started:
+        main(["--debug", "ui", str(run.path), "--port", str(free_port())])
+    temporary = Path(started.value.args[1]["TMPDIR"])
+    assert temporary == shared / f"trainkit-{os.getuid()}" / "tmp"
+    assert temporary.parent.stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize("tool", command.PORTS)

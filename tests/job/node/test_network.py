@@ -21,7 +21,8 @@ def test_presets() -> None:
     nowhere, said = network_environ("auto", "no-such-host.invalid")
     assert (nowhere, said) == ({}, "no interface chosen: no route to no-such-host.invalid")
     auto, said = network_environ("auto", "127.0.0.1")
-    assert auto == alone == {"GLOO_SOCKET_IFNAME": "lo"}
+    assert auto == {"GLOO_SOCKET_IFNAME": "lo"}
+    assert alone == {**auto, "NCCL_SOCKET_IFNAME": "=lo"}
     assert said == "interface lo: the route to 127.0.0.1; NCCL chooses its own"
     assert network_environ("socket", "127.0.0.1")[0] == {**auto, "NCCL_IB_DISABLE": "1"}
     assert network_environ("debug", "127.0.0.1")[0]["NCCL_DEBUG"] == "INFO"

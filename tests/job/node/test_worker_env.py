@@ -1,13 +1,11 @@
-import getpass
 import os
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from tests.support.runs import launch_plan
 from trainkit.job.node.rendezvous import local_rendezvous
-from trainkit.job.node.worker_env import compile_caches, gpu_slice, worker_argv, worker_environ, worker_rank
+from trainkit.job.node.worker_env import gpu_slice, rank_folders, worker_argv, worker_environ, worker_rank
 from trainkit.job.rank_env import find_rank_env
 from trainkit.run.process import own_host
 from trainkit.run.rundir import RunDir
@@ -88,47 +86,26 @@ def test_workers_use_the_environment_that_the_plan_names():
     assert "PYTHONHOME" not in found
 
 
-CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
-
-
-def test_what_torch_compiles_is_kept_where_only_its_user_writes(tmp_path):
+def test_temporary_files_of_ranks_are_where_only_their_user_creates_files(tmp_path):
     tmp_path.chmod(0o1777)
-    found = environ(configured={"TMPDIR": str(tmp_path)})
     own = tmp_path / f"trainkit-{os.getuid()}"
-    assert [found[name] for name in CACHES] == [f"{own}/inductor", f"{own}/triton"]
-    assert found["TMPDIR"] == str(tmp_path)
-    assert own.stat().st_mode & 0o777 == 0o700
-    given = environ(configured={"TMPDIR": str(tmp_path)}, inherited={CACHES[0]: "/mine"})
-    assert [given[name] for name in CACHES] == ["/mine", f"{own}/triton"]
+    caches = {"TORCHINDUCTOR_CACHE_DIR": f"{own}/inductor", "TRITON_CACHE_DIR": f"{own}/triton"}
+    for plan in (PLAN, replace(PLAN, command=("python", "train.py"))):
+        found = environ(plan, inherited={"TMPDIR": str(tmp_path)})
+        assert found.items() >= {**caches, "TMPDIR": f"{own}/tmp"}.items()
+    asked = environ(configured={"TMPDIR": str(tmp_path)}, inherited={"TRITON_CACHE_DIR": "/mine"})
+    assert asked.items() >= {**caches, "TMPDIR": str(tmp_path), "TRITON_CACHE_DIR": "/mine"}.items()
 
 
-@pytest.mark.parametrize("case", ["mode", "link", "file", "parent", "missing", "owner", "default"])
-def test_what_torch_compiles_is_never_kept_where_others_write(tmp_path, capfd, case):
-    temporary, run = tmp_path / "tmp", RunDir(tmp_path / "run")
-    folder = private = temporary / f"trainkit-{os.getuid()}"
-    run.path.mkdir()
-    if case != "missing":
-        folder.mkdir(0o700, parents=True)
-    if case == "mode":
-        folder.chmod(0o770)
-    elif case == "parent":
-        temporary.chmod(0o777)
-    elif case == "owner":
-        if os.getuid() != 0:
-            pytest.skip("only root can give a folder to somebody else")
-        os.chown(folder, 65534, 65534)
-    elif case == "default":  # torch has files of its own there
-        folder = temporary / f"torchinductor_{getpass.getuser()}"
-        folder.mkdir()
-        folder.chmod(0o777)
-    elif case in ("link", "file"):
-        folder.rmdir()
-        (tmp_path / "there").mkdir(0o700)
-        folder.symlink_to(tmp_path / "there") if case == "link" else folder.write_text("")
-    used = private if case == "default" else run.path / "caches" / own_host()
-    place, caches = compile_caches(str(temporary), run)
-    assert (place, caches["TORCHINDUCTOR_CACHE_DIR"]) == (f"{used}/tmp", f"{used}/inductor")
-    assert Path(place).is_dir()
-    said = capfd.readouterr().out
-    assert f"ranks use {used} instead of {temporary}, where others can plant code: " in said
-    assert str(folder) in said
+def test_an_agent_says_once_that_temporary_files_are_elsewhere(tmp_path, capfd):
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "tmp").chmod(0o777)
+    run = RunDir(tmp_path / "run")
+    for _ in range(2):
+        found = rank_folders(str(tmp_path / "tmp"), run, False)
+        assert found.temporary == f"{run.path}/caches/{own_host()}/tmp"
+    assert capfd.readouterr().out.count("temporary files are in ") == 1
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared").chmod(0o1777)
+    found = rank_folders(str(tmp_path / "shared"), run, False)
+    assert f"{found.temporary}: every user can create files in {tmp_path}/shared\n" in capfd.readouterr().out

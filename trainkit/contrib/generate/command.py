@@ -57,6 +57,7 @@ def command(
     data, without special tokens. Weights are fp32 on a CPU, and of precision.dtype on a GPU.
     """
     from trainkit.job.processes import module_argv
+    from trainkit.run.own_folders import own_environ
     from trainkit.run.registry import find_run
 
     run = find_run(run_name)
@@ -71,5 +72,5 @@ def command(
     }
     # Another process: only the trainer may import torch.
     argv = module_argv("trainkit.contrib.generate.worker")
-    code = subprocess.run(argv, input=json.dumps(request), text=True).returncode
+    code = subprocess.run(argv, input=json.dumps(request), text=True, env=own_environ()).returncode
     return code if code >= 0 else EXIT_FAILED

@@ -30,6 +30,7 @@ from trainkit.job.processes import module_argv
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.events import read_events, training_curve
 from trainkit.run.files import read_json, read_record
+from trainkit.run.own_folders import own_environ
 from trainkit.run.rundir import AttemptDir, RunDir
 
 
@@ -200,7 +201,12 @@ def _items(at: RunStep) -> Iterator[StepSample]:
     request |= {"start": at.start, "stop": at.stop}
     argv = module_argv("trainkit.trainer.task_check", "--items")
     done = subprocess.run(
-        argv, input=json.dumps(request), capture_output=True, encoding="utf-8", errors="replace"
+        argv,
+        input=json.dumps(request),
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+        env=own_environ(),
     )
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["killed"])[-1].strip()

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 import click
 
 from trainkit.cli.help import as_command, option
-from trainkit.cli.options import json_option, run_argument
+from trainkit.cli.options import json_option, refuse_shared_host, run_argument, yes_option
 from trainkit.cli.output import json_text
 from trainkit.errors import EXIT_FAILED, EXIT_OK, UsageError
 from trainkit.extras import install_line
@@ -62,12 +62,14 @@ def sync(run_name: str, as_json: bool) -> int:
 @run_argument
 @option("--tool", "The program to start.", type=click.Choice(list(PORTS)), default="tensorboard")
 @option("--port", "Port; by default that of the program.", type=click.IntRange(1, 65535))
+@yes_option
 def ui(run_name: str, tool: str, port: int | None) -> None:
     """Show the curves of RUN in a browser.
 
-    Other users of this host can open the page, other hosts cannot: the printed ssh line, run on your own,
-    brings it there.
+    The page has no password, and other hosts cannot open it: the printed ssh line, run on your own, brings it
+    there. Other users of this host can, so --yes is needed where somebody else is.
     """
+    from trainkit.run.own_folders import own_environ
     from trainkit.run.registry import find_run
 
     run = find_run(run_name)
@@ -96,11 +98,12 @@ def ui(run_name: str, tool: str, port: int | None) -> None:
         store = local_store(run)
         argv = ["mlflow", "server", "--backend-store-uri", store, "--workers", "1", *place]
         start = _MODULE
+    refuse_shared_host(f"{tool}'s page", f"`trainkit report {run.word}` makes a file for you alone")
     _refuse_busy(port)
     click.echo(f"http://{HOST}:{port}")
     click.echo(f"ssh -L {port}:{HOST}:{port} {user_name()}@{socket.gethostname()}")
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-c", start, *argv])
+    os.execve(sys.executable, [sys.executable, "-c", start, *argv], own_environ())
 
 
 def _refuse_busy(port: int) -> None:

@@ -11,7 +11,6 @@ import fcntl
 import json
 import math
 import os
-import re
 import signal
 import socket
 import struct
@@ -23,7 +22,6 @@ from functools import cache
 from pathlib import Path, PurePath
 
 from trainkit.errors import UsageError
-from trainkit.folders import ensure_folder, make_private, user_name
 from trainkit.job import processes
 from trainkit.job.node.rendezvous import Rendezvous
 from trainkit.job.processes import log_line, module_argv
@@ -40,6 +38,7 @@ from trainkit.job.spare_children import AGENT_VARIABLE
 from trainkit.job.work_folder import WORK_DIR_VARIABLE
 from trainkit.plan.launch import ACCELERATE_CONFIG, DS_CONFIG, MEGATRON_ARGS, LaunchPlan
 from trainkit.run.git_copy import GIT_LOCATIONS
+from trainkit.run.own_folders import OwnFolders, own_folders
 from trainkit.run.process import own_host
 from trainkit.run.record import CodeCopy
 from trainkit.run.rundir import AttemptDir, RunDir
@@ -47,8 +46,6 @@ from trainkit.run.rundir import AttemptDir, RunDir
 STARTUP_FOLDER = Path(__file__).parents[1] / "startup"
 ALLOCATOR_VARIABLES = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"}
 """Where a user may have set up torch's allocator, under its present name and former ones."""
-_TORCH_REPLACES = re.compile(r'[\\/:*?"<>|]')
-"""What torch replaces in the name of a user to name its folder."""
 BUFFER_VARIABLES = {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"}
 """Where a user may have set up torch's flight recorder, under its present names and former ones."""
 NUM_RECORDED = 2000
@@ -117,8 +114,7 @@ def worker_environ(
         environ["VIRTUAL_ENV"] = plan.venv
         environ["PATH"] = f"{plan.venv}/bin:{environ.get('PATH', os.defpath)}"
         environ.pop("PYTHONHOME", None)
-    environ["TMPDIR"], caches = compile_caches(environ.get("TMPDIR") or "/tmp", attempt.run)
-    environ = caches | environ
+    environ = _with_own_folders(environ, plan, attempt.run)
     environ[AGENT_VARIABLE] = str(os.getpid())
     import_path = [] if code is None or plan.slurm is not None else code.import_path
     inherited_path = filter(None, [environ.get("PYTHONPATH")])
@@ -172,34 +168,19 @@ def _add_for_command(environ: dict[str, str], plan: LaunchPlan, attempt: Attempt
 
 
 @cache
-def compile_caches(temporary: str, run: RunDir) -> tuple[str, dict[str, str]]:
-    """TMPDIR for ranks, and the variables that name the folders for what torch and Triton compile.
-
-    torch executes what it finds there. Its default is a folder of `temporary` that anybody can make first,
-    and it has some files there in any case, so ranks get another TMPDIR where that folder is taken.
-    Where no private folder can be had, all of these are in the run folder. Raises OSError.
-    """
-    defaults = Path(temporary, f"torchinductor_{_TORCH_REPLACES.sub('_', user_name())}")
-    private = Path(temporary, f"trainkit-{os.getuid()}")
-    if (problem := _problem_of(private)) is not None:
-        private = run.caches_dir / own_host()
-        ensure_folder(private, parents=True)
-    else:
-        problem = _problem_of(defaults, 0o022)
-    if problem is not None:
-        log_line(f"ranks use {private} instead of {temporary}, where others can plant code: {problem}")
-        temporary = f"{private}/tmp"
-        ensure_folder(Path(temporary))
-    folders = {"TORCHINDUCTOR_CACHE_DIR": f"{private}/inductor", "TRITON_CACHE_DIR": f"{private}/triton"}
-    return temporary, folders
+def rank_folders(temporary: str | None, run: RunDir, keeps: bool) -> OwnFolders:
+    """The folders of the ranks on this host; says once if they are not in TMPDIR. Raises OSError."""
+    environ = {} if temporary is None else {"TMPDIR": temporary}
+    found = own_folders(environ, run.caches_dir / own_host(), keeps=keeps)
+    shared = f"temporary files are in {found.temporary}: every user can create files in {temporary}"
+    if note := found.note or (shared if temporary not in (None, found.temporary) else ""):
+        log_line(note)
+    return found
 
 
-def _problem_of(folder: Path, others: int = 0o077) -> str | None:
-    """Create a private folder; return why it cannot be trusted, or None."""
-    try:
-        return None if make_private(folder, others) else f"{folder} can be written or replaced by others"
-    except OSError as error:
-        return str(error)
+def _with_own_folders(environ: Mapping[str, str], plan: LaunchPlan, run: RunDir) -> dict[str, str]:
+    # launch.env.TMPDIR is the way to have ranks share a folder with other programs.
+    return rank_folders(environ.get("TMPDIR"), run, "TMPDIR" in plan.env).added_to(environ)
 
 
 def own_threads(plan: LaunchPlan, rank_env: RankEnv, inherited: Mapping[str, str]) -> int:
@@ -307,10 +288,10 @@ class TrackerSender:
         argv = module_argv("trainkit.contrib.trackers.sync", str(attempt.run.path))
         if plan.python is not None and plan.workload.knows_run:
             argv = (*plan.python, *argv[argv.index("-m") :])
-        environ = configured_environ(plan, os.environ)
-        environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         self._child: subprocess.Popen[bytes] | None = None
         try:
+            environ = _with_own_folders(configured_environ(plan, os.environ), plan, attempt.run)
+            environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
             with attempt.trackers_log.open("ab") as log:
                 self._child = processes.start_child(
                     argv,
@@ -382,7 +363,7 @@ def network_environ(preset: str, peer: str | None) -> tuple[dict[str, str], str]
             )
         return {"GLOO_SOCKET_IFNAME": preset, **_nccl(preset)}, f"interface {preset}: set by launch.network"
     if peer is None:
-        return {"GLOO_SOCKET_IFNAME": "lo"}, "interface lo: all ranks are on this host"
+        return {"GLOO_SOCKET_IFNAME": "lo", **_nccl("lo")}, "interface lo: all ranks are on this host"
     name = interface_to(peer)
     environ, reason = {}, f"no interface chosen: no route to {peer}"
     if name is not None:

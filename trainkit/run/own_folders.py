@@ -1,0 +1,94 @@
+"""Folders for temporary and compiled files in which nobody else can put a file first.
+
+torch and other libraries execute or unpickle what they find below ``$TMPDIR``, under names that anybody can
+guess: ``torchinductor_USER``, ``USER/torch_vendor_quack_cache``, ``quack_generated_epilogues``. TensorBoard
+(``.tensorboard-info``) and MLflow (``db_init_lock-*``) would write through links there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainkit.errors import print_note
+from trainkit.folders import ensure_folder, make_private, state_folder, user_name
+from trainkit.run.process import own_host
+
+CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+"""Variables that name the folders for what is compiled; its files are worth more than temporary ones."""
+_TORCH_REPLACES = re.compile(r'[\\/:*?"<>|]')
+"""What torch replaces in the name of a user to name its folder."""
+
+
+@dataclass(frozen=True)
+class OwnFolders:
+    """The folders of this user on this host."""
+
+    temporary: str
+    caches: Mapping[str, str]
+    """The variables in `CACHES`."""
+    note: str
+    """Where they are instead and what somebody else has made there; empty if nothing."""
+
+    def added_to(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """An environment with these folders, except for the caches that the user has set."""
+        own = _without_outer(environ)
+        return {**self.caches, **own, "TMPDIR": self.temporary}
+
+
+def own_folders(environ: Mapping[str, str], fallback: Path, *, keeps: bool = False) -> OwnFolders:
+    """Make the folders below ``$TMPDIR``, else ``/tmp``, or else in `fallback`, which has to be private.
+
+    TMPDIR stays as it is where only this user can create files. With `keeps` it also stays elsewhere, unless
+    others have made the folder in which torch has files whatever its variables say. Raises OSError.
+    """
+    temporary = _without_outer(environ).get("TMPDIR") or "/tmp"
+    private = Path(temporary, _name())
+    if (problem := _problem_of(private)) is not None:
+        private = fallback
+        ensure_folder(private, parents=True)
+    elif keeps or not _problem_of(Path(temporary), 0o022):
+        torch_default = Path(temporary, f"torchinductor_{_TORCH_REPLACES.sub('_', user_name())}")
+        if (problem := _problem_of(torch_default, 0o022)) is None:
+            return OwnFolders(temporary, _caches_in(private), "")
+    ensure_folder(private / "tmp", 0o700)
+    note = (
+        f"temporary files are in {private}/tmp instead of {temporary}, where others can plant code: {problem}"
+    )
+    return OwnFolders(f"{private}/tmp", _caches_in(private), note if problem else "")
+
+
+def own_environ(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """An environment with own folders, for a process that a command starts. Raises OSError."""
+    folders = own_folders(environ, state_folder(environ) / "caches" / own_host())
+    if folders.note:
+        print_note(folders.note)
+    return folders.added_to(environ)
+
+
+def _without_outer(environ: Mapping[str, str]) -> dict[str, str]:
+    """An environment without the folders that a rank which started this process got on another host."""
+    own = f"/{_name()}/"
+    found = {name: value for name, value in environ.items() if name not in CACHES or own not in value}
+    if own in (temporary := found.get("TMPDIR", "")):
+        found["TMPDIR"] = temporary.partition(own)[0]
+    return found
+
+
+def _name() -> str:
+    return f"trainkit-{os.getuid()}"
+
+
+def _caches_in(folder: Path) -> Mapping[str, str]:
+    return {variable: f"{folder}/{name}" for variable, name in CACHES.items()}
+
+
+def _problem_of(folder: Path, others: int = 0o077) -> str | None:
+    """Create a private folder; return why it cannot be trusted, or None."""
+    try:
+        return None if make_private(folder, others) else f"{folder} can be written or replaced by others"
+    except OSError as error:
+        return str(error)
