@@ -1,8 +1,8 @@
-"""Runs Git in a folder that somebody else may have written: no program that its repository names is started.
+"""Runs Git in a folder that somebody else may have written: it starts no program that the repository names.
 
-A repository's own config can name programs for nearly everything that Git does: a filter for the files that it
-compares, a monitor of the file system, hooks, a transport. The user's own config could hand files to a program
-which reads the repository's config in turn, as git-lfs does, so none of its programs run either.
+A repository's own config can name programs for nearly everything that Git does: filters for the files that
+it compares, a monitor of the file system, hooks, a transport. Filters of the user's config do not run either:
+they may read the config of the repository in turn, as git-lfs does.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _KEPT = re.compile(r"GIT_(?:EXEC_PATH|CEILING_DIRECTORIES|DISCOVERY_ACROSS_FILES
 """The variables of Git that reach it: where it is installed, where it looks, and the config of the user."""
 _OWN = {
     "LC_ALL": "C",
-    "GIT_ALLOW_PROTOCOL": "",  # no transport: a partial clone would fetch what it lacks, by a program of its own
+    "GIT_ALLOW_PROTOCOL": "",  # a partial clone would fetch what it lacks, by a program that it names
     "GIT_NO_LAZY_FETCH": "1",
     "GIT_TERMINAL_PROMPT": "0",
 }
@@ -42,8 +42,8 @@ def run_git(
 ) -> subprocess.CompletedProcess[bytes]:
     """Run git in a folder, whatever the environment says; raises UsageError after `timeout_s`.
 
-    `content` is its standard input. ``diff`` and ``status`` compare files as they are on the disk, without the
-    conversion of a filter; UsageError is also raised where a filter has a name that Git cannot be told.
+    `content` is its standard input. ``diff`` and ``status`` compare files as they are on the disk, without
+    the conversion of a filter; UsageError is also raised where a filter has a name that Git cannot be told.
     """
     own = _without_filters(folder, timeout_s) if args[0] in _COMPARING else []
     return _run(folder, [*own, args[0], *_COMPARING.get(args[0], ()), *args[1:]], timeout_s, content)
@@ -86,7 +86,7 @@ def _without_filters(folder: str, timeout_s: float) -> list[str]:
     filters = dict.fromkeys(key.rpartition(".")[0] for key in keys if key.startswith("filter."))
     if unnamed := next((name for name in filters if "=" in name), None):
         raise UsageError(
-            f"{folder} has the filter {unnamed.removeprefix('filter.')!r}, which git cannot be told not to run",
+            f"{folder} has the filter {unnamed.removeprefix('filter.')!r}, which git cannot leave out",
             hint="a filter needs a name without an equals sign",
         )
     values = ("clean=", "process=", "required=false")
