@@ -44,9 +44,10 @@ def script_for(
 ) -> JobScript:
     """The batch script of an attempt; `cwd` is the folder the run was submitted from.
 
-    `submitted` is what `submitted_hash` or `submitted_group_hash` returns. `code` describes the copy of the code; None without one. With an `array`, such as ``0-9%4``, `run` is the
-    folder of a group, in which each task finds its run. Templates in ``cwd/templates`` override the shipped
-    ones. Raises UsageError for values that a script cannot contain, and for a secret.
+    `submitted` is what `submitted_hash` or `submitted_group_hash` returns. `code` describes the copy of the
+    code; None without one. With an `array`, such as ``0-9%4``, `run` is the folder of a group, in which each
+    task finds its run. Templates in ``cwd/templates`` override the shipped ones. Raises UsageError for values
+    that a script cannot contain, and for a secret.
     """
     backend = backend_named(plan.backend)
     assert plan.slurm is not None

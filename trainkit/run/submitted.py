@@ -36,7 +36,7 @@ class NotSubmitted(UsageError):
 
 
 def submitted_hash(config_text: str, plan: JsonObject) -> str:
-    """The hashes of a config.yaml and of the plan in a plan.json, which stays the same for any number of nodes.
+    """The hashes of a config.yaml and of the plan in a plan.json, the same for any number of nodes.
 
     Raises LookupError, TypeError and AttributeError for what is no plan.
     """
