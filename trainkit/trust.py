@@ -31,7 +31,9 @@ def _trusted() -> list[str]:
 
 def is_trusted(path: Path) -> bool:
     """Whether `trust` has accepted a path, or a folder around it."""
-    return any(Path(os.path.realpath(path)).is_relative_to(folder) for folder in _trusted())
+    # A link in the folder is in it, wherever it leads.
+    places = (Path(os.path.realpath(path)), Path(os.path.realpath(path.parent), path.name))
+    return any(place.is_relative_to(folder) for folder in _trusted() for place in places)
 
 
 def is_own(found: os.stat_result) -> bool:
@@ -88,7 +90,7 @@ def open_trusted(path: str | Path) -> BinaryIO:
         if not stat.S_ISREG(found.st_mode):
             raise OSError(errno.EINVAL, "it is no regular file", str(path))
         if not accepted:
-            _require_own(path, found)
+            require_own(path, found)
         return os.fdopen(descriptor, "rb")
     except BaseException:
         os.close(descriptor)
@@ -101,18 +103,21 @@ def read_trusted(path: str | Path) -> str:
         return stream.read().decode()
 
 
-def _require_own(path: str | Path, found: os.stat_result) -> None:
+def require_own(path: str | Path, found: os.stat_result) -> None:
+    """Raise UsageError if another user could have written a file, or a folder that says what is executed."""
     shown = shown_path(path)
     word = quote(shown)
     if not is_own(found):
         raise UsageError(
             f"{shown} belongs to user {found.st_uid}, who could change what the run executes",
-            hint=f"read it; `cp {word} {word}.mine && mv {word}.mine {word}` makes it yours",
+            hint=f"if you know what is in it, put a copy of your own in its place: `cp -r {word} COPY`",
         )
+    if stat.S_ISLNK(found.st_mode):
+        return  # only its owner can change a link
     who = "every user" if found.st_mode & stat.S_IWOTH else None
     who = who or (f"group {found.st_gid}, which is none of yours," if is_shared(found) else None)
     if who is not None:
         raise UsageError(
             f"{who} can write to {shown}, and could change what the run executes",
-            hint=f"read it; `chmod go-w {word}` keeps others from writing",
+            hint=f"if you know what is in it, `chmod go-w {word}`",
         )

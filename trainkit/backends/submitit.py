@@ -26,7 +26,7 @@ IGNORE_SIGNALS = (
 
 
 def _own_folder(folder: Path) -> Iterator[str]:
-    """Lines of bash that end the job unless this user has made the folder of its pickle, which is executed."""
+    """Lines of bash that end the job unless this user made the folder of its pickle, which is executed."""
     word = quote(str(folder))
     yield f"[[ -O {word} && ! -L {word} ]] ||"
     yield f"    {{ printf 'trainkit: %s is not the folder that was submitted\\n' {word} >&2; exit 2; }}"

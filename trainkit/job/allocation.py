@@ -87,6 +87,7 @@ from trainkit.slurm.control import cancel, cancel_waiting, requeue
 from trainkit.slurm.hosts import expand_hosts, is_drained, is_unavailable, node_states
 from trainkit.slurm.jobs import JobDetails, JobInfo, job_details
 from trainkit.slurm.states import JobState
+from trainkit.trust import open_trusted
 
 CANCELLED = "cancelled before the ranks started"
 NOTICE_S = 5.0
@@ -119,8 +120,9 @@ def refused(attempt: AttemptDir, entry: AttemptRecord | None) -> int | None:
     start would run, whose end is written; None if it has none.
     """
     try:
-        for folder in (attempt, attempt.run):
-            read_submitted(folder)
+        read_submitted(attempt)
+        open_trusted(attempt.run.job_file).close()  # it says where the code is
+        read_submitted(attempt.run)
     except UsageError as error:
         log_line(error.render())
         if entry is not None and not attempt.end_file.exists():

@@ -12,8 +12,13 @@ from shlex import quote
 from trainkit.errors import UsageError
 from trainkit.folders import shown_path
 from trainkit.run.rundir import RUNS_FOLDER, RunDir, next_name
-from trainkit.trust import is_own, is_project, is_shared, is_trusted, unknown_owner
+from trainkit.trust import is_own, is_project, is_shared, is_trusted, require_own, unknown_owner
 
+DECIDING = (
+    *("job.json", "sweep.json", "step.json", "submit.sbatch", "stdin"),
+    *("attempts", "code", "work", "submitit", "calls"),
+)
+"""What in the folder of a run or group says what is executed, besides files that are judged when read."""
 MAX_LINKS = 40
 """As many as Linux follows in one path."""
 
@@ -21,8 +26,9 @@ MAX_LINKS = 40
 def refuse_foreign(folder: Path, hint: str) -> None:
     """Raise UsageError where another user could replace files of a run in this folder, which may be missing.
 
-    That is where a folder on the way to it, also by links, belongs to another user or can be written by
-    others. `hint` says what else can be done. A folder that `trust` has accepted is not judged.
+    That is where others own or can write to a folder on the way to it, also by links, or to what is
+    `DECIDING` in it: that may be there since the folder was open to all. `hint` says what else can be done.
+    A folder that `trust` has accepted is not judged.
     """
     if is_trusted(folder):
         return
@@ -32,6 +38,9 @@ def refuse_foreign(folder: Path, hint: str) -> None:
         is_run = folder.is_dir() and os.path.samestat(found, folder.stat())
         what = "the run" if is_run else shown_path(folder)
         _refuse_writers(path, found, above.stat(), hint, what, is_run=is_run)
+    for name in DECIDING:
+        if os.path.lexists(folder / name):
+            require_own(folder / name, (folder / name).lstat())
 
 
 def _on_the_way(folder: Path) -> Iterator[Path]:
