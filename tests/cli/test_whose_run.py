@@ -1,4 +1,4 @@
-"""Another user has a hand in a run: who acts on it is told, nothing is executed, and reading works."""
+"""Another user has a hand in a run: who acts on it learns of it, nothing is executed, and reading works."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ READ_LATER: dict[str, tuple[Callable[[RunDir], None], str]] = {
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_who_acts_on_a_run_is_told_of_others(
+def test_who_acts_on_a_run_learns_of_others(
     run: RunDir, capsys: pytest.CaptureFixture[str], attack: str
 ) -> None:
     plant, expected = ATTACKS[attack]

@@ -91,7 +91,7 @@ def test_no_filter_of_an_included_file_or_of_the_user_runs(
     assert ran(program) == ""
 
 
-def test_a_filter_that_git_cannot_be_told_not_to_run(received: Path, program: Path) -> None:
+def test_a_filter_that_git_cannot_leave_out(received: Path, program: Path) -> None:
     git(received, "config", "filter.a=b.clean", str(program))
     (received / ".gitattributes").write_text("*.py filter=a=b\n")
     state = git_state(received)

@@ -43,7 +43,7 @@ def run_git(
     """Run git in a folder, whatever the environment says; raises UsageError after `timeout_s`.
 
     `content` is its standard input. ``diff`` and ``status`` compare files as they are on the disk, without
-    the conversion of a filter; UsageError is also raised where a filter has a name that Git cannot be told.
+    the conversion of a filter; UsageError is also raised where a filter has a name that no option can have.
     """
     own = _without_filters(folder, timeout_s) if args[0] in _COMPARING else []
     return _run(folder, [*own, args[0], *_COMPARING.get(args[0], ()), *args[1:]], timeout_s, content)
