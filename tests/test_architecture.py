@@ -19,7 +19,7 @@ from trainkit.plan.torch_build import OLDEST, REQUIREMENT
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
-SIZES = {"trainkit": (274, 63_428), "tests": (383, 62_741)}
+SIZES = {"trainkit": (277, 63_925), "tests": (387, 63_404)}
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (5, 400)
 """By so much the code may be smaller before `SIZES` is lowered."""
@@ -29,25 +29,26 @@ ALLOWED = {
     "__init__": set(),  # the version, and by their names what the Python API is
     "errors": set(),
     "folders": {"errors"},
+    "trust": {"errors", "folders"},
     "locks": set(),
     "formats": set(),
     "extras": set(),
     # What is asked for, and what will run: pure.
-    "config": {"errors", "folders", "formats"},
+    "config": {"errors", "folders", "formats", "trust"},
     "data": {"extras", "errors", "folders", "formats", "locks", "run", "config.training"},
     "slurm": {"errors"},
     # The folder of a run: its paths, its records, and the formats of its files.
-    "run": {"errors", "folders", "formats", "locks", "slurm", "config.yamlfile"},
+    "run": {"errors", "folders", "formats", "locks", "slurm", "trust", "config.yamlfile"},
     "cluster": {"errors", "folders", "locks", "run", "formats", "config", "slurm"},
     "plan": {"errors", "run", "formats", "config", "cluster", "data.checks"},
     # Inside the allocation.
     "job": {
-        *("errors", "folders", "formats", "locks", "run", "config", "plan", "slurm"),
+        *("errors", "folders", "formats", "locks", "run", "config", "plan", "slurm", "trust"),
         *("cluster.bad_nodes", "cluster.machine"),  # the latter for its driver and cores
     },
     # Where it executes: starts an attempt, says how its job is, signals and kills it.
     "backends": {
-        *("errors", "folders", "locks", "run", "plan", "slurm"),
+        *("errors", "folders", "locks", "run", "plan", "slurm", "trust"),
         *("job.processes", "job.signals", "job.node.slurm_step"),
         "job.supervisor",  # submitit pickles what its jobs run
         "job.group_parts",  # the arrays of a group, which its jobs submit too
@@ -112,6 +113,7 @@ ALLOWED = {
     "cli": {
         *("extras", "errors", "run", "config", "data", "cluster", "plan"),
         *("slurm", "job", "backends", "control", "launch", "observe", "bench", "formats", "folders", "locks"),
+        "trust",
     },
     # Runs from Python: what the commands do from a shell.
     "function": {"errors", "folders", "run"},

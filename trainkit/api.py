@@ -245,6 +245,7 @@ class Run:
 
     def cancel(self, *, now: bool = False, wait: bool = False) -> None:
         """Ask it to save and end, or with `now` kill it; with `wait`, wait until it has ended."""
+        refuse_foreign(self._folder.path, "`trainkit cancel --trust` acts on what it says all the same")
         cancel_run(create_task_run(self._folder), now=now, wait=wait, warn=warn_caller)
 
     def resume(self, *, new_code: bool = False, now: bool = False, **options: Any) -> Run:

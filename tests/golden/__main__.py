@@ -249,6 +249,7 @@ def typed(line: str, project: Path) -> str:
     ):
         shown = shown.replace(found, name)
     shown = re.sub(r"(?<=trainkit:)[0-9a-f]{16}\b", "@TOKEN@", shown)  # a hash of the path of the run
+    shown = re.sub(r"\b[0-9a-f]{32}(:[0-9a-f]{32})?\b", "@HASH@", shown)  # of config.yaml and plan.json
     return re.sub(r"(@PYTHON@\s+-u)\s+-P\b", r"\1", shown)  # Python 3.10 does not have -P
 
 

@@ -18,7 +18,7 @@ from trainkit.plan.facts import Facts
 from trainkit.plan.launch import LaunchPlan, option_argv
 from trainkit.plan.node_range import plan_nodes
 from trainkit.run.files import append_jsonl
-from trainkit.run.record import open_attempt
+from trainkit.run.record import open_attempt, write_plan
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.client import SlurmUnreachable
 from trainkit.slurm.jobs import JobDetails
@@ -101,7 +101,9 @@ def test_ranks_of_an_exclusive_job_use_the_cpus_of_its_nodes(
     for name in ("SLURM_TRES_PER_TASK", "SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK"):
         monkeypatch.delenv(name, raising=False)
     assert allocation.fitted(attempt, made) is made
-    fitted = allocation.fitted(attempt, replace(made, fills_nodes=True))
+    made = replace(made, fills_nodes=True)
+    write_plan(attempt, made.to_text())
+    fitted = allocation.fitted(attempt, made)
     assert (fitted.threads_per_worker, LaunchPlan.read(attempt.plan_file)) == (32, fitted)
     assert allocation.place(fitted) == {"threads_per_worker": 32}
     allocation.watch(attempt, fitted).start()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import os
 import shutil
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -24,7 +28,9 @@ from trainkit.plan.launch import Batch, LaunchPlan, Layout
 from trainkit.run.files import read_json
 from trainkit.run.owner import refuse_foreign
 from trainkit.run.rundir import RunDir
+from trainkit.trust import unknown_owner
 
+as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root gives folders away")
 MOUNTS = """\
 /dev/sda1 / ext4 rw,relatime 0 0
 server:/scratch {scratch} {kind} rw,relatime,{options} 0 0
@@ -117,17 +123,20 @@ def test_the_mounts_of_this_machine_and_none_at_all(tmp_path: Path) -> None:
     assert local_locks(tmp_path, tmp_path / "none") is None
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root gives folders away")
+@as_root
 @pytest.mark.parametrize(
     ("foreign", "modes", "refused"),
     [
         ("shared/work/run", {}, "shared/work/run belongs to user 61234, who could replace the run"),
         ("shared/work", {}, "shared/work belongs to user 61234, who could replace "),
         ("shared/work", {"shared/work": 0o775}, None),  # of a project
-        ("shared", {}, None),  # of an administrator
+        ("shared/work", {"shared/work": 0o3770}, None),  # of a project, in which each has what is theirs
+        ("shared", {}, "shared belongs to user 61234, who could replace shared/work/run"),
+        ("shared", {"shared": 0o2775}, None),
         ("shared", {".": 0o1777}, "shared belongs to user 61234, who could replace "),
         ("", {"shared": 0o777}, "every user can write to "),
         ("", {"shared": 0o1777, "shared/work/run": 0o775}, None),
+        ("", {"shared": 0o2775, "shared/work": 0o2770}, None),
     ],
 )
 def test_who_could_replace_a_run(
@@ -144,6 +153,113 @@ def test_who_could_replace_a_run(
         with pytest.raises(UsageError, match=refused) as caught:
             refuse_foreign(tmp_path / "shared/work/run", "go away")
         assert caught.value.hint.endswith("go away")
+
+
+GROUP, OTHER_GROUP = 61235, 61236
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The run of a user who is not root, and is in one group; `shared` is root's."""
+    run = tmp_path / "shared/work/run"
+    run.mkdir(parents=True)
+    for folder in (run, run.parent):
+        os.chown(folder, 61233, OTHER_GROUP)
+    monkeypatch.setattr(os, "geteuid", lambda: 61233)
+    monkeypatch.setattr(os, "getegid", lambda: 61233)
+    monkeypatch.setattr(os, "getgroups", lambda: [GROUP])
+    return run
+
+
+@as_root
+@pytest.mark.parametrize(
+    ("name", "owner", "group", "mode", "refused"),
+    [
+        ("shared", 0, OTHER_GROUP, 0o2775, None),  # an administrator has chosen the group
+        ("shared", 61234, GROUP, 0o2770, None),  # the head of a project
+        ("shared", 61234, OTHER_GROUP, 0o2775, "shared belongs to user 61234"),
+        ("shared", 61234, GROUP, 0o755, "shared belongs to user 61234"),
+        ("shared/work", 61233, GROUP, 0o2775, None),
+        ("shared/work", 61233, OTHER_GROUP, 0o2755, None),
+        ("shared/work", 61233, OTHER_GROUP, 0o3775, None),  # others can add to it, and replace nothing
+        ("shared/work", 61233, OTHER_GROUP, 0o775, "group 61236, which is none of yours, can write to"),
+        ("shared/work/run", 61233, OTHER_GROUP, 0o1775, "run, and could change what the run executes"),
+        ("shared/work/run", 61234, GROUP, 0o2775, "run belongs to user 61234, who could replace the run"),
+        ("shared/work/run", 0, 0, 0o755, None),
+    ],
+)
+def test_which_groups_are_trusted(
+    mine: Path, tmp_path: Path, name: str, owner: int, group: int, mode: int, refused: str | None
+) -> None:
+    os.chown(tmp_path / name, owner, group)
+    (tmp_path / name).chmod(mode)
+    if refused is None:
+        refuse_foreign(mine, "go away")
+    else:
+        with pytest.raises(UsageError, match=refused):
+            refuse_foreign(mine, "go away")
+
+
+@as_root
+def test_a_link_on_the_way_is_judged_with_the_folders_it_leads_through(tmp_path: Path) -> None:
+    (tmp_path / "mine/run").mkdir(parents=True)
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs/link").symlink_to("../mine")
+    (tmp_path / "link").symlink_to("theirs/link")
+    refuse_foreign(tmp_path / "link/run", "go away")
+    os.lchown(tmp_path / "theirs/link", 61234, 61234)
+    refuse_foreign(tmp_path / "link/run", "go away")  # nobody but root can replace it
+    (tmp_path / "theirs").chmod(0o1777)
+    with pytest.raises(UsageError, match="theirs/link belongs to user 61234, who could replace link/run"):
+        refuse_foreign(tmp_path / "link/run", "go away")
+    (tmp_path / "theirs").chmod(0o755)
+    os.chown(tmp_path / "theirs", 61234, -1)
+    refuse_foreign(tmp_path / "mine/run", "go away")
+    with pytest.raises(UsageError, match="theirs belongs to user 61234, who could replace link/run"):
+        refuse_foreign(tmp_path / "link/run", "go away")
+
+
+def test_links_that_lead_in_a_circle(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("../" + tmp_path.name + "/link")
+    with pytest.raises(OSError, match="Too many levels of symbolic links"):
+        refuse_foreign(tmp_path / "link", "go away")
+
+
+def in_user_namespace(place: Path) -> str:
+    """What `refuse_foreign` says in a container of user 61233, whose own number there is 5."""
+    libc, ours = ctypes.CDLL(None, use_errno=True), os.geteuid()
+    unknown_owner.cache_clear()
+    os.setgroups([])
+    os.setresgid(61233, 61233, 61233)
+    os.setresuid(61233, 61233, 61233)
+    libc.prctl(4, 1)  # PR_SET_DUMPABLE, without which it cannot write its own map
+    if libc.unshare(0x10000000):  # CLONE_NEWUSER
+        return f"no namespace: {os.strerror(ctypes.get_errno())}"
+    Path("/proc/self/uid_map").write_text("5 61233 1")
+    assert (ours, os.geteuid(), Path("/").stat().st_uid) == (0, 5, 65534)
+    try:
+        refuse_foreign(place, "go away")
+    except UsageError as error:
+        return error.message
+    return "accepted"
+
+
+@as_root
+def test_in_a_container_that_does_not_know_whose_the_root_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    with TemporaryDirectory() as name, ProcessPoolExecutor(1, get_context("fork")) as child:
+        monkeypatch.chdir("/")
+        run, theirs = Path(name, "run"), Path(name, "theirs")
+        for folder, owner in ((Path(name), 0), (run, 61233), (theirs, 61234)):
+            folder.mkdir(exist_ok=True)
+            folder.chmod(0o755)
+            os.chown(folder, owner, owner)
+        said = child.submit(in_user_namespace, run).result()
+        if said.startswith("no namespace"):
+            pytest.skip(said)
+        assert said == "accepted"
+        again = child.submit(refuse_foreign, theirs, "go away")
+        with pytest.raises(UsageError, match="theirs belongs to user 65534, who could replace the run"):
+            again.result()
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])

@@ -30,7 +30,7 @@ def script(tmp_path: Path, *overrides: str) -> JobScript:
     )
     target = Target("sbatch", "a test", Cluster("unknown"))
     plan = make_plan(loaded, Facts(Machine(4, 0, (), "a login node"), target))
-    return script_for(RunDir(tmp_path / "runs/mine"), 1, plan, loaded.config, tmp_path, None)
+    return script_for(RunDir(tmp_path / "runs/mine"), 1, plan, loaded.config, tmp_path, None, "0123:4567")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -31,6 +32,7 @@ from trainkit.run.record import (
     read_job,
 )
 from trainkit.run.rundir import AttemptDir, RunDir
+from trainkit.run.submitted import SUBMITTED_VARIABLE, submitted_hash
 from trainkit.slurm.environment import OWN_PREFIX
 
 if TYPE_CHECKING:
@@ -94,7 +96,8 @@ class LocalBackend(Backend):
         options = ("--attempt", str(attempt.number), *now)
         argv = module_argv("trainkit.job.supervisor", str(attempt.run.path), *options)
         point = group_of(attempt.run)
-        environ = {} if point is None else {"SLURM_ARRAY_TASK_ID": str(point[1])}
+        environ = {SUBMITTED_VARIABLE: submitted_hash(new.config_text, json.loads(new.plan_text))}
+        environ |= {} if point is None else {"SLURM_ARRAY_TASK_ID": str(point[1])}
         if new.foreground and os.isatty(0):
             from trainkit.job.rank_debugger import TERMINAL_VARIABLE  # its sockets are slow to load
 

@@ -8,6 +8,7 @@ process has died, as with its machine, is resumed by another one, which leaves t
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -23,6 +24,7 @@ from trainkit.run.group import RunGroup, create_point_run
 from trainkit.run.process import ProcessId
 from trainkit.run.record import is_alive, read_job
 from trainkit.run.rundir import RunDir, run_lock
+from trainkit.trust import read_trusted
 
 POLL_S = 0.5
 
@@ -61,9 +63,9 @@ def _start(group: RunGroup, index: int, began: str) -> None:
         # It may also have been ended on purpose since this process began.
         if end is not None and (end.state == "finished" or (end.time or "") >= began):
             return
-        config, plan = (file.read_text(encoding="utf-8") for file in (run.config_file, run.plan_file))
+        config, plan = map(read_trusted, (run.config_file, run.plan_file))
         reason = "resume" if run.attempt_numbers() else "submit"
-        new = NewAttempt(config, plan, LaunchPlan.read(run.plan_file), reason)
+        new = NewAttempt(config, plan, LaunchPlan.from_dict(json.loads(plan)), reason)
         entry = backend_named("local").start(run, new)
     print(f"run {index}: attempt {entry.attempt} as {entry.job_id}", flush=True)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from trainkit.backends import JobScript, NewAttempt
@@ -13,7 +15,7 @@ from trainkit.folders import ensure_folder
 from trainkit.run.files import write_json
 from trainkit.run.record import submitit_pickle
 from trainkit.run.rundir import AttemptDir, RunDir
-from trainkit.slurm.quoting import directive
+from trainkit.slurm.quoting import directive, quote
 from trainkit.slurm.states import split_job
 
 IGNORE_SIGNALS = (
@@ -21,6 +23,13 @@ IGNORE_SIGNALS = (
     "trap : TERM INT USR2",
 )
 """Not needed in the script of the sbatch backend, where the supervisor replaces the shell."""
+
+
+def _own_folder(folder: Path) -> Iterator[str]:
+    """Lines of bash that end the job unless this user made the folder of its pickle, which is executed."""
+    word = quote(str(folder))
+    yield f"[[ -O {word} && ! -L {word} ]] ||"
+    yield f"    {{ printf 'trainkit: %s is not the folder that was submitted\\n' {word} >&2; exit 2; }}"
 
 
 class SubmititBackend(SbatchBackend):
@@ -52,7 +61,7 @@ class SubmititBackend(SbatchBackend):
         }
         executor.update_parameters(
             slurm_additional_parameters=options,
-            slurm_setup=[*script.setup.rstrip("\n").split("\n"), *IGNORE_SIGNALS],
+            slurm_setup=[*script.setup.rstrip("\n").split("\n"), *_own_folder(folder), *IGNORE_SIGNALS],
             # The supervisor starts the step of the ranks, as in the sbatch backend.
             slurm_use_srun=False,
             slurm_stderr_to_stdout=True,
@@ -73,7 +82,7 @@ class SubmititBackend(SbatchBackend):
         assert new.script is not None
         write_json(run.step_file, list(new.script.step))
         pickle = submitit_pickle(run, "next")
-        ensure_folder(pickle.parent)
+        ensure_folder(pickle.parent, 0o700)
         DelayedSubmission(SubmititJob(str(run.path))).dump(pickle)
         job = super().submit(attempt, new, token)
         # submitit replaces a %j in the folder's own path too.

@@ -34,6 +34,7 @@ WAIT_S = 20.0
 @options.run_argument
 @option("--now", "Kill the run immediately, without saving.")
 @option("--wait", "Wait until the run has ended.")
+@options.trust_option
 @options.json_option
 def cancel(run_name: str, now: bool, wait: bool, as_json: bool) -> int:
     """Cancel RUN: it saves and exits, or is killed after the grace time.
@@ -42,6 +43,7 @@ def cancel(run_name: str, now: bool, wait: bool, as_json: bool) -> int:
     code is 1 if another command has started it again since.
     """
     found = find_run_or_group(run_name, acts=True)
+    options.refuse_untrusted(found.path)
     if isinstance(found, RunGroup):
         result = cancel_group(found, now=now, wait=wait)
     else:
@@ -118,7 +120,7 @@ def _ask_stacks(run: RunDir, rank: int | None) -> tuple[AttemptDir, list[Reply],
     Raises UsageError for a run or rank that does not run, TrainkitError when no rank replied.
     """
     attempt = _running_attempt(run)
-    world_size = LaunchPlan.read(attempt.plan_file).world_size
+    world_size = LaunchPlan.read(attempt.plan_file, executes=False).world_size
     if rank is not None and rank >= world_size:
         raise UsageError(f"the run has no rank {rank}", hint=there_are(range(world_size)))
     try:

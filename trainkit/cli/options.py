@@ -28,6 +28,8 @@ from trainkit.folders import QUICKSTART, default_config, typed_path
 from trainkit.plan.workload import TRAINER, Workload, name_of, workload_of
 from trainkit.run.owner import refuse_foreign
 from trainkit.run.process import other_people
+from trainkit.run.rundir import RUNS_FOLDER
+from trainkit.trust import trust
 
 if TYPE_CHECKING:
     from trainkit.cluster.target import Target
@@ -96,10 +98,12 @@ class ConfigRequest:
 
 
 def named_folder(text: str | None, option: str = "--run-dir") -> Path | None:
-    """The folder of an option; UsageError if it is empty, as from an unset shell variable."""
+    """The folder of an option, which --trust accepts; UsageError if it is empty, as from a variable."""
     if text is not None and not text.strip():
         raise UsageError(f"{option} is empty", hint=f"name a folder, or omit {option} for runs/NAME")
-    return None if text is None else typed_path(text, Path())
+    folder = None if text is None else typed_path(text, Path())
+    accept_trusted(folder)
+    return folder
 
 
 class TypedPath(click.ParamType):  # type: ignore[type-arg] # generic since click 8.2
@@ -147,13 +151,13 @@ trust_option = click.option(
     "--trust",
     is_flag=True,
     expose_value=False,
-    help="Execute files of RUN although another user could have changed them.",
+    help="Accept the folder of the run although another user could have changed what is in it.",
 )
 
 
 def refuse_untrusted(folder: Path) -> None:
-    """Raise UsageError where another user could replace files of a run, unless --trust is given."""
-    if click.get_current_context().get_parameter_source("trust") is not ParameterSource.COMMANDLINE:
+    """Raise UsageError where another user could replace files of a run, unless --trust accepts them."""
+    if not accept_trusted(folder):
         refuse_foreign(folder, "`--trust` executes it as you all the same")
 
 
@@ -183,6 +187,14 @@ def refuse_shared_host(what: str, instead: str) -> None:
         f"{what} listens on a port of this host without a password: {who} can connect to it",
         hint=f"{instead}; `--yes` opens the port all the same",
     )
+
+
+def accept_trusted(folder: Path | None) -> bool:
+    """Accept the folder of a run, by default that of all runs, if --trust is given; returns whether it is."""
+    is_given = click.get_current_context().get_parameter_source("trust") is ParameterSource.COMMANDLINE
+    if is_given:
+        trust(folder or Path(RUNS_FOLDER))
+    return is_given
 
 
 config_argument = click.argument(

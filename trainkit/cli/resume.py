@@ -78,6 +78,8 @@ def command(
         )
     is_first = place is None or place.node_rank == 0
     fork = None if fork_dir is None else Path(fork_dir).absolute()
+    if fork is not None:
+        options.accept_trusted(fork)
     planned = resume.planned_resume(
         *(source, overrides, flags),
         warn=warn,

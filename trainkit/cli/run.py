@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 @options.config_options(options.shape_options_here, submits=False)
 @host_options
 @option("--run-dir DIR", "Exact run folder, new or empty; default: runs/NAME.")
+@options.trust_option
 @options.launcher_option
 @click.option(
     "--debug",

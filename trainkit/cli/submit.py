@@ -270,13 +270,14 @@ def _repeated(
     is_config = request.path in ("", "-") or typed_path(request.path, Path()).is_file()
     if is_config or find_shipped_config(request.path) is not None:
         return request, workload, None
-    from trainkit.control.repeat import find_repeated  # what reads runs is slow to import
+    from trainkit.control.repeat import find_repeated, repeated_run  # what reads runs is slow to import
 
     typed = {text.partition("=")[0].strip() for text in request.overrides} | request.flags.keys()
-    found = find_repeated(request.path, uses_current_code="launch.snapshot" in typed)
-    if found is None:
+    run = find_repeated(request.path)
+    if run is None:
         return request, workload, None
-    options.refuse_untrusted(found.run.path)
+    options.refuse_untrusted(run.path)
+    found = repeated_run(run, uses_current_code="launch.snapshot" in typed)
     values = {} if request.profile is not None else found.found_values(typed)
     request = replace(request, flags={**values, **request.flags}, repeats=found.run)
     return request, workload if workload.is_command else found.plan.workload, found

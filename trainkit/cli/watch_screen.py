@@ -239,6 +239,7 @@ class RunScreen(ReadingScreen):
         self.notify(text, markup=False)
 
     def _cancel(self) -> str:
+        refuse_foreign(self.run_dir.path, "`trainkit cancel --trust` acts on what it says all the same")
         return cancel_run(self.run_dir, now=False, wait=False, warn=self._notify_plain).message
 
     def _requeue(self) -> str:

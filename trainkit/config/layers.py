@@ -165,8 +165,8 @@ _NUMBER = re.compile(r"[-+]?[\d.]+(?:[eE][-+]?\d+)?")
 class Layers:
     """Reads the layers of a config and collects their problems."""
 
-    def __init__(self, cwd: Path) -> None:
-        self.cwd = cwd
+    def __init__(self, cwd: Path, *, of_run: bool = False) -> None:
+        self.cwd, self.of_run = cwd, of_run
         self.problems: list[Problem] = []
 
     def config(self, name: str | Path) -> tuple[Entry, Path]:
@@ -182,7 +182,7 @@ class Layers:
         if shipped is None and (not path.exists() or path.suffix == ".py"):
             self.problems.append(self._missing(str(name), path))
             return EMPTY, path
-        return self.file(shipped or path), shipped or path
+        return self._file(shipped or path, (), executes=self.of_run), shipped or path
 
     def _missing(self, name: str, path: Path) -> Problem:
         if path.suffix == ".py":
@@ -208,10 +208,10 @@ class Layers:
         """A file merged over the files it extends; empty if it cannot be read."""
         return self._file(self.cwd / path, ())
 
-    def _file(self, path: Path, parents: tuple[Path, ...]) -> Entry:
+    def _file(self, path: Path, parents: tuple[Path, ...], *, executes: bool = False) -> Entry:
         shown = self.shown(path)
         try:
-            entry = read_yaml_file(path, shown)
+            entry = read_yaml_file(path, shown, executes=executes)
         except ConfigError as error:
             self.problems += error.problems
             return EMPTY

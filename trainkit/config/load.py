@@ -57,14 +57,15 @@ def load_config(
     """Load a config file, or a shipped config by name, merged with all other layers.
 
     `overrides` are the arguments of ``--set``; `flags` maps a key to the flag as typed and its value.
-    `layers` False ignores ./trainkit.yaml, the user's config and the environment. `defaults` are the lowest
-    layers, such as the `defaults` of a cluster profile.
+    `layers` False ignores ./trainkit.yaml, the user's config and the environment: `path` is the config of a
+    run, which is executed again, and UsageError is raised if another user could have written it. `defaults`
+    are the lowest layers, such as the `defaults` of a cluster profile.
 
     Raises InvalidConfig with the problems of all layers and the valid part of the config, or a plain
     ConfigError if there is no such part because a layer cannot be read or two flags conflict.
     """
     environ = os.environ if environ is None else environ
-    reader = Layers(Path.cwd() if cwd is None else cwd)
+    reader = Layers(Path.cwd() if cwd is None else cwd, of_run=not layers)
     # The lowest precedence first.
     trees = [*defaults]
     if layers:
@@ -267,12 +268,14 @@ def dump_effective(config: RunConfig) -> str:
     return yamlfile.dump(config.model_dump(mode="json", by_alias=True))
 
 
-def read_effective(path: str | Path) -> RunConfig:
+def read_effective(path: str | Path, *, executes: bool = True) -> RunConfig:
     """Read a config that `dump_effective` wrote, without any other layers.
 
-    Raises ConfigError if the file cannot be read or is not a valid config.
+    Raises ConfigError if the file cannot be read or is not a valid config, and UsageError if another user
+    could have written it, unless the caller only shows what it says, and does not let it decide what it
+    `executes`.
     """
-    entry = as_this_version(read_yaml_file(Path(path), str(path)))
+    entry = as_this_version(read_yaml_file(Path(path), str(path), executes=executes))
     try:
         return RunConfig.model_validate(entry.plain())
     except ValidationError as error:

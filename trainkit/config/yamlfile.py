@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from trainkit.errors import ConfigError, Problem
+from trainkit.trust import open_trusted
 
 TAG = "tag:yaml.org,2002:"
 MAX_FILE_BYTES = 10_000_000
@@ -174,12 +175,12 @@ def _entries(value: Any, origin: str) -> Entry:
     return Entry(value, origin)
 
 
-def read_yaml_file(path: Path, shown: str) -> Entry:
+def read_yaml_file(path: Path, shown: str, *, executes: bool = False) -> Entry:
     """Read the mapping in a file; `shown` is the file's name in origins.
 
-    Raises ConfigError listing every syntax problem.
+    Raises ConfigError listing every syntax problem; of what a run `executes`, UsageError as `open_trusted`.
     """
-    text = _read_text(path, shown)
+    text = _read_text(path, shown, executes)
     try:
         node = yaml.compose(text, Loader=Loader)
     except yaml.MarkedYAMLError as error:
@@ -248,10 +249,13 @@ def _reason(error: yaml.YAMLError) -> str:
     return str(error).partition("\n")[0]
 
 
-def _read_text(path: Path, shown: str) -> str:
+def _read_text(path: Path, shown: str, executes: bool) -> str:
     try:
         if path == STANDARD_INPUT:
             return _standard_input().decode("utf-8-sig")
+        if executes:
+            with open_trusted(path) as stream:
+                return stream.read(MAX_FILE_BYTES).decode("utf-8-sig")
         found = path.stat()
         if stat.S_ISDIR(found.st_mode):
             raise IsADirectoryError

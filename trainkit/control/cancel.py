@@ -82,7 +82,7 @@ def cancel_run(run: RunDir, *, now: bool, wait: bool, warn: Callable[[str], None
         return _run_result(run, job_id, "cancelled", f"killed {job_id}")
     if outcome == "cancelled":
         return _run_result(run, job_id, "cancelled", f"removed {job_id} from the queue")
-    grace_s = LaunchPlan.read(run.plan_file).grace_s
+    grace_s = LaunchPlan.read(run.plan_file, executes=False).grace_s
     if not wait:
         return _run_result(run, job_id, "cancelling", f"{job_id} is saving and ends within {grace_s:g} s")
     if backend_of(entry).wait_until_gone(run, entry, grace_s + WAIT_MARGIN_S):

@@ -61,15 +61,19 @@ class RepeatedRun:
         return replace(plan, reasons={"repeats": text, **plan.reasons})
 
 
-def find_repeated(text: str, *, uses_current_code: bool) -> RepeatedRun | None:
-    """The run that an argument names, which is no config; None if there is none.
-
-    `uses_current_code` ignores its copy of the code. Raises UsageError for a run that cannot be repeated.
-    """
+def find_repeated(text: str) -> RunDir | None:
+    """The run that an argument names, which is no config; None if there is none."""
     try:
-        run = one_run(find_run_or_group(text, to_change=True), text)
+        return one_run(find_run_or_group(text, to_change=True), text)
     except UnknownRun:
         return None
+
+
+def repeated_run(run: RunDir, *, uses_current_code: bool) -> RepeatedRun:
+    """What is needed to run a run again; `uses_current_code` ignores its copy of the code.
+
+    Raises UsageError for a run that cannot be repeated, and for files that another user could have written.
+    """
     refuse_replay(run)
     refuse_by_hand(run)
     if call_file(run).exists():

@@ -16,10 +16,10 @@ import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from trainkit.cluster.bad_nodes import Kind, excluded, note_failure
-from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, TrainkitError
+from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, EXIT_OK, EXIT_STOPPED, TrainkitError, UsageError
 from trainkit.job import processes
 from trainkit.job.attempt_end import (
     close_dead_attempts,
@@ -66,12 +66,13 @@ from trainkit.job.resubmit import (
     start_host_watch,
 )
 from trainkit.locks import LockBusy
-from trainkit.plan.launch import LaunchPlan
+from trainkit.plan.launch import LaunchPlan, plan_text, resized
 from trainkit.run.end import SIGNALLED, Cause, RankFailure
 from trainkit.run.events import log_event
-from trainkit.run.group import create_task_run
+from trainkit.run.group import create_task_run, group_of
 from trainkit.run.record import (
     AUTO_RESTART,
+    AttemptRecord,
     add_attempt,
     read_job,
     record_of,
@@ -80,11 +81,13 @@ from trainkit.run.record import (
     write_plan,
 )
 from trainkit.run.rundir import AttemptDir, RunDir, RunLocked, refuse_missing, run_lock
+from trainkit.run.submitted import read_submitted, require_submitted_group
 from trainkit.slurm.client import JOB_TIMEOUT_S, QUERY_PATIENCE_S, SlurmUnreachable
 from trainkit.slurm.control import cancel, cancel_waiting, requeue
 from trainkit.slurm.hosts import expand_hosts, is_drained, is_unavailable, node_states
 from trainkit.slurm.jobs import JobDetails, JobInfo, job_details
 from trainkit.slurm.states import JobState
+from trainkit.trust import open_trusted
 
 CANCELLED = "cancelled before the ranks started"
 NOTICE_S = 5.0
@@ -108,6 +111,30 @@ def query_job(job_id: str, patience_s: float = QUERY_PATIENCE_S) -> JobDetails |
     except TrainkitError as error:
         print(f"cannot query job {job_id}: {error.message}", flush=True)
         return None
+
+
+def refused(attempt: AttemptDir, entry: AttemptRecord | None) -> int | None:
+    """The exit code of a start of which nothing may run: the run is not as it was submitted; else None.
+
+    Nothing else that the run folder says is acted upon then. `entry` is the record of the attempt that the
+    start would run, whose end is written; None if it has none.
+    """
+    try:
+        read_submitted(attempt)
+        open_trusted(attempt.run.job_file).close()  # it says where the code is
+        read_submitted(attempt.run)
+    except UsageError as error:
+        log_line(error.render())
+        if entry is not None and not attempt.end_file.exists():
+            decision = Decision("failed", error.message, EXIT_NO_RESTART)
+            with contextlib.suppress(OSError):  # it may be a folder of somebody else
+                write_end(attempt, Outcome(), decision)
+        return EXIT_NO_RESTART
+    except (OSError, ValueError) as error:
+        log_line(
+            f"{attempt.path} cannot be compared with what was submitted: {error}"
+        )  # it is when it is run
+    return None
 
 
 class Allocation:
@@ -225,6 +252,8 @@ class LocalAllocation(Allocation):
                 " interrupted"
             )
             return EXIT_FAILED
+        if (code := refused(self.run.attempt(self._number), entry)) is not None:
+            return code
         if entry.in_foreground:
             processes.fail_on_disk_error()
         return self.run.attempt(self._number)
@@ -292,8 +321,14 @@ class SlurmAllocation(Allocation):
         self._host_watch: subprocess.Popen[bytes] | None = None
 
     def claim(self) -> AttemptDir | int:
-        if not self.run.exists():
-            # Only the run of an array task can be missing.
+        if (numbers := self.run.attempt_numbers()) and self.run.exists():
+            newest = read_job(self.run).newest
+            is_own = newest is not None and newest.job_id == self.job_id and newest.attempt == numbers[-1]
+            code = refused(self.run.attempt(numbers[-1]), newest if is_own else None)
+            if code is not None:
+                return code
+        elif (found := group_of(self.run)) is not None:  # only the run of an array task can be missing
+            require_submitted_group(found[0])
             create_task_run(self.run, self.job_id)
         attempt = retry_on_disk_error(lambda: claim_attempt(self.run, self.job_id, self.lock_timeout_s))
         if isinstance(attempt, AttemptDir):
@@ -318,14 +353,17 @@ class SlurmAllocation(Allocation):
         return None
 
     def fitted(self, attempt: AttemptDir, plan: LaunchPlan) -> LaunchPlan:
-        fitting = plan.at(len(self.good_hosts))
+        fitting, changes = plan.at(len(self.good_hosts)), dict[str, Any]()
         counts = re.findall(r"(\d+)(?:\(|,|$)", os.environ.get("SLURM_JOB_CPUS_PER_NODE", ""))  # 64(x2),128
         threads = min(map(int, counts), default=0) // plan.workers_per_node
         if plan.fills_nodes and threads not in (0, fitting.threads_per_worker):
-            fitting = replace(fitting, threads_per_worker=threads)
-        if fitting is not plan:
-            retry_on_disk_error(lambda: write_plan(attempt, fitting.to_text()))
-        return fitting
+            changes = {"threads_per_worker": threads}
+        if fitting is plan and not changes:
+            return plan
+        content = read_submitted(attempt)
+        content = content if fitting is plan else resized(content, fitting.num_nodes)
+        retry_on_disk_error(lambda: write_plan(attempt, plan_text({**content, **changes})))
+        return replace(fitting, **changes)
 
     def place(self, plan: LaunchPlan) -> dict[str, object]:
         partition = os.environ.get("SLURM_JOB_PARTITION", "")
@@ -529,7 +567,7 @@ class SlurmAllocation(Allocation):
         # and still write to the run folder. The file server releases the locks of a dead host, most within
         # two minutes, some only when the host boots again.
         try:
-            plan = LaunchPlan.read(self.run.plan_file)
+            plan = LaunchPlan.from_dict(read_submitted(self.run))
             self.job = query_job(self.job_id)
             stopped = Outcome(signal.SIGTERM.name, supervisor_was_signalled=True)
             if locked.stopped and self._cause(stopped, plan) not in plan.requeue.on:

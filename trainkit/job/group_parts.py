@@ -25,6 +25,7 @@ from trainkit.slurm.control import cancel, show_config
 from trainkit.slurm.quoting import log_path
 from trainkit.slurm.states import array_spec, split_job
 from trainkit.slurm.submit import find_by_token, submit_script
+from trainkit.trust import read_trusted
 
 DEFAULT_MAX_ARRAY_SIZE = 1001
 LOCK = ".parts.lock"
@@ -124,8 +125,8 @@ def _sbatch(group: RunGroup, part: Part, indices: Sequence[int], notify: Callabl
         request = LaunchPlan.from_dict(group.record.plan).slurm
         assert request is not None
         options.append(f"--comment={request.comment(token)}")
+    text = read_trusted(group.script_file)
     if part.offset:
-        text = group.script_file.read_text(encoding="utf-8")
         if TASK not in text:
             hint = f"use {TASK} in your submit.sbatch.j2, as the template of trainkit does"
             raise UsageError(f"{group.script_file} does not name the folder of a run by {TASK}", hint=hint)

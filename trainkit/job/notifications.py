@@ -29,6 +29,7 @@ from trainkit.run.events import Event, diverged_since, with_divergence
 from trainkit.run.files import Record, parse_time, read_object, utc_now, write_json
 from trainkit.run.record import read_job
 from trainkit.run.rundir import AttemptDir
+from trainkit.run.submitted import read_submitted
 
 STATE_NAME = "notifications.json"
 SEND_TIMEOUT_S = 5.0
@@ -133,7 +134,7 @@ class Notifier:
     def _send(self, attempt: AttemptDir, notification: Notification) -> None:
         with self._one_at_a_time:
             try:
-                plan = LaunchPlan.read(attempt.plan_file)
+                plan = LaunchPlan.from_dict(read_submitted(attempt))
                 if self.is_for(plan.notify, notification.event):
                     _send_limited(os.environ[plan.notify.webhook or ""], attempt, plan, notification)
             except (OSError, ValueError, TrainkitError) as error:

@@ -37,6 +37,7 @@ from trainkit.slurm.hosts import hosts_of_job, is_down, is_unavailable, node_sta
 from trainkit.slurm.jobs import job_details
 from trainkit.slurm.states import split_job
 from trainkit.slurm.submit import query_start, submit_script
+from trainkit.trust import read_trusted
 
 EVICTION_S = 120.0
 """How long Slurm may take to end the batch shell of a job that it has requeued."""
@@ -73,7 +74,7 @@ def resubmit(
             raise TrainkitError("it was cancelled meanwhile")
         if not run.script_file.is_file():
             raise TrainkitError(f"{run.script_file}, the script of job {job_id}, is missing")
-        text = run.script_file.read_text(encoding="utf-8")
+        text = read_trusted(run.script_file)
         plan = LaunchPlan.read(newest.plan_file)
         following = retry_on_disk_error(lambda: reopen_attempt(newest))
         try:

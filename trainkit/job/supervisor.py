@@ -17,7 +17,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, TrainkitError, replace_unencodable
+from trainkit.errors import (
+    EXIT_FAILED,
+    EXIT_NO_RESTART,
+    EXIT_OK,
+    EXIT_STOPPED,
+    TrainkitError,
+    replace_unencodable,
+)
 from trainkit.folders import whole_paths
 from trainkit.job import processes
 from trainkit.job.allocation import CANCELLED, Allocation, LocalAllocation, SlurmAllocation
@@ -45,6 +52,7 @@ from trainkit.run.files import read_json
 from trainkit.run.group import group_of
 from trainkit.run.record import record_of, superseded_by
 from trainkit.run.rundir import AttemptDir, RunDir, RunLocked, become_sole_supervisor, run_lock
+from trainkit.run.submitted import NotSubmitted, read_submitted, require_submitted_group
 
 ROOM_PATIENCE_S = 20.0
 """How long a job that ends waits until Slurm has room for another one of its group."""
@@ -70,6 +78,7 @@ def _submit_rest(run: RunDir) -> None:
     """Submit more of the group of this run, if it has points for which Slurm had no room."""
     try:
         if (group := group_of(run)) is not None and group[0].left:
+            require_submitted_group(group[0])
             submit_parts(group[0], log_line, size=1, patience_s=ROOM_PATIENCE_S)
     except (TrainkitError, OSError) as error:
         log_line(f"cannot submit more of {run.path.parent}: {error}")
@@ -127,9 +136,9 @@ class Supervisor:
         self._plans: dict[int, LaunchPlan] = {}
 
     def plan(self, attempt: AttemptDir) -> LaunchPlan:
-        """The plan of an attempt, which is read once. Raises OSError, ValueError and UsageError."""
+        """The plan of an attempt as submitted, read once. Raises OSError, ValueError and UsageError."""
         if attempt.number not in self._plans:
-            self._plans[attempt.number] = LaunchPlan.read(attempt.plan_file)
+            self._plans[attempt.number] = LaunchPlan.from_dict(read_submitted(attempt))
         return self._plans[attempt.number]
 
     def run(self, attempt: AttemptDir) -> int:
@@ -193,6 +202,7 @@ class Supervisor:
             plan = self._plans[attempt.number] = self.allocation.fitted(attempt, self.plan(attempt))
             if (ended := self.allocation.wait_for_turn(attempt, plan)) is not None:
                 return outcome, ended
+            read_submitted(attempt)  # it may have waited for hours
             enter_work_folder(attempt.run, plan)
             watch = self.allocation.watch(attempt, plan)
             if self.notifier.is_for(plan.notify, "stalled", "slow"):
@@ -211,6 +221,8 @@ class Supervisor:
                     reason = watch.superseded_by.takeover
                     return outcome, Decision("stopped", reason, EXIT_STOPPED)
             return outcome, retry_on_disk_error(lambda: self._judge(attempt, plan, watch))
+        except NotSubmitted as error:
+            return outcome, Decision("failed", error.message, EXIT_NO_RESTART)
         except (OSError, ValueError, TrainkitError) as error:
             return outcome, Decision("failed", f"{type(error).__name__}: {error}", EXIT_FAILED)
 
@@ -320,7 +332,7 @@ class SubmititJob:
     @whole_paths()
     def __call__(self) -> None:
         run = RunDir(Path(self.run_dir))
-        code = supervise_job(run, read_json(run.step_file))
+        code = supervise_job(run, read_json(run.step_file, executes=True))
         if code:
             # submitit pickles other exceptions and exits with 0, so Slurm would count the job as completed.
             raise SystemExit(code)

@@ -23,15 +23,16 @@ from trainkit.launch.secrets import refuse_leaks
 from trainkit.launch.snapshot import write_origin
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.files import utc_now, write_atomic, write_json
-from trainkit.run.group import GroupRecord, Point, RunGroup, difference
+from trainkit.run.group import GroupRecord, RunGroup
 from trainkit.run.owner import cannot_create, refuse_place
 from trainkit.run.record import AttemptRecord, CodeCopy, JobRecord, create_job, read_job
 from trainkit.run.registry import register
 from trainkit.run.rundir import LOCK_NAME, RUNS_FOLDER, RunDir, folders_named, run_lock
+from trainkit.run.submitted import submitted_hash
 from trainkit.slurm.environment import cluster_name
 
 if TYPE_CHECKING:
-    from trainkit.launch.submission import PlannedPoint, Submission
+    from trainkit.launch.submission import Submission
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def create_submission(
         group.logs_dir.mkdir(mode=0o700)
         code = write_origin(run, config, plan, argv, submission.code_from)
         _keep_input(run, config, submission.stdin)
-        record = _group_record(folder, name, submission.points, submission.array.directive, code)
+        record = _group_record(folder, name, submission, code)
         refuse_leaks(json.dumps(record), str(group.sweep_file), config.secrets, os.environ)
         if backend_named(plan.backend).template is not None:
             write_atomic(group.script_file, submission.script(run, code).text)
@@ -161,14 +162,14 @@ def start_attempt(
         refuse_leaks(text, str(where), config.secrets, os.environ)
     job, backend, script = read_job(run), backend_named(plan.backend), None
     if backend.template is not None:
-        script = _script(run, job, config, plan)
+        script = _script(run, job, config, plan, submitted_hash(config_text, plan.to_dict()))
     new = NewAttempt(config_text, plan_text, plan, reason, script, config.requeue.follow_ups, now)
     entry = backend.start(run, new)
     register(run, job.name)
     return entry
 
 
-def _script(run: RunDir, job: JobRecord, config: RunConfig, plan: LaunchPlan) -> JobScript:
+def _script(run: RunDir, job: JobRecord, config: RunConfig, plan: LaunchPlan, submitted: str) -> JobScript:
     """The batch script of a run's next attempt."""
     from trainkit.launch.script import script_for
 
@@ -178,47 +179,28 @@ def _script(run: RunDir, job: JobRecord, config: RunConfig, plan: LaunchPlan) ->
             "so the working directory and the code of the run are unknown",
             hint=f"`trainkit resume {run.word} --as DIR` resumes in a new folder",
         )
-    return script_for(run, run.next_attempt().number, plan, config, Path(job.cwd), job.code)
+    return script_for(run, run.next_attempt().number, plan, config, Path(job.cwd), job.code, submitted)
 
 
-def _group_record(
-    folder: Path, name: str, points: Sequence[PlannedPoint], array: str, code: CodeCopy | None
-) -> JsonObject:
-    first = points[0]
-    plan, slurm = first.plan.to_dict(), first.plan.slurm
+def _group_record(folder: Path, name: str, submission: Submission, code: CodeCopy | None) -> JsonObject:
+    assert submission.array is not None
+    first = submission.points[0]
+    slurm = first.plan.slurm
     record = GroupRecord(
         name=name,
         backend=first.plan.backend,
         cwd=str(Path.cwd()),
         # Of several clusters Slurm chooses one, which the answer of sbatch names.
         cluster=None if slurm is not None and slurm.clusters else cluster_name(),
-        array=array,
-        keys=list(dict.fromkeys(key for point in points for key in point.values)),
+        array=submission.array.directive,
+        keys=list(dict.fromkeys(key for point in submission.points for key in point.values)),
         code=code,
-        config=_config_dict(first.config),
-        plan=plan,
+        config=submission.group_config,
+        plan=first.plan.to_dict(),
         folder=str(folder.absolute()),
         inode=folder.stat().st_ino,
     )
-    return record.to_dict(
-        Point(
-            point.index,
-            point.values,
-            _config_difference(first.config, point.config),
-            {} if point.plan == first.plan else difference(plan, point.plan.to_dict()),
-        )
-        for point in points
-    )
-
-
-def _config_dict(config: RunConfig, sections: set[str] | None = None) -> JsonObject:
-    return config.model_dump(mode="json", by_alias=True, include=sections)
-
-
-def _config_difference(base: RunConfig, other: RunConfig) -> JsonObject:
-    """`difference` of two configs; sections that are the same object, as most are, are not compared."""
-    changed = {name for name, value in base if getattr(other, name) is not value}
-    return difference(_config_dict(base, changed), _config_dict(other, changed))
+    return record.to_dict(submission.group_points)
 
 
 @contextmanager

@@ -122,7 +122,7 @@ def _run(run: RunDir, warn: Callable[[str], None], on_slurm: bool) -> RunStatus:
     job = query_job_status(run, record, warn)
     status = read_status(RunHistory(run), record, job.alive, datetime.now(timezone.utc), job.job)
     if on_slurm and status.state in UNFINISHED_STATES:
-        num_follow_ups = read_effective(run.config_file).requeue.follow_ups
+        num_follow_ups = read_effective(run.config_file, executes=False).requeue.follow_ups
         if num_follow_ups:
             raise UsageError(
                 f"--after {run.shown}: its {num_follow_ups} follow-up jobs (requeue.follow_ups) continue it "

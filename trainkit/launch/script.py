@@ -25,6 +25,7 @@ from trainkit.plan.launch import LaunchPlan, Options, SlurmRequest, option_argv
 from trainkit.run.group import RunGroup
 from trainkit.run.record import CodeCopy
 from trainkit.run.rundir import STARTS_FOLDER, RunDir, submission_token
+from trainkit.run.submitted import SUBMITTED_VARIABLE
 from trainkit.slurm.quoting import comment, directive, log_path, quote, words
 
 if TYPE_CHECKING:
@@ -38,13 +39,15 @@ def script_for(
     config: RunConfig,
     cwd: Path,
     code: CodeCopy | None,
+    submitted: str,
     array: str | None = None,
 ) -> JobScript:
     """The batch script of an attempt; `cwd` is the folder the run was submitted from.
 
-    `code` describes the copy of the code; None without one. With an `array`, such as ``0-9%4``, `run` is the
-    folder of a group, in which each task finds its run. Templates in ``cwd/templates`` override the shipped
-    ones. Raises UsageError for values that a script cannot contain, and for a secret.
+    `submitted` is what `submitted_hash` or `submitted_group_hash` returns. `code` describes the copy of the
+    code; None without one. With an `array`, such as ``0-9%4``, `run` is the folder of a group, in which each
+    task finds its run. Templates in ``cwd/templates`` override the shipped ones. Raises UsageError for values
+    that a script cannot contain, and for a secret.
     """
     backend = backend_named(plan.backend)
     assert plan.slurm is not None
@@ -64,6 +67,8 @@ def script_for(
         "run_dir": str(run.path),
         "is_array": array is not None,
         "per": plan.per,
+        "submitted_variable": SUBMITTED_VARIABLE,
+        "submitted": submitted,
         "step": step[:-1],
         "supervisor": (*environment.host_python, "-m", "trainkit.job.supervisor"),
         "environment": environment,

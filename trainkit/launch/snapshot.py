@@ -21,10 +21,11 @@ from trainkit import __version__
 from trainkit.config import RunConfig
 from trainkit.errors import UsageError
 from trainkit.folders import ensure_folder, shown_path, user_name
+from trainkit.launch.git_command import run_git
 from trainkit.launch.git_snapshot import NoRepository, finish_repository, make_repository
 from trainkit.launch.packages import own_packages
 from trainkit.launch.secrets import mask_diff, refuse_leaks, without_secrets
-from trainkit.launch.source_tree import SourceTree, add_links, below, find_tree, parents, printable, run_git
+from trainkit.launch.source_tree import SourceTree, add_links, below, find_tree, parents, printable
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.workload import Workload
 from trainkit.run.files import to_json, utc_now, write_json
@@ -40,7 +41,7 @@ NUM_THREADS = 8
 """On a shared file system each file takes milliseconds."""
 GIT_TIMEOUT_S = 2.0
 MAX_DIFF_CHARS = 1_000_000
-DIFF_OPTIONS = ("--no-color", "--no-ext-diff", "--no-textconv", "--src-prefix=a/", "--dst-prefix=b/")
+DIFF_OPTIONS = ("--src-prefix=a/", "--dst-prefix=b/")
 """What a user's configuration of git may change, and the mask for secrets must know."""
 MAX_SCRIPT_BYTES = 1_000_000
 _WORDS = re.compile(r"[\s=,:;|&<>()'\"`]+")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import translate
@@ -12,11 +11,10 @@ from functools import cache
 from pathlib import Path
 from shlex import quote
 from stat import S_ISDIR, S_ISLNK, S_ISREG
-from typing import Any
 
 from trainkit.errors import UsageError
+from trainkit.launch.git_command import run_git
 from trainkit.launch.secrets import looks_secret
-from trainkit.run.git_copy import GIT_LOCATIONS
 from trainkit.run.rundir import RUNS_FOLDER
 
 MAX_LINKS = 10_000
@@ -24,7 +22,6 @@ MAX_SEARCHED = 200_000
 """The maximum number of files searched without git: a larger folder is not a project."""
 MAX_FILE_BYTES = 50_000_000
 """Without git, larger files count as data."""
-GIT_LIMIT_S = 60.0
 
 
 def _matcher(patterns: str) -> re.Pattern[str]:
@@ -160,32 +157,6 @@ def repository_tree(cwd: str, run_dir: str) -> SourceTree | None:
     tree = SourceTree(os.fsdecode(done.stdout.removesuffix(b"\n")), "git")
     _add_repository(tree, "", below(tree.root, run_dir), below(tree.root, f"{cwd}/{RUNS_FOLDER}"))
     return tree
-
-
-def run_git(
-    folder: str, *args: str, timeout_s: float = GIT_LIMIT_S, content: bytes | None = None
-) -> subprocess.CompletedProcess[bytes]:
-    """Run git in a folder, whatever the environment says; raises UsageError after `timeout_s`.
-
-    `content` is its standard input. No program that a repository names as its fsmonitor or hook is run.
-    """
-    environ = {name: value for name, value in os.environ.items() if name not in GIT_LOCATIONS}
-    own = ("--no-optional-locks", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null")
-    given: dict[str, Any] = {"stdin": subprocess.DEVNULL} if content is None else {"input": content}
-    try:
-        return subprocess.run(
-            ["git", *own, "-C", folder, *args],
-            **given,
-            capture_output=True,
-            env={**environ, "LC_ALL": "C"},
-            timeout=timeout_s,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise UsageError(
-            f"git took more than {timeout_s:g} s to list the files of {folder}",
-            hint="add folders with many files to .gitignore, or use --no-snapshot",
-        ) from None
 
 
 def _git_error(folder: str, stderr: str) -> UsageError:

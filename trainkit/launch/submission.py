@@ -23,7 +23,9 @@ from trainkit.launch.secrets import refuse_leaks
 from trainkit.plan.launch import LaunchPlan, option_argv
 from trainkit.plan.sweep import MAX_POINTS, filled_in, key_without_seed, names_key
 from trainkit.plan.workload import Workload
+from trainkit.run.group import Point, difference
 from trainkit.run.rundir import RUNS_FOLDER, RunDir, next_name
+from trainkit.run.submitted import submitted_group_hash, submitted_hash
 from trainkit.slurm.states import array_indices, array_spec
 
 if TYPE_CHECKING:
@@ -147,14 +149,39 @@ class Submission:
                 seen.append(point.plan.launcher_files)
                 yield folder if self.array is None else RunDir(folder.path / str(point.index)), point
 
+    @cached_property
+    def group_config(self) -> JsonObject:
+        """The config of the first point, from which those of the others differ in `group_points`."""
+        return _config_dict(self.points[0].config)
+
+    @cached_property
+    def group_points(self) -> list[Point]:
+        """The points as the record of a group has them."""
+        first = self.points[0]
+        plan = first.plan.to_dict()
+        return [
+            Point(
+                point.index,
+                point.values,
+                _config_difference(first.config, point.config),
+                {} if point.plan == first.plan else difference(plan, point.plan.to_dict()),
+            )
+            for point in self.points
+        ]
+
     def script(self, folder: RunDir, code: CodeCopy | None) -> JobScript:
         """The script of the job in its folder; raises UsageError when it would contain a secret."""
         from trainkit.launch.script import script_for
 
-        config, array = self.points[0].config, None if self.array is None else self.array.directive
+        config, own = self.points[0].config, self.points[0].plan.to_dict()
+        if self.array is None:
+            array, submitted = None, submitted_hash(dump_effective(config), own)
+        else:
+            array = self.array.directive
+            submitted = submitted_group_hash(self.group_config, own, self.group_points)
         # Variables that differ are set by the agents of each point.
         plan = replace(self.points[0].plan, env=_common(point.plan.env for point in self.points))
-        return script_for(folder, 1, plan, config, Path.cwd(), code, array)
+        return script_for(folder, 1, plan, config, Path.cwd(), code, submitted, array)
 
 
 def plan_submission(
@@ -305,6 +332,16 @@ def _job_of(point: PlannedPoint) -> dict[str, str]:
         "device": f"device {plan.device}",
         **{f"launch.{key}": f"launch.{key}: {shown_value(value)}" for key, value in launch.items()},
     }
+
+
+def _config_dict(config: RunConfig, sections: set[str] | None = None) -> JsonObject:
+    return config.model_dump(mode="json", by_alias=True, include=sections)
+
+
+def _config_difference(base: RunConfig, other: RunConfig) -> JsonObject:
+    """`difference` of two configs; sections that are the same object, as most are, are not compared."""
+    changed = {name for name, value in base if getattr(other, name) is not value}
+    return difference(_config_dict(base, changed), _config_dict(other, changed))
 
 
 def _common(mappings: Iterable[Mapping[str, str]]) -> dict[str, str]:

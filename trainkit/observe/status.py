@@ -396,7 +396,7 @@ def read_config(file: Path) -> RunConfig | None:
     from trainkit.config import read_effective  # its schema takes longer to load than all else here
 
     try:
-        return read_effective(file)
+        return read_effective(file, executes=False)
     except (OSError, TrainkitError):
         return None
 

@@ -266,15 +266,7 @@ class LaunchPlan:
         size = max((size for size in planned if size <= num_nodes), default=self.fewest_nodes)
         if size == self.num_nodes:
             return self
-        from trainkit.run.group import changed, difference  # only a range of nodes needs it
-
-        own = {**self.to_dict(), "sizes": {}}
-        plans = {name: changed(own, change) for name, change in self.sizes.items()}
-        chosen = plans.pop(str(size))
-        others = {**plans, str(self.num_nodes): own}
-        return LaunchPlan.from_dict(
-            {**chosen, "sizes": {name: difference(chosen, other) for name, other in others.items()}}
-        )
+        return LaunchPlan.from_dict(resized(self.to_dict(), size))
 
     @cached_property
     def workload(self) -> Workload:
@@ -310,13 +302,17 @@ class LaunchPlan:
 
     def to_text(self) -> str:
         """The text of plan.json."""
-        return json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n"
+        return plan_text(self.to_dict())
 
     @classmethod
-    def read(cls, file: Path) -> LaunchPlan:
-        """The plan in a plan.json; raises OSError, and UsageError if it is damaged or a newer one."""
+    def read(cls, file: Path, *, executes: bool = True) -> LaunchPlan:
+        """The plan in a plan.json; raises OSError, and UsageError if it is damaged or a newer one.
+
+        UsageError is also raised if another user could have written it, unless the caller `executes` nothing
+        of what it says.
+        """
         try:
-            return cls.from_dict(read_json(file))
+            return cls.from_dict(read_json(file, executes=executes))
         except ValueError as error:
             hint = "each folder in attempts/ of the run has the plan of its attempt"
             raise UsageError(f"{file} cannot be read: {error}", hint=hint) from error
@@ -340,6 +336,25 @@ class LaunchPlan:
             return plan
         except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(f"plan.json is damaged: {error!r}") from None
+
+
+def resized(plan: JsonObject, num_nodes: int) -> JsonObject:
+    """The content of plan.json for another number of nodes, which must be one of its sizes.
+
+    Keys of another version are kept: the job was submitted with them.
+    """
+    from trainkit.run.group import changed, difference  # only a range of nodes needs it
+
+    own = {**plan, "sizes": {}}
+    plans = {name: changed(own, change) for name, change in plan["sizes"].items()}
+    chosen = plans.pop(str(num_nodes))
+    others = {**plans, str(plan["num_nodes"]): own}
+    return {**chosen, "sizes": {name: difference(chosen, other) for name, other in others.items()}}
+
+
+def plan_text(plan: JsonObject) -> str:
+    """The text of plan.json."""
+    return json.dumps(plan, indent=2, ensure_ascii=False) + "\n"
 
 
 def with_excluded(request: SlurmRequest, hosts: Sequence[str]) -> SlurmRequest:

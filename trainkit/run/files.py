@@ -25,6 +25,7 @@ from types import UnionType
 from typing import Any, BinaryIO, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from trainkit.errors import UsageError
+from trainkit.trust import open_trusted
 
 
 def utc_now() -> str:
@@ -107,9 +108,12 @@ def open_file(path: str | Path) -> BinaryIO:
 MAX_JSON_BYTES = 2**26
 
 
-def read_json(path: str | Path) -> Any:
-    """The JSON value in a file; raises OSError if it cannot be read, ValueError if it is not JSON."""
-    with open_file(path) as stream:
+def read_json(path: str | Path, *, executes: bool = False) -> Any:
+    """The JSON value in a file; raises OSError if it cannot be read, ValueError if it is not JSON.
+
+    Of what a run `executes`, UsageError is raised as by `open_trusted`.
+    """
+    with (open_trusted if executes else open_file)(path) as stream:
         # Not read(MAX_JSON_BYTES), which would allocate as much for every small file.
         if os.fstat(stream.fileno()).st_size > MAX_JSON_BYTES:
             raise ValueError(f"it has more than {MAX_JSON_BYTES:,} bytes")

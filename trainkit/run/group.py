@@ -29,6 +29,7 @@ from trainkit.run.record import CodeCopy, add_slurm_attempt, create_job, open_at
 from trainkit.run.rundir import Child, RunDir, RunFolder, is_same_folder
 from trainkit.slurm.environment import other_cluster
 from trainkit.slurm.states import on_cluster
+from trainkit.trust import read_trusted
 
 GROUP_VERSION = 1
 BENCH_FILE = "bench.json"
@@ -371,15 +372,12 @@ def create_point_run(group: RunGroup, point: Point, job_id: str | None = None) -
 
 
 def _fill(stage: RunDir, group: RunGroup, point: Point, job_id: str | None) -> None:
-    from trainkit.config.yamlfile import dump  # slow to import
-
     record = group.record
     stage.checkpoints_dir.mkdir(mode=0o700)
     create_job(
         stage, backend=record.backend, name=f"{group.name}/{point.index}", cwd=record.cwd, code=record.code
     )
-    plan = json.dumps(changed(record.plan, point.plan), indent=2, ensure_ascii=False) + "\n"
-    config = dump(changed(record.config, point.config))
+    config, plan = point_texts(group, point)
     shutil.copyfile(group.provenance_file, stage.provenance_file)
     for shared in ("code", "stdin"):
         if (group.path / shared).exists():
@@ -390,7 +388,7 @@ def _fill(stage: RunDir, group: RunGroup, point: Point, job_id: str | None) -> N
         return
     attempt, part = open_attempt(stage, config, plan), group.part_of(point.index) or Part()
     for copy in (attempt.script_file, stage.script_file):
-        shutil.copyfile(group.script_of(part), copy)
+        write_atomic(copy, read_trusted(group.script_of(part)))
     # Slurm writes the output of the task there from its first line on.
     name = group.log_file(point.index - part.offset, part.offset).name
     log = Path(*[os.pardir] * 4, group.logs_dir.name, name)
@@ -400,6 +398,14 @@ def _fill(stage: RunDir, group: RunGroup, point: Point, job_id: str | None) -> N
     known["folder"] = group.folder(point.index)
     add_slurm_attempt(stage, attempt.number, job_id, "submit", record.backend, **known)
     log_event(stage, attempt.number, "submitted", job_id=job_id, reason="submit")
+
+
+def point_texts(group: RunGroup, point: Point) -> tuple[str, str]:
+    """The config.yaml and plan.json with which the run of a point starts."""
+    from trainkit.config.yamlfile import dump  # slow to import
+
+    plan = json.dumps(changed(group.record.plan, point.plan), indent=2, ensure_ascii=False) + "\n"
+    return dump(changed(group.record.config, point.config)), plan
 
 
 def difference(base: JsonObject, other: JsonObject) -> JsonObject:

@@ -2,41 +2,89 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from shlex import quote
 
 from trainkit.errors import UsageError
 from trainkit.folders import shown_path
 from trainkit.run.rundir import RUNS_FOLDER, RunDir, next_name
+from trainkit.trust import is_own, is_project, is_shared, is_trusted, require_own, unknown_owner
+
+DECIDING = (
+    *("job.json", "sweep.json", "step.json", "submit.sbatch", "stdin"),
+    *("attempts", "code", "work", "submitit", "calls"),
+)
+"""What in the folder of a run or group says what is executed, besides files that are judged when read."""
+MAX_LINKS = 40
+"""As many as Linux follows in one path."""
 
 
 def refuse_foreign(folder: Path, hint: str) -> None:
     """Raise UsageError where another user could replace files of a run in this folder, which may be missing.
 
-    A folder that its group may write to is accepted: the members of a project trust each other. `hint` says
-    what else can be done.
+    That is where others own or can write to a folder on the way to it, also by links, or to what is
+    `DECIDING` in it: that may be there since the folder was open to all. `hint` says what else can be done.
+    A folder that `trust` has accepted is not judged.
     """
-    place, own = Path(os.path.realpath(folder)), (os.geteuid(), 0)
-    found = [(path, path.stat()) for path in (place, *place.parents) if path.is_dir()]
-    parent = next(path for path, _ in found if path != place)
-    modes = [status.st_mode for _, status in found]
-    for (path, status), mode_above in zip(found, [*modes[1:], 0], strict=True):
-        is_run, is_foreign = path == place, status.st_uid not in own
-        shown, what = shown_path(path), "the run" if is_run else shown_path(folder)
-        is_open = bool(status.st_mode & stat.S_IWOTH) and (is_run or not status.st_mode & stat.S_ISVTX)
-        # Next to the run, only its project; further up, nobody who could have made a folder there.
-        is_project = bool(status.st_mode & stat.S_IWGRP) if path == parent else not is_run
-        if is_foreign and (not is_project or mode_above & stat.S_IWOTH):
-            raise UsageError(f"{shown} belongs to user {status.st_uid}, who could replace {what}", hint=hint)
-        if is_open:
-            done = "could change what the run executes" if is_run else f"could replace {what}"
-            also = "" if is_run else " or `chmod +t`"
-            raise UsageError(
-                f"every user can write to {shown}, and {done}",
-                hint=f"`chmod o-w {quote(shown)}`{also}, or {hint}",
-            )
+    if is_trusted(folder):
+        return
+    for path in _on_the_way(folder.absolute()):
+        found = path.lstat()
+        above = Path(path, os.pardir) if path.name == os.pardir else path.parent
+        is_run = folder.is_dir() and os.path.samestat(found, folder.stat())
+        what = "the run" if is_run else shown_path(folder)
+        _refuse_writers(path, found, above.stat(), hint, what, is_run=is_run)
+    for name in DECIDING:
+        if os.path.lexists(folder / name):
+            require_own(folder / name, (folder / name).lstat())
+
+
+def _on_the_way(folder: Path) -> Iterator[Path]:
+    """The folders and links that decide where a path leads, from its end on, as far as they exist.
+
+    Raises OSError where links lead in a circle.
+    """
+    waiting, seen = [folder], set[Path]()
+    for path in waiting:
+        if len(waiting) > MAX_LINKS:
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(folder))
+        for place in (path, *path.parents):
+            if place not in seen and os.path.lexists(place):
+                seen.add(place)
+                yield place
+                if place.is_symlink():
+                    waiting.append(place.parent / place.readlink())
+
+
+def _refuse_writers(
+    path: Path, found: os.stat_result, above: os.stat_result, hint: str, what: str, *, is_run: bool
+) -> None:
+    """Raise UsageError if another user could replace `what` at a folder or link on the way to it."""
+    shown, is_link = shown_path(path), stat.S_ISLNK(found.st_mode)
+    done = "could change what the run executes" if is_run else f"could replace {what}"
+    if not is_own(found) and (is_run or found.st_uid != unknown_owner()):
+        # Nobody can change a link in place, or a folder of a project, which anybody could make below /tmp.
+        is_harmless = (is_link or is_project(found)) and not above.st_mode & stat.S_IWOTH
+        if is_run or not is_harmless:
+            raise UsageError(f"{shown} belongs to user {found.st_uid}, who could replace {what}", hint=hint)
+    # In a folder with the sticky bit, others cannot replace what is not theirs.
+    if is_link or (found.st_mode & stat.S_ISVTX and not is_run):
+        return
+    if found.st_mode & stat.S_IWOTH:
+        also = "" if is_run else " or `chmod +t`"
+        raise UsageError(
+            f"every user can write to {shown}, and {done}",
+            hint=f"`chmod o-w {quote(shown)}`{also}, or {hint}",
+        )
+    if is_own(found) and is_shared(found):
+        raise UsageError(
+            f"group {found.st_gid}, which is none of yours, can write to {shown}, and {done}",
+            hint=f"`chmod g-w {quote(shown)}`, or {hint}",
+        )
 
 
 def cannot_create(place: Path, reason: str, option: str) -> UsageError:

@@ -17,6 +17,7 @@ from trainkit.run.process import ProcessId, boot_id, own_host
 from trainkit.run.rundir import AttemptDir, RunDir, is_supervised
 from trainkit.slurm.environment import cluster_name, other_cluster
 from trainkit.slurm.states import on_cluster, split_job
+from trainkit.trust import read_trusted
 
 AUTO_RESTART = "comeback"
 """The reason, in job.json, of an attempt that the supervisor starts without a command.
@@ -373,9 +374,8 @@ def _launcher_files(plan_text: str) -> dict[str, str]:
 
 
 def reopen_attempt(attempt: AttemptDir) -> AttemptDir:
-    """Create the next attempt with the config and plan of this one."""
-    texts = [file.read_text(encoding="utf-8") for file in (attempt.config_file, attempt.plan_file)]
-    return open_attempt(attempt.run, *texts)
+    """Create the next attempt with the config and plan of this one; raises as `read_trusted`, and OSError."""
+    return open_attempt(attempt.run, *map(read_trusted, (attempt.config_file, attempt.plan_file)))
 
 
 def discard_attempt(attempt: AttemptDir) -> None:
@@ -394,7 +394,7 @@ def discard_attempt(attempt: AttemptDir) -> None:
             (before.script_file, run.script_file),
         ):
             if own.exists():
-                write_atomic(newest, own.read_text(encoding="utf-8"))
+                write_atomic(newest, read_trusted(own))
 
 
 def copied_file(run: RunDir, name: str) -> Path:

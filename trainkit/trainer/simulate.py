@@ -142,8 +142,8 @@ def _step(
 def main() -> int:
     """Simulate the rank given on the command line, and print the result."""
     config_file, plan_file, rank = sys.argv[1:4]
-    config = read_effective(Path(config_file))
-    plan = LaunchPlan.read(Path(plan_file))
+    config = read_effective(Path(config_file), executes=False)
+    plan = LaunchPlan.read(Path(plan_file), executes=False)
     print(json.dumps(asdict(simulate(config, plan, int(rank)))))
     return 0
 

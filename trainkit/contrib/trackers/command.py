@@ -11,7 +11,14 @@ from importlib.util import find_spec
 import click
 
 from trainkit.cli.help import as_command, option
-from trainkit.cli.options import json_option, refuse_shared_host, run_argument, yes_option
+from trainkit.cli.options import (
+    json_option,
+    refuse_shared_host,
+    refuse_untrusted,
+    run_argument,
+    trust_option,
+    yes_option,
+)
 from trainkit.cli.output import json_text
 from trainkit.errors import EXIT_FAILED, EXIT_OK, UsageError
 from trainkit.extras import install_line
@@ -31,6 +38,7 @@ _TENSORBOARD = (
 
 @as_command("trainkit sync last", "trainkit sync last --json")
 @run_argument
+@trust_option
 @json_option
 def sync(run_name: str, as_json: bool) -> int:
     """Send to MLflow and Weights & Biases what RUN could not send from its nodes.
@@ -42,6 +50,7 @@ def sync(run_name: str, as_json: bool) -> int:
     from trainkit.run.registry import find_run
 
     run = find_run(run_name, acts=True)
+    refuse_untrusted(run.path)
     click.echo(run.shown, err=True)
     try:
         found = sync_run(run)
@@ -86,7 +95,10 @@ def ui(run_name: str, tool: str, port: int | None) -> None:
             why = "the built-in trainer writes it from its first record on, if it has tensorboard"
             if read_plan(run).is_command:
                 why = "trainkit writes it for its own trainer only"
-            elif run.config_file.exists() and read_effective(run.config_file).logging.tensorboard is False:
+            elif (
+                run.config_file.exists()
+                and read_effective(run.config_file, executes=False).logging.tensorboard is False
+            ):
                 why = "logging.tensorboard is false"
             raise UsageError(f"{run.shown} has no tensorboard/: {why}", hint=hint)
         # The fast loader introduces itself in three lines.

@@ -1,0 +1,122 @@
+"""Another user has a hand in a run: who acts on it learns of it, nothing is executed, and reading works."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from trainkit.backends.local import LocalBackend
+from trainkit.cli.main import main
+from trainkit.run.rundir import RunDir
+from trainkit.trust import TRUSTED_VARIABLE
+
+pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root gives files away")
+NEIGHBOUR = 65534
+ACTING = ("resume RUN", "requeue RUN", "submit RUN", "cancel RUN", "cancel RUN --now", "sync RUN")
+READING = ("status RUN", "logs RUN", "diagnose RUN", "report RUN")
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> RunDir:
+    """A run of a script, below two folders of its project; its supervisor is this process."""
+    (tmp_path / "lab/project").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "lab/project")
+    monkeypatch.setenv(TRUSTED_VARIABLE, "[]")
+    monkeypatch.setattr(LocalBackend, "_supervisor", lambda *args: os.getpid())
+    Path("train.py").write_text("print()\n")
+    assert main(["submit", "--backend", "local", "--gpus-per-node", "1", "--", "python", "train.py"]) == 0
+    made = RunDir(capsys.readouterr().out.splitlines()[0])
+    made.attempt(1).rank_log(0).write_text("said\n")
+    return made
+
+
+def give(path: Path, mode: int | None = None) -> None:
+    os.chown(path, NEIGHBOUR, NEIGHBOUR)
+    if mode is not None:
+        path.chmod(mode)
+
+
+def plant_code(run: RunDir) -> None:
+    shutil.rmtree(run.code_dir)
+    run.code_dir.mkdir()
+    (run.code_dir / "train.py").write_text("planted")
+    give(run.code_dir)
+
+
+def link_config(run: RunDir) -> None:
+    run.config_file.rename("elsewhere.yaml")
+    run.config_file.symlink_to(Path("elsewhere.yaml").absolute())
+
+
+ATTACKS: dict[str, tuple[Callable[[RunDir], None], str]] = {
+    "a folder above it": (
+        lambda run: give(run.path.parents[2]),
+        "lab belongs to user 65534, who could replace runs/train",
+    ),
+    "a group above it": (
+        lambda run: give(run.path.parents[2], 0o2775),
+        "lab belongs to user 65534, who could replace runs/train",
+    ),
+    "everybody above it": (
+        lambda run: run.path.parents[1].chmod(0o777),
+        "project, and could replace runs/train",
+    ),
+    "the run": (lambda run: give(run.path), "runs/train belongs to user 65534, who could replace the run"),
+    "its record": (lambda run: give(run.job_file), "runs/train/job.json belongs to user 65534"),
+    "an open record": (
+        lambda run: run.job_file.chmod(0o666),
+        "every user can write to runs/train/job.json, and could change what the run executes",
+    ),
+    "its code": (plant_code, "runs/train/code belongs to user 65534, who could change what the run executes"),
+}
+READ_LATER: dict[str, tuple[Callable[[RunDir], None], str]] = {
+    "its config": (lambda run: give(run.config_file), "config.yaml belongs to user 65534"),
+    "an open plan": (lambda run: run.plan_file.chmod(0o602), "every user can write to runs/train/plan.json"),
+    "a link": (link_config, "runs/train/config.yaml is a link, which can lead to any file"),
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_who_acts_on_a_run_learns_of_others(
+    run: RunDir, capsys: pytest.CaptureFixture[str], attack: str
+) -> None:
+    plant, expected = ATTACKS[attack]
+    plant(run)
+    for command in ACTING:
+        assert main([str(run.path) if word == "RUN" else word for word in command.split()]) == 2, command
+        said = capsys.readouterr().err
+        assert expected in said, command
+        assert "\n\nhint: " in said
+    assert run.attempt_numbers() == [1]
+    for command in READING:
+        assert main([str(run.path) if word == "RUN" else word for word in command.split()]) == 0, command
+    capsys.readouterr()
+    # The attempt seems to run: it is this process.
+    assert main(["submit", str(run.path), "--dry-run", "--trust"]) == 0
+
+
+@pytest.mark.parametrize("attack", READ_LATER)
+def test_a_file_is_judged_when_it_is_opened(
+    run: RunDir, capsys: pytest.CaptureFixture[str], attack: str
+) -> None:
+    plant, expected = READ_LATER[attack]
+    plant(run)
+    assert main(["submit", str(run.path), "--dry-run"]) == 2
+    assert expected in capsys.readouterr().err
+    assert main(["status", str(run.path)]) == 0
+    assert main(["submit", str(run.path), "--dry-run", "--trust"]) == 0
+
+
+def test_a_new_run_below_a_folder_of_somebody_else(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    give(run.path.parents[2])
+    submit = ["submit", "--backend", "local", "--name", "new", "--", "true"]
+    assert main(submit) == 2
+    said = capsys.readouterr().err
+    assert "lab belongs to user 65534, who could replace runs/new" in said
+    assert "choose a folder with --run-dir that only you or your project group can write to" in said
+    assert not Path("runs/new").exists()
+    assert main([*submit[:1], "--trust", *submit[1:]]) == 0

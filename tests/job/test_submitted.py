@@ -1,0 +1,186 @@
+"""A job runs what it was submitted with, whatever takes the place of its folder while it waits."""
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from slurm_job import Slurm, step
+from test_allocation_hosts import plan as planned
+
+from tests.support.groups import make_group
+from trainkit.errors import EXIT_NO_RESTART
+from trainkit.job.allocation import LocalAllocation
+from trainkit.job.supervisor import Supervisor, supervise_job
+from trainkit.plan.launch import LaunchPlan, resized
+from trainkit.run.files import read_json
+from trainkit.run.group import RunGroup, create_point_run
+from trainkit.run.record import add_slurm_attempt
+from trainkit.run.rundir import RunDir
+from trainkit.run.submitted import (
+    SUBMITTED_VARIABLE,
+    NotSubmitted,
+    read_submitted,
+    require_submitted_group,
+    submitted_group_hash,
+    submitted_hash,
+)
+
+
+def test_the_plan_of_each_number_of_nodes_is_the_one_that_was_submitted() -> None:
+    made = planned("resources.nodes=1-4", "train.global_batch_size=16", "train.device_batch_size=4").to_dict()
+    made["of_a_newer_version"] = True
+    submitted = submitted_hash("config", made)
+    assert len(made["sizes"]) > 1
+    for size in made["sizes"]:
+        fitted = json.loads(json.dumps(resized(made, int(size))))
+        assert (fitted["num_nodes"], submitted_hash("config", fitted)) == (int(size), submitted)
+        back = resized(fitted, made["num_nodes"])
+        assert (submitted_hash("config", back), LaunchPlan.from_dict(back)) == (
+            submitted,
+            LaunchPlan.from_dict(made),
+        )
+    for change in ({"threads_per_worker": 7}, {"command": ["x"]}, {"sizes": {}}, {"env": {"A": "b"}}):
+        assert submitted_hash("config", {**made, **change}) != submitted
+    filling = {**made, "fills_nodes": True}
+    assert submitted_hash("c", filling) == submitted_hash("c", {**filling, "threads_per_worker": 7})
+
+
+def submitted(run: RunDir) -> str:
+    attempt = run.attempt(1)
+    return submitted_hash(attempt.config_file.read_text(), read_json(attempt.plan_file))
+
+
+def test_a_job_runs_what_it_was_submitted_with(
+    run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SUBMITTED_VARIABLE, submitted(run))
+    code = "import os; raise SystemExit(5 if os.environ['TRAINKIT_JOB_ATTEMPT'] == '1' else 0)"
+    assert step(run, code)[1]["state"] == "finished", "the restart too"
+
+
+def change_config(run: RunDir) -> Path:
+    file = run.attempt(1).config_file
+    file.write_text(file.read_text() + "\n")
+    return file
+
+
+def change_plan(run: RunDir) -> Path:
+    file = run.attempt(1).plan_file
+    file.write_text(json.dumps({**read_json(file), "command": ["planted"]}))
+    return file
+
+
+def damage_plan(run: RunDir) -> Path:
+    run.attempt(1).plan_file.write_text("[]")
+    return run.attempt(1).plan_file
+
+
+def change_run(run: RunDir) -> Path:
+    run.config_file.write_text("seed: 1\n")
+    return run.config_file
+
+
+def change_launcher_file(run: RunDir) -> Path:
+    file = run.attempt(1).path / "accelerate.yaml"
+    file.write_text("main_training_function: planted\n")
+    return file
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change", [change_config, change_plan, damage_plan, change_run, change_launcher_file]
+)
+def test_nothing_runs_of_a_folder_that_was_changed(
+    run: RunDir,
+    slurm: Slurm,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    change: Callable[[RunDir], Path],
+) -> None:
+    plan = {**read_json(run.attempt(1).plan_file), "launcher_files": {"accelerate.yaml": "a: b\n"}}
+    for folder in (run, run.attempt(1)):
+        folder.plan_file.write_text(json.dumps(plan))
+        (folder.path / "accelerate.yaml").write_text("a: b\n")
+    shutil.copy(run.attempt(1).config_file, run.config_file)
+    monkeypatch.setenv(SUBMITTED_VARIABLE, submitted(run))
+    file = change(run)
+    code, end = step(run, "open('executed', 'w')")
+    assert (code, end["state"], end["action"]) == (EXIT_NO_RESTART, "failed", "failed")
+    assert end["reason"].startswith(f"{file} is not what this job was submitted with, so it runs nothing")
+    assert f"error: {end['reason']}\n\nhint: look at the folder and whose it is" in capfd.readouterr().out
+    assert (slurm.requeued, Path("executed").exists(), run.attempt_numbers()) == (0, False, [1])
+
+
+def test_of_another_run_in_its_place_no_record_is_believed(
+    run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its attempt is that of another job, which may run."""
+    add_slurm_attempt(run, 1, "8", "submit", "sbatch")
+    monkeypatch.setenv(SUBMITTED_VARIABLE, "0:1")
+    record = run.job_file.read_bytes()
+    assert supervise_job(run, [sys.executable, "-c", ""]) == EXIT_NO_RESTART
+    assert "config.yaml is not what this job was submitted with" in capfd.readouterr().out
+    assert (run.job_file.read_bytes(), run.attempt(1).end_file.exists()) == (record, False)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root gives files away")
+def test_of_files_of_somebody_else_nothing_runs(
+    run: RunDir, slurm: Slurm, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Also in the job of an earlier version, whose script has no hash."""
+    add_slurm_attempt(run, 1, "7", "submit", "sbatch")
+    os.chown(run.job_file, 65534, 65534)
+    assert supervise_job(run, [sys.executable, "-c", "open('executed', 'w')"]) == EXIT_NO_RESTART
+    assert "job.json belongs to user 65534, who could change what the run executes" in capfd.readouterr().out
+    os.chown(run.attempt(1).plan_file, 65534, 65534)
+    assert supervise_job(run, [sys.executable, "-c", "open('executed', 'w')"]) == EXIT_NO_RESTART
+    assert "plan.json belongs to user 65534, who could change what the run executes" in capfd.readouterr().out
+    assert read_json(run.attempt(1).end_file)["state"] == "failed"
+
+
+def test_of_a_folder_that_changed_while_the_run_waited_for_its_turn_nothing_runs(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SUBMITTED_VARIABLE, submitted(run))
+    monkeypatch.setattr(
+        LocalAllocation, "wait_for_turn", lambda self, attempt, plan: change_plan(run) and None
+    )
+    outcome, decision = Supervisor(LocalAllocation(run, 1))._run_attempt(run.attempt(1))
+    assert (decision.action, decision.exit_code, outcome.exits) == ("failed", EXIT_NO_RESTART, [])
+    assert "plan.json is not what this job was submitted with" in decision.reason
+
+
+def test_a_task_of_an_array_runs_what_its_group_was_submitted_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = make_group(tmp_path, {0: {}, 1: {"seed": 5}})
+    record = group.record
+    named = submitted_group_hash(record.config, record.plan, group.points.values())
+    monkeypatch.setenv(SUBMITTED_VARIABLE, named)
+    group.update(job_id="12", cancelled_at=None)  # what changes while the array waits
+    require_submitted_group(RunGroup(group.path))
+    create_point_run(group, group.point(1))
+    assert read_submitted(group.run(1))["num_nodes"] == record.plan["num_nodes"]
+    plan_file = group.run(1).plan_file
+    plan_file.write_text(json.dumps({**read_json(plan_file), "command": ["planted"]}))
+    with pytest.raises(NotSubmitted, match=r"1/plan.json is not what"):
+        read_submitted(group.run(1))
+    point = replace(group.point(1), plan={"command": ["planted"]})
+    content = read_json(group.sweep_file)
+    content["points"][1] |= {"plan": point.plan}
+    group.sweep_file.write_text(json.dumps(content))
+    with pytest.raises(NotSubmitted, match=r"sweep.json is not what"):
+        require_submitted_group(RunGroup(group.path))
+    # Resumed by itself, a point has a script of its own.
+    own = group.run(1)
+    monkeypatch.setenv(SUBMITTED_VARIABLE, submitted_hash(own.config_file.read_text(), read_json(plan_file)))
+    read_submitted(own)

@@ -1,0 +1,171 @@
+"""What a repository that somebody else has written can make Git do at submit: nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support.folders import git
+from trainkit.errors import UsageError
+from trainkit.launch.git_command import run_git
+from trainkit.launch.snapshot import git_state
+
+
+@pytest.fixture
+def received(tmp_path: Path) -> Path:
+    """A repository with a file that Git has to read in order to compare it."""
+    root = tmp_path / "received"
+    root.mkdir()
+    git(root, "init", "-q", "-b", "main")
+    (root / "train.py").write_text("print()\n")
+    git(root, "add", ".")
+    git(root, "commit", "-qm", "first")
+    (root / "train.py").write_text("print(1)\n")
+    return root
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    """A program that leaves a file when it runs."""
+    path = tmp_path / "program"
+    path.write_text(f"#!/bin/sh\necho \"$0 $*\" >> '{tmp_path}/ran'\ncat\n")
+    path.chmod(0o755)
+    return path
+
+
+def ran(program: Path) -> str:
+    file = program.with_name("ran")
+    return file.read_text() if file.exists() else ""
+
+
+def has_seen_the_change(root: Path) -> bool:
+    state = git_state(root)
+    return state is not None and state["dirty"] is True and "+print(1)" in str(state["diff"])
+
+
+PROGRAMS = (
+    *("core.fsmonitor", "core.pager", "pager.diff", "pager.status", "core.sshCommand", "core.askPass"),
+    *(
+        "credential.helper",
+        "alias.diff",
+        "alias.status",
+        "diff.external",
+        "diff.x.command",
+        "diff.x.textconv",
+    ),
+    *("core.editor", "core.alternateRefsCommand", "core.gitProxy", "gpg.program"),
+)
+
+
+@pytest.mark.parametrize("keys", [PROGRAMS, ["filter.x.clean"], ["filter.x.process", "filter.x.smudge"]])
+def test_no_program_of_a_config_runs(received: Path, program: Path, keys: list[str]) -> None:
+    for key in keys:
+        git(received, "config", key, str(program))
+    git(received, "config", "filter.x.required", "true")
+    (received / ".git/info/attributes").write_text("*.py filter=x diff=x\n")
+    assert has_seen_the_change(received)
+    assert ran(program) == ""
+
+
+def test_no_filter_of_an_included_file_or_of_the_user_runs(
+    received: Path, program: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program of the user may read the config of the repository, as git-lfs does."""
+    (received / ".gitattributes").write_text("*.py filter=theirs\n*.md filter=mine\n")
+    (received / "a.md").write_text("a\n")
+    git(received, "add", ".")
+    git(received, "commit", "-qm", "second")
+    (received / "a.md").write_text("b\n")
+    (received / "train.py").write_text("print(1)  # more\n")
+    (received / ".git/more").write_text(f'[filter "theirs"]\n\tprocess = {program}\n')
+    git(received, "config", "include.path", "more")
+    home = program.parent / "gitconfig"
+    home.write_text(f'[filter "mine"]\n\tclean = {program}\n\trequired\n')
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(home))
+    state = git_state(received)
+    assert state is not None
+    assert all(line in str(state["diff"]) for line in ("+print(1)  # more", "+b"))
+    assert ran(program) == ""
+
+
+def test_a_filter_that_git_cannot_leave_out(received: Path, program: Path) -> None:
+    git(received, "config", "filter.a=b.clean", str(program))
+    (received / ".gitattributes").write_text("*.py filter=a=b\n")
+    state = git_state(received)
+    assert state is not None
+    assert (state["dirty"], state["diff"]) == (None, None), "unknown, not unchanged"
+    with pytest.raises(UsageError, match="has the filter 'a=b', which git cannot leave out"):
+        run_git(str(received), "status")
+    assert ran(program) == ""
+
+
+def test_no_hook_and_no_program_of_a_submodule_runs(received: Path, program: Path, tmp_path: Path) -> None:
+    part = tmp_path / "part"
+    subprocess.run(["cp", "-a", str(received), str(part)], check=True)
+    git(received, "-c", "protocol.file.allow=always", "submodule", "add", "-q", str(part), "part")
+    git(received, "commit", "-qam", "with a part")
+    (received / "part/train.py").write_text("print(2)\n")
+    (received / "train.py").write_text("print(1)  # again\n")
+    inside = received / "part"
+    git(inside, "config", "core.fsmonitor", str(program))
+    git(inside, "config", "filter.x.clean", str(program))
+    (inside / ".gitattributes").write_text("*.py filter=x\n")
+    for root in (received / ".git", received / ".git/modules/part"):
+        (root / "hooks").mkdir(exist_ok=True)
+        (root / "hooks/post-index-change").symlink_to(program)
+    git(received, "config", "submodule.part.ignore", "none")
+    git(received, "config", "status.submoduleSummary", "true")
+    git(received, "config", "diff.submodule", "diff")
+    state = git_state(received)
+    assert state is not None
+    assert "+print(1)  # again" in str(state["diff"])
+    assert ran(program) == ""
+
+
+def test_a_partial_clone_fetches_nothing(received: Path, program: Path) -> None:
+    oid = run_git(str(received), "rev-parse", "HEAD:train.py").stdout.decode().strip()
+    (received / ".git/objects" / oid[:2] / oid[2:]).unlink()
+    for key, value in {
+        "extensions.partialClone": "origin",
+        "remote.origin.promisor": "true",
+        "remote.origin.url": f"ext::{program} x",
+        "remote.origin.uploadpack": str(program),
+        "protocol.allow": "always",
+        "protocol.ext.allow": "always",
+    }.items():
+        git(received, "config", key, value)
+    state = git_state(received)
+    assert state is not None
+    assert state["diff"] is None
+    assert ran(program) == ""
+
+
+@pytest.mark.parametrize(
+    "name", ["GIT_EXTERNAL_DIFF", "GIT_PAGER", "GIT_SSH_COMMAND", "GIT_TRACE", "GIT_TRACE2", "GIT_DIR"]
+)
+def test_variables_of_git_change_nothing(
+    received: Path, program: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, str(program))
+    written = program.read_bytes()
+    assert has_seen_the_change(received)
+    assert (ran(program), program.read_bytes()) == ("", written)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a repository to somebody else")
+def test_the_repository_of_somebody_else_stays_unread_unless_it_is_a_safe_directory(
+    received: Path, program: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    git(received, "config", "core.fsmonitor", str(program))
+    for path in (received, received / ".git"):
+        os.chown(path, 65534, 65534)
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", "/dev/null")
+    monkeypatch.setenv("GIT_CONFIG_SYSTEM", "/dev/null")
+    assert git_state(received) is None
+    for name, value in {"COUNT": "1", "KEY_0": "safe.directory", "VALUE_0": str(received)}.items():
+        monkeypatch.setenv(f"GIT_CONFIG_{name}", value)
+    assert has_seen_the_change(received)
+    assert ran(program) == ""
