@@ -3,8 +3,8 @@
     python -m benchmarks.mutated_runs [--changes 20000] [--seed 0] [--run finished] [--only NUMBER]
 
 The runs are those of `tests/golden`, one of a function, and one whose supervisor is alive; `run_mutations.py`
-says what happens to them. After each change two commands that read and one that acts are typed, in a fork of
-this process. None may end with an unexpected exception, take longer than `LIMIT_S`, exit with a code that is
+says what happens to them. After each change a command that reads and another one, which often acts, are typed in a
+fork of this process. None may end with an unexpected exception, take longer than `LIMIT_S`, exit with a code that is
 not documented, print a traceback of its own, or send a signal to a process that is not of the run. What only
 reads changes no file, and nothing touches what is outside of the run. The same seed and number are the same
 change and commands: `--only` repeats one, with its traceback. Supervisors that would start end at once.
@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import ctypes
 import functools
+import gc
 import io
 import json
 import os
@@ -55,6 +56,8 @@ NEIGHBOUR = "command"
 LIMIT_S = 30
 AT_A_TIME = 50
 """Changes of one run between two lines of progress."""
+COMMANDS_AT_ONCE = 2
+"""Commands typed after a change."""
 MEMORY_BYTES = 6 * 2**30
 READING = (
     *("status", "status --json", "status {run}", "status {run} --json", "logs {run} --all --lines 3"),
@@ -177,6 +180,10 @@ class Place:
             program.write_text(f"#!/bin/sh\n{body}\n")
             program.chmod(0o755)
         shutil.copytree(HERE / "slurm", self.folder / "slurm", dirs_exist_ok=True)
+        for line in READING:  # imports what the forks need, and compiles the page of a report
+            assert not (wrong := typed(line.format(run="runs/finished", other=f"runs/{NEIGHBOUR}")).wrong), wrong
+        (self.project / "page.html").unlink()
+        gc.freeze()  # else each fork copies every page of memory that a collection touches
         make_function_run(self.project)
         self.sleeper = subprocess.Popen(
             ["/bin/sleep", "inf"],
@@ -318,6 +325,7 @@ def described(error: BaseException) -> str:
 
 def type_all(place: Place, name: str, lines: Sequence[tuple[str, bool]], slurm: bool) -> None:
     """Type commands, each with whether it only reads; prints a JSON line before each and for each fault."""
+    gc.disable()
     without_privileges()
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     guard_signals(place.sleeper.pid if name == "live" else os.getpid())
@@ -400,7 +408,8 @@ def try_change(place: Place, name: str, number: int, seed: int) -> tuple[str, li
     draw = random.Random(f"{seed} {number}")
     others = [place.folder / "runs" / each for each in RUNS if each != name]
     done = mutate(draw, place.project / "runs" / name, others)
-    lines = [(line, True) for line in draw.sample(READING, 2)] + [(draw.choice(ACTING), False)]
+    acting = draw.choice(ACTING) if draw.random() < 0.6 else None
+    lines = [(draw.choice(READING), True), (acting or draw.choice(READING), acting is None)]
     try:
         return done, tried(place, name, lines, slurm=draw.random() < 0.2)
     finally:
@@ -431,7 +440,7 @@ def try_piece(folder: Path, numbers: range, names: Sequence[str], seed: int) -> 
     for number in numbers:
         done, found = try_change(_place, name, number, seed)
         faults += [f"{number} {name}: {done}: {wrong}" for wrong in found]
-    return Done(name, len(numbers), 3 * len(numbers), faults)
+    return Done(name, len(numbers), COMMANDS_AT_ONCE * len(numbers), faults)
 
 
 def prepare() -> None:
@@ -439,8 +448,7 @@ def prepare() -> None:
     jinja2.Environment.compile = functools.cache(jinja2.Environment.compile)  # type: ignore[method-assign]
     preload()
     for name in (*COMMANDS, *ELSEWHERE):
-        if name not in ("data show",):
-            load_command(name)
+        load_command(name)
 
 
 def main() -> int:

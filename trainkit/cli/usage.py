@@ -32,6 +32,7 @@ OTHER_COMMANDS = {
     },
     **{"submit --sweep KEY=VALUE,VALUE": ("sweep", "multirun"), "ckpt verify": ("verify",)},
     **{"ckpt ls": ("checkpoint", "checkpoints", "ckpts"), "ckpt export": ("export", "convert")},
+    **{"export": ("convert", "save"), "prepare": ("tokenize", "tokenise"), "validate": ("check", "verify")},
     **{"ckpt prune": ("prune", "clean"), "data prepare": ("prepare", "tokenize", "tokenise")},
     **{"generate": ("infer", "chat", "predict"), "bench": ("benchmark", "tune"), "compare": ("diff",)},
     **{"doctor": ("gpu", "gpus", "nodes", "sinfo", "nvidia-smi", "test"), "attach": ("ssh",)},
@@ -43,7 +44,7 @@ DELETES = "a run is a folder: `rm -r` deletes one that has ended, `trainkit canc
 RESUMES = "`trainkit resume RUN` starts a run again from its newest checkpoint"
 KEEPS_LOGS = "`trainkit logs RUN` shows what a run prints; the files are in its run folder"
 HERE = "a run works in the folder in which it is submitted: `cd` there first"
-ASKS_NOTHING = "trainkit asks nothing and replaces no run: leave it out"
+ASKS_NOTHING = "trainkit asks nothing: leave it out"
 RENDEZVOUS = "trainkit chooses address, port and ranks itself: leave it out"
 OTHER_WAYS = {
     **dict.fromkeys(("--resume", "--ckpt_path", "--ckpt-path", "--continue", "--restart"), RESUMES),
@@ -76,6 +77,8 @@ SBATCH_OPTIONS = (
     *("priority", "switches", "threads-per-core", "tmp", "wckey"),
 )
 """Options of sbatch that have no key of their own: `resources.extra` takes them."""
+KILLS = ("-9", "-f", "--force", "--kill", "-s", "--signal")
+"""Options of `kill` and `scancel` for a run that has not ended otherwise."""
 SBATCH_SHORT = {"-w": "nodelist", "-L": "licenses", "-H": "hold", "-b": "begin", "-s": "oversubscribe"}
 SBATCH_KEYS = {"-x": "exclude", "-M": "clusters"}
 """Short options of sbatch, by the long one or the key."""
@@ -98,6 +101,7 @@ OTHER_NAMES = {
     "--run-dir": ("--output_dir", "--output-dir", "--save_dir", "--save-dir", "--out-dir", "--rundir"),
     "--help": ("-?", "--usage"),
     "--dry-run": ("--dry", "--simulate", "--test", "--preview"),
+    "--out": ("-o", "--output", "--to", "--output-dir", "--output_dir"),
     "--all": ("-a",),
 }
 """Option -> those of Slurm's commands and of launchers that mean the same."""
@@ -229,6 +233,8 @@ def _word_hint(args: Sequence[str]) -> str:
     rest = args[1:]
     if rest and rest[-1] == "help":
         return f"did you mean `trainkit {join(args[:-1])} --help`?"
+    if args[:1] in (["cancel"], ["watch"], ["logs"], ["diagnose"], ["resume"]) and all(map(_is_run, rest)):
+        return f"one run at a time: `trainkit {join(args[:2])}`"
     if args[:1] == ["status"] and len(rest) > 1 and not any(word.startswith("-") for word in rest):
         return f"`trainkit compare {join(rest)}` shows several runs side by side"
     if args[:1] == ["init"] and len(rest) == 1 and rest[0].isidentifier():
@@ -274,6 +280,8 @@ def _option_hint(error: click.NoSuchOption, args: Sequence[str]) -> str:
         return f"RUN has no option: `{program} {quote(value or 'RUN')}`"
     if moved := _of_another_command(typed, error.ctx, args):
         return moved
+    if error.ctx is not None and error.ctx.command.name == "cancel" and typed in KILLS:
+        return "did you mean --now?"
     if same := [name for name in known if typed in OTHER_NAMES.get(name, ())]:
         return f"did you mean {_with_value(sorted(same), value)}?"
     if typed == "-c" and "--set" in known and (value or "").isdigit():
@@ -288,13 +296,14 @@ def _option_hint(error: click.NoSuchOption, args: Sequence[str]) -> str:
         return "`trainkit submit --backend local --dry-run …` shows what would run"
     if "--set" in known and (found := _key_hint(typed, value, args, known)):
         return found
-    close = get_close_matches(typed.lower().replace("_", "-"), known, cutoff=SIMILAR)
+    starts = [name for name in known if len(typed) > 3 and name.startswith(typed)]
+    close = starts or get_close_matches(typed.lower().replace("_", "-"), known, cutoff=SIMILAR)
     return f"did you mean {' or '.join(sorted(close))}?" if close else ""
 
 
 def _takes_run(context: click.Context | None) -> bool:
     params = [] if context is None else context.command.params
-    return any(isinstance(item, click.Argument) and item.human_readable_name == "RUN" for item in params)
+    return any(isinstance(item, click.Argument) and "RUN" in item.human_readable_name for item in params)
 
 
 def _of_another_command(typed: str, context: click.Context | None, args: Sequence[str]) -> str:
@@ -360,7 +369,7 @@ def _key_hint(typed: str, value: str | None, args: Sequence[str], known: Sequenc
     path = tuple(key.split("."))
     if key in sections():
         inner = [(key, name) for name in sections()[key]]
-        path = next((one for one in inner if value and nearest(one, value)), ())
+        path = next((one for one in inner if value and not value.isdigit() and nearest(one, value)), ())
         if not path:
             return ""
     if word in WORD_IS_VALUE:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from shlex import join, quote
+from shlex import quote
 from typing import Any
 
 from trainkit.config import schema
@@ -189,9 +189,7 @@ class Layers:
 
     def _missing(self, name: str, path: Path) -> Problem:
         if path.suffix in SCRIPTS:
-            program, *words = name.split() if " " in name and not path.exists() else [name]
-            starts = "" if words else f"{SCRIPTS[path.suffix]} "
-            hint = f"`trainkit submit -- {starts}{join([program, *words])}` runs a script of your own"
+            hint = f"`trainkit submit -- {SCRIPTS[path.suffix]} {quote(name)}` runs a script of your own"
             return Problem("", "no such config", name, hint)
         if name == "help":
             return Problem("", "no such file or shipped config", name, "--help lists the options")
@@ -203,6 +201,8 @@ class Layers:
             key = setting[1] if schema.is_known(path) else schema.meant(path)
             hint = f"did you mean --set {quote(f'{key}={setting[2]}')}?" if key else "a setting follows --set"
             return Problem("", "no such file or shipped config", name, hint)
+        if inside := [one for one in shipped_config_names() if one.rpartition("/")[2] == path.stem.lower()]:
+            return Problem("", "no such file or shipped config", name, f"did you mean {inside[0]}?")
         if not path.parent.is_dir():
             close = near(name.lower(), shipped_config_names(), schema.SIMILAR)
             missing = f"there is no folder {shown_path(path.parent)}; {_shipped_hint(name)}"

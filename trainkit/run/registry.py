@@ -164,6 +164,8 @@ def find_run_or_group(text: str, *, to_change: bool = False, acts: bool = False)
     command that `acts` on it, a name and `last` are those of a run in ./runs or submitted from this folder:
     the one of another folder is named in the error, and has to be typed.
     """
+    if not text.strip():
+        raise UsageError("RUN is empty", hint="name a run, its folder or job, or `last`")
     run, to_change = RunDir(text), to_change or acts
     try:
         if RunGroup(text).exists():
@@ -278,7 +280,7 @@ def _name_hint(text: str, known: Sequence[str]) -> str:
 def _newest(text: str, matches: Sequence[Known], to_change: bool) -> Known:
     if not matches:
         folder = Path(RUNS_FOLDER, text)
-        if folder.is_dir():
+        if folder.is_dir() and text not in (".", ".."):
             raise UnknownRun(
                 f"{folder} does not contain a run: the command that made the folder has not started it",
                 hint=f"if that was interrupted, remove {folder} and type it again",
