@@ -32,7 +32,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -181,7 +181,9 @@ class Place:
             program.chmod(0o755)
         shutil.copytree(HERE / "slurm", self.folder / "slurm", dirs_exist_ok=True)
         for line in READING:  # imports what the forks need, and compiles the page of a report
-            assert not (wrong := typed(line.format(run="runs/finished", other=f"runs/{NEIGHBOUR}")).wrong), wrong
+            assert not (wrong := typed(line.format(run="runs/finished", other=f"runs/{NEIGHBOUR}")).wrong), (
+                wrong
+            )
         (self.project / "page.html").unlink()
         gc.freeze()  # else each fork copies every page of memory that a collection touches
         make_function_run(self.project)
@@ -267,6 +269,26 @@ def guard_signals(allowed: int) -> None:
         kill(pid, number)
 
     os.fork, os.kill, os.killpg = recorded, guarded, guarded
+
+
+class TooLong(BaseException):
+    """Something took longer than it may."""
+
+
+@contextlib.contextmanager
+def within(limit_s: int) -> Iterator[None]:
+    """Raise `TooLong` in the block after some seconds."""
+
+    def stop(*_: object) -> None:
+        raise TooLong
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(limit_s)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 class Typed(NamedTuple):
