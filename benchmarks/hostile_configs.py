@@ -2,8 +2,8 @@
 
     python -m benchmarks.hostile_configs [--configs 2100] [--seed 0]
 
-What YAML has besides plain values (tags, anchors, aliases of aliases, merge keys, documents, numbers and booleans
-of other versions) and what it must not have, at every key of the config, in a file or after `--set`; misspelt
+What YAML has besides plain values (tags, anchors, aliases of aliases, merge keys, documents, numbers and
+booleans of other versions) and what it must not have, at every key, in a file or after `--set`; misspelt
 keys; files with other bytes; `extends` of anything. What is accepted must be the same config after it was
 written and read again, and `trainkit check` of it must end with a documented exit code.
 """
@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from shlex import join
 
 from benchmarks.mutated_runs import TooLong, typed, within
 from benchmarks.run_mutations import BYTES
@@ -28,209 +29,50 @@ from trainkit.config.yamlfile import dump
 from trainkit.errors import ConfigError
 
 LIMIT_S = 10
-LAUGHS = "".join(f"l{i}: &l{i} [{', '.join([f'*l{i - 1}'] * 9)}]\n" for i in range(1, 12))
+LAUGHS = "l0: &l0 x\n" + "".join(f"l{i}: &l{i} [{', '.join([f'*l{i - 1}'] * 9)}]\n" for i in range(1, 12))
+
+
+def _words(text: str) -> list[str]:
+    return text.split()
+
+
 SCALARS = (
-    *("no", "yes", "on", "True", "~", "null", "1e3", "1E+3", "0x10", "0o17", "010", "0b11", "1_000", "12:30"),
-    *("12:30:45", ".nan", ".inf", "-.inf", "1.", ".5", "+1", "-0", "99999999999999999999", "1e400", "1e-400"),
-    *(
-        "9" * 5000,
-        "1,000",
-        "1,5",
-        "2026-01-01",
-        "2026-01-01 12:00:00",
-        "''",
-        '""',
-        "' '",
-        '"\\0"',
-        '"\\ud800"',
-    ),
-    *('"\\x1b[31m"', "é", "٣", "𝟙", "½", "∞", "“5”", "- 1", "? a", "[", "]", "{", "}", "[1, 2]", "[[1]]"),
-    *(
-        "{a: 1}",
-        "{a: {b: {c: 1}}}",
-        "{a: 1, a: 2}",
-        "{<<: {a: 1}}",
-        "{1: 2}",
-        "{null: 1}",
-        "{[1]: 2}",
-        "{? {a: 1}}",
-    ),
-    *("&a [*a]", "&a {b: *a}", "*a", "&a 1", "!!str 1", "!!int x", "!!float 1", "!!bool no", "!!null x"),
-    *(
-        "!!binary aGk=",
-        "!!set {a}",
-        "!!omap [a: 1]",
-        "!!timestamp 2026-01-01",
-        "!x 1",
-        "!!python/name:os.system",
-    ),
-    *(
-        "!!python/object/apply:os.system [echo]",
-        "${oc.env:HOME}",
-        "$HOME",
-        "${HOME}",
-        "`id`",
-        "$(id)",
-        "%x",
-        "@x",
-    ),
-    *(
-        "|\n  a\n  b",
-        ">\n  a",
-        "'a",
-        '"a',
-        "a: b",
-        "a #b",
-        "#",
-        "-",
-        ":",
-        "a\tb",
-        "../../x",
-        "/dev/zero",
-        "~/x",
-    ),
-    *(
-        "~nobody/x",
-        "s3://a/b",
-        "x" * 100_000,
-        "[" * 5000,
-        "[" * 5000 + "]" * 5000,
-        "{a: " * 2000,
-        "auto",
-        "[]",
-        "{}",
-    ),
-    *(
-        "-1",
-        "0",
-        "1",
-        "1.5",
-        "true",
-        "false",
-        "1GB",
-        "10k",
-        "5m",
-        "1e3s",
-        "50%",
-        "=",
-        "<<",
-        "?",
-        "nan",
-        "inf",
-        "None",
-    ),
+    *_words("no yes on off True ~ null nan inf None auto true false 1e3 1E+3 0x10 0o17 010 0b11 1_000 12:30"),
+    *_words("12:30:45 .nan .inf -.inf 1. .5 +1 -0 -1 0 1 1.5 1e400 1e-400 99999999999999999999 1,000 1,5"),
+    *_words("2026-01-01 1GB 10k 5m 1e3s 50% = << ? # - : %x @x ! é ٣ 𝟙 ½ ∞ “5” [ ] { } [] {} [[1]]"),
+    *_words("*a !x ../../x /dev/zero ~/x ~nobody/x s3://a/b ${oc.env:HOME} $HOME ${HOME} `id` $(id) 'a"),
+    *("''", '""', "' '", '"\\0"', '"\\ud800"', '"\\x1b[31m"', '"a', "- 1", "? a", "a: b", "a #b", "a\tb"),
+    *("2026-01-01 12:00:00", "[1, 2]", "{a: 1}", "{a: {b: {c: 1}}}", "{a: 1, a: 2}", "{<<: {a: 1}}"),
+    *("{1: 2}", "{null: 1}", "{[1]: 2}", "{? {a: 1}}", "&a [*a]", "&a {b: *a}", "&a 1", "!!str 1"),
+    *("!!int x", "!!float 1", "!!bool no", "!!null x", "!!binary aGk=", "!!set {a}", "!!omap [a: 1]"),
+    *("!!timestamp 2026-01-01", "!!python/name:os.system x", "!!python/object/apply:os.system [echo]"),
+    *("|\n  a\n  b", ">\n  a", "x" * 100_000, "9" * 5000, "[" * 5000, "[" * 900 + "]" * 900, "{a: " * 2000),
 )
 """Values as they are typed in YAML."""
 FILES = (
-    *(
-        "",
-        " ",
-        "\n\n",
-        "---\n",
-        "---\n...\n",
-        "a",
-        "- a",
-        "1",
-        "null",
-        "# nothing\n",
-        "%YAML 1.1\n---\nseed: 1\n",
-    ),
-    *(
-        "seed: 1\n---\nseed: 2\n",
-        "%TAG ! tag:x,2000:\n---\nseed: !y 1\n",
-        "seed: 1\n...\nx\n",
-        "{seed: 1}",
-        "seed",
-    ),
-    *(
-        LAUGHS.replace("l1: &l1 [", "l0: &l0 x\nl1: &l1 [", 1),
-        "task_args: {a: &a {b: *a}}\n",
-        "? seed\n: 1\n",
-    ),
-    *(
-        "x: &x {steps: 3}\ntrain: *x\n",
-        "train: {<<: {steps: 3}}\n",
-        "train: {<<: [{steps: 3}, {steps: 4}]}\n",
-    ),
-    *(
-        "<<: {seed: 1}\n",
-        "<<: 1\n",
-        "train: &a\n  steps: 3\nmodel:\n  <<: *a\n",
-        "seed: 1\nseed: 1\n",
-        "? [a]\n: 1\n",
-    ),
-    *(
-        "train.steps: 3\n",
-        "train:\n  steps: 3\n steps: 4\n",
-        "train:\n\tsteps: 3\n",
-        "train: steps: 3\n",
-        "TRAIN: {}\n",
-    ),
-    *(
-        "train:\n",
-        "train: []\n",
-        "train: 1\n",
-        "train: 'x'\n",
-        "train: null\n",
-        "task_args: " + "{a: " * 400 + "1\n",
-    ),
-    *(
-        "task_args: " + "{a: " * 900 + "1" + "}" * 900,
-        "task_args: {1: 2}\n",
-        "config_version: 99\n",
-        "config_version: x\n",
-    ),
-    *(
-        "extends: nowhere.yaml\n",
-        "extends: 1\n",
-        "extends: []\n",
-        "extends: ['']\n",
-        "extends: [1]\n",
-        "extends: /\n",
-    ),
-    *(
-        "extends: .\n",
-        "extends: ../../../x\n",
-        "extends: config.yaml\n",
-        "extends: [quickstart, quickstart]\n",
-    ),
-    *(
-        "extends: {a: 1}\n",
-        "extends: ~nobody/x\n",
-        "extends: s3://a/b.yaml\n",
-        'extends: "\\0"\n',
-        "extends: /dev/zero\n",
-    ),
-    *(
-        "extends: quickstart\nextends: quickstart\n",
-        "extends: null\n",
-        "defaults: [a, {b: c}]\n",
-        "a.b.c: 1\n",
-        '"": 1\n',
-    ),
+    *("", " ", "\n\n", "---\n", "---\n...\n", "a", "- a", "1", "null", "# nothing\n", "{seed: 1}", "seed"),
+    *("%YAML 1.1\n---\nseed: 1\n", "seed: 1\n---\nseed: 2\n", "%TAG ! tag:x,2000:\n---\nseed: !y 1\n"),
+    *("seed: 1\n...\nx\n", LAUGHS, "task_args: {a: &a {b: *a}}\n", "? seed\n: 1\n", "? [a]\n: 1\n"),
+    *("x: &x {steps: 3}\ntrain: *x\n", "train: {<<: {steps: 3}}\n", "<<: {seed: 1}\n", "<<: 1\n"),
+    *("train: {<<: [{steps: 3}, {steps: 4}]}\n", "train: &a\n  steps: 3\nmodel:\n  <<: *a\n"),
+    *("seed: 1\nseed: 1\n", "train.steps: 3\n", "train:\n  steps: 3\n steps: 4\n", "train:\n\tsteps: 3\n"),
+    *("train: steps: 3\n", "TRAIN: {}\n", "train:\n", "train: []\n", "train: 1\n", "train: 'x'\n"),
+    *("train: null\n", "task_args: " + "{a: " * 400 + "1\n", "task_args: " + "{a: " * 900 + "1" + "}" * 900),
+    *("task_args: {1: 2}\n", "config_version: 99\n", "config_version: x\n", "a.b.c: 1\n", '"": 1\n'),
+    *("defaults: [a, {b: c}]\n", "extends: quickstart\nextends: quickstart\n"),
+    *(f"extends: {text}\n" for text in ("nowhere.yaml", "1", "[]", "['']", "[1]", "/", ".", "../../../x")),
+    *(f"extends: {text}\n" for text in ("config.yaml", "[quickstart, quickstart]", "{a: 1}", "~nobody/x")),
+    *(f"extends: {text}\n" for text in ("s3://a/b.yaml", '"\\0"', "/dev/zero", "null")),
 )
 """Whole files."""
 
 
 def _misspelt(draw: random.Random, key: str) -> str:
     at = draw.randrange(len(key))
-    return draw.choice(
-        (
-            *(
-                key[:at] + key[at + 1 :],
-                key[:at] + key[at] + key[at:],
-                key.upper(),
-                key.replace("_", "-"),
-                f"{key} ",
-            ),
-            *(
-                key[:at] + draw.choice("aeéx_ .:") + key[at:],
-                key.replace(".", "__"),
-                key.rpartition(".")[2],
-                f"{key}.x",
-            ),
-        )
-    )
+    start, rest = key[:at], key[at:]
+    others = (start + rest[1:], start + rest[0] + rest, start + draw.choice("aeéx_ .:") + rest, key.upper())
+    names = (key.replace("_", "-"), key.replace(".", "__"), key.rpartition(".")[2], f"{key}.x", f"{key} ")
+    return draw.choice((*others, *names))
 
 
 def _in_file(key: str, value: str) -> str:
@@ -292,9 +134,7 @@ def wrong(content: bytes, sets: tuple[str, ...]) -> tuple[str, bool]:
     except BaseException as error:
         return f"it cannot be written and read: {type(error).__name__}: {str(error)[:200]}", True
     with within(3 * LIMIT_S):
-        return typed(
-            "check config.yaml" + "".join(f" --set '{text}'" for text in sets if "'" not in text)
-        ).wrong, True
+        return typed(join(["check", "config.yaml", *(f"--set={text}" for text in sets)])).wrong, True
 
 
 def tried(count: int, seed: int) -> Iterator[tuple[str, str, bool]]:

@@ -3,11 +3,11 @@
     python -m benchmarks.mutated_runs [--changes 20000] [--seed 0] [--run finished] [--only NUMBER]
 
 The runs are those of `tests/golden`, one of a function, and one whose supervisor is alive; `run_mutations.py`
-says what happens to them. After each change a command that reads and another one, which often acts, are typed in a
-fork of this process. None may end with an unexpected exception, take longer than `LIMIT_S`, exit with a code that is
-not documented, print a traceback of its own, or send a signal to a process that is not of the run. What only
-reads changes no file, and nothing touches what is outside of the run. The same seed and number are the same
-change and commands: `--only` repeats one, with its traceback. Supervisors that would start end at once.
+says what happens to them. After each change a command that reads and another one, which often acts, are typed
+in a fork of this process. None may end with an unexpected exception, take longer than `LIMIT_S`, exit with a
+code that is not documented, print a traceback of its own, or send a signal to a process that is not of the
+run. What only reads changes no file, and nothing touches what is outside of the run. The same seed and number
+are the same change and commands: `--only` repeats one, with its traceback. Supervisors that would start end.
 """
 
 from __future__ import annotations
@@ -181,9 +181,8 @@ class Place:
             program.chmod(0o755)
         shutil.copytree(HERE / "slurm", self.folder / "slurm", dirs_exist_ok=True)
         for line in READING:  # imports what the forks need, and compiles the page of a report
-            assert not (wrong := typed(line.format(run="runs/finished", other=f"runs/{NEIGHBOUR}")).wrong), (
-                wrong
-            )
+            ended = typed(line.format(run="runs/finished", other=f"runs/{NEIGHBOUR}"))
+            assert not ended.wrong, ended
         (self.project / "page.html").unlink()
         gc.freeze()  # else each fork copies every page of memory that a collection touches
         make_function_run(self.project)
@@ -277,18 +276,18 @@ class TooLong(BaseException):
 
 @contextlib.contextmanager
 def within(limit_s: int) -> Iterator[None]:
-    """Raise `TooLong` in the block after some seconds."""
+    """Raise `TooLong` in the block after some seconds of processor time."""
 
     def stop(*_: object) -> None:
         raise TooLong
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(limit_s)
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, limit_s)
     try:
         yield
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 class Typed(NamedTuple):

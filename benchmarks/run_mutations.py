@@ -292,22 +292,21 @@ def _key_twice(draw: random.Random, run: Path, others: list[Path]) -> str:
     return f"{file.relative_to(run)} has {key}{value} twice"
 
 
+OTHER_DATES = (
+    *("9999-12-31T23:59:59.999Z", "0001-01-01T00:00:00.000Z", "2026-01-01T12:00:00", "", "yesterday"),
+    *("2026-02-30T00:00:00Z", "2031-01-01T00:00:00.000+14:00", "1969-12-31T23:59:59Z", "2026-01-01", "12:00"),
+)
+OTHER_NAMES = (
+    *("1", "999", "0001", "-1", "000", "002", "003", "4", "1" * 30, "latest", "x", "001 ", "٣"),
+    *("step-00000099", "step--1", "step-x", "step-3", "\udcff", "1e3", ".hidden", "9" * 200),
+)
+"""Names of attempts, checkpoints and points."""
 DATES = re.compile(r"\d{4}-\d\d-\d\dT[\d:.]+Z")
 
 
 def _other_dates(draw: random.Random, run: Path, others: list[Path]) -> str:
     file = draw.choice([path for path in own_files(run) if path.suffix in JSON_FILES])
-    new = draw.choice(
-        (
-            "9999-12-31T23:59:59.999Z",
-            "0001-01-01T00:00:00.000Z",
-            "2026-01-01T12:00:00",
-            "",
-            "yesterday",
-            "2026-02-30T00:00:00Z",
-        )
-        + ("2031-01-01T00:00:00.000+14:00", "1969-12-31T23:59:59Z", "2026-01-01", "12:00")
-    )
+    new = draw.choice(OTHER_DATES)
     share = draw.choice((0.05, 0.5, 1.0))
     text = DATES.sub(lambda match: new if draw.random() < share else match[0], file.read_text())
     file.write_text(text)
@@ -335,25 +334,7 @@ def _attempt_folder(draw: random.Random, run: Path, others: list[Path]) -> str:
     """An attempt, checkpoint or point that is gone, renamed or there twice."""
     numbered = [path for path in own_places(run) if path.is_dir() and re.search(r"\d$", path.name)]
     path = draw.choice(numbered)
-    name = draw.choice(
-        (
-            "1",
-            "999",
-            "0001",
-            "-1",
-            "000",
-            "002",
-            "003",
-            "4",
-            "1" * 30,
-            "latest",
-            "x",
-            "001 ",
-            "٣",
-            "step-00000099",
-        )
-        + ("step--1", "step-x", "step-3", "\udcff", "1e3", ".hidden", "9" * 200)
-    )
+    name = draw.choice(OTHER_NAMES)
     target = path.with_name(name)
     how = draw.choice(("renamed to", "copied to", "moved into itself as", "linked as", "removed, not"))
     if how == "renamed to":

@@ -267,7 +267,8 @@ def _request_options(function: Function, *place: Callable[[Any], Any], unless: s
         request = None
         if config is not None and config.endswith(".py"):
             named = "run" if click.get_current_context().info_name == "run" else "submit"
-            program = config if " " in config and not Path(config).exists() else f"python {shlex.quote(config)}"
+            is_line = " " in config and not Path(config).exists()
+            program = config if is_line else f"python {shlex.quote(config)}"
             hint = f"`trainkit {named} -- {program}` runs a script of your own"
             raise ConfigError([Problem("", "no such config", config, hint)])
         if config is not None:

@@ -139,10 +139,11 @@ def one_run(found: RunDir | RunGroup, text: str) -> RunDir:
     if isinstance(found, RunDir):
         return found
     indices = sorted(found.points)
-    raise UsageError(
-        f"{text} is a group of {len(indices):,} runs",
-        hint=f"choose one of them, for example {found.run(indices[0]).word}",
-    )
+    first = next(iter(indices), None)
+    hint = "its sweep.json has none: restore that file"
+    if first is not None:
+        hint = f"choose one of them, for example {found.run(first).word}"
+    raise UsageError(f"{text} is a group of {len(indices):,} runs", hint=hint)
 
 
 def find_attempt(run: RunDir, number: int | None) -> AttemptDir:
