@@ -76,7 +76,9 @@ def faults(name: str) -> list[str]:
         for line in lines
         if line.split()[-1] != "--dry-run" or name not in ("bench", "sweep")
     ]
-    hidden = [one for one in (name, NEIGHBOUR) if f"runs/{one}" not in found[1][1].output and name != "bench"]
+    said = found[1][1].output + found[1][1].errors  # of `status --json`
+    names = () if name == "bench" else (name, NEIGHBOUR)
+    hidden = [f"{one} is hidden" for one in names if f"runs/{one}" not in said]
     return [f"{line}: {ended.wrong}" for line, ended in found if ended.wrong] + hidden
 
 

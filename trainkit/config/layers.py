@@ -201,7 +201,7 @@ class Layers:
             key = setting[1] if schema.is_known(path) else schema.meant(path)
             hint = f"did you mean --set {quote(f'{key}={setting[2]}')}?" if key else "a setting follows --set"
             return Problem("", "no such file or shipped config", name, hint)
-        if inside := [one for one in shipped_config_names() if one.rpartition("/")[2] == path.stem.lower()]:
+        if inside := [one for one in shipped_config_names() if one.endswith(f"/{path.stem.lower()}")]:
             return Problem("", "no such file or shipped config", name, f"did you mean {inside[0]}?")
         if not path.parent.is_dir():
             close = near(name.lower(), shipped_config_names(), schema.SIMILAR)
