@@ -310,18 +310,19 @@ def _of_another_command(typed: str, context: click.Context | None, args: Sequenc
     """An option of a command that stands before it, or of the program that stands after its command."""
     from difflib import get_close_matches
 
-    from trainkit.cli.main import COMMANDS, cli, load_command
-
     if context is None:
         return ""
-    if context.command is cli:
-        name = next((word for word in args if word in COMMANDS), None)
-        params = [] if name is None else load_command(name).params
-        if any(typed in item.opts for item in params):
+    root = context.find_root()
+    if context is root and isinstance(root.command, click.Group):
+        name = next((word for word in args if word in root.command.list_commands(root)), "")
+        command = root.command.get_command(root, name)
+        if command is not None and any(typed in item.opts for item in command.params):
             rest = list(args)
-            rest.remove(str(name))
-            return f"the options of a command follow it: `{join(['trainkit', str(name), *rest])}`"
-    elif meant := get_close_matches(typed, [name for item in cli.params for name in item.opts], cutoff=0.9):
+            rest.remove(name)
+            return f"the options of a command follow it: `{join(['trainkit', name, *rest])}`"
+    elif meant := get_close_matches(
+        typed, [name for item in root.command.params for name in item.opts], 1, 0.9
+    ):
         rest = [word for word in args if word != typed]
         return f"it comes before the command: `{join(['trainkit', meant[0], *rest])}`"
     return ""

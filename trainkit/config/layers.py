@@ -197,8 +197,8 @@ class Layers:
             hint = f"a number is no CONFIG: write --set KEY={name}, or --sweep KEY=VALUE,{name}"
             return Problem("", "no such file or shipped config", name, hint)
         if setting := _SETTING.fullmatch(name):
-            path = tuple(setting[1].split("."))
-            key = setting[1] if schema.is_known(path) else schema.meant(path)
+            keys = tuple(setting[1].split("."))
+            key = setting[1] if schema.is_known(keys) else schema.meant(keys)
             hint = f"did you mean --set {quote(f'{key}={setting[2]}')}?" if key else "a setting follows --set"
             return Problem("", "no such file or shipped config", name, hint)
         if inside := [one for one in shipped_config_names() if one.endswith(f"/{path.stem.lower()}")]:
