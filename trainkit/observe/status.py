@@ -397,7 +397,7 @@ def _unreadable(run: RunDir, attempt: int | None) -> Iterator[str]:
     for file in (run.job_file, run.plan_file, run.config_file, run.events_file, run.metrics_file, *logs):
         try:
             open_file(file).close()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             pass
         except OSError as error:
             yield f"{file.name} cannot be read: {error.strerror}"
