@@ -19,7 +19,7 @@ from trainkit.plan.torch_build import OLDEST
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
-SIZES = {"trainkit": (273, 62_567), "tests": (377, 61_227)}
+SIZES = {"trainkit": (273, 62_866), "tests": (377, 61_298)}
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (5, 400)
 """By so much the code may be smaller before `SIZES` is lowered."""
