@@ -19,7 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.damaged_runs import make_project
+from benchmarks.mutated_runs import make_project
 
 COMMANDS = (
     *("status runs/{run}", "status", "watch runs/{run} --once", "logs runs/{run} --lines 5"),

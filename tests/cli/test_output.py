@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.damaged_runs import make_project
+from benchmarks.mutated_runs import make_project
 from trainkit.cli.main import main
 
 ODD = "█ ✓ é 中 \udcff \ud800"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.damaged_runs import make_project
+from benchmarks.mutated_runs import make_project
 from trainkit.cli.main import main
 from trainkit.formats import table
 

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.hostile_configs import tried
 from trainkit.config import RunConfig, dump_effective, load_config, read_effective
 from trainkit.config.schema import all_keys
 from trainkit.config.yamlfile import dump
@@ -58,3 +59,19 @@ def test_any_input(
 
 def write(file: Path, content: str) -> None:
     file.write_text(content, encoding="utf-8", newline="")
+
+
+def test_hostile_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert [(text, fault) for text, fault, _ in tried(100, seed=2) if fault] == []
+
+
+def test_values_that_are_nested_too_deeply(tmp_path: Path) -> None:
+    deep = "[" * 900 + "]" * 900
+    write(tmp_path / "run.yaml", f"seed: 1\ntask_args: {{a: {deep}}}\n")
+    for overrides, where in (((), "run.yaml:2"), ((f"task_args={deep}",), f"--set task_args={deep}")):
+        with pytest.raises(ConfigError) as caught:
+            load_config("run.yaml" if not overrides else None, overrides=overrides, environ={}, cwd=tmp_path)
+        assert caught.value.problems[0].origin == where
+        assert caught.value.problems[0].message.endswith("the values are nested too deeply")

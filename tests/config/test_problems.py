@@ -81,7 +81,11 @@ launch.env={A: [1]}
             "checkpoint.keep_last=0",
             "checkpoint.keep_last: must be a whole number of at least 1 or null, not 0",
         ),
-        ("checkpoint.async=1", "checkpoint.async: must be true or false, not 1"),
+        (
+            "checkpoint.async=1",
+            "checkpoint.async: must be true or false, not 1\n  hint: did you mean --set"
+            " checkpoint.async=true?",
+        ),
         ("parallel.dp_shard=0", "parallel.dp_shard: must be -1 or a whole number of at least 1, not 0"),
         ("config_version=3", "config_version: must be one of 1, 2, not 3"),
         ("seed={a: 1", None),

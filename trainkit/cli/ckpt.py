@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -92,7 +93,7 @@ def prune(run_name: str, keep_last: int, dry_run: bool, as_json: bool) -> None:
     Refused while the run is running. Checkpoints set aside as damaged are kept.
     """
     run = find_run(run_name, acts=True)
-    with run_lock(run):
+    with contextlib.nullcontext() if dry_run else run_lock(run):
         require_not_running(run, "ckpt prune")
         there = manifest.published(run.checkpoints_dir)
         doomed = manifest.obsolete(there, keep_last, manifest.best_step(run.checkpoints_dir))

@@ -197,8 +197,19 @@ def accept_trusted(folder: Path | None) -> bool:
     return is_given
 
 
+def _refuse_empty(context: click.Context, param: click.Parameter, text: str | None) -> str | None:
+    if text is not None and not text.strip():
+        raise UsageError("CONFIG is empty", hint="name a file or shipped config, or omit it for the default")
+    return text
+
+
 config_argument = click.argument(
-    "config", type=click.Path(), metavar="[CONFIG]", required=False, shell_complete=complete_config
+    "config",
+    type=click.Path(),
+    metavar="[CONFIG]",
+    required=False,
+    shell_complete=complete_config,
+    callback=_refuse_empty,
 )
 """A file, or the name of a shipped config."""
 
@@ -297,7 +308,9 @@ def _request_options(function: Function, *place: Callable[[Any], Any], unless: s
         request = None
         if config is not None and config.endswith(".py"):
             named = "run" if click.get_current_context().info_name == "run" else "submit"
-            hint = f"`trainkit {named} -- python {shlex.quote(config)}` runs a script of your own"
+            is_line = " " in config and not Path(config).exists()
+            program = config if is_line else f"python {shlex.quote(config)}"
+            hint = f"`trainkit {named} -- {program}` runs a script of your own"
             raise ConfigError([Problem("", "no such config", config, hint)])
         if config is not None:
             request = ConfigRequest(config, profile, overrides, flags, argv, chooses_nodes=chooses)

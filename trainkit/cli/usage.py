@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from contextlib import suppress
@@ -13,21 +14,38 @@ from trainkit.errors import EXIT_FAILED, TrainkitError, UsageError
 
 SIMILAR = 0.75
 """`sumbit` is like `submit` (0.83); `wait` is not like `watch` (0.67)."""
-PROGRAM = re.compile(r"(.*/)?(python[0-9.]*|torchrun|accelerate|deepspeed)|.*\.py")
+PROGRAM = re.compile(r"(\S*/)?(python[0-9.]*|torchrun|accelerate|deepspeed|bash|sh)|\S*\.(py|sh)")
 SETTING = re.compile(r"-*(?P<key>[A-Za-z_]+(\.[A-Za-z_]+)+)=(?P<value>.+)")
 DASHES = "\N{EN DASH}\N{EM DASH}\N{MINUS SIGN}"
 """What a word processor or a web page makes of ``--``."""
 OTHER_COMMANDS = {
-    **dict.fromkeys(("status", "ls"), ("ls", "list", "ps", "queue", "show")),
-    **{"cancel": ("kill", "stop", "scancel"), "prune": ("delete", "rm")},
-    **{"submit": ("train", "start", "launch", "sbatch"), "logs": ("tail", "cat", "output")},
-    **{"resume": ("continue", "restart"), "check": ("validate",)},
-    **{"--help": ("help",), "--version": ("version",)},
+    "ls": ("list", "ps", "queue", "show", "status"),
+    "status": ("ls", "list", "ps", "queue", "squeue", "sacct", "show", "jobs", "runs", "info", "describe"),
+    **{"watch": ("top", "htop", "monitor", "dashboard"), "ui": ("tensorboard", "board", "wandb")},
+    **{"cancel": ("kill", "stop", "scancel", "abort", "terminate"), "prune": ("delete", "rm")},
+    **{"submit": ("train", "start", "launch", "sbatch", "fit"), "run": ("exec", "srun", "torchrun")},
+    **{"logs": ("tail", "cat", "output", "less"), "shell": ("salloc", "bash", "interactive")},
+    **{"resume": ("continue", "restart", "retry", "rerun"), "check": ("validate", "lint")},
+    **{
+        "submit --dry-run": ("dry-run", "dryrun", "dry_run", "preview"),
+        "schema": ("config", "keys", "options"),
+    },
+    **{"submit --sweep KEY=VALUE,VALUE": ("sweep", "multirun"), "ckpt verify": ("verify",)},
+    **{"ckpt ls": ("checkpoint", "checkpoints", "ckpts"), "ckpt export": ("export", "convert")},
+    **{"export": ("convert", "save"), "prepare": ("tokenize", "tokenise"), "validate": ("check", "verify")},
+    **{"ckpt prune": ("prune", "clean"), "data prepare": ("prepare", "tokenize", "tokenise")},
+    **{"generate": ("infer", "chat", "predict"), "bench": ("benchmark", "tune"), "compare": ("diff",)},
+    **{"doctor": ("gpu", "gpus", "nodes", "sinfo", "nvidia-smi", "test"), "attach": ("ssh",)},
+    **{"diagnose": ("explain", "why", "errors", "inspect"), "stacks": ("py-spy", "stack")},
+    **{"--help": ("help", "man", "usage", "?", "/?", "/help"), "--version": ("version", "ver")},
 }
 """Command -> those of other programs that mean the same."""
 DELETES = "a run is a folder: `rm -r` deletes one that has ended, `trainkit cancel RUN` ends one that runs"
 RESUMES = "`trainkit resume RUN` starts a run again from its newest checkpoint"
 KEEPS_LOGS = "`trainkit logs RUN` shows what a run prints; the files are in its run folder"
+HERE = "a run works in the folder in which it is submitted: `cd` there first"
+ASKS_NOTHING = "trainkit asks nothing: leave it out"
+RENDEZVOUS = "trainkit chooses address, port and ranks itself: leave it out"
 OTHER_WAYS = {
     **dict.fromkeys(("--resume", "--ckpt_path", "--ckpt-path", "--continue", "--restart"), RESUMES),
     **dict.fromkeys(("--resume_from_checkpoint", "--resume-from-checkpoint"), RESUMES),
@@ -35,6 +53,22 @@ OTHER_WAYS = {
     **dict.fromkeys(("--local", "--here"), "did you mean --backend local?"),
     **dict.fromkeys(("--dependency", "-d"), "`--after RUN` waits for another run"),
     **dict.fromkeys(("-v", "-V"), "did you mean --version?"),
+    **dict.fromkeys(("--chdir", "-D", "--workdir", "--cwd", "--working-dir"), HERE),
+    **dict.fromkeys(("--yes", "-y", "--force", "--overwrite", "--no-input"), ASKS_NOTHING),
+    **dict.fromkeys(("--wait", "-W"), "`--follow` stays until the run has ended"),
+    **dict.fromkeys(("--quiet", "--silent"), "what is not the result goes to stderr: `2>/dev/null` hides it"),
+    "--verbose": "`trainkit --debug COMMAND …` shows where an error comes from",
+    "--wrap": "a program of your own comes after --: `trainkit submit -- COMMAND`",
+    **dict.fromkeys(
+        ("--standalone", "--rdzv_backend", "--rdzv-backend", "--rdzv_id", "--rdzv-id"), RENDEZVOUS
+    ),
+    **dict.fromkeys(("--rdzv_endpoint", "--rdzv-endpoint", "--master_addr", "--master_port"), RENDEZVOUS),
+    **dict.fromkeys(
+        ("--node_rank", "--machine_rank", "--main_process_ip", "--main_process_port"), RENDEZVOUS
+    ),
+    **dict.fromkeys(("--max_restarts", "--max-restarts"), "did you mean --set requeue.max_crashes=…?"),
+    **dict.fromkeys(("--requeue", "--no-requeue"), "`--set requeue.max=N` says how often a run starts again"),
+    **dict.fromkeys(("--use_deepspeed", "--deepspeed"), "did you mean --launcher deepspeed?"),
 }
 """Option of other programs -> what to type instead, where that is no option of the same command."""
 SBATCH_OPTIONS = (
@@ -43,10 +77,17 @@ SBATCH_OPTIONS = (
     *("priority", "switches", "threads-per-core", "tmp", "wckey"),
 )
 """Options of sbatch that have no key of their own: `resources.extra` takes them."""
+KILLS = ("-9", "-f", "--force", "--kill", "-s", "--signal")
+"""Options of `kill` and `scancel` for a run that has not ended otherwise."""
+SBATCH_SHORT = {"-w": "nodelist", "-L": "licenses", "-H": "hold", "-b": "begin", "-s": "oversubscribe"}
+SBATCH_KEYS = {"-x": "exclude", "-M": "clusters"}
+"""Short options of sbatch, by the long one or the key."""
+WORD_IS_VALUE = ("bf16", "fp16", "fp32")
+"""Options of other programs that say the value of a key."""
 OTHER_NAMES = {
     "--nodes": ("-N", "--nnodes", "--num_machines", "--num-machines"),
     "--gpus-per-node": (
-        *("-n", "--ntasks", "--ntasks-per-node", "--gpus", "--gres"),
+        *("-n", "-G", "--ntasks", "--ntasks-per-node", "--gpus", "--gres", "--gpus-per-task", "--num-gpus"),
         *("--nproc", "--nproc_per_node", "--nproc-per-node", "--num_processes", "--procs"),
     ),
     "--name": ("-J", "--job-name"),
@@ -57,6 +98,11 @@ OTHER_NAMES = {
     "--constraint": ("-C",),
     "--lines": ("-n", "--tail"),
     "--follow": ("-f",),
+    "--run-dir": ("--output_dir", "--output-dir", "--save_dir", "--save-dir", "--out-dir", "--rundir"),
+    "--help": ("-?", "--usage"),
+    "--dry-run": ("--dry", "--simulate", "--test", "--preview"),
+    "--out": ("-o", "--output", "--to", "--output-dir", "--output_dir"),
+    "--all": ("-a",),
 }
 """Option -> those of Slurm's commands and of launchers that mean the same."""
 
@@ -69,28 +115,54 @@ class CommandGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         known = self.list_commands(ctx)
         if args[0] not in known and not args[0].startswith("-"):
-            hint = _command_hint(args[0], known, ctx.command_path)
+            hint = _command_hint(args, known, ctx.command_path)
             raise UsageError(f"unknown command {args[0]!r}", hint=hint)
         return super().resolve_command(ctx, args)
 
 
-def _command_hint(name: str, known: Sequence[str], program: str) -> str:
-    """What to type in place of an unknown command of `program`."""
+def _command_hint(args: Sequence[str], known: Sequence[str], program: str) -> str:
+    """What to type in place of an unknown command of `program`, the first of `args`."""
     from trainkit.formats import near
 
+    name, is_top = args[0].lower(), "submit" in known
     if name in ("rm", "delete", "remove") and "prune" not in known:
         return DELETES
-    if "prune" in known and name not in OTHER_COMMANDS["prune"]:
-        from trainkit.run.registry import find_run
-
-        with suppress(TrainkitError):
-            find_run(name)
-            return f"did you mean `{program} ls {quote(name)}`?"
+    if "prune" in known and name not in OTHER_COMMANDS["prune"] and _is_run(args[0]):
+        return f"did you mean `{program} ls {quote(args[0])}`?"
+    if name == program:
+        return f"did you mean `{join(args)}`?"
     same = (
-        own for own, others in OTHER_COMMANDS.items() if name in others and (own in known or own[0] == "-")
+        own
+        for own, others in OTHER_COMMANDS.items()
+        if name in others and (own.split()[0] in known or own[0] == "-")
     )
-    meant = near(name.lower(), known, SIMILAR) or next(same, None)
+    starts = [own for own in known if own.startswith(name)]
+    meant = next(same, None) or near(name, known, SIMILAR) or (starts[0] if len(starts) == 1 else None)
+    if meant == "--help" and args[1:2] and args[1] in known:
+        meant = f"{args[1]} --help"
+    if meant is None and is_top:
+        meant = _meant_by_operand(args)
     return f"did you mean `{program} {meant}`?" if meant else f"`{program} --help` lists the commands"
+
+
+def _meant_by_operand(args: Sequence[str]) -> str | None:
+    """The command that was left out before a program, a config or a run."""
+    from trainkit.folders import find_shipped_config
+
+    if PROGRAM.fullmatch(args[0]):
+        return f"submit {_with_dashes(args, 0)}"
+    if args[0].endswith((".yaml", ".yml")) or find_shipped_config(args[0]) is not None:
+        return f"submit {join(args)}"
+    return f"status {quote(args[0])}" if _is_run(args[0]) else None
+
+
+def _is_run(name: str) -> bool:
+    from trainkit.run.registry import find_run
+
+    with suppress(TrainkitError):
+        find_run(name)
+        return True
+    return False
 
 
 def from_click(error: click.ClickException, args: Sequence[str]) -> TrainkitError:
@@ -101,8 +173,11 @@ def from_click(error: click.ClickException, args: Sequence[str]) -> TrainkitErro
     takes_command = args[:1] in (["submit"], ["run"]) and "--" not in args
     args = args[: args.index("--")] if "--" in args else args  # what follows is not trainkit's
     if isinstance(error, click.NoSuchOption):
-        message = f"unknown option {error.option_name}"
-        hint = _option_hint(error, args)
+        known = _option_names(error.ctx)
+        # Click reads -help as -h -e -l -p.
+        word = next((word for word in args if word[:1] == "-" and f"-{word}" in known), None)
+        message = f"unknown option {word or error.option_name}"
+        hint = f"did you mean -{word}?" if word else _option_hint(error, args)
     elif isinstance(error, click.MissingParameter) and error.param is not None:
         message = f"{_name(error.param)} is missing"
         examples = (context.command.epilog or "" if context else "").splitlines()
@@ -111,10 +186,11 @@ def from_click(error: click.ClickException, args: Sequence[str]) -> TrainkitErro
     elif isinstance(error, click.BadOptionUsage):
         is_flag = any(word.startswith(f"{error.option_name}=") for word in args)
         message = f"{error.option_name} {'takes no' if is_flag else 'needs a'} value"
+        hint = "`--help` describes every option" if error.option_name == "--help" else ""
     elif isinstance(error, click.BadParameter) and error.param is not None:
         message, hint = _bad_value(error.param, args) or (message, "")
     if isinstance(error, click.UsageError) and takes_command and (first := _program_at(args, context)):
-        hint = f"a program of your own comes after --: `{_with_dashes(args, first)}`"
+        hint = f"a program of your own comes after --: `trainkit {_with_dashes(args, first)}`"
     if isinstance(error, click.UsageError) and not hint:
         named = ["trainkit", *(word for word in args[:1] if not word.startswith("-"))]
         path = " ".join(named) if context is None else context.command_path
@@ -127,6 +203,11 @@ def _options(context: click.Context | None) -> list[click.Option]:
     return [item for item in params if isinstance(item, click.Option)]
 
 
+def _option_names(context: click.Context | None) -> list[str]:
+    names = [name for item in _options(context) for name in item.opts]
+    return names + ([] if context is None else context.help_option_names)
+
+
 def _program_at(args: Sequence[str], context: click.Context | None) -> int:
     """The index of the program in a command line, 0 without one; the value of an option is none."""
     with_value = {name for item in _options(context) if not item.is_flag for name in item.opts}
@@ -135,11 +216,12 @@ def _program_at(args: Sequence[str], context: click.Context | None) -> int:
 
 
 def _with_dashes(args: Sequence[str], first: int) -> str:
-    """The command that was meant, where the ``--`` before a program was forgotten."""
-    own, program = args[:first], args[first:]
+    """The words that were meant, where the ``--`` before a program was forgotten."""
+    own, program = [word for word in args[:first] if word.strip(DASHES + "-")], args[first:]
     # The launchers start Python themselves.
     python = ["python"] if program[0].endswith(".py") and "--launcher" not in own else []
-    return join(["trainkit", *own, "--", *python, *program])
+    shell = ["bash"] if program[0].endswith(".sh") else []
+    return join([*own, "--", *python, *shell, *program])
 
 
 def _name(param: click.Parameter) -> str:
@@ -151,6 +233,8 @@ def _word_hint(args: Sequence[str]) -> str:
     rest = args[1:]
     if rest and rest[-1] == "help":
         return f"did you mean `trainkit {join(args[:-1])} --help`?"
+    if args[:1] in (["cancel"], ["watch"], ["logs"], ["diagnose"], ["resume"]) and all(map(_is_run, rest)):
+        return f"one run at a time: `trainkit {join(args[:2])}`"
     if args[:1] == ["status"] and len(rest) > 1 and not any(word.startswith("-") for word in rest):
         return f"`trainkit compare {join(rest)}` shows several runs side by side"
     if args[:1] == ["init"] and len(rest) == 1 and rest[0].isidentifier():
@@ -158,8 +242,17 @@ def _word_hint(args: Sequence[str]) -> str:
     if sum(word.endswith((".yaml", ".yml")) for word in rest) > 1:
         files = [word for word in rest if word.endswith((".yaml", ".yml"))]
         return f"a config that contains `extends: [{', '.join(files)}]` combines them"
+    from trainkit.config.schema import all_keys, meant
+
+    for word, value in itertools.pairwise(rest):
+        if word in all_keys():
+            return f"did you mean --set {quote(f'{word}={value}')}?"
+    for word in rest:
+        key, equals, value = word.partition("=")
+        if equals and key.isidentifier() and (path := meant((key,))):
+            return f"did you mean --set {quote(f'{path}={value}')}?"
     for word in args:
-        if word[:1] in DASHES:
+        if word and word[0] in DASHES:
             return f"{word} begins with a dash that is not -: write --{word.lstrip(DASHES + '-')}"
         if (found := SETTING.fullmatch(word)) is not None:
             return _setting_hint(found)
@@ -179,43 +272,115 @@ def _option_hint(error: click.NoSuchOption, args: Sequence[str]) -> str:
     """The option that was meant, by its name here, or the key of the config that has no option."""
     from difflib import get_close_matches
 
-    known = [name for item in _options(error.ctx) for name in item.opts]
-    typed = next((word for word in args if word[:1] == "-" and f"-{word}" in known), error.option_name)
-    if typed != error.option_name:
-        return f"did you mean -{typed}?"
-    same = [name for name in known if typed in OTHER_NAMES.get(name, ())]
-    close = same or get_close_matches(typed.lower(), known, cutoff=SIMILAR)
-    if close:
-        return f"did you mean {' or '.join(sorted(close))}?"
-    if typed in ("--config", "-c", "--file") and error.ctx is not None:
-        named = quote(_typed([typed], args) or "CONFIG")
-        return f"CONFIG has no option: `{error.ctx.command_path} {named}`"
+    known, typed = _option_names(error.ctx), error.option_name
+    value, program = _typed([typed], args), "" if error.ctx is None else error.ctx.command_path
+    if "--json" in known and value == "json":
+        return "did you mean --json?"
+    if typed in ("--run", "--run-name", "--name") and _takes_run(error.ctx):
+        return f"RUN has no option: `{program} {quote(value or 'RUN')}`"
+    if moved := _of_another_command(typed, error.ctx, args):
+        return moved
+    if error.ctx is not None and error.ctx.command.name == "cancel" and typed in KILLS:
+        return "did you mean --now?"
+    if same := [name for name in known if typed in OTHER_NAMES.get(name, ())]:
+        return f"did you mean {_with_value(sorted(same), value)}?"
+    if typed == "-c" and "--set" in known and (value or "").isdigit():
+        return f"did you mean --set resources.cpus_per_gpu={value}?"
+    if typed in ("--config", "-c", "--file", "--model") and _names_config(typed, value):
+        return f"CONFIG has no option: `{program} {quote(value or 'CONFIG')}`"
+    if typed in ("--env", "-e", "--export") and "--set" in known and "=" in (value or ""):
+        return f"did you mean --set {quote(f'launch.env.{value}')}?"
     if typed in OTHER_WAYS and (typed not in ("-v", "-V") or "--version" in known):
         return OTHER_WAYS[typed]
-    if typed.lstrip("-") in SBATCH_OPTIONS and "--set" in known:
-        extra = f"resources.extra.{typed.lstrip('-')}"
-        following = _typed([typed], args)
-        is_flag = following is None or following.startswith("-")
-        return f"did you mean --set {quote(extra + '=' + ('true' if is_flag else str(following)))}?"
     if typed == "--dry-run" and args[0] == "run":
         return "`trainkit submit --backend local --dry-run …` shows what would run"
+    if "--set" in known and (found := _key_hint(typed, value, args, known)):
+        return found
+    starts = [name for name in known if len(typed) > 3 and name.startswith(typed)]
+    close = starts or get_close_matches(typed.lower().replace("_", "-"), known, cutoff=SIMILAR)
+    return f"did you mean {' or '.join(sorted(close))}?" if close else ""
+
+
+def _takes_run(context: click.Context | None) -> bool:
+    params = [] if context is None else context.command.params
+    return any(isinstance(item, click.Argument) and "RUN" in item.human_readable_name for item in params)
+
+
+def _of_another_command(typed: str, context: click.Context | None, args: Sequence[str]) -> str:
+    """An option of a command that stands before it, or of the program that stands after its command."""
+    from difflib import get_close_matches
+
+    if context is None:
+        return ""
+    root = context.find_root()
+    if context is root and isinstance(root.command, click.Group):
+        name = next((word for word in args if word in root.command.list_commands(root)), "")
+        command = root.command.get_command(root, name)
+        if command is not None and any(typed in item.opts for item in command.params):
+            rest = list(args)
+            rest.remove(name)
+            return f"the options of a command follow it: `{join(['trainkit', name, *rest])}`"
+    elif meant := get_close_matches(
+        typed, [name for item in root.command.params for name in item.opts], 1, 0.9
+    ):
+        rest = [word for word in args if word != typed]
+        return f"it comes before the command: `{join(['trainkit', meant[0], *rest])}`"
+    return ""
+
+
+def _with_value(names: Sequence[str], value: str | None) -> str:
+    """An option with the value that was typed for another one; ``--gres gpu:a100:4`` has a type too."""
+    *kind, count = (value or "").removeprefix("gpu:").split(":")
+    if names == ["--gpus-per-node"] and value != count and count.isdigit() and len(kind) < 2:
+        return " ".join([*(f"--gpu-type {one}" for one in kind), f"--gpus-per-node {count}"])
+    return " or ".join(names)
+
+
+def _names_config(typed: str, value: str | None) -> bool:
+    from trainkit.folders import find_shipped_config
+
+    return typed != "--model" or find_shipped_config(value or "") is not None
+
+
+def _key_hint(typed: str, value: str | None, args: Sequence[str], known: Sequence[str]) -> str:
+    """The key of the config for an option of another program, with a value that it takes."""
+    from trainkit.config.schema import OTHER_KEYS, all_keys, sections
+    from trainkit.config.suggest import OTHER_KEYS_SAY, accepts, nearest
+
+    if typed.lstrip("-") in SBATCH_OPTIONS or typed in SBATCH_SHORT:
+        extra = f"resources.extra.{SBATCH_SHORT.get(typed, typed.lstrip('-'))}"
+        is_flag = value is None or value.startswith("-")
+        return f"did you mean --set {quote(extra + '=' + ('true' if is_flag else str(value)))}?"
     loose = (
         word for before, word in zip(["", *args], args, strict=False) if before not in ("--set", "--sweep")
     )
-    if "--set" in known and (found := next(filter(None, map(SETTING.fullmatch, loose)), None)):
+    if found := next(filter(None, map(SETTING.fullmatch, loose)), None):
         return _setting_hint(found, known)
-    if "--set" in known:
-        from trainkit.config.schema import OTHER_KEYS, all_keys
-        from trainkit.config.suggest import nearest
-
-        word = typed.lstrip("-").replace("-", "_")
-        key = OTHER_KEYS.get(word) or next((key for key in all_keys() if key.endswith(f".{word}")), None)
-        if key is not None:
-            value = _typed([typed], args)
-            if value is not None:
-                value = nearest(tuple(key.split(".")), value) or value
-            return f"did you mean --set {quote(f'{key}={value}') if value is not None else f'{key}=…'}?"
-    return ""
+    word = SBATCH_KEYS.get(typed, typed).lstrip("-").replace("-", "_")
+    if word in OTHER_KEYS_SAY or word.removeprefix("use_") in OTHER_KEYS_SAY:
+        return OTHER_KEYS_SAY.get(word) or OTHER_KEYS_SAY[word.removeprefix("use_")]
+    keys = [*all_keys(), *sections()]
+    key = OTHER_KEYS.get(word) or next(
+        (key for key in keys if key in (word, f"{key.partition('.')[0]}.{word}")), None
+    )
+    if key is None:
+        return ""
+    if (option := f"--{key.rpartition('.')[2].replace('_', '-')}") in known:
+        return f"did you mean {option}?"
+    path = tuple(key.split("."))
+    if key in sections():
+        inner = [(key, name) for name in sections()[key]]
+        path = next((one for one in inner if value and not value.isdigit() and nearest(one, value)), ())
+        if not path:
+            return ""
+    if word in WORD_IS_VALUE:
+        value = word
+    if accepts(path, "true") and not accepts(path, "x") and (value is None or value.startswith("-")):
+        value = "true"
+    key, meant = ".".join(path), None if value is None else nearest(path, value)
+    if value is not None and meant is None and accepts(path, value):
+        meant = value
+    return f"did you mean --set {quote(f'{key}={meant}') if meant is not None else f'{key}=…'}?"
 
 
 def _typed(names: Sequence[str], args: Sequence[str]) -> str | None:
@@ -231,7 +396,7 @@ def _typed(names: Sequence[str], args: Sequence[str]) -> str | None:
 def _bad_value(param: click.Parameter, args: Sequence[str]) -> tuple[str, str] | None:
     """What is wrong with a number or choice, in the words of a config's problems, and what was meant."""
     from trainkit.config.schema import allowed_values, schema_words
-    from trainkit.config.suggest import GRES, readings
+    from trainkit.config.suggest import readings
 
     kind, name = param.type, _name(param)
     # An argument with a choice is the only one of its command.
@@ -262,6 +427,8 @@ def _bad_value(param: click.Parameter, args: Sequence[str]) -> tuple[str, str] |
 
     meant = next(filter(accept, readings(value, choices)), None)
     message = f"{name} {value}: must be {words}"
-    if name == "--gpus-per-node" and (gres := GRES.fullmatch(value)) and gres[2]:
-        return message, f"did you mean {name} {gres[2]} --gpu-type {gres[1]}?"
+    if value == "all" and name == "--rank":
+        return message, "did you mean --all?"
+    if (counted := _with_value([name], value)) != name:
+        return message, f"did you mean {counted}?"
     return message, "" if meant is None else f"did you mean {name} {quote(meant)}?"

@@ -159,6 +159,9 @@ def _with_origins(entry: Entry, before: Entry | None) -> Entry:
 ENV_PREFIX = "TRAINKIT_"
 ENV_INTERNAL_PREFIX = "TRAINKIT_JOB_"
 EMPTY = Entry({}, "default")
+SCRIPTS = {".py": "python", ".sh": "bash"}
+"""The suffixes of files that are no configs, and what starts them."""
+_SETTING = re.compile(r"\+{0,2}([a-z_]+(?:\.[a-z_]+)?)=(.*)")
 _NUMBER = re.compile(r"[-+]?[\d.]+(?:[eE][-+]?\d+)?")
 
 
@@ -179,20 +182,27 @@ class Layers:
             self.problems.append(Problem("", error.message, "", error.hint))
             return EMPTY, self.cwd / name
         shipped = None if path.is_file() else find_shipped_config(str(name))
-        if shipped is None and (not path.exists() or path.suffix == ".py"):
+        if shipped is None and (not path.exists() or path.suffix in SCRIPTS):
             self.problems.append(self._missing(str(name), path))
             return EMPTY, path
         return self._file(shipped or path, (), executes=self.of_run), shipped or path
 
     def _missing(self, name: str, path: Path) -> Problem:
-        if path.suffix == ".py":
-            hint = f"`trainkit submit -- python {quote(name)}` runs a script of your own"
+        if path.suffix in SCRIPTS:
+            hint = f"`trainkit submit -- {SCRIPTS[path.suffix]} {quote(name)}` runs a script of your own"
             return Problem("", "no such config", name, hint)
         if name == "help":
             return Problem("", "no such file or shipped config", name, "--help lists the options")
         if _NUMBER.fullmatch(name):
             hint = f"a number is no CONFIG: write --set KEY={name}, or --sweep KEY=VALUE,{name}"
             return Problem("", "no such file or shipped config", name, hint)
+        if setting := _SETTING.fullmatch(name):
+            keys = tuple(setting[1].split("."))
+            key = setting[1] if schema.is_known(keys) else schema.meant(keys)
+            hint = f"did you mean --set {quote(f'{key}={setting[2]}')}?" if key else "a setting follows --set"
+            return Problem("", "no such file or shipped config", name, hint)
+        if inside := [one for one in shipped_config_names() if one.endswith(f"/{path.stem.lower()}")]:
+            return Problem("", "no such file or shipped config", name, f"did you mean {inside[0]}?")
         if not path.parent.is_dir():
             close = near(name.lower(), shipped_config_names(), schema.SIMILAR)
             missing = f"there is no folder {shown_path(path.parent)}; {_shipped_hint(name)}"

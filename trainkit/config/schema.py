@@ -4,6 +4,7 @@ The keys of its sections are in `training.py` and `running.py`.
 """
 
 import json
+import re
 from collections.abc import Iterator
 from functools import cache
 from typing import Annotated, Any, Literal
@@ -146,7 +147,6 @@ OTHER_KEYS = {
     **dict.fromkeys(("max_steps", "num_steps"), "train.steps"),
     **dict.fromkeys(("max_epochs", "num_epochs", "num_train_epochs"), "train.epochs"),
     **dict.fromkeys(("micro_batch_size", "per_device_train_batch_size"), "train.device_batch_size"),
-    "gradient_accumulation_steps": "train.global_batch_size",
     **{"model_name": "model.hf", "model_name_or_path": "model.hf", "max_seq_length": "data.seq_len"},
     **dict.fromkeys(("fp16", "bf16", "mixed_precision"), "precision.dtype"),
     **{"lr_scheduler": "schedule.name", "gradient_checkpointing": "parallel.activation_checkpointing"},
@@ -155,8 +155,16 @@ OTHER_KEYS = {
     **{"num_nodes": "resources.nodes", "walltime": "resources.time", "queue": "resources.partition"},
     **{"save_every": "checkpoint.every_steps", "slurm": "resources"},
     **dict.fromkeys(("dataset", "data_path"), "data.source"),
+    **{"mem_gb": "resources.mem", "memory": "resources.mem", "accelerator": "device"},
     **{"timeout_min": "resources.time", "cpus_per_task": "resources.cpus_per_gpu"},
     **dict.fromkeys(("gpus", "devices", "num_gpus"), "resources.gpus_per_node"),
+    **dict.fromkeys(("tensor_parallel", "tensor_parallel_size", "tensor_model_parallel_size"), "parallel.tp"),
+    **dict.fromkeys(("pipeline_parallel_size", "pipeline_model_parallel_size"), "parallel.pp"),
+    **dict.fromkeys(("context_parallel", "context_parallel_size"), "parallel.cp"),
+    **dict.fromkeys(("train_data", "data_dir", "dataset_path"), "data.source"),
+    **dict.fromkeys(("fp32", "torch_dtype"), "precision.dtype"),
+    **dict.fromkeys(("image", "container_image", "singularity", "apptainer"), "launch.container"),
+    **dict.fromkeys(("warmup", "num_warmup_steps"), "schedule.warmup_steps"),
 }
 """A key as other trainers and Slurm call it, and as it is called here."""
 SIMILAR = 0.75
@@ -166,6 +174,9 @@ SIMILAR = 0.75
 def meant(path: tuple[str, ...]) -> str | None:
     """The key or section closest to an unknown path, or None."""
     leaf = path[-1]
+    dotted = re.sub("[/:]|__", ".", ".".join(path))
+    if dotted in all_keys():
+        return dotted
     if leaf in OTHER_KEYS:
         return OTHER_KEYS[leaf]
     same = [key for key in all_keys() if key.endswith(f".{leaf}")]

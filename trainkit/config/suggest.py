@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from decimal import Decimal
 from shlex import quote
 from unicodedata import combining, normalize
@@ -26,25 +27,28 @@ from trainkit.errors import Problem
 from trainkit.formats import near, plural, time_text
 
 WORDS = {
-    **{"yes": "true", "on": "true", "no": "false", "off": "false"},
+    **{"yes": "true", "on": "true", "1": "true", "no": "false", "off": "false", "0": "false"},
     **{"gpu": "cuda", "slurm": "sbatch", "7": "7b", "8": "8b", "13": "13b", "70": "70b"},
     **{"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"},
     **dict.fromkeys(("never", "none", "nil"), "null"),
+    **dict.fromkeys(("pytorch", "torch", "torch.distributed.run", "torch.distributed.launch"), "torchrun"),
 }
 """A value as other programs write it, in small letters, and as it is written here."""
 _QUOTES = "\"'`“”„‘’‚«»"
 _THOUSANDS = re.compile(r"[-+]?\d{1,3}([,_]\d{3})+")
 _DECIMAL_COMMA = re.compile(r"[-+]?\d+,\d+([eE][-+]?\d+)?")
-_RANGE = re.compile(r"(\d+) *- *(\d+)")
+_RANGE = re.compile(r"(\d+) *(?:-|:|\.{2,3}|\N{EN DASH}) *(\d+)")
 _WHOLE = re.compile(r"[-+]?\d+\.0*|[-+]?\d+(\.\d+)?[eE]\+?\d+")
 _DURATION = re.compile(
-    r"(?=\d)(?:(?P<d>\d+)\s*d(?:ays?)?)?\s*(?:(?P<h>\d+)\s*h(?:ours?)?)?\s*"
-    r"(?:(?P<m>\d+)\s*m(?:in(?:utes?)?)?)?"
+    r"(?=\d)(?:(?P<d>[\d.]+)\s*d(?:ays?)?)?\s*(?:(?P<h>[\d.]+)\s*h(?:(?:ou)?rs?)?)?\s*"
+    r"(?:(?P<m>\d+)\s*m(?:in(?:ute)?s?)?)?\s*(?:(?P<s>\d+)\s*s(?:ec(?:ond)?s?)?)?"
 )
 _THOUSAND = re.compile(r"(\d+(?:\.\d+)?)\s*([km])")
+_SETTINGS = re.compile(r"[,;]\s*(?=[a-z_]+(?:\.[a-z_]+)*=)")
+"""What stands between two settings that were typed as one."""
 _FACTORS = {"k": 1000, "m": 10**6}
 MAX_WHOLE = 10**18
-_UNIT_S = {"m": 60, "h": 3600, "d": 86_400}
+_UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 MEMORY = ("resources", "mem")
 GPU_TYPE = ("resources", "gpu_type")
 TIME = ("resources", "time")
@@ -60,12 +64,19 @@ _BATCH = (
     "did you mean train.device_batch_size, the samples that a process computes at once, or"
     " train.global_batch_size, those of a step?"
 )
+_ACCUMULATES = (
+    "a step accumulates what train.global_batch_size, its samples, is above train.device_batch_size times the"
+    " processes"
+)
+_TRACKERS = "logging.wandb and logging.mlflow name the project or experiment that gets the metrics"
 _SHARDS = "parallel.dp_shard: -1 shards over all processes, as FSDP does; it is the default"
 _SWEEPS = "`trainkit submit CONFIG --sweep KEY=VALUE,VALUE` runs a config with several values"
 OTHER_KEYS_SAY = {
     **dict.fromkeys(("batch_size", "batchsize", "bs", "batch"), _BATCH),
     **dict.fromkeys(("fsdp", "strategy", "fsdp_config", "sharding_strategy", "ddp"), _SHARDS),
     **dict.fromkeys(("program", "method", "parameters"), _SWEEPS),
+    **dict.fromkeys(("gradient_accumulation_steps", "grad_accum", "accumulate_grad_batches"), _ACCUMULATES),
+    **dict.fromkeys(("report_to", "wandb_project", "project"), _TRACKERS),
     "defaults": "extends: [FILE, …] lists the configs that this one changes",
     "gres": "did you mean resources.gpus_per_node? resources.extra takes other options of sbatch",
 }
@@ -146,7 +157,8 @@ def readings(text: str, words: Iterable[str] = ()) -> Iterator[str]:
     if (match := near(small, words)) is not None:
         yield match
     if (duration := _DURATION.fullmatch(small)) is not None:
-        yield time_text(sum(int(duration[unit] or 0) * seconds for unit, seconds in _UNIT_S.items()))
+        with suppress(ValueError):  # 1.2.3h
+            yield time_text(round(sum(float(duration[unit] or 0) * s for unit, s in _UNIT_S.items())))
     if (short := _THOUSAND.fullmatch(small)) is not None:
         yield str(int(Decimal(short[1]) * _FACTORS[short[2]]))
     if (memory := _MEMORY.fullmatch(re.sub(r",(?=\d{3}\D)", "", small))) is not None:
@@ -192,6 +204,8 @@ def value_hint(path: tuple[str, ...], found: Entry, origin: str) -> str:
         if path == TIME and isinstance(value, int):
             more = f', {plural(value, "minute")}; "{typed}:00:00" is {plural(value, "hour")}'
         return f"put it in quotes: {_written(path, quoted, origin)}{more}"
+    if origin.startswith("--set ") and len(settings := _SETTINGS.split(f"{'.'.join(path)}={typed}")) > 1:
+        return f"one --set for each key: {' '.join(f'--set {quote(one)}' for one in settings)}"
     if origin.startswith("--set ") and "," in typed and all(accepts(path, it) for it in typed.split(",")):
         return f"one run for each value: `trainkit submit --sweep {'.'.join(path)}={typed}`"
     return _default_hint(path)

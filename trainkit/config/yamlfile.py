@@ -19,6 +19,7 @@ from trainkit.trust import open_trusted
 TAG = "tag:yaml.org,2002:"
 MAX_FILE_BYTES = 10_000_000
 STANDARD_INPUT = Path("-")
+MAX_DEPTH = 100
 MAX_VALUES = 100_000
 """Aliases of aliases make any number of values out of a few hundred bytes."""
 _PATTERNS = {
@@ -227,7 +228,10 @@ def parse_value(text: str, path: tuple[str, ...] = ()) -> Any:
     if node is None:
         return None
     builder = _Builder("")
-    value = builder.entry(node, path).plain()
+    try:
+        value = builder.entry(node, path).plain()
+    except ConfigError as error:
+        raise ValueError(error.problems[0].message) from None
     if builder.problems:
         raise ValueError(builder.problems[0].message)
     return value
@@ -306,6 +310,9 @@ class _Builder:
                 node, path, "the value contains an alias of itself", "write the value in place of it"
             )
             return Entry(None, origin)
+        if len(self.open_nodes) > MAX_DEPTH:
+            message, hint = "the values are nested too deeply", "a config has four levels"
+            raise ConfigError([Problem("", message, origin, hint)])
         self.open_nodes.add(id(node))
         try:
             if isinstance(node, yaml.MappingNode):

@@ -81,7 +81,7 @@ def repeated_run(run: RunDir, *, uses_current_code: bool) -> RepeatedRun:
     job = read_job(run)
     code, cwd = job.code, job.cwd
     if code is not None and not uses_current_code:
-        code = moved(code, run.code_dir) if run.code_dir.is_dir() else code
+        code = moved(code, run.code_dir)
         if not Path(code.workdir).is_dir():
             raise UsageError(
                 f"{run.shown} has lost the copy of its code: there is no {shown_path(code.workdir)}",

@@ -15,6 +15,8 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
+
 from trainkit.backends import backend_of
 from trainkit.backends.jobs import (
     live_entry,
@@ -182,8 +184,14 @@ def _problems(
         message = f"is {config.train.steps}, but the run is already at {name}"
         yield loaded.problem("train.steps", message, "it counts all steps of the run, from the first one")
     if data is not None and manifest.model is not None and not config.uses_transformers:
-        before_shape = _shape(ModelConfig(**manifest.model), data.vocab_size)
-        if before_shape != _shape(config.model, data.vocab_size):
+        try:
+            trained = ModelConfig(**manifest.model)
+        except ValidationError as error:
+            key = ".".join(map(str, error.errors()[0]["loc"]))
+            message = f"cannot be compared with the model of {name}: its {key} is not one of this version"
+            yield loaded.problem("model", message, "resume with the version of trainkit that saved it")
+            return
+        if _shape(trained, data.vocab_size) != _shape(config.model, data.vocab_size):
             yield loaded.problem("model", f"differs in shape from the model of {name}", hint)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -208,6 +209,10 @@ def refuse_missing(command: Sequence[str], launch: LaunchConfig, launcher: str, 
             hint = f"`-- python {quote(command[0])} …` runs the file of that name here"
         elif "/" in command[0] and (cwd / command[0]).is_file():
             hint = f"`chmod +x {quote(command[0])}` makes that file a program"
+        elif " " in command[0].strip() and len(command) == 1:
+            hint = f"without the quotes: -- {command[0]}"
+        elif command[0] in BUILTINS:
+            hint = f"{command[0]} is a command of the shell: -- bash -c {quote(shlex.join(command))}"
         raise UsageError(f"command not found on PATH: {command[0]!r}", hint=hint)
     script = _script_of(command)
     # launch.setup may change the folder or create the script.
@@ -216,6 +221,10 @@ def refuse_missing(command: Sequence[str], launch: LaunchConfig, launcher: str, 
         raise UsageError(
             f"there is no {shown_path(cwd / script)}", hint="commands are started in this folder"
         )
+
+
+BUILTINS = ("cd", "source", ".", "export", "set", "exec", "ulimit", "alias", "eval")
+"""Commands of a shell that are no programs."""
 
 
 def _script_of(command: Sequence[str]) -> str | None:

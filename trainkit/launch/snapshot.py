@@ -178,8 +178,16 @@ def copy_again(before: CodeCopy, run: RunDir) -> CodeCopy:
 
 
 def moved(code: CodeCopy, folder: Path) -> CodeCopy:
-    """The description of a copy for the same files in `folder`."""
-    paths = [str(folder / Path(path).relative_to(code.code)) for path in (*code.import_path, code.workdir)]
+    """The description of a copy for the same files in `folder`; UsageError if it names others."""
+    try:
+        paths = [
+            str(folder / Path(path).relative_to(code.code)) for path in (*code.import_path, code.workdir)
+        ]
+    except ValueError as error:
+        raise UsageError(
+            f"the job.json that describes {shown_path(folder)} is damaged: {error}",
+            hint="restore the file, or use the files in place with --no-snapshot",
+        ) from None
     return replace(code, code=str(folder), import_path=paths[:-1], workdir=paths[-1])
 
 

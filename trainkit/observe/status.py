@@ -201,7 +201,8 @@ def read_status(
         has_log = printed.exists()
         if has_log and "log_pattern" not in plan.values:  # the agents of an earlier version found no curve
             config = read_config(run.config_file)
-            step, loss = printed_metrics(printed, None if config is None else config.logging.pattern)
+            with suppress(OSError):  # `_unreadable` says so
+                step, loss = printed_metrics(printed, None if config is None else config.logging.pattern)
     own_metrics = [record for record in metrics if record.attempt == attempt]
     starts = [one for one in failed_starts(run, job, slurm_job) if one.job_id == entry.job_id]
     seen, has_metrics = events.attempt(attempt), bool(own_metrics) or has_log
@@ -250,7 +251,7 @@ def read_status(
         restarts=find_restarts(events.attempts),
         checkpoint=newest_checkpoint(run.checkpoints_dir),
         warnings=[
-            *_unreadable(run),
+            *_unreadable(run, attempt),
             *_warnings(run, state, own_metrics, metrics_age_s, entry),
             *(start.sentence for start in (starts[:-1] if state == "died" else starts)),
             *(event.slowdown() for event in slowdowns),
@@ -401,12 +402,13 @@ def read_config(file: Path) -> RunConfig | None:
         return None
 
 
-def _unreadable(run: RunDir) -> Iterator[str]:
+def _unreadable(run: RunDir, attempt: int | None) -> Iterator[str]:
     """A warning for each file of a run that is there and cannot be read: the rest of the status is shown."""
-    for file in (run.job_file, run.plan_file, run.config_file, run.events_file, run.metrics_file):
+    logs = () if attempt is None else (run.attempt(attempt).rank_log(0),)
+    for file in (run.job_file, run.plan_file, run.config_file, run.events_file, run.metrics_file, *logs):
         try:
             open_file(file).close()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             pass
         except OSError as error:
             yield f"{file.name} cannot be read: {error.strerror}"

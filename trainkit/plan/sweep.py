@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,10 @@ NOT_SWEPT = {
     "name": "every point has the name of its group",
     "config_version": "it is the version of the file format",
 }
+
+
+_SPAN = re.compile(r"(?P<first>\d+)\.\.(?P<last>\d+)|range\((?:(?P<start>\d+), *)?(?P<end>\d+)\)")
+"""A range as shells and Python write it."""
 
 
 def parse_axis(text: str, command: Sequence[str] = ()) -> tuple[str, list[Any]]:
@@ -37,6 +42,13 @@ def parse_axis(text: str, command: Sequence[str] = ()) -> tuple[str, list[Any]]:
             hint="for example --sweep optimizer.lr=1e-4,3e-4",
         )
     is_placeholder = not is_known(path) and names_key(command, key)
+    if (span := _SPAN.fullmatch(raw)) is not None and not is_placeholder:
+        first, last = int(span["first"] or span["start"] or 0), int(span["last"] or span["end"])
+        numbers = range(first, last + 1 if span["last"] else last)
+        values_hint = ",".join(map(str, numbers)) if 1 < len(numbers) < 20 else "VALUE,VALUE,…"
+        raise UsageError(
+            f"{origin}: {raw} is no list of values", hint=f"write each: --sweep {key}={values_hint}"
+        )
     try:
         # A command gets its values as they are written.
         values = parse_value(f"[{raw}]", (*VARIABLES, key) if is_placeholder else path)

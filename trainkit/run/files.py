@@ -12,6 +12,7 @@ import math
 import os
 import re
 import stat
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -39,12 +40,13 @@ def as_utc(time: datetime, timespec: str = "milliseconds") -> str:
 
 
 def parse_time(text: object) -> datetime | None:
-    """Parse a time from a run's file; None if it is not a time."""
+    """Parse a time from a run's file as one in UTC, also without a zone; None if it is not a time."""
     if not isinstance(text, str):
         return None
     try:
-        return datetime.fromisoformat(text.replace("Z", "+00:00"))
-    except ValueError:
+        time = datetime.fromisoformat(text.replace("Z", "+00:00"))
+        return (time if time.tzinfo else time.replace(tzinfo=timezone.utc)).astimezone(timezone.utc)
+    except (ValueError, OverflowError):  # in UTC, the first and last hours have no year
         return None
 
 
@@ -403,6 +405,11 @@ def parse_record(line: bytes) -> dict[str, Any] | None:
     return record if isinstance(record, dict) and end == len(text) else None
 
 
+def _is_finite(value: object) -> bool:
+    """Whether a value is no number, or one that a float can be: a whole number in JSON may be larger."""
+    return type(value) not in (int, float) or abs(cast(float, value)) <= sys.float_info.max
+
+
 @dataclass(frozen=True, slots=True)
 class Record:
     """A JSON object of a run; a value of another type than asked for counts as missing, as does Infinity."""
@@ -415,11 +422,11 @@ class Record:
 
     def number(self, key: str) -> float | None:
         value: Any = self.values.get(key)
-        return value if type(value) in (int, float) and math.isfinite(value) else None
+        return value if type(value) in (int, float) and _is_finite(value) else None
 
     def count(self, key: str) -> int | None:
         value = self.values.get(key)
-        return value if type(value) is int else None
+        return value if type(value) is int and _is_finite(value) else None
 
     def texts(self, key: str) -> list[str]:
         """The texts in the list of a key; none without it."""
@@ -457,7 +464,8 @@ def read_record(kind: type[T], value: Mapping[str, Any]) -> T:
     more: dict[str, Any] = {}
     for name, item in value.items():
         types, record, element = known_fields.get(name, ((), None, None))
-        if type(item) not in types or (element and any(type(one) is not element for one in item or ())):
+        is_other = type(item) not in types or not _is_finite(item)
+        if is_other or (element and any(type(one) is not element for one in item or ())):
             more[name] = item
         else:
             known[name] = read_record(record, item) if record is not None and item is not None else item
@@ -539,6 +547,7 @@ def from_json(hint: Any, value: Any, name: str = "") -> Any:
         kind is not Literal
         and isinstance(value, (int, float) if kind is float else kind)
         and (kind is bool or not isinstance(value, bool))
+        and _is_finite(value)
     ):
         return value
     raise TypeError(f"{name} is {str(value)[:100]!r}")

@@ -12,6 +12,7 @@ any directory; runs in ./runs are found without it.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -138,10 +139,11 @@ def one_run(found: RunDir | RunGroup, text: str) -> RunDir:
     if isinstance(found, RunDir):
         return found
     indices = sorted(found.points)
-    raise UsageError(
-        f"{text} is a group of {len(indices):,} runs",
-        hint=f"choose one of them, for example {found.run(indices[0]).word}",
-    )
+    first = next(iter(indices), None)
+    hint = "its sweep.json has none: restore that file"
+    if first is not None:
+        hint = f"choose one of them, for example {found.run(first).word}"
+    raise UsageError(f"{text} is a group of {len(indices):,} runs", hint=hint)
 
 
 def find_attempt(run: RunDir, number: int | None) -> AttemptDir:
@@ -163,6 +165,8 @@ def find_run_or_group(text: str, *, to_change: bool = False, acts: bool = False)
     command that `acts` on it, a name and `last` are those of a run in ./runs or submitted from this folder:
     the one of another folder is named in the error, and has to be typed.
     """
+    if not text.strip():
+        raise UsageError("RUN is empty", hint="name a run, its folder or job, or `last`")
     run, to_change = RunDir(text), to_change or acts
     try:
         if RunGroup(text).exists():
@@ -180,7 +184,7 @@ def find_run_or_group(text: str, *, to_change: bool = False, acts: bool = False)
     if separator:
         typed_path(text, Path())
     if separator and (os.sep in head or not is_index(tail)):
-        raise UnknownRun(f"{text} does not contain a run", hint=LIST_HINT)
+        raise UnknownRun(f"{text} does not contain a run", hint=_path_hint(Path(text)))
     if separator:
         groups = [item for item in _matching_name(head, acts) if isinstance(item, RunGroup)]
         return create_task_run(_newest(head, groups, to_change).run(int(tail)))
@@ -258,10 +262,26 @@ class UnknownRun(UsageError):
     """RUN refers to no run."""
 
 
+def _path_hint(path: Path) -> str:
+    """The run in which a path is, or one that is called like its last part."""
+    inside = next((one for one in path.parents if RunDir(one).exists() or RunGroup(one).exists()), None)
+    if inside is not None:
+        return f"did you mean {RunDir(inside).shown}?"
+    return _name_hint(path.name, [item.path.name for item in iter_known_runs()])
+
+
+def _name_hint(text: str, known: Sequence[str]) -> str:
+    """The name of a run that was probably meant; ``sweep_1`` and ``sweep[1]`` are points of a group."""
+    point = re.fullmatch(r"(.+?)[_:.\[](\d+)\]?", text)
+    if point is not None and point[1] in known:
+        return f"did you mean {point[1]}/{point[2]}? {LIST_HINT}"
+    return f"{did_you_mean(text.lower(), ['last', *known])}{LIST_HINT}"
+
+
 def _newest(text: str, matches: Sequence[Known], to_change: bool) -> Known:
     if not matches:
         folder = Path(RUNS_FOLDER, text)
-        if folder.is_dir():
+        if folder.is_dir() and text not in (".", ".."):
             raise UnknownRun(
                 f"{folder} does not contain a run: the command that made the folder has not started it",
                 hint=f"if that was interrupted, remove {folder} and type it again",
@@ -269,7 +289,7 @@ def _newest(text: str, matches: Sequence[Known], to_change: bool) -> Known:
         known = [item.path.name for item in iter_known_runs()]
         hint = "no runs yet: `trainkit submit` starts one"
         if known:
-            hint = f"{did_you_mean(text, ['last', *known])}{LIST_HINT}"
+            hint = _name_hint(text, known)
         raise UnknownRun(f"unknown run {text!r}", hint=hint)
     if len(matches) > 1:
         newest, *others = (item.shown for item in matches)

@@ -241,6 +241,8 @@ LARGEST_INDEX = 4_000_000
 
 _JOB_ID = re.compile(r"\d+(?:_\d+)?", re.ASCII)
 _JOB = re.compile(rf"{_JOB_ID.pattern}(?:;[\w.-]+)?", re.ASCII)
+_OTHER_SPAN = re.compile(r"(\d+)\s*(?:\.{2,3}|:|to|\N{EN DASH})\s*(\d+)", re.ASCII)
+"""A span as other programs write it."""
 _SPAN = re.compile(r"(?P<first>\d+)(?:-(?P<last>\d+)(?::(?P<stride>[1-9]\d*))?)?", re.ASCII)
 
 
@@ -298,9 +300,11 @@ def array_indices(spec: str) -> list[int]:
     for item in spec.partition("%")[0].split(","):
         match = _SPAN.fullmatch(item)
         if match is None or int(match["last"] or match["first"]) > LARGEST_INDEX:
-            raise UsageError(
-                f"not the indices of a job array: {spec!r}", hint="for example 0-15, 1,3,5 or 0-99%4"
+            ends = _OTHER_SPAN.fullmatch(spec)
+            hint = (
+                "for example 0-15, 1,3,5 or 0-99%4" if ends is None else f"did you mean {ends[1]}-{ends[2]}?"
             )
+            raise UsageError(f"not the indices of a job array: {spec!r}", hint=hint)
         first = int(match["first"])
         last = int(match["last"]) if match["last"] else first
         indices += range(first, last + 1, int(match["stride"] or 1))

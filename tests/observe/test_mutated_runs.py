@@ -1,46 +1,56 @@
-"""Commands that read runs, after one value of a file was changed; `benchmarks.damaged_runs` changes all."""
+"""Commands on runs whose files were changed: what once broke one, and a few hundred changes of a seed."""
 
 import json
 import os
-import random
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks import hostile_files
-from benchmarks.damaged_runs import DEEP, LONG, VALUES, Change, changes, make_project, tried
+from benchmarks.mutated_runs import NEIGHBOUR, READING, make_project, typed
+from benchmarks.run_mutations import DEEP, LONG, Change, put_in_place, replace_value
 from trainkit.cli.main import main
 from trainkit.run.registry import index_file
 
+ROOT = Path(__file__).parents[2]
 FOUND = (
     ("sweep", "sweep.json", None, ("plan", "batch"), DEEP),
     ("sweep", "sweep.json", None, ("config", "seed"), LONG),
     ("sweep", "sweep.json", None, ("config", "optimizer"), "x"),
     ("sweep", "sweep.json", None, ("points", 2, "values"), "\0"),
+    ("sweep", "sweep.json", None, ("submitted_at",), "2026-01-01T12:00:00"),
     ("finished", "attempts/001/plan.json", None, ("batch",), "x"),
     ("finished", "metrics.jsonl", 5, ("attempt",), {}),
+    ("finished", "metrics.jsonl", 3, ("loss",), 10**400),
+    ("finished", "metrics.jsonl", 3, ("time",), "0001-01-01T00:00:00+14:00"),
+    ("finished", "job.json", None, ("attempts", 0, "submitted_at"), "2026-01-01T12:00:00"),
     ("crashed", "attempts/002/end.json", None, ("verdict", "host"), "\ud800"),
     ("crashed", "events.jsonl", 0, ("event",), "\ud800"),
     ("command-crashed", "attempts/001/errors/rank-0001.json", None, ("log_tail", 5), None),
+    ("command-crashed", "job.json", None, ("code", "workdir"), None),
+    ("command-crashed", "job.json", None, ("code", "import_path"), ["/"]),
     ("finished", "attempts/001/plan.json", None, ("batch", "device_batch_size"), "1e9"),
     ("finished", "attempts/001/plan.json", None, ("layout", "dp_replicate"), 2**63),
     ("finished", "checkpoints/step-00000003/manifest.json", None, ("layout",), "x"),
+    ("finished", "checkpoints/step-00000006/manifest.json", None, ("model", "vocab_size"), 0),
     ("finished", "provenance.json", None, ("argv",), 1e308),
     ("bench", "bench.json", None, ("repeats",), "x"),
     ("bench", "bench.json", None, ("runs", 1, "degrees", "tp"), "1e9"),
     ("bench", "bench.json", None, ("runs", 1, "run"), "\0"),
     ("bench", "bench.json", None, ("runs", 1, "values"), {"a": [1]}),
 )
-"""Changes after which a command ended with an exception."""
-
-
+"""Changes of a value after which a command ended with an exception."""
 HOSTILE = (
     ("finished", "metrics.jsonl", "a folder"),
-    ("finished", "metrics.jsonl", "unreadable"),
+    ("finished", "metrics.jsonl", "zeros"),
     ("finished", "events.jsonl", "a pipe"),
     ("finished", "checkpoints/step-00000003/manifest.json", "a pipe"),
     ("finished", "checkpoints/step-00000003", "a file"),
+    ("finished", "checkpoints", "a link to its folder"),
     ("crashed", "attempts/002/logs/rank-0000.log", "a link to a device"),
+    ("command-crashed", "attempts/001/logs/rank-0000.log", "a folder"),
     ("crashed", "job.json", "a link to itself"),
     ("crashed", "attempts/002/end.json", "a socket"),
     ("crashed", "plan.json", "zeros"),
@@ -58,23 +68,63 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+def faults(name: str) -> list[str]:
+    """What is wrong with how the most common commands that read the run end, and a dry run of it."""
+    lines = (*READING[:13], "submit {run} --dry-run", "status --sort loss --all")
+    found = [
+        (line, typed(line.format(run=f"runs/{name}", other=f"runs/{NEIGHBOUR}")))
+        for line in lines
+        if line.split()[-1] != "--dry-run" or name not in ("bench", "sweep")
+    ]
+    said = found[1][1].output + found[1][1].errors  # of `status --json`
+    names = () if name == "bench" else (name, NEIGHBOUR)
+    hidden = [f"{one} is hidden" for one in names if f"runs/{one}" not in said]
+    return [f"{line}: {ended.wrong}" for line, ended in found if ended.wrong] + hidden
+
+
 @pytest.mark.parametrize(("name", "file", "line", "place", "value"), FOUND)
 def test_a_change_that_once_broke_a_command(
     project: Path, name: str, file: str, line: int | None, place: tuple[str | int, ...], value: object
 ) -> None:
-    assert list(tried(project, name, Change(Path(file), line, place), value)) == []
-
-
-@pytest.mark.parametrize("name", ["crashed", "sbatch", "sweep"])
-def test_any_change(project: Path, name: str) -> None:
-    draw = random.Random(0)
-    for change in draw.sample(list(changes(project / "runs" / name)), 3):
-        assert list(tried(project, name, change, draw.choice(VALUES))) == []
+    replace_value(project / "runs" / name, Change(Path(file), line, place), value)
+    assert faults(name) == []
 
 
 @pytest.mark.parametrize(("name", "file", "kind"), HOSTILE)
 def test_what_is_no_file(project: Path, name: str, file: str, kind: str) -> None:
-    assert list(hostile_files.tried(project, name, project / "runs" / name / file, kind)) == []
+    put_in_place(project / "runs" / name / file, kind)
+    assert faults(name) == []
+
+
+def test_a_few_hundred_changes() -> None:
+    argv = (sys.executable, "-m", "benchmarks.mutated_runs", "--changes", "300", "--procs", "2")
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"300 changes of 16 runs, 600 commands, 0 faults, 0 hangs", done.stdout)
+
+
+def test_a_checkpoint_of_another_version(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    change = Change(Path("checkpoints/step-00000006/manifest.json"), None, ("model", "vocab_size"))
+    replace_value(project / "runs/finished", change, 0)
+    assert main(["resume", "runs/finished", "--set", "train.steps=9"]) == 2
+    shown = capsys.readouterr().err
+    assert "cannot be compared with the model of step-00000006: its vocab_size is not one of this" in shown
+    assert "hint: resume with the version of trainkit that saved it" in shown
+
+
+def test_a_copy_of_the_code_that_is_elsewhere(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    change = Change(Path("job.json"), None, ("code", "workdir"))
+    replace_value(project / "runs/command-crashed", change, "/")
+    assert main(["submit", "runs/command-crashed", "--dry-run"]) == 2
+    shown = capsys.readouterr().err
+    assert "error: the job.json that describes runs/command-crashed/code is damaged" in shown
+
+
+def test_a_dry_run_of_prune_takes_no_lock(project: Path) -> None:
+    lock = project / "runs/finished/.lock"
+    lock.unlink(missing_ok=True)
+    assert main(["ckpt", "prune", "runs/finished", "--keep-last", "1", "--dry-run"]) == 0
+    assert not lock.exists()
 
 
 def test_the_status_says_what_cannot_be_read(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
