@@ -32,7 +32,8 @@ SECTIONS = {
         *("--run-dir", "--dir", "--as"),
     ),
     "How": (
-        *("--submit", "--launcher", "--debug", "--post-mortem", "--no-snapshot", "--new-code", "--trust"),
+        *("--submit", "--launcher", "--debug", "--post-mortem", "--no-snapshot", "--new-code"),
+        *("--trust", "--yes"),
         *("--after", "--workers", "--warmup"),
         *("--repeats", "--at-once", "--failures-per-node-day", "--restart-s", "--save-s"),
         *("--quick", "--now", "--wait", "--estimate", "--keep", "--task-smoke", "--test-only", "--dry-run"),
