@@ -76,7 +76,7 @@ def ui(run_name: str, tool: str, port: int | None) -> None:
     """Show the curves of RUN in a browser.
 
     The page has no password, and other hosts cannot open it: the printed ssh line, run on your own, brings it
-    there. Other users of this host can, so --yes is needed where somebody else is.
+    there. Other users of this host can open it: where somebody else has processes, it takes --yes.
     """
     from trainkit.run.own_folders import own_environ
     from trainkit.run.registry import find_run
