@@ -233,6 +233,7 @@ def test_a_profile_that_is_wrong(config: str, tmp_path: Path, capsys: pytest.Cap
 
 
 UNKNOWN = ["--cluster", "example", "--partition", "old", "--nodes", "2"]
+UNKNOWN += ["--set", "resources.reservation=maintenance"]
 """Four GPUs of which nobody knows the type."""
 
 

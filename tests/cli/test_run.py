@@ -244,8 +244,8 @@ def test_an_environment_without_torch_is_refused_with_its_line(desk, command):
     done = desk.trainkit(command, str(desk.config), *(["--backend", "local"] * (command == "submit")))
     assert done.returncode == 2
     python = desk.folder / "own/bin/python"
-    problem = f"error: small.yaml:{line}: launch.venv: uses {python}, which has no torch\n"
-    assert problem in done.stderr
+    problem = f"error: small.yaml:{line}: launch.venv: uses {python}, which has no torch"
+    assert f"{problem}, which the trainer requires\n" in done.stderr
     done = desk.trainkit("run", str(desk.config), "--set", "launch.venv=gone")
     assert done.returncode == 2
     assert "is 'gone', and there is no gone/bin/python" in done.stderr

@@ -97,8 +97,11 @@ def test_the_best_result_is_that_of_all_attempts(run: RunDir) -> None:
     write(run.events_file, others + events, '{"event": "evaluated", "val_loss": 1.0')
     assert best_result(run) == Best("val_loss", 2.0, 20)
     write(run.events_file, [])
-    write(run.metrics_file, [{"step": 1, "loss": 2.0}, {"step": 2, "loss": None}], '{"step": 3, "loss"')
-    assert best_result(run) == Best("loss", 2.0, 1)
+    metrics = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": None}]
+    write(run.metrics_file, [*metrics, {"step": 3, "loss": 2.5}], '{"step": 4, "loss"')
+    assert best_result(run) == Best("loss", 2.5, 3)
+    write(run.metrics_file, metrics)
+    assert best_result(run) is None  # it has diverged
     write(run.metrics_file, [{"step": 1, "accuracy": 2.0}])
     assert best_result(run) is None
 

@@ -12,6 +12,7 @@ from job_tree import wait_for
 
 from tests.support.programs import FORWARDS, PASSES_NOTHING_ON, is_running, run_program
 from tests.support.runs import start_local
+from trainkit.backends import local
 from trainkit.job.processes import descendants, exit_code_of_zombie, link_of
 from trainkit.run.files import read_json
 from trainkit.run.rundir import run_lock
@@ -272,12 +273,20 @@ def test_full_disk_still_ends_everything(start_job):
     assert read_json(job.run.attempt(1).end_file)["state"] == "stopped"
 
 
-def test_plan_that_cannot_be_read_is_a_failure_with_its_reason(start_job):
+def test_plan_that_cannot_be_read_is_a_failure_with_its_reason(start_job, monkeypatch):
     job = start_job("sys.exit(75)", requeue={"max": 5})
     job.wait()
     second = job.run.attempt(2)
+    start = local._start_process
+
+    def damage_and_start(*args, **options):
+        second.plan_file.write_text("{")
+        return start(*args, **options)
+
+    monkeypatch.setattr(local, "_start_process", damage_and_start)
     with run_lock(job.run):
-        entry = start_local(job.run, job.run.config_file.read_text(), "{", "requeue")
+        texts = (file.read_text() for file in (job.run.config_file, job.run.plan_file))
+        entry = start_local(job.run, *texts, "requeue")
     wait_for(second.end_file.exists)
     end = read_json(second.end_file)
     assert (end["state"], end["exit_code"], end["verdict"]["rank"]) == ("failed", 1, None)

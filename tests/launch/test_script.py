@@ -105,6 +105,7 @@ def test_the_shell_of_submitit_outlives_a_signal_that_its_supervisor_handles(
     monkeypatch.setenv("PATH", f"{bin_folder}:/usr/bin:/bin")
     given = replace(script(tmp_path), host_python=(str(supervisor),), setup="")
     file = tmp_path / "submission.sh"  # of `bash -c` the last command replaces the shell
+    (tmp_path / "runs/mine/submitit").mkdir(parents=True)
     file.write_text(backend_named("submitit").finish_script(RunDir(tmp_path / "runs/mine"), given).text)
     with subprocess.Popen(
         ["bash", str(file)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

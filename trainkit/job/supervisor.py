@@ -45,7 +45,7 @@ from trainkit.job.processes import log_line, redirect_output, retry_on_disk_erro
 from trainkit.job.progress_watch import ProgressWatch
 from trainkit.job.signals import signal_exit_code
 from trainkit.job.work_folder import enter_work_folder
-from trainkit.plan.launch import LaunchPlan
+from trainkit.plan.launch import LaunchPlan, damaged_plan
 from trainkit.run.end import AttemptEnd, end_line, read_end
 from trainkit.run.events import log_event
 from trainkit.run.files import read_json
@@ -136,9 +136,12 @@ class Supervisor:
         self._plans: dict[int, LaunchPlan] = {}
 
     def plan(self, attempt: AttemptDir) -> LaunchPlan:
-        """The plan of an attempt as submitted, read once. Raises OSError, ValueError and UsageError."""
+        """The plan of an attempt as submitted, read once. Raises OSError and UsageError."""
         if attempt.number not in self._plans:
-            self._plans[attempt.number] = LaunchPlan.from_dict(read_submitted(attempt))
+            try:
+                self._plans[attempt.number] = LaunchPlan.from_dict(read_submitted(attempt))
+            except ValueError as error:
+                raise damaged_plan(attempt.plan_file, error) from error
         return self._plans[attempt.number]
 
     def run(self, attempt: AttemptDir) -> int:

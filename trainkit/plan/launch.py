@@ -314,8 +314,7 @@ class LaunchPlan:
         try:
             return cls.from_dict(read_json(file, executes=executes))
         except ValueError as error:
-            hint = "each folder in attempts/ of the run has the plan of its attempt"
-            raise UsageError(f"{file} cannot be read: {error}", hint=hint) from error
+            raise damaged_plan(file, error) from error
 
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> LaunchPlan:
@@ -372,3 +371,9 @@ def option_argv(options: Options) -> list[str]:
         for name, value in options.items()
         if value is not False
     ]
+
+
+def damaged_plan(file: Path, error: ValueError) -> UsageError:
+    """The error of a plan.json that is damaged."""
+    hint = "each folder in attempts/ of the run has the plan of its attempt"
+    return UsageError(f"{file} cannot be read: {error}", hint=hint)
