@@ -100,8 +100,8 @@ def test_discover_cluster(cluster: Cluster) -> None:
     assert found.name == cluster.name
     assert show_config()["ClusterName"] == cluster.name
     assert found.accounts is not None
-    assert Account("research", True, None, ("normal", "short")) in found.accounts
-    assert Account("teaching", False, None, ("normal",)) in found.accounts
+    assert Account("research", True, None, ("normal", "short"), ("root",)) in found.accounts
+    assert Account("teaching", False, None, ("normal",), ("root",)) in found.accounts
 
 
 def test_no_cluster_here(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:

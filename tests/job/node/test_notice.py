@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import shlex
 import shutil
@@ -16,7 +18,17 @@ import pytest
 from tests.support.programs import FORWARDS, PASSES_NOTHING_ON, wait_for
 from tests.support.runs import launch_plan
 from trainkit.job.node.notice import CommandNotice, takers
-from trainkit.job.processes import children_by_parent, is_running, proc_file, signal_all, tree_of
+from trainkit.job.processes import (
+    PR_SET_CHILD_SUBREAPER,
+    adopt_orphans,
+    children_by_parent,
+    ended,
+    exit_code_of_zombie,
+    is_running,
+    proc_file,
+    signal_all,
+    tree_of,
+)
 
 HANDLES = """
 import signal, sys, time
@@ -176,6 +188,49 @@ def test_what_saves_below_a_wrapper_hears_a_notice_once(tmp_path: Path, name: st
     finally:
         signal_all([pid for pid in (int(ready.read_text()), member.pid) if is_running(pid)], signal.SIGKILL)
         member.wait()
+
+
+@contextlib.contextmanager
+def adopting_orphans() -> Iterator[None]:
+    """As an agent does."""
+    adopt_orphans()
+    yield
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("is_sent_before", [True, False])
+def test_what_a_shell_has_left_is_kept_when_what_stood_above_that_fails(
+    tmp_path: Path, is_sent_before: bool
+) -> None:
+    """Slurm signals all processes: make may see that its recipe was ended before it is signalled itself."""
+    (tmp_path / "counts.py").write_text(COUNTS)
+    script = f"bash -c {shlex.quote(f'{LINE}; exit $?')}; while [ ! -e go ]; do sleep 0.02; done; exit 2"
+    ready, heard = tmp_path / "ready", tmp_path / "heard"
+    with adopting_orphans():
+        member = subprocess.Popen(["bash", "-c", script], cwd=tmp_path, start_new_session=True)
+        wait_for(lambda: ready.exists() and ready.read_text())
+        saver = int(ready.read_text())
+        try:
+            notice = CommandNotice(launch_plan(command=("bash",), grace_s=2.0))
+            notice.groups[member.pid] = 0
+            if is_sent_before:
+                notice.send({0: member}, TERM)
+            inner = children_by_parent()[member.pid]
+            signal_all(inner, signal.SIGKILL)
+            wait_for(lambda: saver in children_by_parent().get(os.getpid(), []))
+            if not is_sent_before:
+                notice.send({0: member}, TERM)
+            (tmp_path / "go").touch()
+            wait_for(lambda: ended(member))
+            assert notice.keeps(0, member)
+            os.kill(saver, TERM)
+            wait_for(lambda: exit_code_of_zombie(saver) is not None)
+            notice.reap_orphans()
+            assert heard.read_text() == "1"
+            assert notice.exit_code(0, 2, 143) == 75
+        finally:
+            signal_all([pid for pid in (saver, member.pid) if is_running(pid)], signal.SIGKILL)
+            member.wait()
 
 
 def test_a_process_of_another_user_is_named_and_the_others_are_signalled(

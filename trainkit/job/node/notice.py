@@ -150,7 +150,7 @@ class CommandNotice:
         self._kept: dict[int, set[int]] = {}
         """By rank, those that may outlive the member."""
         self._orphaned: set[int] = set()
-        """The ranks whose member was ended by a signal."""
+        """The ranks whose member has failed since."""
         self._relays: list[_Relay] = []
         self._patience_s = min(PASSED_ON_S, plan.grace_s * PASSED_ON_SHARE)
 
@@ -183,11 +183,12 @@ class CommandNotice:
     def _send(self, rank: int, member: subprocess.Popen[bytes]) -> None:
         children, configured = processes.children_by_parent(), self.configured
         has_ended, found = processes.ended(member), dict[int, signal.Signals]()
+        orphans, below_member = self._orphans_of(rank, children), dict[int, signal.Signals]()
         # A child that ends at this moment is listed below the member or, like its own, below this agent.
-        orphans = (*children.get(member.pid, []), *self._orphans_of(rank, children))
-        roots = orphans if has_ended else self._ranks_of(member.pid)
+        roots = [*children.get(member.pid, []), *orphans] if has_ended else self._ranks_of(member.pid)
         for root in roots:
             handlers = takers([root], children, self._numbers)
+            below_member |= handlers
             if not has_ended and not handlers:
                 handlers = {root: processes.signal_handled_by(root, configured)}
             found |= handlers
@@ -198,6 +199,9 @@ class CommandNotice:
         below = {pid: {*savers_below(pid, children)} for pid in found}
         waiting = {*filter(_only_waits, found)}
         kept = {*found}.union(*(below[pid] for pid in waiting)) - {member.pid}
+        if not has_ended and all(is_shell(pid) or _is_starter(pid) for pid in below_member):
+            # Slurm has ended a shell that stood between them, and so has signalled what that left.
+            kept.update(takers(orphans, children, self._numbers))
         self._kept[rank] |= kept
         self._asked |= {processes.proc_file(pid, "cmdline") for pid in found.keys() - {member.pid}}
         self._savers[rank].watch(dict.fromkeys(kept.union(*below.values()), rank))
@@ -274,7 +278,9 @@ class CommandNotice:
         """Whether something still saves that a member, which has ended, has started."""
         if rank not in self._savers or self.has_launcher:
             return False
-        if was_signalled(member.pid) and rank not in self._orphaned:
+        # Also by make, which exits with 2 where Slurm has ended its recipe.
+        has_failed = processes.exit_code_of_zombie(member.pid) not in (EXIT_OK, EXIT_STOPPED)
+        if has_failed and rank not in self._orphaned:
             self._orphaned.add(rank)
             for _ in range(2):  # others get another parent during the first pass
                 self._send(rank, member)
