@@ -141,7 +141,12 @@ def test_no_library_uses_what_a_neighbour_has_put_into_tmp(shared: Path) -> None
     names = [f"torchinductor_{getpass.getuser()}", getpass.getuser(), "cache", ".tensorboard-info"]
     names += ["quack_generated_epilogues"]
     as_other(PLANTS.format(names=names), shared)
-    environ = own_environ({**os.environ, "TMPDIR": str(shared)})
+    # As a process in which torch has compiled something passes it on.
+    inherited = {
+        "TORCHINDUCTOR_CACHE_DIR": f"{shared}/{names[0]}",
+        "TRITON_CACHE_DIR": f"{shared}/{names[0]}/triton/0",
+    }
+    environ = own_environ({**os.environ, **inherited, "TMPDIR": str(shared)})
     done = subprocess.run(
         [sys.executable, "-c", NAMES], env=environ, capture_output=True, text=True, timeout=120
     )

@@ -50,10 +50,10 @@ def own_folders(environ: Mapping[str, str], fallback: Path, *, keeps: bool = Fal
     if (problem := _problem_of(private)) is not None:
         private = fallback
         ensure_folder(private, parents=True)
-    elif keeps or not _problem_of(Path(temporary), 0o022):
-        torch_default = Path(temporary, f"torchinductor_{_TORCH_REPLACES.sub('_', user_name())}")
-        if (problem := _problem_of(torch_default, 0o022)) is None:
-            return OwnFolders(temporary, _caches_in(private), "")
+    elif (keeps or not _problem_of(Path(temporary), 0o022)) and (
+        problem := _problem_of(_torch_default(temporary), 0o022)
+    ) is None:
+        return OwnFolders(temporary, _caches_in(private), "")
     ensure_folder(private / "tmp", 0o700)
     note = (
         f"temporary files are in {private}/tmp instead of {temporary}, where others can plant code: {problem}"
@@ -70,12 +70,22 @@ def own_environ(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def _without_outer(environ: Mapping[str, str]) -> dict[str, str]:
-    """An environment without the folders that a rank which started this process got on another host."""
+    """An environment without the folders that a rank or torch, not a user, has set."""
     own = f"/{_name()}/"
-    found = {name: value for name, value in environ.items() if name not in CACHES or own not in value}
+    # torch writes its default into the environment of its process.
+    defaults = [f"{_torch_default(folder)}/" for folder in (environ.get("TMPDIR") or "/tmp", "/tmp")]
+    found = {
+        name: value
+        for name, value in environ.items()
+        if name not in CACHES or (own not in value and not f"{value}/".startswith(tuple(defaults)))
+    }
     if own in (temporary := found.get("TMPDIR", "")):
         found["TMPDIR"] = temporary.partition(own)[0]
     return found
+
+
+def _torch_default(temporary: str) -> Path:
+    return Path(temporary, f"torchinductor_{_TORCH_REPLACES.sub('_', user_name())}")
 
 
 def _name() -> str:
