@@ -69,6 +69,7 @@ from trainkit.locks import LockBusy
 from trainkit.plan.launch import LaunchPlan, plan_text, resized
 from trainkit.run.end import SIGNALLED, Cause, RankFailure
 from trainkit.run.events import log_event
+from trainkit.run.files import refresh_listing
 from trainkit.run.group import create_task_run, group_of
 from trainkit.run.record import (
     AUTO_RESTART,
@@ -321,6 +322,7 @@ class SlurmAllocation(Allocation):
         self._host_watch: subprocess.Popen[bytes] | None = None
 
     def claim(self) -> AttemptDir | int:
+        refresh_listing(self.run.attempts_dir)  # else a resume may not be listed yet
         if (numbers := self.run.attempt_numbers()) and self.run.exists():
             newest = read_job(self.run).newest
             is_own = newest is not None and newest.job_id == self.job_id and newest.attempt == numbers[-1]
