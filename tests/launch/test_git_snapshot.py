@@ -15,6 +15,7 @@ from trainkit.job.work_folder import prepare_work_folder
 from trainkit.launch.git_snapshot import without_credentials
 from trainkit.launch.snapshot import copy_again, copy_code
 from trainkit.plan.workload import Command
+from trainkit.run.git_copy import index_entries
 from trainkit.run.record import CodeCopy, create_job
 from trainkit.run.rundir import RunDir
 
@@ -424,3 +425,12 @@ def test_a_folder_that_git_ignores_has_no_repository(project: Path) -> None:
     done = run_program(sys.executable, "-m", "trainkit", *words, cwd=project / "data")
     assert done.stdout.endswith("none\n"), done
     assert "Git finds no repository in the copy of the code: git ignores" in done.stderr
+
+
+def test_a_chmod_in_the_second_of_the_last_change_is_a_change(project: Path) -> None:
+    begin(project)
+    data, found = (project / ".git/index").read_bytes(), os.lstat(project / "same.py")
+    (entry,) = (entry for entry in index_entries(data, 20) if entry.name == b"same.py")
+    assert entry.is_unchanged(found, int(found.st_mtime) + 1)
+    changed = os.stat_result([found.st_mode | 0o111, *found[1:]])
+    assert not entry.is_unchanged(changed, int(found.st_mtime) + 1)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import stat
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -47,7 +48,14 @@ class IndexEntry:
         """Whether the index, written at that time, says of a file with this stat that it is unchanged."""
         own = (*self.stat[:1], *self.stat[2:3], self.stat[5], *self.stat[7:])
         # What was written in the second of its last change may have changed again in it.
-        return own == _compared(found) and self.stat[2] < written_s
+        return own == _compared(found) and self.stat[6] == _mode(found) and self.stat[2] < written_s
+
+
+def _mode(found: os.stat_result) -> int:
+    """The mode of a file as Git knows it: chmod in the second of the last change moves no time."""
+    if stat.S_ISLNK(found.st_mode):
+        return stat.S_IFLNK
+    return stat.S_IFREG | (0o755 if found.st_mode & stat.S_IXUSR else 0o644)
 
 
 def _compared(found: os.stat_result) -> tuple[int, ...]:
