@@ -17,10 +17,10 @@ demo: venv ## Train a small model, kill it, resume it, and compare the losses.
 	@$(BIN)/python -m tools.demo
 
 # Side by side, since tests that wait leave a core to the type checker.
-test: venv-test ## Style, types, all unit tests, and one real run of each kind (4 minutes).
+test: venv-test ## Style, types, all unit tests, and one real run of each kind.
 	@$(MAKE) --no-print-directory --jobs 2 lint test-smoke
 
-test-all: venv-rest ## Style, types and all tests, as continuous integration runs them (about 35 minutes on two cores).
+test-all: venv-rest ## Style, types and all tests, as continuous integration runs them (about 40 minutes on two cores).
 	@$(MAKE) --no-print-directory --jobs 2 lint test-every
 
 test-fast: venv-test ## Unit tests only.
