@@ -80,7 +80,7 @@ class Place:
     folder: Path
     number: int = 0
     cwd: Path | None = None
-    """The folder in which commands are typed; the default is the folder of their output."""
+    """The working directory of the commands; the default is `folder`."""
     environ: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -108,7 +108,7 @@ def hostile(draw: random.Random) -> tuple[bytes, tuple[str, ...], str]:
 
 
 def wrong(content: bytes, sets: tuple[str, ...]) -> tuple[str, bool]:
-    """What is wrong with how the config.yaml of the current folder is taken, and whether it was accepted."""
+    """Check the config.yaml of this folder; return the faults of the answer, and whether it was accepted."""
     file = Path("config.yaml")
     file.write_bytes(content)
     try:
@@ -138,7 +138,7 @@ def wrong(content: bytes, sets: tuple[str, ...]) -> tuple[str, bool]:
 
 
 def tried(count: int, seed: int) -> Iterator[tuple[str, str, bool]]:
-    """For each of some configs, what of it is hostile, what is wrong, and whether it was accepted."""
+    """Yield the hostile part of each config, the faults of the answer, and whether it was accepted."""
     for number in range(count):
         content, sets, text = hostile(random.Random(f"{seed} {number}"))
         yield (text, *wrong(content, sets))

@@ -2,12 +2,13 @@
 
     python -m benchmarks.mutated_runs [--changes 20000] [--seed 0] [--run finished] [--only NUMBER]
 
-The runs are those of `tests/golden`, one of a function, and one whose supervisor is alive; `run_mutations.py`
-says what happens to them. After each change a command that reads and another one, which often acts, are typed
-in a fork of this process. None may end with an unexpected exception, take longer than `LIMIT_S`, exit with a
-code that is not documented, print a traceback of its own, or send a signal to a process that is not of the
-run. What only reads changes no file, and nothing touches what is outside of the run. The same seed and number
-are the same change and commands: `--only` repeats one, with its traceback. Supervisors that would start end.
+It uses the runs of `tests/golden`, a run of a function, and a run whose supervisor is alive.
+`run_mutations.py` says what happens to them. After each change a command that reads and another one, which
+often acts, are typed in a fork of this process. None may end with an unexpected exception, take longer than
+`LIMIT_S`, exit with a code that is not documented, print a traceback of its own, or send a signal to a
+process that is not of the run. What only reads changes no file, and nothing touches what is outside of the
+run. The same seed and number are the same change and commands: `--only` repeats one, with its traceback.
+Supervisors that would start end.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from trainkit.run.process import ProcessId
 
 RUNS = (*sorted(RECORDED), "function", "live")
 NEIGHBOUR = "command"
-"""A run that is there too, and of which nothing changes."""
+"""The name of another run in the same folder, which no mutation changes."""
 LIMIT_S = 30
 AT_A_TIME = 50
 """Changes of one run between two lines of progress."""

@@ -1,4 +1,4 @@
-"""Makes folders, also where file systems show changes late, and finds and names them."""
+"""Makes folders, also where file systems show changes late, finds and names them, and opens files."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePath
+from typing import BinaryIO
 
 from trainkit.errors import UsageError
 
@@ -231,3 +232,18 @@ def shipped_config_names() -> list[str]:
     ]
     files = [folder / f"{QUICKSTART}.yaml", *others]
     return [str(file.relative_to(folder).with_suffix("")) for file in files]
+
+
+def open_regular(path: str | Path, flags: int = 0) -> BinaryIO:
+    """Open a regular file to read it; raises OSError for a pipe or device, which may never end.
+
+    `flags` are added to those of ``os.open``.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags)
+    kind = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(kind):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    if stat.S_ISDIR(kind):
+        raise IsADirectoryError(errno.EISDIR, "it is a folder", str(path))
+    raise OSError(errno.EINVAL, "it is no regular file", str(path))

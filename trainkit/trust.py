@@ -13,7 +13,7 @@ from shlex import quote
 from typing import BinaryIO
 
 from trainkit.errors import UsageError
-from trainkit.folders import shown_path
+from trainkit.folders import open_regular, shown_path
 
 TRUSTED_VARIABLE = "TRAINKIT_JOB_TRUSTED"
 """The folders that ``--trust`` accepts, for the processes that a command starts; no job inherits it."""
@@ -75,26 +75,20 @@ def open_trusted(path: str | Path) -> BinaryIO:
     Raises UsageError if another user could have written it, and OSError if it is no regular file.
     """
     accepted = is_trusted(Path(path))
-    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if accepted else os.O_NOFOLLOW)
     try:
-        descriptor = os.open(path, flags)
+        stream = open_regular(path, 0 if accepted else os.O_NOFOLLOW)
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
         hint = "put the file itself there, if you know what is in it"
         raise UsageError(f"{shown_path(path)} is a link, which can lead to any file", hint=hint) from None
-    try:
-        found = os.fstat(descriptor)
-        if stat.S_ISDIR(found.st_mode):
-            raise IsADirectoryError(errno.EISDIR, "it is a folder", str(path))
-        if not stat.S_ISREG(found.st_mode):
-            raise OSError(errno.EINVAL, "it is no regular file", str(path))
-        if not accepted:
-            require_own(path, found)
-        return os.fdopen(descriptor, "rb")
-    except BaseException:
-        os.close(descriptor)
-        raise
+    if not accepted:
+        try:
+            require_own(path, os.fstat(stream.fileno()))
+        except UsageError:
+            stream.close()
+            raise
+    return stream
 
 
 def read_trusted(path: str | Path) -> str:

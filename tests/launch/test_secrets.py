@@ -7,7 +7,9 @@ import pytest
 from tests.support.runs import make_attempt
 from trainkit.cli.main import main
 from trainkit.errors import UsageError
-from trainkit.launch.secrets import refuse_leaks, refuse_secrets
+from trainkit.formats import mask_secrets
+from trainkit.launch import secrets
+from trainkit.launch.secrets import refuse_leaks, refuse_secrets, without_secrets
 from trainkit.run.record import open_attempt
 from trainkit.slurm.quoting import quote
 
@@ -80,3 +82,20 @@ def test_only_the_owner_reads_the_plan(tmp_path: Path) -> None:
     run = make_attempt(tmp_path / "run").run
     attempt = open_attempt(run, "a: 2\n", "{}")
     assert {file.stat().st_mode & 0o777 for file in (attempt.plan_file, run.plan_file)} == {0o600}
+
+
+def test_each_word_of_a_long_command_line_is_read_with_what_stands_shortly_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A shell may put thousands of files there: whole lines for each would take a minute."""
+    lengths = []
+
+    def mask(text: str) -> str:
+        lengths.append(len(text))
+        return mask_secrets(text)
+
+    monkeypatch.setattr(secrets, "mask_secrets", mask)
+    files = [f"data/shard-{number:05d}" for number in range(200)]
+    argv = ["python", "train.py", *files, "mysql", "-h", "db", "-pHunter2"]
+    assert without_secrets(argv, ()) == [*argv[:-1], "-p***"]
+    assert max(lengths) < secrets.CONTEXT_CHARS + 50

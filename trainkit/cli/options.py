@@ -98,7 +98,7 @@ class ConfigRequest:
 
 
 def named_folder(text: str | None, option: str = "--run-dir") -> Path | None:
-    """The folder of an option, which --trust accepts; UsageError if it is empty, as from a variable."""
+    """The folder of an option, which --trust accepts; UsageError if an unset shell variable left it empty."""
     if text is not None and not text.strip():
         raise UsageError(f"{option} is empty", hint=f"name a folder, or omit {option} for runs/NAME")
     folder = None if text is None else typed_path(text, Path())

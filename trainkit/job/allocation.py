@@ -132,9 +132,8 @@ def refused(attempt: AttemptDir, entry: AttemptRecord | None) -> int | None:
                 write_end(attempt, Outcome(), decision)
         return EXIT_NO_RESTART
     except (OSError, ValueError) as error:
-        log_line(
-            f"{attempt.path} cannot be compared with what was submitted: {error}"
-        )  # it is when it is run
+        # Running the attempt reports it with its hint.
+        log_line(f"{attempt.path} cannot be compared with what was submitted: {error}")
     return None
 
 

@@ -18,6 +18,8 @@ from trainkit.slurm.quoting import quote
 _ASSIGNMENT = re.compile(r"(?P<name>[\w.-]+)=(?P<value>.*)", re.DOTALL)
 _INNER_OPTION = re.compile(r"(?<!\S)(?P<option>-[\w-]+)(?P<gap>=|[ \t]+)(?P<value>[^\s$-]\S*)")
 """An option in a word of several, as in ``sh -c 'train --token VALUE'``."""
+CONTEXT_CHARS = 400
+"""How much of the command line before a word decides whether the word is a secret, for `mask_secrets`."""
 _NUMBER = re.compile(r"[\d.,_e+-]+")
 _COUNT = re.compile(r"(?:token|key)s?$", re.IGNORECASE)
 _NAME = r"(?P<name>[A-Za-z_][\w.-]*)"
@@ -45,15 +47,16 @@ def without_secrets(argv: Sequence[str], secrets: Sequence[str]) -> list[str]:
     `secrets` are the names in `launch.secrets`.
     """
     masked: list[str] = []
+    line = ""
     for before, word in pairwise(["", *argv]):
         if _is_secret_option(before) and not word.startswith(("-", "$")) and not _is_count(before, word):
-            masked.append(MASK)
-            continue
-        found = _masked_word(word, secrets)
+            found = MASK
+        else:
+            found = mask_secrets(line + _masked_word(word, secrets))
+            found = found.removeprefix(line) if found.startswith(line) else MASK
+        masked.append(MASK if found.startswith(MASK) else found)
         # What `-p` means depends on the program before it.
-        line = " ".join([*masked, ""])
-        in_line = mask_secrets(line + found).removeprefix(line)
-        masked.append(MASK if in_line.startswith(MASK) else in_line)
+        line = f"{line}{masked[-1]} "[-CONTEXT_CHARS:]
     return masked
 
 

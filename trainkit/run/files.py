@@ -26,6 +26,7 @@ from types import UnionType
 from typing import Any, BinaryIO, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from trainkit.errors import UsageError
+from trainkit.folders import open_regular
 from trainkit.trust import open_trusted
 
 
@@ -97,14 +98,7 @@ def write_json(path: Path, value: Any) -> None:
 
 def open_file(path: str | Path) -> BinaryIO:
     """Open a file of a run to read it; raises OSError for a pipe or device, which may never end."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    kind = os.fstat(descriptor).st_mode
-    if not stat.S_ISREG(kind):
-        os.close(descriptor)
-        if stat.S_ISDIR(kind):
-            raise IsADirectoryError(errno.EISDIR, "it is a folder", str(path))
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
-    return os.fdopen(descriptor, "rb")
+    return open_regular(path)
 
 
 MAX_JSON_BYTES = 2**26
