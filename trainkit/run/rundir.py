@@ -89,6 +89,10 @@ class RunFolder:
         return quote(self.shown if "/" in self.shown else str(self.path))
 
 
+DELETED = " (deleted)"
+"""What the path of a folder ends with once another one has its place."""
+
+
 class RunDir(RunFolder):
     """The paths of one run folder."""
 
@@ -138,6 +142,11 @@ class RunDir(RunFolder):
     was_replaced = False
     """Whether another folder has the place of the held one, which was deleted."""
 
+    @property
+    def shown(self) -> str:
+        """The path in a sentence, that of before where another folder has its place."""
+        return super().shown.removesuffix(DELETED * self.was_replaced)
+
     def hold(self) -> None:
         """Hold on to the folder, so that `follow` finds it wherever it is moved to. Raises OSError."""
         if self._held is not None:
@@ -179,7 +188,7 @@ class RunDir(RunFolder):
             # restarts of a server all is stale.
             if self._when_made() != self._made:
                 # That is another run: nothing of this one is written there.
-                self.path, self.was_replaced = self.path.with_name(f"{self.name} (deleted)"), True
+                self.path, self.was_replaced = self.path.with_name(f"{self.name}{DELETED}"), True
         return False
 
     def _places(self) -> Iterator[Path]:
