@@ -34,8 +34,11 @@ HANDLED = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.
 @pytest.fixture(scope="session", autouse=True)
 def isolated_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """No variables that trainkit reads, and a home of this process for what several tests share."""
-    # Under `make test &` a shell without job control has set it to be ignored, and children inherit that.
+    # Under `make test &` a shell without job control has set these to be ignored, `nohup` the last one, and
+    # children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     with pytest.MonkeyPatch.context() as patch:
         for name in list(os.environ):
             if name.startswith(FOREIGN) or name in FOREIGN_NAMES:

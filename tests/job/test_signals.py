@@ -1,5 +1,6 @@
 """What a worker does with stop signals, in a process of its own."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 import trainkit
 from tests.support.programs import run_program
 from trainkit.job import processes
+from trainkit.job.handlers import FROM_TERMINAL
 
 SCRIPT = """
 import sys, time
@@ -100,3 +102,17 @@ def test_a_process_that_a_worker_forks_has_signals_of_its_own():
     folder = Path(trainkit.__file__).parents[1]
     done = run_program(*argv, cwd=folder)
     assert done.stdout == f"{-signal.SIGTERM} False\n", done.stderr
+
+
+def test_below_a_background_job_a_command_hears_the_signals_of_the_terminal(tmp_path: Path) -> None:
+    """A shell tells by them what waits in the foreground: handlers.is_in_foreground."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in FROM_TERMINAL}
+    try:
+        with open(tmp_path / "said", "wb") as output:
+            argv = ["grep", "SigIgn", "/proc/self/status"]
+            processes.start_child(argv, environ=os.environ, output=output, keeps_mask=False).wait(timeout=60)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    ignored = int((tmp_path / "said").read_text().split()[1], 16)
+    assert not any(ignored >> number - 1 & 1 for number in FROM_TERMINAL)

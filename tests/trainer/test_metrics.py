@@ -181,27 +181,34 @@ def curve(folder: Path, name: str) -> list[tuple[int, float]]:
 
 
 def test_scalars_can_be_read_back(tmp_path: Path) -> None:
-    log = TensorBoardLog(tmp_path, 1)
+    log = TensorBoardLog(RunDir(tmp_path), 1)
     for step in (1, 2, 3):
         log.write(step, scalars(step, loss=0.5 * step, val_loss=2.0 if step == 2 else None))
     log.close()
-    assert curve(tmp_path, "loss") == [(1, 0.5), (2, 1.0), (3, 1.5)]
-    assert curve(tmp_path, "val_loss") == [(2, 2.0)]
-    reader = EventAccumulator(str(tmp_path))
+    assert curve(tmp_path / "tensorboard", "loss") == [(1, 0.5), (2, 1.0), (3, 1.5)]
+    assert curve(tmp_path / "tensorboard", "val_loss") == [(2, 2.0)]
+    reader = EventAccumulator(str(tmp_path / "tensorboard"))
     reader.Reload()
     assert set(reader.Tags()["scalars"]) == set(SCALARS) - {"mfu"}
 
 
 def test_a_resume_hides_the_steps_that_are_done_again(tmp_path: Path) -> None:
-    first = TensorBoardLog(tmp_path, 1)
+    first = TensorBoardLog(RunDir(tmp_path), 1)
     for step in range(1, 6):
         first.write(step, scalars(step, loss=10.0 + step))
     first.close()
-    second = TensorBoardLog(tmp_path, 4)
+    second = TensorBoardLog(RunDir(tmp_path), 4)
     for step in (4, 5, 6):
         second.write(step, scalars(step, loss=20.0 + step))
     second.close()
-    assert curve(tmp_path, "loss") == [(1, 11.0), (2, 12.0), (3, 13.0), (4, 24.0), (5, 25.0), (6, 26.0)]
+    assert curve(tmp_path / "tensorboard", "loss") == [
+        (1, 11.0),
+        (2, 12.0),
+        (3, 13.0),
+        (4, 24.0),
+        (5, 25.0),
+        (6, 26.0),
+    ]
 
 
 def test_without_tensorboard_one_line_says_so(
@@ -209,7 +216,7 @@ def test_without_tensorboard_one_line_says_so(
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with caplog.at_level("INFO"):
-        log = TensorBoardLog(tmp_path / "tensorboard", 1)
+        log = TensorBoardLog(RunDir(tmp_path), 1)
         for step in (1, 2, 3):
             log.write(step, scalars(step))
         log.close()
@@ -221,10 +228,17 @@ def test_without_tensorboard_one_line_says_so(
 
 
 def test_nothing_written_leaves_nothing_behind_that_breaks_the_reader(tmp_path: Path) -> None:
-    TensorBoardLog(tmp_path, 1).close()
-    reader = EventAccumulator(str(tmp_path))
-    reader.Reload()
-    assert reader.Tags()["scalars"] == []
+    TensorBoardLog(RunDir(tmp_path), 1).close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_was_moved_is_not_made_again(tmp_path: Path) -> None:
+    """Before the run has noticed: what it writes next would lie apart from the rest."""
+    run = RunDir(tmp_path / "moved away")
+    log = TensorBoardLog(run, 1)
+    log.write(1, scalars(1, loss=0.5))
+    log.close()
+    assert not run.path.exists()
 
 
 CPU = torch.device("cpu")

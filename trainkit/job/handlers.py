@@ -19,7 +19,7 @@ SAVES_ON = (signal.SIGTERM, signal.SIGUSR2)
 SHELLS = ("sh", "bash", "dash", "zsh", "ksh")
 PASSED_ON_S = 5.0
 """How long after Slurm's signal another may come from what passes it on."""
-_FROM_TERMINAL = {signal.SIGINT, signal.SIGQUIT}
+FROM_TERMINAL = {signal.SIGINT, signal.SIGQUIT}
 """A shell without a terminal has what it starts with ``&`` ignore these."""
 
 
@@ -48,9 +48,9 @@ def is_shell(pid: int) -> bool:
 
 def is_in_foreground(pid: int) -> bool:
     """Whether a shell waits for this child of it, and calls its traps only when that has ended."""
-    if signal_mask(pid, "SigIgn") & _FROM_TERMINAL:
+    if signal_mask(pid, "SigIgn") & FROM_TERMINAL:
         return False
-    return not signal_mask(pid, "SigCgt") >= _FROM_TERMINAL  # handlers replace what was ignored
+    return not signal_mask(pid, "SigCgt") >= FROM_TERMINAL  # handlers replace what was ignored
 
 
 def hear_once(agent: int, own_handlers: Callable[[set[int]], set[int]]) -> None:

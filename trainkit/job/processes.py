@@ -23,7 +23,7 @@ from typing import IO, TYPE_CHECKING, ClassVar, TypeVar
 
 from trainkit.errors import EXIT_OK, EXIT_STOPPED, TrainkitError
 from trainkit.formats import mask_secrets
-from trainkit.job.handlers import signal_mask
+from trainkit.job.handlers import FROM_TERMINAL, signal_mask
 from trainkit.job.signals import AGENT_SIGNAL, NOTICE_SIGNALS, signal_exit_code
 from trainkit.job.spare_children import own_handlers
 from trainkit.run.files import utc_now
@@ -184,11 +184,14 @@ def start_child(
     """Start a process in its own process group; the kernel kills it when this one dies.
 
     With `keeps_mask` it starts with the notice signals blocked and must unblock them or wait for them itself.
-    It and its children ignore the `ignored` signals unless they install a handler.
+    It and its children ignore the `ignored` signals unless they install a handler, and none of those from a
+    terminal, which a script has ignored in a `trainkit run … &`.
     """
 
     def before_exec() -> None:
         os.setpgid(0, 0)
+        for number in FROM_TERMINAL:
+            signal.signal(number, signal.SIG_DFL)
         for number in ignored:
             signal.signal(number, signal.SIG_IGN)
         kept = NOTICE_SIGNALS if keeps_mask else ()

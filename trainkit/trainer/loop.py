@@ -161,7 +161,7 @@ class Trainer:
         if world.is_main:
             announce(attempt, plan, world, task, self.state, self.total_steps)
             if config.logging.tensorboard:
-                tensorboard = TensorBoardLog(attempt.run.tensorboard_dir, self.state.step + 1)
+                tensorboard = TensorBoardLog(attempt.run, self.state.step + 1)
         self.batches = task.batches(TRAIN, plan.batch, world, self.state, self.end_position)
         self.evaluator = None if task.val_data is None else Evaluator(task, plan, world)
         dtype, flops = config.precision.dtype, task.flops_per_sample

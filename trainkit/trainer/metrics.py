@@ -28,7 +28,7 @@ from trainkit.folders import ensure_folder
 from trainkit.formats import JsonObject, time_text
 from trainkit.plan.gpus import peak_flops
 from trainkit.run.files import append_jsonl, utc_now, write_atomic
-from trainkit.run.rundir import AttemptDir
+from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.trainer.checkpoint.state import TrainingState
 from trainkit.trainer.distributed import World
 from trainkit.trainer.step_sync import StepReport
@@ -53,8 +53,8 @@ RECORD_KEYS = frozenset(
 class TensorBoardLog:
     """Writes scalars in a thread, so that no step waits for the import or the disk."""
 
-    def __init__(self, folder: Path, first_step: int) -> None:
-        self._folder = folder
+    def __init__(self, run: RunDir, first_step: int) -> None:
+        self._run = run
         self._first_step = first_step
         self._writer: Any = None
         self._is_missing = False
@@ -71,8 +71,10 @@ class TensorBoardLog:
             if self._writer is None:
                 from torch.utils.tensorboard import SummaryWriter
 
+                folder = self._run.tensorboard_dir
+                ensure_folder(folder)  # the writer would also make the folder of a run that was moved
                 # purge_step hides steps that an earlier attempt computed after its last checkpoint.
-                self._writer = SummaryWriter(str(self._folder), purge_step=self._first_step)
+                self._writer = SummaryWriter(str(folder), purge_step=self._first_step)
             for name, value in scalars.items():
                 if value is not None:
                     self._writer.add_scalar(name, value, step)
