@@ -7,13 +7,14 @@ import pytest
 from trainkit.cli.status import restarts_line, run_details, runs_rows
 from trainkit.config import dump_effective
 from trainkit.config.schema import RunConfig
+from trainkit.observe.attempt_files import ranks_of_nodes
 from trainkit.observe.report import read_report, render_report
 from trainkit.observe.run_view import read_view
 from trainkit.observe.status import read_status
 from trainkit.observe.view_text import Size, view_lines
 from trainkit.run.events import Event, log_event, read_events
 from trainkit.run.files import append_jsonl, write_json
-from trainkit.run.history import RunHistory, attempts_of, find_restarts
+from trainkit.run.history import PlanRecord, RunHistory, attempts_of, find_restarts
 from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.jobs import JobInfo
@@ -370,3 +371,10 @@ def test_slow_ranks_are_reported_until_they_are_no_longer_slow(tmp_path: Path) -
         "rank 2 on b is slow since step 61 (compute): 190 ms a step, the other ranks 70 ms",
         "the run is slow since step 81 (network): 190 ms a step, 70 ms before",
     ]
+
+
+@pytest.mark.parametrize("damage", [{"workers_per_node": -1}, {"num_nodes": 2**62}, {"node_sizes": [1, 0]}])
+def test_of_a_damaged_plan_no_ranks_are_known(damage: dict[str, object]) -> None:
+    whole = {"num_nodes": 2, "workers_per_node": 2}
+    assert ranks_of_nodes(PlanRecord(whole)) == [range(2), range(2, 4)]
+    assert ranks_of_nodes(PlanRecord({**whole, **damage})) == []

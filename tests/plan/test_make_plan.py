@@ -199,6 +199,8 @@ def test_a_damaged_plan_and_one_with_more_keys() -> None:
         {**made.to_dict(), "layout": {"xp": 1}},
         {**made.to_dict(), "batch": 3},
         {**made.to_dict(), "slurm": {"sbatch": {}}},
+        {**made.to_dict(), "workers_per_node": -1},
+        {**made.to_dict(), "node_sizes": [2, 0]},
         [],
     ):
         with pytest.raises(ValueError, match=r"plan\.json is damaged"):

@@ -163,12 +163,17 @@ class AttemptFiles:
         return str(path.relative_to(self.run.path))
 
 
+MAX_NODES = 1_000_000
+"""More in a plan are damage."""
+
+
 def ranks_of_nodes(plan: PlanRecord) -> list[range]:
     """The ranks of each node; empty when unknown."""
     sizes = plan.values.get("node_sizes")
     if not isinstance(sizes, list):
-        sizes = [plan.count("workers_per_node")] * (plan.count("num_nodes") or 0)
-    if not all(isinstance(size, int) for size in sizes):
+        num_nodes = plan.count("num_nodes") or 0
+        sizes = [plan.count("workers_per_node")] * num_nodes if num_nodes <= MAX_NODES else []
+    if not all(isinstance(size, int) and size > 0 for size in sizes):
         return []
     return [range(first, end) for first, end in pairwise(accumulate(sizes, initial=0))]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -332,6 +332,9 @@ class LaunchPlan:
             if (slurm := value.get("slurm")) is not None:
                 slurm["sbatch"], slurm["srun"]  # without its options another job would run
             plan: LaunchPlan = from_json(cls, value)
+            counts = [plan.num_nodes, plan.workers_per_node, *(plan.node_sizes or ()), *astuple(plan.layout)]
+            if min(counts) < 1:
+                raise ValueError("plan.json is damaged: a number of nodes, workers or ranks is not positive")
             return plan
         except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(f"plan.json is damaged: {error!r}") from None

@@ -219,6 +219,10 @@ def test_what_a_shell_has_left_is_kept_when_what_stood_above_that_fails(
             signal_all(inner, signal.SIGKILL)
             wait_for(lambda: saver in children_by_parent().get(os.getpid(), []))
             if not is_sent_before:
+                assert not notice.may_be_of_notice(0, member), "it still runs"
+                (tmp_path / "go").touch()
+                wait_for(lambda: ended(member))
+                assert notice.may_be_of_notice(0, member)
                 notice.send({0: member}, TERM)
             (tmp_path / "go").touch()
             wait_for(lambda: ended(member))

@@ -297,7 +297,10 @@ class Agent(ProcessGroup):
         if self.received is None:
             # Slurm may have signalled the member before this agent.
             died_s = self._died_s.setdefault(rank, time.monotonic())
-            return was_signalled(member.pid) and time.monotonic() < died_s + NOTICE_PATIENCE_S
+            is_early = time.monotonic() < died_s + NOTICE_PATIENCE_S
+            if self.workload.knows_run:
+                return is_early and was_signalled(member.pid)
+            return is_early and self._notice.may_be_of_notice(rank, member)
         return not self.workload.knows_run and self._notice.keeps(rank, member)
 
     def exit_code(self, rank: int, member: subprocess.Popen[bytes]) -> int:

@@ -274,6 +274,18 @@ class CommandNotice:
 
         return list(filter(is_of_rank, children.get(os.getpid(), [])))
 
+    def may_be_of_notice(self, rank: int, member: subprocess.Popen[bytes]) -> bool:
+        """Whether Slurm may have signalled a member that has failed: it died of it, or has left what saves.
+
+        Of the latter kind is make, which exits with 2 where Slurm has ended its recipe.
+        """
+        if was_signalled(member.pid):
+            return True
+        if processes.exit_code_of_zombie(member.pid) in (None, EXIT_OK, EXIT_STOPPED):
+            return False
+        children = processes.children_by_parent()
+        return bool(takers(self._orphans_of(rank, children), children, self._numbers))
+
     def keeps(self, rank: int, member: subprocess.Popen[bytes]) -> bool:
         """Whether something still saves that a member, which has ended, has started."""
         if rank not in self._savers or self.has_launcher:
