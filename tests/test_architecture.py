@@ -62,10 +62,12 @@ ALLOWED = {
         *("job.processes", "job.node.slurm_step"),
         "job.notifications",  # what it sends, and to which URLs
         "job.failed_starts",
-        *("observe.group", "observe.status"),  # `--after` waits for the states that `status` shows
+        *("observe.group", "observe.status", "observe.current"),  # `--after` waits for what `status` shows
+        "function",  # whose runs are not repeated
     },
     "observe": {
         *("errors", "folders", "run", "formats", "config", "plan", "slurm"),
+        *("backends", "job.group_parts"),  # how the jobs of runs are
         "job.failed_starts",
         "job.failure.launcher_report",  # the agent reads it too
     },
@@ -77,7 +79,7 @@ ALLOWED = {
         "job.rank_debugger",  # what `trainkit debug` and a rank say to each other
         "data.checks",  # the size of the vocabulary, which a resume compares
         "observe.group",  # `cancel` acts on the states that `status` shows
-        "function",  # whose runs are not repeated
+        "function",  # whose finished runs are called again
     },
     # Runs a config in many ways, as its owner could by hand, and compares them.
     "bench": {
@@ -121,13 +123,13 @@ ALLOWED = {
     "api": {
         "arguments",
         *("errors", "formats", "run", "config", "plan", "slurm", "backends", "control", "observe"),
-        *("launch", "cli.options", "cli.submit", "cli.status", "function"),
+        *("launch", "function"),
     },
     # Commands and tasks that no run needs: the core names their modules, and imports none of them.
     "contrib.doctor": {  # checks machines before there is a run
         *("errors", "formats", "run", "config", "cluster", "plan", "slurm", "cli"),
         *("job.node", "job.preflight", "job.rank_env", "job.processes", "job.signals"),
-        *("launch.environment", "launch.packages"),
+        *("launch.environment", "launch.packages", "launch.config_request"),
     },
     "contrib.drill": {  # interrupts runs on purpose, as their owner could by hand
         *("errors", "run", "formats", "config", "plan", "slurm", "cli"),
