@@ -27,9 +27,9 @@ import click
 from trainkit import _MODULES
 from trainkit.cli.help import SECTIONS as HELP_ORDER
 from trainkit.cli.main import SECTIONS, cli
-from trainkit.cli.options import FLAGS
 from trainkit.config import RunConfig
 from trainkit.config.schema import field_schema
+from trainkit.launch.config_request import FLAGS
 from trainkit.observe.signatures import load_signatures
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"

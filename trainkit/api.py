@@ -14,13 +14,12 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast, overload
 
 from trainkit.arguments import Arguments, meant_of_submitit, shown_argument
-from trainkit.backends.jobs import liveness_probe, query_job_status
+from trainkit.backends.jobs import liveness_probe
 from trainkit.control.cancel import cancel_group, cancel_run
 from trainkit.errors import ConfigError, Problem, TrainkitError, UsageError, warn_caller
 from trainkit.formats import rank_list, there_are
@@ -35,16 +34,17 @@ from trainkit.function import (
     dumps,
     read_pickle,
 )
+from trainkit.observe.current import look_at, query_group
 from trainkit.observe.group import GroupStatus, PointStatus
 from trainkit.observe.logs import run_is_over
-from trainkit.observe.status import ACTIVE_STATES, RunStatus, read_status
+from trainkit.observe.status import ACTIVE_STATES, RunStatus
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.workload import Workload, workload_of
 from trainkit.run.end import NO_RESULT, AttemptEnd, read_end
 from trainkit.run.events import read_metrics
 from trainkit.run.files import read_object, write_atomic
 from trainkit.run.group import RunGroup, create_task_run, group_of
-from trainkit.run.history import RunHistory, read_plan
+from trainkit.run.history import read_plan
 from trainkit.run.owner import refuse_foreign
 from trainkit.run.record import read_job
 from trainkit.run.registry import find_run, find_run_or_group, iter_known_runs
@@ -52,9 +52,9 @@ from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.slurm.client import require_controller
 
 if TYPE_CHECKING:
-    from trainkit.cli.options import ConfigRequest
     from trainkit.config import LoadedConfig
-    from trainkit.launch.submission import ArraySpec, LoadedPoint
+    from trainkit.launch.config_request import ConfigRequest
+    from trainkit.launch.sweep import ArraySpec, LoadedPoint
 
 Config = str | Path | Mapping[str, Any] | None
 """A file, the name of a shipped config, or its sections: a dictionary or OmegaConf's ``DictConfig``."""
@@ -103,7 +103,7 @@ def submit(
     """
     calls = {0: _call(work, args)} if callable(work) else {}
     given = _given(work, config, profile, options, after, run_dir, command, launcher, now, calls=calls)
-    from trainkit.launch.submission import LoadedPoint
+    from trainkit.launch.sweep import LoadedPoint
 
     if args and given.function is None:
         raise UsageError(f"{len(args)} arguments, but no function", hint="they are those of a function")
@@ -134,8 +134,7 @@ def sweep(
     given = _given(work, config, profile, options, after, run_dir, limit=limit, calls=calls)
     if given.function is not None:
         return _start_calls(given, calls, limit, found)
-    from trainkit.cli.submit import swept
-    from trainkit.launch.submission import ArraySpec
+    from trainkit.launch.sweep import ArraySpec, swept
 
     array = ArraySpec(tuple(range(len(found))), limit)
     return Group(_start(given, swept(given.request, found), array))
@@ -190,22 +189,17 @@ class Run:
     @property
     def status(self) -> RunStatus:
         """What ``trainkit status`` shows: ``state``, ``step``, ``loss``, ``attempt``, ``job_id`` and more."""
-        record = read_job(self._folder)
-        job = query_job_status(self._folder, record, warn_caller)
-        now = datetime.now(timezone.utc)
-        status, point = read_status(RunHistory(self._folder), record, job.alive, now, job.job), self._point()
+        status, point = look_at(self._folder, warn_caller)[1], self._point()
         if point is None:
             return status
         return replace(status, state=point.state, reason=point.reason, job_id=point.job_id)
 
     def _point(self) -> PointStatus | None:
         """What its group says of it, until it starts."""
-        from trainkit.cli.status import query_group
-
         found = None if self._folder.attempt_numbers() else group_of(self._folder)
         if found is None:
             return None
-        return next(point for point in query_group(found[0]).points if point.index == found[1])
+        return next(point for point in query_group(found[0], warn_caller).points if point.index == found[1])
 
     def done(self) -> bool:
         """Whether it has ended and does not restart by itself."""
@@ -373,9 +367,7 @@ class Group(Sequence[Run]):
     @property
     def status(self) -> GroupStatus:
         """What ``trainkit status`` shows of a group: the state and result of each run."""
-        from trainkit.cli.status import query_group
-
-        return query_group(self._group)
+        return query_group(self._group, warn_caller)
 
     @overload
     def __getitem__(self, index: int) -> Run: ...
@@ -410,7 +402,7 @@ class Group(Sequence[Run]):
 
     def resume(self) -> Group:
         """Run what has not finished, on this machine; on Slurm submit what has not been submitted."""
-        from trainkit.control.resume import resume_group
+        from trainkit.control.resume_group import resume_group
 
         if self._group.record.process is None and not self._group.left:
             raise UsageError(f"{self.path} is a Slurm array", hint="resume its runs: group[0].resume()")
@@ -454,7 +446,7 @@ def _given(
     *,
     calls: Mapping[int, Call] = {},
 ) -> _Given:
-    from trainkit.cli.options import ConfigRequest
+    from trainkit.launch.config_request import ConfigRequest
 
     function = work if callable(work) else None
     if sum((function is not None, bool(command), not callable(work) and work is not None)) != 1:
@@ -499,7 +491,7 @@ def _refuse_meant_for_function(
     arguments: Arguments, options: Mapping[str, Any], own: Mapping[str, object]
 ) -> None:
     """Raise ConfigError for keyword arguments meant for the function; `own` are those of `submit`."""
-    from trainkit.cli.options import FLAGS
+    from trainkit.launch.config_request import FLAGS
 
     run = workload_of(ARGV)
     used = {name for name in options if run.uses(FLAGS.get(name, name))} | own.keys()
@@ -517,8 +509,8 @@ def _refuse_meant_for_function(
 
 def _is_known(name: str) -> bool:
     """Whether an argument is one of the command line, or a section or key of the config."""
-    from trainkit.cli.options import FLAGS
     from trainkit.config.schema import is_known
+    from trainkit.launch.config_request import FLAGS
 
     return name in FLAGS or is_known(tuple(name.split(".")))
 
@@ -530,7 +522,7 @@ def _flags(
 
     `arguments` are those of a function.
     """
-    from trainkit.cli.options import FLAGS
+    from trainkit.launch.config_request import FLAGS
 
     if type(config).__module__.startswith("omegaconf."):
         from omegaconf import OmegaConf
@@ -555,8 +547,8 @@ def _flags(
 
 def _meant_argument(name: str, value: Any, arguments: Arguments | None) -> str:
     """The hint of an unknown argument: what was meant, as it is written in Python."""
-    from trainkit.cli.options import FLAGS
     from trainkit.config.schema import meant
+    from trainkit.launch.config_request import FLAGS
 
     if (written := meant_of_submitit(name, value)) is not None:
         return written
@@ -611,7 +603,7 @@ def _start_calls(
     given: _Given, calls: Mapping[int, Call], limit: int | None, values: Sequence[Mapping[str, Any]] = ()
 ) -> Group:
     """Start a group; `values` are those by which its tables name the calls of a sweep."""
-    from trainkit.launch.submission import ArraySpec, LoadedPoint
+    from trainkit.launch.sweep import ArraySpec, LoadedPoint
 
     if not calls:
         raise UsageError("there is nothing to call", hint="each run is one call: give at least one item")
@@ -629,9 +621,8 @@ def _start(
     given: _Given, points: Iterable[LoadedPoint], array: ArraySpec | None, calls: Mapping[int, Call] = {}
 ) -> Path:
     """The folder of what was started."""
-    from trainkit.cli.submit import submission_warnings
     from trainkit.launch.create import create_submission, start_submission
-    from trainkit.launch.submission import plan_submission
+    from trainkit.launch.submission import plan_submission, submission_warnings
 
     submission = plan_submission(points, array, given.workload, after=given.after, warn=warn_caller)
     if given.now and submission.plan.slurm is not None:

@@ -168,7 +168,7 @@ def test_requeue_says_what_it_did_or_why_it_could_not(folder: Path, monkeypatch:
             raise answer
         return answer
 
-    monkeypatch.setattr("trainkit.control.resume.requeue_run", requeue)
+    monkeypatch.setattr("trainkit.control.requeue.requeue_run", requeue)
 
     async def use(pilot: Pilot[Any], app: WatchApp) -> None:
         await wait_for(pilot, lambda: view_of(app), "no view")

@@ -25,7 +25,7 @@ from trainkit.backends.jobs import (
 from trainkit.backends.slurm import cancel_follow_ups, submit_follow_ups
 from trainkit.control import cancel as control_cancel
 from trainkit.control.cancel import cancel_run
-from trainkit.control.resume import requeue_run
+from trainkit.control.requeue import requeue_run
 from trainkit.errors import TrainkitError, UsageError
 from trainkit.plan.launch import SlurmRequest
 from trainkit.run.end import AttemptEnd

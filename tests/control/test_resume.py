@@ -8,7 +8,7 @@ import pytest
 
 from tests.golden.__main__ import HERE, unpack_run
 from trainkit.config import LoadedConfig, load_config, read_effective
-from trainkit.control.resume import (
+from trainkit.control.changed_config import (
     changes,
     expected_time_s,
     learning_rate_change,
@@ -122,7 +122,7 @@ def test_what_the_learning_rate_does_where_a_run_resumes(
     old = RunDir(unpack_run(HERE / "folders" / "finished", tmp_path, os.uname().nodename))
     before = read_effective(old.config_file)
     after = load_config(old.config_file, overrides=overrides, environ={}, layers=False).config
-    found = learning_rate_change(old, before, after, lr)
+    found = learning_rate_change(old, before, after, LaunchPlan.read(old.plan_file).lr, lr)
     assert found == said or (found is not None and said is not None and found.startswith(said))
 
 

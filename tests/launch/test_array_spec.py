@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainkit.errors import UsageError
-from trainkit.launch.submission import ArraySpec, parse_array
+from trainkit.launch.sweep import ArraySpec, parse_array
 from trainkit.slurm.states import array_indices
 
 

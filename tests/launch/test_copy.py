@@ -13,8 +13,8 @@ from trainkit.cluster.machine import Machine
 from trainkit.cluster.model import Cluster
 from trainkit.cluster.target import Target
 from trainkit.config import load_config
-from trainkit.control.resume import submission_folder
 from trainkit.errors import UsageError
+from trainkit.launch.repeat import submission_folder
 from trainkit.launch.snapshot import WORK_FOLDER_NOTE, copy_code, renewed_code
 from trainkit.plan.facts import Facts
 from trainkit.plan.launch import LaunchPlan

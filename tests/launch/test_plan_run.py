@@ -14,12 +14,12 @@ from trainkit.cluster.machine import Machine
 from trainkit.cluster.model import Cluster, NodeKind, Partition
 from trainkit.cluster.target import LOCAL, Target
 from trainkit.config import RunConfig, load_config
-from trainkit.control.resume import load_again
 from trainkit.errors import ConfigError, UsageError
 from trainkit.launch import packages as module
 from trainkit.launch.environment import command_python
 from trainkit.launch.packages import Packages, find_environment, find_packages, own_packages
 from trainkit.launch.plan_run import gather, plan_run, refuse_missing
+from trainkit.launch.repeat import load_again
 from trainkit.plan.facts import KeyProblem
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.workload import TRAINER, Command, Workload
@@ -282,7 +282,7 @@ def test_tensorboard_that_is_not_installed(
         run = RunDir(unpack_run(GOLDEN / "folders" / "finished", submitting.folder))
         text = run.config_file.read_text()
         run.config_file.write_text(text.replace("tensorboard: false", "tensorboard: true"))
-        again = load_again(run, overrides, {})[0]
+        again = load_again(run, LaunchPlan.read(run.plan_file), overrides, {})
         loaded = load_config(run.config_file, overrides=overrides, environ={}, cwd=submitting.folder)
         assert again.config == loaded.config
     else:

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.groups import make_group
-from trainkit.cli.status import read_all
 from trainkit.errors import UsageError
+from trainkit.observe.current import read_all
 from trainkit.run import registry
 from trainkit.run.files import append_jsonl, write_json
 from trainkit.run.group import BENCH_FILE
@@ -165,7 +165,7 @@ def test_only_folders_that_may_be_meant_are_read(tmp_path, read_folders, text, e
 
 def test_status_reads_no_run_again_that_was_over(tmp_path, read_folders):
     def statuses_of(max_ended):
-        return read_all(max_ended, lambda ids: None, {})
+        return read_all(max_ended, lambda ids: None, {}, pytest.fail)
 
     runs = make_many(tmp_path / "elsewhere")
     for run in runs:

@@ -11,7 +11,8 @@ from trainkit.cluster.target import Target
 from trainkit.config import load_config
 from trainkit.errors import ConfigError
 from trainkit.launch.create import create_submission
-from trainkit.launch.submission import ArraySpec, LoadedPoint, PlannedPoint, Submission, checked
+from trainkit.launch.submission import PlannedPoint, Submission, checked
+from trainkit.launch.sweep import ArraySpec, LoadedPoint
 from trainkit.plan.facts import Facts
 from trainkit.plan.make_plan import make_plan
 from trainkit.plan.workload import workload_of

@@ -23,7 +23,8 @@ from trainkit.config.load import Change, Values, short_training, with_changes, w
 from trainkit.errors import ConfigError, Problem, UsageError
 from trainkit.formats import JsonObject
 from trainkit.launch.plan_run import Gatherer, plan_run
-from trainkit.launch.submission import ArraySpec, LoadedPoint, PlannedPoint, Submission, checked
+from trainkit.launch.submission import PlannedPoint, Submission, checked
+from trainkit.launch.sweep import ArraySpec, LoadedPoint
 from trainkit.observe.sweep_report import REPEAT
 from trainkit.plan.batch import GLOBAL, MICROBATCHES, BatchRequest, batch_changes, make_batch
 from trainkit.plan.facts import Facts

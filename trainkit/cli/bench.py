@@ -29,13 +29,15 @@ from trainkit.cli import options
 from trainkit.cli.help import Group, as_group, examples, option, terminal_width, warn
 from trainkit.cli.output import echo_json, echo_result
 from trainkit.cli.started import describe_plan, print_created
-from trainkit.cli.submit import group_points, sweep_option
+from trainkit.cli.submit import sweep_option
 from trainkit.control.cancel import cancel_group
 from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, UsageError
 from trainkit.folders import shown_path
 from trainkit.formats import short_keys, shown_value, table
+from trainkit.launch.config_request import ConfigRequest
 from trainkit.launch.create import create_submission, start_group
 from trainkit.launch.submission import Submission
+from trainkit.launch.sweep import group_points
 from trainkit.plan.workload import TRAINER
 from trainkit.run.group import RunGroup
 from trainkit.run.owner import refuse_place
@@ -124,7 +126,7 @@ def _bench_options(what: str, folder: str) -> Callable[[options.Function], optio
     multiple=True,
 )
 @_bench_options("layouts", "runs/NAME-layouts")
-def layouts(request: options.ConfigRequest | None, layouts: tuple[str, ...], **typed: Any) -> int:
+def layouts(request: ConfigRequest | None, layouts: tuple[str, ...], **typed: Any) -> int:
     """Run CONFIG on several layouts for a few steps each; write summary.csv and plots.
 
     Without --layout, runs all layouts that the number of processes, the model and the batch allow, simplest
@@ -136,7 +138,7 @@ def layouts(request: options.ConfigRequest | None, layouts: tuple[str, ...], **t
     array; --follow, or --collect DIR later, writes the summary. Exits with 1 if nothing was measured.
     """
 
-    def plan(planned: PlannedBench, config: options.ConfigRequest) -> None:
+    def plan(planned: PlannedBench, config: ConfigRequest) -> None:
         plan_layouts(planned, config.load_to_plan(), layouts)
 
     return _bench("layouts", plan, request, **typed)
@@ -155,7 +157,7 @@ def layouts(request: options.ConfigRequest | None, layouts: tuple[str, ...], **t
 @options.config_options(unless="collect")
 @sweep_option("Values to measure, and every combination of several --sweep; repeatable.")
 @_bench_options("points", "runs/NAME-settings")
-def settings(request: options.ConfigRequest | None, sweeps: tuple[str, ...], **typed: Any) -> int:
+def settings(request: ConfigRequest | None, sweeps: tuple[str, ...], **typed: Any) -> int:
     """Run CONFIG with every value of --sweep for a few steps each; write summary.csv and plots.
 
     Any config key can be swept, except those that a bench sets itself, such as train.steps. Points that
@@ -165,7 +167,7 @@ def settings(request: options.ConfigRequest | None, sweeps: tuple[str, ...], **t
     array; --follow, or --collect DIR later, writes the summary. Exits with 1 if nothing was measured.
     """
 
-    def plan(planned: PlannedBench, config: options.ConfigRequest) -> None:
+    def plan(planned: PlannedBench, config: ConfigRequest) -> None:
         if not sweeps:
             raise UsageError("no --sweep", hint="for example --sweep train.device_batch_size=4,8,16")
         plan_settings(planned, group_points(config, TRAINER, sweeps, None)[1])
@@ -175,8 +177,8 @@ def settings(request: options.ConfigRequest | None, sweeps: tuple[str, ...], **t
 
 def _bench(
     kind: Kind,
-    plan: Callable[[PlannedBench, options.ConfigRequest], None],
-    config: options.ConfigRequest | None,
+    plan: Callable[[PlannedBench, ConfigRequest], None],
+    config: ConfigRequest | None,
     *,
     steps: int,
     warmup: int,

@@ -14,6 +14,7 @@ from trainkit.cli.help import as_command, option, terminal_width, warn
 from trainkit.cli.output import json_text
 from trainkit.errors import ConfigError, SlurmError, TrainkitError, UsageError
 from trainkit.formats import plural, table
+from trainkit.launch.config_request import ConfigRequest
 from trainkit.run.rundir import RUNS_FOLDER
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ MAX_COLUMN_WIDTH = 40
 @option("--test-notification", "Send a test message to the webhook of notify.")
 @options.json_option
 def command(
-    request: options.ConfigRequest,
+    request: ConfigRequest,
     show_origin: bool,
     estimate: bool | None,
     world_size: int | None,

@@ -15,9 +15,9 @@ from trainkit.cli.choose_runs import command_values
 from trainkit.cli.help import as_command, complete_run, option, terminal_width, warn
 from trainkit.cli.options import json_option
 from trainkit.cli.output import echo_json, masked
-from trainkit.cli.status import look_at
 from trainkit.errors import UsageError
 from trainkit.formats import JsonObject, cell, duration, number, shown_value, table
+from trainkit.observe.current import look_at
 from trainkit.observe.report import Report, read_report
 from trainkit.observe.status import loss_text
 from trainkit.observe.view_text import resampled, sparkline
@@ -41,7 +41,7 @@ def command(names: tuple[str, ...], as_csv: bool, as_json: bool) -> None:
     runs = list({run.path.resolve(): run for name in names for run in _runs_of(name)}.values())
     if len(runs) < 2:
         raise UsageError("one run cannot be compared", hint="name another run, or a group of runs")
-    reports = [read_report(*look_at(run)[:2], now) for run in runs]
+    reports = [read_report(*look_at(run, warn)[:2], now) for run in runs]
     compared = [_compared(name, report) for name, report in zip(_labels(runs), reports, strict=True)]
     values = [_values(report) for report in reports]
     for run, own in zip(compared, values, strict=True):

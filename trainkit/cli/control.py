@@ -20,6 +20,7 @@ from trainkit.errors import EXIT_FAILED, EXIT_OK, TrainkitError, UsageError
 from trainkit.folders import shown_path
 from trainkit.formats import rank_list, there_are
 from trainkit.job.failure.stacks import Reply, explain_silence, gather, group_replies
+from trainkit.launch.config_request import ConfigRequest
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.group import RunGroup
 from trainkit.run.record import read_job
@@ -64,7 +65,7 @@ def requeue(run_name: str, as_json: bool) -> None:
     A running job saves, stops and is then restarted. Refused while RUN is being cancelled.
     """
     from trainkit.cli.started import print_started
-    from trainkit.control.resume import requeue_run
+    from trainkit.control.requeue import requeue_run
 
     run = find_run(run_name, acts=True)
     options.refuse_untrusted(run.path)
@@ -223,7 +224,7 @@ def shell(
     from trainkit.control.shell import open_shell, shell_argv, shell_start_file
 
     flags = options.config_flags(typed)
-    loaded = options.ConfigRequest(config or "shell", profile, overrides, flags).load()
+    loaded = ConfigRequest(config or "shell", profile, overrides, flags).load()
     if loaded.config.launch.container is not None:
         click.echo("note: the shell runs outside launch.container", err=True)
     if not dry_run:

@@ -166,7 +166,7 @@ def _join(
 
 def _facts(config: RunConfig, plan: LaunchPlan, version: str) -> dict[str, object]:
     """What must be the same on every host."""
-    from trainkit.control.resume import flat_values
+    from trainkit.control.changed_config import flat_values
 
     shape = {"workers per node": plan.workers_per_node, "the device": plan.device}
     command = plan.command and list(plan.command)

@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass
 from inspect import cleandoc
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -25,76 +24,20 @@ from trainkit.cli.help import (
 )
 from trainkit.errors import ConfigError, Problem, UsageError
 from trainkit.folders import QUICKSTART, default_config, typed_path
-from trainkit.plan.workload import TRAINER, Workload, name_of, workload_of
+from trainkit.launch.config_request import FLAGS, ConfigRequest
+from trainkit.plan.workload import Workload, workload_of
 from trainkit.run.owner import refuse_foreign
 from trainkit.run.process import other_people
 from trainkit.run.rundir import RUNS_FOLDER
 from trainkit.trust import trust
 
 if TYPE_CHECKING:
-    from trainkit.cluster.target import Target
-    from trainkit.config import LoadedConfig
-    from trainkit.run.rundir import RunDir
+    pass
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _KEY = "trainkit.trailing_command"
 COUNT, INDEX = click.IntRange(min=1), click.IntRange(min=0)
 AUTO = "auto"
-
-
-@dataclass(frozen=True)
-class ConfigRequest:
-    """The config to load and what the command line changes in it."""
-
-    path: str
-    """A file or the name of a shipped config, as typed; the default CONFIG if it was omitted, or empty."""
-    profile: str | None
-    overrides: tuple[str, ...]
-    flags: dict[str, tuple[str, object]]
-    """Dotted key -> (the flag as typed, its value)."""
-    argv: tuple[str, ...] = ()
-    """The command after ``--``, which gives a run without another name its own."""
-    chooses_nodes: bool = False
-    """Whether ``--nodes auto`` was typed."""
-    repeats: RunDir | None = None
-    """The run whose config is loaded, instead of a file and what is around it."""
-
-    def load(self, target: Target | None = None) -> LoadedConfig:
-        """Load the config with all layers; ConfigError lists all problems.
-
-        Hosts without Slurm do not look for a cluster, and its profile's defaults do not apply to them.
-        """
-        if self.repeats is not None:
-            from trainkit.control.resume import load_again
-
-            return load_again(self.repeats, self.overrides, self.flags, self.profile)[0]
-        from trainkit.cluster.target import load_with_cluster
-        from trainkit.config import load_config
-        from trainkit.config.yamlfile import entry_at
-
-        load = load_config if target is not None and not target.finds_cluster else load_with_cluster
-        name = name_of(self.argv)
-        return load(
-            self.path or None,
-            profile=self.profile,
-            overrides=self.overrides,
-            flags=self.flags,
-            defaults=() if name is None else (entry_at(("name",), name, "the command"),),
-        )
-
-    def load_to_plan(self, workload: Workload | None = None, target: Target | None = None) -> LoadedConfig:
-        """Load the config for a command that plans a run of `workload`, by default the trainer.
-
-        The ConfigError of an invalid config also lists the problems of planning a run with its valid part.
-        """
-        from trainkit.config import InvalidConfig
-
-        try:
-            return self.load(target)
-        except InvalidConfig as error:
-            from trainkit.launch.plan_run import planning_error
-
-            raise planning_error(error, workload or TRAINER, target=target) from None
 
 
 def named_folder(text: str | None, option: str = "--run-dir") -> Path | None:
@@ -329,23 +272,23 @@ def _request_options(function: Function, *place: Callable[[Any], Any], unless: s
 
 
 SLURM_FLAGS = {
-    "time": ("resources.time", "T", "Time limit of the job, in Slurm's format."),
-    "slice": ("resources.slice", "T", "Time limit of each job, with --time for all of them together."),
-    "time-min": ("resources.time_min", "T", "Shortest time limit to accept if the job starts sooner."),
-    "partition": ("resources.partition", "P", "Slurm partition."),
-    "clusters": ("resources.clusters", "A,B", "Slurm clusters; of several, whichever starts the job first."),
-    "account": ("resources.account", "A", "Slurm account."),
-    "qos": ("resources.qos", "Q", "Slurm quality of service."),
-    "constraint": ("resources.constraint", "C", "Required node features, in Slurm's syntax."),
-    "cluster": ("launch.cluster", "NAME", "Cluster profile; default: the one for this cluster."),
+    "time": ("T", "Time limit of the job, in Slurm's format."),
+    "slice": ("T", "Time limit of each job, with --time for all of them together."),
+    "time-min": ("T", "Shortest time limit to accept if the job starts sooner."),
+    "partition": ("P", "Slurm partition."),
+    "clusters": ("A,B", "Slurm clusters; of several, whichever starts the job first."),
+    "account": ("A", "Slurm account."),
+    "qos": ("Q", "Slurm quality of service."),
+    "constraint": ("C", "Required node features, in Slurm's syntax."),
+    "cluster": ("NAME", "Cluster profile; default: the one for this cluster."),
 }
-"""Option -> its config key, metavar and help."""
+"""Option -> its metavar and help."""
 
 
 job_options = combined(
     *(
         click.option(f"--{name}", metavar=metavar, help=help_text)
-        for name, (_, metavar, help_text) in SLURM_FLAGS.items()
+        for name, (metavar, help_text) in SLURM_FLAGS.items()
     ),
     option("--per", "One Slurm task per GPU, or one per node.", type=click.Choice(["gpu", "node"])),
 )
@@ -358,20 +301,6 @@ slurm_options = combined(
     option("--no-snapshot", "Run the code in place instead of from a copy."),
 )
 """The options of a Slurm job; `config_flags` removes their values from the command's arguments."""
-
-
-FLAGS = {
-    **{"nodes": "resources.nodes", "gpus_per_node": "resources.gpus_per_node"},
-    **{name.replace("-", "_"): key for name, (key, _, _) in SLURM_FLAGS.items()},
-    **{
-        "gpu_type": "resources.gpu_type",
-        "per": "launch.per",
-        "name": "name",
-        "backend": "launch.backend",
-        "note": "note",
-    },
-}
-"""Argument of a command -> its config key."""
 
 
 def config_flags(arguments: dict[str, Any]) -> dict[str, tuple[str, object]]:

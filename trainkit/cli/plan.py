@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from trainkit.cli.help import as_command, option, terminal_width
-from trainkit.cli.options import COUNT, ConfigRequest, config_options, json_option
+from trainkit.cli.options import COUNT, config_options, json_option
 from trainkit.cli.output import json_text
 from trainkit.cluster.machine import detect_machine
 from trainkit.errors import EXIT_FAILED, EXIT_OK, ConfigError, UsageError
 from trainkit.formats import gib, plural
+from trainkit.launch.config_request import ConfigRequest
 from trainkit.plan.effective_time import (
     FAILURES_PER_NODE_DAY,
     RESTART_S,

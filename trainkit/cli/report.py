@@ -7,11 +7,11 @@ from datetime import datetime, timezone
 from pathlib import Path
 from shlex import quote
 
-from trainkit.cli.help import as_command, option
+from trainkit.cli.help import as_command, option, warn
 from trainkit.cli.options import PATH, json_option, run_argument
 from trainkit.cli.output import echo_result
-from trainkit.cli.status import look_at, query_group
 from trainkit.errors import UsageError
+from trainkit.observe.current import look_at, query_group
 from trainkit.run.files import to_json, write_atomic
 from trainkit.run.group import BENCH_FILE
 from trainkit.run.registry import find_run_or_group
@@ -40,7 +40,7 @@ def command(run_name: str, out: Path | None, as_json: bool) -> None:
         raise UsageError(f"--out {out} exists already", hint="name a new file")
     now = datetime.now(timezone.utc).timestamp()
     if isinstance(found, RunDir):
-        report = read_report(*look_at(found)[:2], now)
+        report = read_report(*look_at(found, warn)[:2], now)
         folder, page, value = found.path, render_report(report), to_json(report)
     else:
         speeds = None
@@ -49,7 +49,7 @@ def command(run_name: str, out: Path | None, as_json: bool) -> None:
             from trainkit.bench.summary import measured_speeds
 
             speeds = measured_speeds(read_bench(found.path))
-        runs = read_sweep(found, query_group(found), now, speeds)
+        runs = read_sweep(found, query_group(found, warn), now, speeds)
         folder, page, value = found.path, render_sweep(runs), to_json(runs)
     file = folder / REPORT_FILE if out is None else out.absolute()
     try:

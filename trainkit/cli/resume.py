@@ -9,12 +9,12 @@ from typing import Any
 import click
 
 from trainkit.cli import options
-from trainkit.cli.help import as_command, option, terminal_width, warn
+from trainkit.cli.help import as_command, option, warn
 from trainkit.cli.hosts import host_options, host_place, hosts_target, run_on_hosts
 from trainkit.cli.logs import follow_detachable
 from trainkit.cli.output import echo_result
 from trainkit.cli.run import shown_failures, stay_in_foreground
-from trainkit.cli.started import describe_plan, print_created, print_started
+from trainkit.cli.started import describe_plan, print_choice, print_created, print_started
 from trainkit.errors import EXIT_OK, UsageError
 from trainkit.formats import duration
 from trainkit.run.group import RunGroup
@@ -57,7 +57,9 @@ def command(
     --as is given. With --node-rank, --master-addr and --master-port it runs in the foreground on several
     hosts, as `trainkit run` does.
     """
-    from trainkit.control import resume
+    from trainkit.control.changed_config import changes, expected_time_s, learning_rate_change, missing_save
+    from trainkit.control.fork import copy_newest_checkpoint, newest_checkpoint_of
+    from trainkit.control.resume import planned_resume, resume_run
     from trainkit.launch.create import create_run, start_run
 
     named = find_run_or_group(run_name, acts=True)
@@ -80,7 +82,7 @@ def command(
     fork = None if fork_dir is None else Path(fork_dir).absolute()
     if fork is not None:
         options.accept_trusted(fork)
-    planned = resume.planned_resume(
+    planned = planned_resume(
         *(source, overrides, flags),
         warn=warn,
         target=None if place is None else hosts_target(place),
@@ -89,34 +91,29 @@ def command(
         chooses_nodes=chooses_nodes,
     )
     with planned as found:
-        loaded, plan, knows_run = found.loaded, found.plan, found.knows_run
-        if found.choice is not None:
-            from trainkit.launch.earliest_end import choice_lines
-
-            for line in choice_lines(found.choice, plan, terminal_width()):
-                click.echo(line, err=True)
+        loaded, plan, knows_run = found.loaded, found.plan, found.plan_before.workload.knows_run
+        print_choice(found.choice, plan)
         if is_first:
             click.echo(describe_plan(plan, loaded.config.name if fork else found.job.name), err=True)
-            for change in resume.changes(found.before, loaded.config):
+            for change in changes(found.before, loaded.config):
                 click.echo(f"  changed             {change}", err=True)
-            if knows_run and (
-                lr := resume.learning_rate_change(source, found.before, loaded.config, plan.lr)
-            ):
+            peaks = found.plan_before.lr, plan.lr
+            if knows_run and (lr := learning_rate_change(source, found.before, loaded.config, *peaks)):
                 click.echo(f"  learning rate       {lr}", err=True)
-            time_s = resume.expected_time_s(source, plan, loaded.config.train.steps) if knows_run else None
+            time_s = expected_time_s(source, plan, loaded.config.train.steps) if knows_run else None
             if time_s is not None:
                 left = "at the speed of its newest steps; checkpoints and validations come on top"
                 click.echo(f"  time                about {duration(time_s)} {left}", err=True)
             if plan.workload.reads_input and not source.input_file.exists():
                 words = f"{plan.workload.argv[0]} reads standard input"
                 click.echo(f"warning: {words}, which this run has not kept: it gets an empty one", err=True)
-            if fork is None and (missing := resume.missing_save(source, knows_run=knows_run)):
+            if fork is None and (missing := missing_save(source, knows_run=knows_run)):
                 click.echo(f"  checkpoint          {missing}", err=True)
         if place is not None:
             name, plan = found.job.name, shown_failures(plan)
             return run_on_hosts(
                 *(place, loaded.config, plan, source.path.parent, source.path.name),
-                lambda: (source, name, resume.resume_run(source, loaded.config, plan, new_code=new_code)),
+                lambda: (source, name, resume_run(source, loaded.config, plan, new_code=new_code)),
             )
         newest = found.job.newest
         was_here = newest is not None and newest.in_foreground and plan.is_here
@@ -125,16 +122,14 @@ def command(
             plan = shown_failures(plan)
         if fork is None:
             run, name = source, found.job.name
-            entry = resume.resume_run(
-                run, loaded.config, plan, new_code=new_code, now=now, foreground=foreground
-            )
+            entry = resume_run(run, loaded.config, plan, new_code=new_code, now=now, foreground=foreground)
         else:
-            checkpoint = resume.newest_checkpoint_of(source)
+            checkpoint = newest_checkpoint_of(source)
             stdin = source.input_file.read_bytes() if source.input_file.exists() else None
             created = create_run(loaded.config, plan, ["trainkit", *sys.argv[1:]], fork, stdin=stdin)
             run, name = created.run, created.name
             print_created(created)
-            resume.copy_newest_checkpoint(checkpoint, run)
+            copy_newest_checkpoint(checkpoint, run)
             entry = start_run(run, loaded.config, plan, "submit", now=now)
             click.echo(f"resuming from {checkpoint}", err=True)
     if foreground:
@@ -147,7 +142,7 @@ def command(
 
 
 def _resume_group(group: RunGroup, as_json: bool) -> int:
-    from trainkit.control.resume import resume_group
+    from trainkit.control.resume_group import resume_group
 
     job_id = resume_group(group)
     value = {"run_dir": str(group.path), "name": group.name, "job_id": job_id}

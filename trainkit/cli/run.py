@@ -21,7 +21,6 @@ from trainkit.cli import options
 from trainkit.cli.help import as_command, option
 from trainkit.cli.hosts import host_options, host_place, hosts_target, run_on_hosts
 from trainkit.cli.logs import follow_run, kept_terminal, print_end, show_rank_0
-from trainkit.cli.options import ConfigRequest
 from trainkit.cli.output import json_text
 from trainkit.cli.started import describe_plan, print_created, print_started
 from trainkit.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, TrainkitError, UsageError
@@ -31,6 +30,7 @@ from trainkit.job.node.rendezvous import master_address
 from trainkit.job.node.slurm_step import SlurmTask, find_slurm_task, reason_not_a_task
 from trainkit.job.rank_env import find_rank_env, refuse_foreign_ranks
 from trainkit.job.signals import NOTICE_SIGNALS
+from trainkit.launch.config_request import ConfigRequest
 from trainkit.plan.launch import DebugPlan, LaunchPlan
 from trainkit.plan.workload import Workload
 from trainkit.run.record import AttemptRecord, read_job

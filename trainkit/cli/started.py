@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from trainkit.cli.help import terminal_width
 from trainkit.cli.output import echo_result
 from trainkit.folders import shown_path
 from trainkit.formats import plural
@@ -15,6 +16,7 @@ from trainkit.run.rundir import RUNS_FOLDER, RunDir
 
 if TYPE_CHECKING:
     from trainkit.launch.create import CreatedRun
+    from trainkit.launch.earliest_end import Choice
     from trainkit.plan.launch import LaunchPlan
     from trainkit.run.record import AttemptRecord
 
@@ -29,6 +31,15 @@ def describe_plan(plan: LaunchPlan, name: str) -> str:
     lines += [f"  {key:<{width}}  {reason}" for key, reason in plan.reasons.items()]
     lines += [f"warning: {text}" for text in plan.warnings]
     return "\n".join(lines)
+
+
+def print_choice(choice: Choice | None, plan: LaunchPlan) -> None:
+    """Print to stderr what the choice of the number of nodes rests on, if there was one."""
+    if choice is not None:
+        from trainkit.launch.earliest_end import choice_lines  # slow to import
+
+        for line in choice_lines(choice, plan, terminal_width()):
+            click.echo(line, err=True)
 
 
 def print_created(created: CreatedRun) -> None:

@@ -4,36 +4,28 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime, timezone
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from shlex import join, quote
 from typing import TYPE_CHECKING
 
 import click
 
-from trainkit.backends.jobs import (
-    JobQuery,
-    open_job_ids,
-    query_job_status,
-    query_jobs_or_warn,
-    status_from_jobs,
-)
+from trainkit.backends.jobs import query_jobs_or_warn
 from trainkit.cli.help import as_command, complete_run, option, terminal_width, warn
 from trainkit.cli.options import json_option
 from trainkit.cli.output import echo_json, echo_result
 from trainkit.errors import UsageError
 from trainkit.folders import relative_path, shown_path
 from trainkit.formats import cell, duration, short_keys, table
-from trainkit.observe.group import GroupFiles, GroupStatus, PointStatus, most_relevant, state_counts
-from trainkit.observe.status import RunStatus, failure_lines, loss_text, read_status
-from trainkit.run.end import Best, read_newest_end
+from trainkit.observe.current import look_at, query_group, read_all
+from trainkit.observe.group import GroupStatus, PointStatus, most_relevant, state_counts
+from trainkit.observe.status import RunStatus, failure_lines, loss_text
+from trainkit.run.end import Best
 from trainkit.run.group import RunGroup
-from trainkit.run.history import Restart, RunHistory
-from trainkit.run.record import JobRecord, read_job
-from trainkit.run.registry import find_run_or_group, record_over, starts
+from trainkit.run.history import Restart
+from trainkit.run.registry import find_run_or_group
 from trainkit.run.rundir import RunDir
-from trainkit.slurm.jobs import JobInfo
 
 if TYPE_CHECKING:
     from trainkit.cli.choose_runs import Choice
@@ -75,19 +67,10 @@ def command(
         return
     found = None if run_name is None else find_run_or_group(run_name)
     if isinstance(found, RunDir):
-        status = look_at(found)[1]
+        status = look_at(found, warn)[1]
         echo_result(status.to_dict(), run_details(status), as_json)
     else:
         show_runs(found, show_all, as_json)
-
-
-def look_at(
-    run: RunDir, on_problem: Callable[[str], None] = warn
-) -> tuple[RunHistory, RunStatus, JobInfo | None]:
-    """The history of a run, its status, and its job in Slurm; warns when Slurm does not answer."""
-    record, history = read_job(run), RunHistory(run)
-    job = query_job_status(run, record, on_problem)
-    return history, read_status(history, record, job.alive, datetime.now(timezone.utc), job.job), job.job
 
 
 def show_runs(found: RunGroup | None, show_all: bool, as_json: bool) -> None:
@@ -95,7 +78,7 @@ def show_runs(found: RunGroup | None, show_all: bool, as_json: bool) -> None:
     if found is None:
         _show_all_runs(show_all, as_json)
         return
-    status = query_group(found)
+    status = query_group(found, warn)
     job = ", ".join(found.job_ids) or "-"
     place = f" on {found.elsewhere}" if found.elsewhere else ""
     best, value = status.best, status.to_dict()
@@ -115,23 +98,9 @@ def show_runs(found: RunGroup | None, show_all: bool, as_json: bool) -> None:
         click.echo(_not_shown(len(status.points) - len(shown)))
 
 
-def query_group(group: RunGroup) -> GroupStatus:
-    """The status of a group; looks its job up if Slurm has not acknowledged it."""
-    from trainkit.job.group_parts import recover_parts  # most runs are in no group
-
-    recover_parts(group)
-    return read_group(group, lambda ids: query_jobs_or_warn(ids, warn))
-
-
-def read_group(group: RunGroup, query: JobQuery) -> GroupStatus:
-    """The status of a group, with one `query` of Slurm for its jobs."""
-    files = GroupFiles(group)
-    return files.status(query(files.open_ids), datetime.now(timezone.utc))
-
-
 def _show_all_runs(show_all: bool, as_json: bool) -> None:
     max_ended = None if show_all or as_json else MAX_ENDED_RUNS
-    statuses, num_hidden = read_all(max_ended, lambda ids: query_jobs_or_warn(ids, warn), {})
+    statuses, num_hidden = read_all(max_ended, lambda ids: query_jobs_or_warn(ids, warn), {}, warn)
     if as_json:
         _echo_json_of(statuses)
         return
@@ -150,7 +119,7 @@ def _show_all_runs(show_all: bool, as_json: bool) -> None:
 
 def _show_chosen(choice: Choice, as_json: bool) -> None:
     """Print the runs of a choice, with a column for each key that was asked for."""
-    chosen = choice.apply(read_all(None, lambda ids: query_jobs_or_warn(ids, warn), {})[0])
+    chosen = choice.apply(read_all(None, lambda ids: query_jobs_or_warn(ids, warn), {}, warn)[0])
     statuses = [run.status for run in chosen]
     if as_json:
         _echo_json_of(statuses)
@@ -168,59 +137,6 @@ def _echo_json_of(statuses: Sequence[RunStatus | GroupStatus]) -> None:
     for value in values:
         value.pop("points", None)
     echo_json(values)
-
-
-def read_all(
-    max_ended: int | None, query: JobQuery, histories: dict[Path, RunHistory]
-) -> tuple[list[RunStatus | GroupStatus], int]:
-    """The status of known runs and groups, newest first, with one `query` of Slurm for all of them.
-
-    With `max_ended`, only that many of those that are over for certain; the second value counts the others.
-    `histories` keeps what was read of each run for the next call.
-    """
-    known: list[tuple[RunDir, JobRecord] | GroupFiles] = []
-    seen, newly_over, num_over, num_hidden = set(), [], 0, 0
-    for start in starts():
-        is_full = max_ended is not None and num_over >= max_ended
-        if is_full and start.is_over:
-            num_hidden += 1
-            continue
-        item, place = start.read(), os.path.realpath(start.folder)
-        if item is None or place in seen:
-            continue
-        seen.add(place)
-        group = None
-        if isinstance(item, RunGroup):
-            try:
-                group = GroupFiles(item)
-            except UsageError as error:
-                warn(error.message)
-                continue
-            over = group.is_over
-        else:
-            end = read_newest_end(item.path)
-            over = end is not None and not end.resumes
-        num_over += over
-        if over and not start.is_over:
-            newly_over.append(start)
-        if is_full and over:
-            num_hidden += 1
-        else:
-            run = RunDir(item.path)
-            known.append(group or (run, read_job(run)))
-    record_over(newly_over)
-    ids = [found.open_ids if isinstance(found, GroupFiles) else open_job_ids(*found) for found in known]
-    jobs, now = query([job_id for own in ids for job_id in own]), datetime.now(timezone.utc)
-    statuses: list[RunStatus | GroupStatus] = []
-    for found in known:
-        if isinstance(found, GroupFiles):
-            statuses.append(found.status(jobs, now))
-        else:
-            run, record = found
-            job = status_from_jobs(run, record, jobs)
-            history = histories.setdefault(run.path, RunHistory(run))
-            statuses.append(read_status(history, record, job.alive, now, job.job))
-    return statuses, num_hidden
 
 
 def runs_rows(statuses: Sequence[RunStatus | GroupStatus], cwd: Path) -> list[Sequence[str]]:

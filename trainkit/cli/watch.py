@@ -11,12 +11,13 @@ from pathlib import Path
 
 import click
 
-from trainkit.cli.help import as_command, complete_run, option
+from trainkit.cli.help import as_command, complete_run, option, warn
 from trainkit.cli.options import json_option
 from trainkit.cli.output import echo_json
-from trainkit.cli.status import look_at, show_runs
+from trainkit.cli.status import show_runs
 from trainkit.errors import EXIT_OK, UsageError
 from trainkit.extras import install_line
+from trainkit.observe.current import look_at
 from trainkit.run.registry import find_run_or_group
 from trainkit.run.rundir import RunDir
 
@@ -57,7 +58,7 @@ def command(run_name: str | None, interval_s: float, once: bool, as_json: bool) 
     from trainkit.observe.run_view import read_view
     from trainkit.observe.view_text import Size, view_lines
 
-    history, status, job = look_at(found)
+    history, status, job = look_at(found, warn)
     for part in (history.events, history.metrics, history.health):
         with suppress(OSError):  # the status warns of it
             part.update()

@@ -26,10 +26,12 @@ from textual.widgets import DataTable, Footer, Static
 from trainkit.backends import JobStatus
 from trainkit.backends.jobs import SlurmPoller, open_job_ids, status_from_jobs, utc_clock
 from trainkit.cli.diagnose import diagnosis_text
+from trainkit.cli.help import warn
 from trainkit.cli.output import replaced
-from trainkit.cli.status import MAX_ENDED_RUNS, points_rows, read_all, read_group, runs_rows
+from trainkit.cli.status import MAX_ENDED_RUNS, points_rows, runs_rows
 from trainkit.control.cancel import cancel_run
 from trainkit.errors import EXIT_INTERRUPTED, EXIT_OK, TrainkitError
+from trainkit.observe.current import read_all, read_group
 from trainkit.observe.group import GroupStatus, PointStatus, most_relevant, state_counts
 from trainkit.observe.logs import last_texts
 from trainkit.observe.run_view import RunView, read_view
@@ -243,7 +245,7 @@ class RunScreen(ReadingScreen):
         return cancel_run(self.run_dir, now=False, wait=False, warn=self._notify_plain).message
 
     def _requeue(self) -> str:
-        from trainkit.control.resume import requeue_run
+        from trainkit.control.requeue import requeue_run
 
         refuse_foreign(self.run_dir.path, "`trainkit requeue --trust` executes it all the same")
         entry, is_started = requeue_run(self.run_dir)
@@ -415,7 +417,7 @@ class WatchApp(App[int]):
             self.push_screen(RunScreen(found, self._interval_s, self._poller, self.clock))
             return
         query = self._poller.jobs
-        read: Callable[[], object] = partial(read_all, MAX_ENDED_RUNS, query, {})
+        read: Callable[[], object] = partial(read_all, MAX_ENDED_RUNS, query, {}, warn)
         if found is not None:
             read = partial(read_group, found, query)
         self.push_screen(ListScreen(read, self._interval_s, self._poller))

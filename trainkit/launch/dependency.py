@@ -8,17 +8,15 @@ from datetime import datetime, timezone
 from pathlib import Path
 from shlex import quote
 
-from trainkit.backends.jobs import query_job_status
 from trainkit.cluster.limits import listed
 from trainkit.config import read_effective
 from trainkit.errors import UsageError
 from trainkit.folders import shown_path
+from trainkit.observe.current import look_at
 from trainkit.observe.group import GroupFiles, PointStatus
-from trainkit.observe.status import RunStatus, read_status
+from trainkit.observe.status import RunStatus
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import UNFINISHED_STATES
-from trainkit.run.history import RunHistory
-from trainkit.run.record import read_job
 from trainkit.run.registry import find_run_or_group
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.environment import other_cluster
@@ -118,9 +116,7 @@ def dependencies(names: Sequence[str], warn: Callable[[str], None], *, on_slurm:
 
 
 def _run(run: RunDir, warn: Callable[[str], None], on_slurm: bool) -> RunStatus:
-    record = read_job(run)
-    job = query_job_status(run, record, warn)
-    status = read_status(RunHistory(run), record, job.alive, datetime.now(timezone.utc), job.job)
+    status = look_at(run, warn)[1]
     if on_slurm and status.state in UNFINISHED_STATES:
         num_follow_ups = read_effective(run.config_file, executes=False).requeue.follow_ups
         if num_follow_ups:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,74 +14,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainkit.backends import JobScript, backend_named
-from trainkit.config import LoadedConfig, RunConfig, dump_effective
+from trainkit.config import RunConfig, dump_effective
 from trainkit.errors import ConfigError, Problem, UsageError
 from trainkit.formats import JsonObject, plural, shown, shown_value
+from trainkit.launch.disk import disk_forecast, lock_problem
 from trainkit.launch.plan_run import Gatherer, plan_run
-from trainkit.launch.secrets import refuse_leaks
+from trainkit.launch.secrets import refuse_leaks, secret_options
+from trainkit.launch.sweep import ArraySpec, LoadedPoint
 from trainkit.plan.launch import LaunchPlan, option_argv
-from trainkit.plan.sweep import MAX_POINTS, filled_in, key_without_seed, names_key
+from trainkit.plan.sweep import filled_in, key_without_seed, names_key
 from trainkit.plan.workload import Workload
 from trainkit.run.group import Point, difference
 from trainkit.run.rundir import RUNS_FOLDER, RunDir, next_name
 from trainkit.run.submitted import submitted_group_hash, submitted_hash
-from trainkit.slurm.states import array_indices, array_spec
 
 if TYPE_CHECKING:
+    from trainkit.launch.earliest_end import Choice
+    from trainkit.launch.repeat import RepeatedRun
     from trainkit.run.record import CodeCopy
 
 MAX_SHOWN = 10
 """The maximum number of problems of a group that are listed."""
-_LIMIT = re.compile(r"[1-9][0-9]*", re.ASCII)
-
-
-@dataclass(frozen=True)
-class ArraySpec:
-    """The parsed form of ``0-9,20%4``."""
-
-    indices: tuple[int, ...]
-    """Empty if only a limit was given."""
-    limit: int | None
-    """The maximum number of concurrent tasks; None for no limit."""
-
-    @property
-    def directive(self) -> str:
-        """The value of ``#SBATCH --array``."""
-        return array_spec(self.indices, self.limit)
-
-
-def parse_array(text: str) -> ArraySpec:
-    """Parse ``0-9``, ``1,3,5`` or ``0-99:10``, each with an optional limit ``%4``, or ``%4`` alone.
-
-    Raises UsageError for anything else.
-    """
-    spec, percent, limit = text.strip().partition("%")
-    if percent and not _LIMIT.fullmatch(limit):
-        raise UsageError(
-            f"--array {text}: {limit!r} is not a number of concurrent tasks", hint="for example --array 0-9%4"
-        )
-    indices = array_indices(spec) if spec or not percent else []
-    if len(indices) > MAX_POINTS:
-        raise UsageError(
-            f"--array {text}: {len(indices):,} tasks; the maximum is {MAX_POINTS:,}",
-            hint="for example --array 0-9",
-        )
-    if len(set(indices)) < len(indices):
-        raise UsageError(f"--array {text}: an index is repeated", hint="each index is one run")
-    if spec and not indices:
-        raise UsageError(f"--array {text}: there are no tasks", hint="for example --array 0-9")
-    return ArraySpec(tuple(sorted(indices)), int(limit) if percent else None)
-
-
-@dataclass(frozen=True)
-class LoadedPoint:
-    """One run to plan, with its config or the problems of that."""
-
-    index: int
-    """Its number in the array."""
-    values: JsonObject
-    """The values of the swept keys, by dotted key."""
-    loaded: LoadedConfig | ConfigError
 
 
 @dataclass(frozen=True)
@@ -102,6 +54,8 @@ class Submission:
     points: list[PlannedPoint]
     array: ArraySpec | None = None
     """None for a run."""
+    choice: Choice | None = None
+    """Why it has this number of nodes, if that was for trainkit to choose."""
     code_from: CodeCopy | None = None
     """The copy of the code of the run that this one repeats."""
     stdin: bytes | None = None
@@ -191,18 +145,22 @@ def plan_submission(
     *,
     after: Sequence[str],
     warn: Callable[[str], None],
-    code_from: CodeCopy | None = None,
+    chooses_nodes: bool = False,
+    repeats: RepeatedRun | None = None,
 ) -> Submission:
     """Plan a run or every point of a group, which starts when the runs that `after` names have finished.
 
-    An array that exceeds the limits of the cluster is refused before any point is planned. `code_from` is
-    that of the `Submission`. Raises ConfigError with the problems of all points, UsageError when one array
-    cannot run them.
+    An array that exceeds the limits of the cluster is refused before any point is planned. `chooses_nodes`
+    takes the number of nodes that is expected to finish first, for a run without `after`. With `repeats` the
+    code and the standard input are those of that run. Raises ConfigError with the problems of all points,
+    UsageError when one array cannot run them.
     """
+    code_from = None if repeats is None else repeats.code
     code_dir = None if code_from is None else Path(code_from.workdir)
     gatherer = Gatherer(code_dir=code_dir)
     planned: list[PlannedPoint] = []
     refused: list[LoadedPoint] = []
+    choice: Choice | None = None
     # By values without the seed, on which no plan depends unless the command names it.
     plans: dict[tuple[str, tuple[str, ...] | None], LaunchPlan | ConfigError] = {}
     for point in points:
@@ -221,7 +179,12 @@ def plan_submission(
                     and (problem := backend_named(facts.target.backend).array_problem())
                 ):
                     raise UsageError(*problem)
-                plans[key] = plan_run(loaded, facts, own, code_dir=code_dir)
+                if chooses_nodes:
+                    from trainkit.launch.earliest_end import choose_nodes  # slow to import
+
+                    loaded, plans[key], choice = choose_nodes(loaded, own, code_dir=code_dir, facts=facts)
+                else:
+                    plans[key] = plan_run(loaded, facts, own, code_dir=code_dir)
             except ConfigError as error:
                 plans[key] = error
         plan = plans[key]
@@ -229,14 +192,33 @@ def plan_submission(
             planned.append(PlannedPoint(point.index, point.values, loaded.config, plan))
         else:
             refused.append(replace(point, loaded=plan))
-    submission = replace(checked(planned, refused, array), code_from=code_from)
-    if not after:
-        return submission
-    from trainkit.launch.dependency import dependencies, with_dependency  # what reads runs is slow to import
+    submission = replace(checked(planned, refused, array), choice=choice, code_from=code_from)
+    runs = submission.points
+    if after:
+        from trainkit.launch.dependency import dependencies, with_dependency  # what reads runs is slow
 
-    waits_for = dependencies(after, warn, on_slurm=planned[0].plan.slurm is not None)
-    waiting = [replace(item, plan=with_dependency(item.plan, after, waits_for)) for item in planned]
-    return replace(submission, points=waiting)
+        waits_for = dependencies(after, warn, on_slurm=submission.plan.slurm is not None)
+        runs = [replace(item, plan=with_dependency(item.plan, after, waits_for)) for item in runs]
+    if repeats is not None:
+        runs = [replace(item, plan=repeats.described(item.plan)) for item in runs]
+    return replace(submission, points=runs)
+
+
+def submission_warnings(
+    submission: Submission, folder: Path | None, workload: Workload, *, starts: bool
+) -> Iterator[str]:
+    """Warnings about the folder and the command; raises UsageError for a folder without locks or space."""
+    plan, points, folder = submission.plan, submission.points, folder or Path(RUNS_FOLDER)
+    if (problem := lock_problem(folder, plan.slurm is not None)) is not None:
+        yield f"warning: {problem}"
+    if (forecast := disk_forecast(folder, plan, points[0].config, len(points), starts=starts)) is not None:
+        yield forecast
+    if found := dict.fromkeys(secret_options(workload.argv)):
+        yield (
+            f"warning: {', '.join(found)} of the command looks secret: it is stored in plan.json, and "
+            "other users see it in the process list of a node; use an environment variable that "
+            "launch.secrets names"
+        )
 
 
 def checked(

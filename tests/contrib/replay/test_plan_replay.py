@@ -14,8 +14,8 @@ from tests.contrib.replay.test_compare import PLAN, add_attempt, record, start
 from trainkit.cli.options import config_flags
 from trainkit.contrib.replay import replay
 from trainkit.contrib.replay.replay import ReplayPlan, plan_replay
-from trainkit.control.resume import REPLAY_FILE
 from trainkit.errors import ConfigError, UsageError
+from trainkit.launch.repeat import REPLAY_FILE
 from trainkit.plan.launch import Batch, LaunchPlan, Layout
 from trainkit.run.files import write_json
 from trainkit.run.rundir import RunDir

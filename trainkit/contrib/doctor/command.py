@@ -17,6 +17,7 @@ from trainkit.cli.help import as_command, option
 from trainkit.cli.output import echo_json
 from trainkit.errors import EXIT_FAILED, EXIT_OK
 from trainkit.formats import plural
+from trainkit.launch.config_request import ConfigRequest
 
 if TYPE_CHECKING:
     from trainkit.config import LoadedConfig
@@ -66,7 +67,7 @@ def command(
     if nodes is None and "SLURM_JOB_ID" in os.environ:
         nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
     flags = options.config_flags({"nodes": nodes, "gpus_per_node": gpus_per_node, **slurm})
-    loaded = options.ConfigRequest(config or options.choose_config(), None, overrides, flags).load()
+    loaded = ConfigRequest(config or options.choose_config(), None, overrides, flags).load()
     found: list[Finding] = []
     with exit_on_stop(), closing(_checks(loaded, run_dir.absolute(), nodes, quick)) as checks:
         for of_nodes, group in groupby(checks, key=lambda check: check.host is not None):

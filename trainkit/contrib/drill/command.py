@@ -41,6 +41,7 @@ from trainkit.contrib.drill.scenarios import (
 )
 from trainkit.errors import EXIT_FAILED, EXIT_OK, TrainkitError, UsageError
 from trainkit.formats import plural, table
+from trainkit.launch.config_request import ConfigRequest
 from trainkit.launch.create import create_run, defer_sigint, new_folder, start_run
 from trainkit.launch.plan_run import gather, plan_run
 from trainkit.plan.launch import LaunchPlan
@@ -72,7 +73,7 @@ REFERENCE, NOT_DETERMINISTIC = "uninterrupted", "not-deterministic"
 @option("--list", "List the scenarios and which are possible here; run nothing.", name="only_list")
 @options.json_option
 def command(
-    request: options.ConfigRequest,
+    request: ConfigRequest,
     launcher: str,
     steps: int | None,
     seed: int,

@@ -19,7 +19,8 @@ from trainkit.cluster.target import LOCAL
 from trainkit.config import dump_effective, load_config, read_effective
 from trainkit.config.schema import RunConfig
 from trainkit.contrib.replay.steps import RunStep, attempt_starts, find_step
-from trainkit.control.resume import REPLAY_FILE, changes, copy_checkpoint, submission_folder
+from trainkit.control.changed_config import changes
+from trainkit.control.fork import copy_checkpoint
 from trainkit.errors import TrainkitError, UsageError
 from trainkit.formats import duration, plural
 from trainkit.job.failure.records import first_rank_failure, record_silent_death
@@ -30,6 +31,7 @@ from trainkit.job.rank_env import RankEnv
 from trainkit.job.signals import NOTICE_SIGNALS
 from trainkit.launch.create import new_folder, start_run
 from trainkit.launch.plan_run import gather, plan_run
+from trainkit.launch.repeat import REPLAY_FILE, submission_folder
 from trainkit.launch.secrets import without_secrets
 from trainkit.launch.snapshot import collect_provenance
 from trainkit.plan.launch import LaunchPlan

@@ -17,7 +17,6 @@ import numpy as np
 from trainkit.config import read_effective
 from trainkit.config.schema import RunConfig
 from trainkit.config.training import DataConfig
-from trainkit.control.resume import refuse_replay, submission_folder
 from trainkit.data.dataset_file import BYTES, PLACES, places_file
 from trainkit.data.prepare import INPUTS_FILE
 from trainkit.data.shards import TokenMixture, TokenShards, open_dataset
@@ -27,6 +26,7 @@ from trainkit.errors import TrainkitError, UsageError
 from trainkit.folders import shown_path
 from trainkit.formats import plural
 from trainkit.job.processes import module_argv
+from trainkit.launch.repeat import refuse_replay, submission_folder
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.events import read_events, training_curve
 from trainkit.run.files import read_json, read_record

@@ -1,23 +1,26 @@
-"""Runs a run again from its beginning, in a new folder: with its config, code, command, backend and size."""
+"""Starts from a run that is there: loads its config again, and repeats it in a new folder."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trainkit.config import RunConfig, read_effective
+from trainkit.config import LoadedConfig, RunConfig, load_config, read_effective
 from trainkit.config.schema import flatten
-from trainkit.control.resume import refuse_by_hand, refuse_replay
 from trainkit.errors import UsageError
-from trainkit.folders import shown_path
+from trainkit.folders import shown_path, working_in
 from trainkit.function import call_file
 from trainkit.launch.snapshot import moved
 from trainkit.plan.launch import LaunchPlan
+from trainkit.run.files import read_json
 from trainkit.run.record import CodeCopy, read_job
 from trainkit.run.registry import UnknownRun, find_run_or_group, one_run
 from trainkit.run.rundir import RunDir
 
+REPLAY_FILE = "replay.json"
+"""In the folder of a job of `trainkit replay`: which run and steps it computes again."""
 FOUND_HERE = {"device": "device", "resources.gpus_per_node": "workers_per_node", "launch.backend": "backend"}
 """Keys that may be ``auto``, and the value of the plan that each became."""
 SHAPE = ("backend", "num_nodes", "workers_per_node", "device", "layout", "batch", "lr")
@@ -90,3 +93,57 @@ def repeated_run(run: RunDir, *, uses_current_code: bool) -> RepeatedRun:
     config, plan = read_effective(run.config_file), LaunchPlan.read(run.plan_file)
     stdin = run.input_file.read_bytes() if run.input_file.is_file() else None
     return RepeatedRun(run, config, plan, None if uses_current_code else code, stdin)
+
+
+def load_again(
+    run: RunDir,
+    before: LaunchPlan,
+    overrides: Sequence[str],
+    flags: Mapping[str, tuple[str, object]],
+    profile: str | None = None,
+) -> LoadedConfig:
+    """The config of a run with changed values; `before` is the plan that the run has had."""
+    loaded = load_config(run.config_file, profile=profile, overrides=overrides, flags=flags, layers=False)
+    adjustable = {"train.device_batch_size", "parallel.pp_microbatches"}
+    if before.workload.is_command:
+        # config.yaml has every key: those that were not set must not reach the tool of the launcher.
+        adjustable = loaded.origins.keys() - set(before.launcher_keys)
+    origin = loaded.origins["name"].rpartition(":")[0]
+    return loaded.adjusting(*adjustable, origin=origin)
+
+
+@contextmanager
+def submission_folder(run: RunDir, takes_new_code: bool) -> Iterator[Path]:
+    """Change to the folder that a run was submitted from: paths in its config are relative to it.
+
+    Yields the working directory of the run's command, which is inside its code snapshot if it has one and
+    `takes_new_code` is not set.
+    """
+    job, here = read_job(run), Path.cwd()
+    submitted = Path(job.cwd or here)
+    if not submitted.is_dir():
+        submitted = here
+    code = None if takes_new_code else job.code
+    with working_in(submitted):
+        yield submitted if code is None else Path(code.workdir)
+
+
+def refuse_by_hand(run: RunDir) -> None:
+    """Raise UsageError for a run of `trainkit.loop` that trainkit did not start, and cannot start again."""
+    if run.was_started_by_hand:
+        raise UsageError(
+            f"{run.shown} was not started by trainkit",
+            hint="start its program again: it resumes from the newest checkpoint",
+        )
+
+
+def refuse_replay(run: RunDir) -> None:
+    """Raise UsageError if the run is a job of `trainkit replay`."""
+    try:
+        record = read_json(run.path / REPLAY_FILE)
+    except FileNotFoundError:
+        return
+    raise UsageError(
+        f"{run.shown} is a replay of {shown_path(record['run'])}",
+        hint=f"`trainkit replay --collect {run.word}` compares the two; or name that run",
+    )

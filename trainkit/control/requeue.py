@@ -1,0 +1,99 @@
+"""Starts a run again as it was: with the config and plan of its newest attempt."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+
+from trainkit.backends import backend_of
+from trainkit.backends.jobs import live_entry, recover_job_id, wait_until_out_of_queue
+from trainkit.config import read_effective
+from trainkit.control.changed_config import refuse_finished
+from trainkit.errors import UsageError, print_note
+from trainkit.job.failed_starts import note_bad_hosts
+from trainkit.job.resubmit import excludable
+from trainkit.launch.create import start_attempt
+from trainkit.launch.repeat import refuse_by_hand
+from trainkit.plan.launch import LaunchPlan, with_excluded
+from trainkit.run.end import is_over, read_end
+from trainkit.run.files import utc_now
+from trainkit.run.record import AttemptRecord, JobRecord, change_newest, read_job
+from trainkit.run.rundir import RunDir, run_lock
+from trainkit.slurm.environment import cluster_name
+
+
+def requeue_run(run: RunDir) -> tuple[AttemptRecord, bool]:
+    """Requeue a run; returns its job.json entry and whether a new attempt was started.
+
+    A running job is signalled to save and requeue itself. Raises UsageError for a job that is still pending,
+    and for one that is being cancelled: it ends first.
+    """
+    refuse_by_hand(run)
+    with run_lock(run):
+        recover_job_id(run)
+        wait_until_out_of_queue(run)
+        entry = live_entry(run, "requeue")
+        if entry is None:
+            return start_again(run, "requeue"), True
+        if entry.is_cancelled:
+            raise UsageError(
+                f"{run.shown} is being cancelled: {entry.job_id} saves and ends",
+                hint=f"`trainkit cancel {run.word} --wait` returns once it has ended; requeue it then",
+            )
+        end = read_end(run.attempt(entry.attempt))
+        if end is not None and end.resumes:
+            # The run restarts anyway: there is nothing to signal.
+            job = backend_of(entry).job(entry)
+            outcome = "waiting" if job is not None and job.state.is_waiting else "restarting"
+        else:
+            # The signal alone can be lost: between two steps no process receives it.
+            with suppress(OSError):  # on a full disk it has to do
+                change_newest(run, requeue_requested_at=utc_now())
+            outcome = backend_of(entry).signal(run, entry, signal.SIGUSR2)
+            if outcome == "waiting":
+                # Else the job would requeue itself at its start.
+                change_newest(run, requeue_requested_at=None)
+    if outcome == "waiting":
+        raise UsageError(f"{entry.job_id} is already pending", hint="`trainkit status` shows the reason")
+    return entry, False
+
+
+def start_again(run: RunDir, reason: str) -> AttemptRecord:
+    """Start the next attempt of a run that has ended, with the config and plan of its newest one.
+
+    Call with the run's lock held. Raises UsageError for a run that was never started, and for one that has
+    trained for all its steps: what a command has still to do, nobody else knows.
+    """
+    record = read_job(run)
+    newest = record.newest
+    if newest is None:
+        hint = f"`trainkit resume {run.word}` starts it"
+        raise UsageError(f"{run.shown} was never started", hint=hint)
+    attempt = run.attempt(newest.attempt)
+    plan, config = LaunchPlan.read(attempt.plan_file), read_effective(attempt.config_file)
+    if plan.workload.knows_run:
+        refuse_finished(run, config, config, plan)
+    if not plan.has_supervisor or plan.debug is not None:
+        where = "a debugger" if plan.has_supervisor else "a step that srun started, or on hosts without Slurm"
+        raise UsageError(f"{run.shown} ran in {where}", hint=f"`trainkit resume {run.word}` plans it anew")
+    hosts = note_dead_job(run, record, print_note)
+    if hosts and plan.slurm is not None and plan.slurm.clusters:
+        print_note(f"{', '.join(hosts)} not left out: a job that may go to another cluster cannot name hosts")
+    elif hosts and plan.slurm is not None:
+        left_out = with_excluded(plan.slurm, excludable(hosts, plan.slurm, print_note))
+        plan = replace(plan, slurm=left_out)
+    return start_attempt(run, config, plan, reason)
+
+
+def note_dead_job(run: RunDir, record: JobRecord, warn: Callable[[str], None]) -> list[str]:
+    """Have the run avoid the hosts on which its newest job ended before the supervisor began; returns them.
+
+    Raises SlurmUnreachable.
+    """
+    entry = record.newest
+    if entry is None or is_over(run.attempt(entry.attempt)):
+        return []
+    cluster = entry.cluster or cluster_name() or ""
+    return note_bad_hosts(run, record, backend_of(entry).job(entry), cluster, warn)[1]

@@ -1,0 +1,89 @@
+"""The config that a command or a call from Python asks for, and what it changes in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trainkit.plan.workload import TRAINER, Workload, name_of
+
+if TYPE_CHECKING:
+    from trainkit.cluster.target import Target
+    from trainkit.config import LoadedConfig
+    from trainkit.launch.repeat import RepeatedRun
+
+FLAGS = {
+    "nodes": "resources.nodes",
+    "gpus_per_node": "resources.gpus_per_node",
+    "time": "resources.time",
+    "slice": "resources.slice",
+    "time_min": "resources.time_min",
+    "partition": "resources.partition",
+    "clusters": "resources.clusters",
+    "account": "resources.account",
+    "qos": "resources.qos",
+    "constraint": "resources.constraint",
+    "cluster": "launch.cluster",
+    "gpu_type": "resources.gpu_type",
+    "per": "launch.per",
+    "name": "name",
+    "backend": "launch.backend",
+    "note": "note",
+}
+"""Argument of a command or of a function -> its config key."""
+
+
+@dataclass(frozen=True)
+class ConfigRequest:
+    """The config to load and what the command line changes in it."""
+
+    path: str
+    """A file or the name of a shipped config, as typed; the default CONFIG if it was omitted, or empty."""
+    profile: str | None
+    overrides: tuple[str, ...]
+    flags: dict[str, tuple[str, object]]
+    """Dotted key -> (the flag as typed, its value)."""
+    argv: tuple[str, ...] = ()
+    """The command after ``--``, which gives a run without another name its own."""
+    chooses_nodes: bool = False
+    """Whether ``--nodes auto`` was typed."""
+    repeats: RepeatedRun | None = None
+    """The run whose config is loaded, instead of a file and what is around it."""
+
+    def load(self, target: Target | None = None) -> LoadedConfig:
+        """Load the config with all layers; ConfigError lists all problems.
+
+        Hosts without Slurm do not look for a cluster, and its profile's defaults do not apply to them.
+        """
+        if self.repeats is not None:
+            from trainkit.launch.repeat import load_again
+
+            found = self.repeats
+            return load_again(found.run, found.plan, self.overrides, self.flags, self.profile)
+        from trainkit.cluster.target import load_with_cluster
+        from trainkit.config import load_config
+        from trainkit.config.yamlfile import entry_at
+
+        load = load_config if target is not None and not target.finds_cluster else load_with_cluster
+        name = name_of(self.argv)
+        return load(
+            self.path or None,
+            profile=self.profile,
+            overrides=self.overrides,
+            flags=self.flags,
+            defaults=() if name is None else (entry_at(("name",), name, "the command"),),
+        )
+
+    def load_to_plan(self, workload: Workload | None = None, target: Target | None = None) -> LoadedConfig:
+        """Load the config for a command that plans a run of `workload`, by default the trainer.
+
+        The ConfigError of an invalid config also lists the problems of planning a run with its valid part.
+        """
+        from trainkit.config import InvalidConfig
+
+        try:
+            return self.load(target)
+        except InvalidConfig as error:
+            from trainkit.launch.plan_run import planning_error
+
+            raise planning_error(error, workload or TRAINER, target=target) from None

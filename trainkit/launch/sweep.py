@@ -1,0 +1,131 @@
+"""The runs that one command asks for, with their configs: one, or the points of a sweep or an array."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from trainkit.config import LoadedConfig
+from trainkit.config.load import with_values
+from trainkit.config.schema import is_known
+from trainkit.errors import ConfigError, UsageError
+from trainkit.formats import JsonObject, shown_value
+from trainkit.launch.config_request import ConfigRequest
+from trainkit.plan.sweep import MAX_POINTS, key_without_seed, sweep_points
+from trainkit.plan.workload import Workload
+from trainkit.slurm.states import array_indices, array_spec
+
+_LIMIT = re.compile(r"[1-9][0-9]*", re.ASCII)
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """The parsed form of ``0-9,20%4``."""
+
+    indices: tuple[int, ...]
+    """Empty if only a limit was given."""
+    limit: int | None
+    """The maximum number of concurrent tasks; None for no limit."""
+
+    @property
+    def directive(self) -> str:
+        """The value of ``#SBATCH --array``."""
+        return array_spec(self.indices, self.limit)
+
+
+def parse_array(text: str) -> ArraySpec:
+    """Parse ``0-9``, ``1,3,5`` or ``0-99:10``, each with an optional limit ``%4``, or ``%4`` alone.
+
+    Raises UsageError for anything else.
+    """
+    spec, percent, limit = text.strip().partition("%")
+    if percent and not _LIMIT.fullmatch(limit):
+        raise UsageError(
+            f"--array {text}: {limit!r} is not a number of concurrent tasks", hint="for example --array 0-9%4"
+        )
+    indices = array_indices(spec) if spec or not percent else []
+    if len(indices) > MAX_POINTS:
+        raise UsageError(
+            f"--array {text}: {len(indices):,} tasks; the maximum is {MAX_POINTS:,}",
+            hint="for example --array 0-9",
+        )
+    if len(set(indices)) < len(indices):
+        raise UsageError(f"--array {text}: an index is repeated", hint="each index is one run")
+    if spec and not indices:
+        raise UsageError(f"--array {text}: there are no tasks", hint="for example --array 0-9")
+    return ArraySpec(tuple(sorted(indices)), int(limit) if percent else None)
+
+
+@dataclass(frozen=True)
+class LoadedPoint:
+    """One run to plan, with its config or the problems of that."""
+
+    index: int
+    """Its number in the array."""
+    values: JsonObject
+    """The values of the swept keys, by dotted key."""
+    loaded: LoadedConfig | ConfigError
+
+
+def group_points(
+    request: ConfigRequest, workload: Workload, sweeps: Sequence[str], array: str | None
+) -> tuple[ArraySpec | None, Iterator[LoadedPoint]]:
+    """The array, None for a run, and the config of every point; a group can have 100,000 points.
+
+    A COMMAND may contain swept keys. Without --sweep the points of an array get consecutive seeds, unless
+    they run a COMMAND. Raises UsageError for invalid options, and ConfigError for an invalid config.
+    """
+    spec = None if array is None else parse_array(array)
+    if sweeps:
+        if spec is not None and spec.indices:
+            raise UsageError(
+                f"--array {array}: --sweep numbers its points itself",
+                hint="with --sweep, --array only sets a limit, as in --array %4",
+            )
+        found = sweep_points(sweeps, workload.argv)
+        limit = None if spec is None else spec.limit
+        return ArraySpec(tuple(range(len(found))), limit), swept(request, found)
+    loaded = request.load_to_plan(workload)
+    if spec is None:
+        return None, iter([LoadedPoint(0, {}, loaded)])
+    if not spec.indices:
+        raise UsageError(
+            f"--array {array} limits how many tasks run at once, but names no tasks",
+            hint="for example --array 0-9%4",
+        )
+    if workload.is_command:
+        return spec, (LoadedPoint(index, {}, loaded) for index in spec.indices)
+    seeds = ((index, loaded.config.seed + index) for index in spec.indices)
+    return spec, (
+        LoadedPoint(index, {"seed": seed}, _with_seed(loaded, seed, "--array")) for index, seed in seeds
+    )
+
+
+def swept(request: ConfigRequest, found: Sequence[JsonObject]) -> Iterator[LoadedPoint]:
+    """The config of each point of a sweep; points that differ only in the seed are loaded once."""
+    loaded: dict[str, LoadedConfig] = {}
+    for index, values in enumerate(found):
+        key = key_without_seed(values)
+        try:
+            if key in loaded:
+                seed = values["seed"]
+                own = _with_seed(loaded[key], seed, f"--sweep seed={shown_value(seed)}")
+                yield LoadedPoint(index, values, own)
+                continue
+            flags = {
+                key: (f"--sweep {key}={shown_value(value)}", value)
+                for key, value in values.items()
+                if is_known(tuple(key.split(".")))  # others are only in the command
+            }
+            loaded[key] = replace(request, flags={**request.flags, **flags}).load()
+            yield LoadedPoint(index, values, loaded[key])
+        except ConfigError as error:
+            yield LoadedPoint(index, values, error)
+
+
+def _with_seed(loaded: LoadedConfig, seed: int, origin: str) -> LoadedConfig | ConfigError:
+    try:
+        return with_values(loaded, {"seed": seed}, origin)
+    except ConfigError as error:
+        return error

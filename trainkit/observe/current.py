@@ -1,0 +1,100 @@
+"""How runs are now: what their folders say, and what Slurm or this machine says of their jobs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import datetime, timezone
+from pathlib import Path
+
+from trainkit.backends.jobs import (
+    JobQuery,
+    open_job_ids,
+    query_job_status,
+    query_jobs_or_warn,
+    status_from_jobs,
+)
+from trainkit.errors import UsageError
+from trainkit.observe.group import GroupFiles, GroupStatus
+from trainkit.observe.status import RunStatus, read_status
+from trainkit.run.end import read_newest_end
+from trainkit.run.group import RunGroup
+from trainkit.run.history import RunHistory
+from trainkit.run.record import JobRecord, read_job
+from trainkit.run.registry import record_over, starts
+from trainkit.run.rundir import RunDir
+from trainkit.slurm.jobs import JobInfo
+
+
+def look_at(run: RunDir, warn: Callable[[str], None]) -> tuple[RunHistory, RunStatus, JobInfo | None]:
+    """The history of a run, its status, and its job in Slurm; `warn` says why Slurm does not answer."""
+    record, history = read_job(run), RunHistory(run)
+    job = query_job_status(run, record, warn)
+    return history, read_status(history, record, job.alive, datetime.now(timezone.utc), job.job), job.job
+
+
+def query_group(group: RunGroup, warn: Callable[[str], None]) -> GroupStatus:
+    """The status of a group; looks its job up if Slurm has not acknowledged it."""
+    from trainkit.job.group_parts import recover_parts  # most runs are in no group
+
+    recover_parts(group)
+    return read_group(group, lambda ids: query_jobs_or_warn(ids, warn))
+
+
+def read_group(group: RunGroup, query: JobQuery) -> GroupStatus:
+    """The status of a group, with one `query` of Slurm for its jobs."""
+    files = GroupFiles(group)
+    return files.status(query(files.open_ids), datetime.now(timezone.utc))
+
+
+def read_all(
+    max_ended: int | None, query: JobQuery, histories: dict[Path, RunHistory], warn: Callable[[str], None]
+) -> tuple[list[RunStatus | GroupStatus], int]:
+    """The status of known runs and groups, newest first, with one `query` of Slurm for all of them.
+
+    With `max_ended`, only that many of those that are over for certain; the second value counts the others.
+    `histories` keeps what was read of each run for the next call; `warn` names groups that cannot be read.
+    """
+    known: list[tuple[RunDir, JobRecord] | GroupFiles] = []
+    seen, newly_over, num_over, num_hidden = set(), [], 0, 0
+    for start in starts():
+        is_full = max_ended is not None and num_over >= max_ended
+        if is_full and start.is_over:
+            num_hidden += 1
+            continue
+        item, place = start.read(), os.path.realpath(start.folder)
+        if item is None or place in seen:
+            continue
+        seen.add(place)
+        group = None
+        if isinstance(item, RunGroup):
+            try:
+                group = GroupFiles(item)
+            except UsageError as error:
+                warn(error.message)
+                continue
+            over = group.is_over
+        else:
+            end = read_newest_end(item.path)
+            over = end is not None and not end.resumes
+        num_over += over
+        if over and not start.is_over:
+            newly_over.append(start)
+        if is_full and over:
+            num_hidden += 1
+        else:
+            run = RunDir(item.path)
+            known.append(group or (run, read_job(run)))
+    record_over(newly_over)
+    ids = [found.open_ids if isinstance(found, GroupFiles) else open_job_ids(*found) for found in known]
+    jobs, now = query([job_id for own in ids for job_id in own]), datetime.now(timezone.utc)
+    statuses: list[RunStatus | GroupStatus] = []
+    for found in known:
+        if isinstance(found, GroupFiles):
+            statuses.append(found.status(jobs, now))
+        else:
+            run, record = found
+            job = status_from_jobs(run, record, jobs)
+            history = histories.setdefault(run.path, RunHistory(run))
+            statuses.append(read_status(history, record, job.alive, now, job.job))
+    return statuses, num_hidden
