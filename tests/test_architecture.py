@@ -154,7 +154,7 @@ ALLOWED = {
         *("launch", "cli", "trainer"),
     },
     # Sends what a run has written.
-    "contrib.trackers": {"extras", "errors", "folders", "locks", "run", "config", "cli"},
+    "capabilities.trackers": {"extras", "errors", "folders", "locks", "run", "config", "cli"},
     "contrib": set(),
     "__main__": {"cli"},
 }

@@ -153,7 +153,7 @@ def schema() -> None:
 
 def _send_test(config: RunConfig) -> None:
     """Send a test message; raises UsageError if there is no webhook, DeliveryError if it refuses."""
-    from trainkit.job.notifications import send_test
+    from trainkit.capabilities.notifications.notifier import send_test
 
     name = config.notify.webhook
     url = os.environ.get(name or "")

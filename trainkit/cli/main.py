@@ -82,8 +82,8 @@ ELSEWHERE = {
     "drill": "contrib.drill.command:command",
     "generate": "contrib.generate.command:command",
     "replay": "contrib.replay.command:command",
-    "sync": "contrib.trackers.command:sync",
-    "ui": "contrib.trackers.command:ui",
+    "sync": "capabilities.trackers.command:sync",
+    "ui": "capabilities.trackers.command:ui",
 }
 
 

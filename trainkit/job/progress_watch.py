@@ -19,7 +19,7 @@ from trainkit.job.attempt_end import last_step, previous_ends
 from trainkit.job.decision import Departure, restarts_limit
 from trainkit.job.failure.stacks import Reply, Request, Silence, explain_silence, request_stacks
 from trainkit.job.hangs import GATHER_S, SILENT, HangRecord, find_blocking, node_of
-from trainkit.job.notifications import Notification, Notifier, event_notification
+from trainkit.capabilities.notifications.notifier import Notification, Notifier, event_notification
 from trainkit.job.processes import log_line
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.events import (

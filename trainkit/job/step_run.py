@@ -28,7 +28,7 @@ from trainkit.job.node.agent import run_node, run_slurm_task
 from trainkit.job.node.host_rendezvous import await_exits, lost_host, pause_for_notice, record_exit
 from trainkit.job.node.rendezvous import RENDEZVOUS_TIMEOUT_S, HostPlace, recorded_notices
 from trainkit.job.node.slurm_step import SlurmTask
-from trainkit.job.notifications import Notifier
+from trainkit.capabilities.notifications.notifier import Notifier
 from trainkit.job.signals import AGENT_SIGNAL
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import read_end

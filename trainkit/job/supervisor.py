@@ -40,7 +40,7 @@ from trainkit.job.decision import FAILURES, Decision, Outcome, decide_requested
 from trainkit.job.failed_starts import forget_start
 from trainkit.job.group_parts import submit_parts
 from trainkit.job.node.slurm_step import slurm_job_id
-from trainkit.job.notifications import Notifier
+from trainkit.capabilities.notifications.notifier import Notifier
 from trainkit.job.processes import log_line, redirect_output, retry_on_disk_error
 from trainkit.job.progress_watch import ProgressWatch
 from trainkit.job.signals import signal_exit_code

@@ -223,7 +223,7 @@ def find_environment(config: RunConfig, on_slurm: bool, workload: Workload, cwd:
         torch = packages.torch if may_use_gpus and not is_of_host else None
     webhook = config.notify.webhook
     if url := os.environ.get(webhook or ""):
-        from trainkit.job.notifications import url_problem  # slow to import, and seldom needed
+        from trainkit.capabilities.notifications.notifier import url_problem  # slow to import, and seldom needed
 
     if url and (what := url_problem(url)) is not None:
         hint = f"export {webhook}=https://…, as the chat program shows it, in the shell that submits"

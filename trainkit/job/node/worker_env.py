@@ -285,7 +285,7 @@ class TrackerSender:
     """The process of one attempt. It can be killed at any moment: the next one sends what is missing."""
 
     def __init__(self, attempt: AttemptDir, plan: LaunchPlan) -> None:
-        argv = module_argv("trainkit.contrib.trackers.sync", str(attempt.run.path))
+        argv = module_argv("trainkit.capabilities.trackers.sync", str(attempt.run.path))
         if plan.python is not None and plan.workload.knows_run:
             argv = (*plan.python, *argv[argv.index("-m") :])
         self._child: subprocess.Popen[bytes] | None = None
