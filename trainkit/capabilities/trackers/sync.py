@@ -18,9 +18,9 @@ import time
 import uuid
 from dataclasses import asdict, dataclass, replace
 
+from trainkit.capabilities.trackers.clients import Facts, MlflowRun, Sample, WandbRun, read_facts
 from trainkit.config import read_effective
 from trainkit.config.running import MlflowConfig, WandbConfig
-from trainkit.capabilities.trackers.clients import Facts, MlflowRun, Sample, WandbRun, read_facts
 from trainkit.errors import TrainkitError, UsageError
 from trainkit.extras import install_line
 from trainkit.folders import ensure_folder
