@@ -15,13 +15,14 @@ from slurm_job import Slurm
 import trainkit
 from tests.support.runs import launch_plan, make_attempt, start_local
 from trainkit.backends import backend_of
+from trainkit.capabilities.notifications.policy import NotifyPolicy
 from trainkit.config import dump_effective
 from trainkit.config.running import WEBHOOK_VARIABLE
 from trainkit.config.schema import RunConfig
 from trainkit.job import allocation, claim_attempt, supervisor
 from trainkit.job.attempt_watch import SlurmAttemptWatch
-from trainkit.plan.launch import Batch, Layout, NotifyPolicy, RequeuePolicy
-from trainkit.run.files import write_json
+from trainkit.plan.launch import Batch, Layout, RequeuePolicy
+from trainkit.run.files import to_json, write_json
 from trainkit.run.record import read_job
 from trainkit.run.rundir import AttemptDir, RunDir, run_lock
 
@@ -48,6 +49,7 @@ def start_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
         run.path.mkdir()
         worker = tmp_path / "worker.py"
         worker.write_text(PREAMBLE + textwrap.dedent(script))
+        notify = NotifyPolicy(EVENTS, WEBHOOK_VARIABLE, **config.pop("notify", {}))
         num_ranks, argv = nodes * workers, (sys.executable, "-u", str(worker))
         plan = launch_plan(
             backend="local",
@@ -60,7 +62,7 @@ def start_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
             command_signal=command_signal,
             # A worker that fails is the end, where a test does not say otherwise.
             requeue=RequeuePolicy(**{"on": (), **config.get("requeue", {})}),
-            notify=NotifyPolicy(EVENTS, WEBHOOK_VARIABLE, **config.pop("notify", {})),
+            parts={"notifications": to_json(notify)},
             env=config.get("launch", {}).get("env", {}),
         )
         write_json(run.job_file, {"backend": "local", "name": "run", "cwd": str(tmp_path), "attempts": []})

@@ -13,9 +13,8 @@ from job_tree import Job, wait_for
 
 from tests.support.runs import make_attempt
 from tests.support.webhooks import SECRET, Webhook, webhook
-from trainkit.config.running import WEBHOOK_VARIABLE
-from trainkit.job import hangs, notifications
-from trainkit.job.notifications import (
+from trainkit.capabilities.notifications import notifier as notifications
+from trainkit.capabilities.notifications.notifier import (
     DeliveryError,
     Notification,
     Notifier,
@@ -24,8 +23,10 @@ from trainkit.job.notifications import (
     post,
     url_problem,
 )
+from trainkit.capabilities.notifications.progress import ProgressWatch
+from trainkit.config.running import WEBHOOK_VARIABLE
+from trainkit.job import hangs
 from trainkit.job.processes import log_line
-from trainkit.job.progress_watch import ProgressWatch
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import AttemptEnd, RankFailure
 from trainkit.run.events import log_event
@@ -262,7 +263,7 @@ def stall_watch(
         def send(self, attempt: AttemptDir, notification: Notification) -> None:
             notifications.append(notification)
 
-    watch = ProgressWatch(attempt, plan, Recorder())
+    watch = ProgressWatch(attempt, plan, 100.0, Recorder())
 
     def wait(seconds: float) -> None:
         for _ in range(round(seconds / 10)):

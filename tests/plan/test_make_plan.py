@@ -14,7 +14,7 @@ from tests.support.tables import messages
 from trainkit.cluster.machine import Machine
 from trainkit.cluster.target import LOCAL, Target
 from trainkit.errors import UsageError
-from trainkit.plan.launch import Batch, DebugPlan, LaunchPlan, Layout, NotifyPolicy
+from trainkit.plan.launch import Batch, DebugPlan, LaunchPlan, Layout
 
 CPU = Machine(4, 0, (), "there is no NVIDIA driver on this machine")
 GPUS = Machine(16, 4, ("A100",) * 4, "this machine has 4 x A100")
@@ -39,7 +39,6 @@ def test_whole_plan() -> None:
         lr=6e-4,
         threads_per_worker=2,
         grace_s=30.0,
-        notify=NotifyPolicy(("finished", "failed", "requeued", "stalled"), "TRAINKIT_WEBHOOK_URL"),
         health_every_s=10.0,
         reasons={
             "device": "cpu: there is no NVIDIA driver on this machine",
@@ -191,7 +190,7 @@ def test_a_damaged_plan_and_one_with_more_keys() -> None:
     made = launch_plan()
     made = replace(made, debug=DebugPlan(0, "pdb"))
     newer = {**made.to_dict(), "new": 1}
-    for name in ("requeue", "notify", "debug"):
+    for name in ("requeue", "debug"):
         newer[name] = {**newer[name], "new": 1}
     assert LaunchPlan.from_dict(newer) == made
     for damaged in (

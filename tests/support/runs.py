@@ -23,7 +23,7 @@ from trainkit.config import dump_effective, load_config
 from trainkit.job.node.rendezvous import choose_port
 from trainkit.plan.facts import Facts
 from trainkit.plan.launch import Batch, LaunchPlan, Layout
-from trainkit.plan.make_plan import make_plan
+from trainkit.plan.make_plan import make_plan, with_parts
 from trainkit.run.events import read_metrics
 from trainkit.run.files import read_jsonl, write_json
 from trainkit.run.record import AttemptRecord
@@ -64,7 +64,8 @@ def make_attempt(run_dir: Path, overrides: Sequence[str] = (), num_procs: int = 
     attempt.create()
     attempt.config_file.write_text(dump_effective(loaded.config))
     run.config_file.write_text(dump_effective(loaded.config))
-    write_json(attempt.plan_file, make_plan(loaded, Facts(machine)).to_dict())
+    facts = Facts(machine)
+    write_json(attempt.plan_file, with_parts(make_plan(loaded, facts), loaded, facts).to_dict())
     return attempt
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from trainkit.capability import load
 from trainkit.cli import options
 from trainkit.cli.help import as_command, option, terminal_width, warn
 from trainkit.cli.output import json_text
@@ -111,7 +111,7 @@ def command(
     if estimate and plan.slurm is None:
         raise UsageError("--estimate requires Slurm, but this run starts here", hint="remove --estimate")
     if test_notification:
-        _send_test(loaded.config)
+        click.echo(load("notifications").try_out(loaded.config), err=True)
     waits = None
     if plan.slurm is not None and estimate is not False and cluster is not None:
         waits = _waits(plan, loaded.config, cluster, must=bool(estimate))
@@ -150,22 +150,6 @@ def schema() -> None:
     from trainkit.config import RunConfig
 
     click.echo(json_text(RunConfig.model_json_schema(), indent=2))
-
-
-def _send_test(config: RunConfig) -> None:
-    """Send a test message; raises UsageError if there is no webhook, DeliveryError if it refuses."""
-    from trainkit.job.notifications import send_test
-
-    name = config.notify.webhook
-    url = os.environ.get(name or "")
-    if not url:
-        message = "notify.webhook is null" if name is None else f"{name} is not set in this shell"
-        raise UsageError(
-            f"--test-notification requires a webhook, but {message}",
-            hint=f"export {name or 'NAME'}=URL, which notify.webhook names; no file may contain the URL",
-        )
-    status = send_test(url, config.name)
-    click.echo(f"the URL in {name} has accepted a test message (HTTP {status})", err=True)
 
 
 def _waits(plan: LaunchPlan, config: RunConfig, cluster: Cluster, must: bool) -> list[Wait] | None:

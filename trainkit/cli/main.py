@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from trainkit import __version__
+from trainkit.capability import installed_command, shipped_command
 from trainkit.cli.output import EscapedStream, echo_json, escaped_output
 from trainkit.cli.usage import CommandGroup, from_click
 from trainkit.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, TrainkitError, UsageError
@@ -82,15 +83,18 @@ ELSEWHERE = {
     "drill": "contrib.drill.command:command",
     "generate": "contrib.generate.command:command",
     "replay": "contrib.replay.command:command",
-    "sync": "contrib.trackers.command:sync",
-    "ui": "contrib.trackers.command:ui",
 }
 
 
 def load_command(name: str) -> click.Command:
-    """Import one of `COMMANDS` or `ELSEWHERE`."""
-    module, _, own_name = ELSEWHERE.get(name, f"cli.{name}:command").partition(":")
-    command = getattr(importlib.import_module(f"trainkit.{module}"), own_name)
+    """Import one of `COMMANDS`, or one that `ELSEWHERE` or a shipped capability has."""
+    own = f"trainkit.{ELSEWHERE.get(name, f'cli.{name}:command')}"
+    module, _, own_name = (shipped_command(name) or own).partition(":")
+    return _imported(module, own_name)
+
+
+def _imported(module: str, name: str) -> click.Command:
+    command = getattr(importlib.import_module(module), name)
     assert isinstance(command, click.Command)
     return command
 
@@ -106,7 +110,10 @@ class CommandTable(CommandGroup):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        return load_command(cmd_name) if cmd_name in COMMANDS else None
+        if cmd_name in COMMANDS:
+            return load_command(cmd_name)
+        found = installed_command(cmd_name)
+        return None if found is None else _imported(*found.split(":"))
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

@@ -186,9 +186,8 @@ def run_details(status: RunStatus) -> str:
         saved = status.checkpoint
         lines["checkpoint"] = cell(saved and shown_path(saved))
     is_failed = status.state in ("failed", "died")
-    for name, sent in status.trackers.items():
-        place = sent.text("problem") or sent.text("place") or "not sent yet"
-        lines[name] = f"up to step {cell(sent.count('step'))}: {place}"
+    for rows in status.rows.values():
+        lines |= rows
     lines |= {
         "last event": status.last_event.line if status.last_event else "-",
         "restarts": restarts_line(status.restarts) if status.restarts else "",

@@ -114,7 +114,8 @@ class CommandGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         known = self.list_commands(ctx)
-        if args[0] not in known and not args[0].startswith("-"):
+        is_option = args[0].startswith("-")
+        if args[0] not in known and not is_option and self.get_command(ctx, args[0]) is None:
             hint = _command_hint(args, known, ctx.command_path)
             raise UsageError(f"unknown command {args[0]!r}", hint=hint)
         return super().resolve_command(ctx, args)

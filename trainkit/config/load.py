@@ -15,7 +15,8 @@ from trainkit.config import yamlfile
 from trainkit.config.hf_model import CONFIG_NAME, SIZES, HFModel, find_hf_model
 from trainkit.config.layers import EMPTY, Edit, Layers, as_this_version
 from trainkit.config.loaded import DEFAULT, InvalidConfig, LoadedConfig, independent_problems
-from trainkit.config.schema import FREE_MAPPING, MULTIMODAL, RunConfig, flatten, meant, sections
+from trainkit.config.schema import MULTIMODAL, RunConfig, config_class, flatten, meant, sections
+from trainkit.config.section import Section
 from trainkit.config.suggest import unknown_keys, unknown_problem, validation_problems
 from trainkit.config.training import DECODER, TRANSFORMERS, ModelConfig
 from trainkit.config.validation import contradictions
@@ -144,7 +145,8 @@ def _merged(reader: Layers, trees: Sequence[Entry], edits: Sequence[Edit]) -> Lo
 
 
 def _validated(tree: Entry, cwd: Path) -> RunConfig:
-    return RunConfig.model_validate(_absolute_paths(tree, cwd).plain())
+    content = _absolute_paths(tree, cwd).plain()
+    return config_class(content).model_validate(content)
 
 
 def _length_note(tree: Entry) -> str:
@@ -277,7 +279,8 @@ def read_effective(path: str | Path, *, executes: bool = True) -> RunConfig:
     """
     entry = as_this_version(read_yaml_file(Path(path), str(path), executes=executes))
     try:
-        return RunConfig.model_validate(entry.plain())
+        content = entry.plain()
+        return config_class(content if isinstance(content, dict) else ()).model_validate(content)
     except ValidationError as error:
         raise ConfigError(validation_problems(error, entry)) from None
 
@@ -351,17 +354,17 @@ def with_values(loaded: LoadedConfig, values: Mapping[str, object], origin: str)
         if len(path) == 1:
             content[key] = value
             continue
-        section = content[path[0]]
-        if section is getattr(loaded.config, path[0]):  # not copied yet
-            is_section = path[0] != FREE_MAPPING
-            section = section.model_dump(mode="json", by_alias=True) if is_section else dict(section)
-            content[path[0]] = section
+        section: Any = content.setdefault(path[0], {})
+        if isinstance(section, Section):  # not copied yet
+            section = content[path[0]] = section.model_dump(mode="json", by_alias=True)
+        elif section is loaded.config.task_args:
+            section = content[path[0]] = dict(section)
         for name in path[1:-1]:
             section[name] = dict(section.get(name) or {})
             section = section[name]
         section[path[-1]] = value
     try:
-        config = RunConfig.model_validate(content)
+        config = config_class(content).model_validate(content)
     except ValidationError as error:
         raise ConfigError(validation_problems(error, changed)) from None
     origins = {**loaded.origins, **dict.fromkeys(values, origin)}

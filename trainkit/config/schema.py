@@ -3,14 +3,16 @@
 The keys of its sections are in `training.py` and `running.py`.
 """
 
+import inspect
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, create_model
 
+from trainkit.capability import SHIPPED, installed_section
 from trainkit.config import running, training
 from trainkit.config.section import NotNegative, Section, key, section
 from trainkit.formats import JsonObject, near
@@ -101,11 +103,44 @@ FREE_MAPPING = "task_args"
 """The key that is not a section but a mapping with any keys."""
 
 
+_named: dict[str, type[Section]] = {}
+"""The sections of capabilities of other packages that a config or a command line has named."""
+
+
+def is_installed_section(name: str) -> bool:
+    """Whether a capability of an installed package has a section of this name, whose keys are known then."""
+    if name in RunConfig.model_fields:
+        return False
+    if name not in _named and (found := installed_section(name)) is not None:
+        _named[name] = found
+        for function in (sections, default_values, _schema):
+            function.cache_clear()
+    return name in _named
+
+
+def config_class(names: Iterable[str]) -> type[RunConfig]:
+    """The class of a config that has sections of these names: those that are no section are ignored."""
+    return _with_sections(tuple(sorted(name for name in names if is_installed_section(name))))
+
+
+@cache
+def _with_sections(names: tuple[str, ...]) -> type[RunConfig]:
+    fields: dict[str, Any] = {
+        name: (_named[name], section(inspect.getdoc(_named[name]) or name)) for name in names
+    }
+    return create_model("RunConfig", __base__=RunConfig, **fields) if names else RunConfig
+
+
+def capabilities_of(config: RunConfig) -> tuple[str, ...]:
+    """The capabilities that a config may use: all shipped ones, and those of other packages that it names."""
+    return (*SHIPPED, *(name for name in type(config).model_fields if name not in RunConfig.model_fields))
+
+
 @cache
 def sections() -> dict[str, tuple[str, ...]]:
     """The keys of every section."""
     found: dict[str, tuple[str, ...]] = {}
-    for name, field in RunConfig.model_fields.items():
+    for name, field in _with_sections(tuple(sorted(_named))).model_fields.items():
         kind = field.annotation
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             found[name] = tuple(inner.alias or key for key, inner in kind.model_fields.items())
@@ -115,7 +150,7 @@ def sections() -> dict[str, tuple[str, ...]]:
 @cache
 def default_values() -> JsonObject:
     """Every dotted key, in schema order, with its default."""
-    return dict(flatten(RunConfig().model_dump(mode="json", by_alias=True)))
+    return dict(flatten(_with_sections(tuple(sorted(_named)))().model_dump(mode="json", by_alias=True)))
 
 
 def all_keys() -> tuple[str, ...]:
@@ -137,7 +172,7 @@ def is_known(path: tuple[str, ...]) -> bool:
     """Whether a path names a section, a key, or an entry of a free mapping."""
     if path[0] == FREE_MAPPING:
         return True
-    if path[0] not in sections():
+    if path[0] not in sections() and not is_installed_section(path[0]):
         return path[0] in RunConfig.model_fields and len(path) == 1
     return len(path) == 1 or path[1] in sections()[path[0]]
 
@@ -219,7 +254,7 @@ def field_schema(path: tuple[str, ...]) -> JsonObject:
 
 @cache
 def _schema() -> JsonObject:
-    return RunConfig.model_json_schema()
+    return _with_sections(tuple(sorted(_named))).model_json_schema()
 
 
 def show_value(value: Any) -> str:

@@ -12,9 +12,9 @@ from unicodedata import combining, normalize
 from pydantic import ValidationError
 
 from trainkit.config.schema import (
-    RunConfig,
     all_keys,
     allowed_values,
+    config_class,
     default_values,
     field_schema,
     is_known,
@@ -247,7 +247,7 @@ def accepts(path: tuple[str, ...], text: str) -> bool:
         content = parse_value(text, path)
         for name in reversed(path):
             content = {name: content}
-        RunConfig.model_validate(content)
+        config_class(content).model_validate(content)
     except (ValueError, ValidationError):
         return False
     return True

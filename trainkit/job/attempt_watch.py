@@ -14,6 +14,7 @@ from datetime import datetime, timezone
 
 from trainkit.errors import EXIT_OK, EXIT_STOPPED, TrainkitError
 from trainkit.job import processes
+from trainkit.job.attempt_capabilities import AttemptCapabilities
 from trainkit.job.decision import RESTART_SIGNAL, Departure, Outcome
 from trainkit.job.failure.launcher_report import (
     first_task_exit,
@@ -28,7 +29,7 @@ from trainkit.job.node.rendezvous import choose_port, new_nonce
 from trainkit.job.node.slurm_step import slurm_job_id
 from trainkit.job.preflight import SUPERVISOR_VIEW_VARIABLE
 from trainkit.job.processes import KILL_MARGIN_S, PEER_EXIT_S, ProcessGroup, log_line, module_argv
-from trainkit.job.progress_watch import ProgressWatch, SilenceWatch, SlowHostWatch
+from trainkit.job.progress_watch import SilenceWatch, SlowHostWatch
 from trainkit.job.rank_env import ATTEMPT_VARIABLE, NONCE_VARIABLE, RUN_DIR_VARIABLE, old_stores, store_file
 from trainkit.job.signals import AGENT_SIGNAL, is_death_by_notice, signal_exit_code
 from trainkit.plan.launch import LaunchPlan
@@ -63,8 +64,7 @@ class AttemptWatch(ProcessGroup):
         is_watched = plan.workload.is_command and plan.requeue.look_s is not None
         self._silence = SilenceWatch(attempt, plan) if is_watched else None
         self._missing_since_s: float | None = None
-        self.progress: ProgressWatch | None = None
-        """Reports that the attempt is stalled or slow; None without notifications."""
+        self.capabilities: AttemptCapabilities | None = None
 
     def poll(self) -> None:
         """End the attempt when it was moved or deleted, or when its ranks hang."""
@@ -79,8 +79,8 @@ class AttemptWatch(ProcessGroup):
         if not self.outcome.hung and (hangs := self._hangs.poll()):
             self.outcome.hangs = hangs
             self.end_all()
-        if self.progress is not None:
-            self.progress.poll()
+        if self.capabilities is not None:
+            self.capabilities.poll()
 
     def _follow(self) -> bool:
         """Whether the folder was moved since the last call; what is written goes to where it is now."""

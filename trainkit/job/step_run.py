@@ -21,6 +21,7 @@ from trainkit import __version__
 from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, TrainkitError
 from trainkit.folders import ensure_folder
 from trainkit.job import processes
+from trainkit.job.attempt_capabilities import AttemptCapabilities
 from trainkit.job.attempt_end import judge, write_end
 from trainkit.job.decision import Decision, Outcome, RestartOptions
 from trainkit.job.hangs import read_hangs
@@ -28,7 +29,6 @@ from trainkit.job.node.agent import run_node, run_slurm_task
 from trainkit.job.node.host_rendezvous import await_exits, lost_host, pause_for_notice, record_exit
 from trainkit.job.node.rendezvous import RENDEZVOUS_TIMEOUT_S, HostPlace, recorded_notices
 from trainkit.job.node.slurm_step import SlurmTask
-from trainkit.job.notifications import Notifier
 from trainkit.job.signals import AGENT_SIGNAL
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import read_end
@@ -186,9 +186,9 @@ def run_first_task(
         decision = Decision("failed", f"{type(error).__name__}: {error}", EXIT_FAILED)
     ended.set()
     printer.join()
-    notifier = Notifier()
-    notifier.send_end(attempt, write_end(attempt, outcome, decision))
-    notifier.wait()
+    capabilities = AttemptCapabilities(attempt, plan)
+    capabilities.end(write_end(attempt, outcome, decision))
+    capabilities.close()
     return decision
 
 

@@ -28,6 +28,7 @@ from trainkit.errors import (
 from trainkit.folders import whole_paths
 from trainkit.job import processes
 from trainkit.job.allocation import CANCELLED, Allocation, LocalAllocation, SlurmAllocation
+from trainkit.job.attempt_capabilities import AttemptCapabilities
 from trainkit.job.attempt_end import (
     is_requeue_requested,
     judge,
@@ -40,9 +41,7 @@ from trainkit.job.decision import FAILURES, Decision, Outcome, decide_requested
 from trainkit.job.failed_starts import forget_start
 from trainkit.job.group_parts import submit_parts
 from trainkit.job.node.slurm_step import slurm_job_id
-from trainkit.job.notifications import Notifier
 from trainkit.job.processes import log_line, redirect_output, retry_on_disk_error
-from trainkit.job.progress_watch import ProgressWatch
 from trainkit.job.signals import signal_exit_code
 from trainkit.job.work_folder import enter_work_folder
 from trainkit.plan.launch import LaunchPlan, damaged_plan
@@ -123,7 +122,7 @@ def supervise(allocation: Allocation) -> int:
             code = supervisor.run(attempt)
         else:
             code = supervisor.conclude(attempt, Outcome(), Decision("stopped", newer.takeover, EXIT_STOPPED))
-    supervisor.notifier.wait()
+    supervisor.close()
     return code
 
 
@@ -132,8 +131,8 @@ class Supervisor:
 
     def __init__(self, allocation: Allocation) -> None:
         self.allocation = allocation
-        self.notifier = Notifier()
         self._plans: dict[int, LaunchPlan] = {}
+        self._capabilities: dict[int, AttemptCapabilities] = {}
 
     def plan(self, attempt: AttemptDir) -> LaunchPlan:
         """The plan of an attempt as submitted, read once. Raises OSError and UsageError."""
@@ -152,7 +151,7 @@ class Supervisor:
         if refusal is not None:
             return self._end(attempt, *refusal)
         for dead in unended:
-            self.notifier.send_end(dead, read_end(dead) or AttemptEnd())  # its supervisor could not
+            self._report_end(dead, read_end(dead) or AttemptEnd())  # its supervisor could not
         while True:
             outcome, decision = self._run_attempt(attempt)
             if not decision.resumes:
@@ -208,8 +207,7 @@ class Supervisor:
             read_submitted(attempt)  # it may have waited for hours
             enter_work_folder(attempt.run, plan)
             watch = self.allocation.watch(attempt, plan)
-            if self.notifier.is_for(plan.notify, "stalled", "slow"):
-                watch.progress = ProgressWatch(attempt, plan, self.notifier)
+            watch.capabilities = self._capabilities_of(attempt)
             outcome = watch.outcome
             size = {"world_size": plan.world_size, "nodes": plan.num_nodes}
             log_event(attempt.run, attempt.number, "started", **size, **self.allocation.place(plan))
@@ -318,8 +316,26 @@ class Supervisor:
             end = write_end(attempt, outcome, decision)
         except OSError as error:
             log_line(f"attempt {attempt.number}: its end could not be written ({error})")
-        self.notifier.send_end(attempt, end)
+        self._report_end(attempt, end)
         return decision.exit_code
+
+    def _capabilities_of(self, attempt: AttemptDir) -> AttemptCapabilities:
+        """The capabilities of an attempt. Raises OSError and UsageError."""
+        if attempt.number not in self._capabilities:
+            self._capabilities[attempt.number] = AttemptCapabilities(attempt, self.plan(attempt))
+        return self._capabilities[attempt.number]
+
+    def _report_end(self, attempt: AttemptDir, end: AttemptEnd) -> None:
+        """Have the capabilities of an attempt react to its end, which is recorded."""
+        try:
+            self._capabilities_of(attempt).end(end)
+        except (OSError, TrainkitError) as error:
+            log_line(f"warning: the end of attempt {attempt.number} is reported nowhere: {error}")
+
+    def close(self) -> None:
+        """Wait for what capabilities are still sending."""
+        for capabilities in self._capabilities.values():
+            capabilities.close()
 
 
 @dataclass(frozen=True)

@@ -221,13 +221,6 @@ def find_environment(config: RunConfig, on_slurm: bool, workload: Workload, cwd:
             found.append(("", f"--launcher {workload.launcher} needs {name}, which {program} lacks", hint))
         is_of_host = on_slurm and PurePath(packages.files.get("torch", "")).is_relative_to(SYSTEM_FOLDER)
         torch = packages.torch if may_use_gpus and not is_of_host else None
-    webhook = config.notify.webhook
-    if url := os.environ.get(webhook or ""):
-        from trainkit.job.notifications import url_problem  # slow to import, and seldom needed
-
-    if url and (what := url_problem(url)) is not None:
-        hint = f"export {webhook}=https://…, as the chat program shows it, in the shell that submits"
-        found.append(("notify.webhook", f"is {webhook}, whose value {what}", hint))
     return Environment(interpreter, tuple(found), torch, named)
 
 

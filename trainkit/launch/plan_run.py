@@ -14,7 +14,7 @@ from typing import Any
 from trainkit.cluster.machine import Machine, detect_machine
 from trainkit.cluster.target import Target, choose_backend, make_target
 from trainkit.config import InvalidConfig, LoadedConfig, RunConfig
-from trainkit.config.running import MAIL_TYPES, WEBHOOK_VARIABLE, LaunchConfig, NotifyConfig
+from trainkit.config.running import LaunchConfig
 from trainkit.data.checks import DataFacts, inspect_data
 from trainkit.errors import ConfigError, KeyProblem, TrainkitError, UsageError
 from trainkit.folders import shown_path
@@ -24,7 +24,7 @@ from trainkit.launch.secrets import refuse_secrets
 from trainkit.launch.trainer_process import find_code_problems
 from trainkit.plan.facts import Environment, Facts
 from trainkit.plan.launch import LaunchPlan
-from trainkit.plan.make_plan import problems
+from trainkit.plan.make_plan import problems, with_parts
 from trainkit.plan.node_range import plan_nodes
 from trainkit.plan.workload import SHELLS, TRAINER, Workload
 from trainkit.run.rundir import MANIFEST_NAME, RunDir
@@ -87,7 +87,7 @@ class Gatherer:
             return make_target(loaded)
 
     def _environment_of(self, config: RunConfig, on_slurm: bool, workload: Workload) -> Environment:
-        used = config.model_dump_json(by_alias=True, include={"launch", "logging", "notify", "device"})
+        used = config.model_dump_json(by_alias=True, include={"launch", "logging", "device"})
         key = used, on_slurm, workload.is_command
         if key not in self._environments:
             self._environments[key] = find_environment(config, on_slurm, workload, Path.cwd())
@@ -150,8 +150,8 @@ def plan_run(
         program = _EXPERIMENTAL[untested]
         note = f"launch.{untested} has not been validated with a real {program}; try a short run first"
         reasons["experimental"] = note
-    if reports := _notifications(config.notify, plan, warnings):
-        reasons["notify"] = reports
+    plan = with_parts(replace(plan, reasons=reasons, warnings=tuple(warnings)), loaded, facts)
+    reasons, warnings = dict(plan.reasons), list(plan.warnings)
     if not workload.is_command and (found := find_code_problems(loaded, code_dir or cwd)):
         raise ConfigError(found)
     if launch.container is not None and cluster is not None:
@@ -171,23 +171,6 @@ def plan_run(
             if not workload.is_command:
                 values["python"] = (*interpreter.argv, *interpreter.options)
     return replace(plan, reasons=reasons, warnings=tuple(warnings), **values)
-
-
-def _notifications(notify: NotifyConfig, plan: LaunchPlan, warnings: list[str]) -> str:
-    """What a run reports and to where, if anything; adds what it cannot report to the warnings."""
-    found = []
-    if notify.on and os.environ.get(notify.webhook or ""):
-        found.append(f"{', '.join(notify.on)} to the URL in {notify.webhook}")
-    elif notify.on and notify.webhook not in (None, WEBHOOK_VARIABLE):
-        warnings.append(f"notify.webhook is {notify.webhook}, which is not set in this shell")
-    if notify.mail is not None and plan.slurm is None:
-        warnings.append("notify.mail has no effect: Slurm sends the emails, and this run starts here")
-    elif notify.mail is not None:
-        by_mail = [event for event in notify.on if event in MAIL_TYPES]
-        unknown = [event for event in notify.on if event not in MAIL_TYPES]
-        without = f"; Slurm does not know {', '.join(unknown)}" if unknown else ""
-        found.append(f"{', '.join(by_mail)} by email to {notify.mail}{without}")
-    return "; ".join(found)
 
 
 def planning_error(invalid: InvalidConfig, workload: Workload, *, target: Target | None) -> ConfigError:

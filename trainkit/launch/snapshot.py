@@ -18,6 +18,7 @@ from pathlib import Path
 from stat import S_IMODE, S_ISLNK
 
 from trainkit import __version__
+from trainkit.capability import packages_of
 from trainkit.config import RunConfig
 from trainkit.errors import UsageError
 from trainkit.folders import ensure_folder, shown_path, user_name
@@ -82,6 +83,8 @@ def write_origin(
             code = copy_code(cwd, run, plan.workload) if wants_copy(config, plan) else None
         value = {**provenance.result(), "argv": without_secrets(argv, config.secrets)}
         value["code"] = to_json(code)
+        if others := packages_of(plan.parts):
+            value["capabilities"] = others
     refuse_leaks(json.dumps(value), str(run.provenance_file), config.secrets, os.environ)
     write_json(run.provenance_file, value)
     return code

@@ -11,6 +11,7 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
 
+from trainkit.capability import SHIPPED, load
 from trainkit.errors import EXIT_STOPPED, TrainkitError
 from trainkit.formats import number, time_text
 from trainkit.job.failed_starts import FailedStart, batch_log, failed_starts
@@ -141,7 +142,10 @@ class RunStatus:
     """Seconds that the slices of the run have taken since a command started it; None without slices."""
     total_s: float | None = None
     """What all of them may take."""
-    OPTIONAL = ("cluster",)
+    rows: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Capability -> what it says of the run, label -> text; in JSON without the shipped ones, whose values
+    have keys of their own."""
+    OPTIONAL = ("cluster", "rows")
 
     @property
     def is_command(self) -> bool:
@@ -173,7 +177,8 @@ class RunStatus:
         return None if self.is_active else self.verdict
 
     def to_dict(self) -> dict[str, object]:
-        values: dict[str, object] = to_json(self)
+        others = {name: rows for name, rows in self.rows.items() if name not in SHIPPED}
+        values: dict[str, object] = to_json(replace(self, rows=others))
         return values
 
 
@@ -268,7 +273,21 @@ def read_status(
         worker_hours=worker_hours(attempts, plan.count("world_size")),
         slices_s=None if total_s is None else sum(one.allocated_s for one in own),
         total_s=total_s,
+        rows=_rows(history, plan),
     )
+
+
+def _rows(history: RunHistory, plan: PlanRecord) -> dict[str, dict[str, str]]:
+    """What each capability of the plan says of the run."""
+    found = {}
+    for name in plan.parts:
+        try:
+            rows = load(name).rows(history, plan)
+        except Exception as error:  # of code that may be of another package: the rest of the status is known
+            rows = {name: f"unknown: {error.message if isinstance(error, TrainkitError) else repr(error)}"}
+        if rows:
+            found[name] = dict(rows)
+    return found
 
 
 def loss_text(status: RunStatus, loss: str) -> str:

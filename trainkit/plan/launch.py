@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from trainkit.capability import Part, put_parts, take_parts
 from trainkit.errors import UsageError
 from trainkit.formats import JsonObject, there_are
 from trainkit.plan.workload import Workload, workload_of
@@ -19,6 +20,7 @@ ACCELERATE_CONFIG = "accelerate.yaml"
 DS_CONFIG = "ds_config.json"
 MEGATRON_ARGS = "megatron_args.txt"
 Options = dict[str, str | int | bool]
+P = TypeVar("P", bound=Part)
 
 
 @dataclass(frozen=True)
@@ -110,17 +112,6 @@ class RequeuePolicy:
 
 
 @dataclass(frozen=True)
-class NotifyPolicy:
-    """What the run reports to a webhook: the keys of the section `notify` that a job needs."""
-
-    on: tuple[str, ...] = ()
-    webhook: str | None = None
-    """The environment variable that contains the URL, which is a secret."""
-    min_interval_s: float = 600.0
-    stalled_after_s: float = 1800.0
-
-
-@dataclass(frozen=True)
 class DebugPlan:
     """A run in the debugger."""
 
@@ -181,7 +172,6 @@ class LaunchPlan:
     network: str = "auto"
     """A preset, or the name of an interface."""
     requeue: RequeuePolicy = RequeuePolicy()
-    notify: NotifyPolicy = NotifyPolicy()
     spare_nodes: int = 0
     """Nodes allocated in addition to `num_nodes`, as replacements for nodes that fail."""
     per: str = "node"
@@ -206,8 +196,6 @@ class LaunchPlan:
     """The runtime of `launch.container`: ``apptainer``, ``singularity`` or ``pyxis``."""
     slurm: SlurmRequest | None = None
     """The Slurm options; None for a local job."""
-    trackers: tuple[str, ...] = ()
-    """The trackers that get the metrics, such as ``mlflow``."""
     log_pattern: str | None = None
     """What finds the curve of a command in the log of rank 0: ``auto``, a regular expression, or None."""
     health_every_s: float | None = None
@@ -232,7 +220,10 @@ class LaunchPlan:
     """The GPU type of each partition that may start the job, where it names several."""
     fills_nodes: bool = False
     """Whether the ranks use all CPUs of an exclusive job, which may be more than it has requested."""
+    parts: dict[str, JsonObject] = field(default_factory=dict)
+    """Capability -> the content of its part, which `part` reads."""
     version: int = PLAN_VERSION
+    LEFT_OUT = ("parts",)
     OPTIONAL = ("after", "sizes", "debug", "grow", "gpu_types", "fills_nodes")
 
     @property
@@ -280,8 +271,19 @@ class LaunchPlan:
             raise UsageError(message, hint=there_are(range(self.world_size)))
         reasons = {key: text for key, text in self.reasons.items() if key != "silence"} | {"debug": reason}
         policy = replace(self.requeue, hang_factor=None, inspect_s=None, silence_s=None)
-        notify = replace(self.notify, on=tuple(event for event in self.notify.on if event != "stalled"))
-        return replace(self, debug=debug, requeue=policy, notify=notify, reasons=reasons)
+        return replace(self, debug=debug, requeue=policy, reasons=reasons)
+
+    def part(self, kind: type[P]) -> P | None:
+        """The part of a capability, whose class is `kind`; None for a run that does not use it.
+
+        Raises UsageError if it is damaged.
+        """
+        value = self.parts.get(kind.CAPABILITY)
+        try:
+            return None if value is None else from_json(kind, value)
+        except TypeError as error:
+            hint = "each folder in attempts/ of the run has the plan of its attempt"
+            raise UsageError(f"plan.json is damaged: {kind.CAPABILITY}: {error}", hint=hint) from None
 
     @property
     def world_size(self) -> int:
@@ -298,7 +300,7 @@ class LaunchPlan:
         return node_rank * self.workers_per_node
 
     def to_dict(self) -> dict[str, Any]:
-        return {**to_json(self), "world_size": self.world_size}
+        return put_parts({**to_json(self), "world_size": self.world_size}, self.parts)
 
     def to_text(self) -> str:
         """The text of plan.json."""
@@ -331,7 +333,7 @@ class LaunchPlan:
             Layout(**value["layout"]), Batch(**value["batch"])  # unknown degrees would change what runs
             if (slurm := value.get("slurm")) is not None:
                 slurm["sbatch"], slurm["srun"]  # without its options another job would run
-            plan: LaunchPlan = from_json(cls, value)
+            plan: LaunchPlan = from_json(cls, {**value, "parts": take_parts(value)})
             counts = [plan.num_nodes, plan.workers_per_node, *(plan.node_sizes or ()), *astuple(plan.layout)]
             if min(counts) < 1:
                 raise ValueError("plan.json is damaged: a number of nodes, workers or ranks is not positive")

@@ -5,23 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Set
 from dataclasses import dataclass, field, fields, replace
-from typing import Literal, TypeVar
+from typing import Literal
 
 from trainkit.cluster.machine import Machine
 from trainkit.cluster.target import LOCAL, Target
 from trainkit.config.loaded import LoadedConfig
-from trainkit.config.running import NotifyConfig, RequeueConfig
+from trainkit.config.running import RequeueConfig
 from trainkit.config.validation import doubts
 from trainkit.errors import ConfigError, Problem
 from trainkit.formats import plural, time_limit_s
 from trainkit.plan.batch import BatchRequest, batch_reason, make_batch, scaled_lr
-from trainkit.plan.launch import Batch, LaunchPlan, Layout, NotifyPolicy, RequeuePolicy, SlurmRequest
+from trainkit.plan.launch import Batch, LaunchPlan, Layout, RequeuePolicy, SlurmRequest
 from trainkit.plan.launcher_files import Job, LauncherInput, describe_input, launcher_input
 from trainkit.plan.layout_rules import make_layout
 from trainkit.plan.workload import Workload, out_of_reach
 
 WORKERS_PER_CPU = 16
-Policy = TypeVar("Policy", RequeuePolicy, NotifyPolicy)
 
 
 @dataclass
@@ -68,7 +67,7 @@ class LaunchDraft:
             if (why := out_of_reach(workload.argv)) is not None:
                 self.reasons["notice"] = f"may not reach the training, which then cannot save: {why}"
             if target.node_sizes is None:  # a step has no supervisor that could look at it
-                self.reasons["silence"] = _silence_reason(_policy(RequeuePolicy, config.requeue))
+                self.reasons["silence"] = _silence_reason(_policy(config.requeue))
         self.check_oversubscription(device, world_size)
         threads = self.threads_per_worker(world_size)
         lead_s = self.lead_s()
@@ -91,8 +90,7 @@ class LaunchDraft:
             workers_per_node=workers_per_node,
             env={**given.env, **config.launch.env},
             network=config.launch.network,
-            requeue=replace(_policy(RequeuePolicy, config.requeue), total_s=total_s),
-            notify=_policy(NotifyPolicy, config.notify),
+            requeue=replace(_policy(config.requeue), total_s=total_s),
             spare_nodes=0 if slurm is None else config.resources.spare_nodes,
             per=per,
             device=device,
@@ -105,7 +103,6 @@ class LaunchDraft:
             command=workload.argv or None,
             command_signal=config.requeue.signal,
             launcher=workload.launcher,
-            trackers=tuple(config.logging.trackers),
             log_pattern=config.logging.pattern if workload.is_command else None,
             health_every_s=config.logging.health_every_s,
             launcher_files=given.files,
@@ -310,10 +307,10 @@ class StepDraft(LaunchDraft):
         return None, "the cores that Slurm allocated to each task"
 
 
-def _policy(policy: type[Policy], section: RequeueConfig | NotifyConfig) -> Policy:
+def _policy(section: RequeueConfig) -> RequeuePolicy:
     """The values of a section that the job needs."""
-    known = (field.name for field in fields(policy) if field.name in type(section).model_fields)
-    return policy(**{name: getattr(section, name) for name in known})
+    known = (field.name for field in fields(RequeuePolicy) if field.name in type(section).model_fields)
+    return RequeuePolicy(**{name: getattr(section, name) for name in known})
 
 
 def _silence_reason(policy: RequeuePolicy) -> str:

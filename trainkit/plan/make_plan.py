@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from trainkit.capability import load
 from trainkit.cluster.machine import Machine
 from trainkit.config.loaded import LoadedConfig
-from trainkit.config.schema import RunConfig
+from trainkit.config.schema import RunConfig, capabilities_of
 from trainkit.config.training import DECODER
 from trainkit.data.checks import DataFacts
 from trainkit.errors import ConfigError, KeyProblem, Problem
@@ -21,6 +22,7 @@ from trainkit.plan.memory import check_gpu_memory, checkpoint_bytes, state_bytes
 from trainkit.plan.model_shape import resolve_model_shape, vocabulary_note
 from trainkit.plan.step_work import StepWork, work_of
 from trainkit.plan.workload import TRAINER, Workload
+from trainkit.run.files import to_json
 
 
 def make_plan(loaded: LoadedConfig, facts: Facts, workload: Workload = TRAINER) -> LaunchPlan:
@@ -35,6 +37,8 @@ def make_plan(loaded: LoadedConfig, facts: Facts, workload: Workload = TRAINER) 
     except ConfigError as error:
         problems += error.problems
     found_there = [] if facts.environment is None else [*facts.environment.problems]
+    for name in capabilities_of(loaded.config):
+        found_there += load(name).problems(loaded, facts)
     if not workload.is_command:
         config, uses_gpus = loaded.config, plan is not None and plan.device == "cuda"
         gpus = gpu_names(config, facts.machine, facts.target) if uses_gpus else []
@@ -48,6 +52,18 @@ def make_plan(loaded: LoadedConfig, facts: Facts, workload: Workload = TRAINER) 
     if plan is None or problems:
         raise ConfigError(loaded.located(problems))
     return plan
+
+
+def with_parts(plan: LaunchPlan, loaded: LoadedConfig, facts: Facts) -> LaunchPlan:
+    """The plan with the parts of the capabilities that the config uses, their reasons and warnings."""
+    reasons, warnings, parts = dict(plan.reasons), list(plan.warnings), dict(plan.parts)
+    for name in capabilities_of(loaded.config):
+        planned = load(name).plan(loaded, facts, plan)
+        reasons |= planned.reasons
+        warnings += planned.warnings
+        if planned.part is not None:
+            parts[name] = to_json(planned.part)
+    return replace(plan, reasons=reasons, warnings=tuple(warnings), parts=parts)
 
 
 def _problem(found: KeyProblem) -> Problem:

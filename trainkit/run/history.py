@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from trainkit.capability import take_parts
 from trainkit.run.end import RESUME_ACTIONS
 from trainkit.run.events import (
     SILENCE_EVENTS,
@@ -437,6 +438,12 @@ class PlanRecord(Record):
     @property
     def is_command(self) -> bool:
         return bool(self.command)
+
+    @property
+    def parts(self) -> dict[str, Record]:
+        """The parts of the capabilities that the run uses, by their names."""
+        found = take_parts(self.values) if isinstance(self.values.get("capabilities", {}), dict) else {}
+        return {name: Record(part) for name, part in found.items() if isinstance(part, dict)}
 
     @property
     def step_shape(self) -> tuple[Mapping[str, Any], Mapping[str, Any], str | None]:

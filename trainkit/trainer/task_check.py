@@ -24,7 +24,7 @@ from torch import nn
 
 from trainkit.adapters import lora_config, require
 from trainkit.config import read_effective
-from trainkit.config.schema import RunConfig
+from trainkit.config.schema import RunConfig, config_class
 from trainkit.data.order import sample_index
 from trainkit.errors import Problem, TrainkitError
 from trainkit.formats import JsonObject
@@ -278,7 +278,7 @@ def main() -> None:
             return print(json.dumps(items_of(request)))
         except TrainkitError as error:
             sys.exit(error.message)
-    config = RunConfig.model_validate(request)
+    config = config_class(request).model_validate(request)
     if "--smoke" in sys.argv:
         found = Smoke(config).problems()
     elif "--samples" in sys.argv:

@@ -142,7 +142,8 @@ def plan_replay(
     if at.began.threads is not None and plan.layout == at.plan.layout:
         # On CPUs, another number rounds differently.
         plan = replace(plan, threads_per_worker=at.began.threads)
-    plan = replace(plan, replay=(first, last), requeue=replace(plan.requeue, on=()), trackers=())
+    parts = {name: part for name, part in plan.parts.items() if name != "trackers"}
+    plan = replace(plan, replay=(first, last), requeue=replace(plan.requeue, on=()), parts=parts)
     if plan.slurm is None:
         plan = replace(
             plan,

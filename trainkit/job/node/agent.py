@@ -21,6 +21,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import IO, TYPE_CHECKING
 
+from trainkit.capability import Companion, Guard
 from trainkit.errors import (
     EXIT_FAILED,
     EXIT_NO_RESTART,
@@ -57,7 +58,6 @@ from trainkit.job.node.rendezvous import (
 )
 from trainkit.job.node.slurm_step import SlurmTask, StepListener, find_slurm_task, reason_not_a_task
 from trainkit.job.node.worker_env import (
-    TrackerSender,
     network_environ,
     worker_argv,
     worker_environ,
@@ -116,8 +116,8 @@ class Agent(ProcessGroup):
         self._held_s = 0.0
         self._listener: StepListener | None = None
         self.sampler: HealthSampler | None = None
-        self.sender: TrackerSender | None = None
-        """The process that sends the metrics to the trackers of the run; next to rank 0 only."""
+        self._guard = Guard(plan, log_line)
+        self._companions: list[tuple[str, Companion]] = []
         self._log_curve: LogCurve | None = None
         """What finds the curve of a command in the log of rank 0; next to rank 0 only."""
         self._ranks = LaunchedRanks()
@@ -164,8 +164,7 @@ class Agent(ProcessGroup):
         if isinstance(rendezvous.task, SlurmTask):
             # After the ranks: what it hears, all of them have received.
             self._listener = StepListener()
-        if self.plan.trackers and rendezvous.has_rank_0:
-            self.sender = TrackerSender(self.attempt, self.plan)
+        self._companions = self._guard.each(lambda one: one.companion(self.attempt, self.plan, rendezvous))
         # With a task for each GPU, every one of them has an agent.
         if self.plan.health_every_s is not None and 0 in rendezvous.local_ranks:
             self.sampler = HealthSampler(self.attempt, own_host(), self.plan.health_every_s)
@@ -240,6 +239,8 @@ class Agent(ProcessGroup):
 
             self._log_curve = self._log_curve or LogCurve(attempt, self.plan)
             self._log_curve.poll()
+        for name, companion in self._companions:
+            self._guard.call(name, companion.poll)
 
     def _hold_pipes(self) -> None:
         """Keep the pipes open into which what saves prints, and read what nobody reads after a notice."""
@@ -364,8 +365,9 @@ class Agent(ProcessGroup):
             if self._log_curve is not None:
                 with contextlib.suppress(OSError):  # as of a full disk, where all else has ended too
                     self._log_curve.poll(is_over=True)
-            if self.sender is not None:
-                self.sender.end(is_finished=self.received is None and set(self.codes) == {EXIT_OK})
+            is_finished = self.received is None and set(self.codes) == {EXIT_OK}
+            for name, companion in self._companions:
+                self._guard.call(name, companion.end, is_finished=is_finished)
             if self.workload.is_command:
                 processes.end_descendants()
             first = self.plan.first_rank_of(self.rendezvous.node_rank)

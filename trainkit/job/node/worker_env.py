@@ -1,4 +1,4 @@
-"""The environment and argv of what an agent starts: the workers, and the sender to the trackers of the run.
+"""The environment and argv of the workers that an agent starts.
 
 The variables of a worker include those by which gloo and NCCL select their network interfaces.
 """
@@ -6,23 +6,18 @@ The variables of a worker include those by which gloo and NCCL select their netw
 from __future__ import annotations
 
 import base64
-import contextlib
 import fcntl
 import json
 import math
 import os
-import signal
 import socket
 import struct
-import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path, PurePath
 
 from trainkit.errors import UsageError
-from trainkit.job import processes
 from trainkit.job.node.rendezvous import Rendezvous
 from trainkit.job.processes import log_line, module_argv
 from trainkit.job.rank_debugger import DEBUG_VARIABLE, FOLDER_VARIABLE
@@ -114,7 +109,7 @@ def worker_environ(
         environ["VIRTUAL_ENV"] = plan.venv
         environ["PATH"] = f"{plan.venv}/bin:{environ.get('PATH', os.defpath)}"
         environ.pop("PYTHONHOME", None)
-    environ = _with_own_folders(environ, plan, attempt.run)
+    environ = with_own_folders(environ, plan, attempt.run)
     environ[AGENT_VARIABLE] = str(os.getpid())
     import_path = [] if code is None or plan.slurm is not None else code.import_path
     inherited_path = filter(None, [environ.get("PYTHONPATH")])
@@ -178,7 +173,8 @@ def rank_folders(temporary: str | None, run: RunDir, keeps: bool) -> OwnFolders:
     return found
 
 
-def _with_own_folders(environ: Mapping[str, str], plan: LaunchPlan, run: RunDir) -> dict[str, str]:
+def with_own_folders(environ: Mapping[str, str], plan: LaunchPlan, run: RunDir) -> dict[str, str]:
+    """The variables with private folders for temporary files and caches."""
     # launch.env.TMPDIR is the way to have ranks share a folder with other programs.
     return rank_folders(environ.get("TMPDIR"), run, "TMPDIR" in plan.env).added_to(environ)
 
@@ -275,54 +271,6 @@ _LAUNCHERS = {
     ),
 }
 """Launcher -> its module and options for the ranks of one node, with the values of `RankEnv`."""
-
-
-DRAIN_S = 30.0
-"""How long a run that has finished waits until its last steps are sent; `trainkit sync` sends the others."""
-
-
-class TrackerSender:
-    """The process of one attempt. It can be killed at any moment: the next one sends what is missing."""
-
-    def __init__(self, attempt: AttemptDir, plan: LaunchPlan) -> None:
-        argv = module_argv("trainkit.contrib.trackers.sync", str(attempt.run.path))
-        if plan.python is not None and plan.workload.knows_run:
-            argv = (*plan.python, *argv[argv.index("-m") :])
-        self._child: subprocess.Popen[bytes] | None = None
-        try:
-            environ = _with_own_folders(configured_environ(plan, os.environ), plan, attempt.run)
-            environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-            with attempt.trackers_log.open("ab") as log:
-                self._child = processes.start_child(
-                    argv,
-                    environ=environ,
-                    output=log,
-                    keeps_mask=False,
-                    # Slurm may signal every process of a step.
-                    ignored=(signal.SIGTERM, signal.SIGINT, signal.SIGUSR2),
-                    stdin=subprocess.PIPE,
-                )
-        except OSError as error:  # the ranks run without it
-            log_line(f"warning: the metrics are not sent ({error}); `trainkit sync` sends them later")
-
-    def end(self, *, is_finished: bool) -> None:
-        """End the process, at once unless the run has finished: a job that is preempted must not wait."""
-        child = self._child
-        if child is None:
-            return
-        assert child.stdin is not None
-        if is_finished and not processes.ended(child):
-            with contextlib.suppress(BrokenPipeError):
-                child.stdin.write(b"finished\n")
-                child.stdin.flush()
-            deadline_s = time.monotonic() + DRAIN_S
-            while not processes.ended(child) and (left_s := deadline_s - time.monotonic()) > 0:
-                if processes.wait_for_signal(left_s) not in (None, signal.SIGCHLD):
-                    break
-        if not processes.ended(child):
-            processes.kill_group(child)
-        child.stdin.close()
-        processes.exit_code(child)
 
 
 PRESETS = {

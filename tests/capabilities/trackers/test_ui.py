@@ -10,9 +10,9 @@ import pytest
 
 from tests.support.programs import run_program
 from tests.support.runs import free_port, make_attempt
+from trainkit.capabilities.trackers import command
 from trainkit.cli import options
 from trainkit.cli.main import main
-from trainkit.contrib.trackers import command
 from trainkit.extras import install_line
 
 

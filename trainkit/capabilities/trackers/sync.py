@@ -3,7 +3,7 @@
 `metrics.jsonl` is the source. A step is sent when a checkpoint covers it or the run has finished: a later
 attempt would compute the others again. `trackers/NAME.json` in the run folder has the newest step sent.
 
-``python -m trainkit.contrib.trackers.sync RUN_DIR``, started by the agent of the node of rank 0, does so
+``python -m trainkit.capabilities.trackers.sync RUN_DIR``, started by the agent of the node of rank 0, does so
 during the training. It ends with its standard input; the line ``finished`` there has it send the rest first.
 """
 
@@ -18,9 +18,9 @@ import time
 import uuid
 from dataclasses import asdict, dataclass, replace
 
+from trainkit.capabilities.trackers.clients import Facts, MlflowRun, Sample, WandbRun, read_facts
 from trainkit.config import read_effective
 from trainkit.config.running import MlflowConfig, WandbConfig
-from trainkit.contrib.trackers.clients import Facts, MlflowRun, Sample, WandbRun, read_facts
 from trainkit.errors import TrainkitError, UsageError
 from trainkit.extras import install_line
 from trainkit.folders import ensure_folder

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tests.support.runs import free_port
+from trainkit.capabilities.trackers import clients
+from trainkit.capabilities.trackers.clients import Facts, Sample, WandbRun
 from trainkit.config.running import WandbConfig
-from trainkit.contrib.trackers import clients
-from trainkit.contrib.trackers.clients import Facts, Sample, WandbRun
 from trainkit.run.rundir import RunDir
 
 

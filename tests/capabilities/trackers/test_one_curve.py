@@ -14,8 +14,8 @@ import pytest
 
 from tests.support.programs import run_program, wait_for
 from tests.support.runs import free_port, site
+from trainkit.capabilities.trackers.sync import RunTracker
 from trainkit.config.running import MlflowConfig
-from trainkit.contrib.trackers.sync import RunTracker
 from trainkit.run.events import read_metrics
 from trainkit.run.files import read_jsonl, write_json
 from trainkit.run.rundir import RunDir

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.runs import make_attempt
+from trainkit.capabilities.trackers import sync
+from trainkit.capabilities.trackers.clients import Facts, Sample, read_facts
+from trainkit.capabilities.trackers.sync import RunTracker, Sent, read_position, state_of, sync_run
 from trainkit.config.running import MlflowConfig, WandbConfig
-from trainkit.contrib.trackers import sync
-from trainkit.contrib.trackers.clients import Facts, Sample, read_facts
-from trainkit.contrib.trackers.sync import RunTracker, Sent, read_position, state_of, sync_run
 from trainkit.locks import LockBusy
 from trainkit.run.files import append_jsonl, write_json
 from trainkit.run.manifest import MANIFEST_NAME

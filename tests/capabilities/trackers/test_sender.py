@@ -10,9 +10,9 @@ import pytest
 
 from tests.support.programs import wait_for
 from tests.support.runs import make_attempt
+from trainkit.capabilities.trackers import sender as trackers
+from trainkit.capabilities.trackers.sender import TrackerSender
 from trainkit.job import processes
-from trainkit.job.node import worker_env as trackers
-from trainkit.job.node.worker_env import TrackerSender
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.files import read_json
 from trainkit.run.rundir import AttemptDir

@@ -20,10 +20,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from trainkit import __version__
+from trainkit.capabilities.notifications.policy import policy_of
 from trainkit.errors import TrainkitError
 from trainkit.formats import mask_secrets
 from trainkit.job.processes import log_line
-from trainkit.plan.launch import LaunchPlan, NotifyPolicy
+from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import AttemptEnd, RankFailure
 from trainkit.run.events import Event, diverged_since, with_divergence
 from trainkit.run.files import Record, parse_time, read_object, utc_now, write_json
@@ -105,10 +106,6 @@ class Notifier:
         self._one_at_a_time = threading.Lock()
         self._problem = ""
 
-    def is_for(self, policy: NotifyPolicy, *events: str) -> bool:
-        """Whether one of these events would be reported."""
-        return bool(os.environ.get(policy.webhook or "")) and any(event in policy.on for event in events)
-
     def send_end(self, attempt: AttemptDir, end: AttemptEnd) -> None:
         """Send the notification of an ended attempt, if there is one; returns at once."""
         since = None
@@ -135,20 +132,21 @@ class Notifier:
         with self._one_at_a_time:
             try:
                 plan = LaunchPlan.from_dict(read_submitted(attempt))
-                if self.is_for(plan.notify, notification.event):
-                    _send_limited(os.environ[plan.notify.webhook or ""], attempt, plan, notification)
+                if policy_of(plan).sends(notification.event):
+                    _send_limited(attempt, plan, notification)
             except (OSError, ValueError, TrainkitError) as error:
                 if (problem := str(error)) != self._problem:  # once: the run continues without notifications
                     self._problem = problem
                     log_line(f"warning: a notification was not sent: {problem}")
 
 
-def _send_limited(url: str, attempt: AttemptDir, plan: LaunchPlan, notification: Notification) -> None:
+def _send_limited(attempt: AttemptDir, plan: LaunchPlan, notification: Notification) -> None:
     """Send a notification unless one of its kind was sent recently."""
+    policy = policy_of(plan)
     file, event = attempt.run.path / STATE_NAME, notification.event
     sent = Record(read_object(file)).record("sent")
-    if is_due(sent.text(event), event, datetime.now(timezone.utc), plan.notify.min_interval_s):
-        post(url, message(attempt, plan, notification))
+    if is_due(sent.text(event), event, datetime.now(timezone.utc), policy.min_interval_s):
+        post(os.environ[policy.webhook or ""], message(attempt, plan, notification))
         write_json(file, {"sent": {**sent.values, event: utc_now()}})
 
 

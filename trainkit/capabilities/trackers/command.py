@@ -45,7 +45,7 @@ def sync(run_name: str, as_json: bool) -> int:
 
     Each step is sent once, as soon as a checkpoint covers it or the run has finished.
     """
-    from trainkit.contrib.trackers.sync import sync_run
+    from trainkit.capabilities.trackers.sync import sync_run
     from trainkit.locks import LockBusy
     from trainkit.run.registry import find_run
 
@@ -105,7 +105,7 @@ def ui(run_name: str, tool: str, port: int | None) -> None:
         argv = ["--logdir", str(run.tensorboard_dir), "--load_fast", "false", *place]
         start = _TENSORBOARD
     else:
-        from trainkit.contrib.trackers.clients import local_store
+        from trainkit.capabilities.trackers.clients import local_store
 
         store = local_store(run)
         argv = ["mlflow", "server", "--backend-store-uri", store, "--workers", "1", *place]

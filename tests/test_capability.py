@@ -1,0 +1,170 @@
+"""A capability in a package of its own: once installed, it works through the commands."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.programs import run_program, wait_for
+from trainkit.run.events import read_events
+from trainkit.run.rundir import RunDir
+
+ROOT = Path(__file__).resolve().parents[1]
+TOY = '''
+import time
+from dataclasses import dataclass
+
+import click
+
+from trainkit.capability import Capability, Companion, Part, Planned
+from trainkit.config.section import Section, key
+
+
+class ToyConfig(Section):
+    """How often the toy ticks."""
+
+    ticks: int | None = key(None, "Number of ticks; null for no toy.", ge=1)
+
+
+@dataclass(frozen=True)
+class ToyPlan(Part):
+    CAPABILITY = "toy"
+    ticks: int
+
+
+class Clock(Companion):
+    def __init__(self, file, ticks):
+        self.file = file
+        file.write_text("tick\\n" * ticks)
+
+    def end(self, *, is_finished):
+        with self.file.open("a") as stream:
+            stream.write(f"finished={is_finished}\\n")
+
+
+class Toy(Capability):
+    name = "toy"
+    Config = ToyConfig
+    commands = {"toy": "toy_capability:show", "toy-broken": "toy_capability:broken"}
+
+    def problems(self, loaded, facts):
+        if loaded.config.toy.ticks == 13:
+            yield "toy.ticks", "is 13, which is unlucky", "choose another"
+
+    def plan(self, loaded, facts, draft):
+        ticks = loaded.config.toy.ticks
+        if ticks is None:
+            return Planned(warnings=("toy.ticks is null: the toy does nothing",))
+        return Planned(ToyPlan(ticks), {"toy": f"{ticks} ticks for {draft.world_size} ranks"})
+
+    def companion(self, attempt, plan, node):
+        if plan.part(ToyPlan).ticks == 3:
+            raise OSError("the toy is broken")
+        return Clock(attempt.run.path / "toy.txt", plan.part(ToyPlan).ticks) if node.has_rank_0 else None
+
+    def on_event(self, attempt, event):
+        with (attempt.run.path / "toy-events.txt").open("a") as stream:
+            print(event.name, file=stream)
+
+    def on_end(self, attempt, plan, end):
+        (attempt.run.path / "toy-end.txt").write_text(end.state)
+
+    def rows(self, history, plan):
+        return {"toy": f"{plan.parts['toy'].count('ticks')} ticks planned"}
+
+
+@click.command()
+@click.argument("run")
+def show(run):
+    """Print the ticks of RUN."""
+    click.echo(open(f"{run}/toy.txt").read(), nl=False)
+'''
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which the package is installed."""
+    folder = tmp_path_factory.mktemp("site")
+    (folder / "toy_capability.py").write_text(TOY)
+    info = folder / "toy_capability-1.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-capability\nVersion: 1.2\n")
+    (info / "entry_points.txt").write_text("[trainkit.capabilities]\ntoy = toy_capability:Toy\n")
+    return folder
+
+
+def trainkit(cwd: Path, site: Path | None, *args: str) -> "subprocess.CompletedProcess[str]":
+    paths = [str(ROOT)] if site is None else [str(ROOT), str(site)]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "XDG_STATE_HOME": str(cwd / "state")}
+    return run_program(sys.executable, "-m", "trainkit", *args, cwd=cwd, env=env, timeout=120)
+
+
+def submit(cwd: Path, site: Path, *settings: str) -> "subprocess.CompletedProcess[str]":
+    options = [word for setting in settings for word in ("--set", setting)]
+    return trainkit(
+        cwd, site, "submit", "--backend", "local", "--follow", "--run-dir", "run", *options, "--", "true"
+    )
+
+
+def test_a_key_a_part_a_companion_an_event_a_row_and_a_command(tmp_path: Path, site: Path) -> None:
+    done = submit(tmp_path, site, "toy.ticks=2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = RunDir(tmp_path / "run")
+    assert "toy:\n  ticks: 2\n" in run.config_file.read_text()
+    assert json.loads(run.plan_file.read_text())["capabilities"] == {"toy": {"ticks": 2}}
+    assert json.loads(run.provenance_file.read_text())["capabilities"] == {"toy": "toy-capability 1.2"}
+    wait_for((run.path / "toy-end.txt").exists)
+    assert (run.path / "toy-end.txt").read_text() == "finished"
+    assert {event.name for event in read_events(run, "started", "finished")} <= set(
+        (run.path / "toy-events.txt").read_text().split()
+    )
+    assert trainkit(tmp_path, site, "toy", "run").stdout == "tick\ntick\nfinished=True\n"
+    assert "toy         2 ticks planned" in trainkit(tmp_path, site, "status", "run").stdout
+    status = json.loads(trainkit(tmp_path, site, "status", "run", "--json").stdout)
+    assert status["rows"] == {"toy": {"toy": "2 ticks planned"}}
+
+
+def test_what_is_refused_names_the_key(tmp_path: Path, site: Path) -> None:
+    (tmp_path / "own.yaml").write_text("toy:\n  tick: 2\n")
+    for settings, message in (
+        (["toy.ticks=0"], "toy.ticks: must be a whole number of at least 1 or null, not 0"),
+        (["toy.ticks=13"], "toy.ticks: is 13, which is unlucky"),
+    ):
+        done = submit(tmp_path, site, *settings)
+        assert (done.returncode, message in done.stderr) == (2, True), done.stderr
+    done = trainkit(tmp_path, site, "check", "own.yaml")
+    assert done.returncode == 2
+    assert "own.yaml:2: toy.tick: unknown key\n\nhint: did you mean toy.ticks?" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_one_that_is_not_installed_is_an_unknown_key(tmp_path: Path) -> None:
+    done = trainkit(tmp_path, None, "submit", "--set", "toy.ticks=2", "--", "true")
+    assert done.returncode == 2
+    assert "toy: unknown key" in done.stderr
+
+
+def test_a_run_whose_capability_is_gone_says_so(tmp_path: Path, site: Path) -> None:
+    assert submit(tmp_path, site, "toy.ticks=1").returncode == 0
+    done = trainkit(tmp_path, None, "status", "run")
+    assert "toy         unknown: the run uses the capability toy" in done.stdout
+
+
+def test_a_broken_companion_does_not_end_the_training(tmp_path: Path, site: Path) -> None:
+    done = submit(tmp_path, site, "toy.ticks=3")
+    assert done.returncode == 0, done.stdout + done.stderr
+    log = RunDir(tmp_path / "run").attempt(1).node_log(0).read_text()
+    assert log.count("warning: the capability toy has failed: OSError: the toy is broken") == 1
+
+
+def test_no_other_package_is_imported_without_its_section(tmp_path: Path, site: Path) -> None:
+    (site / "toy_capability.py").rename(site / "away.py")
+    try:
+        done = submit(tmp_path, site)
+    finally:
+        (site / "away.py").rename(site / "toy_capability.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "capabilities" not in json.loads((tmp_path / "run" / "plan.json").read_text())

@@ -1,0 +1,94 @@
+"""Messages about a run: to a webhook, which its supervisor calls, and by email, which Slurm sends."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from trainkit.capabilities.notifications.policy import NotifyPolicy, policy_of
+from trainkit.capability import Capability, Planned, Watch
+from trainkit.errors import KeyProblem, UsageError
+
+if TYPE_CHECKING:  # `status` imports this too, and what knows the config is slow to import
+    from trainkit.capabilities.notifications.notifier import Notifier
+    from trainkit.config.loaded import LoadedConfig
+    from trainkit.config.schema import RunConfig
+    from trainkit.plan.facts import Facts
+    from trainkit.plan.launch import LaunchPlan
+    from trainkit.run.end import AttemptEnd
+    from trainkit.run.rundir import AttemptDir
+
+
+class Notifications(Capability):
+    """The capability: its part is in every plan, and what sends is imported only where there is a webhook."""
+
+    name = "notifications"
+
+    def problems(self, loaded: LoadedConfig, facts: Facts) -> Iterator[KeyProblem]:
+        webhook = loaded.config.notify.webhook
+        url = os.environ.get(webhook or "")
+        if facts.environment is None or not url:
+            return
+        from trainkit.capabilities.notifications.notifier import url_problem
+
+        if (what := url_problem(url)) is not None:
+            hint = f"export {webhook}=https://…, as the chat program shows it, in the shell that submits"
+            yield "notify.webhook", f"is {webhook}, whose value {what}", hint
+
+    def plan(self, loaded: LoadedConfig, facts: Facts, draft: LaunchPlan) -> Planned:
+        from trainkit.config.running import MAIL_TYPES, WEBHOOK_VARIABLE
+
+        notify, found, warnings = loaded.config.notify, list[str](), list[str]()
+        if notify.on and os.environ.get(notify.webhook or ""):
+            found.append(f"{', '.join(notify.on)} to the URL in {notify.webhook}")
+        elif notify.on and notify.webhook not in (None, WEBHOOK_VARIABLE):
+            warnings.append(f"notify.webhook is {notify.webhook}, which is not set in this shell")
+        if notify.mail is not None and draft.slurm is None:
+            warnings.append("notify.mail has no effect: Slurm sends the emails, and this run starts here")
+        elif notify.mail is not None:
+            by_mail = [event for event in notify.on if event in MAIL_TYPES]
+            unknown = [event for event in notify.on if event not in MAIL_TYPES]
+            without = f"; Slurm does not know {', '.join(unknown)}" if unknown else ""
+            found.append(f"{', '.join(by_mail)} by email to {notify.mail}{without}")
+        part = NotifyPolicy(notify.on, notify.webhook, notify.min_interval_s, notify.stalled_after_s)
+        return Planned(part, {"notify": "; ".join(found)} if found else {}, tuple(warnings))
+
+    def try_out(self, config: RunConfig) -> str:
+        from trainkit.capabilities.notifications.notifier import send_test
+
+        name = config.notify.webhook
+        url = os.environ.get(name or "")
+        if not url:
+            message = "notify.webhook is null" if name is None else f"{name} is not set in this shell"
+            raise UsageError(
+                f"--test-notification requires a webhook, but {message}",
+                hint=f"export {name or 'NAME'}=URL, which notify.webhook names; no file may contain the URL",
+            )
+        return f"the URL in {name} has accepted a test message (HTTP {send_test(url, config.name)})"
+
+    @cached_property
+    def _notifier(self) -> Notifier:
+        from trainkit.capabilities.notifications.notifier import Notifier  # most runs have no webhook
+
+        return Notifier()
+
+    def watch(self, attempt: AttemptDir, plan: LaunchPlan) -> Watch | None:
+        policy = policy_of(plan)
+        if not policy.sends("stalled", "slow"):
+            return None
+        from trainkit.capabilities.notifications.progress import ProgressWatch
+
+        return ProgressWatch(attempt, plan, policy.stalled_after_s, self._notifier)
+
+    def on_end(self, attempt: AttemptDir, plan: LaunchPlan, end: AttemptEnd) -> None:
+        if policy_of(plan).sends("finished", "failed", "requeued"):
+            self._notifier.send_end(attempt, end)
+
+    def close(self) -> None:
+        if "_notifier" in vars(self):
+            self._notifier.wait()
+
+
+CAPABILITY = Notifications

@@ -1,0 +1,36 @@
+"""What a run reports: the part of the plan."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from trainkit.capability import Part
+
+if TYPE_CHECKING:
+    from trainkit.plan.launch import LaunchPlan
+
+
+@dataclass(frozen=True)
+class NotifyPolicy(Part):
+    """What the run reports to a webhook: the keys of the section `notify` that a job needs."""
+
+    CAPABILITY = "notifications"
+    on: tuple[str, ...] = ()
+    webhook: str | None = None
+    """The environment variable that contains the URL, which is a secret."""
+    min_interval_s: float = 600.0
+    stalled_after_s: float = 1800.0
+
+    def sends(self, *events: str) -> bool:
+        """Whether one of these events would be reported from here."""
+        return bool(os.environ.get(self.webhook or "")) and any(event in self.on for event in events)
+
+
+def policy_of(plan: LaunchPlan) -> NotifyPolicy:
+    """What the run of a plan reports; in the debugger nothing counts as stalled."""
+    policy = plan.part(NotifyPolicy) or NotifyPolicy()
+    if plan.debug is None:
+        return policy
+    return replace(policy, on=tuple(event for event in policy.on if event != "stalled"))

@@ -1,0 +1,65 @@
+"""Reports to the webhook that an attempt is stalled or slow, or cannot save."""
+
+from __future__ import annotations
+
+from trainkit.capabilities.notifications.notifier import Notification, Notifier, event_notification
+from trainkit.capability import Watch
+from trainkit.formats import plural
+from trainkit.job.attempt_end import last_step
+from trainkit.job.progress_watch import OutputWatch
+from trainkit.plan.launch import LaunchPlan
+from trainkit.run.events import FAILED_SAVES, SAVE_EVENTS, SILENCE_EVENTS, SLOWDOWN_EVENTS, Event, events_of
+from trainkit.run.files import Tail
+from trainkit.run.history import Attempt
+from trainkit.run.rundir import AttemptDir
+
+STALL_INTERVALS = 3.0
+"""A run that writes metrics seldom is stalled after this many of its longest intervals."""
+WATCHED_EVENTS = (*SLOWDOWN_EVENTS, *SILENCE_EVENTS, *SAVE_EVENTS)
+
+
+class ProgressWatch(Watch):
+    """Reports that an attempt is stalled, once until it makes progress again, and what its events say."""
+
+    def __init__(self, attempt: AttemptDir, plan: LaunchPlan, limit_s: float, notifier: Notifier) -> None:
+        self._attempt = attempt
+        self._notifier = notifier
+        self._limit_s = limit_s
+        # The trainer logs metrics, and its logs may grow without progress; a command may write only logs.
+        self._output = OutputWatch(attempt, self._limit_s, with_logs=not plan.workload.knows_run)
+        self._events = Tail(attempt.run.events_file)
+        self._events.position = self._events.size()
+        self._seen = Attempt(attempt.number)
+        self._silent_s = self._longest_s = 0.0
+        self._is_stalled = False
+
+    def poll(self) -> None:
+        """Report what has changed. Raises OSError."""
+        silent_s = self._output.poll()
+        if silent_s is None:
+            return
+        if silent_s < self._silent_s:
+            if not self._is_stalled:
+                self._longest_s = max(self._longest_s, self._silent_s)
+            self._is_stalled = False
+        self._silent_s = silent_s
+        if not self._is_stalled and silent_s > max(self._limit_s, STALL_INTERVALS * self._longest_s):
+            self._is_stalled = True
+            step = last_step(self._attempt, None)
+            after = "" if step is None else f" after step {step}"
+            text = f"no progress for {plural(round(silent_s / 60), 'minute')}{after}"
+            self._notifier.send(self._attempt, Notification("stalled", text, "stacks", step=step))
+        for event in events_of(self._events.records(WATCHED_EVENTS)):
+            if event.attempt == self._attempt.number:
+                self._report(event)
+
+    def _report(self, event: Event) -> None:
+        if event.name in ("slow_rank", "silent"):
+            self._notifier.send(self._attempt, event_notification(event))
+        elif event.name in SAVE_EVENTS:
+            self._seen.add(event)
+            failed = self._seen.failed_saves
+            if len(failed) == FAILED_SAVES:
+                since = f"{len(failed)} in a row failed, since step {failed[0].step}"
+                text = f"cannot save checkpoints: {since}: {event.text('error')}"
+                self._notifier.send(self._attempt, Notification("stalled", text, "status", step=event.step))

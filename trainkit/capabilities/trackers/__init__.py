@@ -1,0 +1,56 @@
+"""MLflow and Weights & Biases: a reader of the run folder that sends what `metrics.jsonl` has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trainkit.capability import Capability, Companion, Part, Planned
+
+if TYPE_CHECKING:
+    from trainkit.config.loaded import LoadedConfig
+    from trainkit.job.node.rendezvous import Rendezvous
+    from trainkit.plan.facts import Facts
+    from trainkit.plan.launch import LaunchPlan
+    from trainkit.run.history import PlanRecord, RunHistory
+    from trainkit.run.rundir import AttemptDir
+
+
+@dataclass(frozen=True)
+class TrackersPlan(Part):
+    """The trackers of a run."""
+
+    CAPABILITY = "trackers"
+    names: tuple[str, ...] = ()
+    """The trackers that get the metrics, such as ``mlflow``."""
+
+
+class Trackers(Capability):
+    """The capability: a process next to rank 0 sends the metrics."""
+
+    name = "trackers"
+
+    def plan(self, loaded: LoadedConfig, facts: Facts, draft: LaunchPlan) -> Planned:
+        names = tuple(loaded.config.logging.trackers)
+        return Planned(TrackersPlan(names) if names else None)
+
+    def companion(self, attempt: AttemptDir, plan: LaunchPlan, node: Rendezvous) -> Companion | None:
+        if not node.has_rank_0:
+            return None
+        from trainkit.capabilities.trackers.sender import TrackerSender
+
+        return TrackerSender(attempt, plan)
+
+    def rows(self, history: RunHistory, plan: PlanRecord) -> dict[str, str]:
+        from trainkit.formats import cell
+        from trainkit.run.files import Record, read_object
+
+        rows = {}
+        for file in sorted(history.run.trackers_dir.glob("*.json")):
+            sent = Record(read_object(file))
+            place = sent.text("problem") or sent.text("place") or "not sent yet"
+            rows[file.stem] = f"up to step {cell(sent.count('step'))}: {place}"
+        return rows
+
+
+CAPABILITY = Trackers

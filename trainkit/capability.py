@@ -1,0 +1,261 @@
+"""The contract through which a capability brings what not every run needs; the core names none of them.
+
+A capability is a folder of `trainkit/capabilities/`, listed in `SHIPPED`, or a class of another package whose
+metadata name it in the entry-point group `trainkit.capabilities`: it is imported only where a config, a plan
+or a command line names it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from trainkit.errors import KeyProblem, UsageError
+
+if TYPE_CHECKING:  # the nouns of the floors above, for type checkers alone
+    from importlib.metadata import EntryPoint
+
+    from trainkit.config.loaded import LoadedConfig
+    from trainkit.config.schema import RunConfig
+    from trainkit.config.section import Section
+    from trainkit.job.node.rendezvous import Rendezvous
+    from trainkit.plan.facts import Facts
+    from trainkit.plan.launch import LaunchPlan
+    from trainkit.run.end import AttemptEnd
+    from trainkit.run.events import Event
+    from trainkit.run.history import PlanRecord, RunHistory
+    from trainkit.run.rundir import AttemptDir
+
+GROUP = "trainkit.capabilities"
+"""The group of the entry points of other packages: the name of a section -> MODULE:CLASS."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Part:
+    """The base of what a capability keeps in plan.json, a frozen dataclass; read with `LaunchPlan.part`."""
+
+    CAPABILITY: ClassVar[str] = ""
+    """The name of the capability."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What a capability adds to a plan."""
+
+    part: Part | None = None
+    """None for a run that does not use it; of such a run its code is not imported."""
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    """Derived value -> its reason, which a dry run prints."""
+    warnings: tuple[str, ...] = ()
+    """What has no effect or could not be checked, one sentence each."""
+
+
+class Companion:
+    """Something that runs beside the ranks of a node, in a thread or process of its own."""
+
+    def poll(self) -> None:
+        """Look around, every few seconds; the agent waits for it."""
+
+    def end(self, *, is_finished: bool) -> None:
+        """End it; `is_finished` if all ranks of the agent have finished: else the job cannot wait."""
+
+
+class Watch:
+    """Something that the supervisor looks at while an attempt runs."""
+
+    def poll(self) -> None:
+        """Look around, every few seconds; the supervisor waits for it."""
+
+
+class Capability:
+    """The base of all capabilities: a subclass defines what it needs. A process has one object of each."""
+
+    name: ClassVar[str]
+    """That of its folder, or of its entry point and section."""
+    Config: ClassVar[type[Section] | None] = None
+    """Its section of the config, whose docstring describes it; those of shipped ones are in `RunConfig`."""
+    commands: ClassVar[Mapping[str, str]] = {}
+    """Command -> MODULE:NAME of a click command. Of another package it is named NAME or NAME-…."""
+
+    def problems(self, loaded: LoadedConfig, facts: Facts) -> Iterable[KeyProblem]:
+        """What is wrong with its keys where the facts hold."""
+        return ()
+
+    def plan(self, loaded: LoadedConfig, facts: Facts, draft: LaunchPlan) -> Planned:
+        """Plan its part of the run that `draft` describes."""
+        return Planned()
+
+    def try_out(self, config: RunConfig) -> str:
+        """Do once what a run would do, and say what has happened; raises TrainkitError if it fails."""
+        raise NotImplementedError
+
+    def companion(self, attempt: AttemptDir, plan: LaunchPlan, node: Rendezvous) -> Companion | None:
+        """Start what runs beside the ranks of an agent, if its part is in the plan; None for nothing."""
+        return None
+
+    def watch(self, attempt: AttemptDir, plan: LaunchPlan) -> Watch | None:
+        """Begin to watch an attempt from its supervisor, if its part is in the plan; None for nothing."""
+        return None
+
+    def on_event(self, attempt: AttemptDir, event: Event) -> None:
+        """React to a line of events.jsonl, in the supervisor, within seconds after it was written."""
+
+    def on_end(self, attempt: AttemptDir, plan: LaunchPlan, end: AttemptEnd) -> None:
+        """React to the end of an attempt, which may be that of the run."""
+
+    def close(self) -> None:
+        """Wait for what is still being sent, when the process of the supervisor ends."""
+
+    def rows(self, history: RunHistory, plan: PlanRecord) -> Mapping[str, str]:
+        """The lines that it adds to `status` of a run: label -> text."""
+        return {}
+
+
+@dataclass(frozen=True)
+class Shipped:
+    """A folder of `trainkit/capabilities/`, by what is known of it before it is imported."""
+
+    key: str
+    """The key of plan.json that has its part."""
+    follows: str
+    """The key of plan.json after which it is written."""
+    value: str | None = None
+    """The field of its part that is the value of `key`; None if the value is the whole part."""
+    absent: Any = None
+    """The value of `key` without a part."""
+    commands: Mapping[str, str] = field(default_factory=dict)
+
+
+SHIPPED = {
+    "notifications": Shipped("notify", "requeue"),
+    "trackers": Shipped(
+        "trackers",
+        "slurm",
+        value="names",
+        absent=[],
+        commands={"sync": "command:sync", "ui": "command:ui"},
+    ),
+}
+"""Folder -> what is known of it, in the order in which companions end."""
+
+
+def load(name: str) -> Capability:
+    """The capability of a plan, of which each process has one; raises UsageError if it is not installed."""
+    found = _loaded(name)
+    if found is None:
+        raise UsageError(
+            f"the run uses the capability {name}, which {sys.executable} does not have",
+            hint="install the package that has it, or remove its section from the config",
+        )
+    return found
+
+
+@cache
+def _loaded(name: str) -> Capability | None:
+    if name in SHIPPED:
+        found = importlib.import_module(f"trainkit.capabilities.{name}").CAPABILITY
+    elif (entry := entry_point(name)) is not None:
+        found = entry.load()
+    else:
+        return None
+    own: Capability = found()
+    if not isinstance(own, Capability) or own.name != name:
+        raise UsageError(
+            f"the entry point {name} of {GROUP} is not a Capability of that name: {found!r}",
+            hint="it must name a subclass of trainkit.capability.Capability with this `name`",
+        )
+    return own
+
+
+@cache
+def entry_point(name: str) -> EntryPoint | None:
+    """The entry point of a capability of another package; None if none is installed."""
+    from importlib.metadata import (
+        entry_points,  # reads the metadata of every package: only for an unknown name
+    )
+
+    return next(iter(entry_points(group=GROUP, name=name)), None)
+
+
+def installed_section(name: str) -> type[Section] | None:
+    """The section that a package which is installed adds to the config; None without one."""
+    return None if entry_point(name) is None else load(name).Config
+
+
+def shipped_command(name: str) -> str | None:
+    """MODULE:NAME of a command of a capability that is shipped; None without one."""
+    for folder, shipped in SHIPPED.items():
+        if name in shipped.commands:
+            return f"trainkit.capabilities.{folder}.{shipped.commands[name]}"
+    return None
+
+
+def installed_command(name: str) -> str | None:
+    """MODULE:NAME of a command of a capability of another package; None without one."""
+    owner = name.partition("-")[0]
+    return None if entry_point(owner) is None else load(owner).commands.get(name)
+
+
+def packages_of(names: Iterable[str]) -> dict[str, str]:
+    """Of each name that is not shipped, the package and version that has it."""
+    entries = ((name, entry_point(name)) for name in names if name not in SHIPPED)
+    return {
+        name: f"{entry.dist.name} {entry.dist.version}"
+        for name, entry in entries
+        if entry is not None and entry.dist is not None
+    }
+
+
+def take_parts(plan: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The parts of a plan.json by the name of their capability, from the keys in which they lie."""
+    parts: dict[str, dict[str, Any]] = {}
+    for name, shipped in SHIPPED.items():
+        value = plan.get(shipped.key)
+        if value not in (None, shipped.absent):
+            parts[name] = value if shipped.value is None else {shipped.value: value}
+    return {**parts, **plan.get("capabilities", {})}
+
+
+def put_parts(plan: dict[str, Any], parts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The content of a plan.json with its parts: what `take_parts` reads."""
+    own: dict[str, list[tuple[str, Any]]] = {}
+    for name, shipped in SHIPPED.items():
+        part = parts.get(name)
+        value = shipped.absent if part is None else part if shipped.value is None else part[shipped.value]
+        if value is not None or shipped.value is not None:
+            own.setdefault(shipped.follows, []).append((shipped.key, value))
+    found: dict[str, Any] = {}
+    for key, value in plan.items():
+        found[key] = value
+        found |= own.get(key, [])
+    others = {name: part for name, part in parts.items() if name not in SHIPPED}
+    return {**found, "capabilities": others} if others else found
+
+
+class Guard:
+    """Calls the capabilities of a plan: an error of one is reported once, and the run continues."""
+
+    def __init__(self, plan: LaunchPlan, report: Callable[[str], None]) -> None:
+        self.capabilities = [load(name) for name in plan.parts]
+        self._report, self._reported = report, set[str]()
+
+    def each(self, what: Callable[[Capability], T | None]) -> list[tuple[str, T]]:
+        """The results of a call for each capability of the plan, by its name; without those that are None."""
+        found = ((one.name, self.call(one.name, what, one)) for one in self.capabilities)
+        return [(name, result) for name, result in found if result is not None]
+
+    def call(self, name: str, what: Callable[..., T], *values: Any, **named: Any) -> T | None:
+        """The result of a call; None after an error, which is reported once."""
+        try:
+            return what(*values, **named)
+        except Exception as error:  # of code that may be of another package: it must not end the training
+            text = f"warning: the capability {name} has failed: {type(error).__name__}: {error}"
+            if text not in self._reported:
+                self._reported.add(text)
+                self._report(text)
+            return None
