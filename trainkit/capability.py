@@ -56,7 +56,7 @@ class Planned:
 
 
 class Companion:
-    """Something that runs beside the ranks of a node, in a thread or process of its own."""
+    """Something that runs next to the ranks of a node, in a thread or process of its own."""
 
     def poll(self) -> None:
         """Look around, every few seconds; the agent waits for it."""
@@ -76,7 +76,7 @@ class Capability:
     """The base of all capabilities: a subclass defines what it needs. A process has one object of each."""
 
     name: ClassVar[str]
-    """That of its folder, or of its entry point and section."""
+    """The name of its folder, or of its entry point and section."""
     Config: ClassVar[type[Section] | None] = None
     """Its section of the config, whose docstring describes it; those of shipped ones are in `RunConfig`."""
     commands: ClassVar[Mapping[str, str]] = {}
@@ -95,7 +95,7 @@ class Capability:
         raise NotImplementedError
 
     def companion(self, attempt: AttemptDir, plan: LaunchPlan, node: Rendezvous) -> Companion | None:
-        """Start what runs beside the ranks of an agent, if its part is in the plan; None for nothing."""
+        """Start what runs next to the ranks of an agent, if its part is in the plan; None for nothing."""
         return None
 
     def watch(self, attempt: AttemptDir, plan: LaunchPlan) -> Watch | None:
