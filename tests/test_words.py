@@ -14,6 +14,9 @@ from pathlib import Path
 
 import pytest
 
+# One process parses all files, instead of each.
+pytestmark = pytest.mark.xdist_group("words")
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE, TESTS = ROOT / "trainkit", ROOT / "tests"
 
@@ -104,9 +107,10 @@ def definitions() -> tuple[tuple[str, str], ...]:
     )
 
 
-def words_of(name: str) -> list[str]:
+@cache
+def words_of(name: str) -> tuple[str, ...]:
     """The words of a name: ``find_Comeback`` and ``FindComeback`` are both find and comeback."""
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().split("_")
+    return tuple(re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().split("_"))
 
 
 @cache
