@@ -8,9 +8,15 @@ from pathlib import Path
 import pytest
 
 from tests.support.runs import wait_until
-from trainkit.contrib.doctor import Request, bandwidth, node, nodes
-from trainkit.contrib.doctor.bandwidth import Bandwidth, Layout, bandwidth_checks, link_gbit_s, ring_rounds
-from trainkit.contrib.doctor.environment import num_gpus
+from trainkit.capabilities.doctor import Request, bandwidth, node, nodes
+from trainkit.capabilities.doctor.bandwidth import (
+    Bandwidth,
+    Layout,
+    bandwidth_checks,
+    link_gbit_s,
+    ring_rounds,
+)
+from trainkit.capabilities.doctor.environment import num_gpus
 from trainkit.launch.packages import NoAnswer, ask
 from trainkit.run.process import own_host
 

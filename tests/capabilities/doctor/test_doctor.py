@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from trainkit.capabilities.doctor import NodeReport, Request, from_json, node, to_json
+from trainkit.capabilities.doctor import command as cli_doctor
 from trainkit.cli.main import main
-from trainkit.contrib.doctor import NodeReport, Request, from_json, node, to_json
-from trainkit.contrib.doctor import command as cli_doctor
 from trainkit.job.preflight import Finding
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from trainkit import __version__
+from trainkit.capabilities.doctor import Request, environment
 from trainkit.cli.main import main
-from trainkit.contrib.doctor import Request, environment
 
 
 def report(capsys: pytest.CaptureFixture[str], *args: str, code: int) -> dict[str, tuple[str, str]]:
@@ -44,7 +44,7 @@ def test_environment_that_only_the_job_knows_is_a_warning(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("trainkit.cluster.discovery.has_slurm", lambda *_: True)
-    monkeypatch.setattr("trainkit.contrib.doctor.nodes.slurm_checks", lambda: iter(()))
+    monkeypatch.setattr("trainkit.capabilities.doctor.nodes.slurm_checks", lambda: iter(()))
     found = report(capsys, "--set", "launch.container=torch.sif", code=0)
     text = "checked the environment of this command; the job uses that of launch.container"
     assert found["environment"] == ("warning", text)

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.disks import fill, small_disk
 from tests.support.fake_gpus.pynvml import FakeNvml, memory
-from trainkit.contrib.doctor import Request, node
+from trainkit.capabilities.doctor import Request, node
 from trainkit.job.preflight import Finding
 
 WELL = {"Name": "H100", "MemoryInfo": memory(1, 80), "Temperature": 40, "ComputeRunningProcesses": []}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from trainkit.contrib.doctor import NodeReport
-from trainkit.contrib.doctor.nodes import can_measure, compare_versions, settings_checks
+from trainkit.capabilities.doctor import NodeReport
+from trainkit.capabilities.doctor.nodes import can_measure, compare_versions, settings_checks
 from trainkit.job.preflight import Finding
 
 

@@ -17,7 +17,7 @@ from tests.support import tasks
 from tests.support.programs import RunProcesses
 from tests.support.runs import wait_until
 from tests.support.two_lines import two_lines
-from trainkit.contrib.drill.scenarios import NAMES
+from trainkit.capabilities.drill.scenarios import NAMES
 from trainkit.run.files import read_json
 from trainkit.run.rundir import RunDir
 

@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.runs import launch_plan
+from trainkit.capabilities.drill.command import MIN_STEPS, NUM_SAVES, Drill, drill_config
 from trainkit.config import LoadedConfig, RunConfig, load_config
-from trainkit.contrib.drill.command import MIN_STEPS, NUM_SAVES, Drill, drill_config
 from trainkit.run.events import StepRecord
 
 

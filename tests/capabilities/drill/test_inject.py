@@ -1,7 +1,7 @@
 import random
 from pathlib import Path
 
-from trainkit.contrib.drill.inject import flip_bytes
+from trainkit.capabilities.drill.inject import flip_bytes
 from trainkit.run.files import write_json
 from trainkit.run.manifest import MANIFEST_NAME, SEAL, file_hash, find_damage, published, seal
 from trainkit.run.rundir import RunDir

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from trainkit.contrib.drill.result import (
+from trainkit.capabilities.drill.result import (
     RunOutcome,
     all_passed,
     compare,
@@ -15,7 +15,7 @@ from trainkit.contrib.drill.result import (
     steps_while_saving,
     summary,
 )
-from trainkit.contrib.drill.scenarios import SCENARIOS, Result
+from trainkit.capabilities.drill.scenarios import SCENARIOS, Result
 from trainkit.run.end import AttemptEnd
 from trainkit.run.events import Event, StepRecord
 

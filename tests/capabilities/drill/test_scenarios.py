@@ -3,9 +3,9 @@ from dataclasses import replace
 import pytest
 
 from tests.support.runs import launch_plan, make_attempt
+from trainkit.capabilities.drill.command import MIN_STEPS, NUM_SAVES
+from trainkit.capabilities.drill.scenarios import NAMES, SCENARIOS, RunWatch, choose_target, skip_reason
 from trainkit.config.schema import RunConfig
-from trainkit.contrib.drill.command import MIN_STEPS, NUM_SAVES
-from trainkit.contrib.drill.scenarios import NAMES, SCENARIOS, RunWatch, choose_target, skip_reason
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.record import add_slurm_attempt
 from trainkit.run.rundir import RunDir

@@ -12,10 +12,10 @@ import torch
 from tests.support.hf_models import need, save_model
 from tests.support.parity import Case, run_cases
 from tests.support.programs import run_program
+from trainkit.capabilities.generate import worker as generate_module
+from trainkit.capabilities.generate.worker import choose_token, generate, main
 from trainkit.cli.ckpt import chosen_checkpoint
 from trainkit.config.schema import RunConfig
-from trainkit.contrib.generate import worker as generate_module
-from trainkit.contrib.generate.worker import choose_token, generate, main
 from trainkit.errors import UsageError
 from trainkit.run.rundir import RunDir
 

@@ -11,9 +11,9 @@ import torch
 
 from tests.support.hf_models import need, save_model
 from tests.support.parity import Case, run_cases, saved_tensors, worst_difference
+from trainkit.capabilities.multimodal.task import IGNORE, MediumFormat, MediumSamples, MultimodalLM
 from trainkit.cli.main import main
 from trainkit.config.schema import RunConfig
-from trainkit.contrib.multimodal.task import IGNORE, MediumFormat, MediumSamples, MultimodalLM
 from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE, TrainkitError, UsageError
 from trainkit.run.events import read_metrics
 from trainkit.run.rundir import RunDir
@@ -209,7 +209,7 @@ def test_the_example_files(tmp_path: Path) -> None:
     import runpy
     import sys
 
-    script = Path(__file__).parents[2] / "examples" / "make_questions.py"
+    script = Path(__file__).parents[3] / "examples" / "make_questions.py"
     before, sys.argv = sys.argv, ["make_questions.py", str(tmp_path / "data"), "--train", "3", "--val", "2"]
     try:
         runpy.run_path(str(script), run_name="__main__")

@@ -11,7 +11,7 @@ import pytest
 from tests.support.ranks import ForkedWorker, start_worker
 from tests.support.replays import OPTIONS, add_job
 from tests.support.runs import train
-from trainkit.contrib.replay import replay
+from trainkit.capabilities.replay import replay
 
 
 @pytest.fixture(scope="session")

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from tests.support.runs import launch_plan
+from trainkit.capabilities.replay.compare import Comparison, compare
+from trainkit.capabilities.replay.replay import ReplayPlan
+from trainkit.capabilities.replay.steps import RunStep, find_step
 from trainkit.config.schema import RunConfig
-from trainkit.contrib.replay.compare import Comparison, compare
-from trainkit.contrib.replay.replay import ReplayPlan
-from trainkit.contrib.replay.steps import RunStep, find_step
 from trainkit.errors import UsageError
 from trainkit.plan.launch import Batch, LaunchPlan, Layout
 from trainkit.run.events import log_event

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.contrib.replay.test_compare import PLAN, add_attempt, record, start
+from tests.capabilities.replay.test_compare import PLAN, add_attempt, record, start
+from trainkit.capabilities.replay import replay
+from trainkit.capabilities.replay.replay import ReplayPlan, plan_replay
 from trainkit.cli.options import config_flags
-from trainkit.contrib.replay import replay
-from trainkit.contrib.replay.replay import ReplayPlan, plan_replay
 from trainkit.control.resume import REPLAY_FILE
 from trainkit.errors import ConfigError, UsageError
 from trainkit.plan.launch import Batch, LaunchPlan, Layout

@@ -16,9 +16,9 @@ from tests.support.flipped import run_flipped
 from tests.support.ranks import start_ranks, wait_for_all
 from tests.support.replays import DDP, FSDP, OPTIONS, add_job, call, files_of
 from tests.support.runs import TIMEOUT_S, environs, log_text, make_attempt, train
+from trainkit.capabilities.replay import replay
+from trainkit.capabilities.replay.compare import rank_record
 from trainkit.cli.main import main
-from trainkit.contrib.replay import replay
-from trainkit.contrib.replay.compare import rank_record
 from trainkit.run.events import read_metrics
 from trainkit.run.rundir import RunDir
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from trainkit.capabilities.replay.command import one_line
+from trainkit.capabilities.replay.steps import find_step, step_samples
 from trainkit.config import load_config
-from trainkit.contrib.replay.command import one_line
-from trainkit.contrib.replay.steps import find_step, step_samples
 from trainkit.data.shards import open_dataset
 from trainkit.errors import UsageError
 from trainkit.plan.launch import Batch, LaunchPlan, Layout

@@ -12,11 +12,11 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
-from trainkit.contrib.doctor import from_json, to_json
+from trainkit.capabilities.doctor import from_json, to_json
 from trainkit.job.preflight import Finding, warn_if
 from trainkit.launch.packages import NoAnswer, ask
 
-RANKS = "from trainkit.contrib.doctor.bandwidth import main; main()"
+RANKS = "from trainkit.capabilities.doctor.bandwidth import main; main()"
 TIMEOUT_S = 180.0
 NET, INFINIBAND = Path("/sys/class/net"), Path("/sys/class/infiniband")
 

@@ -92,11 +92,11 @@ def command(
 def _checks(
     loaded: LoadedConfig, folder: Path, nodes: int | None, quick: bool
 ) -> Generator[Finding, None, None]:
+    from trainkit.capabilities.doctor import Request
+    from trainkit.capabilities.doctor.environment import with_interpreter
+    from trainkit.capabilities.doctor.node import node_findings
+    from trainkit.capabilities.doctor.nodes import can_measure, check_nodes, local_bandwidth, slurm_checks
     from trainkit.cluster.discovery import has_slurm
-    from trainkit.contrib.doctor import Request
-    from trainkit.contrib.doctor.environment import with_interpreter
-    from trainkit.contrib.doctor.node import node_findings
-    from trainkit.contrib.doctor.nodes import can_measure, check_nodes, local_bandwidth, slurm_checks
 
     launch, on_cluster = loaded.config.launch, has_slurm()
     on_slurm = nodes is not None or (on_cluster and launch.backend != "local")

@@ -9,9 +9,9 @@ from functools import lru_cache
 from pathlib import Path
 
 from trainkit import __version__
+from trainkit.capabilities.doctor import Request
 from trainkit.cluster.machine import NVIDIA_DRIVER, detect_machine
 from trainkit.config import LoadedConfig
-from trainkit.contrib.doctor import Request
 from trainkit.job.preflight import Finding, warn_if
 from trainkit.launch.environment import find_interpreter
 from trainkit.launch.packages import NoAnswer, Packages, ask, find_packages

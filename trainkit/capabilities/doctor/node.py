@@ -1,6 +1,7 @@
 """The checks of one node: its cores, GPUs, names, network interface, ports and folders.
 
-``python -m trainkit.contrib.doctor.node REQUEST`` prints a `NodeReport`; it measures the bandwidth if asked.
+``python -m trainkit.capabilities.doctor.node REQUEST`` prints a `NodeReport`; it measures the bandwidth if
+asked.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from itertools import starmap
 from pathlib import Path
 from typing import Any, TypeVar
 
+from trainkit.capabilities.doctor import NodeReport, Request, from_json, to_json
+from trainkit.capabilities.doctor.bandwidth import Bandwidth, Layout, link_gbit_s, run_ranks
+from trainkit.capabilities.doctor.environment import check_python, check_torch, num_gpus, versions
 from trainkit.cluster.machine import (
     NVIDIA_DRIVER,
     NoDriver,
@@ -27,9 +31,6 @@ from trainkit.cluster.machine import (
     gpu_handle,
     nvml,
 )
-from trainkit.contrib.doctor import NodeReport, Request, from_json, to_json
-from trainkit.contrib.doctor.bandwidth import Bandwidth, Layout, link_gbit_s, run_ranks
-from trainkit.contrib.doctor.environment import check_python, check_torch, num_gpus, versions
 from trainkit.errors import TrainkitError
 from trainkit.formats import plural
 from trainkit.job.node.health import host_memory_gib

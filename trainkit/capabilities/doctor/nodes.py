@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from trainkit.capabilities.doctor import NodeReport, Request, from_json, to_json
+from trainkit.capabilities.doctor.bandwidth import TIMEOUT_S as MEASURE_TIMEOUT_S
+from trainkit.capabilities.doctor.bandwidth import Bandwidth, Layout, bandwidth_checks
+from trainkit.capabilities.doctor.node import measure, node_report, received, shared_file
 from trainkit.cluster.machine import Machine
 from trainkit.cluster.target import Target, make_target
 from trainkit.config import LoadedConfig
-from trainkit.contrib.doctor import NodeReport, Request, from_json, to_json
-from trainkit.contrib.doctor.bandwidth import TIMEOUT_S as MEASURE_TIMEOUT_S
-from trainkit.contrib.doctor.bandwidth import Bandwidth, Layout, bandwidth_checks
-from trainkit.contrib.doctor.node import measure, node_report, received, shared_file
 from trainkit.errors import TrainkitError
 from trainkit.formats import plural
 from trainkit.job.node.rendezvous import LOCAL_ADDR
@@ -52,7 +52,7 @@ def step_argv(loaded: LoadedConfig, request: Request, timeout_s: float) -> list[
 
     Inside an allocation it takes the nodes of that. Raises ConfigError with every problem of the config.
     """
-    worker = module_argv("trainkit.contrib.doctor.node", to_json(request))
+    worker = module_argv("trainkit.capabilities.doctor.node", to_json(request))
     num_nodes = loaded.config.resources.most_nodes
     # A node that cannot start its task must not keep the others waiting.
     wait_s = QUICK_WAIT_S if request.quick else WAIT_S

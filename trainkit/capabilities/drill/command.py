@@ -11,14 +11,8 @@ from pathlib import Path
 
 import click
 
-from trainkit.cli import options
-from trainkit.cli.help import as_command, option, terminal_width
-from trainkit.cli.output import echo_json, echo_result
-from trainkit.cli.started import describe_plan, print_created
-from trainkit.config import LoadedConfig, RunConfig
-from trainkit.config.load import Change, Values, short_training, with_changes, with_values
-from trainkit.contrib.drill.inject import FaultInjector, SlurmFaultInjector, kill_job
-from trainkit.contrib.drill.result import (
+from trainkit.capabilities.drill.inject import FaultInjector, SlurmFaultInjector, kill_job
+from trainkit.capabilities.drill.result import (
     SIZES_TOLERANCE,
     RunOutcome,
     all_passed,
@@ -29,7 +23,7 @@ from trainkit.contrib.drill.result import (
     sentence,
     summary,
 )
-from trainkit.contrib.drill.scenarios import (
+from trainkit.capabilities.drill.scenarios import (
     NAMES,
     SCENARIOS,
     Result,
@@ -39,6 +33,12 @@ from trainkit.contrib.drill.scenarios import (
     choose_target,
     skip_reason,
 )
+from trainkit.cli import options
+from trainkit.cli.help import as_command, option, terminal_width
+from trainkit.cli.output import echo_json, echo_result
+from trainkit.cli.started import describe_plan, print_created
+from trainkit.config import LoadedConfig, RunConfig
+from trainkit.config.load import Change, Values, short_training, with_changes, with_values
 from trainkit.errors import EXIT_FAILED, EXIT_OK, TrainkitError, UsageError
 from trainkit.formats import plural, table
 from trainkit.launch.create import create_run, defer_sigint, new_folder, start_run

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from trainkit.contrib.drill.scenarios import Result, Scenario
+from trainkit.capabilities.drill.scenarios import Result, Scenario
 from trainkit.formats import plural, table
 from trainkit.run.end import AttemptEnd
 from trainkit.run.events import Event, StepRecord

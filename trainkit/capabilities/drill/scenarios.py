@@ -11,8 +11,8 @@ from typing import Literal
 
 from trainkit.backends import backend_of
 from trainkit.backends.jobs import liveness_probe, recover_job_id, require_not_running
+from trainkit.capabilities.drill.inject import FaultInjector, flip_bytes, kill_job, newest
 from trainkit.config import RunConfig
-from trainkit.contrib.drill.inject import FaultInjector, flip_bytes, kill_job, newest
 from trainkit.control.resume import start_again
 from trainkit.formats import JsonObject
 from trainkit.observe.logs import run_is_over

@@ -71,6 +71,6 @@ def command(
         **options,
     }
     # Another process: only the trainer may import torch.
-    argv = module_argv("trainkit.contrib.generate.worker")
+    argv = module_argv("trainkit.capabilities.generate.worker")
     code = subprocess.run(argv, input=json.dumps(request), text=True, env=own_environ()).returncode
     return code if code >= 0 else EXIT_FAILED

@@ -1,7 +1,7 @@
 """Continues a prompt with the model of a checkpoint, on one process: `trainkit generate`.
 
-``python -m trainkit.contrib.generate.worker`` reads the options of the command as JSON from stdin, and writes
-the text to stdout as it is generated.
+``python -m trainkit.capabilities.generate.worker`` reads the options of the command as JSON from stdin, and
+writes the text to stdout as it is generated.
 """
 
 from __future__ import annotations

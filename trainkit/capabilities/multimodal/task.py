@@ -26,8 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainkit.adapters import is_independent, require
+from trainkit.capabilities.multimodal import DEMO, Medium, Split, demo_rows, read_row, row_texts
 from trainkit.config.schema import RunConfig
-from trainkit.contrib.multimodal import DEMO, Medium, Split, demo_rows, read_row, row_texts
 from trainkit.data.tokenize import Tokenizer
 from trainkit.errors import FatalError, UsageError
 from trainkit.formats import JsonObject

@@ -21,9 +21,9 @@ from trainkit.errors import EXIT_FAILED, EXIT_OK, UsageError
 from trainkit.formats import there_are
 
 if TYPE_CHECKING:
-    from trainkit.contrib.replay.compare import ComparedStep, Comparison
-    from trainkit.contrib.replay.replay import Flags, ReplayPlan
-    from trainkit.contrib.replay.steps import StepSample
+    from trainkit.capabilities.replay.compare import ComparedStep, Comparison
+    from trainkit.capabilities.replay.replay import Flags, ReplayPlan
+    from trainkit.capabilities.replay.steps import StepSample
     from trainkit.run.rundir import RunDir
 
 MAX_SAMPLES = 10
@@ -84,7 +84,7 @@ def command(
     from trainkit.run.registry import find_run
 
     if collect is not None:
-        from trainkit.contrib.replay.replay import replay_of
+        from trainkit.capabilities.replay.replay import replay_of
 
         options.refuse_other_options("collect")
         copy = find_run(collect)
@@ -96,7 +96,7 @@ def command(
         )
     _refuse_misfits(submit, keep, follow, run_dir, flags)
 
-    from trainkit.contrib.replay.replay import plan_replay
+    from trainkit.capabilities.replay.replay import plan_replay
 
     first, last = _range(steps)
     run = find_run(run_name)
@@ -122,7 +122,7 @@ def _refuse_misfits(submit: bool, keep: bool, follow: bool, run_dir: str | None,
 
 def _run_here(what: ReplayPlan, keep: bool, as_json: bool) -> int:
     """Compute on this machine in a throw-away folder, and compare."""
-    from trainkit.contrib.replay.replay import run_replay
+    from trainkit.capabilities.replay.replay import run_replay
     from trainkit.job.signals import exit_on_stop
 
     with exit_on_stop():
@@ -143,9 +143,9 @@ def _run_here(what: ReplayPlan, keep: bool, as_json: bool) -> int:
 
 def _submit(what: ReplayPlan, folder: Path | None, follow: bool, as_json: bool) -> int:
     """Start a job; with --follow, wait for it and compare."""
+    from trainkit.capabilities.replay.replay import submit_replay
     from trainkit.cli.logs import follow_detachable
     from trainkit.cli.started import print_started
-    from trainkit.contrib.replay.replay import submit_replay
 
     copy, entry = submit_replay(what, ["trainkit", *sys.argv[1:]], folder)
     collect = f"`trainkit replay --collect {copy.word}` compares"
@@ -163,8 +163,8 @@ def _submit(what: ReplayPlan, folder: Path | None, follow: bool, as_json: bool) 
 
 def _report(what: ReplayPlan, copy: RunDir, as_json: bool) -> int:
     """Compare and print the result; returns the exit code."""
-    from trainkit.contrib.replay.compare import DIFFERENT, compare, worst_samples
-    from trainkit.contrib.replay.steps import find_step, step_samples
+    from trainkit.capabilities.replay.compare import DIFFERENT, compare, worst_samples
+    from trainkit.capabilities.replay.steps import find_step, step_samples
 
     found = compare(what, copy)
     if found.start_step != what.start_step:
@@ -212,7 +212,7 @@ def _lines(
 
 
 def _verdict_lines(found: Comparison) -> Iterator[str]:
-    from trainkit.contrib.replay.compare import DIFFERENT, EQUAL
+    from trainkit.capabilities.replay.compare import DIFFERENT, EQUAL
 
     why = "; ".join(found.rounding)
     bad = found.first_different
@@ -274,7 +274,7 @@ def show(run_name: str, step: int, rank: int | None, as_json: bool) -> int:
     Each with its index in the dataset, the rank and microbatch that read it, the source file and position of
     its documents, and the beginning of its text. Any step can be shown, also one that is still to come.
     """
-    from trainkit.contrib.replay.steps import find_step, step_samples
+    from trainkit.capabilities.replay.steps import find_step, step_samples
     from trainkit.run.registry import find_run
 
     run = find_run(run_name)

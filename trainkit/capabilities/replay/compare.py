@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
+from trainkit.capabilities.replay import SAMPLES_FILE
+from trainkit.capabilities.replay.replay import ReplayPlan, changed_values
+from trainkit.capabilities.replay.steps import Start, StepSample, attempt_starts, refuse_other_data
 from trainkit.config import read_effective
-from trainkit.contrib.replay import SAMPLES_FILE
-from trainkit.contrib.replay.replay import ReplayPlan, changed_values
-from trainkit.contrib.replay.steps import Start, StepSample, attempt_starts, refuse_other_data
 from trainkit.formats import JsonObject
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.layout_rules import DEGREES, layout_name

@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
+from trainkit.capabilities.replay.steps import RunStep, attempt_starts, find_step
 from trainkit.cluster.machine import Machine, detect_machine
 from trainkit.cluster.target import LOCAL
 from trainkit.config import dump_effective, load_config, read_effective
 from trainkit.config.schema import RunConfig
-from trainkit.contrib.replay.steps import RunStep, attempt_starts, find_step
 from trainkit.control.resume import REPLAY_FILE, changes, copy_checkpoint, submission_folder
 from trainkit.errors import TrainkitError, UsageError
 from trainkit.formats import duration, plural

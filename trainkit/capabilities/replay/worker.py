@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from trainkit.contrib.replay import SAMPLES_FILE
+from trainkit.capabilities.replay import SAMPLES_FILE
 from trainkit.data.dataset_file import TRAIN
 from trainkit.errors import EXIT_OK, EXIT_STOPPED, FatalError
 from trainkit.job.signals import StopRequest
