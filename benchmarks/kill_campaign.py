@@ -23,8 +23,8 @@ import time
 from pathlib import Path
 
 from tests.support.programs import RunProcesses
-from trainkit.contrib.drill.command import computed_steps
-from trainkit.contrib.drill.result import compare
+from trainkit.capabilities.drill.command import computed_steps
+from trainkit.capabilities.drill.result import compare
 from trainkit.job.processes import signal_all
 from trainkit.run.events import StepRecord
 from trainkit.run.manifest import find_damage, published

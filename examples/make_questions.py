@@ -14,7 +14,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from trainkit.contrib.multimodal import demo_rows
+from trainkit.capabilities.multimodal import demo_rows
 
 
 def main() -> None:

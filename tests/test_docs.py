@@ -24,8 +24,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from tests.support.programs import RunProcesses
 from tools import reference
 from tools.slurm_cluster.cluster import Cluster
+from trainkit.capabilities.drill.result import HEADING
 from trainkit.config import load_config
-from trainkit.contrib.drill.result import HEADING
 from trainkit.run.manifest import published
 from trainkit.run.rundir import RunDir
 

@@ -59,7 +59,7 @@ sys.argv[1:] = ["model.hf=llama", "data.source=texts.parquet"]
     "vision": """
 from pathlib import Path
 from PIL import Image
-from trainkit.contrib.multimodal.task import MediumFormat
+from trainkit.capabilities.multimodal.task import MediumFormat
 medium = MediumFormat("image", 4, 2)
 Image.new("RGB", (2, 2)).save("image.png")
 assert medium.read_image(Path("image.png")).shape == (4, 12)

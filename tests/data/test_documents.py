@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from trainkit.capabilities.replay.steps import Document, SampleSources
 from trainkit.config.training import DataConfig
-from trainkit.contrib.replay.steps import Document, SampleSources
 from trainkit.data.dataset_file import places_file
 from trainkit.data.prepare import prepare
 from trainkit.data.shards import open_dataset

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from job_tree import wait_for
 
-from trainkit.contrib.drill import command
+from trainkit.capabilities.drill import command
 from trainkit.run.end import read_end
 from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.contrib.test_multimodal import ARGS, config_of, options
+from tests.capabilities.multimodal.test_multimodal import ARGS, config_of, options
 from tests.support.hf_models import export_run, need, save_model
 from tests.support.parity import Case, run_cases, saved_tensors, worst_difference
 from trainkit.errors import TrainkitError

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tests.support.runs import launch_plan
-from trainkit.contrib.replay.compare import FACTS
-from trainkit.contrib.replay.steps import Start
+from trainkit.capabilities.replay.compare import FACTS
+from trainkit.capabilities.replay.steps import Start
 from trainkit.trainer import starting_state
 from trainkit.trainer.starting_state import computed_on
 from trainkit.trainer.worker import fix_kernels

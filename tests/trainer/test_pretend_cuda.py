@@ -23,14 +23,14 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils.rnn import pack_sequence
 
-from tests.contrib.test_generate import request
+from tests.capabilities.generate.test_generate import request
 from tests.support import pretend_cuda, tasks
 from tests.support.cuda_lines import not_run
 from tests.support.hf_models import need
 from tests.support.ranks import start_ranks, wait_for_all
 from tests.support.runs import TIMEOUT_S, events, fork_workers, free_port, log_text, make_attempt, wait_for
-from trainkit.contrib.doctor.bandwidth import Layout as Hosts
-from trainkit.contrib.generate.worker import generate
+from trainkit.capabilities.doctor.bandwidth import Layout as Hosts
+from trainkit.capabilities.generate.worker import generate
 from trainkit.errors import TrainkitError, UsageError
 from trainkit.run.events import read_metrics
 from trainkit.run.rundir import AttemptDir, RunDir
@@ -300,7 +300,7 @@ def test_a_stop_during_a_save(runs: Runs) -> None:
 
 def continue_prompt(rank: int, request: dict[str, Any], out: str) -> None:
     pretend_cuda.install()
-    from trainkit.contrib.generate.worker import generate
+    from trainkit.capabilities.generate.worker import generate
 
     with Path(out).open("w") as stream, redirect_stdout(stream):
         generate(request)
@@ -355,7 +355,7 @@ def test_a_loop_of_ones_own(runs: Runs) -> None:
 
 def bandwidth(rank: int, layout: Hosts) -> None:
     pretend_cuda.install()
-    from trainkit.contrib.doctor import bandwidth
+    from trainkit.capabilities.doctor import bandwidth
 
     bandwidth.SIZE_MIB["nccl"] = 1
     bandwidth.measure(rank, 0, layout, "")
@@ -518,9 +518,9 @@ PLANNED = {
     "cli/compare.py": "cli/test_compare.py",
     "cluster/limits.py": "plan/test_slurm_draft.py",
     "config/validation.py": "config/test_contradictions.py",
-    "contrib/drill/command.py": "contrib/drill/test_drill_config.py",
-    "contrib/replay/compare.py": "contrib/replay/test_compare.py",
-    "contrib/replay/replay.py": "contrib/replay/test_plan_replay.py",
+    "capabilities/drill/command.py": "capabilities/drill/test_drill_config.py",
+    "capabilities/replay/compare.py": "capabilities/replay/test_compare.py",
+    "capabilities/replay/replay.py": "capabilities/replay/test_plan_replay.py",
     "job/hangs.py": "job/test_hangs.py job/test_silence.py",
     "job/local_queue.py": "job/test_local_queue.py",
     "job/node/agent.py": "job/node/test_worker_env.py job/test_flight_records.py",

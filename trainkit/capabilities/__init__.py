@@ -1,1 +1,1 @@
-"""What not every run needs, one folder each, which the core knows through `trainkit.capability` alone."""
+"""What not every run needs, a folder each, which the core does not import."""

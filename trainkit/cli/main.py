@@ -78,11 +78,11 @@ ELSEWHERE = {
     "env": "cli.run:env",
     "schema": "cli.check:schema",
     # What no run needs: no module of the core imports them.
-    "data show": "contrib.replay.command:show",
-    "doctor": "contrib.doctor.command:command",
-    "drill": "contrib.drill.command:command",
-    "generate": "contrib.generate.command:command",
-    "replay": "contrib.replay.command:command",
+    "data show": "capabilities.replay.command:show",
+    "doctor": "capabilities.doctor.command:command",
+    "drill": "capabilities.drill.command:command",
+    "generate": "capabilities.generate.command:command",
+    "replay": "capabilities.replay.command:command",
 }
 
 

@@ -23,7 +23,7 @@ from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.run.tracebacks import is_quit, last_exception, users_line
 from trainkit.trainer.progress import CurrentPhase, Progress, RankInfo, Watchdog, write_flight_record
 
-REPLAY_WORKER = "trainkit.contrib.replay.worker"
+REPLAY_WORKER = "trainkit.capabilities.replay.worker"
 
 
 @whole_paths()

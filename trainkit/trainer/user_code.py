@@ -106,7 +106,7 @@ def listed(names: Sequence[str], most: int = 3) -> str:
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
-SHIPPED_TASKS = {MULTIMODAL: "trainkit.contrib.multimodal.task:MultimodalLM"}
+SHIPPED_TASKS = {MULTIMODAL: "trainkit.capabilities.multimodal.task:MultimodalLM"}
 
 
 def load_task_class(config: RunConfig, run: RunDir | None = None) -> type[Task]:

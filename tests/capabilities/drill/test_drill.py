@@ -1,0 +1,267 @@
+"""`trainkit drill` as it is typed, on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import tasks
+from tests.support.programs import RunProcesses
+from tests.support.runs import wait_until
+from tests.support.two_lines import two_lines
+from trainkit.capabilities.drill.scenarios import NAMES
+from trainkit.run.files import read_json
+from trainkit.run.rundir import RunDir
+
+NOTHING = RunProcesses((), {}, {})
+ROOT = Path(__file__).resolve().parents[3]
+CONFIG = """
+name: small
+device: cpu
+model: {preset: nano, dropout: 0.1}
+data: {source: text.txt, seq_len: 64, val_fraction: 0.1}
+train: {device_batch_size: 4, global_batch_size: 16}
+precision: {dtype: fp32}
+requeue: {grace_s: 20}
+logging: {tensorboard: false}
+"""
+
+
+class Place:
+    """A folder for drills."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "small.yaml").write_text(CONFIG)
+        (folder / "text.txt").write_text("".join(f"line {n} says {n * n}\n" for n in range(1500)))
+        self.environ = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "XDG_STATE_HOME": str(folder / "state"),
+            "XDG_CACHE_HOME": str(folder / "cache"),
+            "XDG_CONFIG_HOME": str(folder / "config"),
+        }
+
+    def start(self, *args: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "trainkit", "drill", "small.yaml", "--backend", "local", *args],
+            cwd=self.folder,
+            env=self.environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def drill(self, *args: str, timeout_s: float = 900.0) -> subprocess.CompletedProcess[str]:
+        process = self.start(*args)
+        try:
+            out, err = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)
+            raise
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    def trainer(self, **options: Any) -> str:
+        """The name of a script with a trainer of `two_lines`."""
+        (self.folder / "train.py").write_text(two_lines(**options))
+        return "train.py"
+
+    def runs(self) -> list[RunDir]:
+        return [RunDir(file.parent) for file in sorted(self.folder.glob("runs/*/*/job.json"))]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path)
+
+
+def results(value: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {result["scenario"]: result for result in value["scenarios"]}
+
+
+DAMAGED_SAVES = ("mid-save", "damaged-checkpoint")
+OF_A_TASK = ("signal", "rank")
+OF_A_COMMAND = ("signal", "node")
+NEEDS_SLURM = ("requeue",)
+
+
+@pytest.mark.slow(seconds=60)
+@pytest.mark.smoke
+def test_the_built_in_trainer_survives_damaged_saves(place: Place) -> None:
+    """Of the other interruptions, any trainer is a test: the injection is the same."""
+    names = (*DAMAGED_SAVES, *NEEDS_SLURM)
+    assert {*names, *OF_A_TASK, *OF_A_COMMAND} == set(NAMES)
+    shape = ("--nodes", "2", "--gpus-per-node", "1", "--seed", "2991", "--steps", "80")
+    done = place.drill(*shape, "--json", *(word for name in names for word in ("--only", name)))
+    assert done.returncode == 0, done.stdout + done.stderr
+    value = json.loads(done.stdout)
+    assert value["passed"]
+    found = results(value)
+    assert {name: result["state"] for name, result in found.items()} == {
+        name: "skipped" if name in NEEDS_SLURM else "passed" for name in names
+    }
+    passed = [result for result in found.values() if result["state"] == "passed"]
+    assert {result["curve"] for result in passed} == {"equal"}
+    for name in set(names) - set(NEEDS_SLURM):
+        assert found[name]["restarted_by"] == ("resume" if name == "damaged-checkpoint" else "restart")
+    assert all(result["restart_s"] > 0 for result in passed)
+    for run in place.runs():
+        # A supervisor that has recorded its end may still be exiting.
+        wait_until(lambda run=run: RunProcesses.of(run) == NOTHING)
+        assert list(run.checkpoints_dir.iterdir()) == []  # they were verified, and take space
+    # What the user has is as it was.
+    assert {path.name for path in place.folder.iterdir()} == {"small.yaml", "text.txt", "runs", "cache"}
+    assert read_json(Path(value["folder"]) / "drill.json") == value
+
+
+USER_TASK = """
+name: small
+device: cpu
+task: {file}:Classify
+task_args: {{width: 64, dropout: 0.2, batch_norm: true}}
+data: {{num_workers: 1}}
+train: {{device_batch_size: 8, global_batch_size: 16}}
+precision: {{dtype: fp32}}
+requeue: {{grace_s: 20}}
+logging: {{tensorboard: false}}
+"""
+
+
+@pytest.mark.slow(seconds=50)
+def test_a_task_of_ones_own_survives(place: Place) -> None:
+    """With torch's dropout, batch norms, random augmentation, and data workers that die with their rank."""
+    (place.folder / "small.yaml").write_text(USER_TASK.format(file=tasks.__file__))
+    shape = ("--nodes", "2", "--gpus-per-node", "1", "--seed", "16", "--steps", "80")
+    done = place.drill(*shape, "--json", *(word for name in OF_A_TASK for word in ("--only", name)))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = results(json.loads(done.stdout))
+    assert {
+        name: (result["state"], result["curve"], result["restarted_by"]) for name, result in found.items()
+    } == dict.fromkeys(OF_A_TASK, ("passed", "equal", "restart"))
+
+
+@pytest.mark.slow(seconds=20)
+def test_the_example_of_the_two_lines_survives(place: Place) -> None:
+    example = str(ROOT / "examples" / "resumable_train.py")
+    ways = [word for name in OF_A_COMMAND for word in ("--only", name)]
+    shape = ("--nodes", "2", "--gpus-per-node", "1")
+    done = place.drill(*shape, *ways, "--seed", "165", "--", sys.executable, example, "--steps", "200")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "2 of 2 passed"
+    signal_row = done.stdout.splitlines()[1].split()
+    assert signal_row[:2] == ["signal", "SIGUSR2"]
+    assert signal_row[-4:] == ["0", "steps", "equal", "passed"]
+
+
+@pytest.mark.slow(seconds=45)
+def test_a_loop_of_ones_own_survives(place: Place) -> None:
+    """With dropout and a scheduler; that it stops when it is asked to: `tests/trainer/test_loop.py`."""
+    example = str(ROOT / "examples" / "own_loop.py")
+    shape = ("--nodes", "2", "--gpus-per-node", "1", "--only", "node")
+    done = place.drill(*shape, "--seed", "43", "--", sys.executable, example, "--steps", "200")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "1 of 1 passed"
+    assert done.stdout.splitlines()[1].split()[-2:] == ["equal", "passed"]
+
+
+@pytest.mark.slow
+def test_a_trainer_that_does_not_save_is_found_out(place: Place) -> None:
+    done = place.drill("--gpus-per-node", "1", "--only", "signal", "--", "python", place.trainer(saves=False))
+    assert done.returncode == 1
+    row, *words = done.stdout.splitlines()[1:]
+    assert row.split()[-2:] == ["equal", "FAILED"]
+    assert words[0].endswith("steps were recomputed after a graceful stop")
+    assert words[-1] == "0 of 1 passed"
+
+
+@pytest.mark.slow
+def test_a_trainer_that_writes_no_steps_is_judged_by_its_end(place: Place) -> None:
+    command = ("--", "python", place.trainer(writes=False))
+    done = place.drill("--gpus-per-node", "1", "--only", "signal", "--only", "rank", *command)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = done.stdout.splitlines()
+    assert rows[1].split()[-2:] == ["unknown", "passed"]
+    assert "signal: only its end was checked: the COMMAND writes no steps to metrics.jsonl" in rows
+
+
+@pytest.mark.slow
+def test_a_config_that_does_not_come_back_by_itself_is_resumed(place: Place) -> None:
+    command = ("--", "python", place.trainer())
+    done = place.drill("--gpus-per-node", "1", "--only", "rank", "--set", "requeue.on=[]", *command)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = done.stdout.splitlines()
+    assert "(resume)" in rows[1]
+    assert rows[2].startswith("rank: resumed by the drill: ")
+
+
+def test_a_run_that_fails_by_itself_ends_the_drill(place: Place) -> None:
+    (place.folder / "train.py").write_text("raise ValueError('no such column')\n")
+    done = place.drill("--gpus-per-node", "1", "--", "python", "train.py")
+    assert done.returncode == 1
+    assert "error: the uninterrupted run does not finish: " in done.stderr
+    assert "hint: `trainkit logs " in done.stderr
+
+
+@pytest.mark.slow(seconds=25)
+def test_a_trainer_that_hangs_when_it_comes_back_does_not_hold_the_drill_up(place: Place) -> None:
+    code = "import os, time\nif os.environ['TRAINKIT_JOB_ATTEMPT'] != '1': time.sleep(600)\n"
+    (place.folder / "train.py").write_text(code + two_lines())
+    ways = ("--only", "rank", "--set", "requeue.hang_min_s=1")
+    done = place.drill("--gpus-per-node", "1", *ways, "--", "python", "train.py")
+    assert done.returncode == 1
+    assert "rank: it made no progress for " in done.stdout
+    assert all(RunProcesses.of(run) == NOTHING for run in place.runs())
+
+
+def test_ctrl_c_cancels_what_runs_and_says_where_it_lies(place: Place) -> None:
+    process = place.start("--gpus-per-node", "1", "--", "python", place.trainer(steps=100_000))
+    deadline_s = time.monotonic() + 120
+    while not any(run.metrics_file.exists() for run in place.runs()):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, words = process.communicate(timeout=120)
+    assert process.returncode == 130
+    (run,) = place.runs()
+    assert f"cancelled {run.path.relative_to(place.folder)}" in words
+    assert f"the runs are in {run.path.parent}" in words
+    assert read_json(run.attempt(1).end_file)["state"] == "cancelled"
+    assert RunProcesses.of(run) == NOTHING
+
+
+def test_the_list_starts_nothing(place: Place) -> None:
+    done = place.drill("--list", "--json")
+    assert done.returncode == 0
+    here = {item["scenario"] for item in json.loads(done.stdout) if item["skip_reason"] is None}
+    assert here == {"signal", "rank", "node", "mid-save", "damaged-checkpoint"}
+    assert "requeue" in place.drill("--list").stdout
+    assert place.runs() == []
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (
+            ("--only", "requeue"),
+            "error: none of these scenarios can be tried here: requeue: this run would start on this",
+        ),
+        (("--steps", "30", "--", "true"), "error: --steps 30 applies to the built-in trainer"),
+        (("--launcher", "torchrun"), "error: --launcher torchrun needs a COMMAND"),
+        (("--only", "fire"), "error: --only fire: must be one of signal, rank"),
+        (("--steps", "5"), "error: --steps 5: must be a whole number of at least 12"),
+    ],
+)
+def test_refusals(place: Place, args: tuple[str, ...], words: str) -> None:
+    done = place.drill(*args)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(words)
+    assert not (place.folder / "runs").exists()

@@ -1,0 +1,329 @@
+"""The task multimodal_lm: questions about images and curves, and rows that cannot be trained on."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.hf_models import need, save_model
+from tests.support.parity import Case, run_cases, saved_tensors, worst_difference
+from trainkit.capabilities.multimodal.task import IGNORE, MediumFormat, MediumSamples, MultimodalLM
+from trainkit.cli.main import main
+from trainkit.config.schema import RunConfig
+from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE, TrainkitError, UsageError
+from trainkit.run.events import read_metrics
+from trainkit.run.rundir import RunDir
+from trainkit.trainer.task_check import Smoke
+from trainkit.trainer.user_task import UserTask, load_task
+
+CURVE = MediumFormat("curve", 16, 4)
+ANSWERS = ("up", "down")
+ARGS = "medium: curve, size: 16, patch: 4, width: 32, queries: 3"
+
+
+def write(file: Path, rows: list[Any]) -> Path:
+    lines = [
+        row if isinstance(row, bytes) else (row if isinstance(row, str) else json.dumps(row)).encode()
+        for row in rows
+    ]
+    file.write_bytes(b"".join(line + b"\n" for line in lines))
+    return file
+
+
+def curves(file: Path, count: int) -> Path:
+    rows = []
+    for index in range(count):
+        sign = 1 if index % 2 else -1
+        curve = [sign * (t + math.sin(index)) for t in range(10 + index % 3)]
+        question = "which way" + " now" * (index % 4)
+        rows.append({"curve": curve, "question": question, "answer": ANSWERS[index % 2]})
+    return write(file, rows)
+
+
+def options(folder: Path, *, args: str = ARGS, steps: int = 4) -> tuple[str, ...]:
+    files = f"train: {curves(folder / 'train.jsonl', 64)}, val: {curves(folder / 'val.jsonl', 16)}"
+    return (
+        *("task=multimodal_lm", f"task_args={{{files}, {args}}}", f"train.steps={steps}"),
+        *("train.eval_every=2", "optimizer.lr=0.003", "data.seq_len=64", "model.num_layers=2"),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.smoke
+def test_every_layout_has_the_same_curve(tmp_path: Path) -> None:
+    common = options(tmp_path)
+    cases = [
+        Case("alone", 1, {}),
+        Case("ddp", 2, {"dp_replicate": 2}),
+        Case("fsdp", 2, {"dp_shard": 2, "activation_checkpointing": "full"}),
+        Case("hsdp", 4, {"dp_shard": 2, "dp_replicate": 2}),
+    ]
+    run_cases(tmp_path, cases, common)
+    found = {case.name: worst_difference(tmp_path / case.name, tmp_path / "alone") for case in cases[1:]}
+    assert max(found.values()) < 1e-5, found
+    records = read_metrics(RunDir(tmp_path / "alone"))
+    assert records[-1]["val_loss"] < records[1]["val_loss"]
+    assert {"token_accuracy", "answer_accuracy", "val_answer_accuracy"} <= set(records[-1])
+
+
+@pytest.mark.slow
+def test_a_second_phase_starts_from_the_aligner_of_the_first(tmp_path: Path) -> None:
+    first = options(tmp_path, args=f"{ARGS}, frozen: ['lm.*']")
+    run_cases(tmp_path, [Case("phase-1", 2, {"dp_shard": 2})], first)
+    second = options(tmp_path, args=f"{ARGS}, frozen: ['encoder.*']", steps=2)
+    start = (f"model.init_from={tmp_path / 'phase-1'}", "model.init_include=[encoder.*, aligner.*]")
+    run_cases(tmp_path, [Case("phase-2", 1, {})], (*second, *start))
+    before, after = (weights(tmp_path / name) for name in ("phase-1", "phase-2"))
+    initial = UserTask(config_of(*first, "model.num_kv_heads=4"), None).build_model().state_dict()
+    for name in before:
+        part = name.partition(".")[0]
+        # Phase 1 leaves the language model as it was, phase 2 the encoder as phase 1 made it.
+        if part == "lm":
+            assert torch.equal(before[name], initial[name])
+        elif part == "encoder":
+            assert torch.equal(after[name], before[name])
+    changed = [name for name in before if not torch.equal(before[name], after[name])]
+    assert any(name.startswith("aligner.") for name in changed)
+    assert any(name.startswith("lm.") for name in changed)
+    assert any(not torch.equal(before[name], initial[name]) for name in before if "encoder." in name)
+
+
+def config_of(*overrides: str) -> RunConfig:
+    from trainkit.config import load_config
+
+    return load_config(None, overrides=["model.preset=nano", *overrides], layers=False).config
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    found = saved_tensors(run).items()
+    return {name.removeprefix("model."): value for name, value in found if name.startswith("model.")}
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("transformers")
+def test_a_language_model_of_transformers(tmp_path: Path) -> None:
+    need("transformers")
+    folder = save_model(tmp_path / "model")
+    common = (
+        *(item for item in options(tmp_path) if "num_layers" not in item),
+        *(f"model.hf={folder}", "data.tokenizer=bytes"),
+    )
+    cases = [Case("alone", 1, {}), Case("fsdp", 2, {"dp_shard": 2})]
+    run_cases(tmp_path, cases, common)
+    assert worst_difference(tmp_path / "fsdp", tmp_path / "alone") < 1e-5
+
+
+def test_the_smoke_test_has_no_problems(tmp_path: Path) -> None:
+    assert list(Smoke(config_of(*options(tmp_path))).problems()) == []
+
+
+def test_only_answers_count(tmp_path: Path) -> None:
+    config = config_of(*options(tmp_path))
+    task = load_task(config)
+    assert isinstance(task, MultimodalLM)
+    samples = task.train_dataset()
+    batch = task.collate([samples[0], samples[3]])
+    answers = [[*answer.encode(), 256] for answer in ("up", "down")]
+    for labels, answer in zip(batch["labels"], answers, strict=True):
+        assert labels[labels != IGNORE].tolist() == answer
+    loss = task.loss(task.build_model(), batch)
+    assert loss.count == sum(map(len, answers))
+    # Padding changes nothing.
+    alone = task.loss(task.build_model(), task.collate([samples[0]]))
+    assert alone.count == len(answers[0])
+
+
+def test_a_logit_sees_the_medium_and_the_tokens_before_it(tmp_path: Path) -> None:
+    task = load_task(config_of(*options(tmp_path)))
+    torch.manual_seed(0)
+    model = task.build_model().eval()
+    patches, tokens, _ = task.collate([task.train_dataset()[0]]).values()
+    with torch.no_grad():
+        logits = model(patches, tokens)
+        changed = tokens.clone()
+        changed[0, 5] += 1
+        other = model(patches, changed)
+        assert torch.allclose(logits[:, :6], other[:, :6], atol=1e-6)
+        assert not torch.allclose(logits[:, 6:], other[:, 6:], atol=1e-6)
+        assert not torch.allclose(logits[:, 0], model(patches + 1, tokens)[:, 0], atol=1e-6)
+
+
+def test_the_patches_of_an_image(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    pixels = np.arange(8 * 8 * 3, dtype=np.uint8).reshape(8, 8, 3)
+    image.fromarray(pixels).save(tmp_path / "x.png")
+    patches = MediumFormat("image", 8, 4).read_image(tmp_path / "x.png")
+    assert patches.shape == (4, 48)
+    expected = torch.from_numpy(pixels[4:, :4].astype(np.float32) / 127.5 - 1).flatten()
+    assert torch.allclose(patches[2], expected)
+
+
+def test_a_curve_is_sampled_at_equal_times() -> None:
+    uneven = [[0.0, 0.0], [1.0, 2.0], [4.0, 8.0]]
+    patches = CURVE.read_curve(uneven)
+    assert patches.shape == (4, 36)
+    values = patches.view(16, 9)[:, 0]
+    assert torch.allclose(values, torch.linspace(0, 8, 16))
+    assert torch.allclose(CURVE.read_curve([0.0, 8.0]).view(16, 9)[:, 0], values)
+
+
+def test_a_row_without_its_image(tmp_path: Path) -> None:
+    row = {"image": "1.png", "question": "q", "answer": "x"}
+    file = write(tmp_path / "train.jsonl", [row])
+    with pytest.raises(UsageError, match=r"train\.jsonl:1: there is no image .*1\.png"):
+        MediumSamples(file, MediumFormat("image", 8, 4), "bytes", 50)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ("medium: curve, size: 10, patch: 4", "task_args.patch is 4, which does not divide"),
+        ("medium: sound", "task_args.medium is sound"),
+        ("medium: curve, size: 16, patch: 4, width: 30", "task_args.heads is 4, which does not divide"),
+        ("medium: curve, size: 16, patch: 4, layers: 0", "task_args.layers is 0"),
+        ("size: 0", "task_args.size is 0"),
+        ("patch: '4'", "task_args.patch is 4"),
+        ("queries: -1", "task_args.queries is -1"),
+        ("medium: curve, size: 64, patch: 1", "data.seq_len is 64, of which the medium takes 64"),
+        ("mediun: curve", "task_args do not fit: got an unexpected keyword argument 'mediun'"),
+    ],
+)
+def test_arguments_that_cannot_be_used(tmp_path: Path, args: str, message: str) -> None:
+    with pytest.raises(TrainkitError) as caught:
+        load_task(config_of(*options(tmp_path, args=args)))
+    assert message in caught.value.message
+
+
+def test_frozen_names_a_parameter(tmp_path: Path) -> None:
+    task = load_task(config_of(*options(tmp_path, args=f"{ARGS}, frozen: [llm.*]")))
+    with pytest.raises(UsageError, match=r"'llm\.\*', which no parameter matches"):
+        task.build_model()
+
+
+def test_the_example_files(tmp_path: Path) -> None:
+    pytest.importorskip("PIL")
+    import runpy
+    import sys
+
+    script = Path(__file__).parents[3] / "examples" / "make_questions.py"
+    before, sys.argv = sys.argv, ["make_questions.py", str(tmp_path / "data"), "--train", "3", "--val", "2"]
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    finally:
+        sys.argv = before
+    image = MediumFormat("image", 32, 8)
+    samples = MediumSamples(tmp_path / "data" / "images" / "train.jsonl", image, "bytes", 50)
+    assert len(samples) == 3
+    assert samples[0][0].shape == (16, 192)
+    samples = MediumSamples(tmp_path / "data" / "curves" / "val.jsonl", CURVE, "bytes", 50)
+    assert len(samples) == 2
+
+
+GOOD = {"curve": [1, 2.5, 3], "question": "up?", "answer": "yes"}
+BAD_CURVE = "its curve is not a list of at least two finite numbers, or pairs of them"
+BAD: list[tuple[Any, str]] = [
+    ("{", "it is not JSON in UTF-8: Expecting property name"),
+    (b'{"answer": "\xff"}', "it is not JSON in UTF-8: 'utf-8' codec can't decode byte 0xff in position 12"),
+    ([1], "it is not an object"),
+    ({"question": "a", "answer": "b"}, "it has no key 'curve'"),
+    ({**GOOD, "question": " "}, "its question is empty"),
+    ({**GOOD, "answer": ""}, "its answer is empty"),
+    ({**GOOD, "answer": None}, "its answer is empty"),
+    ({**GOOD, "answer": "\ud800"}, "its answer contains an unpaired surrogate"),
+    ({**GOOD, "curve": [1, float("nan")]}, BAD_CURVE),
+    ({**GOOD, "curve": [1]}, BAD_CURVE),
+    ({**GOOD, "curve": [[0, 1], [1]]}, BAD_CURVE),
+    ({**GOOD, "curve": [[0, 1, 2], [1, 2, 3]]}, BAD_CURVE),
+    ({**GOOD, "curve": "1, 2"}, BAD_CURVE),
+    ({**GOOD, "question": "long " * 20}, "it has 105 tokens, more than 60"),
+]
+
+
+@pytest.mark.parametrize(("row", "message"), BAD)
+def test_a_bad_row(tmp_path: Path, row: Any, message: str) -> None:
+    file = write(tmp_path / "rows.jsonl", [GOOD, "", row, {**GOOD, "curve": [[0, 1], [1, 2]], "answer": 3}])
+    with pytest.raises(UsageError) as caught:
+        MediumSamples(file, MediumFormat("curve", 16, 4), "bytes", 60)
+    assert caught.value.message.startswith(f"{file}:3: {message}")
+    assert "\n" not in caught.value.message
+    assert '"answer": "…"' in caught.value.hint
+
+
+def config(folder: Path, rows: list[Any], args: str = "medium: curve, size: 16, patch: 4") -> str:
+    train = write(folder / "train.jsonl", rows)
+    file = folder / "task.yaml"
+    file.write_text(
+        f"task: multimodal_lm\ndata: {{seq_len: 64, num_workers: 0}}\ntask_args: {{train: {train}, {args}}}\n"
+    )
+    return str(file)
+
+
+@pytest.mark.slow
+def test_the_rows_and_images_of_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The patches of a curve take 4 of the 64 positions."""
+    assert main(["data", "validate", config(tmp_path, [GOOD, *[row for row, _ in BAD] * 3])]) == EXIT_FAILED
+    shown = capsys.readouterr()
+    lines, file = shown.out.splitlines(), tmp_path / "train.jsonl"
+    assert len(lines) == 21
+    assert lines[0].startswith(f"task is multimodal_lm, but {file}:2: it is not JSON")
+    assert lines[13] == f"{file}:15: it has 105 tokens, more than 60"
+    assert lines[20] == f"and {3 * len(BAD) - 20} more"
+    assert "1 problem\n" in shown.err
+    image = pytest.importorskip("PIL.Image")
+    image.effect_noise((64, 64), 50).save(tmp_path / "good.png")
+    (tmp_path / "cut.png").write_bytes((tmp_path / "good.png").read_bytes()[:999])
+    rows = [
+        {"image": name, "question": "what?", "answer": "noise"}
+        for name in ("good.png", "cut.png", "good.png")
+    ]
+    assert main(["data", "validate", config(tmp_path, rows, "medium: image"), "--json"]) == EXIT_FAILED
+    [found] = json.loads(capsys.readouterr().out)["problems"]
+    assert f"sample 1: ValueError: image {tmp_path / 'cut.png'} cannot be opened: " in found
+
+
+def test_configs_without_files_to_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = config(tmp_path, [GOOD])
+    assert main(["data", "validate", path, "stdlib"]) == EXIT_USAGE
+    assert "is a config, which names its files" in capsys.readouterr().err
+    Path(path).write_text("task: causal_lm\n")
+    assert main(["data", "validate", path]) == EXIT_USAGE
+    assert "task is causal_lm" in capsys.readouterr().err
+
+
+OWN = """
+import torch
+from torch import nn
+from trainkit.task import Loss, Task
+
+class Rows(list):
+    def __getitem__(self, index):
+        if index % 4 == 3:
+            raise KeyError("column")
+        return super().__getitem__(index)
+
+class Mine(Task):
+    def build_model(self): return nn.Linear(1, 1)
+    def train_dataset(self): return Rows(range(100))
+    def val_dataset(self): return [1, 2]
+    def loss(self, model, batch): return Loss(model(batch).sum(), len(batch))
+"""
+
+
+@pytest.mark.slow
+def test_the_samples_of_an_own_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = tmp_path / "mine.py"
+    code.write_text(OWN)
+    (tmp_path / "mine.yaml").write_text(f"task: {code}:Mine\n")
+    assert main(["data", "validate", str(tmp_path / "mine.yaml")]) == EXIT_FAILED
+    shown = capsys.readouterr()
+    lines = shown.out.splitlines()
+    assert lines[0] == f"train_dataset() sample 3: KeyError: 'column' ({code}:9)"
+    assert (len(lines), lines[20]) == (21, f"{code}:Mine: 5 more problems")
+    assert "25 problems" in shown.err
+    code.write_text(OWN.replace("== 3", "== 5"))
+    assert main(["data", "validate", str(tmp_path / "mine.yaml"), "--json"]) == EXIT_OK
+    assert json.loads(capsys.readouterr().out)["problems"] == []

@@ -1,0 +1,224 @@
+"""What links between hosts should give, and what they do: all-reduce over all ranks, and along a ring."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+from trainkit.capabilities.doctor import from_json, to_json
+from trainkit.job.preflight import Finding, warn_if
+from trainkit.launch.packages import NoAnswer, ask
+
+RANKS = "from trainkit.capabilities.doctor.bandwidth import main; main()"
+TIMEOUT_S = 180.0
+NET, INFINIBAND = Path("/sys/class/net"), Path("/sys/class/infiniband")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The ranks of a measurement: those of a host follow each other."""
+
+    hosts: tuple[str, ...]
+    num_ranks: tuple[int, ...]
+    """Ranks of each host."""
+    addr: str
+    port: int
+    """Where rank 0 listens."""
+
+    @property
+    def world_size(self) -> int:
+        return sum(self.num_ranks)
+
+    def points(self) -> list[tuple[str, int]]:
+        """(name, rank) of what is connected point to point: hosts, or the GPUs of the only host."""
+        if len(self.hosts) == 1:
+            return [(f"GPU {rank}", rank) for rank in range(self.world_size)]
+        return [(host, sum(self.num_ranks[:index])) for index, host in enumerate(self.hosts)]
+
+
+@dataclass(frozen=True)
+class Bandwidth:
+    """What rank 0 measured, which the other hosts lack, or why a rank of this host failed."""
+
+    error: str = ""
+    backend: str = ""
+    size_mib: int = 0
+    all_reduce_gbit_s: float = 0.0
+    links: list[tuple[str, str, float]] = field(default_factory=list)
+    """(from, to, Gbit/s)"""
+
+
+def ring_rounds(num_points: int) -> Iterator[list[tuple[int, int]]]:
+    """The links (from, to) of a ring, in rounds in which no point has two of them."""
+    links = [(index, (index + 1) % num_points) for index in range(num_points)]
+    last = [links.pop()] if num_points % 2 else []
+    yield from (items for items in (links[0::2], links[1::2], last) if items)
+
+
+def link_gbit_s(interface: str | None) -> dict[str, float]:
+    """What this host's links should give: ``ethernet`` an interface, ``infiniband`` all ports, in Gbit/s.
+
+    A link that does not know its speed is left out.
+    """
+    found = {}
+    with contextlib.suppress(OSError, ValueError):  # the kernel refuses to read it while a link is down
+        speed = int((NET / str(interface) / "speed").read_text())
+        if interface is not None and speed > 0:
+            found["ethernet"] = speed / 1000
+    rates = []
+    for port in INFINIBAND.glob("*/ports/*"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            if "ACTIVE" in (port / "state").read_text():
+                rates.append(float((port / "rate").read_text().split()[0]))
+    if rates:
+        found["infiniband"] = sum(rates)
+    return found
+
+
+def run_ranks(layout: Layout, host: str, environ: Mapping[str, str], python: Sequence[str]) -> Bandwidth:
+    """Run the ranks of one host with an interpreter, and wait for them."""
+    variables = {**environ, "OMP_NUM_THREADS": "1"}
+    try:
+        return Bandwidth(**ask(python, RANKS, (host, to_json(layout)), variables, timeout_s=TIMEOUT_S))
+    except NoAnswer as error:
+        return Bandwidth(f"{host}: {error}")
+
+
+SLOW_SHARE = 0.25
+"""Share of what the link should give under which a measurement is a warning."""
+ODD_SHARE = 0.5
+"""Share of the median of all links under which one link is a warning."""
+GLOO_GBIT_S = 10.0
+"""More than this is not expected of gloo: the CPUs copy and add."""
+
+
+def bandwidth_checks(
+    layout: Layout, found: Bandwidth, links: Sequence[Mapping[str, float]]
+) -> Iterator[Finding]:
+    """The checks of what `run_ranks` measured, against the slowest of the hosts' `link_gbit_s`."""
+    if found.error:
+        hint = "`trainkit diagnose` explains such an error of a run; NCCL_DEBUG=INFO shows what NCCL does"
+        yield Finding("bandwidth", "failure", f"not measured: {found.error}", hint)
+        return
+    expected, name = _expected(found.backend, links) if len(layout.hosts) > 1 else (None, "")
+    where = f"{layout.world_size} ranks ({found.backend}, {found.size_mib} MiB)"
+    value = f"{found.all_reduce_gbit_s:,.1f} Gbit/s bus bandwidth over {where}"
+    hint = f"under {SLOW_SHARE:.0%} of what {name} should give: check launch.network, cables and other jobs"
+    is_slow = expected is not None and found.all_reduce_gbit_s < SLOW_SHARE * expected
+    yield warn_if(is_slow, "all-reduce", value, hint)
+    speeds = sorted((speed, source, target) for source, target, speed in found.links)
+    slowest, source, target = speeds[0]
+    median = statistics.median(speed for speed, _, _ in speeds)
+    value = (
+        f"{slowest:,.1f} Gbit/s from {source} to {target}, the slowest of {len(speeds)}; median {median:,.1f}"
+    )
+    if expected is not None:
+        value += f"; {name} should give {expected:,.0f}"
+    if slowest < ODD_SHARE * median:
+        suspects = [item for item in speeds if item[0] < ODD_SHARE * median]
+        pairs = "; ".join(f"{source} to {target}" for _, source, target in suspects[:4])
+        yield Finding("point to point", "warning", value, f"check the links of {pairs}")
+    else:
+        is_slow = expected is not None and median < SLOW_SHARE * expected
+        yield warn_if(is_slow, "point to point", value, hint)
+
+
+def _expected(backend: str, links: Sequence[Mapping[str, float]]) -> tuple[float | None, str]:
+    """What the slowest host's link should give in Gbit/s, and which link that is."""
+    kind = "infiniband" if backend == "nccl" and all("infiniband" in link for link in links) else "ethernet"
+    speeds = [link[kind] for link in links if kind in link]
+    if len(speeds) < len(links) or not speeds:
+        return None, ""
+    names = {"infiniband": "InfiniBand", "ethernet": "the network interface"}
+    return min(speeds) if backend == "nccl" else min(*speeds, GLOO_GBIT_S), names[kind]
+
+
+START_TIMEOUT_S = 60.0
+SIZE_MIB = {"gloo": 32, "nccl": 256}
+NUM_WARMUPS, NUM_REPEATS = 1, 5
+
+
+def main() -> None:
+    """Start the ranks of a host, in the order of their numbers; the arguments are those of `run_ranks`."""
+    from torch.multiprocessing.spawn import ProcessException, spawn
+
+    mark, host, text = sys.argv[1:]
+    layout = from_json(Layout, text)
+    node = layout.hosts.index(host)
+    first = sum(layout.num_ranks[:node])
+    try:
+        spawn(measure, (first, layout, mark), layout.num_ranks[node])  # type: ignore[no-untyped-call]
+    except ProcessException as error:
+        sys.exit(f"rank {first + error.error_index}: {str(error).strip().splitlines()[-1]}")
+    if first:
+        print(mark, "{}")
+
+
+def measure(local_rank: int, first: int, layout: Layout, mark: str) -> None:
+    """Measure as one rank of a host, whose first has this number; rank 0 of all prints the result as JSON."""
+    import torch
+    import torch.distributed as dist
+
+    rank = first + local_rank
+    on_gpu = torch.cuda.is_available()
+    backend, device = ("nccl", torch.device("cuda", local_rank)) if on_gpu else ("gloo", torch.device("cpu"))
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        backend,
+        init_method=f"tcp://{layout.addr}:{layout.port}",
+        rank=rank,
+        world_size=layout.world_size,
+        timeout=timedelta(seconds=START_TIMEOUT_S),
+    )
+    tensor = torch.zeros(SIZE_MIB[backend] * 2**18, device=device)
+    num_bits = 8 * tensor.numel() * tensor.element_size()
+
+    def median_s(action: Callable[[], object]) -> float:
+        times_s = []
+        for repeat in range(NUM_WARMUPS + NUM_REPEATS):
+            started_s = time.perf_counter()
+            action()
+            if on_gpu:
+                torch.cuda.synchronize()
+            if repeat >= NUM_WARMUPS:
+                times_s.append(time.perf_counter() - started_s)
+        return statistics.median(times_s)
+
+    def ask(peer: int) -> None:
+        dist.send(tensor[:1], peer)
+        dist.recv(tensor, peer)
+
+    def answer(peer: int) -> None:
+        dist.recv(tensor[:1], peer)
+        dist.send(tensor, peer)
+
+    # Of every byte, a rank sends and receives this share in the best algorithm: nccl-tests' "bus bandwidth".
+    share = 2 * (layout.world_size - 1) / layout.world_size
+    reduced = share * num_bits / median_s(lambda: dist.all_reduce(tensor)) / 1e9
+    points = layout.points()
+    speeds = torch.zeros(len(points), dtype=torch.float64, device=device)
+    for links in ring_rounds(len(points)):
+        dist.barrier()
+        for source, target in links:
+            (_, sender), (_, receiver) = points[source], points[target]
+            if rank == sender:
+                # The receiver asks for each transfer, so that it measures no waiting.
+                median_s(partial(answer, receiver))
+            elif rank == receiver:
+                speeds[source] = num_bits / median_s(partial(ask, sender)) / 1e9
+    dist.all_reduce(speeds)
+    if rank == 0:
+        names = [name for name, _ in points]
+        found = list(zip(names, [*names[1:], names[0]], speeds.tolist(), strict=True))
+        result = Bandwidth("", backend, SIZE_MIB[backend], reduced, found)
+        print(f"\n{mark} {to_json(result)}", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()

@@ -1,0 +1,164 @@
+"""The Python environment of the ranks: its interpreter, packages and torch."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+from trainkit import __version__
+from trainkit.capabilities.doctor import Request
+from trainkit.cluster.machine import NVIDIA_DRIVER, detect_machine
+from trainkit.config import LoadedConfig
+from trainkit.job.preflight import Finding, warn_if
+from trainkit.launch.environment import find_interpreter
+from trainkit.launch.packages import NoAnswer, Packages, ask, find_packages
+from trainkit.plan.torch_build import TorchBuild, release_problem
+
+PYTHONS = ((3, 10), (3, 13))
+"""The oldest and newest Python that are tested."""
+TIMEOUT_S = 120.0
+COMPARED = (
+    *("trainkit", "torch", "torchao", "numpy", "transformers", "tokenizers", "datasets", "pyarrow"),
+    *("safetensors", "peft", "accelerate", "deepspeed", "lightning", "submitit", "pydantic"),
+)
+"""Packages whose versions must be the same on all nodes."""
+IMPORT_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LD_PRELOAD")
+"""Variables of `launch.env` that decide what an interpreter imports."""
+_TORCH = """
+import json, sys, torch
+nccl = torch.cuda.nccl.version() if torch.cuda.is_available() else None
+print(sys.argv[1], json.dumps({
+    "version": torch.__version__, "cuda": torch.version.cuda or "none", "gpus": torch.cuda.device_count(),
+    "nccl": "none" if nccl is None else ".".join(map(str, nccl)),
+    "distributed": torch.distributed.is_available(),
+}))
+"""
+"""In a process of its own: torch takes seconds to import, and a broken one may crash."""
+
+
+@lru_cache
+def _packages(request: Request) -> Packages | NoAnswer:
+    """The packages of the ranks; cached, as `_torch` is."""
+    try:
+        return find_packages(request.python, COMPARED, dict(request.env), timeout_s=TIMEOUT_S)
+    except NoAnswer as error:
+        return error
+
+
+@dataclass(frozen=True)
+class Torch:
+    """What a torch says of itself; its CUDA and NCCL are ``none`` without one."""
+
+    version: str
+    cuda: str
+    gpus: int
+    nccl: str
+    distributed: bool
+
+
+@lru_cache
+def _torch(request: Request) -> Torch | NoAnswer:
+    """The torch of the ranks, which takes seconds."""
+    try:
+        return Torch(**ask(request.python, _TORCH, (), dict(request.env), timeout_s=TIMEOUT_S))
+    except NoAnswer as error:
+        return error
+
+
+def num_gpus(request: Request) -> int:
+    """The GPUs that the torch of the ranks can use here; 0 in a quick check, which does not start it."""
+    found = None if request.quick else _torch(request)
+    return found.gpus if isinstance(found, Torch) else 0
+
+
+def check_python(request: Request) -> Finding:
+    """The interpreter of the ranks, and its version against those that are tested."""
+    found = _packages(request)
+    if isinstance(found, NoAnswer):
+        hint = "the environment must be on a filesystem of all nodes; launch.venv, python, … choose it"
+        return Finding("Python", "failure", str(found), hint)
+    version = tuple(map(int, found.python.split(".")[:2]))
+    value = f"{found.python} ({found.program})"
+    oldest, newest = (".".join(map(str, item)) for item in PYTHONS)
+    if version < PYTHONS[0]:
+        return Finding("Python", "failure", value, f"use Python {oldest} to {newest}")
+    if "trainkit" not in found.files:
+        return Finding("Python", "failure", f"{value} has no trainkit", "install trainkit there too")
+    installed = found.versions["trainkit"]
+    if installed != __version__:
+        hint = "install the same version there, or use the `trainkit` of that environment"
+        text = f"{value} has trainkit {installed}, and this is trainkit {__version__}"
+        return Finding("Python", "failure", text, hint)
+    is_new = version > PYTHONS[1]
+    return warn_if(is_new, "Python", value, f"not tested; tested are {oldest} to {newest}")
+
+
+def check_torch(request: Request) -> Finding:
+    """The release of torch, and whether it can use the GPUs."""
+    found = _torch(request)
+    if isinstance(found, NoAnswer):
+        hint = f"`{request.python[0]} -c 'import torch'` shows all of it"
+        if found.is_slow:
+            hint = "the filesystem of the environment is slow: copy it to a local disk, or use a container"
+        return Finding("torch", "failure", str(found), hint)
+    value = f"{found.version}, CUDA {found.cuda}, NCCL {found.nccl}"
+    build = TorchBuild(request.python[0], found.version, None if found.cuda == "none" else found.cuda)
+    has_driver = NVIDIA_DRIVER.exists()
+    if (problem := release_problem(found.version)) is not None:
+        return Finding("torch", "failure", value, problem[1])
+    if not found.distributed:
+        value += ": built without torch.distributed"
+        return Finding("torch", "failure", value, "install another torch")
+    if has_driver and (unusable := build.problem(driver=detect_machine().driver_cuda)):
+        return Finding("torch", "failure", f"{value}: {unusable[0]}", unusable[1])
+    if has_driver and not found.gpus:
+        hint = "install a torch for the CUDA that the line `driver` has, or update the driver"
+        if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+            hint = "CUDA_VISIBLE_DEVICES is empty, which hides the GPUs: unset it"
+        return Finding("torch", "failure", f"{value}: sees no GPU", hint)
+    return Finding("torch", "ok", value)
+
+
+def versions(request: Request) -> dict[str, str]:
+    """What must be the same on all nodes: the releases of Python and packages.
+
+    An interpreter or torch that does not run is left out, which `check_python` and `check_torch` report.
+    """
+    values = {}
+    found = _packages(request)
+    if isinstance(found, Packages):
+        values = {"Python": found.python, **found.versions}
+        if not request.quick and isinstance(torch := _torch(request), Torch):
+            values |= {"CUDA of torch": torch.cuda, "NCCL": torch.nccl}
+    return values
+
+
+def with_interpreter(
+    request: Request, loaded: LoadedConfig, cwd: Path, *, on_slurm: bool
+) -> tuple[Request, list[Finding]]:
+    """The request for the interpreter of a job, and the checks of the settings that choose it.
+
+    Without a batch script, a run does not use a container, conda, modules and setup lines.
+    """
+    launch = loaded.config.launch
+    if not on_slurm:
+        unused = {"container": None, "conda": None, "modules": (), "setup": ()}
+        launch = launch.model_copy(update=unused)
+    found, problems = find_interpreter(launch, cwd)
+    checks = [Finding("environment", "failure", f"{key} {text}", hint) for key, text, hint in problems]
+    before = [name for name in ("modules", "setup") if getattr(launch, name)]
+    is_known = launch.container is None and ("/" in found.argv[0] or not (launch.conda or before))
+    argv = (*found.argv, *found.options) if is_known else (sys.executable,)
+    chosen = [name for name in ("container", "conda", "python") if getattr(launch, name) is not None]
+    if lacks := [*([] if is_known else chosen), *before]:
+        names = " and ".join(f"launch.{name}" for name in lacks)
+        hint = "run `trainkit doctor` in that environment, or read the first lines of a job's log"
+        text = f"checked {argv[0]} without {names}, which the job runs first"
+        if not is_known:
+            text = f"checked the environment of this command; the job uses that of {names}"
+        checks.append(Finding("environment", "warning", text, hint))
+    env = tuple((name, launch.env[name]) for name in IMPORT_VARIABLES if name in launch.env)
+    return replace(request, python=argv, env=env), checks

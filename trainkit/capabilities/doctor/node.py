@@ -1,0 +1,394 @@
+"""The checks of one node: its cores, GPUs, names, network interface, ports and folders.
+
+``python -m trainkit.capabilities.doctor.node REQUEST`` prints a `NodeReport`; it measures the bandwidth if
+asked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from itertools import starmap
+from pathlib import Path
+from typing import Any, TypeVar
+
+from trainkit.capabilities.doctor import NodeReport, Request, from_json, to_json
+from trainkit.capabilities.doctor.bandwidth import Bandwidth, Layout, link_gbit_s, run_ranks
+from trainkit.capabilities.doctor.environment import check_python, check_torch, num_gpus, versions
+from trainkit.cluster.machine import (
+    NVIDIA_DRIVER,
+    NoDriver,
+    driver_cuda,
+    driver_version,
+    gpu_handle,
+    nvml,
+)
+from trainkit.errors import TrainkitError
+from trainkit.formats import plural
+from trainkit.job.node.health import host_memory_gib
+from trainkit.job.node.rendezvous import candidate_ports, choose_port, is_free
+from trainkit.job.node.worker_env import PRESETS, addresses, interface_to, network_environ, usable_interfaces
+from trainkit.job.preflight import (
+    Finding,
+    check_clock,
+    check_gpu,
+    check_space,
+    clock_offset_s,
+    free_mib,
+    temporary_folders,
+    warn_if,
+)
+from trainkit.job.processes import NO_SPACE
+from trainkit.job.rank_env import visible_gpus
+from trainkit.run.files import refresh_listing
+from trainkit.run.process import own_host
+from trainkit.slurm.hosts import expand_hosts, node_addr
+
+PREFIX, CHUNK_CHARS = "trainkit-doctor", 700
+T = TypeVar("T")
+
+
+def node_findings(request: Request) -> Iterator[Finding]:
+    """The findings on this host, the cheap ones first."""
+    yield check_python(request)
+    yield check_cpus()
+    yield from check_gpus()
+    yield check_name(request)
+    yield check_interface(request)
+    yield check_ports()
+    yield from check_folder(request)
+    yield from starmap(check_space, temporary_folders(os.environ).items())
+    if not request.quick:
+        yield check_torch(request)
+
+
+def node_report(request: Request, findings: Iterable[Finding] = ()) -> NodeReport:
+    """The report of this host with these findings."""
+    interface = None if request.peer is None else interface_to(request.peer)
+    step = f"{os.environ.get('SLURM_JOB_ID', '')}.{os.environ.get('SLURM_STEP_ID', '')}"
+    port = 0
+    with contextlib.suppress(TrainkitError):  # `check_ports` reports it
+        port = choose_port()
+    return NodeReport(
+        own_host(),
+        num_gpus(request),
+        port,
+        request.peers,
+        {**versions(request), **({"NVIDIA driver": driver} if (driver := driver_version()) else {})},
+        link_gbit_s(interface if request.network in PRESETS else request.network),
+        tuple(replace(item, host=own_host()) for item in findings),
+        step if step.strip(".") else "",
+    )
+
+
+def measure(request: Request, layout: Layout) -> Bandwidth:
+    """What the ranks of this host, one of a layout, measure."""
+    try:
+        environ, _ = network_environ(request.network, request.peer)
+    except TrainkitError as error:
+        return Bandwidth(error.message)
+    return run_ranks(layout, own_host(), {**dict(request.env), **environ}, request.python)
+
+
+def main() -> int:
+    """Check this node as the JSON on the command line asks; prints the report for `received`.
+
+    Then measures the bandwidth for each `Layout` that arrives on stdin, and prints that too.
+    """
+    request = from_json(Request, sys.argv[1])
+    hosts = os.environ.get("SLURM_STEP_NODELIST")
+    if hosts is not None:
+        peers = tuple(host for host in expand_hosts(hosts) if host != own_host())
+        request = replace(request, peers=peers)
+    report = node_report(request, list(node_findings(request)))
+    send(to_json(report))
+    for line in sys.stdin:
+        layout = from_json(Layout, line)
+        # Each node finds the first one by its own name service.
+        addr = (resolved(layout.hosts[0]) or [layout.addr])[0] if request.peers else layout.addr
+        send(to_json(measure(request, replace(layout, addr=addr))))
+    return 0
+
+
+def send(text: str) -> None:
+    """Print a message in short lines: srun mixes what tasks print after each 1,024 bytes."""
+    chunks = [text[start : start + CHUNK_CHARS] for start in range(0, len(text), CHUNK_CHARS)]
+    for index, chunk in enumerate(chunks, 1):
+        print(f"{PREFIX} {own_host()} {index}/{len(chunks)} {chunk}", flush=True)
+
+
+def received(lines: Iterable[str]) -> Iterator[str]:
+    """The messages of all hosts, from the lines that `send` printed; skips others, and half a line."""
+    parts: dict[str, str] = {}
+    for line in lines:
+        if not line.startswith(f"{PREFIX} ") or not line.endswith("\n"):
+            continue
+        _, host, part, chunk = line.rstrip("\n").split(" ", 3)
+        index, _, count = part.partition("/")
+        parts[host] = parts.get(host, "") + chunk
+        if index == count:
+            yield parts.pop(host)
+
+
+def check_cpus() -> Finding:
+    """The cores of this process, and the load and memory of the host."""
+    count = len(os.sched_getaffinity(0))
+    load = os.getloadavg()[0]
+    value = f"{count} CPU cores for this process, load {load:.1f}"
+    memory = host_memory_gib()
+    if memory is not None:
+        value += f"; {memory[1] - memory[0]:,.1f} of {memory[1]:,.1f} GiB of memory available"
+    return warn_if(load > 2 * count, "CPU", value, "other programs use this host: `top` shows them")
+
+
+HOT_C = 85
+BUSY_SHARE = 0.05
+"""Share of a GPU's memory that others may use."""
+
+
+def check_gpus() -> Iterator[Finding]:
+    """The driver, and every GPU that a process here would use."""
+    if not NVIDIA_DRIVER.exists():
+        yield Finding("GPU", "ok", "none: there is no NVIDIA driver, runs use CPUs")
+        return
+    try:
+        with nvml() as driver:
+            cuda = driver_cuda(driver)
+            supported = "unknown" if cuda is None else f"{cuda[0]}.{cuda[1]}"
+            yield Finding("driver", "ok", f"{driver_version()}, CUDA {supported}")
+            listed = visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
+            if listed is None or any(not name.isdigit() for name in listed):  # a slice reports no health
+                listed = [str(index) for index in range(_known(driver, driver.nvmlDeviceGetCount) or 0)]
+            for name in listed:
+                yield gpu_finding(driver, name)
+    except NoDriver as error:
+        hint = "check `nvidia-smi` and the kernel log; a driver update needs a reboot"
+        yield Finding("GPU", "failure", str(error), hint)
+
+
+def gpu_finding(nvml: Any, gpu: str) -> Finding:
+    """Errors, temperature, free memory and other processes of one GPU."""
+    checked = check_gpu(nvml, gpu)
+    if checked.state == "failure":
+        return checked
+    name, handle = checked.name, gpu_handle(nvml, gpu)
+    model = _known(nvml, lambda: str(nvml.nvmlDeviceGetName(handle))) or "unknown model"
+    memory = _known(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
+    temperature = _known(nvml, lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))
+    processes = _known(nvml, lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle))
+    free = "unknown memory"
+    if memory is not None:
+        free = f"{memory.free / 2**30:.1f} of {memory.total / 2**30:.1f} GiB free"
+    heat = "unknown temperature" if temperature is None else f"{temperature} C"
+    value = f"{model}, {free}, {heat}"
+    pids = [str(process.pid) for process in processes or ()]
+    if pids:
+        using = f"process {pids[0]} uses" if len(pids) == 1 else f"processes {', '.join(pids)} use"
+        hint = f"{using} it: `ps -o user,args -p {','.join(pids)}` shows more"
+        return Finding(name, "warning", value, hint)
+    if memory is not None and memory.used > BUSY_SHARE * memory.total:
+        return Finding(name, "warning", value, "another process uses its memory: `nvidia-smi` lists them")
+    is_hot = temperature is not None and temperature >= HOT_C
+    return warn_if(is_hot, name, value, "it is hot and will lower its clocks: check its cooling")
+
+
+def _known(nvml: Any, query: Callable[[], T]) -> T | None:
+    """The answer of NVML; None if it has none, as for a MIG slice or without permission."""
+    try:
+        return query()
+    except nvml.NVMLError:
+        return None
+
+
+def check_name(request: Request) -> Finding:
+    """Whether the names of the other hosts, and of this one, can be resolved."""
+    for name in request.peers:
+        found = resolved(name)
+        hint = f"add {name} to DNS or /etc/hosts there: the ranks connect to each other by name"
+        if not found:
+            return Finding(
+                "name", "failure", f"{name} cannot be resolved, and neither can its NodeAddr", hint
+            )
+        if not _addresses_of(name):
+            hint = (
+                f"trainkit uses its NodeAddr {found[0]}; scripts that use the name fail: add it to /etc/hosts"
+            )
+            return Finding("name", "warning", f"{name} cannot be resolved", hint)
+        if all(address.startswith("127.") for address in found):
+            hint = (
+                f"/etc/hosts there maps {name} to {found[0]}, which other hosts cannot reach: use its address"
+            )
+            return Finding("name", "failure", f"{name} is {', '.join(found)}", hint)
+    own = socket.gethostname()
+    if not _addresses_of(own):
+        hint = f"add {own} to DNS or /etc/hosts: programs that listen at their host's name fail"
+        return Finding("name", "warning", f"this host's own name {own} cannot be resolved", hint)
+    if request.peers:
+        return Finding("name", "ok", f"{plural(len(request.peers), 'other host')} can be resolved")
+    return Finding("name", "ok", f"this host is {own}")
+
+
+def resolved(name: str) -> list[str]:
+    """The IPv4 addresses of a host of the step: those of its name, else of its NodeAddr in Slurm."""
+    found = _addresses_of(name)
+    if not found:
+        with contextlib.suppress(TrainkitError):  # then there is none
+            found = _addresses_of(node_addr(name, patience_s=0.0))
+    return found
+
+
+def _addresses_of(name: str) -> list[str]:
+    try:
+        return sorted({str(item[4][0]) for item in socket.getaddrinfo(name, None, socket.AF_INET)})
+    except (OSError, UnicodeError):
+        return []
+
+
+def check_interface(request: Request) -> Finding:
+    """The network interface between the nodes."""
+    try:
+        environ, reason = network_environ(request.network, request.peer)
+    except TrainkitError as error:
+        return Finding("interface", "failure", error.message, error.hint)
+    usable, chosen = usable_interfaces(), environ.get("GLOO_SOCKET_IFNAME")
+    if chosen not in (None, "lo") and chosen not in usable:
+        state = "has no address" if chosen not in addresses().values() else "is down"
+        others = f"; usable are {', '.join(usable)}" if usable else ""
+        hint = f"`ip link set {chosen} up` as root, or another launch.network{others}"
+        return Finding("interface", "failure", f"{chosen} {state}", hint)
+    if request.peers and chosen is None:
+        hint = "check `ip route`, and set launch.network to the interface between the nodes"
+        return Finding("interface", "failure", reason, hint)
+    return Finding("interface", "ok", reason)
+
+
+def check_ports() -> Finding:
+    """A port at which rank 0 can listen."""
+    candidates = candidate_ports()
+    num_free = sum(map(is_free, candidates))
+    value = f"{num_free} of {len(candidates)} tried ports are free"
+    if candidates and not num_free:
+        return Finding("port", "failure", value, "`ss -ltn` shows what listens on this host")
+    return Finding("port", "ok", value)
+
+
+MIN_FREE_GIB, FEW_GIB = 0.25, 10.0
+"""Free space that is too little for any checkpoint, and that is little."""
+PROBE_MIB = 32
+SLOW_MIB_S = 50.0
+VISIBLE_TIMEOUT_S, VISIBLE_POLL_S = 5.0, 0.2
+"""How long a file of another host may take to be visible: an NFS client may have cached its folder."""
+FOLDER_PREFIX = ".doctor-"
+
+
+def nearest_folder(folder: Path) -> Path:
+    """The folder itself if it exists, else where it would be created, which may be no folder."""
+    return next(item for item in (folder, *folder.parents) if os.path.lexists(item))
+
+
+def check_folder(request: Request) -> Iterator[Finding]:
+    """Whether checkpoints can be written here, how fast, and whether all hosts see the same files."""
+    existing = nearest_folder(request.folder)
+    try:
+        # Named after the shared file, whose host removes what a killed task has left.
+        prefix = FOLDER_PREFIX if request.shared is None else f"{Path(request.shared[0]).name}-"
+        with tempfile.TemporaryDirectory(prefix=prefix, dir=existing) as name:
+            yield _free_space(existing)
+            if request.shared is not None and request.shared[1] != own_host():
+                yield _is_shared(*request.shared)
+            yield _write_speed(Path(name), request.quick)
+            yield _renames(Path(name))
+            yield check_clock(clock_offset_s(Path(name)))
+    except OSError as error:
+        yield _unwritable(existing, error)
+
+
+def _unwritable(folder: Path, error: OSError) -> Finding:
+    if error.errno == errno.ENOENT:  # as below /proc, or a link to a missing folder
+        return Finding("disk", "failure", f"no files can be created in {folder}", "choose another --run-dir")
+    hint = "choose another --run-dir, or check its mount options and `ls -ld`"
+    if error.errno in NO_SPACE:
+        hint = "delete old runs or checkpoints (`trainkit ckpt prune`), or check `quota`"
+    return Finding("disk", "failure", f"{folder} cannot be written: {error.strerror or error}", hint)
+
+
+@contextlib.contextmanager
+def shared_file(folder: Path) -> Iterator[tuple[str, str] | Finding]:
+    """A file below the run folder for `Request.shared`, or why there can be none.
+
+    It is removed at the end, with what the tasks of nodes have left.
+    """
+    existing = nearest_folder(folder)
+    try:
+        handle, name = tempfile.mkstemp(prefix=f"{FOLDER_PREFIX}shared-", dir=existing)
+        os.close(handle)
+    except OSError as error:
+        yield replace(_unwritable(existing, error), host=own_host())
+        return
+    try:
+        yield name, own_host()
+    finally:
+        Path(name).unlink(missing_ok=True)
+        for left in existing.glob(f"{Path(name).name}-*"):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _is_shared(name: str, host: str) -> Finding:
+    """Whether a file that another host has created is visible here."""
+    path = Path(name)
+    deadline_s = time.monotonic() + VISIBLE_TIMEOUT_S
+    while not path.exists():
+        if time.monotonic() > deadline_s:
+            value = f"{path.parent} is not shared: a file of {host} is not visible on {own_host()}"
+            hint = "choose a --run-dir on a filesystem that all nodes mount, and check its mount there"
+            return Finding("shared", "failure", value, hint)
+        refresh_listing(path.parent)
+        time.sleep(VISIBLE_POLL_S)
+    return Finding("shared", "ok", f"a file of {host} is visible")
+
+
+def _free_space(folder: Path) -> Finding:
+    free = (free_mib(folder) or 0.0) / 1024
+    value = f"{free:,.1f} GiB free in {folder}"
+    if free >= FEW_GIB:
+        return Finding("disk", "ok", value)
+    hint = "delete old runs or checkpoints (`trainkit ckpt prune`), or choose another disk"
+    return Finding("disk", "failure" if free < MIN_FREE_GIB else "warning", value, hint)
+
+
+def _write_speed(folder: Path, quick: bool) -> Finding:
+    size_mib = PROBE_MIB // 4 if quick else PROBE_MIB
+    block = os.urandom(2**20)  # which no filesystem can compress
+    started_s = time.monotonic()
+    with (folder / "probe").open("wb") as file:
+        for _ in range(size_mib):
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+        written_s = time.monotonic() - started_s
+    speed = size_mib / max(written_s, 1e-6)
+    value = f"{speed:,.0f} MiB/s for {size_mib} MiB with fsync"
+    hint = "checkpoints will take long: save less often, or use a faster filesystem with --run-dir"
+    return warn_if(speed < SLOW_MIB_S, "write speed", value, hint)
+
+
+def _renames(folder: Path) -> Finding:
+    (folder / "partial").mkdir()
+    (folder / "partial" / "file").write_text("x")
+    (folder / "partial").rename(folder / "published")
+    if not (folder / "published" / "file").is_file():
+        hint = "checkpoints are published by renaming a folder: use another filesystem"
+        return Finding("rename", "failure", f"a renamed folder is not complete in {folder.parent}", hint)
+    return Finding("rename", "ok", "a folder can be published by renaming it")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,385 @@
+"""The scenarios of a drill: where each can be tried, its target, and how it is carried out."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from trainkit.backends import backend_of
+from trainkit.backends.jobs import liveness_probe, recover_job_id, require_not_running
+from trainkit.capabilities.drill.inject import FaultInjector, flip_bytes, kill_job, newest
+from trainkit.config import RunConfig
+from trainkit.control.requeue import start_again
+from trainkit.formats import JsonObject
+from trainkit.observe.logs import run_is_over
+from trainkit.plan.launch import LaunchPlan
+from trainkit.run.end import AttemptEnd, read_end, read_newest_end
+from trainkit.run.events import events_of, read_events, steps_of
+from trainkit.run.files import Tail
+from trainkit.run.manifest import partials, published
+from trainkit.run.rundir import RunDir, run_lock
+from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
+from trainkit.slurm.control import requeue
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One way to interrupt a run."""
+
+    name: str
+    description: str
+    graceful: bool = False
+    """Whether the run gets a signal in time to save: then no step may be computed twice."""
+    cause: str | None = None
+    """The entry of `requeue.on` that makes it restart; None if it restarts whatever the config says."""
+    by_hand: bool = False
+    """Whether the drill resumes the run, because nothing else is left that could."""
+    needs_slurm: bool = False
+    needs_checkpoints: bool = False
+    """Whether the drill must know where and how the trainer saves."""
+
+
+SCENARIOS = (
+    Scenario("signal", "SIGUSR2: save and requeue", graceful=True),
+    Scenario("rank", "SIGKILL of one rank", cause="crash"),
+    Scenario("node", "SIGKILL of everything on one node", cause="crash"),
+    Scenario(
+        "mid-save", "SIGKILL of all ranks while a save is written", cause="crash", needs_checkpoints=True
+    ),
+    Scenario(
+        "damaged-checkpoint",
+        "the whole job killed, bytes of its newest checkpoint flipped",
+        by_hand=True,
+        needs_checkpoints=True,
+    ),
+    Scenario("requeue", "scontrol requeue from outside", graceful=True, needs_slurm=True),
+)
+NAMES = tuple(scenario.name for scenario in SCENARIOS)
+
+
+def skip_reason(scenario: Scenario, config: RunConfig, plan: LaunchPlan) -> str:
+    """Why a scenario cannot be tried here with this config; empty if it can."""
+    if scenario.needs_slurm and plan.is_here:
+        return "this run would start on this machine, without Slurm"
+    if scenario.needs_checkpoints and not plan.workload.knows_run:
+        return "a drill does not know where and how a COMMAND saves"
+    if scenario.name == "damaged-checkpoint" and config.checkpoint.keep_last == 1:
+        return "checkpoint.keep_last is 1: there is no checkpoint to fall back to"
+    return ""
+
+
+@dataclass(frozen=True)
+class Target:
+    """When a scenario interrupts, and which rank or node it hits."""
+
+    step: int | None
+    """Interrupt after this step; None if the trainer does not record its steps."""
+    share: float
+    """Interrupt after this fraction of the uninterrupted run's duration, if `step` is None."""
+    rank: int
+    node_rank: int
+    rng: random.Random
+    """The generator for any further random choice."""
+
+
+def choose_target(
+    scenario: Scenario,
+    seed: int,
+    num_steps: int | None,
+    interval: int | None,
+    world_size: int,
+    num_nodes: int,
+) -> Target:
+    """Choose the target of one scenario at random.
+
+    It is not in the first steps, where nothing is saved yet, nor in the last third, because an interruption
+    takes time to arrive. `interval` is the number of steps between two saves, None if unknown.
+    """
+    rng = random.Random(f"{seed} {scenario.name}")
+    step = None
+    if num_steps is not None:
+        saves_before = 2 if scenario.needs_checkpoints else 1
+        first = 1 + (num_steps // 6 if interval is None else saves_before * interval)
+        step = rng.randint(first, max(first, num_steps * 2 // 3))
+        if scenario.name == "mid-save" and interval is not None:
+            step -= step % interval  # the save that is written then
+    return Target(
+        step=step,
+        share=rng.uniform(0.3, 0.6),
+        rank=rng.randrange(world_size),
+        node_rank=rng.randrange(num_nodes),
+        rng=rng,
+    )
+
+
+CHECK_END_EVERY_S = 0.25
+
+
+@dataclass
+class RunWatch:
+    """The progress of a run as seen so far."""
+
+    run: RunDir
+    poll_s: float
+    """The polling interval of its files, shorter than a step: an interruption has to hit its target."""
+    patience_s: float
+    """After this time without progress, not counting that in the queue, the run counts as stuck."""
+    log_line: Callable[[str], None] = lambda text: None
+    is_stuck: bool = False
+    step: int = 0
+    """The newest recorded step."""
+    started_s: dict[int, float] = field(default_factory=dict)
+    """Attempt -> monotonic time at which its start was seen."""
+    first_step_s: dict[int, float] = field(default_factory=dict)
+    """Attempt -> monotonic time at which its first step was seen."""
+
+    def __post_init__(self) -> None:
+        self._metrics, self._events = Tail(self.run.metrics_file), Tail(self.run.events_file)
+        self.expect_life()
+
+    def expect_life(self) -> None:
+        """Reset the liveness probe; call after the run was started again as a new job."""
+        self._is_alive = liveness_probe(self.run, self.log_line)
+        self._checked_s, self._is_over = float("-inf"), False
+        self._progress_s = time.monotonic()
+
+    @property
+    def attempt(self) -> int:
+        """The newest started attempt; 0 before the first."""
+        return max(self.started_s, default=0)
+
+    def until(self, reached: Callable[[], bool]) -> bool:
+        """Wait for a condition; False when the run ends without it or is stuck."""
+        while True:
+            over = self.over()
+            # Read after the check, so that everything written before the end is seen.
+            self.read()
+            if reached():
+                return True
+            if over:
+                return False
+            if time.monotonic() - self._progress_s > self.patience_s and not self._is_in_queue():
+                self.is_stuck = True
+                return False
+            time.sleep(self.poll_s)
+
+    def read(self) -> None:
+        """Read new metrics and events."""
+        # Steps first: those recorded before an attempt starts belong to the previous attempt.
+        for record in steps_of(self._metrics.records()):
+            if "loss" not in record.values:
+                continue
+            self._progress_s = time.monotonic()
+            self.step = record.step
+            # A COMMAND need not record the attempt.
+            attempt = self.attempt if record.attempt is None else record.attempt
+            self.first_step_s.setdefault(attempt, time.monotonic())
+        for event in events_of(self._events.records()):
+            self._progress_s = time.monotonic()
+            if event.name == "started":
+                self.started_s[event.attempt or 0] = time.monotonic()
+
+    def _is_in_queue(self) -> bool:
+        """Whether the run's job is pending; asked only after `patience_s` without progress."""
+        entry, self._progress_s = newest(self.run), time.monotonic()
+        try:
+            job = backend_of(entry).job(entry)
+        except SlurmUnreachable as error:
+            self.log_line(f"unknown whether {self.run.name} is in the queue: {error.message}")
+            return True  # asked again after `patience_s`
+        return job is not None and job.state.is_waiting
+
+    def over(self) -> bool:
+        """Whether the run has ended for good."""
+        if time.monotonic() - self._checked_s >= CHECK_END_EVERY_S:
+            self._checked_s = time.monotonic()
+            self._is_over = run_is_over(self.run, self._is_alive())
+        return self._is_over
+
+    def end(self) -> AttemptEnd:
+        """How the newest attempt ended, as far as that is recorded."""
+        return read_newest_end(self.run.path) or AttemptEnd()
+
+
+OVER = "the run was over before it could be interrupted: give it more steps"
+NOTHING_LEFT = "no step was left after the restart: give it more steps"
+MAX_TRIES = 3
+"""A save of a small model can finish before the kill arrives: then the next save is tried."""
+
+
+State = Literal["passed", "failed", "missed", "skipped"]
+"""`missed`: the run ended before it could be interrupted; `skipped`: the scenario cannot be tried here."""
+
+
+@dataclass
+class Result:
+    """What happened in one scenario: a row of the table at the end of a drill."""
+
+    scenario: str
+    state: State = "passed"
+    message: str = ""
+    """What is wrong or why the scenario was skipped; if it passed, a remark."""
+    action: str = ""
+    """What was done to the run."""
+    step: int | None = None
+    """The newest step seen at the interruption."""
+    restart_s: float | None = None
+    """Seconds from the interruption to the next step, or to the next start if steps are not recorded."""
+    restarted_by: str = ""
+    """The action of the restart, such as ``requeue``, or ``resume`` if the drill resumed the run."""
+    num_recomputed: int | None = None
+    """Number of steps that were computed again; None if the trainer does not record its steps."""
+    curve: Literal["equal", "differs", "unknown", ""] = ""
+    run_dir: str = ""
+    no_restart: str = ""
+    """Why the run did not restart automatically; empty if it did."""
+    missed: str = ""
+    """Why the run could not be interrupted as planned."""
+    stuck: str = ""
+    """For how long the run made no progress before it was killed, as text."""
+    refused: str = ""
+    """Why this cluster does not allow the interruption."""
+    damaged_step: int | None = None
+    """The step of the checkpoint that the drill damaged."""
+
+    def to_dict(self) -> JsonObject:
+        """The result as JSON; what its message says is not in it twice."""
+        said = ("no_restart", "missed", "stuck", "refused", "damaged_step")
+        return {name: value for name, value in vars(self).items() if name not in said}
+
+
+@dataclass
+class ScenarioRunner:
+    """Runs one scenario on its run."""
+
+    scenario: Scenario
+    target: Target
+    run_dir: RunDir
+    injector: FaultInjector
+    watch: RunWatch
+    usual_s: float
+    """Duration of the uninterrupted run, in seconds."""
+
+    def run(self) -> Result:
+        """Follow the run from start to end, and interrupt it; returns what happened."""
+        self.result = Result(self.scenario.name)
+        for number in range(1, MAX_TRIES + 1):
+            if not self._await_target(number):
+                self.result.missed = "" if self.watch.is_stuck else OVER
+                break
+            if not self._interrupt_and_await():
+                break
+            if self.scenario.name != "mid-save" or self._save_was_cut_off():
+                break
+            if number == MAX_TRIES:
+                self.result.missed = f"{MAX_TRIES} times the save was over before the ranks were dead"
+        if not self.result.refused:
+            self.watch.until(lambda: False)
+        if self.watch.is_stuck:
+            self.result.stuck = f"it made no progress for {self.watch.patience_s:.0f} s"
+            kill_job(self.run_dir)
+        return self.result
+
+    def _await_target(self, number: int) -> bool:
+        """Wait until the run reaches its target, for mid-save the next save; False if it does not."""
+        watch, target = self.watch, self.target
+        if self.scenario.name == "mid-save":
+            assert target.step is not None
+            soonest = max(target.step, watch.step + 1) if number > 1 else target.step
+            first = self.run_dir.checkpoint_dir(soonest).name
+            folder = self.run_dir.checkpoints_dir
+            return watch.until(lambda: any(path.name >= first for path in partials(folder)))
+        if self.scenario.needs_checkpoints:
+            saved = self.run_dir.checkpoints_dir
+            return watch.until(lambda: watch.step >= (target.step or 0) and len(published(saved)) > 1)
+        if target.step is not None:
+            return watch.until(lambda: watch.step >= (target.step or 0))
+        wait_s = target.share * self.usual_s
+        return watch.until(lambda: time.monotonic() - watch.started_s.get(1, float("inf")) > wait_s)
+
+    def _interrupt_and_await(self) -> bool:
+        """Interrupt the run and wait for its restart; False if either did not happen."""
+        watch, before, began_s = self.watch, self.watch.attempt, time.monotonic()
+        self.result.step = watch.step or None
+        try:
+            if not self._interrupt():
+                self.result.missed = OVER
+                return False
+        except SlurmRefused as error:
+            self.result.refused = error.message
+            return False
+        has_steps = self.target.step is not None
+
+        def has_restarted() -> bool:
+            times = watch.first_step_s if has_steps else watch.started_s
+            return any(attempt > before for attempt in times)
+
+        if self.scenario.by_hand:
+            self._resume()
+        elif not watch.until(has_restarted):
+            if watch.is_stuck:
+                return False
+            end = watch.end()
+            if end.state == "finished":
+                self.result.missed = OVER if watch.attempt == before else NOTHING_LEFT
+                return False
+            self.result.no_restart = str(end.reason or "its supervisor died")
+            self._resume()
+        if not watch.until(has_restarted):
+            if watch.end().state == "finished":
+                self.result.missed = NOTHING_LEFT
+            return False
+        times = watch.first_step_s if has_steps else watch.started_s
+        self.result.restart_s = times[min(attempt for attempt in times if attempt > before)] - began_s
+        action = (read_end(self.run_dir.attempt(before)) or AttemptEnd()).action
+        self.result.restarted_by = self.result.restarted_by or action or "requeue by Slurm"
+        return True
+
+    def _interrupt(self) -> bool:
+        """Interrupt the run as the scenario says; False if nothing was left to interrupt."""
+        target, injector = self.target, self.injector
+        actions: dict[str, tuple[str, Callable[[], bool]]] = {
+            "signal": ("SIGUSR2", self._notify),
+            "rank": (f"SIGKILL of rank {target.rank}", lambda: injector.kill_rank(target.rank)),
+            "node": (f"SIGKILL of node {target.node_rank}", lambda: injector.kill_node(target.node_rank)),
+            "mid-save": ("SIGKILL of all ranks in a save", injector.kill_ranks),
+            "damaged-checkpoint": ("job killed, checkpoint damaged", self._kill_and_damage),
+            "requeue": ("scontrol requeue", self._requeue),
+        }
+        self.result.action, act = actions[self.scenario.name]
+        return act()
+
+    def _notify(self) -> bool:
+        entry = newest(self.run_dir)
+        return backend_of(entry).signal(self.run_dir, entry, signal.SIGUSR2) == "signalled"
+
+    def _requeue(self) -> bool:
+        requeue(newest(self.run_dir).job)
+        return True
+
+    def _kill_and_damage(self) -> bool:
+        if not kill_job(self.run_dir):
+            return False
+        self.result.damaged_step = flip_bytes(self.run_dir, self.target.rng).step
+        return True
+
+    def _resume(self) -> None:
+        """Resume the run as `trainkit resume` does."""
+        with run_lock(self.run_dir):
+            recover_job_id(self.run_dir)
+            require_not_running(self.run_dir, "resume")
+            start_again(self.run_dir, "resume")
+        self.watch.expect_life()
+        self.result.restarted_by = "resume"
+
+    def _save_was_cut_off(self) -> bool:
+        """Whether the interruption prevented the save in progress from being published."""
+        attempt = self.watch.attempt
+        events = list(read_events(self.run_dir, "training", "checkpoint_begin"))
+        resumed = [event for event in events if event.name == "training" and event.attempt == attempt]
+        begun = [event for event in events if event.name != "training" and (event.attempt or 0) < attempt]
+        return bool(resumed and begun) and (begun[-1].step or 0) > (resumed[-1].step or 0)

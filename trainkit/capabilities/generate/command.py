@@ -1,0 +1,76 @@
+"""`trainkit generate`: continue a prompt with the model of a run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+
+from trainkit.cli.ckpt import chosen_checkpoint, places_of
+from trainkit.cli.help import as_command, option
+from trainkit.cli.options import json_option, refuse_untrusted, run_argument, trust_option
+from trainkit.errors import EXIT_FAILED
+
+
+@as_command(
+    'trainkit generate last "import "',
+    'trainkit generate last "import " --temperature 0 --max-tokens 50',
+    'trainkit generate last "import " --step 100 --json',
+    context_settings={"show_default": True},
+)
+@run_argument
+@click.argument("prompt")
+@option("--step N", "The checkpoint of this step.", type=click.IntRange(min=0))
+@option("--max-tokens N", "Tokens after which to stop.", type=click.IntRange(1), default=200)
+@option(
+    "--temperature T",
+    "Randomness of the text; 0 always takes the most likely token.",
+    type=click.FloatRange(min=0.0),
+    default=0.8,
+)
+@option("--top-k K", "Only the K most likely tokens.", type=click.IntRange(min=1))
+@option(
+    "--top-p P",
+    "Only the most likely tokens, up to a total probability of P.",
+    type=click.FloatRange(min=0.0, max=1.0, min_open=True),
+)
+@option("--seed", "The same seed gives the same text.", type=int, default=0)
+@option("--tokenizer FILE", "The tokenizer.json of prepared data.")
+@option("--device", "Where the model runs.", type=click.Choice(["auto", "cpu", "cuda"]), default="auto")
+@option("--dtype", "Data type of the weights.", type=click.Choice(["fp32", "bf16", "fp16"]))
+@trust_option
+@json_option
+def command(
+    run_name: str,
+    prompt: str,
+    step: int | None,
+    tokenizer: str | None,
+    as_json: bool,
+    **options: object,
+) -> int:
+    """Continue PROMPT with the best checkpoint of RUN, else the newest, on one process.
+
+    The text appears as it is generated. PROMPT is read from stdin if it is -. It is encoded as the training
+    data, without special tokens. Weights are fp32 on a CPU, and of precision.dtype on a GPU.
+    """
+    from trainkit.job.processes import module_argv
+    from trainkit.run.own_folders import own_environ
+    from trainkit.run.registry import find_run
+
+    run = find_run(run_name)
+    refuse_untrusted(run.path)
+    checkpoint = chosen_checkpoint(run, step)
+    request = {
+        **places_of(run, checkpoint),
+        "prompt": sys.stdin.read() if prompt == "-" else prompt,
+        "tokenizer": None if tokenizer is None else str(Path(tokenizer).absolute()),
+        "as_json": as_json,
+        **options,
+    }
+    # Another process: only the trainer may import torch.
+    argv = module_argv("trainkit.capabilities.generate.worker")
+    code = subprocess.run(argv, input=json.dumps(request), text=True, env=own_environ()).returncode
+    return code if code >= 0 else EXIT_FAILED

@@ -1,0 +1,214 @@
+"""Continues a prompt with the model of a checkpoint, on one process: `trainkit generate`.
+
+``python -m trainkit.capabilities.generate.worker`` reads the options of the command as JSON from stdin, and
+writes the text to stdout as it is generated.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainkit.config import read_effective
+from trainkit.config.hf_model import CONFIG_NAME
+from trainkit.config.schema import RunConfig
+from trainkit.data.dataset_file import BYTES, identify, read_dataset_file
+from trainkit.data.sources import prepared_folder
+from trainkit.data.tokenize import Tokenizer
+from trainkit.errors import EXIT_INTERRUPTED, EXIT_OK, TrainkitError, UsageError, replace_unencodable
+from trainkit.formats import JsonObject
+from trainkit.plan.model_shape import resolve_model_shape
+from trainkit.run.rundir import RunDir
+from trainkit.trainer.checkpoint.storage import SafeReader
+from trainkit.trainer.export import (
+    GENERATION_NAME,
+    load_task_model,
+    load_tensors,
+    saved_tensors,
+    show_error,
+)
+from trainkit.trainer.models import load_architecture
+from trainkit.trainer.models.model import Model
+from trainkit.trainer.precision import DTYPES
+
+UNFINISHED = "\ufffd"
+"""What a tokenizer decodes the first bytes of a character to."""
+
+
+@torch.inference_mode()
+def generate(request: JsonObject) -> None:
+    """Print the prompt and its continuation, or one JSON object.
+
+    Raises UsageError if the run has no language model, its tokenizer is not known, or the prompt is too long.
+    """
+    config = read_effective(request["config_file"])
+    if config.has_user_task:
+        raise UsageError(
+            f"task is {config.task}: only language models of the task causal_lm continue a prompt",
+            hint="`trainkit ckpt export` writes the model for your own code",
+        )
+    tokenizer = Tokenizer(_tokenizer_name(config, request["tokenizer"]))
+    tokens = [int(token) for token in tokenizer.encode([request["prompt"].encode()])[0]]
+    tokens = tokens or [tokenizer.identity.eos_id]  # in training, a document begins after the end of another
+    start, limit = len(tokens), config.data.seq_len
+    if start >= limit:
+        raise UsageError(
+            f"the prompt has {start:,} tokens, but the model was trained with {limit:,} (data.seq_len)",
+            hint=f"shorten it to at most {limit - 1:,} tokens",
+        )
+    wanted, has_gpu = request["device"], torch.cuda.is_available()
+    if wanted == "cuda" and not has_gpu:
+        raise UsageError(
+            "--device cuda: this machine has no GPU that torch can use",
+            hint="--device cpu computes without one",
+        )
+    device = torch.device("cuda" if has_gpu and wanted != "cpu" else "cpu")
+    model = _load(config, request, device, tokenizer.identity.vocab_size)
+    next_logits = logits_of(model, device)
+    ends = {tokenizer.identity.eos_id, *_end_tokens(config)}
+    # On the CPU, so that a seed means the same on every device.
+    generator = torch.Generator().manual_seed(request["seed"])
+    sampling = {name: request[name] for name in ("temperature", "top_k", "top_p")}
+    show = (lambda piece: None) if request["as_json"] else _show
+    show(request["prompt"])
+    number = min(request["max_tokens"], limit - start)
+    stopped_by = "max_tokens" if number == request["max_tokens"] else "seq_len"
+    text = ""
+    for _ in range(number):
+        tokens.append(choose_token(next_logits(tokens), generator=generator, **sampling))
+        if tokens[-1] in ends:
+            stopped_by = "eos"
+            break
+        whole = tokenizer.decode(tokens[start:])
+        if not whole.endswith(UNFINISHED):
+            show(whole[len(text) :])
+            text = whole
+    num_tokens = len(tokens) - start
+    whole = tokenizer.decode(tokens[start : len(tokens) - (stopped_by == "eos")])
+    show(f"{whole[len(text) :]}\n")
+    if request["as_json"]:
+        value = {"prompt": request["prompt"], "text": whole, "num_tokens": num_tokens}
+        value |= {"stopped_by": stopped_by, "checkpoint": request["checkpoint"]}
+        print(json.dumps(value))
+    elif stopped_by == "seq_len":
+        print(f"stopped after {limit:,} tokens, the length of the training samples", file=sys.stderr)
+
+
+def _show(piece: str) -> None:
+    """Write a piece of text; to a terminal without the characters that control it."""
+    if sys.stdout.isatty():
+        piece = "".join(char if char.isprintable() or char in "\n\t" else UNFINISHED for char in piece)
+    sys.stdout.write(piece)
+    sys.stdout.flush()
+
+
+def _tokenizer_name(config: RunConfig, given: str | None) -> str:
+    """`bytes` or the path of the tokenizer.json that the run was trained with."""
+    name = given or config.data.tokenizer
+    folder = prepared_folder(config.data)
+    if folder is None:
+        return name
+    used = read_dataset_file(folder).tokenizer
+    if used.kind != BYTES and (name == BYTES or identify(name).sha256 != used.sha256):
+        raise UsageError(
+            f"{folder} was prepared with the tokenizer {used.name}, not with {name}",
+            hint="name that file with --tokenizer",
+        )
+    return BYTES if used.kind == BYTES else name
+
+
+def _end_tokens(config: RunConfig) -> list[int]:
+    """The tokens that end a text, according to the files of `model.hf`."""
+    if config.model.hf is None:
+        return []
+    files = [Path(config.model.hf, name) for name in (CONFIG_NAME, GENERATION_NAME)]
+    found = [json.loads(file.read_text("utf-8")).get("eos_token_id") for file in files if file.is_file()]
+    return [end for ends in found for end in (ends if isinstance(ends, list) else [ends])]
+
+
+def _load(config: RunConfig, request: JsonObject, device: torch.device, vocab_size: int) -> nn.Module:
+    """The model with the weights of a checkpoint."""
+    run, reader = RunDir(Path(request["run"])), SafeReader(request["checkpoint"])
+    dtype = DTYPES[request["dtype"] or (config.precision.dtype if device.type == "cuda" else "fp32")]
+    if config.uses_transformers:
+        return load_task_model(config, run, reader)[1].to(device=device, dtype=dtype)
+    saved = saved_tensors(reader, "model.")
+    if "embedding.weight" in saved:
+        vocab_size = saved["embedding.weight"].size[0]
+    settings = config.model.model_copy(update={"vocab_size": vocab_size})
+    with torch.device("meta"):
+        kind = load_architecture(config.model.architecture, run)
+        model = kind(resolve_model_shape(settings, 1), config.data.seq_len)
+    for param in model.parameters():
+        param.data = param.data.to(dtype)  # not the buffers: angles need float32
+    model.to_empty(device=device)
+    model.rebuild_buffers()
+    load_tensors(reader, {f"model.{name}": param.detach() for name, param in model.named_parameters()})
+    return model.eval()
+
+
+def logits_of(model: nn.Module, device: torch.device) -> Callable[[list[int]], Tensor]:
+    """From all tokens so far, asked once for each, the logits of the next one: float32 [vocab] on the CPU."""
+    cache: Any = None
+
+    def next_logits(tokens: list[int]) -> Tensor:
+        nonlocal cache
+        new = torch.tensor([tokens if cache is None else tokens[-1:]], device=device)
+        if isinstance(model, Model):  # nothing but dropout uses the keys of samples
+            found = model(new, torch.zeros(1, dtype=torch.int32, device=device))
+        else:
+            out = model(input_ids=new, past_key_values=cache, use_cache=True)
+            cache, found = out.past_key_values, out.logits
+        logits: Tensor = found[0, -1].float().cpu()
+        return logits
+
+    return next_logits
+
+
+def choose_token(
+    logits: Tensor,
+    *,
+    temperature: float,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    generator: torch.Generator | None = None,
+) -> int:
+    """A token by its logits, float32 [vocab]: the most likely one for temperature 0, else a sample.
+
+    Samples are among the `top_k` most likely tokens, and among the fewest of them whose probabilities add up
+    to at least `top_p` (nucleus sampling, arXiv 1904.09751).
+    """
+    if temperature == 0.0:
+        return int(logits.argmax())
+    ordered, tokens = torch.sort(logits / temperature, descending=True, stable=True)
+    probabilities = ordered[:top_k].softmax(0)
+    if top_p is not None:
+        before = probabilities.cumsum(0) - probabilities
+        probabilities = probabilities[before < top_p]
+    return int(tokens[torch.multinomial(probabilities, 1, generator=generator)])
+
+
+def main() -> int:
+    """Continue the prompt that the request on stdin names; returns the exit code."""
+    replace_unencodable()
+    request = json.load(sys.stdin)
+    try:
+        generate(request)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # the reader, as in `| head`, has what it wants
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (OSError, TrainkitError) as error:
+        return show_error(error, as_json=request["as_json"])
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

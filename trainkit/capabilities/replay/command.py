@@ -1,0 +1,330 @@
+"""`trainkit replay`: compute steps of a run again, and compare; `trainkit data show`: their samples."""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from trainkit.cli import options
+from trainkit.cli.help import as_command, complete_run, option, warn
+from trainkit.cli.output import json_text
+from trainkit.errors import EXIT_FAILED, EXIT_OK, UsageError
+from trainkit.formats import there_are
+
+if TYPE_CHECKING:
+    from trainkit.capabilities.replay.compare import ComparedStep, Comparison
+    from trainkit.capabilities.replay.replay import Flags, ReplayPlan
+    from trainkit.capabilities.replay.steps import StepSample
+    from trainkit.run.rundir import RunDir
+
+MAX_SAMPLES = 10
+"""Samples that are listed."""
+MAX_TEXT = 60
+"""Characters of a text that are shown in its line."""
+MAX_DOCUMENTS = 3
+SHAPE_KEYS = ("resources.nodes", "resources.gpus_per_node")
+
+
+@as_command(
+    "trainkit replay last --step 20",
+    "trainkit replay last --step 18..22 --layout single",
+    "trainkit replay last --step 20 --json",
+    "trainkit replay last --step 20 --submit --time 10 --follow",
+)
+@click.argument("run_name", metavar="[RUN]", required=False, shell_complete=complete_run)
+@option("--step N[..M]", "Step, or range of steps.", name="steps")
+@option(
+    "--layout LAYOUT",
+    "`same` as in the run, `single` for one process, or as in tp=2,dp_shard=2.",
+    default="same",
+    show_default=True,
+)
+@options.shape_options
+@option("--submit", "Compute in a job: on Slurm where there is one.")
+@options.job_options
+@option("--run-dir DIR", "Folder of the job, new or empty; default: runs/NAME-replay.")
+@option("--follow", "Wait for the job and compare; Ctrl-C detaches.")
+@option("--collect JOB", "Compare what a job computed, by its folder, name or job id; start nothing.")
+@option("--keep", "Without --submit: keep the folder of the replay, with its logs.")
+@options.trust_option
+@options.json_option
+def command(
+    run_name: str | None,
+    steps: str | None,
+    layout: str,
+    nodes: int | None,
+    gpus_per_node: int | None,
+    submit: bool,
+    run_dir: str | None,
+    follow: bool,
+    collect: str | None,
+    keep: bool,
+    as_json: bool,
+    **slurm: object,
+) -> int:
+    """Compute steps of RUN again, from the checkpoint before them, and compare.
+
+    If loss and gradient norm are equal to the last digit, a spike is due to the data or the optimisation: the
+    samples of the steps follow, the worst loss first, with source file and position. If not, the hardware or
+    a library computed something else: the rank and host follow, as far as the records of the ranks tell.
+
+    Computes on this machine, or with --submit in a job with a run folder of its own, which --follow or
+    --collect compares. Changes nothing in RUN. The exit code is 1 if a step differs.
+    """
+    flags = options.config_flags({"nodes": nodes, "gpus_per_node": gpus_per_node, **slurm})
+    from trainkit.run.registry import find_run
+
+    if collect is not None:
+        from trainkit.capabilities.replay.replay import replay_of
+
+        options.refuse_other_options("collect")
+        copy = find_run(collect)
+        return _report(replay_of(copy), copy, as_json)
+    if run_name is None or steps is None:
+        raise UsageError(
+            f"{'RUN' if run_name is None else '--step'} is missing",
+            hint="for example `trainkit replay last --step 3`",
+        )
+    _refuse_misfits(submit, keep, follow, run_dir, flags)
+
+    from trainkit.capabilities.replay.replay import plan_replay
+
+    first, last = _range(steps)
+    run = find_run(run_name)
+    options.refuse_untrusted(run.path)
+    what = plan_replay(run, first, last, layout, flags, submits=submit)
+    for text in what.warnings:
+        warn(text)
+    click.echo(what.cost, err=True)
+    if submit:
+        return _submit(what, options.named_folder(run_dir), follow, as_json)
+    return _run_here(what, keep, as_json)
+
+
+def _refuse_misfits(submit: bool, keep: bool, follow: bool, run_dir: str | None, flags: Flags) -> None:
+    """Raise UsageError for options without effect with, or without, --submit."""
+    of_job = [origin for key, (origin, _) in flags.items() if key not in SHAPE_KEYS]
+    of_job += ["--follow"] * follow + ["--run-dir"] * (run_dir is not None)
+    if of_job and not submit:
+        raise UsageError(f"{', '.join(of_job)} has no effect without --submit", hint="add --submit")
+    if keep and submit:
+        raise UsageError("--keep has no effect with --submit", hint="the folder of a job stays")
+
+
+def _run_here(what: ReplayPlan, keep: bool, as_json: bool) -> int:
+    """Compute on this machine in a throw-away folder, and compare."""
+    from trainkit.capabilities.replay.replay import run_replay
+    from trainkit.job.signals import exit_on_stop
+
+    with exit_on_stop():
+        folder = Path(tempfile.mkdtemp(prefix="trainkit-replay-"))
+        try:
+            return _report(what, run_replay(what, folder), as_json)
+        except OSError as error:
+            if not str(error.filename or "").startswith(str(folder)):
+                raise
+            hint = "free disk space, or name another folder with the variable TMPDIR"
+            raise UsageError(f"cannot write {folder}: {error.strerror or error}", hint) from error
+        finally:
+            if keep:
+                click.echo(f"kept {folder}", err=True)
+            else:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _submit(what: ReplayPlan, folder: Path | None, follow: bool, as_json: bool) -> int:
+    """Start a job; with --follow, wait for it and compare."""
+    from trainkit.capabilities.replay.replay import submit_replay
+    from trainkit.cli.logs import follow_detachable
+    from trainkit.cli.started import print_started
+
+    copy, entry = submit_replay(what, ["trainkit", *sys.argv[1:]], folder)
+    collect = f"`trainkit replay --collect {copy.word}` compares"
+    if not follow:
+        print_started(copy, copy.name, entry, what.plan.backend, as_json)
+        click.echo(f"{collect} when the job has ended", err=True)
+        return EXIT_OK
+    click.echo(f"{copy.shown}: job {entry.job_id}", err=True)
+    code = follow_detachable(copy, entry.attempt, to_stderr=True)
+    if code != EXIT_OK:
+        click.echo(f"{collect} later", err=True)
+        return code
+    return _report(what, copy, as_json)
+
+
+def _report(what: ReplayPlan, copy: RunDir, as_json: bool) -> int:
+    """Compare and print the result; returns the exit code."""
+    from trainkit.capabilities.replay.compare import DIFFERENT, compare, worst_samples
+    from trainkit.capabilities.replay.steps import find_step, step_samples
+
+    found = compare(what, copy)
+    if found.start_step != what.start_step:
+        click.echo(f"note: a checkpoint was damaged, so it began after step {found.start_step}", err=True)
+    samples = {}
+    if found.verdict != DIFFERENT and not what.at.is_stream:
+        samples = {step: step_samples(find_step(what.run, step)) for step in range(what.first, what.last + 1)}
+    worst = worst_samples(copy, samples)
+    if as_json:
+        judged = [  # what is not finite is null, as in metrics.jsonl
+            {"step": step, "loss": loss if math.isfinite(loss or 0.0) else None, **sample_fields(sample)}
+            for step, loss, sample in worst
+        ]
+        click.echo(json_text({**found.to_dict(), "samples": judged}))
+    else:
+        click.echo("\n".join(_lines(what, found, worst)))
+    return EXIT_FAILED if found.verdict == DIFFERENT else EXIT_OK
+
+
+def _range(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", text)
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 1 <= first <= last:
+        problem = f"--step {text} is neither a step nor a range of steps from 1 upwards"
+        raise UsageError(problem, hint="a step is a number such as 120, a range two, as in 118..121")
+    return first, last
+
+
+def _lines(
+    what: ReplayPlan, found: Comparison, worst: Sequence[tuple[int, float | None, StepSample]]
+) -> Iterator[str]:
+    yield from _verdict_lines(found)
+    bad = found.first_different
+    has_several = len({step.attempt for step in found.steps}) > 1
+    for step in found.steps:
+        if step.step >= what.first or step is bad:
+            yield _step_line(step, has_several)
+    if worst:
+        yield "samples:" if worst[0][1] is None else "samples, the worst loss first:"
+        for step_number, loss, sample in worst[:MAX_SAMPLES]:
+            shown = "" if loss is None else f" loss {loss:.4f}"
+            yield from sample_lines(sample, note=f"  step {step_number}{shown}")
+        if len(worst) > MAX_SAMPLES:
+            yield f"and {len(worst) - MAX_SAMPLES:,} more; `trainkit data show` lists them all"
+
+
+def _verdict_lines(found: Comparison) -> Iterator[str]:
+    from trainkit.capabilities.replay.compare import DIFFERENT, EQUAL
+
+    why = "; ".join(found.rounding)
+    bad = found.first_different
+    if found.verdict == EQUAL and found.is_exact:
+        yield "equal to the last digit: the data or the optimisation, not the hardware"
+    elif found.verdict == EQUAL:
+        yield f"equal within {found.tolerance:g}: a larger spike is due to the data or the optimisation"
+        yield f"a smaller error of the hardware would not show, as rounding differs: {why}"
+    elif bad is None:
+        yield "unknown: the run recorded none of these steps (see train.log_every)"
+    elif found.verdict != DIFFERENT:
+        yield f"unknown: different since step {bad.step}, but rounding may have grown to that"
+        yield f"`--layout same` on the same hardware compares to the last digit; here: {why}"
+    else:
+        more = "" if bad.is_exact else f" by more than {found.tolerance:g}, at once"
+        yield f"different since step {bad.step}{more}: the hardware or a library, not the data"
+        if not bad.is_exact:
+            yield f"not compared to the last digit: {why}"
+        culprit = found.culprit
+        if culprit is not None and culprit.ranks:
+            ranks = "rank" + "s" * (len(culprit.ranks) > 1) + " " + ", ".join(map(str, culprit.ranks))
+            yield (
+                f"{ranks} on {', '.join(culprit.hosts)} computed another value in attempt {bad.attempt}: "
+                f"{culprit.what}"
+            )
+        elif culprit is not None:
+            hosts = f"one of {', '.join(culprit.hosts)}" if culprit.hosts else "one of its hosts"
+            yield f"which rank is not known, {hosts}: {culprit.what}"
+
+
+def _step_line(step: ComparedStep, has_several: bool) -> str:
+    name = f"  step {step.step}"
+    if step.recorded is None:
+        return f"{name}  not recorded; replayed {_shown(step.replayed)}"
+    if has_several:
+        name += f" of attempt {step.attempt}"
+    if step.difference == 0.0:
+        return f"{name}  {_shown(step.recorded)}"
+    return f"{name}  recorded {_shown(step.recorded)}; replayed {_shown(step.replayed)}"
+
+
+def _shown(values: dict[str, float | None]) -> str:
+    return " ".join(f"{name}={'not finite' if value is None else value}" for name, value in values.items())
+
+
+@as_command(
+    "trainkit data show last --step 3",
+    "trainkit data show last --step 3 --rank 0 --json",
+    short_help="Show the samples of a step of a run.",
+)
+@options.run_argument
+@option("--step N", "Step of the run.", type=click.IntRange(min=1), required=True)
+@option("--rank R", "Only the samples that this rank reads.", type=click.IntRange(min=0))
+@options.trust_option
+@options.json_option
+def show(run_name: str, step: int, rank: int | None, as_json: bool) -> int:
+    """Show the samples of a step of RUN, in the order of the global batch, without computing it.
+
+    Each with its index in the dataset, the rank and microbatch that read it, the source file and position of
+    its documents, and the beginning of its text. Any step can be shown, also one that is still to come.
+    """
+    from trainkit.capabilities.replay.steps import find_step, step_samples
+    from trainkit.run.registry import find_run
+
+    run = find_run(run_name)
+    options.refuse_untrusted(run.path)
+    at = find_step(run, step)
+    num_ranks = at.plan.world_size
+    if rank is not None and rank >= num_ranks:
+        message = f"attempt {at.attempt.number} has no rank {rank}"
+        raise UsageError(message, hint=there_are(range(num_ranks)))
+    samples = [sample for sample in step_samples(at) if rank is None or rank in sample.ranks]
+    if as_json:
+        value = {
+            "step": step,
+            "attempt": at.attempt.number,
+            "samples": [sample_fields(sample) for sample in samples],
+        }
+        click.echo(json_text(value))
+        return EXIT_OK
+    click.echo(
+        f"step {step} of attempt {at.attempt.number}: samples {at.start:,} to {at.stop - 1:,} of the run",
+        err=True,
+    )
+    for sample in samples:
+        click.echo("\n".join(sample_lines(sample)))
+    return EXIT_OK
+
+
+def sample_fields(sample: StepSample) -> dict[str, Any]:
+    """A sample as JSON, with texts of bounded length."""
+    fields = asdict(sample)
+    for document in fields["documents"]:
+        document["text"] = document["text"][:1000]
+    return fields
+
+
+def sample_lines(sample: StepSample, note: str = "") -> Iterator[str]:
+    """A sample as text: one line for it, and one for each of its first documents."""
+    ranks = (
+        f"rank {sample.ranks[0]}" if len(sample.ranks) == 1 else f"ranks {sample.ranks[0]}-{sample.ranks[-1]}"
+    )
+    text = f"  {one_line(sample.text)}" if sample.text else ""
+    yield f"sample {sample.index}  {ranks} microbatch {sample.microbatch}{note}{text}"
+    for document in sample.documents[:MAX_DOCUMENTS]:
+        inside = f" (token {document.skipped_tokens:,})" if document.skipped_tokens else ""
+        yield f"  {document.where}{inside}: {document.num_tokens:,} tokens  {one_line(document.text)}"
+    if len(sample.documents) > MAX_DOCUMENTS:
+        yield f"  and {len(sample.documents) - MAX_DOCUMENTS:,} more documents"
+
+
+def one_line(text: str) -> str:
+    """The beginning of a text on one line, with control characters escaped."""
+    cut = repr(text[:MAX_TEXT])[1:-1]
+    return f"{cut}…" if len(text) > MAX_TEXT else cut

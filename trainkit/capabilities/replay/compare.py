@@ -1,0 +1,239 @@
+"""Compares a replay with what the run recorded, and says what differs and on which rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+
+from trainkit.capabilities.replay import SAMPLES_FILE
+from trainkit.capabilities.replay.replay import ReplayPlan, changed_values
+from trainkit.capabilities.replay.steps import Start, StepSample, attempt_starts, refuse_other_data
+from trainkit.config import read_effective
+from trainkit.formats import JsonObject
+from trainkit.plan.launch import LaunchPlan
+from trainkit.plan.layout_rules import DEGREES, layout_name
+from trainkit.run.events import read_steps, training_curve
+from trainkit.run.files import read_jsonl, read_jsonl_reversed
+from trainkit.run.rundir import AttemptDir, RunDir
+
+EQUAL, DIFFERENT, UNKNOWN = "equal", "different", "unknown"
+TOLERANCE = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 5e-2}
+"""Relative difference of loss and gradient norm that rounding may cause, by `precision.dtype`."""
+JUMP = 30.0
+"""Rounding grows from step to step; a difference of this many times all earlier ones has another cause."""
+MAX_UNSEEN = 10
+"""Steps in which rounding does not grow to the tolerance."""
+VALUES = ("loss", "grad_norm")
+FACTS = ("trainkit", "torch", "processor", "threads", "cudnn", "nccl", "triton", "driver")
+"""What the bits of a result depend on, as attempts record it."""
+
+
+@dataclass(frozen=True)
+class ComparedStep:
+    """A step as an attempt recorded it and as the replay computed it; a value that is not finite is None."""
+
+    step: int
+    attempt: int | None
+    """The attempt that recorded it; None if none did."""
+    recorded: dict[str, float | None] | None
+    replayed: dict[str, float | None]
+    difference: float | None
+    """The largest relative difference of the values; None if the step was not recorded."""
+    is_exact: bool
+    """Whether they have to be equal to the last digit: nothing differs that changes rounding."""
+    is_equal: bool | None
+    """To the last digit, or within rounding if not `is_exact`; None if the step was not recorded."""
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """Where a step became different, as far as the records of the ranks tell."""
+
+    ranks: tuple[int, ...]
+    """Empty if they do not tell."""
+    hosts: tuple[str, ...]
+    """Of these ranks; without any, all hosts that may be it."""
+    what: str
+    """What differs, as a sentence."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The result of a replay."""
+
+    verdict: str
+    """``equal``, ``different`` or ``unknown``."""
+    is_exact: bool
+    """Whether all values are equal to the last digit, or have to be."""
+    tolerance: float
+    """Relative difference that counts as equal for steps that are not exact."""
+    rounding: tuple[str, ...]
+    """What differs from the run and changes rounding, such as the layout, one phrase each."""
+    start_step: int
+    steps: tuple[ComparedStep, ...]
+    """In order; a step that several attempts recorded appears once for each."""
+    culprit: Culprit | None
+
+    def to_dict(self) -> dict[str, object]:
+        """The comparison as JSON; an infinite difference is null."""
+        fields = asdict(self)
+        for step in fields["steps"]:
+            if step["difference"] == math.inf:
+                step["difference"] = None
+        return fields
+
+    @property
+    def first_different(self) -> ComparedStep | None:
+        return next((step for step in self.steps if step.is_equal is False), None)
+
+
+def compare(what: ReplayPlan, copy: RunDir) -> Comparison:
+    """Compare all steps since the checkpoint; a difference before the requested steps explains theirs.
+
+    Raises UsageError if the data is no longer that of the run.
+    """
+    starts = attempt_starts(copy)
+    start = starts[max(starts)]
+    start_step = min(began.step for began in starts.values())
+    recorded = _recorded(what, start_step + 1)
+    attempts = sorted({number for by_attempt in recorded.values() for number in by_attempt})
+    reasons: dict[int, list[str]] = {}
+    for number in attempts:
+        before = attempt_starts(what.run).get(number, Start())
+        refuse_other_data(number, before.data, start.data)
+        reasons[number] = list(_rounding(what, number, before, start))
+    # A later attempt began with what the earlier ones had rounded.
+    inexact = next((number for number in attempts if reasons[number]), math.inf)
+    tolerance = TOLERANCE[what.config.precision.dtype]
+    steps = []
+    for record in training_curve(copy):
+        step, now = record.step, {name: record.number(name) for name in VALUES}
+        if not recorded.get(step):
+            steps.append(ComparedStep(step, None, None, now, None, True, None))
+        for attempt, was in sorted(recorded.get(step, {}).items()):
+            difference = max(_difference(was[name], now[name]) for name in VALUES)
+            is_exact = attempt < inexact
+            is_equal = difference <= (0.0 if is_exact else tolerance)
+            steps.append(ComparedStep(step, attempt, was, now, difference, is_exact, is_equal))
+    verdict = _verdict(steps, what.first)
+    is_exact = all(step.is_exact or step.difference == 0.0 for step in steps)
+    rounding = tuple(dict.fromkeys(text for number in attempts for text in reasons[number]))
+    found = Comparison(verdict, is_exact, tolerance, rounding, start_step, tuple(steps), None)
+    bad = found.first_different
+    if verdict != DIFFERENT or bad is None or bad.attempt is None:
+        return found
+    return replace(found, culprit=_culprit(copy, found, bad, what.run.attempt(bad.attempt)))
+
+
+def _verdict(steps: Sequence[ComparedStep], first: int) -> str:
+    bad = next((index for index, step in enumerate(steps) if step.is_equal is False), None)
+    if bad is None:
+        return EQUAL if any(step.is_equal for step in steps if step.step >= first) else UNKNOWN
+    before = [step.difference for step in steps[:bad] if step.difference is not None]
+    limit = JUMP * max(before) if before else (0.0 if bad < MAX_UNSEEN else math.inf)
+    has_jumped = (steps[bad].difference or 0.0) > limit
+    return DIFFERENT if steps[bad].is_exact or has_jumped else UNKNOWN
+
+
+def _recorded(what: ReplayPlan, first: int) -> dict[int, dict[int, dict[str, float | None]]]:
+    """Step -> attempt -> values of the records since `first`, without those of attempts with other values."""
+    found: dict[int, dict[int, dict[str, float | None]]] = {}
+    comparable: dict[int, bool] = {}
+    for record in read_steps(what.run):
+        attempt = record.attempt
+        if attempt is None or not first <= record.step <= what.last:
+            continue
+        if attempt not in comparable:
+            comparable[attempt] = not changed_values(what.run.attempt(attempt), what.at.attempt)
+        if comparable[attempt]:
+            found.setdefault(record.step, {})[attempt] = {name: record.number(name) for name in VALUES}
+    return found
+
+
+def _rounding(what: ReplayPlan, attempt: int, before: Start, start: Start) -> Iterator[str]:
+    """What differs from an attempt and changes the rounding."""
+    plan, now = LaunchPlan.read(what.run.attempt(attempt).plan_file), what.plan
+    if plan.layout != now.layout:
+        yield f"layout {layout_name(now.layout, {})} instead of {layout_name(plan.layout, {})}"
+    elif now.batch.device_batch_size != plan.batch.device_batch_size:
+        yield f"device_batch_size {now.batch.device_batch_size} instead of {plan.batch.device_batch_size}"
+    config = read_effective(what.run.attempt(attempt).config_file)
+    for key, value in what.config.parallel.model_dump().items():
+        was = getattr(config.parallel, key)
+        if key not in (*DEGREES, "pp_microbatches") and was != value:
+            yield f"parallel.{key} {value} instead of {was}"
+    if plan.device == "cuda" and not config.train.deterministic:
+        yield "without train.deterministic, sums on GPUs have no fixed order"
+    for name in FACTS:
+        was, is_now = getattr(before, name), getattr(start, name)
+        if was is not None and is_now is not None and was != is_now:
+            yield f"{name} {is_now} instead of {was}"
+
+
+def _difference(recorded: float | None, replayed: float | None) -> float:
+    """The difference relative to the smaller value; infinite if only one of them is finite."""
+    if recorded == replayed:
+        return 0.0
+    if recorded is None or replayed is None or not recorded or not replayed:
+        return math.inf
+    return abs(recorded - replayed) / min(abs(recorded), abs(replayed))
+
+
+def _culprit(copy: RunDir, found: Comparison, bad: ComparedStep, attempt: AttemptDir) -> Culprit:
+    """Which rank computed something else first, by what each recorded before and after the reduction."""
+    num_ranks = LaunchPlan.read(attempt.plan_file).world_size
+    ranks = range(num_ranks)
+    was = [rank_record(attempt, rank, bad.step) for rank in ranks]
+    hosts = tuple(str(record.get("host", "")) for record in was)
+    all_hosts = tuple(sorted({host for host in hosts if host}))
+    if not bad.is_exact:
+        return Culprit((), all_hosts, "without equality to the last digit, the ranks cannot be compared")
+    if not all(was):
+        return Culprit((), all_hosts, f"the ranks have no records of step {bad.step}")
+    # By the newest attempt of the replay that has it: a preempted job begins again.
+    newest = [copy.attempt(number) for number in reversed(copy.attempt_numbers())]
+    now = [next(filter(None, (rank_record(one, rank, bad.step) for one in newest)), {}) for rank in ranks]
+    before = [s.step for s in found.steps if s.step < bad.step and s.is_equal and s.attempt == bad.attempt]
+    last_equal = max([found.start_step, *before])
+
+    def other(name: str) -> list[int]:
+        return [rank for rank in ranks if was[rank].get(name) != now[rank].get(name)]
+
+    if bad.step - last_equal > 1 and len(other("loss_sum")) == num_ranks:
+        between = f"between the steps {last_equal} and {bad.step}, which were not recorded"
+        return Culprit((), all_hosts, f"the weights had changed already {between}; see train.log_every")
+    for name, label in (
+        ("loss_sum", "its loss: the forward pass"),
+        ("local_gradient", "its gradient before the reduction: the backward pass"),
+        ("square_sum", "its part of the gradient after the reduction"),
+    ):
+        differing = other(name)
+        if not differing:
+            continue
+        if len(differing) < num_ranks or num_ranks == 1:
+            return Culprit(tuple(differing), tuple(dict.fromkeys(hosts[rank] for rank in differing)), label)
+        return Culprit((), all_hosts, f"of all ranks {label}")
+    return Culprit((), all_hosts, "only the sum over the ranks")
+
+
+def rank_record(attempt: AttemptDir, rank: int, step: int) -> JsonObject:
+    """What a rank recorded of a step; empty if it did not, or if the record is gone."""
+    records = read_jsonl_reversed(attempt.rank_record(rank))
+    return next((record for record in records if record.get("step") == step), {})
+
+
+def worst_samples(
+    copy: RunDir, samples: Mapping[int, Sequence[StepSample]]
+) -> list[tuple[int, float | None, StepSample]]:
+    """(step, loss, sample) of the samples of some steps, the worst loss first.
+
+    A loss is the mean over the tokens, infinite if it is not finite; None for a user's task.
+    """
+    losses = {record["step"]: record["losses"] for record in read_jsonl(copy.path / SAMPLES_FILE)}
+    found = [
+        (step, None if loss is None else float(loss), sample)
+        for step, own in samples.items()
+        for loss, sample in zip(losses.get(step, [None] * len(own)), own, strict=True)
+    ]
+    return sorted(found, key=lambda item: item[1] or 0.0, reverse=True)

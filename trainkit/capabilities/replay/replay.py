@@ -1,0 +1,404 @@
+"""A replay: which steps are computed again, from which checkpoint, where and with which layout; and its run.
+
+It runs as ranks of this machine in a throw-away folder, or in a job of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+from trainkit.capabilities.replay.steps import RunStep, attempt_starts, find_step
+from trainkit.cluster.machine import Machine, detect_machine
+from trainkit.cluster.target import LOCAL
+from trainkit.config import dump_effective, load_config, read_effective
+from trainkit.config.schema import RunConfig
+from trainkit.control.changed_config import changes
+from trainkit.control.fork import copy_checkpoint
+from trainkit.errors import TrainkitError, UsageError
+from trainkit.formats import duration, plural
+from trainkit.job.failure.records import first_rank_failure, record_silent_death
+from trainkit.job.node.rendezvous import choose_port
+from trainkit.job.node.worker_env import worker_argv, worker_environ
+from trainkit.job.processes import exit_code, first_failed, kill_group, start_child
+from trainkit.job.rank_env import RankEnv
+from trainkit.job.signals import NOTICE_SIGNALS
+from trainkit.launch.create import new_folder, start_run
+from trainkit.launch.plan_run import gather, plan_run
+from trainkit.launch.repeat import REPLAY_FILE, submission_folder
+from trainkit.launch.secrets import without_secrets
+from trainkit.launch.snapshot import collect_provenance
+from trainkit.plan.launch import LaunchPlan
+from trainkit.plan.layout_rules import DEGREES, parse_layout
+from trainkit.run.end import RankFailure
+from trainkit.run.events import training_curve
+from trainkit.run.files import parse_time, read_json, write_atomic, write_json
+from trainkit.run.manifest import find_damage, published
+from trainkit.run.record import AttemptRecord, create_job, read_job
+from trainkit.run.rundir import AttemptDir, RunDir
+
+SAME, SINGLE = "same", "single"
+ORIGIN = "trainkit replay"
+Flags = Mapping[str, tuple[str, object]]
+"""Dotted key of the config -> (the flag as typed, its value)."""
+WITHOUT_EXTRAS: Mapping[str, object] = {
+    "train.log_every": 1,
+    "train.eval_every": None,
+    "train.eval_at_start": False,
+    "train.stop_at_step": None,
+    "checkpoint.every_steps": None,
+    "checkpoint.every_minutes": None,
+    "checkpoint.best_metric": None,
+    "checkpoint.async": False,
+    "logging.tensorboard": False,
+    "logging.mlflow": None,
+    "logging.wandb": None,
+    "profiler.start_step": None,
+    "resources.spare_nodes": 0,
+    "resources.slice": None,
+    "requeue.on": [],
+    "requeue.follow_ups": 0,
+}
+"""A replay does nothing that does not change its steps; it logs every one."""
+IRRELEVANT = (
+    *("name:", "resources.", "launch.", "requeue.", "logging.", "checkpoint.", "profiler.", "parallel."),
+    *("train.log_every", "train.eval_", "train.stop_at_step", "train.device_batch_size"),
+    *("train.global_batch_size", "optimizer.lr", "data.cache_dir", "data.num_workers", "device"),
+)
+"""Keys that do not change what a step computes, except for rounding, or whose effect the plan has."""
+
+
+@dataclass(frozen=True)
+class ReplayPlan:
+    """What a replay computes, and how."""
+
+    run: RunDir
+    first: int
+    last: int
+    start_step: int
+    """Step of the checkpoint that it begins with; 0 for the initial weights."""
+    at: RunStep
+    """The last step, as the run computed it."""
+    config: RunConfig
+    plan: LaunchPlan
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Reasons to doubt the result, one sentence each."""
+        started = parse_time(self.at.began.time)
+        if started is None or read_job(self.run).code:
+            return ()  # a copy of the code does not change
+        named = (self.at.config.task, self.at.config.model.architecture)
+        with submission_folder(self.run, False):
+            files = [Path(name.rpartition(":")[0]).absolute() for name in named if ".py:" in name]
+        return tuple(
+            f"{file} was changed after attempt {self.at.attempt.number} began, and the run has no copy of "
+            "it: a difference may be due to that"
+            for file in files
+            if file.is_file() and file.stat().st_mtime > started.timestamp()
+        )
+
+    @property
+    def cost(self) -> str:
+        """What has to be computed, and how long the run took for it, as a sentence."""
+        count = self.last - self.start_step
+        origin = f"checkpoint step-{self.start_step:08d}" if self.start_step else "the initial weights"
+        ranks = plural(self.plan.world_size, f"{self.plan.device} rank")
+        text = f"computing {plural(count, 'step')} from {origin} on {ranks}"
+        times = [
+            step_s
+            for record in training_curve(self.run)
+            if self.start_step < record.step <= self.last and (step_s := record.number("step_s")) is not None
+        ]
+        if not times:
+            return text
+        return f"{text}; the run took {duration(count * median(times))} for that"
+
+
+def plan_replay(
+    run: RunDir, first: int, last: int, layout: str, flags: Flags, *, submits: bool = False
+) -> ReplayPlan:
+    """Plan to compute the steps `first` to `last` with a layout: ``same``, ``single`` or ``tp=2,dp_shard=2``.
+
+    `flags` change the number of nodes and GPUs and, with `submits`, the request to Slurm. Raises UsageError
+    if the run cannot be replayed, or not with that layout or on this machine.
+    """
+    at = find_step(run, last)
+    _refuse_later(run, at)
+    start_step = _start_step(run, first)
+    _refuse_changes(run, at, start_step)
+    if layout == SAME and not flags and not submits:  # for ranks on this machine, whatever started it
+        values = _flags({**WITHOUT_EXTRAS, "device": at.plan.device})
+        config = load_config(at.attempt.config_file, flags=values, layers=False).config
+        plan = replace(at.plan, slurm=None)
+    else:
+        config, plan = _planned(at, layout, flags, submits)
+    if at.began.threads is not None and plan.layout == at.plan.layout:
+        # On CPUs, another number rounds differently.
+        plan = replace(plan, threads_per_worker=at.began.threads)
+    parts = {name: part for name, part in plan.parts.items() if name != "trackers"}
+    plan = replace(plan, replay=(first, last), requeue=replace(plan.requeue, on=()), parts=parts)
+    if plan.slurm is None:
+        plan = replace(
+            plan,
+            backend="local",
+            num_nodes=1,
+            workers_per_node=plan.world_size,
+            node_sizes=None,
+            per="node",
+        )
+        _refuse_too_large(run, plan, detect_machine(), last)
+    return ReplayPlan(run, first, last, start_step, at, config, plan)
+
+
+def _refuse_later(run: RunDir, at: RunStep) -> None:
+    """Raise UsageError if the run has not come to the step, as far as its records tell."""
+    newest = max((record.step for record in training_curve(run)), default=0)
+    if at.step > newest + at.config.train.log_every:
+        raise UsageError(
+            f"{run.shown} has not computed step {at.step}: its last record is of step {newest}",
+            hint="`trainkit data show` shows the samples of any step",
+        )
+
+
+def _start_step(run: RunDir, first: int) -> int:
+    """The step of the newest intact checkpoint before `first`; 0 for the initial weights."""
+    intact = [
+        checkpoint.step
+        for checkpoint in published(run.checkpoints_dir)
+        if checkpoint.step < first and not find_damage(checkpoint, reads_tensors=False)
+    ]
+    begin = min(start.step for start in attempt_starts(run).values())
+    if not intact and begin > 0:
+        raise UsageError(
+            f"{run.shown} has no checkpoint before step {first}, and it began with step {begin + 1}",
+            hint="its first checkpoint was copied from another run: replay that one",
+        )
+    return max(intact, default=0)
+
+
+def _refuse_changes(run: RunDir, at: RunStep, start_step: int) -> None:
+    """Raise UsageError if the steps since the checkpoint were not all computed with the same values."""
+    begins = {start_step, *(start.step for start in attempt_starts(run).values())}
+    for step in sorted(begin + 1 for begin in begins if start_step <= begin < at.step):
+        attempt = find_step(run, step).attempt
+        found = changed_values(attempt, at.attempt)
+        if found:
+            origin = f"checkpoint step-{start_step:08d}" if start_step else "the initial weights"
+            raise UsageError(
+                f"step {at.step} would be computed from {origin}, but step {step}, of attempt "
+                f"{attempt.number}, had other values than attempt {at.attempt.number}: {'; '.join(found)}",
+                hint="only steps that lie between two checkpoints without such a change can be replayed",
+            )
+
+
+def changed_values(before: AttemptDir, after: AttemptDir) -> list[str]:
+    """The values that change what a step computes and differ between two attempts, as lines to show."""
+    if before.number == after.number:
+        return []
+    lines = changes(read_effective(before.config_file), read_effective(after.config_file))
+    found = [line for line in lines if not line.startswith(IRRELEVANT)]
+    was, now = LaunchPlan.read(before.plan_file), LaunchPlan.read(after.plan_file)
+    if was.batch.global_batch_size != now.batch.global_batch_size:
+        found.append(f"global batch size: {was.batch.global_batch_size} -> {now.batch.global_batch_size}")
+    if was.lr != now.lr:
+        found.append(f"peak learning rate: {was.lr:g} -> {now.lr:g}")
+    return found
+
+
+def _flags(values: Mapping[str, object], origin: str = ORIGIN) -> dict[str, tuple[str, object]]:
+    return {key: (origin, value) for key, value in values.items()}
+
+
+def _planned(at: RunStep, layout: str, flags: Flags, submits: bool) -> tuple[RunConfig, LaunchPlan]:
+    """The config and plan for another layout or for a job."""
+    backend = at.config.launch.backend
+    values = {
+        **WITHOUT_EXTRAS,
+        **_layout_values(at.plan, layout),
+        "device": at.plan.device,
+        "train.global_batch_size": at.plan.batch.global_batch_size,
+        "launch.backend": "auto" if backend == "local" else backend,
+    }
+    all_flags = {**_flags(values, f"--layout {layout}"), **flags}
+    if layout == SAME:
+        _refuse_other_size(at, all_flags)
+    loaded = load_config(at.attempt.config_file, flags=all_flags, layers=False)
+    adjustable = {"train.device_batch_size", "parallel.pp_microbatches"} - values.keys()
+    loaded = loaded.adjusting(*adjustable, origin=loaded.origins["name"].rpartition(":")[0])
+    with submission_folder(at.attempt.run, False) as code_dir:
+        facts = gather(loaded, target=None if submits else LOCAL, resumes=True)
+        plan = plan_run(loaded, facts, code_dir=code_dir)
+    return loaded.config, replace(plan, lr=at.plan.lr)
+
+
+def _layout_values(plan: LaunchPlan, layout: str) -> dict[str, int | None]:
+    """The config values of a layout, for the nodes of the run's plan unless it is ``single``."""
+    values: dict[str, int | None] = {
+        "resources.nodes": plan.num_nodes,
+        "resources.gpus_per_node": plan.workers_per_node,
+    }
+    if layout == SINGLE:
+        values = {"resources.nodes": 1, "resources.gpus_per_node": 1}
+        degrees = dict.fromkeys(DEGREES, 1)
+    elif layout == SAME:
+        degrees = {name: getattr(plan.layout, name) for name in DEGREES}
+        values["train.device_batch_size"] = plan.batch.device_batch_size
+        if plan.batch.pp_microbatches is not None:
+            values["parallel.pp_microbatches"] = plan.batch.pp_microbatches
+    else:
+        degrees = parse_layout(layout)
+    return values | {f"parallel.{name}": value for name, value in degrees.items()}
+
+
+def _refuse_other_size(at: RunStep, flags: Flags) -> None:
+    """Raise UsageError if the nodes and GPUs do not have as many ranks as the run."""
+    nodes, per_node = (int(str(flags[key][1])) for key in ("resources.nodes", "resources.gpus_per_node"))
+    if nodes * per_node != at.plan.world_size:
+        raise UsageError(
+            f"{nodes} node{'s' * (nodes > 1)} with {per_node} rank{'s' * (per_node > 1)} each do not have "
+            f"the {plural(at.plan.world_size, 'rank')} of the run",
+            hint="change --nodes and --gpus-per-node, or name another --layout, such as dp_shard=4",
+        )
+
+
+def _refuse_too_large(run: RunDir, plan: LaunchPlan, machine: Machine, step: int) -> None:
+    have, what = (machine.num_gpus, "GPUs") if plan.device == "cuda" else (machine.num_cpus, "CPU cores")
+    if plan.world_size <= have:
+        return
+    raise UsageError(
+        f"the {plan.world_size} {plan.device} ranks of the replay do not fit: this machine has {have} {what}",
+        hint=f"`trainkit replay {run.word} --step {step} --submit` computes them in a job; "
+        "`--layout single` needs one rank and compares within rounding",
+    )
+
+
+def run_replay(what: ReplayPlan, folder: Path) -> RunDir:
+    """Compute the steps in an empty folder; returns it as a run, with the metrics of every step.
+
+    Writes nothing to the replayed run. Raises TrainkitError with the error of the first rank that fails.
+    """
+    copy = RunDir(folder)
+    copy.checkpoints_dir.mkdir()
+    for checkpoint in published(what.run.checkpoints_dir):
+        if checkpoint.step < what.first:
+            # All of them: the trainer goes back to an earlier one if the newest is damaged.
+            _link_checkpoint(checkpoint.path, copy.checkpoint_dir(checkpoint.step))
+    if what.run.job_file.is_file():
+        write_json(copy.job_file, read_json(what.run.job_file))  # says where the code snapshot is
+    attempt = copy.attempt(1)
+    attempt.create()
+    for file in (attempt.config_file, copy.config_file):
+        write_atomic(file, dump_effective(what.config))
+    write_atomic(attempt.plan_file, what.plan.to_text())
+    with submission_folder(what.run, False):
+        _run_ranks(what.plan, attempt)
+    return copy
+
+
+def _link_checkpoint(source: Path, target: Path) -> None:
+    """Hard-link the files of a checkpoint, which the run may remove; on another disk, link its folder."""
+    try:
+        shutil.copytree(source, target, copy_function=os.link)
+    except OSError:
+        shutil.rmtree(target, ignore_errors=True)
+        target.symlink_to(source)
+
+
+def submit_replay(what: ReplayPlan, argv: Sequence[str], folder: Path | None) -> tuple[RunDir, AttemptRecord]:
+    """Start a job that computes the steps in a run folder of its own; returns it and its job.json entry.
+
+    The folder is `folder`, new or empty, or ``runs/NAME-replay``. The job runs the code of the replayed run.
+    """
+    job = read_job(what.run)
+    name = f"{what.config.name}-replay"
+    folder = None if folder is None else folder.absolute()
+    with submission_folder(what.run, False):
+        with new_folder(name, folder) as (path, name):
+            copy = RunDir(path.absolute())
+            copy.checkpoints_dir.mkdir(mode=0o700)
+            if what.start_step:
+                # Hard links, where possible: the run may remove its checkpoint before the job starts.
+                copy_checkpoint(what.run.checkpoint_dir(what.start_step), copy)
+            given = without_secrets(argv, what.config.launch.secrets)
+            write_json(copy.provenance_file, {**collect_provenance(Path.cwd()), "argv": given})
+            record = {"run": str(what.run.path), "first": what.first, "last": what.last}
+            write_json(copy.path / REPLAY_FILE, record)
+            cwd = str(Path.cwd())
+            create_job(copy, backend=what.plan.backend, name=name, cwd=cwd, code=job.code)
+        config = what.config.model_copy(update={"name": name})
+        return copy, start_run(copy, config, what.plan, "submit")
+
+
+def replay_of(copy: RunDir) -> ReplayPlan:
+    """What the job in a folder replays, as `submit_replay` planned it.
+
+    Raises UsageError if it is not the folder of a replay or the replayed run is gone.
+    """
+    try:
+        record = read_json(copy.path / REPLAY_FILE)
+    except FileNotFoundError:
+        raise UsageError(
+            f"{copy.shown} is not the folder of a replay",
+            hint="`trainkit replay RUN --step N --submit` makes one",
+        ) from None
+    run = RunDir(record["run"])
+    if not run.exists():
+        raise UsageError(f"the replayed run {run.shown} is gone", hint="`--collect` compares with its files")
+    attempt = copy.attempt(copy.attempt_numbers()[-1])
+    plan, config = LaunchPlan.read(attempt.plan_file), read_effective(attempt.config_file)
+    start = max((checkpoint.step for checkpoint in published(copy.checkpoints_dir)), default=0)
+    first, last = record["first"], record["last"]
+    done = max((record.step for record in training_curve(copy)), default=start)
+    if done < last:
+        raise TrainkitError(
+            f"{copy.shown} has computed steps {start + 1} to {done} of {last}"
+            if done > start
+            else f"{copy.shown} has not computed a step yet",
+            hint=f"`trainkit status {copy.word}` says what it does",
+        )
+    return ReplayPlan(run, first, last, start, find_step(run, last), config, plan)
+
+
+def _run_ranks(plan: LaunchPlan, attempt: AttemptDir) -> None:
+    port, size = choose_port(), plan.world_size
+    code = read_job(attempt.run).code
+    procs: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(size):
+            env = RankEnv(rank, rank, size, size, 0, 1, "127.0.0.1", port, source="replay")
+            environ = worker_environ(
+                plan,
+                env,
+                attempt,
+                inherited=os.environ,
+                defaults={"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"},
+                code=code,
+            )
+            argv = worker_argv(plan, env, attempt.run)
+            # Python drops an exception that a signal handler raises inside a fork.
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*NOTICE_SIGNALS, signal.SIGHUP})
+            try:
+                with attempt.rank_log(rank).open("ab") as log:
+                    procs.append(start_child(argv, environ=environ, output=log, keeps_mask=False))
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        # As soon as one has failed, since the others would wait for it.
+        if (failed := first_failed(procs)) is not None:
+            record_silent_death(attempt, failed, 0, exit_code(procs[failed]))
+            failure = first_rank_failure(attempt) or RankFailure()
+            raise TrainkitError(
+                f"rank {failure.rank} of the replay failed: {failure.message}",
+                hint=failure.hint or "`--keep` keeps its folder, with the logs of all ranks",
+            )
+    finally:
+        for process in procs:
+            if process.poll() is None:
+                kill_group(process)
+                process.wait()

@@ -1,1 +1,0 @@
-"""Commands and tasks that no run needs: the core names their modules, and imports none of them."""
