@@ -14,6 +14,7 @@ from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, ClassVar
 
+from trainkit.errors import UsageError
 from trainkit.run.files import utc_now
 from trainkit.run.rundir import RunDir
 
@@ -172,16 +173,30 @@ _CLASSES = {
     "submitit": "submitit.SubmititBackend",
     "srun": "slurm.StepBackend",
 }
+NEWER = "a newer trainkit made it: use that version"
 
 
 @cache
 def backend_named(name: str) -> Backend:
-    """The backend of a plan, or of an attempt: without Slurm none is recorded."""
-    module, _, kind = _CLASSES.get(name, _CLASSES["local"]).partition(".")
+    """The backend of a plan; raises UsageError for one that this version does not have."""
+    if name not in _CLASSES:
+        raise UsageError(f"unknown backend {name!r}", hint=NEWER)
+    module, _, kind = _CLASSES[name].partition(".")
     found: Backend = getattr(import_module(f"trainkit.backends.{module}"), kind)()
     return found
 
 
+def is_known(entry: AttemptRecord) -> bool:
+    """Whether this version has the backend of an attempt: without Slurm none is recorded."""
+    return entry.backend is None or entry.backend in _CLASSES
+
+
 def backend_of(entry: AttemptRecord) -> Backend:
-    """The backend that runs an attempt."""
-    return backend_named(str(entry.backend))
+    """The backend that runs an attempt; raises UsageError for one that this version does not have."""
+    if not is_known(entry):
+        where = "" if entry.folder is None else f" of {entry.folder}"
+        raise UsageError(
+            f"attempt {entry.attempt}{where} runs as {entry.job_id} on the unknown backend {entry.backend!r}",
+            hint=NEWER,
+        )
+    return backend_named(entry.backend or "local")

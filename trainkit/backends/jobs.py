@@ -9,7 +9,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from shlex import quote
 
-from trainkit.backends import SUPERVISOR_EXIT_S, JobStatus, backend_of
+from trainkit.backends import SUPERVISOR_EXIT_S, JobStatus, backend_of, is_known
 from trainkit.errors import SlurmError, UsageError, print_note
 from trainkit.run.end import is_over
 from trainkit.run.group import RunGroup, group_of, is_index
@@ -36,7 +36,7 @@ def query_job_status(run: RunDir, job: JobRecord, warn: Callable[[str], None]) -
 def open_job_ids(run: RunDir, job: JobRecord) -> list[str]:
     """The newest Slurm job and the pending follow-up jobs of a run that has not recorded its end."""
     entry = job.newest
-    if entry is None or entry.backend is None or is_over(run.attempt(entry.attempt)):
+    if entry is None or entry.backend is None or not is_known(entry) or is_over(run.attempt(entry.attempt)):
         return []
     return [entry.job, *job.waiting]
 
@@ -50,9 +50,14 @@ def query_jobs_or_warn(ids: Sequence[str], warn: Callable[[str], None]) -> dict[
 
 
 def status_from_jobs(run: RunDir, job: JobRecord, jobs: Mapping[str, JobInfo] | None) -> JobStatus:
-    """The job status of a run; `jobs` is the result of `query_jobs_or_warn`."""
+    """The job status of a run; `jobs` is the result of `query_jobs_or_warn`.
+
+    A run on the backend of a newer version has none: a table of runs still shows the others.
+    """
     entry = job.newest
-    return JobStatus(None) if entry is None else backend_of(entry).status(run, entry, job.waiting, jobs)
+    if entry is None or not is_known(entry):
+        return JobStatus(None)
+    return backend_of(entry).status(run, entry, job.waiting, jobs)
 
 
 def live_entry(run: RunDir, command: str) -> AttemptRecord | None:

@@ -1,0 +1,58 @@
+"""A run that a newer version started on a scheduler that this one does not know."""
+
+import signal
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+
+from tests.support.runs import make_attempt
+from trainkit.backends import backend_named, backend_of
+from trainkit.backends import jobs as backend_jobs
+from trainkit.backends.jobs import live_entry, open_job_ids, query_job_status
+from trainkit.control.cancel import cancel_run
+from trainkit.errors import UsageError
+from trainkit.run.files import read_json
+from trainkit.run.record import AttemptRecord, add_slurm_attempt, read_job
+from trainkit.run.rundir import RunDir
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    attempt = make_attempt(tmp_path / "run")
+    add_slurm_attempt(attempt.run, 1, "7", "submit", "flux")
+    return attempt.run
+
+
+@pytest.mark.parametrize("name", ["flux", "", "None", "Local"])
+def test_a_backend_that_is_not_there_is_an_error(name: str) -> None:
+    with pytest.raises(UsageError, match=f"^unknown backend '{name}'") as caught:
+        backend_named(name)
+    assert caught.value.hint == "a newer trainkit made it: use that version"
+
+
+def test_an_attempt_without_a_backend_is_local() -> None:
+    assert backend_of(AttemptRecord(1)) is backend_named("local")
+
+
+def test_its_job_is_unknown_and_slurm_is_not_asked(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Mock(return_value=({}, {}))
+    monkeypatch.setattr(backend_jobs, "query_clusters", asked)
+    record = read_job(run)
+    assert open_job_ids(run, record) == []
+    assert query_job_status(run, record, pytest.fail).alive is None
+    asked.assert_called_once_with([])
+
+
+def test_nothing_is_done_to_it(run: RunDir) -> None:
+    before = read_json(run.job_file)
+    for act in (
+        lambda: live_entry(run, "resume"),
+        lambda: cancel_run(run, now=False, wait=False, warn=pytest.fail),
+        lambda: backend_of(read_job(run).attempts[0]).signal(run, read_job(run).attempts[0], signal.SIGTERM),
+    ):
+        with pytest.raises(UsageError) as caught:
+            act()
+        assert caught.value.message == f"attempt 1 of {run.path} runs as 7 on the unknown backend 'flux'"
+        assert caught.value.hint == "a newer trainkit made it: use that version"
+    assert read_json(run.job_file) == before
