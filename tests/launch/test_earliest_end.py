@@ -33,6 +33,7 @@ from trainkit.launch.earliest_end import (
 from trainkit.plan.effective_time import RESTART_S
 from trainkit.plan.facts import Facts
 from trainkit.plan.launch import LaunchPlan
+from trainkit.plan.make_plan import with_parts
 from trainkit.plan.node_range import plan_nodes
 from trainkit.plan.workload import Command
 from trainkit.run.events import log_event
@@ -406,7 +407,7 @@ def test_without_an_answer_the_request_stays(
     assert time.monotonic() - begin < 5
     assert choice.taken is None
     assert reason in choice.reason
-    assert plan == plan_nodes(loaded, facts)
+    assert plan == with_parts(plan_nodes(loaded, facts), loaded, facts)
     assert loaded.config == config(*given).config
     assert list(choice_lines(choice, plan))[-1].startswith(
         f"--nodes auto: {choice.reason}; the request is unchanged"
