@@ -67,7 +67,7 @@ def typed(command: str, folder: Path, **environ: str) -> str:
     return done.stdout
 
 
-@pytest.mark.slow(seconds=60)
+@pytest.mark.slow(seconds=120)
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
 def test_a_recipe(recipe: Recipe, tmp_path: Path) -> None:
     need("transformers", "safetensors")

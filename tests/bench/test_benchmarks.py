@@ -125,7 +125,7 @@ def test_what_a_python_lacks_is_one_line_to_copy(
     assert hint.endswith(f" pip download --only-binary=:all: {wheels}, then: make gpu WHEELS=wheels")
 
 
-@pytest.mark.slow(seconds=60)
+@pytest.mark.slow(seconds=150)
 def test_every_bench_on_a_cpu(tmp_path: Path) -> None:
     has_transformers = find_spec("transformers") is not None
     parts = [part for part in gpu.PARTS if part != "tests" and (part != "hugging-face" or has_transformers)]

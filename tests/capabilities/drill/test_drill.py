@@ -94,7 +94,7 @@ OF_A_COMMAND = ("signal", "node")
 NEEDS_SLURM = ("requeue",)
 
 
-@pytest.mark.slow(seconds=60)
+@pytest.mark.slow(seconds=90)
 @pytest.mark.smoke
 def test_the_built_in_trainer_survives_damaged_saves(place: Place) -> None:
     """Of the other interruptions, any trainer is a test: the injection is the same."""
@@ -136,7 +136,7 @@ logging: {{tensorboard: false}}
 """
 
 
-@pytest.mark.slow(seconds=50)
+@pytest.mark.slow(seconds=80)
 def test_a_task_of_ones_own_survives(place: Place) -> None:
     """With torch's dropout, batch norms, random augmentation, and data workers that die with their rank."""
     (place.folder / "small.yaml").write_text(USER_TASK.format(file=tasks.__file__))
@@ -149,7 +149,7 @@ def test_a_task_of_ones_own_survives(place: Place) -> None:
     } == dict.fromkeys(OF_A_TASK, ("passed", "equal", "restart"))
 
 
-@pytest.mark.slow(seconds=20)
+@pytest.mark.slow(seconds=70)
 def test_the_example_of_the_two_lines_survives(place: Place) -> None:
     example = str(ROOT / "examples" / "resumable_train.py")
     ways = [word for name in OF_A_COMMAND for word in ("--only", name)]
@@ -162,7 +162,7 @@ def test_the_example_of_the_two_lines_survives(place: Place) -> None:
     assert signal_row[-4:] == ["0", "steps", "equal", "passed"]
 
 
-@pytest.mark.slow(seconds=45)
+@pytest.mark.slow(seconds=65)
 def test_a_loop_of_ones_own_survives(place: Place) -> None:
     """With dropout and a scheduler; that it stops when it is asked to: `tests/trainer/test_loop.py`."""
     example = str(ROOT / "examples" / "own_loop.py")

@@ -20,7 +20,7 @@ from trainkit.run.events import read_metrics
 from trainkit.run.files import read_jsonl, write_json
 from trainkit.run.rundir import RunDir
 
-pytestmark = [pytest.mark.slow(seconds=10), pytest.mark.xdist_group("trackers")]
+pytestmark = [pytest.mark.slow(seconds=25), pytest.mark.xdist_group("trackers")]
 
 CONFIG = """
 name: curve
