@@ -189,18 +189,18 @@ def end_of_programs(started: list[Any]) -> list[str]:
     return [f"{code} {one.communicate()[0]}".strip() for code, one in zip(found, started, strict=True)]
 
 
-def end_of_workers(started: list[Any]) -> list[str]:
+def end_of_workers(started: list[Any], *, is_pool: bool) -> list[str]:
     """Whether workers live, and their exit codes after `terminate`."""
     alive = [one.is_alive() for one in started]
     for one in started:
         one.terminate()
     deadline_s = time.monotonic() + 30
-    # Not by `join`: a thread of a Pool waits for the same children, and one of both gets no exit code.
-    while any(one.exitcode is None for one in started) and time.monotonic() < deadline_s:
+    codes: list[int | None] = [None]
+    while None in codes and time.monotonic() < deadline_s:
         time.sleep(0.05)
-    return [
-        f"{'lived' if lived else 'ended'}, {one.exitcode}" for lived, one in zip(alive, started, strict=True)
-    ]
+        # A thread of a Pool waits for its workers: of two that do, one gets no exit code, or a wrong one.
+        codes = [one._popen.returncode if is_pool else one.exitcode for one in started]
+    return [f"{'lived' if lived else 'ended'}, {code}" for lived, code in zip(alive, codes, strict=True)]
 
 
 def main(count: int, kinds: list[str]) -> None:
@@ -219,7 +219,10 @@ def main(count: int, kinds: list[str]) -> None:
     while heard < len(asked):  # the kernel merges a signal of a parent with one of Slurm that is pending
         heard = len(asked)
         time.sleep(QUIET_S)
-    found = {kind: end_of_workers(started) for kind, (started, _) in others.items()}
+    found = {
+        kind: end_of_workers(started, is_pool=kind.startswith("Pool"))
+        for kind, (started, _) in others.items()
+    }
     found |= {kind: end_of_programs(started) for kind, started in pythons.items()}
     for kind in kinds:
         for outcome, number in sorted(Counter(found[kind]).items()):
