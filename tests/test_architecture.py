@@ -20,7 +20,7 @@ from trainkit.plan.torch_build import OLDEST, REQUIREMENT
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
-SIZES = {"trainkit": (290, 65_003), "tests": (389, 63_929)}
+SIZES = {"trainkit": (290, 65_012), "tests": (389, 63_968)}
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (5, 400)
 """By so much the code may be smaller before `SIZES` is lowered."""
@@ -172,7 +172,7 @@ ALLOWED = {
 
 
 CONTRACT = PACKAGE / "capability.py"
-"""Its types are those of the floors above, which it imports for type checkers alone."""
+"""The contract annotates its methods with types of higher layers, imported under TYPE_CHECKING."""
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ def show(run):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which the package is installed."""
+    """Install the package in a folder of its own."""
     folder = tmp_path_factory.mktemp("site")
     (folder / "toy_capability.py").write_text(TOY)
     info = folder / "toy_capability-1.2.dist-info"

@@ -45,14 +45,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Planned:
-    """What a capability adds to a plan."""
+    """The result of `Capability.plan`: a part of the plan, with reasons and warnings."""
 
     part: Part | None = None
     """None for a run that does not use it; of such a run its code is not imported."""
     reasons: Mapping[str, str] = field(default_factory=dict)
     """Derived value -> its reason, which a dry run prints."""
     warnings: tuple[str, ...] = ()
-    """What has no effect or could not be checked, one sentence each."""
+    """Messages about settings without effect, or that could not be checked, one sentence each."""
 
 
 class Companion:
@@ -78,12 +78,12 @@ class Capability:
     name: ClassVar[str]
     """The name of its folder, or of its entry point and section."""
     Config: ClassVar[type[Section] | None] = None
-    """Its section of the config, whose docstring describes it; those of shipped ones are in `RunConfig`."""
+    """The section that a capability of another package adds to the config, described by its docstring."""
     commands: ClassVar[Mapping[str, str]] = {}
     """Command -> MODULE:NAME of a click command. Of another package it is named NAME or NAME-…."""
 
     def problems(self, loaded: LoadedConfig, facts: Facts) -> Iterable[KeyProblem]:
-        """What is wrong with its keys where the facts hold."""
+        """The problems of the config keys of the capability, given the facts."""
         return ()
 
     def plan(self, loaded: LoadedConfig, facts: Facts, draft: LaunchPlan) -> Planned:
@@ -106,7 +106,7 @@ class Capability:
         """React to a line of events.jsonl, in the supervisor, within seconds after it was written."""
 
     def on_end(self, attempt: AttemptDir, plan: LaunchPlan, end: AttemptEnd) -> None:
-        """React to the end of an attempt, which may be that of the run."""
+        """React to the end of an attempt; `end` says whether the run restarts."""
 
     def close(self) -> None:
         """Wait for what is still being sent, when the process of the supervisor ends."""
@@ -141,7 +141,7 @@ SHIPPED = {
         commands={"sync": "command:sync", "ui": "command:ui"},
     ),
 }
-"""Folder -> what is known of it, in the order in which companions end."""
+"""The shipped capabilities by the name of their folder; companions end in this order."""
 
 
 def load(name: str) -> Capability:
@@ -175,9 +175,8 @@ def _loaded(name: str) -> Capability | None:
 @cache
 def entry_point(name: str) -> EntryPoint | None:
     """The entry point of a capability of another package; None if none is installed."""
-    from importlib.metadata import (
-        entry_points,  # reads the metadata of every package: only for an unknown name
-    )
+    # This reads the metadata of every package: only for an unknown name.
+    from importlib.metadata import entry_points
 
     return next(iter(entry_points(group=GROUP, name=name)), None)
 

@@ -26,6 +26,7 @@ from trainkit.capabilities.notifications.notifier import (
 from trainkit.capabilities.notifications.progress import ProgressWatch
 from trainkit.config.running import WEBHOOK_VARIABLE
 from trainkit.job import hangs
+from trainkit.job.attempt_capabilities import AttemptCapabilities
 from trainkit.job.processes import log_line
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import AttemptEnd, RankFailure
@@ -341,3 +342,19 @@ def test_an_old_plan_has_no_notifications(tmp_path: Path, endpoint: Webhook) -> 
     notifier.send_end(attempt, end_of("finished", "finished"))
     notifier.wait()
     assert endpoint.messages == []
+
+
+def test_the_end_of_an_attempt_is_no_moment_to_look_for_stalls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its supervisor may have died hours ago: then the next one reports the end alone."""
+    polls: list[object] = []
+    monkeypatch.setattr(ProgressWatch, "poll", lambda watch: polls.append(watch))
+    monkeypatch.setenv(WEBHOOK_VARIABLE, "http://127.0.0.1:9/")
+    attempt = make_attempt(tmp_path / "run", ["notify.on=[stalled]"])
+    capabilities = AttemptCapabilities(attempt, LaunchPlan.read(attempt.plan_file))
+    capabilities.end(AttemptEnd(state="failed"))
+    assert polls == []
+    capabilities.begin()
+    capabilities.poll()
+    assert len(polls) == 1

@@ -10,10 +10,10 @@ from trainkit.config.schema import RunConfig
 from trainkit.observe.attempt_files import ranks_of_nodes
 from trainkit.observe.report import read_report, render_report
 from trainkit.observe.run_view import read_view
-from trainkit.observe.status import read_status
+from trainkit.observe.status import capability_rows, read_status
 from trainkit.observe.view_text import Size, view_lines
 from trainkit.run.events import Event, log_event, read_events
-from trainkit.run.files import append_jsonl, read_json, write_json
+from trainkit.run.files import append_jsonl, write_json
 from trainkit.run.history import PlanRecord, RunHistory, attempts_of, find_restarts
 from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
@@ -304,8 +304,7 @@ def test_how_far_the_trackers_are(run):
     run.trackers_dir.mkdir()
     write_json(run.trackers_dir / "mlflow.json", {"step": 40, "place": "http://host", "problem": ""})
     write_json(run.trackers_dir / "wandb.json", {"step": 20, "place": "x", "problem": "CommError: refused"})
-    write_json(run.plan_file, {**read_json(run.plan_file), "trackers": ["mlflow", "wandb"]})
-    text = run_details(status_of(run, True))
+    text = run_details(status_of(run, True), capability_rows(RunHistory(run)))
     assert "mlflow      up to step 40: http://host\n" in text
     assert "wandb       up to step 20: CommError: refused\n" in text
 

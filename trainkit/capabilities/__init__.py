@@ -1,1 +1,1 @@
-"""What not every run needs, a folder each, which the core does not import."""
+"""Optional features, one folder for each; the core imports none of them by name."""

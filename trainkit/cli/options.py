@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Callable
 from inspect import cleandoc
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import click
 from click.core import ParameterSource
@@ -30,9 +30,6 @@ from trainkit.run.owner import refuse_foreign
 from trainkit.run.process import other_people
 from trainkit.run.rundir import RUNS_FOLDER
 from trainkit.trust import trust
-
-if TYPE_CHECKING:
-    pass
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _KEY = "trainkit.trailing_command"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from trainkit.backends.jobs import query_jobs_or_warn
+from trainkit.capability import SHIPPED
 from trainkit.cli.help import as_command, complete_run, option, terminal_width, warn
 from trainkit.cli.options import json_option
 from trainkit.cli.output import echo_json, echo_result
@@ -20,7 +21,7 @@ from trainkit.folders import relative_path, shown_path
 from trainkit.formats import cell, duration, short_keys, table
 from trainkit.observe.current import look_at, query_group, read_all
 from trainkit.observe.group import GroupStatus, PointStatus, most_relevant, state_counts
-from trainkit.observe.status import RunStatus, failure_lines, loss_text
+from trainkit.observe.status import RunStatus, capability_rows, failure_lines, loss_text
 from trainkit.run.end import Best
 from trainkit.run.group import RunGroup
 from trainkit.run.history import Restart
@@ -67,8 +68,12 @@ def command(
         return
     found = None if run_name is None else find_run_or_group(run_name)
     if isinstance(found, RunDir):
-        status = look_at(found, warn)[1]
-        echo_result(status.to_dict(), run_details(status), as_json)
+        history, status, _ = look_at(found, warn)
+        rows = capability_rows(history)
+        # The values of shipped ones have keys of their own.
+        others = {name: own for name, own in rows.items() if name not in SHIPPED}
+        value = {**status.to_dict(), **({"rows": others} if others else {})}
+        echo_result(value, run_details(status, rows), as_json)
     else:
         show_runs(found, show_all, as_json)
 
@@ -156,8 +161,8 @@ def _row(status: RunStatus | GroupStatus, cwd: Path) -> Sequence[str]:
     )
 
 
-def run_details(status: RunStatus) -> str:
-    """One run in detail, its failure first, then one value per line."""
+def run_details(status: RunStatus, rows: Mapping[str, Mapping[str, str]] = {}) -> str:
+    """One run in detail, its failure first, then one value per line; `rows` are those of capabilities."""
     failed, run = status.failure, quote(shown_path(status.run_dir))
     reason = f" - {status.reason}" if status.reason else ""
     workers = f"{cell(status.num_nodes)} x {cell(status.workers_per_node)}"
@@ -186,8 +191,8 @@ def run_details(status: RunStatus) -> str:
         saved = status.checkpoint
         lines["checkpoint"] = cell(saved and shown_path(saved))
     is_failed = status.state in ("failed", "died")
-    for rows in status.rows.values():
-        lines |= rows
+    for own in rows.values():
+        lines |= own
     lines |= {
         "last event": status.last_event.line if status.last_event else "-",
         "restarts": restarts_line(status.restarts) if status.restarts else "",

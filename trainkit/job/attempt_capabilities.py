@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainkit.capability import Capability, Guard
+from trainkit.capability import Capability, Guard, Watch
 from trainkit.job.processes import log_line
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import AttemptEnd
@@ -17,17 +17,24 @@ class AttemptCapabilities:
     def __init__(self, attempt: AttemptDir, plan: LaunchPlan) -> None:
         self._attempt, self._plan = attempt, plan
         self._guard = Guard(plan, log_line)
-        self._watches = self._guard.each(lambda one: one.watch(attempt, plan))
+        self._watches: list[tuple[str, Watch]] = []
         self._listeners = [
             one for one in self._guard.capabilities if type(one).on_event is not Capability.on_event
         ]
         self._events = Tail(attempt.run.events_file)
         self._events.position = self._events.size()
 
+    def begin(self) -> None:
+        """Begin to watch the attempt, which starts."""
+        self._watches = self._guard.each(lambda one: one.watch(self._attempt, self._plan))
+
     def poll(self) -> None:
-        """Have the watches look around, and the others react to new events. Raises OSError."""
+        """Poll the watches, and pass on new events. Raises OSError."""
         for name, watch in self._watches:
             self._guard.call(name, watch.poll)
+        self._pass_on_events()
+
+    def _pass_on_events(self) -> None:
         if not self._listeners:
             return
         for event in events_of(self._events.records()):
@@ -36,10 +43,10 @@ class AttemptCapabilities:
                     self._guard.call(one.name, one.on_event, self._attempt, event)
 
     def end(self, end: AttemptEnd) -> None:
-        """Have all react to the end of the attempt. Raises OSError."""
+        """Pass on the last events, and then the end of the attempt. Raises OSError."""
+        self._pass_on_events()
         for one in self._guard.capabilities:
             self._guard.call(one.name, one.on_end, self._attempt, self._plan, end)
-        self.poll()
 
     def close(self) -> None:
         """Wait for what is still being sent."""

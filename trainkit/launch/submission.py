@@ -152,7 +152,7 @@ def plan_submission(
 
     An array that exceeds the limits of the cluster is refused before any point is planned. `chooses_nodes`
     takes the number of nodes that is expected to finish first, for a run without `after`. With `repeats` the
-    code and the standard input are those of that run. Raises ConfigError with the problems of all points,
+    run has the code of that one, and its reasons name it. Raises ConfigError with the problems of all points,
     UsageError when one array cannot run them.
     """
     code_from = None if repeats is None else repeats.code

@@ -142,10 +142,7 @@ class RunStatus:
     """Seconds that the slices of the run have taken since a command started it; None without slices."""
     total_s: float | None = None
     """What all of them may take."""
-    rows: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Capability -> what it says of the run, label -> text; in JSON without the shipped ones, whose values
-    have keys of their own."""
-    OPTIONAL = ("cluster", "rows")
+    OPTIONAL = ("cluster",)
 
     @property
     def is_command(self) -> bool:
@@ -177,8 +174,7 @@ class RunStatus:
         return None if self.is_active else self.verdict
 
     def to_dict(self) -> dict[str, object]:
-        others = {name: rows for name, rows in self.rows.items() if name not in SHIPPED}
-        values: dict[str, object] = to_json(replace(self, rows=others))
+        values: dict[str, object] = to_json(self)
         return values
 
 
@@ -273,14 +269,13 @@ def read_status(
         worker_hours=worker_hours(attempts, plan.count("world_size")),
         slices_s=None if total_s is None else sum(one.allocated_s for one in own),
         total_s=total_s,
-        rows=_rows(history, plan),
     )
 
 
-def _rows(history: RunHistory, plan: PlanRecord) -> dict[str, dict[str, str]]:
-    """What each capability of the plan says of the run."""
-    found = {}
-    for name in plan.parts:
+def capability_rows(history: RunHistory) -> dict[str, dict[str, str]]:
+    """The lines that each capability adds to the details of a run: capability -> label -> text."""
+    found, plan = {}, read_plan(history.run)
+    for name in {**SHIPPED, **plan.parts}:  # a run may have been sent to a tracker that its plan lacks
         try:
             rows = load(name).rows(history, plan)
         except Exception as error:  # of code that may be of another package: the rest of the status is known

@@ -21,6 +21,7 @@ DS_CONFIG = "ds_config.json"
 MEGATRON_ARGS = "megatron_args.txt"
 Options = dict[str, str | int | bool]
 P = TypeVar("P", bound=Part)
+DAMAGED_HINT = "each folder in attempts/ of the run has the plan of its attempt"
 
 
 @dataclass(frozen=True)
@@ -282,8 +283,8 @@ class LaunchPlan:
         try:
             return None if value is None else from_json(kind, value)
         except TypeError as error:
-            hint = "each folder in attempts/ of the run has the plan of its attempt"
-            raise UsageError(f"plan.json is damaged: {kind.CAPABILITY}: {error}", hint=hint) from None
+            message = f"plan.json is damaged: {kind.CAPABILITY}: {error}"
+            raise UsageError(message, hint=DAMAGED_HINT) from None
 
     @property
     def world_size(self) -> int:
@@ -380,5 +381,4 @@ def option_argv(options: Options) -> list[str]:
 
 def damaged_plan(file: Path, error: ValueError) -> UsageError:
     """The error of a plan.json that is damaged."""
-    hint = "each folder in attempts/ of the run has the plan of its attempt"
-    return UsageError(f"{file} cannot be read: {error}", hint=hint)
+    return UsageError(f"{file} cannot be read: {error}", hint=DAMAGED_HINT)

@@ -144,7 +144,7 @@ class RunDir(RunFolder):
 
     @property
     def shown(self) -> str:
-        """The path in a sentence, that of before where another folder has its place."""
+        """The path in a sentence; if another folder has replaced this one, the path that both have had."""
         return super().shown.removesuffix(DELETED * self.was_replaced)
 
     def hold(self) -> None:

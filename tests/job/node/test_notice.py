@@ -237,6 +237,29 @@ def test_what_a_shell_has_left_is_kept_when_what_stood_above_that_fails(
             member.wait()
 
 
+def test_the_crash_of_a_program_that_leaves_a_process_is_reported_at_once(tmp_path: Path) -> None:
+    """Such as a Python whose tracker handles signals: only wrappers wait for a notice."""
+    (tmp_path / "counts.py").write_text(COUNTS)
+    body = f"import subprocess, sys; subprocess.Popen({shlex.split(LINE)!r}); input(); sys.exit(1)"
+    ready = tmp_path / "ready"
+    with adopting_orphans():
+        argv = [sys.executable, "-I", "-c", body]
+        member = subprocess.Popen(argv, cwd=tmp_path, stdin=subprocess.PIPE, start_new_session=True)
+        wait_for(lambda: ready.exists() and ready.read_text())
+        saver = int(ready.read_text())
+        try:
+            notice = CommandNotice(launch_plan(command=("python",), grace_s=2.0))
+            notice.groups[member.pid] = 0
+            assert member.stdin is not None
+            member.stdin.write(b"\n")
+            member.stdin.close()
+            wait_for(lambda: ended(member) and saver in children_by_parent().get(os.getpid(), []))
+            assert not notice.may_be_of_notice(0, member)
+        finally:
+            signal_all([saver], signal.SIGKILL)
+            member.wait()
+
+
 def test_a_process_of_another_user_is_named_and_the_others_are_signalled(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

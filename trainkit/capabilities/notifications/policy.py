@@ -1,4 +1,4 @@
-"""What a run reports: the part of the plan."""
+"""The part of the plan that says which events a run reports to a webhook."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NotifyPolicy(Part):
-    """What the run reports to a webhook: the keys of the section `notify` that a job needs."""
+    """The values of the section `notify` of the config that a job needs."""
 
     CAPABILITY = "notifications"
     on: tuple[str, ...] = ()
@@ -29,7 +29,7 @@ class NotifyPolicy(Part):
 
 
 def policy_of(plan: LaunchPlan) -> NotifyPolicy:
-    """What the run of a plan reports; in the debugger nothing counts as stalled."""
+    """The policy of a plan; a run in the debugger never counts as stalled."""
     policy = plan.part(NotifyPolicy) or NotifyPolicy()
     if plan.debug is None:
         return policy

@@ -21,7 +21,7 @@ from pathlib import PurePath
 from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED
 from trainkit.job import processes
 from trainkit.job.failure.launcher_report import LaunchedRanks
-from trainkit.job.handlers import PASSED_ON_S, SAVES_ON, is_in_foreground, is_shell, signal_mask
+from trainkit.job.handlers import PASSED_ON_S, SAVES_ON, SHELLS, is_in_foreground, is_shell, signal_mask
 from trainkit.job.signals import NOTICE_SIGNALS, signal_exit_code
 from trainkit.job.spare_children import AGENT_VARIABLE, own_handlers
 from trainkit.plan.launch import LaunchPlan
@@ -275,13 +275,18 @@ class CommandNotice:
         return list(filter(is_of_rank, children.get(os.getpid(), [])))
 
     def may_be_of_notice(self, rank: int, member: subprocess.Popen[bytes]) -> bool:
-        """Whether Slurm may have signalled a member that has failed: it died of it, or has left what saves.
+        """Whether Slurm may have signalled a member that has failed.
 
-        Of the latter kind is make, which exits with 2 where Slurm has ended its recipe.
+        Either the member died of the signal, or it is a shell or one of `STARTERS` and has left what saves:
+        make exits with 2 if Slurm has ended its recipe, and a trap may exit with any code. The crash of
+        any other program is reported at once, whatever it has left.
         """
         if was_signalled(member.pid):
             return True
         if processes.exit_code_of_zombie(member.pid) in (None, EXIT_OK, EXIT_STOPPED):
+            return False
+        name = processes.proc_file(member.pid, "comm").decode(errors="replace").strip()  # all that is left
+        if name not in (*SHELLS, *STARTERS):
             return False
         children = processes.children_by_parent()
         return bool(takers(self._orphans_of(rank, children), children, self._numbers))
