@@ -90,6 +90,20 @@ def test_a_copy_of_a_live_run_does_not_act_on_the_original(desk, options):
     assert "saved after SIG" in desk.wait_for_end(RunDir(moved), attempt=2)["reason"]
 
 
+def test_a_job_file_that_came_from_another_run_signals_nobody(desk):
+    run = desk.submit()
+    job = read_json(run.job_file)
+    other = desk.folder / "runs/other"
+    shutil.copytree(run.path, other, symlinks=True)
+    entry = {key: value for key, value in job["attempts"][0].items() if key != "inode"}
+    home = desk.folder / "runs/gone"
+    write_json(other / "job.json", {**job, "attempts": [{**entry, "folder": str(home)}]})
+    for words in (["cancel", "--now"], ["cancel"], ["requeue"]):
+        done = desk.trainkit(*words, str(other))
+        assert (done.returncode, f"that is {home}, and was not moved here" in done.stderr) == (2, True)
+    assert desk.status(run)["state"] in ("starting", "running")
+
+
 def test_the_last_request_counts_and_a_cancellation_is_never_lost(desk):
     desk.works("while not asked:\n    time.sleep(0.02)\n" + HOLDS_ITS_SAVE)
     run = desk.submit()

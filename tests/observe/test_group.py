@@ -166,7 +166,7 @@ def test_damaged_files_are_passed_over(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ended", [0, 10_000])
 def test_ten_thousand_points_cost_little_more_than_reading_them(
-    tmp_path: Path, num_ended: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, num_ended: int, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     # Of threads that wait for each other the processor time says nothing.
     monkeypatch.setattr("trainkit.observe.group.NUM_READERS", 1)
@@ -184,9 +184,11 @@ def test_ten_thousand_points_cost_little_more_than_reading_them(
         (group.path / str(index) / "job.json").write_text(json.dumps({"attempts": [entry]}, indent=2))
     known = {f"12_{index}": JobInfo(f"12_{index}", JobState.PENDING) for index in range(num_ended, 10_000)}
     took_s, least_s = [], []
+    request.addfinalizer(gc.unfreeze)
+    gc.freeze()  # what other tests left is not to be searched for garbage in the middle
     for _ in range(12):
         fresh = RunGroup(group.path)
-        gc.collect()  # what other tests left is not to be cleared away in the middle
+        gc.collect()
         began_s = time.process_time()
         for index in range(num_ended):
             json.loads((group.path / str(index) / "job.json").read_text())

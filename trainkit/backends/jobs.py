@@ -81,9 +81,15 @@ def refuse_copy(run: RunDir, job: JobRecord, command: str) -> None:
     entry = job.newest or AttemptRecord()
     if (original := _copied_from(run, job)) is not None:
         raise _is_copy(run, original, entry.job_id, command)
+    if entry.folder is None:
+        return
+    is_here, was_copied = is_same_folder(Path(entry.folder), run.path), _was_copied(run, entry.inode)
     # On this machine, its supervisor has a lock in the folder from a moment after its start.
-    is_here = entry.backend is not None and is_same_folder(Path(entry.folder or run.path), run.path)
-    if entry.folder is not None and not is_here and _was_copied(run, entry.inode) and not is_supervised(run):
+    if entry.backend is None:
+        is_another = (was_copied or (entry.inode is None and not is_here)) and not is_supervised(run)
+    else:
+        is_another = was_copied and not is_here and not is_supervised(run)
+    if is_another:
         ends = f"kill {entry.pid}" if entry.backend is None else f"scancel {entry.job_id}"
         raise _is_elsewhere(run, entry.folder, entry.job_id, ends, command)
 

@@ -13,7 +13,7 @@ from shlex import quote
 from trainkit.formats import JsonObject, shown, shown_value
 from trainkit.observe.status import ACTIVE_STATES, STATE_EVENTS, attempt_state
 from trainkit.run.end import AttemptEnd, Best, read_newest_end
-from trainkit.run.events import best_result, diverged_since, read_events, with_divergence
+from trainkit.run.events import best_result, diverged_in, read_events, with_divergence
 from trainkit.run.files import read_object, seconds_between, to_json
 from trainkit.run.group import WAITS_FOR_ROOM, Point, RunGroup
 from trainkit.run.history import Attempt, PlanRecord, attempts_of
@@ -213,7 +213,7 @@ class GroupFiles:
                     job_id=files.job_id,
                     best=files.best,
                     diverged_since=files.diverged_since,
-                    run_dir=str(self.group.run(files.point.index).path),
+                    run_dir=self.group.folder(files.point.index),
                     cluster=self._cluster(files),
                 )
                 for files in self.points
@@ -283,17 +283,15 @@ def _read(group: RunGroup, index: int) -> PointFiles:
     entry = attempt_of(attempts[-1]) if isinstance(attempts, list) and attempts else None
     entry, end = entry or NOT_CREATED, read_newest_end(folder)
     job_id = entry.job_id or group.task_id(index)
-    files = PointFiles(group.points[index], job_id, entry, end)
-    if not entry.attempt:
+    since = None
+    if entry.attempt:
+        with suppress(OSError):  # one file that cannot be read must not hide the other points
+            since = diverged_in(f"{folder}/metrics.jsonl")
+    best = None if end is None or since is not None else end.best
+    files = PointFiles(group.points[index], job_id, entry, end, best=best, diverged_since=since)
+    if not entry.attempt or files.is_over:
         return files
     run = group.run(index)
-    since = None
-    with suppress(OSError):  # one file that cannot be read must not hide the other points
-        since = diverged_since(run)
-    best = None if end is None or since is not None else end.best
-    files = replace(files, best=best, diverged_since=since)
-    if files.is_over:
-        return files
     events = list(read_events(run, *STATE_EVENTS, "evaluated"))
     # Rank 0 of a COMMAND need not write metrics.
     is_command = PlanRecord(group.record.plan).is_command

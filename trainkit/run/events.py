@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from trainkit.run.end import Best, RankFailure
@@ -237,13 +238,18 @@ def read_metrics(run: RunDir) -> list[dict[str, Any]]:
 
 
 def diverged_since(run: RunDir, attempt: int | None = None) -> int | None:
-    """The step from which on all losses in metrics.jsonl are NaN or infinite; None if the newest is not.
+    """The step from which on all losses of a run are NaN or infinite; see `diverged_in`."""
+    return diverged_in(run.metrics_file, attempt)
+
+
+def diverged_in(metrics_file: str | Path, attempt: int | None = None) -> int | None:
+    """The step from which on all losses in a metrics.jsonl are NaN or infinite; None if the newest is not.
 
     With `attempt`, None too if the newest loss is that of another one.
     """
     since: int | None = None
     num_without = 0
-    for record in steps_of(read_jsonl_reversed(run.metrics_file)):
+    for record in steps_of(read_jsonl_reversed(metrics_file)):
         if "loss" not in record.values:
             num_without += 1
             if num_without > MAX_WITHOUT_LOSS:

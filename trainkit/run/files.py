@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from datetime import datetime, timezone
 from functools import cache, partial
 from itertools import islice
@@ -257,7 +257,7 @@ SEARCHED_BYTES = 2**26
 MAX_SAMPLE_BYTES = 2**16
 
 
-def read_jsonl_reversed(path: Path, words: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
+def read_jsonl_reversed(path: str | Path, words: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
     """Like `read_jsonl`, but the last record first, of the last `SEARCHED_BYTES`; reads only what is used."""
     with _opened(path) as stream:
         if stream is not None:
@@ -362,7 +362,7 @@ _NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.EINVAL
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO | None]:
+def _opened(path: str | Path) -> Iterator[BinaryIO | None]:
     """A regular file; None for anything else, since reading a pipe or a device might never end."""
     stream = None
     try:
@@ -457,15 +457,20 @@ def read_record(kind: type[T], value: Mapping[str, Any]) -> T:
     known: dict[str, Any] = {}
     more: dict[str, Any] = {}
     for name, item in value.items():
-        types, record, element = known_fields.get(name, ((), None, None))
-        is_other = type(item) not in types or not _is_finite(item)
-        if is_other or (element and any(type(one) is not element for one in item or ())):
+        types, record, element = known_fields.get(name, _NO_FIELD)
+        kind_of_item = type(item)
+        if kind_of_item not in types or (kind_of_item in (int, float) and not _is_finite(item)):
+            more[name] = item
+        elif item and element and any(type(one) is not element for one in item):
             more[name] = item
         else:
-            known[name] = read_record(record, item) if record is not None and item is not None else item
+            known[name] = item if record is None or item is None else read_record(record, item)
     if "more" in known_fields:
         known["more"] = more
     return kind(**known)
+
+
+_NO_FIELD: tuple[frozenset[type], Any, type | None] = (frozenset(), None, None)
 
 
 @cache
@@ -484,7 +489,7 @@ def _fields(kind: Any) -> dict[str, tuple[frozenset[type], Any, type | None]]:
             types |= {str} if origin is Literal else {float, int} if origin is float else {origin}
         found[name] = frozenset(types), record, element
     if "more" in found:
-        found["more"] = frozenset(), None, None
+        found["more"] = _NO_FIELD
     return found
 
 
@@ -495,26 +500,45 @@ def to_json(value: Any) -> Any:
     they have their default, and in `UNLIMITED` those whose infinity is null. What is in its `more`, of
     another version or damaged, is written unless a field has a value for it.
     """
+    if value is None or type(value) in (str, int, float, bool):
+        return value
     if isinstance(value, Record):
         return dict(value.values)
     if is_dataclass(value):
-        names = ("LEFT_OUT", "OPTIONAL", "UNLIMITED")
-        hidden, optional, unlimited = (getattr(value, name, ()) for name in names)
         own, known = dict[str, Any](), set()
-        for item in (item for item in fields(value) if item.name not in hidden):
-            default = item.default if item.default_factory is MISSING else item.default_factory()
-            found = getattr(value, item.name)
-            if found != (None if default is MISSING else default):
-                known.add(item.name)
-            elif item.name in optional:
+        for name, make_default, is_optional, is_unlimited in _written_fields(type(value)):
+            found = getattr(value, name)
+            if found != make_default():
+                known.add(name)
+            elif is_optional:
                 continue
-            own[item.name] = None if item.name in unlimited and found == math.inf else to_json(found)
-        return own | {key: found for key, found in own.pop("more", {}).items() if key not in known - {"more"}}
+            own[name] = None if is_unlimited and found == math.inf else to_json(found)
+        if "more" not in own:
+            return own
+        return own | {key: found for key, found in own.pop("more").items() if key not in known - {"more"}}
     if isinstance(value, dict):
         return {key: to_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return list(map(to_json, value))
     return value.isoformat() if isinstance(value, datetime) else value
+
+
+@cache
+def _written_fields(kind: Any) -> list[tuple[str, Callable[[], Any], bool, bool]]:
+    """For each field that `to_json` writes: its name, what makes its default, is optional, is unlimited."""
+    hidden, optional, unlimited = (getattr(kind, name, ()) for name in ("LEFT_OUT", "OPTIONAL", "UNLIMITED"))
+    return [
+        (item.name, _default_of(item), item.name in optional, item.name in unlimited)
+        for item in fields(kind)
+        if item.name not in hidden
+    ]
+
+
+def _default_of(item: Field[Any]) -> Callable[[], Any]:
+    if item.default_factory is not MISSING:
+        return item.default_factory
+    default = None if item.default is MISSING else item.default
+    return lambda: default
 
 
 def from_json(hint: Any, value: Any, name: str = "") -> Any:
