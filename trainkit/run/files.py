@@ -458,10 +458,8 @@ def read_record(kind: type[T], value: Mapping[str, Any]) -> T:
     more: dict[str, Any] = {}
     for name, item in value.items():
         types, record, element = known_fields.get(name, _NO_FIELD)
-        kind_of_item = type(item)
-        if kind_of_item not in types or (kind_of_item in (int, float) and not _is_finite(item)):
-            more[name] = item
-        elif item and element and any(type(one) is not element for one in item):
+        is_other = type(item) not in types or (type(item) in (int, float) and not _is_finite(item))
+        if is_other or (item and element and any(type(one) is not element for one in item)):
             more[name] = item
         else:
             known[name] = item if record is None or item is None else read_record(record, item)
