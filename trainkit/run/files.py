@@ -504,7 +504,7 @@ def to_json(value: Any) -> Any:
         return dict(value.values)
     if is_dataclass(value):
         own, known = dict[str, Any](), set()
-        for name, make_default, is_optional, is_unlimited in _written_fields(type(value)):
+        for name, make_default, is_optional, is_unlimited in _written_fields(cast(Any, type(value))):
             found = getattr(value, name)
             if found != make_default():
                 known.add(name)
