@@ -14,7 +14,7 @@ from slurm_job import Slurm
 
 import trainkit
 from tests.support.runs import launch_plan, make_attempt, start_local
-from trainkit.backends import backend_of
+from trainkit.backend import backend_of
 from trainkit.capabilities.notifications.policy import NotifyPolicy
 from trainkit.config import dump_effective
 from trainkit.config.running import WEBHOOK_VARIABLE

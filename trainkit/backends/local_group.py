@@ -13,7 +13,7 @@ import os
 import sys
 import time
 
-from trainkit.backends import SUPERVISOR_EXIT_S, NewAttempt, backend_named
+from trainkit.backend import SUPERVISOR_EXIT_S, NewAttempt, backend_named
 from trainkit.errors import EXIT_FAILED, EXIT_OK, TrainkitError, replace_unencodable
 from trainkit.folders import whole_paths
 from trainkit.locks import LockBusy, acquire_lock

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trainkit.backends import JobScript, NewAttempt
+from trainkit.backend import JobScript, NewAttempt
 from trainkit.backends.slurm import SbatchBackend
 from trainkit.errors import UsageError
 from trainkit.folders import ensure_folder

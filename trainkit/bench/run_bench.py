@@ -9,7 +9,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Literal
 
-from trainkit.backends import backend_named
+from trainkit.backend import backend_named
 from trainkit.backends.jobs import query_jobs_or_warn, utc_clock
 from trainkit.errors import UsageError
 from trainkit.formats import JsonObject, shown

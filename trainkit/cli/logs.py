@@ -13,7 +13,7 @@ from pathlib import Path
 
 import click
 
-from trainkit.backends import SUPERVISOR_EXIT_S, backend_of
+from trainkit.backend import SUPERVISOR_EXIT_S, backend_of
 from trainkit.backends.jobs import liveness_probe
 from trainkit.cli.help import as_command, option
 from trainkit.cli.options import COUNT, INDEX, run_argument

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from shlex import quote
 
-from trainkit.backends import backend_of, write_cancelled
+from trainkit.backend import backend_of, write_cancelled
 from trainkit.backends.jobs import lingering_job, live_entry, recover_job_id, refuse_copied_group
 from trainkit.backends.slurm import cancel_follow_ups, sent_for, step_of
 from trainkit.errors import TrainkitError, UsageError, print_note

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
-from trainkit.backends import backend_of
+from trainkit.backend import backend_of
 from trainkit.backends.jobs import live_entry, recover_job_id, wait_until_out_of_queue
 from trainkit.config import read_effective
 from trainkit.control.changed_config import refuse_finished

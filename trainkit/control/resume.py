@@ -7,7 +7,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from trainkit.backends import backend_of
+from trainkit.backend import backend_of
 from trainkit.backends.jobs import recover_job_id, require_not_running
 from trainkit.cluster.target import Target, make_target
 from trainkit.config import LoadedConfig, RunConfig, read_effective

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from trainkit.backends import backend_of
+from trainkit.backend import backend_of
 from trainkit.cluster.machine import Machine
 from trainkit.cluster.target import make_target
 from trainkit.config import LoadedConfig, RunConfig

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainkit import __version__
-from trainkit.backends import JobScript, backend_named
+from trainkit.backend import JobScript, backend_named
 from trainkit.config import RunConfig
 from trainkit.config.schema import MULTIMODAL
 from trainkit.errors import UsageError

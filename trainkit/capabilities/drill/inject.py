@@ -8,7 +8,7 @@ import signal
 import time
 from dataclasses import dataclass
 
-from trainkit.backends import backend_of
+from trainkit.backend import backend_of
 from trainkit.backends.slurm import step_of
 from trainkit.control.cancel import cancel_run
 from trainkit.errors import print_note
