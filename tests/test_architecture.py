@@ -20,7 +20,7 @@ from trainkit.plan.torch_build import OLDEST, REQUIREMENT
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
-SIZES = {"trainkit": (291, 65_045), "tests": (389, 63_985)}
+SIZES = {"trainkit": (297, 65_185), "tests": (389, 63_985)}
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (5, 400)
 """By so much the code may be smaller before `SIZES` is lowered."""
@@ -43,19 +43,16 @@ ALLOWED = {
     # The folder of a run: its paths, its records, and the formats of its files.
     "run": {"capability", "errors", "folders", "formats", "locks", "slurm", "trust", "config.yamlfile"},
     "cluster": {"errors", "folders", "locks", "run", "formats", "config", "slurm"},
-    "plan": {"capability", "errors", "run", "formats", "config", "cluster", "data.checks"},
+    "plan": {"capability", "backend", "errors", "run", "formats", "config", "cluster", "data.checks"},
     # Inside the allocation.
     "job": {
-        *("capability", "errors", "folders", "formats", "locks", "run", "config", "plan", "slurm", "trust"),
-        *("cluster.bad_nodes", "cluster.machine"),  # the latter for its driver and cores
+        *("capability", "backend", "errors", "folders", "formats", "locks", "run", "config", "plan"),
+        *("slurm", "trust", "cluster.bad_nodes", "cluster.machine"),  # the last for its driver and cores
     },
-    # Where it executes: starts an attempt, says how its job is, signals and kills it.
+    # Where it executes: all that is of one scheduler, or of one machine.
     "backends": {
-        *("backend", "errors", "folders", "locks", "run", "plan", "slurm", "trust"),
-        *("job.processes", "job.signals", "job.node.slurm_step"),
-        "job.supervisor",  # submitit pickles what its jobs run
-        "job.group_parts",  # the arrays of a group, which its jobs submit too
-        "job.rank_debugger",  # the variable that names the terminal
+        *("backend", "errors", "folders", "formats", "locks", "run", "plan", "slurm", "trust", "job"),
+        *("config", "cluster"),  # what their drafts plan a run from
     },
     # How it gets there.
     "launch": {
@@ -63,22 +60,18 @@ ALLOWED = {
         *("config", "cluster", "plan", "slurm", "backend", "backends"),
         "data.checks",  # what is known of the data before a plan is made
         *("job.processes", "job.node.slurm_step"),
-        "job.failed_starts",
         *("observe.group", "observe.status", "observe.current"),  # `--after` waits for what `status` shows
         "function",  # whose runs are not repeated
     },
     "observe": {
         *("capability", "errors", "folders", "run", "formats", "config", "plan", "slurm"),
-        *("backend", "backends", "job.group_parts"),  # how the jobs of runs are
-        "job.failed_starts",
+        *("backend", "backends"),  # how the jobs of runs are
         "job.failure.launcher_report",  # the agent reads it too
     },
     # Acts on a run that is there.
     "control": {
         *("errors", "folders", "formats", "run", "config", "cluster", "plan", "slurm"),
         *("backend", "backends", "launch"),
-        *("job.failed_starts", "job.resubmit"),  # where a job is not started again
-        "job.group_parts",
         "job.rank_debugger",  # what `trainkit debug` and a rank say to each other
         "data.checks",  # the size of the vocabulary, which a resume compares
         "observe.group",  # `cancel` acts on the states that `status` shows
@@ -87,7 +80,7 @@ ALLOWED = {
     # Runs a config in many ways, as its owner could by hand, and compares them.
     "bench": {
         *("extras", "errors", "folders", "run", "formats", "config", "cluster", "plan"),
-        *("backend", "backends", "control", "launch", "observe", "job.group_parts"),
+        *("backend", "backends", "control", "launch", "observe"),
     },
     # What a user's own task is a subclass of: the public face of the trainer.
     "safetensors": {"errors"},

@@ -1,6 +1,7 @@
 """Where runs execute, on Slurm or this machine: the interface of a backend; its classes are imported late.
 
-Another scheduler also needs its own draft and request (`plan/`), script, allocation and rendezvous (`job/`).
+Each has a folder of `trainkit/backends/`. The rendezvous of the ranks of a scheduler is still in `job/node/`,
+and its batch script in `launch/`.
 """
 
 from __future__ import annotations
@@ -18,8 +19,13 @@ from trainkit.errors import UsageError
 from trainkit.run.files import utc_now
 from trainkit.run.rundir import RunDir
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the nouns of the floors above, for type checkers alone
+    from trainkit.cluster.machine import Machine
+    from trainkit.cluster.target import Target
+    from trainkit.config.loaded import LoadedConfig
+    from trainkit.job.allocation import Allocation
     from trainkit.plan.launch import LaunchPlan, Options
+    from trainkit.plan.launch_draft import LaunchDraft
     from trainkit.run.group import RunGroup
     from trainkit.run.record import AttemptRecord
     from trainkit.slurm.jobs import JobInfo
@@ -84,6 +90,17 @@ class Backend(ABC):
     """Seconds between two looks at a job that is about to end."""
     ask_every_s: ClassVar[float]
     """Seconds between two looks at runs that continue: Slurm's controller serves the whole cluster."""
+
+    @abstractmethod
+    def draft(self, loaded: LoadedConfig, machine: Machine, target: Target) -> LaunchDraft:
+        """The draft of the plan of a run that starts here."""
+
+    @abstractmethod
+    def allocation(self, run: RunDir, words: Sequence[str]) -> Allocation:
+        """The place in which this process supervises a run; raises TrainkitError where it cannot.
+
+        `words` are those that `python -m trainkit.job.supervisor` has got, without its first option.
+        """
 
     @abstractmethod
     def start(self, run: RunDir, new: NewAttempt) -> AttemptRecord:
@@ -167,11 +184,11 @@ def write_cancelled(run: RunDir, entry: AttemptRecord, reason: str) -> None:
 
 
 _CLASSES = {
-    "local": "local.LocalBackend",
-    "hosts": "local.HostsBackend",
-    "sbatch": "slurm.SbatchBackend",
-    "submitit": "submitit.SubmititBackend",
-    "srun": "slurm.StepBackend",
+    "local": "local.backend.LocalBackend",
+    "hosts": "local.backend.HostsBackend",
+    "sbatch": "slurm.backend.SbatchBackend",
+    "submitit": "slurm.submitit.SubmititBackend",
+    "srun": "slurm.backend.StepBackend",
 }
 NEWER = "a newer trainkit made it: use that version"
 
@@ -181,7 +198,7 @@ def backend_named(name: str) -> Backend:
     """The backend of a plan; raises UsageError for one that this version does not have."""
     if name not in _CLASSES:
         raise UsageError(f"unknown backend {name!r}", hint=NEWER)
-    module, _, kind = _CLASSES[name].partition(".")
+    module, _, kind = _CLASSES[name].rpartition(".")
     found: Backend = getattr(import_module(f"trainkit.backends.{module}"), kind)()
     return found
 

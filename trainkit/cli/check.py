@@ -18,9 +18,9 @@ from trainkit.launch.config_request import ConfigRequest
 from trainkit.run.rundir import RUNS_FOLDER
 
 if TYPE_CHECKING:
+    from trainkit.backends.slurm.queue_estimate import Wait
     from trainkit.cluster.model import Cluster
     from trainkit.config import RunConfig
-    from trainkit.launch.queue_estimate import Wait
     from trainkit.plan.launch import LaunchPlan
 
 MAX_COLUMN_WIDTH = 40
@@ -71,10 +71,10 @@ def command(
     Prints every derived value with its reason and, on a cluster, when the job would start. If there are
     problems, lists all of them and exits with 2.
     """
+    from trainkit.backends.slurm.queue_estimate import wait_lines
     from trainkit.config.schema import flatten, show_value
     from trainkit.launch.disk import lock_problem
     from trainkit.launch.plan_run import gather, plan_run
-    from trainkit.launch.queue_estimate import wait_lines
     from trainkit.launch.trainer_process import simulate, simulated_plan, simulation_lines, task_problems
 
     if world_size is None and rank is not None:
@@ -157,7 +157,7 @@ def _waits(plan: LaunchPlan, config: RunConfig, cluster: Cluster, must: bool) ->
 
     Raises UsageError if Slurm would reject the job.
     """
-    from trainkit.launch.queue_estimate import estimate_waits
+    from trainkit.backends.slurm.queue_estimate import estimate_waits
 
     try:
         if cluster.error:  # do not wait for the same timeout again

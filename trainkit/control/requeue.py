@@ -9,11 +9,11 @@ from dataclasses import replace
 
 from trainkit.backend import backend_of
 from trainkit.backends.jobs import live_entry, recover_job_id, wait_until_out_of_queue
+from trainkit.backends.slurm.failed_starts import note_bad_hosts
+from trainkit.backends.slurm.resubmit import excludable
 from trainkit.config import read_effective
 from trainkit.control.changed_config import refuse_finished
 from trainkit.errors import UsageError, print_note
-from trainkit.job.failed_starts import note_bad_hosts
-from trainkit.job.resubmit import excludable
 from trainkit.launch.create import start_attempt
 from trainkit.launch.repeat import refuse_by_hand
 from trainkit.plan.launch import LaunchPlan, with_excluded

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from trainkit.backend import backend_named
 from trainkit.capability import load
 from trainkit.cluster.machine import Machine
 from trainkit.config.loaded import LoadedConfig
@@ -117,12 +118,7 @@ def _draft(loaded: LoadedConfig, facts: Facts) -> LaunchDraft:
     machine, target = facts.machine, facts.target
     if target.node_sizes is not None:
         return StepDraft(loaded, machine, target)
-    if target.cluster is None:
-        return LaunchDraft(loaded, machine, target)
-    # Imported only for Slurm: a run on this machine needs none of it.
-    from trainkit.plan.slurm_draft import SlurmDraft
-
-    return SlurmDraft(loaded, machine, target)
+    return backend_named(target.backend).draft(loaded, machine, target)
 
 
 def _float8_problems(config: RunConfig, plan: LaunchPlan) -> Iterator[Problem]:

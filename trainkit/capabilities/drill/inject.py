@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 
 from trainkit.backend import backend_of
-from trainkit.backends.slurm import step_of
+from trainkit.backends.slurm.backend import step_of
 from trainkit.control.cancel import cancel_run
 from trainkit.errors import print_note
 from trainkit.job.processes import descendants, proc_file, rank_of, ranks_below, signal_all

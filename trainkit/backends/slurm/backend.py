@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from trainkit.backend import Backend, JobStatus, NewAttempt, write_cancelled
+from trainkit.backends.slurm.group_parts import clusters_of, submit_parts
 from trainkit.errors import TrainkitError, UsageError, print_note
-from trainkit.job.group_parts import clusters_of, submit_parts
-from trainkit.job.node.slurm_step import find_slurm_task
+from trainkit.job.node.slurm_step import find_slurm_task, slurm_job_id
 from trainkit.job.signals import AGENT_SIGNAL
 from trainkit.plan.launch import SlurmRequest
 from trainkit.run.end import KILLED, is_over, read_end
@@ -41,12 +42,32 @@ from trainkit.slurm.jobs import JobInfo, in_queue, query_jobs
 from trainkit.slurm.states import split_job
 from trainkit.slurm.submit import cancel_command, find_by_token, submit_script
 
+if TYPE_CHECKING:
+    from trainkit.cluster.machine import Machine
+    from trainkit.cluster.target import Target
+    from trainkit.config.loaded import LoadedConfig
+    from trainkit.job.allocation import Allocation
+    from trainkit.plan.launch_draft import LaunchDraft
+
 
 class SlurmBackend(Backend):
     """A job of Slurm, whose state only Slurm knows."""
 
     poll_s = 1.0
     ask_every_s = 10.0
+
+    def draft(self, loaded: LoadedConfig, machine: Machine, target: Target) -> LaunchDraft:
+        from trainkit.backends.slurm.draft import SlurmDraft
+
+        return SlurmDraft(loaded, machine, target)
+
+    def allocation(self, run: RunDir, words: Sequence[str]) -> Allocation:
+        from trainkit.backends.slurm.allocation import SlurmAllocation  # which the supervisor alone needs
+
+        job_id = slurm_job_id()
+        if job_id is None:
+            raise TrainkitError("this is not a Slurm job", hint="`trainkit submit` starts one")
+        return SlurmAllocation(run, job_id, words)
 
     def job(self, entry: AttemptRecord) -> JobInfo | None:
         return query_jobs([entry.job]).get(entry.job)

@@ -1,6 +1,6 @@
 """The process of a group on this machine: starts the runs that have not finished, `RunGroup.limit` at once.
 
-``python -m trainkit.backends.local_group GROUP_DIR``
+``python -m trainkit.backends.local.group GROUP_DIR``
 
 Every run has a supervisor of its own, which survives this process and waits for free GPUs. A group whose
 process has died, as with its machine, is resumed by another one, which leaves the runs alone that still run.
