@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -21,6 +21,7 @@ from trainkit.run.rundir import RunDir
 
 if TYPE_CHECKING:  # the nouns of the floors above, for type checkers alone
     from trainkit.cluster.machine import Machine
+    from trainkit.cluster.model import Cluster
     from trainkit.cluster.target import Target
     from trainkit.config.loaded import LoadedConfig
     from trainkit.job.allocation import Allocation
@@ -32,6 +33,18 @@ if TYPE_CHECKING:  # the nouns of the floors above, for type checkers alone
 
 SUPERVISOR_EXIT_S = 10.0
 """How long a supervisor may take to exit after it has recorded the end of its job."""
+
+
+@dataclass(frozen=True)
+class ScriptParts:
+    """What only the backend of a batch script knows of it."""
+
+    directives: Options
+    """The options of its first lines by name; True for an option without a value."""
+    step: tuple[str, ...]
+    """The argv of the step that starts the ranks."""
+    restarts: int
+    """How often in a row the script requeues a job that ended before its supervisor began."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +108,28 @@ class Backend(ABC):
     def draft(self, loaded: LoadedConfig, machine: Machine, target: Target) -> LaunchDraft:
         """The draft of the plan of a run that starts here."""
 
+    def in_one_job(self, plans: Sequence[LaunchPlan], cluster: Cluster) -> list[LaunchPlan]:
+        """The plans for several numbers of nodes, the most first, each as that of a job for all."""
+        raise NotImplementedError
+
+    def job_options(self, plan: LaunchPlan) -> Options:
+        """The options of its job by name; empty for a run without one."""
+        return {}
+
+    def without_hosts(
+        self, plan: LaunchPlan, hosts: Sequence[str], notify: Callable[[str], None]
+    ) -> LaunchPlan:
+        """The plan of a job that leaves out those of these hosts that it can; `notify` gets why not all."""
+        return plan
+
+    def require_reachable(self, plan: LaunchPlan) -> None:
+        """Raise SlurmError if the scheduler that a job would be submitted to does not answer."""
+        return
+
+    def expected_start(self, plan: LaunchPlan, script: str) -> str:
+        """The scheduler's sentence about when a job with this script would start."""
+        raise NotImplementedError
+
     @abstractmethod
     def allocation(self, run: RunDir, words: Sequence[str]) -> Allocation:
         """The place in which this process supervises a run; raises TrainkitError where it cannot.
@@ -110,6 +145,15 @@ class Backend(ABC):
         """Start a group that `array_problem` allows; returns its job id.
 
         A group that certainly was not started is removed.
+        """
+        raise NotImplementedError
+
+    def script_parts(
+        self, run: RunDir, attempt: int, plan: LaunchPlan, agent: Sequence[str], array: str | None
+    ) -> ScriptParts:
+        """What the script of an attempt has of its scheduler; `agent` is the argv of the tasks of the step.
+
+        With an `array`, such as ``0-9%4``, `run` is the folder of a group.
         """
         raise NotImplementedError
 

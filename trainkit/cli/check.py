@@ -108,14 +108,14 @@ def command(
         problems = task_problems(loaded, "--smoke")
         if problems:
             raise ConfigError([loaded.problem(*item) for item in problems])
-    if estimate and plan.slurm is None:
+    if estimate and not plan.is_job:
         raise UsageError("--estimate requires Slurm, but this run starts here", hint="remove --estimate")
     if test_notification:
         click.echo(load("notifications").try_out(loaded.config), err=True)
     waits = None
-    if plan.slurm is not None and estimate is not False and cluster is not None:
+    if plan.is_job and estimate is not False and cluster is not None:
         waits = _waits(plan, loaded.config, cluster, must=bool(estimate))
-    if (problem := lock_problem(Path(RUNS_FOLDER), plan.slurm is not None)) is not None:
+    if (problem := lock_problem(Path(RUNS_FOLDER), plan.is_job)) is not None:
         click.echo(f"warning: {problem}", err=True)
     if as_json:
         config = loaded.config.model_dump(mode="json", by_alias=True)

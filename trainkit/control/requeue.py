@@ -5,18 +5,16 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 
 from trainkit.backend import backend_of
 from trainkit.backends.jobs import live_entry, recover_job_id, wait_until_out_of_queue
 from trainkit.backends.slurm.failed_starts import note_bad_hosts
-from trainkit.backends.slurm.resubmit import excludable
 from trainkit.config import read_effective
 from trainkit.control.changed_config import refuse_finished
 from trainkit.errors import UsageError, print_note
 from trainkit.launch.create import start_attempt
 from trainkit.launch.repeat import refuse_by_hand
-from trainkit.plan.launch import LaunchPlan, with_excluded
+from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import is_over, read_end
 from trainkit.run.files import utc_now
 from trainkit.run.record import AttemptRecord, JobRecord, change_newest, read_job
@@ -79,11 +77,7 @@ def start_again(run: RunDir, reason: str) -> AttemptRecord:
         where = "a debugger" if plan.has_supervisor else "a step that srun started, or on hosts without Slurm"
         raise UsageError(f"{run.shown} ran in {where}", hint=f"`trainkit resume {run.word}` plans it anew")
     hosts = note_dead_job(run, record, print_note)
-    if hosts and plan.slurm is not None and plan.slurm.clusters:
-        print_note(f"{', '.join(hosts)} not left out: a job that may go to another cluster cannot name hosts")
-    elif hosts and plan.slurm is not None:
-        left_out = with_excluded(plan.slurm, excludable(hosts, plan.slurm, print_note))
-        plan = replace(plan, slurm=left_out)
+    plan = backend_of(newest).without_hosts(plan, hosts, print_note)
     return start_attempt(run, config, plan, reason)
 
 

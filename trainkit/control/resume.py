@@ -85,7 +85,7 @@ def planned_resume(
             )
         else:
             plan = plan_run(loaded, facts, workload, code_dir=code_dir, before=lr_of)
-        if plan.slurm is None:
+        if not plan.is_job:
             plan = replace(plan, after=plan_before.after)  # what it has not waited for yet
         if workload.knows_run:
             refuse_incompatible(run, loaded, facts.data)

@@ -158,7 +158,7 @@ def plan_replay(
         plan = replace(plan, threads_per_worker=at.began.threads)
     parts = {name: part for name, part in plan.parts.items() if name != "trackers"}
     plan = replace(plan, replay=(first, last), requeue=replace(plan.requeue, on=()), parts=parts)
-    if plan.slurm is None:
+    if not plan.is_job:
         plan = replace(
             plan,
             backend="local",
