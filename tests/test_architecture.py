@@ -15,12 +15,13 @@ from pathlib import Path
 
 import pytest
 
+from trainkit.observe.status import RunStatus
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.torch_build import OLDEST, REQUIREMENT
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
-SIZES = {"trainkit": (290, 65_297), "tests": (389, 63_999)}
+SIZES = {"trainkit": (290, 65_336), "tests": (389, 64_008)}
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (5, 400)
 """By so much the code may be smaller before `SIZES` is lowered."""
@@ -338,11 +339,16 @@ def test_the_core_does_not_know_a_capability(words: str) -> None:
     assert len(naming) == SPREAD[words], naming
 
 
-def test_a_plan_has_what_every_run_has() -> None:
+STATUS_FIELDS = 20
+"""The fields of `RunStatus`."""
+
+
+def test_the_core_types_have_what_every_run_has() -> None:
     assert len(fields(LaunchPlan)) == PLAN_FIELDS
+    assert len(fields(RunStatus)) == STATUS_FIELDS
 
 
-PACKED = 59
+PACKED = 57
 """Literal tuples that are unpacked where their items could stand. The goal is 10."""
 
 
