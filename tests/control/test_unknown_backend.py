@@ -47,7 +47,7 @@ def test_its_job_is_unknown_and_slurm_is_not_asked(run: RunDir, monkeypatch: pyt
 def test_nothing_is_done_to_it(run: RunDir) -> None:
     before = read_json(run.job_file)
     for act in (
-        lambda: live_entry(run, "resume"),
+        lambda: live_entry(run, read_job(run), "resume"),
         lambda: cancel_run(run, now=False, wait=False, warn=pytest.fail),
         lambda: backend_of(read_job(run).attempts[0]).signal(run, read_job(run).attempts[0], signal.SIGTERM),
     ):

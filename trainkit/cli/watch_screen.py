@@ -248,8 +248,9 @@ class RunScreen(ReadingScreen):
         from trainkit.control.requeue import requeue_run
 
         refuse_foreign(self.run_dir.path, "`trainkit requeue --trust` executes it all the same")
-        entry, is_started = requeue_run(self.run_dir)
-        if is_started:
+        requeued = requeue_run(self.run_dir)
+        entry = requeued.entry
+        if requeued.is_started:
             return f"started attempt {entry.attempt} as {entry.job_id}"
         return f"{entry.job_id} is saving and will be requeued"
 

@@ -12,7 +12,7 @@ from datetime import datetime, timezone
 from shlex import quote
 
 from trainkit.backends import backend_of, write_cancelled
-from trainkit.backends.jobs import lingering_job, live_entry, recover_job_id, refuse_copied_group
+from trainkit.backends.jobs import lingering_job, live_entry, read_whole_job, refuse_copied_group
 from trainkit.backends.slurm import cancel_follow_ups, sent_for, step_of
 from trainkit.errors import TrainkitError, UsageError, print_note
 from trainkit.folders import shown_path
@@ -25,7 +25,7 @@ from trainkit.run.events import read_events
 from trainkit.run.files import utc_now
 from trainkit.run.group import RunGroup
 from trainkit.run.process import ProcessId
-from trainkit.run.record import AttemptRecord, mark_cancelled, read_job
+from trainkit.run.record import AttemptRecord, JobRecord, mark_cancelled, read_job
 from trainkit.run.rundir import RunDir, RunFolder, run_lock
 from trainkit.slurm.control import cancel, cancel_waiting, kill_steps, send_signal
 from trainkit.slurm.jobs import in_queue, query_clusters, query_jobs
@@ -59,8 +59,8 @@ def cancel_run(run: RunDir, *, now: bool, wait: bool, warn: Callable[[str], None
     """
     outcome = ""
     with run_lock(run):
-        recover_job_id(run)
-        entry = live_entry(run, "cancel")
+        job = read_whole_job(run)
+        entry = live_entry(run, job, "cancel")
         if entry is not None:
             is_notified = not now and entry.is_cancelled and _got_notice(run, entry)
             try:
@@ -70,13 +70,13 @@ def cancel_run(run: RunDir, *, now: bool, wait: bool, warn: Callable[[str], None
                 # A full disk must not prevent a cancellation.
                 warn(f"the cancellation could not be recorded ({error})")
             # First, because the end of this job would start its follow-up jobs.
-            cancel_follow_ups(run, keep=entry.job)
+            cancel_follow_ups(run, job, keep=entry.job)
             if now:
                 backend_of(entry).kill(run, entry)
             elif not is_notified:  # a second signal makes many scripts exit without a save
                 outcome = backend_of(entry).signal(run, entry, signal.SIGTERM)
     if entry is None:
-        return _end_lingering(run, now)
+        return _end_lingering(run, job, now)
     job_id = entry.job_id
     if now:
         return _run_result(run, job_id, "cancelled", f"killed {job_id}")
@@ -101,12 +101,12 @@ def _got_notice(run: RunDir, entry: AttemptRecord) -> bool:
     return any(event.text("signal") == signal.SIGTERM.name for event in found)
 
 
-def _end_lingering(run: RunDir, now: bool) -> CancelResult:
+def _end_lingering(run: RunDir, record: JobRecord, now: bool) -> CancelResult:
     """End the job of a run that has ended, if Slurm has it and it hangs or would start again."""
-    job = lingering_job(run)
+    job = lingering_job(run, record)
     if job is None or not (now or job.state.is_waiting):
         return _run_result(run, None, "ended", f"{run.shown} has already ended")
-    entry = read_job(run).newest or AttemptRecord()
+    entry = record.newest or AttemptRecord()
     cancel([on_cluster(job.job_id, entry.elsewhere)])
     return _run_result(run, job.job_id, "ended", f"{run.shown} had already ended; cancelled {job.job_id}")
 
