@@ -9,7 +9,7 @@ import pytest
 from tests.support.runs import make_attempt
 from trainkit.backends import backend_named, backend_of
 from trainkit.backends import jobs as backend_jobs
-from trainkit.backends.jobs import live_entry, open_job_ids, query_job_status
+from trainkit.backends.jobs import live_entry, open_job_ids, query_jobs_or_warn, read_job_status
 from trainkit.control.cancel import cancel_run
 from trainkit.errors import UsageError
 from trainkit.run.files import read_json
@@ -40,7 +40,8 @@ def test_its_job_is_unknown_and_slurm_is_not_asked(run: RunDir, monkeypatch: pyt
     monkeypatch.setattr(backend_jobs, "query_clusters", asked)
     record = read_job(run)
     assert open_job_ids(run, record) == []
-    assert query_job_status(run, record, pytest.fail).alive is None
+    status = read_job_status(run, lambda ids: query_jobs_or_warn(ids, pytest.fail))[1]
+    assert status.alive is None
     asked.assert_called_once_with([])
 
 

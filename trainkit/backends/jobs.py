@@ -28,9 +28,10 @@ JobQuery = Callable[[Sequence[str]], Mapping[str, JobInfo] | None]
 """Slurm's information about jobs, without those of a cluster that does not answer; None before an answer."""
 
 
-def query_job_status(run: RunDir, job: JobRecord, warn: Callable[[str], None]) -> JobStatus:
-    """The job status of a run with this job.json; calls `warn` when Slurm is unreachable."""
-    return status_from_jobs(run, job, query_jobs_or_warn(open_job_ids(run, job), warn))
+def read_job_status(run: RunDir, query: JobQuery) -> tuple[JobRecord, JobStatus]:
+    """The job.json of a run, and the status of its job, with one `query` of Slurm."""
+    job = read_job(run)
+    return job, status_from_jobs(run, job, query(open_job_ids(run, job)))
 
 
 def open_job_ids(run: RunDir, job: JobRecord) -> list[str]:
@@ -285,8 +286,7 @@ def liveness_probe(
 
     def probe() -> bool | None:
         nonlocal notified
-        record = read_job(run)
-        status = status_from_jobs(run, record, poller.jobs(open_job_ids(run, record)))
+        status = read_job_status(run, poller.jobs)[1]
         job, reason = status.job, poller.problem or ""
         if job is not None and job.state.is_waiting and job.sentence:
             reason = f"{job.job_id} is pending: {job.sentence}"

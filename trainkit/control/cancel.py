@@ -48,6 +48,8 @@ class CancelResult:
     """It names the folder."""
     facts: JsonObject
     """For ``--json``."""
+    entry: AttemptRecord | None = None
+    """The attempt of a run that saves."""
 
 
 def cancel_run(run: RunDir, *, now: bool, wait: bool, warn: Callable[[str], None]) -> CancelResult:
@@ -84,7 +86,8 @@ def cancel_run(run: RunDir, *, now: bool, wait: bool, warn: Callable[[str], None
         return _run_result(run, job_id, "cancelled", f"removed {job_id} from the queue")
     grace_s = LaunchPlan.read(run.plan_file, executes=False).grace_s
     if not wait:
-        return _run_result(run, job_id, "cancelling", f"{job_id} is saving and ends within {grace_s:g} s")
+        saves = f"{job_id} is saving and ends within {grace_s:g} s"
+        return replace(_run_result(run, job_id, "cancelling", saves), entry=entry)
     if backend_of(entry).wait_until_gone(run, entry, grace_s + WAIT_MARGIN_S):
         newest = read_job(run).newest or entry
         if newest.attempt > entry.attempt and not newest.is_cancelled:
@@ -196,18 +199,17 @@ def _cancel_here(group: RunGroup, process: ProcessId, now: bool, wait: bool) -> 
                 problems.append(error)
     if problems:  # the others are cancelled
         raise problems[0]
-    saving = [group.run(index) for index, result in results.items() if result.state == "cancelling"]
+    saving = [(group.run(index), result.entry) for index, result in results.items() if result.entry]
     running = [index for index, result in results.items() if result.state != "ended" and index not in pending]
     if wait:
         deadline_s = time.monotonic() + _grace_s(group) + WAIT_MARGIN_S
-        saving = [run for run in saving if not _is_gone(run, deadline_s - time.monotonic())]
+        saving = [
+            (run, entry)
+            for run, entry in saving
+            if not backend_of(entry).wait_until_gone(run, entry, deadline_s - time.monotonic())
+        ]
     state = "cancelling" if saving else "cancelled" if running or pending else "ended"
     return _group_result(group, len(running), len(pending), now, state)
-
-
-def _is_gone(run: RunDir, timeout_s: float) -> bool:
-    entry = read_job(run).newest
-    return entry is None or backend_of(entry).wait_until_gone(run, entry, timeout_s)
 
 
 def _grace_s(group: RunGroup) -> float:
