@@ -12,7 +12,6 @@ import pytest
 
 from tests.support.runs import make_attempt
 from trainkit.backends import jobs as control_jobs
-from trainkit.backends import slurm as slurm_backend
 from trainkit.backends.jobs import (
     live_entry,
     liveness_probe,
@@ -22,7 +21,8 @@ from trainkit.backends.jobs import (
     require_not_running,
     status_from_jobs,
 )
-from trainkit.backends.slurm import cancel_follow_ups, submit_follow_ups
+from trainkit.backends.slurm import backend as slurm_backend
+from trainkit.backends.slurm.backend import cancel_follow_ups, submit_follow_ups
 from trainkit.control import cancel as control_cancel
 from trainkit.control.cancel import cancel_run
 from trainkit.control.requeue import requeue_run

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 import pytest
 
 from tests.support.runs import make_attempt
-from trainkit.backends import backend_named, backend_of
+from trainkit.backend import backend_named, backend_of
 from trainkit.backends import jobs as backend_jobs
 from trainkit.backends.jobs import live_entry, open_job_ids, query_jobs_or_warn, read_job_status
 from trainkit.control.cancel import cancel_run

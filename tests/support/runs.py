@@ -16,8 +16,8 @@ import pytest
 import trainkit
 from tests.support import programs
 from tests.support.ranks import ForkedWorker, start_ranks, start_worker, wait_for_all
-from trainkit.backends import NewAttempt
-from trainkit.backends.local import LocalBackend
+from trainkit.backend import NewAttempt
+from trainkit.backends.local.backend import LocalBackend
 from trainkit.cluster.machine import Machine
 from trainkit.config import dump_effective, load_config
 from trainkit.job.node.rendezvous import choose_port

@@ -9,7 +9,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from shlex import quote
 
-from trainkit.backends import SUPERVISOR_EXIT_S, JobStatus, backend_of, is_known
+from trainkit.backend import SUPERVISOR_EXIT_S, JobStatus, backend_of, is_known
 from trainkit.errors import SlurmError, UsageError, print_note
 from trainkit.run.end import is_over
 from trainkit.run.group import RunGroup, group_of, is_index

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
-from trainkit.backends import JobStatus
+from trainkit.backend import JobStatus
 from trainkit.backends.jobs import query_jobs_or_warn, read_job_status
 from trainkit.cli.help import as_command, option, warn
 from trainkit.cli.options import COUNT, json_option, run_argument

@@ -13,15 +13,15 @@ from pathlib import Path
 
 import click
 
-from trainkit.backends import SUPERVISOR_EXIT_S, backend_of
+from trainkit.backend import SUPERVISOR_EXIT_S, backend_of
 from trainkit.backends.jobs import liveness_probe
+from trainkit.backends.slurm.failed_starts import batch_log
 from trainkit.cli.help import as_command, option
 from trainkit.cli.options import COUNT, INDEX, run_argument
 from trainkit.cli.output import escaped
 from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, UsageError
 from trainkit.folders import is_full, shown_path
 from trainkit.formats import there_are
-from trainkit.job.failed_starts import batch_log
 from trainkit.observe.current import look_at
 from trainkit.observe.logs import follow, last_texts, start_of_last
 from trainkit.observe.status import FAILURE_LOG_LINES, failure_lines

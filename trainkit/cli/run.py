@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trainkit.backends import backend_of
+from trainkit.backend import backend_of
 from trainkit.cli import options
 from trainkit.cli.help import as_command, option
 from trainkit.cli.hosts import host_options, host_place, hosts_target, run_on_hosts

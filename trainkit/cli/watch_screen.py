@@ -23,7 +23,7 @@ from textual.containers import VerticalScroll
 from textual.screen import ModalScreen, Screen
 from textual.widgets import DataTable, Footer, Static
 
-from trainkit.backends import JobStatus
+from trainkit.backend import JobStatus
 from trainkit.backends.jobs import SlurmPoller, read_job_status, utc_clock
 from trainkit.cli.diagnose import diagnosis_text
 from trainkit.cli.help import warn

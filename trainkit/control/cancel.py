@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from shlex import quote
 
-from trainkit.backends import backend_of, write_cancelled
+from trainkit.backend import backend_of, write_cancelled
 from trainkit.backends.jobs import lingering_job, live_entry, read_whole_job, refuse_copied_group
-from trainkit.backends.slurm import cancel_follow_ups, sent_for, step_of
+from trainkit.backends.slurm.backend import cancel_follow_ups, sent_for, step_of
+from trainkit.backends.slurm.group_parts import recover_parts
 from trainkit.errors import TrainkitError, UsageError, print_note
 from trainkit.folders import shown_path
 from trainkit.formats import JsonObject, plural
-from trainkit.job.group_parts import recover_parts
 from trainkit.observe.group import GroupFiles
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import KILLED, UNFINISHED_STATES

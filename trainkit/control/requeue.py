@@ -5,17 +5,15 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from trainkit.backends import backend_of
+from trainkit.backend import backend_of
 from trainkit.backends.jobs import live_entry, read_whole_job, wait_until_out_of_queue
+from trainkit.backends.slurm.failed_starts import note_bad_hosts
 from trainkit.control.changed_config import refuse_finished
 from trainkit.errors import UsageError, print_note
-from trainkit.job.failed_starts import note_bad_hosts
-from trainkit.job.resubmit import excludable
 from trainkit.launch.create import start_attempt
 from trainkit.launch.repeat import config_and_plan, refuse_by_hand
-from trainkit.plan.launch import with_excluded
 from trainkit.run.end import is_over, read_end
 from trainkit.run.files import utc_now
 from trainkit.run.record import AttemptRecord, JobRecord, change_newest
@@ -86,11 +84,7 @@ def start_again(run: RunDir, job: JobRecord, reason: str) -> AttemptRecord:
         where = "a debugger" if plan.has_supervisor else "a step that srun started, or on hosts without Slurm"
         raise UsageError(f"{run.shown} ran in {where}", hint=f"`trainkit resume {run.word}` plans it anew")
     hosts = note_dead_job(run, job, print_note)
-    if hosts and plan.slurm is not None and plan.slurm.clusters:
-        print_note(f"{', '.join(hosts)} not left out: a job that may go to another cluster cannot name hosts")
-    elif hosts and plan.slurm is not None:
-        left_out = with_excluded(plan.slurm, excludable(hosts, plan.slurm, print_note))
-        plan = replace(plan, slurm=left_out)
+    plan = backend_of(newest).without_hosts(plan, hosts, print_note)
     return start_attempt(run, job, config, plan, reason)
 
 

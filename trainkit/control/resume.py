@@ -7,7 +7,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from trainkit.backends import backend_of
+from trainkit.backend import backend_of
 from trainkit.backends.jobs import read_whole_job, require_not_running
 from trainkit.cluster.target import Target, make_target
 from trainkit.config import LoadedConfig, RunConfig
@@ -89,7 +89,7 @@ def planned_resume(
             )
         else:
             plan = plan_run(loaded, facts, workload, code_dir=code_dir, before=lr_of)
-        if plan.slurm is None:
+        if not plan.is_job:
             plan = replace(plan, after=plan_before.after)  # what it has not waited for yet
         if workload.knows_run:
             refuse_incompatible(run, loaded, facts.data)

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from trainkit.backends import JobScript, NewAttempt, backend_named
+from trainkit.backend import JobScript, NewAttempt, backend_named
 from trainkit.config import RunConfig, dump_effective
 from trainkit.errors import UsageError
 from trainkit.folders import ensure_folder, shown_path
@@ -185,13 +185,12 @@ def _script(run: RunDir, job: JobRecord, config: RunConfig, plan: LaunchPlan, su
 def _group_record(folder: Path, name: str, submission: Submission, code: CodeCopy | None) -> JsonObject:
     assert submission.array is not None
     first = submission.points[0]
-    slurm = first.plan.slurm
     record = GroupRecord(
         name=name,
         backend=first.plan.backend,
         cwd=str(Path.cwd()),
         # Of several clusters Slurm chooses one, which the answer of sbatch names.
-        cluster=None if slurm is not None and slurm.clusters else cluster_name(),
+        cluster=None if first.plan.clusters else cluster_name(),
         array=submission.array.directive,
         keys=list(dict.fromkeys(key for point in submission.points for key in point.values)),
         code=code,

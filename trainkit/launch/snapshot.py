@@ -63,7 +63,7 @@ def wants_copy(config: RunConfig, plan: LaunchPlan) -> bool:
 
     A command also runs in a copy on this machine, so that what it writes is in the same place everywhere.
     """
-    return config.launch.snapshot and (plan.slurm is not None or plan.workload.is_command)
+    return config.launch.snapshot and (plan.is_job or plan.workload.is_command)
 
 
 def write_origin(

@@ -35,7 +35,7 @@ def look_at(run: RunDir, warn: Callable[[str], None]) -> tuple[RunHistory, RunSt
 
 def query_group(group: RunGroup, warn: Callable[[str], None]) -> GroupStatus:
     """The status of a group; looks its job up if Slurm has not acknowledged it."""
-    from trainkit.job.group_parts import recover_parts  # most runs are in no group
+    from trainkit.backends.slurm.group_parts import recover_parts  # most runs are in no group
 
     recover_parts(group)
     return read_group(group, lambda ids: query_jobs_or_warn(ids, warn))

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from trainkit.backends import backend_of
+from trainkit.backend import backend_of
 from trainkit.backends.jobs import liveness_probe, read_whole_job, require_not_running
 from trainkit.capabilities.drill.inject import FaultInjector, flip_bytes, kill_job, newest
 from trainkit.config import RunConfig

@@ -67,9 +67,23 @@ WITHOUT_EXTRAS: Mapping[str, object] = {
 }
 """A replay does nothing that does not change its steps; it logs every one."""
 IRRELEVANT = (
-    *("name:", "resources.", "launch.", "requeue.", "logging.", "checkpoint.", "profiler.", "parallel."),
-    *("train.log_every", "train.eval_", "train.stop_at_step", "train.device_batch_size"),
-    *("train.global_batch_size", "optimizer.lr", "data.cache_dir", "data.num_workers", "device"),
+    "name:",
+    "resources.",
+    "launch.",
+    "requeue.",
+    "logging.",
+    "checkpoint.",
+    "profiler.",
+    "parallel.",
+    "train.log_every",
+    "train.eval_",
+    "train.stop_at_step",
+    "train.device_batch_size",
+    "train.global_batch_size",
+    "optimizer.lr",
+    "data.cache_dir",
+    "data.num_workers",
+    "device",
 )
 """Keys that do not change what a step computes, except for rounding, or whose effect the plan has."""
 
@@ -144,7 +158,7 @@ def plan_replay(
         plan = replace(plan, threads_per_worker=at.began.threads)
     parts = {name: part for name, part in plan.parts.items() if name != "trackers"}
     plan = replace(plan, replay=(first, last), requeue=replace(plan.requeue, on=()), parts=parts)
-    if plan.slurm is None:
+    if not plan.is_job:
         plan = replace(
             plan,
             backend="local",

@@ -14,10 +14,11 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
 
-from trainkit.backends import SUPERVISOR_EXIT_S, Backend, JobStatus, NewAttempt, write_cancelled
+from trainkit.backend import SUPERVISOR_EXIT_S, Backend, JobStatus, NewAttempt, write_cancelled
 from trainkit.errors import TrainkitError, UsageError
 from trainkit.job.processes import PAUSE_SIGNALS, descendants, dies_with, module_argv, signal_all
 from trainkit.job.signals import NOTICE_SIGNALS
+from trainkit.plan.launch_draft import LaunchDraft
 from trainkit.run.end import KILLED, is_over
 from trainkit.run.events import log_event, read_events
 from trainkit.run.group import RunGroup, group_of
@@ -36,6 +37,10 @@ from trainkit.run.submitted import SUBMITTED_VARIABLE, submitted_hash
 from trainkit.slurm.environment import OWN_PREFIX
 
 if TYPE_CHECKING:
+    from trainkit.cluster.machine import Machine
+    from trainkit.cluster.target import Target
+    from trainkit.config.loaded import LoadedConfig
+    from trainkit.job.allocation import Allocation
     from trainkit.slurm.jobs import JobInfo
 
 KILL_TIMEOUT_S = 10.0
@@ -46,6 +51,15 @@ class LocalBackend(Backend):
 
     poll_s = 0.05
     ask_every_s = 0.5
+
+    def draft(self, loaded: LoadedConfig, machine: Machine, target: Target) -> LaunchDraft:
+        return LaunchDraft(loaded, machine, target)
+
+    def allocation(self, run: RunDir, words: Sequence[str]) -> Allocation:
+        from trainkit.backends.local.allocation import LocalAllocation  # which the supervisor alone needs
+
+        number, *options = words
+        return LocalAllocation(run, int(number), now="--now" in options)
 
     def start(self, run: RunDir, new: NewAttempt) -> AttemptRecord:
         attempt = open_attempt(run, new.config_text, new.plan_text)
@@ -72,7 +86,7 @@ class LocalBackend(Backend):
         return entry
 
     def start_group(self, group: RunGroup) -> str:
-        argv = module_argv("trainkit.backends.local_group", str(group.path))
+        argv = module_argv("trainkit.backends.local.group", str(group.path))
         before, has_ended = group.record.process, False
         child = _start_process(argv, group.process_log, group.record.cwd)
         try:

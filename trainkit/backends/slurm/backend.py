@@ -11,13 +11,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
-from trainkit.backends import Backend, JobStatus, NewAttempt, write_cancelled
+from trainkit.backend import Backend, JobStatus, NewAttempt, ScriptParts, write_cancelled
+from trainkit.backends.slurm.group_parts import clusters_of, submit_parts
+from trainkit.backends.slurm.resubmit import excludable
 from trainkit.errors import TrainkitError, UsageError, print_note
-from trainkit.job.group_parts import clusters_of, submit_parts
-from trainkit.job.node.slurm_step import find_slurm_task
+from trainkit.job.node.slurm_step import find_slurm_task, slurm_job_id
 from trainkit.job.signals import AGENT_SIGNAL
-from trainkit.plan.launch import SlurmRequest
+from trainkit.plan.launch import LaunchPlan, Options, SlurmRequest, with_excluded
 from trainkit.run.end import KILLED, is_over, read_end
 from trainkit.run.events import log_event
 from trainkit.run.files import write_atomic
@@ -35,11 +37,19 @@ from trainkit.run.record import (
     set_follow_ups,
 )
 from trainkit.run.rundir import AttemptDir, RunDir, submission_token
-from trainkit.slurm.client import SlurmUnreachable
+from trainkit.slurm.client import SlurmUnreachable, require_controller
 from trainkit.slurm.control import cancel, cancel_waiting, kill_steps, send_signal
 from trainkit.slurm.jobs import JobInfo, in_queue, query_jobs
 from trainkit.slurm.states import split_job
-from trainkit.slurm.submit import cancel_command, find_by_token, submit_script
+from trainkit.slurm.submit import cancel_command, find_by_token, query_start, submit_script
+
+if TYPE_CHECKING:
+    from trainkit.cluster.machine import Machine
+    from trainkit.cluster.model import Cluster
+    from trainkit.cluster.target import Target
+    from trainkit.config.loaded import LoadedConfig
+    from trainkit.job.allocation import Allocation
+    from trainkit.plan.launch_draft import LaunchDraft
 
 
 class SlurmBackend(Backend):
@@ -47,6 +57,46 @@ class SlurmBackend(Backend):
 
     poll_s = 1.0
     ask_every_s = 10.0
+
+    def draft(self, loaded: LoadedConfig, machine: Machine, target: Target) -> LaunchDraft:
+        from trainkit.backends.slurm.draft import SlurmDraft
+
+        return SlurmDraft(loaded, machine, target)
+
+    def in_one_job(self, plans: Sequence[LaunchPlan], cluster: Cluster) -> list[LaunchPlan]:
+        from trainkit.backends.slurm.draft import in_one_job
+
+        return in_one_job(plans, cluster.slurm_version or ())
+
+    def job_options(self, plan: LaunchPlan) -> Options:
+        if plan.slurm is None:
+            return {}
+        clusters: Options = {"clusters": ",".join(plan.clusters)} if plan.clusters else {}
+        return {**plan.slurm.srun, **plan.slurm.sbatch, **clusters}
+
+    def without_hosts(
+        self, plan: LaunchPlan, hosts: Sequence[str], notify: Callable[[str], None]
+    ) -> LaunchPlan:
+        if not hosts or plan.slurm is None:
+            return plan
+        if plan.clusters:
+            notify(f"{', '.join(hosts)} not left out: a job that may go to another cluster cannot name hosts")
+            return plan
+        return replace(plan, slurm=with_excluded(plan.slurm, excludable(hosts, plan.slurm, notify)))
+
+    def require_reachable(self, plan: LaunchPlan) -> None:
+        require_controller(plan.clusters)
+
+    def expected_start(self, plan: LaunchPlan, script: str) -> str:
+        return query_start(script, clusters=plan.clusters)[1]
+
+    def allocation(self, run: RunDir, words: Sequence[str]) -> Allocation:
+        from trainkit.backends.slurm.allocation import SlurmAllocation  # which the supervisor alone needs
+
+        job_id = slurm_job_id()
+        if job_id is None:
+            raise TrainkitError("this is not a Slurm job", hint="`trainkit submit` starts one")
+        return SlurmAllocation(run, job_id, words)
 
     def job(self, entry: AttemptRecord) -> JobInfo | None:
         return query_jobs([entry.job]).get(entry.job)
@@ -113,6 +163,13 @@ class SbatchBackend(SlurmBackend):
 
     name = "sbatch"
     template = "submit.sbatch.j2"
+
+    def script_parts(
+        self, run: RunDir, attempt: int, plan: LaunchPlan, agent: Sequence[str], array: str | None
+    ) -> ScriptParts:
+        from trainkit.backends.slurm.script import script_parts
+
+        return script_parts(run, attempt, plan, agent, array)
 
     def start(self, run: RunDir, new: NewAttempt) -> AttemptRecord:
         """Submit a run's next attempt and cancel its pending follow-up jobs.
