@@ -79,7 +79,7 @@ def with_dependency(plan: LaunchPlan, texts: Sequence[str], waits_for: Sequence[
     if plan.slurm is None:
         return replace(plan, after=tuple(waits_for), reasons={**plan.reasons, "after": reason})
     found = by_cluster(waits_for)
-    if list(found) != [other_cluster(name) or "" for name in plan.slurm.clusters or [None]]:
+    if list(found) != [other_cluster(name) or "" for name in plan.clusters or [None]]:
         where = listed([f"{job} on {name or 'this one'}" for name, jobs in found.items() for job in jobs])
         raise UsageError(
             f"--after {names}: a job can wait only for jobs of its own cluster, and waits here for {where}",

@@ -11,10 +11,10 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
 
+from trainkit.backends.slurm.failed_starts import FailedStart, batch_log, failed_starts
 from trainkit.capability import SHIPPED, load
 from trainkit.errors import EXIT_STOPPED, TrainkitError
 from trainkit.formats import number, time_text
-from trainkit.job.failed_starts import FailedStart, batch_log, failed_starts
 from trainkit.observe.goodput import worker_hours
 from trainkit.observe.logs import clean, printed_metrics, read_log
 from trainkit.run.end import (
