@@ -13,6 +13,7 @@ from trainkit.plan.facts import Facts
 from trainkit.plan.launch import LaunchPlan, Options
 from trainkit.plan.make_plan import make_plan
 from trainkit.plan.workload import TRAINER, Workload
+from trainkit.run.files import difference
 
 KEY = "resources.nodes"
 BATCH = "train.global_batch_size"
@@ -98,8 +99,6 @@ def _joined(
     note = f"{spans(sizes)}: as many as Slurm has{_not_possible(refused)}"
     if len(plans) == 1:
         return replace(first, reasons={"nodes": note, **first.reasons})
-    from trainkit.run.group import difference  # as in `LaunchPlan.at`
-
     least = plans[-1]
     own, *others = (_in_job(plan, nodes, first, least, note, is_old) for plan in plans)
     base = own.to_dict()
