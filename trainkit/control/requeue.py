@@ -73,7 +73,7 @@ def start_again(run: RunDir, reason: str) -> AttemptRecord:
         raise UsageError(f"{run.shown} was never started", hint=hint)
     attempt = run.attempt(newest.attempt)
     plan, config = LaunchPlan.read(attempt.plan_file), read_effective(attempt.config_file)
-    if plan.workload.knows_run:
+    if not plan.workload.is_command:
         refuse_finished(run, config, config, plan)
     if not plan.has_supervisor or plan.debug is not None:
         where = "a debugger" if plan.has_supervisor else "a step that srun started, or on hosts without Slurm"

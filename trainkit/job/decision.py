@@ -240,7 +240,7 @@ def _after_request(
 ) -> Decision:
     if saved and EXIT_STOPPED not in result.exit_codes:
         summary = f"exited with 0 after {result.stop_signal}, without a sign that it is done"
-    elif saved and not result.step and result.workload.knows_run:
+    elif saved and not result.step and not result.workload.is_command:
         summary = f"ended by {result.stop_signal} before the first step"
     elif saved:
         summary = f"saved after {result.stop_signal}"
