@@ -20,7 +20,7 @@ from trainkit.function import call_file
 from trainkit.plan.batch import learning_rate
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.model_shape import ModelShape, resolve_model_shape
-from trainkit.run.end import SAVED, read_end
+from trainkit.run.end import read_end
 from trainkit.run.files import numbers
 from trainkit.run.history import RunHistory, read_plan
 from trainkit.run.manifest import Manifest, published
@@ -90,7 +90,7 @@ def missing_save(run: RunDir, *, is_command: bool) -> str | None:
     if not is_command:
         return "none yet: training starts at step 0 again"
     ends = (read_end(run.attempt(number)) for number in run.attempt_numbers())
-    if any(end is not None and str(end.reason).startswith(SAVED) for end in ends):
+    if any(end is not None and end.saved for end in ends):
         return None
     return "no save was seen: it starts at the beginning, unless it finds one of its own"
 
