@@ -15,12 +15,13 @@ from pathlib import Path
 
 import pytest
 
+from trainkit.observe.status import RunStatus
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.torch_build import OLDEST, REQUIREMENT
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
-SIZES = {"trainkit": (299, 65_652), "tests": (389, 64_013)}
+SIZES = {"trainkit": (299, 65_824), "tests": (389, 64_050)}
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (5, 400)
 """By so much the code may be smaller before `SIZES` is lowered."""
@@ -302,7 +303,7 @@ def test_the_code_does_not_grow(folder: str) -> None:
     assert all(map(ge, map(add, found, SLACK), SIZES[folder])), f"{found}: lower SIZES"
 
 
-READS = {"read_job": 63, "LaunchPlan.read": 20}
+READS = {"read_job": 47, "record_of": 14, "LaunchPlan.read": 11}
 """Function -> how many places of the package call it: whoever has read a record passes it on."""
 
 
@@ -346,11 +347,16 @@ def test_a_scheduler_is_one_folder(pattern: str) -> None:
     assert len(naming) == KNOWS_SLURM[pattern], naming
 
 
-def test_a_plan_has_what_every_run_has() -> None:
+STATUS_FIELDS = 20
+"""The fields of `RunStatus`."""
+
+
+def test_the_core_types_have_what_every_run_has() -> None:
     assert len(fields(LaunchPlan)) == PLAN_FIELDS
+    assert len(fields(RunStatus)) == STATUS_FIELDS
 
 
-PACKED = 59
+PACKED = 57
 """Literal tuples that are unpacked where their items could stand. The goal is 10."""
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # the nouns of the floors above, for type checkers alone
     from trainkit.plan.launch import LaunchPlan, Options
     from trainkit.plan.launch_draft import LaunchDraft
     from trainkit.run.group import RunGroup
-    from trainkit.run.record import AttemptRecord
+    from trainkit.run.record import AttemptRecord, JobRecord
     from trainkit.slurm.jobs import JobInfo
 
 SUPERVISOR_EXIT_S = 10.0
@@ -72,6 +72,8 @@ class NewAttempt:
     plan: LaunchPlan
     reason: str
     """The command that starts it: ``submit run requeue resume``."""
+    job: JobRecord
+    """What job.json says before it."""
     script: JobScript | None = None
     """The batch script; None for a backend without one."""
     num_follow_ups: int = 0
@@ -188,10 +190,11 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def live_entry(self, run: RunDir, entry: AttemptRecord, command: str) -> AttemptRecord | None:
+    def live_entry(self, run: RunDir, job: JobRecord, command: str) -> AttemptRecord | None:
         """The newest attempt with its live job; None if that has ended or is about to exit.
 
-        `command` is the subcommand to suggest in the UsageError that is raised when this host cannot tell.
+        `job` has an attempt. `command` is the subcommand to suggest in the UsageError that is raised when
+        this host cannot tell.
         """
 
     @abstractmethod

@@ -25,6 +25,7 @@ from trainkit.run.record import (
     change_newest,
     mark_cancelled,
     open_attempt,
+    read_job,
     set_follow_ups,
 )
 from trainkit.run.rundir import AttemptDir, RunDir
@@ -181,7 +182,7 @@ def test_a_record_that_cannot_be_read_is_not_replaced(run: RunDir, monkeypatch: 
 
     monkeypatch.setattr("trainkit.backends.slurm.backend.cancel_waiting", stale)
     with pytest.raises(OSError, match="Stale"):
-        cancel_follow_ups(run)
+        cancel_follow_ups(run, read_job(run))
     assert run.job_file.read_bytes() == before
 
 

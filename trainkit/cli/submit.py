@@ -96,7 +96,7 @@ def command(
 
         folder = None if folder is None else folder.absolute()
         after = tuple(str(Path(name).absolute()) if Path(name).is_dir() else name for name in after)
-        click.get_current_context().with_resource(submission_folder(repeated.run, takes_new_code=True))
+        click.get_current_context().with_resource(submission_folder(repeated.job, takes_new_code=True))
     if is_group and follow:
         raise UsageError(
             "--follow follows one run, not a group", hint="`trainkit logs GROUP/0 -f` follows one of them"

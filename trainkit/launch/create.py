@@ -143,7 +143,7 @@ def start_run(
     """
     try:
         with run_lock(run):
-            return start_attempt(run, config, plan, reason, now=now)
+            return start_attempt(run, read_job(run), config, plan, reason, now=now)
     except BaseException:
         if not run.attempt_numbers():
             shutil.rmtree(run.path, ignore_errors=True)
@@ -151,19 +151,19 @@ def start_run(
 
 
 def start_attempt(
-    run: RunDir, config: RunConfig, plan: LaunchPlan, reason: str, *, now: bool = False
+    run: RunDir, job: JobRecord, config: RunConfig, plan: LaunchPlan, reason: str, *, now: bool = False
 ) -> AttemptRecord:
     """Start a run's next attempt and return its job.json entry; call with the run's lock held.
 
-    `reason` is one of ``submit run requeue resume``; `now` is for local runs only.
+    `job` is job.json, `reason` is one of ``submit run requeue resume``; `now` is for local runs only.
     """
     config_text, plan_text = dump_effective(config), plan.to_text()
     for text, where in ((config_text, run.config_file), (plan_text, run.plan_file)):
         refuse_leaks(text, str(where), config.secrets, os.environ)
-    job, backend, script = read_job(run), backend_named(plan.backend), None
+    backend, script = backend_named(plan.backend), None
     if backend.template is not None:
         script = _script(run, job, config, plan, submitted_hash(config_text, plan.to_dict()))
-    new = NewAttempt(config_text, plan_text, plan, reason, script, config.requeue.follow_ups, now)
+    new = NewAttempt(config_text, plan_text, plan, reason, job, script, config.requeue.follow_ups, now)
     entry = backend.start(run, new)
     register(run, job.name)
     return entry

@@ -24,7 +24,8 @@ from trainkit.launch.sweep import ArraySpec, LoadedPoint
 from trainkit.plan.launch import LaunchPlan, option_argv
 from trainkit.plan.sweep import filled_in, key_without_seed, names_key
 from trainkit.plan.workload import Workload
-from trainkit.run.group import Point, difference
+from trainkit.run.files import difference
+from trainkit.run.group import Point
 from trainkit.run.rundir import RUNS_FOLDER, RunDir, next_name
 from trainkit.run.submitted import submitted_group_hash, submitted_hash
 

@@ -13,7 +13,7 @@ from trainkit.capability import Part, put_parts, take_parts
 from trainkit.errors import UsageError
 from trainkit.formats import JsonObject, there_are
 from trainkit.plan.workload import Workload, workload_of
-from trainkit.run.files import from_json, read_json, to_json
+from trainkit.run.files import changed, difference, from_json, read_json, to_json
 
 PLAN_VERSION = 1
 ACCELERATE_CONFIG = "accelerate.yaml"
@@ -358,8 +358,6 @@ def resized(plan: JsonObject, num_nodes: int) -> JsonObject:
 
     Keys of another version are kept: the job was submitted with them.
     """
-    from trainkit.run.group import changed, difference  # only a range of nodes needs it
-
     own = {**plan, "sizes": {}}
     plans = {name: changed(own, change) for name, change in plan["sizes"].items()}
     chosen = plans.pop(str(num_nodes))

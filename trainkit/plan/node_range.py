@@ -15,6 +15,7 @@ from trainkit.plan.facts import Facts
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.make_plan import make_plan
 from trainkit.plan.workload import TRAINER, Workload
+from trainkit.run.files import difference
 
 KEY = "resources.nodes"
 BATCH = "train.global_batch_size"
@@ -91,8 +92,6 @@ def _joined(
     note = f"{sizes}: as many as Slurm has{_not_possible(refused)}"
     if len(plans) == 1:
         return replace(first, reasons={"nodes": note, **first.reasons})
-    from trainkit.run.group import difference  # as in `LaunchPlan.at`
-
     joined = backend_named(first.backend).in_one_job(plans, cluster)
     own, *others = (_alike(plan, first, plans[-1], note) for plan in joined)
     base = own.to_dict()

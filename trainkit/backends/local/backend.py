@@ -26,11 +26,11 @@ from trainkit.run.history import Attempt, attempts_of
 from trainkit.run.process import boot_id
 from trainkit.run.record import (
     AttemptRecord,
+    JobRecord,
     add_attempt,
     discard_attempt,
     is_alive,
     open_attempt,
-    read_job,
 )
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.run.submitted import SUBMITTED_VARIABLE, submitted_hash
@@ -116,8 +116,8 @@ class LocalBackend(Backend):
             from trainkit.job.rank_debugger import TERMINAL_VARIABLE  # its sockets are slow to load
 
             environ[TERMINAL_VARIABLE] = os.ttyname(0)
-        cwd = read_job(attempt.run).cwd
-        return _start_process(argv, attempt.supervisor_log, cwd, environ, foreground=new.foreground).pid
+        log, cwd = attempt.supervisor_log, new.job.cwd
+        return _start_process(argv, log, cwd, environ, foreground=new.foreground).pid
 
     def stays_here(self, entry: AttemptRecord) -> str | None:
         if os.uname().nodename != entry.host and boot_id() != entry.boot_id:
@@ -132,7 +132,8 @@ class LocalBackend(Backend):
     ) -> JobStatus:
         return JobStatus(self.alive(run, entry))
 
-    def live_entry(self, run: RunDir, entry: AttemptRecord, command: str) -> AttemptRecord | None:
+    def live_entry(self, run: RunDir, job: JobRecord, command: str) -> AttemptRecord | None:
+        entry = job.attempts[-1]
         if is_over(run.attempt(entry.attempt)):
             # The supervisor is about to exit and ignores signals.
             self.wait_until_gone(run, entry, SUPERVISOR_EXIT_S)

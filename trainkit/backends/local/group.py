@@ -65,7 +65,7 @@ def _start(group: RunGroup, index: int, began: str) -> None:
             return
         config, plan = map(read_trusted, (run.config_file, run.plan_file))
         reason = "resume" if run.attempt_numbers() else "submit"
-        new = NewAttempt(config, plan, LaunchPlan.from_dict(json.loads(plan)), reason)
+        new = NewAttempt(config, plan, LaunchPlan.from_dict(json.loads(plan)), reason, read_job(run))
         entry = backend_named("local").start(run, new)
     print(f"run {index}: attempt {entry.attempt} as {entry.job_id}", flush=True)
 

@@ -374,7 +374,9 @@ class SlurmAllocation(Allocation):
         starts = list(previous_ends(attempt).values())
         options = self.restart_options(plan)
         decision = decide_no_start(locked.message, EXIT_FAILED, starts, options, in_place=False)
-        return decision if decision.resumes else replace(decision, reason=f"{decision.reason}; {locked.hint}")
+        if not decision.resumes:
+            decision = replace(decision, details="; ".join(filter(None, (decision.details, locked.hint))))
+        return decision
 
     def leave_unclaimed(self, locked: RunLocked) -> int:
         # It does not take the lock over: a host that Slurm has lost may only be cut off from the controller,

@@ -133,7 +133,7 @@ class SlurmAttemptWatch(AttemptWatch):
         if (
             SRUN in self.running
             and signal_of_ranks(self.attempt) is None
-            and (self.plan.workload.knows_run or not self._signal_step(AGENT_SIGNAL))
+            and (not self.plan.workload.is_command or not self._signal_step(AGENT_SIGNAL))
         ):
             os.kill(self.running[SRUN].pid, signal.SIGUSR2)
         self.kill_after_grace()

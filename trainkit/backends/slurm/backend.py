@@ -28,12 +28,12 @@ from trainkit.run.group import RunGroup
 from trainkit.run.history import read_plan
 from trainkit.run.record import (
     AttemptRecord,
+    JobRecord,
     add_slurm_attempt,
     claimed_by,
     copy_submitit_pickle,
     discard_attempt,
     open_attempt,
-    read_job,
     read_rendezvous,
     set_follow_ups,
 )
@@ -118,15 +118,15 @@ class SlurmBackend(Backend):
             job = next((item for item in map(jobs.get, waiting) if in_queue(item)), job)
         return JobStatus(in_queue(job), job)
 
-    def live_entry(self, run: RunDir, entry: AttemptRecord, command: str) -> AttemptRecord | None:
+    def live_entry(self, run: RunDir, job: JobRecord, command: str) -> AttemptRecord | None:
         """The attempt with its job or, when that has ended, with the follow-up job that is in the queue."""
+        entry = job.attempts[-1]
         if is_over(run.attempt(entry.attempt)):
             return None
         if self.alive(run, entry):
             return entry
-        waiting = read_job(run).waiting
-        jobs = query_jobs(waiting)
-        ids = (split_job(job)[0] for job in waiting if in_queue(jobs.get(job)))
+        jobs = query_jobs(job.waiting)
+        ids = (split_job(waiting)[0] for waiting in job.waiting if in_queue(jobs.get(waiting)))
         return next((replace(entry, job_id=job_id) for job_id in ids), None)
 
     def signal(self, run: RunDir, entry: AttemptRecord, number: signal.Signals) -> str:
@@ -180,7 +180,7 @@ class SbatchBackend(SlurmBackend):
         """
         assert new.script is not None
         assert new.plan.slurm is not None
-        cancel_follow_ups(run)
+        cancel_follow_ups(run, new.job)
         attempt = _write_attempt(run, new, new.script.text)
         token = submission_token(run, attempt.number)
         with removed_unless_submitted(lambda: discard_attempt(attempt), token, new.plan.slurm.clusters):
@@ -252,12 +252,11 @@ def step_of(run: RunDir, entry: AttemptRecord) -> str | None:
     return entry.step_id or read_rendezvous(run.attempt(entry.attempt)).step_id
 
 
-def cancel_follow_ups(run: RunDir, keep: str = "") -> None:
+def cancel_follow_ups(run: RunDir, record: JobRecord, keep: str = "") -> None:
     """Cancel the pending follow-up jobs except `keep`; call with the run's lock held.
 
     Raises SlurmUnreachable, but not for those of a run that is over while another cluster does not answer.
     """
-    record = read_job(run)
     waiting, newest = [job for job in record.waiting if job != keep], record.newest
     if newest is None or not waiting:
         return
