@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # the nouns of the floors above, for type checkers alone
     from trainkit.plan.launch_draft import LaunchDraft
     from trainkit.run.group import RunGroup
     from trainkit.run.record import AttemptRecord, JobRecord
-    from trainkit.slurm.jobs import JobInfo
+    from trainkit.scheduler import JobInfo
 
 SUPERVISOR_EXIT_S = 10.0
 """How long a supervisor may take to exit after it has recorded the end of its job."""

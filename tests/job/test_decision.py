@@ -21,8 +21,8 @@ from trainkit.plan.launch import RequeuePolicy
 from trainkit.plan.workload import Command
 from trainkit.run.end import AttemptEnd, RankFailure
 from trainkit.run.tracebacks import CodeLine
+from trainkit.scheduler import JobState
 from trainkit.slurm.jobs import JobDetails, parse_job
-from trainkit.slurm.states import JobState
 
 POLICY = RequeuePolicy()
 COMMAND = Command(("train",))

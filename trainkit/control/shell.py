@@ -29,12 +29,12 @@ from trainkit.run.files import read_object, write_atomic
 from trainkit.run.process import own_host
 from trainkit.run.record import AttemptRecord, read_job
 from trainkit.run.rundir import AttemptDir, RunDir
+from trainkit.scheduler import JobState
 from trainkit.slurm.environment import scrubbed
 from trainkit.slurm.hosts import expand_hosts
-from trainkit.slurm.states import JobState
 
 if TYPE_CHECKING:
-    from trainkit.slurm.jobs import JobInfo
+    from trainkit.scheduler import JobInfo
 
 NOWHERE = Machine(0, 0, (), "this is a login node")
 BATCH_ONLY_OPTIONS = ("signal", "requeue", "no-requeue", "no-kill", "ntasks-per-node", "cpus-per-task")

@@ -22,8 +22,8 @@ from trainkit.plan.launch import RequeuePolicy
 from trainkit.plan.workload import TRAINER, Workload
 from trainkit.run.end import RESUME_ACTIONS, Action, AttemptEnd, Cause, RankFailure
 from trainkit.run.tracebacks import is_quit
+from trainkit.scheduler import JobState
 from trainkit.slurm.jobs import JobDetails
-from trainkit.slurm.states import JobState
 
 RESTART_SIGNAL = "SIGUSR2"
 """Asks a supervisor to save, stop and restart."""

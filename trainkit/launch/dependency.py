@@ -19,9 +19,9 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import UNFINISHED_STATES
 from trainkit.run.registry import find_run_or_group
 from trainkit.run.rundir import RunDir
+from trainkit.scheduler import base_id, by_cluster, on_cluster
 from trainkit.slurm.environment import other_cluster
 from trainkit.slurm.jobs import query_jobs
-from trainkit.slurm.states import base_id, by_cluster, on_cluster
 
 Dependency = RunStatus | PointStatus
 """A run that a job waits for; its job id is None if it was never submitted."""

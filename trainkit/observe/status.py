@@ -41,9 +41,8 @@ from trainkit.run.history import (
 from trainkit.run.manifest import newest_checkpoint
 from trainkit.run.record import AttemptRecord, JobRecord
 from trainkit.run.rundir import AttemptDir, RunDir
+from trainkit.scheduler import JobInfo, JobState
 from trainkit.slurm.hosts import expand_hosts
-from trainkit.slurm.jobs import JobInfo
-from trainkit.slurm.states import JobState, reason_sentence
 
 if TYPE_CHECKING:
     from trainkit.config import RunConfig
@@ -420,7 +419,7 @@ def _slurm_end(job: JobInfo) -> str:
         meaning = " (state saved)" if job.exit_code == EXIT_STOPPED else ""
         words.append(f"exit code {job.exit_code}{meaning}")
     if job.reason and job.reason != "NonZeroExitCode":
-        words.append(f"the job {reason_sentence(job.reason)}")
+        words.append(f"the job {job.explanation}")
     return "; ".join(words)
 
 

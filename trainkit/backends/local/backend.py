@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from trainkit.cluster.target import Target
     from trainkit.config.loaded import LoadedConfig
     from trainkit.job.allocation import Allocation
-    from trainkit.slurm.jobs import JobInfo
+    from trainkit.scheduler import JobInfo
 
 KILL_TIMEOUT_S = 10.0
 

@@ -68,11 +68,11 @@ from trainkit.run.record import (
 )
 from trainkit.run.rundir import AttemptDir, RunDir, RunLocked, run_lock
 from trainkit.run.submitted import read_submitted, require_submitted_group
+from trainkit.scheduler import JobInfo, JobState
 from trainkit.slurm.client import JOB_TIMEOUT_S, QUERY_PATIENCE_S, SlurmUnreachable
 from trainkit.slurm.control import cancel, cancel_waiting, requeue
 from trainkit.slurm.hosts import expand_hosts, is_drained, is_unavailable, node_states
-from trainkit.slurm.jobs import JobDetails, JobInfo, job_details
-from trainkit.slurm.states import JobState
+from trainkit.slurm.jobs import JobDetails, job_details
 
 NOTICE_S = 5.0
 """How long the notice may follow of whose signal a rank has died: slurmstepd may signal the rank first."""

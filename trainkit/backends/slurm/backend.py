@@ -38,10 +38,10 @@ from trainkit.run.record import (
     set_follow_ups,
 )
 from trainkit.run.rundir import AttemptDir, RunDir, submission_token
+from trainkit.scheduler import JobInfo, in_queue, split_job
 from trainkit.slurm.client import SlurmUnreachable, require_controller
 from trainkit.slurm.control import cancel, cancel_waiting, kill_steps, send_signal
-from trainkit.slurm.jobs import JobInfo, in_queue, query_jobs
-from trainkit.slurm.states import split_job
+from trainkit.slurm.jobs import query_jobs
 from trainkit.slurm.submit import cancel_command, find_by_token, query_start, submit_script
 
 if TYPE_CHECKING:

@@ -18,9 +18,8 @@ from trainkit.run.files import read_json
 from trainkit.run.group import group_of
 from trainkit.run.record import JobRecord, read_job
 from trainkit.run.rundir import STARTS_FOLDER, RunDir
+from trainkit.scheduler import JobInfo, JobState, base_id, is_job_id
 from trainkit.slurm.hosts import expand_hosts
-from trainkit.slurm.jobs import JobInfo
-from trainkit.slurm.states import JobState, base_id, is_job_id
 
 _BY_FAILURE = (JobState.FAILED, JobState.NODE_FAIL, JobState.OUT_OF_MEMORY)
 """States of a job that somebody neither cancelled nor preempted, and that had time left."""

@@ -15,8 +15,8 @@ from trainkit.folders import ensure_folder, whole_paths
 from trainkit.run.files import read_json, write_json
 from trainkit.run.record import submitit_pickle
 from trainkit.run.rundir import AttemptDir, RunDir
+from trainkit.scheduler import split_job
 from trainkit.slurm.quoting import directive, quote
-from trainkit.slurm.states import split_job
 
 IGNORE_SIGNALS = (
     "# When Slurm signals this shell, its supervisor must live on to record how the job ended.",
