@@ -20,7 +20,7 @@ from trainkit.plan.torch_build import OLDEST, REQUIREMENT
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
-SIZES = {"trainkit": (290, 65_044), "tests": (389, 63_984)}
+SIZES = {"trainkit": (293, 65_196), "tests": (389, 63_997)}
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (5, 400)
 """By so much the code may be smaller before `SIZES` is lowered."""
@@ -155,6 +155,10 @@ ALLOWED = {
     "capabilities.replay": {  # starts ranks as the job does, in a folder of its own
         *("errors", "folders", "run", "formats", "config", "data", "cluster", "plan", "job", "control"),
         *("launch", "cli", "trainer"),
+    },
+    "capabilities.launchers": {
+        *("capability", "errors", "formats", "run", "config", "plan"),
+        *("job.node.worker_env", "job.rank_env"),
     },
     # Sends what a run has written.
     "capabilities.trackers": {
@@ -325,7 +329,7 @@ SPREAD = {
     "health": 13,
 }
 """Words of a capability -> how many files of the core may have one of them. The goal is 2."""
-PLAN_FIELDS = 39
+PLAN_FIELDS = 36
 """The fields of `LaunchPlan`. The goal is 22: what one capability alone needs belongs in its part."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from trainkit.capability import load
 from trainkit.config.load import with_values
 from trainkit.config.loaded import LoadedConfig
 from trainkit.errors import ConfigError
@@ -82,10 +83,9 @@ def plan_nodes(
     return _joined(first, plans, refused, is_old=(facts.target.cluster.slurm_version or ()) < FULL_RANGES)
 
 
-def _given(plan: LaunchPlan) -> tuple[object, ...]:
-    """What a launcher gets of batch and learning rate."""
-    values = {key: text for key, text in plan.launcher_values.items() if key not in ("num_nodes", "devices")}
-    return plan.launcher_files, values
+def _given(plan: LaunchPlan) -> list[object]:
+    """What the command gets of batch and learning rate."""
+    return [load(name).size_independent(plan) for name in plan.parts]
 
 
 def _joined(
