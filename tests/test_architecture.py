@@ -20,7 +20,7 @@ from trainkit.plan.torch_build import OLDEST, REQUIREMENT
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
-SIZES = {"trainkit": (293, 65_196), "tests": (389, 63_997)}
+SIZES = {"trainkit": (293, 65_203), "tests": (389, 63_999)}
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (5, 400)
 """By so much the code may be smaller before `SIZES` is lowered."""
@@ -327,6 +327,7 @@ SPREAD = {
     "tracker": 11,
     "notification|notifier|NotifyPolicy": 3,
     "health": 13,
+    "launcher_files|LauncherInput|LauncherPlan": 1,
 }
 """Words of a capability -> how many files of the core may have one of them. The goal is 2."""
 PLAN_FIELDS = 36

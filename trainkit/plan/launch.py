@@ -16,9 +16,6 @@ from trainkit.plan.workload import Workload, workload_of
 from trainkit.run.files import from_json, read_json, to_json
 
 PLAN_VERSION = 1
-ACCELERATE_CONFIG = "accelerate.yaml"
-DS_CONFIG = "ds_config.json"
-MEGATRON_ARGS = "megatron_args.txt"
 Options = dict[str, str | int | bool]
 P = TypeVar("P", bound=Part)
 DAMAGED_HINT = "each folder in attempts/ of the run has the plan of its attempt"

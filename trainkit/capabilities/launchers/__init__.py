@@ -22,7 +22,7 @@ class Launchers(Capability):
     name = "launchers"
 
     def plan_command(self, loaded: LoadedConfig, workload: Workload, ranks: Ranks) -> Planned:
-        from trainkit.plan.launcher_files import Job, describe_input, launcher_input
+        from trainkit.capabilities.launchers.config_files import Job, describe_input, launcher_input
 
         job = Job(loaded, ranks.world_size, ranks.num_nodes, ranks.workers_per_node, ranks.device)
         given = launcher_input(job, workload.argv, workload.launcher)

@@ -9,10 +9,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import PurePath
 
-from trainkit.capabilities.launchers.launcher_plan import LauncherPlan
+from trainkit.capabilities.launchers.launcher_plan import (
+    ACCELERATE_CONFIG,
+    DS_CONFIG,
+    MEGATRON_ARGS,
+    LauncherPlan,
+)
 from trainkit.job.node.worker_env import gpu_slice
 from trainkit.job.rank_env import VISIBLE, RankEnv
-from trainkit.plan.launch import ACCELERATE_CONFIG, DS_CONFIG, MEGATRON_ARGS, LaunchPlan
+from trainkit.plan.launch import LaunchPlan
 from trainkit.run.rundir import RunDir
 
 _TORCHRUN = (

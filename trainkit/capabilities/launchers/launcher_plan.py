@@ -6,6 +6,10 @@ from dataclasses import dataclass, field
 
 from trainkit.capability import Part
 
+ACCELERATE_CONFIG = "accelerate.yaml"
+DS_CONFIG = "ds_config.json"
+MEGATRON_ARGS = "megatron_args.txt"
+
 
 @dataclass(frozen=True)
 class LauncherPlan(Part):
