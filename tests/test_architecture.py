@@ -20,7 +20,7 @@ from trainkit.plan.torch_build import OLDEST, REQUIREMENT
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
-SIZES = {"trainkit": (293, 65_203), "tests": (389, 63_999)}
+SIZES = {"trainkit": (293, 65_456), "tests": (389, 64_018)}
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (5, 400)
 """By so much the code may be smaller before `SIZES` is lowered."""
@@ -345,6 +345,21 @@ def test_the_core_does_not_know_a_capability(words: str) -> None:
 
 def test_a_plan_has_what_every_run_has() -> None:
     assert len(fields(LaunchPlan)) == PLAN_FIELDS
+
+
+PACKED = 59
+"""Literal tuples that are unpacked where their items could stand. The goal is 10."""
+
+
+def test_items_stand_where_they_belong() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in files()
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Starred) and isinstance(node.value, ast.Tuple | ast.List)
+        if isinstance(node.ctx, ast.Load)
+    ]
+    assert len(found) == PACKED, found
 
 
 def test_folders_are_made_by_one_function() -> None:

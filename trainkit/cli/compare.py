@@ -119,10 +119,15 @@ def _figures(runs: Sequence[JsonObject], reports: Sequence[Report]) -> str:
     curves = (sorted({int(step): loss for step, loss in found}.items()) for found in points)
     rows = [
         (
-            *(run["run"], run["state"], cell(run["step"])),
-            *(loss_text(report.status, cell(run["loss"], ".4f")), cell(run["val_loss"], ".4f")),
+            run["run"],
+            run["state"],
+            cell(run["step"]),
+            loss_text(report.status, cell(run["loss"], ".4f")),
+            cell(run["val_loss"], ".4f"),
             "-" if run["best_val_loss"] is None else f"{run['best_val_loss']:.4f} at {run['best_step']}",
-            *(cell(run["tokens_per_s"], ",.0f"), duration(run["allocated_s"]), number(run["worker_hours"])),
+            cell(run["tokens_per_s"], ",.0f"),
+            duration(run["allocated_s"]),
+            number(run["worker_hours"]),
             sparkline(resampled(curve, CURVE_WIDTH)),
         )
         for run, report, curve in zip(runs, reports, curves, strict=True)

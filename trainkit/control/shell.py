@@ -120,10 +120,17 @@ def _running_job(run: RunDir) -> tuple[AttemptRecord, JobInfo]:
 def _run_next_to(job: JobInfo, cluster: str | None, host: str, argv: Sequence[str]) -> NoReturn:
     """Replace this process by one on a host of a job, with this terminal."""
     argv = [
-        *("srun", *([f"--clusters={cluster}"] if cluster else [])),
-        *(f"--jobid={job.number or job.job_id}", "--overlap", "--mpi=none"),
-        *("--mem=0", "--nodes=1", "--ntasks=1"),
-        *(f"--nodelist={host}", "--pty", *argv),
+        "srun",
+        *([f"--clusters={cluster}"] if cluster else []),
+        f"--jobid={job.number or job.job_id}",
+        "--overlap",
+        "--mpi=none",
+        "--mem=0",
+        "--nodes=1",
+        "--ntasks=1",
+        f"--nodelist={host}",
+        "--pty",
+        *argv,
     ]
     os.execvpe(argv[0], argv, scrubbed(os.environ))
 

@@ -309,8 +309,12 @@ def _gather(
         now = datetime.now(timezone.utc)
         offers = [
             Offer(
-                *(size, item.name, limit_s, work[size, gpus[item.name]]),
-                *(answer.start_time, is_slice),
+                size,
+                item.name,
+                limit_s,
+                work[size, gpus[item.name]],
+                answer.start_time,
+                is_slice,
                 remark=answer.remark,
             )
             for (size, item, limit_s, is_slice), answer in zip(asked, answers, strict=True)

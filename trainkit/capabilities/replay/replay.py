@@ -67,9 +67,23 @@ WITHOUT_EXTRAS: Mapping[str, object] = {
 }
 """A replay does nothing that does not change its steps; it logs every one."""
 IRRELEVANT = (
-    *("name:", "resources.", "launch.", "requeue.", "logging.", "checkpoint.", "profiler.", "parallel."),
-    *("train.log_every", "train.eval_", "train.stop_at_step", "train.device_batch_size"),
-    *("train.global_batch_size", "optimizer.lr", "data.cache_dir", "data.num_workers", "device"),
+    "name:",
+    "resources.",
+    "launch.",
+    "requeue.",
+    "logging.",
+    "checkpoint.",
+    "profiler.",
+    "parallel.",
+    "train.log_every",
+    "train.eval_",
+    "train.stop_at_step",
+    "train.device_batch_size",
+    "train.global_batch_size",
+    "optimizer.lr",
+    "data.cache_dir",
+    "data.num_workers",
+    "device",
 )
 """Keys that do not change what a step computes, except for rounding, or whose effect the plan has."""
 
