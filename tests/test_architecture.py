@@ -20,7 +20,7 @@ from trainkit.plan.torch_build import OLDEST, REQUIREMENT
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
-SIZES = {"trainkit": (293, 65_456), "tests": (389, 64_018)}
+SIZES = {"trainkit": (294, 65_487), "tests": (389, 64_015)}
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (5, 400)
 """By so much the code may be smaller before `SIZES` is lowered."""
@@ -156,6 +156,7 @@ ALLOWED = {
         *("errors", "folders", "run", "formats", "config", "data", "cluster", "plan", "job", "control"),
         *("launch", "cli", "trainer"),
     },
+    "capabilities.bench": {"capability", "bench"},
     "capabilities.launchers": {
         *("capability", "errors", "formats", "run", "config", "plan"),
         *("job.node.worker_env", "job.rank_env"),

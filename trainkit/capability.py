@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from trainkit.errors import KeyProblem, UsageError
@@ -143,6 +144,10 @@ class Capability:
     def close(self) -> None:
         """Wait for what is still being sent, when the process of the supervisor ends."""
 
+    def speeds(self, group: Path) -> Mapping[int, float | None]:
+        """The tokens per second of the runs of a group that has its file, by their index."""
+        return {}
+
     def rows(self, history: RunHistory, plan: PlanRecord) -> Mapping[str, str]:
         """The lines that it adds to `status` of a run: label -> text."""
         return {}
@@ -152,18 +157,21 @@ class Capability:
 class Shipped:
     """A folder of `trainkit/capabilities/`, by what is known of it before it is imported."""
 
-    follows: str
+    follows: str = ""
     """The key of plan.json after which its part is written."""
-    keys: Mapping[str, tuple[str, Any]]
+    keys: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
     """Key of plan.json -> the field of its part, and the value without a part; `WHOLE` for all fields."""
     commands: Mapping[str, str] = field(default_factory=dict)
     launchers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Launcher of a command -> the packages of which it needs one."""
+    group_file: str | None = None
+    """A file that only its groups of runs have; None if it has none."""
 
 
 WHOLE = ("", None)
 """A part that is the value of a single key, which is left out without it."""
 SHIPPED = {
+    "bench": Shipped(group_file="bench.json"),
     "launchers": Shipped(
         "launcher",
         {"launcher_files": ("files", {}), "launcher_values": ("values", {}), "launcher_keys": ("keys", [])},
@@ -233,6 +241,13 @@ def launchers() -> dict[str, tuple[str, ...]]:
 def with_launcher(name: str) -> Capability:
     """The capability that a launcher is of; raises UsageError if there is none."""
     return load(next((folder for folder, shipped in SHIPPED.items() if name in shipped.launchers), name))
+
+
+def measured_speeds(group: Path) -> Mapping[int, float | None] | None:
+    """The speeds that a capability has measured of the runs of a group; None for any other group."""
+    files = ((name, shipped.group_file) for name, shipped in SHIPPED.items())
+    owner = next((name for name, file in files if file is not None and (group / file).is_file()), None)
+    return None if owner is None else load(owner).speeds(group)
 
 
 def shipped_command(name: str) -> str | None:
