@@ -21,7 +21,7 @@ from trainkit.plan.torch_build import OLDEST, REQUIREMENT
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
-SIZES = {"trainkit": (300, 65_853), "tests": (389, 64_042)}
+SIZES = {"trainkit": (304, 66_043), "tests": (389, 64_065)}
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (5, 400)
 """By so much the code may be smaller before `SIZES` is lowered."""
@@ -157,6 +157,11 @@ ALLOWED = {
     "capabilities.replay": {  # starts ranks as the job does, in a folder of its own
         *("errors", "folders", "run", "formats", "config", "data", "cluster", "plan", "job", "control"),
         *("launch", "cli", "trainer"),
+    },
+    "capabilities.bench": {"capability", "bench"},
+    "capabilities.launchers": {
+        *("capability", "errors", "formats", "run", "config", "plan"),
+        *("job.node.worker_env", "job.rank_env"),
     },
     # Sends what a run has written.
     "capabilities.trackers": {
@@ -325,9 +330,10 @@ SPREAD = {
     "tracker": 11,
     "notification|notifier|NotifyPolicy": 3,
     "health": 13,
+    "launcher_files|LauncherInput|LauncherPlan": 1,
 }
 """Words of a capability -> how many files of the core may have one of them. The goal is 2."""
-PLAN_FIELDS = 39
+PLAN_FIELDS = 36
 """The fields of `LaunchPlan`. The goal is 22: what one capability alone needs belongs in its part."""
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from trainkit.backend import backend_named
+from trainkit.capability import load
 from trainkit.cluster.model import Cluster
 from trainkit.config.load import with_values
 from trainkit.config.loaded import LoadedConfig
@@ -78,10 +79,9 @@ def plan_nodes(
     return _joined(first, plans, refused, facts.target.cluster)
 
 
-def _given(plan: LaunchPlan) -> tuple[object, ...]:
-    """What a launcher gets of batch and learning rate."""
-    values = {key: text for key, text in plan.launcher_values.items() if key not in ("num_nodes", "devices")}
-    return plan.launcher_files, values
+def _given(plan: LaunchPlan) -> list[object]:
+    """What the command gets of batch and learning rate."""
+    return [load(name).size_independent(plan) for name in plan.parts]
 
 
 def _joined(
