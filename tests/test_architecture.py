@@ -21,7 +21,7 @@ from trainkit.plan.torch_build import OLDEST, REQUIREMENT
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
-SIZES = {"trainkit": (304, 66_043), "tests": (389, 64_065)}
+SIZES = {"trainkit": (305, 66_097), "tests": (389, 64_059)}
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (5, 400)
 """By so much the code may be smaller before `SIZES` is lowered."""
@@ -40,6 +40,7 @@ ALLOWED = {
     # What is asked for, and what will run: pure.
     "config": {"capability", "errors", "folders", "formats", "trust"},
     "data": {"extras", "errors", "folders", "formats", "locks", "run", "config.training"},
+    "quoting": {"errors"},
     "scheduler": {"errors"},
     "slurm": {"errors", "scheduler"},
     # The folder of a run: its paths, its records, and the formats of its files.
@@ -57,14 +58,14 @@ ALLOWED = {
     },
     # Where it executes: all that is of one scheduler, or of one machine.
     "backends": {
-        *("backend", "errors", "folders", "formats", "locks", "run", "plan", "scheduler", "slurm"),
+        *("backend", "errors", "folders", "formats", "locks", "run", "plan", "quoting", "scheduler", "slurm"),
         *("trust", "job"),
         *("config", "cluster"),  # what their drafts plan a run from
     },
     # How it gets there.
     "launch": {
         *("capability", "extras", "errors", "folders", "locks", "run", "formats"),
-        *("config", "cluster", "plan", "scheduler", "slurm", "backend", "backends"),
+        *("config", "cluster", "plan", "quoting", "scheduler", "slurm", "backend", "backends"),
         "data.checks",  # what is known of the data before a plan is made
         "job.processes",
         *("observe.group", "observe.status", "observe.current"),  # `--after` waits for what `status` shows
@@ -346,7 +347,7 @@ def test_the_core_does_not_know_a_capability(words: str) -> None:
     assert len(naming) == SPREAD[words], naming
 
 
-KNOWS_SLURM = {"trainkit[.]slurm[. ]": 32, "plan[.]slurm": 6}
+KNOWS_SLURM = {"trainkit[.]slurm[. ]": 21, "plan[.]slurm": 5}
 """Pattern -> how many files outside Slurm's two folders have it. The goals are 15 and 5."""
 
 

@@ -1,4 +1,4 @@
-"""What schedulers say about jobs: their ids, states and what is known of one. Pure.
+"""What schedulers say about jobs, and launchers to ranks: ids, states, variables. Pure.
 
 An id is `123`, a task of an array `123_4`, or its pending tasks `123_[5-9%2]`.
 """
@@ -14,6 +14,15 @@ from itertools import groupby
 from typing import TypeGuard
 
 from trainkit.errors import UsageError
+
+OWN_PREFIX = "TRAINKIT_JOB_"
+"""What trainkit sets in a job: with it, a run that a rank submits would count as its child."""
+RANK_VARIABLES = (
+    *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "ROLE_RANK"),
+    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT"),
+)
+"""Variables that launchers set for a rank; a job submitted from inside a job must not inherit them."""
 
 
 class JobState(Enum):
@@ -94,6 +103,11 @@ class JobInfo:
     def log_not_opened(self) -> bool:
         """Whether the job failed before its batch script began, because a node could not open its log."""
         return False
+
+    @property
+    def hosts(self) -> list[str]:
+        """The hosts of `nodes`."""
+        return self.nodes.split(",") if self.nodes else []
 
     @property
     def explanation(self) -> str:

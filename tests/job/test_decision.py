@@ -7,6 +7,7 @@ from datetime import datetime, timedelta, timezone
 
 import pytest
 
+from trainkit.backends.slurm.termination import termination_cause
 from trainkit.job.decision import (
     Departure,
     Outcome,
@@ -14,7 +15,6 @@ from trainkit.job.decision import (
     decide,
     decide_requested,
     restarts_limit,
-    termination_cause,
 )
 from trainkit.job.signals import combine_exit_codes, describe_exit
 from trainkit.plan.launch import RequeuePolicy

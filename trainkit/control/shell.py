@@ -31,7 +31,6 @@ from trainkit.run.record import AttemptRecord, read_job
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.scheduler import JobState
 from trainkit.slurm.environment import scrubbed
-from trainkit.slurm.hosts import expand_hosts
 
 if TYPE_CHECKING:
     from trainkit.scheduler import JobInfo
@@ -96,7 +95,7 @@ def open_shell(loaded: LoadedConfig, folder: Path) -> NoReturn:
 def attach(run: RunDir, node: int) -> NoReturn:
     """Replace this process by a shell on a node of a run's job; raises UsageError if it does not run."""
     entry, job = _running_job(run)
-    hosts = expand_hosts(job.nodes)
+    hosts = job.hosts
     if node >= len(hosts):
         raise UsageError(f"the job has no node {node}", hint=f"its nodes are 0 to {len(hosts) - 1}")
     _require_terminal("`trainkit logs` shows the output of the run")

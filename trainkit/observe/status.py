@@ -42,7 +42,6 @@ from trainkit.run.manifest import newest_checkpoint
 from trainkit.run.record import AttemptRecord, JobRecord
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.scheduler import JobInfo, JobState
-from trainkit.slurm.hosts import expand_hosts
 
 if TYPE_CHECKING:
     from trainkit.config import RunConfig
@@ -382,7 +381,7 @@ def _slurm_state(
         return ("requeueing" if was_requeued else "pending"), job.sentence or None
     if job.state.is_terminal and job.state is JobState.CANCELLED:
         return "cancelled", _slurm_end(job)
-    hosts = [starts[-1].host] if starts else expand_hosts(job.nodes) if job.nodes and not has_started else []
+    hosts = [starts[-1].host] if starts else [] if has_started else job.hosts
     host = next(iter(hosts), None)
     before = f"ended on {host} before the supervisor began"
     if job.state.is_terminal:

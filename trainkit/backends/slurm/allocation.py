@@ -25,6 +25,7 @@ from trainkit.backends.slurm.resubmit import (
     start_host_watch,
 )
 from trainkit.backends.slurm.step import step_argv
+from trainkit.backends.slurm.termination import is_ending, is_nearly_over, is_taken, termination_cause
 from trainkit.cluster.bad_nodes import Kind, excluded, note_failure
 from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, TrainkitError
 from trainkit.job import processes
@@ -45,10 +46,6 @@ from trainkit.job.decision import (
     Outcome,
     RestartOptions,
     decide_no_start,
-    is_ending,
-    is_nearly_over,
-    is_taken,
-    termination_cause,
 )
 from trainkit.job.failure.launcher_report import hosts_without_launch, launch_error
 from trainkit.job.failure.records import find_first_failure, signal_of_death, suspect_host
