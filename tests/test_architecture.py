@@ -20,7 +20,7 @@ from trainkit.plan.torch_build import OLDEST, REQUIREMENT
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
-SIZES = {"trainkit": (290, 65_044), "tests": (389, 63_984)}
+SIZES = {"trainkit": (291, 65_086), "tests": (389, 63_984)}
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (5, 400)
 """By so much the code may be smaller before `SIZES` is lowered."""
@@ -156,7 +156,8 @@ ALLOWED = {
         *("errors", "folders", "run", "formats", "config", "data", "cluster", "plan", "job", "control"),
         *("launch", "cli", "trainer"),
     },
-    # Sends what a run has written.
+    # What follows a run from next to its ranks and its supervisor.
+    "capabilities.curves": {"capability", "run", "config", "plan", "job.node", "job.processes"},
     "capabilities.trackers": {
         *("extras", "errors", "folders", "formats", "locks", "run", "config", "cli", "plan", "capability"),
         *("job.node", "job.processes"),
@@ -323,9 +324,10 @@ SPREAD = {
     "tracker": 11,
     "notification|notifier|NotifyPolicy": 3,
     "health": 13,
+    "log_curve|printed_curve|log_pattern": 3,
 }
 """Words of a capability -> how many files of the core may have one of them. The goal is 2."""
-PLAN_FIELDS = 39
+PLAN_FIELDS = 38
 """The fields of `LaunchPlan`. The goal is 22: what one capability alone needs belongs in its part."""
 
 

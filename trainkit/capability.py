@@ -133,6 +133,7 @@ class Shipped:
 
 SHIPPED = {
     "notifications": Shipped("notify", "requeue"),
+    "curves": Shipped("log_pattern", "trackers", value="pattern"),  # the trackers get the end of the curve
     "trackers": Shipped(
         "trackers",
         "slurm",
@@ -223,15 +224,20 @@ def take_parts(plan: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def put_parts(plan: dict[str, Any], parts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The content of a plan.json with its parts: what `take_parts` reads."""
     own: dict[str, list[tuple[str, Any]]] = {}
+    found: dict[str, Any] = {}
+
+    def add(key: str, value: Any) -> None:
+        found[key] = value
+        for following in own.get(key, ()):
+            add(*following)
+
     for name, shipped in SHIPPED.items():
         part = parts.get(name)
         value = shipped.absent if part is None else part if shipped.value is None else part[shipped.value]
         if value is not None or shipped.value is not None:
             own.setdefault(shipped.follows, []).append((shipped.key, value))
-    found: dict[str, Any] = {}
     for key, value in plan.items():
-        found[key] = value
-        found |= own.get(key, [])
+        add(key, value)
     others = {name: part for name, part in parts.items() if name not in SHIPPED}
     return {**found, "capabilities": others} if others else found
 

@@ -197,8 +197,6 @@ class LaunchPlan:
     """The runtime of `launch.container`: ``apptainer``, ``singularity`` or ``pyxis``."""
     slurm: SlurmRequest | None = None
     """The Slurm options; None for a local job."""
-    log_pattern: str | None = None
-    """What finds the curve of a command in the log of rank 0: ``auto``, a regular expression, or None."""
     health_every_s: float | None = None
     """Seconds between samples of the health of each node; None for none."""
     node_sizes: tuple[int, ...] | None = None

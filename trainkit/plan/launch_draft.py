@@ -103,7 +103,6 @@ class LaunchDraft:
             command=workload.argv or None,
             command_signal=config.requeue.signal,
             launcher=workload.launcher,
-            log_pattern=config.logging.pattern if workload.is_command else None,
             health_every_s=config.logging.health_every_s,
             launcher_files=given.files,
             launcher_values=given.values,
