@@ -37,7 +37,7 @@ class Curves(Capability):
         part = plan.part(CurvesPlan)
         if part is None or not node.has_rank_0:
             return None
-        from trainkit.job.node.log_curve import LogCurve
+        from trainkit.capabilities.curves.log_curve import LogCurve
 
         return LogCurve(attempt, plan, part.pattern)
 

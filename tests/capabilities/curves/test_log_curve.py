@@ -3,8 +3,8 @@
 import pytest
 
 from tests.support.runs import launch_plan, make_attempt
-from trainkit.job.node import log_curve
-from trainkit.job.node.log_curve import LogCurve
+from trainkit.capabilities.curves import log_curve
+from trainkit.capabilities.curves.log_curve import LogCurve
 from trainkit.run.events import best_result, log_event, read_events, training_curve
 from trainkit.run.files import append_jsonl, read_jsonl
 from trainkit.run.history import RunHistory

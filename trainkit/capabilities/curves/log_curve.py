@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from types import FrameType
 
+from trainkit.capabilities.curves.printed_curve import CONTROL, MAX_LINE, Found, PrintedCurve, shown_lines
 from trainkit.capability import Companion
-from trainkit.job.node.printed_curve import CONTROL, MAX_LINE, Found, PrintedCurve, shown_lines
 from trainkit.job.processes import log_line
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.events import Entry, log_event
