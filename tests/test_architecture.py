@@ -20,7 +20,7 @@ from trainkit.plan.torch_build import OLDEST, REQUIREMENT
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
-SIZES = {"trainkit": (291, 65_086), "tests": (389, 63_984)}
+SIZES = {"trainkit": (296, 65_283), "tests": (389, 63_993)}
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (5, 400)
 """By so much the code may be smaller before `SIZES` is lowered."""
@@ -164,7 +164,11 @@ ALLOWED = {
     },
     "capabilities.notifications": {
         *("capability", "errors", "folders", "formats", "run", "config", "plan"),
-        *("job.attempt_end", "job.processes", "job.progress_watch"),
+        *("job.attempt_end", "job.processes", "job.output_watch"),
+    },
+    "capabilities.slow_ranks": {
+        *("capability", "errors", "folders", "run", "config", "plan"),
+        *("job.attempt_end", "job.decision", "job.failure", "job.hangs", "job.output_watch", "job.processes"),
     },
     "capabilities": set(),
     "__main__": {"cli"},
@@ -324,6 +328,7 @@ SPREAD = {
     "tracker": 11,
     "notification|notifier|NotifyPolicy": 3,
     "health": 13,
+    "slow_rank|slow rank|straggler": 9,
     "log_curve|printed_curve|log_pattern": 2,
 }
 """Words of a capability -> how many files of the core may have one of them. The goal is 2."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # the nouns of the floors above, for type checkers alone
     from trainkit.config.loaded import LoadedConfig
     from trainkit.config.schema import RunConfig
     from trainkit.config.section import Section
+    from trainkit.job.decision import Departure
     from trainkit.job.node.rendezvous import Rendezvous
     from trainkit.plan.facts import Facts
     from trainkit.plan.launch import LaunchPlan
@@ -53,6 +54,8 @@ class Planned:
     """Derived value -> its reason, which a dry run prints."""
     warnings: tuple[str, ...] = ()
     """Messages about settings without effect, or that could not be checked, one sentence each."""
+    follows: str | None = None
+    """The derived value after which its reasons are printed; None for the last one."""
 
 
 class Companion:
@@ -65,11 +68,27 @@ class Companion:
         """End it; `is_finished` if all ranks of the agent have finished: else the job cannot wait."""
 
 
+@dataclass(frozen=True)
+class Hosts:
+    """The hosts of a job, as Slurm names them; none of an attempt on this machine."""
+
+    all: Sequence[str] = ()
+    good: Sequence[str] = ()
+    """Without the hosts that have failed in this job, or earlier in the run."""
+
+
 class Watch:
     """Something that the supervisor looks at while an attempt runs."""
 
-    def poll(self) -> None:
-        """Look around, every few seconds; the supervisor waits for it."""
+    while_stopping: ClassVar[bool] = True
+    """Whether it is polled after the ranks were asked to save and exit too."""
+
+    def poll(self) -> Departure | None:
+        """Look around, every few seconds; the supervisor waits for it.
+
+        What it returns makes the ranks save and exit, and the run restart, unless they are stopping already.
+        """
+        return None
 
 
 class Capability:
@@ -90,6 +109,10 @@ class Capability:
         """Plan its part of the run that `draft` describes."""
         return Planned()
 
+    def in_debugger(self, plan: LaunchPlan) -> LaunchPlan:
+        """The plan of a run in the debugger, where a rank may wait for hours."""
+        return plan
+
     def try_out(self, config: RunConfig) -> str:
         """Do once what a run would do, and say what has happened; raises TrainkitError if it fails."""
         raise NotImplementedError
@@ -98,9 +121,13 @@ class Capability:
         """Start what runs next to the ranks of an agent, if its part is in the plan; None for nothing."""
         return None
 
-    def watch(self, attempt: AttemptDir, plan: LaunchPlan) -> Watch | None:
+    def watch(self, attempt: AttemptDir, plan: LaunchPlan, hosts: Hosts) -> Watch | None:
         """Begin to watch an attempt from its supervisor, if its part is in the plan; None for nothing."""
         return None
+
+    def hosts_to_leave(self, attempt: AttemptDir, plan: LaunchPlan, hosts: Hosts) -> Collection[str]:
+        """The hosts of a job that the run is to leave out from now on, after an attempt has ended."""
+        return ()
 
     def on_event(self, attempt: AttemptDir, event: Event) -> None:
         """React to a line of events.jsonl, in the supervisor, within seconds after it was written."""
@@ -128,10 +155,15 @@ class Shipped:
     """The field of its part that is the value of `key`; None if the value is the whole part."""
     absent: Any = None
     """The value of `key` without a part."""
+    within: tuple[str, ...] = ()
+    """The fields of its part, if these are the last ones of the record `key`, which every plan has."""
     commands: Mapping[str, str] = field(default_factory=dict)
 
 
 SHIPPED = {
+    "slow_ranks": Shipped(
+        "requeue", "network", within=("inspect_s", "silence_s", "slow_hosts", "slow_after_s")
+    ),
     "notifications": Shipped("notify", "requeue"),
     "curves": Shipped("log_pattern", "trackers", value="pattern"),  # the trackers get the end of the curve
     "trackers": Shipped(
@@ -216,7 +248,9 @@ def take_parts(plan: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     parts: dict[str, dict[str, Any]] = {}
     for name, shipped in SHIPPED.items():
         value = plan.get(shipped.key)
-        if value not in (None, shipped.absent):
+        if shipped.within and isinstance(value, Mapping):
+            parts[name] = {key: value[key] for key in shipped.within if key in value}
+        elif value not in (None, shipped.absent):
             parts[name] = value if shipped.value is None else {shipped.value: value}
     return {**parts, **plan.get("capabilities", {})}
 
@@ -233,6 +267,9 @@ def put_parts(plan: dict[str, Any], parts: Mapping[str, Mapping[str, Any]]) -> d
 
     for name, shipped in SHIPPED.items():
         part = parts.get(name)
+        if shipped.within:
+            plan = {**plan, shipped.key: {**plan[shipped.key], **(part or {})}}
+            continue
         value = shipped.absent if part is None else part if shipped.value is None else part[shipped.value]
         if value is not None or shipped.value is not None:
             own.setdefault(shipped.follows, []).append((shipped.key, value))

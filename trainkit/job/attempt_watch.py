@@ -29,7 +29,6 @@ from trainkit.job.node.rendezvous import choose_port, new_nonce
 from trainkit.job.node.slurm_step import slurm_job_id
 from trainkit.job.preflight import SUPERVISOR_VIEW_VARIABLE
 from trainkit.job.processes import KILL_MARGIN_S, PEER_EXIT_S, ProcessGroup, log_line, module_argv
-from trainkit.job.progress_watch import SilenceWatch, SlowHostWatch
 from trainkit.job.rank_env import ATTEMPT_VARIABLE, NONCE_VARIABLE, RUN_DIR_VARIABLE, old_stores, store_file
 from trainkit.job.signals import AGENT_SIGNAL, is_death_by_notice, signal_exit_code
 from trainkit.plan.launch import LaunchPlan
@@ -61,8 +60,6 @@ class AttemptWatch(ProcessGroup):
         self.superseded_by: AttemptRecord | None = None
         """The entry of the attempt that has taken the run over; this one saves and ends."""
         self._hangs = HangWatch(attempt)
-        is_watched = plan.workload.is_command and plan.requeue.look_s is not None
-        self._silence = SilenceWatch(attempt, plan) if is_watched else None
         self._missing_since_s: float | None = None
         self.capabilities: AttemptCapabilities | None = None
 
@@ -74,13 +71,13 @@ class AttemptWatch(ProcessGroup):
             self.end_all()
             return
         self._poll_processes()
-        if self._silence is not None and self.outcome.stop_signal is None:
-            self._silence.poll()
+        if self.capabilities is not None:
+            departure = self.capabilities.poll(is_stopping=self.outcome.stop_signal is not None)
+            if departure is not None:
+                self.leave(departure)
         if not self.outcome.hung and (hangs := self._hangs.poll()):
             self.outcome.hangs = hangs
             self.end_all()
-        if self.capabilities is not None:
-            self.capabilities.poll()
 
     def _follow(self) -> bool:
         """Whether the folder was moved since the last call; what is written goes to where it is now."""
@@ -94,9 +91,17 @@ class AttemptWatch(ProcessGroup):
         """End every process of the attempt immediately."""
         raise NotImplementedError
 
-    def stop_ranks(self) -> None:
-        """Have the ranks save and exit, and the run stop."""
+    def stop_ranks(self, as_if: str = signal.SIGTERM.name) -> None:
+        """Have the ranks save and exit, as if this signal had come: by default the run stops."""
         raise NotImplementedError
+
+    def leave(self, departure: Departure) -> None:
+        """Have the ranks save and exit, and the run restart, unless they are stopping already."""
+        if self.outcome.stop_signal is None and self.running:
+            log_line(f"attempt {self.attempt.number}: {departure.why}")
+            self.outcome.departure = departure
+            self.stop_ranks(RESTART_SIGNAL)
+            self.outcome.cause = departure.cause
 
     def collect_outcome(self) -> None:
         """Complete the outcome from the run folder. May raise OSError; can then be called again."""
@@ -171,8 +176,8 @@ class LocalAttemptWatch(AttemptWatch):
     def end_all(self) -> None:
         self.kill_within(0.0)
 
-    def stop_ranks(self) -> None:
-        self._receive(signal.SIGTERM)
+    def stop_ranks(self, as_if: str = signal.SIGTERM.name) -> None:
+        self._receive(signal.Signals[as_if])
 
     def _receive(self, received: signal.Signals) -> None:
         self.forward_signal(received)
@@ -258,7 +263,7 @@ class SlurmAttemptWatch(AttemptWatch):
         step: Sequence[str],
         supervisor_view: str,
         left_s: float = math.inf,
-        departures: Sequence[SlowHostWatch | GrowthWatch] = (),
+        departures: Sequence[GrowthWatch] = (),
     ) -> None:
         super().__init__(attempt, plan)
         self._until_s = time.monotonic() + left_s
@@ -356,17 +361,18 @@ class SlurmAttemptWatch(AttemptWatch):
             self.stop_ranks(self._requested_signal() or signal.SIGTERM.name)
 
     def _leave_early(self) -> None:
-        """Have the ranks save and exit: for a restart without a slow host or on more nodes, or for good."""
+        """Have the ranks save and exit: for a restart on more nodes, or for good."""
         if self.outcome.stop_signal is not None or SRUN not in self.running:
             return
         departure = next(filter(None, (watch.poll() for watch in self._departures)), None)
         if departure is None and time.monotonic() >= self._until_s:
             departure = Departure("timeout", "the jobs of the run have taken their total time")
-        if departure is None or signal_of_ranks(self.attempt) is not None:
-            return
-        log_line(f"attempt {self.attempt.number}: {departure.why}")
-        self.outcome.departure = departure
-        self.stop_ranks(RESTART_SIGNAL)
+        if departure is not None:
+            self.leave(departure)
+
+    def leave(self, departure: Departure) -> None:
+        if signal_of_ranks(self.attempt) is None:
+            super().leave(departure)
 
     def _end_after_failure(self) -> None:
         """End the step when a rank or an agent has failed: its peers may wait for it forever."""
