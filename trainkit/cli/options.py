@@ -176,7 +176,8 @@ class NodesType(click.IntRange):
 
 NODES_HELP = "Number of nodes; of 2-8 or 2,4,8 as many as Slurm has"
 gpus_per_node_option = click.option(
-    *("--gpus-per-node", "--nproc"),
+    "--gpus-per-node",
+    "--nproc",
     type=COUNT,
     metavar="N",
     help="GPUs per node; worker processes per node on a machine without GPUs.",
@@ -194,7 +195,8 @@ choosing_shape_options = combined(
 )
 shape_options_here = combined(
     click.option(
-        *("--gpus-per-node", "--nproc"),
+        "--gpus-per-node",
+        "--nproc",
         type=COUNT,
         metavar="N",
         help="GPUs to use; number of worker processes on a machine without GPUs.",

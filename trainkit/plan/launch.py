@@ -221,6 +221,16 @@ class LaunchPlan:
         return self.backend == "local"
 
     @property
+    def is_job(self) -> bool:
+        """Whether a scheduler runs it as a job; else it runs where it is started."""
+        return self.slurm is not None
+
+    @property
+    def clusters(self) -> tuple[str, ...]:
+        """The clusters of which any one may take the job; empty for the one here."""
+        return () if self.slurm is None else self.slurm.clusters
+
+    @property
     def has_supervisor(self) -> bool:
         """Whether a process of its own watches all ranks; in a step and on hosts by hand none does."""
         return self.backend not in ("srun", "hosts")

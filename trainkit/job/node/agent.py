@@ -170,7 +170,7 @@ class Agent(ProcessGroup):
         if rank == 0 and self.workload.is_command:
             with contextlib.suppress(FileNotFoundError):
                 return self.attempt.run.input_file.open("rb")
-            if self.plan.slurm is None and not os.isatty(0):
+            if not self.plan.is_job and not os.isatty(0):
                 return contextlib.nullcontext(0)
         return contextlib.nullcontext(subprocess.DEVNULL)
 
