@@ -21,7 +21,7 @@ from trainkit.plan.torch_build import OLDEST, REQUIREMENT
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
-SIZES = {"trainkit": (304, 65_862), "tests": (389, 64_029)}
+SIZES = {"trainkit": (309, 66_252), "tests": (389, 64_059)}
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (5, 400)
 """By so much the code may be smaller before `SIZES` is lowered."""
@@ -61,7 +61,7 @@ ALLOWED = {
         *("capability", "extras", "errors", "folders", "locks", "run", "formats"),
         *("config", "cluster", "plan", "slurm", "backend", "backends"),
         "data.checks",  # what is known of the data before a plan is made
-        *("job.processes", "job.node.slurm_step"),
+        "job.processes",
         *("observe.group", "observe.status", "observe.current"),  # `--after` waits for what `status` shows
         "function",  # whose runs are not repeated
     },
@@ -152,6 +152,11 @@ ALLOWED = {
     "capabilities.replay": {  # starts ranks as the job does, in a folder of its own
         *("errors", "folders", "run", "formats", "config", "data", "cluster", "plan", "job", "control"),
         *("launch", "cli", "trainer"),
+    },
+    "capabilities.bench": {"capability", "bench"},
+    "capabilities.launchers": {
+        *("capability", "errors", "formats", "run", "config", "plan"),
+        *("job.node.worker_env", "job.rank_env"),
     },
     # What follows a run from next to its ranks and its supervisor.
     "capabilities.curves": {"capability", "run", "config", "plan", "job.node", "job.processes"},
@@ -327,9 +332,10 @@ SPREAD = {
     "health": 13,
     "slow_rank|slow rank|straggler": 9,
     "log_curve|printed_curve|log_pattern": 2,
+    "launcher_files|LauncherInput|LauncherPlan": 1,
 }
 """Words of a capability -> how many files of the core may have one of them. The goal is 2."""
-PLAN_FIELDS = 38
+PLAN_FIELDS = 35
 """The fields of `LaunchPlan`. The goal is 22: what one capability alone needs belongs in its part."""
 
 

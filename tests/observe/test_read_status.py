@@ -89,7 +89,8 @@ def test_between_two_attempts(run, alive, state):
 
 
 def test_a_job_that_slurm_was_to_start_again_and_did_not(run):
-    end = {"state": "failed", "action": "requeue", "reason": "lost node2; resumes (restart 2)"}
+    reason = "lost node2; resumes (restart 2)"
+    end = {"state": "failed", "action": "requeue", "reason": reason, "summary": "lost node2"}
     write_json(run.attempt(1).end_file, end)
     job = JobInfo("7", JobState.FAILED, slurm_state="FAILED", exit_code=1)
     status = status_of(run, False, job)

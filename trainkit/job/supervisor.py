@@ -14,6 +14,7 @@ import contextlib
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from trainkit.backend import backend_named
 from trainkit.errors import (
@@ -36,7 +37,7 @@ from trainkit.job.attempt_end import (
     write_end,
 )
 from trainkit.job.attempt_watch import AttemptWatch
-from trainkit.job.decision import FAILURES, Decision, Outcome, decide_requested
+from trainkit.job.decision import FAILURES, Decision, Outcome, decide_requested, not_again
 from trainkit.job.processes import log_line, redirect_output, retry_on_disk_error
 from trainkit.job.signals import signal_exit_code
 from trainkit.job.work_folder import enter_work_folder
@@ -157,7 +158,7 @@ class Supervisor:
         try:
             decision = self._after_lock(attempt, self.plan(attempt), outcome, locked)
         except (OSError, ValueError, TrainkitError) as error:
-            decision = Decision("failed", f"{locked.message}; {error}", EXIT_FAILED)
+            decision = Decision("failed", locked.message, EXIT_FAILED, details=str(error))
         if decision.resumes:
             return self._leave(attempt, outcome, decision)
         if locked.stopped:
@@ -250,13 +251,12 @@ class Supervisor:
             problem = str(error)
         if problem is None:
             return decision.exit_code
-        reason = f"{decision.reason.partition(';')[0]}; not started again: {problem}"
+        ended = replace(decision, action="stopped", details=not_again(problem))
         if decision.cause not in FAILURES:
-            stopped = Decision("stopped", reason, decision.exit_code, decision.cause)
-            return self.conclude(attempt, outcome, stopped)
+            return self.conclude(attempt, outcome, ended)
         # 75 would claim that the state was saved.
         code = next((code for code in outcome.exit_codes if code not in (EXIT_OK, EXIT_STOPPED)), EXIT_FAILED)
-        return self.conclude(attempt, outcome, Decision("failed", reason, code, decision.cause))
+        return self.conclude(attempt, outcome, replace(ended, action="failed", exit_code=code))
 
     def _end(self, attempt: AttemptDir, outcome: Outcome, decision: Decision) -> int:
         """End the run; returns the exit code of this start."""

@@ -400,8 +400,7 @@ def _slurm_state(
 def _failed_requeue(end: AttemptEnd | None, job: JobInfo, entry: AttemptRecord) -> str:
     """An addition to the reason when Slurm should have requeued the job but did not restart it."""
     if end is not None and end.action == "requeue":
-        reason = str(end.reason).partition(";")[0]
-        return f"; Slurm did not restart it after the requeue that followed: {reason}"
+        return f"; Slurm did not restart it after the requeue that followed: {end.summary or end.reason}"
     began = parse_time(entry.started_at)
     if began is None or job.start_time is None or job.start_time - began < timedelta(seconds=CLOCKS_S):
         return ""

@@ -71,7 +71,7 @@ def _inserted(reasons: dict[str, str], new: Mapping[str, str], follows: str | No
     """The reasons with new ones after the one that they follow, else at the end."""
     names = list(reasons)
     place = len(names) if follows is None else names.index(follows) + 1
-    return {**{name: reasons[name] for name in names[:place]}, **new, **reasons}
+    return {**{name: reasons[name] for name in names[:place]}, **new, **reasons, **new}
 
 
 def _problem(found: KeyProblem) -> Problem:
