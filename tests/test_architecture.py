@@ -21,7 +21,7 @@ from trainkit.plan.torch_build import OLDEST, REQUIREMENT
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
-SIZES = {"trainkit": (309, 66_252), "tests": (389, 64_059)}
+SIZES = {"trainkit": (310, 66_260), "tests": (390, 64_068)}
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (5, 400)
 """By so much the code may be smaller before `SIZES` is lowered."""

@@ -44,7 +44,8 @@ from trainkit.job.failure.records import (
 )
 from trainkit.job.failure.stacks import StackCollector, describe_state
 from trainkit.job.flight_records import flight_environ, remove_pipes
-from trainkit.job.node.health import HealthSampler, count_oom_kills
+from trainkit.job.node.health import HealthSampler
+from trainkit.job.node.memory import count_oom_kills
 from trainkit.job.node.notice import CommandNotice, takers, was_signalled
 from trainkit.job.node.output_pipes import OutputPipes
 from trainkit.job.node.rendezvous import (
