@@ -58,7 +58,8 @@ ALLOWED = {
     },
     # Where it executes: all that is of one scheduler, or of one machine.
     "backends": {
-        *("backend", "errors", "folders", "formats", "locks", "run", "plan", "quoting", "scheduler", "slurm"),
+        *("backend", "capability", "errors", "folders", "formats", "locks", "run", "plan", "quoting"),
+        *("scheduler", "slurm"),
         *("trust", "job"),
         *("config", "cluster"),  # what their drafts plan a run from
     },
