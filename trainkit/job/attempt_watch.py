@@ -5,14 +5,13 @@ from __future__ import annotations
 import signal
 import time
 
+from trainkit.job.attempt import Attempt
 from trainkit.job.attempt_capabilities import AttemptCapabilities
-from trainkit.job.decision import RESTART_SIGNAL, Outcome
+from trainkit.job.decision import RESTART_SIGNAL
 from trainkit.job.hangs import HangWatch
 from trainkit.job.processes import KILL_MARGIN_S, ProcessGroup, log_line
 from trainkit.job.progress_watch import SilenceWatch
-from trainkit.plan.launch import LaunchPlan
 from trainkit.run.record import AttemptRecord, record_of
-from trainkit.run.rundir import AttemptDir
 
 DELETED_AFTER_S = 10.0
 """How long the attempt's folder must be missing: longer than a remount of the filesystem takes."""
@@ -21,18 +20,17 @@ SIGNAL_RECORD_S = 2.0
 
 
 class AttemptWatch(ProcessGroup):
-    """The processes of one attempt, from their start until `outcome` records how they ended."""
+    """The processes of one attempt, from their start until `observed` has how they ended."""
 
     poll_interval_s = 1.0
 
-    def __init__(self, attempt: AttemptDir, plan: LaunchPlan) -> None:
+    def __init__(self, live: Attempt) -> None:
         super().__init__()
-        self.attempt = attempt
-        self.plan = plan
-        self.outcome = Outcome()
+        self.attempt, self.plan, self.observed = live.folder, live.plan, live.observed
         self.superseded_by: AttemptRecord | None = None
         """The entry of the attempt that has taken the run over; this one saves and ends."""
-        self._hangs = HangWatch(attempt)
+        self._hangs = HangWatch(live.folder)
+        attempt, plan = live.folder, live.plan
         is_watched = plan.workload.is_command and plan.requeue.look_s is not None
         self._silence = SilenceWatch(attempt, plan) if is_watched else None
         self._missing_since_s: float | None = None
@@ -40,16 +38,16 @@ class AttemptWatch(ProcessGroup):
 
     def poll(self) -> None:
         """End the attempt when it was moved or deleted, or when its ranks hang."""
-        if self._follow() and self.outcome.stop_signal is None:
+        if self._follow() and self.observed.stop_signal is None:
             self.stop_ranks()
         if self._is_deleted():
             self.end_all()
             return
         self._poll_processes()
-        if self._silence is not None and self.outcome.stop_signal is None:
+        if self._silence is not None and self.observed.stop_signal is None:
             self._silence.poll()
-        if not self.outcome.hung and (hangs := self._hangs.poll()):
-            self.outcome.hangs = hangs
+        if not self.observed.hangs and (hangs := self._hangs.poll()):
+            self.observed.hangs = hangs
             self.end_all()
         if self.capabilities is not None:
             self.capabilities.poll()
@@ -58,8 +56,8 @@ class AttemptWatch(ProcessGroup):
         """Whether the folder was moved since the last call; what is written goes to where it is now."""
         is_moved = self.attempt.run.follow()
         if is_moved:
-            self.outcome.moved_to = str(self.attempt.run.path)
-            log_line(f"attempt {self.attempt.number}: its folder was moved to {self.outcome.moved_to}")
+            self.observed.moved_to = str(self.attempt.run.path)
+            log_line(f"attempt {self.attempt.number}: its folder was moved to {self.observed.moved_to}")
         return is_moved
 
     def end_all(self) -> None:
@@ -70,8 +68,8 @@ class AttemptWatch(ProcessGroup):
         """Have the ranks save and exit, and the run stop."""
         raise NotImplementedError
 
-    def collect_outcome(self) -> None:
-        """Complete the outcome from the run folder. May raise OSError; can then be called again."""
+    def collect(self) -> None:
+        """Complete `observed` from the run folder. May raise OSError; can then be called again."""
 
     def kill_after_grace(self) -> None:
         """Kill the remaining processes after the grace time; agents apply a shorter limit themselves."""
