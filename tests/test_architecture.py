@@ -16,12 +16,13 @@ from pathlib import Path
 import pytest
 
 from trainkit.job.decision import Outcome
+from trainkit.observe.status import RunStatus
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.torch_build import OLDEST, REQUIREMENT
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
-SIZES = {"trainkit": (300, 65_757), "tests": (389, 64_051)}
+SIZES = {"trainkit": (305, 66_187), "tests": (389, 64_090)}
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (5, 400)
 """By so much the code may be smaller before `SIZES` is lowered."""
@@ -60,7 +61,7 @@ ALLOWED = {
         *("capability", "extras", "errors", "folders", "locks", "run", "formats"),
         *("config", "cluster", "plan", "slurm", "backend", "backends"),
         "data.checks",  # what is known of the data before a plan is made
-        *("job.processes", "job.node.slurm_step"),
+        "job.processes",
         *("observe.group", "observe.status", "observe.current"),  # `--after` waits for what `status` shows
         "function",  # whose runs are not repeated
     },
@@ -151,6 +152,11 @@ ALLOWED = {
     "capabilities.replay": {  # starts ranks as the job does, in a folder of its own
         *("errors", "folders", "run", "formats", "config", "data", "cluster", "plan", "job", "control"),
         *("launch", "cli", "trainer"),
+    },
+    "capabilities.bench": {"capability", "bench"},
+    "capabilities.launchers": {
+        *("capability", "errors", "formats", "run", "config", "plan"),
+        *("job.node.worker_env", "job.rank_env"),
     },
     # Sends what a run has written.
     "capabilities.trackers": {
@@ -319,9 +325,10 @@ SPREAD = {
     "tracker": 11,
     "notification|notifier|NotifyPolicy": 3,
     "health": 13,
+    "launcher_files|LauncherInput|LauncherPlan": 1,
 }
 """Words of a capability -> how many files of the core may have one of them. The goal is 2."""
-PLAN_FIELDS = 39
+PLAN_FIELDS = 36
 """The fields of `LaunchPlan`. The goal is 22: what one capability alone needs belongs in its part."""
 
 
@@ -334,11 +341,16 @@ def test_the_core_does_not_know_a_capability(words: str) -> None:
     assert len(naming) == SPREAD[words], naming
 
 
-def test_a_plan_has_what_every_run_has() -> None:
+STATUS_FIELDS = 20
+"""The fields of `RunStatus`."""
+
+
+def test_the_core_types_have_what_every_run_has() -> None:
     assert len(fields(LaunchPlan)) == PLAN_FIELDS
+    assert len(fields(RunStatus)) == STATUS_FIELDS
 
 
-PACKED = 59
+PACKED = 57
 """Literal tuples that are unpacked where their items could stand. The goal is 10."""
 
 

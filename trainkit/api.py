@@ -188,7 +188,10 @@ class Run:
 
     @property
     def status(self) -> RunStatus:
-        """What ``trainkit status`` shows: ``state``, ``step``, ``loss``, ``attempt``, ``job_id`` and more."""
+        """What ``trainkit status`` shows: ``state``, ``reason``, ``attempt``, ``job_id`` and more.
+
+        ``progress`` has ``step`` and ``loss``, ``place`` the host and the number of nodes.
+        """
         status, point = look_at(self._folder, warn_caller)[1], self._point()
         if point is None:
             return status
@@ -332,12 +335,12 @@ class Run:
         return f"Run({str(self._folder.path)!r})"
 
     def _repr_html_(self) -> str:
-        status = self.status
+        status, progress = self.status, self.status.progress
         values = {
             "run": status.name,
             "state": status.state,
-            "step": status.step and f"{status.step} of {status.total_steps or '?'}",
-            "loss": None if status.loss is None else f"{status.loss:.4g}",
+            "step": progress.step and f"{progress.step} of {progress.total_steps or '?'}",
+            "loss": None if progress.loss is None else f"{progress.loss:.4g}",
             "why": status.reason,
             "folder": str(self._folder.path),
         }

@@ -204,7 +204,7 @@ def _notes(submission: Submission, workload: Workload, is_sweep: bool) -> Iterat
     points = submission.points
     yield f"  {'points':<18}  {describe_points(submission, is_sweep)}"
     if workload.argv and is_sweep:
-        generated = {json.dumps(item.plan.launcher_files) for item in points}
+        generated = {json.dumps(item.plan.files) for item in points}
         if len(generated) == 1 and not reaches_command(points, workload.argv):
             yield (
                 "  note: a COMMAND sees only {KEY} in its words and swept launch.env.NAME; the other values "

@@ -78,7 +78,7 @@ def start_again(run: RunDir, job: JobRecord, reason: str) -> AttemptRecord:
         hint = f"`trainkit resume {run.word}` starts it"
         raise UsageError(f"{run.shown} was never started", hint=hint)
     config, plan = config_and_plan(run.attempt(newest.attempt))
-    if plan.workload.knows_run:
+    if not plan.workload.is_command:
         refuse_finished(run, config, config, plan)
     if not plan.has_supervisor or plan.debug is not None:
         where = "a debugger" if plan.has_supervisor else "a step that srun started, or on hosts without Slurm"

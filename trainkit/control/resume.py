@@ -83,7 +83,7 @@ def planned_resume(
         if chooses_nodes:
             from trainkit.launch.earliest_end import choose_nodes  # slow to import
 
-            left = share_left(run, loaded.config.train.steps) if workload.knows_run else 1.0
+            left = 1.0 if workload.is_command else share_left(run, loaded.config.train.steps)
             loaded, plan, choice = choose_nodes(
                 loaded, workload, code_dir=code_dir, facts=facts, before=lr_of, left=left
             )
@@ -91,7 +91,7 @@ def planned_resume(
             plan = plan_run(loaded, facts, workload, code_dir=code_dir, before=lr_of)
         if not plan.is_job:
             plan = replace(plan, after=plan_before.after)  # what it has not waited for yet
-        if workload.knows_run:
+        if not workload.is_command:
             refuse_incompatible(run, loaded, facts.data)
         yield PlannedResume(job, before, plan_before, loaded, plan, choice)
 

@@ -113,8 +113,7 @@ def write_end(
     run, number = attempt.run, attempt.number
     failure = None
     if decision.action == "failed" or decision.cause in FAILURES:
-        reason = decision.reason.partition(";")[0]
-        failure = outcome.failure or agent_failure(outcome.first_failed_node, reason)
+        failure = outcome.failure or agent_failure(outcome.first_failed_node, decision.summary)
         failure = replace(failure, hint=failure.hint or decision.hint)
     best = None
     with contextlib.suppress(OSError):  # end.json must be written even if the metrics cannot be read
@@ -132,6 +131,8 @@ def write_end(
         step=last_step(attempt, failure),
         best=best,
         guessed=guessed,
+        summary=decision.summary if decision.details else None,
+        saved=decision.action != "finished" and outcome.has_saved,
         time=utc_now(),
     )
     end.write(attempt)

@@ -148,7 +148,7 @@ class Supervisor:
         try:
             decision = self._after_lock(attempt, locked)
         except (OSError, ValueError, TrainkitError) as error:
-            decision = Decision("failed", f"{locked.message}; {error}", EXIT_FAILED)
+            decision = Decision("failed", locked.message, EXIT_FAILED, details=str(error))
         if decision.resumes:
             return self._leave(attempt, decision)
         if locked.stopped:

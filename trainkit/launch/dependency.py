@@ -101,7 +101,7 @@ def dependencies(names: Sequence[str], warn: Callable[[str], None], *, on_slurm:
         arrays, runs = list[str](), list[Dependency]()
         if isinstance(found, RunDir):
             run = _run(found, warn, on_slurm)
-            runs = [replace(run, job_id=run.job_id and on_cluster(run.job_id, run.cluster))]
+            runs = [replace(run, job_id=run.job_id and on_cluster(run.job_id, run.place.cluster))]
         else:
             points = GroupFiles(found)
             status = points.status(query_jobs(points.open_ids), datetime.now(timezone.utc))

@@ -186,7 +186,7 @@ def _may_be_cut(config: RunConfig, workload: Workload) -> bool:
     asked = config.resources
     is_limited = asked.time is not None and time_limit_s(asked.time) is not None
     is_free = asked.slice is None and asked.time_min is None
-    return workload.knows_run and is_limited and is_free and "timeout" in config.requeue.on
+    return not workload.is_command and is_limited and is_free and "timeout" in config.requeue.on
 
 
 def _sliced(loaded: LoadedConfig, slice_s: float, **others: object) -> LoadedConfig:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from trainkit.capability import keys_of
 from trainkit.config import LoadedConfig, RunConfig, load_config, read_effective
 from trainkit.config.schema import flatten
 from trainkit.errors import UsageError
@@ -113,7 +114,7 @@ def load_again(
     adjustable = {"train.device_batch_size", "parallel.pp_microbatches"}
     if before.workload.is_command:
         # config.yaml has every key: those that were not set must not reach the tool of the launcher.
-        adjustable = loaded.origins.keys() - set(before.launcher_keys)
+        adjustable = loaded.origins.keys() - keys_of(before.parts)
     origin = loaded.origins["name"].rpartition(":")[0]
     return loaded.adjusting(*adjustable, origin=origin)
 

@@ -24,7 +24,8 @@ from trainkit.launch.sweep import ArraySpec, LoadedPoint
 from trainkit.plan.launch import LaunchPlan, option_argv
 from trainkit.plan.sweep import filled_in, key_without_seed, names_key
 from trainkit.plan.workload import Workload
-from trainkit.run.group import Point, difference
+from trainkit.run.files import difference
+from trainkit.run.group import Point
 from trainkit.run.rundir import RUNS_FOLDER, RunDir, next_name
 from trainkit.run.submitted import submitted_group_hash, submitted_hash
 
@@ -76,7 +77,7 @@ class Submission:
         return replace(first, reasons=reasons, warnings=tuple(warnings))
 
     def preview(self, run_dir: Path | None) -> tuple[str, dict[Path, str]]:
-        """The script, byte for byte, and what the tools of launchers would get, by path; writes nothing.
+        """The script, byte for byte, and the files of its plans by path; writes nothing.
 
         Of a run on this machine, its plan as a line of JSON. Raises UsageError if it would contain a secret.
         """
@@ -84,7 +85,7 @@ class Submission:
         run = RunDir(run_dir or Path(RUNS_FOLDER, next_name(config.name, None)))
         files: dict[Path, str] = {}
         for place, point in self._distinct_runs(run):
-            files |= {place.path / name: text for name, text in point.plan.launcher_files.items()}
+            files |= {place.path / name: text for name, text in point.plan.files.items()}
         if not plan.is_job:
             return json.dumps(plan.to_dict(), ensure_ascii=False) + "\n", files
         from trainkit.launch.snapshot import future_code  # only of what has a script
@@ -96,11 +97,11 @@ class Submission:
         return script.text, files
 
     def _distinct_runs(self, folder: RunDir) -> Iterator[tuple[RunDir, PlannedPoint]]:
-        """The runs in the folder, and of those with the same files for a launcher only the first."""
+        """The runs in the folder, and of those with the same files of a plan only the first."""
         seen: list[Mapping[str, str]] = []
         for point in self.points:
-            if point.plan.launcher_files not in seen:
-                seen.append(point.plan.launcher_files)
+            if point.plan.files not in seen:
+                seen.append(point.plan.files)
                 yield folder if self.array is None else RunDir(folder.path / str(point.index)), point
 
     @cached_property

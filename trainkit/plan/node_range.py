@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from trainkit.backend import backend_named
+from trainkit.capability import load
 from trainkit.cluster.model import Cluster
 from trainkit.config.load import with_values
 from trainkit.config.loaded import LoadedConfig
@@ -15,6 +16,7 @@ from trainkit.plan.facts import Facts
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.make_plan import make_plan
 from trainkit.plan.workload import TRAINER, Workload
+from trainkit.run.files import difference
 
 KEY = "resources.nodes"
 BATCH = "train.global_batch_size"
@@ -77,10 +79,9 @@ def plan_nodes(
     return _joined(first, plans, refused, facts.target.cluster)
 
 
-def _given(plan: LaunchPlan) -> tuple[object, ...]:
-    """What a launcher gets of batch and learning rate."""
-    values = {key: text for key, text in plan.launcher_values.items() if key not in ("num_nodes", "devices")}
-    return plan.launcher_files, values
+def _given(plan: LaunchPlan) -> list[object]:
+    """What the command gets of batch and learning rate."""
+    return [load(name).size_independent(plan) for name in plan.parts]
 
 
 def _joined(
@@ -91,8 +92,6 @@ def _joined(
     note = f"{sizes}: as many as Slurm has{_not_possible(refused)}"
     if len(plans) == 1:
         return replace(first, reasons={"nodes": note, **first.reasons})
-    from trainkit.run.group import difference  # as in `LaunchPlan.at`
-
     joined = backend_named(first.backend).in_one_job(plans, cluster)
     own, *others = (_alike(plan, first, plans[-1], note) for plan in joined)
     base = own.to_dict()

@@ -65,7 +65,7 @@ def skip_reason(scenario: Scenario, config: RunConfig, plan: LaunchPlan) -> str:
     """Why a scenario cannot be tried here with this config; empty if it can."""
     if scenario.needs_slurm and plan.is_here:
         return "this run would start on this machine, without Slurm"
-    if scenario.needs_checkpoints and not plan.workload.knows_run:
+    if scenario.needs_checkpoints and plan.workload.is_command:
         return "a drill does not know where and how a COMMAND saves"
     if scenario.name == "damaged-checkpoint" and config.checkpoint.keep_last == 1:
         return "checkpoint.keep_last is 1: there is no checkpoint to fall back to"
