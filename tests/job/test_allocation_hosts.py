@@ -82,10 +82,10 @@ def test_of_a_range_the_step_has_what_is_there(tmp_path: Path, monkeypatch: pyte
     assert allocation.fitted(Attempt(attempt, fitted)) is fitted
     allocation.bad.add("h1")
     allocation.job = JobDetails(JobState.RUNNING, "", False, 0, True, None)
-    assert allocation.restart_options(fitted).restart
+    assert allocation.restart_options(Attempt(attempt, fitted)).restart
     assert allocation.fitted(Attempt(attempt, fitted)).num_nodes == 1
     allocation.bad.add("h3")
-    assert not allocation.restart_options(fitted).restart
+    assert not allocation.restart_options(Attempt(attempt, fitted)).restart
 
 
 @pytest.mark.parametrize(("per", "of_task"), [("gpu", "32"), ("node", "128")])

@@ -30,9 +30,8 @@ from trainkit.run.events import log_event
 from trainkit.run.record import (
     AUTO_RESTART,
     AttemptRecord,
-    record_of,
+    JobRecord,
     reopen_attempt,
-    superseded_by,
 )
 from trainkit.run.rundir import AttemptDir, RunDir, RunLocked, run_lock
 from trainkit.run.submitted import read_submitted
@@ -91,9 +90,10 @@ class Allocation:
     def claim_next(self, attempt: Attempt) -> Attempt | Decision:
         """Open the next attempt, which restarts the run in this allocation; a decision when it must not."""
         with run_lock(self.run, self.lock_timeout_s):
-            if (newer := superseded_by(attempt.folder)) is not None:
+            attempt.update()
+            if (newer := attempt.superseding) is not None:
                 return Decision("stopped", newer.takeover, EXIT_STOPPED)
-            if record_of(attempt.folder).is_cancelled:
+            if attempt.entry.is_cancelled:
                 return Decision("stopped", CANCELLED_AGAIN, EXIT_STOPPED)
             following = reopen_attempt(attempt.folder)
             job_id = self.register(following)
@@ -138,8 +138,8 @@ class Allocation:
         """Record the host that a failure implicates; returns whether one less can be used."""
         return False
 
-    def restart_options(self, plan: LaunchPlan) -> RestartOptions:
-        """How the run can be restarted now."""
+    def restart_options(self, attempt: Attempt) -> RestartOptions:
+        """How the run can be restarted now, by job.json as it was last read."""
         return RestartOptions(restart=True)
 
     def after_notice(self, attempt: Attempt, received: signal.Signals) -> Decision:
@@ -163,5 +163,5 @@ class Allocation:
         """Leave the allocation as decided; returns `decision`, or another one if the run does not resume."""
         return decision
 
-    def cancel_pending(self) -> None:
-        """Cancel the jobs that would continue a run that has ended."""
+    def cancel_pending(self, job: JobRecord) -> None:
+        """Cancel the jobs that would continue a run that has ended; `job` is its job.json."""

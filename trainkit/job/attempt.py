@@ -5,6 +5,7 @@ from __future__ import annotations
 from trainkit.job.decision import Observed, Outcome
 from trainkit.job.outcome import NOT_RUN
 from trainkit.plan.launch import LaunchPlan, damaged_plan
+from trainkit.run.record import AttemptRecord, JobRecord, read_job
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.run.submitted import read_submitted
 
@@ -15,6 +16,8 @@ class Attempt:
     def __init__(self, folder: AttemptDir, plan: LaunchPlan | None = None) -> None:
         self.folder = folder
         self.observed = Observed()
+        self.job = JobRecord()
+        """The job.json of the run at the last `update`."""
         self.outcome: Outcome = NOT_RUN
         """As long as it runs, that of an attempt of which no process has run."""
         self._plan = plan
@@ -26,6 +29,20 @@ class Attempt:
     @property
     def number(self) -> int:
         return self.folder.number
+
+    def update(self) -> None:
+        """Read job.json again, into which commands write what they ask of the attempt."""
+        self.job = read_job(self.run)
+
+    @property
+    def entry(self) -> AttemptRecord:
+        """Its entry in job.json at the last `update`."""
+        return self.job.of_attempt(self.number)
+
+    @property
+    def superseding(self) -> AttemptRecord | None:
+        """The entry of the attempt that has taken the run over."""
+        return self.job.superseding(self.number)
 
     @property
     def plan(self) -> LaunchPlan:

@@ -25,7 +25,7 @@ from trainkit.run.end import KILLED, AttemptEnd, RankFailure, read_end
 from trainkit.run.events import Entry, best_result, log_event
 from trainkit.run.files import parse_time, read_jsonl_reversed, seconds_between, to_json, utc_now
 from trainkit.run.manifest import published
-from trainkit.run.record import read_job, record_of, superseded_by
+from trainkit.run.record import AttemptRecord, JobRecord, read_job, record_of
 from trainkit.run.rundir import AttemptDir
 
 LONG_ATTEMPT_S = 1800.0
@@ -35,22 +35,22 @@ LATE_RECORDS = 1000
 
 
 def judge(live: Attempt, options: RestartOptions) -> Decision:
-    """Decide what follows an ended attempt."""
+    """Decide what follows an ended attempt, by job.json as it was last read."""
     attempt, plan, outcome = live.folder, live.plan, live.outcome
     killed, failure = signal_exit_code(signal.SIGKILL), outcome.failure
-    if (entry := record_of(attempt)).is_cancelled:
+    if (entry := live.entry).is_cancelled:
         # scancel sends SIGTERM before SIGKILL, so a stop signal may have been recorded as well.
         if entry.cancelled_now and killed in outcome.exit_codes:
             return Decision("stopped", KILLED, killed)
         outcome = without_cause(outcome)
     standing = Standing(
-        previous=tuple(previous_ends(attempt).values()),
+        previous=tuple(previous_ends(attempt, live.job).values()),
         progress=progress_of(attempt),
         step=last_step(attempt, failure),
         workload=plan.workload,
         was_debugged=plan.debug is not None or attempt.was_debugged,
         is_done=attempt.done_file.exists(),
-        ran_s=_duration_s(attempt),
+        ran_s=_duration_s(attempt, entry),
         # What a save takes is too short for another attempt.
         is_total_used=left_s(live) <= plan.grace_s,
     )
@@ -62,11 +62,10 @@ def judge(live: Attempt, options: RestartOptions) -> Decision:
     return replace(decision, hint=hint)
 
 
-def is_requeue_requested(attempt: AttemptDir) -> bool:
+def is_requeue_requested(live: Attempt) -> bool:
     """Whether `trainkit requeue` asked for another attempt, and this one is not cancelled or superseded."""
-    entry = record_of(attempt)
-    is_asked = entry.requeue_requested_at is not None and not entry.is_cancelled
-    return is_asked and superseded_by(attempt) is None
+    is_asked = live.entry.requeue_requested_at is not None and not live.entry.is_cancelled
+    return is_asked and live.superseding is None
 
 
 def close_dead_attempts(
@@ -80,15 +79,15 @@ def close_dead_attempts(
     `is_down` tells whether a host is down now; if it is not, the job may have been preempted without grace
     time.
     """
-    attempt = live.folder
-    entries = read_job(attempt.run).attempts
+    live.update()
+    attempt, entries = live.folder, live.job.attempts
     job_ids = {entry.job_id for entry in entries if entry.attempt == attempt.number}
     refusal = None
     for entry in entries:
         dead = attempt.run.attempt(entry.attempt)
         if dead.number < attempt.number and entry.job_id in job_ids and not dead.end_file.exists():
             host = str(entry.node or "")
-            ends = previous_ends(attempt).items()
+            ends = previous_ends(attempt, live.job).items()
             previous = tuple(end for number, end in ends if number < dead.number)
             lost_host = host if host and is_down(host) else None
             # A lost host also explains the errors of ranks on other hosts.
@@ -159,12 +158,16 @@ def state_after(attempt: AttemptDir, decision: Decision) -> str:
     return "cancelled" if record_of(attempt).is_cancelled else str(decision.action)
 
 
-def previous_ends(attempt: AttemptDir) -> dict[int, AttemptEnd]:
-    """The ends of the earlier attempts since a command last started the run, oldest first, by number."""
+def previous_ends(attempt: AttemptDir, job: JobRecord | None = None) -> dict[int, AttemptEnd]:
+    """The ends of the earlier attempts since a command last started the run, oldest first, by number.
+
+    `job` is its job.json, if that has been read.
+    """
     run = attempt.run
+    job = job or read_job(run)
     earlier = [number for number in run.attempt_numbers() if number < attempt.number]
     found = {}
-    for number in earlier[len(earlier) - read_job(run).num_auto_restarts :]:
+    for number in earlier[len(earlier) - job.num_auto_restarts :]:
         one = run.attempt(number)
         # Without an end, its host died before that could be written.
         found[number] = read_end(one) or AttemptEnd(cause="node_fail", mark=progress_of(one))
@@ -178,7 +181,7 @@ def progress_of(attempt: AttemptDir) -> int:
         return checkpoints[-1].step
     earlier = [number for number in attempt.run.attempt_numbers() if number < attempt.number]
     last = read_end(attempt.run.attempt(earlier[-1])) if earlier else None
-    return ((last and last.mark) or 0) + (_duration_s(attempt) >= LONG_ATTEMPT_S)
+    return ((last and last.mark) or 0) + (_duration_s(attempt, record_of(attempt)) >= LONG_ATTEMPT_S)
 
 
 def reached_its_stop(attempt: AttemptDir) -> bool:
@@ -197,13 +200,13 @@ def left_s(live: Attempt) -> float:
     attempt, plan = live.folder, live.plan
     if plan.requeue.total_s is None:
         return math.inf
-    used_s = sum(map(_duration_s, [*map(attempt.run.attempt, previous_ends(attempt)), attempt]))
+    own = [*map(attempt.run.attempt, previous_ends(attempt, live.job)), attempt]
+    used_s = sum(_duration_s(one, live.job.of_attempt(one.number)) for one in own)
     return plan.requeue.total_s - used_s - plan.grace_s
 
 
-def _duration_s(attempt: AttemptDir) -> float:
+def _duration_s(attempt: AttemptDir, entry: AttemptRecord) -> float:
     """Seconds that an attempt has run; until its last write to a log if it left no end."""
-    entry = record_of(attempt)
     is_newest = attempt.number >= max(attempt.run.attempt_numbers(), default=0)
     ended = None if is_newest else read_end(attempt)
     end = parse_time(None if ended is None else ended.time) or last_log_write(attempt)

@@ -11,7 +11,7 @@ from trainkit.job.decision import RESTART_SIGNAL
 from trainkit.job.hangs import HangWatch
 from trainkit.job.processes import KILL_MARGIN_S, ProcessGroup, log_line
 from trainkit.job.progress_watch import SilenceWatch
-from trainkit.run.record import AttemptRecord, record_of
+from trainkit.run.record import AttemptRecord
 
 DELETED_AFTER_S = 10.0
 """How long the attempt's folder must be missing: longer than a remount of the filesystem takes."""
@@ -26,6 +26,7 @@ class AttemptWatch(ProcessGroup):
 
     def __init__(self, live: Attempt) -> None:
         super().__init__()
+        self.live = live
         self.attempt, self.plan, self.observed = live.folder, live.plan, live.observed
         self.superseded_by: AttemptRecord | None = None
         """The entry of the attempt that has taken the run over; this one saves and ends."""
@@ -80,7 +81,7 @@ class AttemptWatch(ProcessGroup):
 
     def _requested_signal(self) -> str | None:
         """The signal that a command's request in job.json stands for; None without a request."""
-        entry = record_of(self.attempt)
+        entry = self.live.entry
         if entry.is_cancelled:
             return None if entry.cancelled_now else signal.SIGTERM.name
         return RESTART_SIGNAL if entry.requeue_requested_at is not None else None

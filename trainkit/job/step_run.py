@@ -181,6 +181,7 @@ def run_first_task(
             lost = tuple(filter(None, (lost_host(attempt, node) for node in place.others)))
         observed.hangs, observed.stop_signal = read_hangs(attempt), _stop_signal(attempt)
         live.outcome = outcome_of(attempt, plan, observed, lost_nodes=lost)
+        live.update()
         decision = judge(live, NO_RESTART)
     except (OSError, ValueError, TrainkitError) as error:
         live.outcome = only_observed(observed)

@@ -44,7 +44,6 @@ from trainkit.job.signals import signal_exit_code
 from trainkit.job.work_folder import enter_work_folder
 from trainkit.run.end import AttemptEnd, end_line, read_end
 from trainkit.run.events import log_event
-from trainkit.run.record import record_of, superseded_by
 from trainkit.run.rundir import RunDir, RunLocked, become_sole_supervisor, run_lock
 from trainkit.run.submitted import NotSubmitted, read_submitted
 
@@ -98,7 +97,8 @@ def supervise(allocation: Allocation) -> int:
         code = supervisor.leave_locked(attempt, locked)
     else:
         # The record may have changed during the wait for the lock.
-        newer = superseded_by(found)
+        attempt.update()
+        newer = attempt.superseding
         if newer is None:
             code = supervisor.run(attempt)
         else:
@@ -168,7 +168,8 @@ class Supervisor:
     def _run_attempt(self, attempt: Attempt) -> Decision:
         """Run one attempt, from the start of its processes to the decision on what follows."""
         folder = attempt.folder
-        if record_of(folder).is_cancelled:
+        attempt.update()
+        if attempt.entry.is_cancelled:
             return Decision("stopped", CANCELLED, EXIT_STOPPED)
         try:
             plan = attempt.plan = self.allocation.fitted(attempt)
@@ -203,12 +204,12 @@ class Supervisor:
         """Decide what follows an ended attempt; can be called again after a disk error."""
         watch.collect()
         attempt.outcome = self.allocation.outcome(attempt)
-        decision = judge(attempt, self.allocation.restart_options(attempt.plan))
+        attempt.update()
+        decision = judge(attempt, self.allocation.restart_options(attempt))
         failure = attempt.outcome.failure if decision.cause in FAILURES else None
-        is_killed = record_of(attempt.folder).cancelled_now
-        if is_killed or not self.allocation.record_suspect(attempt, failure):
+        if attempt.entry.cancelled_now or not self.allocation.record_suspect(attempt, failure):
             return decision
-        return judge(attempt, self.allocation.restart_options(attempt.plan))
+        return judge(attempt, self.allocation.restart_options(attempt))
 
     def _restart(self, attempt: Attempt, decision: Decision) -> Attempt | Decision:
         """Open the next attempt in this allocation; a Decision if a signal or an error prevents that."""
@@ -216,7 +217,8 @@ class Supervisor:
         try:
             if received is not None:
                 return self.allocation.after_notice(attempt, received)
-            options = self.allocation.restart_options(attempt.plan)
+            attempt.update()
+            options = self.allocation.restart_options(attempt)
             if not options.restart:  # the time is too short by now
                 return judge(attempt, options)
             try:
@@ -244,25 +246,28 @@ class Supervisor:
         return code
 
     def _cancel_pending(self, attempt: Attempt) -> None:
-        if superseded_by(attempt.folder) is None:
-            self.allocation.cancel_pending()
+        attempt.update()
+        if attempt.superseding is None:
+            self.allocation.cancel_pending(attempt.job)
 
     def _conclude_last(self, attempt: Attempt, decision: Decision) -> Decision:
         """Record the end of the run, unless `trainkit requeue` came before that: then what follows instead.
 
         No command changes the record meanwhile: one that comes later finds a run that has ended.
         """
-        folder = attempt.folder
+        attempt.update()
         with contextlib.ExitStack() as held:
-            if not record_of(folder).is_cancelled:  # else that is final, and may be waiting for this end
+            if not attempt.entry.is_cancelled:  # else that is final, and may be waiting for this end
                 try:
                     held.enter_context(run_lock(attempt.run, self.allocation.lock_timeout_s))
                 except (OSError, TrainkitError) as error:
                     log_line(f"attempt {attempt.number} ends without the lock of the run: {error}")
-                if decision.action != "finished" and is_requeue_requested(folder):
+                attempt.update()
+                if decision.action != "finished" and is_requeue_requested(attempt):
                     with contextlib.suppress(OSError, ValueError, TrainkitError):
-                        options = self.allocation.restart_options(attempt.plan)
-                        decision = decide_requested(decision, list(previous_ends(folder).values()), options)
+                        options = self.allocation.restart_options(attempt)
+                        previous = list(previous_ends(attempt.folder, attempt.job).values())
+                        decision = decide_requested(decision, previous, options)
             if not decision.resumes:
                 self.conclude(attempt, decision)
         return decision

@@ -24,7 +24,6 @@ from trainkit.run.record import (
     AUTO_RESTART,
     add_attempt,
     read_job,
-    record_of,
 )
 from trainkit.run.rundir import AttemptDir, RunDir, refuse_missing, run_lock
 
@@ -81,8 +80,9 @@ class LocalAllocation(Allocation):
                 log_line(f"attempt {attempt.number} {reason}")
                 with contextlib.suppress(OSError):  # it is in the log of the supervisor
                     log_event(self.run, attempt.number, "waiting", reason=reason)
-            # The record too: a command that was killed may have sent no signal.
-            if processes.wait_for_notice(QUEUE_POLL_S) is not None or record_of(attempt.folder).is_cancelled:
+            received = processes.wait_for_notice(QUEUE_POLL_S)
+            attempt.update()  # a command that was killed may have sent no signal
+            if received is not None or attempt.entry.is_cancelled:
                 self._place.leave()
                 return Decision("stopped", CANCELLED, EXIT_STOPPED)
         return None

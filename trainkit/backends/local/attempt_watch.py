@@ -19,7 +19,7 @@ from trainkit.job.signals import is_death_by_notice, signal_exit_code
 from trainkit.run.events import log_event
 from trainkit.run.files import seconds_between, utc_now
 from trainkit.run.process import PROC
-from trainkit.run.record import AttemptRecord, record_of
+from trainkit.run.record import AttemptRecord
 
 SECOND_INTERRUPT_S = 3.0
 
@@ -78,7 +78,8 @@ class LocalAttemptWatch(AttemptWatch):
 
     def _poll_processes(self) -> None:
         """Obey a request whose command was killed between its record and its signal."""
-        entry = record_of(self.attempt)
+        self.live.update()
+        entry = self.live.entry
         asked_s = seconds_between(
             entry.cancelled_at or entry.requeue_requested_at, datetime.now(timezone.utc)
         )

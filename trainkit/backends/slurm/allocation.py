@@ -67,6 +67,7 @@ from trainkit.run.files import refresh_listing
 from trainkit.run.group import create_task_run, group_of
 from trainkit.run.record import (
     AUTO_RESTART,
+    JobRecord,
     read_job,
     write_plan,
 )
@@ -354,11 +355,11 @@ class SlurmAllocation(Allocation):
         self.bad |= slow_hosts(attempt.folder, attempt.plan, self.hosts)
         suspect = None if failure is None else suspect_host(failure)
         if suspect is not None and suspect[0] in self.hosts:  # else Slurm could not exclude it by that name
-            self._note(attempt.folder, *suspect, str(failure and failure.message))
+            self._note(attempt, *suspect, str(failure and failure.message))
         return len(self.bad) > before
 
-    def _note(self, attempt: AttemptDir, host: str, kind: Kind, reason: str) -> None:
-        verdicts = (end.verdict for end in previous_ends(attempt).values())
+    def _note(self, attempt: Attempt, host: str, kind: Kind, reason: str) -> None:
+        verdicts = (end.verdict for end in previous_ends(attempt.folder, attempt.job).values())
         previous = [suspect_host(verdict) for verdict in verdicts if verdict is not None]
         if kind != "culprit" or (host, kind) in previous:
             self.bad.add(host)
@@ -373,8 +374,8 @@ class SlurmAllocation(Allocation):
         cluster = os.environ.get("SLURM_CLUSTER_NAME", "")
         return sorted({*self.bad, *excluded(cluster, run=str(self.run.path))})
 
-    def restart_options(self, plan: LaunchPlan) -> RestartOptions:
-        job = self.job
+    def restart_options(self, attempt: Attempt) -> RestartOptions:
+        job, plan = self.job, attempt.plan
         may_requeue = job is None or job.may_requeue
         is_ours = job is not None and job.state is JobState.RUNNING and not self.is_being_requeued
         return RestartOptions(
@@ -384,7 +385,7 @@ class SlurmAllocation(Allocation):
             and not is_nearly_over(job, plan.grace_s),
             requeue=may_requeue and shutil.which("scontrol") is not None,
             resubmit=not may_requeue and shutil.which("sbatch") is not None,
-            follow_up=bool(read_job(self.run).waiting),
+            follow_up=bool(attempt.job.waiting),
             unavailable_reason="this host has neither scontrol nor sbatch, and requeue.follow_ups is 0",
         )
 
@@ -392,13 +393,15 @@ class SlurmAllocation(Allocation):
         # Either Slurm is ending the allocation or a person cancelled the job: its state tells which.
         observed = replace(attempt.observed, stop_signal=received.name, supervisor_was_signalled=True)
         attempt.outcome = self._outcome(attempt, observed, attempt.outcome)
-        return judge(attempt, self.restart_options(attempt.plan))
+        attempt.update()
+        return judge(attempt, self.restart_options(attempt))
 
     def after_lock(self, attempt: Attempt, locked: RunLocked) -> Decision:
         # A job starts again later: the file server releases the locks of a dead host.
         self.job = query_job(self.job_id)
-        starts = list(previous_ends(attempt.folder).values())
-        options = self.restart_options(attempt.plan)
+        attempt.update()
+        starts = list(previous_ends(attempt.folder, attempt.job).values())
+        options = self.restart_options(attempt)
         decision = decide_no_start(locked.message, EXIT_FAILED, starts, options, in_place=False)
         if not decision.resumes:
             decision = replace(decision, details="; ".join(filter(None, (decision.details, locked.hint))))
@@ -500,14 +503,14 @@ class SlurmAllocation(Allocation):
         """Whether Slurm is ending the job and waits only for this batch shell."""
         return self.job is not None and self.job.state is JobState.COMPLETING
 
-    def cancel_pending(self) -> None:
+    def cancel_pending(self, job: JobRecord) -> None:
         """Cancel the follow-up jobs, and this job if Slurm is requeuing it, as it does after losing a host.
 
         A start of the job that already runs elsewhere is left alone.
         """
         if shutil.which("scancel") is None:
             return
-        waiting = [*read_job(self.run).waiting, *([self.job_id] if self.is_queued else [])]
+        waiting = [*job.waiting, *([self.job_id] if self.is_queued else [])]
         try:
             cancel_waiting(waiting)
             if self.is_completing and self.is_being_requeued:

@@ -32,7 +32,7 @@ from trainkit.job.rank_env import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
 from trainkit.job.signals import AGENT_SIGNAL, is_death_by_notice, signal_exit_code
 from trainkit.run.events import read_events
 from trainkit.run.files import seconds_between
-from trainkit.run.record import read_rendezvous, superseded_by
+from trainkit.run.record import read_rendezvous
 from trainkit.run.rundir import AttemptDir
 from trainkit.slurm.control import kill_steps
 
@@ -105,6 +105,7 @@ class SlurmAttemptWatch(AttemptWatch):
         self.kill_after_grace()
 
     def _poll_processes(self) -> None:
+        self.live.update()
         self._end_if_superseded()
         self._forward_unconfirmed()
         self._end_after_failure()
@@ -118,7 +119,7 @@ class SlurmAttemptWatch(AttemptWatch):
         """
         if self.superseded_by is not None:
             return
-        newer = superseded_by(self.attempt)
+        newer = self.live.superseding
         if newer is None or newer.pid is None:
             return
         self.superseded_by = newer
@@ -228,6 +229,7 @@ class SlurmAttemptWatch(AttemptWatch):
             self.observed.stop_signal = signal_of_ranks(self.attempt)
         if self.observed.stop_signal is None and any(map(is_death_by_notice, self.observed.exit_codes)):
             # The signal of a request came before the handlers of the ranks were installed.
+            self.live.update()
             self.observed.stop_signal = self._requested_signal()
         # Agents kill their workers after the grace time, so srun may exit late without having been killed.
         signals = read_events(self.attempt.run, "signal", attempt=self.attempt.number)
