@@ -10,6 +10,7 @@ import contextlib
 import signal
 from typing import ClassVar
 
+from trainkit.capability import Hosts
 from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, EXIT_STOPPED, UsageError
 from trainkit.job.attempt import Attempt
 from trainkit.job.attempt_end import (
@@ -25,7 +26,7 @@ from trainkit.job.decision import (
 from trainkit.job.outcome import NOT_RUN, outcome_of
 from trainkit.job.processes import log_line
 from trainkit.plan.launch import LaunchPlan
-from trainkit.run.end import Cause, RankFailure
+from trainkit.run.end import RankFailure
 from trainkit.run.events import log_event
 from trainkit.run.record import (
     AUTO_RESTART,
@@ -121,6 +122,11 @@ class Allocation:
         """The plan for the nodes that there are, which becomes that of the attempt."""
         return attempt.plan
 
+    @property
+    def job_hosts(self) -> Hosts:
+        """The hosts of the job."""
+        return Hosts()
+
     def place(self, plan: LaunchPlan) -> dict[str, object]:
         """What Slurm chose for this start, for its event."""
         return {}
@@ -131,8 +137,10 @@ class Allocation:
 
     def outcome(self, attempt: Attempt) -> Outcome:
         """The outcome of an attempt whose processes have ended, from the state of the job and its hosts."""
-        cause: Cause | None = "asked" if attempt.observed.stop_signal == RESTART_SIGNAL else None
-        return outcome_of(attempt.folder, attempt.plan, attempt.observed, cause=cause)
+        observed, cause = attempt.observed, None
+        if observed.stop_signal == RESTART_SIGNAL:
+            cause = "asked" if observed.departure is None else observed.departure.cause
+        return outcome_of(attempt.folder, attempt.plan, observed, cause=cause)
 
     def record_suspect(self, attempt: Attempt, failure: RankFailure | None) -> bool:
         """Record the host that a failure implicates; returns whether one less can be used."""

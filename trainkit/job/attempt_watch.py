@@ -7,10 +7,9 @@ import time
 
 from trainkit.job.attempt import Attempt
 from trainkit.job.attempt_capabilities import AttemptCapabilities
-from trainkit.job.decision import RESTART_SIGNAL
+from trainkit.job.decision import RESTART_SIGNAL, Departure
 from trainkit.job.hangs import HangWatch
 from trainkit.job.processes import KILL_MARGIN_S, ProcessGroup, log_line
-from trainkit.job.progress_watch import SilenceWatch
 from trainkit.run.record import AttemptRecord
 
 DELETED_AFTER_S = 10.0
@@ -31,9 +30,6 @@ class AttemptWatch(ProcessGroup):
         self.superseded_by: AttemptRecord | None = None
         """The entry of the attempt that has taken the run over; this one saves and ends."""
         self._hangs = HangWatch(live.folder)
-        attempt, plan = live.folder, live.plan
-        is_watched = plan.workload.is_command and plan.requeue.look_s is not None
-        self._silence = SilenceWatch(attempt, plan) if is_watched else None
         self._missing_since_s: float | None = None
         self.capabilities: AttemptCapabilities | None = None
 
@@ -45,13 +41,13 @@ class AttemptWatch(ProcessGroup):
             self.end_all()
             return
         self._poll_processes()
-        if self._silence is not None and self.observed.stop_signal is None:
-            self._silence.poll()
+        if self.capabilities is not None:
+            departure = self.capabilities.poll(is_stopping=self.observed.stop_signal is not None)
+            if departure is not None:
+                self.leave(departure)
         if not self.observed.hangs and (hangs := self._hangs.poll()):
             self.observed.hangs = hangs
             self.end_all()
-        if self.capabilities is not None:
-            self.capabilities.poll()
 
     def _follow(self) -> bool:
         """Whether the folder was moved since the last call; what is written goes to where it is now."""
@@ -65,9 +61,16 @@ class AttemptWatch(ProcessGroup):
         """End every process of the attempt immediately."""
         raise NotImplementedError
 
-    def stop_ranks(self) -> None:
-        """Have the ranks save and exit, and the run stop."""
+    def stop_ranks(self, as_if: str = signal.SIGTERM.name) -> None:
+        """Have the ranks save and exit, as if this signal had come: by default the run stops."""
         raise NotImplementedError
+
+    def leave(self, departure: Departure) -> None:
+        """Have the ranks save and exit, and the run restart, unless they are stopping already."""
+        if self.observed.stop_signal is None and self.running:
+            log_line(f"attempt {self.attempt.number}: {departure.why}")
+            self.stop_ranks(RESTART_SIGNAL)
+            self.observed.departure = departure
 
     def collect(self) -> None:
         """Complete `observed` from the run folder. May raise OSError; can then be called again."""

@@ -4,8 +4,8 @@
 ``python -m trainkit.job.supervisor RUN_DIR --step srun … python -m trainkit.job.node.agent RUN_DIR``
 
 On one machine SIGTERM and SIGINT mean save and exit, SIGUSR2 save and restart; in a Slurm job the cause of
-the signal decides (`decision.termination_cause`). Even when the run folder or its disk fails, the exit code
-tells how the run ended: 0 finished, 75 saved and resumable, else failed.
+the signal decides (`backends/slurm/termination.py`). Even when the run folder or its disk fails, the exit
+code tells how the run ended: 0 finished, 75 saved and resumable, else failed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from trainkit.backend import backend_named
+from trainkit.backend import STARTED_WITH, backend_named
 from trainkit.errors import (
     EXIT_FAILED,
     EXIT_NO_RESTART,
@@ -179,7 +179,7 @@ class Supervisor:
             enter_work_folder(attempt.run, attempt.job, plan)
             watch = self.allocation.watch(attempt)
             watch.capabilities = self._capabilities_of(attempt)
-            watch.capabilities.begin()
+            watch.capabilities.begin(self.allocation.job_hosts)
             size = {"world_size": plan.world_size, "nodes": plan.num_nodes}
             log_event(attempt.run, attempt.number, "started", **size, **self.allocation.place(plan))
             try:
@@ -308,8 +308,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Read the command line and run the supervisor; returns its exit code."""
     replace_unencodable()
     run_dir, kind, *rest = sys.argv[1:] if argv is None else argv
-    # The script of a job names the step of the ranks, the command that starts a process the attempt.
-    return supervise_job(RunDir(run_dir), rest, "sbatch" if kind == "--step" else "local")
+    return supervise_job(RunDir(run_dir), rest, STARTED_WITH[kind])
 
 
 if __name__ == "__main__":

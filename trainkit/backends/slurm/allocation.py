@@ -25,6 +25,8 @@ from trainkit.backends.slurm.resubmit import (
     start_host_watch,
 )
 from trainkit.backends.slurm.step import step_argv
+from trainkit.backends.slurm.termination import is_ending, is_nearly_over, is_taken, termination_cause
+from trainkit.capability import Guard, Hosts
 from trainkit.cluster.bad_nodes import Kind, excluded, note_failure
 from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, TrainkitError
 from trainkit.job import processes
@@ -48,10 +50,6 @@ from trainkit.job.decision import (
     RestartOptions,
     decide_no_start,
     decide_stranded,
-    is_ending,
-    is_nearly_over,
-    is_taken,
-    termination_cause,
 )
 from trainkit.job.failure.launcher_report import hosts_without_launch, launch_error
 from trainkit.job.failure.records import find_first_failure, signal_of_death, suspect_host
@@ -60,7 +58,6 @@ from trainkit.job.hangs import silent_hosts
 from trainkit.job.outcome import NOT_RUN, outcome_of
 from trainkit.job.preflight import supervisor_view
 from trainkit.job.processes import log_line, retry_on_disk_error
-from trainkit.job.progress_watch import SlowHostWatch, slow_hosts
 from trainkit.plan.launch import LaunchPlan, plan_text, resized
 from trainkit.run.end import SIGNALLED, Cause, RankFailure
 from trainkit.run.files import refresh_listing
@@ -73,11 +70,11 @@ from trainkit.run.record import (
 )
 from trainkit.run.rundir import AttemptDir, RunDir, RunLocked, run_lock
 from trainkit.run.submitted import read_submitted, require_submitted_group
+from trainkit.scheduler import JobInfo, JobState
 from trainkit.slurm.client import JOB_TIMEOUT_S, QUERY_PATIENCE_S, SlurmUnreachable
 from trainkit.slurm.control import cancel, cancel_waiting, requeue
 from trainkit.slurm.hosts import expand_hosts, is_drained, is_unavailable, node_states
-from trainkit.slurm.jobs import JobDetails, JobInfo, job_details
-from trainkit.slurm.states import JobState
+from trainkit.slurm.jobs import JobDetails, job_details
 
 NOTICE_S = 5.0
 """How long the notice may follow of whose signal a rank has died: slurmstepd may signal the rank first."""
@@ -204,13 +201,14 @@ class SlurmAllocation(Allocation):
             self._host_watch = start_host_watch(own, others[-1], folder.batch_host_log)
         argv = step_argv(self.step, plan, self.good_hosts, overlap=self.step_may_still_run)
         until_total_s = retry_on_disk_error(lambda: left_s(attempt))
-        departures = list[SlowHostWatch | GrowthWatch]()
-        # Without a spare node it would wait in the queue, which may take longer than what a slow host costs.
-        if plan.requeue.slow_hosts == "restart" and len(self.good_hosts) > plan.fewest_nodes:
-            departures.append(SlowHostWatch(folder, plan, self.good_hosts))
+        departures = list[GrowthWatch]()
         if plan.grow and shutil.which("scontrol") is not None:  # without it, no job can be requeued
             departures.append(GrowthWatch(folder, plan, self.hosts, len(self.good_hosts)))
         return SlurmAttemptWatch(attempt, argv, view, until_total_s, departures)
+
+    @property
+    def job_hosts(self) -> Hosts:
+        return Hosts(self.hosts, self.good_hosts)
 
     @property
     def good_hosts(self) -> list[str]:
@@ -352,7 +350,9 @@ class SlurmAllocation(Allocation):
         A host on which ranks were only killed or hung is used until that has happened twice in the run.
         """
         before = len(self.bad)
-        self.bad |= slow_hosts(attempt.folder, attempt.plan, self.hosts)
+        hosts, guard = self.job_hosts, Guard(attempt.plan, log_line)
+        for _, left in guard.each(lambda one: one.hosts_to_leave(attempt.folder, attempt.plan, hosts)):
+            self.bad |= {*left}
         suspect = None if failure is None else suspect_host(failure)
         if suspect is not None and suspect[0] in self.hosts:  # else Slurm could not exclude it by that name
             self._note(attempt, *suspect, str(failure and failure.message))
