@@ -20,7 +20,7 @@ from trainkit.plan.torch_build import OLDEST, REQUIREMENT
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
-SIZES = {"trainkit": (294, 65_487), "tests": (389, 64_015)}
+SIZES = {"trainkit": (293, 65_492), "tests": (390, 64_023)}
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (5, 400)
 """By so much the code may be smaller before `SIZES` is lowered."""
@@ -82,11 +82,6 @@ ALLOWED = {
         "observe.group",  # `cancel` acts on the states that `status` shows
         "function",  # whose finished runs are called again
     },
-    # Runs a config in many ways, as its owner could by hand, and compares them.
-    "bench": {
-        *("extras", "errors", "folders", "run", "formats", "config", "cluster", "plan"),
-        *("backends", "control", "launch", "observe", "job.group_parts"),
-    },
     # What a user's own task is a subclass of: the public face of the trainer.
     "safetensors": {"errors"},
     "adapters": {"extras", "errors", "config", "formats"},
@@ -115,7 +110,7 @@ ALLOWED = {
     },
     "cli": {
         *("capability", "extras", "errors", "run", "config", "data", "cluster", "plan"),
-        *("slurm", "job", "backends", "control", "launch", "observe", "bench", "formats", "folders", "locks"),
+        *("slurm", "job", "backends", "control", "launch", "observe", "formats", "folders", "locks"),
         "trust",
     },
     # Runs from Python: what the commands do from a shell.
@@ -156,7 +151,10 @@ ALLOWED = {
         *("errors", "folders", "run", "formats", "config", "data", "cluster", "plan", "job", "control"),
         *("launch", "cli", "trainer"),
     },
-    "capabilities.bench": {"capability", "bench"},
+    "capabilities.bench": {  # runs a config in many ways, as its owner could by hand, and compares them
+        *("capability", "extras", "errors", "folders", "run", "formats", "config", "cluster", "plan"),
+        *("backends", "control", "launch", "observe", "job.group_parts", "cli"),
+    },
     "capabilities.launchers": {
         *("capability", "errors", "formats", "run", "config", "plan"),
         *("job.node.worker_env", "job.rank_env"),

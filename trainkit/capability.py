@@ -171,7 +171,7 @@ class Shipped:
 WHOLE = ("", None)
 """A part that is the value of a single key, which is left out without it."""
 SHIPPED = {
-    "bench": Shipped(group_file="bench.json"),
+    "bench": Shipped(commands={"bench": "command:command"}, group_file="bench.json"),
     "launchers": Shipped(
         "launcher",
         {"launcher_files": ("files", {}), "launcher_values": ("values", {}), "launcher_keys": ("keys", [])},

@@ -514,7 +514,7 @@ ELSEWHERE = {
 }
 """The statements that no run here comes to, by function, and what runs them, or why nothing can."""
 PLANNED = {
-    "bench/measure.py": "bench/test_measure.py",
+    "capabilities/bench/measure.py": "capabilities/bench/test_measure.py",
     "cli/compare.py": "cli/test_compare.py",
     "cluster/limits.py": "plan/test_slurm_draft.py",
     "config/validation.py": "config/test_contradictions.py",

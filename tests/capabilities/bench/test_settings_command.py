@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from steering import Desk
 
-from trainkit.bench import run_bench
+from trainkit.capabilities.bench import run_bench
 from trainkit.cli.main import main
 from trainkit.job import group_parts
 from trainkit.run.files import read_json
