@@ -13,7 +13,7 @@ from trainkit.capability import Part, files_of, put_parts, take_parts
 from trainkit.errors import UsageError
 from trainkit.formats import JsonObject, there_are
 from trainkit.plan.workload import Workload, workload_of
-from trainkit.run.files import from_json, read_json, to_json
+from trainkit.run.files import changed, difference, from_json, read_json, to_json
 
 PLAN_VERSION = 1
 Options = dict[str, str | int | bool]
@@ -224,6 +224,16 @@ class LaunchPlan:
         return self.backend == "local"
 
     @property
+    def is_job(self) -> bool:
+        """Whether a scheduler runs it as a job; else it runs where it is started."""
+        return self.slurm is not None
+
+    @property
+    def clusters(self) -> tuple[str, ...]:
+        """The clusters of which any one may take the job; empty for the one here."""
+        return () if self.slurm is None else self.slurm.clusters
+
+    @property
     def has_supervisor(self) -> bool:
         """Whether a process of its own watches all ranks; in a step and on hosts by hand none does."""
         return self.backend not in ("srun", "hosts")
@@ -344,8 +354,6 @@ def resized(plan: JsonObject, num_nodes: int) -> JsonObject:
 
     Keys of another version are kept: the job was submitted with them.
     """
-    from trainkit.run.group import changed, difference  # only a range of nodes needs it
-
     own = {**plan, "sizes": {}}
     plans = {name: changed(own, change) for name, change in plan["sizes"].items()}
     chosen = plans.pop(str(num_nodes))

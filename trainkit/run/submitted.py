@@ -16,8 +16,8 @@ from pathlib import Path
 from trainkit.capability import files_of, take_parts
 from trainkit.errors import UsageError
 from trainkit.formats import JsonObject
-from trainkit.run.files import to_json
-from trainkit.run.group import Point, RunGroup, changed, group_of, point_texts
+from trainkit.run.files import changed, to_json
+from trainkit.run.group import Point, RunGroup, group_of, point_texts
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.trust import read_trusted
 

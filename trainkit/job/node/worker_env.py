@@ -67,7 +67,7 @@ def configured_environ(plan: LaunchPlan, inherited: Mapping[str, str]) -> dict[s
     """The environment of a process that is no rank yet: inherited, then `launch.env`."""
     environ = {name: value for name, value in inherited.items() if name not in RANK_VARIABLES}
     # On Slurm the script has set PYTHONPATH already, with the code snapshot in front.
-    kept = {"PYTHONPATH"} if plan.slurm is not None else set()
+    kept = {"PYTHONPATH"} if plan.is_job else set()
     return environ | {name: value for name, value in plan.env.items() if name not in kept}
 
 
@@ -109,7 +109,7 @@ def worker_environ(
         environ.pop("PYTHONHOME", None)
     environ = with_own_folders(environ, plan, attempt.run)
     environ[AGENT_VARIABLE] = str(os.getpid())
-    import_path = [] if code is None or plan.slurm is not None else code.import_path
+    import_path = [] if code is None or plan.is_job else code.import_path
     inherited_path = filter(None, [environ.get("PYTHONPATH")])
     environ["PYTHONPATH"] = os.pathsep.join([str(STARTUP_FOLDER), *import_path, *inherited_path])
     if code is not None:
