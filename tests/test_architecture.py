@@ -21,7 +21,7 @@ from trainkit.plan.torch_build import OLDEST, REQUIREMENT
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
-SIZES = {"trainkit": (301, 65_913), "tests": (390, 64_057)}
+SIZES = {"trainkit": (301, 65_925), "tests": (390, 64_059)}
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (5, 400)
 """By so much the code may be smaller before `SIZES` is lowered."""
@@ -97,6 +97,7 @@ ALLOWED = {
             "safetensors",
             "adapters",
         ),
+        "capability",  # where a shipped task is
         *("job.signals", "job.rank_env", "job.rank_debugger"),
         "cluster.machine",  # the version of its driver
     },
@@ -323,6 +324,7 @@ SPREAD = {
     "notification|notifier|NotifyPolicy": 3,
     "health": 13,
     "launcher_files|LauncherInput|LauncherPlan": 1,
+    "multimodal": 1,
 }
 """Words of a capability -> how many files of the core may have one of them. The goal is 2."""
 PLAN_FIELDS = 36

@@ -191,6 +191,24 @@ SHIPPED = {
 """The shipped capabilities by the name of their folder; companions end in this order."""
 
 
+@dataclass(frozen=True)
+class ShippedTask:
+    """A task of `trainkit/capabilities/`, by what is known of it before it is imported."""
+
+    place: str
+    """MODULE:CLASS."""
+    paths: Mapping[str, str | None]
+    """The keys of `task_args` whose values are paths, each with the value that is a name instead."""
+
+
+TASKS = {
+    "multimodal_lm": ShippedTask(
+        "trainkit.capabilities.multimodal.task:MultimodalLM", {"train": "demo", "val": "demo"}
+    ),
+}
+"""The shipped tasks, by their names in a config."""
+
+
 def load(name: str) -> Capability:
     """The capability of a plan, of which each process has one; raises UsageError if it is not installed."""
     found = _loaded(name)
