@@ -21,7 +21,7 @@ from trainkit.plan.torch_build import OLDEST, REQUIREMENT
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
-SIZES = {"trainkit": (302, 66_031), "tests": (390, 64_063)}
+SIZES = {"trainkit": (309, 66_277), "tests": (391, 64_082)}
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (5, 400)
 """By so much the code may be smaller before `SIZES` is lowered."""
@@ -52,7 +52,8 @@ ALLOWED = {
     },
     # Where it executes: all that is of one scheduler, or of one machine.
     "backends": {
-        *("backend", "errors", "folders", "formats", "locks", "run", "plan", "slurm", "trust", "job"),
+        *("backend", "capability", "errors", "folders", "formats", "locks", "run", "plan", "slurm", "trust"),
+        "job",
         *("config", "cluster"),  # what their drafts plan a run from
     },
     # How it gets there.
@@ -156,14 +157,19 @@ ALLOWED = {
         *("capability", "errors", "formats", "run", "config", "plan"),
         *("job.node.worker_env", "job.rank_env"),
     },
-    # Sends what a run has written.
+    # What follows a run from next to its ranks and its supervisor.
+    "capabilities.curves": {"capability", "run", "config", "plan", "job.node", "job.processes"},
     "capabilities.trackers": {
         *("extras", "errors", "folders", "formats", "locks", "run", "config", "cli", "plan", "capability"),
         *("job.node", "job.processes"),
     },
     "capabilities.notifications": {
         *("capability", "errors", "folders", "formats", "run", "config", "plan"),
-        *("job.attempt_end", "job.processes", "job.progress_watch"),
+        *("job.attempt_end", "job.processes", "job.output_watch"),
+    },
+    "capabilities.slow_ranks": {
+        *("capability", "errors", "folders", "run", "config", "plan"),
+        *("job.attempt_end", "job.decision", "job.failure", "job.hangs", "job.output_watch", "job.processes"),
     },
     "capabilities": set(),
     "__main__": {"cli"},
@@ -323,11 +329,13 @@ SPREAD = {
     "tracker": 11,
     "notification|notifier|NotifyPolicy": 3,
     "health": 13,
+    "slow_rank|slow rank|straggler": 9,
+    "log_curve|printed_curve|log_pattern": 2,
     "launcher_files|LauncherInput|LauncherPlan": 1,
     "multimodal": 1,
 }
 """Words of a capability -> how many files of the core may have one of them. The goal is 2."""
-PLAN_FIELDS = 36
+PLAN_FIELDS = 35
 """The fields of `LaunchPlan`. The goal is 22: what one capability alone needs belongs in its part."""
 
 

@@ -17,6 +17,7 @@ from trainkit.errors import TrainkitError
 from trainkit.job import processes
 from trainkit.plan.facts import Facts
 from trainkit.plan.launch import LaunchPlan, option_argv
+from trainkit.plan.make_plan import with_parts
 from trainkit.plan.node_range import plan_nodes
 from trainkit.run.files import append_jsonl
 from trainkit.run.record import open_attempt, write_plan
@@ -32,7 +33,8 @@ def plan(*overrides: str) -> LaunchPlan:
     given = ["device=cpu", "train.global_batch_size=null", "resources.nodes=2", *overrides]
     loaded = load_config(None, overrides=given, environ={}, cwd=Path("/nowhere"))
     machine = Machine(2, 0, (), "a login node")
-    return plan_nodes(loaded, Facts(machine, Target("sbatch", "a test", Cluster("unknown"))))
+    facts = Facts(machine, Target("sbatch", "a test", Cluster("unknown")))
+    return with_parts(plan_nodes(loaded, facts), loaded, facts)
 
 
 def step(made: LaunchPlan, *before: str) -> list[str]:

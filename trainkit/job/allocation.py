@@ -10,6 +10,7 @@ import contextlib
 import signal
 from typing import ClassVar
 
+from trainkit.capability import Hosts
 from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, EXIT_STOPPED, UsageError
 from trainkit.job.attempt_end import (
     write_end,
@@ -114,6 +115,11 @@ class Allocation:
     def fitted(self, attempt: AttemptDir, plan: LaunchPlan) -> LaunchPlan:
         """The plan for the nodes that there are, which becomes that of the attempt."""
         return plan
+
+    @property
+    def job_hosts(self) -> Hosts:
+        """The hosts of the job."""
+        return Hosts()
 
     def place(self, plan: LaunchPlan) -> dict[str, object]:
         """What Slurm chose for this start, for its event."""

@@ -6,10 +6,9 @@ import signal
 import time
 
 from trainkit.job.attempt_capabilities import AttemptCapabilities
-from trainkit.job.decision import RESTART_SIGNAL, Outcome
+from trainkit.job.decision import RESTART_SIGNAL, Departure, Outcome
 from trainkit.job.hangs import HangWatch
 from trainkit.job.processes import KILL_MARGIN_S, ProcessGroup, log_line
-from trainkit.job.progress_watch import SilenceWatch
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.record import AttemptRecord, record_of
 from trainkit.run.rundir import AttemptDir
@@ -33,8 +32,6 @@ class AttemptWatch(ProcessGroup):
         self.superseded_by: AttemptRecord | None = None
         """The entry of the attempt that has taken the run over; this one saves and ends."""
         self._hangs = HangWatch(attempt)
-        is_watched = plan.workload.is_command and plan.requeue.look_s is not None
-        self._silence = SilenceWatch(attempt, plan) if is_watched else None
         self._missing_since_s: float | None = None
         self.capabilities: AttemptCapabilities | None = None
 
@@ -46,13 +43,13 @@ class AttemptWatch(ProcessGroup):
             self.end_all()
             return
         self._poll_processes()
-        if self._silence is not None and self.outcome.stop_signal is None:
-            self._silence.poll()
+        if self.capabilities is not None:
+            departure = self.capabilities.poll(is_stopping=self.outcome.stop_signal is not None)
+            if departure is not None:
+                self.leave(departure)
         if not self.outcome.hung and (hangs := self._hangs.poll()):
             self.outcome.hangs = hangs
             self.end_all()
-        if self.capabilities is not None:
-            self.capabilities.poll()
 
     def _follow(self) -> bool:
         """Whether the folder was moved since the last call; what is written goes to where it is now."""
@@ -66,9 +63,17 @@ class AttemptWatch(ProcessGroup):
         """End every process of the attempt immediately."""
         raise NotImplementedError
 
-    def stop_ranks(self) -> None:
-        """Have the ranks save and exit, and the run stop."""
+    def stop_ranks(self, as_if: str = signal.SIGTERM.name) -> None:
+        """Have the ranks save and exit, as if this signal had come: by default the run stops."""
         raise NotImplementedError
+
+    def leave(self, departure: Departure) -> None:
+        """Have the ranks save and exit, and the run restart, unless they are stopping already."""
+        if self.outcome.stop_signal is None and self.running:
+            log_line(f"attempt {self.attempt.number}: {departure.why}")
+            self.outcome.departure = departure
+            self.stop_ranks(RESTART_SIGNAL)
+            self.outcome.cause = departure.cause
 
     def collect_outcome(self) -> None:
         """Complete the outcome from the run folder. May raise OSError; can then be called again."""

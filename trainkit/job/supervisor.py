@@ -188,7 +188,7 @@ class Supervisor:
             enter_work_folder(attempt.run, plan)
             watch = self.allocation.watch(attempt, plan)
             watch.capabilities = self._capabilities_of(attempt)
-            watch.capabilities.begin()
+            watch.capabilities.begin(self.allocation.job_hosts)
             outcome = watch.outcome
             size = {"world_size": plan.world_size, "nodes": plan.num_nodes}
             log_event(attempt.run, attempt.number, "started", **size, **self.allocation.place(plan))

@@ -70,8 +70,8 @@ class LocalAttemptWatch(AttemptWatch):
     def end_all(self) -> None:
         self.kill_within(0.0)
 
-    def stop_ranks(self) -> None:
-        self._receive(signal.SIGTERM)
+    def stop_ranks(self, as_if: str = signal.SIGTERM.name) -> None:
+        self._receive(signal.Signals[as_if])
 
     def _receive(self, received: signal.Signals) -> None:
         self.forward_signal(received)

@@ -25,6 +25,7 @@ from trainkit.backends.slurm.resubmit import (
     start_host_watch,
 )
 from trainkit.backends.slurm.step import step_argv
+from trainkit.capability import Guard, Hosts
 from trainkit.cluster.bad_nodes import Kind, excluded, note_failure
 from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, TrainkitError
 from trainkit.job import processes
@@ -56,7 +57,6 @@ from trainkit.job.growth import GrowthWatch
 from trainkit.job.hangs import silent_hosts
 from trainkit.job.preflight import supervisor_view
 from trainkit.job.processes import log_line, retry_on_disk_error
-from trainkit.job.progress_watch import SlowHostWatch, slow_hosts
 from trainkit.plan.launch import LaunchPlan, plan_text, resized
 from trainkit.run.end import SIGNALLED, Cause, RankFailure
 from trainkit.run.files import refresh_listing
@@ -198,13 +198,14 @@ class SlurmAllocation(Allocation):
             self._host_watch = start_host_watch(own, others[-1], attempt.batch_host_log)
         argv = step_argv(self.step, plan, self.good_hosts, overlap=self.step_may_still_run)
         until_total_s = retry_on_disk_error(lambda: left_s(attempt, plan))
-        departures = list[SlowHostWatch | GrowthWatch]()
-        # Without a spare node it would wait in the queue, which may take longer than what a slow host costs.
-        if plan.requeue.slow_hosts == "restart" and len(self.good_hosts) > plan.fewest_nodes:
-            departures.append(SlowHostWatch(attempt, plan, self.good_hosts))
+        departures = list[GrowthWatch]()
         if plan.grow and shutil.which("scontrol") is not None:  # without it, no job can be requeued
             departures.append(GrowthWatch(attempt, plan, self.hosts, len(self.good_hosts)))
         return SlurmAttemptWatch(attempt, plan, argv, view, until_total_s, departures)
+
+    @property
+    def job_hosts(self) -> Hosts:
+        return Hosts(self.hosts, self.good_hosts)
 
     @property
     def good_hosts(self) -> list[str]:
@@ -322,7 +323,9 @@ class SlurmAllocation(Allocation):
         A host on which ranks were only killed or hung is used until that has happened twice in the run.
         """
         before = len(self.bad)
-        self.bad |= slow_hosts(attempt, plan, self.hosts)
+        hosts, guard = self.job_hosts, Guard(plan, log_line)
+        for _, left in guard.each(lambda one: one.hosts_to_leave(attempt, plan, hosts)):
+            self.bad |= {*left}
         suspect = None if failure is None else suspect_host(failure)
         if suspect is not None and suspect[0] in self.hosts:  # else Slurm could not exclude it by that name
             self._note(attempt, *suspect, str(failure and failure.message))

@@ -26,7 +26,6 @@ from trainkit.job.failure.records import first_exit_code, first_rank_failure
 from trainkit.job.growth import GrowthWatch
 from trainkit.job.preflight import SUPERVISOR_VIEW_VARIABLE
 from trainkit.job.processes import KILL_MARGIN_S, PEER_EXIT_S, log_line
-from trainkit.job.progress_watch import SlowHostWatch
 from trainkit.job.rank_env import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
 from trainkit.job.signals import AGENT_SIGNAL, is_death_by_notice, signal_exit_code
 from trainkit.plan.launch import LaunchPlan
@@ -53,7 +52,7 @@ class SlurmAttemptWatch(AttemptWatch):
         step: Sequence[str],
         supervisor_view: str,
         left_s: float = math.inf,
-        departures: Sequence[SlowHostWatch | GrowthWatch] = (),
+        departures: Sequence[GrowthWatch] = (),
     ) -> None:
         super().__init__(attempt, plan)
         self._until_s = time.monotonic() + left_s
@@ -151,17 +150,18 @@ class SlurmAttemptWatch(AttemptWatch):
             self.stop_ranks(self._requested_signal() or signal.SIGTERM.name)
 
     def _leave_early(self) -> None:
-        """Have the ranks save and exit: for a restart without a slow host or on more nodes, or for good."""
+        """Have the ranks save and exit: for a restart on more nodes, or for good."""
         if self.outcome.stop_signal is not None or SRUN not in self.running:
             return
         departure = next(filter(None, (watch.poll() for watch in self._departures)), None)
         if departure is None and time.monotonic() >= self._until_s:
             departure = Departure("timeout", "the jobs of the run have taken their total time")
-        if departure is None or signal_of_ranks(self.attempt) is not None:
-            return
-        log_line(f"attempt {self.attempt.number}: {departure.why}")
-        self.outcome.departure = departure
-        self.stop_ranks(RESTART_SIGNAL)
+        if departure is not None:
+            self.leave(departure)
+
+    def leave(self, departure: Departure) -> None:
+        if signal_of_ranks(self.attempt) is None:
+            super().leave(departure)
 
     def _end_after_failure(self) -> None:
         """End the step when a rank or an agent has failed: its peers may wait for it forever."""
