@@ -21,7 +21,7 @@ from trainkit.plan.torch_build import OLDEST, REQUIREMENT
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
-SIZES = {"trainkit": (309, 66_277), "tests": (391, 64_082)}
+SIZES = {"trainkit": (310, 66_317), "tests": (391, 64_117)}
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (5, 400)
 """By so much the code may be smaller before `SIZES` is lowered."""
@@ -152,6 +152,10 @@ ALLOWED = {
     "capabilities.bench": {  # runs a config in many ways, as its owner could by hand, and compares them
         *("capability", "extras", "errors", "folders", "run", "formats", "config", "cluster", "plan"),
         *("backend", "backends", "control", "launch", "observe", "cli"),
+    },
+    "capabilities.growth": {
+        *("capability", "errors", "formats", "run", "config", "plan", "slurm"),
+        *("job.attempt_end", "job.decision", "job.processes", "job.growth"),
     },
     "capabilities.launchers": {
         *("capability", "errors", "formats", "run", "config", "plan"),
@@ -331,11 +335,13 @@ SPREAD = {
     "health": 13,
     "slow_rank|slow rank|straggler": 9,
     "log_curve|printed_curve|log_pattern": 2,
+    # The cause of a restart, the event and the row of status, whose formats are older than the capability.
+    r"\bgrowth\b|\.grow\b|\"grow\"|GrowthWatch": 7,
     "launcher_files|LauncherInput|LauncherPlan": 1,
     "multimodal": 1,
 }
 """Words of a capability -> how many files of the core may have one of them. The goal is 2."""
-PLAN_FIELDS = 35
+PLAN_FIELDS = 34
 """The fields of `LaunchPlan`. The goal is 22: what one capability alone needs belongs in its part."""
 
 
