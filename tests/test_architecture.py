@@ -21,7 +21,7 @@ from trainkit.plan.torch_build import OLDEST, REQUIREMENT
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
-SIZES = {"trainkit": (310, 66_317), "tests": (391, 64_117)}
+SIZES = {"trainkit": (310, 66_317), "tests": (391, 64_116)}
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (5, 400)
 """By so much the code may be smaller before `SIZES` is lowered."""
@@ -155,7 +155,7 @@ ALLOWED = {
     },
     "capabilities.growth": {
         *("capability", "errors", "formats", "run", "config", "plan", "slurm"),
-        *("job.attempt_end", "job.decision", "job.processes", "job.growth"),
+        *("job.attempt_end", "job.decision", "job.processes"),
     },
     "capabilities.launchers": {
         *("capability", "errors", "formats", "run", "config", "plan"),
@@ -336,7 +336,7 @@ SPREAD = {
     "slow_rank|slow rank|straggler": 9,
     "log_curve|printed_curve|log_pattern": 2,
     # The cause of a restart, the event and the row of status, whose formats are older than the capability.
-    r"\bgrowth\b|\.grow\b|\"grow\"|GrowthWatch": 7,
+    r"\bgrowth\b|\.grow\b|\"grow\"|GrowthWatch": 6,
     "launcher_files|LauncherInput|LauncherPlan": 1,
     "multimodal": 1,
 }

@@ -41,7 +41,7 @@ class Growth(Capability):
     def watch(self, attempt: AttemptDir, plan: LaunchPlan, hosts: Hosts) -> Watch | None:
         if shutil.which("scontrol") is None:  # without it, no job can be requeued
             return None
-        from trainkit.job.growth import GrowthWatch
+        from trainkit.capabilities.growth.growth_watch import GrowthWatch
 
         return GrowthWatch(attempt, plan, hosts.all, len(hosts.good))
 

@@ -9,15 +9,14 @@ from pathlib import Path
 import pytest
 
 from tests.support.runs import make_attempt
-from trainkit.capabilities.growth import GrowthPlan
+from trainkit.capabilities.growth import GrowthPlan, growth_watch
+from trainkit.capabilities.growth.growth_watch import ASK_EVERY_S, GrowthWatch, decide_growth, vain_growths
 from trainkit.cluster.machine import Machine
 from trainkit.cluster.model import Cluster
 from trainkit.cluster.target import Target
 from trainkit.config import load_config
 from trainkit.errors import TrainkitError
-from trainkit.job import growth
 from trainkit.job.decision import Departure
-from trainkit.job.growth import ASK_EVERY_S, GrowthWatch, decide_growth, vain_growths
 from trainkit.plan.facts import Facts
 from trainkit.plan.launch import LaunchPlan, SlurmRequest
 from trainkit.plan.make_plan import with_parts
@@ -72,7 +71,7 @@ class Played:
         self.attempt, self.now_s, self.asked = attempt, 0.0, list[set[str]]()
         self.waits: dict[int, float | Exception] = {}
         """Number of nodes in addition -> when they are free."""
-        monkeypatch.setattr(growth.time, "monotonic", lambda: self.now_s)
+        monkeypatch.setattr(growth_watch.time, "monotonic", lambda: self.now_s)
         monkeypatch.setattr("trainkit.slurm.submit.query_start", self._query_start)
         monkeypatch.setenv("SLURM_JOB_PARTITION", "low")
         options = {"nodes": "2,4,8", "partition": "low,high", "exclude": "bad"}
