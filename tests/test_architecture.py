@@ -21,7 +21,7 @@ from trainkit.plan.torch_build import OLDEST, REQUIREMENT
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
-SIZES = {"trainkit": (310, 66_260), "tests": (390, 64_068)}
+SIZES = {"trainkit": (311, 66_299), "tests": (390, 64_071)}
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (5, 400)
 """By so much the code may be smaller before `SIZES` is lowered."""
@@ -160,6 +160,10 @@ ALLOWED = {
     },
     # What follows a run from next to its ranks and its supervisor.
     "capabilities.curves": {"capability", "run", "config", "plan", "job.node", "job.processes"},
+    "capabilities.health": {
+        *("capability", "cluster.machine", "config", "folders", "run", "plan"),
+        *("job.node", "job.preflight", "job.processes", "job.rank_env"),
+    },
     "capabilities.trackers": {
         *("extras", "errors", "folders", "formats", "locks", "run", "config", "cli", "plan", "capability"),
         *("job.node", "job.processes"),
@@ -329,13 +333,13 @@ SPREAD = {
     # Some are not of the capability: torch has a memory tracker, and a host may be healthy.
     "tracker": 11,
     "notification|notifier|NotifyPolicy": 3,
-    "health": 13,
+    "health": 11,
     "slow_rank|slow rank|straggler": 9,
     "log_curve|printed_curve|log_pattern": 2,
     "launcher_files|LauncherInput|LauncherPlan": 1,
 }
 """Words of a capability -> how many files of the core may have one of them. The goal is 2."""
-PLAN_FIELDS = 35
+PLAN_FIELDS = 34
 """The fields of `LaunchPlan`. The goal is 22: what one capability alone needs belongs in its part."""
 
 
