@@ -333,7 +333,7 @@ SPREAD = {
     # Some are not of the capability: torch has a memory tracker, and a host may be healthy.
     "tracker": 11,
     "notification|notifier|NotifyPolicy": 3,
-    "health": 11,
+    "health": 10,
     "slow_rank|slow rank|straggler": 9,
     "log_curve|printed_curve|log_pattern": 2,
     "launcher_files|LauncherInput|LauncherPlan": 1,

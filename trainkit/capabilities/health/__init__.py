@@ -37,7 +37,7 @@ class Health(Capability):
         # With a task for each GPU, every one of them has an agent.
         if part is None or 0 not in node.local_ranks:
             return None
-        from trainkit.job.node.health import HealthSampler
+        from trainkit.capabilities.health.sampler import HealthSampler
         from trainkit.run.process import own_host
 
         sampler = HealthSampler(attempt, own_host(), part.every_s)

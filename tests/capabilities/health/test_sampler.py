@@ -12,9 +12,9 @@ import pytest
 
 from tests.support.fake_gpus.pynvml import FakeNvml, NVMLError, NVMLError_NotSupported, memory
 from tests.support.programs import wait_for
-from trainkit.job.node import health
+from trainkit.capabilities.health import sampler as health
+from trainkit.capabilities.health.sampler import HealthSampler, thin_out
 from trainkit.job.node import memory as memory_module
-from trainkit.job.node.health import HealthSampler, thin_out
 from trainkit.run.files import read_jsonl
 from trainkit.run.rundir import RunDir
 
