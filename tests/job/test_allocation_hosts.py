@@ -22,9 +22,9 @@ from trainkit.plan.node_range import plan_nodes
 from trainkit.run.files import append_jsonl
 from trainkit.run.record import open_attempt, write_plan
 from trainkit.run.rundir import RunDir
+from trainkit.scheduler import JobState
 from trainkit.slurm.client import SlurmUnreachable
 from trainkit.slurm.jobs import JobDetails
-from trainkit.slurm.states import JobState
 
 HOSTS = ("h18", "h19", "h1", "h2")
 

@@ -30,9 +30,9 @@ from trainkit.run.record import (
     set_follow_ups,
 )
 from trainkit.run.rundir import AttemptDir, RunDir
+from trainkit.scheduler import JobState
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
 from trainkit.slurm.jobs import JobDetails
-from trainkit.slurm.states import JobState
 
 
 def test_the_first_start_takes_the_attempt_that_was_submitted(run: RunDir) -> None:

@@ -7,6 +7,7 @@ from datetime import datetime, timedelta, timezone
 
 import pytest
 
+from trainkit.backends.slurm.termination import termination_cause
 from trainkit.job.decision import (
     Departure,
     Outcome,
@@ -14,15 +15,14 @@ from trainkit.job.decision import (
     decide,
     decide_requested,
     restarts_limit,
-    termination_cause,
 )
 from trainkit.job.signals import combine_exit_codes, describe_exit
 from trainkit.plan.launch import RequeuePolicy
 from trainkit.plan.workload import Command
 from trainkit.run.end import AttemptEnd, RankFailure
 from trainkit.run.tracebacks import CodeLine
+from trainkit.scheduler import JobState
 from trainkit.slurm.jobs import JobDetails, parse_job
-from trainkit.slurm.states import JobState
 
 POLICY = RequeuePolicy()
 COMMAND = Command(("train",))

@@ -28,7 +28,7 @@ from trainkit.run.end import RankFailure
 from trainkit.run.files import read_json, read_jsonl, write_json
 from trainkit.run.record import AUTO_RESTART, AttemptRecord, add_slurm_attempt, mark_cancelled
 from trainkit.run.rundir import AttemptDir, RunDir
-from trainkit.slurm.states import JobState
+from trainkit.scheduler import JobState
 
 
 def test_a_step_that_srun_gave_up_has_not_finished_whatever_its_code(run: RunDir, slurm: Slurm) -> None:

@@ -19,8 +19,8 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import KILLED
 from trainkit.run.files import read_json, write_json
 from trainkit.run.rundir import RunDir
+from trainkit.scheduler import JobState
 from trainkit.slurm.jobs import JobDetails
-from trainkit.slurm.states import JobState
 
 
 @pytest.fixture(autouse=True)

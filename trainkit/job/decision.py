@@ -1,17 +1,13 @@
-"""Decides what follows an attempt that ran, died or could not begin. Pure, but for the time of day.
+"""Decides what follows an attempt that ran, died or could not begin. Pure.
 
 What a person asked for (a cancellation, another attempt that took the run over) needs no decision.
-
-Why a job received a stop signal is inferred from its state in Slurm, else from the processes that got it.
 """
 
 from __future__ import annotations
 
 import re
-import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta, timezone
 from itertools import pairwise, takewhile
 
 from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, EXIT_OK, EXIT_STOPPED, EXIT_STUCK
@@ -22,8 +18,6 @@ from trainkit.plan.launch import RequeuePolicy
 from trainkit.plan.workload import TRAINER, Workload
 from trainkit.run.end import RESUME_ACTIONS, Action, AttemptEnd, Cause, RankFailure
 from trainkit.run.tracebacks import is_quit
-from trainkit.slurm.jobs import JobDetails
-from trainkit.slurm.states import JobState
 
 RESTART_SIGNAL = "SIGUSR2"
 """Asks a supervisor to save, stop and restart."""
@@ -439,68 +433,3 @@ def _resume(
         return Decision(end, summary, exit_code, cause, details=not_again(options.unavailable_reason))
     delay_s = delay_s if action == "restart" else 0.0
     return Decision(action, summary, EXIT_STOPPED, cause, delay_s, f"resumes (restart {len(previous) + 1})")
-
-
-EARLY_S = 60.0
-"""How much earlier than requested Slurm may send the signal before the time limit."""
-SLACK_S = 30.0
-"""How much time may pass between a signal and the query, or between the start of a step and a signal."""
-
-
-def termination_cause(
-    stop_signal: str,
-    job: JobDetails | None,
-    grace_s: float,
-    *,
-    supervisor_was_signalled: bool,
-    restarts: int,
-    lost: bool,
-    notice: str = RESTART_SIGNAL,
-) -> Cause | None:
-    """The cause of a stop signal; None when a person cancelled the job.
-
-    `supervisor_was_signalled` means that the batch shell received the signal too: during the grace time of a
-    preemption Slurm signals only the steps. `restarts` is the job's restart count when this start began,
-    `lost` whether one of its hosts does not respond, and `notice` the signal before the time limit.
-    """
-    if job is None:
-        if stop_signal == RESTART_SIGNAL:
-            return "timeout"
-        return None if supervisor_was_signalled or stop_signal == signal.SIGINT.name else "preempted"
-    if job.restarts > restarts or job.state.is_waiting:
-        # Slurm is requeuing the job: it was preempted without grace time, or lost a host.
-        return "node_fail" if lost else "preempted"
-    if job.is_preempted:
-        return "preempted"
-    if job.state in (JobState.CANCELLED, JobState.COMPLETED, JobState.FAILED):
-        return None
-    if job.state is JobState.NODE_FAIL:
-        return "node_fail"
-    if job.state is JobState.TIMEOUT or job.reason == "TimeLimit":
-        return "timeout"
-    if stop_signal == RESTART_SIGNAL:
-        return "timeout" if is_nearly_over(job, grace_s) else "asked"
-    return (
-        "timeout"
-        if stop_signal == notice and not supervisor_was_signalled and is_nearly_over(job, grace_s)
-        else None
-    )
-
-
-def is_ending(job: JobDetails, restarts: int, grace_s: float) -> bool:
-    """Whether Slurm is ending this start of a job or soon will; `restarts` as in `termination_cause`."""
-    return is_taken(job, restarts) or is_nearly_over(job, grace_s)
-
-
-def is_taken(job: JobDetails | None, restarts: int) -> bool:
-    """Whether Slurm is ending this start of a job: preempted, cancelled, out of time, or requeued."""
-    if job is None:
-        return False
-    return job.state is not JobState.RUNNING or job.restarts > restarts or job.is_preempted
-
-
-def is_nearly_over(job: JobDetails | None, grace_s: float) -> bool:
-    """Whether a job has no more time than its notice leaves, or nearly so; False if that is unknown."""
-    if job is None or job.end_time is None:
-        return False
-    return job.end_time - datetime.now(timezone.utc) < timedelta(seconds=grace_s + EARLY_S + SLACK_S)

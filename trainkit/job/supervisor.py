@@ -4,8 +4,8 @@
 ``python -m trainkit.job.supervisor RUN_DIR --step srun … python -m trainkit.job.node.agent RUN_DIR``
 
 On one machine SIGTERM and SIGINT mean save and exit, SIGUSR2 save and restart; in a Slurm job the cause of
-the signal decides (`decision.termination_cause`). Even when the run folder or its disk fails, the exit code
-tells how the run ended: 0 finished, 75 saved and resumable, else failed.
+the signal decides (`backends/slurm/termination.py`). Even when the run folder or its disk fails, the exit
+code tells how the run ended: 0 finished, 75 saved and resumable, else failed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from trainkit.backend import backend_named
+from trainkit.backend import STARTED_WITH, backend_named
 from trainkit.errors import (
     EXIT_FAILED,
     EXIT_NO_RESTART,
@@ -323,8 +323,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Read the command line and run the supervisor; returns its exit code."""
     replace_unencodable()
     run_dir, kind, *rest = sys.argv[1:] if argv is None else argv
-    # The script of a job names the step of the ranks, the command that starts a process the attempt.
-    return supervise_job(RunDir(run_dir), rest, "sbatch" if kind == "--step" else "local")
+    return supervise_job(RunDir(run_dir), rest, STARTED_WITH[kind])
 
 
 if __name__ == "__main__":

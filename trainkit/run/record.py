@@ -16,8 +16,8 @@ from trainkit.capability import files_of, take_parts
 from trainkit.run.files import read_json, read_object, read_record, to_json, utc_now, write_atomic, write_json
 from trainkit.run.process import ProcessId, boot_id, own_host
 from trainkit.run.rundir import AttemptDir, RunDir, is_supervised
+from trainkit.scheduler import on_cluster, split_job
 from trainkit.slurm.environment import cluster_name, other_cluster
-from trainkit.slurm.states import on_cluster, split_job
 from trainkit.trust import read_trusted
 
 AUTO_RESTART = "comeback"

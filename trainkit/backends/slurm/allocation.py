@@ -25,6 +25,7 @@ from trainkit.backends.slurm.resubmit import (
     start_host_watch,
 )
 from trainkit.backends.slurm.step import step_argv
+from trainkit.backends.slurm.termination import is_ending, is_nearly_over, is_taken, termination_cause
 from trainkit.capability import Guard, Hosts
 from trainkit.cluster.bad_nodes import Kind, excluded, note_failure
 from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, TrainkitError
@@ -46,10 +47,6 @@ from trainkit.job.decision import (
     Outcome,
     RestartOptions,
     decide_no_start,
-    is_ending,
-    is_nearly_over,
-    is_taken,
-    termination_cause,
 )
 from trainkit.job.failure.launcher_report import hosts_without_launch, launch_error
 from trainkit.job.failure.records import find_first_failure, signal_of_death, suspect_host
@@ -68,11 +65,11 @@ from trainkit.run.record import (
 )
 from trainkit.run.rundir import AttemptDir, RunDir, RunLocked, run_lock
 from trainkit.run.submitted import read_submitted, require_submitted_group
+from trainkit.scheduler import JobInfo, JobState
 from trainkit.slurm.client import JOB_TIMEOUT_S, QUERY_PATIENCE_S, SlurmUnreachable
 from trainkit.slurm.control import cancel, cancel_waiting, requeue
 from trainkit.slurm.hosts import expand_hosts, is_drained, is_unavailable, node_states
-from trainkit.slurm.jobs import JobDetails, JobInfo, job_details
-from trainkit.slurm.states import JobState
+from trainkit.slurm.jobs import JobDetails, job_details
 
 NOTICE_S = 5.0
 """How long the notice may follow of whose signal a rank has died: slurmstepd may signal the rank first."""

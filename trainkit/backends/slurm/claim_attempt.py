@@ -25,10 +25,10 @@ from trainkit.run.record import (
     set_follow_ups,
 )
 from trainkit.run.rundir import AttemptDir, RunDir, is_supervised, refuse_missing, run_lock
+from trainkit.scheduler import JobState
 from trainkit.slurm.client import SlurmRefused
 from trainkit.slurm.environment import cluster_name
 from trainkit.slurm.jobs import job_details
-from trainkit.slurm.states import JobState
 
 ENTRY_TIMEOUT_S = 20.0
 """How long the command that submitted the job may take to record its id."""
