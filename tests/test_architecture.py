@@ -21,7 +21,7 @@ from trainkit.plan.torch_build import OLDEST, REQUIREMENT
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
-SIZES = {"trainkit": (313, 66_382), "tests": (390, 64_084)}
+SIZES = {"trainkit": (313, 66_385), "tests": (390, 64_081)}
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (5, 400)
 """By so much the code may be smaller before `SIZES` is lowered."""
@@ -58,7 +58,8 @@ ALLOWED = {
     },
     # Where it executes: all that is of one scheduler, or of one machine.
     "backends": {
-        *("backend", "errors", "folders", "formats", "locks", "run", "plan", "quoting", "scheduler", "slurm"),
+        *("backend", "capability", "errors", "folders", "formats", "locks", "run", "plan", "quoting"),
+        *("scheduler", "slurm"),
         *("trust", "job"),
         *("config", "cluster"),  # what their drafts plan a run from
     },
@@ -340,7 +341,7 @@ SPREAD = {
     "tracker": 11,
     "notification|notifier|NotifyPolicy": 3,
     "health": 10,
-    "slow_rank|slow rank|straggler": 9,
+    "slow_rank|slow rank|straggler": 5,
     "log_curve|printed_curve|log_pattern": 2,
     "launcher_files|LauncherInput|LauncherPlan": 1,
 }
