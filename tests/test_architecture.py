@@ -15,13 +15,14 @@ from pathlib import Path
 
 import pytest
 
+from trainkit.job.decision import Outcome
 from trainkit.observe.status import RunStatus
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.torch_build import OLDEST, REQUIREMENT
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
-SIZES = {"trainkit": (313, 66_385), "tests": (390, 64_081)}
+SIZES = {"trainkit": (315, 66_604), "tests": (390, 64_126)}
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (5, 400)
 """By so much the code may be smaller before `SIZES` is lowered."""
@@ -325,7 +326,7 @@ def test_the_code_does_not_grow(folder: str) -> None:
     assert all(map(ge, map(add, found, SLACK), SIZES[folder])), f"{found}: lower SIZES"
 
 
-READS = {"read_job": 47, "record_of": 14, "LaunchPlan.read": 11}
+READS = {"read_job": 39, "record_of": 5, "LaunchPlan.read": 10}
 """Function -> how many places of the package call it: whoever has read a record passes it on."""
 
 
@@ -394,6 +395,23 @@ def test_items_stand_where_they_belong() -> None:
         if isinstance(node.ctx, ast.Load)
     ]
     assert len(found) == PACKED, found
+
+
+def test_an_outcome_is_complete_when_it_is_made() -> None:
+    """It is what every attempt has, and one file makes it, once all is known."""
+
+    def makes_one(node: ast.AST) -> bool:
+        if isinstance(node, ast.Call):
+            name, first = ast.unparse(node.func), ast.unparse(node.args[0]) if node.args else ""
+            return name == "Outcome" or (name == "replace" and first.endswith("outcome"))
+        return isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_outcome(node.value)
+
+    def is_outcome(value: ast.expr) -> bool:
+        return ast.unparse(value).endswith("outcome")
+
+    assert len(fields(Outcome)) <= 12
+    making = {path for path in files() if any(map(makes_one, ast.walk(tree_of(path))))}
+    assert making == {PACKAGE / "job" / "outcome.py"}
 
 
 def test_folders_are_made_by_one_function() -> None:
