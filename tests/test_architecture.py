@@ -22,7 +22,7 @@ from trainkit.plan.torch_build import OLDEST, REQUIREMENT
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
-SIZES = {"trainkit": (314, 66_652), "tests": (391, 64_220)}
+SIZES = {"trainkit": (315, 66_694), "tests": (391, 64_239)}
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (5, 400)
 """By so much the code may be smaller before `SIZES` is lowered."""
@@ -171,6 +171,10 @@ ALLOWED = {
     },
     # What follows a run from next to its ranks and its supervisor.
     "capabilities.curves": {"capability", "run", "config", "plan", "job.node", "job.processes"},
+    "capabilities.health": {
+        *("capability", "cluster.machine", "config", "folders", "run", "plan"),
+        *("job.node", "job.preflight", "job.processes", "job.rank_env"),
+    },
     "capabilities.trackers": {
         *("extras", "errors", "folders", "formats", "locks", "run", "config", "cli", "plan", "capability"),
         *("job.node", "job.processes"),
@@ -340,8 +344,8 @@ SPREAD = {
     # Some are not of the capability: torch has a memory tracker, and a host may be healthy.
     "tracker": 11,
     "notification|notifier|NotifyPolicy": 3,
-    "health": 13,
-    "slow_rank|slow rank|straggler": 9,
+    "health": 10,
+    "slow_rank|slow rank|straggler": 5,
     "log_curve|printed_curve|log_pattern": 2,
     # The cause of a restart, the event and the row of status, whose formats are older than the capability.
     r"\bgrowth\b|\.grow\b|\"grow\"|GrowthWatch": 6,

@@ -178,8 +178,6 @@ class LaunchPlan:
     """The runtime of `launch.container`: ``apptainer``, ``singularity`` or ``pyxis``."""
     slurm: SlurmRequest | None = None
     """The Slurm options; None for a local job."""
-    health_every_s: float | None = None
-    """Seconds between samples of the health of each node; None for none."""
     node_sizes: tuple[int, ...] | None = None
     """Workers of each node if they differ; `workers_per_node` is then the maximum."""
     replay: tuple[int, int] | None = None
