@@ -5,14 +5,22 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trainkit.observe.goodput import CATEGORIES, Curves, Point, idle_gaps, read_curves, worker_hours
 from trainkit.observe.page import Chart, FlatConfig, Line, flat_config, line_chart, render_page
 from trainkit.observe.status import RunStatus, failure_lines, loss_text
 from trainkit.run.events import Event, with_divergence
-from trainkit.run.files import Record, mean, numbers, read_jsonl, read_object, read_record
+from trainkit.run.files import (
+    LEFT_OUT,
+    Record,
+    mean,
+    numbers,
+    read_jsonl,
+    read_object,
+    read_record,
+)
 from trainkit.run.history import (
     CURVES,
     Attempt,
@@ -99,8 +107,8 @@ class Report:
     worker_hours: float | None
     num_records: int
     num_steps_lost: int
-    curves: dict[str, dict[int, list[Point]]]
-    val_loss: list[Point]
+    curves: dict[str, dict[int, list[Point]]] = field(metadata=LEFT_OUT)
+    val_loss: list[Point] = field(metadata=LEFT_OUT)
     slowdowns: list[Slowdown]
     nodes: list[NodeUse]
     advice: list[Advice]
@@ -108,7 +116,6 @@ class Report:
     config: FlatConfig
     layout: dict[str, int]
     provenance: dict[str, Any]
-    LEFT_OUT = ("curves", "val_loss")
 
 
 def read_report(history: RunHistory, status: RunStatus, now: float) -> Report:

@@ -28,7 +28,15 @@ from trainkit.run.end import (
     signal_name,
 )
 from trainkit.run.events import FAILED_SAVES, Event, StepRecord, diverged_since, with_divergence
-from trainkit.run.files import Record, open_file, parse_time, read_object, seconds_between, to_json
+from trainkit.run.files import (
+    OPTIONAL,
+    Record,
+    open_file,
+    parse_time,
+    read_object,
+    seconds_between,
+    to_json,
+)
 from trainkit.run.history import (
     Attempt,
     PlanRecord,
@@ -93,7 +101,7 @@ class RunStatus:
     reason: str | None
     attempt: int | None
     job_id: str | None
-    cluster: str | None
+    cluster: str | None = field(metadata=OPTIONAL)
     """The cluster of its job, if that is another one than here."""
     host: str | None
     num_nodes: int | None
@@ -142,7 +150,6 @@ class RunStatus:
     """Seconds that the slices of the run have taken since a command started it; None without slices."""
     total_s: float | None = None
     """What all of them may take."""
-    OPTIONAL = ("cluster",)
 
     @property
     def is_command(self) -> bool:
