@@ -13,14 +13,14 @@ import pytest
 
 from tests.support.nfs import FAST_S, nfs_clients
 from tests.support.runs import launch_plan
+from trainkit.backends.slurm.claim_attempt import claim_attempt
+from trainkit.backends.slurm.rendezvous import SlurmTask, await_port, publish_port
 from trainkit.job import hangs
-from trainkit.job.claim_attempt import claim_attempt
 from trainkit.job.failure.records import first_exit_code
 from trainkit.job.hangs import HangRecord, HangWatch
 from trainkit.job.node.agent import superseding_attempt
 from trainkit.job.node.host_rendezvous import host_rendezvous
-from trainkit.job.node.rendezvous import HostPlace, await_plan, await_port, publish_port
-from trainkit.job.node.slurm_step import SlurmTask
+from trainkit.job.node.rendezvous import HostPlace, await_plan
 from trainkit.job.step_run import announce, await_announcement
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.files import read_json, refresh_listing, write_json

@@ -11,11 +11,11 @@ import pytest
 
 from tests.support.groups import make_group, planned
 from tests.support.programs import run_program
+from trainkit.backends.slurm import group_parts
 from trainkit.cluster.model import Cluster
 from trainkit.cluster.target import Target
 from trainkit.config import load_config
 from trainkit.errors import ConfigError, UsageError
-from trainkit.job import group_parts
 from trainkit.launch import submission
 from trainkit.launch.config_request import ConfigRequest
 from trainkit.launch.create import create_submission, start_group

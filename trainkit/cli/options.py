@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import click
 from click.core import ParameterSource
 
+from trainkit.capability import launchers
 from trainkit.cli.help import (
     Command,
     complete_config,
@@ -75,7 +76,7 @@ backend_option = option(
 launcher_option = option(
     "--launcher",
     "How COMMAND starts: once per rank (python, lightning), or through a launcher once per node.",
-    type=click.Choice(["python", "torchrun", "accelerate", "deepspeed", "lightning", "megatron"]),
+    type=click.Choice(["python", *launchers()]),
     default="python",
 )
 after_option = option(
@@ -176,7 +177,8 @@ class NodesType(click.IntRange):
 
 NODES_HELP = "Number of nodes; of 2-8 or 2,4,8 as many as Slurm has"
 gpus_per_node_option = click.option(
-    *("--gpus-per-node", "--nproc"),
+    "--gpus-per-node",
+    "--nproc",
     type=COUNT,
     metavar="N",
     help="GPUs per node; worker processes per node on a machine without GPUs.",
@@ -194,7 +196,8 @@ choosing_shape_options = combined(
 )
 shape_options_here = combined(
     click.option(
-        *("--gpus-per-node", "--nproc"),
+        "--gpus-per-node",
+        "--nproc",
         type=COUNT,
         metavar="N",
         help="GPUs to use; number of worker processes on a machine without GPUs.",

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trainkit.backends import backend_of
+from trainkit.backend import backend_of
+from trainkit.backends.slurm.rendezvous import SlurmTask, find_slurm_task, master_address, reason_not_a_task
 from trainkit.cli import options
 from trainkit.cli.help import as_command, option
 from trainkit.cli.hosts import host_options, host_place, hosts_target, run_on_hosts
@@ -26,14 +27,12 @@ from trainkit.cli.started import describe_plan, print_created, print_started
 from trainkit.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, TrainkitError, UsageError
 from trainkit.folders import user_name
 from trainkit.job import step_run
-from trainkit.job.node.rendezvous import master_address
-from trainkit.job.node.slurm_step import SlurmTask, find_slurm_task, reason_not_a_task
 from trainkit.job.rank_env import find_rank_env, refuse_foreign_ranks
 from trainkit.job.signals import NOTICE_SIGNALS
 from trainkit.launch.config_request import ConfigRequest
 from trainkit.plan.launch import DebugPlan, LaunchPlan
 from trainkit.plan.workload import Workload
-from trainkit.run.record import AttemptRecord, read_job
+from trainkit.run.record import AttemptRecord
 from trainkit.run.rundir import RUNS_FOLDER, AttemptDir, RunDir, next_name
 from trainkit.slurm.control import kill_steps
 
@@ -167,7 +166,7 @@ def stay_in_foreground(run: RunDir, name: str, entry: AttemptRecord, plan: Launc
     code = follow_run(
         *(run, entry.attempt),
         to_stderr=False,
-        on_poll=lambda: forwarder.forward(run),
+        on_poll=lambda: forwarder.forward(run, entry),
         shows_log=plan.debug is None or plan.debug.port is not None,
     )
     return EXIT_INTERRUPTED if signal.SIGINT in forwarder.received else code
@@ -228,12 +227,11 @@ class _Forwarder:
         for number in (*NOTICE_SIGNALS, signal.SIGTSTP):
             signal.signal(number, lambda number, frame: self.received.append(signal.Signals(number)))
 
-    def forward(self, run: RunDir) -> None:
-        """Forward the signals received since the last call."""
+    def forward(self, run: RunDir, entry: AttemptRecord) -> None:
+        """Forward the signals received since the last call to the supervisor, that of the first attempt."""
         while self.num_sent < len(self.received):
             number = self.received[self.num_sent]
             self.num_sent += 1
-            entry = read_job(run).newest
             if number == signal.SIGINT:
                 again = self.received[: self.num_sent].count(number) > 1
                 click.echo(
@@ -242,13 +240,11 @@ class _Forwarder:
                     else "\nstopping; Ctrl-C again does not wait for a save",
                     err=True,
                 )
-            if entry is not None:
-                backend_of(entry).signal(run, entry, number)
+            backend_of(entry).signal(run, entry, number)
             if number == signal.SIGTSTP:
                 click.echo("\npaused; `fg` continues the run", err=True)
                 os.kill(os.getpid(), signal.SIGSTOP)
-                if entry is not None:
-                    backend_of(entry).signal(run, entry, signal.SIGCONT)
+                backend_of(entry).signal(run, entry, signal.SIGCONT)
 
 
 SRUN_READ_S = 1.0
@@ -378,8 +374,7 @@ def _rank_here() -> tuple[dict[str, Any], str]:
         return {}, str(reason_not_a_task())
     return {
         "source": "slurm",
-        # Counted node by node, as in training, whatever the order of srun's tasks.
-        "rank": sum(task.tasks[: task.node_rank]) + task.local_task,
+        "rank": task.rank,
         "local_rank": task.local_task,
         "world_size": task.num_tasks,
         "local_world_size": task.tasks[task.node_rank],

@@ -72,9 +72,27 @@ OTHER_WAYS = {
 }
 """Option of other programs -> what to type instead, where that is no option of the same command."""
 SBATCH_OPTIONS = (
-    *("begin", "bb", "contiguous", "core-spec", "deadline", "delay-boot", "distribution", "exclusive"),
-    *("gres-flags", "hold", "licenses", "mem-per-cpu", "mem-per-gpu", "mincpus", "nice", "nodelist"),
-    *("priority", "switches", "threads-per-core", "tmp", "wckey"),
+    "begin",
+    "bb",
+    "contiguous",
+    "core-spec",
+    "deadline",
+    "delay-boot",
+    "distribution",
+    "exclusive",
+    "gres-flags",
+    "hold",
+    "licenses",
+    "mem-per-cpu",
+    "mem-per-gpu",
+    "mincpus",
+    "nice",
+    "nodelist",
+    "priority",
+    "switches",
+    "threads-per-core",
+    "tmp",
+    "wckey",
 )
 """Options of sbatch that have no key of their own: `resources.extra` takes them."""
 KILLS = ("-9", "-f", "--force", "--kill", "-s", "--signal")
@@ -87,8 +105,19 @@ WORD_IS_VALUE = ("bf16", "fp16", "fp32")
 OTHER_NAMES = {
     "--nodes": ("-N", "--nnodes", "--num_machines", "--num-machines"),
     "--gpus-per-node": (
-        *("-n", "-G", "--ntasks", "--ntasks-per-node", "--gpus", "--gres", "--gpus-per-task", "--num-gpus"),
-        *("--nproc", "--nproc_per_node", "--nproc-per-node", "--num_processes", "--procs"),
+        "-n",
+        "-G",
+        "--ntasks",
+        "--ntasks-per-node",
+        "--gpus",
+        "--gres",
+        "--gpus-per-task",
+        "--num-gpus",
+        "--nproc",
+        "--nproc_per_node",
+        "--nproc-per-node",
+        "--num_processes",
+        "--procs",
     ),
     "--name": ("-J", "--job-name"),
     "--time": ("-t", "--walltime"),

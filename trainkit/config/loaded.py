@@ -59,12 +59,24 @@ class LoadedConfig:
 
 
 _LAYOUT = (
-    *("model", "parallel", "precision", "device", "checkpoint.async"),
-    *("train.device_batch_size", "train.global_batch_size", "data.seq_len"),
+    "model",
+    "parallel",
+    "precision",
+    "device",
+    "checkpoint.async",
+    "train.device_batch_size",
+    "train.global_batch_size",
+    "data.seq_len",
 )
 _NODES = (
-    *("resources.nodes", "resources.spare_nodes", "resources.gpus_per_node", "resources.cpus_per_gpu"),
-    *("resources.mem", "resources.constraint", "resources.gpu_type", "device"),
+    "resources.nodes",
+    "resources.spare_nodes",
+    "resources.gpus_per_node",
+    "resources.cpus_per_gpu",
+    "resources.mem",
+    "resources.constraint",
+    "resources.gpu_type",
+    "device",
 )
 _DATA = tuple(f"data.{key}" for key in ("source", "val_source", "tokenizer", "text_key", "val_fraction"))
 _DEPENDENTS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (

@@ -47,16 +47,22 @@ def contradictions(loaded: LoadedConfig) -> Iterator[Problem]:
     """Every contradiction between values of a config."""
     config = loaded.config
     found = itertools.chain(
-        *(_name(config), _nodes(config), _times(config), _length(config, loaded.origins), _decay(config)),
-        *(
-            _variables(config),
-            _secrets(config),
-            _precision(config),
-            _optimizer(config),
-            _stages(config),
-            _document_mask(config),
-        ),
-        *(_pattern(config), _best_metric(config), _tracking_uri(config), _notify(config), _hf(config)),
+        _name(config),
+        _nodes(config),
+        _times(config),
+        _length(config, loaded.origins),
+        _decay(config),
+        _variables(config),
+        _secrets(config),
+        _precision(config),
+        _optimizer(config),
+        _stages(config),
+        _document_mask(config),
+        _pattern(config),
+        _best_metric(config),
+        _tracking_uri(config),
+        _notify(config),
+        _hf(config),
     )
     for item in found:
         problem = loaded.problem(*item)
@@ -345,9 +351,30 @@ def _optimizer(config: RunConfig) -> Iterator[KeyProblem]:
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 OF_BASH = (
-    *("BASHOPTS", "BASHPID", "BASH_ALIASES", "BASH_ARGC", "BASH_ARGV", "BASH_CMDS", "BASH_COMMAND"),
-    *("BASH_LINENO", "BASH_SOURCE", "BASH_VERSINFO", "DIRSTACK", "EPOCHREALTIME", "EPOCHSECONDS", "EUID"),
-    *("FUNCNAME", "GROUPS", "HISTCMD", "LINENO", "PPID", "RANDOM", "SHELLOPTS", "SRANDOM", "UID", "_"),
+    "BASHOPTS",
+    "BASHPID",
+    "BASH_ALIASES",
+    "BASH_ARGC",
+    "BASH_ARGV",
+    "BASH_CMDS",
+    "BASH_COMMAND",
+    "BASH_LINENO",
+    "BASH_SOURCE",
+    "BASH_VERSINFO",
+    "DIRSTACK",
+    "EPOCHREALTIME",
+    "EPOCHSECONDS",
+    "EUID",
+    "FUNCNAME",
+    "GROUPS",
+    "HISTCMD",
+    "LINENO",
+    "PPID",
+    "RANDOM",
+    "SHELLOPTS",
+    "SRANDOM",
+    "UID",
+    "_",
 )
 """Variables that bash, which runs the batch script, sets itself: an assignment fails or has no effect."""
 

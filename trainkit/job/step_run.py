@@ -25,10 +25,9 @@ from trainkit.job.attempt_capabilities import AttemptCapabilities
 from trainkit.job.attempt_end import judge, write_end
 from trainkit.job.decision import Decision, Outcome, RestartOptions
 from trainkit.job.hangs import read_hangs
-from trainkit.job.node.agent import run_node, run_slurm_task
+from trainkit.job.node.agent import run_node, run_step_task
 from trainkit.job.node.host_rendezvous import await_exits, lost_host, pause_for_notice, record_exit
-from trainkit.job.node.rendezvous import RENDEZVOUS_TIMEOUT_S, HostPlace, recorded_notices
-from trainkit.job.node.slurm_step import SlurmTask
+from trainkit.job.node.rendezvous import RENDEZVOUS_TIMEOUT_S, HostPlace, Task, recorded_notices
 from trainkit.job.signals import AGENT_SIGNAL
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import read_end
@@ -41,12 +40,12 @@ STARTS_POLL_S = 0.1
 NO_RESTART = RestartOptions(unavailable_reason="an interactive step is not restarted")
 
 
-def announcement_file(folder: Path, task: SlurmTask | HostPlace) -> Path:
+def announcement_file(folder: Path, task: Task | HostPlace) -> Path:
     """The file in which the first task or host announces the attempt."""
     return folder / ".steps" / f"{task.key}.json"
 
 
-def announce(folder: Path, task: SlurmTask | HostPlace, found: AttemptDir | int) -> None:
+def announce(folder: Path, task: Task | HostPlace, found: AttemptDir | int) -> None:
     """Announce an attempt to the others, or the exit code of a failed start."""
     file = announcement_file(folder, task)
     ensure_folder(file.parent, parents=True)
@@ -57,7 +56,7 @@ def announce(folder: Path, task: SlurmTask | HostPlace, found: AttemptDir | int)
         write_json_in_place(file, record)
 
 
-def withdraw(folder: Path, task: SlurmTask | HostPlace) -> None:
+def withdraw(folder: Path, task: Task | HostPlace) -> None:
     """Remove the announcement at the end."""
     announcement_file(folder, task).unlink(missing_ok=True)
 
@@ -79,9 +78,7 @@ def await_starts(attempt: AttemptDir, plan: LaunchPlan) -> None:
         refresh_listing(logs[0].parent)
 
 
-def await_announcement(
-    folder: Path, task: SlurmTask, timeout_s: float = RENDEZVOUS_TIMEOUT_S
-) -> AttemptDir | int:
+def await_announcement(folder: Path, task: Task, timeout_s: float = RENDEZVOUS_TIMEOUT_S) -> AttemptDir | int:
     """Wait for the announcement of the first task: an attempt, or the exit code that all tasks return.
 
     Raises TrainkitError after the timeout.
@@ -109,7 +106,7 @@ def await_first_host(folder: Path, place: HostPlace, named: str | None) -> tuple
     return announced(value).attempt(int(value["attempt"])), str(value["trainkit"])
 
 
-def _await(folder: Path, task: SlurmTask | HostPlace, timeout_s: float, accept: Callable[[Any], bool]) -> Any:
+def _await(folder: Path, task: Task | HostPlace, timeout_s: float, accept: Callable[[Any], bool]) -> Any:
     file = announcement_file(folder, task)
     try:
         ensure_folder(file.parent, parents=True)
@@ -129,7 +126,7 @@ def _await(folder: Path, task: SlurmTask | HostPlace, timeout_s: float, accept: 
 def run_task(attempt: AttemptDir) -> int:
     """Run one agent of the attempt; returns the combined exit code of its workers."""
     processes.block_signals(AGENT_SIGNAL)
-    return run_slurm_task(attempt.run, attempt.number)
+    return run_step_task(attempt.run, attempt.number)
 
 
 def run_host(attempt: AttemptDir, plan: LaunchPlan, place: HostPlace) -> int:

@@ -15,6 +15,7 @@ from datetime import datetime, timedelta, timezone
 from itertools import islice
 from pathlib import Path
 
+from trainkit.backends.slurm.queue_estimate import ask_fitting, misfit, request_of, when
 from trainkit.cluster.limits import ResourceRequest, listed, longest_time_s
 from trainkit.cluster.model import Cluster, Partition
 from trainkit.config import LoadedConfig, RunConfig, read_effective
@@ -23,7 +24,6 @@ from trainkit.config.training import DECODER
 from trainkit.errors import ConfigError, TrainkitError, UsageError
 from trainkit.formats import JsonObject, duration, plural, table, time_limit_s, time_text
 from trainkit.launch.plan_run import gather, plan_run
-from trainkit.launch.queue_estimate import ask_fitting, misfit, request_of, when
 from trainkit.plan.effective_time import RESTART_S
 from trainkit.plan.facts import Facts
 from trainkit.plan.gpus import find_gpu
@@ -312,8 +312,12 @@ def _gather(
         now = datetime.now(timezone.utc)
         offers = [
             Offer(
-                *(size, item.name, limit_s, work[size, gpus[item.name]]),
-                *(answer.start_time, is_slice),
+                size,
+                item.name,
+                limit_s,
+                work[size, gpus[item.name]],
+                answer.start_time,
+                is_slice,
                 remark=answer.remark,
             )
             for (size, item, limit_s, is_slice), answer in zip(asked, answers, strict=True)

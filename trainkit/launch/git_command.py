@@ -24,8 +24,12 @@ _OWN = {
     "GIT_TERMINAL_PROMPT": "0",
 }
 _OPTIONS = (
-    *("--no-pager", "--no-optional-locks"),
-    *("-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null"),
+    "--no-pager",
+    "--no-optional-locks",
+    "-c",
+    "core.fsmonitor=false",
+    "-c",
+    "core.hooksPath=/dev/null",
 )
 _COMPARING = {
     "diff": ("--no-color", "--no-ext-diff", "--no-textconv", "--ignore-submodules=dirty"),

@@ -120,8 +120,26 @@ def _losses(choice: Choice) -> list[str]:
 
 
 HEADER = (
-    *("", "replicate", "shard", "tp", "pp", "cp", "zero", "recompute", "batch"),
-    *("params", "grads", "optim", "activ", "other", "peak", "fits", "bubble", "sent", "time", "reason"),
+    "",
+    "replicate",
+    "shard",
+    "tp",
+    "pp",
+    "cp",
+    "zero",
+    "recompute",
+    "batch",
+    "params",
+    "grads",
+    "optim",
+    "activ",
+    "other",
+    "peak",
+    "fits",
+    "bubble",
+    "sent",
+    "time",
+    "reason",
 )
 LEFT = ("recompute", "fits", "reason")
 CONFIGURED = "*"

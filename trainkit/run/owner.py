@@ -15,8 +15,16 @@ from trainkit.run.rundir import RUNS_FOLDER, RunDir, next_name
 from trainkit.trust import is_own, is_project, is_shared, is_trusted, require_own, unknown_owner
 
 DECIDING = (
-    *("job.json", "sweep.json", "step.json", "submit.sbatch", "stdin"),
-    *("attempts", "code", "work", "submitit", "calls"),
+    "job.json",
+    "sweep.json",
+    "step.json",
+    "submit.sbatch",
+    "stdin",
+    "attempts",
+    "code",
+    "work",
+    "submitit",
+    "calls",
 )
 """What in the folder of a run or group says what is executed, besides files that are judged when read."""
 MAX_LINKS = 40

@@ -42,8 +42,14 @@ MAX_FILE_BYTES = 5_000_000_000
 """As the files of other models; a hub may refuse larger ones."""
 GENERATION_NAME = "generation_config.json"
 TOKENIZER_FILES = (
-    *(TOKENIZER_NAME, "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
-    *("added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model"),
+    TOKENIZER_NAME,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
 )
 
 

@@ -36,15 +36,30 @@ from trainkit.trainer.step_sync import StepReport
 log = getLogger(__name__)
 
 SCALARS = (
-    *("loss", "val_loss", "grad_norm", "lr", "tokens_per_s"),
-    *("mfu", "mem_gib_peak", "data_wait_s", "step_s"),
+    "loss",
+    "val_loss",
+    "grad_norm",
+    "lr",
+    "tokens_per_s",
+    "mfu",
+    "mem_gib_peak",
+    "data_wait_s",
+    "step_s",
 )
 """What TensorBoard shows, besides a run's own metrics."""
 RECORD_KEYS = frozenset(
     {
         *SCALARS,
-        *("step", "time", "attempt", "tokens", "tokens_per_s_per_gpu", "samples_seen"),
-        *("slowest_rank", "slowest_host", "slowest_rank_s", "other_ranks_s"),
+        "step",
+        "time",
+        "attempt",
+        "tokens",
+        "tokens_per_s_per_gpu",
+        "samples_seen",
+        "slowest_rank",
+        "slowest_host",
+        "slowest_rank_s",
+        "other_ranks_s",
     }
 )
 """The keys that every record can have; the metrics of a user's task have others."""

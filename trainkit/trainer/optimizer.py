@@ -180,7 +180,12 @@ class ShardedAdamW:
             exp_avg, exp_avg_sq = map(_in_float32, averages)
             step = state["step"].clone()
             adamw(
-                *([weight], [grad_piece], [exp_avg], [exp_avg_sq], [], [step]),
+                [weight],
+                [grad_piece],
+                [exp_avg],
+                [exp_avg_sq],
+                [],
+                [step],
                 fused=True,
                 grad_scale=divisor,
                 found_inf=skip,

@@ -111,7 +111,7 @@ def cudnn_attention_gradients(
     """
     sizes = q.shape[2], k.shape[2]
     found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-        *(grad, q, k, v, out, logsumexp, *state, None, None, None, *sizes, 0.0, causal)
+        grad, q, k, v, out, logsumexp, *state, None, None, None, *sizes, 0.0, causal
     )
     return found
 

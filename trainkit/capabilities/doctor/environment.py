@@ -21,8 +21,21 @@ PYTHONS = ((3, 10), (3, 13))
 """The oldest and newest Python that are tested."""
 TIMEOUT_S = 120.0
 COMPARED = (
-    *("trainkit", "torch", "torchao", "numpy", "transformers", "tokenizers", "datasets", "pyarrow"),
-    *("safetensors", "peft", "accelerate", "deepspeed", "lightning", "submitit", "pydantic"),
+    "trainkit",
+    "torch",
+    "torchao",
+    "numpy",
+    "transformers",
+    "tokenizers",
+    "datasets",
+    "pyarrow",
+    "safetensors",
+    "peft",
+    "accelerate",
+    "deepspeed",
+    "lightning",
+    "submitit",
+    "pydantic",
 )
 """Packages whose versions must be the same on all nodes."""
 IMPORT_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LD_PRELOAD")

@@ -42,8 +42,15 @@ STOP_S = 10.0
 NEEDED_TO_MEASURE = {"name", "interface", "port", "Python", "torch", "GPU"}
 """Checks without which ranks cannot find each other or start; those of a GPU have its number, too."""
 NOT_FOR_SRUN = (
-    *("signal", "requeue", "no-requeue", "no-kill", "ntasks-per-node", "cpus-per-task", "time"),
-    *("nodes", "ntasks"),
+    "signal",
+    "requeue",
+    "no-requeue",
+    "no-kill",
+    "ntasks-per-node",
+    "cpus-per-task",
+    "time",
+    "nodes",
+    "ntasks",
 )
 
 

@@ -270,7 +270,7 @@ class Drill:
         outcome = RunOutcome(watch.end(), computed_steps(run), list(read_events(run)), damages, str(run.path))
         tolerance = SIZES_TOLERANCE if self.plan.sizes else 0.0
         result = evaluate(
-            *(scenario, result, outcome, self.reference, self.interval, self.config.requeue.on, tolerance)
+            scenario, result, outcome, self.reference, self.interval, self.config.requeue.on, tolerance
         )
         if result.state in ("passed", "skipped"):
             remove_all(run.checkpoints_dir)

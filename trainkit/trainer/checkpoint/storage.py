@@ -31,8 +31,12 @@ METADATA_NAME = ".metadata"
 COPY_AHEAD = 10_000_000
 """Bytes copied from the device ahead of the write."""
 _OF_METADATA = (
-    *("Metadata", "MetadataIndex", "StorageMeta"),
-    *("TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties"),
+    "Metadata",
+    "MetadataIndex",
+    "StorageMeta",
+    "TensorStorageMetadata",
+    "ChunkStorageMetadata",
+    "TensorProperties",
 )
 _SAFE_NAMES = {
     *(("torch.distributed.checkpoint.metadata", name) for name in _OF_METADATA),
