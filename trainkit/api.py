@@ -439,7 +439,7 @@ def _given(
     work: Work,
     config: Config,
     profile: str | None,
-    options: Mapping[str, Any],
+    options: Mapping[str, object],
     after: Iterable[str | Path | Run] = (),
     run_dir: str | Path | None = None,
     command: Sequence[str] = (),
@@ -491,7 +491,7 @@ def _given(
 
 
 def _refuse_meant_for_function(
-    arguments: Arguments, options: Mapping[str, Any], own: Mapping[str, object]
+    arguments: Arguments, options: Mapping[str, object], own: Mapping[str, object]
 ) -> None:
     """Raise ConfigError for keyword arguments meant for the function; `own` are those of `submit`."""
     from trainkit.launch.config_request import FLAGS
@@ -519,7 +519,7 @@ def _is_known(name: str) -> bool:
 
 
 def _flags(
-    config: Mapping[str, Any], options: Mapping[str, Any], arguments: Arguments | None = None
+    config: Mapping[str, object], options: Mapping[str, object], arguments: Arguments | None = None
 ) -> dict[str, tuple[str, object]]:
     """Config values by dotted key, each with its origin; of a key that both have, that of the options.
 
@@ -565,7 +565,7 @@ def _meant_argument(name: str, value: Any, arguments: Arguments | None) -> str:
     return f"did you mean {options.get(key) or (section + (leaf and f'={{{leaf!r}: …}}'))}?"
 
 
-def _keys(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _keys(values: Mapping[str, object]) -> Iterator[tuple[str, Any]]:
     """The values by dotted key, those of sections one by one."""
     from trainkit.config.schema import sections
 
@@ -585,7 +585,7 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def _call(function: Callable[..., Any], args: Iterable[Any], kwargs: Mapping[str, Any] = {}) -> Call:
+def _call(function: Callable[..., Any], args: Iterable[Any], kwargs: Mapping[str, object] = {}) -> Call:
     if isinstance(function, partial):  # so that a method `checkpoint` of its function is found
         return _call(function.func, (*function.args, *args), {**function.keywords, **kwargs})
     return Call(function, tuple(args), dict(kwargs))

@@ -69,7 +69,7 @@ class Arguments:
             return not is_used or name not in self._bound
         return self.takes_any and not is_used
 
-    def problem(self, options: Mapping[str, Any], name: str, *, is_used: bool, is_known: bool) -> Problem:
+    def problem(self, options: Mapping[str, object], name: str, *, is_used: bool, is_known: bool) -> Problem:
         """The problem of an option that is meant for the function, by what it is to the run."""
         hint = f"`{self.bound(options)}` gives it to the function"
         if is_used:
@@ -79,7 +79,7 @@ class Arguments:
             what = f"is a parameter of {self.name}"
         return Problem(name, what, shown_argument(name, options[name]), hint)
 
-    def bound(self, options: Mapping[str, Any]) -> str:
+    def bound(self, options: Mapping[str, object]) -> str:
         """The call of functools.partial that gives the function keyword arguments."""
         return self._partial(shown_argument(key, value) for key, value in options.items())
 
@@ -183,7 +183,7 @@ def _srun(value: Any) -> str:
     return _as("launch", "srun_extra")(dict(_options(words)))
 
 
-def _additional(value: Mapping[str, Any]) -> str:
+def _additional(value: Mapping[str, object]) -> str:
     return _as("resources", "extra")({name.replace("_", "-"): one for name, one in value.items()})
 
 

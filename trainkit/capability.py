@@ -298,9 +298,9 @@ def keys_of(parts: Mapping[str, Mapping[str, Any]]) -> set[str]:
     return {key for part in parts.values() for key in part.get("keys", ())}
 
 
-def put_parts(plan: dict[str, Any], parts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def put_parts(plan: Mapping[str, object], parts: Mapping[str, Mapping[str, object]]) -> dict[str, object]:
     """The content of a plan.json with its parts: what `take_parts` reads."""
-    own: dict[str, dict[str, Any]] = {}
+    own: dict[str, dict[str, object]] = {}
     for name, shipped in SHIPPED.items():
         part, written = parts.get(name), own.setdefault(shipped.follows, {})
         for key, (inner, absent) in shipped.keys.items():
@@ -308,7 +308,7 @@ def put_parts(plan: dict[str, Any], parts: Mapping[str, Mapping[str, Any]]) -> d
                 written[key] = absent if part is None else part[inner]
             elif part is not None:
                 written[key] = part
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for key, value in plan.items():
         found[key] = value
         found |= own.get(key, {})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from shlex import quote
@@ -95,7 +95,7 @@ class BenchRun:
         return point_name(self.values)
 
 
-def point_name(values: JsonObject) -> str:
+def point_name(values: Mapping[str, object]) -> str:
     """The name of a point: the layout, else its values."""
     return str(values[LAYOUT]) if values.keys() == {LAYOUT} else shown(values)
 
@@ -113,7 +113,7 @@ class Bench:
     repeats: int
     keys: list[str]
     """The keys of the values of every run."""
-    changes: list[JsonObject]
+    changes: list[dict[str, object]]
     runs: list[BenchRun]
     """All points once, then all of them again for each further repeat."""
     impossible: dict[str, str]

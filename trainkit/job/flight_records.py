@@ -112,7 +112,7 @@ class _PlainUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it contains {module_name}.{global_name}")
 
 
-def read_dump(path: Path) -> JsonObject:
+def read_dump(path: Path) -> dict[str, object]:
     """A record that torch has written. Raises ValueError for what is none, OSError without the file."""
     with path.open("rb") as stream:
         content = stream.read(MAX_BYTES + 1)

@@ -34,12 +34,7 @@ from trainkit.plan.node_range import KEY
 from trainkit.plan.step_work import work_of
 from trainkit.plan.workload import TRAINER, Workload
 from trainkit.run.events import read_events
-from trainkit.run.files import (
-    LEFT_OUT,
-    UNLIMITED,
-    numbers,
-    to_json,
-)
+from trainkit.run.files import LEFT_OUT, UNLIMITED, numbers, to_json
 from trainkit.run.group import RunGroup
 from trainkit.run.history import RunHistory, read_plan
 from trainkit.run.registry import iter_known_runs

@@ -15,12 +15,7 @@ from trainkit.formats import JsonObject, shown, shown_value
 from trainkit.observe.status import ACTIVE_STATES, STATE_EVENTS, attempt_state
 from trainkit.run.end import AttemptEnd, Best, read_newest_end
 from trainkit.run.events import best_result, diverged_in, read_events, with_divergence
-from trainkit.run.files import (
-    OPTIONAL,
-    read_object,
-    seconds_between,
-    to_json,
-)
+from trainkit.run.files import OPTIONAL, read_object, seconds_between, to_json
 from trainkit.run.group import WAITS_FOR_ROOM, Point, RunGroup
 from trainkit.run.history import Attempt, PlanRecord, attempts_of
 from trainkit.run.record import AttemptRecord, attempt_of, is_alive

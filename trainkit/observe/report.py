@@ -6,21 +6,12 @@ import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from trainkit.observe.goodput import CATEGORIES, Curves, Point, idle_gaps, read_curves, worker_hours
 from trainkit.observe.page import Chart, FlatConfig, Line, flat_config, line_chart, render_page
 from trainkit.observe.status import RunStatus, failure_lines, loss_text
 from trainkit.run.events import Event, with_divergence
-from trainkit.run.files import (
-    LEFT_OUT,
-    Record,
-    mean,
-    numbers,
-    read_jsonl,
-    read_object,
-    read_record,
-)
+from trainkit.run.files import LEFT_OUT, Record, mean, numbers, read_jsonl, read_object, read_record
 from trainkit.run.history import (
     CURVES,
     Attempt,
@@ -115,7 +106,7 @@ class Report:
     checkpoints: list[ListedCheckpoint]
     config: FlatConfig
     layout: dict[str, int]
-    provenance: dict[str, Any]
+    provenance: dict[str, object]
 
 
 def read_report(history: RunHistory, status: RunStatus, now: float) -> Report:
@@ -236,7 +227,7 @@ def _charts(report: Report) -> list[Chart]:
     return [chart for chart in charts if chart is not None]
 
 
-def _timeline(report: Report) -> list[dict[str, Any]]:
+def _timeline(report: Report) -> list[dict[str, object]]:
     """A row per attempt: spans and marks, in percent of the run's time."""
     times = [
         time

@@ -16,15 +16,7 @@ from trainkit.observe.logs import last_texts
 from trainkit.observe.status import RunStatus
 from trainkit.run.end import read_end
 from trainkit.run.events import Event, StepRecord
-from trainkit.run.files import (
-    LEFT_OUT,
-    Record,
-    mean,
-    numbers,
-    parse_time,
-    seconds_between,
-    to_json,
-)
+from trainkit.run.files import LEFT_OUT, Record, mean, numbers, parse_time, seconds_between, to_json
 from trainkit.run.history import CURVES, HealthSample, RunHistory, read_plan, seconds_left, timestamp
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.jobs import JobInfo

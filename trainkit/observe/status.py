@@ -28,15 +28,7 @@ from trainkit.run.end import (
     signal_name,
 )
 from trainkit.run.events import FAILED_SAVES, Event, StepRecord, diverged_since, with_divergence
-from trainkit.run.files import (
-    OPTIONAL,
-    Record,
-    open_file,
-    parse_time,
-    read_object,
-    seconds_between,
-    to_json,
-)
+from trainkit.run.files import OPTIONAL, Record, open_file, parse_time, read_object, seconds_between, to_json
 from trainkit.run.history import (
     Attempt,
     PlanRecord,

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from trainkit.config.schema import flatten
 from trainkit.formats import plural, shown, shown_value
@@ -107,7 +106,7 @@ class SweepReport:
     is_cuda: bool
     worker_hours: float | None
     config: FlatConfig = field(metadata=LEFT_OUT)
-    provenance: dict[str, Any] = field(metadata=LEFT_OUT)
+    provenance: dict[str, object] = field(metadata=LEFT_OUT)
 
 
 def read_sweep(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -358,7 +358,7 @@ def resized(plan: JsonObject, num_nodes: int) -> JsonObject:
     return {**chosen, "sizes": {name: difference(chosen, other) for name, other in others.items()}}
 
 
-def plan_text(plan: JsonObject) -> str:
+def plan_text(plan: Mapping[str, object]) -> str:
     """The text of plan.json."""
     return json.dumps(plan, indent=2, ensure_ascii=False) + "\n"
 

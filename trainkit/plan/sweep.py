@@ -12,7 +12,7 @@ from typing import Any
 from trainkit.config.schema import default_values, is_known, meant
 from trainkit.config.yamlfile import VARIABLES, parse_value
 from trainkit.errors import UsageError
-from trainkit.formats import JsonObject, shown_value
+from trainkit.formats import shown_value
 
 MAX_POINTS = 100_000
 """More points are a typo: no known Slurm accepts larger arrays."""
@@ -94,7 +94,7 @@ def filled_in(command: Sequence[str], values: Mapping[str, object]) -> tuple[str
     return tuple(words)
 
 
-def sweep_points(texts: Sequence[str], command: Sequence[str] = ()) -> list[JsonObject]:
+def sweep_points(texts: Sequence[str], command: Sequence[str] = ()) -> list[dict[str, object]]:
     """The values by key of every combination of all ``--sweep``; the last key varies fastest.
 
     Raises UsageError, also for a key that appears twice and for more than `MAX_POINTS` combinations.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Literal, TypeVar, get_args
 
 from trainkit.run.files import (
     LEFT_OUT,
@@ -68,7 +68,7 @@ class RankFailure:
     """The innermost line of the user's own code in the traceback of an exception."""
     log_tail: list[str] = field(default_factory=list, metadata=OPTIONAL)
     """The last lines of the rank's log."""
-    more: dict[str, Any] = field(default_factory=dict, metadata=LEFT_OUT)
+    more: dict[str, object] = field(default_factory=dict, metadata=LEFT_OUT)
     """What else was recorded, such as the traceback."""
 
     @property
@@ -174,7 +174,7 @@ class AttemptEnd:
     saved: bool = field(default=False, metadata=OPTIONAL)
     """Whether it did not finish, and all workers exited as they do after a save."""
     time: str | None = None
-    more: dict[str, Any] = field(default_factory=dict)
+    more: dict[str, object] = field(default_factory=dict)
     """What another version recorded."""
 
     @property
@@ -198,7 +198,7 @@ def read_newest_end(folder: str | PathLike[str]) -> AttemptEnd | None:
     return end_of(read_object(f"{folder}/attempts/latest/end.json"))
 
 
-def end_of(content: dict[str, Any]) -> AttemptEnd | None:
+def end_of(content: Mapping[str, object]) -> AttemptEnd | None:
     """The content of an end.json; None if it is empty, as `read_object` returns it without the file."""
     return read_record(AttemptEnd, content) if content else None
 

@@ -452,6 +452,7 @@ OPTIONAL: Mapping[str, str] = {"json": "optional"}
 """The metadata of a field that is not written while it has its default."""
 UNLIMITED: Mapping[str, str] = {"json": "unlimited"}
 """The metadata of a field whose infinity is null."""
+_ANYTHING = (Any, object)
 _ANY = frozenset[type]([str, int, float, bool, dict, list, type(None)])
 
 
@@ -529,7 +530,7 @@ def _shapes(kind: type) -> dict[str, _Shape]:
 
 
 def _shape(hint: Any) -> _Shape:
-    if hint is Any:
+    if hint in _ANYTHING:
         return _Shape(_ANY, _ANY)
     types, plain = set[type](), set[type]()
     found: dict[str, Any] = {}
@@ -544,7 +545,7 @@ def _shape(hint: Any) -> _Shape:
         elif origin in (list, tuple):
             found |= {"items": _shape(parts[0]), "sequence": origin}
             types.add(list)
-        elif origin is dict and parts[1] is not Any:
+        elif origin is dict and parts[1] not in _ANYTHING:
             found["values"] = _shape(parts[1])
             types.add(dict)
         else:

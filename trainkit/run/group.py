@@ -101,7 +101,7 @@ class GroupRecord:
     folder: str | None = field(default=None, metadata=OPTIONAL)
     """With `inode`, its folder when it was created: it may have been moved since, or copied."""
     inode: int | None = field(default=None, metadata=OPTIONAL)
-    more: JsonObject = field(default_factory=dict)
+    more: dict[str, object] = field(default_factory=dict)
     """What another version recorded."""
 
     def to_dict(self, points: Iterable[Point]) -> JsonObject:
@@ -279,7 +279,7 @@ class OldBench(RunGroup):
         return (self.path / BENCH_FILE).is_file()
 
     @cached_property
-    def _runs(self) -> list[tuple[str, JsonObject]]:
+    def _runs(self) -> list[tuple[str, dict[str, object]]]:
         """The folder of each run, and its values."""
         try:
             content = read_json(self.path / BENCH_FILE)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from trainkit.capability import take_parts
 from trainkit.run.end import RESUME_ACTIONS
@@ -518,7 +517,7 @@ class PlanRecord(Record):
         return {name: Record(part) for name, part in found.items() if isinstance(part, dict)}
 
     @property
-    def step_shape(self) -> tuple[Mapping[str, Any], Mapping[str, Any], str | None]:
+    def step_shape(self) -> tuple[Mapping[str, object], Mapping[str, object], str | None]:
         """Layout, batch and device, on which the time of a step depends."""
         return self.record("layout").values, self.record("batch").values, self.text("device")
 

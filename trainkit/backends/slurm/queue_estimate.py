@@ -11,10 +11,7 @@ from trainkit.cluster.model import Cluster
 from trainkit.config import RunConfig
 from trainkit.formats import JsonObject, duration, table
 from trainkit.plan.launch import LaunchPlan, Options, option_argv
-from trainkit.run.files import (
-    LEFT_OUT,
-    to_json,
-)
+from trainkit.run.files import LEFT_OUT, to_json
 from trainkit.slurm.submit import Answer, ask_starts
 
 SOON_S = 60
