@@ -108,7 +108,7 @@ class Flight:
 class _PlainUnpickler(pickle.Unpickler):
     """Reads numbers, texts, lists and dictionaries; nothing in a record may be called or imported."""
 
-    def find_class(self, module_name: str, global_name: str) -> Any:
+    def find_class(self, module_name: str, global_name: str) -> object:
         raise pickle.UnpicklingError(f"it contains {module_name}.{global_name}")
 
 

@@ -7,7 +7,6 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from trainkit.config.schema import default_values, is_known, meant
 from trainkit.config.yamlfile import VARIABLES, parse_value
@@ -26,7 +25,7 @@ _SPAN = re.compile(r"(?P<first>\d+)\.\.(?P<last>\d+)|range\((?:(?P<start>\d+), *
 """A range as shells and Python write it."""
 
 
-def parse_axis(text: str, command: Sequence[str] = ()) -> tuple[str, list[Any]]:
+def parse_axis(text: str, command: Sequence[str] = ()) -> tuple[str, list[object]]:
     """Key and values of ``--sweep a.b=1,2,3``, or of ``--sweep lr=1,2`` for a `command` with ``{lr}``.
 
     The values are parsed as a YAML list without brackets: ``"a,b"`` is text with a comma, ``[1,2],[3,4]`` are

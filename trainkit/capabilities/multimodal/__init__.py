@@ -44,7 +44,7 @@ def read_row(line: bytes, medium: Medium, folder: Path) -> dict[str, object]:
     return row
 
 
-def _check_curve(points: Any) -> None:
+def _check_curve(points: object) -> None:
     """Raise ValueError unless it is a list of numbers, or of pairs of a time and a number."""
     try:
         found = np.asarray(points, dtype=np.float64)
