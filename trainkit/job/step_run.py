@@ -21,13 +21,15 @@ from trainkit import __version__
 from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, TrainkitError
 from trainkit.folders import ensure_folder
 from trainkit.job import processes
+from trainkit.job.attempt import Attempt
 from trainkit.job.attempt_capabilities import AttemptCapabilities
 from trainkit.job.attempt_end import judge, write_end
-from trainkit.job.decision import Decision, Outcome, RestartOptions
+from trainkit.job.decision import Decision, RestartOptions
 from trainkit.job.hangs import read_hangs
 from trainkit.job.node.agent import run_node, run_step_task
 from trainkit.job.node.host_rendezvous import await_exits, lost_host, pause_for_notice, record_exit
 from trainkit.job.node.rendezvous import RENDEZVOUS_TIMEOUT_S, HostPlace, Task, recorded_notices
+from trainkit.job.outcome import only_observed, outcome_of
 from trainkit.job.signals import AGENT_SIGNAL
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import read_end
@@ -169,22 +171,25 @@ def run_first_task(
     processes.block_signals(AGENT_SIGNAL)
     printer = threading.Thread(target=show, args=(attempt, ended), name="show-rank-0")
     printer.start()
-    outcome = Outcome()
+    live, lost = Attempt(attempt, plan), tuple[str, ...]()
+    observed = live.observed
     try:
         code = run_task(attempt) if place is None else run_host(attempt, plan, place)
-        outcome.exits.append((0, code))
+        observed.exits.append((0, code))
         if place is not None:
-            outcome.exits += await_exits(attempt, place, code)
-            outcome.lost_nodes = tuple(filter(None, (lost_host(attempt, node) for node in place.others)))
-        outcome.hangs = read_hangs(attempt)
-        outcome.stop_signal = _stop_signal(attempt)
-        decision = judge(attempt, plan, outcome, NO_RESTART)
+            observed.exits += await_exits(attempt, place, code)
+            lost = tuple(filter(None, (lost_host(attempt, node) for node in place.others)))
+        observed.hangs, observed.stop_signal = read_hangs(attempt), _stop_signal(attempt)
+        live.outcome = outcome_of(attempt, plan, observed, lost_nodes=lost)
+        live.update()
+        decision = judge(live, NO_RESTART)
     except (OSError, ValueError, TrainkitError) as error:
+        live.outcome = only_observed(observed)
         decision = Decision("failed", f"{type(error).__name__}: {error}", EXIT_FAILED)
     ended.set()
     printer.join()
     capabilities = AttemptCapabilities(attempt, plan)
-    capabilities.end(write_end(attempt, outcome, decision))
+    capabilities.end(write_end(attempt, live.outcome, decision))
     capabilities.close()
     return decision
 

@@ -19,9 +19,8 @@ from trainkit.run.files import OPTIONAL, read_object, seconds_between, to_json
 from trainkit.run.group import WAITS_FOR_ROOM, Point, RunGroup
 from trainkit.run.history import Attempt, PlanRecord, attempts_of
 from trainkit.run.record import AttemptRecord, attempt_of, is_alive
+from trainkit.scheduler import JobInfo, JobState, on_cluster
 from trainkit.slurm.environment import other_cluster
-from trainkit.slurm.jobs import JobInfo
-from trainkit.slurm.states import JobState, on_cluster
 
 NUM_READERS = 4
 """Threads that read points in parallel: a network filesystem takes about a millisecond per file."""

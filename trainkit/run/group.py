@@ -36,8 +36,8 @@ from trainkit.run.files import (
 from trainkit.run.process import ProcessId
 from trainkit.run.record import CodeCopy, add_slurm_attempt, create_job, open_attempt
 from trainkit.run.rundir import Child, RunDir, RunFolder, is_same_folder
+from trainkit.scheduler import on_cluster
 from trainkit.slurm.environment import other_cluster
-from trainkit.slurm.states import on_cluster
 from trainkit.trust import read_trusted
 
 GROUP_VERSION = 1
