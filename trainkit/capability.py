@@ -218,6 +218,7 @@ SHIPPED = {
     "growth": Shipped("sizes checkpoint_bytes", {"grow": ("grow", LEFT_OUT)}),
     "notifications": Shipped("requeue", {"notify": WHOLE}),
     "curves": Shipped("trackers", {"log_pattern": ("pattern", None)}),  # trackers get its end
+    "health": Shipped("log_pattern", {"health_every_s": ("every_s", None)}),
     "trackers": Shipped(
         "slurm", {"trackers": ("names", [])}, commands={"sync": "command:sync", "ui": "command:ui"}
     ),
@@ -330,9 +331,10 @@ def take_parts(plan: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The parts of a plan.json by the name of their capability, from the keys in which they lie."""
     parts: dict[str, dict[str, Any]] = {}
     for name, shipped in SHIPPED.items():
-        if shipped.within and isinstance(record := plan.get(shipped.follows), Mapping):
-            parts[name] = {key: record[key] for key in shipped.within if key in record}
-        own, is_used = dict[str, Any](), False
+        record = plan.get(shipped.follows)
+        record = record if isinstance(record, Mapping) else {}
+        own: dict[str, Any] = {key: record[key] for key in shipped.within if key in record}
+        is_used = bool(own)
         for key, (inner, absent) in shipped.keys.items():
             value = plan.get(key)
             own[inner] = absent if value is None else value

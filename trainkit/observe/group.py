@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cached_property
+from operator import itemgetter
 from shlex import quote
 
 from trainkit.formats import JsonObject, shown, shown_value
 from trainkit.observe.status import ACTIVE_STATES, STATE_EVENTS, attempt_state
 from trainkit.run.end import AttemptEnd, Best, read_newest_end
 from trainkit.run.events import best_result, diverged_in, read_events, with_divergence
-from trainkit.run.files import read_object, seconds_between, to_json
+from trainkit.run.files import OPTIONAL, read_object, seconds_between, to_json
 from trainkit.run.group import WAITS_FOR_ROOM, Point, RunGroup
 from trainkit.run.history import Attempt, PlanRecord, attempts_of
 from trainkit.run.record import AttemptRecord, attempt_of, is_alive
@@ -91,9 +92,8 @@ class PointStatus:
     run_dir: str
     diverged_since: int | None = None
     """The step from which on its loss is NaN or infinite, if it still is."""
-    cluster: str | None = None
+    cluster: str | None = field(default=None, metadata=OPTIONAL)
     """The cluster of its job, if that is another one than here."""
-    OPTIONAL = ("cluster",)
 
     @property
     def problem(self) -> str:
@@ -140,9 +140,9 @@ class GroupStatus:
     def best(self) -> PointStatus | None:
         """The point with the lowest validation loss, else with the lowest loss; None without either."""
         for metric in ("val_loss", "loss"):
-            found = [point for point in self.points if point.best and point.best.metric == metric]
+            found = [(one.best.value, one) for one in self.points if one.best and one.best.metric == metric]
             if found:
-                return min(found, key=lambda point: (point.best or Best()).value)
+                return min(found, key=itemgetter(0))[1]
         return None
 
     def to_dict(self) -> dict[str, object]:
@@ -282,26 +282,25 @@ def _read(group: RunGroup, index: int) -> PointFiles:
     entry = attempt_of(attempts[-1]) if isinstance(attempts, list) and attempts else None
     entry, end = entry or NOT_CREATED, read_newest_end(folder)
     job_id = entry.job_id or group.task_id(index)
+    # One file that cannot be read must not hide the other points.
     since = None
     if entry.attempt:
-        with suppress(OSError):  # one file that cannot be read must not hide the other points
+        with suppress(OSError):
             since = diverged_in(f"{folder}/metrics.jsonl")
     best = None if end is None or since is not None else end.best
     files = PointFiles(group.points[index], job_id, entry, end, best=best, diverged_since=since)
     if not entry.attempt or files.is_over:
         return files
     run = group.run(index)
-    events = list(read_events(run, *STATE_EVENTS, "evaluated"))
-    # Rank 0 of a COMMAND need not write metrics.
-    is_command = PlanRecord(group.record.plan).is_command
-    is_printing = is_command and run.attempt(entry.attempt).rank_log(0).exists()
-    has_metrics = run.metrics_file.exists() or is_printing
-    return replace(
-        files,
-        seen=attempts_of(events).get(entry.attempt),
-        best=best_result(run, events),
-        has_metrics=has_metrics,
-    )
+    with suppress(OSError):
+        events = list(read_events(run, *STATE_EVENTS, "evaluated"))
+        # Rank 0 of a COMMAND need not write metrics.
+        is_command = PlanRecord(group.record.plan).is_command
+        is_printing = is_command and run.attempt(entry.attempt).rank_log(0).exists()
+        has_metrics = run.metrics_file.exists() or is_printing
+        seen, best = attempts_of(events).get(entry.attempt), best_result(run, events)
+        return replace(files, seen=seen, best=best, has_metrics=has_metrics)
+    return files
 
 
 def most_relevant(points: Sequence[PointStatus], count: int) -> list[PointStatus]:

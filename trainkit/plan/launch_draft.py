@@ -103,7 +103,6 @@ class LaunchDraft:
             command=workload.argv or None,
             command_signal=config.requeue.signal,
             launcher=workload.launcher,
-            health_every_s=config.logging.health_every_s,
             slurm=slurm,
             gpu_types=self.gpu_types,
             fills_nodes=config.resources.extra.get("exclusive") is True
