@@ -20,7 +20,7 @@ from trainkit.plan.torch_build import OLDEST, REQUIREMENT
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
-SIZES = {"trainkit": (290, 65_297), "tests": (389, 63_999)}
+SIZES = {"trainkit": (290, 65_066), "tests": (390, 63_846)}
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (5, 400)
 """By so much the code may be smaller before `SIZES` is lowered."""
@@ -342,7 +342,7 @@ def test_a_plan_has_what_every_run_has() -> None:
     assert len(fields(LaunchPlan)) == PLAN_FIELDS
 
 
-PACKED = 59
+PACKED = 58
 """Literal tuples that are unpacked where their items could stand. The goal is 10."""
 
 

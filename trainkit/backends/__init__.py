@@ -168,7 +168,7 @@ def write_cancelled(run: RunDir, entry: AttemptRecord, reason: str) -> None:
 
 _CLASSES = {
     "local": "local.LocalBackend",
-    "hosts": "local.HostsBackend",
+    "launcher": "local.LauncherBackend",
     "sbatch": "slurm.SbatchBackend",
     "submitit": "submitit.SubmititBackend",
     "srun": "slurm.StepBackend",

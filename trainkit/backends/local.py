@@ -1,4 +1,4 @@
-"""Runs without Slurm: a supervisor process on this machine, or several hosts that were started by hand."""
+"""Runs without Slurm: a supervisor process on this machine, or the ranks of another launcher."""
 
 from __future__ import annotations
 
@@ -182,8 +182,13 @@ def _start_process(
         )
 
 
-class HostsBackend(LocalBackend):
-    """This process on the first of several hosts that were started by hand; it records their end."""
+class LauncherBackend(LocalBackend):
+    """This process is rank 0 of another launcher, such as torchrun, and records the end."""
+
+    def start(self, run: RunDir, new: NewAttempt) -> AttemptRecord:
+        entry = super().start(run, new)
+        log_event(run, entry.attempt, "started", world_size=new.plan.world_size, nodes=new.plan.num_nodes)
+        return entry
 
     def _supervisor(self, attempt: AttemptDir, new: NewAttempt) -> int:
         return os.getpid()

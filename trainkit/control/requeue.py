@@ -76,7 +76,7 @@ def start_again(run: RunDir, reason: str) -> AttemptRecord:
     if plan.workload.knows_run:
         refuse_finished(run, config, config, plan)
     if not plan.has_supervisor or plan.debug is not None:
-        where = "a debugger" if plan.has_supervisor else "a step that srun started, or on hosts without Slurm"
+        where = "a debugger" if plan.has_supervisor else "a step that srun started, or under another launcher"
         raise UsageError(f"{run.shown} ran in {where}", hint=f"`trainkit resume {run.word}` plans it anew")
     hosts = note_dead_job(run, record, print_note)
     if hosts and plan.slurm is not None and plan.slurm.clusters:

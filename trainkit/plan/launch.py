@@ -234,8 +234,8 @@ class LaunchPlan:
 
     @property
     def has_supervisor(self) -> bool:
-        """Whether a process of its own watches all ranks; in a step and on hosts by hand none does."""
-        return self.backend not in ("srun", "hosts")
+        """Whether a process of its own watches all ranks; with ranks that were started first, none does."""
+        return self.backend not in ("srun", "launcher")
 
     @property
     def fewest_nodes(self) -> int:

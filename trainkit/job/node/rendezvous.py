@@ -9,11 +9,11 @@ import socket
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from urllib.parse import quote
 
 from trainkit.errors import FatalError, TrainkitError
 from trainkit.formats import plural
 from trainkit.job import processes
+from trainkit.job.node.launched_rank import LaunchedRank
 from trainkit.job.node.slurm_step import SlurmTask
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.events import log_event, read_events
@@ -92,34 +92,6 @@ class StopSignalReceived(Exception):
 
 
 @dataclass(frozen=True)
-class HostPlace:
-    """The place of this host among those that were started by hand."""
-
-    node_rank: int
-    num_nodes: int
-    master_addr: str
-    """The address of node 0, as every host is given it."""
-    master_port: int
-    local_task = 0
-    """Its agent starts all ranks of the host."""
-
-    @property
-    def first(self) -> str:
-        """The host that announces the run, in words."""
-        return f"node 0 at {self.master_addr}:{self.master_port}"
-
-    @property
-    def key(self) -> str:
-        """A string that identifies the hosts that are started together."""
-        return f"{quote(self.master_addr, safe='')}.{self.master_port}"
-
-    @property
-    def others(self) -> list[int]:
-        """The node ranks of the other hosts."""
-        return [node for node in range(self.num_nodes) if node != self.node_rank]
-
-
-@dataclass(frozen=True)
 class Rendezvous:
     """The node and ranks of one agent, and the address of rank 0."""
 
@@ -131,7 +103,7 @@ class Rendezvous:
     """Another host of the job; None when all ranks are on this host."""
     nonce: str = ""
     """Random: by it the ranks of an attempt tell its rank 0 from that of another job."""
-    task: SlurmTask | HostPlace | None = None
+    task: SlurmTask | LaunchedRank | None = None
     """What its agent is; None for a local run, whose supervisor starts and signals all agents."""
 
     @property
@@ -141,21 +113,24 @@ class Rendezvous:
 
 
 def record_notice(
-    attempt: AttemptDir, received: signal.Signals, task: SlurmTask | HostPlace, time: str = ""
+    attempt: AttemptDir, received: signal.Signals, task: SlurmTask | LaunchedRank, time: str = ""
 ) -> None:
-    """Record a signal for the supervisor of a step, or for other hosts, which may not have received it."""
-    if isinstance(task, SlurmTask) and task.task != 0:
-        return  # Slurm has signalled all tasks
-    more: dict[str, object] = {"node_rank": task.node_rank} if isinstance(task, HostPlace) else {}
+    """Record a signal for the supervisor of a step, or for rank 0, which may not have received it."""
+    if isinstance(task, SlurmTask):
+        if task.task != 0:
+            return  # Slurm has signalled all tasks
+    elif any(attempt.errors_dir.glob("rank-*.json")):
+        return  # its launcher ends the other ranks with a signal
+    more: dict[str, object] = {}
     with contextlib.suppress(OSError):  # the ranks have received it, even if the disk is full
         more |= {"time": time} if time else {}
         log_event(attempt.run, attempt.number, "signal", signal=received.name, **more)
 
 
-def recorded_notices(attempt: AttemptDir) -> list[tuple[signal.Signals, int | None]]:
-    """The signals of `record_notice`, each with the node rank of the host that received it."""
+def recorded_notices(attempt: AttemptDir) -> list[signal.Signals]:
+    """The signals of `record_notice`."""
     events = read_events(attempt.run, "signal", attempt=attempt.number)
-    return [(signal.Signals[event.values["signal"]], event.count("node_rank")) for event in events]
+    return [signal.Signals[event.values["signal"]] for event in events]
 
 
 def await_plan(attempt: AttemptDir, timeout_s: float = VISIBLE_TIMEOUT_S) -> LaunchPlan:
@@ -309,7 +284,7 @@ class PauseUntilFailure:
             raise TrainkitError(
                 "another rank failed before the rendezvous", hint=f"its record is {failed[0]}"
             )
-        for received, _ in recorded_notices(self._attempt):
+        for received in recorded_notices(self._attempt):
             raise StopSignalReceived(received)
 
 
