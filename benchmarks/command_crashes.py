@@ -28,7 +28,7 @@ from typing import Any
 
 from benchmarks.control_races import OPTIONS, Place, has_started, is_alive, is_settled, newest, wait_for
 from benchmarks.forked import Command, forked_modules, preload
-from trainkit.backends import backend_of
+from trainkit.backend import backend_of
 from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
 

@@ -30,7 +30,7 @@ from pathlib import Path
 
 from benchmarks.forked import Command, fork, forked_modules, preload
 from tests.support.programs import is_running
-from trainkit.backends import backend_of
+from trainkit.backend import backend_of
 from trainkit.run.files import parse_time, read_json
 from trainkit.run.record import AttemptRecord, read_job
 from trainkit.run.rundir import RunDir, is_supervised

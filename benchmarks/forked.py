@@ -22,7 +22,7 @@ MODULES = (
     *("trainkit.cli.main", "trainkit.cli.control", "trainkit.cli.resume", "trainkit.cli.submit"),
     *("trainkit.cli.run", "trainkit.cli.status", "trainkit.control.cancel", "trainkit.control.resume"),
     *("trainkit.launch.create", "trainkit.launch.plan_run", "trainkit.launch.submission"),
-    *("trainkit.backends.local", "trainkit.job.supervisor", "trainkit.job.node.agent"),
+    *("trainkit.backends.local.backend", "trainkit.job.supervisor", "trainkit.job.node.agent"),
 )
 _execute = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 _signature = inspect.signature(_execute)

@@ -23,7 +23,7 @@ from pathlib import Path
 from benchmarks.control_races import Place, has_started, is_alive, newest, wait_for
 from benchmarks.forked import Command, forked_modules, preload
 from tests.support.disks import fill, small_disk
-from trainkit.backends import backend_of
+from trainkit.backend import backend_of
 from trainkit.run.rundir import RunDir
 
 TIMEOUT_S = 30.0

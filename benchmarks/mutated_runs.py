@@ -356,7 +356,7 @@ def type_all(place: Place, name: str, lines: Sequence[tuple[str, bool]], slurm: 
         os.environ["SLURM_CONF"] = str(place.folder / "slurm" / "slurm.conf")
 
     def end(module: str) -> None:
-        if module not in ("trainkit.job.supervisor", "trainkit.backends.local_group"):
+        if module not in ("trainkit.job.supervisor", "trainkit.backends.local.group"):
             raise SystemExit(1)
         time.sleep(0.5)  # its command asks the kernel who it is
         raise SystemExit(0)

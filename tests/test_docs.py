@@ -302,7 +302,7 @@ def test_every_command_and_option_of_the_docs_exists() -> None:
     found = reference.all_commands()
     items = [item for command in found.values() for item in command.params]
     options = {"--help", *(name for item in items for name in (*item.opts, *item.secondary_opts))}
-    generated = (ROOT / "trainkit" / "plan" / "launcher_files.py").read_text()
+    generated = (ROOT / "trainkit/capabilities/launchers/config_files.py").read_text()
     for page in PAGES:
         text = page.read_text()
         for name in re.findall(r"`trainkit ([a-z]+)\b", text):

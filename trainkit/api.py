@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast, overload
 
 from trainkit.arguments import Arguments, meant_of_submitit, shown_argument
+from trainkit.backend import backend_named
 from trainkit.backends.jobs import liveness_probe
 from trainkit.control.cancel import cancel_group, cancel_run
 from trainkit.errors import ConfigError, Problem, TrainkitError, UsageError, warn_caller
@@ -49,7 +50,6 @@ from trainkit.run.owner import refuse_foreign
 from trainkit.run.record import read_job
 from trainkit.run.registry import find_run, find_run_or_group, iter_known_runs
 from trainkit.run.rundir import AttemptDir, RunDir
-from trainkit.slurm.client import require_controller
 
 if TYPE_CHECKING:
     from trainkit.config import LoadedConfig
@@ -188,7 +188,10 @@ class Run:
 
     @property
     def status(self) -> RunStatus:
-        """What ``trainkit status`` shows: ``state``, ``step``, ``loss``, ``attempt``, ``job_id`` and more."""
+        """What ``trainkit status`` shows: ``state``, ``reason``, ``attempt``, ``job_id`` and more.
+
+        ``progress`` has ``step`` and ``loss``, ``place`` the host and the number of nodes.
+        """
         status, point = look_at(self._folder, warn_caller)[1], self._point()
         if point is None:
             return status
@@ -332,12 +335,12 @@ class Run:
         return f"Run({str(self._folder.path)!r})"
 
     def _repr_html_(self) -> str:
-        status = self.status
+        status, progress = self.status, self.status.progress
         values = {
             "run": status.name,
             "state": status.state,
-            "step": status.step and f"{status.step} of {status.total_steps or '?'}",
-            "loss": None if status.loss is None else f"{status.loss:.4g}",
+            "step": progress.step and f"{progress.step} of {progress.total_steps or '?'}",
+            "loss": None if progress.loss is None else f"{progress.loss:.4g}",
             "why": status.reason,
             "folder": str(self._folder.path),
         }
@@ -625,13 +628,12 @@ def _start(
     from trainkit.launch.submission import plan_submission, submission_warnings
 
     submission = plan_submission(points, array, given.workload, after=given.after, warn=warn_caller)
-    if given.now and submission.plan.slurm is not None:
+    if given.now and submission.plan.is_job:
         raise UsageError("now is for a run on this machine, and this one is for Slurm", hint="leave it out")
     found = submission_warnings(submission, given.run_dir, given.workload, starts=True)
     for text in (*submission.plan.warnings, *found):
         warn_caller(text.strip().removeprefix("warning: "))
-    if submission.plan.slurm is not None:
-        require_controller(submission.plan.slurm.clusters)
+    backend_named(submission.plan.backend).require_reachable(submission.plan)
     with nullcontext() if given.function is None else by_value(given.function):
         pickles = {index: dumps(call) for index, call in calls.items()}  # what cannot be leaves no folder
     created = create_submission(submission, [*sys.orig_argv], given.run_dir, "run_dir")

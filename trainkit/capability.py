@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from trainkit.errors import KeyProblem, UsageError
@@ -23,12 +24,14 @@ if TYPE_CHECKING:  # the nouns of the floors above, for type checkers alone
     from trainkit.config.schema import RunConfig
     from trainkit.config.section import Section
     from trainkit.job.node.rendezvous import Rendezvous
+    from trainkit.job.rank_env import RankEnv
     from trainkit.plan.facts import Facts
     from trainkit.plan.launch import LaunchPlan
+    from trainkit.plan.workload import Workload
     from trainkit.run.end import AttemptEnd
     from trainkit.run.events import Event
     from trainkit.run.history import PlanRecord, RunHistory
-    from trainkit.run.rundir import AttemptDir
+    from trainkit.run.rundir import AttemptDir, RunDir
 
 GROUP = "trainkit.capabilities"
 """The group of the entry points of other packages: the name of a section -> MODULE:CLASS."""
@@ -37,7 +40,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Part:
-    """The base of what a capability keeps in plan.json, a frozen dataclass; read with `LaunchPlan.part`."""
+    """The base of what a capability keeps in plan.json, a frozen dataclass; read with `LaunchPlan.part`.
+
+    A field `files`, name -> text, is written next to plan.json, and compared with it when the job starts. A
+    field `keys` has keys of the config that the user had set: a run that repeats this one knows them then.
+    """
 
     CAPABILITY: ClassVar[str] = ""
     """The name of the capability."""
@@ -45,7 +52,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Planned:
-    """The result of `Capability.plan`: a part of the plan, with reasons and warnings."""
+    """The result of `Capability.plan` and `plan_command`: a part of the plan, with reasons and warnings."""
 
     part: Part | None = None
     """None for a run that does not use it; of such a run its code is not imported."""
@@ -53,6 +60,20 @@ class Planned:
     """Derived value -> its reason, which a dry run prints."""
     warnings: tuple[str, ...] = ()
     """Messages about settings without effect, or that could not be checked, one sentence each."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of every worker, of `plan_command` only; launch.env comes before them."""
+    keys: Collection[str] = ()
+    """Keys of the config that have an effect on a command because of it, of `plan_command` only."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The number of ranks and their device, before there is a plan."""
+
+    world_size: int
+    num_nodes: int
+    workers_per_node: int
+    device: str
 
 
 class Companion:
@@ -90,6 +111,18 @@ class Capability:
         """Plan its part of the run that `draft` describes."""
         return Planned()
 
+    def plan_command(self, loaded: LoadedConfig, workload: Workload, ranks: Ranks) -> Planned:
+        """Plan what a command gets from the config; raises ConfigError for values that it cannot get."""
+        return Planned()
+
+    def size_independent(self, plan: LaunchPlan) -> object:
+        """What of its part must be the same for every number of nodes that the job may get."""
+        return None
+
+    def argv(self, plan: LaunchPlan, rank: RankEnv, run: RunDir) -> tuple[str, ...]:
+        """The command line with which an agent starts a command, if its launcher is of the capability."""
+        raise NotImplementedError
+
     def try_out(self, config: RunConfig) -> str:
         """Do once what a run would do, and say what has happened; raises TrainkitError if it fails."""
         raise NotImplementedError
@@ -111,6 +144,10 @@ class Capability:
     def close(self) -> None:
         """Wait for what is still being sent, when the process of the supervisor ends."""
 
+    def speeds(self, group: Path) -> Mapping[int, float | None]:
+        """The tokens per second of the runs of a group that has its file, by their index."""
+        return {}
+
     def rows(self, history: RunHistory, plan: PlanRecord) -> Mapping[str, str]:
         """The lines that it adds to `status` of a run: label -> text."""
         return {}
@@ -120,25 +157,35 @@ class Capability:
 class Shipped:
     """A folder of `trainkit/capabilities/`, by what is known of it before it is imported."""
 
-    key: str
-    """The key of plan.json that has its part."""
-    follows: str
-    """The key of plan.json after which it is written."""
-    value: str | None = None
-    """The field of its part that is the value of `key`; None if the value is the whole part."""
-    absent: Any = None
-    """The value of `key` without a part."""
+    follows: str = ""
+    """The key of plan.json after which its part is written."""
+    keys: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
+    """Key of plan.json -> the field of its part, and the value without a part; `WHOLE` for all fields."""
     commands: Mapping[str, str] = field(default_factory=dict)
+    launchers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Launcher of a command -> the packages of which it needs one."""
+    group_file: str | None = None
+    """A file that only its groups of runs have; None if it has none."""
 
 
+WHOLE = ("", None)
+"""A part that is the value of a single key, which is left out without it."""
 SHIPPED = {
-    "notifications": Shipped("notify", "requeue"),
+    "bench": Shipped(group_file="bench.json"),
+    "launchers": Shipped(
+        "launcher",
+        {"launcher_files": ("files", {}), "launcher_values": ("values", {}), "launcher_keys": ("keys", [])},
+        launchers={
+            "torchrun": ("torch",),
+            "accelerate": ("accelerate",),
+            "deepspeed": ("deepspeed",),
+            "lightning": ("lightning", "pytorch_lightning"),
+            "megatron": ("torch",),
+        },
+    ),
+    "notifications": Shipped("requeue", {"notify": WHOLE}),
     "trackers": Shipped(
-        "trackers",
-        "slurm",
-        value="names",
-        absent=[],
-        commands={"sync": "command:sync", "ui": "command:ui"},
+        "slurm", {"trackers": ("names", [])}, commands={"sync": "command:sync", "ui": "command:ui"}
     ),
 }
 """The shipped capabilities by the name of their folder; companions end in this order."""
@@ -186,6 +233,23 @@ def installed_section(name: str) -> type[Section] | None:
     return None if entry_point(name) is None else load(name).Config
 
 
+def launchers() -> dict[str, tuple[str, ...]]:
+    """The launchers of commands, each with the packages of which it needs one."""
+    return {name: needs for shipped in SHIPPED.values() for name, needs in shipped.launchers.items()}
+
+
+def with_launcher(name: str) -> Capability:
+    """The capability that a launcher is of; raises UsageError if there is none."""
+    return load(next((folder for folder, shipped in SHIPPED.items() if name in shipped.launchers), name))
+
+
+def measured_speeds(group: Path) -> Mapping[int, float | None] | None:
+    """The speeds that a capability has measured of the runs of a group; None for any other group."""
+    files = ((name, shipped.group_file) for name, shipped in SHIPPED.items())
+    owner = next((name for name, file in files if file is not None and (group / file).is_file()), None)
+    return None if owner is None else load(owner).speeds(group)
+
+
 def shipped_command(name: str) -> str | None:
     """MODULE:NAME of a command of a capability that is shipped; None without one."""
     for folder, shipped in SHIPPED.items():
@@ -214,24 +278,40 @@ def take_parts(plan: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The parts of a plan.json by the name of their capability, from the keys in which they lie."""
     parts: dict[str, dict[str, Any]] = {}
     for name, shipped in SHIPPED.items():
-        value = plan.get(shipped.key)
-        if value not in (None, shipped.absent):
-            parts[name] = value if shipped.value is None else {shipped.value: value}
+        own, is_used = dict[str, Any](), False
+        for key, (inner, absent) in shipped.keys.items():
+            value = plan.get(key)
+            own[inner] = absent if value is None else value
+            is_used |= own[inner] != absent
+        if is_used:
+            parts[name] = own.get("", own)
     return {**parts, **plan.get("capabilities", {})}
+
+
+def files_of(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """The files that the parts of a plan have: name in the run folder -> text."""
+    return {name: text for part in parts.values() for name, text in part.get("files", {}).items()}
+
+
+def keys_of(parts: Mapping[str, Mapping[str, Any]]) -> set[str]:
+    """The keys of the config that the parts of a plan have."""
+    return {key for part in parts.values() for key in part.get("keys", ())}
 
 
 def put_parts(plan: dict[str, Any], parts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The content of a plan.json with its parts: what `take_parts` reads."""
-    own: dict[str, list[tuple[str, Any]]] = {}
+    own: dict[str, dict[str, Any]] = {}
     for name, shipped in SHIPPED.items():
-        part = parts.get(name)
-        value = shipped.absent if part is None else part if shipped.value is None else part[shipped.value]
-        if value is not None or shipped.value is not None:
-            own.setdefault(shipped.follows, []).append((shipped.key, value))
+        part, written = parts.get(name), own.setdefault(shipped.follows, {})
+        for key, (inner, absent) in shipped.keys.items():
+            if inner:
+                written[key] = absent if part is None else part[inner]
+            elif part is not None:
+                written[key] = part
     found: dict[str, Any] = {}
     for key, value in plan.items():
         found[key] = value
-        found |= own.get(key, [])
+        found |= own.get(key, {})
     others = {name: part for name, part in parts.items() if name not in SHIPPED}
     return {**found, "capabilities": others} if others else found
 

@@ -16,7 +16,7 @@ import pytest
 
 import trainkit
 from tests.support.programs import run_program, wait_for
-from trainkit.backends import backend_of
+from trainkit.backend import backend_of
 from trainkit.cli.main import main
 from trainkit.errors import UsageError
 from trainkit.run.files import read_json

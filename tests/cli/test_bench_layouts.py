@@ -15,14 +15,14 @@ from steering import Desk, wait_for
 
 from tests.support.benches import made_up_bench, profile_made_up, train_made_up
 from tests.support.programs import run_program
-from trainkit.backends.slurm import SbatchBackend
+from trainkit.backends.slurm import group_parts
+from trainkit.backends.slurm.backend import SbatchBackend
 from trainkit.bench import run_bench
 from trainkit.bench.run_bench import read_bench
 from trainkit.bench.summary import COLUMNS
 from trainkit.cli import bench as bench_command
 from trainkit.cli.main import main
 from trainkit.errors import EXIT_INTERRUPTED
-from trainkit.job import group_parts
 from trainkit.run.end import KILLED, AttemptEnd, read_end
 from trainkit.run.files import read_json, write_json
 from trainkit.run.group import RunGroup, create_task_run

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from steering import Desk
 
+from trainkit.backends.slurm import group_parts
 from trainkit.bench import run_bench
 from trainkit.cli.main import main
-from trainkit.job import group_parts
 from trainkit.run.files import read_json
 from trainkit.run.group import RunGroup, create_task_run
 

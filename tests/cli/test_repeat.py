@@ -13,7 +13,7 @@ from tests.golden.__main__ import HERE, unpack_run
 from tests.support.sweeps import made_up_sweep
 from trainkit import api
 from trainkit.api import Run
-from trainkit.backends.local import LocalBackend
+from trainkit.backends.local.backend import LocalBackend
 from trainkit.cli import options
 from trainkit.cli.main import main
 from trainkit.config import read_effective

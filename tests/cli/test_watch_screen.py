@@ -22,7 +22,7 @@ from tests.support.watched_runs import NOW, requeued_job, running_job, unreachab
 from trainkit.cli.watch_screen import RunScreen, TextScreen, WatchApp, joined
 from trainkit.control.cancel import CancelResult
 from trainkit.run.group import RunGroup
-from trainkit.run.record import AttemptRecord
+from trainkit.run.record import AttemptRecord, JobRecord
 from trainkit.run.registry import register
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.jobs import JobInfo
@@ -153,11 +153,12 @@ def test_nothing_is_done_without_a_yes(folder: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_requeue_says_what_it_did_or_why_it_could_not(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from trainkit.control.requeue import Requeued
     from trainkit.errors import UsageError
 
     run = watched_runs.failed(folder / "runs" / "failed")
     answers: list[object] = [
-        (AttemptRecord(3, "4712"), True),
+        Requeued(JobRecord(), AttemptRecord(3, "4712"), True),
         UsageError("4711 is already pending"),
         UsageError("runs/[/b] cannot be read"),  # no markup
     ]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.backends.local import LocalBackend
+from trainkit.backends.local.backend import LocalBackend
 from trainkit.cli.main import main
 from trainkit.run.rundir import RunDir
 from trainkit.trust import TRUSTED_VARIABLE

@@ -12,17 +12,17 @@ import pytest
 
 from tests.support.runs import make_attempt
 from trainkit.backends import jobs as control_jobs
-from trainkit.backends import slurm as slurm_backend
 from trainkit.backends.jobs import (
     live_entry,
     liveness_probe,
     open_job_ids,
     query_jobs_or_warn,
-    recover_job_id,
+    read_whole_job,
     require_not_running,
     status_from_jobs,
 )
-from trainkit.backends.slurm import cancel_follow_ups, submit_follow_ups
+from trainkit.backends.slurm import backend as slurm_backend
+from trainkit.backends.slurm.backend import cancel_follow_ups, submit_follow_ups
 from trainkit.control import cancel as control_cancel
 from trainkit.control.cancel import cancel_run
 from trainkit.control.requeue import requeue_run
@@ -93,7 +93,8 @@ def test_a_job_that_cannot_be_recorded_is_named_with_a_command(
     monkeypatch.setattr(slurm_backend, "submit_script", lambda *args, **more: job)
     monkeypatch.setattr(slurm_backend, "add_slurm_attempt", full)
     script, plan = SimpleNamespace(text="#!/bin/bash\n"), SimpleNamespace(slurm=REQUEST)
-    new: Any = SimpleNamespace(script=script, plan=plan, config_text="", plan_text="", reason="submit")
+    texts = {"config_text": "", "plan_text": "", "reason": "submit"}
+    new: Any = SimpleNamespace(script=script, plan=plan, job=read_job(run), **texts)
     with pytest.raises(TrainkitError, match=r"^123 was submitted, but") as caught:
         slurm_backend.SbatchBackend().start(run, new)
     assert caught.value.hint.endswith(f"`{command}`")
@@ -158,9 +159,9 @@ def test_one_that_carries_the_run_waits_no_more(run: RunDir, cancelled: list[str
     with_follow_ups(run, "8", "9", "10")
     add_slurm_attempt(run, 2, "8", "comeback", "sbatch")
     assert read_job(run).waiting == ["9", "10"]
-    cancel_follow_ups(run, keep="9")
+    cancel_follow_ups(run, read_job(run), keep="9")
     assert cancelled == ["10"]
-    cancel_follow_ups(run)
+    cancel_follow_ups(run, read_job(run))
     assert cancelled == ["10"]  # job.json knows them no more
 
 
@@ -178,17 +179,17 @@ def test_another_cluster_that_is_away_keeps_no_run_that_is_over(
         AttemptEnd("failed", "failed", exit_code=1).write(run.attempt(1))
     if name == "west" or not has_ended:
         with pytest.raises(SlurmUnreachable):
-            cancel_follow_ups(run)
+            cancel_follow_ups(run, read_job(run))
         assert read_job(run).follow_ups == ["8", "9"]
         return
-    cancel_follow_ups(run)
+    cancel_follow_ups(run, read_job(run))
     assert "it is away: `scancel --clusters=east 8 9` cancels the follow-up jobs" in capsys.readouterr().err
     assert read_job(run).follow_ups == [], "the next attempt may be on a cluster where these are other jobs"
 
 
 def test_without_follow_ups_slurm_is_not_asked(run: RunDir, cancelled: list[str]) -> None:
     before = run.job_file.read_text()
-    cancel_follow_ups(run)
+    cancel_follow_ups(run, read_job(run))
     assert (cancelled, run.job_file.read_text()) == ([], before)
 
 
@@ -214,7 +215,7 @@ def test_a_run_whose_follow_up_waits_is_alive(run: RunDir, monkeypatch: pytest.M
     status = status_from_jobs(run, read_job(run), jobs)
     assert status.alive
     assert status.job == replace(WAITS, job_id="9")
-    entry = live_entry(run, "resume")
+    entry = live_entry(run, read_job(run), "resume")
     assert (entry.job_id, entry.attempt) == ("9", 1)
 
 
@@ -222,7 +223,7 @@ def test_a_run_without_any_left_is_not(run: RunDir, monkeypatch: pytest.MonkeyPa
     with_follow_ups(run, "8")
     status = status_from_jobs(run, read_job(run), queue(monkeypatch, j7=ENDED))
     assert (status.alive, status.job) == (False, ENDED)
-    assert live_entry(run, "resume") is None
+    assert live_entry(run, read_job(run), "resume") is None
 
 
 def test_follow_ups_of_a_run_that_has_ended_are_on_their_way_out(
@@ -232,7 +233,7 @@ def test_follow_ups_of_a_run_that_has_ended_are_on_their_way_out(
     write_json(run.attempt(1).end_file, {"action": "failed", "state": "failed"})
     queue(monkeypatch, j7=ENDED, j8=WAITS)
     assert open_job_ids(run, read_job(run)) == []
-    assert live_entry(run, "resume") is None
+    assert live_entry(run, read_job(run), "resume") is None
 
 
 def test_a_job_that_has_recorded_its_end_gets_a_moment_to_exit(
@@ -241,11 +242,11 @@ def test_a_job_that_has_recorded_its_end_gets_a_moment_to_exit(
     jobs = queue(monkeypatch, j7=JobInfo("?", JobState.RUNNING, "RUNNING"))
     monkeypatch.setattr(control_jobs.time, "sleep", lambda _: jobs.clear())
     with pytest.raises(UsageError, match="is running as 7"):
-        require_not_running(run, "resume")
+        require_not_running(run, read_job(run), "resume")
     write_json(run.attempt(1).end_file, {"action": "finished", "state": "finished"})
-    assert live_entry(run, "cancel") is None, "nothing to cancel"
+    assert live_entry(run, read_job(run), "cancel") is None, "nothing to cancel"
     assert jobs
-    require_not_running(run, "resume")
+    require_not_running(run, read_job(run), "resume")
     assert not jobs
     assert capsys.readouterr().err == "7 has recorded its end: waiting until it exits\n"
 
@@ -256,11 +257,11 @@ def test_a_job_that_has_recorded_its_end_and_stays_is_named(
     write_json(run.attempt(1).end_file, {"action": "finished", "state": "finished"})
     monkeypatch.setattr(control_jobs, "SUPERVISOR_EXIT_S", -1.0)
     jobs = queue(monkeypatch, j7=JobInfo("?", JobState.RUNNING, "RUNNING"))
-    for act in (lambda: require_not_running(run, "resume"), lambda: requeue_run(run)):
+    for act in (lambda: require_not_running(run, read_job(run), "resume"), lambda: requeue_run(run)):
         with pytest.raises(UsageError, match=r"has ended, but Slurm still has its job 7 \(RUNNING\)"):
             act()
     jobs["7"] = JobInfo("7", JobState.COMPLETING, "COMPLETING")  # a long epilog
-    require_not_running(run, "resume")
+    require_not_running(run, read_job(run), "resume")
 
 
 @pytest.mark.parametrize(
@@ -332,7 +333,7 @@ def test_a_run_on_another_cluster_is_not_taken_for_dead(
     assert status_from_jobs(run, record, known).alive is None
     assert liveness_probe(run)() is None
     with pytest.raises(SlurmUnreachable):
-        live_entry(run, "resume")
+        live_entry(run, read_job(run), "resume")
     away_is_east = False
     ids = [*open_job_ids(run, record), "7"]
     known = query_jobs_or_warn(ids, said.append)
@@ -342,7 +343,7 @@ def test_a_run_on_another_cluster_is_not_taken_for_dead(
     here = replace(record, attempts=record.attempts[:1], follow_ups=None)
     assert status_from_jobs(run, here, known).alive is None
     queue(monkeypatch, **{"j7;east": ENDED, "j8;east": WAITS})
-    entry = live_entry(run, "resume")
+    entry = live_entry(run, read_job(run), "resume")
     assert entry is not None
     assert entry.job == "8;east"
     run.attempt(2).create()
@@ -364,7 +365,7 @@ def test_a_job_is_found_whatever_its_plan(
     monkeypatch.setattr(
         control_jobs, "find_by_token", lambda token, **more: asked.append(more["clusters"]) or "8"
     )
-    recover_job_id(run)
+    read_whole_job(run)
     newest = read_job(run).newest
     assert newest is not None
     assert (asked, newest.job_id, newest.backend) == ([clusters], "8", "sbatch")
@@ -400,5 +401,5 @@ def test_a_requeue_stands_in_the_record_before_it_is_signalled(
     runs = JobInfo("7", JobState.RUNNING, "RUNNING")
     answers(monkeypatch, lambda ids: dict.fromkeys(ids, runs))
     monkeypatch.setattr(slurm_backend, "send_signal", signalled)
-    assert requeue_run(run)[1] is False
+    assert requeue_run(run).is_started is False
     assert len(requests) == 1

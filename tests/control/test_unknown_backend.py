@@ -7,9 +7,9 @@ from unittest.mock import Mock
 import pytest
 
 from tests.support.runs import make_attempt
-from trainkit.backends import backend_named, backend_of
+from trainkit.backend import backend_named, backend_of
 from trainkit.backends import jobs as backend_jobs
-from trainkit.backends.jobs import live_entry, open_job_ids, query_job_status
+from trainkit.backends.jobs import live_entry, open_job_ids, query_jobs_or_warn, read_job_status
 from trainkit.control.cancel import cancel_run
 from trainkit.errors import UsageError
 from trainkit.run.files import read_json
@@ -40,14 +40,15 @@ def test_its_job_is_unknown_and_slurm_is_not_asked(run: RunDir, monkeypatch: pyt
     monkeypatch.setattr(backend_jobs, "query_clusters", asked)
     record = read_job(run)
     assert open_job_ids(run, record) == []
-    assert query_job_status(run, record, pytest.fail).alive is None
+    status = read_job_status(run, lambda ids: query_jobs_or_warn(ids, pytest.fail))[1]
+    assert status.alive is None
     asked.assert_called_once_with([])
 
 
 def test_nothing_is_done_to_it(run: RunDir) -> None:
     before = read_json(run.job_file)
     for act in (
-        lambda: live_entry(run, "resume"),
+        lambda: live_entry(run, read_job(run), "resume"),
         lambda: cancel_run(run, now=False, wait=False, warn=pytest.fail),
         lambda: backend_of(read_job(run).attempts[0]).signal(run, read_job(run).attempts[0], signal.SIGTERM),
     ):

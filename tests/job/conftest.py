@@ -14,13 +14,14 @@ from slurm_job import Slurm
 
 import trainkit
 from tests.support.runs import launch_plan, make_attempt, start_local
-from trainkit.backends import backend_of
+from trainkit.backend import backend_of
+from trainkit.backends.slurm import allocation, claim_attempt
+from trainkit.backends.slurm.attempt_watch import SlurmAttemptWatch
 from trainkit.capabilities.notifications.policy import NotifyPolicy
 from trainkit.config import dump_effective
 from trainkit.config.running import WEBHOOK_VARIABLE
 from trainkit.config.schema import RunConfig
-from trainkit.job import allocation, claim_attempt, supervisor
-from trainkit.job.attempt_watch import SlurmAttemptWatch
+from trainkit.job import supervisor
 from trainkit.plan.launch import Batch, Layout, RequeuePolicy
 from trainkit.run.files import to_json, write_json
 from trainkit.run.record import read_job

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from trainkit.control.changed_config import missing_save
 from trainkit.job.attempt_end import last_step, write_end
 from trainkit.job.decision import Decision, Outcome
 from trainkit.observe.status import read_status
@@ -61,6 +62,18 @@ def test_a_long_run_costs_no_more_than_a_short_one(
     assert end.best == Best("loss", 1.0, MANY - 1)
     read_status(RunHistory(run), read_job(run), None, datetime.now(timezone.utc))
     assert len(parsed) < MANY / 4
+
+
+@pytest.mark.parametrize(("codes", "saved"), [([75, 0], True), ([75, 1], False), ([], False)])
+def test_an_end_says_whether_the_workers_saved_whatever_its_reason_is(
+    run: RunDir, codes: list[int], saved: bool
+) -> None:
+    what = "restarts without n1: ranks 5; 6 are slow"
+    decision = Decision("requeue", what, 75, "slow_host", details="resumes (restart 1)")
+    end = write_end(run.attempt(1), Outcome(exits=list(enumerate(codes))), decision)
+    assert (end.reason, end.summary, end.saved) == (f"{what}; resumes (restart 1)", what, saved)
+    assert read_end(run.attempt(1)) == end
+    assert (missing_save(run, is_command=True) is None) == saved
 
 
 def test_records_of_another_attempt_and_of_none_end_the_search(

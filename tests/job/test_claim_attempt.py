@@ -10,9 +10,11 @@ from unittest.mock import Mock
 import pytest
 from slurm_job import RUNNING, Slurm, reasons
 
+from trainkit.backends.local.allocation import LocalAllocation
+from trainkit.backends.slurm import allocation
+from trainkit.backends.slurm.claim_attempt import NothingToDo, claim_attempt
 from trainkit.errors import EXIT_OK, EXIT_STOPPED, UsageError
-from trainkit.job import allocation, supervisor
-from trainkit.job.claim_attempt import NothingToDo, claim_attempt
+from trainkit.job import supervisor
 from trainkit.job.decision import Decision
 from trainkit.job.supervisor import supervise_job
 from trainkit.locks import file_lock
@@ -62,12 +64,12 @@ def test_a_job_that_was_cancelled_while_it_waited_does_not_start(run: RunDir) ->
 
 
 @pytest.mark.parametrize(
-    "start", [lambda run: claim_attempt(run, "7"), lambda run: allocation.LocalAllocation(run, 1).claim()]
+    "start", [lambda run: claim_attempt(run, "7"), lambda run: LocalAllocation(run, 1).claim()]
 )
 def test_a_start_leaves_nothing_in_the_place_of_a_run_that_is_gone(
     start: Callable[[RunDir], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainkit.job.claim_attempt.ENTRY_TIMEOUT_S", 0.0)
+    monkeypatch.setattr("trainkit.backends.slurm.claim_attempt.ENTRY_TIMEOUT_S", 0.0)
     with pytest.raises(UsageError, match="moved or deleted before this start"):
         start(RunDir(tmp_path))
     assert list(tmp_path.iterdir()) == []
@@ -84,7 +86,7 @@ def taken(run: RunDir) -> RunDir:
 def says(monkeypatch: pytest.MonkeyPatch, job: JobDetails | None) -> None:
     """What Slurm says of the job of the newest attempt; None: it does not answer."""
     answer = [SlurmUnreachable("scontrol: no answer") if job is None else job]
-    monkeypatch.setattr("trainkit.job.claim_attempt.job_details", Mock(side_effect=answer * 9))
+    monkeypatch.setattr("trainkit.backends.slurm.claim_attempt.job_details", Mock(side_effect=answer * 9))
 
 
 def leaves_to(job_id: str, claimed: AttemptDir | NothingToDo) -> bool:
@@ -131,7 +133,7 @@ def test_a_job_that_slurm_has_forgotten_carries_nothing(
     taken: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forgotten = SlurmRefused("scontrol: Invalid job id specified")
-    monkeypatch.setattr("trainkit.job.claim_attempt.job_details", Mock(side_effect=forgotten))
+    monkeypatch.setattr("trainkit.backends.slurm.claim_attempt.job_details", Mock(side_effect=forgotten))
     with file_lock(taken.supervisor_lock_file):  # of a host that is down
         assert isinstance(claim_attempt(taken, "8"), AttemptDir)
 

@@ -12,10 +12,10 @@ import pytest
 from slurm_job import RUNNING, Slurm, reasons
 
 from tests.support.webhooks import webhook
-from trainkit.backends.slurm import cancel_follow_ups
-from trainkit.job import resubmit
+from trainkit.backends.slurm import resubmit
+from trainkit.backends.slurm.backend import cancel_follow_ups
+from trainkit.backends.slurm.claim_attempt import claim_attempt
 from trainkit.job.attempt_end import progress_of, write_end
-from trainkit.job.claim_attempt import claim_attempt
 from trainkit.job.decision import Decision, Outcome
 from trainkit.job.supervisor import supervise_job
 from trainkit.run.files import read_json, write_json
@@ -25,6 +25,7 @@ from trainkit.run.record import (
     change_newest,
     mark_cancelled,
     open_attempt,
+    read_job,
     set_follow_ups,
 )
 from trainkit.run.rundir import AttemptDir, RunDir
@@ -102,7 +103,7 @@ def test_a_run_that_takes_its_hosts_down_stops(
 
 def close_as_the_next_start_does(run: RunDir, slurm: Slurm) -> None:
     """The next start continues, and dies itself: it only leaves the end of the one before."""
-    from trainkit.job.allocation import SlurmAllocation
+    from trainkit.backends.slurm.allocation import SlurmAllocation
     from trainkit.job.attempt_end import close_dead_attempts
     from trainkit.plan.launch import LaunchPlan
 
@@ -179,9 +180,9 @@ def test_a_record_that_cannot_be_read_is_not_replaced(run: RunDir, monkeypatch: 
         error = OSError(errno.ESTALE, "Stale file handle")
         monkeypatch.setattr("trainkit.run.record.read_json", Mock(side_effect=error))
 
-    monkeypatch.setattr("trainkit.backends.slurm.cancel_waiting", stale)
+    monkeypatch.setattr("trainkit.backends.slurm.backend.cancel_waiting", stale)
     with pytest.raises(OSError, match="Stale"):
-        cancel_follow_ups(run)
+        cancel_follow_ups(run, read_job(run))
     assert run.job_file.read_bytes() == before
 
 

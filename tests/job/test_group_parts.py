@@ -14,9 +14,9 @@ from unittest.mock import Mock
 import pytest
 
 from tests.support.groups import make_group
+from trainkit.backends.slurm import group_parts
+from trainkit.backends.slurm.group_parts import next_part, recover_parts, submit_parts
 from trainkit.errors import TrainkitError, UsageError
-from trainkit.job import group_parts
-from trainkit.job.group_parts import next_part, recover_parts, submit_parts
 from trainkit.locks import file_lock
 from trainkit.run.files import read_json, write_json
 from trainkit.run.group import Part, RunGroup, create_task_run

@@ -14,9 +14,9 @@ import pytest
 
 from tests.support.groups import make_group
 from tests.support.runs import launch_plan
-from trainkit.backends import local_group
-from trainkit.job import allocation
-from trainkit.job.local_queue import VISIBLE, QueuePlace
+from trainkit.backends.local import allocation
+from trainkit.backends.local import group as local_group
+from trainkit.backends.local.queue import VISIBLE, QueuePlace
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import AttemptEnd
 from trainkit.run.group import create_task_run
@@ -141,7 +141,7 @@ def test_gpus_that_no_driver_tells_of_stay_visible(start: Start, monkeypatch: py
 
 
 def test_without_gpus_cores_are_shared_out(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainkit.job.local_queue.num_usable_cpus", lambda: 3)
+    monkeypatch.setattr("trainkit.backends.local.queue.num_usable_cpus", lambda: 3)
     assert start("two", 2, device="cpu").take()[0] is None
     assert start("on a gpu", 2).take() == (None, "0,1")
     waits, _ = start("ten", 10, device="cpu").take()

@@ -12,8 +12,8 @@ import pytest
 
 from tests.support.nfs import FAST_S, nfs_clients
 from tests.support.runs import launch_plan
+from trainkit.backends.slurm.claim_attempt import claim_attempt
 from trainkit.job import hangs
-from trainkit.job.claim_attempt import claim_attempt
 from trainkit.job.failure.records import first_exit_code
 from trainkit.job.hangs import HangRecord, HangWatch
 from trainkit.job.node.agent import superseding_attempt

@@ -12,7 +12,7 @@ from job_tree import wait_for
 
 from tests.support.programs import FORWARDS, PASSES_NOTHING_ON, is_running, run_program
 from tests.support.runs import start_local
-from trainkit.backends import local
+from trainkit.backends.local import backend as local
 from trainkit.job.processes import descendants, exit_code_of_zombie, link_of
 from trainkit.run.files import read_json
 from trainkit.run.rundir import run_lock

@@ -10,11 +10,11 @@ from unittest.mock import Mock
 import pytest
 
 from tests.support.runs import make_attempt
+from trainkit.backends.slurm import resubmit as resubmit_module
+from trainkit.backends.slurm.allocation import SlurmAllocation
+from trainkit.backends.slurm.resubmit import excludable, resubmit
 from trainkit.errors import TrainkitError
-from trainkit.job import resubmit as resubmit_module
-from trainkit.job.allocation import SlurmAllocation
 from trainkit.job.decision import Decision
-from trainkit.job.resubmit import excludable, resubmit
 from trainkit.plan.launch import LaunchPlan, SlurmRequest
 from trainkit.run.files import read_json, read_jsonl, write_json
 from trainkit.run.record import AUTO_RESTART, add_slurm_attempt, mark_cancelled, read_job
@@ -172,8 +172,8 @@ def test_a_full_disk_at_the_end_of_a_job(
     monkeypatch.setattr(resubmit_module, "reopen_attempt", Mock(side_effect=FULL))
     decision = Decision("resubmit", "saved", 75, "timeout")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "h1")
-    monkeypatch.setattr("trainkit.job.allocation.expand_hosts", lambda text: [text])
-    monkeypatch.setattr("trainkit.job.allocation.excluded", lambda cluster, run: {})
+    monkeypatch.setattr("trainkit.backends.slurm.allocation.expand_hosts", lambda text: [text])
+    monkeypatch.setattr("trainkit.backends.slurm.allocation.excluded", lambda cluster, run: {})
     plan = LaunchPlan.from_dict(read_json(run.plan_file))
     problem = SlurmAllocation(run, "7", []).release(plan, decision)
     assert problem.startswith(f"{run.path} cannot be written")

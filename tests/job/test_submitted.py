@@ -13,8 +13,8 @@ from slurm_job import Slurm, step
 from test_allocation_hosts import plan as planned
 
 from tests.support.groups import make_group
+from trainkit.backends.local.allocation import LocalAllocation
 from trainkit.errors import EXIT_NO_RESTART
-from trainkit.job.allocation import LocalAllocation
 from trainkit.job.supervisor import Supervisor, supervise_job
 from trainkit.plan.launch import LaunchPlan, resized
 from trainkit.run.files import read_json

@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 from slurm_job import RUNNING, Slurm, reasons, record_signal, step
 
+from trainkit.backends.slurm import allocation
+from trainkit.backends.slurm import attempt_watch as attempt_module
+from trainkit.backends.slurm.attempt_watch import SlurmAttemptWatch
+from trainkit.backends.slurm.claim_attempt import claim_attempt
 from trainkit.errors import EXIT_FAILED, EXIT_STOPPED
-from trainkit.job import allocation, supervisor
-from trainkit.job import attempt_watch as attempt_module
-from trainkit.job.attempt_watch import SlurmAttemptWatch
-from trainkit.job.claim_attempt import claim_attempt
+from trainkit.job import supervisor
 from trainkit.job.supervisor import supervise_job
 from trainkit.locks import file_lock
 from trainkit.plan.launch import LaunchPlan
@@ -125,7 +126,7 @@ def test_an_agent_that_was_killed_is_named_and_no_longer_waited_for(
     message: str,
     hint: str,
 ) -> None:
-    monkeypatch.setattr("trainkit.job.attempt_watch.PEER_EXIT_S", 0.2)
+    monkeypatch.setattr("trainkit.backends.slurm.attempt_watch.PEER_EXIT_S", 0.2)
     write_json(run.attempt(1).rendezvous_file, {"step_id": "0", "hosts": ["node1"]})
     code = (
         f"import sys, time; print('srun: error: node1: task 0: {how}', file=sys.stderr, flush=True); {then}"
@@ -144,7 +145,7 @@ def test_a_task_that_ended_as_asked_does_not_end_those_that_still_save(
     run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A launcher ends with a code of its own as soon as the ranks of its node have saved."""
-    monkeypatch.setattr("trainkit.job.attempt_watch.PEER_EXIT_S", 0.2)
+    monkeypatch.setattr("trainkit.backends.slurm.attempt_watch.PEER_EXIT_S", 0.2)
     says = "srun: error: node1: task 0: Exited with exit code 143"
     code = f"import sys, time; print({says!r}, flush=True); time.sleep(1.5); sys.exit(75)"
     assert (

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from slurm_job import RUNNING, Slurm, record_signal, step
 
+from trainkit.backends.slurm import allocation
+from trainkit.backends.slurm.allocation import SlurmAllocation
 from trainkit.errors import EXIT_NO_RESTART, EXIT_STOPPED
-from trainkit.job import allocation, supervisor
-from trainkit.job.allocation import SlurmAllocation
+from trainkit.job import supervisor
 from trainkit.job.decision import Outcome
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import KILLED
@@ -49,7 +50,7 @@ def test_what_is_to_end_now_is_not_asked_to_save(
     run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slurm may take a while between what job.json says and the kill."""
-    monkeypatch.setattr("trainkit.job.attempt_watch.SIGNAL_RECORD_S", 0.1)
+    monkeypatch.setattr("trainkit.backends.slurm.attempt_watch.SIGNAL_RECORD_S", 0.1)
     code = (
         "import os, signal, sys, time; from trainkit.run.rundir import RunDir;"
         " from trainkit.run.record import mark_cancelled; run = RunDir(os.environ['TRAINKIT_JOB_RUN_DIR']);"
@@ -72,7 +73,7 @@ def test_what_is_to_end_now_is_not_asked_to_save(
 def test_a_requested_requeue_is_neither_lost_nor_a_crash(
     run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch, then: str
 ) -> None:
-    monkeypatch.setattr("trainkit.job.attempt_watch.SIGNAL_RECORD_S", 0.1)
+    monkeypatch.setattr("trainkit.backends.slurm.attempt_watch.SIGNAL_RECORD_S", 0.1)
     code = (
         "import os, signal, sys, time; from trainkit.run.rundir import RunDir;"
         " from trainkit.run.record import change_newest;"
@@ -280,7 +281,7 @@ def test_a_crash_in_a_job_that_goes_on_elsewhere_or_is_unknown(
 def test_a_host_that_is_lost_is_no_place_to_start_again(
     run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainkit.job.allocation.exclude_from", lambda *args: ())
+    monkeypatch.setattr("trainkit.backends.slurm.allocation.exclude_from", lambda *args: ())
     slurm.job, slurm.lost = RUNNING, ("node1",)
     end = step(run, "raise SystemExit(137)")[1]
     assert (end["action"], end["cause"]) == ("requeue", "node_fail")

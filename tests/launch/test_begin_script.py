@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.programs import run_program
-from trainkit.job.failed_starts import FailedStart, failed_starts, forget_start
+from trainkit.backends.slurm.failed_starts import FailedStart, failed_starts, forget_start
 from trainkit.launch.script import render
 from trainkit.run.record import add_slurm_attempt, create_job, read_job
 from trainkit.run.rundir import RunDir

@@ -55,7 +55,7 @@ def test_a_refusal_leaves_the_code_as_it_was(submitted: RunDir, loaded, plan: La
     before = read_job(submitted)
 
     def refuse() -> None:
-        with renewed_code(submitted, loaded.config, plan):
+        with renewed_code(submitted, read_job(submitted), loaded.config, plan):
             assert (submitted.code_dir / "train.py").read_text() == "new\n"
             raise UsageError("sbatch: invalid partition specified: typo")
 
@@ -76,13 +76,16 @@ def test_code_that_cannot_be_recorded_does_not_stay(
         raise OSError(errno.ESTALE, "Stale file handle")
 
     monkeypatch.setattr("trainkit.run.record.read_json", stale)
-    with pytest.raises(OSError, match="Stale"), renewed_code(submitted, loaded.config, plan):
+    with (
+        pytest.raises(OSError, match="Stale"),
+        renewed_code(submitted, read_job(submitted), loaded.config, plan),
+    ):
         pass
     assert (submitted.code_dir / "train.py").read_text() == "old\n"
 
 
 def test_the_copy_before_stays(submitted: RunDir, loaded, plan: LaunchPlan) -> None:  # type: ignore[no-untyped-def]
-    with renewed_code(submitted, loaded.config, plan):
+    with renewed_code(submitted, read_job(submitted), loaded.config, plan):
         submitted.attempt(2).create()
     assert (submitted.code_dir / "train.py").read_text() == "new\n"
     assert (submitted.path / "code.001/train.py").read_text() == "old\n"
@@ -94,7 +97,7 @@ def test_an_attempt_that_may_have_been_submitted_keeps_its_code(
     plan: LaunchPlan,
 ) -> None:
     def interrupt() -> None:
-        with renewed_code(submitted, loaded.config, plan):
+        with renewed_code(submitted, read_job(submitted), loaded.config, plan):
             submitted.attempt(2).create()
             raise KeyboardInterrupt
 
@@ -105,13 +108,13 @@ def test_an_attempt_that_may_have_been_submitted_keeps_its_code(
 
 def test_a_run_is_judgedsubmission_folder(submitted: RunDir, project: Path, tmp_path: Path) -> None:
     here = Path.cwd()
-    with submission_folder(submitted, takes_new_code=False) as code_dir:
+    with submission_folder(read_job(submitted), takes_new_code=False) as code_dir:
         assert (Path.cwd(), code_dir) == (project, submitted.code_dir)
-    with submission_folder(submitted, takes_new_code=True) as code_dir:
+    with submission_folder(read_job(submitted), takes_new_code=True) as code_dir:
         assert code_dir == project
     assert Path.cwd() == here
     project.rename(tmp_path / "moved")
-    with submission_folder(submitted, takes_new_code=True) as code_dir:
+    with submission_folder(read_job(submitted), takes_new_code=True) as code_dir:
         assert (Path.cwd(), code_dir) == (here, here)
     assert Path.cwd() == here
 

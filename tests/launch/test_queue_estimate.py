@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.fake_slurm import FakeSlurm
+from trainkit.backends.slurm.queue_estimate import Wait, estimate_waits, wait_lines, when
 from trainkit.cluster.machine import Machine
 from trainkit.cluster.model import Cluster, NodeKind, Partition
 from trainkit.cluster.target import Target
 from trainkit.config import load_config
-from trainkit.launch.queue_estimate import Wait, estimate_waits, wait_lines, when
 from trainkit.plan.facts import Facts
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.make_plan import make_plan

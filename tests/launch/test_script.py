@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.backends import JobScript, backend_named
+from trainkit.backend import JobScript, backend_named
 from trainkit.cluster.machine import Machine
 from trainkit.cluster.model import Cluster
 from trainkit.cluster.target import Target

@@ -11,11 +11,11 @@ import pytest
 
 from tests.support.groups import make_group, planned
 from tests.support.programs import run_program
+from trainkit.backends.slurm import group_parts
 from trainkit.cluster.model import Cluster
 from trainkit.cluster.target import Target
 from trainkit.config import load_config
 from trainkit.errors import ConfigError, UsageError
-from trainkit.job import group_parts
 from trainkit.launch import submission
 from trainkit.launch.config_request import ConfigRequest
 from trainkit.launch.create import create_submission, start_group
@@ -23,8 +23,8 @@ from trainkit.launch.plan_run import Gatherer, plan_run
 from trainkit.launch.submission import PlannedPoint, Submission, plan_submission
 from trainkit.launch.sweep import ArraySpec, LoadedPoint, group_points
 from trainkit.plan.workload import TRAINER
-from trainkit.run.files import read_json
-from trainkit.run.group import RunGroup, difference
+from trainkit.run.files import difference, read_json
+from trainkit.run.group import RunGroup
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
 
 LRS: dict[int, dict[str, Any]] = {index: {"optimizer.lr": 0.1 * (index + 1)} for index in range(3)}

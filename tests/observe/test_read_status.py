@@ -69,17 +69,17 @@ def test_a_command_runs_when_rank_0_does_and_shows_what_it_prints(run):
     run.config_file.write_text(dump_effective(config))
     write_json(run.plan_file, {"num_nodes": 1, "workers_per_node": 1, "device": "cpu", "command": ["train"]})
     seen = status_of(run, True)
-    assert (seen.state, seen.step, seen.total_steps) == ("starting", None, None)
+    assert (seen.state, seen.progress.step, seen.progress.total_steps) == ("starting", None, None)
     log = run.attempt(1).rank_log(0)
     log.parent.mkdir(exist_ok=True)
     log.write_text("loading\n")
     seen = status_of(run, True)
-    assert (seen.state, seen.step, seen.loss) == ("running", None, None)
+    assert (seen.state, seen.progress.step, seen.progress.loss) == ("running", None, None)
     log.write_text("step 7: loss nan%\n")
-    assert (status_of(run, True).step, status_of(run, True).loss) == (7, None)
+    assert (status_of(run, True).progress.step, status_of(run, True).progress.loss) == (7, None)
     log.write_text("step 8: loss 2.5\nstep 9: loss 2.25\rstep 10: loss 2.0\nsaved\nstep 11: lo")
     seen = status_of(run, True)
-    assert (seen.state, seen.step, seen.loss) == ("running", 10, 2.0)
+    assert (seen.state, seen.progress.step, seen.progress.loss) == ("running", 10, 2.0)
 
 
 @pytest.mark.parametrize(("alive", "state"), [(True, "requeueing"), (False, "died"), (None, "unknown")])
@@ -89,7 +89,8 @@ def test_between_two_attempts(run, alive, state):
 
 
 def test_a_job_that_slurm_was_to_start_again_and_did_not(run):
-    end = {"state": "failed", "action": "requeue", "reason": "lost node2; resumes (restart 2)"}
+    reason = "lost node2; resumes (restart 2)"
+    end = {"state": "failed", "action": "requeue", "reason": reason, "summary": "lost node2"}
     write_json(run.attempt(1).end_file, end)
     job = JobInfo("7", JobState.FAILED, slurm_state="FAILED", exit_code=1)
     status = status_of(run, False, job)
@@ -158,15 +159,15 @@ def test_a_job_that_ended_before_its_supervisor_began(run):
     failed_start(run, 0, "n1", 137)
     waits = JobInfo("7", JobState.REQUEUED, slurm_state="PENDING", reason="BeginTime", restarts=1)
     status = status_of(run, True, waits)
-    assert (status.state, status.host) == ("requeueing", "n1")
+    assert (status.state, status.place.host) == ("requeueing", "n1")
     assert status.warnings == ["7 ended on n1 before the supervisor began: SIGKILL"]
     again = JobInfo("7", JobState.RUNNING, slurm_state="RUNNING", nodes="n2", restarts=1)
     status = status_of(run, True, again)
-    assert (status.state, status.host, status.batch_log) == ("starting", None, [])
+    assert (status.state, status.place.host, status.batch_log) == ("starting", None, [])
     failed_start(run, 1, "n2", 2)
     job = JobInfo("7", JobState.FAILED, slurm_state="FAILED", exit_code=2, nodes="n2", restarts=1)
     status = status_of(run, False, job)
-    assert (status.state, status.host) == ("died", "n2")
+    assert (status.state, status.place.host) == ("died", "n2")
     assert status.reason == "Slurm reports FAILED; exit code 2; it ended on n2 before the supervisor began"
     assert status.warnings == ["7 ended on n1 before the supervisor began: SIGKILL"]
     assert run_details(status).endswith(
@@ -212,15 +213,16 @@ def test_what_several_attempts_took(run):
         if end is not None:
             append_jsonl(run.events_file, {"time": ago(end), "event": "stopped", "attempt": number})
     status = status_of(run, True)
-    assert status.worker_hours == 16 * 1.0 + 8 * 0.5 + 16 * 0.25
-    assert (status.attempt_nodes, status.slices_s, status.partition) == ([2, 4], 2700.0, "b")
-    assert status.used == "24 GPU-hours in 3 attempts; nodes: 2, 4; slices 00:45:00 of 02:00:00"
-    assert f"used        {status.used}" in run_details(status)
+    assert status.used.worker_hours == 16 * 1.0 + 8 * 0.5 + 16 * 0.25
+    assert (status.used.attempt_nodes, status.used.slices_s, status.place.partition) == ([2, 4], 2700.0, "b")
+    used = status.used.text(status.place.device)
+    assert used == "24 GPU-hours in 3 attempts; nodes: 2, 4; slices 00:45:00 of 02:00:00"
+    assert f"used        {used}" in run_details(status)
     assert "4 x 4 on cuda, partition b (l4)" in run_details(status)
     history = RunHistory(run)
     history.events.update()
     view = read_view(history, status, NOW)
-    assert f"used       {status.used}" in [line.plain for line in view_lines(view, Size(100))]
+    assert f"used       {used}" in [line.plain for line in view_lines(view, Size(100))]
     page = render_report(read_report(history, status, NOW.timestamp()))
     assert '<b>24.00</b><span class="dim">GPU-hours</span>' in page
     assert '<th class="n">Nodes<' in page
@@ -229,7 +231,7 @@ def test_what_several_attempts_took(run):
 
 def test_the_trainer_knows_the_length_of_epochs(run):
     log_event(run, 1, "first_step", total_steps=77)
-    assert status_of(run, True).total_steps == 77
+    assert status_of(run, True).progress.total_steps == 77
 
 
 def test_runs_of_one_name_are_distinguished_by_their_folder(run, tmp_path):
@@ -264,7 +266,7 @@ def test_damaged_files_are_no_reason_to_fail(run):
     run.config_file.write_text("- not\n- a config\n")
     run.plan_file.write_text("{")
     status = status_of(run, True)
-    assert (status.total_steps, status.num_nodes) == (None, None)
+    assert (status.progress.total_steps, status.place.num_nodes) == (None, None)
     run.job_file.write_text("{")
     status = status_of(run, None)
     assert (status.state, status.attempt, status.job_id) == ("incomplete", None, None)

@@ -101,7 +101,9 @@ def test_lines_fit_any_terminal(make: Callable[[Path], RunDir], tmp_path: Path) 
 
 def test_the_title_names_another_cluster(tmp_path: Path) -> None:
     view = view_of(watched_runs.running(tmp_path / "run"))
-    there = replace(view, status=replace(view.status, job_id="7", cluster="east"))
+    there = replace(
+        view, status=replace(view.status, job_id="7", place=replace(view.status.place, cluster="east"))
+    )
     assert " · job 7 on east · " in view_lines(there, Size(200))[0].plain
 
 

@@ -9,7 +9,7 @@ from typing import Any, get_args
 import pytest
 
 from trainkit.observe.diagnose import Diagnosis, diagnose
-from trainkit.run.end import WITHOUT_RECORD, Action, end_line, is_end_line
+from trainkit.run.end import Action, end_line, is_end_line
 from trainkit.run.files import as_utc, write_json
 from trainkit.run.record import add_slurm_attempt, create_job
 from trainkit.run.rundir import RunDir
@@ -20,7 +20,7 @@ BEGIN = datetime.fromisoformat("2026-11-25T20:00:00.400+00:00")
 KILLED = {"rank": 1, "host": "n2", "type": "exit", "message": "killed by SIGKILL", "exit_code": 137}
 CRASH = {"state": "failed", "cause": "crash", "reason": "a worker ended with SIGKILL", "verdict": KILLED}
 LOST = {**KILLED, "rank": None, "type": "HostLost", "message": "its host died, or its supervisor was killed"}
-NOT_RECORDED = {"state": "failed", "cause": "node_fail", "reason": f"{WITHOUT_RECORD}: …", "verdict": LOST}
+NOT_RECORDED = {"state": "failed", "cause": "node_fail", "guessed": True, "verdict": LOST}
 REASONS = {
     "PREEMPTION": "preempted",
     "JOB REQUEUE": "preempted",

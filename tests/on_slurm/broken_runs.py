@@ -24,8 +24,7 @@ from tests.on_slurm.broken_cases import BROKEN
 from tests.on_slurm.login import Login
 from tests.support import broken_runs
 from tools.slurm_cluster.cluster import Cluster, running
-from trainkit.backends.jobs import query_job_status
-from trainkit.run.record import read_job
+from trainkit.backends.jobs import query_jobs_or_warn, read_job_status
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.slurm.jobs import JobInfo
 
@@ -52,7 +51,9 @@ def slurm_job(login: Login, attempt: AttemptDir) -> JobInfo | None:
     os.environ.update(login.cluster.variables)
     try:
         is_newest = attempt.number == attempt.run.attempt_numbers()[-1]
-        return query_job_status(attempt.run, read_job(attempt.run), print).job if is_newest else None
+        if not is_newest:
+            return None
+        return read_job_status(attempt.run, lambda ids: query_jobs_or_warn(ids, print))[1].job
     finally:
         os.environ.clear()
         os.environ.update(before)

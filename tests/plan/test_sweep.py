@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from trainkit.errors import UsageError
 from trainkit.formats import short_keys, shown
 from trainkit.plan.sweep import filled_in, parse_axis, sweep_points
-from trainkit.run.group import changed, difference
+from trainkit.run.files import changed, difference
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.groups import SUBMITTED_AT, make_group, planned
+from trainkit.backends.slurm.claim_attempt import claim_attempt
 from trainkit.config import read_effective
 from trainkit.errors import UsageError
-from trainkit.job.claim_attempt import claim_attempt
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.files import read_json, read_jsonl, to_json, write_json
 from trainkit.run.group import RunGroup, create_task_run

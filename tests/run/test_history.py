@@ -212,6 +212,6 @@ def test_a_refresh_of_1024_ranks_takes_little_time(tmp_path: Path) -> None:
         history.update()
         view = read_view(history, read_status(history, read_job(run), True, NOW), NOW)
         spent.append(time.process_time() - began_s)
-    assert view.status.step == 660
+    assert view.status.progress.step == 660
     assert len(view.nodes) == 128
     assert sorted(spent)[len(spent) // 2] < 0.05

@@ -16,8 +16,8 @@ import pytest
 import trainkit
 from tests.support import programs
 from tests.support.ranks import ForkedWorker, start_ranks, start_worker, wait_for_all
-from trainkit.backends import NewAttempt
-from trainkit.backends.local import LocalBackend
+from trainkit.backend import NewAttempt
+from trainkit.backends.local.backend import LocalBackend
 from trainkit.cluster.machine import Machine
 from trainkit.config import dump_effective, load_config
 from trainkit.job.node.rendezvous import choose_port
@@ -26,7 +26,7 @@ from trainkit.plan.launch import Batch, LaunchPlan, Layout
 from trainkit.plan.make_plan import make_plan, with_parts
 from trainkit.run.events import read_metrics
 from trainkit.run.files import read_jsonl, write_json
-from trainkit.run.record import AttemptRecord
+from trainkit.run.record import AttemptRecord, read_job
 from trainkit.run.rundir import AttemptDir, RunDir
 
 FAST = (
@@ -71,7 +71,7 @@ def make_attempt(run_dir: Path, overrides: Sequence[str] = (), num_procs: int = 
 
 def start_local(run: RunDir, config_text: str, plan_text: str, reason: str) -> AttemptRecord:
     """Start the next attempt on this machine, whatever the text of its plan; with the run's lock held."""
-    return LocalBackend().start(run, NewAttempt(config_text, plan_text, None, reason))  # type: ignore[arg-type]
+    return LocalBackend().start(run, NewAttempt(config_text, plan_text, None, reason, read_job(run)))  # type: ignore[arg-type]
 
 
 def free_port() -> int:

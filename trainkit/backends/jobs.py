@@ -9,7 +9,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from shlex import quote
 
-from trainkit.backends import SUPERVISOR_EXIT_S, JobStatus, backend_of, is_known
+from trainkit.backend import SUPERVISOR_EXIT_S, JobStatus, backend_of, is_known
 from trainkit.errors import SlurmError, UsageError, print_note
 from trainkit.run.end import is_over
 from trainkit.run.group import RunGroup, group_of, is_index
@@ -28,9 +28,10 @@ JobQuery = Callable[[Sequence[str]], Mapping[str, JobInfo] | None]
 """Slurm's information about jobs, without those of a cluster that does not answer; None before an answer."""
 
 
-def query_job_status(run: RunDir, job: JobRecord, warn: Callable[[str], None]) -> JobStatus:
-    """The job status of a run with this job.json; calls `warn` when Slurm is unreachable."""
-    return status_from_jobs(run, job, query_jobs_or_warn(open_job_ids(run, job), warn))
+def read_job_status(run: RunDir, query: JobQuery) -> tuple[JobRecord, JobStatus]:
+    """The job.json of a run, and the status of its job, with one `query` of Slurm."""
+    job = read_job(run)
+    return job, status_from_jobs(run, job, query(open_job_ids(run, job)))
 
 
 def open_job_ids(run: RunDir, job: JobRecord) -> list[str]:
@@ -60,14 +61,13 @@ def status_from_jobs(run: RunDir, job: JobRecord, jobs: Mapping[str, JobInfo] | 
     return backend_of(entry).status(run, entry, job.waiting, jobs)
 
 
-def live_entry(run: RunDir, command: str) -> AttemptRecord | None:
+def live_entry(run: RunDir, job: JobRecord, command: str) -> AttemptRecord | None:
     """The newest attempt's entry if its job is alive, None if it has ended or is about to exit.
 
     Raises UsageError when this host cannot tell, and for a copy of the folder of a live run: `command` is the
     subcommand to suggest.
     """
-    job = read_job(run)
-    entry = None if job.newest is None else backend_of(job.newest).live_entry(run, job.newest, command)
+    entry = None if job.newest is None else backend_of(job.newest).live_entry(run, job, command)
     if entry is not None:
         refuse_copy(run, job, command)
     return entry
@@ -140,29 +140,29 @@ def _copied_from(run: RunDir, job: JobRecord) -> RunDir | None:
     return original if any(map(job.newest.is_attempt, read_job(original).attempts)) else None
 
 
-def recover_job_id(run: RunDir) -> None:
-    """Find the job of the newest attempt by its token if its submission was never acknowledged.
+def read_whole_job(run: RunDir) -> JobRecord:
+    """Read job.json, and add the job of the newest attempt if its submission was never acknowledged.
 
-    Adds it to job.json; call with the lock held. Raises SlurmUnreachable when Slurm does not answer.
+    It is found by its token. Call with the lock held. Raises SlurmUnreachable when Slurm does not answer.
     """
-    attempt = run.attempt(max(run.attempt_numbers(), default=0))
-    if not attempt.script_file.exists() or attempt.end_file.exists():
-        return
-    job = read_job(run)
-    if job.of_attempt(attempt.number).attempt:
-        return
+    job, attempt = read_job(run), run.attempt(max(run.attempt_numbers(), default=0))
+    is_recorded = job.of_attempt(attempt.number).attempt != 0
+    if is_recorded or not attempt.script_file.exists() or attempt.end_file.exists():
+        return job
     written = attempt.script_file.stat().st_mtime
     plan = read_plan(attempt)  # a damaged plan must not prevent a cancellation
     clusters = plan.record("slurm").texts("clusters")
     job_id = find_by_token(submission_token(run, attempt.number), since=written, clusters=clusters)
     if job_id is not None:
-        add_slurm_attempt(run, attempt.number, job_id, "submit", plan.text("backend") or str(job.backend))
+        backend = plan.text("backend") or str(job.backend)
+        job.attempts.append(add_slurm_attempt(run, attempt.number, job_id, "submit", backend))
+    return job
 
 
-def require_not_running(run: RunDir, command: str) -> None:
+def require_not_running(run: RunDir, job: JobRecord, command: str) -> None:
     """Raise UsageError when the run has a pending or running job, or one that does not leave the queue."""
-    wait_until_out_of_queue(run)
-    entry = live_entry(run, command)
+    wait_until_out_of_queue(run, job)
+    entry = live_entry(run, job, command)
     if entry is not None:
         raise UsageError(
             f"{run.shown} is running as {entry.job_id}",
@@ -171,13 +171,13 @@ def require_not_running(run: RunDir, command: str) -> None:
         )
 
 
-def wait_until_out_of_queue(run: RunDir) -> None:
+def wait_until_out_of_queue(run: RunDir, record: JobRecord) -> None:
     """Wait for a Slurm job that has recorded the end of its run to exit: another one would wait for it.
 
     Raises UsageError when that takes longer than `SUPERVISOR_EXIT_S`.
     """
     deadline_s, is_first = time.monotonic() + SUPERVISOR_EXIT_S, True
-    while (job := lingering_job(run)) is not None:
+    while (job := lingering_job(run, record)) is not None:
         if time.monotonic() > deadline_s:
             raise UsageError(
                 f"{run.shown} has ended, but Slurm still has its job {job.job_id} ({job.slurm_state})",
@@ -189,12 +189,11 @@ def wait_until_out_of_queue(run: RunDir) -> None:
         time.sleep(EXIT_POLL_S)
 
 
-def lingering_job(run: RunDir) -> JobInfo | None:
+def lingering_job(run: RunDir, record: JobRecord) -> JobInfo | None:
     """The Slurm job of a run that has recorded its end, while Slurm still runs it, or starts it again.
 
     None if Slurm does not answer.
     """
-    record = read_job(run)
     entry = record.newest
     if entry is None or not is_over(run.attempt(entry.attempt)) or _copied_from(run, record) is not None:
         return None
@@ -287,8 +286,7 @@ def liveness_probe(
 
     def probe() -> bool | None:
         nonlocal notified
-        record = read_job(run)
-        status = status_from_jobs(run, record, poller.jobs(open_job_ids(run, record)))
+        status = read_job_status(run, poller.jobs)[1]
         job, reason = status.job, poller.problem or ""
         if job is not None and job.state.is_waiting and job.sentence:
             reason = f"{job.job_id} is pending: {job.sentence}"

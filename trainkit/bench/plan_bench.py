@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
 
-from trainkit.backends import backend_named
+from trainkit.backend import backend_named
 from trainkit.bench.run_bench import (
     LAYOUT,
     PROFILED_STEPS,

@@ -9,11 +9,11 @@ from pathlib import Path
 from shlex import quote
 from typing import Literal
 
-from trainkit.backends import backend_named
+from trainkit.backend import backend_named
 from trainkit.backends.jobs import query_jobs_or_warn, utc_clock
+from trainkit.backends.slurm.group_parts import recover_parts
 from trainkit.errors import UsageError
 from trainkit.formats import JsonObject, shown
-from trainkit.job.group_parts import recover_parts
 from trainkit.observe.group import GroupFiles, PointStatus, count_states, state_counts
 from trainkit.run.end import read_newest_end
 from trainkit.run.files import from_json, read_json, write_json

@@ -18,9 +18,9 @@ from trainkit.launch.config_request import ConfigRequest
 from trainkit.run.rundir import RUNS_FOLDER
 
 if TYPE_CHECKING:
+    from trainkit.backends.slurm.queue_estimate import Wait
     from trainkit.cluster.model import Cluster
     from trainkit.config import RunConfig
-    from trainkit.launch.queue_estimate import Wait
     from trainkit.plan.launch import LaunchPlan
 
 MAX_COLUMN_WIDTH = 40
@@ -71,10 +71,10 @@ def command(
     Prints every derived value with its reason and, on a cluster, when the job would start. If there are
     problems, lists all of them and exits with 2.
     """
+    from trainkit.backends.slurm.queue_estimate import wait_lines
     from trainkit.config.schema import flatten, show_value
     from trainkit.launch.disk import lock_problem
     from trainkit.launch.plan_run import gather, plan_run
-    from trainkit.launch.queue_estimate import wait_lines
     from trainkit.launch.trainer_process import simulate, simulated_plan, simulation_lines, task_problems
 
     if world_size is None and rank is not None:
@@ -108,14 +108,14 @@ def command(
         problems = task_problems(loaded, "--smoke")
         if problems:
             raise ConfigError([loaded.problem(*item) for item in problems])
-    if estimate and plan.slurm is None:
+    if estimate and not plan.is_job:
         raise UsageError("--estimate requires Slurm, but this run starts here", hint="remove --estimate")
     if test_notification:
         click.echo(load("notifications").try_out(loaded.config), err=True)
     waits = None
-    if plan.slurm is not None and estimate is not False and cluster is not None:
+    if plan.is_job and estimate is not False and cluster is not None:
         waits = _waits(plan, loaded.config, cluster, must=bool(estimate))
-    if (problem := lock_problem(Path(RUNS_FOLDER), plan.slurm is not None)) is not None:
+    if (problem := lock_problem(Path(RUNS_FOLDER), plan.is_job)) is not None:
         click.echo(f"warning: {problem}", err=True)
     if as_json:
         config = loaded.config.model_dump(mode="json", by_alias=True)
@@ -157,7 +157,7 @@ def _waits(plan: LaunchPlan, config: RunConfig, cluster: Cluster, must: bool) ->
 
     Raises UsageError if Slurm would reject the job.
     """
-    from trainkit.launch.queue_estimate import estimate_waits
+    from trainkit.backends.slurm.queue_estimate import estimate_waits
 
     try:
         if cluster.error:  # do not wait for the same timeout again

@@ -87,7 +87,7 @@ class ChosenRun:
         if isinstance(self.status, GroupStatus) and key != "age_s":
             best = self.status.best and self.status.best.best
             return best.value if best and best.metric == key else None
-        return getattr(self.status, key)
+        return self.status.age_s if isinstance(self.status, GroupStatus) else self.status.to_dict()[key]
 
     def texts(self, columns: Sequence[str]) -> list[str]:
         """What the additional columns of a list show."""

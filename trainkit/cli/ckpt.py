@@ -22,6 +22,7 @@ from trainkit.formats import size, table
 from trainkit.job.processes import module_argv
 from trainkit.run import manifest
 from trainkit.run.own_folders import own_environ
+from trainkit.run.record import read_job
 from trainkit.run.registry import find_run
 from trainkit.run.rundir import RunDir, run_lock
 
@@ -94,7 +95,7 @@ def prune(run_name: str, keep_last: int, dry_run: bool, as_json: bool) -> None:
     """
     run = find_run(run_name, acts=True)
     with contextlib.nullcontext() if dry_run else run_lock(run):
-        require_not_running(run, "ckpt prune")
+        require_not_running(run, read_job(run), "ckpt prune")
         there = manifest.published(run.checkpoints_dir)
         doomed = manifest.obsolete(there, keep_last, manifest.best_step(run.checkpoints_dir))
         intact = manifest.newest_intact(there) if doomed else None

@@ -83,14 +83,18 @@ def _labels(runs: Sequence[RunDir]) -> list[str]:
 
 def _compared(name: str, report: Report) -> JsonObject:
     """What one run reached, with a `name` as short as it tells the runs apart; None where it is unknown."""
-    diverged = report.status.diverged_since is not None
-    found = [] if diverged else report.val_loss
+    progress = report.status.progress
+    found = [] if progress.diverged_since is not None else report.val_loss
     best_step, best = min(found, key=lambda point: point[1], default=(None, None))
     speeds = [speed for own in report.curves["tokens_per_s"].values() for _, speed in own]
-    keys = ("state", "step", "total_steps", "loss", "diverged_since", "val_loss")
     return {
         "run": name,
-        **{key: getattr(report.status, key) for key in keys},
+        "state": report.status.state,
+        "step": progress.step,
+        "total_steps": progress.total_steps,
+        "loss": progress.loss,
+        "diverged_since": progress.diverged_since,
+        "val_loss": progress.val_loss,
         "best_val_loss": best,
         "best_step": None if best_step is None else int(best_step),
         # A step that is profiled, or follows a save, is slow.
@@ -113,7 +117,7 @@ def _values(report: Report) -> dict[str, object]:
 
 
 def _figures(runs: Sequence[JsonObject], reports: Sequence[Report]) -> str:
-    hours = "GPU-HOURS" if all(report.status.device == "cuda" for report in reports) else "WORKER-HOURS"
+    hours = "GPU-HOURS" if all(report.status.place.device == "cuda" for report in reports) else "WORKER-HOURS"
     heading = ("RUN", "STATE", "STEP", "LOSS", "VAL LOSS", "BEST", "TOKENS/S", "TIME", hours, "CURVE")
     points = ([point for own in report.curves["loss"].values() for point in own] for report in reports)
     curves = (sorted({int(step): loss for step, loss in found}.items()) for found in points)

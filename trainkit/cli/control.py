@@ -69,9 +69,9 @@ def requeue(run_name: str, as_json: bool) -> None:
 
     run = find_run(run_name, acts=True)
     options.refuse_untrusted(run.path)
-    entry, is_started = requeue_run(run)
-    job = read_job(run)
-    if not is_started:
+    requeued = requeue_run(run)
+    job, entry = requeued.job, requeued.entry
+    if not requeued.is_started:
         click.echo(f"{run.shown}: {entry.job_id} is saving and will be requeued", err=True)
         if not as_json:
             return
@@ -142,7 +142,7 @@ def _ask_stacks(run: RunDir, rank: int | None) -> tuple[AttemptDir, list[Reply],
 
 def _running_attempt(run: RunDir) -> AttemptDir:
     """The attempt whose ranks are running; raises UsageError when there is none."""
-    entry = live_entry(run, "stacks")
+    entry = live_entry(run, read_job(run), "stacks")
     if entry is None:
         raise UsageError(
             f"{run.shown} is not running", hint=f"`trainkit status {run.word}` shows how it ended"

@@ -8,13 +8,12 @@ from dataclasses import asdict
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
-from trainkit.backends import JobStatus
-from trainkit.backends.jobs import query_job_status
+from trainkit.backend import JobStatus
+from trainkit.backends.jobs import query_jobs_or_warn, read_job_status
 from trainkit.cli.help import as_command, option, warn
 from trainkit.cli.options import COUNT, json_option, run_argument
 from trainkit.cli.output import echo_result
 from trainkit.folders import shown_path
-from trainkit.run.record import read_job
 from trainkit.run.registry import find_attempt, find_run
 
 if TYPE_CHECKING:
@@ -47,7 +46,9 @@ def command(run_name: str, number: int | None, as_json: bool) -> None:
     run = find_run(run_name)
     attempt = find_attempt(run, number)
     is_newest = attempt.number == run.attempt_numbers()[-1]
-    status = query_job_status(run, read_job(run), warn) if is_newest else JobStatus(False)
+    status = JobStatus(False)
+    if is_newest:
+        status = read_job_status(run, lambda ids: query_jobs_or_warn(ids, warn))[1]
     found = diagnose(attempt, status.alive, status.job)
     echo_result(asdict(found), diagnosis_text(found), as_json)
 

@@ -210,15 +210,13 @@ def completion(shell: str) -> None:
 
 def complete_run(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> Items:
     """RUN: `last`, the names of known runs, and folders."""
-    from trainkit.run.record import read_job
     from trainkit.run.registry import starts
-    from trainkit.run.rundir import RunDir
 
     known = list(islice((start for start in starts() if start.read() is not None), MAX_RUNS))
     found = {"last": "the newest run"} if known else {}
     for start in known:
         found.setdefault(start.folder.name, str(start.folder))
-        found.setdefault(start.name or read_job(RunDir(start.folder)).name, str(start.folder))
+        found.setdefault(start.config_name, str(start.folder))
     return [CompletionItem(incomplete, type="dir"), *_starting(found, incomplete)]
 
 

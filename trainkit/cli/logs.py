@@ -13,15 +13,15 @@ from pathlib import Path
 
 import click
 
-from trainkit.backends import SUPERVISOR_EXIT_S, backend_of
+from trainkit.backend import SUPERVISOR_EXIT_S, backend_of
 from trainkit.backends.jobs import liveness_probe
+from trainkit.backends.slurm.failed_starts import batch_log
 from trainkit.cli.help import as_command, option
 from trainkit.cli.options import COUNT, INDEX, run_argument
 from trainkit.cli.output import escaped
 from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, UsageError
 from trainkit.folders import is_full, shown_path
 from trainkit.formats import there_are
-from trainkit.job.failed_starts import batch_log
 from trainkit.observe.current import look_at
 from trainkit.observe.logs import follow, last_texts, start_of_last
 from trainkit.observe.status import FAILURE_LOG_LINES, failure_lines
@@ -233,14 +233,17 @@ def _print_events(events: Tail, attempt: int) -> None:
             click.echo(event.line, err=True)
 
 
-def _end_soon(run: RunDir) -> AttemptEnd | None:
-    """How the newest attempt ended, None without a record; after `cancel --now` it may appear a bit later."""
+def _end_soon(run: RunDir) -> tuple[AttemptEnd | None, AttemptRecord]:
+    """How the newest attempt ended, None without a record, and its entry in job.json.
+
+    After `cancel --now` the former may appear a bit later.
+    """
     deadline_s = time.monotonic() + END_S
     while True:
         end = read_end(run.attempt(run.attempt_numbers()[-1]))
-        cancelled = (read_job(run).newest or AttemptRecord()).is_cancelled
-        if end is not None or not cancelled or time.monotonic() > deadline_s:
-            return end
+        entry = read_job(run).newest or AttemptRecord()
+        if end is not None or not entry.is_cancelled or time.monotonic() > deadline_s:
+            return end, entry
         time.sleep(0.05)
 
 
@@ -250,13 +253,13 @@ def print_end(run: RunDir) -> int:
     if not run.attempt_numbers():
         click.echo(f"ended: {run.shown} was deleted while the run was there", err=True)
         return EXIT_FAILED
-    end = _end_soon(run)
+    end, entry = _end_soon(run)
     if end is None:
         status = look_at(run, lambda _: None)[1]
         if status.state == "cancelled":  # by Slurm, before it could record that
             click.echo(f"cancelled: {status.reason}", err=True)
             return EXIT_FAILED
-        if not (read_job(run).newest or AttemptRecord()).has_started:
+        if not entry.has_started:
             shown = f"`trainkit status {run.word}` shows what Slurm reports"
             click.echo(f"died: the job ended before the supervisor began; {shown}", err=True)
             return EXIT_FAILED

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import click
 from click.core import ParameterSource
 
+from trainkit.capability import launchers
 from trainkit.cli.help import (
     Command,
     complete_config,
@@ -75,7 +76,7 @@ backend_option = option(
 launcher_option = option(
     "--launcher",
     "How COMMAND starts: once per rank (python, lightning), or through a launcher once per node.",
-    type=click.Choice(["python", "torchrun", "accelerate", "deepspeed", "lightning", "megatron"]),
+    type=click.Choice(["python", *launchers()]),
     default="python",
 )
 after_option = option(

@@ -7,13 +7,13 @@ from datetime import datetime, timezone
 from pathlib import Path
 from shlex import quote
 
+from trainkit.capability import measured_speeds
 from trainkit.cli.help import as_command, option, warn
 from trainkit.cli.options import PATH, json_option, run_argument
 from trainkit.cli.output import echo_result
 from trainkit.errors import UsageError
 from trainkit.observe.current import look_at, query_group
 from trainkit.run.files import to_json, write_atomic
-from trainkit.run.group import BENCH_FILE
 from trainkit.run.registry import find_run_or_group
 from trainkit.run.rundir import RunDir
 
@@ -43,13 +43,7 @@ def command(run_name: str, out: Path | None, as_json: bool) -> None:
         report = read_report(*look_at(found, warn)[:2], now)
         folder, page, value = found.path, render_report(report), to_json(report)
     else:
-        speeds = None
-        if (found.path / BENCH_FILE).is_file():
-            from trainkit.bench.run_bench import read_bench
-            from trainkit.bench.summary import measured_speeds
-
-            speeds = measured_speeds(read_bench(found.path))
-        runs = read_sweep(found, query_group(found, warn), now, speeds)
+        runs = read_sweep(found, query_group(found, warn), now, measured_speeds(found.path))
         folder, page, value = found.path, render_sweep(runs), to_json(runs)
     file = folder / REPORT_FILE if out is None else out.absolute()
     try:

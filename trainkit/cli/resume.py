@@ -102,22 +102,22 @@ def command(
         chooses_nodes=chooses_nodes,
     )
     with planned as found:
-        loaded, plan, knows_run = found.loaded, found.plan, found.plan_before.workload.knows_run
+        loaded, plan, is_command = found.loaded, found.plan, found.plan_before.workload.is_command
         print_choice(found.choice, plan)
         click.echo(describe_plan(plan, loaded.config.name if fork else found.job.name), err=True)
         for change in changes(found.before, loaded.config):
             click.echo(f"  changed             {change}", err=True)
         peaks = found.plan_before.lr, plan.lr
-        if knows_run and (lr := learning_rate_change(source, found.before, loaded.config, *peaks)):
+        if not is_command and (lr := learning_rate_change(source, found.before, loaded.config, *peaks)):
             click.echo(f"  learning rate       {lr}", err=True)
-        time_s = expected_time_s(source, plan, loaded.config.train.steps) if knows_run else None
+        time_s = None if is_command else expected_time_s(source, plan, loaded.config.train.steps)
         if time_s is not None:
             left = "at the speed of its newest steps; checkpoints and validations come on top"
             click.echo(f"  time                about {duration(time_s)} {left}", err=True)
         if plan.workload.reads_input and not source.input_file.exists():
             words = f"{plan.workload.argv[0]} reads standard input"
             click.echo(f"warning: {words}, which this run has not kept: it gets an empty one", err=True)
-        if fork is None and (missing := missing_save(source, knows_run=knows_run)):
+        if fork is None and (missing := missing_save(source, is_command=is_command)):
             click.echo(f"  checkpoint          {missing}", err=True)
         if task is not None:
             refuse_command(task, plan.workload)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trainkit.backends import backend_of
+from trainkit.backend import backend_of
 from trainkit.cli import options
 from trainkit.cli.help import as_command, option
 from trainkit.cli.logs import follow_run, kept_terminal, print_end, show_rank_0
@@ -32,7 +32,7 @@ from trainkit.job.signals import NOTICE_SIGNALS
 from trainkit.launch.config_request import ConfigRequest
 from trainkit.plan.launch import DebugPlan, LaunchPlan
 from trainkit.plan.workload import Workload
-from trainkit.run.record import AttemptRecord, read_job
+from trainkit.run.record import AttemptRecord
 from trainkit.run.rundir import RUNS_FOLDER, AttemptDir, RunDir, become_sole_supervisor, next_name
 from trainkit.slurm.control import kill_steps
 
@@ -153,7 +153,7 @@ def stay_in_foreground(run: RunDir, name: str, entry: AttemptRecord, plan: Launc
     code = follow_run(
         *(run, entry.attempt),
         to_stderr=False,
-        on_poll=lambda: forwarder.forward(run),
+        on_poll=lambda: forwarder.forward(run, entry),
         shows_log=plan.debug is None or plan.debug.port is not None,
     )
     return EXIT_INTERRUPTED if signal.SIGINT in forwarder.received else code
@@ -214,12 +214,11 @@ class _Forwarder:
         for number in (*NOTICE_SIGNALS, signal.SIGTSTP):
             signal.signal(number, lambda number, frame: self.received.append(signal.Signals(number)))
 
-    def forward(self, run: RunDir) -> None:
-        """Forward the signals received since the last call."""
+    def forward(self, run: RunDir, entry: AttemptRecord) -> None:
+        """Forward the signals received since the last call to the supervisor, that of the first attempt."""
         while self.num_sent < len(self.received):
             number = self.received[self.num_sent]
             self.num_sent += 1
-            entry = read_job(run).newest
             if number == signal.SIGINT:
                 again = self.received[: self.num_sent].count(number) > 1
                 click.echo(
@@ -228,13 +227,11 @@ class _Forwarder:
                     else "\nstopping; Ctrl-C again does not wait for a save",
                     err=True,
                 )
-            if entry is not None:
-                backend_of(entry).signal(run, entry, number)
+            backend_of(entry).signal(run, entry, number)
             if number == signal.SIGTSTP:
                 click.echo("\npaused; `fg` continues the run", err=True)
                 os.kill(os.getpid(), signal.SIGSTOP)
-                if entry is not None:
-                    backend_of(entry).signal(run, entry, signal.SIGCONT)
+                backend_of(entry).signal(run, entry, signal.SIGCONT)
 
 
 SRUN_READ_S = 1.0

@@ -21,7 +21,7 @@ from trainkit.folders import relative_path, shown_path
 from trainkit.formats import cell, duration, short_keys, table
 from trainkit.observe.current import look_at, query_group, read_all
 from trainkit.observe.group import GroupStatus, PointStatus, most_relevant, state_counts
-from trainkit.observe.status import RunStatus, capability_rows, failure_lines, loss_text
+from trainkit.observe.status import Progress, RunStatus, capability_rows, failure_lines, loss_text
 from trainkit.run.end import Best
 from trainkit.run.group import RunGroup
 from trainkit.run.history import Restart
@@ -151,41 +151,42 @@ def runs_rows(statuses: Sequence[RunStatus | GroupStatus], cwd: Path) -> list[Se
 
 def _row(status: RunStatus | GroupStatus, cwd: Path) -> Sequence[str]:
     place, age = relative_path(status.run_dir, cwd), duration(status.age_s)
-    workers = f"{cell(status.num_nodes)} x {cell(status.workers_per_node)}"
     if isinstance(status, GroupStatus):
+        workers = f"{cell(status.num_nodes)} x {cell(status.workers_per_node)}"
         best = "-" if status.best is None else _best(status.best)
         return place, state_counts(status.states), "-", workers, "-", best, "-", age
-    return (
-        *(place, status.state, cell(status.attempt), workers, _steps(status)),
-        *(loss_text(status, cell(status.loss, ".4f")), cell(status.tokens_per_s, ",.0f"), age),
-    )
+    loss, speed = loss_text(status, cell(status.progress.loss, ".4f")), status.progress.tokens_per_s
+    workers = f"{cell(status.place.num_nodes)} x {cell(status.place.workers_per_node)}"
+    done = _steps(status.progress)
+    return place, status.state, cell(status.attempt), workers, done, loss, cell(speed, ",.0f"), age
 
 
 def run_details(status: RunStatus, rows: Mapping[str, Mapping[str, str]] = {}) -> str:
     """One run in detail, its failure first, then one value per line; `rows` are those of capabilities."""
     failed, run = status.failure, quote(shown_path(status.run_dir))
     reason = f" - {status.reason}" if status.reason else ""
-    workers = f"{cell(status.num_nodes)} x {cell(status.workers_per_node)}"
-    job = cell(status.job_id) + (f" on {status.cluster}" if status.cluster else "")
-    place = f", partition {status.partition}" if status.partition else ""
-    place += f" ({status.gpu_type})" if status.gpu_type else ""
+    place, progress = status.place, status.progress
+    workers = f"{cell(place.num_nodes)} x {cell(place.workers_per_node)} on {cell(place.device)}"
+    workers += f", partition {place.partition}" if place.partition else ""
+    workers += f" ({place.gpu_type})" if place.gpu_type else ""
+    job = cell(status.job_id) + (f" on {place.cluster}" if place.cluster else "")
     lines = {
         "run": status.name,
         "folder": status.run_dir,
         "command": join(status.command or ()),
         "state": f"{status.state}{reason}",
         "attempt": f"{cell(status.attempt)} as {job}, started {duration(status.age_s)} ago",
-        "workers": f"{workers} on {cell(status.device)}{place}",
-        "used": status.used,
+        "workers": workers,
+        "used": status.used.text(place.device),
         "growth": status.growth or "",
     }
-    if not status.is_command or status.step is not None:
-        first = f" (first: {status.first_val_loss:.4f})" if status.first_val_loss is not None else ""
+    if not status.is_command or progress.step is not None:
+        first = progress.first_val_loss
         lines |= {
-            "step": f"{_steps(status)}, last metrics {duration(status.metrics_age_s)} ago",
-            "loss": loss_text(status, cell(status.loss, ".4f")),
-            "val loss": cell(status.val_loss, ".4f") + first,
-            "tokens/s": cell(status.tokens_per_s, ",.0f"),
+            "step": f"{_steps(progress)}, last metrics {duration(progress.metrics_age_s)} ago",
+            "loss": loss_text(status, cell(progress.loss, ".4f")),
+            "val loss": cell(progress.val_loss, ".4f") + ("" if first is None else f" (first: {first:.4f})"),
+            "tokens/s": cell(progress.tokens_per_s, ",.0f"),
         }
     if not status.is_command or status.checkpoint is not None:
         saved = status.checkpoint
@@ -243,11 +244,11 @@ def _not_shown(count: int) -> str:
     return f"{count:,} more not shown; --all shows them"
 
 
-def _steps(status: RunStatus) -> str:
+def _steps(progress: Progress) -> str:
     """``12/200``, or ``12`` when the total is unknown, as for a COMMAND."""
-    if status.total_steps is None:
-        return cell(status.step)
-    return f"{cell(status.step)}/{status.total_steps}"
+    if progress.total_steps is None:
+        return cell(progress.step)
+    return f"{cell(progress.step)}/{progress.total_steps}"
 
 
 def _best(point: PointStatus) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from trainkit.backend import backend_named
 from trainkit.cli import options
 from trainkit.cli.help import as_command, option, warn
 from trainkit.cli.output import echo_result
@@ -21,7 +22,6 @@ from trainkit.launch.config_request import ConfigRequest
 from trainkit.plan.workload import Workload
 from trainkit.run.owner import refuse_place
 from trainkit.run.rundir import next_name
-from trainkit.slurm.client import require_controller
 
 if TYPE_CHECKING:
     from trainkit.launch.repeat import RepeatedRun
@@ -96,7 +96,7 @@ def command(
 
         folder = None if folder is None else folder.absolute()
         after = tuple(str(Path(name).absolute()) if Path(name).is_dir() else name for name in after)
-        click.get_current_context().with_resource(submission_folder(repeated.run, takes_new_code=True))
+        click.get_current_context().with_resource(submission_folder(repeated.job, takes_new_code=True))
     if is_group and follow:
         raise UsageError(
             "--follow follows one run, not a group", hint="`trainkit logs GROUP/0 -f` follows one of them"
@@ -123,10 +123,10 @@ def command(
         stdin = repeated.stdin
     submission = replace(submission, stdin=stdin)
     plan = submission.plan
-    if now and plan.slurm is not None:
+    if now and plan.is_job:
         raise UsageError("--now is for a run on this machine, and this one is for Slurm", hint="remove --now")
     # Of a run on this machine, this is what a dry run shows: there is no script.
-    is_shown = dry_run and plan.slurm is None and not as_json
+    is_shown = dry_run and not plan.is_job and not as_json
     click.echo(describe_plan(plan, next_name(submission.points[0].config.name, folder)), err=not is_shown)
     for line in (
         *([] if repeated is None or is_group else _changes(repeated, submission, request)),
@@ -135,8 +135,8 @@ def command(
         *(_notes(submission, workload, bool(sweeps)) if is_group else ()),
     ):
         click.echo(line, err=True)
-    if plan.slurm is not None and not dry_run:
-        require_controller(plan.slurm.clusters)
+    if not dry_run:
+        backend_named(plan.backend).require_reachable(plan)
     if dry_run or test_only:
         refuse_place(submission.points[0].config.name, folder)
         return _show(submission, folder, test_only, as_json)
@@ -204,7 +204,7 @@ def _notes(submission: Submission, workload: Workload, is_sweep: bool) -> Iterat
     points = submission.points
     yield f"  {'points':<18}  {describe_points(submission, is_sweep)}"
     if workload.argv and is_sweep:
-        generated = {json.dumps(item.plan.launcher_files) for item in points}
+        generated = {json.dumps(item.plan.files) for item in points}
         if len(generated) == 1 and not reaches_command(points, workload.argv):
             yield (
                 "  note: a COMMAND sees only {KEY} in its words and swept launch.env.NAME; the other values "
@@ -217,19 +217,17 @@ def _notes(submission: Submission, workload: Workload, is_sweep: bool) -> Iterat
 
 def _show(submission: Submission, folder: Path | None, test_only: bool, as_json: bool) -> int:
     """Print the script that would be submitted, with --json the plan of a local run, or Slurm's estimate."""
-    slurm, (script, files) = submission.plan.slurm, submission.preview(folder)
+    plan, (script, files) = submission.plan, submission.preview(folder)
     if not test_only:
-        if slurm is not None or as_json:
+        if plan.is_job or as_json:
             click.echo(script, nl=False)
         # As `head` prints files; the standard output is the script, byte for byte.
         for path, text in files.items():
             click.echo(f"==> {path} <==\n{text}", nl=False, err=True)
         return EXIT_OK
-    if slurm is None:
+    if not plan.is_job:
         raise UsageError(
             "--test-only asks Slurm, but this run would start on this machine", hint="use --dry-run"
         )
-    from trainkit.slurm.submit import query_start
-
-    click.echo(query_start(script, clusters=slurm.clusters)[1])
+    click.echo(backend_named(plan.backend).expected_start(plan, script))
     return EXIT_OK

@@ -23,8 +23,8 @@ from textual.containers import VerticalScroll
 from textual.screen import ModalScreen, Screen
 from textual.widgets import DataTable, Footer, Static
 
-from trainkit.backends import JobStatus
-from trainkit.backends.jobs import SlurmPoller, open_job_ids, status_from_jobs, utc_clock
+from trainkit.backend import JobStatus
+from trainkit.backends.jobs import SlurmPoller, read_job_status, utc_clock
 from trainkit.cli.diagnose import diagnosis_text
 from trainkit.cli.help import warn
 from trainkit.cli.output import replaced
@@ -49,7 +49,6 @@ from trainkit.observe.view_text import (
 from trainkit.run.group import RunGroup
 from trainkit.run.history import RunHistory
 from trainkit.run.owner import refuse_foreign
-from trainkit.run.record import read_job
 from trainkit.run.registry import find_attempt
 from trainkit.run.rundir import RunDir
 
@@ -172,9 +171,8 @@ class RunScreen(ReadingScreen):
         run, history = self.run_dir, self._history
         run.path.stat()
         history.update()
-        record = read_job(run)
-        self._job = job = status_from_jobs(run, record, self._poller.jobs(open_job_ids(run, record)))
-        now = self._clock()
+        record, job = read_job_status(run, self._poller.jobs)
+        self._job, now = job, self._clock()
         status = read_status(history, record, job.alive, now, job.job)
         return read_view(history, status, now, job.job, Path.cwd())
 
@@ -248,8 +246,9 @@ class RunScreen(ReadingScreen):
         from trainkit.control.requeue import requeue_run
 
         refuse_foreign(self.run_dir.path, "`trainkit requeue --trust` executes it all the same")
-        entry, is_started = requeue_run(self.run_dir)
-        if is_started:
+        requeued = requeue_run(self.run_dir)
+        entry = requeued.entry
+        if requeued.is_started:
             return f"started attempt {entry.attempt} as {entry.job_id}"
         return f"{entry.job_id} is saving and will be requeued"
 

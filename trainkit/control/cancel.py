@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from shlex import quote
 
-from trainkit.backends import backend_of, write_cancelled
-from trainkit.backends.jobs import lingering_job, live_entry, recover_job_id, refuse_copied_group
-from trainkit.backends.slurm import cancel_follow_ups, sent_for, step_of
+from trainkit.backend import backend_of, write_cancelled
+from trainkit.backends.jobs import lingering_job, live_entry, read_whole_job, refuse_copied_group
+from trainkit.backends.slurm.backend import cancel_follow_ups, sent_for, step_of
+from trainkit.backends.slurm.group_parts import recover_parts
 from trainkit.errors import TrainkitError, UsageError, print_note
 from trainkit.folders import shown_path
 from trainkit.formats import JsonObject, plural
-from trainkit.job.group_parts import recover_parts
 from trainkit.observe.group import GroupFiles
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import KILLED, UNFINISHED_STATES
@@ -25,7 +25,7 @@ from trainkit.run.events import read_events
 from trainkit.run.files import utc_now
 from trainkit.run.group import RunGroup
 from trainkit.run.process import ProcessId
-from trainkit.run.record import AttemptRecord, mark_cancelled, read_job
+from trainkit.run.record import AttemptRecord, JobRecord, mark_cancelled, read_job
 from trainkit.run.rundir import RunDir, RunFolder, run_lock
 from trainkit.slurm.control import cancel, cancel_waiting, kill_steps, send_signal
 from trainkit.slurm.jobs import in_queue, query_clusters, query_jobs
@@ -48,6 +48,8 @@ class CancelResult:
     """It names the folder."""
     facts: JsonObject
     """For ``--json``."""
+    entry: AttemptRecord | None = None
+    """The attempt of a run that saves."""
 
 
 def cancel_run(run: RunDir, *, now: bool, wait: bool, warn: Callable[[str], None]) -> CancelResult:
@@ -59,8 +61,8 @@ def cancel_run(run: RunDir, *, now: bool, wait: bool, warn: Callable[[str], None
     """
     outcome = ""
     with run_lock(run):
-        recover_job_id(run)
-        entry = live_entry(run, "cancel")
+        job = read_whole_job(run)
+        entry = live_entry(run, job, "cancel")
         if entry is not None:
             is_notified = not now and entry.is_cancelled and _got_notice(run, entry)
             try:
@@ -70,13 +72,13 @@ def cancel_run(run: RunDir, *, now: bool, wait: bool, warn: Callable[[str], None
                 # A full disk must not prevent a cancellation.
                 warn(f"the cancellation could not be recorded ({error})")
             # First, because the end of this job would start its follow-up jobs.
-            cancel_follow_ups(run, keep=entry.job)
+            cancel_follow_ups(run, job, keep=entry.job)
             if now:
                 backend_of(entry).kill(run, entry)
             elif not is_notified:  # a second signal makes many scripts exit without a save
                 outcome = backend_of(entry).signal(run, entry, signal.SIGTERM)
     if entry is None:
-        return _end_lingering(run, now)
+        return _end_lingering(run, job, now)
     job_id = entry.job_id
     if now:
         return _run_result(run, job_id, "cancelled", f"killed {job_id}")
@@ -84,7 +86,8 @@ def cancel_run(run: RunDir, *, now: bool, wait: bool, warn: Callable[[str], None
         return _run_result(run, job_id, "cancelled", f"removed {job_id} from the queue")
     grace_s = LaunchPlan.read(run.plan_file, executes=False).grace_s
     if not wait:
-        return _run_result(run, job_id, "cancelling", f"{job_id} is saving and ends within {grace_s:g} s")
+        saves = f"{job_id} is saving and ends within {grace_s:g} s"
+        return replace(_run_result(run, job_id, "cancelling", saves), entry=entry)
     if backend_of(entry).wait_until_gone(run, entry, grace_s + WAIT_MARGIN_S):
         newest = read_job(run).newest or entry
         if newest.attempt > entry.attempt and not newest.is_cancelled:
@@ -101,12 +104,12 @@ def _got_notice(run: RunDir, entry: AttemptRecord) -> bool:
     return any(event.text("signal") == signal.SIGTERM.name for event in found)
 
 
-def _end_lingering(run: RunDir, now: bool) -> CancelResult:
+def _end_lingering(run: RunDir, record: JobRecord, now: bool) -> CancelResult:
     """End the job of a run that has ended, if Slurm has it and it hangs or would start again."""
-    job = lingering_job(run)
+    job = lingering_job(run, record)
     if job is None or not (now or job.state.is_waiting):
         return _run_result(run, None, "ended", f"{run.shown} has already ended")
-    entry = read_job(run).newest or AttemptRecord()
+    entry = record.newest or AttemptRecord()
     cancel([on_cluster(job.job_id, entry.elsewhere)])
     return _run_result(run, job.job_id, "ended", f"{run.shown} had already ended; cancelled {job.job_id}")
 
@@ -196,18 +199,17 @@ def _cancel_here(group: RunGroup, process: ProcessId, now: bool, wait: bool) -> 
                 problems.append(error)
     if problems:  # the others are cancelled
         raise problems[0]
-    saving = [group.run(index) for index, result in results.items() if result.state == "cancelling"]
+    saving = [(group.run(index), result.entry) for index, result in results.items() if result.entry]
     running = [index for index, result in results.items() if result.state != "ended" and index not in pending]
     if wait:
         deadline_s = time.monotonic() + _grace_s(group) + WAIT_MARGIN_S
-        saving = [run for run in saving if not _is_gone(run, deadline_s - time.monotonic())]
+        saving = [
+            (run, entry)
+            for run, entry in saving
+            if not backend_of(entry).wait_until_gone(run, entry, deadline_s - time.monotonic())
+        ]
     state = "cancelling" if saving else "cancelled" if running or pending else "ended"
     return _group_result(group, len(running), len(pending), now, state)
-
-
-def _is_gone(run: RunDir, timeout_s: float) -> bool:
-    entry = read_job(run).newest
-    return entry is None or backend_of(entry).wait_until_gone(run, entry, timeout_s)
 
 
 def _grace_s(group: RunGroup) -> float:

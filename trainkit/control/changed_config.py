@@ -20,7 +20,7 @@ from trainkit.function import call_file
 from trainkit.plan.batch import learning_rate
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.model_shape import ModelShape, resolve_model_shape
-from trainkit.run.end import SAVED, read_end
+from trainkit.run.end import read_end
 from trainkit.run.files import numbers
 from trainkit.run.history import RunHistory, read_plan
 from trainkit.run.manifest import Manifest, published
@@ -80,17 +80,17 @@ def expected_time_s(run: RunDir, plan: LaunchPlan, steps: int | None) -> float |
     return max(0, steps - (saved[-1].step if saved else 0)) * statistics.median(measured)
 
 
-def missing_save(run: RunDir, *, knows_run: bool) -> str | None:
+def missing_save(run: RunDir, *, is_command: bool) -> str | None:
     """What a run without a save resumes from, for people; None if one was seen.
 
     A command that does not save by `trainkit.loop` says it by its exit code alone.
     """
     if published(run.checkpoints_dir):
         return None
-    if knows_run:
+    if not is_command:
         return "none yet: training starts at step 0 again"
     ends = (read_end(run.attempt(number)) for number in run.attempt_numbers())
-    if any(end is not None and str(end.reason).startswith(SAVED) for end in ends):
+    if any(end is not None and end.saved for end in ends):
         return None
     return "no save was seen: it starts at the beginning, unless it finds one of its own"
 
@@ -111,7 +111,7 @@ def refuse_finished(
     end = read_end(run.attempt(max(run.attempt_numbers(), default=0)))
     if end is None or end.state != "finished":
         return
-    if not plan.workload.knows_run:
+    if plan.workload.is_command:
         if new_code or any(changes(before, now)):
             return
         hint = f"`trainkit submit {run.word}` runs it again in a new folder"

@@ -5,38 +5,45 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass
 
-from trainkit.backends import backend_of
-from trainkit.backends.jobs import live_entry, recover_job_id, wait_until_out_of_queue
-from trainkit.config import read_effective
+from trainkit.backend import backend_of
+from trainkit.backends.jobs import live_entry, read_whole_job, wait_until_out_of_queue
+from trainkit.backends.slurm.failed_starts import note_bad_hosts
 from trainkit.control.changed_config import refuse_finished
 from trainkit.errors import UsageError, print_note
-from trainkit.job.failed_starts import note_bad_hosts
-from trainkit.job.resubmit import excludable
 from trainkit.launch.create import start_attempt
-from trainkit.launch.repeat import refuse_by_hand
-from trainkit.plan.launch import LaunchPlan, with_excluded
+from trainkit.launch.repeat import config_and_plan, refuse_by_hand
 from trainkit.run.end import is_over, read_end
 from trainkit.run.files import utc_now
-from trainkit.run.record import AttemptRecord, JobRecord, change_newest, read_job
+from trainkit.run.record import AttemptRecord, JobRecord, change_newest
 from trainkit.run.rundir import RunDir, run_lock
 from trainkit.slurm.environment import cluster_name
 
 
-def requeue_run(run: RunDir) -> tuple[AttemptRecord, bool]:
-    """Requeue a run; returns its job.json entry and whether a new attempt was started.
+@dataclass(frozen=True)
+class Requeued:
+    """What `requeue_run` did."""
 
-    A running job is signalled to save and requeue itself. Raises UsageError for a job that is still pending,
-    and for one that is being cancelled: it ends first.
+    job: JobRecord
+    """What job.json had before."""
+    entry: AttemptRecord
+    """The attempt that was started, or asked to save."""
+    is_started: bool
+
+
+def requeue_run(run: RunDir) -> Requeued:
+    """Requeue a run; a running job is signalled to save and requeue itself.
+
+    Raises UsageError for a job that is still pending, and for one that is being cancelled: it ends first.
     """
     refuse_by_hand(run)
     with run_lock(run):
-        recover_job_id(run)
-        wait_until_out_of_queue(run)
-        entry = live_entry(run, "requeue")
+        job = read_whole_job(run)
+        wait_until_out_of_queue(run, job)
+        entry = live_entry(run, job, "requeue")
         if entry is None:
-            return start_again(run, "requeue"), True
+            return Requeued(job, start_again(run, job, "requeue"), True)
         if entry.is_cancelled:
             raise UsageError(
                 f"{run.shown} is being cancelled: {entry.job_id} saves and ends",
@@ -45,8 +52,8 @@ def requeue_run(run: RunDir) -> tuple[AttemptRecord, bool]:
         end = read_end(run.attempt(entry.attempt))
         if end is not None and end.resumes:
             # The run restarts anyway: there is nothing to signal.
-            job = backend_of(entry).job(entry)
-            outcome = "waiting" if job is not None and job.state.is_waiting else "restarting"
+            own = backend_of(entry).job(entry)
+            outcome = "waiting" if own is not None and own.state.is_waiting else "restarting"
         else:
             # The signal alone can be lost: between two steps no process receives it.
             with suppress(OSError):  # on a full disk it has to do
@@ -57,34 +64,28 @@ def requeue_run(run: RunDir) -> tuple[AttemptRecord, bool]:
                 change_newest(run, requeue_requested_at=None)
     if outcome == "waiting":
         raise UsageError(f"{entry.job_id} is already pending", hint="`trainkit status` shows the reason")
-    return entry, False
+    return Requeued(job, entry, False)
 
 
-def start_again(run: RunDir, reason: str) -> AttemptRecord:
+def start_again(run: RunDir, job: JobRecord, reason: str) -> AttemptRecord:
     """Start the next attempt of a run that has ended, with the config and plan of its newest one.
 
     Call with the run's lock held. Raises UsageError for a run that was never started, and for one that has
     trained for all its steps: what a command has still to do, nobody else knows.
     """
-    record = read_job(run)
-    newest = record.newest
+    newest = job.newest
     if newest is None:
         hint = f"`trainkit resume {run.word}` starts it"
         raise UsageError(f"{run.shown} was never started", hint=hint)
-    attempt = run.attempt(newest.attempt)
-    plan, config = LaunchPlan.read(attempt.plan_file), read_effective(attempt.config_file)
-    if plan.workload.knows_run:
+    config, plan = config_and_plan(run.attempt(newest.attempt))
+    if not plan.workload.is_command:
         refuse_finished(run, config, config, plan)
     if not plan.has_supervisor or plan.debug is not None:
         where = "a debugger" if plan.has_supervisor else "a step that srun started, or under another launcher"
         raise UsageError(f"{run.shown} ran in {where}", hint=f"`trainkit resume {run.word}` plans it anew")
-    hosts = note_dead_job(run, record, print_note)
-    if hosts and plan.slurm is not None and plan.slurm.clusters:
-        print_note(f"{', '.join(hosts)} not left out: a job that may go to another cluster cannot name hosts")
-    elif hosts and plan.slurm is not None:
-        left_out = with_excluded(plan.slurm, excludable(hosts, plan.slurm, print_note))
-        plan = replace(plan, slurm=left_out)
-    return start_attempt(run, config, plan, reason)
+    hosts = note_dead_job(run, job, print_note)
+    plan = backend_of(newest).without_hosts(plan, hosts, print_note)
+    return start_attempt(run, job, config, plan, reason)
 
 
 def note_dead_job(run: RunDir, record: JobRecord, warn: Callable[[str], None]) -> list[str]:

@@ -7,15 +7,21 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from trainkit.backends import backend_of
-from trainkit.backends.jobs import recover_job_id, require_not_running
+from trainkit.backend import backend_of
+from trainkit.backends.jobs import read_whole_job, require_not_running
 from trainkit.cluster.target import Target, make_target
-from trainkit.config import LoadedConfig, RunConfig, read_effective
+from trainkit.config import LoadedConfig, RunConfig
 from trainkit.control.changed_config import refuse_finished, refuse_incompatible, share_left
 from trainkit.control.requeue import note_dead_job
 from trainkit.launch.create import start_attempt
 from trainkit.launch.plan_run import gather, plan_run
-from trainkit.launch.repeat import load_again, refuse_by_hand, refuse_replay, submission_folder
+from trainkit.launch.repeat import (
+    config_and_plan,
+    load_again,
+    refuse_by_hand,
+    refuse_replay,
+    submission_folder,
+)
 from trainkit.launch.snapshot import renewed_code
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.manifest import published
@@ -59,17 +65,15 @@ def planned_resume(
     also for values that are incompatible with the newest checkpoint.
     """
     refuse_replay(run)
-    if starts_here:
-        require_not_running(run, "resume")
     job = read_job(run)
     if starts_here:
+        require_not_running(run, job, "resume")
         note_dead_job(run, job, warn)
     refuse_by_hand(run)
-    plan_before = LaunchPlan.read(run.plan_file)
-    loaded = load_again(run, plan_before, overrides, flags)
-    before, workload = read_effective(run.config_file), plan_before.workload
+    before, plan_before = config_and_plan(run)
+    loaded, workload = load_again(run, plan_before, overrides, flags), plan_before.workload
     refuse_finished(run, before, loaded.config, plan_before, new_code=new_code)
-    with submission_folder(run, new_code) as code_dir:
+    with submission_folder(job, new_code) as code_dir:
         if target is None and "launch.backend" not in flags:
             target = same_place(job.newest, loaded)
         target, resumes = target or make_target(loaded, run=run.path), bool(published(run.checkpoints_dir))
@@ -79,15 +83,15 @@ def planned_resume(
         if chooses_nodes:
             from trainkit.launch.earliest_end import choose_nodes  # slow to import
 
-            left = share_left(run, loaded.config.train.steps) if workload.knows_run else 1.0
+            left = 1.0 if workload.is_command else share_left(run, loaded.config.train.steps)
             loaded, plan, choice = choose_nodes(
                 loaded, workload, code_dir=code_dir, facts=facts, before=lr_of, left=left
             )
         else:
             plan = plan_run(loaded, facts, workload, code_dir=code_dir, before=lr_of)
-        if plan.slurm is None:
+        if not plan.is_job:
             plan = replace(plan, after=plan_before.after)  # what it has not waited for yet
-        if workload.knows_run:
+        if not workload.is_command:
             refuse_incompatible(run, loaded, facts.data)
         yield PlannedResume(job, before, plan_before, loaded, plan, choice)
 
@@ -107,10 +111,10 @@ def resume_run(
     UsageError if the run is still running.
     """
     with run_lock(run):
-        recover_job_id(run)
-        require_not_running(run, "resume")  # under the lock: another command may have started it
-        with renewed_code(run, config, plan) if new_code else nullcontext():
-            return start_attempt(run, config, plan, "run" if foreground else "resume", now=now)
+        job = read_whole_job(run)
+        require_not_running(run, job, "resume")  # under the lock: another command may have started it
+        with renewed_code(run, job, config, plan) if new_code else nullcontext(job) as job:
+            return start_attempt(run, job, config, plan, "run" if foreground else "resume", now=now)
 
 
 def same_place(entry: AttemptRecord | None, loaded: LoadedConfig) -> Target | None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from shlex import quote
 
 from trainkit.backends.jobs import refuse_copied_group
+from trainkit.backends.slurm.group_parts import recover_parts, submit_parts
 from trainkit.errors import UsageError, print_note
 from trainkit.formats import plural
-from trainkit.job.group_parts import recover_parts, submit_parts
 from trainkit.launch.create import start_group
 from trainkit.run.end import read_newest_end
 from trainkit.run.group import RunGroup

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from trainkit.backends import backend_of
+from trainkit.backend import backend_of
 from trainkit.cluster.machine import Machine
 from trainkit.cluster.target import make_target
 from trainkit.config import LoadedConfig, RunConfig
@@ -52,8 +52,8 @@ def shell_argv(loaded: LoadedConfig, start_file: str) -> list[str]:
     options |= {"nodes": plan.num_nodes, "ntasks-per-node": plan.workers_per_node}
     if plan.threads_per_worker is not None:
         options["cpus-per-task"] = plan.threads_per_worker
-    if plan.slurm.clusters:
-        options["clusters"] = ",".join(plan.slurm.clusters)
+    if plan.clusters:
+        options["clusters"] = ",".join(plan.clusters)
     shell = ["bash", "--rcfile", start_file, "-i"]
     # An interactive step uses no resources of the allocation: steps started from the shell can have all.
     return ["salloc", *option_argv(options), "srun", "--interactive", "--preserve-env", "--pty", *shell]

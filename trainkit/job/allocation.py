@@ -1,117 +1,41 @@
-"""Where a run's attempts execute: this machine, or the hosts that Slurm allocated to a job.
+"""Where a run's attempts execute: the interface of a machine, or of the hosts that a scheduler gave to a job.
 
 An allocation claims attempts, starts their processes, lists the ways to restart the run, and is released when
-the run continues elsewhere. The supervisor treats both kinds alike.
+the run continues elsewhere. The supervisor treats all kinds alike.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import os
-import re
-import shutil
 import signal
-import subprocess
-import time
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from trainkit.cluster.bad_nodes import Kind, excluded, note_failure
-from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, EXIT_OK, EXIT_STOPPED, TrainkitError, UsageError
-from trainkit.job import processes
+from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, EXIT_STOPPED, UsageError
 from trainkit.job.attempt_end import (
-    close_dead_attempts,
-    judge,
-    left_s,
-    previous_ends,
-    reached_its_stop,
     write_end,
 )
-from trainkit.job.attempt_watch import (
-    AttemptWatch,
-    LocalAttemptWatch,
-    SlurmAttemptWatch,
-    signal_of_ranks,
-)
-from trainkit.job.claim_attempt import claim_attempt, register_start
+from trainkit.job.attempt_watch import AttemptWatch
 from trainkit.job.decision import (
-    RESTART_SIGNAL,
     Decision,
-    Departure,
     Outcome,
     RestartOptions,
-    decide_no_start,
-    is_ending,
-    is_nearly_over,
-    is_taken,
-    termination_cause,
 )
-from trainkit.job.failed_starts import close_failed_starts
-from trainkit.job.failure.launcher_report import hosts_without_launch, launch_error
-from trainkit.job.failure.records import find_first_failure, signal_of_death, suspect_host
-from trainkit.job.growth import GrowthWatch
-from trainkit.job.hangs import silent_hosts
-from trainkit.job.local_queue import QueuePlace
-from trainkit.job.node.slurm_step import step_argv
-from trainkit.job.preflight import supervisor_view
-from trainkit.job.processes import log_line, retry_on_disk_error
-from trainkit.job.progress_watch import SlowHostWatch, slow_hosts
-from trainkit.job.resubmit import (
-    await_eviction,
-    exclude_from,
-    lost_hosts,
-    resubmit,
-    start_host_watch,
-)
-from trainkit.locks import LockBusy
-from trainkit.plan.launch import LaunchPlan, plan_text, resized
-from trainkit.run.end import SIGNALLED, Cause, RankFailure
+from trainkit.job.processes import log_line
+from trainkit.plan.launch import LaunchPlan
+from trainkit.run.end import RankFailure
 from trainkit.run.events import log_event
-from trainkit.run.files import refresh_listing
-from trainkit.run.group import create_task_run, group_of
 from trainkit.run.record import (
     AUTO_RESTART,
     AttemptRecord,
-    add_attempt,
-    read_job,
     record_of,
     reopen_attempt,
     superseded_by,
-    write_plan,
 )
-from trainkit.run.rundir import AttemptDir, RunDir, RunLocked, refuse_missing, run_lock
-from trainkit.run.submitted import read_submitted, require_submitted_group
-from trainkit.slurm.client import JOB_TIMEOUT_S, QUERY_PATIENCE_S, SlurmUnreachable
-from trainkit.slurm.control import cancel, cancel_waiting, requeue
-from trainkit.slurm.hosts import expand_hosts, is_drained, is_unavailable, node_states
-from trainkit.slurm.jobs import JobDetails, JobInfo, job_details
-from trainkit.slurm.states import JobState
+from trainkit.run.rundir import AttemptDir, RunDir, RunLocked, run_lock
+from trainkit.run.submitted import read_submitted
 from trainkit.trust import open_trusted
 
 CANCELLED = "cancelled before the ranks started"
-NOTICE_S = 5.0
-"""How long the notice may follow of whose signal a rank has died: slurmstepd may signal the rank first."""
-NOTICE_POLL_S = 0.5
-QUERY_PATIENCE_RESTART_S = 300.0
-"""How long to retry while Slurm's controller is unavailable, when a step may be restarted."""
-REQUEUE_PATIENCE_S = 600.0
-"""How long to retry a requeue while the controller is unavailable; giving up would strand a saved run."""
-QUEUE_POLL_S = 1.0
-QUEUE_PATIENCE = 60
-"""Errors of the queue after which a run starts without it."""
-NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
-"""Errors of a folder that no waiting helps against."""
-
-
-def query_job(job_id: str, patience_s: float = QUERY_PATIENCE_S) -> JobDetails | None:
-    """The job's current state in Slurm; None when Slurm does not respond or no longer knows the job."""
-    try:
-        return job_details(job_id, timeout_s=JOB_TIMEOUT_S, patience_s=patience_s)
-    except TrainkitError as error:
-        print(f"cannot query job {job_id}: {error.message}", flush=True)
-        return None
 
 
 def refused(attempt: AttemptDir, entry: AttemptRecord | None) -> int | None:
@@ -148,6 +72,12 @@ class Allocation:
 
     def __init__(self, run: RunDir) -> None:
         self.run = run
+
+    def begin(self) -> None:
+        """Called first, before an attempt is claimed."""
+
+    def end(self) -> None:
+        """Called last, when this start of the run has ended."""
 
     def claim(self) -> AttemptDir | int:
         """Claim the first attempt to run; returns the exit code instead when there is nothing to do."""
@@ -227,448 +157,3 @@ class Allocation:
 
     def cancel_pending(self) -> None:
         """Cancel the jobs that would continue a run that has ended."""
-
-
-class LocalAllocation(Allocation):
-    """This machine, on which all nodes of the plan run."""
-
-    lock_timeout_s = 10.0
-
-    def __init__(self, run: RunDir, number: int, *, now: bool = False) -> None:
-        """`number` is the first attempt, which the command that started this process has recorded."""
-        super().__init__(run)
-        self._number, self._now, self._queue_errors = number, now, 0
-        self._place: QueuePlace | None = None
-        """What it has got of this machine, until this process exits."""
-
-    def claim(self) -> AttemptDir | int:
-        refuse_missing(self.run)
-        # That command holds the lock until it has recorded the attempt.
-        with run_lock(self.run):
-            entry = read_job(self.run).of_attempt(self._number)
-        if (entry.pid, entry.host) != (os.getpid(), os.uname().nodename):
-            log_line(
-                f"attempt {self._number} is not in {self.run.job_file}: the command that started it was"
-                " interrupted"
-            )
-            return EXIT_FAILED
-        if (code := refused(self.run.attempt(self._number), entry)) is not None:
-            return code
-        if entry.in_foreground:
-            processes.fail_on_disk_error()
-        return self.run.attempt(self._number)
-
-    def register(self, attempt: AttemptDir) -> str:
-        # `trainkit requeue` signals with the lock held: what is pending was for the attempt before.
-        if signal.SIGUSR2 in signal.sigpending():
-            signal.sigwait({signal.SIGUSR2})
-        return add_attempt(self.run, attempt.number, os.getpid(), AUTO_RESTART).job_id
-
-    def wait_for_turn(self, attempt: AttemptDir, plan: LaunchPlan) -> Decision | None:
-        if self._place is not None:
-            return None
-        self._place, said = QueuePlace(attempt, plan), ""
-        while (reason := self._waits_for(self._place)) is not None:
-            if reason != said:
-                said = reason
-                log_line(f"attempt {attempt.number} {reason}")
-                with contextlib.suppress(OSError):  # it is in the log of the supervisor
-                    log_event(self.run, attempt.number, "waiting", reason=reason)
-            # The record too: a command that was killed may have sent no signal.
-            if processes.wait_for_notice(QUEUE_POLL_S) is not None or record_of(attempt).is_cancelled:
-                self._place.leave()
-                return Decision("stopped", CANCELLED, EXIT_STOPPED)
-        return None
-
-    def _waits_for(self, place: QueuePlace) -> str | None:
-        try:
-            return place.take(now=self._now)
-        except LockBusy as busy:
-            return f"waits for {busy}"
-        except OSError as error:
-            self._queue_errors += 1
-            may_pass = not self._now and error.errno not in NOT_WRITABLE
-            if may_pass and self._queue_errors < QUEUE_PATIENCE:
-                return f"waits for the queue of this machine ({error.strerror})"
-            log_line(f"starts without waiting for its turn: the queue of this machine has failed ({error})")
-            place.leave()
-            return None
-
-    def watch(self, attempt: AttemptDir, plan: LaunchPlan) -> AttemptWatch:
-        return LocalAttemptWatch(attempt, plan)
-
-
-class SlurmAllocation(Allocation):
-    """The allocation of one start of a Slurm job."""
-
-    lock_timeout_s = 600.0
-    """A dead node holds its locks on a network filesystem for about 90 s, on some for much longer."""
-
-    def __init__(self, run: RunDir, job_id: str, step: Sequence[str]) -> None:
-        super().__init__(run)
-        self.job_id = job_id
-        self.step = step
-        """The argv of the step, as written in the batch script."""
-        self.hosts = expand_hosts(os.environ["SLURM_JOB_NODELIST"])
-        self.bad: set[str] = set()
-        """Hosts on which no further step is started: lost, slow, or with a failure."""
-        self.restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-        """The job's restart count when this start began."""
-        self.step_may_still_run = False
-        """Whether an earlier step could not be ended on all hosts, so Slurm may still count it as running."""
-        self.job: JobDetails | None = None
-        """The job at the last query; None when Slurm did not respond."""
-        self._host_watch: subprocess.Popen[bytes] | None = None
-
-    def claim(self) -> AttemptDir | int:
-        refresh_listing(self.run.attempts_dir)  # else a resume may not be listed yet
-        if (numbers := self.run.attempt_numbers()) and self.run.exists():
-            newest = read_job(self.run).newest
-            is_own = newest is not None and newest.job_id == self.job_id and newest.attempt == numbers[-1]
-            code = refused(self.run.attempt(numbers[-1]), newest if is_own else None)
-            if code is not None:
-                return code
-        elif (found := group_of(self.run)) is not None:  # only the run of an array task can be missing
-            require_submitted_group(found[0])
-            create_task_run(self.run, self.job_id)
-        attempt = retry_on_disk_error(lambda: claim_attempt(self.run, self.job_id, self.lock_timeout_s))
-        if isinstance(attempt, AttemptDir):
-            now = JobInfo(self.job_id, JobState.RUNNING, restarts=self.restarts)
-            close_failed_starts(self.run, now, os.environ.get("SLURM_CLUSTER_NAME", ""), log_line)
-            return attempt
-        log_line(f"nothing to do for job {self.job_id}: {attempt.reason}")
-        if attempt.cancelled is not None:
-            with contextlib.suppress(OSError):
-                write_end(attempt.cancelled, Outcome(), Decision("stopped", CANCELLED, EXIT_STOPPED))
-        return EXIT_OK
-
-    def register(self, attempt: AttemptDir) -> str:
-        register_start(attempt, self.job_id, AUTO_RESTART)
-        return self.job_id
-
-    def close_dead_attempts(self, attempt: AttemptDir) -> tuple[Outcome, Decision] | None:
-        # What keeps this attempt from being read is recorded when it is run.
-        with contextlib.suppress(OSError, ValueError, TrainkitError):
-            policy = LaunchPlan.read(attempt.plan_file).requeue
-            return close_dead_attempts(attempt, policy, self.is_down)
-        return None
-
-    def fitted(self, attempt: AttemptDir, plan: LaunchPlan) -> LaunchPlan:
-        fitting, changes = plan.at(len(self.good_hosts)), dict[str, Any]()
-        counts = re.findall(r"(\d+)(?:\(|,|$)", os.environ.get("SLURM_JOB_CPUS_PER_NODE", ""))  # 64(x2),128
-        threads = min(map(int, counts), default=0) // plan.workers_per_node
-        if plan.fills_nodes and threads not in (0, fitting.threads_per_worker):
-            changes = {"threads_per_worker": threads}
-        if fitting is plan and not changes:
-            return plan
-        content = read_submitted(attempt)
-        content = content if fitting is plan else resized(content, fitting.num_nodes)
-        retry_on_disk_error(lambda: write_plan(attempt, plan_text({**content, **changes})))
-        return replace(fitting, **changes)
-
-    def place(self, plan: LaunchPlan) -> dict[str, object]:
-        partition = os.environ.get("SLURM_JOB_PARTITION", "")
-        threads = plan.threads_per_worker if plan.fills_nodes else None
-        found = {
-            "partition": partition,
-            "gpu_type": plan.gpu_types.get(partition),
-            "threads_per_worker": threads,
-        }
-        return {name: value for name, value in found.items() if value}
-
-    def watch(self, attempt: AttemptDir, plan: LaunchPlan) -> AttemptWatch:
-        view = retry_on_disk_error(lambda: supervisor_view(attempt))
-        own = os.environ.get("SLURMD_NODENAME", self.hosts[0])
-        others = [host for host in self.good_hosts if host != own]
-        is_watched = self._host_watch is not None and not processes.ended(self._host_watch)
-        if plan.may_lose_nodes and others and not is_watched:
-            self._host_watch = start_host_watch(own, others[-1], attempt.batch_host_log)
-        argv = step_argv(self.step, plan, self.good_hosts, overlap=self.step_may_still_run)
-        until_total_s = retry_on_disk_error(lambda: left_s(attempt, plan))
-        departures = list[SlowHostWatch | GrowthWatch]()
-        # Without a spare node it would wait in the queue, which may take longer than what a slow host costs.
-        if plan.requeue.slow_hosts == "restart" and len(self.good_hosts) > plan.fewest_nodes:
-            departures.append(SlowHostWatch(attempt, plan, self.good_hosts))
-        if plan.grow and shutil.which("scontrol") is not None:  # without it, no job can be requeued
-            departures.append(GrowthWatch(attempt, plan, self.hosts, len(self.good_hosts)))
-        return SlurmAttemptWatch(attempt, plan, argv, view, until_total_s, departures)
-
-    @property
-    def good_hosts(self) -> list[str]:
-        return [host for host in self.hosts if host not in self.bad]
-
-    def complete_outcome(self, attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome) -> None:
-        was_stopped = outcome.stop_signal is not None
-        is_finished = plan.workload.is_finished(was_stopped=was_stopped, is_done=False)
-        if is_finished and all(code == EXIT_OK for code in outcome.exit_codes):
-            return
-        self.step_may_still_run |= outcome.step_may_still_run
-        saved = all(code in (EXIT_OK, EXIT_STOPPED) for code in outcome.exit_codes)
-        # A restart needs the controller, so a failure waits for it; a notice leaves no time for that.
-        is_urgent = saved or outcome.stop_signal is not None
-        self.job = query_job(self.job_id, QUERY_PATIENCE_S if is_urgent else QUERY_PATIENCE_RESTART_S)
-        is_running = self.job is not None and self.job.state is JobState.RUNNING
-        if saved and outcome.stop_signal is None:
-            ends = self.job is not None and is_ending(self.job, self.restarts, plan.grace_s)
-            if not ends or reached_its_stop(attempt):
-                return
-            # The ranks received a signal that could not be recorded, for example on a full disk.
-            outcome.stop_signal = RESTART_SIGNAL if is_running else signal.SIGTERM.name
-        # Without an answer from Slurm no host is ruled out: a lost one will fail the next start.
-        lost = lost_hosts(self.job_id, self.good_hosts, is_running=is_running) or ()
-        outcome.failure = find_first_failure(attempt, plan, outcome)
-        sent = signal_of_death(outcome.failure, outcome.exit_codes)
-        if outcome.stop_signal is None and not (lost or outcome.hung):
-            self._find_notice(attempt, plan, outcome, sent)
-        if outcome.stop_signal is None and not any(attempt.errors_dir.glob("rank-*.json")):
-            output = attempt.supervisor_log.read_text(encoding="utf-8", errors="replace")
-            outcome.launch_error = launch_error(output)
-            lost = lost or self._replaceable(hosts_without_launch(output), plan)
-        if outcome.hung and not lost:
-            # Slurm may take minutes to notice that a host is cut off.
-            lost = self._replaceable(silent_hosts(attempt, plan, outcome.hangs), plan)
-        self.bad.update(lost)
-        outcome.lost_nodes = lost
-        if lost or outcome.launch_error is not None:  # which has failed before any rank
-            outcome.failure = find_first_failure(attempt, plan, outcome)
-        # Of the host before a lost one in Slurm's tree, the step waits a minute for it.
-        self.step_may_still_run |= bool(lost)
-        outcome.cause = self._cause(outcome, plan)
-        is_unexplained = outcome.cause is None and outcome.departure is None and not (lost or outcome.hung)
-        if is_unexplained and (outcome.stop_signal or sent) and (host := self._drained_host()):
-            outcome.stop_signal = outcome.stop_signal or sent
-            outcome.departure, outcome.cause = Departure("preempted", f"{host} is drained"), "preempted"
-        elif (departure := outcome.departure) is not None:
-            self.bad.update(filter(None, (departure.host,)))
-            if self.job is None or outcome.cause == "asked":
-                outcome.cause = departure.cause
-
-    def _find_notice(self, attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome, sent: str | None) -> None:
-        """Set the stop signal of an outcome whose ranks ended before one was recorded; they crashed without.
-
-        `sent` is the signal of which a rank died: then a notice may still follow.
-        """
-        # A handler of a command's own may exit with any code.
-        is_any_code = plan.workload.is_command and all(code < SIGNALLED for code in outcome.exit_codes)
-        if sent is not None and not is_taken(self.job, self.restarts):
-            outcome.stop_signal = self._await_notice(attempt, outcome)
-            self.job = query_job(self.job_id)
-        if outcome.stop_signal is None and (sent or is_any_code) and is_taken(self.job, self.restarts):
-            outcome.stop_signal = sent or signal.SIGTERM.name
-
-    def _await_notice(self, attempt: AttemptDir, outcome: Outcome) -> str | None:
-        """Wait for a notice to an agent or to this process, at most `NOTICE_S`; None without one."""
-        deadline_s = time.monotonic() + NOTICE_S
-        while (found := signal_of_ranks(attempt)) is None and (left_s := deadline_s - time.monotonic()) > 0:
-            received = processes.wait_for_signal(min(left_s, NOTICE_POLL_S))
-            if received not in (None, signal.SIGCHLD):
-                outcome.supervisor_was_signalled |= received != signal.SIGUSR2
-                return received.name
-        return found
-
-    def _drained_host(self) -> str | None:
-        """A host of the running job that an administrator takes out of service; None without one."""
-        if self.job is None or is_taken(self.job, self.restarts):
-            return None
-        try:
-            states = node_states(self.good_hosts)
-        except TrainkitError as error:
-            log_line(f"cannot query the states of {', '.join(self.good_hosts)}: {error.message}")
-            return None
-        return next((host for host in self.good_hosts if is_drained(states.get(host, ""))), None)
-
-    def _cause(self, outcome: Outcome, plan: LaunchPlan) -> Cause | None:
-        if outcome.stop_signal is None:
-            return None
-        option = "" if plan.slurm is None else str(plan.slurm.sbatch.get("signal", ""))
-        return termination_cause(
-            outcome.stop_signal,
-            self.job,
-            plan.grace_s,
-            supervisor_was_signalled=outcome.supervisor_was_signalled,
-            restarts=self.restarts,
-            lost=bool(outcome.lost_nodes),
-            notice=f"SIG{option.partition('@')[0]}",
-        )
-
-    def _replaceable(self, hosts: Sequence[str], plan: LaunchPlan) -> tuple[str, ...]:
-        """Unresponsive hosts, if the allocation has enough others to replace them; else none."""
-        return tuple(hosts) if len(self.good_hosts) - len(hosts) >= plan.fewest_nodes else ()
-
-    def is_down(self, host: str) -> bool:
-        """Whether Slurm reports a host as unavailable; False when Slurm does not respond."""
-        try:
-            return is_unavailable(node_states([host]).get(host, ""))
-        except TrainkitError as error:
-            log_line(f"cannot query the state of {host}: {error.message}")
-            return False
-
-    def record_suspect(self, attempt: AttemptDir, plan: LaunchPlan, failure: RankFailure | None) -> bool:
-        """Stop using the host that a failure implicates, and record it for later jobs.
-
-        A host on which ranks were only killed or hung is used until that has happened twice in the run.
-        """
-        before = len(self.bad)
-        self.bad |= slow_hosts(attempt, plan, self.hosts)
-        suspect = None if failure is None else suspect_host(failure)
-        if suspect is not None and suspect[0] in self.hosts:  # else Slurm could not exclude it by that name
-            self._note(attempt, *suspect, str(failure and failure.message))
-        return len(self.bad) > before
-
-    def _note(self, attempt: AttemptDir, host: str, kind: Kind, reason: str) -> None:
-        verdicts = (end.verdict for end in previous_ends(attempt).values())
-        previous = [suspect_host(verdict) for verdict in verdicts if verdict is not None]
-        if kind != "culprit" or (host, kind) in previous:
-            self.bad.add(host)
-        try:
-            cluster = os.environ.get("SLURM_CLUSTER_NAME", "")
-            note_failure(cluster, host, kind, reason, run=str(attempt.run.path), attempt=attempt.number)
-        except OSError as error:
-            log_line(f"cannot record that {host} failed: {error}")
-
-    def hosts_to_exclude(self) -> list[str]:
-        """The hosts that the next start of the run should avoid: bad in this job or in an earlier one."""
-        cluster = os.environ.get("SLURM_CLUSTER_NAME", "")
-        return sorted({*self.bad, *excluded(cluster, run=str(self.run.path))})
-
-    def restart_options(self, plan: LaunchPlan) -> RestartOptions:
-        job = self.job
-        may_requeue = job is None or job.may_requeue
-        is_ours = job is not None and job.state is JobState.RUNNING and not self.is_being_requeued
-        return RestartOptions(
-            # Slurm sends the notice before the time limit once: a step that starts later does not receive it.
-            restart=is_ours
-            and len(self.good_hosts) >= plan.fewest_nodes
-            and not is_nearly_over(job, plan.grace_s),
-            requeue=may_requeue and shutil.which("scontrol") is not None,
-            resubmit=not may_requeue and shutil.which("sbatch") is not None,
-            follow_up=bool(read_job(self.run).waiting),
-            unavailable_reason="this host has neither scontrol nor sbatch, and requeue.follow_ups is 0",
-        )
-
-    def after_notice(
-        self, attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome, received: signal.Signals
-    ) -> Decision:
-        # Either Slurm is ending the allocation or a person cancelled the job: its state tells which.
-        outcome.had_failed = outcome.first_failed_node is not None
-        outcome.stop_signal, outcome.supervisor_was_signalled = received.name, True
-        self.complete_outcome(attempt, plan, outcome)
-        return judge(attempt, plan, outcome, self.restart_options(plan))
-
-    def after_lock(self, attempt: AttemptDir, plan: LaunchPlan, locked: RunLocked) -> Decision:
-        # A job starts again later: the file server releases the locks of a dead host.
-        self.job = query_job(self.job_id)
-        starts = list(previous_ends(attempt).values())
-        options = self.restart_options(plan)
-        decision = decide_no_start(locked.message, EXIT_FAILED, starts, options, in_place=False)
-        return decision if decision.resumes else replace(decision, reason=f"{decision.reason}; {locked.hint}")
-
-    def leave_unclaimed(self, locked: RunLocked) -> int:
-        # It does not take the lock over: a host that Slurm has lost may only be cut off from the controller,
-        # and still write to the run folder. The file server releases the locks of a dead host, most within
-        # two minutes, some only when the host boots again.
-        try:
-            plan = LaunchPlan.from_dict(read_submitted(self.run))
-            self.job = query_job(self.job_id)
-            stopped = Outcome(signal.SIGTERM.name, supervisor_was_signalled=True)
-            if locked.stopped and self._cause(stopped, plan) not in plan.requeue.on:
-                return EXIT_STOPPED
-            # The ends of slices do not count, and each of them was that of an attempt.
-            sliced = [] if plan.requeue.total_s is None else read_job(self.run).of_job(self.job_id)
-            if self.restarts >= plan.requeue.max + len(sliced):
-                log_line(f"not requeued: requeue.max is {plan.requeue.max}")
-                return EXIT_FAILED
-            if not self.is_being_requeued:
-                log_line(f"requeues job {self.job_id}, to try again later")
-                requeue(self.job_id, patience_s=REQUEUE_PATIENCE_S)
-            self._leave_requeued(plan)
-        except (OSError, ValueError, TrainkitError) as error:
-            log_line(f"not requeued: {error}")
-            return EXIT_FAILED
-        return EXIT_STOPPED
-
-    def release(self, plan: LaunchPlan, decision: Decision) -> str | None:
-        try:
-            if decision.action == "resubmit":
-                resubmit(self.run, self.job_id, self.hosts_to_exclude(), self.lock_timeout_s)
-            elif decision.action == "requeue":
-                self._request_requeue()
-                self._leave_requeued(plan)
-        except TrainkitError as error:
-            # An administrator forbids it, or the controller was unavailable for minutes.
-            return error.message
-        except OSError as error:
-            return f"{self.run.path} cannot be written ({error})"
-        return None
-
-    def _request_requeue(self) -> None:
-        """Requeue the job, unless that would undo what somebody has done; with the lock held.
-
-        `trainkit cancel` comes before that or after it. While Slurm does not answer, it need not wait.
-        """
-        give_up_s = time.monotonic() + REQUEUE_PATIENCE_S
-        while not self.is_being_requeued:
-            try:
-                with run_lock(self.run, self.lock_timeout_s):
-                    self._refuse_unwanted()
-                    return requeue(self.job_id, patience_s=QUERY_PATIENCE_S)
-            except SlurmUnreachable:
-                if time.monotonic() > give_up_s:
-                    raise
-                self.job = query_job(self.job_id) or self.job  # the answer alone may have been lost
-
-    def _refuse_unwanted(self) -> None:
-        """Raise TrainkitError where a requeue would undo what somebody has done meanwhile."""
-        newest = read_job(self.run).newest
-        if newest is not None and newest.job_id != self.job_id:
-            raise TrainkitError(f"job {newest.job_id} has taken the run over")
-        if (newest is not None and newest.is_cancelled) or self.was_cancelled_meanwhile():
-            raise TrainkitError("it was cancelled meanwhile")
-
-    def _leave_requeued(self, plan: LaunchPlan) -> None:
-        """Exclude bad hosts from the next start of the job, and wait for the end of this one."""
-        if self.bad and plan.slurm is not None:
-            exclude_from(self.job_id, self.hosts_to_exclude(), plan.slurm)
-        if not (self.is_completing or self.is_being_requeued):
-            await_eviction()
-
-    @property
-    def is_being_requeued(self) -> bool:
-        """Whether Slurm is already requeuing the job or has restarted it."""
-        return self.is_queued or (self.job is not None and self.job.restarts > self.restarts)
-
-    def was_cancelled_meanwhile(self) -> bool:
-        """Whether a person has cancelled the job since the last query; a requeue would undo that."""
-        if self.job is None or self.job.state is not JobState.RUNNING:
-            return False
-        now = query_job(self.job_id, QUERY_PATIENCE_S)
-        if now is None:
-            return False
-        by_slurm = now.is_preempted or now.restarts > self.restarts or now.reason == "TimeLimit"
-        return now.state in (JobState.CANCELLED, JobState.COMPLETING) and not by_slurm
-
-    @property
-    def is_queued(self) -> bool:
-        """Whether the job is in the queue again."""
-        return self.job is not None and self.job.state.is_waiting
-
-    @property
-    def is_completing(self) -> bool:
-        """Whether Slurm is ending the job and waits only for this batch shell."""
-        return self.job is not None and self.job.state is JobState.COMPLETING
-
-    def cancel_pending(self) -> None:
-        """Cancel the follow-up jobs, and this job if Slurm is requeuing it, as it does after losing a host.
-
-        A start of the job that already runs elsewhere is left alone.
-        """
-        if shutil.which("scancel") is None:
-            return
-        waiting = [*read_job(self.run).waiting, *([self.job_id] if self.is_queued else [])]
-        try:
-            cancel_waiting(waiting)
-            if self.is_completing and self.is_being_requeued:
-                # The job enters the queue only after this shell has exited.
-                cancel([self.job_id])
-        except TrainkitError as error:
-            log_line(f"cannot cancel {', '.join(waiting) or self.job_id}: {error.message}")

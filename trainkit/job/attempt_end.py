@@ -122,8 +122,7 @@ def write_end(
     run, number = attempt.run, attempt.number
     failure = None
     if decision.action == "failed" or decision.cause in FAILURES:
-        reason = decision.reason.partition(";")[0]
-        failure = outcome.failure or agent_failure(outcome.first_failed_node, reason)
+        failure = outcome.failure or agent_failure(outcome.first_failed_node, decision.summary)
     best = None
     with contextlib.suppress(OSError):  # end.json must be written even if the metrics cannot be read
         best = best_result(run)
@@ -140,6 +139,8 @@ def write_end(
         step=last_step(attempt, failure),
         best=best,
         guessed=guessed,
+        summary=decision.summary if decision.details else None,
+        saved=decision.action != "finished" and outcome.has_saved,
         time=utc_now(),
     )
     end.write(attempt)

@@ -20,7 +20,7 @@ from trainkit.job.hangs import HangRecord
 from trainkit.job.signals import describe_exit, is_death_by_notice
 from trainkit.plan.launch import RequeuePolicy
 from trainkit.plan.workload import TRAINER, Workload
-from trainkit.run.end import RESUME_ACTIONS, WITHOUT_RECORD, Action, AttemptEnd, Cause, RankFailure
+from trainkit.run.end import RESUME_ACTIONS, Action, AttemptEnd, Cause, RankFailure
 from trainkit.run.tracebacks import is_quit
 from trainkit.slurm.jobs import JobDetails
 from trainkit.slurm.states import JobState
@@ -126,6 +126,11 @@ class Outcome:
         return [code for _, code in self.exits]
 
     @property
+    def has_saved(self) -> bool:
+        """Whether all workers exited as they do after a save: all that is known of a command."""
+        return bool(self.exits) and all(code in (EXIT_OK, EXIT_STOPPED) for code in self.exit_codes)
+
+    @property
     def first_failed_node(self) -> int | None:
         """Node rank of the agent that failed first."""
         return next((rank for rank, code in self.exits if code not in (EXIT_OK, EXIT_STOPPED)), None)
@@ -145,15 +150,23 @@ class RestartOptions:
 
 @dataclass(frozen=True)
 class Decision:
-    """What the supervisor does next, and why in one sentence."""
+    """What the supervisor does next, and why."""
 
     action: Action
-    reason: str
+    summary: str
+    """What has happened."""
     exit_code: int
     cause: Cause | None = None
     """Why the run is restarted, or the cause of its failure."""
     delay_s: float = 0.0
     """How long to wait before the restart."""
+    details: str = ""
+    """What `reason` adds: what follows, or why nothing does."""
+
+    @property
+    def reason(self) -> str:
+        """`summary` and `details` in one sentence."""
+        return "; ".join(filter(None, (self.summary, self.details)))
 
     @property
     def resumes(self) -> bool:
@@ -171,7 +184,7 @@ def decide(
     is_finished = result.workload.is_finished(was_stopped=was_stopped, is_done=result.is_done)
     if is_finished and all(code == EXIT_OK for code in codes):
         return Decision("finished", "all workers finished", EXIT_OK)
-    saved = all(code in (EXIT_OK, EXIT_STOPPED) for code in codes)
+    saved = result.has_saved
     if result.moved_to is not None and not saved:
         reason = f"its folder was moved to {result.moved_to}, and not all workers could save"
         return Decision("failed", reason, EXIT_FAILED)
@@ -188,7 +201,7 @@ def decide(
     expected = (EXIT_OK, EXIT_STOPPED, EXIT_STUCK)
     ended_on_signal = is_excused or all(code in expected or is_death_by_notice(code) for code in codes)
     if was_stopped and (saved or ended_on_signal):
-        return _after_request(result, saved, previous, policy, options)
+        return _after_request(result, previous, policy, options)
     if saved:
         return Decision("stopped", "the workers saved and exited by themselves", EXIT_STOPPED)
     if result.launch_error is not None and not result.lost_nodes and not was_stopped:
@@ -213,7 +226,7 @@ def decide_no_start(
 
 def decide_requested(end: Decision, previous: Sequence[AttemptEnd], options: RestartOptions) -> Decision:
     """Start another attempt where a run would `end`, because a person asked for it; no limit counts."""
-    summary = f"{end.reason.partition(';')[0]}, and `trainkit requeue` asked for another attempt"
+    summary = f"{end.summary}, and `trainkit requeue` asked for another attempt"
     return _resume(summary, "asked", end.exit_code, previous, options, in_place=not options.requeue)
 
 
@@ -224,23 +237,25 @@ def decide_dead(result: Outcome, previous: Sequence[AttemptEnd], policy: Requeue
     """
     if result.lost_nodes:
         return decide(result, previous, policy, RestartOptions(requeue=True))
-    reason = f"{WITHOUT_RECORD}: its host died, or its supervisor was killed"
+    summary = "ended without a record: its host died, or its supervisor was killed"
     limit = restarts_limit(previous, policy)
     if limit is not None:
-        return Decision("failed", f"{reason}; not started again: {limit}", EXIT_FAILED, "node_fail")
-    return Decision("requeue", reason, EXIT_FAILED, "node_fail")
+        return Decision("failed", summary, EXIT_FAILED, "node_fail", details=not_again(limit))
+    return Decision("requeue", summary, EXIT_FAILED, "node_fail")
+
+
+def not_again(why: str) -> str:
+    """The details of a decision after which the run does not restart."""
+    return f"not started again: {why}"
 
 
 def _after_request(
-    result: Outcome,
-    saved: bool,
-    previous: Sequence[AttemptEnd],
-    policy: RequeuePolicy,
-    options: RestartOptions,
+    result: Outcome, previous: Sequence[AttemptEnd], policy: RequeuePolicy, options: RestartOptions
 ) -> Decision:
+    saved = result.has_saved
     if saved and EXIT_STOPPED not in result.exit_codes:
         summary = f"exited with 0 after {result.stop_signal}, without a sign that it is done"
-    elif saved and not result.step and result.workload.knows_run:
+    elif saved and not result.step and not result.workload.is_command:
         summary = f"ended by {result.stop_signal} before the first step"
     elif saved:
         summary = f"saved after {result.stop_signal}"
@@ -271,7 +286,7 @@ def _after_request(
     elif limit is None and cause == "timeout" and _makes_no_progress(result, previous):
         limit = f"the time limit was reached {MAX_ENDS_AT_STEP} times in a row at step {result.step}"
     if limit is not None:
-        return Decision("stopped", f"{summary}; not started again: {limit}", EXIT_STOPPED, cause)
+        return Decision("stopped", summary, EXIT_STOPPED, cause, details=not_again(limit))
     # A signalled job leaves its allocation, unless that was only to leave a host, or a person asked for a
     # restart and it cannot be requeued.
     in_place = cause == "slow_host" or (cause == "asked" and not options.requeue)
@@ -297,7 +312,7 @@ def _after_failure(
     }[cause]
     limit = _restart_limit(result, cause, previous, policy)
     if limit is not None:
-        return Decision("failed", f"{summary}{limit and '; not started again: '}{limit}", code, cause)
+        return Decision("failed", summary, code, cause, details=limit and not_again(limit))
     # After a stop signal the allocation is about to end: no other attempt fits into it.
     in_place = result.stop_signal is None
     # The delay doubles with every failure without progress.
@@ -420,10 +435,10 @@ def _resume(
     ways = RESUME_ACTIONS if in_place else RESUME_ACTIONS[1:]
     action = next((way for way in ways if getattr(options, way)), None)
     if action is None:
-        reason = f"{summary}; not started again: {options.unavailable_reason}"
-        return Decision("stopped" if exit_code == EXIT_STOPPED else "failed", reason, exit_code, cause)
-    reason = f"{summary}; resumes (restart {len(previous) + 1})"
-    return Decision(action, reason, EXIT_STOPPED, cause, delay_s if action == "restart" else 0.0)
+        end: Action = "stopped" if exit_code == EXIT_STOPPED else "failed"
+        return Decision(end, summary, exit_code, cause, details=not_again(options.unavailable_reason))
+    delay_s = delay_s if action == "restart" else 0.0
+    return Decision(action, summary, EXIT_STOPPED, cause, delay_s, f"resumes (restart {len(previous) + 1})")
 
 
 EARLY_S = 60.0

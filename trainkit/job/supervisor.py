@@ -14,9 +14,9 @@ import contextlib
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import replace
 
+from trainkit.backend import backend_named
 from trainkit.errors import (
     EXIT_FAILED,
     EXIT_NO_RESTART,
@@ -27,7 +27,7 @@ from trainkit.errors import (
 )
 from trainkit.folders import whole_paths
 from trainkit.job import processes
-from trainkit.job.allocation import CANCELLED, Allocation, LocalAllocation, SlurmAllocation
+from trainkit.job.allocation import CANCELLED, Allocation
 from trainkit.job.attempt_capabilities import AttemptCapabilities
 from trainkit.job.attempt_end import (
     is_requeue_requested,
@@ -37,50 +37,30 @@ from trainkit.job.attempt_end import (
     write_end,
 )
 from trainkit.job.attempt_watch import AttemptWatch
-from trainkit.job.decision import FAILURES, Decision, Outcome, decide_requested
-from trainkit.job.failed_starts import forget_start
-from trainkit.job.group_parts import submit_parts
-from trainkit.job.node.slurm_step import slurm_job_id
+from trainkit.job.decision import FAILURES, Decision, Outcome, decide_requested, not_again
 from trainkit.job.processes import log_line, redirect_output, retry_on_disk_error
 from trainkit.job.signals import signal_exit_code
 from trainkit.job.work_folder import enter_work_folder
 from trainkit.plan.launch import LaunchPlan, damaged_plan
 from trainkit.run.end import AttemptEnd, end_line, read_end
 from trainkit.run.events import log_event
-from trainkit.run.files import read_json
-from trainkit.run.group import group_of
 from trainkit.run.record import record_of, superseded_by
 from trainkit.run.rundir import AttemptDir, RunDir, RunLocked, become_sole_supervisor, run_lock
-from trainkit.run.submitted import NotSubmitted, read_submitted, require_submitted_group
-
-ROOM_PATIENCE_S = 20.0
-"""How long a job that ends waits until Slurm has room for another one of its group."""
+from trainkit.run.submitted import NotSubmitted, read_submitted
 
 
-def supervise_job(run: RunDir, step: Sequence[str]) -> int:
-    """Supervise this start of a Slurm job, whose ranks `step` starts; returns the exit code of the job."""
+def supervise_job(run: RunDir, words: Sequence[str], backend: str = "sbatch") -> int:
+    """Supervise this start of a job or process of a backend, started with `words`; returns its exit code."""
     _prepare_process()
-    job_id = slurm_job_id()
-    if job_id is None:
-        log_line("error: this is not a Slurm job\n\nhint: `trainkit submit` starts one")
+    try:
+        allocation = backend_named(backend).allocation(run, words)
+    except TrainkitError as error:
+        log_line(error.render())
         return EXIT_FAILED
-    try:
-        forget_start(run, job_id)
-    except OSError as error:
-        log_line(f"cannot remove the record of this start: {error}")
-    code = supervise(SlurmAllocation(run, job_id, step))
-    _submit_rest(run)
+    allocation.begin()
+    code = supervise(allocation)
+    allocation.end()
     return code
-
-
-def _submit_rest(run: RunDir) -> None:
-    """Submit more of the group of this run, if it has points for which Slurm had no room."""
-    try:
-        if (group := group_of(run)) is not None and group[0].left:
-            require_submitted_group(group[0])
-            submit_parts(group[0], log_line, size=1, patience_s=ROOM_PATIENCE_S)
-    except (TrainkitError, OSError) as error:
-        log_line(f"cannot submit more of {run.path.parent}: {error}")
 
 
 def _prepare_process() -> None:
@@ -178,7 +158,7 @@ class Supervisor:
         try:
             decision = self._after_lock(attempt, self.plan(attempt), outcome, locked)
         except (OSError, ValueError, TrainkitError) as error:
-            decision = Decision("failed", f"{locked.message}; {error}", EXIT_FAILED)
+            decision = Decision("failed", locked.message, EXIT_FAILED, details=str(error))
         if decision.resumes:
             return self._leave(attempt, outcome, decision)
         if locked.stopped:
@@ -271,13 +251,12 @@ class Supervisor:
             problem = str(error)
         if problem is None:
             return decision.exit_code
-        reason = f"{decision.reason.partition(';')[0]}; not started again: {problem}"
+        ended = replace(decision, action="stopped", details=not_again(problem))
         if decision.cause not in FAILURES:
-            stopped = Decision("stopped", reason, decision.exit_code, decision.cause)
-            return self.conclude(attempt, outcome, stopped)
+            return self.conclude(attempt, outcome, ended)
         # 75 would claim that the state was saved.
         code = next((code for code in outcome.exit_codes if code not in (EXIT_OK, EXIT_STOPPED)), EXIT_FAILED)
-        return self.conclude(attempt, outcome, Decision("failed", reason, code, decision.cause))
+        return self.conclude(attempt, outcome, replace(ended, action="failed", exit_code=code))
 
     def _end(self, attempt: AttemptDir, outcome: Outcome, decision: Decision) -> int:
         """End the run; returns the exit code of this start."""
@@ -339,34 +318,13 @@ class Supervisor:
             capabilities.close()
 
 
-@dataclass(frozen=True)
-class SubmititJob:
-    """The callable that submitit pickles and runs in the batch shell of its jobs.
-
-    submitit's own requeue is never used: the supervisor handles the signals and requeues the job itself after
-    the ranks have saved.
-    """
-
-    run_dir: str
-
-    @whole_paths()
-    def __call__(self) -> None:
-        run = RunDir(Path(self.run_dir))
-        code = supervise_job(run, read_json(run.step_file, executes=True))
-        if code:
-            # submitit pickles other exceptions and exits with 0, so Slurm would count the job as completed.
-            raise SystemExit(code)
-
-
 @whole_paths()
 def main(argv: Sequence[str] | None = None) -> int:
     """Read the command line and run the supervisor; returns its exit code."""
     replace_unencodable()
     run_dir, kind, *rest = sys.argv[1:] if argv is None else argv
-    if kind == "--step":
-        return supervise_job(RunDir(run_dir), rest)
-    _prepare_process()
-    return supervise(LocalAllocation(RunDir(run_dir), int(rest[0]), now="--now" in rest))
+    # The script of a job names the step of the ranks, the command that starts a process the attempt.
+    return supervise_job(RunDir(run_dir), rest, "sbatch" if kind == "--step" else "local")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from trainkit.backends import JobScript, NewAttempt, backend_named
+from trainkit.backend import JobScript, NewAttempt, backend_named
 from trainkit.config import RunConfig, dump_effective
 from trainkit.errors import UsageError
 from trainkit.folders import ensure_folder, shown_path
@@ -143,7 +143,7 @@ def start_run(
     """
     try:
         with run_lock(run):
-            return start_attempt(run, config, plan, reason, now=now)
+            return start_attempt(run, read_job(run), config, plan, reason, now=now)
     except BaseException:
         if not run.attempt_numbers():
             shutil.rmtree(run.path, ignore_errors=True)
@@ -151,19 +151,19 @@ def start_run(
 
 
 def start_attempt(
-    run: RunDir, config: RunConfig, plan: LaunchPlan, reason: str, *, now: bool = False
+    run: RunDir, job: JobRecord, config: RunConfig, plan: LaunchPlan, reason: str, *, now: bool = False
 ) -> AttemptRecord:
     """Start a run's next attempt and return its job.json entry; call with the run's lock held.
 
-    `reason` is one of ``submit run requeue resume``; `now` is for local runs only.
+    `job` is job.json, `reason` is one of ``submit run requeue resume``; `now` is for local runs only.
     """
     config_text, plan_text = dump_effective(config), plan.to_text()
     for text, where in ((config_text, run.config_file), (plan_text, run.plan_file)):
         refuse_leaks(text, str(where), config.secrets, os.environ)
-    job, backend, script = read_job(run), backend_named(plan.backend), None
+    backend, script = backend_named(plan.backend), None
     if backend.template is not None:
         script = _script(run, job, config, plan, submitted_hash(config_text, plan.to_dict()))
-    new = NewAttempt(config_text, plan_text, plan, reason, script, config.requeue.follow_ups, now)
+    new = NewAttempt(config_text, plan_text, plan, reason, job, script, config.requeue.follow_ups, now)
     entry = backend.start(run, new)
     register(run, job.name)
     return entry
@@ -185,13 +185,12 @@ def _script(run: RunDir, job: JobRecord, config: RunConfig, plan: LaunchPlan, su
 def _group_record(folder: Path, name: str, submission: Submission, code: CodeCopy | None) -> JsonObject:
     assert submission.array is not None
     first = submission.points[0]
-    slurm = first.plan.slurm
     record = GroupRecord(
         name=name,
         backend=first.plan.backend,
         cwd=str(Path.cwd()),
         # Of several clusters Slurm chooses one, which the answer of sbatch names.
-        cluster=None if slurm is not None and slurm.clusters else cluster_name(),
+        cluster=None if first.plan.clusters else cluster_name(),
         array=submission.array.directive,
         keys=list(dict.fromkeys(key for point in submission.points for key in point.values)),
         code=code,

@@ -79,7 +79,7 @@ def with_dependency(plan: LaunchPlan, texts: Sequence[str], waits_for: Sequence[
     if plan.slurm is None:
         return replace(plan, after=tuple(waits_for), reasons={**plan.reasons, "after": reason})
     found = by_cluster(waits_for)
-    if list(found) != [other_cluster(name) or "" for name in plan.slurm.clusters or [None]]:
+    if list(found) != [other_cluster(name) or "" for name in plan.clusters or [None]]:
         where = listed([f"{job} on {name or 'this one'}" for name, jobs in found.items() for job in jobs])
         raise UsageError(
             f"--after {names}: a job can wait only for jobs of its own cluster, and waits here for {where}",
@@ -101,7 +101,7 @@ def dependencies(names: Sequence[str], warn: Callable[[str], None], *, on_slurm:
         arrays, runs = list[str](), list[Dependency]()
         if isinstance(found, RunDir):
             run = _run(found, warn, on_slurm)
-            runs = [replace(run, job_id=run.job_id and on_cluster(run.job_id, run.cluster))]
+            runs = [replace(run, job_id=run.job_id and on_cluster(run.job_id, run.place.cluster))]
         else:
             points = GroupFiles(found)
             status = points.status(query_jobs(points.open_ids), datetime.now(timezone.utc))

@@ -15,6 +15,7 @@ from datetime import datetime, timedelta, timezone
 from itertools import islice
 from pathlib import Path
 
+from trainkit.backends.slurm.queue_estimate import ask_fitting, misfit, request_of, when
 from trainkit.cluster.limits import ResourceRequest, listed, longest_time_s
 from trainkit.cluster.model import Cluster, Partition
 from trainkit.config import LoadedConfig, RunConfig, read_effective
@@ -23,7 +24,6 @@ from trainkit.config.training import DECODER
 from trainkit.errors import ConfigError, TrainkitError, UsageError
 from trainkit.formats import JsonObject, duration, plural, table, time_limit_s, time_text
 from trainkit.launch.plan_run import gather, plan_run
-from trainkit.launch.queue_estimate import ask_fitting, misfit, request_of, when
 from trainkit.plan.effective_time import RESTART_S
 from trainkit.plan.facts import Facts
 from trainkit.plan.gpus import find_gpu
@@ -186,7 +186,7 @@ def _may_be_cut(config: RunConfig, workload: Workload) -> bool:
     asked = config.resources
     is_limited = asked.time is not None and time_limit_s(asked.time) is not None
     is_free = asked.slice is None and asked.time_min is None
-    return workload.knows_run and is_limited and is_free and "timeout" in config.requeue.on
+    return not workload.is_command and is_limited and is_free and "timeout" in config.requeue.on
 
 
 def _sliced(loaded: LoadedConfig, slice_s: float, **others: object) -> LoadedConfig:

@@ -17,6 +17,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from trainkit import __version__
+from trainkit.capability import launchers
 from trainkit.config import RunConfig
 from trainkit.config.running import LaunchConfig
 from trainkit.extras import install_line
@@ -158,14 +159,6 @@ def torch_problem(packages: Packages, program: str) -> tuple[str, str] | None:
 
 SYSTEM_FOLDER = "/usr"
 """What is installed below it may differ between this host and the nodes of a cluster."""
-LAUNCHER_MODULES = {
-    "torchrun": ("torch",),
-    "megatron": ("torch",),
-    "accelerate": ("accelerate",),
-    "deepspeed": ("deepspeed",),
-    "lightning": ("lightning", "pytorch_lightning"),
-}
-"""Launcher -> the packages of which one must be installed."""
 
 
 def find_environment(config: RunConfig, on_slurm: bool, workload: Workload, cwd: Path) -> Environment:
@@ -187,7 +180,7 @@ def find_environment(config: RunConfig, on_slurm: bool, workload: Workload, cwd:
     trains_here = not workload.is_command and (key is None or not on_slurm)
     may_use_gpus = not workload.is_command and config.device != "cpu"
     may_use_gpus = may_use_gpus and (not on_slurm or _is_cluster_of_host(launch))
-    modules = LAUNCHER_MODULES.get(workload.launcher, ())
+    modules = launchers().get(workload.launcher, ())
     is_of_nodes = on_slurm and PurePath(program).is_relative_to(SYSTEM_FOLDER)
     if modules and (is_of_nodes or command_python(config.launch, workload.argv, cwd) != interpreter.argv):
         modules = ()  # the command starts with another Python

@@ -146,7 +146,7 @@ def plan_run(
     plan = plan_nodes(loaded, facts, workload, before)
     reasons, warnings, values = dict(plan.reasons), list(plan.warnings), dict[str, Any]()
     untested = next((key for key in _EXPERIMENTAL if getattr(launch, key) is not None), None)
-    if plan.slurm is not None and untested is not None:
+    if plan.is_job and untested is not None:
         program = _EXPERIMENTAL[untested]
         note = f"launch.{untested} has not been validated with a real {program}; try a short run first"
         reasons["experimental"] = note
@@ -160,7 +160,7 @@ def plan_run(
         refuse_missing(workload.argv, launch, workload.launcher, code_dir or cwd)
         refuse_secrets(workload.argv, config.secrets)
         values["python"] = command_python(launch, workload.argv, cwd)
-    if plan.slurm is None and facts.environment is not None:
+    if not plan.is_job and facts.environment is not None:
         # No batch script starts the agents of this run, so they use the interpreter of `launch`.
         interpreter = facts.environment.interpreter
         if unused := [f"launch.{name}" for name in _BATCH_ONLY if getattr(launch, name)]:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from trainkit.capability import keys_of
 from trainkit.config import LoadedConfig, RunConfig, load_config, read_effective
 from trainkit.config.schema import flatten
 from trainkit.errors import UsageError
@@ -15,9 +16,9 @@ from trainkit.function import call_file
 from trainkit.launch.snapshot import moved
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.files import read_json
-from trainkit.run.record import CodeCopy, read_job
+from trainkit.run.record import CodeCopy, JobRecord, read_job
 from trainkit.run.registry import UnknownRun, find_run_or_group, one_run
-from trainkit.run.rundir import RunDir
+from trainkit.run.rundir import AttemptDir, RunDir
 
 REPLAY_FILE = "replay.json"
 """In the folder of a job of `trainkit replay`: which run and steps it computes again."""
@@ -33,6 +34,7 @@ class RepeatedRun:
     run: RunDir
     config: RunConfig
     plan: LaunchPlan
+    job: JobRecord
     code: CodeCopy | None
     """Its copy of the code; None if the new run uses the current code."""
     stdin: bytes | None
@@ -90,9 +92,14 @@ def repeated_run(run: RunDir, *, uses_current_code: bool) -> RepeatedRun:
                 f"{run.shown} has lost the copy of its code: there is no {shown_path(code.workdir)}",
                 hint=f"--no-snapshot runs the code in {cwd} as it is now",
             )
-    config, plan = read_effective(run.config_file), LaunchPlan.read(run.plan_file)
+    config, plan = config_and_plan(run)
     stdin = run.input_file.read_bytes() if run.input_file.is_file() else None
-    return RepeatedRun(run, config, plan, None if uses_current_code else code, stdin)
+    return RepeatedRun(run, config, plan, job, None if uses_current_code else code, stdin)
+
+
+def config_and_plan(folder: RunDir | AttemptDir) -> tuple[RunConfig, LaunchPlan]:
+    """The config and plan of a run or an attempt; raises UsageError if they are damaged or foreign."""
+    return read_effective(folder.config_file), LaunchPlan.read(folder.plan_file)
 
 
 def load_again(
@@ -107,19 +114,19 @@ def load_again(
     adjustable = {"train.device_batch_size", "parallel.pp_microbatches"}
     if before.workload.is_command:
         # config.yaml has every key: those that were not set must not reach the tool of the launcher.
-        adjustable = loaded.origins.keys() - set(before.launcher_keys)
+        adjustable = loaded.origins.keys() - keys_of(before.parts)
     origin = loaded.origins["name"].rpartition(":")[0]
     return loaded.adjusting(*adjustable, origin=origin)
 
 
 @contextmanager
-def submission_folder(run: RunDir, takes_new_code: bool) -> Iterator[Path]:
+def submission_folder(job: JobRecord, takes_new_code: bool = False) -> Iterator[Path]:
     """Change to the folder that a run was submitted from: paths in its config are relative to it.
 
     Yields the working directory of the run's command, which is inside its code snapshot if it has one and
     `takes_new_code` is not set.
     """
-    job, here = read_job(run), Path.cwd()
+    here = Path.cwd()
     submitted = Path(job.cwd or here)
     if not submitted.is_dir():
         submitted = here

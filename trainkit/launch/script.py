@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainkit import __version__
-from trainkit.backends import JobScript, backend_named
+from trainkit.backend import JobScript, backend_named
 from trainkit.config import RunConfig
 from trainkit.config.schema import MULTIMODAL
 from trainkit.errors import UsageError
@@ -21,12 +21,11 @@ from trainkit.formats import plural
 from trainkit.job.processes import PYTHON_OPTIONS
 from trainkit.launch.environment import JobEnvironment, find_interpreter, make_job_environment
 from trainkit.launch.secrets import refuse_leaks
-from trainkit.plan.launch import LaunchPlan, Options, SlurmRequest, option_argv
-from trainkit.run.group import RunGroup
+from trainkit.plan.launch import LaunchPlan
 from trainkit.run.record import CodeCopy
-from trainkit.run.rundir import STARTS_FOLDER, RunDir, submission_token
+from trainkit.run.rundir import STARTS_FOLDER, RunDir
 from trainkit.run.submitted import SUBMITTED_VARIABLE
-from trainkit.slurm.quoting import comment, directive, log_path, quote, words
+from trainkit.slurm.quoting import comment, directive, quote, words
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -50,31 +49,29 @@ def script_for(
     that a script cannot contain, and for a secret.
     """
     backend = backend_named(plan.backend)
-    assert plan.slurm is not None
     assert backend.template is not None
     environment = _job_environment(run, plan, config, cwd, code)
     agent = (*environment.rank_python, "-m", "trainkit.job.node.agent", str(run.path))
-    step = ("srun", *option_argv(plan.slurm.srun), *environment.srun_options, *agent)
-    options = directives(run, attempt, plan.slurm, array)
+    parts = backend.script_parts(run, attempt, plan, (*environment.srun_options, *agent), array)
     context = {
         "version": __version__,
         "summary": _summary(run, plan),
-        "directives": options,
+        "directives": parts.directives,
         "workdir": environment.workdir,
         "other_workdir": _other_workdir(run, plan, code),
         "starts": str(run.path / STARTS_FOLDER),
-        "restarts": _restarts_of_starts(plan),
+        "restarts": parts.restarts,
         "run_dir": str(run.path),
         "is_array": array is not None,
         "per": plan.per,
         "submitted_variable": SUBMITTED_VARIABLE,
         "submitted": submitted,
-        "step": step[:-1],
+        "step": parts.step[:-1],
         "supervisor": (*environment.host_python, "-m", "trainkit.job.supervisor"),
         "environment": environment,
     }
     text = render(backend.template, context, cwd)
-    script = JobScript(text, options, text, step, environment.host_python)
+    script = JobScript(text, parts.directives, text, parts.step, environment.host_python)
     script = backend.finish_script(run, script)
     refuse_leaks(script.text, str(run.script_file), config.secrets, os.environ)
     return script
@@ -85,13 +82,6 @@ def _other_workdir(run: RunDir, plan: LaunchPlan, code: CodeCopy | None) -> str 
     if plan.workload.is_command:
         return None  # it works in its copy already, or has none
     return str(run.path) if code is None else code.workdir
-
-
-def _restarts_of_starts(plan: LaunchPlan) -> int:
-    """How often in a row the script requeues a job that ended before its supervisor began."""
-    assert plan.slurm is not None
-    may_requeue = "crash" in plan.requeue.on and "requeue" in plan.slurm.sbatch
-    return min(plan.requeue.max, plan.requeue.max_crashes) if may_requeue else 0
 
 
 def _job_environment(
@@ -139,27 +129,6 @@ def _data_paths(config: RunConfig) -> list[str]:
         named += [str(Path(file).parent) for file in files if isinstance(file, str)]
     paths = [Path(name) for name in named if name is not None]
     return [str(path) for path in paths if path.is_absolute() and path.exists()]
-
-
-def directives(run: RunDir, attempt: int, request: SlurmRequest, array: str | None) -> Options:
-    """The options of the `#SBATCH` lines by name; True for an option without a value."""
-    comment = request.comment(submission_token(run, attempt))
-    log = log_path(str(run.attempt(attempt).supervisor_log))
-    options = {**request.sbatch, "comment": comment, "output": log, "open-mode": "append"}
-    if array is not None:
-        options |= {"array": array, "output": _array_log(RunGroup(run.path))}
-    if attempt > 1:
-        options.pop("dependency", None)  # only the first attempt waits for it
-    return {name: value for name, value in options.items() if value is not False}
-
-
-def _array_log(group: RunGroup) -> str:
-    if "\\" in str(group.path):
-        raise UsageError(
-            f"{group.path} contains a backslash, so Slurm would write all tasks of an array to the same log",
-            hint="choose a folder without one with --run-dir",
-        )
-    return f"{log_path(str(group.logs_dir))}/{group.log_file('%a').name}"
 
 
 def _summary(run: RunDir, plan: LaunchPlan) -> str:

@@ -31,7 +31,7 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.workload import Workload
 from trainkit.run.files import to_json, utc_now, write_json
 from trainkit.run.git_copy import GIT, hash_size_of, repositories_below, write_index
-from trainkit.run.record import CodeCopy, changed_job, read_job
+from trainkit.run.record import CodeCopy, JobRecord, changed_job
 from trainkit.run.rundir import RunDir
 
 MAX_BYTES = 500_000_000
@@ -63,7 +63,7 @@ def wants_copy(config: RunConfig, plan: LaunchPlan) -> bool:
 
     A command also runs in a copy on this machine, so that what it writes is in the same place everywhere.
     """
-    return config.launch.snapshot and (plan.slurm is not None or plan.workload.is_command)
+    return config.launch.snapshot and (plan.is_job or plan.workload.is_command)
 
 
 def write_origin(
@@ -100,13 +100,13 @@ def future_code(
 
 
 @contextmanager
-def renewed_code(run: RunDir, config: RunConfig, plan: LaunchPlan) -> Iterator[None]:
+def renewed_code(run: RunDir, before: JobRecord, config: RunConfig, plan: LaunchPlan) -> Iterator[JobRecord]:
     """Replace the run's copy of the code with the current code, and keep the old copy as ``code.001`` etc.
 
-    Call with the run's lock held. The old copy is restored if the block starts no attempt. Raises UsageError
-    like `copy_code`.
+    `before` is its job.json; yields the new one. Call with the run's lock held. The old copy is restored if
+    the block starts no attempt. Raises UsageError like `copy_code`.
     """
-    before, attempts = read_job(run), run.attempt_numbers()
+    attempts = run.attempt_numbers()
     candidates = (run.path / f"code.{number:03d}" for number in range(1, 1000))
     kept = next(folder for folder in candidates if not folder.exists())
     had_one = run.code_dir.exists()
@@ -117,7 +117,7 @@ def renewed_code(run: RunDir, config: RunConfig, plan: LaunchPlan) -> Iterator[N
         code = copy_code(cwd, run, plan.workload) if wants_copy(config, plan) else None
         with changed_job(run) as job:
             job.code = code
-        yield
+        yield job
     except BaseException:
         if run.attempt_numbers() == attempts:
             shutil.rmtree(run.code_dir, ignore_errors=True)

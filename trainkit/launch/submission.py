@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainkit.backends import JobScript, backend_named
+from trainkit.backend import JobScript, backend_named
 from trainkit.config import RunConfig, dump_effective
 from trainkit.errors import ConfigError, Problem, UsageError
 from trainkit.formats import JsonObject, plural, shown, shown_value
@@ -24,7 +24,8 @@ from trainkit.launch.sweep import ArraySpec, LoadedPoint
 from trainkit.plan.launch import LaunchPlan, option_argv
 from trainkit.plan.sweep import filled_in, key_without_seed, names_key
 from trainkit.plan.workload import Workload
-from trainkit.run.group import Point, difference
+from trainkit.run.files import difference
+from trainkit.run.group import Point
 from trainkit.run.rundir import RUNS_FOLDER, RunDir, next_name
 from trainkit.run.submitted import submitted_group_hash, submitted_hash
 
@@ -76,7 +77,7 @@ class Submission:
         return replace(first, reasons=reasons, warnings=tuple(warnings))
 
     def preview(self, run_dir: Path | None) -> tuple[str, dict[Path, str]]:
-        """The script, byte for byte, and what the tools of launchers would get, by path; writes nothing.
+        """The script, byte for byte, and the files of its plans by path; writes nothing.
 
         Of a run on this machine, its plan as a line of JSON. Raises UsageError if it would contain a secret.
         """
@@ -84,8 +85,8 @@ class Submission:
         run = RunDir(run_dir or Path(RUNS_FOLDER, next_name(config.name, None)))
         files: dict[Path, str] = {}
         for place, point in self._distinct_runs(run):
-            files |= {place.path / name: text for name, text in point.plan.launcher_files.items()}
-        if plan.slurm is None:
+            files |= {place.path / name: text for name, text in point.plan.files.items()}
+        if not plan.is_job:
             return json.dumps(plan.to_dict(), ensure_ascii=False) + "\n", files
         from trainkit.launch.snapshot import future_code  # only of what has a script
 
@@ -96,11 +97,11 @@ class Submission:
         return script.text, files
 
     def _distinct_runs(self, folder: RunDir) -> Iterator[tuple[RunDir, PlannedPoint]]:
-        """The runs in the folder, and of those with the same files for a launcher only the first."""
+        """The runs in the folder, and of those with the same files of a plan only the first."""
         seen: list[Mapping[str, str]] = []
         for point in self.points:
-            if point.plan.launcher_files not in seen:
-                seen.append(point.plan.launcher_files)
+            if point.plan.files not in seen:
+                seen.append(point.plan.files)
                 yield folder if self.array is None else RunDir(folder.path / str(point.index)), point
 
     @cached_property
@@ -197,7 +198,7 @@ def plan_submission(
     if after:
         from trainkit.launch.dependency import dependencies, with_dependency  # what reads runs is slow
 
-        waits_for = dependencies(after, warn, on_slurm=submission.plan.slurm is not None)
+        waits_for = dependencies(after, warn, on_slurm=submission.plan.is_job)
         runs = [replace(item, plan=with_dependency(item.plan, after, waits_for)) for item in runs]
     if repeats is not None:
         runs = [replace(item, plan=repeats.described(item.plan)) for item in runs]
@@ -209,7 +210,7 @@ def submission_warnings(
 ) -> Iterator[str]:
     """Warnings about the folder and the command; raises UsageError for a folder without locks or space."""
     plan, points, folder = submission.plan, submission.points, folder or Path(RUNS_FOLDER)
-    if (problem := lock_problem(folder, plan.slurm is not None)) is not None:
+    if (problem := lock_problem(folder, plan.is_job)) is not None:
         yield f"warning: {problem}"
     if (forecast := disk_forecast(folder, plan, points[0].config, len(points), starts=starts)) is not None:
         yield forecast
@@ -232,7 +233,7 @@ def checked(
     if refused:
         raise ConfigError(list(_with_points(refused, len(planned) + len(refused))))
     first = planned[0]
-    if first.plan.slurm is None:
+    if not first.plan.is_job:
         return Submission(planned, array)
     if array is not None and first.config.requeue.follow_ups:
         raise UsageError(
@@ -295,7 +296,7 @@ def describe_points(submission: Submission, is_sweep: bool) -> str:
     else:
         differs = "SLURM_ARRAY_TASK_ID is the index"
     limit = "" if array is None or array.limit is None else f"; at most {array.limit:,} at once"
-    if not limit and points[0].plan.slurm is None:
+    if not limit and not points[0].plan.is_job:
         limit = "; one after another, --array %N runs N at once"
     return f"{plural(len(points), 'run')}: {differs}{limit}"
 
@@ -303,9 +304,7 @@ def describe_points(submission: Submission, is_sweep: bool) -> str:
 def _job_of(point: PlannedPoint) -> dict[str, str]:
     """The parts of a point's job by name, as shown to the user."""
     plan = point.plan
-    options = {} if plan.slurm is None else {**plan.slurm.srun, **plan.slurm.sbatch}
-    if plan.slurm is not None and plan.slurm.clusters:
-        options["clusters"] = ",".join(plan.slurm.clusters)
+    options = backend_named(plan.backend).job_options(plan)
     script = {f"--{name}": "".join(option_argv({name: value})) for name, value in options.items()}
     # Not part of the script: agents set the variables and the network.
     launch = point.config.launch.model_dump(mode="json", exclude={"env", "network"})

@@ -13,7 +13,7 @@ from itertools import accumulate, count, islice, pairwise, repeat, takewhile
 from pathlib import Path
 from typing import Any
 
-from trainkit.job.failed_starts import FailedStart, batch_log, failed_starts
+from trainkit.backends.slurm.failed_starts import FailedStart, batch_log, failed_starts
 from trainkit.observe.logs import Evidence, Text, clean, json_line, read_log
 from trainkit.observe.signatures import Where
 from trainkit.plan.workload import PER_RANK

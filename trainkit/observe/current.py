@@ -10,8 +10,8 @@ from pathlib import Path
 from trainkit.backends.jobs import (
     JobQuery,
     open_job_ids,
-    query_job_status,
     query_jobs_or_warn,
+    read_job_status,
     status_from_jobs,
 )
 from trainkit.errors import UsageError
@@ -28,14 +28,14 @@ from trainkit.slurm.jobs import JobInfo
 
 def look_at(run: RunDir, warn: Callable[[str], None]) -> tuple[RunHistory, RunStatus, JobInfo | None]:
     """The history of a run, its status, and its job in Slurm; `warn` says why Slurm does not answer."""
-    record, history = read_job(run), RunHistory(run)
-    job = query_job_status(run, record, warn)
+    record, job = read_job_status(run, lambda ids: query_jobs_or_warn(ids, warn))
+    history = RunHistory(run)
     return history, read_status(history, record, job.alive, datetime.now(timezone.utc), job.job), job.job
 
 
 def query_group(group: RunGroup, warn: Callable[[str], None]) -> GroupStatus:
     """The status of a group; looks its job up if Slurm has not acknowledged it."""
-    from trainkit.job.group_parts import recover_parts  # most runs are in no group
+    from trainkit.backends.slurm.group_parts import recover_parts  # most runs are in no group
 
     recover_parts(group)
     return read_group(group, lambda ids: query_jobs_or_warn(ids, warn))

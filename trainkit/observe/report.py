@@ -270,10 +270,12 @@ ENDED = {name: name for name in ("finished", "failed", "died", "stopped")} | {"c
 
 
 def _verdict(status: RunStatus, goodput: float | None, attempts: list[Attempt]) -> str:
-    step = "at an unknown step" if status.step is None else f"at step {status.step:,}"
-    total = "" if status.total_steps is None or status.step is None else f" of {status.total_steps:,}"
+    done, planned = status.progress.step, status.progress.total_steps
+    step = "at an unknown step" if done is None else f"at step {done:,}"
+    total = "" if planned is None or done is None else f" of {planned:,}"
     tries = f" after {len(attempts)} attempts" if len(attempts) > 1 else ""
-    said = with_divergence(None, status.diverged_since) if status.state == "finished" else status.reason
+    since = status.progress.diverged_since
+    said = with_divergence(None, since) if status.state == "finished" else status.reason
     why = f": {said}" if said else ""
     useful = (
         "how much of the allocated time was productive is unknown"
@@ -309,7 +311,7 @@ def _advice(
         ask_for = max(1, math.ceil(max(peaks) * MEMORY_MARGIN))
         following = f"--set resources.mem={ask_for}G (25 % above the peak sampled)"
     found.append(Advice("Memory a node", asked, used, following))
-    if status.device == "cuda":
+    if status.place.device == "cuda":
         used, following = unknown
         if busy := [node.gpu_mean_percent for node in nodes if node.gpu_mean_percent is not None]:
             share = sum(busy) / len(busy)

@@ -138,18 +138,18 @@ class RunView:
     @property
     def progress(self) -> float | None:
         """The share of the steps that are done."""
-        step, total = self.status.step, self.status.total_steps
+        step, total = self.status.progress.step, self.status.progress.total_steps
         return None if step is None or not total else min(1.0, step / total)
 
     @property
     def num_hosts(self) -> int | None:
         """How many hosts it runs on; the nodes of a local run are all on this one."""
         is_local = (self.status.job_id or "").startswith("local-")
-        return 1 if is_local else self.status.num_nodes
+        return 1 if is_local else self.status.place.num_nodes
 
     @property
     def has_gpus(self) -> bool:
-        return self.status.device == "cuda"
+        return self.status.place.device == "cuda"
 
     def to_dict(self) -> dict[str, object]:
         """As a JSON object: the fields of `status --json`, and what `watch` adds; without the curves."""
@@ -188,7 +188,7 @@ def read_view(
         failure=failure,
         world_size=world_size,
         elapsed_s=round(until.timestamp() - started, 3) if started and (ended or is_allocated) else None,
-        eta_s=seconds_left(own, status.total_steps) if is_allocated and status.is_active else None,
+        eta_s=seconds_left(own, status.progress.total_steps) if is_allocated and status.is_active else None,
         limit_s=None if limit is None or not is_allocated else (limit - now).total_seconds(),
         grad_norm=last.number("grad_norm"),
         lr=last.number("lr"),
@@ -215,17 +215,18 @@ def read_view(
 
 def sentence(status: RunStatus) -> str:
     """State and reason as a sentence."""
-    reason = f": {status.reason}" if status.reason else ""
-    if status.state == "unknown" and status.metrics_age_s is not None:
-        reason += f"; its newest metrics are {duration(status.metrics_age_s)} old"
+    reason, progress = f": {status.reason}" if status.reason else "", status.progress
+    if status.state == "unknown" and progress.metrics_age_s is not None:
+        reason += f"; its newest metrics are {duration(progress.metrics_age_s)} old"
     if status.state == "running":
-        if status.is_command and status.step is None:
+        step, total = progress.step, progress.total_steps
+        if status.is_command and step is None:
             return "Running; its steps are unknown: `logging.pattern` finds them in its output."
-        reason = "" if status.step is None else f" step {status.step + 1:,}"
-        if status.total_steps is not None and status.step is not None and status.step >= status.total_steps:
+        reason = "" if step is None else f" step {step + 1:,}"
+        if total is not None and step is not None and step >= total:
             reason = ", all steps are done"
-        if status.diverged_since is not None:
-            reason += f", diverged since step {status.diverged_since:,}"
+        if progress.diverged_since is not None:
+            reason += f", diverged since step {progress.diverged_since:,}"
         return f"Running{reason}."
     texts = {
         "pending": "Waiting in the queue",
@@ -261,10 +262,10 @@ def _at_risk(
     history: RunHistory, status: RunStatus, until: datetime, world_size: int | None
 ) -> tuple[int | None, float | None]:
     """The steps, and the hours of all ranks, that are lost if the run ends without saving."""
-    if status.is_command or status.step is None or world_size is None:
+    if status.is_command or status.progress.step is None or world_size is None:
         return None, None
     events = history.events
-    steps = max(0, status.step - ((events.saved and events.saved.step) or 0))
+    steps = max(0, status.progress.step - ((events.saved and events.saved.step) or 0))
     if steps == 0:
         return 0, 0.0
     times = (events.attempt(status.attempt).training, timestamp(events.save_began))

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from datetime import datetime, timedelta
 from itertools import pairwise
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
 
+from trainkit.backends.slurm.failed_starts import FailedStart, batch_log, failed_starts
 from trainkit.capability import SHIPPED, load
 from trainkit.errors import EXIT_STOPPED, TrainkitError
 from trainkit.formats import number, time_text
-from trainkit.job.failed_starts import FailedStart, batch_log, failed_starts
 from trainkit.observe.goodput import worker_hours
 from trainkit.observe.logs import clean, printed_metrics, read_log
 from trainkit.run.end import (
@@ -81,6 +81,68 @@ def failure_lines(failure: RankFailure, run: str, *, num_log_lines: int = FAILUR
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where the newest attempt runs."""
+
+    cluster: str | None
+    """The cluster of its job, if that is another one than here."""
+    host: str | None
+    num_nodes: int | None
+    workers_per_node: int | None
+    device: str | None
+    partition: str | None = None
+    """The one that Slurm chose, which is known where several were asked for; `gpu_type` likewise."""
+    gpu_type: str | None = None
+    OPTIONAL = ("cluster",)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far the training of a run is."""
+
+    step: int | None = None
+    total_steps: int | None = None
+    loss: float | None = None
+    val_loss: float | None = None
+    """The newest validation loss."""
+    first_val_loss: float | None = None
+    tokens_per_s: float | None = None
+    metrics_age_s: float | None = None
+    """Seconds since the last record in metrics.jsonl."""
+    diverged_since: int | None = None
+    """The step from which on the loss is NaN or infinite, if it still is; the reason says it too."""
+
+
+@dataclass(frozen=True)
+class Used:
+    """What the attempts of a run took together."""
+
+    num_starts: int = 0
+    """The attempts that have started."""
+    attempt_nodes: list[int] = field(default_factory=list)
+    """The number of nodes of each of them, oldest first."""
+    worker_hours: float | None = None
+    """The allocated hours of all ranks: GPU-hours of a run on GPUs."""
+    slices_s: float | None = None
+    """Seconds that the slices of the run have taken since a command started it; None without slices."""
+    total_s: float | None = None
+    """What all of them may take."""
+
+    def text(self, device: str | None) -> str:
+        """What several attempts took together, on GPUs if `device` is ``cuda``; empty for a single one."""
+        parts, sizes = [], self.attempt_nodes
+        if self.num_starts > 1 and self.worker_hours is not None:
+            unit = "GPU-hours" if device == "cuda" else "worker-hours"
+            parts.append(f"{number(self.worker_hours)} {unit} in {self.num_starts} attempts")
+        if len(set(sizes)) > 1:
+            shown = [*(["…"] if len(sizes) > MAX_SIZES else []), *map(str, sizes[-MAX_SIZES:])]
+            parts.append(f"nodes: {', '.join(shown)}")
+        if self.slices_s is not None and self.total_s is not None:
+            parts.append(f"slices {time_text(int(self.slices_s))} of {time_text(int(self.total_s))}")
+        return "; ".join(parts)
+
+
+@dataclass(frozen=True)
 class RunStatus:
     """One run at one moment; None where a value does not exist or is unknown."""
 
@@ -93,23 +155,10 @@ class RunStatus:
     reason: str | None
     attempt: int | None
     job_id: str | None
-    cluster: str | None
-    """The cluster of its job, if that is another one than here."""
-    host: str | None
-    num_nodes: int | None
-    workers_per_node: int | None
-    device: str | None
+    place: Place
     command: list[str] | None
     """The COMMAND that runs instead of the built-in trainer."""
-    step: int | None
-    total_steps: int | None
-    loss: float | None
-    val_loss: float | None
-    """The newest validation loss."""
-    first_val_loss: float | None
-    tokens_per_s: float | None
-    metrics_age_s: float | None
-    """Seconds since the last record in metrics.jsonl."""
+    progress: Progress
     age_s: float | None
     """Seconds since the newest attempt was submitted."""
     last_event: Event | None
@@ -118,8 +167,7 @@ class RunStatus:
     checkpoint: str | None
     """The newest published checkpoint."""
     warnings: list[str]
-    diverged_since: int | None = None
-    """The step from which on the loss is NaN or infinite, if it still is; the reason says it too."""
+    used: Used
     slowdowns: list[Event] = field(default_factory=list)
     """The ranks that hold the others up: ``rank, host, phase, ratio, since_step, own_s, usual_s``;
     without ``rank`` the whole run is slower than before."""
@@ -127,41 +175,13 @@ class RunStatus:
     """How far each tracker has the metrics: ``step, place, time, problem``."""
     batch_log: list[str] = field(default_factory=list)
     """The last lines of the batch script, when it ended before the supervisor began."""
-    num_starts: int = 0
-    """The attempts that have started."""
-    attempt_nodes: list[int] = field(default_factory=list)
-    """The number of nodes of each of them, oldest first; without those of older versions."""
-    partition: str | None = None
-    """The one that the newest attempt has, like `gpu_type`, which is known where several were asked for."""
-    gpu_type: str | None = None
     growth: str | None = None
     """Whether the newest attempt returns to the queue for more nodes, and why; None if not asked yet."""
-    worker_hours: float | None = None
-    """The allocated hours of all ranks in all attempts: GPU-hours of a run on GPUs."""
-    slices_s: float | None = None
-    """Seconds that the slices of the run have taken since a command started it; None without slices."""
-    total_s: float | None = None
-    """What all of them may take."""
-    OPTIONAL = ("cluster",)
 
     @property
     def is_command(self) -> bool:
         """Whether a COMMAND runs, which need not write steps and saves nothing that trainkit knows of."""
         return self.command is not None
-
-    @property
-    def used(self) -> str:
-        """What several attempts took together; empty for a single one."""
-        parts, sizes = [], self.attempt_nodes
-        if self.num_starts > 1 and self.worker_hours is not None:
-            unit = "GPU-hours" if self.device == "cuda" else "worker-hours"
-            parts.append(f"{number(self.worker_hours)} {unit} in {self.num_starts} attempts")
-        if len(set(sizes)) > 1:
-            shown = [*(["…"] if len(sizes) > MAX_SIZES else []), *map(str, sizes[-MAX_SIZES:])]
-            parts.append(f"nodes: {', '.join(shown)}")
-        if self.slices_s is not None and self.total_s is not None:
-            parts.append(f"slices {time_text(int(self.slices_s))} of {time_text(int(self.total_s))}")
-        return "; ".join(parts)
 
     @property
     def is_active(self) -> bool:
@@ -174,8 +194,12 @@ class RunStatus:
         return None if self.is_active else self.verdict
 
     def to_dict(self) -> dict[str, object]:
-        values: dict[str, object] = to_json(self)
-        return values
+        """The values in one object: the keys of `place`, `progress` and `used` stand among the others."""
+        parts = {part.name: to_json(getattr(self, part.name)) for part in fields(self)}
+        own = dict[str, object]()
+        for name, value in parts.items():
+            own |= value if name in ("place", "progress", "used") else {name: value}
+        return own
 
 
 def read_status(
@@ -232,20 +256,26 @@ def read_status(
         reason=with_divergence(reason, since),
         attempt=attempt,
         job_id=entry.job_id or None,
-        cluster=entry.elsewhere,
-        host=entry.host if dead is None else dead.host,
-        num_nodes=plan.count("num_nodes"),
-        workers_per_node=plan.count("workers_per_node"),
-        device=plan.text("device"),
+        place=Place(
+            cluster=entry.elsewhere,
+            host=entry.host if dead is None else dead.host,
+            num_nodes=plan.count("num_nodes"),
+            workers_per_node=plan.count("workers_per_node"),
+            device=plan.text("device"),
+            partition=seen.partition,
+            gpu_type=seen.gpu_type,
+        ),
         command=plan.command,
-        step=step,
-        total_steps=_total_steps(run, events.total_steps, plan),
-        loss=loss,
-        diverged_since=since,
-        val_loss=events.val_loss,
-        first_val_loss=events.first_val_loss,
-        tokens_per_s=last.number("tokens_per_s"),
-        metrics_age_s=metrics_age_s,
+        progress=Progress(
+            step=step,
+            total_steps=_total_steps(run, events.total_steps, plan),
+            loss=loss,
+            val_loss=events.val_loss,
+            first_val_loss=events.first_val_loss,
+            tokens_per_s=last.number("tokens_per_s"),
+            metrics_age_s=metrics_age_s,
+            diverged_since=since,
+        ),
         age_s=seconds_between(entry.submitted_at, now),
         last_event=events.recent[-1] if events.recent else None,
         verdict=_verdict(run.attempt(attempt), end, state) if attempt else None,
@@ -258,17 +288,17 @@ def read_status(
             *(event.slowdown() for event in slowdowns),
             *(_event_warnings(run, seen) if is_known else ()),
         ],
+        used=Used(
+            num_starts=sum(one.started is not None for one in attempts),
+            attempt_nodes=[one.num_nodes for one in attempts if one.num_nodes is not None],
+            worker_hours=worker_hours(attempts, plan.count("world_size")),
+            slices_s=None if total_s is None else sum(one.allocated_s for one in own),
+            total_s=total_s,
+        ),
         slowdowns=slowdowns,
         trackers={file.stem: Record(read_object(file)) for file in sorted(run.trackers_dir.glob("*.json"))},
         batch_log=[] if log is None else list(log.lines[-BATCH_LOG_LINES:]),
-        num_starts=sum(one.started is not None for one in attempts),
-        attempt_nodes=[one.num_nodes for one in attempts if one.num_nodes is not None],
-        partition=seen.partition,
-        gpu_type=seen.gpu_type,
         growth=seen.growth.reason if is_known and seen.growth is not None else None,
-        worker_hours=worker_hours(attempts, plan.count("world_size")),
-        slices_s=None if total_s is None else sum(one.allocated_s for one in own),
-        total_s=total_s,
     )
 
 
@@ -287,7 +317,7 @@ def capability_rows(history: RunHistory) -> dict[str, dict[str, str]]:
 
 def loss_text(status: RunStatus, loss: str) -> str:
     """The loss of a run as it is shown, or since when it has none."""
-    return with_divergence(None, status.diverged_since) or loss
+    return with_divergence(None, status.progress.diverged_since) or loss
 
 
 def _verdict(attempt: AttemptDir, end: AttemptEnd | None, state: str) -> RankFailure | None:
@@ -370,8 +400,7 @@ def _slurm_state(
 def _failed_requeue(end: AttemptEnd | None, job: JobInfo, entry: AttemptRecord) -> str:
     """An addition to the reason when Slurm should have requeued the job but did not restart it."""
     if end is not None and end.action == "requeue":
-        reason = str(end.reason).partition(";")[0]
-        return f"; Slurm did not restart it after the requeue that followed: {reason}"
+        return f"; Slurm did not restart it after the requeue that followed: {end.summary or end.reason}"
     began = parse_time(entry.started_at)
     if began is None or job.start_time is None or job.start_time - began < timedelta(seconds=CLOCKS_S):
         return ""

@@ -75,7 +75,7 @@ def state_style(state: str) -> str:
 
 
 def _title(view: RunView, size: Size) -> Text:
-    status = view.status
+    status, place = view.status, view.status.place
     left = Text.assemble(
         (status.name, TITLE), "  ", (status.state.upper(), f"reverse {state_style(status.state)}")
     )
@@ -83,13 +83,11 @@ def _title(view: RunView, size: Size) -> Text:
     if status.attempt is not None:
         facts.append(f"attempt {status.attempt}")
     if status.job_id is not None:
-        place = f" on {status.cluster}" if status.cluster else ""
-        facts.append(
-            f"job {status.job_id}{place}" if not status.job_id.startswith("local") else status.job_id
-        )
-    if status.num_nodes is not None:
+        on = f" on {place.cluster}" if place.cluster else ""
+        facts.append(f"job {status.job_id}{on}" if not status.job_id.startswith("local") else status.job_id)
+    if place.num_nodes is not None:
         kind = "GPU" if view.has_gpus else "process"
-        facts.append(f"{plural(status.num_nodes, 'node')} x {plural(status.workers_per_node, kind)}")
+        facts.append(f"{plural(place.num_nodes, 'node')} x {plural(place.workers_per_node, kind)}")
     right = Text(DOT.join(facts), DIM)
     gap = size.width - len(left) - len(right)
     return Text.assemble(left, " " * gap, right) if gap >= 2 else left
@@ -110,9 +108,9 @@ def _sentence(view: RunView, size: Size) -> list[Text]:
 def _progress(view: RunView, size: Size) -> list[Text]:
     status = view.status
     lines = []
-    if status.step is not None:
-        total = "" if status.total_steps is None else f" of {status.total_steps:,}"
-        text = Text(f"step {status.step:,}{total}")
+    if status.progress.step is not None:
+        total = "" if status.progress.total_steps is None else f" of {status.progress.total_steps:,}"
+        text = Text(f"step {status.progress.step:,}{total}")
         if view.progress is not None:
             width = max(10, min(60, size.width - LABEL - len(text) - 12))
             done = round(view.progress * width)
@@ -131,17 +129,17 @@ def _progress(view: RunView, size: Size) -> list[Text]:
         )
         text = Text.assemble(text, ": ", verdict)
     lines.append(_line("time", text))
-    if status.used:
-        lines.append(_line("used", Text(status.used)))
+    if used := status.used.text(status.place.device):
+        lines.append(_line("used", Text(used)))
     return lines
 
 
 def _curve_value(view: RunView, name: str) -> Text:
     """The newest value of a curve, with what it is compared with."""
     if name == "loss":
-        val_loss = view.status.val_loss
+        val_loss = view.status.progress.val_loss
         val = "" if val_loss is None else f"{DOT}validation {number(val_loss)}"
-        return Text(loss_text(view.status, number(view.status.loss)) + val)
+        return Text(loss_text(view.status, number(view.status.progress.loss)) + val)
     if name == "tokens_per_s":
         return _speed(view)
     return Text(number(view.grad_norm if name == "grad_norm" else view.lr))
@@ -153,7 +151,7 @@ def _numbers(view: RunView, size: Size) -> list[Text]:
     lines = []
     for name, label in CURVE_NAMES.items():
         curve = view.curves[name]
-        has_loss = view.status.loss is not None or view.status.diverged_since is not None
+        has_loss = view.status.progress.loss is not None or view.status.progress.diverged_since is not None
         if is_command and not curve and not (name == "loss" and has_loss):
             continue
         value = _curve_value(view, name)
@@ -185,7 +183,7 @@ def _slowest_rank(view: RunView) -> list[Text]:
 
 
 def _speed(view: RunView) -> Text:
-    now, median = view.status.tokens_per_s, view.median_tokens_per_s
+    now, median = view.status.progress.tokens_per_s, view.median_tokens_per_s
     if now is None or not median:
         return Text(number(now))
     share = now / median

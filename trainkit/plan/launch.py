@@ -9,16 +9,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trainkit.capability import Part, put_parts, take_parts
+from trainkit.capability import Part, files_of, put_parts, take_parts
 from trainkit.errors import UsageError
 from trainkit.formats import JsonObject, there_are
 from trainkit.plan.workload import Workload, workload_of
-from trainkit.run.files import from_json, read_json, to_json
+from trainkit.run.files import changed, difference, from_json, read_json, to_json
 
 PLAN_VERSION = 1
-ACCELERATE_CONFIG = "accelerate.yaml"
-DS_CONFIG = "ds_config.json"
-MEGATRON_ARGS = "megatron_args.txt"
 Options = dict[str, str | int | bool]
 P = TypeVar("P", bound=Part)
 DAMAGED_HINT = "each folder in attempts/ of the run has the plan of its attempt"
@@ -183,12 +180,6 @@ class LaunchPlan:
     """The signal that asks `command` to save: ``USR2``, ``TERM``, or ``auto`` for the one that it handles."""
     launcher: str = "python"
     """How `command` starts: ``python`` and ``lightning`` once per rank; other launchers once per node."""
-    launcher_files: dict[str, str] = field(default_factory=dict)
-    """Files for the tool of `launcher`, in the run folder: name -> text."""
-    launcher_values: dict[str, str] = field(default_factory=dict)
-    """Placeholders in `command`, without their braces, and their values."""
-    launcher_keys: tuple[str, ...] = ()
-    """The keys that the user had set: a resume passes on no others."""
     python: tuple[str, ...] | None = None
     """The interpreter for `launcher` or the built-in trainer; None uses that of the agent."""
     venv: str | None = None
@@ -231,6 +222,16 @@ class LaunchPlan:
     def is_here(self) -> bool:
         """Whether all nodes are this machine."""
         return self.backend == "local"
+
+    @property
+    def is_job(self) -> bool:
+        """Whether a scheduler runs it as a job; else it runs where it is started."""
+        return self.slurm is not None
+
+    @property
+    def clusters(self) -> tuple[str, ...]:
+        """The clusters of which any one may take the job; empty for the one here."""
+        return () if self.slurm is None else self.slurm.clusters
 
     @property
     def has_supervisor(self) -> bool:
@@ -285,6 +286,11 @@ class LaunchPlan:
         except TypeError as error:
             message = f"plan.json is damaged: {kind.CAPABILITY}: {error}"
             raise UsageError(message, hint=DAMAGED_HINT) from None
+
+    @property
+    def files(self) -> dict[str, str]:
+        """What its parts write into the run folder: name -> text."""
+        return files_of(self.parts)
 
     @property
     def world_size(self) -> int:
@@ -348,8 +354,6 @@ def resized(plan: JsonObject, num_nodes: int) -> JsonObject:
 
     Keys of another version are kept: the job was submitted with them.
     """
-    from trainkit.run.group import changed, difference  # only a range of nodes needs it
-
     own = {**plan, "sizes": {}}
     plans = {name: changed(own, change) for name, change in plan["sizes"].items()}
     chosen = plans.pop(str(num_nodes))

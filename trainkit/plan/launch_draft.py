@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
+from trainkit.capability import Ranks, load
 from trainkit.cluster.machine import Machine
 from trainkit.cluster.target import LOCAL, Target
 from trainkit.config.loaded import LoadedConfig
 from trainkit.config.running import RequeueConfig
+from trainkit.config.schema import capabilities_of
 from trainkit.config.validation import doubts
 from trainkit.errors import ConfigError, Problem
-from trainkit.formats import plural, time_limit_s
+from trainkit.formats import JsonObject, plural, time_limit_s
 from trainkit.plan.batch import BatchRequest, batch_reason, make_batch, scaled_lr
 from trainkit.plan.launch import Batch, LaunchPlan, Layout, RequeuePolicy, SlurmRequest
-from trainkit.plan.launcher_files import Job, LauncherInput, describe_input, launcher_input
 from trainkit.plan.layout_rules import make_layout
 from trainkit.plan.workload import Workload, out_of_reach
+from trainkit.run.files import to_json
 
 WORKERS_PER_CPU = 16
 
@@ -36,6 +38,10 @@ class LaunchDraft:
     warnings: list[str] = field(default_factory=list)
     gpu_types: dict[str, str] = field(default_factory=dict)
     """The GPU type of each partition, of which Slurm chooses one."""
+    env: dict[str, str] = field(default_factory=dict)
+    passed: set[str] = field(default_factory=set)
+    """The keys that a command gets through a capability."""
+    parts: dict[str, JsonObject] = field(default_factory=dict)
 
     def plan(self, workload: Workload) -> LaunchPlan:
         """The plan without its model and data; raises ConfigError with every problem."""
@@ -49,7 +55,6 @@ class LaunchDraft:
         sizes = target.node_sizes
         num_nodes = config.resources.most_nodes if sizes is None else len(sizes)
         world_size = num_nodes * workers_per_node if sizes is None else sum(sizes)
-        given, typed, passed = LauncherInput(), tuple[str, ...](), set[str]()
         if not workload.is_command:
             layout = self.layout(world_size)
             batch = self.batch(layout)
@@ -58,8 +63,7 @@ class LaunchDraft:
                 self.reasons["length"] = self.loaded.length_note
         else:
             layout, batch, lr = Layout(dp_shard=world_size), Batch(0, 0, 0, 0), 0.0
-            job = Job(self.loaded, world_size, num_nodes, workers_per_node, device)
-            given, typed, passed = self._launcher_input(job, workload), job.typed, job.asked
+            self._plan_command(workload, Ranks(world_size, num_nodes, workers_per_node, device))
             self.reasons["end"] = (
                 "exit code 0 is the end; after a notice only if the command has created "
                 "$TRAINKIT_JOB_DONE_FILE"
@@ -77,7 +81,7 @@ class LaunchDraft:
         notice = workload.notice if has_agents else config.requeue.signal
         slurm = self.request(device, workers_per_node, threads, f"{notice}@{lead_s}", per)
         self.warnings += doubts(self.loaded, trains=not workload.is_command)
-        self.warnings += self._without_effect(workload, passed)
+        self.warnings += self._without_effect(workload)
         if slurm is None and config.requeue.slow_hosts != "ignore":
             self.warnings.append("requeue.slow_hosts has no effect: only a job on Slurm can leave out a host")
         if batch is None or self.problems:
@@ -88,7 +92,7 @@ class LaunchDraft:
             backend=target.backend,
             num_nodes=num_nodes,
             workers_per_node=workers_per_node,
-            env={**given.env, **config.launch.env},
+            env={**self.env, **config.launch.env},
             network=config.launch.network,
             requeue=replace(_policy(config.requeue), total_s=total_s),
             spare_nodes=0 if slurm is None else config.resources.spare_nodes,
@@ -105,9 +109,6 @@ class LaunchDraft:
             launcher=workload.launcher,
             log_pattern=config.logging.pattern if workload.is_command else None,
             health_every_s=config.logging.health_every_s,
-            launcher_files=given.files,
-            launcher_values=given.values,
-            launcher_keys=typed,
             slurm=slurm,
             grow=slurm is not None and config.resources.grow,
             gpu_types=self.gpu_types,
@@ -119,9 +120,10 @@ class LaunchDraft:
             and "gpus-per-task" not in slurm.sbatch,
             node_sizes=None if sizes is None or len(set(sizes)) == 1 else sizes,
             warnings=tuple(self.warnings),
+            parts=self.parts,
         )
 
-    def _without_effect(self, workload: Workload, passed: Set[str]) -> Iterator[str]:
+    def _without_effect(self, workload: Workload) -> Iterator[str]:
         """What was typed for this run and does nothing; a file may be shared with runs that use it.
 
         What a sweep sets is described with its points.
@@ -129,7 +131,9 @@ class LaunchDraft:
         found = sorted(
             key
             for key in self.loaded.typed
-            if not (workload.uses(key) or key in passed or self.loaded.origins[key].startswith("--sweep "))
+            if not (
+                workload.uses(key) or key in self.passed or self.loaded.origins[key].startswith("--sweep ")
+            )
         )
         found = [key for key in found if not any(other.startswith(f"{key}.") for other in found)]
         if found:
@@ -139,21 +143,20 @@ class LaunchDraft:
                 "config.yaml in $TRAINKIT_JOB_RUN_DIR"
             )
 
-    def _launcher_input(self, job: Job, workload: Workload) -> LauncherInput:
-        try:
-            given = launcher_input(job, workload.argv, workload.launcher)
-        except ConfigError as error:
-            self.problems += error.problems
-            return LauncherInput()
-        description = describe_input(given, workload.launcher)
-        if description is not None:
-            self.reasons["launcher"] = description
-            kept = [key for key in sorted(job.loaded.origins) if key.startswith(("model.", "schedule."))]
-            if own := [key for key in kept if job.loaded.set_by_user(key) and key not in job.loaded.typed]:
-                self.warnings.append(
-                    f"{workload.launcher} does not get {', '.join(own)}: the script has its own"
-                )
-        return given
+    def _plan_command(self, workload: Workload, ranks: Ranks) -> None:
+        """Plan what capabilities give to a command."""
+        for name in capabilities_of(self.loaded.config):
+            try:
+                given = load(name).plan_command(self.loaded, workload, ranks)
+            except ConfigError as error:
+                self.problems += error.problems
+                continue
+            self.reasons |= given.reasons
+            self.warnings += given.warnings
+            self.env |= given.env
+            self.passed.update(given.keys)
+            if given.part is not None:
+                self.parts[name] = to_json(given.part)
 
     def check_oversubscription(self, device: str, world_size: int) -> None:
         """Report too many CPU workers: a typo in --nodes must not start a thousand processes here.

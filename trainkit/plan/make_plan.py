@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from trainkit.backend import backend_named
 from trainkit.capability import load
 from trainkit.cluster.machine import Machine
 from trainkit.config.loaded import LoadedConfig
@@ -117,12 +118,7 @@ def _draft(loaded: LoadedConfig, facts: Facts) -> LaunchDraft:
     machine, target = facts.machine, facts.target
     if target.node_sizes is not None:
         return StepDraft(loaded, machine, target)
-    if target.cluster is None:
-        return LaunchDraft(loaded, machine, target)
-    # Imported only for Slurm: a run on this machine needs none of it.
-    from trainkit.plan.slurm_draft import SlurmDraft
-
-    return SlurmDraft(loaded, machine, target)
+    return backend_named(target.backend).draft(loaded, machine, target)
 
 
 def _float8_problems(config: RunConfig, plan: LaunchPlan) -> Iterator[Problem]:
@@ -167,7 +163,7 @@ def _staging_problems(config: RunConfig, plan: LaunchPlan, size: int, machine: M
     """The problem if a node has too little memory for asynchronous saves of checkpoints of this `size`."""
     resources, layout = config.resources, plan.layout
     need = size * plan.workers_per_node * layout.dp_replicate / layout.world_size
-    if plan.slurm is None:
+    if not plan.is_job:
         key, have = "checkpoint.async", machine.memory
         value = f"is true, and this machine has {gib(have or 0)}"
     else:
@@ -191,7 +187,7 @@ def _host_problems(
     state = state_bytes(work) * plan.layout.dp_replicate
     if not plan.is_here:
         state //= plan.num_nodes  # the others are other machines
-    if plan.slurm is None and machine.memory is not None and state > machine.memory:
+    if not plan.is_job and machine.memory is not None and state > machine.memory:
         what = f"is {config.model.preset}: weights, gradients and optimizer state take {gib(state)}"
         message = f"{what}, but this machine has {gib(machine.memory)}"
         yield Problem(

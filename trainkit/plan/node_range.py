@@ -5,24 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from trainkit.backend import backend_named
+from trainkit.capability import load
+from trainkit.cluster.model import Cluster
 from trainkit.config.load import with_values
 from trainkit.config.loaded import LoadedConfig
 from trainkit.errors import ConfigError
 from trainkit.formats import spans
 from trainkit.plan.facts import Facts
-from trainkit.plan.launch import LaunchPlan, Options
+from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.make_plan import make_plan
 from trainkit.plan.workload import TRAINER, Workload
+from trainkit.run.files import difference
 
 KEY = "resources.nodes"
 BATCH = "train.global_batch_size"
-FULL_RANGES = (24, 11)
-"""A version of Slurm that takes a list, ``--nodes=2,4``, and gives a job with tasks as many nodes as it has.
-
-22.05 takes a range only, and counts nodes by tasks: with ``--ntasks-per-node`` it gives the fewest.
-"""
-
-
 MOST_SIZES = 1000
 """Numbers of nodes that are planned, in less than a second."""
 
@@ -79,31 +76,35 @@ def plan_nodes(
         message = f"is {resources.nodes}, with which the values that {workload.launcher} gets would change"
         hint = "name one number of nodes, or write the values into the command"
         raise ConfigError([loaded.problem(KEY, message, hint)])
-    return _joined(first, plans, refused, is_old=(facts.target.cluster.slurm_version or ()) < FULL_RANGES)
+    return _joined(first, plans, refused, facts.target.cluster)
 
 
-def _given(plan: LaunchPlan) -> tuple[object, ...]:
-    """What a launcher gets of batch and learning rate."""
-    values = {key: text for key, text in plan.launcher_values.items() if key not in ("num_nodes", "devices")}
-    return plan.launcher_files, values
+def _given(plan: LaunchPlan) -> list[object]:
+    """What the command gets of batch and learning rate."""
+    return [load(name).size_independent(plan) for name in plan.parts]
 
 
 def _joined(
-    first: LaunchPlan, plans: Sequence[LaunchPlan], refused: Mapping[int, ConfigError], *, is_old: bool
+    first: LaunchPlan, plans: Sequence[LaunchPlan], refused: Mapping[int, ConfigError], cluster: Cluster
 ) -> LaunchPlan:
     """The first plan, with what changes in it for the other numbers of nodes."""
-    sizes = [plan.num_nodes for plan in reversed(plans)]
-    is_range = is_old or sizes == list(range(sizes[0], sizes[-1] + 1))
-    nodes = f"{sizes[0]}-{sizes[-1]}" if is_range else ",".join(map(str, sizes))
-    note = f"{spans(sizes)}: as many as Slurm has{_not_possible(refused)}"
+    sizes = spans([plan.num_nodes for plan in reversed(plans)])
+    note = f"{sizes}: as many as Slurm has{_not_possible(refused)}"
     if len(plans) == 1:
         return replace(first, reasons={"nodes": note, **first.reasons})
-    from trainkit.run.group import difference  # as in `LaunchPlan.at`
-
-    least = plans[-1]
-    own, *others = (_in_job(plan, nodes, first, least, note, is_old) for plan in plans)
+    joined = backend_named(first.backend).in_one_job(plans, cluster)
+    own, *others = (_alike(plan, first, plans[-1], note) for plan in joined)
     base = own.to_dict()
     return replace(own, sizes={str(one.num_nodes): difference(base, one.to_dict()) for one in others})
+
+
+def _alike(plan: LaunchPlan, first: LaunchPlan, least: LaunchPlan, note: str) -> LaunchPlan:
+    """The plan with what is alike for all numbers of nodes; `first` has the most, `least` the fewest."""
+    reasons = {"nodes": note, **plan.reasons}
+    for key, of in (("lr", first), ("exclude", least)):
+        if key in reasons:
+            reasons[key] = of.reasons[key]
+    return replace(plan, lr=first.lr, reasons=reasons)
 
 
 def _not_possible(refused: Mapping[int, ConfigError]) -> str:
@@ -111,26 +112,3 @@ def _not_possible(refused: Mapping[int, ConfigError]) -> str:
         return ""
     why = refused[min(refused)].problems[0]
     return f"; not {spans(sorted(refused))}: {why.key} {why.message}"
-
-
-def _in_job(
-    plan: LaunchPlan, nodes: str, first: LaunchPlan, least: LaunchPlan, note: str, is_old: bool
-) -> LaunchPlan:
-    """The plan as that of the job which requests all of `nodes`; `first` has the most, `least` the fewest."""
-    assert plan.slurm is not None
-    assert first.slurm is not None
-    assert least.slurm is not None
-    # The job survives the loss of a node, and the run continues on the others.
-    sbatch: Options = {**first.slurm.sbatch, "nodes": nodes, "no-kill": True}
-    if "exclude" in least.slurm.sbatch:  # the job starts without the bad nodes that its fewest can spare
-        sbatch["exclude"] = least.slurm.sbatch["exclude"]
-    srun = plan.slurm.srun
-    if is_old:
-        tasks, cpus = int(sbatch.pop("ntasks-per-node")), int(sbatch.get("cpus-per-task", 1))
-        sbatch["cpus-per-task"], srun = tasks * cpus, {**srun, "cpus-per-task": cpus}
-    reasons = {"nodes": note, **plan.reasons}
-    for key, of in (("lr", first), ("exclude", least)):
-        if key in reasons:
-            reasons[key] = of.reasons[key]
-    slurm, fills = replace(plan.slurm, sbatch=sbatch, srun=srun), plan.fills_nodes and not is_old
-    return replace(plan, slurm=slurm, lr=first.lr, reasons=reasons, fills_nodes=fills)

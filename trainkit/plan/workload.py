@@ -46,8 +46,7 @@ class Workload:
     signal: str = "auto"
     """The signal that asks a command to save: ``USR2``, ``TERM``, or ``auto`` for the one that it handles."""
     is_command: ClassVar[bool] = False
-    knows_run: ClassVar[bool] = True
-    """Whether its ranks write metrics, checkpoints, errors and stacks into the run folder themselves."""
+    """The trainer itself writes metrics, checkpoints, errors and stacks; the ranks of a command need not."""
     notice: ClassVar[str] = "USR2"
     """The signal that Slurm sends before the time limit, unless `requeue.signal` names one."""
 
@@ -103,7 +102,6 @@ class Command(Workload):
     """A command that each rank runs, or of which a launcher starts the ranks of a node."""
 
     is_command: ClassVar[bool] = True
-    knows_run: ClassVar[bool] = False
     # It may not expect SIGUSR2: only its agents hear SIGURG, and send it the signal that it handles.
     notice: ClassVar[str] = "URG"
 

@@ -30,12 +30,6 @@ UNFINISHED_STATES = ("pending", "starting", "running", "paused", "restarting", "
 """States of a run that may still finish."""
 KILLED = "killed by cancel --now"
 """The reason of an end without a save."""
-SAVED = ("saved after", "exited with 0 after", "the workers saved")
-"""How the reason begins in which the ranks of an attempt say that they have saved."""
-WITHOUT_RECORD = "ended without a record"
-"""How the reason begins in which a later start of the job says that the attempt left no record."""
-
-
 NO_RESULT = "NoResult"
 """The type of failure of a rank that exited with 0 before its function returned."""
 SIGNALLED = 128
@@ -169,11 +163,15 @@ class AttemptEnd:
     """The best result of the run."""
     guessed: bool = False
     """Whether a later start of the job wrote it, since the attempt left no record of its end."""
+    summary: str | None = None
+    """What has happened, if `reason` also says what follows."""
+    saved: bool = False
+    """Whether it did not finish, and all workers exited as they do after a save."""
     time: str | None = None
     more: dict[str, Any] = field(default_factory=dict)
     """What another version recorded."""
 
-    OPTIONAL = ("guessed",)
+    OPTIONAL = ("guessed", "summary", "saved")
 
     @property
     def resumes(self) -> bool:
@@ -203,9 +201,7 @@ def end_of(content: dict[str, Any]) -> AttemptEnd | None:
     end = read_record(AttemptEnd, content)
     if end.best is not None and math.isnan(end.best.value):
         end = replace(end, best=None)
-    # Versions before the key said so in the reason alone.
-    is_guessed = end.reason is not None and end.reason.startswith(WITHOUT_RECORD)
-    return replace(end, guessed=True) if is_guessed and "guessed" not in content else end
+    return end
 
 
 def is_over(attempt: AttemptDir) -> bool:

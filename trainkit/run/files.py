@@ -27,6 +27,7 @@ from typing import Any, BinaryIO, Literal, TypeVar, Union, cast, get_args, get_o
 
 from trainkit.errors import UsageError
 from trainkit.folders import open_regular
+from trainkit.formats import JsonObject
 from trainkit.trust import open_trusted
 
 
@@ -576,3 +577,37 @@ def read_each(kind: type[T], folder: Path) -> list[T]:
         with contextlib.suppress(OSError, ValueError, TypeError):
             found.append(from_json(kind, read_json(path)))
     return found
+
+
+def difference(base: JsonObject, other: JsonObject) -> JsonObject:
+    """The changes that turn JSON object `base` into `other`, by dotted path.
+
+    A mapping that lost a key, or has a name with a dot, is replaced as a whole.
+    """
+    return dict(_differences(base, other, ()))
+
+
+def _differences(base: JsonObject, other: JsonObject, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    for key, value in other.items():
+        before = base.get(key)
+        # As JSON: in Python 1 is True, also inside of lists.
+        if key in base and json.dumps(before, sort_keys=True) == json.dumps(value, sort_keys=True):
+            continue
+        if (
+            isinstance(before, dict)
+            and isinstance(value, dict)
+            and before.keys() <= value.keys()
+            and not any("." in name for name in value)
+        ):
+            yield from _differences(before, value, (*path, key))
+        else:
+            yield ".".join((*path, key)), value
+
+
+def changed(base: JsonObject, changes: JsonObject) -> JsonObject:
+    """A copy of `base` with the changes that `difference` returned."""
+    result = dict(base)
+    for path, value in changes.items():
+        head, dot, rest = path.partition(".")
+        result[head] = changed(result[head], {rest: value}) if dot else value
+    return result

@@ -13,7 +13,7 @@ import shutil
 import sys
 import tempfile
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +23,15 @@ from trainkit.errors import UsageError
 from trainkit.formats import JsonObject
 from trainkit.locks import file_lock, is_locked
 from trainkit.run.events import log_event
-from trainkit.run.files import read_json, read_object, read_record, to_json, write_atomic, write_json
+from trainkit.run.files import (
+    changed,
+    read_json,
+    read_object,
+    read_record,
+    to_json,
+    write_atomic,
+    write_json,
+)
 from trainkit.run.process import ProcessId
 from trainkit.run.record import CodeCopy, add_slurm_attempt, create_job, open_attempt
 from trainkit.run.rundir import Child, RunDir, RunFolder, is_same_folder
@@ -406,37 +414,3 @@ def point_texts(group: RunGroup, point: Point) -> tuple[str, str]:
 
     plan = json.dumps(changed(group.record.plan, point.plan), indent=2, ensure_ascii=False) + "\n"
     return dump(changed(group.record.config, point.config)), plan
-
-
-def difference(base: JsonObject, other: JsonObject) -> JsonObject:
-    """The changes that turn JSON object `base` into `other`, by dotted path.
-
-    A mapping that lost a key, or has a name with a dot, is replaced as a whole.
-    """
-    return dict(_differences(base, other, ()))
-
-
-def _differences(base: JsonObject, other: JsonObject, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-    for key, value in other.items():
-        before = base.get(key)
-        # As JSON: in Python 1 is True, also inside of lists.
-        if key in base and json.dumps(before, sort_keys=True) == json.dumps(value, sort_keys=True):
-            continue
-        if (
-            isinstance(before, dict)
-            and isinstance(value, dict)
-            and before.keys() <= value.keys()
-            and not any("." in name for name in value)
-        ):
-            yield from _differences(before, value, (*path, key))
-        else:
-            yield ".".join((*path, key)), value
-
-
-def changed(base: JsonObject, changes: JsonObject) -> JsonObject:
-    """A copy of `base` with the changes that `difference` returned."""
-    result = dict(base)
-    for path, value in changes.items():
-        head, dot, rest = path.partition(".")
-        result[head] = changed(result[head], {rest: value}) if dot else value
-    return result

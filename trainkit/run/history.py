@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -14,7 +14,6 @@ from typing import Any
 from trainkit.capability import take_parts
 from trainkit.run.end import RESUME_ACTIONS
 from trainkit.run.events import (
-    SILENCE_EVENTS,
     SLOWDOWN_EVENTS,
     WHOLE_BYTES,
     Entry,
@@ -117,45 +116,111 @@ class Attempt:
 
     def add(self, event: Event) -> None:
         """Take in one of its events."""
-        name, time = event.name, timestamp(event.time)
-        if name in ("submitted", "started", "training", "first_step"):
-            if getattr(self, name) is None:
-                setattr(self, name, time)
-            if name == "started":
-                self.waits_for = None
-                self.num_nodes, self.world_size = event.count("nodes"), event.count("world_size")
-                self.partition, self.gpu_type = event.text("partition"), event.text("gpu_type")
-            if name == "training":
-                self.start_step = event.step or 0
-        elif name == "waiting":
-            self.waits_for = event.reason
-        elif name in ("paused", "continued"):
-            self.is_paused = name == "paused"
-        elif name == "evaluated" and time is not None:
-            self.evaluations.append(time)
-        elif name == "checkpoint_begin":
-            self.saves += [] if time is None else [time]
-            self.open_save = event
-        elif name == "checkpoint_commit":
-            self.saved, self.open_save, self.failed_saves = time, None, []
-        elif name == "checkpoint_failed":
-            self.open_save, self.failed_saves = None, [*self.failed_saves, event]
-        elif name == "signal" and time is not None:
-            self.signals.append(time)
-        elif name == "growth":
-            self.growth = event
-        elif name == "rank_failed":
-            self.failure = self.failure or event
-        elif name == "requeue_decision":
-            self.action, self.cause = str(event.values.get("action")), str(event.values.get("cause"))
-        elif name in ("stopped", "finished"):
-            self.ended, self.state, self.reason = time, str(event.values.get("state")), event.reason
-        elif name in SILENCE_EVENTS:
-            self.silence = event if name == "silent" else None
-        elif name in SLOWDOWN_EVENTS:
-            self.slow.pop(event.rank, None)
-            if name in ("slow_rank", "slow_run"):
-                self.slow[event.rank] = event
+        if (take := _OF_ATTEMPT.get(event.name)) is not None:
+            take(self, event)
+
+    def _submitted(self, event: Event) -> None:
+        self.submitted = _first(self.submitted, event)
+
+    def _started(self, event: Event) -> None:
+        self.started, self.waits_for = _first(self.started, event), None
+        self.num_nodes, self.world_size = event.count("nodes"), event.count("world_size")
+        self.partition, self.gpu_type = event.text("partition"), event.text("gpu_type")
+
+    def _training(self, event: Event) -> None:
+        self.training, self.start_step = _first(self.training, event), event.step or 0
+
+    def _first_step(self, event: Event) -> None:
+        self.first_step = _first(self.first_step, event)
+
+    def _waiting(self, event: Event) -> None:
+        self.waits_for = event.reason
+
+    def _paused(self, event: Event) -> None:
+        self.is_paused = True
+
+    def _continued(self, event: Event) -> None:
+        self.is_paused = False
+
+    def _evaluated(self, event: Event) -> None:
+        self.evaluations += _times(event)
+
+    def _checkpoint_begin(self, event: Event) -> None:
+        self.saves += _times(event)
+        self.open_save = event
+
+    def _checkpoint_commit(self, event: Event) -> None:
+        self.saved, self.open_save, self.failed_saves = timestamp(event.time), None, []
+
+    def _checkpoint_failed(self, event: Event) -> None:
+        self.open_save, self.failed_saves = None, [*self.failed_saves, event]
+
+    def _signal(self, event: Event) -> None:
+        self.signals += _times(event)
+
+    def _growth(self, event: Event) -> None:
+        self.growth = event
+
+    def _rank_failed(self, event: Event) -> None:
+        self.failure = self.failure or event
+
+    def _requeue_decision(self, event: Event) -> None:
+        self.action, self.cause = str(event.values.get("action")), str(event.values.get("cause"))
+
+    def _ended(self, event: Event) -> None:
+        self.ended, self.reason = timestamp(event.time), event.reason
+        self.state = str(event.values.get("state"))
+
+    def _silent(self, event: Event) -> None:
+        self.silence = event
+
+    def _silent_over(self, event: Event) -> None:
+        self.silence = None
+
+    def _slow(self, event: Event) -> None:
+        self._slow_over(event)
+        self.slow[event.rank] = event
+
+    def _slow_over(self, event: Event) -> None:
+        self.slow.pop(event.rank, None)
+
+
+_OF_ATTEMPT: Mapping[str, Callable[[Attempt, Event], None]] = {
+    "submitted": Attempt._submitted,
+    "started": Attempt._started,
+    "training": Attempt._training,
+    "first_step": Attempt._first_step,
+    "waiting": Attempt._waiting,
+    "paused": Attempt._paused,
+    "continued": Attempt._continued,
+    "evaluated": Attempt._evaluated,
+    "checkpoint_begin": Attempt._checkpoint_begin,
+    "checkpoint_commit": Attempt._checkpoint_commit,
+    "checkpoint_failed": Attempt._checkpoint_failed,
+    "signal": Attempt._signal,
+    "growth": Attempt._growth,
+    "rank_failed": Attempt._rank_failed,
+    "requeue_decision": Attempt._requeue_decision,
+    "stopped": Attempt._ended,
+    "finished": Attempt._ended,
+    "silent": Attempt._silent,
+    "silent_over": Attempt._silent_over,
+    "slow_rank": Attempt._slow,
+    "slow_run": Attempt._slow,
+    "slow_rank_over": Attempt._slow_over,
+    "slow_run_over": Attempt._slow_over,
+}
+"""Event -> what it changes in its attempt."""
+
+
+def _first(known: float | None, event: Event) -> float | None:
+    return timestamp(event.time) if known is None else known
+
+
+def _times(event: Event) -> list[float]:
+    """The time of an event; empty if it is unknown."""
+    time = timestamp(event.time)
+    return [] if time is None else [time]
 
 
 def attempts_of(events: Iterable[Event]) -> dict[int, Attempt]:
@@ -302,17 +367,29 @@ class EventHistory:
             self.notable.append(event)
         if name in SLOWDOWN_EVENTS:
             self.slow.append(event)
-        if name == "evaluated":
-            self.val_loss = event.number("val_loss")
-            if self.first_val_loss is None:
-                self.first_val_loss = self.val_loss
-            if event.step is not None and self.val_loss is not None:
-                self.val_losses[event.step] = self.val_loss
-        elif name == "checkpoint_begin":
-            self._begun[event.step] = event.time
-        elif name == "checkpoint_commit":
-            self.saved = event
-            self.save_began = self._begun.pop(event.step, event.time)
+        if (take := _OF_RUN.get(name)) is not None:
+            take(self, event)
+
+    def _evaluated(self, event: Event) -> None:
+        self.val_loss = event.number("val_loss")
+        if self.first_val_loss is None:
+            self.first_val_loss = self.val_loss
+        if event.step is not None and self.val_loss is not None:
+            self.val_losses[event.step] = self.val_loss
+
+    def _checkpoint_begin(self, event: Event) -> None:
+        self._begun[event.step] = event.time
+
+    def _checkpoint_commit(self, event: Event) -> None:
+        self.saved, self.save_began = event, self._begun.pop(event.step, event.time)
+
+
+_OF_RUN: Mapping[str, Callable[[EventHistory, Event], None]] = {
+    "evaluated": EventHistory._evaluated,
+    "checkpoint_begin": EventHistory._checkpoint_begin,
+    "checkpoint_commit": EventHistory._checkpoint_commit,
+}
+"""Event -> what it changes for the whole run."""
 
 
 class MetricsHistory:

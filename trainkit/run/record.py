@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from trainkit.capability import files_of, take_parts
 from trainkit.run.files import read_json, read_object, read_record, to_json, utc_now, write_atomic, write_json
 from trainkit.run.process import ProcessId, boot_id, own_host
 from trainkit.run.rundir import AttemptDir, RunDir, is_supervised
@@ -339,7 +340,7 @@ def mark_cancelled(run: RunDir, *, now: bool = False) -> AttemptRecord:
 
 
 def open_attempt(run: RunDir, config_text: str, plan_text: str) -> AttemptDir:
-    """Create the run's next attempt; its config, plan and launcher files also become those of the run.
+    """Create the run's next attempt; its config, plan and the files of the plan also become those of the run.
 
     Raises FileExistsError when another command has already created it, OSError when it cannot be written.
     """
@@ -359,18 +360,17 @@ def open_attempt(run: RunDir, config_text: str, plan_text: str) -> AttemptDir:
 
 
 def write_plan(attempt: AttemptDir, text: str) -> None:
-    """Write the plan of the newest attempt and its launcher files, which become those of the run too."""
-    for name, content in {attempt.plan_file.name: text, **_launcher_files(text)}.items():
+    """Write the plan of the newest attempt and its files, which become those of the run too."""
+    for name, content in {attempt.plan_file.name: text, **_plan_files(text)}.items():
         write_atomic(attempt.path / name, content)
         write_atomic(attempt.run.path / name, content)
 
 
-def _launcher_files(plan_text: str) -> dict[str, str]:
+def _plan_files(plan_text: str) -> dict[str, str]:
     try:
-        found: dict[str, str] = json.loads(plan_text).get("launcher_files", {})
+        return files_of(take_parts(json.loads(plan_text)))
     except ValueError:
         return {}  # the attempt ends with that as its reason, which its owner can read
-    return found
 
 
 def reopen_attempt(attempt: AttemptDir) -> AttemptDir:

@@ -63,6 +63,11 @@ class Start:
     is_over: bool = False
     """Whether the run was over when `record_over` was called."""
 
+    @property
+    def config_name(self) -> str:
+        """The name of its config."""
+        return self.name or read_job(RunDir(self.folder)).name
+
     def read(self) -> RunDir | RunGroup | None:
         """The run or group in the folder; None if there is none, or it cannot be read."""
         run, group = RunDir(self.folder), RunGroup(self.folder)
@@ -227,7 +232,7 @@ def _matching_name(name: str, acts: bool = False) -> list[RunDir | RunGroup]:
     found = [start for start in starts() if name in (start.folder.name, start.name) or start.name is None]
     called = [item for item in iter_known_runs(found) if item.path.name == name]
     here = Path(RUNS_FOLDER).absolute()
-    named = (start for start in found if (start.name or read_job(RunDir(start.folder)).name) == name)
+    named = (start for start in found if start.config_name == name)
     if own := [item for item in called if item.path.parent == here]:
         return own
     kinds = (called, iter_known_runs(named))

@@ -13,10 +13,11 @@ from functools import cache
 from hashlib import sha256
 from pathlib import Path
 
+from trainkit.capability import files_of, take_parts
 from trainkit.errors import UsageError
 from trainkit.formats import JsonObject
-from trainkit.run.files import to_json
-from trainkit.run.group import Point, RunGroup, changed, group_of, point_texts
+from trainkit.run.files import changed, to_json
+from trainkit.run.group import Point, RunGroup, group_of, point_texts
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.trust import read_trusted
 
@@ -76,7 +77,7 @@ def read_submitted(folder: RunDir | AttemptDir) -> JsonObject:
         if found != expected:
             is_config = found.partition(":")[0] != expected.partition(":")[0]
             raise NotSubmitted(folder.config_file if is_config else folder.plan_file)
-        for name, text in plan.get("launcher_files", {}).items():
+        for name, text in files_of(take_parts(plan)).items():
             if read_trusted(folder.path / name) != text:
                 raise NotSubmitted(folder.path / name)
     return plan

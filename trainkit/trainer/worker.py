@@ -72,7 +72,7 @@ def join_and_build(
         stop,
         mesh_of_one=config.parallel.wraps_one,
         on_arrival=partial(progress.enter, "connect"),
-        store_file=(store_file(env.nonce) or attempt.store_file) if plan.slurm is None else None,
+        store_file=(store_file(env.nonce) or attempt.store_file) if not plan.is_job else None,
     )
     if task is None or world is None:
         log.info(f"stopped during start-up ({stop.signal_name or 'by another rank'}): no step was done")

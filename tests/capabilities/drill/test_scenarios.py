@@ -76,7 +76,7 @@ def test_a_run_of_which_slurm_says_nothing_is_waited_for(
         looks.append(None)
         return len(looks) > 3
 
-    monkeypatch.setattr("trainkit.backends.slurm.query_jobs", away)
+    monkeypatch.setattr("trainkit.backends.slurm.backend.query_jobs", away)
     monkeypatch.setattr(RunWatch, "over", over)
     lines: list[str] = []
     watch = RunWatch(run, poll_s=0.01, patience_s=0.0, log_line=lines.append)

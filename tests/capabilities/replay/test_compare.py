@@ -17,6 +17,7 @@ from trainkit.errors import UsageError
 from trainkit.plan.launch import Batch, LaunchPlan, Layout
 from trainkit.run.events import log_event
 from trainkit.run.files import append_jsonl
+from trainkit.run.record import JobRecord
 from trainkit.run.rundir import AttemptDir, RunDir
 
 LAYOUT = Layout(dp_shard=4)
@@ -53,7 +54,7 @@ def record_rank(attempt: AttemptDir, rank: int, step: int, **others: Any) -> Non
 def replayed(folders: tuple[RunDir, RunDir], layout: Layout = LAYOUT) -> Comparison:
     run, copy = folders
     config = RunConfig.model_validate({"name": "t", "train": {"steps": 20}})
-    at = RunStep(4, run.attempt(1), config, PLAN, 24, 32, False)
+    at = RunStep(4, run.attempt(1), JobRecord(), config, PLAN, 24, 32, False)
     plan = PLAN if layout == LAYOUT else replace(PLAN, layout=layout)
     return compare(ReplayPlan(run, 4, 4, 0, at, config, plan), copy)
 

@@ -18,6 +18,7 @@ from trainkit.errors import ConfigError, UsageError
 from trainkit.launch.repeat import REPLAY_FILE
 from trainkit.plan.launch import Batch, LaunchPlan, Layout
 from trainkit.run.files import write_json
+from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
 
 CONFIG = "name: t\ndevice: cpu\ntrain: {steps: 40}\nparallel: {dp_shard: 2}\n"
@@ -168,7 +169,7 @@ def test_ranks_here_import_from_the_copy_of_the_code(run: RunDir, monkeypatch: p
     run.attempt(1).logs_dir.mkdir()
     for env, end in (({}, "/mine"), ({"PYTHONPATH": "/set"}, "/set")):
         with pytest.raises(InterruptedError):
-            replay._run_ranks(replace(SMALL, env=env), run.attempt(1))
+            replay._run_ranks(replace(SMALL, env=env), run.attempt(1), read_job(run).code)
         assert paths[-1].endswith(f":/runs/one/code/src:/runs/one/code:{end}")
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from trainkit.backends.slurm import resubmit
+from trainkit.backends.slurm.resubmit import exclude_from
 from trainkit.cluster.bad_nodes import Kind, excluded, memory_file, note_failure
-from trainkit.job import resubmit
-from trainkit.job.resubmit import exclude_from
 from trainkit.plan.launch import SlurmRequest, with_excluded
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
 

@@ -148,7 +148,7 @@ def _drill(
     name = datetime.now(timezone.utc).strftime("drill-%Y%m%d-%H%M%S")
     with new_folder(name, None, "`cd`") as (path, _):
         folder = path.absolute()
-    interval = loaded.config.checkpoint.every_steps if plan.workload.knows_run else None
+    interval = None if plan.workload.is_command else loaded.config.checkpoint.every_steps
     drill = Drill(folder, loaded.config, plan, seed, interval, log_line)
     results: list[Result] = []
     try:

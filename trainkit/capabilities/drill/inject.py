@@ -8,8 +8,8 @@ import signal
 import time
 from dataclasses import dataclass
 
-from trainkit.backends import backend_of
-from trainkit.backends.slurm import step_of
+from trainkit.backend import backend_of
+from trainkit.backends.slurm.backend import step_of
 from trainkit.control.cancel import cancel_run
 from trainkit.errors import print_note
 from trainkit.job.processes import descendants, proc_file, rank_of, ranks_below, signal_all

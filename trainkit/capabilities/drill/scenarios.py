@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from trainkit.backends import backend_of
-from trainkit.backends.jobs import liveness_probe, recover_job_id, require_not_running
+from trainkit.backend import backend_of
+from trainkit.backends.jobs import liveness_probe, read_whole_job, require_not_running
 from trainkit.capabilities.drill.inject import FaultInjector, flip_bytes, kill_job, newest
 from trainkit.config import RunConfig
 from trainkit.control.requeue import start_again
@@ -65,7 +65,7 @@ def skip_reason(scenario: Scenario, config: RunConfig, plan: LaunchPlan) -> str:
     """Why a scenario cannot be tried here with this config; empty if it can."""
     if scenario.needs_slurm and plan.is_here:
         return "this run would start on this machine, without Slurm"
-    if scenario.needs_checkpoints and not plan.workload.knows_run:
+    if scenario.needs_checkpoints and plan.workload.is_command:
         return "a drill does not know where and how a COMMAND saves"
     if scenario.name == "damaged-checkpoint" and config.checkpoint.keep_last == 1:
         return "checkpoint.keep_last is 1: there is no checkpoint to fall back to"
@@ -370,9 +370,9 @@ class ScenarioRunner:
     def _resume(self) -> None:
         """Resume the run as `trainkit resume` does."""
         with run_lock(self.run_dir):
-            recover_job_id(self.run_dir)
-            require_not_running(self.run_dir, "resume")
-            start_again(self.run_dir, "resume")
+            job = read_whole_job(self.run_dir)
+            require_not_running(self.run_dir, job, "resume")
+            start_again(self.run_dir, job, "resume")
         self.watch.expect_life()
         self.result.restarted_by = "resume"
 

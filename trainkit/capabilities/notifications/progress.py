@@ -26,7 +26,7 @@ class ProgressWatch(Watch):
         self._notifier = notifier
         self._limit_s = limit_s
         # The trainer logs metrics, and its logs may grow without progress; a command may write only logs.
-        self._output = OutputWatch(attempt, self._limit_s, with_logs=not plan.workload.knows_run)
+        self._output = OutputWatch(attempt, self._limit_s, with_logs=plan.workload.is_command)
         self._events = Tail(attempt.run.events_file)
         self._events.position = self._events.size()
         self._seen = Attempt(attempt.number)

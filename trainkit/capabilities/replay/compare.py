@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass, replace
 from trainkit.capabilities.replay import SAMPLES_FILE
 from trainkit.capabilities.replay.replay import ReplayPlan, changed_values
 from trainkit.capabilities.replay.steps import Start, StepSample, attempt_starts, refuse_other_data
-from trainkit.config import read_effective
+from trainkit.config import RunConfig
 from trainkit.formats import JsonObject
+from trainkit.launch.repeat import config_and_plan
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.layout_rules import DEGREES, layout_name
 from trainkit.run.events import read_steps, training_curve
@@ -96,13 +97,14 @@ def compare(what: ReplayPlan, copy: RunDir) -> Comparison:
     starts = attempt_starts(copy)
     start = starts[max(starts)]
     start_step = min(began.step for began in starts.values())
-    recorded = _recorded(what, start_step + 1)
+    settings: dict[int, tuple[RunConfig, LaunchPlan]] = {}
+    recorded = _recorded(what, start_step + 1, settings)
     attempts = sorted({number for by_attempt in recorded.values() for number in by_attempt})
     reasons: dict[int, list[str]] = {}
     for number in attempts:
         before = attempt_starts(what.run).get(number, Start())
         refuse_other_data(number, before.data, start.data)
-        reasons[number] = list(_rounding(what, number, before, start))
+        reasons[number] = list(_rounding(what, *settings[number], before, start))
     # A later attempt began with what the earlier ones had rounded.
     inexact = next((number for number in attempts if reasons[number]), math.inf)
     tolerance = TOLERANCE[what.config.precision.dtype]
@@ -123,7 +125,8 @@ def compare(what: ReplayPlan, copy: RunDir) -> Comparison:
     bad = found.first_different
     if verdict != DIFFERENT or bad is None or bad.attempt is None:
         return found
-    return replace(found, culprit=_culprit(copy, found, bad, what.run.attempt(bad.attempt)))
+    num_ranks = settings[bad.attempt][1].world_size
+    return replace(found, culprit=_culprit(copy, found, bad, what.run.attempt(bad.attempt), num_ranks))
 
 
 def _verdict(steps: Sequence[ComparedStep], first: int) -> str:
@@ -136,8 +139,13 @@ def _verdict(steps: Sequence[ComparedStep], first: int) -> str:
     return DIFFERENT if steps[bad].is_exact or has_jumped else UNKNOWN
 
 
-def _recorded(what: ReplayPlan, first: int) -> dict[int, dict[int, dict[str, float | None]]]:
-    """Step -> attempt -> values of the records since `first`, without those of attempts with other values."""
+def _recorded(
+    what: ReplayPlan, first: int, settings: dict[int, tuple[RunConfig, LaunchPlan]]
+) -> dict[int, dict[int, dict[str, float | None]]]:
+    """Step -> attempt -> values of the records since `first`, without those of attempts with other values.
+
+    `settings` gets the config and plan of each attempt.
+    """
     found: dict[int, dict[int, dict[str, float | None]]] = {}
     comparable: dict[int, bool] = {}
     for record in read_steps(what.run):
@@ -145,20 +153,23 @@ def _recorded(what: ReplayPlan, first: int) -> dict[int, dict[int, dict[str, flo
         if attempt is None or not first <= record.step <= what.last:
             continue
         if attempt not in comparable:
-            comparable[attempt] = not changed_values(what.run.attempt(attempt), what.at.attempt)
+            folder = what.run.attempt(attempt)
+            settings[attempt] = config_and_plan(folder)
+            comparable[attempt] = not changed_values(folder, *settings[attempt], what.at)
         if comparable[attempt]:
             found.setdefault(record.step, {})[attempt] = {name: record.number(name) for name in VALUES}
     return found
 
 
-def _rounding(what: ReplayPlan, attempt: int, before: Start, start: Start) -> Iterator[str]:
+def _rounding(
+    what: ReplayPlan, config: RunConfig, plan: LaunchPlan, before: Start, start: Start
+) -> Iterator[str]:
     """What differs from an attempt and changes the rounding."""
-    plan, now = LaunchPlan.read(what.run.attempt(attempt).plan_file), what.plan
+    now = what.plan
     if plan.layout != now.layout:
         yield f"layout {layout_name(now.layout, {})} instead of {layout_name(plan.layout, {})}"
     elif now.batch.device_batch_size != plan.batch.device_batch_size:
         yield f"device_batch_size {now.batch.device_batch_size} instead of {plan.batch.device_batch_size}"
-    config = read_effective(what.run.attempt(attempt).config_file)
     for key, value in what.config.parallel.model_dump().items():
         was = getattr(config.parallel, key)
         if key not in (*DEGREES, "pp_microbatches") and was != value:
@@ -180,9 +191,10 @@ def _difference(recorded: float | None, replayed: float | None) -> float:
     return abs(recorded - replayed) / min(abs(recorded), abs(replayed))
 
 
-def _culprit(copy: RunDir, found: Comparison, bad: ComparedStep, attempt: AttemptDir) -> Culprit:
+def _culprit(
+    copy: RunDir, found: Comparison, bad: ComparedStep, attempt: AttemptDir, num_ranks: int
+) -> Culprit:
     """Which rank computed something else first, by what each recorded before and after the reduction."""
-    num_ranks = LaunchPlan.read(attempt.plan_file).world_size
     ranks = range(num_ranks)
     was = [rank_record(attempt, rank, bad.step) for rank in ranks]
     hosts = tuple(str(record.get("host", "")) for record in was)

@@ -17,7 +17,7 @@ from statistics import median
 from trainkit.capabilities.replay.steps import RunStep, attempt_starts, find_step
 from trainkit.cluster.machine import Machine, detect_machine
 from trainkit.cluster.target import LOCAL
-from trainkit.config import dump_effective, load_config, read_effective
+from trainkit.config import dump_effective, load_config
 from trainkit.config.schema import RunConfig
 from trainkit.control.changed_config import changes
 from trainkit.control.fork import copy_checkpoint
@@ -31,7 +31,7 @@ from trainkit.job.rank_env import RankEnv
 from trainkit.job.signals import NOTICE_SIGNALS
 from trainkit.launch.create import new_folder, start_run
 from trainkit.launch.plan_run import gather, plan_run
-from trainkit.launch.repeat import REPLAY_FILE, submission_folder
+from trainkit.launch.repeat import REPLAY_FILE, config_and_plan, submission_folder
 from trainkit.launch.secrets import without_secrets
 from trainkit.launch.snapshot import collect_provenance
 from trainkit.plan.launch import LaunchPlan
@@ -40,7 +40,7 @@ from trainkit.run.end import RankFailure
 from trainkit.run.events import training_curve
 from trainkit.run.files import parse_time, read_json, write_atomic, write_json
 from trainkit.run.manifest import find_damage, published
-from trainkit.run.record import AttemptRecord, create_job, read_job
+from trainkit.run.record import AttemptRecord, CodeCopy, create_job
 from trainkit.run.rundir import AttemptDir, RunDir
 
 SAME, SINGLE = "same", "single"
@@ -106,10 +106,10 @@ class ReplayPlan:
     def warnings(self) -> tuple[str, ...]:
         """Reasons to doubt the result, one sentence each."""
         started = parse_time(self.at.began.time)
-        if started is None or read_job(self.run).code:
+        if started is None or self.at.job.code:
             return ()  # a copy of the code does not change
         named = (self.at.config.task, self.at.config.model.architecture)
-        with submission_folder(self.run, False):
+        with submission_folder(self.at.job):
             files = [Path(name.rpartition(":")[0]).absolute() for name in named if ".py:" in name]
         return tuple(
             f"{file} was changed after attempt {self.at.attempt.number} began, and the run has no copy of "
@@ -158,7 +158,7 @@ def plan_replay(
         plan = replace(plan, threads_per_worker=at.began.threads)
     parts = {name: part for name, part in plan.parts.items() if name != "trackers"}
     plan = replace(plan, replay=(first, last), requeue=replace(plan.requeue, on=()), parts=parts)
-    if plan.slurm is None:
+    if not plan.is_job:
         plan = replace(
             plan,
             backend="local",
@@ -201,24 +201,24 @@ def _refuse_changes(run: RunDir, at: RunStep, start_step: int) -> None:
     """Raise UsageError if the steps since the checkpoint were not all computed with the same values."""
     begins = {start_step, *(start.step for start in attempt_starts(run).values())}
     for step in sorted(begin + 1 for begin in begins if start_step <= begin < at.step):
-        attempt = find_step(run, step).attempt
-        found = changed_values(attempt, at.attempt)
+        before = find_step(run, step)
+        found = changed_values(before.attempt, before.config, before.plan, at)
         if found:
             origin = f"checkpoint step-{start_step:08d}" if start_step else "the initial weights"
             raise UsageError(
                 f"step {at.step} would be computed from {origin}, but step {step}, of attempt "
-                f"{attempt.number}, had other values than attempt {at.attempt.number}: {'; '.join(found)}",
+                f"{before.attempt.number}, had other values than attempt {at.attempt.number}: "
+                f"{'; '.join(found)}",
                 hint="only steps that lie between two checkpoints without such a change can be replayed",
             )
 
 
-def changed_values(before: AttemptDir, after: AttemptDir) -> list[str]:
-    """The values that change what a step computes and differ between two attempts, as lines to show."""
-    if before.number == after.number:
+def changed_values(attempt: AttemptDir, config: RunConfig, was: LaunchPlan, at: RunStep) -> list[str]:
+    """The values of an attempt that change what a step computes and differ from that of `at`, as lines."""
+    if attempt.number == at.attempt.number:
         return []
-    lines = changes(read_effective(before.config_file), read_effective(after.config_file))
+    now, lines = at.plan, changes(config, at.config)
     found = [line for line in lines if not line.startswith(IRRELEVANT)]
-    was, now = LaunchPlan.read(before.plan_file), LaunchPlan.read(after.plan_file)
     if was.batch.global_batch_size != now.batch.global_batch_size:
         found.append(f"global batch size: {was.batch.global_batch_size} -> {now.batch.global_batch_size}")
     if was.lr != now.lr:
@@ -246,7 +246,7 @@ def _planned(at: RunStep, layout: str, flags: Flags, submits: bool) -> tuple[Run
     loaded = load_config(at.attempt.config_file, flags=all_flags, layers=False)
     adjustable = {"train.device_batch_size", "parallel.pp_microbatches"} - values.keys()
     loaded = loaded.adjusting(*adjustable, origin=loaded.origins["name"].rpartition(":")[0])
-    with submission_folder(at.attempt.run, False) as code_dir:
+    with submission_folder(at.job) as code_dir:
         facts = gather(loaded, target=None if submits else LOCAL, resumes=True)
         plan = plan_run(loaded, facts, code_dir=code_dir)
     return loaded.config, replace(plan, lr=at.plan.lr)
@@ -311,8 +311,8 @@ def run_replay(what: ReplayPlan, folder: Path) -> RunDir:
     for file in (attempt.config_file, copy.config_file):
         write_atomic(file, dump_effective(what.config))
     write_atomic(attempt.plan_file, what.plan.to_text())
-    with submission_folder(what.run, False):
-        _run_ranks(what.plan, attempt)
+    with submission_folder(what.at.job):
+        _run_ranks(what.plan, attempt, what.at.job.code)
     return copy
 
 
@@ -330,10 +330,9 @@ def submit_replay(what: ReplayPlan, argv: Sequence[str], folder: Path | None) ->
 
     The folder is `folder`, new or empty, or ``runs/NAME-replay``. The job runs the code of the replayed run.
     """
-    job = read_job(what.run)
-    name = f"{what.config.name}-replay"
+    job, name = what.at.job, f"{what.config.name}-replay"
     folder = None if folder is None else folder.absolute()
-    with submission_folder(what.run, False):
+    with submission_folder(job):
         with new_folder(name, folder) as (path, name):
             copy = RunDir(path.absolute())
             copy.checkpoints_dir.mkdir(mode=0o700)
@@ -366,7 +365,7 @@ def replay_of(copy: RunDir) -> ReplayPlan:
     if not run.exists():
         raise UsageError(f"the replayed run {run.shown} is gone", hint="`--collect` compares with its files")
     attempt = copy.attempt(copy.attempt_numbers()[-1])
-    plan, config = LaunchPlan.read(attempt.plan_file), read_effective(attempt.config_file)
+    config, plan = config_and_plan(attempt)
     start = max((checkpoint.step for checkpoint in published(copy.checkpoints_dir)), default=0)
     first, last = record["first"], record["last"]
     done = max((record.step for record in training_curve(copy)), default=start)
@@ -380,9 +379,8 @@ def replay_of(copy: RunDir) -> ReplayPlan:
     return ReplayPlan(run, first, last, start, find_step(run, last), config, plan)
 
 
-def _run_ranks(plan: LaunchPlan, attempt: AttemptDir) -> None:
+def _run_ranks(plan: LaunchPlan, attempt: AttemptDir, code: CodeCopy | None) -> None:
     port, size = choose_port(), plan.world_size
-    code = read_job(attempt.run).code
     procs: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(size):

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from trainkit.config import read_effective
 from trainkit.config.schema import RunConfig
 from trainkit.config.training import DataConfig
 from trainkit.data.dataset_file import BYTES, PLACES, places_file
@@ -26,11 +25,13 @@ from trainkit.errors import TrainkitError, UsageError
 from trainkit.folders import shown_path
 from trainkit.formats import plural
 from trainkit.job.processes import module_argv
-from trainkit.launch.repeat import refuse_replay, submission_folder
+from trainkit.launch.repeat import config_and_plan, refuse_replay, submission_folder
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.events import read_events, training_curve
 from trainkit.run.files import read_json, read_record
+from trainkit.run.history import read_plan
 from trainkit.run.own_folders import own_environ
+from trainkit.run.record import JobRecord, read_job
 from trainkit.run.rundir import AttemptDir, RunDir
 
 
@@ -62,6 +63,8 @@ class RunStep:
 
     step: int
     attempt: AttemptDir
+    job: JobRecord
+    """The job.json of the run."""
     config: RunConfig
     plan: LaunchPlan
     start: int
@@ -122,7 +125,7 @@ def find_step(run: RunDir, step: int) -> RunStep:
             hint="a run copied from another has no earlier ones",
         )
     attempt = run.attempt(number)
-    plan = LaunchPlan.read(attempt.plan_file)
+    config, plan = config_and_plan(attempt)
     degrees, batch = vars(plan.layout).values(), plan.batch
     if min(*degrees, batch.device_batch_size) < 1 or plan.layout.world_size != plan.world_size:
         raise UsageError(
@@ -135,18 +138,19 @@ def find_step(run: RunDir, step: int) -> RunStep:
     at, samples_seen = max(known)
     size = plan.batch.global_batch_size
     start = samples_seen + (step - 1 - at) * size
-    config, stop = read_effective(attempt.config_file), start + size
+    job, stop = read_job(run), start + size
     if config.train.epochs is not None and newest.num_samples is not None:
         stop = min(stop, round(config.train.epochs * newest.num_samples))
-    return RunStep(step, attempt, config, plan, start, stop, newest.num_samples is None, started[number])
+    return RunStep(step, attempt, job, config, plan, start, stop, newest.num_samples is None, started[number])
 
 
 def _refuse_other_runs(run: RunDir) -> None:
     """Raise UsageError for a run of a COMMAND, whose steps only the command knows, and for a replay."""
     refuse_replay(run)
     numbers = run.attempt_numbers()
-    file = run.attempt(numbers[-1]).plan_file if numbers else run.plan_file
-    if file.is_file() and (command := LaunchPlan.read(file).command) is not None:
+    plan = read_plan(run.attempt(numbers[-1]) if numbers else run)
+    if plan.is_command:
+        command = plan.texts("command")
         raise UsageError(
             f"{run.shown} runs a command, {join(command)!r}, whose steps trainkit does not know",
             hint="only runs of the built-in trainer, also with your own task, can be replayed",
@@ -163,8 +167,8 @@ def step_samples(at: RunStep) -> list[StepSample]:
             f"{at.attempt.run.shown} trains on a stream, whose samples have no position",
             hint="only datasets with a length can be read at any step",
         )
-    run, config = at.attempt.run, at.config
-    with submission_folder(run, False):
+    config = at.config
+    with submission_folder(at.job):
         if not config.has_decoder:
             return list(_items(at))
         data = open_dataset(config.data, config.data.seq_len, "train")

@@ -24,7 +24,7 @@ class TrackerSender(Companion):
 
     def __init__(self, attempt: AttemptDir, plan: LaunchPlan) -> None:
         argv = module_argv("trainkit.capabilities.trackers.sync", str(attempt.run.path))
-        if plan.python is not None and plan.workload.knows_run:
+        if plan.python is not None and not plan.workload.is_command:
             argv = (*plan.python, *argv[argv.index("-m") :])
         self._child: subprocess.Popen[bytes] | None = None
         try:

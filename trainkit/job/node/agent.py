@@ -119,7 +119,7 @@ class Agent(ProcessGroup):
         """What finds the curve of a command in the log of rank 0; next to rank 0 only."""
         self._ranks = LaunchedRanks()
         """The ranks of a launcher."""
-        self._collector = StackCollector(attempt, replies_itself=plan.workload.knows_run)
+        self._collector = StackCollector(attempt, replies_itself=not plan.workload.is_command)
         self._oom_kills = count_oom_kills()
         self._hang_s: float | None = None
         """Monotonic time at which the first hang was seen."""
@@ -150,7 +150,7 @@ class Agent(ProcessGroup):
                     worker_argv(self.plan, rank_env, self.attempt.run),
                     environ=environ,
                     output=log,
-                    keeps_mask=self.workload.knows_run,
+                    keeps_mask=not self.workload.is_command,
                     ignored=ignored,
                     cwd=work_dir,
                     stdin=stdin,
@@ -170,7 +170,7 @@ class Agent(ProcessGroup):
         if rank == 0 and self.workload.is_command:
             with contextlib.suppress(FileNotFoundError):
                 return self.attempt.run.input_file.open("rb")
-            if self.plan.slurm is None and not os.isatty(0):
+            if not self.plan.is_job and not os.isatty(0):
                 return contextlib.nullcontext(0)
         return contextlib.nullcontext(subprocess.DEVNULL)
 
@@ -185,7 +185,7 @@ class Agent(ProcessGroup):
         if self.workload.takes(received.name):
             if heard:
                 return
-            if self.workload.knows_run:
+            if not self.workload.is_command:
                 super().forward_signal(signal.SIGUSR2 if is_for_agents else received)
                 return
             children = processes.children_by_parent()
@@ -257,7 +257,7 @@ class Agent(ProcessGroup):
             self._hang_s, self.poll_interval_s = None, POLL_S
         elif self._hang_s is None:
             self._hang_s, self.poll_interval_s = time.monotonic(), HANG_REPORT_S / 4
-        elif time.monotonic() > self._hang_s + HANG_REPORT_S and self.workload.knows_run:
+        elif time.monotonic() > self._hang_s + HANG_REPORT_S and not self.workload.is_command:
             self._hang_s = float("inf")
             for rank, pid in self._pids().items():
                 if not self.attempt.rank_hang(rank).exists():
@@ -273,14 +273,14 @@ class Agent(ProcessGroup):
             # Slurm may have signalled the member before this agent.
             died_s = self._died_s.setdefault(rank, time.monotonic())
             is_early = time.monotonic() < died_s + NOTICE_PATIENCE_S
-            if self.workload.knows_run:
+            if not self.workload.is_command:
                 return is_early and was_signalled(member.pid)
             return is_early and self._notice.may_be_of_notice(rank, member)
-        return not self.workload.knows_run and self._notice.keeps(rank, member)
+        return self.workload.is_command and self._notice.keeps(rank, member)
 
     def exit_code(self, rank: int, member: subprocess.Popen[bytes]) -> int:
         code = super().exit_code(rank, member)
-        if self.received is None or self.workload.knows_run:
+        if self.received is None or not self.workload.is_command:
             return code
         if not self.has_launcher:
             return self._notice.exit_code(rank, code, signal_exit_code(self.received))
@@ -312,7 +312,7 @@ class Agent(ProcessGroup):
 
     def _killed_rank(self, worker: int, code: int) -> RankExit | None:
         """The rank whose death has ended the launcher, as far as that is known; None without one."""
-        if self.workload.knows_run:
+        if not self.workload.is_command:
             return None
         dead = killed_rank(self.attempt, worker, code, self._ranks.first_exit)
         # The ranks of a command that is the only one are those that it has started.

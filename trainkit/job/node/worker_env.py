@@ -5,18 +5,16 @@ The variables of a worker include those by which gloo and NCCL select their netw
 
 from __future__ import annotations
 
-import base64
 import fcntl
-import json
 import math
 import os
 import socket
 import struct
-import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
-from pathlib import Path, PurePath
+from pathlib import Path
 
+from trainkit.capability import with_launcher
 from trainkit.errors import UsageError
 from trainkit.job.node.rendezvous import Rendezvous
 from trainkit.job.processes import log_line, module_argv
@@ -31,7 +29,7 @@ from trainkit.job.rank_env import (
 )
 from trainkit.job.spare_children import AGENT_VARIABLE
 from trainkit.job.work_folder import WORK_DIR_VARIABLE
-from trainkit.plan.launch import ACCELERATE_CONFIG, DS_CONFIG, MEGATRON_ARGS, LaunchPlan
+from trainkit.plan.launch import LaunchPlan
 from trainkit.run.git_copy import GIT_LOCATIONS
 from trainkit.run.own_folders import OwnFolders, own_folders
 from trainkit.run.process import own_host
@@ -69,7 +67,7 @@ def configured_environ(plan: LaunchPlan, inherited: Mapping[str, str]) -> dict[s
     """The environment of a process that is no rank yet: inherited, then `launch.env`."""
     environ = {name: value for name, value in inherited.items() if name not in RANK_VARIABLES}
     # On Slurm the script has set PYTHONPATH already, with the code snapshot in front.
-    kept = {"PYTHONPATH"} if plan.slurm is not None else set()
+    kept = {"PYTHONPATH"} if plan.is_job else set()
     return environ | {name: value for name, value in plan.env.items() if name not in kept}
 
 
@@ -111,7 +109,7 @@ def worker_environ(
         environ.pop("PYTHONHOME", None)
     environ = with_own_folders(environ, plan, attempt.run)
     environ[AGENT_VARIABLE] = str(os.getpid())
-    import_path = [] if code is None or plan.slurm is not None else code.import_path
+    import_path = [] if code is None or plan.is_job else code.import_path
     inherited_path = filter(None, [environ.get("PYTHONPATH")])
     environ["PYTHONPATH"] = os.pathsep.join([str(STARTUP_FOLDER), *import_path, *inherited_path])
     if code is not None:
@@ -204,73 +202,9 @@ def worker_argv(plan: LaunchPlan, rank_env: RankEnv, run: RunDir) -> tuple[str, 
     if not plan.workload.is_command:
         trainer = module_argv("trainkit.trainer", str(run.path))
         return trainer if plan.python is None else (*plan.python, *trainer[trainer.index("-m") :])
-    command = _filled_in(plan, run)
     if plan.launcher == "python":
-        return command
-    python = plan.python or (sys.executable,)
-    if plan.launcher == "lightning":
-        return (*python, *script_of(command))
-    nodes = dict.fromkeys((f"node{index}" for index in range(rank_env.num_nodes)), _own_gpus(plan, rank_env))
-    info = base64.urlsafe_b64encode(json.dumps(nodes).encode()).decode()
-    module = [word.format(**vars(rank_env), world_info=info) for word in _LAUNCHERS[plan.launcher]]
-    if ACCELERATE_CONFIG in plan.launcher_files:
-        # The file says which kind of processes: with --multi_gpu, accelerate would not read it.
-        module.append(f"--config_file={run.path / ACCELERATE_CONFIG}")
-    elif plan.launcher == "accelerate" and rank_env.world_size > 1:
-        module.append("--multi_gpu")
-    flags = plan.launcher_files.get(MEGATRON_ARGS, "").split()
-    return (*python, "-m", *module, *script_of(command), *flags)
-
-
-def _filled_in(plan: LaunchPlan, run: RunDir) -> tuple[str, ...]:
-    """The command of a plan with its placeholders filled in; any other text in braces stays."""
-    command, values = plan.command or (), dict(plan.launcher_values)
-    if DS_CONFIG in plan.launcher_files:
-        values["ds_config"] = str(run.path / DS_CONFIG)
-    for name, value in values.items():
-        command = tuple(word.replace(f"{{{name}}}", value) for word in command)
-    return command
-
-
-def script_of(command: Sequence[str]) -> tuple[str, ...]:
-    """A command without a leading Python interpreter: launchers use their own."""
-    first = PurePath(command[0]).name
-    if first.startswith("python") and len(command) > 1:
-        return tuple(command[1:])
-    return tuple(command)
-
-
-def _own_gpus(plan: LaunchPlan, rank_env: RankEnv) -> list[int | str]:
-    """The GPUs of a node by number or UUID; on Slurm those of its ranks, counted from 0."""
-    visible = os.environ.get(VISIBLE) if plan.is_here and plan.device == "cuda" else None
-    if visible is None:
-        return list(range(rank_env.local_world_size))
-    names = gpu_slice(plan, rank_env.node_rank, visible).split(",")
-    return [int(name) if name.isdigit() else name for name in names]
-
-
-_TORCHRUN = (
-    "torch.distributed.run",
-    *("--nnodes={num_nodes}", "--nproc-per-node={local_world_size}", "--node-rank={node_rank}"),
-    *("--master-addr={master_addr}", "--master-port={master_port}"),
-)
-_LAUNCHERS = {
-    "torchrun": _TORCHRUN,
-    "megatron": _TORCHRUN,
-    "accelerate": (
-        "accelerate.commands.launch",
-        *("--num_machines={num_nodes}", "--num_processes={world_size}", "--machine_rank={node_rank}"),
-        *("--main_process_ip={master_addr}", "--main_process_port={master_port}"),
-    ),
-    # The `deepspeed` program starts this module on every node, by ssh and from a hostfile. The module sets
-    # CUDA_VISIBLE_DEVICES to the GPUs of its own node.
-    "deepspeed": (
-        "deepspeed.launcher.launch",
-        *("--world_info={world_info}", "--node_rank={node_rank}"),
-        *("--master_addr={master_addr}", "--master_port={master_port}"),
-    ),
-}
-"""Launcher -> its module and options for the ranks of one node, with the values of `RankEnv`."""
+        return plan.command or ()
+    return with_launcher(plan.launcher).argv(plan, rank_env, run)
 
 
 PRESETS = {

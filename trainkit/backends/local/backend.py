@@ -14,10 +14,11 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
 
-from trainkit.backends import SUPERVISOR_EXIT_S, Backend, JobStatus, NewAttempt, write_cancelled
+from trainkit.backend import SUPERVISOR_EXIT_S, Backend, JobStatus, NewAttempt, write_cancelled
 from trainkit.errors import TrainkitError, UsageError
 from trainkit.job.processes import PAUSE_SIGNALS, descendants, dies_with, module_argv, signal_all
 from trainkit.job.signals import NOTICE_SIGNALS
+from trainkit.plan.launch_draft import LaunchDraft
 from trainkit.run.end import KILLED, is_over
 from trainkit.run.events import log_event, read_events
 from trainkit.run.group import RunGroup, group_of
@@ -25,17 +26,21 @@ from trainkit.run.history import Attempt, attempts_of
 from trainkit.run.process import boot_id
 from trainkit.run.record import (
     AttemptRecord,
+    JobRecord,
     add_attempt,
     discard_attempt,
     is_alive,
     open_attempt,
-    read_job,
 )
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.run.submitted import SUBMITTED_VARIABLE, submitted_hash
 from trainkit.slurm.environment import OWN_PREFIX
 
 if TYPE_CHECKING:
+    from trainkit.cluster.machine import Machine
+    from trainkit.cluster.target import Target
+    from trainkit.config.loaded import LoadedConfig
+    from trainkit.job.allocation import Allocation
     from trainkit.slurm.jobs import JobInfo
 
 KILL_TIMEOUT_S = 10.0
@@ -46,6 +51,15 @@ class LocalBackend(Backend):
 
     poll_s = 0.05
     ask_every_s = 0.5
+
+    def draft(self, loaded: LoadedConfig, machine: Machine, target: Target) -> LaunchDraft:
+        return LaunchDraft(loaded, machine, target)
+
+    def allocation(self, run: RunDir, words: Sequence[str]) -> Allocation:
+        from trainkit.backends.local.allocation import LocalAllocation  # which the supervisor alone needs
+
+        number, *options = words
+        return LocalAllocation(run, int(number), now="--now" in options)
 
     def start(self, run: RunDir, new: NewAttempt) -> AttemptRecord:
         attempt = open_attempt(run, new.config_text, new.plan_text)
@@ -72,7 +86,7 @@ class LocalBackend(Backend):
         return entry
 
     def start_group(self, group: RunGroup) -> str:
-        argv = module_argv("trainkit.backends.local_group", str(group.path))
+        argv = module_argv("trainkit.backends.local.group", str(group.path))
         before, has_ended = group.record.process, False
         child = _start_process(argv, group.process_log, group.record.cwd)
         try:
@@ -102,8 +116,8 @@ class LocalBackend(Backend):
             from trainkit.job.rank_debugger import TERMINAL_VARIABLE  # its sockets are slow to load
 
             environ[TERMINAL_VARIABLE] = os.ttyname(0)
-        cwd = read_job(attempt.run).cwd
-        return _start_process(argv, attempt.supervisor_log, cwd, environ, foreground=new.foreground).pid
+        log, cwd = attempt.supervisor_log, new.job.cwd
+        return _start_process(argv, log, cwd, environ, foreground=new.foreground).pid
 
     def stays_here(self, entry: AttemptRecord) -> str | None:
         if os.uname().nodename != entry.host and boot_id() != entry.boot_id:
@@ -118,7 +132,8 @@ class LocalBackend(Backend):
     ) -> JobStatus:
         return JobStatus(self.alive(run, entry))
 
-    def live_entry(self, run: RunDir, entry: AttemptRecord, command: str) -> AttemptRecord | None:
+    def live_entry(self, run: RunDir, job: JobRecord, command: str) -> AttemptRecord | None:
+        entry = job.attempts[-1]
         if is_over(run.attempt(entry.attempt)):
             # The supervisor is about to exit and ignores signals.
             self.wait_until_gone(run, entry, SUPERVISOR_EXIT_S)

@@ -8,14 +8,23 @@ from pathlib import Path
 import pytest
 
 from tests.support.runs import launch_plan
-from trainkit.job.node.worker_env import script_of, worker_argv
+from trainkit.capabilities.launchers.argv import script_of
+from trainkit.capabilities.launchers.launcher_plan import LauncherPlan
+from trainkit.formats import JsonObject
+from trainkit.job.node.worker_env import worker_argv
 from trainkit.job.rank_env import RankEnv
+from trainkit.run.files import to_json
 from trainkit.run.rundir import RunDir
 
 PLAN = launch_plan(workers_per_node=4, device="cuda")
 PLACE = RankEnv(4, 0, 8, 4, 1, 2, "host0", 12345, "agent")
 WORLD_INFO = base64.urlsafe_b64encode(b'{"node0": [0, 1, 2, 3], "node1": [0, 1, 2, 3]}').decode()
 RUN = RunDir(Path("/runs/mine"))
+
+
+def given(files: dict[str, str] | None = None, values: dict[str, str] | None = None) -> dict[str, JsonObject]:
+    """The parts of a plan with these values for a launcher."""
+    return {"launchers": to_json(LauncherPlan(files or {}, values or {}))}
 
 
 @pytest.mark.parametrize(
@@ -65,7 +74,7 @@ def test_script_of() -> None:
 
 def test_lightning_starts_once_per_rank_with_the_values_that_the_command_asks_for() -> None:
     command = ("train.py", "--nodes={num_nodes}", "{other}")
-    plan = replace(PLAN, command=command, launcher="lightning", launcher_values={"num_nodes": "2"})
+    plan = replace(PLAN, command=command, launcher="lightning", parts=given(values={"num_nodes": "2"}))
     plan = replace(plan, python=("/venv/bin/python",))
     assert worker_argv(plan, PLACE, RUN) == ("/venv/bin/python", "train.py", "--nodes=2", "{other}")
     assert not plan.workload.has_launcher
@@ -74,14 +83,14 @@ def test_lightning_starts_once_per_rank_with_the_values_that_the_command_asks_fo
 def test_deepspeed_gets_the_path_of_its_file() -> None:
     plan = replace(PLAN, command=("train.py", "--deepspeed_config={ds_config}"), launcher="deepspeed")
     assert worker_argv(plan, PLACE, RUN)[-1] == "--deepspeed_config={ds_config}"
-    plan = replace(plan, launcher_files={"ds_config.json": "{}"})
+    plan = replace(plan, parts=given(files={"ds_config.json": "{}"}))
     assert worker_argv(plan, PLACE, RUN)[-1] == "--deepspeed_config=/runs/mine/ds_config.json"
 
 
 def test_accelerate_reads_the_kind_of_processes_from_its_file() -> None:
     plan = replace(PLAN, command=("train.py",), launcher="accelerate")
     assert "--multi_gpu" in worker_argv(plan, PLACE, RUN)
-    argv = worker_argv(replace(plan, launcher_files={"accelerate.yaml": ""}), PLACE, RUN)
+    argv = worker_argv(replace(plan, parts=given(files={"accelerate.yaml": ""})), PLACE, RUN)
     assert "--multi_gpu" not in argv
     assert argv[-2:] == ("--config_file=/runs/mine/accelerate.yaml", "train.py")
 
@@ -89,6 +98,6 @@ def test_accelerate_reads_the_kind_of_processes_from_its_file() -> None:
 def test_megatron_is_torchrun_with_flags_behind_the_command() -> None:
     files = {"megatron_args.txt": "--bf16\n--train-iters 5\n"}
     plan = replace(PLAN, command=("python", "pretrain_gpt.py", "--x"), launcher="megatron")
-    argv = worker_argv(replace(plan, launcher_files=files), PLACE, RUN)
+    argv = worker_argv(replace(plan, parts=given(files=files)), PLACE, RUN)
     assert argv[1:3] == ("-m", "torch.distributed.run")
     assert argv[-5:] == ("pretrain_gpt.py", "--x", "--bf16", "--train-iters", "5")

@@ -1,6 +1,6 @@
 """The process of a group on this machine: starts the runs that have not finished, `RunGroup.limit` at once.
 
-``python -m trainkit.backends.local_group GROUP_DIR``
+``python -m trainkit.backends.local.group GROUP_DIR``
 
 Every run has a supervisor of its own, which survives this process and waits for free GPUs. A group whose
 process has died, as with its machine, is resumed by another one, which leaves the runs alone that still run.
@@ -13,7 +13,7 @@ import os
 import sys
 import time
 
-from trainkit.backends import SUPERVISOR_EXIT_S, NewAttempt, backend_named
+from trainkit.backend import SUPERVISOR_EXIT_S, NewAttempt, backend_named
 from trainkit.errors import EXIT_FAILED, EXIT_OK, TrainkitError, replace_unencodable
 from trainkit.folders import whole_paths
 from trainkit.locks import LockBusy, acquire_lock
@@ -65,7 +65,7 @@ def _start(group: RunGroup, index: int, began: str) -> None:
             return
         config, plan = map(read_trusted, (run.config_file, run.plan_file))
         reason = "resume" if run.attempt_numbers() else "submit"
-        new = NewAttempt(config, plan, LaunchPlan.from_dict(json.loads(plan)), reason)
+        new = NewAttempt(config, plan, LaunchPlan.from_dict(json.loads(plan)), reason, read_job(run))
         entry = backend_named("local").start(run, new)
     print(f"run {index}: attempt {entry.attempt} as {entry.job_id}", flush=True)
 

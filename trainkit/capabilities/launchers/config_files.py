@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from trainkit.capabilities.launchers.launcher_plan import ACCELERATE_CONFIG, DS_CONFIG, MEGATRON_ARGS
 from trainkit.config.loaded import LoadedConfig
 from trainkit.errors import ConfigError, Problem
 from trainkit.formats import JsonObject
 from trainkit.plan.batch import DEVICE, GLOBAL, BatchRequest, make_batch, scaled_lr
-from trainkit.plan.launch import ACCELERATE_CONFIG, DS_CONFIG, MEGATRON_ARGS, Batch, Layout
+from trainkit.plan.launch import Batch, Layout
 from trainkit.plan.layout_rules import make_layout
 
 SECTIONS = ("seed", "data", "train", "optimizer", "precision", "parallel")

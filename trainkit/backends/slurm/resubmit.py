@@ -1,6 +1,7 @@
 """Has a run continue in another job: resubmits, excludes hosts, finds those that are lost.
 
-``python -m trainkit.job.resubmit`` is a step that watches the host of its job's batch shell from another one.
+``python -m trainkit.backends.slurm.resubmit`` is a step that watches the host of its job's batch shell from
+another one.
 Under ``--no-kill``, which spare nodes require, Slurm does nothing when that host dies with the supervisor,
 and the other hosts would idle until the time limit.
 """
@@ -187,7 +188,7 @@ def start_host_watch(watched: str, host: str, log: Path) -> subprocess.Popen[byt
     """Have `host` watch the host of this batch shell: see `main`."""
     argv = [
         *("srun", "--overlap", "--mpi=none", "--mem=0", "--nodes=1", "--ntasks=1"),
-        *(f"--nodelist={host}", "--input=none", *module_argv("trainkit.job.resubmit", watched)),
+        *(f"--nodelist={host}", "--input=none", *module_argv("trainkit.backends.slurm.resubmit", watched)),
     ]
     with log.open("ab") as output:
         return processes.start_child(argv, environ=os.environ, output=output, keeps_mask=False)

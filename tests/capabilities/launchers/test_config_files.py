@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import yaml
 
+from trainkit.capabilities.launchers.config_files import Job, LauncherInput, launcher_input
+from trainkit.capabilities.launchers.launcher_plan import ACCELERATE_CONFIG, DS_CONFIG, MEGATRON_ARGS
 from trainkit.cluster.machine import Machine
 from trainkit.cluster.target import LOCAL
 from trainkit.config import LoadedConfig, load_config
 from trainkit.errors import ConfigError
 from trainkit.plan.facts import Facts
-from trainkit.plan.launch import ACCELERATE_CONFIG, DS_CONFIG, MEGATRON_ARGS
-from trainkit.plan.launcher_files import Job, LauncherInput, launcher_input
 from trainkit.plan.make_plan import make_plan
 from trainkit.plan.workload import Command
 

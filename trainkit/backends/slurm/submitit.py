@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trainkit.backends import JobScript, NewAttempt
-from trainkit.backends.slurm import SbatchBackend
+from trainkit.backend import JobScript, NewAttempt
+from trainkit.backends.slurm.backend import SbatchBackend
 from trainkit.errors import UsageError
-from trainkit.folders import ensure_folder
-from trainkit.run.files import write_json
+from trainkit.folders import ensure_folder, whole_paths
+from trainkit.run.files import read_json, write_json
 from trainkit.run.record import submitit_pickle
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.slurm.quoting import directive, quote
@@ -30,6 +30,27 @@ def _own_folder(folder: Path) -> Iterator[str]:
     word = quote(str(folder))
     yield f"[[ -O {word} && ! -L {word} ]] ||"
     yield f"    {{ printf 'trainkit: %s is not the folder that was submitted\\n' {word} >&2; exit 2; }}"
+
+
+@dataclass(frozen=True)
+class SubmititJob:
+    """The callable that submitit pickles and runs in the batch shell of its jobs.
+
+    submitit's own requeue is never used: the supervisor handles the signals and requeues the job itself after
+    the ranks have saved.
+    """
+
+    run_dir: str
+
+    @whole_paths()
+    def __call__(self) -> None:
+        from trainkit.job.supervisor import supervise_job  # which the command that submits needs not
+
+        run = RunDir(Path(self.run_dir))
+        code = supervise_job(run, read_json(run.step_file, executes=True), "submitit")
+        if code:
+            # submitit pickles other exceptions and exits with 0, so Slurm would count the job as completed.
+            raise SystemExit(code)
 
 
 class SubmititBackend(SbatchBackend):
@@ -75,8 +96,6 @@ class SubmititBackend(SbatchBackend):
     def submit(self, attempt: AttemptDir, new: NewAttempt, token: str) -> str:
         """Submit the script, and give its job the pickle that it waits for, for a minute."""
         from submitit.core.utils import DelayedSubmission, JobPaths
-
-        from trainkit.job.supervisor import SubmititJob
 
         run = attempt.run
         assert new.script is not None

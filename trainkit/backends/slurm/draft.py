@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from trainkit.cluster.discovery import parse_gpus
@@ -20,7 +20,7 @@ from trainkit.config.running import MAIL_TYPES
 from trainkit.config.schema import RunConfig
 from trainkit.errors import KeyProblem, SlurmError
 from trainkit.formats import plural, time_text
-from trainkit.plan.launch import Options, SlurmRequest, with_excluded
+from trainkit.plan.launch import LaunchPlan, Options, SlurmRequest, with_excluded
 from trainkit.plan.launch_draft import BOUND_GPU_WARNING, LaunchDraft
 from trainkit.plan.workload import PER_RANK
 
@@ -360,3 +360,36 @@ def _bound_gpus(config: RunConfig) -> Iterator[tuple[str, str, int, int]]:
                 yield f"{section}.{option}", str(value), count, 1
             elif option == "ntasks-per-gpu" or (option, kind) == ("gpu-bind", "single"):
                 yield f"{section}.{option}", str(value), 1, count
+
+
+FULL_RANGES = (24, 11)
+"""A version of Slurm that takes a list, ``--nodes=2,4``, and gives a job with tasks as many nodes as it has.
+
+22.05 takes a range only, and counts nodes by tasks: with ``--ntasks-per-node`` it gives the fewest.
+"""
+
+
+def in_one_job(plans: Sequence[LaunchPlan], version: tuple[int, ...]) -> list[LaunchPlan]:
+    """The plans for several numbers of nodes, from the most to the fewest, each as that of a job for all."""
+    is_old, sizes = version < FULL_RANGES, [plan.num_nodes for plan in reversed(plans)]
+    is_range = is_old or sizes == list(range(sizes[0], sizes[-1] + 1))
+    nodes = f"{sizes[0]}-{sizes[-1]}" if is_range else ",".join(map(str, sizes))
+    return [_in_one_job(plan, nodes, plans[0], plans[-1], is_old) for plan in plans]
+
+
+def _in_one_job(
+    plan: LaunchPlan, nodes: str, first: LaunchPlan, least: LaunchPlan, is_old: bool
+) -> LaunchPlan:
+    assert plan.slurm is not None
+    assert first.slurm is not None
+    assert least.slurm is not None
+    # The job survives the loss of a node, and the run continues on the others.
+    sbatch: Options = {**first.slurm.sbatch, "nodes": nodes, "no-kill": True}
+    if "exclude" in least.slurm.sbatch:  # the job starts without the bad nodes that its fewest can spare
+        sbatch["exclude"] = least.slurm.sbatch["exclude"]
+    srun = plan.slurm.srun
+    if is_old:
+        tasks, cpus = int(sbatch.pop("ntasks-per-node")), int(sbatch.get("cpus-per-task", 1))
+        sbatch["cpus-per-task"], srun = tasks * cpus, {**srun, "cpus-per-task": cpus}
+    slurm, fills = replace(plan.slurm, sbatch=sbatch, srun=srun), plan.fills_nodes and not is_old
+    return replace(plan, slurm=slurm, fills_nodes=fills)

@@ -11,13 +11,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
-from trainkit.backends import Backend, JobStatus, NewAttempt, write_cancelled
+from trainkit.backend import Backend, JobStatus, NewAttempt, ScriptParts, write_cancelled
+from trainkit.backends.slurm.group_parts import clusters_of, submit_parts
+from trainkit.backends.slurm.resubmit import excludable
 from trainkit.errors import TrainkitError, UsageError, print_note
-from trainkit.job.group_parts import clusters_of, submit_parts
-from trainkit.job.node.slurm_step import find_slurm_task
+from trainkit.job.node.slurm_step import find_slurm_task, slurm_job_id
 from trainkit.job.signals import AGENT_SIGNAL
-from trainkit.plan.launch import SlurmRequest
+from trainkit.plan.launch import LaunchPlan, Options, SlurmRequest, with_excluded
 from trainkit.run.end import KILLED, is_over, read_end
 from trainkit.run.events import log_event
 from trainkit.run.files import write_atomic
@@ -25,21 +27,29 @@ from trainkit.run.group import RunGroup
 from trainkit.run.history import read_plan
 from trainkit.run.record import (
     AttemptRecord,
+    JobRecord,
     add_slurm_attempt,
     claimed_by,
     copy_submitit_pickle,
     discard_attempt,
     open_attempt,
-    read_job,
     read_rendezvous,
     set_follow_ups,
 )
 from trainkit.run.rundir import AttemptDir, RunDir, submission_token
-from trainkit.slurm.client import SlurmUnreachable
+from trainkit.slurm.client import SlurmUnreachable, require_controller
 from trainkit.slurm.control import cancel, cancel_waiting, kill_steps, send_signal
 from trainkit.slurm.jobs import JobInfo, in_queue, query_jobs
 from trainkit.slurm.states import split_job
-from trainkit.slurm.submit import cancel_command, find_by_token, submit_script
+from trainkit.slurm.submit import cancel_command, find_by_token, query_start, submit_script
+
+if TYPE_CHECKING:
+    from trainkit.cluster.machine import Machine
+    from trainkit.cluster.model import Cluster
+    from trainkit.cluster.target import Target
+    from trainkit.config.loaded import LoadedConfig
+    from trainkit.job.allocation import Allocation
+    from trainkit.plan.launch_draft import LaunchDraft
 
 
 class SlurmBackend(Backend):
@@ -47,6 +57,46 @@ class SlurmBackend(Backend):
 
     poll_s = 1.0
     ask_every_s = 10.0
+
+    def draft(self, loaded: LoadedConfig, machine: Machine, target: Target) -> LaunchDraft:
+        from trainkit.backends.slurm.draft import SlurmDraft
+
+        return SlurmDraft(loaded, machine, target)
+
+    def in_one_job(self, plans: Sequence[LaunchPlan], cluster: Cluster) -> list[LaunchPlan]:
+        from trainkit.backends.slurm.draft import in_one_job
+
+        return in_one_job(plans, cluster.slurm_version or ())
+
+    def job_options(self, plan: LaunchPlan) -> Options:
+        if plan.slurm is None:
+            return {}
+        clusters: Options = {"clusters": ",".join(plan.clusters)} if plan.clusters else {}
+        return {**plan.slurm.srun, **plan.slurm.sbatch, **clusters}
+
+    def without_hosts(
+        self, plan: LaunchPlan, hosts: Sequence[str], notify: Callable[[str], None]
+    ) -> LaunchPlan:
+        if not hosts or plan.slurm is None:
+            return plan
+        if plan.clusters:
+            notify(f"{', '.join(hosts)} not left out: a job that may go to another cluster cannot name hosts")
+            return plan
+        return replace(plan, slurm=with_excluded(plan.slurm, excludable(hosts, plan.slurm, notify)))
+
+    def require_reachable(self, plan: LaunchPlan) -> None:
+        require_controller(plan.clusters)
+
+    def expected_start(self, plan: LaunchPlan, script: str) -> str:
+        return query_start(script, clusters=plan.clusters)[1]
+
+    def allocation(self, run: RunDir, words: Sequence[str]) -> Allocation:
+        from trainkit.backends.slurm.allocation import SlurmAllocation  # which the supervisor alone needs
+
+        job_id = slurm_job_id()
+        if job_id is None:
+            raise TrainkitError("this is not a Slurm job", hint="`trainkit submit` starts one")
+        return SlurmAllocation(run, job_id, words)
 
     def job(self, entry: AttemptRecord) -> JobInfo | None:
         return query_jobs([entry.job]).get(entry.job)
@@ -67,15 +117,15 @@ class SlurmBackend(Backend):
             job = next((item for item in map(jobs.get, waiting) if in_queue(item)), job)
         return JobStatus(in_queue(job), job)
 
-    def live_entry(self, run: RunDir, entry: AttemptRecord, command: str) -> AttemptRecord | None:
+    def live_entry(self, run: RunDir, job: JobRecord, command: str) -> AttemptRecord | None:
         """The attempt with its job or, when that has ended, with the follow-up job that is in the queue."""
+        entry = job.attempts[-1]
         if is_over(run.attempt(entry.attempt)):
             return None
         if self.alive(run, entry):
             return entry
-        waiting = read_job(run).waiting
-        jobs = query_jobs(waiting)
-        ids = (split_job(job)[0] for job in waiting if in_queue(jobs.get(job)))
+        jobs = query_jobs(job.waiting)
+        ids = (split_job(waiting)[0] for waiting in job.waiting if in_queue(jobs.get(waiting)))
         return next((replace(entry, job_id=job_id) for job_id in ids), None)
 
     def signal(self, run: RunDir, entry: AttemptRecord, number: signal.Signals) -> str:
@@ -114,6 +164,13 @@ class SbatchBackend(SlurmBackend):
     name = "sbatch"
     template = "submit.sbatch.j2"
 
+    def script_parts(
+        self, run: RunDir, attempt: int, plan: LaunchPlan, agent: Sequence[str], array: str | None
+    ) -> ScriptParts:
+        from trainkit.backends.slurm.script import script_parts
+
+        return script_parts(run, attempt, plan, agent, array)
+
     def start(self, run: RunDir, new: NewAttempt) -> AttemptRecord:
         """Submit a run's next attempt and cancel its pending follow-up jobs.
 
@@ -122,7 +179,7 @@ class SbatchBackend(SlurmBackend):
         """
         assert new.script is not None
         assert new.plan.slurm is not None
-        cancel_follow_ups(run)
+        cancel_follow_ups(run, new.job)
         attempt = _write_attempt(run, new, new.script.text)
         token = submission_token(run, attempt.number)
         with removed_unless_submitted(lambda: discard_attempt(attempt), token, new.plan.slurm.clusters):
@@ -194,12 +251,11 @@ def step_of(run: RunDir, entry: AttemptRecord) -> str | None:
     return entry.step_id or read_rendezvous(run.attempt(entry.attempt)).step_id
 
 
-def cancel_follow_ups(run: RunDir, keep: str = "") -> None:
+def cancel_follow_ups(run: RunDir, record: JobRecord, keep: str = "") -> None:
     """Cancel the pending follow-up jobs except `keep`; call with the run's lock held.
 
     Raises SlurmUnreachable, but not for those of a run that is over while another cluster does not answer.
     """
-    record = read_job(run)
     waiting, newest = [job for job in record.waiting if job != keep], record.newest
     if newest is None or not waiting:
         return

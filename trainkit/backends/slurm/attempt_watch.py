@@ -1,0 +1,245 @@
+"""Runs and watches the srun of one attempt in a Slurm job."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import signal
+import time
+from collections.abc import Sequence
+from datetime import datetime, timezone
+
+from trainkit.errors import EXIT_OK, EXIT_STOPPED, TrainkitError
+from trainkit.job import processes
+from trainkit.job.attempt_watch import SIGNAL_RECORD_S, AttemptWatch
+from trainkit.job.decision import RESTART_SIGNAL, Departure
+from trainkit.job.failure.launcher_report import (
+    first_task_exit,
+    node_of_killed_task,
+    ran_out_of_memory,
+    was_aborted,
+)
+from trainkit.job.failure.records import first_exit_code, first_rank_failure
+from trainkit.job.growth import GrowthWatch
+from trainkit.job.node.slurm_step import slurm_job_id
+from trainkit.job.preflight import SUPERVISOR_VIEW_VARIABLE
+from trainkit.job.processes import KILL_MARGIN_S, PEER_EXIT_S, log_line
+from trainkit.job.progress_watch import SlowHostWatch
+from trainkit.job.rank_env import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
+from trainkit.job.signals import AGENT_SIGNAL, is_death_by_notice, signal_exit_code
+from trainkit.plan.launch import LaunchPlan
+from trainkit.run.events import read_events
+from trainkit.run.files import seconds_between
+from trainkit.run.record import read_rendezvous, superseded_by
+from trainkit.run.rundir import AttemptDir
+from trainkit.slurm.control import kill_steps
+
+SRUN = 0
+
+
+class SlurmAttemptWatch(AttemptWatch):
+    """The srun of one attempt.
+
+    srun ends the whole step immediately on SIGTERM and SIGINT but forwards SIGUSR2 to the tasks, so a notice
+    reaches the ranks of the trainer as SIGUSR2, whichever signal the supervisor received.
+    """
+
+    def __init__(
+        self,
+        attempt: AttemptDir,
+        plan: LaunchPlan,
+        step: Sequence[str],
+        supervisor_view: str,
+        left_s: float = math.inf,
+        departures: Sequence[SlowHostWatch | GrowthWatch] = (),
+    ) -> None:
+        super().__init__(attempt, plan)
+        self._until_s = time.monotonic() + left_s
+        """Monotonic time at which the ranks are to save, since the total of the run's slices is used."""
+        self._departures = departures
+        self.step = step
+        self.supervisor_view = supervisor_view
+        """The run folder as the supervisor sees it, for the agents to compare."""
+        self._is_ending = False
+        self._failed_s: float | None = None
+        self._srun_exit: tuple[int, bool, bool, datetime] | None = None
+        """Its code, whether it was killed, whether it had been asked to end the step, and when.
+
+        Recorded without reading the run folder, which may be unavailable at that moment.
+        """
+        self._unconfirmed_since_s: float | None = None
+        """Monotonic time of a notice that the ranks may not have received; inf once it was handled."""
+
+    def start(self) -> None:
+        environ = {
+            **os.environ,
+            RUN_DIR_VARIABLE: str(self.attempt.run.path),
+            ATTEMPT_VARIABLE: str(self.attempt.number),
+            SUPERVISOR_VIEW_VARIABLE: self.supervisor_view,
+        }
+        if self.plan.fills_nodes and self.plan.slurm is not None:
+            num_cpus = (self.plan.threads_per_worker or 1) * self.plan.workers_per_node
+            of_task = str(num_cpus // int(self.plan.slurm.srun["ntasks-per-node"]))
+            # Which of these srun reads depends on its version; it warns of an option above the job's value.
+            environ |= dict.fromkeys(("SRUN_CPUS_PER_TASK", "SLURM_CPUS_PER_TASK"), of_task)
+            if given := environ.get("SLURM_TRES_PER_TASK"):  # cpu=8 or cpu:8, and GPUs
+                environ["SLURM_TRES_PER_TASK"] = re.sub(r"\b(cpu[=:])\d+", rf"\g<1>{of_task}", given)
+        # An NFS client that looks for it too early would remember for a minute that it is missing.
+        with contextlib.suppress(OSError):  # the tasks create it too
+            self.attempt.rendezvous_file.touch(mode=0o600)
+        with self.attempt.supervisor_log.open("ab") as log:
+            self.running[SRUN] = processes.start_child(
+                self.step, environ=environ, output=log, keeps_mask=False
+            )
+
+    def forward_signal(self, received: signal.Signals) -> None:
+        """Note it: `_forward_unconfirmed` sends it later to ranks that have none: two might end one."""
+        if self._unconfirmed_since_s is None:
+            self._unconfirmed_since_s = time.monotonic()
+
+    def on_signal(self, received: signal.Signals) -> None:
+        self.outcome.supervisor_was_signalled |= received != signal.SIGUSR2
+        if self.outcome.stop_signal in (None, RESTART_SIGNAL):
+            self.outcome.stop_signal = received.name
+        self.kill_after_grace()
+
+    def _poll_processes(self) -> None:
+        self._end_if_superseded()
+        self._forward_unconfirmed()
+        self._end_after_failure()
+        self._leave_early()
+
+    def _end_if_superseded(self) -> None:
+        """Have the ranks save and exit when another start of the job has claimed the next attempt.
+
+        It waits for this one to exit. When only the slurmd of a host dies, Slurm counts the host as lost and
+        restarts the job elsewhere.
+        """
+        if self.superseded_by is not None:
+            return
+        newer = superseded_by(self.attempt)
+        if newer is None or newer.pid is None:
+            return
+        self.superseded_by = newer
+        log_line(f"attempt {self.attempt.number}: {newer.takeover}")
+        self.stop_ranks(RESTART_SIGNAL)
+
+    def stop_ranks(self, as_if: str = signal.SIGTERM.name) -> None:
+        self._unconfirmed_since_s = float("inf")
+        self.outcome.stop_signal = self.outcome.stop_signal or as_if
+        # A command's ranks get the signal that they handle from their agents.
+        if (
+            SRUN in self.running
+            and signal_of_ranks(self.attempt) is None
+            and (not self.plan.workload.is_command or not self._signal_step(AGENT_SIGNAL))
+        ):
+            os.kill(self.running[SRUN].pid, signal.SIGUSR2)
+        self.kill_after_grace()
+
+    def _forward_unconfirmed(self) -> None:
+        """Send SIGUSR2 to ranks that got no signal: it came to this shell only, or before the step."""
+        if self._unconfirmed_since_s is None:
+            if self.outcome.stop_signal is None and self._requested_signal() is not None:
+                self._unconfirmed_since_s = time.monotonic()
+            return
+        if time.monotonic() < self._unconfirmed_since_s + SIGNAL_RECORD_S:
+            return
+        self._unconfirmed_since_s = float("inf")
+        if signal_of_ranks(self.attempt) is None and SRUN in self.running:
+            self.stop_ranks(self._requested_signal() or signal.SIGTERM.name)
+
+    def _leave_early(self) -> None:
+        """Have the ranks save and exit: for a restart without a slow host or on more nodes, or for good."""
+        if self.outcome.stop_signal is not None or SRUN not in self.running:
+            return
+        departure = next(filter(None, (watch.poll() for watch in self._departures)), None)
+        if departure is None and time.monotonic() >= self._until_s:
+            departure = Departure("timeout", "the jobs of the run have taken their total time")
+        if departure is None or signal_of_ranks(self.attempt) is not None:
+            return
+        log_line(f"attempt {self.attempt.number}: {departure.why}")
+        self.outcome.departure = departure
+        self.stop_ranks(RESTART_SIGNAL)
+
+    def _end_after_failure(self) -> None:
+        """End the step when a rank or an agent has failed: its peers may wait for it forever."""
+        if self._failed_s is None:
+            self.outcome.killed_node = node_of_killed_task(self.attempt)
+            # Without a record, a task failed if no notice came before; after one the others may still save.
+            if any(self.attempt.errors_dir.glob("rank-*.json")) or (
+                first_task_exit(self.attempt) is not None
+                and self.outcome.stop_signal is None
+                and signal_of_ranks(self.attempt) is None
+            ):
+                self._failed_s = time.monotonic()
+        elif time.monotonic() > self._failed_s + PEER_EXIT_S:
+            self._failed_s = float("inf")
+            first = first_rank_failure(self.attempt)
+            has_notice = self.outcome.stop_signal is not None or signal_of_ranks(self.attempt) is not None
+            if has_notice and first is not None and first.died_of_notice:
+                self.kill_after_grace()  # its agent heard the notice too late, and the others may save
+            else:
+                self.end_all()
+
+    def end_all(self) -> None:
+        """Have srun kill the remaining tasks; later calls do nothing."""
+        if SRUN in self.running and not self._is_ending:
+            self._is_ending = True
+            os.kill(self.running[SRUN].pid, signal.SIGTERM)
+            self.kill_within(KILL_MARGIN_S)
+
+    def _kill_running(self) -> None:
+        if SRUN in self.running:
+            # srun waits for an unresponsive host, and killing srun would leave the tasks there running.
+            self.outcome.step_may_still_run = True
+            self._signal_step(signal.SIGKILL)
+        super()._kill_running()
+
+    def _signal_step(self, number: signal.Signals) -> bool:
+        """Send a signal to the tasks of the step through Slurm; returns whether that was possible."""
+        step_id = read_rendezvous(self.attempt).step_id
+        if step_id is None:
+            return False  # before the rendezvous of the step
+        try:
+            kill_steps([(str(slurm_job_id()), step_id)], number.name, patience_s=0.0)
+        except TrainkitError as error:
+            log_line(f"cannot send {number.name} to the tasks of the step: {error}")
+            return False
+        return True
+
+    def on_exit(self, rank: int, code: int, killed: bool) -> None:
+        self._srun_exit = (code, killed, self._is_ending, datetime.now(timezone.utc))
+
+    def collect_outcome(self) -> None:
+        if self._srun_exit is None:
+            return
+        code, was_killed, was_terminated, ended_at = self._srun_exit
+        if code == EXIT_OK and was_aborted(self.attempt):
+            code = signal_exit_code(signal.SIGTERM)
+        # srun returns the code of the task that was killed last; the failure records have that of the first.
+        if not was_terminated and not was_killed:
+            self.outcome.killed_node = node_of_killed_task(self.attempt)
+        first_code = first_exit_code(self.attempt) if code not in (EXIT_OK, EXIT_STOPPED) else None
+        if first_code is None and ran_out_of_memory(self.attempt):
+            first_code = signal_exit_code(signal.SIGKILL)  # of an agent; srun returns 1
+        self.outcome.exits = [(SRUN, code if first_code is None else first_code)]
+        if self.outcome.stop_signal is None:
+            self.outcome.stop_signal = signal_of_ranks(self.attempt)
+        if self.outcome.stop_signal is None and any(map(is_death_by_notice, self.outcome.exit_codes)):
+            # The signal of a request came before the handlers of the ranks were installed.
+            self.outcome.stop_signal = self._requested_signal()
+        # Agents kill their workers after the grace time, so srun may exit late without having been killed.
+        signals = read_events(self.attempt.run, "signal", attempt=self.attempt.number)
+        since_s = (seconds_between(event.time, ended_at) or 0.0 for event in signals)
+        is_late = was_killed or any(seconds >= self.plan.grace_s for seconds in since_s)
+        self.outcome.out_of_time = self.outcome.stop_signal is not None and is_late
+
+
+def signal_of_ranks(attempt: AttemptDir) -> str | None:
+    """The notice that the tasks received, as recorded by the first agent; None without one."""
+    found = read_events(attempt.run, "signal", attempt=attempt.number)
+    names = [event.text("signal") for event in found]
+    overriding = [name for name in names if name != RESTART_SIGNAL] or names
+    return str(overriding[0]) if overriding else None
