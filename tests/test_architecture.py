@@ -21,7 +21,7 @@ from trainkit.plan.torch_build import OLDEST, REQUIREMENT
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
-SIZES = {"trainkit": (302, 65_677), "tests": (390, 63_896)}
+SIZES = {"trainkit": (304, 65_783), "tests": (390, 63_896)}
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (5, 400)
 """By so much the code may be smaller before `SIZES` is lowered."""
@@ -60,7 +60,7 @@ ALLOWED = {
         *("capability", "extras", "errors", "folders", "locks", "run", "formats"),
         *("config", "cluster", "plan", "slurm", "backend", "backends"),
         "data.checks",  # what is known of the data before a plan is made
-        *("job.processes", "job.node.slurm_step"),
+        "job.processes",
         *("observe.group", "observe.status", "observe.current"),  # `--after` waits for what `status` shows
         "function",  # whose runs are not repeated
     },

@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # the nouns of the floors above, for type checkers alone
     from trainkit.cluster.target import Target
     from trainkit.config.loaded import LoadedConfig
     from trainkit.job.allocation import Allocation
+    from trainkit.job.node.rendezvous import Task
     from trainkit.plan.launch import LaunchPlan, Options
     from trainkit.plan.launch_draft import LaunchDraft
     from trainkit.run.group import RunGroup
@@ -232,7 +233,7 @@ def write_cancelled(run: RunDir, entry: AttemptRecord, reason: str) -> None:
 
 _CLASSES = {
     "local": "local.backend.LocalBackend",
-    "launcher": "local.backend.LauncherBackend",
+    "launcher": "launcher.backend.LauncherBackend",
     "sbatch": "slurm.backend.SbatchBackend",
     "submitit": "slurm.submitit.SubmititBackend",
     "srun": "slurm.backend.StepBackend",
@@ -247,6 +248,13 @@ def backend_named(name: str) -> Backend:
         raise UsageError(f"unknown backend {name!r}", hint=NEWER)
     module, _, kind = _CLASSES[name].rpartition(".")
     found: Backend = getattr(import_module(f"trainkit.backends.{module}"), kind)()
+    return found
+
+
+def step_task() -> Task:
+    """The task of a scheduler's step that this process is; raises NotATask if it is none."""
+    # Not by the class of a backend, whose imports every agent would wait for.
+    found: Task = import_module("trainkit.backends.slurm.rendezvous").step_task()
     return found
 
 

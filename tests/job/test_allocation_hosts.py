@@ -8,13 +8,13 @@ import pytest
 from trainkit.backends.slurm import resubmit
 from trainkit.backends.slurm.allocation import SlurmAllocation
 from trainkit.backends.slurm.resubmit import lost_hosts
+from trainkit.backends.slurm.step import step_argv
 from trainkit.cluster.machine import Machine
 from trainkit.cluster.model import Cluster
 from trainkit.cluster.target import Target
 from trainkit.config import load_config
 from trainkit.errors import TrainkitError
 from trainkit.job import processes
-from trainkit.job.node.slurm_step import step_argv
 from trainkit.plan.facts import Facts
 from trainkit.plan.launch import LaunchPlan, option_argv
 from trainkit.plan.node_range import plan_nodes

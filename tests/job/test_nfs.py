@@ -12,15 +12,14 @@ import pytest
 
 from tests.support.nfs import FAST_S, nfs_clients
 from tests.support.runs import launch_plan
+from trainkit.backends.launcher.rank import LaunchedRank
 from trainkit.backends.slurm.claim_attempt import claim_attempt
+from trainkit.backends.slurm.rendezvous import SlurmTask, await_port, publish_port
 from trainkit.job import hangs
 from trainkit.job.failure.records import first_exit_code
 from trainkit.job.hangs import HangRecord, HangWatch
 from trainkit.job.node.agent import superseding_attempt
-from trainkit.job.node.launched_rank import LaunchedRank
-from trainkit.job.node.launched_rendezvous import launched_rendezvous
-from trainkit.job.node.rendezvous import await_plan, await_port, publish_port
-from trainkit.job.node.slurm_step import SlurmTask
+from trainkit.job.node.rendezvous import await_plan
 from trainkit.job.step_run import announce, await_announcement
 from trainkit.run.files import read_json, refresh_listing, write_json
 from trainkit.run.record import add_slurm_attempt, claim_entry, create_job
@@ -96,11 +95,10 @@ def test_the_announcement_of_an_interactive_step(hosts: tuple[Path, Path]) -> No
 def test_the_ranks_of_another_launcher(hosts: tuple[Path, Path]) -> None:
     first, other = (RunDir(host / "run").attempt(1) for host in hosts)
     first.run.path.mkdir()
+    plan = launch_plan(workers_per_node=1)
     create(first.run, 1)
     ranks = [LaunchedRank("torchrun", rank, 0, (1, 1), "127.0.0.1", 29500) for rank in (0, 1)]
-    found, waited_s = waiting(
-        lambda: launched_rendezvous(other, ranks[1]).nonce, lambda: launched_rendezvous(first, ranks[0])
-    )
+    found, waited_s = waiting(lambda: ranks[1].meet(other, plan).nonce, lambda: ranks[0].meet(first, plan))
     assert found == read_json(other.rendezvous_file)["nonce"]
     assert waited_s < FAST_S
 

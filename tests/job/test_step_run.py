@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from tests.support.runs import launch_plan
+from trainkit.backends.launcher.rank import LaunchedRank
+from trainkit.backends.slurm.rendezvous import SlurmTask
 from trainkit.errors import TrainkitError
 from trainkit.job import step_run
 from trainkit.job.failure.records import record_silent_death
 from trainkit.job.hangs import HangRecord
-from trainkit.job.node.launched_rank import LaunchedRank
-from trainkit.job.node.slurm_step import SlurmTask
 from trainkit.job.step_run import (
     announce,
     announcement_file,

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from trainkit.backends.launcher.rank import find_launched_rank
 from trainkit.cli import options
 from trainkit.cli.help import as_command, option, warn
 from trainkit.cli.logs import follow_detachable
@@ -24,7 +25,6 @@ from trainkit.cli.run import (
 from trainkit.cli.started import describe_plan, print_choice, print_created, print_started
 from trainkit.errors import EXIT_OK, UsageError
 from trainkit.formats import duration
-from trainkit.job.node.launched_rank import find_launched_rank
 from trainkit.run.group import RunGroup
 from trainkit.run.registry import find_run_or_group, one_run
 from trainkit.run.rundir import RUNS_FOLDER

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from trainkit.backend import backend_of
+from trainkit.backends.launcher.rank import LaunchedRank, find_launched_rank
+from trainkit.backends.slurm.rendezvous import SlurmTask, find_slurm_task, master_address, reason_not_a_task
 from trainkit.cli import options
 from trainkit.cli.help import as_command, option
 from trainkit.cli.logs import follow_run, kept_terminal, print_end, show_rank_0
@@ -24,9 +26,6 @@ from trainkit.cli.started import describe_plan, print_created, print_started
 from trainkit.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, TrainkitError, UsageError
 from trainkit.folders import user_name
 from trainkit.job import step_run
-from trainkit.job.node.launched_rank import LaunchedRank, find_launched_rank
-from trainkit.job.node.rendezvous import master_address
-from trainkit.job.node.slurm_step import SlurmTask, find_slurm_task, reason_not_a_task
 from trainkit.job.rank_env import find_rank_env, refuse_foreign_ranks
 from trainkit.job.signals import NOTICE_SIGNALS
 from trainkit.launch.config_request import ConfigRequest
@@ -416,8 +415,7 @@ def _rank_here() -> tuple[dict[str, Any], str]:
         return {}, str(reason_not_a_task())
     return {
         "source": "slurm",
-        # Counted node by node, as in training, whatever the order of srun's tasks.
-        "rank": sum(task.tasks[: task.node_rank]) + task.local_task,
+        "rank": task.rank,
         "local_rank": task.local_task,
         "world_size": task.num_tasks,
         "local_world_size": task.tasks[task.node_rank],

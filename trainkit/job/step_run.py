@@ -22,9 +22,7 @@ from trainkit.job.attempt_end import judge, write_end
 from trainkit.job.decision import Decision, Outcome, RestartOptions
 from trainkit.job.hangs import read_hangs
 from trainkit.job.node import agent
-from trainkit.job.node.launched_rank import LaunchedRank
-from trainkit.job.node.rendezvous import RENDEZVOUS_TIMEOUT_S, recorded_notices
-from trainkit.job.node.slurm_step import SlurmTask
+from trainkit.job.node.rendezvous import RENDEZVOUS_TIMEOUT_S, Task, recorded_notices
 from trainkit.job.signals import AGENT_SIGNAL
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.files import refresh_listing, wait_for_json, write_json_in_place
@@ -34,9 +32,6 @@ STARTS_S = 30.0
 """How long the first task waits at its end for tasks that have not started their ranks."""
 STARTS_POLL_S = 0.1
 NO_RESTART = RestartOptions(unavailable_reason="an interactive step is not restarted")
-
-
-Task = SlurmTask | LaunchedRank
 
 
 def announcement_file(folder: Path, task: Task) -> Path:
@@ -88,7 +83,7 @@ def await_announcement(folder: Path, task: Task, timeout_s: float = RENDEZVOUS_T
         value = wait_for_json(
             file,
             timeout_s,
-            accept=lambda value: isinstance(task, SlurmTask) or is_supervised(RunDir(value["run_dir"])),
+            accept=lambda value: task.has_scheduler or is_supervised(RunDir(value["run_dir"])),
             creates=True,
         )
     except TimeoutError:
@@ -109,7 +104,7 @@ def await_announcement(folder: Path, task: Task, timeout_s: float = RENDEZVOUS_T
 def run_task(attempt: AttemptDir, task: Task) -> int:
     """Run one agent of the attempt; returns the combined exit code of its workers."""
     processes.block_signals(AGENT_SIGNAL)
-    if isinstance(task, LaunchedRank):
+    if not task.has_scheduler:
         # With a closed terminal, torchrun passes its SIGHUP on.
         signal.signal(signal.SIGHUP, lambda number, frame: os.kill(os.getpid(), signal.SIGTERM))
     return agent.run_task(attempt, task)

@@ -5,11 +5,13 @@ import threading
 
 import pytest
 
+from tests.support.runs import launch_plan
+from trainkit.backends.launcher import rank as module
+from trainkit.backends.launcher.rank import LAUNCHERS, LaunchedRank, find_launched_rank
 from trainkit.errors import TrainkitError, UsageError
-from trainkit.job.node import launched_rendezvous as module
-from trainkit.job.node.launched_rank import LAUNCHERS, LaunchedRank, find_launched_rank
-from trainkit.job.node.launched_rendezvous import launched_rendezvous
 from trainkit.run.rundir import AttemptDir
+
+PLAN = launch_plan(per="gpu")
 
 
 def environ(*numbers: int, launcher: str = "torchrun") -> dict[str, str]:
@@ -47,9 +49,9 @@ def test_ranks_that_are_not_numbered_host_by_host(numbers: tuple[int, int, int, 
 
 def test_ranks_meet_at_an_address_of_rank_0(attempt: AttemptDir) -> None:
     found = []
-    other = threading.Thread(target=lambda: found.append(launched_rendezvous(attempt, rank_of(2))))
+    other = threading.Thread(target=lambda: found.append(rank_of(2).meet(attempt, PLAN)))
     other.start()
-    first = launched_rendezvous(attempt, rank_of(0))
+    first = rank_of(0).meet(attempt, PLAN)
     other.join(timeout=20)
     [second] = found
     assert (first.node_rank, first.local_ranks, first.has_rank_0) == (0, (0,), True)
@@ -64,21 +66,21 @@ def test_rank_0_need_not_be_on_the_host_of_the_launcher(
 ) -> None:
     routes = {"host0": "10.0.0.7"}
     monkeypatch.setattr(module, "address_towards", routes.get)
-    found = launched_rendezvous(attempt, rank_of(0, "host0"))
+    found = rank_of(0, "host0").meet(attempt, PLAN)
     assert (found.master_addr, found.peer) == ("10.0.0.7", "host0")
-    other = launched_rendezvous(attempt, rank_of(3, "host0"))
+    other = rank_of(3, "host0").meet(attempt, PLAN)
     assert (other.master_addr, other.peer) == ("10.0.0.7", "10.0.0.7")
     routes["host0"] = "127.0.1.1"
     here = socket.gethostname()
     with pytest.raises(UsageError, match=f"^MASTER_ADDR=host0 is 127.0.1.1 on {here}, where other hosts"):
-        launched_rendezvous(attempt, rank_of(0, "host0"))
+        rank_of(0, "host0").meet(attempt, PLAN)
     with pytest.raises(UsageError, match=f"^MASTER_ADDR=host1 has no IPv4 address or route on {here}"):
-        launched_rendezvous(attempt, rank_of(0, "host1"))
-    alone = launched_rendezvous(attempt, rank_of(0, "host1", tasks=(2,)))
+        rank_of(0, "host1").meet(attempt, PLAN)
+    alone = rank_of(0, "host1", tasks=(2,)).meet(attempt, PLAN)
     assert (alone.master_addr, alone.peer) == ("127.0.0.1", None)
 
 
 def test_rank_0_that_does_not_come_is_named(attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "RENDEZVOUS_TIMEOUT_S", 0.1)
     with pytest.raises(TrainkitError, match=r"^rank 0 of torchrun at 127.0.0.1:29500 has not published "):
-        launched_rendezvous(attempt, rank_of(1))
+        rank_of(1).meet(attempt, PLAN)

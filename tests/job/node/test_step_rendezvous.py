@@ -11,23 +11,21 @@ import pytest
 
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.runs import launch_plan
+from trainkit.backends.slurm import rendezvous
+from trainkit.backends.slurm.rendezvous import SlurmTask, await_port, check_step, slurm_rendezvous, step_task
 from trainkit.errors import EXIT_NO_RESTART, EXIT_STOPPED, TrainkitError
 from trainkit.job import processes
-from trainkit.job.node import agent, rendezvous
+from trainkit.job.node import agent
 from trainkit.job.node.agent import superseding_attempt
 from trainkit.job.node.rendezvous import (
     LOCAL_ADDR,
     StopSignalReceived,
-    await_port,
     candidate_ports,
-    check_step,
     choose_port,
     ephemeral_range,
     is_free,
     local_rendezvous,
-    slurm_rendezvous,
 )
-from trainkit.job.node.slurm_step import SlurmTask
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.files import read_json, read_jsonl, write_json
 from trainkit.run.rundir import AttemptDir, RunDir
@@ -165,7 +163,7 @@ def test_a_port_of_another_start_does_not_count(attempt: AttemptDir) -> None:
 def test_a_task_waits_for_another_that_has_failed(
     attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rendezvous, "FAILURE_POLL_S", 0.1)
+    monkeypatch.setattr("trainkit.job.node.rendezvous.FAILURE_POLL_S", 0.1)
     write_json(attempt.rank_error(2), {"rank": 2})
     with pytest.raises(TrainkitError, match="another rank failed before the rendezvous") as caught:
         await_port(attempt, task_of(1, 1), is_supervised=False)
@@ -185,17 +183,18 @@ def test_asked_to_stop_while_waiting(attempt: AttemptDir) -> None:
 def test_a_plan_that_does_not_come_is_a_failure_of_the_task_that_waits(
     attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(agent, "find_slurm_task", lambda: task_of(node_rank=1))
+    monkeypatch.setattr(agent, "step_task", lambda: task_of(node_rank=1))
 
     def wait(attempt: AttemptDir) -> LaunchPlan:
         raise TrainkitError("the plan did not appear", exit_code=EXIT_NO_RESTART)
 
     monkeypatch.setattr(agent, "await_plan", wait)
-    assert agent.run_slurm_task(attempt.run, 1) == EXIT_NO_RESTART
+    assert agent.run_step_task(attempt.run, 1) == EXIT_NO_RESTART
     [record] = [read_json(path) for path in attempt.errors_dir.glob("rank-*.json")]
     assert (record["message"], record["node_rank"]) == ("the plan did not appear", 1)
-    monkeypatch.setattr(agent, "find_slurm_task", lambda: None)
-    assert agent.run_slurm_task(attempt.run, 1) == EXIT_NO_RESTART
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setattr(agent, "step_task", step_task)
+    assert agent.run_step_task(attempt.run, 1) == EXIT_NO_RESTART
     assert "this is not a task of a Slurm step" in capfd.readouterr().out
 
 
@@ -204,13 +203,13 @@ def test_a_notice_before_the_ranks_are_started_is_written_down_once(
     attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch, procid: str, events: list[str]
 ) -> None:
     """For the supervisor, which is not a task of the step: else the end looks like the ranks' decision."""
-    monkeypatch.setattr(agent, "find_slurm_task", lambda: task_of(local_task=int(procid)))
+    monkeypatch.setattr(agent, "step_task", lambda: task_of(local_task=int(procid)))
 
     def signalled(attempt: AttemptDir) -> LaunchPlan:
         raise StopSignalReceived(signal.SIGUSR2)
 
     monkeypatch.setattr(agent, "await_plan", signalled)
-    assert agent.run_slurm_task(attempt.run, 1) == EXIT_STOPPED
+    assert agent.run_step_task(attempt.run, 1) == EXIT_STOPPED
     assert [event["signal"] for event in read_jsonl(attempt.run.events_file)] == events
 
 
@@ -219,7 +218,7 @@ def test_a_port_is_outside_the_ephemeral_range(text, tmp_path, monkeypatch):
     file = tmp_path / "range"
     if text is not None:
         file.write_text(text)
-    monkeypatch.setattr(rendezvous, "EPHEMERAL_RANGE", file)
+    monkeypatch.setattr("trainkit.job.node.rendezvous.EPHEMERAL_RANGE", file)
     low, high = map(int, (text or "32768 60999").split())
     found = candidate_ports()
     assert ephemeral_range() == (low, high)
@@ -235,7 +234,7 @@ def test_taken_port_is_passed_over(monkeypatch):
         wanted = taken.getsockname()[1]
         assert not is_free(wanted)
         other = choose_port()
-        monkeypatch.setattr(rendezvous, "candidate_ports", lambda: [wanted, other])
+        monkeypatch.setattr("trainkit.job.node.rendezvous.candidate_ports", lambda: [wanted, other])
         assert choose_port() == other
 
 

@@ -1,4 +1,4 @@
-"""Runs without Slurm: a supervisor process on this machine, or the ranks of another launcher."""
+"""Runs on this machine, each with a supervisor process."""
 
 from __future__ import annotations
 
@@ -195,15 +195,3 @@ def _start_process(
             start_new_session=True,
             preexec_fn=dies_with(os.getpid(), signal.SIGTERM) if foreground else None,
         )
-
-
-class LauncherBackend(LocalBackend):
-    """This process is rank 0 of another launcher, such as torchrun, and records the end."""
-
-    def start(self, run: RunDir, new: NewAttempt) -> AttemptRecord:
-        entry = super().start(run, new)
-        log_event(run, entry.attempt, "started", world_size=new.plan.world_size, nodes=new.plan.num_nodes)
-        return entry
-
-    def _supervisor(self, attempt: AttemptDir, new: NewAttempt) -> int:
-        return os.getpid()

@@ -24,6 +24,7 @@ from trainkit.backends.slurm.resubmit import (
     resubmit,
     start_host_watch,
 )
+from trainkit.backends.slurm.step import step_argv
 from trainkit.cluster.bad_nodes import Kind, excluded, note_failure
 from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, TrainkitError
 from trainkit.job import processes
@@ -53,7 +54,6 @@ from trainkit.job.failure.launcher_report import hosts_without_launch, launch_er
 from trainkit.job.failure.records import find_first_failure, signal_of_death, suspect_host
 from trainkit.job.growth import GrowthWatch
 from trainkit.job.hangs import silent_hosts
-from trainkit.job.node.slurm_step import step_argv
 from trainkit.job.preflight import supervisor_view
 from trainkit.job.processes import log_line, retry_on_disk_error
 from trainkit.job.progress_watch import SlowHostWatch, slow_hosts

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from datetime import datetime, timezone
 
+from trainkit.backends.slurm.step import slurm_job_id
 from trainkit.errors import EXIT_OK, EXIT_STOPPED, TrainkitError
 from trainkit.job import processes
 from trainkit.job.attempt_watch import SIGNAL_RECORD_S, AttemptWatch
@@ -23,7 +24,6 @@ from trainkit.job.failure.launcher_report import (
 )
 from trainkit.job.failure.records import first_exit_code, first_rank_failure
 from trainkit.job.growth import GrowthWatch
-from trainkit.job.node.slurm_step import slurm_job_id
 from trainkit.job.preflight import SUPERVISOR_VIEW_VARIABLE
 from trainkit.job.processes import KILL_MARGIN_S, PEER_EXIT_S, log_line
 from trainkit.job.progress_watch import SlowHostWatch

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 
 from trainkit.backend import Backend, JobStatus, NewAttempt, ScriptParts, write_cancelled
 from trainkit.backends.slurm.group_parts import clusters_of, submit_parts
+from trainkit.backends.slurm.rendezvous import find_slurm_task
 from trainkit.backends.slurm.resubmit import excludable
+from trainkit.backends.slurm.step import slurm_job_id
 from trainkit.errors import TrainkitError, UsageError, print_note
-from trainkit.job.node.slurm_step import find_slurm_task, slurm_job_id
 from trainkit.job.signals import AGENT_SIGNAL
 from trainkit.plan.launch import LaunchPlan, Options, SlurmRequest, with_excluded
 from trainkit.run.end import KILLED, is_over, read_end
@@ -59,12 +60,12 @@ class SlurmBackend(Backend):
     ask_every_s = 10.0
 
     def draft(self, loaded: LoadedConfig, machine: Machine, target: Target) -> LaunchDraft:
-        from trainkit.backends.slurm.draft import SlurmDraft
+        from trainkit.backends.slurm.slurm_draft import SlurmDraft
 
         return SlurmDraft(loaded, machine, target)
 
     def in_one_job(self, plans: Sequence[LaunchPlan], cluster: Cluster) -> list[LaunchPlan]:
-        from trainkit.backends.slurm.draft import in_one_job
+        from trainkit.backends.slurm.slurm_draft import in_one_job
 
         return in_one_job(plans, cluster.slurm_version or ())
 

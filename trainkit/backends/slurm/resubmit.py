@@ -16,9 +16,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from trainkit.backends.slurm.step import slurm_job_id
 from trainkit.errors import EXIT_OK, TrainkitError, replace_unencodable
 from trainkit.job import processes
-from trainkit.job.node.slurm_step import slurm_job_id
 from trainkit.job.processes import log_line, module_argv, retry_on_disk_error
 from trainkit.plan.launch import LaunchPlan, SlurmRequest, option_argv, with_excluded
 from trainkit.run.events import log_event

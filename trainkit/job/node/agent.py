@@ -1,8 +1,8 @@
 """The agent of a node or GPU: starts its workers, forwards signals to them and returns their exit code.
 
 ``python -m trainkit.job.node.agent RUN_DIR --attempt N --node-rank I --master-port P`` on one machine, and
-``python -m trainkit.job.node.agent RUN_DIR`` as a task of a Slurm step, which determines its node and ranks.
-`trainkit run` calls `run_node` itself, in a step and as a rank of another launcher.
+``python -m trainkit.job.node.agent RUN_DIR`` as a task of a step, which determines its node and ranks.
+`trainkit run` calls `run_task` itself, in a step and as a rank of another launcher.
 
 Exit code: see `trainkit.job.signals.combine_exit_codes`.
 """
@@ -21,6 +21,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import IO, TYPE_CHECKING
 
+from trainkit.backend import step_task
 from trainkit.capability import Companion, Guard
 from trainkit.errors import (
     EXIT_FAILED,
@@ -43,18 +44,18 @@ from trainkit.job.failure.records import (
 from trainkit.job.failure.stacks import StackCollector, describe_state
 from trainkit.job.flight_records import flight_environ, remove_pipes
 from trainkit.job.node.health import HealthSampler, count_oom_kills
-from trainkit.job.node.launched_rank import LaunchedRank
 from trainkit.job.node.notice import CommandNotice, takers, was_signalled
 from trainkit.job.node.output_pipes import OutputPipes
 from trainkit.job.node.rendezvous import (
+    Listener,
+    NotATask,
     Rendezvous,
     StopSignalReceived,
+    Task,
     await_plan,
     local_rendezvous,
     record_notice,
-    slurm_rendezvous,
 )
-from trainkit.job.node.slurm_step import SlurmTask, StepListener, find_slurm_task, reason_not_a_task
 from trainkit.job.node.worker_env import (
     network_environ,
     worker_argv,
@@ -111,7 +112,7 @@ class Agent(ProcessGroup):
         """Monotonic time at which a member was found ended before any notice."""
         self._pipes = OutputPipes()
         self._held_s = 0.0
-        self._listener: StepListener | None = None
+        self._listener: Listener | None = None
         self.sampler: HealthSampler | None = None
         self._guard = Guard(plan, log_line)
         self._companions: list[tuple[str, Companion]] = []
@@ -156,9 +157,9 @@ class Agent(ProcessGroup):
                     stdin=stdin,
                 )
             self._notice.groups[self.running[rank_env.rank].pid] = rank_env.rank
-        if isinstance(rendezvous.task, SlurmTask):
+        if isinstance(rendezvous.task, Task):
             # After the ranks: what it hears, all of them have received.
-            self._listener = StepListener()
+            self._listener = rendezvous.task.listen()
         self._companions = self._guard.each(lambda one: one.companion(self.attempt, self.plan, rendezvous))
         # With a task for each GPU, every one of them has an agent.
         if self.plan.health_every_s is not None and 0 in rendezvous.local_ranks:
@@ -356,7 +357,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     values = {name: int(value) for name, value in zip(options[::2], options[1::2], strict=True)}
     processes.block_signals(AGENT_SIGNAL)
     if not values:
-        return run_slurm_task(RunDir(run_dir), int(os.environ[ATTEMPT_VARIABLE]))
+        return run_step_task(RunDir(run_dir), int(os.environ[ATTEMPT_VARIABLE]))
     attempt, node_rank = RunDir(run_dir).attempt(values["--attempt"]), values["--node-rank"]
     plan = LaunchPlan.read(attempt.plan_file)
     nonce = os.environ.get(NONCE_VARIABLE, "")
@@ -374,17 +375,18 @@ def run_agent(attempt: AttemptDir, plan: LaunchPlan, rendezvous: Rendezvous) -> 
     return combine_exit_codes(codes)
 
 
-def run_slurm_task(run: RunDir, number: int) -> int:
-    """Run the agent of this task of a Slurm step; returns its exit code. Call with signals blocked."""
+def run_step_task(run: RunDir, number: int) -> int:
+    """Run the agent of this task of a scheduler's step; returns its exit code. Call with signals blocked."""
     attempt = run.attempt(number)
-    task = find_slurm_task()
-    if task is None:
-        print(f"error: this is not a task of a Slurm step: {reason_not_a_task()}", flush=True)
+    try:
+        task = step_task()
+    except NotATask as error:
+        print(f"error: {error.message}", flush=True)
         return EXIT_NO_RESTART
     return run_task(attempt, task)
 
 
-def run_task(attempt: AttemptDir, task: SlurmTask | LaunchedRank) -> int:
+def run_task(attempt: AttemptDir, task: Task) -> int:
     """Run the agent of a task, which waits for the plan; returns its exit code. Call with signals blocked."""
     try:
         plan = await_plan(attempt)
@@ -392,23 +394,18 @@ def run_task(attempt: AttemptDir, task: SlurmTask | LaunchedRank) -> int:
         record_notice(attempt, asked_by(stop.received, attempt), task)
         return EXIT_STOPPED
     except (OSError, ValueError, TrainkitError) as error:
-        rank = sum(task.tasks[: task.node_rank]) + task.local_task
-        return _refuse(attempt, rank, task.node_rank, error)
+        return _refuse(attempt, task.rank, task.node_rank, error)
     return run_node(attempt, plan, task)
 
 
-def run_node(attempt: AttemptDir, plan: LaunchPlan, task: SlurmTask | LaunchedRank) -> int:
+def run_node(attempt: AttemptDir, plan: LaunchPlan, task: Task) -> int:
     """Run the agent of a task of a step, or of a rank of another launcher; returns its exit code."""
     redirect_output(attempt.node_log(task.node_rank))
     rank = plan.first_rank_of(min(task.node_rank, plan.num_nodes - 1)) + task.local_task
     local_ranks = (task.local_task,) if plan.per == "gpu" else range(plan.workers_per_node)
     try:
         require_node(attempt, plan, local_ranks, checks_disk=task.local_task == 0)
-        if isinstance(task, SlurmTask):
-            return run_agent(attempt, plan, slurm_rendezvous(attempt, plan, task))
-        from trainkit.job.node.launched_rendezvous import launched_rendezvous  # without Slurm only
-
-        return run_agent(attempt, plan, launched_rendezvous(attempt, task))
+        return run_agent(attempt, plan, task.meet(attempt, plan))
     except StopSignalReceived as stop:
         record_notice(attempt, asked_by(stop.received, attempt), task)
         print(f"stopped by {stop} before the ranks started", flush=True)

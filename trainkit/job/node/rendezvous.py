@@ -7,20 +7,17 @@ import secrets
 import signal
 import socket
 import time
-from dataclasses import asdict, dataclass
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
-from trainkit.errors import FatalError, TrainkitError
-from trainkit.formats import plural
+from trainkit.errors import TrainkitError
 from trainkit.job import processes
-from trainkit.job.node.launched_rank import LaunchedRank
-from trainkit.job.node.slurm_step import SlurmTask
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.events import log_event, read_events
-from trainkit.run.files import read_record, wait_for_json, write_json_in_place
-from trainkit.run.record import RendezvousRecord
+from trainkit.run.files import wait_for_json
 from trainkit.run.rundir import AttemptDir
-from trainkit.slurm.hosts import node_addr
 
 LOCAL_ADDR = "127.0.0.1"
 """The address of rank 0 when all nodes are this machine."""
@@ -76,8 +73,6 @@ def choose_port() -> int:
 
 
 RENDEZVOUS_TIMEOUT_S = 300.0
-RESOLVE_PATIENCE_S = 20.0
-RESOLVE_RETRY_S = 2.0
 FAILURE_POLL_S = 2.0
 VISIBLE_TIMEOUT_S = 65.0
 """An NFS client may remember for a minute that a name is missing."""
@@ -89,6 +84,59 @@ class StopSignalReceived(Exception):
     def __init__(self, received: signal.Signals) -> None:
         super().__init__(received.name)
         self.received = received
+
+
+class NotATask(TrainkitError):
+    """This process is not a task of a scheduler's step."""
+
+
+class Listener(Protocol):
+    """What notes the notices that the ranks of an agent receive."""
+
+    def has_heard(self, number: signal.Signals) -> bool:
+        """Whether the ranks have received a signal that the agent has just received."""
+
+
+class Task(ABC):
+    """What an agent is: the task of a scheduler's step, or a rank of another launcher."""
+
+    has_scheduler = True
+    """Whether its key is never that of another start, and a signal reaches all tasks."""
+    node_rank: int
+    local_task: int
+    """Its index among the tasks of its node."""
+
+    @property
+    @abstractmethod
+    def is_first(self) -> bool:
+        """Whether it is the first task of the step, which speaks for all."""
+
+    @property
+    @abstractmethod
+    def rank(self) -> int:
+        """The rank of the first task of its node, and how many tasks of the node come before it."""
+
+    @property
+    @abstractmethod
+    def first(self) -> str:
+        """The task that announces the run, in words."""
+
+    @property
+    @abstractmethod
+    def key(self) -> str:
+        """A string that identifies this start of this step."""
+
+    @abstractmethod
+    def meet(self, attempt: AttemptDir, plan: LaunchPlan) -> Rendezvous:
+        """The rendezvous of its agent; waits until the first task has published it.
+
+        Raises TrainkitError when the step does not match the plan or nothing is published in time, and
+        StopSignalReceived when a notice signal arrives meanwhile.
+        """
+
+    def listen(self) -> Listener | None:
+        """Start to listen, if the ranks may be signalled too; call after them, with the signals blocked."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -103,7 +151,7 @@ class Rendezvous:
     """Another host of the job; None when all ranks are on this host."""
     nonce: str = ""
     """Random: by it the ranks of an attempt tell its rank 0 from that of another job."""
-    task: SlurmTask | LaunchedRank | None = None
+    task: Task | None = None
     """What its agent is; None for a local run, whose supervisor starts and signals all agents."""
 
     @property
@@ -112,18 +160,14 @@ class Rendezvous:
         return self.node_rank == 0 and 0 in self.local_ranks
 
 
-def record_notice(
-    attempt: AttemptDir, received: signal.Signals, task: SlurmTask | LaunchedRank, time: str = ""
-) -> None:
-    """Record a signal for the supervisor of a step, or for rank 0, which may not have received it."""
-    if isinstance(task, SlurmTask):
-        if task.task != 0:
-            return  # Slurm has signalled all tasks
-    elif any(attempt.errors_dir.glob("rank-*.json")):
-        return  # its launcher ends the other ranks with a signal
-    more: dict[str, object] = {}
+def record_notice(attempt: AttemptDir, received: signal.Signals, task: Task, time: str = "") -> None:
+    """Record a signal for the supervisor of a step, or for rank 0 of another launcher."""
+    if task.has_scheduler and not task.is_first:
+        return  # the scheduler has signalled all tasks
+    if not task.has_scheduler and any(attempt.errors_dir.glob("rank-*.json")):
+        return  # a launcher ends the other ranks with a signal
     with contextlib.suppress(OSError):  # the ranks have received it, even if the disk is full
-        more |= {"time": time} if time else {}
+        more = {"time": time} if time else {}
         log_event(attempt.run, attempt.number, "signal", signal=received.name, **more)
 
 
@@ -139,7 +183,7 @@ def await_plan(attempt: AttemptDir, timeout_s: float = VISIBLE_TIMEOUT_S) -> Lau
     Raises TrainkitError after the timeout, and StopSignalReceived when a notice signal arrives meanwhile.
     """
     try:
-        return LaunchPlan.from_dict(wait_for_json(attempt.plan_file, timeout_s, pause=_pause))
+        return LaunchPlan.from_dict(wait_for_json(attempt.plan_file, timeout_s, pause=pause))
     except TimeoutError as error:
         raise TrainkitError(
             f"cannot read {attempt.plan_file} on {socket.gethostname()}: {error}",
@@ -147,7 +191,8 @@ def await_plan(attempt: AttemptDir, timeout_s: float = VISIBLE_TIMEOUT_S) -> Lau
         ) from error
 
 
-def _pause(seconds: float) -> None:
+def pause(seconds: float) -> None:
+    """Wait; raises StopSignalReceived when a notice signal arrives meanwhile."""
     received = processes.wait_for_signal(seconds)
     if received is not None and received != signal.SIGCHLD:
         raise StopSignalReceived(received)
@@ -164,106 +209,6 @@ def local_rendezvous(plan: LaunchPlan, node_rank: int, master_port: int, nonce: 
     return Rendezvous(node_rank, ranks, LOCAL_ADDR, master_port, None, nonce)
 
 
-def slurm_rendezvous(attempt: AttemptDir, plan: LaunchPlan, task: SlurmTask) -> Rendezvous:
-    """The rendezvous of an agent that is a task of a Slurm step; waits for rank 0's port.
-
-    Raises TrainkitError when the step does not match the plan or no port is published in time, and
-    StopSignalReceived when a notice signal arrives meanwhile.
-    """
-    check_step(plan, task)
-    per_gpu = plan.per == "gpu"
-    local_ranks = (task.local_task,) if per_gpu else tuple(range(plan.workers_of(task.node_rank)))
-    if task.task == 0:
-        record = publish_port(attempt, task, master_address(task))
-    else:
-        record = await_port(attempt, task, is_supervised=plan.has_supervisor)
-    assert record.port is not None
-    addr = master_address(task, record.addr)
-    peer = None if task.num_nodes == 1 else addr if task.node_rank else _peer_address(task.hosts[1])
-    return Rendezvous(task.node_rank, local_ranks, addr, record.port, peer, record.nonce or "", task)
-
-
-def resolves(name: str) -> bool:
-    """Whether a name or address has an address here."""
-    try:
-        return bool(socket.getaddrinfo(name, None))
-    except (OSError, UnicodeError):
-        return False
-
-
-def master_address(task: SlurmTask, published: str | None = None) -> str:
-    """The name or address of the step's first host: its NodeName if that resolves here, else its NodeAddr.
-
-    `published` is the address that the first task uses, which saves a request to Slurm's controller. Raises
-    TrainkitError when neither resolves, and StopSignalReceived when a notice signal arrives meanwhile.
-    """
-    if task.num_nodes == 1:
-        return LOCAL_ADDR
-    name = task.hosts[0]
-    if resolves(name):
-        return name
-    if published not in (None, name) and resolves(str(published)):
-        return str(published)
-    addr, problem = None, ""
-    try:
-        addr = node_addr(name)
-    except TrainkitError as error:
-        problem = f", and Slurm does not give its NodeAddr: {error.message}"
-    if addr is not None:
-        problem = f", and neither does its NodeAddr {addr}" if addr != name else ", which is its NodeAddr too"
-    # The name server may be unavailable for a moment.
-    deadline_s = time.monotonic() + RESOLVE_PATIENCE_S
-    while True:
-        for candidate in (addr, name):
-            if candidate is not None and resolves(candidate):
-                return candidate
-        if time.monotonic() >= deadline_s:
-            raise TrainkitError(
-                f"the node name {name} does not resolve on {socket.gethostname()}{problem}",
-                hint=f"`getent hosts {name}` and `scontrol show node {name}` there must give an address",
-            )
-        _pause(RESOLVE_RETRY_S)
-
-
-def _peer_address(name: str) -> str:
-    """The address of another host, to find the interface towards it; its name when none is known."""
-    if resolves(name):
-        return name
-    try:
-        return node_addr(name)
-    except TrainkitError as error:
-        processes.log_line(f"cannot query the NodeAddr of {name}: {error.message}")
-        return name
-
-
-def check_step(plan: LaunchPlan, task: SlurmTask) -> None:
-    """Raise FatalError when the step does not match the plan."""
-    planned = tuple(plan.workers_of(node) if plan.per == "gpu" else 1 for node in range(plan.num_nodes))
-    if task.tasks != planned:
-        raise FatalError(
-            f"the plan needs {_shape(planned)} (--per {plan.per}), but Slurm started {_shape(task.tasks)}: "
-            f"step {task.job_id}.{task.step_id} on {','.join(task.hosts)}",
-            hint="use the srun line that trainkit writes: it starts the tasks of plan.json",
-        )
-
-
-def _shape(tasks: tuple[int, ...]) -> str:
-    is_even = len(set(tasks)) == 1
-    counts = f"{plural(tasks[0], 'task')} each" if is_even else f"{','.join(map(str, tasks))} tasks"
-    return f"{plural(len(tasks), 'node')} with {counts}"
-
-
-def publish_port(attempt: AttemptDir, task: SlurmTask, addr: str) -> RendezvousRecord:
-    """Choose a free port on this host, on which rank 0 runs, and publish it to the other tasks.
-
-    Only the user can read the file.
-    """
-    port = choose_port()
-    record = RendezvousRecord(task.key, task.step_id, addr, port, new_nonce(), list(task.hosts))
-    write_json_in_place(attempt.rendezvous_file, asdict(record))
-    return record
-
-
 class PauseUntilFailure:
     """Pauses while a task waits for others, which may be gone.
 
@@ -275,7 +220,7 @@ class PauseUntilFailure:
         self._next_s = time.monotonic() + FAILURE_POLL_S
 
     def __call__(self, seconds: float) -> None:
-        _pause(seconds)
+        pause(seconds)
         if time.monotonic() < self._next_s:
             return
         self._next_s = time.monotonic() + FAILURE_POLL_S
@@ -286,31 +231,3 @@ class PauseUntilFailure:
             )
         for received in recorded_notices(self._attempt):
             raise StopSignalReceived(received)
-
-
-def await_port(
-    attempt: AttemptDir,
-    task: SlurmTask,
-    timeout_s: float = RENDEZVOUS_TIMEOUT_S,
-    *,
-    is_supervised: bool = True,
-) -> RendezvousRecord:
-    """Wait for the port that the first task of the step publishes; returns the rendezvous file's content.
-
-    Raises TrainkitError after the timeout and, in a step without a supervisor, when another task has failed.
-    """
-    try:
-        record = wait_for_json(
-            attempt.rendezvous_file,
-            timeout_s,
-            accept=lambda record: bool(record["step"] == task.key),  # not from an earlier start
-            pause=_pause if is_supervised else PauseUntilFailure(attempt),
-            creates=True,
-        )
-    except TimeoutError:
-        raise TrainkitError(
-            f"the first task of step {task.job_id}.{task.step_id}, on {task.hosts[0]}, "
-            f"has not published {attempt.rendezvous_file} within {timeout_s:g} s",
-            hint=f"check {attempt.node_log(0)}; all nodes must share the filesystem of the run folder",
-        ) from None
-    return read_record(RendezvousRecord, record)
