@@ -514,17 +514,18 @@ ELSEWHERE = {
 }
 """The statements that no run here comes to, by function, and what runs them, or why nothing can."""
 PLANNED = {
+    "backends/local/queue.py": "job/test_local_queue.py",
+    "backends/slurm/slurm_draft.py": "plan/test_slurm_draft.py",
     "bench/measure.py": "bench/test_measure.py",
-    "cli/compare.py": "cli/test_compare.py",
-    "cluster/limits.py": "plan/test_slurm_draft.py",
-    "config/validation.py": "config/test_contradictions.py",
     "capabilities/drill/command.py": "capabilities/drill/test_drill_config.py",
     "capabilities/launchers/argv.py": "capabilities/launchers/test_argv.py",
     "capabilities/launchers/config_files.py": "capabilities/launchers/test_config_files.py",
     "capabilities/replay/compare.py": "capabilities/replay/test_compare.py",
     "capabilities/replay/replay.py": "capabilities/replay/test_plan_replay.py",
+    "cli/compare.py": "cli/test_compare.py",
+    "cluster/limits.py": "plan/test_slurm_draft.py",
+    "config/validation.py": "config/test_contradictions.py",
     "job/hangs.py": "job/test_hangs.py job/test_silence.py",
-    "job/local_queue.py": "job/test_local_queue.py",
     "job/node/agent.py": "job/node/test_worker_env.py job/test_flight_records.py",
     "job/node/health.py": "job/node/test_health.py",
     "job/node/worker_env.py": "job/node/test_worker_env.py",
@@ -541,7 +542,6 @@ PLANNED = {
     "plan/layout_rules.py": "plan/test_check_config.py",
     "plan/make_plan.py": "plan/test_check_config.py",
     "plan/memory.py": "plan/test_memory.py",
-    "plan/slurm_draft.py": "plan/test_slurm_draft.py",
 }
 """Files whose GPUs are those of a plan, so that no rank runs each of these lines: the tests that do."""
 OF_A_RANK = """
