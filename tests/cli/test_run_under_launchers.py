@@ -203,6 +203,8 @@ def test_torchrun_saves_on_all_hosts_and_resumes_with_more_ranks(desk: Desk, ran
     both = hosts.start_hosts(1, "run", "small.yaml", *settings)
     desk.wait_for_log(hosts.run, "step=3/")
     both[0].send_signal(signal.SIGTERM)
+    wait_for(hosts.run.attempt(1).end_file.exists)
+    both[1].send_signal(signal.SIGTERM)  # which waits for the first one
     for process in both:
         process.communicate(timeout=LIMIT_S)
     end = read_json(hosts.run.attempt(1).end_file)
