@@ -83,7 +83,7 @@ class Batch:
     global_batch_size: int
     tokens_per_step: int
     pp_microbatches: int | None = None
-    """Microbatches per device batch; None without a pipeline and in plans of older versions."""
+    """Microbatches per device batch; None without a pipeline."""
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,7 @@ class GroupRecord:
     job_id: str | None = None
     """The id of the whole array, or of that of the first part; None before it is known."""
     parts: list[Part] = field(default_factory=list)
-    """Its arrays on Slurm, in the order of their points; none in the files of earlier versions."""
+    """Its arrays on Slurm, in the order of their points; none on this machine."""
     array: str = ""
     """What `--array` of sbatch gets."""
     process: ProcessId | None = None
