@@ -1,7 +1,7 @@
 """Where runs execute, on Slurm or this machine: the interface of a backend; its classes are imported late.
 
-Each has a folder of `trainkit/backends/`. The rendezvous of the ranks of a scheduler is still in `job/node/`,
-and its batch script in `launch/`.
+Another scheduler is another folder of `trainkit/backends/`, with a class in `_CLASSES`: it plans, starts and
+watches jobs, and gives the supervisor an `Allocation` and its watch. `step_task` finds tasks of its steps.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # the nouns of the floors above, for type checkers alone
     from trainkit.plan.launch_draft import LaunchDraft
     from trainkit.run.group import RunGroup
     from trainkit.run.record import AttemptRecord, JobRecord
-    from trainkit.slurm.jobs import JobInfo
+    from trainkit.scheduler import JobInfo
 
 SUPERVISOR_EXIT_S = 10.0
 """How long a supervisor may take to exit after it has recorded the end of its job."""
@@ -119,11 +119,27 @@ class Backend(ABC):
         """The options of its job by name; empty for a run without one."""
         return {}
 
+    @abstractmethod
+    def waiting_for(self, plan: LaunchPlan, names: Sequence[str], reason: str) -> LaunchPlan:
+        """The plan of a run that starts once others have finished successfully, for this `reason`.
+
+        `names` are the ids of their jobs, or for a run without a job their folders.
+        """
+
     def without_hosts(
         self, plan: LaunchPlan, hosts: Sequence[str], notify: Callable[[str], None]
     ) -> LaunchPlan:
         """The plan of a job that leaves out those of these hosts that it can; `notify` gets why not all."""
         return plan
+
+    def note_bad_hosts(
+        self, run: RunDir, record: JobRecord, entry: AttemptRecord, warn: Callable[[str], None]
+    ) -> list[str]:
+        """Have the next starts of a run avoid hosts on which a job ended too early; returns these.
+
+        `entry` is the newest attempt. Raises SlurmUnreachable.
+        """
+        return []
 
     def require_reachable(self, plan: LaunchPlan) -> None:
         """Raise SlurmError if the scheduler that a job would be submitted to does not answer."""
@@ -238,6 +254,8 @@ _CLASSES = {
     "submitit": "slurm.submitit.SubmititBackend",
     "srun": "slurm.backend.StepBackend",
 }
+STARTED_WITH = {"--attempt": "local", "--step": "sbatch"}
+"""The first option of ``python -m trainkit.job.supervisor`` -> the backend that has started it so."""
 NEWER = "a newer trainkit made it: use that version"
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # the nouns of the floors above, for type checkers alone
     from trainkit.config.loaded import LoadedConfig
     from trainkit.config.schema import RunConfig
     from trainkit.config.section import Section
+    from trainkit.job.decision import Departure
     from trainkit.job.node.rendezvous import Rendezvous
     from trainkit.job.rank_env import RankEnv
     from trainkit.plan.facts import Facts
@@ -64,6 +65,8 @@ class Planned:
     """Environment variables of every worker, of `plan_command` only; launch.env comes before them."""
     keys: Collection[str] = ()
     """Keys of the config that have an effect on a command because of it, of `plan_command` only."""
+    follows: str | None = None
+    """The derived value after which the reasons of `plan` are printed; None for the last one."""
 
 
 @dataclass(frozen=True)
@@ -86,11 +89,27 @@ class Companion:
         """End it; `is_finished` if all ranks of the agent have finished: else the job cannot wait."""
 
 
+@dataclass(frozen=True)
+class Hosts:
+    """The hosts of a job, as Slurm names them; none of an attempt on this machine."""
+
+    all: Sequence[str] = ()
+    good: Sequence[str] = ()
+    """Without the hosts that have failed in this job, or earlier in the run."""
+
+
 class Watch:
     """Something that the supervisor looks at while an attempt runs."""
 
-    def poll(self) -> None:
-        """Look around, every few seconds; the supervisor waits for it."""
+    while_stopping: ClassVar[bool] = True
+    """Whether it is polled after the ranks were asked to save and exit too."""
+
+    def poll(self) -> Departure | None:
+        """Look around, every few seconds; the supervisor waits for it.
+
+        What it returns makes the ranks save and exit, and the run restart, unless they are stopping already.
+        """
+        return None
 
 
 class Capability:
@@ -115,6 +134,10 @@ class Capability:
         """Plan what a command gets from the config; raises ConfigError for values that it cannot get."""
         return Planned()
 
+    def in_debugger(self, plan: LaunchPlan) -> LaunchPlan:
+        """The plan of a run in the debugger, where a rank may wait for hours."""
+        return plan
+
     def size_independent(self, plan: LaunchPlan) -> object:
         """What of its part must be the same for every number of nodes that the job may get."""
         return None
@@ -131,9 +154,13 @@ class Capability:
         """Start what runs next to the ranks of an agent, if its part is in the plan; None for nothing."""
         return None
 
-    def watch(self, attempt: AttemptDir, plan: LaunchPlan) -> Watch | None:
+    def watch(self, attempt: AttemptDir, plan: LaunchPlan, hosts: Hosts) -> Watch | None:
         """Begin to watch an attempt from its supervisor, if its part is in the plan; None for nothing."""
         return None
+
+    def hosts_to_leave(self, attempt: AttemptDir, plan: LaunchPlan, hosts: Hosts) -> Collection[str]:
+        """The hosts of a job that the run is to leave out from now on, after an attempt has ended."""
+        return ()
 
     def on_event(self, attempt: AttemptDir, event: Event) -> None:
         """React to a line of events.jsonl, in the supervisor, within seconds after it was written."""
@@ -161,6 +188,8 @@ class Shipped:
     """The key of plan.json after which its part is written."""
     keys: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
     """Key of plan.json -> the field of its part, and the value without a part; `WHOLE` for all fields."""
+    within: tuple[str, ...] = ()
+    """The fields of its part if they are the last ones of the record `follows`, which every plan has."""
     commands: Mapping[str, str] = field(default_factory=dict)
     launchers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Launcher of a command -> the packages of which it needs one."""
@@ -183,7 +212,9 @@ SHIPPED = {
             "megatron": ("torch",),
         },
     ),
+    "slow_ranks": Shipped("requeue", within=("inspect_s", "silence_s", "slow_hosts", "slow_after_s")),
     "notifications": Shipped("requeue", {"notify": WHOLE}),
+    "curves": Shipped("trackers", {"log_pattern": ("pattern", None)}),  # trackers get its end
     "trackers": Shipped(
         "slurm", {"trackers": ("names", [])}, commands={"sync": "command:sync", "ui": "command:ui"}
     ),
@@ -278,6 +309,8 @@ def take_parts(plan: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The parts of a plan.json by the name of their capability, from the keys in which they lie."""
     parts: dict[str, dict[str, Any]] = {}
     for name, shipped in SHIPPED.items():
+        if shipped.within and isinstance(record := plan.get(shipped.follows), Mapping):
+            parts[name] = {key: record[key] for key in shipped.within if key in record}
         own, is_used = dict[str, Any](), False
         for key, (inner, absent) in shipped.keys.items():
             value = plan.get(key)
@@ -301,17 +334,24 @@ def keys_of(parts: Mapping[str, Mapping[str, Any]]) -> set[str]:
 def put_parts(plan: dict[str, Any], parts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The content of a plan.json with its parts: what `take_parts` reads."""
     own: dict[str, dict[str, Any]] = {}
+    found: dict[str, Any] = {}
+
+    def add(key: str, value: Any) -> None:
+        found[key] = value
+        for following in own.get(key, {}).items():
+            add(*following)
+
     for name, shipped in SHIPPED.items():
         part, written = parts.get(name), own.setdefault(shipped.follows, {})
+        if shipped.within:
+            plan = {**plan, shipped.follows: {**plan[shipped.follows], **(part or {})}}
         for key, (inner, absent) in shipped.keys.items():
             if inner:
                 written[key] = absent if part is None else part[inner]
             elif part is not None:
                 written[key] = part
-    found: dict[str, Any] = {}
     for key, value in plan.items():
-        found[key] = value
-        found |= own.get(key, {})
+        add(key, value)
     others = {name: part for name, part in parts.items() if name not in SHIPPED}
     return {**found, "capabilities": others} if others else found
 

@@ -28,8 +28,8 @@ from trainkit.run.files import read_json, write_json
 from trainkit.run.group import RunGroup, create_task_run
 from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
-from trainkit.slurm.jobs import JobInfo
-from trainkit.slurm.states import JobState
+from trainkit.scheduler import JobState
+from trainkit.slurm.jobs import SlurmJob
 
 ROOT = Path(__file__).resolve().parents[2]
 TWO = ("--gpus-per-node", "2")
@@ -325,7 +325,7 @@ def test_an_end_that_this_host_sees_late_is_waited_for(
             started(group, 1)
         elif len(looks) == 3:
             write_json(group.run(1).attempt(1).end_file, END)
-        return {job_id: JobInfo(job_id, JobState.UNKNOWN) for job_id in ids}
+        return {job_id: SlurmJob(job_id, JobState.UNKNOWN) for job_id in ids}
 
     monkeypatch.setattr(run_bench, "query_jobs_or_warn", ask)
     typed = [*TYPED, *LENGTH, "--layout", "tp=2", "--layout", "pp=2", "--follow", "--json"]

@@ -22,8 +22,8 @@ from trainkit.backends.jobs import SlurmPoller
 from trainkit.cli.watch_screen import read_again
 from trainkit.run.process import process_stat
 from trainkit.run.rundir import RunDir
-from trainkit.slurm.jobs import JobInfo
-from trainkit.slurm.states import JobState
+from trainkit.scheduler import JobState
+from trainkit.slurm.jobs import SlurmJob
 
 SCREENS = Path(__file__).parent / "screens"
 TRAINKIT = (sys.executable, "-m", "trainkit")
@@ -211,12 +211,12 @@ class Slurm:
         self.is_reachable = True
         self.state = JobState.RUNNING
 
-    def query(self, ids: Sequence[str], warn: Callable[[str], None]) -> dict[str, JobInfo]:
+    def query(self, ids: Sequence[str], warn: Callable[[str], None]) -> dict[str, SlurmJob]:
         self.asked.append(tuple(ids))
         if not self.is_reachable:
             warn("squeue cannot reach Slurm")
             return {}
-        return {job_id: JobInfo(job_id, self.state) for job_id in ids}
+        return {job_id: SlurmJob(job_id, self.state) for job_id in ids}
 
 
 @pytest.fixture

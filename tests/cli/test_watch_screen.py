@@ -25,8 +25,8 @@ from trainkit.run.group import RunGroup
 from trainkit.run.record import AttemptRecord, JobRecord
 from trainkit.run.registry import register
 from trainkit.run.rundir import RunDir
-from trainkit.slurm.jobs import JobInfo
-from trainkit.slurm.states import JobState
+from trainkit.scheduler import JobState
+from trainkit.slurm.jobs import SlurmJob
 
 SCREENS = Path(__file__).parent / "screens"
 SIZES = ((80, 24), (200, 50))
@@ -226,8 +226,8 @@ def test_a_sweep_is_one_line_and_opens(folder: Path) -> None:
     group = make_group(folder, {index: {"optimizer.lr": 0.1 * (index + 1)} for index in range(30)}, "12")
     register(RunDir(group.path), "small")
 
-    def query(ids: Sequence[str], warn: Callable[[str], None]) -> dict[str, JobInfo]:
-        return {job_id: JobInfo(job_id, JobState.PENDING, reason="Priority") for job_id in ids}
+    def query(ids: Sequence[str], warn: Callable[[str], None]) -> dict[str, SlurmJob]:
+        return {job_id: SlurmJob(job_id, JobState.PENDING, reason="Priority") for job_id in ids}
 
     async def use(pilot: Pilot[Any], app: WatchApp) -> None:
         await shows(pilot, "30 pending")

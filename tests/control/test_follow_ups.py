@@ -33,13 +33,13 @@ from trainkit.run.files import read_json, write_json
 from trainkit.run.record import add_slurm_attempt, change_newest, read_job, set_follow_ups
 from trainkit.run.registry import find_run, register
 from trainkit.run.rundir import RunDir, submission_token
+from trainkit.scheduler import JobState, on_cluster, split_job
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
-from trainkit.slurm.jobs import JobInfo
-from trainkit.slurm.states import JobState, on_cluster, split_job
+from trainkit.slurm.jobs import SlurmJob
 
 REQUEST = SlurmRequest({"nodes": 2, "comment": "my words"})
-WAITS = JobInfo("?", JobState.PENDING, "PENDING", reason="Dependency")
-ENDED = JobInfo("7", JobState.FAILED, "FAILED", exit_code=75)
+WAITS = SlurmJob("?", JobState.PENDING, "PENDING", reason="Dependency")
+ENDED = SlurmJob("7", JobState.FAILED, "FAILED", exit_code=75)
 
 
 @pytest.fixture
@@ -193,15 +193,15 @@ def test_without_follow_ups_slurm_is_not_asked(run: RunDir, cancelled: list[str]
     assert (cancelled, run.job_file.read_text()) == ([], before)
 
 
-def queue(monkeypatch: pytest.MonkeyPatch, **jobs: JobInfo) -> dict[str, JobInfo]:
+def queue(monkeypatch: pytest.MonkeyPatch, **jobs: SlurmJob) -> dict[str, SlurmJob]:
     """What Slurm has, by the number of the job behind a letter."""
     known = {name[1:]: replace(info, job_id=name[1:]) for name, info in jobs.items()}
     answers(monkeypatch, lambda ids: {key: known[key] for key in ids if key in known})
     return known
 
 
-def answers(monkeypatch: pytest.MonkeyPatch, query: Callable[[Sequence[str]], dict[str, JobInfo]]) -> None:
-    def query_cluster(wanted: Sequence[str], cluster: str) -> list[tuple[str, JobInfo]]:
+def answers(monkeypatch: pytest.MonkeyPatch, query: Callable[[Sequence[str]], dict[str, SlurmJob]]) -> None:
+    def query_cluster(wanted: Sequence[str], cluster: str) -> list[tuple[str, SlurmJob]]:
         found = query([on_cluster(job_id, cluster) for job_id in wanted])
         return [(split_job(job)[0], info) for job, info in found.items()]
 
@@ -239,7 +239,7 @@ def test_follow_ups_of_a_run_that_has_ended_are_on_their_way_out(
 def test_a_job_that_has_recorded_its_end_gets_a_moment_to_exit(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    jobs = queue(monkeypatch, j7=JobInfo("?", JobState.RUNNING, "RUNNING"))
+    jobs = queue(monkeypatch, j7=SlurmJob("?", JobState.RUNNING, "RUNNING"))
     monkeypatch.setattr(control_jobs.time, "sleep", lambda _: jobs.clear())
     with pytest.raises(UsageError, match="is running as 7"):
         require_not_running(run, read_job(run), "resume")
@@ -256,11 +256,11 @@ def test_a_job_that_has_recorded_its_end_and_stays_is_named(
 ) -> None:
     write_json(run.attempt(1).end_file, {"action": "finished", "state": "finished"})
     monkeypatch.setattr(control_jobs, "SUPERVISOR_EXIT_S", -1.0)
-    jobs = queue(monkeypatch, j7=JobInfo("?", JobState.RUNNING, "RUNNING"))
+    jobs = queue(monkeypatch, j7=SlurmJob("?", JobState.RUNNING, "RUNNING"))
     for act in (lambda: require_not_running(run, read_job(run), "resume"), lambda: requeue_run(run)):
         with pytest.raises(UsageError, match=r"has ended, but Slurm still has its job 7 \(RUNNING\)"):
             act()
-    jobs["7"] = JobInfo("7", JobState.COMPLETING, "COMPLETING")  # a long epilog
+    jobs["7"] = SlurmJob("7", JobState.COMPLETING, "COMPLETING")  # a long epilog
     require_not_running(run, read_job(run), "resume")
 
 
@@ -278,7 +278,7 @@ def test_the_job_of_a_run_that_has_ended_can_be_cancelled(
 ) -> None:
     end = {"action": "failed", "state": "failed"}
     write_json(run.attempt(1).end_file, end)
-    queue(monkeypatch, j7=JobInfo("?", state, state.name))
+    queue(monkeypatch, j7=SlurmJob("?", state, state.name))
     ids: list[str] = []
     monkeypatch.setattr(control_cancel, "cancel", ids.extend)
     result = cancel_run(run, now=now, wait=False, warn=print)
@@ -320,7 +320,7 @@ def test_a_run_on_another_cluster_is_not_taken_for_dead(
     # One cluster answers; this one has a job 7 and 8 too.
     away_is_east = True
 
-    def away(ids: Sequence[str]) -> dict[str, JobInfo]:
+    def away(ids: Sequence[str]) -> dict[str, SlurmJob]:
         if any((";" in job) is away_is_east for job in ids):
             raise SlurmUnreachable("squeue cannot reach Slurm: No cluster 'east' known by database")
         return dict.fromkeys(ids, WAITS)
@@ -398,7 +398,7 @@ def test_a_requeue_stands_in_the_record_before_it_is_signalled(
     def signalled(*args: object) -> None:
         requests.append(read_job(run).attempts[-1].requeue_requested_at)
 
-    runs = JobInfo("7", JobState.RUNNING, "RUNNING")
+    runs = SlurmJob("7", JobState.RUNNING, "RUNNING")
     answers(monkeypatch, lambda ids: dict.fromkeys(ids, runs))
     monkeypatch.setattr(slurm_backend, "send_signal", signalled)
     assert requeue_run(run).is_started is False

@@ -10,9 +10,9 @@ from trainkit.run.events import log_event
 from trainkit.run.files import read_json
 from trainkit.run.record import add_slurm_attempt, read_job
 from trainkit.run.rundir import RunDir
+from trainkit.scheduler import JobState
 from trainkit.slurm.client import SlurmRefused
 from trainkit.slurm.jobs import JobDetails
-from trainkit.slurm.states import JobState
 
 RUNNING = JobDetails(
     JobState.RUNNING, "RUNNING", is_preempted=False, may_requeue=True, end_time=None, restarts=0

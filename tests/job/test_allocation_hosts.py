@@ -15,15 +15,17 @@ from trainkit.cluster.target import Target
 from trainkit.config import load_config
 from trainkit.errors import TrainkitError
 from trainkit.job import processes
+from trainkit.job.attempt import Attempt
 from trainkit.plan.facts import Facts
 from trainkit.plan.launch import LaunchPlan, option_argv
+from trainkit.plan.make_plan import with_parts
 from trainkit.plan.node_range import plan_nodes
 from trainkit.run.files import append_jsonl
 from trainkit.run.record import open_attempt, write_plan
 from trainkit.run.rundir import RunDir
+from trainkit.scheduler import JobState
 from trainkit.slurm.client import SlurmUnreachable
 from trainkit.slurm.jobs import JobDetails
-from trainkit.slurm.states import JobState
 
 HOSTS = ("h18", "h19", "h1", "h2")
 
@@ -32,7 +34,8 @@ def plan(*overrides: str) -> LaunchPlan:
     given = ["device=cpu", "train.global_batch_size=null", "resources.nodes=2", *overrides]
     loaded = load_config(None, overrides=given, environ={}, cwd=Path("/nowhere"))
     machine = Machine(2, 0, (), "a login node")
-    return plan_nodes(loaded, Facts(machine, Target("sbatch", "a test", Cluster("unknown"))))
+    facts = Facts(machine, Target("sbatch", "a test", Cluster("unknown")))
+    return with_parts(plan_nodes(loaded, facts), loaded, facts)
 
 
 def step(made: LaunchPlan, *before: str) -> list[str]:
@@ -71,20 +74,20 @@ def test_of_a_range_the_step_has_what_is_there(tmp_path: Path, monkeypatch: pyte
     run = RunDir(tmp_path)
     attempt = open_attempt(run, "", made.to_text())
     allocation = SlurmAllocation(run, "7", step(made))
-    fitted = allocation.fitted(attempt, made)
+    fitted = allocation.fitted(Attempt(attempt, made))
     assert (fitted.num_nodes, LaunchPlan.read(attempt.plan_file)) == (2, fitted)
     assert allocation.place(fitted) == {"partition": "a"}
     several = replace(fitted, gpu_types={"a": "a100", "h": "h100"})
     assert allocation.place(several) == {"partition": "a", "gpu_type": "a100"}
     assert LaunchPlan.read(run.plan_file) == fitted
     allocation.bad.add("h2")
-    assert allocation.fitted(attempt, fitted) is fitted
+    assert allocation.fitted(Attempt(attempt, fitted)) is fitted
     allocation.bad.add("h1")
     allocation.job = JobDetails(JobState.RUNNING, "", False, 0, True, None)
-    assert allocation.restart_options(fitted).restart
-    assert allocation.fitted(attempt, fitted).num_nodes == 1
+    assert allocation.restart_options(Attempt(attempt, fitted)).restart
+    assert allocation.fitted(Attempt(attempt, fitted)).num_nodes == 1
     allocation.bad.add("h3")
-    assert not allocation.restart_options(fitted).restart
+    assert not allocation.restart_options(Attempt(attempt, fitted)).restart
 
 
 @pytest.mark.parametrize(("per", "of_task"), [("gpu", "32"), ("node", "128")])
@@ -101,21 +104,21 @@ def test_ranks_of_an_exclusive_job_use_the_cpus_of_its_nodes(
     monkeypatch.setenv("SLURM_JOB_CPUS_PER_NODE", "192,128(x12)")
     for name in ("SLURM_TRES_PER_TASK", "SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK"):
         monkeypatch.delenv(name, raising=False)
-    assert allocation.fitted(attempt, made) is made
+    assert allocation.fitted(Attempt(attempt, made)) is made
     made = replace(made, fills_nodes=True)
     write_plan(attempt, made.to_text())
-    fitted = allocation.fitted(attempt, made)
+    fitted = allocation.fitted(Attempt(attempt, made))
     assert (fitted.threads_per_worker, LaunchPlan.read(attempt.plan_file)) == (32, fitted)
     assert allocation.place(fitted) == {"threads_per_worker": 32}
-    allocation.watch(attempt, fitted).start()
+    allocation.watch(Attempt(attempt, fitted)).start()
     assert started[0]["SRUN_CPUS_PER_TASK"] == started[0]["SLURM_CPUS_PER_TASK"] == of_task
     assert "SLURM_TRES_PER_TASK" not in started[0]
     for written in ("cpu={}", "gres/gpu:1,cpu:{}"):  # by different versions
         monkeypatch.setenv("SLURM_TRES_PER_TASK", written.format(8))
-        allocation.watch(attempt, fitted).start()
+        allocation.watch(Attempt(attempt, fitted)).start()
         assert started[-1]["SLURM_TRES_PER_TASK"] == written.format(of_task)
     monkeypatch.setenv("SLURM_JOB_CPUS_PER_NODE", "64(x2)")  # the next start of the job, on others
-    assert allocation.fitted(attempt, fitted).threads_per_worker == 16
+    assert allocation.fitted(Attempt(attempt, fitted)).threads_per_worker == 16
 
 
 def test_a_template_may_have_put_something_before_srun() -> None:
@@ -168,5 +171,5 @@ def test_hosts_of_slow_ranks_are_avoided_where_the_config_says_so(tmp_path: Path
     append_jsonl(attempt.run.events_file, {"event": "slow_rank_over", "attempt": 1, "rank": 0, "host": "h18"})
     of_job = SlurmAllocation.__new__(SlurmAllocation)
     of_job.hosts, of_job.bad = list(HOSTS), set()
-    of_job.record_suspect(attempt, plan(f"requeue.slow_hosts={policy}"), None)
+    of_job.record_suspect(Attempt(attempt, plan(f"requeue.slow_hosts={policy}")), None)
     assert of_job.bad == (set() if policy == "ignore" else {"h1"})

@@ -15,6 +15,7 @@ from trainkit.backends.slurm import allocation
 from trainkit.backends.slurm.claim_attempt import NothingToDo, claim_attempt
 from trainkit.errors import EXIT_OK, EXIT_STOPPED, UsageError
 from trainkit.job import supervisor
+from trainkit.job.attempt import Attempt
 from trainkit.job.decision import Decision
 from trainkit.job.supervisor import supervise_job
 from trainkit.locks import file_lock
@@ -30,9 +31,9 @@ from trainkit.run.record import (
     set_follow_ups,
 )
 from trainkit.run.rundir import AttemptDir, RunDir
+from trainkit.scheduler import JobState
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
 from trainkit.slurm.jobs import JobDetails
-from trainkit.slurm.states import JobState
 
 
 def test_the_first_start_takes_the_attempt_that_was_submitted(run: RunDir) -> None:
@@ -159,7 +160,7 @@ def test_a_job_that_leaves_does_not_end_the_attempt_that_saves_after_a_cancel(
 ) -> None:
     mark_cancelled(taken)
     says(monkeypatch, RUNNING)
-    assert allocation.SlurmAllocation(taken, "8", []).claim() == EXIT_OK
+    assert allocation.SlurmAllocation(taken, "8", []).claim().exit_code == EXIT_OK
     assert not taken.attempt(1).end_file.exists()
 
 
@@ -200,10 +201,12 @@ def test_only_the_newest_attempt_opens_the_next(run: RunDir, slurm: Slurm) -> No
     given = allocation.SlurmAllocation(run, "7", [])
     add_slurm_attempt(run, 1, "7", "submit", "sbatch")
     add_slurm_attempt(reopen_attempt(run.attempt(1)).run, 2, "8", "resume", "sbatch")
-    assert given.claim_next(run.attempt(1)) == "superseded: attempt 2 in job 8 has taken the run over"
-    plan = LaunchPlan.from_dict(read_json(run.attempt(1).plan_file))
+    first = Attempt(run.attempt(1), LaunchPlan.from_dict(read_json(run.attempt(1).plan_file)))
+    assert given.claim_next(first).reason == "superseded: attempt 2 in job 8 has taken the run over"
     given.job = RUNNING
     requeue = Decision("requeue", "preempted", EXIT_STOPPED, "preempted")
-    assert given.release(plan, requeue) == "job 8 has taken the run over"
+    assert (
+        given.release(first, requeue).reason == "preempted; not started again: job 8 has taken the run over"
+    )
     assert slurm.requeued == 0
     assert run.attempt_numbers() == [1, 2]

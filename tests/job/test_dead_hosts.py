@@ -104,12 +104,13 @@ def test_a_run_that_takes_its_hosts_down_stops(
 def close_as_the_next_start_does(run: RunDir, slurm: Slurm) -> None:
     """The next start continues, and dies itself: it only leaves the end of the one before."""
     from trainkit.backends.slurm.allocation import SlurmAllocation
+    from trainkit.job.attempt import Attempt
     from trainkit.job.attempt_end import close_dead_attempts
     from trainkit.plan.launch import LaunchPlan
 
     newest = run.attempt(run.attempt_numbers()[-1])
     policy = LaunchPlan.from_dict(read_json(newest.plan_file)).requeue
-    assert close_dead_attempts(newest, policy, SlurmAllocation(run, "7", []).is_down) is None
+    assert close_dead_attempts(Attempt(newest), policy, SlurmAllocation(run, "7", []).is_down) is None
 
 
 def test_the_queue_is_no_progress(run: RunDir) -> None:

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from datetime import datetime, timedelta, timezone
 
 import pytest
 
+from trainkit.backends.slurm.termination import termination_cause
 from trainkit.job.decision import (
     Departure,
     Outcome,
     RestartOptions,
+    Standing,
     decide,
     decide_requested,
     restarts_limit,
-    termination_cause,
 )
 from trainkit.job.signals import combine_exit_codes, describe_exit
 from trainkit.plan.launch import RequeuePolicy
-from trainkit.plan.workload import Command
+from trainkit.plan.workload import TRAINER, Command, Workload
 from trainkit.run.end import AttemptEnd, RankFailure
 from trainkit.run.tracebacks import CodeLine
+from trainkit.scheduler import JobState
 from trainkit.slurm.jobs import JobDetails, parse_job
-from trainkit.slurm.states import JobState
 
 POLICY = RequeuePolicy()
 COMMAND = Command(("train",))
@@ -34,8 +35,21 @@ def was(cause, progress=0, step=None, failure=None):
     return AttemptEnd(cause=cause, mark=progress, step=step, verdict=failure)
 
 
+@dataclass(frozen=True)
+class Ended(Outcome):
+    """An outcome, and what else is known of its run."""
+
+    progress: int = 0
+    step: int | None = 1
+    ran_s: float = 0.0
+    is_total_used: bool = False
+    workload: Workload = TRAINER
+    was_debugged: bool = False
+    is_done: bool = False
+
+
 def ended(codes, stop_signal=None, cause=None, **more):
-    return Outcome(stop_signal, cause=cause, exits=list(enumerate(codes)), **{"step": 1, **more})
+    return Ended(tuple(enumerate(codes)), stop_signal, cause, **more)
 
 
 @pytest.mark.parametrize("step", [None, 0])
@@ -46,7 +60,8 @@ def test_a_trainer_without_a_step_has_not_saved(step):
 
 
 def after(end, *past, policy=POLICY, options=HERE):
-    return decide(end, past, policy, options)
+    known = {field.name: getattr(end, field.name) for field in fields(Standing) if field.name != "previous"}
+    return decide(end, Standing(past, **known), policy, options)
 
 
 @pytest.mark.parametrize("kind", ["bdb.BdbQuit", "BdbQuit"])
@@ -121,8 +136,8 @@ def test_a_command_that_fails_after_a_notice_was_ended_by_it(cause, action):
     ("end", "cause", "words"),
     [
         (ended([137]), "crash", "a worker ended with SIGKILL; resumes (restart 1)"),
-        (ended([143], hangs=[None]), "hang", "no progress; resumes (restart 1)"),
-        (ended([143], hangs=[None], lost_nodes=("n2",)), "node_fail", "lost n2; resumes (restart 1)"),
+        (ended([143], hung=True), "hang", "no progress; resumes (restart 1)"),
+        (ended([143], hung=True, lost_nodes=("n2",)), "node_fail", "lost n2; resumes (restart 1)"),
         (
             ended([75], "SIGTERM", "preempted"),
             "preempted",
@@ -193,7 +208,7 @@ def test_without_a_way_back_the_failure_stands():
         (ended([75], "SIGTERM", "preempted"), "preempted"),
         (ended([75], "SIGUSR2", "timeout"), "timeout"),
         (ended([1]), "crash"),
-        (ended([1], hangs=[None]), "hang"),
+        (ended([1], hung=True), "hang"),
         (ended([1], lost_nodes=("n1",)), "node_fail"),
     ],
 )

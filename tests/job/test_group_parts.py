@@ -20,8 +20,8 @@ from trainkit.errors import TrainkitError, UsageError
 from trainkit.locks import file_lock
 from trainkit.run.files import read_json, write_json
 from trainkit.run.group import Part, RunGroup, create_task_run
+from trainkit.scheduler import array_indices
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
-from trainkit.slurm.states import array_indices
 
 NO_ROOM = "sbatch: error: QOSMaxSubmitJobPerUserLimit\nsbatch: error: Batch job submission failed"
 

@@ -8,7 +8,7 @@ import pytest
 from tests.support.runs import launch_plan
 from trainkit.folders import ensure_folder
 from trainkit.job.blame import UNKNOWN
-from trainkit.job.decision import Outcome
+from trainkit.job.decision import Observed
 from trainkit.job.failure.records import find_first_failure, suspect_host
 from trainkit.job.hangs import HangRecord, hang_failure, missing_ranks, read_hangs
 from trainkit.run.files import to_json, write_json
@@ -136,15 +136,15 @@ def test_after_a_timeout_the_rank_that_the_others_waited_for_failed_first(attemp
     error = {"rank": 0, "host": "host0", "type": "exit", "exit_code": 134, "time": "2026-01-01T00:00:00Z"}
     error["message"] = "killed by SIGABRT: [Rank 0] Watchdog caught collective operation timeout: WorkNCCL("
     write_json(attempt.rank_error(0), error)
-    outcome = Outcome(exits=[(0, 134)])
-    assert find_first_failure(attempt, PLAN, outcome).rank == 0
+    observed = Observed(exits=[(0, 134)])
+    assert find_first_failure(attempt, PLAN, observed).rank == 0
     write_flights(attempt, dict.fromkeys((0, 1, 3), (12, "all_reduce", "scheduled")))
-    verdict = find_first_failure(attempt, PLAN, outcome)
+    verdict = find_first_failure(attempt, PLAN, observed)
     assert (verdict.rank, verdict.type) == (2, "Hang")
     assert verdict.message.startswith("does not respond, and has not called all_reduce")
     assert verdict.message.endswith("; then the collective timed out on rank 0")
     write_flights(attempt, {2: (12, "all_reduce", "scheduled")})
-    assert find_first_failure(attempt, PLAN, outcome).rank == 0, "nobody is named"
+    assert find_first_failure(attempt, PLAN, observed).rank == 0, "nobody is named"
 
 
 def test_nobody_is_named_for_data_of_another_size(attempt):
@@ -154,15 +154,15 @@ def test_nobody_is_named_for_data_of_another_size(attempt):
     ended = {"rank": 3, "host": "host1", "type": "exit", "exit_code": 134, "time": "2026-01-01T00:00:09Z"}
     message = "killed by SIGABRT: 8 vs 4. Is there a distributed collective mismatch in your code?"
     write_json(attempt.rank_error(3), ended | {"message": message})
-    verdict = find_first_failure(attempt, PLAN, Outcome(exits=[(0, 134)]))
+    verdict = find_first_failure(attempt, PLAN, Observed(exits=[(0, 134)]))
     assert (verdict.rank, verdict.host) == (None, None)
     assert verdict.message == f"{UNKNOWN}: rank 3 failed: {message}"
     # Ranks that can, write their records.
     write_flights(attempt, dict.fromkeys(range(3), (12, "all_reduce", "scheduled")), "gloo")
-    verdict = find_first_failure(attempt, PLAN, Outcome(exits=[(0, 134)]))
+    verdict = find_first_failure(attempt, PLAN, Observed(exits=[(0, 134)]))
     assert (verdict.rank, verdict.host) == (3, None), "it called something else itself"
     write_flights(attempt, {1: (12, "all_gather", "scheduled")}, "gloo")
-    verdict = find_first_failure(attempt, PLAN, Outcome(exits=[(0, 134)]))
+    verdict = find_first_failure(attempt, PLAN, Observed(exits=[(0, 134)]))
     assert verdict.message == f"rank 1 called something else than the others: rank 3 failed: {message}"
 
 

@@ -24,6 +24,7 @@ from trainkit.capabilities.notifications.notifier import (
     url_problem,
 )
 from trainkit.capabilities.notifications.progress import ProgressWatch
+from trainkit.capability import Hosts
 from trainkit.config.running import WEBHOOK_VARIABLE
 from trainkit.job import hangs
 from trainkit.job.attempt_capabilities import AttemptCapabilities
@@ -355,6 +356,6 @@ def test_the_end_of_an_attempt_is_no_moment_to_look_for_stalls(
     capabilities = AttemptCapabilities(attempt, LaunchPlan.read(attempt.plan_file))
     capabilities.end(AttemptEnd(state="failed"))
     assert polls == []
-    capabilities.begin()
-    capabilities.poll()
+    capabilities.begin(Hosts())
+    capabilities.poll(is_stopping=False)
     assert len(polls) == 1

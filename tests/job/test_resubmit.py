@@ -14,6 +14,7 @@ from trainkit.backends.slurm import resubmit as resubmit_module
 from trainkit.backends.slurm.allocation import SlurmAllocation
 from trainkit.backends.slurm.resubmit import excludable, resubmit
 from trainkit.errors import TrainkitError
+from trainkit.job.attempt import Attempt
 from trainkit.job.decision import Decision
 from trainkit.plan.launch import LaunchPlan, SlurmRequest
 from trainkit.run.files import read_json, read_jsonl, write_json
@@ -175,5 +176,5 @@ def test_a_full_disk_at_the_end_of_a_job(
     monkeypatch.setattr("trainkit.backends.slurm.allocation.expand_hosts", lambda text: [text])
     monkeypatch.setattr("trainkit.backends.slurm.allocation.excluded", lambda cluster, run: {})
     plan = LaunchPlan.from_dict(read_json(run.plan_file))
-    problem = SlurmAllocation(run, "7", []).release(plan, decision)
-    assert problem.startswith(f"{run.path} cannot be written")
+    done = SlurmAllocation(run, "7", []).release(Attempt(run.attempt(1), plan), decision)
+    assert done.reason.startswith(f"saved; not started again: {run.path} cannot be written")

@@ -15,6 +15,8 @@ import pytest
 from job_tree import Job, wait_for
 
 from tests.support.runs import launch_plan
+from trainkit.capabilities.slow_ranks.policy import SlowRanksPlan
+from trainkit.capabilities.slow_ranks.silence import SilenceWatch
 from trainkit.job.failure.stacks import (
     STATE_PROBLEMS,
     LockFile,
@@ -24,10 +26,8 @@ from trainkit.job.failure.stacks import (
     find_requests,
 )
 from trainkit.job.hangs import HangRecord, hang_failure, missing_ranks, read_hangs
-from trainkit.job.progress_watch import SilenceWatch
 from trainkit.observe.diagnose import diagnose
 from trainkit.observe.status import read_status
-from trainkit.plan.launch import RequeuePolicy
 from trainkit.run.events import log_event
 from trainkit.run.files import parse_time, read_jsonl, to_json, utc_now, write_json
 from trainkit.run.history import RunHistory
@@ -45,7 +45,7 @@ class Watched:
         self.attempt, self.now_s = attempt, 1000.0
         self.replies: list[Reply] = []
         monkeypatch.setattr(time, "monotonic", lambda: self.now_s)
-        self.watch = SilenceWatch(attempt, replace(PLAN, requeue=RequeuePolicy(**policy)))
+        self.watch = SilenceWatch(attempt, PLAN.with_part(SlowRanksPlan(**policy)))
 
     def wait(self, seconds: float) -> list[HangRecord]:
         for _ in range(round(seconds / 10)):

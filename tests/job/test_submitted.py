@@ -15,6 +15,7 @@ from test_allocation_hosts import plan as planned
 from tests.support.groups import make_group
 from trainkit.backends.local.allocation import LocalAllocation
 from trainkit.errors import EXIT_NO_RESTART
+from trainkit.job.attempt import Attempt
 from trainkit.job.supervisor import Supervisor, supervise_job
 from trainkit.plan.launch import LaunchPlan, resized
 from trainkit.run.files import read_json
@@ -151,11 +152,10 @@ def test_of_a_folder_that_changed_while_the_run_waited_for_its_turn_nothing_runs
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(SUBMITTED_VARIABLE, submitted(run))
-    monkeypatch.setattr(
-        LocalAllocation, "wait_for_turn", lambda self, attempt, plan: change_plan(run) and None
-    )
-    outcome, decision = Supervisor(LocalAllocation(run, 1))._run_attempt(run.attempt(1))
-    assert (decision.action, decision.exit_code, outcome.exits) == ("failed", EXIT_NO_RESTART, [])
+    monkeypatch.setattr(LocalAllocation, "wait_for_turn", lambda self, attempt: change_plan(run) and None)
+    attempt = Attempt(run.attempt(1))
+    decision = Supervisor(LocalAllocation(run, 1))._run_attempt(attempt)
+    assert (decision.action, decision.exit_code, attempt.outcome.exits) == ("failed", EXIT_NO_RESTART, ())
     assert "plan.json is not what this job was submitted with" in decision.reason
 
 

@@ -21,6 +21,7 @@ from trainkit.backends.slurm.attempt_watch import SlurmAttemptWatch
 from trainkit.backends.slurm.claim_attempt import claim_attempt
 from trainkit.errors import EXIT_FAILED, EXIT_STOPPED
 from trainkit.job import supervisor
+from trainkit.job.attempt import Attempt
 from trainkit.job.supervisor import supervise_job
 from trainkit.locks import file_lock
 from trainkit.plan.launch import LaunchPlan
@@ -28,11 +29,11 @@ from trainkit.run.end import RankFailure
 from trainkit.run.files import read_json, read_jsonl, write_json
 from trainkit.run.record import AUTO_RESTART, AttemptRecord, add_slurm_attempt, mark_cancelled
 from trainkit.run.rundir import AttemptDir, RunDir
-from trainkit.slurm.states import JobState
+from trainkit.scheduler import JobState
 
 
 def test_a_step_that_srun_gave_up_has_not_finished_whatever_its_code(run: RunDir, slurm: Slurm) -> None:
-    # Seen with Slurm 22.05: one host cut off, and the daemon of the other, whose tasks were killed, away.
+    # Observed with Slurm 22.05: one host cut off, and the daemon of the other, whose tasks were killed, away.
     slurm.lost = ("node2",)
     add_slurm_attempt(run, 1, "7", "submit", "sbatch")
     said = (
@@ -159,8 +160,8 @@ def test_a_step_whose_run_folder_is_deleted_is_ended(run: RunDir, monkeypatch: p
     watch = watch_of(run, monkeypatch)
     threading.Timer(0.3, shutil.rmtree, (run.attempt(1).path,)).start()
     watch.run()
-    watch.collect_outcome()
-    assert [code for _, code in watch.outcome.exits] == [143]
+    watch.collect()
+    assert [code for _, code in watch.observed.exits] == [143]
 
 
 def test_a_step_whose_run_folder_is_moved_saves(
@@ -181,9 +182,9 @@ def test_a_step_whose_run_folder_is_moved_saves(
     mover.start()
     watch.run()
     mover.join()
-    watch.collect_outcome()
-    assert (watch.outcome.moved_to, watch.outcome.stop_signal) == (str(moved), "SIGTERM")
-    assert (watch.outcome.exits, old.exists()) == ([(0, 75)], False)
+    watch.collect()
+    assert (watch.observed.moved_to, watch.observed.stop_signal) == (str(moved), "SIGTERM")
+    assert (watch.observed.exits, old.exists()) == ([(0, 75)], False)
 
 
 def test_a_step_whose_run_folder_is_away_for_a_moment_goes_on(
@@ -210,8 +211,8 @@ def test_a_step_whose_run_folder_is_away_for_a_moment_goes_on(
     monkeypatch.setattr(watch, "_end_if_superseded", stale)
     watch.run()
     mover.join()
-    watch.collect_outcome()
-    assert [code for _, code in watch.outcome.exits] == [75]
+    watch.collect()
+    assert [code for _, code in watch.observed.exits] == [75]
     assert calls
 
 
@@ -262,8 +263,8 @@ time.sleep(60)
 
     threading.Thread(target=come_back).start()
     watch.run()
-    watch.collect_outcome()
-    assert [code for _, code in watch.outcome.exits] == [EXIT_STOPPED]
+    watch.collect()
+    assert [code for _, code in watch.observed.exits] == [EXIT_STOPPED]
     assert log.read_text().splitlines()[-1] == "saved"
     assert watch.superseded_by.attempt == 2
     assert run.attempt_numbers() == [1, 2]
@@ -276,11 +277,13 @@ def test_a_superseded_command_that_exits_with_0_leaves_the_run(
     write_json(plan_file, {**read_json(plan_file), "command": ["python", "train.py"]})
     watch = watch_of(run, monkeypatch)
     watch.superseded_by = AttemptRecord(2, "8")
-    watch.outcome.stop_signal, watch.outcome.exits = "SIGUSR2", [(0, 0)]
+    watch.observed.stop_signal, watch.observed.exits = "SIGUSR2", [(0, 0)]
     monkeypatch.setattr(watch, "run", lambda: None)
     given = allocation.SlurmAllocation(run, "7", [])
-    monkeypatch.setattr(given, "watch", lambda attempt, plan: watch)
-    _, decision = supervisor.Supervisor(given)._run_attempt(run.attempt(1))
+    monkeypatch.setattr(given, "watch", lambda attempt: watch)
+    live = Attempt(run.attempt(1))
+    live.observed = watch.observed
+    decision = supervisor.Supervisor(given)._run_attempt(live)
     assert (decision.action, decision.reason) == (
         "stopped",
         "superseded: attempt 2 in job 8 has taken the run over",
@@ -292,7 +295,7 @@ def watch_of(
 ) -> SlurmAttemptWatch:
     monkeypatch.setattr(SlurmAttemptWatch, "poll_interval_s", 0.1)
     plan = LaunchPlan.from_dict(read_json(run.attempt(1).plan_file))
-    return SlurmAttemptWatch(run.attempt(1), plan, [sys.executable, "-c", code], supervisor_view="")
+    return SlurmAttemptWatch(Attempt(run.attempt(1), plan), [sys.executable, "-c", code], supervisor_view="")
 
 
 def test_the_run_saves_when_its_slices_have_taken_their_total(run: RunDir, slurm: Slurm) -> None:
@@ -335,8 +338,7 @@ def test_a_host_by_a_name_that_slurm_does_not_know_is_not_given_up(
     given = allocation.SlurmAllocation(run, "7", [])
     for host in ("node1.cluster.local", "node1"):
         given.record_suspect(
-            run.attempt(1),
-            LaunchPlan.read(run.attempt(1).plan_file),
+            Attempt(run.attempt(1)),
             RankFailure(host=host, node=True, message="no GPU"),
         )
     assert (notes, given.good_hosts) == (["node1"], [])
@@ -438,13 +440,15 @@ class TestHeldLocks:
     ) -> None:
         slurm.job, judged = replace(RUNNING, state=JobState.CANCELLED), []
         judge = allocation.judge
-        monkeypatch.setattr(allocation, "judge", lambda *args: judged.append(args[2].exits) or judge(*args))
+        monkeypatch.setattr(
+            allocation, "judge", lambda *args: judged.append(args[0].outcome.exits) or judge(*args)
+        )
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         signal.raise_signal(signal.SIGINT)
         with file_lock(run.supervisor_lock_file):
             assert self.start(run) == EXIT_STOPPED
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        assert judged == [[(0, 128 + signal.SIGINT)]]
+        assert judged == [((0, 128 + signal.SIGINT),)]
         assert "SIGINT" in read_json(run.attempt(1).end_file)["reason"]
 
     def test_a_preemption_while_it_waits_for_the_supervisor_lock_resumes(

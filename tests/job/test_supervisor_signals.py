@@ -14,13 +14,12 @@ from trainkit.backends.slurm import allocation
 from trainkit.backends.slurm.allocation import SlurmAllocation
 from trainkit.errors import EXIT_NO_RESTART, EXIT_STOPPED
 from trainkit.job import supervisor
-from trainkit.job.decision import Outcome
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import KILLED
 from trainkit.run.files import read_json, write_json
 from trainkit.run.rundir import RunDir
+from trainkit.scheduler import JobState
 from trainkit.slurm.jobs import JobDetails
-from trainkit.slurm.states import JobState
 
 
 @pytest.fixture(autouse=True)
@@ -396,14 +395,13 @@ def test_a_notice_may_follow_the_death(run: RunDir, slurm: Slurm, monkeypatch: p
 
 
 def test_a_notice_may_come_to_the_supervisor(run: RunDir, slurm: Slurm) -> None:
-    outcome = Outcome()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, supervisor.processes.WATCHED)
     try:
         signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
-        assert SlurmAllocation(run, "7", [])._await_notice(run.attempt(1), outcome) == "SIGTERM"
+        found = SlurmAllocation(run, "7", [])._await_notice(run.attempt(1))
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    assert outcome.supervisor_was_signalled
+    assert found == ("SIGTERM", True)
 
 
 @pytest.mark.parametrize("job", [RUNNING, None])

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from trainkit.errors import UsageError
 from trainkit.launch.sweep import ArraySpec, parse_array
-from trainkit.slurm.states import array_indices
+from trainkit.scheduler import array_indices
 
 
 @pytest.mark.parametrize(

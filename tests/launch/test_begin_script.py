@@ -12,8 +12,8 @@ from trainkit.backends.slurm.failed_starts import FailedStart, failed_starts, fo
 from trainkit.launch.script import render
 from trainkit.run.record import add_slurm_attempt, create_job, read_job
 from trainkit.run.rundir import RunDir
-from trainkit.slurm.jobs import JobInfo
-from trainkit.slurm.states import JobState
+from trainkit.scheduler import JobState
+from trainkit.slurm.jobs import SlurmJob
 
 PARTIAL = "partials/begin.sh.j2"
 FAKE = """#!/bin/bash
@@ -71,7 +71,7 @@ class Script:
         return [line for line in lines if " show job " not in line]
 
     def failed(self, job_id: str = "7", state: JobState = JobState.FAILED) -> list[FailedStart]:
-        return failed_starts(self.run, read_job(self.run), JobInfo(job_id, state))
+        return failed_starts(self.run, read_job(self.run), SlurmJob(job_id, state))
 
 
 @pytest.fixture
@@ -197,7 +197,7 @@ def test_the_copy_is_enough(script: Script) -> None:
 def test_a_start_that_still_runs_has_not_failed(script: Script) -> None:
     """Nor does Slurm's silence make it one."""
     script.bash("kill -9 $PPID $$")
-    running = JobInfo("7", JobState.RUNNING, restarts=0)
+    running = SlurmJob("7", JobState.RUNNING, restarts=0)
     assert failed_starts(script.run, read_job(script.run), running) == []
     assert failed_starts(script.run, read_job(script.run), None) == []
     [start] = script.failed()
@@ -207,6 +207,6 @@ def test_a_start_that_still_runs_has_not_failed(script: Script) -> None:
 
 
 def test_slurm_names_the_node_of_a_script_that_recorded_nothing(script: Script) -> None:
-    job = JobInfo("7", JobState.FAILED, nodes="n[3-4]", exit_code=0, exit_signal=9)
+    job = SlurmJob("7", JobState.FAILED, nodes="n[3-4]", exit_code=0, exit_signal=9)
     [start] = failed_starts(script.run, read_job(script.run), job)
     assert (start.host, start.how, start.file) == ("n3", "SIGKILL", None)

@@ -14,8 +14,8 @@ from trainkit.plan.launch import Batch, LaunchPlan, Layout, SlurmRequest
 from trainkit.run.files import write_json
 from trainkit.run.group import create_task_run
 from trainkit.run.record import change_newest
-from trainkit.slurm.jobs import JobInfo
-from trainkit.slurm.states import JobState
+from trainkit.scheduler import JobState
+from trainkit.slurm.jobs import SlurmJob
 
 
 def plan(slurm: SlurmRequest | None) -> LaunchPlan:
@@ -125,7 +125,7 @@ def test_a_point_on_another_cluster_may_have_the_id_of_its_array(
     # As after `trainkit resume` here, where a job has the id of the array there.
     change_newest(group.run(1), job_id="12", cluster="west")
     monkeypatch.setattr(
-        dependency, "query_jobs", lambda ids: {job: JobInfo(job, JobState.RUNNING) for job in ids}
+        dependency, "query_jobs", lambda ids: {job: SlurmJob(job, JobState.RUNNING) for job in ids}
     )
     waits_for = dependencies([str(group.path)], print, on_slurm=True)
     assert waits_for == [("12_0;east", "12")[index] for index in open_points]

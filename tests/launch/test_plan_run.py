@@ -117,7 +117,7 @@ class Submitting:
         (folder / "venv" / "bin" / "activate").touch()
         monkeypatch.setenv("PATH", f"{folder}/bin:/usr/bin:/bin")
         monkeypatch.delenv("SLURM_CONF", raising=False)
-        monkeypatch.setattr(module, "conf_file", lambda environ: None)
+        monkeypatch.setattr("trainkit.cluster.target.conf_file", lambda: None)
 
     def _packages(self, program: str) -> Packages:
         self.asked.append(program)
@@ -196,7 +196,7 @@ def test_a_torch_that_only_the_job_knows_is_left_to_it(
 def test_a_cluster_by_its_name_on_its_own_login_node(
     submitting: Submitting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "conf_file", lambda environ: Path("/etc/slurm/slurm.conf"))
+    monkeypatch.setattr("trainkit.cluster.target.conf_file", lambda: Path("/etc/slurm/slurm.conf"))
     assert "built without CUDA" in submitting.problem("launch.cluster=west")
     (submitting.folder / "bin" / "sbatch").unlink()
     monkeypatch.setenv("PATH", f"{submitting.folder}/bin")

@@ -10,8 +10,8 @@ from trainkit.errors import UsageError
 from trainkit.formats import mask_secrets
 from trainkit.launch import secrets
 from trainkit.launch.secrets import refuse_leaks, refuse_secrets, without_secrets
+from trainkit.quoting import quote
 from trainkit.run.record import open_attempt
-from trainkit.slurm.quoting import quote
 
 TOKEN = "hf_abcdefgh12345678"
 NAMES = ("HF_TOKEN", "WANDB_API_KEY")

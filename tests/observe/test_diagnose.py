@@ -24,8 +24,8 @@ from trainkit.run.files import append_jsonl, write_json
 from trainkit.run.history import RunHistory
 from trainkit.run.record import add_attempt, add_slurm_attempt, create_job, read_job
 from trainkit.run.rundir import RunDir
-from trainkit.slurm.jobs import JobInfo
-from trainkit.slurm.states import JobState
+from trainkit.scheduler import JobState
+from trainkit.slurm.jobs import SlurmJob
 
 MADE_ANYWHERE = [name for name, broken in BROKEN.items() if broken.package is None]
 RECORDED = sorted(path.stem for path in FOLDER.glob("*.yaml"))
@@ -37,14 +37,14 @@ def diagnosis_of(name: str, folder: Path) -> tuple[dict[str, object], Diagnosis]
     return content["expect"], newest(RunDir(folder), job=recorded_job(content))
 
 
-def newest(run: RunDir, job: JobInfo | None = None) -> Diagnosis:
+def newest(run: RunDir, job: SlurmJob | None = None) -> Diagnosis:
     return diagnose(run.attempt(run.attempt_numbers()[-1]), slurm_job=job)
 
 
-def recorded_job(content: dict[str, Any]) -> JobInfo | None:
+def recorded_job(content: dict[str, Any]) -> SlurmJob | None:
     """Slurm's view of the job, where it was recorded too."""
     fields = content.get("slurm")
-    return None if fields is None else JobInfo(**{**fields, "state": JobState(fields["state"])})
+    return None if fields is None else SlurmJob(**{**fields, "state": JobState(fields["state"])})
 
 
 def shown(found: Diagnosis, expected: dict[str, object]) -> dict[str, object]:
@@ -287,7 +287,7 @@ def test_a_running_attempt_has_no_failure(run: RunDir) -> None:
 
 
 def test_an_attempt_that_slurm_ended_without_a_record(run: RunDir) -> None:
-    job = JobInfo("7", JobState.REQUEUED, slurm_state="PENDING", reason="BeginTime", restarts=1)
+    job = SlurmJob("7", JobState.REQUEUED, slurm_state="PENDING", reason="BeginTime", restarts=1)
     found = diagnose(run.attempt(1), alive=True, slurm_job=job)
     assert (found.state, found.name, found.rank, found.host) == ("failed", "interrupted", None, None)
     assert "`sacct -j 7 --duplicates" in found.advice[0]
@@ -296,7 +296,7 @@ def test_an_attempt_that_slurm_ended_without_a_record(run: RunDir) -> None:
 def test_an_attempt_that_never_started(run: RunDir) -> None:
     create_job(run, backend="sbatch", name="x", cwd=str(run.path), code=None)
     add_slurm_attempt(run, 1, "7", "submit", "sbatch")
-    job = JobInfo("7", JobState.FAILED, slurm_state="FAILED", reason="JobLaunchFailure", exit_code=0)
+    job = SlurmJob("7", JobState.FAILED, slurm_state="FAILED", reason="JobLaunchFailure", exit_code=0)
     found = newest(run, job=job)
     assert found.cause == "no known cause was found: the job ended before the supervisor began"
     job = replace(job, exit_signal=53)
@@ -313,7 +313,7 @@ def test_a_start_that_failed(run: RunDir) -> None:
     create_job(run, backend="sbatch", name="x", cwd=str(run.path), code=None)
     add_slurm_attempt(run, 1, "7", "submit", "sbatch")
     run.attempt(1).supervisor_log.write_text("bash: /venv/bin/activate: No such file or directory\n")
-    job = JobInfo("7", JobState.FAILED, slurm_state="FAILED", nodes="n[2-3]", exit_signal=9)
+    job = SlurmJob("7", JobState.FAILED, slurm_state="FAILED", nodes="n[2-3]", exit_signal=9)
     found = newest(run, job=job)
     assert (found.name, found.rank, found.host) == ("start-failed", None, "n2")
     assert found.evidence[0].file == "Slurm's state of job 7"

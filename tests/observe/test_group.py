@@ -14,6 +14,7 @@ import pytest
 from tests.support.groups import SUBMITTED_AT, make_group
 from trainkit.control import cancel as control_cancel
 from trainkit.control.cancel import cancel_group
+from trainkit.errors import UsageError
 from trainkit.observe.group import GroupFiles, GroupStatus, most_relevant
 from trainkit.run.end import Best
 from trainkit.run.events import log_event
@@ -21,26 +22,26 @@ from trainkit.run.files import append_jsonl, read_json, to_json, write_json
 from trainkit.run.group import Point, RunGroup, create_task_run
 from trainkit.run.record import add_slurm_attempt, claim_entry
 from trainkit.run.rundir import RunDir, run_lock
+from trainkit.scheduler import JobState
 from trainkit.slurm.client import SlurmUnreachable
-from trainkit.slurm.jobs import JobInfo
-from trainkit.slurm.states import JobState
+from trainkit.slurm.jobs import SlurmJob
 
 NOW = datetime(2026, 1, 1, 0, 0, 30, tzinfo=timezone.utc)
 LRS = {index: {"optimizer.lr": 0.1 * (index + 1)} for index in range(4)}
 
 
-def jobs(**states: JobState) -> dict[str, JobInfo]:
+def jobs(**states: JobState) -> dict[str, SlurmJob]:
     """What Slurm says, by `_INDEX`."""
     return {
-        f"12{task}": JobInfo(f"12{task}", state, slurm_state=state.name) for task, state in states.items()
+        f"12{task}": SlurmJob(f"12{task}", state, slurm_state=state.name) for task, state in states.items()
     }
 
 
-def status(group: RunGroup, known: dict[str, JobInfo] | None) -> GroupStatus:
+def status(group: RunGroup, known: dict[str, SlurmJob] | None) -> GroupStatus:
     return GroupFiles(group).status(known, NOW)
 
 
-def states(group: RunGroup, known: dict[str, JobInfo] | None) -> list[str]:
+def states(group: RunGroup, known: dict[str, SlurmJob] | None) -> list[str]:
     return [point.state for point in status(group, known).points]
 
 
@@ -65,7 +66,7 @@ def test_points_without_a_folder_are_what_slurm_says(tmp_path: Path) -> None:
     assert [point.job_id for point in status(group, known).points] == ["12_0", "12_1", "12_2", "12_3"]
     assert states(group, None) == ["unknown"] * 4
     assert list(group.path.glob("[0-9]*")) == []
-    known = {"12_0": JobInfo("12_0", JobState.PENDING, "PENDING", "DependencyNeverSatisfied")}
+    known = {"12_0": SlurmJob("12_0", JobState.PENDING, "PENDING", "DependencyNeverSatisfied")}
     assert "will never start" in str(status(group, known).points[0].reason)
 
 
@@ -149,7 +150,7 @@ def test_a_point_that_was_started_again_on_its_own(tmp_path: Path) -> None:
         add_slurm_attempt(run, 2, "99", "requeue", "sbatch")
     look = GroupFiles(group)
     assert look.open_ids == ["99", "12_1", "12_2", "12_3"]
-    point = look.status({"99": JobInfo("99", JobState.PENDING)}, NOW).points[0]
+    point = look.status({"99": SlurmJob("99", JobState.PENDING)}, NOW).points[0]
     assert (point.state, point.job_id) == ("pending", "99")
 
 
@@ -160,6 +161,28 @@ def test_damaged_files_are_passed_over(tmp_path: Path) -> None:
     run.attempt(1).end_file.write_text("[]")
     (group.path / "99").mkdir()
     assert states(group, jobs(_0=JobState.RUNNING))[0] == "starting"
+
+
+def test_events_that_cannot_be_read_hide_no_other_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = make_group(tmp_path, LRS)
+    started(group, 0)
+    ended(started(group, 1), "finished", 2.0)
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("trainkit.observe.group.read_events", refuse)
+    assert states(group, jobs(_0=JobState.RUNNING, _1=JobState.COMPLETED))[:2] == ["starting", "finished"]
+
+
+def test_a_folder_without_a_run_stays_as_it_is(tmp_path: Path) -> None:
+    group = make_group(tmp_path, LRS)
+    group.run(0).path.mkdir()
+    with pytest.raises(UsageError, match=r"/0 is not the folder of a run: it has no job.json"):
+        create_task_run(group.run(0))
+    assert list(group.run(0).path.iterdir()) == []
 
 
 # Slow, so that it is measured alone if others on the same cores disturb it.
@@ -182,7 +205,7 @@ def test_ten_thousand_points_cost_little_more_than_reading_them(
         (attempt / "end.json").write_text(end)
         entry = {"attempt": 1, "job_id": f"12_{index}", "backend": "sbatch", "code": ["x" * 80] * 20}
         (group.path / str(index) / "job.json").write_text(json.dumps({"attempts": [entry]}, indent=2))
-    known = {f"12_{index}": JobInfo(f"12_{index}", JobState.PENDING) for index in range(num_ended, 10_000)}
+    known = {f"12_{index}": SlurmJob(f"12_{index}", JobState.PENDING) for index in range(num_ended, 10_000)}
     took_s, least_s = [], []
     request.addfinalizer(gc.unfreeze)
     gc.freeze()  # what other tests left is not to be searched for garbage in the middle
@@ -224,7 +247,7 @@ def test_a_group_on_another_cluster_is_asked_of_that_one(
     here = jobs(_0=JobState.RUNNING, _1=JobState.RUNNING, _2=JobState.RUNNING)
     assert states(group, here)[1:] == ["unknown"] * 3
     there = {f"{job};east": info for job, info in jobs(_1=JobState.RUNNING, _2=JobState.PENDING).items()}
-    there["12_3;east"] = JobInfo("12_3", JobState.UNKNOWN)
+    there["12_3;east"] = SlurmJob("12_3", JobState.UNKNOWN)
     assert states(group, here | there) == ["starting", "starting", "pending", "died"]
     points = to_json(GroupFiles(group).status(here | there, NOW).points)
     assert [point.get("cluster") for point in points] == [None, "east", "east", "east"]
@@ -232,7 +255,7 @@ def test_a_group_on_another_cluster_is_asked_of_that_one(
     done: list[tuple[str, Sequence[str]]] = []
     away: list[str] = []
 
-    def query(ids: Sequence[str]) -> tuple[dict[str, JobInfo], dict[str, SlurmUnreachable]]:
+    def query(ids: Sequence[str]) -> tuple[dict[str, SlurmJob], dict[str, SlurmUnreachable]]:
         answered = (job for job in ids if job.partition(";")[2] not in away)
         return {job: (here | there)[job] for job in answered}, {
             one: SlurmUnreachable("it is away") for one in away

@@ -17,8 +17,8 @@ from trainkit.run.files import append_jsonl, write_json
 from trainkit.run.history import PlanRecord, RunHistory, attempts_of, find_restarts
 from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
-from trainkit.slurm.jobs import JobInfo
-from trainkit.slurm.states import JobState
+from trainkit.scheduler import JobState
+from trainkit.slurm.jobs import SlurmJob
 
 NOW = datetime(2026, 1, 1, 12, 0, 0, tzinfo=timezone.utc)
 
@@ -92,7 +92,7 @@ def test_a_job_that_slurm_was_to_start_again_and_did_not(run):
     reason = "lost node2; resumes (restart 2)"
     end = {"state": "failed", "action": "requeue", "reason": reason, "summary": "lost node2"}
     write_json(run.attempt(1).end_file, end)
-    job = JobInfo("7", JobState.FAILED, slurm_state="FAILED", exit_code=1)
+    job = SlurmJob("7", JobState.FAILED, slurm_state="FAILED", exit_code=1)
     status = status_of(run, False, job)
     words = "Slurm did not restart it after the requeue that followed: lost node2"
     assert (status.state, status.reason) == ("died", f"Slurm reports FAILED; exit code 1; {words}")
@@ -103,7 +103,7 @@ def test_a_job_that_slurm_put_back_into_the_queue_and_gave_up(run, later_s, is_l
     entry = {"attempt": 1, "job_id": "7", "backend": "sbatch", "started_at": ago(0)}
     write_json(run.job_file, {"attempts": [entry]})
     began = NOW + timedelta(seconds=later_s)
-    job = JobInfo("7", JobState.FAILED, slurm_state="FAILED", exit_code=1, start_time=began)
+    job = SlurmJob("7", JobState.FAILED, slurm_state="FAILED", exit_code=1, start_time=began)
     reason = status_of(run, False, job).reason
     assert reason.endswith("did not restart it") == is_later
 
@@ -123,7 +123,7 @@ def test_a_job_that_slurm_put_back_into_the_queue_and_gave_up(run, later_s, is_l
 )
 def test_how_slurm_ended_a_job(run, end, words):
     """The reason of the same end differs between versions; accounting has none."""
-    reason = status_of(run, False, JobInfo("7", JobState.FAILED, slurm_state="FAILED", **end)).reason
+    reason = status_of(run, False, SlurmJob("7", JobState.FAILED, slurm_state="FAILED", **end)).reason
     assert reason.startswith(f"Slurm reports FAILED; {words}")
 
 
@@ -131,7 +131,7 @@ def test_how_slurm_ended_a_job(run, end, words):
 def test_a_job_whose_log_slurm_could_not_open(run, reason):
     entry = {"attempt": 1, "job_id": "7", "backend": "sbatch", "submitted_at": ago(600)}
     write_json(run.job_file, {"attempts": [entry]})
-    job = JobInfo("7", JobState.FAILED, slurm_state="FAILED", reason=reason, exit_code=0, exit_signal=53)
+    job = SlurmJob("7", JobState.FAILED, slurm_state="FAILED", reason=reason, exit_code=0, exit_signal=53)
     status = status_of(run, False, job)
     words = "Slurm reports FAILED; it could not open the log of the job and did not start it"
     assert (status.state, status.reason) == ("died", words)
@@ -142,7 +142,7 @@ def test_a_job_whose_log_slurm_could_not_open(run, reason):
     assert status_of(run, False, job).batch_log == []
     (run.path / "starts/7.0").unlink()
     write_json(run.job_file, {"attempts": [{**entry, "started_at": ago(60)}]})
-    job = JobInfo("7", JobState.FAILED, slurm_state="FAILED", exit_signal=9)
+    job = SlurmJob("7", JobState.FAILED, slurm_state="FAILED", exit_signal=9)
     ended = "the supervisor exited without recording how the attempt ended"
     assert status_of(run, False, job).warnings == [ended]
 
@@ -157,15 +157,15 @@ def test_a_job_that_ended_before_its_supervisor_began(run):
     write_json(run.job_file, {"attempts": [entry]})
     run.attempt(1).supervisor_log.write_text("\n".join(["no venv", *map(str, range(9))]) + "\n")
     failed_start(run, 0, "n1", 137)
-    waits = JobInfo("7", JobState.REQUEUED, slurm_state="PENDING", reason="BeginTime", restarts=1)
+    waits = SlurmJob("7", JobState.REQUEUED, slurm_state="PENDING", reason="BeginTime", restarts=1)
     status = status_of(run, True, waits)
     assert (status.state, status.place.host) == ("requeueing", "n1")
     assert status.warnings == ["7 ended on n1 before the supervisor began: SIGKILL"]
-    again = JobInfo("7", JobState.RUNNING, slurm_state="RUNNING", nodes="n2", restarts=1)
+    again = SlurmJob("7", JobState.RUNNING, slurm_state="RUNNING", nodes="n2", restarts=1)
     status = status_of(run, True, again)
     assert (status.state, status.place.host, status.batch_log) == ("starting", None, [])
     failed_start(run, 1, "n2", 2)
-    job = JobInfo("7", JobState.FAILED, slurm_state="FAILED", exit_code=2, nodes="n2", restarts=1)
+    job = SlurmJob("7", JobState.FAILED, slurm_state="FAILED", exit_code=2, nodes="n2", restarts=1)
     status = status_of(run, False, job)
     assert (status.state, status.place.host) == ("died", "n2")
     assert status.reason == "Slurm reports FAILED; exit code 2; it ended on n2 before the supervisor began"
@@ -174,7 +174,7 @@ def test_a_job_that_ended_before_its_supervisor_began(run):
         "\nlast lines of the batch script:\n  no venv\n"
         + "".join(f"  {number}\n" for number in range(9)).rstrip("\n")
     )
-    forgotten = JobInfo("7", JobState.UNKNOWN, reason="neither squeue nor sacct lists it")
+    forgotten = SlurmJob("7", JobState.UNKNOWN, reason="neither squeue nor sacct lists it")
     reason = "ended on n2 before the supervisor began: exit code 2; neither squeue nor sacct lists it"
     assert status_of(run, False, forgotten).reason == reason
 
@@ -184,7 +184,7 @@ def test_a_requeued_job_that_ended_before_its_next_supervisor_began(run):
     write_json(run.job_file, {"attempts": [entry]})
     write_json(run.attempt(1).end_file, {"state": "stopped", "action": "requeue", "reason": "saved"})
     failed_start(run, 1, "n2", None)
-    job = JobInfo("7", JobState.FAILED, slurm_state="FAILED", exit_signal=9, nodes="n2", restarts=1)
+    job = SlurmJob("7", JobState.FAILED, slurm_state="FAILED", exit_signal=9, nodes="n2", restarts=1)
     reason = "the job was killed by SIGKILL; it ended on n2 before the supervisor began"
     assert status_of(run, False, job).reason == f"Slurm reports FAILED; {reason}"
 

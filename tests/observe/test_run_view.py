@@ -16,12 +16,12 @@ from trainkit.run.files import write_json
 from trainkit.run.history import RunHistory
 from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
-from trainkit.slurm.jobs import JobInfo
+from trainkit.slurm.jobs import SlurmJob
 
 JOB = running_job(["4711"], print)["4711"]
 
 
-def view_of(run: RunDir, job: JobInfo | None = JOB) -> RunView:
+def view_of(run: RunDir, job: SlurmJob | None = JOB) -> RunView:
     history = RunHistory(run)
     history.update()
     alive = None if job is None else True

@@ -13,8 +13,8 @@ from trainkit.run.end import Action, end_line, is_end_line
 from trainkit.run.files import as_utc, write_json
 from trainkit.run.record import add_slurm_attempt, create_job
 from trainkit.run.rundir import RunDir
-from trainkit.slurm.jobs import JobInfo
-from trainkit.slurm.states import JobState
+from trainkit.scheduler import JobState
+from trainkit.slurm.jobs import SlurmJob
 
 BEGIN = datetime.fromisoformat("2026-11-25T20:00:00.400+00:00")
 KILLED = {"rank": 1, "host": "n2", "type": "exit", "message": "killed by SIGKILL", "exit_code": 137}
@@ -98,7 +98,7 @@ def test_an_attempt_without_an_end_of_its_own_is_explained_by_what_slurm_wrote_w
     ]
     assert found_in(run, 3).evidence[0].place == "attempts/001/logs/supervisor.log:2"
     assert (found_in(run, 3).rank, found_in(run, 3).host) == (None, None), "it is about the job"
-    requeued = JobInfo("7", JobState.REQUEUED, slurm_state="REQUEUED")
+    requeued = SlurmJob("7", JobState.REQUEUED, slurm_state="REQUEUED")
     found = diagnose(run.attempt(1), slurm_job=requeued)
     assert found.name == "preempted", "accounting has no reason"
 

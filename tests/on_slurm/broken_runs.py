@@ -26,7 +26,7 @@ from tests.support import broken_runs
 from tools.slurm_cluster.cluster import Cluster, running
 from trainkit.backends.jobs import query_jobs_or_warn, read_job_status
 from trainkit.run.rundir import AttemptDir, RunDir
-from trainkit.slurm.jobs import JobInfo
+from trainkit.slurm.jobs import SlurmJob
 
 
 def diagnosed(login: Login, run: RunDir, attempt: int) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def neutral(text: str, cluster: Cluster, folder: str) -> str:
     return re.sub(rf"\b{cluster.name}\b", "cluster", text)
 
 
-def slurm_job(login: Login, attempt: AttemptDir) -> JobInfo | None:
+def slurm_job(login: Login, attempt: AttemptDir) -> SlurmJob | None:
     """Slurm's view of the job of an attempt, as the command sees it."""
     before = dict(os.environ)
     os.environ.update(login.cluster.variables)

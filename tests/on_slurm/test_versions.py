@@ -25,7 +25,7 @@ from tests.support.runs import losses
 from tests.support.tmux import needs_tmux
 from tools.slurm_cluster.cluster import Cluster, running
 from tools.slurm_cluster.plugin import require_cluster
-from trainkit.slurm.states import JobState
+from trainkit.scheduler import JobState
 
 # The tests of a version stay together: one process starts its cluster, whatever the number of processes.
 pytestmark = pytest.mark.slow(seconds=10)

@@ -4,8 +4,8 @@ import time
 from pathlib import Path
 
 from tools.slurm_cluster.cluster import Cluster
-from trainkit.slurm.jobs import JobInfo, query_jobs
-from trainkit.slurm.states import JobState
+from trainkit.scheduler import JobState
+from trainkit.slurm.jobs import SlurmJob, query_jobs
 from trainkit.slurm.submit import submit_script
 
 SLEEP = "sleep 2400\n"
@@ -32,7 +32,7 @@ def send(cluster: Cluster, folder: Path, body: str, *directives: str, token: str
     return submit_script(path, token=token, cwd=folder, **{"notify": print, **more})  # type: ignore[arg-type]
 
 
-def wait_for(cluster: Cluster, job_id: str, *states: JobState, timeout_s: float = 240) -> JobInfo:
+def wait_for(cluster: Cluster, job_id: str, *states: JobState, timeout_s: float = 240) -> SlurmJob:
     """The job, when it has one of these states."""
     deadline = time.monotonic() + timeout_s
     while (job := query_jobs([job_id])[job_id]).state not in states:

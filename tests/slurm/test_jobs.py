@@ -8,9 +8,9 @@ import pytest
 
 from tests.support.fake_slurm import FakeSlurm
 from trainkit.errors import UsageError
+from trainkit.scheduler import JobState
 from trainkit.slurm.client import FIELD, RECORD, SlurmUnreachable
-from trainkit.slurm.jobs import JobInfo, parse_accounting, parse_queue, query_jobs
-from trainkit.slurm.states import JobState
+from trainkit.slurm.jobs import SlurmJob, parse_accounting, parse_queue, query_jobs
 
 NOON = 1700000000
 NUM_TASKS = 10_000
@@ -37,7 +37,7 @@ def accounting_line(
     return FIELD.join([job_id, state, "n[1-2]", "2", *times, exit_code, name]) + f"{FIELD}\n"
 
 
-def states(jobs: dict[str, JobInfo]) -> dict[str, str]:
+def states(jobs: dict[str, SlurmJob]) -> dict[str, str]:
     return {job_id: job.state.value for job_id, job in jobs.items()}
 
 
@@ -49,7 +49,7 @@ def prints(fake: FakeSlurm, program: str, text: str) -> None:
 
 def test_a_running_job_in_full() -> None:
     assert parse_queue(queue_line(7)) == {
-        "7": JobInfo(
+        "7": SlurmJob(
             job_id="7",
             state=JobState.RUNNING,
             slurm_state="RUNNING",

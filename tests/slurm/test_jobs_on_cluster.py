@@ -9,10 +9,10 @@ import pytest
 from tests.slurm.on_cluster import SLEEP, send, wait_for, wait_for_text
 from tools.slurm_cluster.cluster import Cluster, running
 from trainkit.cluster.discovery import discover_cluster
+from trainkit.scheduler import JobState
 from trainkit.slurm.control import requeue
 from trainkit.slurm.hosts import expand_hosts
-from trainkit.slurm.jobs import JobInfo, query_jobs
-from trainkit.slurm.states import JobState
+from trainkit.slurm.jobs import SlurmJob, query_jobs
 
 HOSTILE_NAMES = [
     "a b",
@@ -106,7 +106,7 @@ def lifetime(cluster: Cluster, job_id: str, timeout_s: float = 240) -> list[JobS
     return seen
 
 
-def quickest(ask: Callable[[], dict[str, JobInfo]], below_s: float) -> tuple[dict[str, JobInfo], float]:
+def quickest(ask: Callable[[], dict[str, SlurmJob]], below_s: float) -> tuple[dict[str, SlurmJob], float]:
     """The answer, and the shortest time that it took of up to five: other tests run at the same time."""
     times_s = []
     while True:

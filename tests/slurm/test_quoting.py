@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainkit.errors import UsageError
-from trainkit.slurm.quoting import comment, directive, log_path, quote, words
+from trainkit.quoting import comment, directive, log_path, quote, words
 
 HOSTILE = (
     *("", "plain", "a b", "it's", 'say "hi"', "back\\slash", "end\\", "-n", "--", "~", "*", "a\tb"),

@@ -3,18 +3,8 @@
 import pytest
 
 from trainkit.errors import UsageError
-from trainkit.slurm.states import (
-    JobState,
-    array_indices,
-    base_id,
-    by_cluster,
-    checked_job_id,
-    is_job_id,
-    on_cluster,
-    reason_sentence,
-    state_in_accounting,
-    state_in_queue,
-)
+from trainkit.scheduler import JobState, array_indices, base_id, by_cluster, is_job_id, on_cluster
+from trainkit.slurm.states import checked_job_id, reason_sentence, state_in_accounting, state_in_queue
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from trainkit.config import dump_effective
 from trainkit.config.schema import RunConfig
 from trainkit.run.files import append_jsonl, as_utc, write_json
 from trainkit.run.rundir import RunDir
-from trainkit.slurm.jobs import JobInfo
-from trainkit.slurm.states import JobState
+from trainkit.scheduler import JobState
+from trainkit.slurm.jobs import SlurmJob
 
 NOW = datetime(2026, 1, 2, 12, 0, 0, tzinfo=timezone.utc)
 JOB_ID = "4711"
@@ -157,18 +157,18 @@ class Watched:
         return self
 
 
-def running_job(job_ids: Sequence[str], warn: Callable[[str], None]) -> dict[str, JobInfo]:
+def running_job(job_ids: Sequence[str], warn: Callable[[str], None]) -> dict[str, SlurmJob]:
     """An answer of Slurm: the job runs for another 97 minutes."""
     end = NOW + timedelta(minutes=97)
     return {
-        job_id: JobInfo(job_id, JobState.RUNNING, slurm_state="RUNNING", end_time=end) for job_id in job_ids
+        job_id: SlurmJob(job_id, JobState.RUNNING, slurm_state="RUNNING", end_time=end) for job_id in job_ids
     }
 
 
-def requeued_job(job_ids: Sequence[str], warn: Callable[[str], None]) -> dict[str, JobInfo]:
+def requeued_job(job_ids: Sequence[str], warn: Callable[[str], None]) -> dict[str, SlurmJob]:
     """An answer of Slurm: the job waits for resources again."""
     return {
-        job_id: JobInfo(job_id, JobState.REQUEUED, slurm_state="PENDING", reason="Resources", restarts=1)
+        job_id: SlurmJob(job_id, JobState.REQUEUED, slurm_state="PENDING", reason="Resources", restarts=1)
         for job_id in job_ids
     }
 

@@ -16,8 +16,8 @@ from trainkit.run.group import RunGroup, group_of
 from trainkit.run.history import read_plan
 from trainkit.run.record import AttemptRecord, JobRecord, add_slurm_attempt, read_job
 from trainkit.run.rundir import RunDir, RunFolder, is_same_folder, is_supervised, submission_token
-from trainkit.slurm.jobs import JobInfo, in_queue, query_clusters
-from trainkit.slurm.states import JobState, by_cluster
+from trainkit.scheduler import JobInfo, JobState, by_cluster, in_queue
+from trainkit.slurm.jobs import query_clusters
 from trainkit.slurm.submit import find_by_token
 
 QUERY_INTERVAL_S = 10.0

@@ -33,7 +33,6 @@ from trainkit.plan.launch import DebugPlan, LaunchPlan
 from trainkit.plan.workload import Workload
 from trainkit.run.record import AttemptRecord
 from trainkit.run.rundir import RUNS_FOLDER, AttemptDir, RunDir, become_sole_supervisor, next_name
-from trainkit.slurm.control import kill_steps
 
 if TYPE_CHECKING:
     from trainkit.cluster.target import Target
@@ -297,7 +296,7 @@ def _end_step(task: SlurmTask, error: TrainkitError) -> int:
     time.sleep(SRUN_READ_S)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with contextlib.suppress(TrainkitError):
-        kill_steps([(task.job_id, task.step_id)], "TERM")
+        task.end_step()
     return error.exit_code
 
 

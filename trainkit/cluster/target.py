@@ -74,6 +74,14 @@ def choose_backend(backend: str, cluster: str | None = None) -> tuple[str, str]:
     return "local", f"local: found {sbatch} but no slurm.conf, so no cluster is set up here"
 
 
+def is_cluster_of_host(cluster: str | None) -> bool:
+    """Whether a job runs on the cluster of this host, not on one that only a profile describes.
+
+    `cluster` is `launch.cluster`.
+    """
+    return shutil.which("sbatch") is not None and (cluster is None or conf_file() is not None)
+
+
 def make_target(loaded: LoadedConfig, backend: str | None = None, run: Path | None = None) -> Target:
     """The target of a config and the description of its cluster; `backend` overrides the config's.
 

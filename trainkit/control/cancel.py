@@ -27,9 +27,9 @@ from trainkit.run.group import RunGroup
 from trainkit.run.process import ProcessId
 from trainkit.run.record import AttemptRecord, JobRecord, mark_cancelled, read_job
 from trainkit.run.rundir import RunDir, RunFolder, run_lock
+from trainkit.scheduler import base_id, in_queue, on_cluster, split_job
 from trainkit.slurm.control import cancel, cancel_waiting, kill_steps, send_signal
-from trainkit.slurm.jobs import in_queue, query_clusters, query_jobs
-from trainkit.slurm.states import base_id, on_cluster, split_job
+from trainkit.slurm.jobs import query_clusters, query_jobs
 
 WAIT_MARGIN_S = 30.0
 """How much longer than the grace time ``--wait`` waits."""

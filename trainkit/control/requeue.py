@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from trainkit.backend import backend_of
 from trainkit.backends.jobs import live_entry, read_whole_job, wait_until_out_of_queue
-from trainkit.backends.slurm.failed_starts import note_bad_hosts
 from trainkit.control.changed_config import refuse_finished
 from trainkit.errors import UsageError, print_note
 from trainkit.launch.create import start_attempt
@@ -18,7 +17,6 @@ from trainkit.run.end import is_over, read_end
 from trainkit.run.files import utc_now
 from trainkit.run.record import AttemptRecord, JobRecord, change_newest
 from trainkit.run.rundir import RunDir, run_lock
-from trainkit.slurm.environment import cluster_name
 
 
 @dataclass(frozen=True)
@@ -96,5 +94,4 @@ def note_dead_job(run: RunDir, record: JobRecord, warn: Callable[[str], None]) -
     entry = record.newest
     if entry is None or is_over(run.attempt(entry.attempt)):
         return []
-    cluster = entry.cluster or cluster_name() or ""
-    return note_bad_hosts(run, record, backend_of(entry).job(entry), cluster, warn)[1]
+    return backend_of(entry).note_bad_hosts(run, record, entry, warn)

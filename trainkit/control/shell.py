@@ -29,12 +29,11 @@ from trainkit.run.files import read_object, write_atomic
 from trainkit.run.process import own_host
 from trainkit.run.record import AttemptRecord, read_job
 from trainkit.run.rundir import AttemptDir, RunDir
+from trainkit.scheduler import JobState
 from trainkit.slurm.environment import scrubbed
-from trainkit.slurm.hosts import expand_hosts
-from trainkit.slurm.states import JobState
 
 if TYPE_CHECKING:
-    from trainkit.slurm.jobs import JobInfo
+    from trainkit.scheduler import JobInfo
 
 NOWHERE = Machine(0, 0, (), "this is a login node")
 BATCH_ONLY_OPTIONS = ("signal", "requeue", "no-requeue", "no-kill", "ntasks-per-node", "cpus-per-task")
@@ -96,7 +95,7 @@ def open_shell(loaded: LoadedConfig, folder: Path) -> NoReturn:
 def attach(run: RunDir, node: int) -> NoReturn:
     """Replace this process by a shell on a node of a run's job; raises UsageError if it does not run."""
     entry, job = _running_job(run)
-    hosts = expand_hosts(job.nodes)
+    hosts = job.hosts
     if node >= len(hosts):
         raise UsageError(f"the job has no node {node}", hint=f"its nodes are 0 to {len(hosts) - 1}")
     _require_terminal("`trainkit logs` shows the output of the run")

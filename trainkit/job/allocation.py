@@ -10,36 +10,40 @@ import contextlib
 import signal
 from typing import ClassVar
 
+from trainkit.capability import Hosts
 from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, EXIT_STOPPED, UsageError
+from trainkit.job.attempt import Attempt
 from trainkit.job.attempt_end import (
     write_end,
 )
 from trainkit.job.attempt_watch import AttemptWatch
 from trainkit.job.decision import (
+    RESTART_SIGNAL,
     Decision,
     Outcome,
     RestartOptions,
 )
+from trainkit.job.outcome import NOT_RUN, outcome_of
 from trainkit.job.processes import log_line
 from trainkit.plan.launch import LaunchPlan
-from trainkit.run.end import RankFailure
+from trainkit.run.end import Cause, RankFailure
 from trainkit.run.events import log_event
 from trainkit.run.record import (
     AUTO_RESTART,
     AttemptRecord,
-    record_of,
+    JobRecord,
     reopen_attempt,
-    superseded_by,
 )
 from trainkit.run.rundir import AttemptDir, RunDir, RunLocked, run_lock
 from trainkit.run.submitted import read_submitted
 from trainkit.trust import open_trusted
 
 CANCELLED = "cancelled before the ranks started"
+CANCELLED_AGAIN = "cancelled before the restart"
 
 
-def refused(attempt: AttemptDir, entry: AttemptRecord | None) -> int | None:
-    """The exit code of a start of which nothing may run: the run is not as it was submitted; else None.
+def refused(attempt: AttemptDir, entry: AttemptRecord | None) -> Decision | None:
+    """The end of a start of which nothing may run: the run is not as it was submitted; else None.
 
     Nothing else that the run folder says is acted upon then. `entry` is the record of the attempt that the
     start would run, whose end is written; None if it has none.
@@ -50,11 +54,11 @@ def refused(attempt: AttemptDir, entry: AttemptRecord | None) -> int | None:
         read_submitted(attempt.run)
     except UsageError as error:
         log_line(error.render())
+        decision = Decision("failed", error.message, EXIT_NO_RESTART)
         if entry is not None and not attempt.end_file.exists():
-            decision = Decision("failed", error.message, EXIT_NO_RESTART)
             with contextlib.suppress(OSError):  # it may be a folder of somebody else
-                write_end(attempt, Outcome(), decision)
-        return EXIT_NO_RESTART
+                write_end(attempt, NOT_RUN, decision)
+        return decision
     except (OSError, ValueError) as error:
         # Running the attempt reports it with its hint.
         log_line(f"{attempt.path} cannot be compared with what was submitted: {error}")
@@ -64,7 +68,8 @@ def refused(attempt: AttemptDir, entry: AttemptRecord | None) -> int | None:
 class Allocation:
     """The machine or the hosts in which one start of a run executes its attempts.
 
-    What a class does not say otherwise is as on this machine.
+    Asked what follows, it answers with an attempt or a `Decision`. What a class does not say otherwise is as
+    on this machine.
     """
 
     lock_timeout_s: ClassVar[float]
@@ -79,81 +84,93 @@ class Allocation:
     def end(self) -> None:
         """Called last, when this start of the run has ended."""
 
-    def claim(self) -> AttemptDir | int:
-        """Claim the first attempt to run; returns the exit code instead when there is nothing to do."""
+    def claim(self) -> AttemptDir | Decision:
+        """Claim the first attempt to run; returns how this start ends when there is nothing to do."""
         raise NotImplementedError
 
-    def claim_next(self, attempt: AttemptDir) -> AttemptDir | str:
-        """Open the next attempt, which restarts the run in this allocation; the reason when it must not."""
+    def claim_next(self, attempt: Attempt) -> Attempt | Decision:
+        """Open the next attempt, which restarts the run in this allocation; a decision when it must not."""
         with run_lock(self.run, self.lock_timeout_s):
-            if (newer := superseded_by(attempt)) is not None:
-                return newer.takeover
-            if record_of(attempt).is_cancelled:
-                return "cancelled before the restart"
-            following = reopen_attempt(attempt)
+            attempt.update()
+            if (newer := attempt.superseding) is not None:
+                return Decision("stopped", newer.takeover, EXIT_STOPPED)
+            if attempt.entry.is_cancelled:
+                return Decision("stopped", CANCELLED_AGAIN, EXIT_STOPPED)
+            following = reopen_attempt(attempt.folder)
             job_id = self.register(following)
         log_event(self.run, following.number, "submitted", job_id=job_id, reason=AUTO_RESTART)
         log_event(self.run, following.number, "restart")
-        return following
+        return Attempt(following)
 
     def register(self, attempt: AttemptDir) -> str:
         """Record a restarted attempt in job.json; returns its job id. Called with the run's lock held."""
         raise NotImplementedError
 
-    def close_dead_attempts(self, attempt: AttemptDir) -> tuple[Outcome, Decision] | None:
+    def close_dead_attempts(self, attempt: Attempt) -> Decision | None:
         """Write the end of earlier attempts whose host died.
 
-        Returns the outcome and decision that end `attempt` if those failures forbid a restart, else None.
+        Returns the decision that ends `attempt` if those failures forbid a restart, with their outcome; else
+        None.
         """
         return None
 
-    def wait_for_turn(self, attempt: AttemptDir, plan: LaunchPlan) -> Decision | None:
+    def wait_for_turn(self, attempt: Attempt) -> Decision | None:
         """Wait until a run may start; returns a decision to end it instead. Restarts need not wait again."""
         return None
 
-    def fitted(self, attempt: AttemptDir, plan: LaunchPlan) -> LaunchPlan:
+    def fitted(self, attempt: Attempt) -> LaunchPlan:
         """The plan for the nodes that there are, which becomes that of the attempt."""
-        return plan
+        return attempt.plan
+
+    @property
+    def job_hosts(self) -> Hosts:
+        """The hosts of the job."""
+        return Hosts()
 
     def place(self, plan: LaunchPlan) -> dict[str, object]:
         """What Slurm chose for this start, for its event."""
         return {}
 
-    def watch(self, attempt: AttemptDir, plan: LaunchPlan) -> AttemptWatch:
+    def watch(self, attempt: Attempt) -> AttemptWatch:
         """The watch of an attempt's processes, which `AttemptWatch.run` starts."""
         raise NotImplementedError
 
-    def complete_outcome(self, attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome) -> None:
-        """Complete the outcome of an attempt from the state of the job and its hosts."""
+    def outcome(self, attempt: Attempt) -> Outcome:
+        """The outcome of an attempt whose processes have ended, from the state of the job and its hosts."""
+        observed = attempt.observed
+        cause: Cause | None = "asked" if observed.stop_signal == RESTART_SIGNAL else None
+        if observed.departure is not None:
+            cause = observed.departure.cause
+        return outcome_of(attempt.folder, attempt.plan, observed, cause=cause)
 
-    def record_suspect(self, attempt: AttemptDir, plan: LaunchPlan, failure: RankFailure | None) -> bool:
+    def record_suspect(self, attempt: Attempt, failure: RankFailure | None) -> bool:
         """Record the host that a failure implicates; returns whether one less can be used."""
         return False
 
-    def restart_options(self, plan: LaunchPlan) -> RestartOptions:
-        """How the run can be restarted now."""
+    def restart_options(self, attempt: Attempt) -> RestartOptions:
+        """How the run can be restarted now, by job.json as it was last read."""
         return RestartOptions(restart=True)
 
-    def after_notice(
-        self, attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome, received: signal.Signals
-    ) -> Decision:
+    def after_notice(self, attempt: Attempt, received: signal.Signals) -> Decision:
         """Decide what follows a stop signal that arrived while the run waited to restart."""
-        return Decision("stopped", "cancelled before the restart", EXIT_STOPPED)
+        return Decision("stopped", CANCELLED_AGAIN, EXIT_STOPPED)
 
-    def after_lock(self, attempt: AttemptDir, plan: LaunchPlan, locked: RunLocked) -> Decision:
+    def after_lock(self, attempt: Attempt, locked: RunLocked) -> Decision:
         """Decide what follows when a lock of the run was not obtained in time."""
         return Decision("failed", f"{locked.message}, perhaps another supervisor of the run", EXIT_FAILED)
 
-    def leave_unclaimed(self, locked: RunLocked) -> int:
-        """End a start that could not claim an attempt; returns its exit code.
+    def leave_unclaimed(self, locked: RunLocked) -> Decision:
+        """End a start that could not claim an attempt; returns how.
 
         Writes nothing to the run folder: another process has its lock.
         """
-        return EXIT_STOPPED if locked.stopped else EXIT_FAILED
+        if locked.stopped:
+            return Decision("stopped", locked.message, EXIT_STOPPED)
+        return Decision("failed", locked.message, EXIT_FAILED)
 
-    def release(self, plan: LaunchPlan, decision: Decision) -> str | None:
-        """Leave the allocation as decided; returns why the run does not resume, None when it does."""
-        return None
+    def release(self, attempt: Attempt, decision: Decision) -> Decision:
+        """Leave the allocation as decided; returns `decision`, or another one if the run does not resume."""
+        return decision
 
-    def cancel_pending(self) -> None:
-        """Cancel the jobs that would continue a run that has ended."""
+    def cancel_pending(self, job: JobRecord) -> None:
+        """Cancel the jobs that would continue a run that has ended; `job` is its job.json."""

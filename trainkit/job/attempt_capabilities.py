@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from trainkit.capability import Capability, Guard, Watch
+from trainkit.capability import Capability, Guard, Hosts, Watch
+from trainkit.job.decision import Departure
 from trainkit.job.processes import log_line
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import AttemptEnd
@@ -24,15 +25,16 @@ class AttemptCapabilities:
         self._events = Tail(attempt.run.events_file)
         self._events.position = self._events.size()
 
-    def begin(self) -> None:
+    def begin(self, hosts: Hosts) -> None:
         """Begin to watch the attempt, which starts."""
-        self._watches = self._guard.each(lambda one: one.watch(self._attempt, self._plan))
+        self._watches = self._guard.each(lambda one: one.watch(self._attempt, self._plan, hosts))
 
-    def poll(self) -> None:
-        """Poll the watches, and pass on new events. Raises OSError."""
-        for name, watch in self._watches:
-            self._guard.call(name, watch.poll)
+    def poll(self, *, is_stopping: bool) -> Departure | None:
+        """Poll the watches, and pass on new events; why the ranks are to end. Raises OSError."""
+        polled = [(name, watch) for name, watch in self._watches if watch.while_stopping or not is_stopping]
+        found = [self._guard.call(name, watch.poll) for name, watch in polled]
         self._pass_on_events()
+        return next(filter(None, found), None)
 
     def _pass_on_events(self) -> None:
         if not self._listeners:

@@ -11,20 +11,21 @@ from datetime import datetime, timezone
 from itertools import chain, islice
 from shlex import quote
 
-from trainkit.job.decision import FAILURES, Decision, Outcome, RestartOptions, decide, decide_dead
+from trainkit.job.attempt import Attempt
+from trainkit.job.decision import FAILURES, Decision, Outcome, RestartOptions, Standing, decide, decide_dead
 from trainkit.job.failure.records import (
     agent_failure,
     dead_host_failure,
-    find_first_failure,
     first_rank_failure,
 )
+from trainkit.job.outcome import NOT_RUN, dead_outcome, without_cause
 from trainkit.job.signals import signal_exit_code
-from trainkit.plan.launch import LaunchPlan, RequeuePolicy
+from trainkit.plan.launch import RequeuePolicy
 from trainkit.run.end import KILLED, AttemptEnd, RankFailure, read_end
-from trainkit.run.events import Entry, best_result, log_event, read_events
+from trainkit.run.events import Entry, best_result, log_event
 from trainkit.run.files import parse_time, read_jsonl_reversed, seconds_between, to_json, utc_now
 from trainkit.run.manifest import published
-from trainkit.run.record import read_job, record_of, superseded_by
+from trainkit.run.record import AttemptRecord, JobRecord, read_job, record_of
 from trainkit.run.rundir import AttemptDir
 
 LONG_ATTEMPT_S = 1800.0
@@ -33,82 +34,71 @@ LATE_RECORDS = 1000
 """How many of the newest records tell the last step: those of an attempt may follow some of the next one."""
 
 
-def judge(attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome, options: RestartOptions) -> Decision:
-    """Decide what follows an ended attempt, and set `outcome.failure` if it is unset."""
-    cause, killed = outcome.cause, signal_exit_code(signal.SIGKILL)
-    if (entry := record_of(attempt)).is_cancelled:
+def judge(live: Attempt, options: RestartOptions) -> Decision:
+    """Decide what follows an ended attempt, by job.json as it was last read."""
+    attempt, plan, outcome = live.folder, live.plan, live.outcome
+    killed, failure = signal_exit_code(signal.SIGKILL), outcome.failure
+    if (entry := live.entry).is_cancelled:
         # scancel sends SIGTERM before SIGKILL, so a stop signal may have been recorded as well.
         if entry.cancelled_now and killed in outcome.exit_codes:
             return Decision("stopped", KILLED, killed)
-        cause = None
-    outcome.failure = outcome.failure or find_first_failure(attempt, plan, outcome)
-    failure = outcome.failure
-    result = replace(
-        outcome,
-        cause=cause,
+        outcome = without_cause(outcome)
+    standing = Standing(
+        previous=tuple(previous_ends(attempt, live.job).values()),
         progress=progress_of(attempt),
         step=last_step(attempt, failure),
-        failed_after_signal=_is_after_signal(attempt, failure),
         workload=plan.workload,
         was_debugged=plan.debug is not None or attempt.was_debugged,
         is_done=attempt.done_file.exists(),
-        ran_s=_duration_s(attempt),
+        ran_s=_duration_s(attempt, entry),
         # What a save takes is too short for another attempt.
-        is_total_used=left_s(attempt, plan) <= plan.grace_s,
+        is_total_used=left_s(live) <= plan.grace_s,
     )
-    decision = decide(result, list(previous_ends(attempt).values()), plan.requeue, options)
-    if decision.action == "failed" and failure is not None and failure.code and not failure.final:
-        again = f"trainkit resume {quote(str(attempt.run.path))}"
-        hint = f"`{again} --new-code` after a fix; without --new-code the same code runs again"
-        outcome.failure = replace(failure, hint=failure.hint or hint)
-    return decision
+    decision = decide(outcome, standing, plan.requeue, options)
+    if decision.action != "failed" or failure is None or not failure.code or failure.final:
+        return decision
+    again = f"trainkit resume {quote(str(attempt.run.path))}"
+    hint = f"`{again} --new-code` after a fix; without --new-code the same code runs again"
+    return replace(decision, hint=hint)
 
 
-def is_requeue_requested(attempt: AttemptDir) -> bool:
+def is_requeue_requested(live: Attempt) -> bool:
     """Whether `trainkit requeue` asked for another attempt, and this one is not cancelled or superseded."""
-    entry = record_of(attempt)
-    is_asked = entry.requeue_requested_at is not None and not entry.is_cancelled
-    return is_asked and superseded_by(attempt) is None
-
-
-def _is_after_signal(attempt: AttemptDir, failure: RankFailure | None) -> bool:
-    """Whether a failure came after the first stop signal of the attempt."""
-    if failure is None:
-        return False
-    stop = next(read_events(attempt.run, "signal", attempt=attempt.number), None)
-    since_s = seconds_between(None if stop is None else stop.time, parse_time(failure.time))
-    return since_s is not None and since_s >= 0
+    is_asked = live.entry.requeue_requested_at is not None and not live.entry.is_cancelled
+    return is_asked and live.superseding is None
 
 
 def close_dead_attempts(
-    attempt: AttemptDir, policy: RequeuePolicy, is_down: Callable[[str], bool]
-) -> tuple[Outcome, Decision] | None:
+    live: Attempt, policy: RequeuePolicy, is_down: Callable[[str], bool]
+) -> Decision | None:
     """Write the end of earlier attempts of this job whose host died before their supervisor could.
 
-    Returns None when the run may continue, else the outcome and decision that end `attempt` as well: Slurm
-    restarts a job whenever its host dies, and a run that crashes its hosts must stop like any other run.
+    Returns None when the run may continue, else the decision that ends `live` as well, which gets their
+    outcome: Slurm restarts a job whenever its host dies, and a run that crashes its hosts must stop like any
+    other run.
     `is_down` tells whether a host is down now; if it is not, the job may have been preempted without grace
     time.
     """
-    entries = read_job(attempt.run).attempts
+    live.update()
+    attempt, entries = live.folder, live.job.attempts
     job_ids = {entry.job_id for entry in entries if entry.attempt == attempt.number}
     refusal = None
     for entry in entries:
         dead = attempt.run.attempt(entry.attempt)
         if dead.number < attempt.number and entry.job_id in job_ids and not dead.end_file.exists():
             host = str(entry.node or "")
-            previous = [end for number, end in previous_ends(attempt).items() if number < dead.number]
+            ends = previous_ends(attempt, live.job).items()
+            previous = tuple(end for number, end in ends if number < dead.number)
             lost_host = host if host and is_down(host) else None
             # A lost host also explains the errors of ranks on other hosts.
             failure = first_rank_failure(dead) if lost_host is None else None
             failure = failure or dead_host_failure(host, last_log_write(dead))
-            outcome = Outcome(failure=failure, progress=progress_of(dead), step=last_step(dead, None))
-            if lost_host is not None:
-                outcome.lost_nodes = (lost_host,)
-                outcome.exits = [(0, signal_exit_code(signal.SIGKILL))]
-            decision = decide_dead(outcome, previous, policy)
+            outcome = dead_outcome(failure, lost_host)
+            standing = Standing(previous, progress_of(dead), last_step(dead, None))
+            decision = decide_dead(outcome, standing, policy)
             write_end(dead, outcome, decision, guessed=lost_host is None)
-            refusal = (outcome, decision) if decision.action == "failed" else None
+            refusal = decision if decision.action == "failed" else None
+            live.outcome = NOT_RUN if refusal is None else outcome
     return refusal
 
 
@@ -123,6 +113,7 @@ def write_end(
     failure = None
     if decision.action == "failed" or decision.cause in FAILURES:
         failure = outcome.failure or agent_failure(outcome.first_failed_node, decision.summary)
+        failure = replace(failure, hint=failure.hint or decision.hint)
     best = None
     with contextlib.suppress(OSError):  # end.json must be written even if the metrics cannot be read
         best = best_result(run)
@@ -167,12 +158,16 @@ def state_after(attempt: AttemptDir, decision: Decision) -> str:
     return "cancelled" if record_of(attempt).is_cancelled else str(decision.action)
 
 
-def previous_ends(attempt: AttemptDir) -> dict[int, AttemptEnd]:
-    """The ends of the earlier attempts since a command last started the run, oldest first, by number."""
+def previous_ends(attempt: AttemptDir, job: JobRecord | None = None) -> dict[int, AttemptEnd]:
+    """The ends of the earlier attempts since a command last started the run, oldest first, by number.
+
+    `job` is its job.json, if that has been read.
+    """
     run = attempt.run
+    job = job or read_job(run)
     earlier = [number for number in run.attempt_numbers() if number < attempt.number]
     found = {}
-    for number in earlier[len(earlier) - read_job(run).num_auto_restarts :]:
+    for number in earlier[len(earlier) - job.num_auto_restarts :]:
         one = run.attempt(number)
         # Without an end, its host died before that could be written.
         found[number] = read_end(one) or AttemptEnd(cause="node_fail", mark=progress_of(one))
@@ -186,7 +181,7 @@ def progress_of(attempt: AttemptDir) -> int:
         return checkpoints[-1].step
     earlier = [number for number in attempt.run.attempt_numbers() if number < attempt.number]
     last = read_end(attempt.run.attempt(earlier[-1])) if earlier else None
-    return ((last and last.mark) or 0) + (_duration_s(attempt) >= LONG_ATTEMPT_S)
+    return ((last and last.mark) or 0) + (_duration_s(attempt, record_of(attempt)) >= LONG_ATTEMPT_S)
 
 
 def reached_its_stop(attempt: AttemptDir) -> bool:
@@ -200,17 +195,18 @@ def reached_its_stop(attempt: AttemptDir) -> bool:
     return read_effective(attempt.config_file).train.stop_at_step == checkpoints[-1].step
 
 
-def left_s(attempt: AttemptDir, plan: LaunchPlan) -> float:
+def left_s(live: Attempt) -> float:
     """Seconds until the ranks must save, so that the run's slices end with their total; else infinite."""
+    attempt, plan = live.folder, live.plan
     if plan.requeue.total_s is None:
         return math.inf
-    used_s = sum(map(_duration_s, [*map(attempt.run.attempt, previous_ends(attempt)), attempt]))
+    own = [*map(attempt.run.attempt, previous_ends(attempt, live.job)), attempt]
+    used_s = sum(_duration_s(one, live.job.of_attempt(one.number)) for one in own)
     return plan.requeue.total_s - used_s - plan.grace_s
 
 
-def _duration_s(attempt: AttemptDir) -> float:
+def _duration_s(attempt: AttemptDir, entry: AttemptRecord) -> float:
     """Seconds that an attempt has run; until its last write to a log if it left no end."""
-    entry = record_of(attempt)
     is_newest = attempt.number >= max(attempt.run.attempt_numbers(), default=0)
     ended = None if is_newest else read_end(attempt)
     end = parse_time(None if ended is None else ended.time) or last_log_write(attempt)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import signal
 import time
 
+from trainkit.job.attempt import Attempt
 from trainkit.job.attempt_capabilities import AttemptCapabilities
-from trainkit.job.decision import RESTART_SIGNAL, Outcome
+from trainkit.job.decision import RESTART_SIGNAL, Departure
 from trainkit.job.hangs import HangWatch
 from trainkit.job.processes import KILL_MARGIN_S, ProcessGroup, log_line
-from trainkit.job.progress_watch import SilenceWatch
-from trainkit.plan.launch import LaunchPlan
-from trainkit.run.record import AttemptRecord, record_of
-from trainkit.run.rundir import AttemptDir
+from trainkit.run.record import AttemptRecord
 
 DELETED_AFTER_S = 10.0
 """How long the attempt's folder must be missing: longer than a remount of the filesystem takes."""
@@ -21,57 +19,61 @@ SIGNAL_RECORD_S = 2.0
 
 
 class AttemptWatch(ProcessGroup):
-    """The processes of one attempt, from their start until `outcome` records how they ended."""
+    """The processes of one attempt, from their start until `observed` has how they ended."""
 
     poll_interval_s = 1.0
 
-    def __init__(self, attempt: AttemptDir, plan: LaunchPlan) -> None:
+    def __init__(self, live: Attempt) -> None:
         super().__init__()
-        self.attempt = attempt
-        self.plan = plan
-        self.outcome = Outcome()
+        self.live = live
+        self.attempt, self.plan, self.observed = live.folder, live.plan, live.observed
         self.superseded_by: AttemptRecord | None = None
         """The entry of the attempt that has taken the run over; this one saves and ends."""
-        self._hangs = HangWatch(attempt)
-        is_watched = plan.workload.is_command and plan.requeue.look_s is not None
-        self._silence = SilenceWatch(attempt, plan) if is_watched else None
+        self._hangs = HangWatch(live.folder)
         self._missing_since_s: float | None = None
         self.capabilities: AttemptCapabilities | None = None
 
     def poll(self) -> None:
         """End the attempt when it was moved or deleted, or when its ranks hang."""
-        if self._follow() and self.outcome.stop_signal is None:
+        if self._follow() and self.observed.stop_signal is None:
             self.stop_ranks()
         if self._is_deleted():
             self.end_all()
             return
         self._poll_processes()
-        if self._silence is not None and self.outcome.stop_signal is None:
-            self._silence.poll()
-        if not self.outcome.hung and (hangs := self._hangs.poll()):
-            self.outcome.hangs = hangs
-            self.end_all()
         if self.capabilities is not None:
-            self.capabilities.poll()
+            departure = self.capabilities.poll(is_stopping=self.observed.stop_signal is not None)
+            if departure is not None:
+                self.leave(departure)
+        if not self.observed.hangs and (hangs := self._hangs.poll()):
+            self.observed.hangs = hangs
+            self.end_all()
 
     def _follow(self) -> bool:
         """Whether the folder was moved since the last call; what is written goes to where it is now."""
         is_moved = self.attempt.run.follow()
         if is_moved:
-            self.outcome.moved_to = str(self.attempt.run.path)
-            log_line(f"attempt {self.attempt.number}: its folder was moved to {self.outcome.moved_to}")
+            self.observed.moved_to = str(self.attempt.run.path)
+            log_line(f"attempt {self.attempt.number}: its folder was moved to {self.observed.moved_to}")
         return is_moved
 
     def end_all(self) -> None:
         """End every process of the attempt immediately."""
         raise NotImplementedError
 
-    def stop_ranks(self) -> None:
-        """Have the ranks save and exit, and the run stop."""
+    def stop_ranks(self, as_if: str = signal.SIGTERM.name) -> None:
+        """Have the ranks save and exit, as if this signal had come: by default the run stops."""
         raise NotImplementedError
 
-    def collect_outcome(self) -> None:
-        """Complete the outcome from the run folder. May raise OSError; can then be called again."""
+    def leave(self, departure: Departure) -> None:
+        """Have the ranks save and exit, and the run restart, unless they are stopping already."""
+        if self.observed.stop_signal is None and self.running:
+            log_line(f"attempt {self.attempt.number}: {departure.why}")
+            self.observed.departure = departure
+            self.stop_ranks(RESTART_SIGNAL)
+
+    def collect(self) -> None:
+        """Complete `observed` from the run folder. May raise OSError; can then be called again."""
 
     def kill_after_grace(self) -> None:
         """Kill the remaining processes after the grace time; agents apply a shorter limit themselves."""
@@ -82,7 +84,7 @@ class AttemptWatch(ProcessGroup):
 
     def _requested_signal(self) -> str | None:
         """The signal that a command's request in job.json stands for; None without a request."""
-        entry = record_of(self.attempt)
+        entry = self.live.entry
         if entry.is_cancelled:
             return None if entry.cancelled_now else signal.SIGTERM.name
         return RESTART_SIGNAL if entry.requeue_requested_at is not None else None

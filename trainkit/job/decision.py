@@ -1,17 +1,13 @@
-"""Decides what follows an attempt that ran, died or could not begin. Pure, but for the time of day.
+"""Decides what follows an attempt that ran, died or could not begin. Pure.
 
 What a person asked for (a cancellation, another attempt that took the run over) needs no decision.
-
-Why a job received a stop signal is inferred from its state in Slurm, else from the processes that got it.
 """
 
 from __future__ import annotations
 
 import re
-import signal
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from datetime import datetime, timedelta, timezone
+from dataclasses import dataclass, field, replace
 from itertools import pairwise, takewhile
 
 from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, EXIT_OK, EXIT_STOPPED, EXIT_STUCK
@@ -22,8 +18,6 @@ from trainkit.plan.launch import RequeuePolicy
 from trainkit.plan.workload import TRAINER, Workload
 from trainkit.run.end import RESUME_ACTIONS, Action, AttemptEnd, Cause, RankFailure
 from trainkit.run.tracebacks import is_quit
-from trainkit.slurm.jobs import JobDetails
-from trainkit.slurm.states import JobState
 
 RESTART_SIGNAL = "SIGUSR2"
 """Asks a supervisor to save, stop and restart."""
@@ -68,26 +62,18 @@ class Departure:
 
 
 @dataclass
-class Outcome:
-    """How an attempt ended: as its supervisor observed it, and for `decide` what `judge` adds."""
+class Observed:
+    """What a supervisor has seen of the processes of an attempt, from their start to their end."""
 
     stop_signal: str | None = None
     """The signal that asked the job to stop; None without one."""
     supervisor_was_signalled: bool = False
     """Whether the supervisor got it too (never for SIGUSR2); at a preemption Slurm tells only the steps."""
-    had_failed: bool = False
-    """Whether the ranks had failed before the signal, which came while the run waited to restart."""
-    cause: Cause | None = None
-    """The reason for the signal; None if a person cancelled the job."""
     departure: Departure | None = None
-    """What made the supervisor have the ranks save, or the host that is taken away; None otherwise."""
-    launch_error: str | None = None
-    """srun's message when Slurm could not start the step."""
+    """What made the supervisor have the ranks save; None otherwise."""
     hangs: list[HangRecord] = field(default_factory=list)
     """The reports of hanging ranks, read before the ranks were killed: a rank that a peer's death unblocks
     deletes its report."""
-    lost_nodes: tuple[str, ...] = ()
-    """Hosts that no longer respond."""
     killed_node: int | None = None
     """Node rank of the agent that was killed before anything else ended."""
     step_may_still_run: bool = False
@@ -96,30 +82,42 @@ class Outcome:
     """Where the run folder was moved to, which ends the run; None while it stays."""
     out_of_time: bool = False
     """Whether some processes still ran at the end of the grace time."""
-    failure: RankFailure | None = None
-    """The first failure; None until it is determined, and without one."""
     exits: list[tuple[int, int]] = field(default_factory=list)
     """(node rank, exit code) in the order in which the agents ended."""
-    progress: int = 0
-    """A measure of the run's progress that grows with every checkpoint."""
-    step: int | None = None
-    """The step at which it ended."""
-    ran_s: float = 0.0
-    """Seconds that it ran."""
-    is_total_used: bool = False
-    """Whether the attempts of the run have taken the time of all its slices."""
-    failed_after_signal: bool = False
-    """Whether the first failure came after the stop signal: that of a worker which it interrupted."""
-    workload: Workload = TRAINER
-    """What the workers ran."""
-    was_debugged: bool = False
-    """Whether a person had one of its ranks in a debugger."""
-    is_done: bool = False
-    """Whether a command has said that it is done: then exit code 0 after a stop signal means finished."""
 
     @property
-    def hung(self) -> bool:
-        return bool(self.hangs)
+    def exit_codes(self) -> list[int]:
+        return [code for _, code in self.exits]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How an attempt ended: what its supervisor has seen, and what explains it. `job/outcome.py` makes it."""
+
+    exits: tuple[tuple[int, int], ...] = ()
+    """(node rank, exit code) in the order in which the agents ended."""
+    stop_signal: str | None = None
+    """The signal that asked the job to stop; None without one."""
+    cause: Cause | None = None
+    """The reason for the signal; None if a person cancelled the job."""
+    departure: Departure | None = None
+    """What made the supervisor have the ranks save, or the host that is taken away; None otherwise."""
+    had_failed: bool = False
+    """Whether the ranks had failed before the signal, which came while the run waited to restart."""
+    out_of_time: bool = False
+    """Whether some processes still ran at the end of the grace time."""
+    moved_to: str | None = None
+    """Where the run folder was moved to, which ends the run; None while it stays."""
+    launch_error: str | None = None
+    """srun's message when Slurm could not start the step."""
+    lost_nodes: tuple[str, ...] = ()
+    """Hosts that no longer respond."""
+    hung: bool = False
+    """Whether ranks have reported a hang."""
+    failure: RankFailure | None = None
+    """The first failure; None without one, and if it is unknown."""
+    failed_after_signal: bool = False
+    """Whether the first failure came after the stop signal: that of a worker which it interrupted."""
 
     @property
     def exit_codes(self) -> list[int]:
@@ -134,6 +132,28 @@ class Outcome:
     def first_failed_node(self) -> int | None:
         """Node rank of the agent that failed first."""
         return next((rank for rank, code in self.exits if code not in (EXIT_OK, EXIT_STOPPED)), None)
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a run stands when an attempt of it has ended."""
+
+    previous: tuple[AttemptEnd, ...] = ()
+    """The ends of the attempts before it, oldest first."""
+    progress: int = 0
+    """A measure of the run's progress that grows with every checkpoint."""
+    step: int | None = None
+    """The step at which the attempt ended."""
+    ran_s: float = 0.0
+    """Seconds that the attempt ran."""
+    is_total_used: bool = False
+    """Whether the attempts of the run have taken the time of all its slices."""
+    workload: Workload = TRAINER
+    """What the workers ran."""
+    was_debugged: bool = False
+    """Whether a person had one of its ranks in a debugger."""
+    is_done: bool = False
+    """Whether a command has said that it is done: then exit code 0 after a stop signal means finished."""
 
 
 @dataclass(frozen=True)
@@ -162,6 +182,8 @@ class Decision:
     """How long to wait before the restart."""
     details: str = ""
     """What `reason` adds: what follows, or why nothing does."""
+    hint: str | None = None
+    """What a person can do about the failure, if that does not say it itself."""
 
     @property
     def reason(self) -> str:
@@ -174,40 +196,38 @@ class Decision:
         return self.action in RESUME_ACTIONS
 
 
-def decide(
-    result: Outcome, previous: Sequence[AttemptEnd], policy: RequeuePolicy, options: RestartOptions
-) -> Decision:
-    """Decide what follows one attempt; `previous` are the ends of those before it, oldest first."""
-    codes, starts = result.exit_codes, previous
-    previous = [attempt for attempt in previous if attempt.cause != "not_started"]
+def decide(result: Outcome, run: Standing, policy: RequeuePolicy, options: RestartOptions) -> Decision:
+    """Decide what follows one attempt of a run."""
+    codes, starts = result.exit_codes, run.previous
+    run = replace(run, previous=tuple(attempt for attempt in starts if attempt.cause != "not_started"))
     was_stopped = result.stop_signal is not None
-    is_finished = result.workload.is_finished(was_stopped=was_stopped, is_done=result.is_done)
+    is_finished = run.workload.is_finished(was_stopped=was_stopped, is_done=run.is_done)
     if is_finished and all(code == EXIT_OK for code in codes):
         return Decision("finished", "all workers finished", EXIT_OK)
     saved = result.has_saved
     if result.moved_to is not None and not saved:
         reason = f"its folder was moved to {result.moved_to}, and not all workers could save"
         return Decision("failed", reason, EXIT_FAILED)
-    if result.was_debugged and result.failure is not None and is_quit(result.failure.type or ""):
+    if run.was_debugged and result.failure is not None and is_quit(result.failure.type or ""):
         return Decision("stopped", "stopped in the debugger", EXIT_STOPPED)
     if EXIT_NO_RESTART in codes:
         return Decision("failed", "a worker reported that a restart cannot help", EXIT_NO_RESTART)
     # A save that fails when a person cancels the run is reported as the failure that it is.
     is_interrupted = result.failed_after_signal and result.cause is not None
     # A command exits with any code when the signal has ended one of its ranks.
-    is_any_code = result.workload.is_command and not result.had_failed
+    is_any_code = run.workload.is_command and not result.had_failed
     is_excused = is_any_code or result.out_of_time or is_interrupted
     # Every worker that did not save was killed by the signal, or exited because it was stuck.
     expected = (EXIT_OK, EXIT_STOPPED, EXIT_STUCK)
     ended_on_signal = is_excused or all(code in expected or is_death_by_notice(code) for code in codes)
     if was_stopped and (saved or ended_on_signal):
-        return _after_request(result, previous, policy, options)
+        return _after_request(result, run, policy, options)
     if saved:
         return Decision("stopped", "the workers saved and exited by themselves", EXIT_STOPPED)
     if result.launch_error is not None and not result.lost_nodes and not was_stopped:
         summary = "Slurm could not start the step"
         return decide_no_start(summary, _failure_code(result), starts, options, in_place=True)
-    return _after_failure(result, previous, policy, options)
+    return _after_failure(result, run, policy, options)
 
 
 def decide_no_start(
@@ -227,18 +247,29 @@ def decide_no_start(
 def decide_requested(end: Decision, previous: Sequence[AttemptEnd], options: RestartOptions) -> Decision:
     """Start another attempt where a run would `end`, because a person asked for it; no limit counts."""
     summary = f"{end.summary}, and `trainkit requeue` asked for another attempt"
-    return _resume(summary, "asked", end.exit_code, previous, options, in_place=not options.requeue)
+    found = _resume(summary, "asked", end.exit_code, previous, options, in_place=not options.requeue)
+    return replace(found, hint=end.hint)
 
 
-def decide_dead(result: Outcome, previous: Sequence[AttemptEnd], policy: RequeuePolicy) -> Decision:
+def decide_stranded(decision: Decision, result: Outcome, problem: str) -> Decision:
+    """What follows where a run cannot leave its allocation as decided, for the reason `problem`."""
+    ended = replace(decision, action="stopped", details=not_again(problem))
+    if decision.cause not in FAILURES:
+        return ended
+    # 75 would claim that the state was saved.
+    code = next((code for code in result.exit_codes if code not in (EXIT_OK, EXIT_STOPPED)), EXIT_FAILED)
+    return replace(ended, action="failed", exit_code=code)
+
+
+def decide_dead(result: Outcome, run: Standing, policy: RequeuePolicy) -> Decision:
     """What follows an attempt whose supervisor died, and whose job Slurm has requeued by itself.
 
     If no host is lost, the job may also have been preempted without grace time.
     """
     if result.lost_nodes:
-        return decide(result, previous, policy, RestartOptions(requeue=True))
+        return decide(result, run, policy, RestartOptions(requeue=True))
     summary = "ended without a record: its host died, or its supervisor was killed"
-    limit = restarts_limit(previous, policy)
+    limit = restarts_limit(run.previous, policy)
     if limit is not None:
         return Decision("failed", summary, EXIT_FAILED, "node_fail", details=not_again(limit))
     return Decision("requeue", summary, EXIT_FAILED, "node_fail")
@@ -250,12 +281,12 @@ def not_again(why: str) -> str:
 
 
 def _after_request(
-    result: Outcome, previous: Sequence[AttemptEnd], policy: RequeuePolicy, options: RestartOptions
+    result: Outcome, run: Standing, policy: RequeuePolicy, options: RestartOptions
 ) -> Decision:
     saved = result.has_saved
     if saved and EXIT_STOPPED not in result.exit_codes:
         summary = f"exited with 0 after {result.stop_signal}, without a sign that it is done"
-    elif saved and not result.step and not result.workload.is_command:
+    elif saved and not run.step and not run.workload.is_command:
         summary = f"ended by {result.stop_signal} before the first step"
     elif saved:
         summary = f"saved after {result.stop_signal}"
@@ -280,17 +311,17 @@ def _after_request(
     summary += f" while {departure.why}" if departure and is_drained else _BECAUSE.get(cause, "")
     if departure is not None and cause in ("slow_host", "grow"):
         summary = departure.why if saved else f"{departure.why}; {summary}"
-    limit = _total_limit(result, policy) or restarts_limit(previous, policy)
+    limit = _total_limit(run, policy) or restarts_limit(run.previous, policy)
     if cause not in ("asked", "slow_host", "grow", *policy.on):
         limit = f"requeue.on does not include {cause}"
-    elif limit is None and cause == "timeout" and _makes_no_progress(result, previous):
-        limit = f"the time limit was reached {MAX_ENDS_AT_STEP} times in a row at step {result.step}"
+    elif limit is None and cause == "timeout" and _makes_no_progress(run):
+        limit = f"the time limit was reached {MAX_ENDS_AT_STEP} times in a row at step {run.step}"
     if limit is not None:
         return Decision("stopped", summary, EXIT_STOPPED, cause, details=not_again(limit))
     # A signalled job leaves its allocation, unless that was only to leave a host, or a person asked for a
     # restart and it cannot be requeued.
     in_place = cause == "slow_host" or (cause == "asked" and not options.requeue)
-    return _resume(summary, cause, EXIT_STOPPED, previous, options, in_place=in_place)
+    return _resume(summary, cause, EXIT_STOPPED, run.previous, options, in_place=in_place)
 
 
 _BECAUSE: dict[Cause, str] = {
@@ -301,7 +332,7 @@ _BECAUSE: dict[Cause, str] = {
 
 
 def _after_failure(
-    result: Outcome, previous: Sequence[AttemptEnd], policy: RequeuePolicy, options: RestartOptions
+    result: Outcome, run: Standing, policy: RequeuePolicy, options: RestartOptions
 ) -> Decision:
     cause: Cause = "node_fail" if result.lost_nodes else "hang" if result.hung else "crash"
     code = _failure_code(result)
@@ -310,24 +341,22 @@ def _after_failure(
         "hang": "no progress",
         "crash": f"a worker ended with {describe_exit(code)}",
     }[cause]
-    limit = _restart_limit(result, cause, previous, policy)
+    limit = _restart_limit(result, cause, run, policy)
     if limit is not None:
         return Decision("failed", summary, code, cause, details=limit and not_again(limit))
     # After a stop signal the allocation is about to end: no other attempt fits into it.
     in_place = result.stop_signal is None
     # The delay doubles with every failure without progress.
-    failures = _num_failures_without_progress(result, previous)
+    failures = _num_failures_without_progress(run)
     delay_s = 0.0 if failures == 0 else min(MAX_DELAY_S, 2.0 ** (failures - 1))
-    return _resume(summary, cause, code, previous, options, in_place=in_place, delay_s=delay_s)
+    return _resume(summary, cause, code, run.previous, options, in_place=in_place, delay_s=delay_s)
 
 
 def _failure_code(result: Outcome) -> int:
     return next((code for code in result.exit_codes if code not in (EXIT_OK, EXIT_STOPPED)), EXIT_STUCK)
 
 
-def _restart_limit(
-    result: Outcome, cause: Cause, previous: Sequence[AttemptEnd], policy: RequeuePolicy
-) -> str | None:
+def _restart_limit(result: Outcome, cause: Cause, run: Standing, policy: RequeuePolicy) -> str | None:
     """Why the run is not restarted after a failure; "" when obvious, None when it may be restarted."""
     failure = repeatable_failure(result.failure)
     if result.stop_signal is not None and result.cause is None:
@@ -336,19 +365,19 @@ def _restart_limit(
         return f"requeue.on does not include {cause}" if policy.on else ""
     if failure is not None and failure.final:
         return "it would fail again in the same way"
-    if failure is not None and _is_own_error(failure, result, previous):
+    if failure is not None and _is_own_error(failure, run):
         where = "" if failure.code is None else f" in {failure.code.place}"
         return f"{str(failure.type).rpartition('.')[2]}{where} before the first step would happen again"
-    if failure is not None and previous and _is_same(failure, result.progress, previous[-1]):
+    if failure is not None and run.previous and _is_same(failure, run.progress, run.previous[-1]):
         where = "" if failure.step is None else f" at step {failure.step}"
         return f"the same failure{where} as in the previous attempt"
-    crashes = _num_failures_without_progress(result, previous)
+    crashes = _num_failures_without_progress(run)
     if crashes >= policy.max_crashes:
         attempts = plural(crashes + 1, "attempt")
         return f"requeue.max_crashes is {policy.max_crashes}, and {attempts} saved nothing new"
-    if _makes_no_progress(result, previous):
-        return f"{MAX_ENDS_AT_STEP} attempts in a row ended at step {result.step}"
-    return _total_limit(result, policy) or restarts_limit(previous, policy)
+    if _makes_no_progress(run):
+        return f"{MAX_ENDS_AT_STEP} attempts in a row ended at step {run.step}"
+    return _total_limit(run, policy) or restarts_limit(run.previous, policy)
 
 
 def repeatable_failure(failure: RankFailure | None) -> RankFailure | None:
@@ -358,11 +387,11 @@ def repeatable_failure(failure: RankFailure | None) -> RankFailure | None:
     return failure
 
 
-def _is_own_error(failure: RankFailure, result: Outcome, previous: Sequence[AttemptEnd]) -> bool:
+def _is_own_error(failure: RankFailure, run: Standing) -> bool:
     """Whether the user's code raised an exception that no luck explains, before the run made any progress."""
-    has_begun = result.progress or result.step or result.ran_s > FIRST_STEP_S
-    has_run = any(end.mark or end.step or end.cause not in FAILURES for end in previous)
-    is_own = failure.code is not None or result.workload.is_command
+    has_begun = run.progress or run.step or run.ran_s > FIRST_STEP_S
+    has_run = any(end.mark or end.step or end.cause not in FAILURES for end in run.previous)
+    is_own = failure.code is not None or run.workload.is_command
     return (
         is_own
         and not (has_begun or has_run)
@@ -387,8 +416,8 @@ def _what(failure: RankFailure) -> tuple[object, ...]:
     return failure.type, failure.step, failure.exit_code if is_code else message
 
 
-def _total_limit(result: Outcome, policy: RequeuePolicy) -> str | None:
-    if not result.is_total_used or policy.total_s is None:
+def _total_limit(run: Standing, policy: RequeuePolicy) -> str | None:
+    if not run.is_total_used or policy.total_s is None:
         return None
     total = time_text(int(policy.total_s))
     return f"its jobs have taken the {total} of resources.time; `trainkit resume` allows as much again"
@@ -405,19 +434,19 @@ def restarts_limit(previous: Sequence[AttemptEnd], policy: RequeuePolicy) -> str
     return f"requeue.max is {policy.max}, and the run has restarted {plural(count, 'time')}"
 
 
-def _num_failures_without_progress(result: Outcome, previous: Sequence[AttemptEnd]) -> int:
+def _num_failures_without_progress(run: Standing) -> int:
     """The number of failures just before this one that saved nothing new."""
-    alike = (end.cause in FAILURES and (end.mark or 0) == result.progress for end in reversed(previous))
+    alike = (end.cause in FAILURES and (end.mark or 0) == run.progress for end in reversed(run.previous))
     return len(list(takewhile(bool, alike)))
 
 
-def _makes_no_progress(result: Outcome, previous: Sequence[AttemptEnd]) -> bool:
+def _makes_no_progress(run: Standing) -> bool:
     """Whether MAX_ENDS_AT_STEP attempts in a row ended at one step; preemptions and requests do not count."""
-    counted = [attempt for attempt in previous if attempt.cause not in UNCOUNTED][1 - MAX_ENDS_AT_STEP :]
+    counted = [attempt for attempt in run.previous if attempt.cause not in UNCOUNTED][1 - MAX_ENDS_AT_STEP :]
     return (
-        result.step is not None
+        run.step is not None
         and len(counted) == MAX_ENDS_AT_STEP - 1
-        and all((end.mark or 0, end.step) == (result.progress, result.step) for end in counted)
+        and all((end.mark or 0, end.step) == (run.progress, run.step) for end in counted)
     )
 
 
@@ -439,68 +468,3 @@ def _resume(
         return Decision(end, summary, exit_code, cause, details=not_again(options.unavailable_reason))
     delay_s = delay_s if action == "restart" else 0.0
     return Decision(action, summary, EXIT_STOPPED, cause, delay_s, f"resumes (restart {len(previous) + 1})")
-
-
-EARLY_S = 60.0
-"""How much earlier than requested Slurm may send the signal before the time limit."""
-SLACK_S = 30.0
-"""How much time may pass between a signal and the query, or between the start of a step and a signal."""
-
-
-def termination_cause(
-    stop_signal: str,
-    job: JobDetails | None,
-    grace_s: float,
-    *,
-    supervisor_was_signalled: bool,
-    restarts: int,
-    lost: bool,
-    notice: str = RESTART_SIGNAL,
-) -> Cause | None:
-    """The cause of a stop signal; None when a person cancelled the job.
-
-    `supervisor_was_signalled` means that the batch shell received the signal too: during the grace time of a
-    preemption Slurm signals only the steps. `restarts` is the job's restart count when this start began,
-    `lost` whether one of its hosts does not respond, and `notice` the signal before the time limit.
-    """
-    if job is None:
-        if stop_signal == RESTART_SIGNAL:
-            return "timeout"
-        return None if supervisor_was_signalled or stop_signal == signal.SIGINT.name else "preempted"
-    if job.restarts > restarts or job.state.is_waiting:
-        # Slurm is requeuing the job: it was preempted without grace time, or lost a host.
-        return "node_fail" if lost else "preempted"
-    if job.is_preempted:
-        return "preempted"
-    if job.state in (JobState.CANCELLED, JobState.COMPLETED, JobState.FAILED):
-        return None
-    if job.state is JobState.NODE_FAIL:
-        return "node_fail"
-    if job.state is JobState.TIMEOUT or job.reason == "TimeLimit":
-        return "timeout"
-    if stop_signal == RESTART_SIGNAL:
-        return "timeout" if is_nearly_over(job, grace_s) else "asked"
-    return (
-        "timeout"
-        if stop_signal == notice and not supervisor_was_signalled and is_nearly_over(job, grace_s)
-        else None
-    )
-
-
-def is_ending(job: JobDetails, restarts: int, grace_s: float) -> bool:
-    """Whether Slurm is ending this start of a job or soon will; `restarts` as in `termination_cause`."""
-    return is_taken(job, restarts) or is_nearly_over(job, grace_s)
-
-
-def is_taken(job: JobDetails | None, restarts: int) -> bool:
-    """Whether Slurm is ending this start of a job: preempted, cancelled, out of time, or requeued."""
-    if job is None:
-        return False
-    return job.state is not JobState.RUNNING or job.restarts > restarts or job.is_preempted
-
-
-def is_nearly_over(job: JobDetails | None, grace_s: float) -> bool:
-    """Whether a job has no more time than its notice leaves, or nearly so; False if that is unknown."""
-    if job is None or job.end_time is None:
-        return False
-    return job.end_time - datetime.now(timezone.utc) < timedelta(seconds=grace_s + EARLY_S + SLACK_S)

@@ -1,4 +1,4 @@
-"""Hangs of ranks: reads what `trainer/progress.py` and `progress_watch.py` report, and names who blocks."""
+"""Hangs of ranks: reads what ranks and watches report of them, and names who blocks."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def silent_hosts(attempt: AttemptDir, plan: LaunchPlan, records: Sequence[HangRe
 
 
 SILENT = "a command without output"
-"""How the phase of a report begins that `progress_watch.py` has written for a rank of a command."""
+"""How the phase begins in a report about a command that prints nothing."""
 CONNECT_HINT = (
     "the ranks have met, and cannot exchange tensors: `trainkit doctor --nodes N` measures the links between "
     "hosts, `launch.network` names the interface, and `launch.network: debug` sets NCCL_DEBUG=INFO"

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
 
+from trainkit import scheduler
 from trainkit.errors import UsageError
 from trainkit.job.spare_children import AGENT_VARIABLE, LAUNCHER_PID_VARIABLE, RANK_PID_VARIABLE
-from trainkit.slurm import environment as slurm
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 RUN_DIR_VARIABLE = "TRAINKIT_JOB_RUN_DIR"
@@ -23,7 +23,7 @@ ATTEMPT_VARIABLE = "TRAINKIT_JOB_ATTEMPT"
 NONCE_VARIABLE = "TRAINKIT_JOB_NONCE"
 """By its value the ranks of an attempt tell its rank 0 from that of another job at the same address."""
 RANK_VARIABLES = (
-    *slurm.RANK_VARIABLES,
+    *scheduler.RANK_VARIABLES,
     NONCE_VARIABLE,
     AGENT_VARIABLE,
     LAUNCHER_PID_VARIABLE,

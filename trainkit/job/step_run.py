@@ -17,12 +17,14 @@ from pathlib import Path
 from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, TrainkitError
 from trainkit.folders import ensure_folder
 from trainkit.job import processes
+from trainkit.job.attempt import Attempt
 from trainkit.job.attempt_capabilities import AttemptCapabilities
 from trainkit.job.attempt_end import judge, write_end
-from trainkit.job.decision import Decision, Outcome, RestartOptions
+from trainkit.job.decision import Decision, RestartOptions
 from trainkit.job.hangs import read_hangs
 from trainkit.job.node import agent
 from trainkit.job.node.rendezvous import RENDEZVOUS_TIMEOUT_S, Task, recorded_notices
+from trainkit.job.outcome import only_observed, outcome_of
 from trainkit.job.signals import AGENT_SIGNAL
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.files import refresh_listing, wait_for_json, write_json_in_place
@@ -124,18 +126,21 @@ def run_first_task(
     processes.block_signals(AGENT_SIGNAL)
     printer = threading.Thread(target=show, args=(attempt, ended), name="show-rank-0")
     printer.start()
-    outcome = Outcome()
+    live = Attempt(attempt, plan)
+    observed = live.observed
     try:
-        outcome.exits.append((0, run_task(attempt, task)))
-        outcome.hangs = read_hangs(attempt)
-        outcome.stop_signal = _stop_signal(attempt)
-        decision = judge(attempt, plan, outcome, NO_RESTART)
+        observed.exits.append((0, run_task(attempt, task)))
+        observed.hangs, observed.stop_signal = read_hangs(attempt), _stop_signal(attempt)
+        live.outcome = outcome_of(attempt, plan, observed)
+        live.update()
+        decision = judge(live, NO_RESTART)
     except (OSError, ValueError, TrainkitError) as error:
+        live.outcome = only_observed(observed)
         decision = Decision("failed", f"{type(error).__name__}: {error}", EXIT_FAILED)
     ended.set()
     printer.join()
     capabilities = AttemptCapabilities(attempt, plan)
-    capabilities.end(write_end(attempt, outcome, decision))
+    capabilities.end(write_end(attempt, live.outcome, decision))
     capabilities.close()
     return decision
 

@@ -8,6 +8,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from shlex import quote
 
+from trainkit.backend import backend_named
 from trainkit.cluster.limits import listed
 from trainkit.config import read_effective
 from trainkit.errors import UsageError
@@ -19,9 +20,9 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import UNFINISHED_STATES
 from trainkit.run.registry import find_run_or_group
 from trainkit.run.rundir import RunDir
+from trainkit.scheduler import base_id, by_cluster, on_cluster
 from trainkit.slurm.environment import other_cluster
 from trainkit.slurm.jobs import query_jobs
-from trainkit.slurm.states import base_id, by_cluster, on_cluster
 
 Dependency = RunStatus | PointStatus
 """A run that a job waits for; its job id is None if it was never submitted."""
@@ -76,8 +77,9 @@ def with_dependency(plan: LaunchPlan, texts: Sequence[str], waits_for: Sequence[
         return replace(plan, reasons=reasons)
     # What waits for a run that has failed stays pending, here as on Slurm, and `status` reports it.
     reason = f"starts once {names} {verb} finished successfully"
-    if plan.slurm is None:
-        return replace(plan, after=tuple(waits_for), reasons={**plan.reasons, "after": reason})
+    backend = backend_named(plan.backend)
+    if not plan.is_job:
+        return backend.waiting_for(plan, waits_for, reason)
     found = by_cluster(waits_for)
     if list(found) != [other_cluster(name) or "" for name in plan.clusters or [None]]:
         where = listed([f"{job} on {name or 'this one'}" for name, jobs in found.items() for job in jobs])
@@ -85,9 +87,8 @@ def with_dependency(plan: LaunchPlan, texts: Sequence[str], waits_for: Sequence[
             f"--after {names}: a job can wait only for jobs of its own cluster, and waits here for {where}",
             hint="name that one cluster with --clusters",
         )
-    dependency = "afterok:" + ":".join(*found.values())
-    slurm = replace(plan.slurm, sbatch={**plan.slurm.sbatch, "dependency": dependency})
-    return replace(plan, slurm=slurm, reasons={**plan.reasons, "after": f"{dependency}: {reason}"})
+    [jobs] = found.values()
+    return backend.waiting_for(plan, jobs, reason)
 
 
 def dependencies(names: Sequence[str], warn: Callable[[str], None], *, on_slurm: bool) -> list[str]:

@@ -16,7 +16,7 @@ from trainkit.errors import KeyProblem
 from trainkit.folders import shown_path, typed_path
 from trainkit.job.processes import PYTHON_OPTIONS
 from trainkit.plan.facts import Interpreter
-from trainkit.slurm.environment import RANK_VARIABLES
+from trainkit.scheduler import RANK_VARIABLES
 
 _VERSION = re.compile(r"python(\d+)\.(\d+)$")
 

@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ from typing import Any
 
 from trainkit import __version__
 from trainkit.capability import launchers
+from trainkit.cluster.target import is_cluster_of_host
 from trainkit.config import RunConfig
 from trainkit.config.running import LaunchConfig
 from trainkit.extras import install_line
@@ -26,8 +26,7 @@ from trainkit.launch.environment import command_python, find_interpreter, launch
 from trainkit.plan.facts import Environment, Interpreter
 from trainkit.plan.torch_build import ELSEWHERE, REQUIREMENT, TorchBuild, release_problem
 from trainkit.plan.workload import Workload
-from trainkit.slurm.environment import conf_file
-from trainkit.slurm.quoting import quote
+from trainkit.quoting import quote
 
 
 class NoAnswer(Exception):
@@ -179,7 +178,7 @@ def find_environment(config: RunConfig, on_slurm: bool, workload: Workload, cwd:
     is_known = is_known and not (on_slurm and (launch.modules or launch.setup))
     trains_here = not workload.is_command and (key is None or not on_slurm)
     may_use_gpus = not workload.is_command and config.device != "cpu"
-    may_use_gpus = may_use_gpus and (not on_slurm or _is_cluster_of_host(launch))
+    may_use_gpus = may_use_gpus and (not on_slurm or is_cluster_of_host(launch.cluster))
     modules = launchers().get(workload.launcher, ())
     is_of_nodes = on_slurm and PurePath(program).is_relative_to(SYSTEM_FOLDER)
     if modules and (is_of_nodes or command_python(config.launch, workload.argv, cwd) != interpreter.argv):
@@ -223,9 +222,3 @@ def _packages_of(
     if interpreter.argv[0] == sys.executable and not {"PYTHONPATH", "PYTHONHOME"} & env.keys():
         return own_packages(*names)
     return find_packages((*interpreter.argv, *interpreter.options), names, env, cwd)
-
-
-def _is_cluster_of_host(launch: LaunchConfig) -> bool:
-    """Whether a job runs on the cluster of this host, not on one that only a profile describes."""
-    has_sbatch = shutil.which("sbatch", path=os.environ.get("PATH", os.defpath)) is not None
-    return has_sbatch and (launch.cluster is None or conf_file(os.environ) is not None)

@@ -27,8 +27,8 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.make_plan import problems, with_parts
 from trainkit.plan.node_range import plan_nodes
 from trainkit.plan.workload import SHELLS, TRAINER, Workload
+from trainkit.quoting import quote
 from trainkit.run.rundir import MANIFEST_NAME, RunDir
-from trainkit.slurm.quoting import quote
 
 _BATCH_ONLY = ("modules", "conda", "container", "setup")
 """What only a batch script uses."""

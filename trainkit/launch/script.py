@@ -22,10 +22,10 @@ from trainkit.job.processes import PYTHON_OPTIONS
 from trainkit.launch.environment import JobEnvironment, find_interpreter, make_job_environment
 from trainkit.launch.secrets import refuse_leaks
 from trainkit.plan.launch import LaunchPlan
+from trainkit.quoting import comment, directive, quote, words
 from trainkit.run.record import CodeCopy
 from trainkit.run.rundir import STARTS_FOLDER, RunDir
 from trainkit.run.submitted import SUBMITTED_VARIABLE
-from trainkit.slurm.quoting import comment, directive, quote, words
 
 if TYPE_CHECKING:
     from jinja2 import Environment

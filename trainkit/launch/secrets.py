@@ -13,7 +13,7 @@ from urllib.parse import quote as url_quote
 from trainkit.config.validation import LOOKS_SECRET, MIN_SECRET_CHARS, written_secrets
 from trainkit.errors import UsageError
 from trainkit.formats import KEY_FORMATS, MASK, mask_secrets
-from trainkit.slurm.quoting import quote
+from trainkit.quoting import quote
 
 _ASSIGNMENT = re.compile(r"(?P<name>[\w.-]+)=(?P<value>.*)", re.DOTALL)
 _INNER_OPTION = re.compile(r"(?<!\S)(?P<option>-[\w-]+)(?P<gap>=|[ \t]+)(?P<value>[^\s$-]\S*)")

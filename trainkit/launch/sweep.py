@@ -14,7 +14,7 @@ from trainkit.formats import JsonObject, shown_value
 from trainkit.launch.config_request import ConfigRequest
 from trainkit.plan.sweep import MAX_POINTS, key_without_seed, sweep_points
 from trainkit.plan.workload import Workload
-from trainkit.slurm.states import array_indices, array_spec
+from trainkit.scheduler import array_indices, array_spec
 
 _LIMIT = re.compile(r"[1-9][0-9]*", re.ASCII)
 

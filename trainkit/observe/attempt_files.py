@@ -31,8 +31,7 @@ from trainkit.run.files import numbers, open_file, parse_records, parse_time, re
 from trainkit.run.history import Attempt, HealthSample, PlanRecord, read_plan
 from trainkit.run.record import JobRecord, read_job, read_rendezvous
 from trainkit.run.rundir import AttemptDir
-from trainkit.slurm.jobs import JobInfo
-from trainkit.slurm.states import JobState
+from trainkit.scheduler import JobInfo, JobState
 
 MAX_SAMPLES = 1000
 """How many of the last health samples may belong to later attempts."""

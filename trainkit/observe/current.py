@@ -23,7 +23,7 @@ from trainkit.run.history import RunHistory
 from trainkit.run.record import JobRecord, read_job
 from trainkit.run.registry import record_over, starts
 from trainkit.run.rundir import RunDir
-from trainkit.slurm.jobs import JobInfo
+from trainkit.scheduler import JobInfo
 
 
 def look_at(run: RunDir, warn: Callable[[str], None]) -> tuple[RunHistory, RunStatus, JobInfo | None]:

@@ -31,8 +31,7 @@ from trainkit.observe.signatures import Role, fill, load_signatures
 from trainkit.run.end import SIGNALLED, RankFailure, first_of, rank_failures, read_end, signal_name
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.run.tracebacks import CodeLine, exception_of, users_line
-from trainkit.slurm.jobs import JobInfo
-from trainkit.slurm.states import JobState
+from trainkit.scheduler import JobInfo, JobState
 
 MAX_EVIDENCE = 6
 MAX_START = 200

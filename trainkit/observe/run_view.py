@@ -19,7 +19,7 @@ from trainkit.run.events import Event, StepRecord
 from trainkit.run.files import Record, mean, numbers, parse_time, seconds_between, to_json
 from trainkit.run.history import CURVES, HealthSample, RunHistory, read_plan, seconds_left, timestamp
 from trainkit.run.rundir import RunDir
-from trainkit.slurm.jobs import JobInfo
+from trainkit.scheduler import JobInfo
 
 MAX_NOTICES = 50
 TAIL_LINES = 20

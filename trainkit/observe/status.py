@@ -41,9 +41,7 @@ from trainkit.run.history import (
 from trainkit.run.manifest import newest_checkpoint
 from trainkit.run.record import AttemptRecord, JobRecord
 from trainkit.run.rundir import AttemptDir, RunDir
-from trainkit.slurm.hosts import expand_hosts
-from trainkit.slurm.jobs import JobInfo
-from trainkit.slurm.states import JobState, reason_sentence
+from trainkit.scheduler import JobInfo, JobState
 
 if TYPE_CHECKING:
     from trainkit.config import RunConfig
@@ -383,7 +381,7 @@ def _slurm_state(
         return ("requeueing" if was_requeued else "pending"), job.sentence or None
     if job.state.is_terminal and job.state is JobState.CANCELLED:
         return "cancelled", _slurm_end(job)
-    hosts = [starts[-1].host] if starts else expand_hosts(job.nodes) if job.nodes and not has_started else []
+    hosts = [starts[-1].host] if starts else [] if has_started else job.hosts
     host = next(iter(hosts), None)
     before = f"ended on {host} before the supervisor began"
     if job.state.is_terminal:
@@ -420,7 +418,7 @@ def _slurm_end(job: JobInfo) -> str:
         meaning = " (state saved)" if job.exit_code == EXIT_STOPPED else ""
         words.append(f"exit code {job.exit_code}{meaning}")
     if job.reason and job.reason != "NonZeroExitCode":
-        words.append(f"the job {reason_sentence(job.reason)}")
+        words.append(f"the job {job.explanation}")
     return "; ".join(words)
 
 

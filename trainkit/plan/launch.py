@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trainkit.capability import Part, files_of, put_parts, take_parts
+from trainkit.capability import Part, files_of, load, put_parts, take_parts
 from trainkit.errors import UsageError
 from trainkit.formats import JsonObject, there_are
 from trainkit.plan.workload import Workload, workload_of
@@ -97,16 +97,6 @@ class RequeuePolicy:
     """Seconds that the jobs of a run may take together, each one slice of them; None without slices."""
     hang_factor: float | None = 20.0
     hang_min_s: float = 300.0
-    inspect_s: float | None = 600.0
-    silence_s: float | None = None
-    slow_hosts: str = "ignore"
-    slow_after_s: float = 300.0
-
-    @property
-    def look_s(self) -> float | None:
-        """Seconds without output after which a command is looked at: in time before `silence_s` ends it."""
-        limits = (self.inspect_s, None if self.silence_s is None else self.silence_s / 2)
-        return min((limit for limit in limits if limit is not None), default=None)
 
 
 @dataclass(frozen=True)
@@ -188,8 +178,6 @@ class LaunchPlan:
     """The runtime of `launch.container`: ``apptainer``, ``singularity`` or ``pyxis``."""
     slurm: SlurmRequest | None = None
     """The Slurm options; None for a local job."""
-    log_pattern: str | None = None
-    """What finds the curve of a command in the log of rank 0: ``auto``, a regular expression, or None."""
     health_every_s: float | None = None
     """Seconds between samples of the health of each node; None for none."""
     node_sizes: tuple[int, ...] | None = None
@@ -271,9 +259,15 @@ class LaunchPlan:
         if debug.rank >= self.world_size:
             message = f"the run has no rank {debug.rank}"
             raise UsageError(message, hint=there_are(range(self.world_size)))
-        reasons = {key: text for key, text in self.reasons.items() if key != "silence"} | {"debug": reason}
-        policy = replace(self.requeue, hang_factor=None, inspect_s=None, silence_s=None)
-        return replace(self, debug=debug, requeue=policy, reasons=reasons)
+        policy = replace(self.requeue, hang_factor=None)
+        plan = replace(self, debug=debug, requeue=policy)
+        for name in self.parts:
+            plan = load(name).in_debugger(plan)
+        return replace(plan, reasons={**plan.reasons, "debug": reason})
+
+    def with_part(self, part: Part) -> LaunchPlan:
+        """The plan with a part in place of the one that the capability had."""
+        return replace(self, parts={**self.parts, part.CAPABILITY: to_json(part)})
 
     def part(self, kind: type[P]) -> P | None:
         """The part of a capability, whose class is `kind`; None for a run that does not use it.

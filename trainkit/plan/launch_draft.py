@@ -70,8 +70,6 @@ class LaunchDraft:
             )
             if (why := out_of_reach(workload.argv)) is not None:
                 self.reasons["notice"] = f"may not reach the training, which then cannot save: {why}"
-            if target.node_sizes is None:  # a step has no supervisor that could look at it
-                self.reasons["silence"] = _silence_reason(_policy(config.requeue))
         self.check_oversubscription(device, world_size)
         threads = self.threads_per_worker(world_size)
         lead_s = self.lead_s()
@@ -82,8 +80,6 @@ class LaunchDraft:
         slurm = self.request(device, workers_per_node, threads, f"{notice}@{lead_s}", per)
         self.warnings += doubts(self.loaded, trains=not workload.is_command)
         self.warnings += self._without_effect(workload)
-        if slurm is None and config.requeue.slow_hosts != "ignore":
-            self.warnings.append("requeue.slow_hosts has no effect: only a job on Slurm can leave out a host")
         if batch is None or self.problems:
             raise ConfigError(self.problems)
         has_slices = slurm is not None and config.resources.slice is not None
@@ -107,7 +103,6 @@ class LaunchDraft:
             command=workload.argv or None,
             command_signal=config.requeue.signal,
             launcher=workload.launcher,
-            log_pattern=config.logging.pattern if workload.is_command else None,
             health_every_s=config.logging.health_every_s,
             slurm=slurm,
             grow=slurm is not None and config.resources.grow,
@@ -317,16 +312,6 @@ def _policy(section: RequeueConfig) -> RequeuePolicy:
     """The values of a section that the job needs."""
     known = (field.name for field in fields(RequeuePolicy) if field.name in type(section).model_fields)
     return RequeuePolicy(**{name: getattr(section, name) for name in known})
-
-
-def _silence_reason(policy: RequeuePolicy) -> str:
-    """What happens to a command that prints nothing."""
-    if policy.look_s is None:
-        return "not watched: requeue.inspect_s and requeue.silence_s are null"
-    reported = f"before the first line, or at a lock file, reported after {policy.look_s:g} s"
-    if policy.silence_s is None:
-        return f"{reported}; never ended, as requeue.silence_s is null"
-    return f"{reported}; ended as a hang after {policy.silence_s:g} s"
 
 
 BOUND_GPU_WARNING = (

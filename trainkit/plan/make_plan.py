@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from trainkit.backend import backend_named
@@ -60,11 +60,18 @@ def with_parts(plan: LaunchPlan, loaded: LoadedConfig, facts: Facts) -> LaunchPl
     reasons, warnings, parts = dict(plan.reasons), list(plan.warnings), dict(plan.parts)
     for name in capabilities_of(loaded.config):
         planned = load(name).plan(loaded, facts, plan)
-        reasons |= planned.reasons
+        reasons = _inserted(reasons, planned.reasons, planned.follows)
         warnings += planned.warnings
         if planned.part is not None:
             parts[name] = to_json(planned.part)
     return replace(plan, reasons=reasons, warnings=tuple(warnings), parts=parts)
+
+
+def _inserted(reasons: dict[str, str], new: Mapping[str, str], follows: str | None) -> dict[str, str]:
+    """The reasons with new ones after the one that they follow, else at the end."""
+    names = list(reasons)
+    place = len(names) if follows is None else names.index(follows) + 1
+    return {**{name: reasons[name] for name in names[:place]}, **new, **reasons, **new}
 
 
 def _problem(found: KeyProblem) -> Problem:

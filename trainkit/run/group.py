@@ -34,8 +34,8 @@ from trainkit.run.files import (
 from trainkit.run.process import ProcessId
 from trainkit.run.record import CodeCopy, add_slurm_attempt, create_job, open_attempt
 from trainkit.run.rundir import Child, RunDir, RunFolder, is_same_folder
+from trainkit.scheduler import on_cluster
 from trainkit.slurm.environment import other_cluster
-from trainkit.slurm.states import on_cluster
 from trainkit.trust import read_trusted
 
 GROUP_VERSION = 1
@@ -302,6 +302,11 @@ def create_task_run(run: RunDir, job_id: str | None = None) -> RunDir:
         raise UsageError(
             f"{run.shown} has not started: the runs of {group.shown} {starts}",
             hint=f"`trainkit {hint.format(path)}",
+        )
+    if job_id is None and os.path.lexists(run.path) and not run.exists():
+        raise UsageError(
+            f"{run.shown} is not the folder of a run: it has no job.json",
+            hint=f"`trainkit status {group.word}` shows what is known of it",
         )
     job_id = job_id or group.task_id(index)
     if job_id is None and group.job_id is not None:

@@ -16,8 +16,8 @@ from trainkit.capability import files_of, take_parts
 from trainkit.run.files import read_json, read_object, read_record, to_json, utc_now, write_atomic, write_json
 from trainkit.run.process import ProcessId, boot_id, own_host
 from trainkit.run.rundir import AttemptDir, RunDir, is_supervised
+from trainkit.scheduler import on_cluster, split_job
 from trainkit.slurm.environment import cluster_name, other_cluster
-from trainkit.slurm.states import on_cluster, split_job
 from trainkit.trust import read_trusted
 
 AUTO_RESTART = "restart"
@@ -185,6 +185,10 @@ class JobRecord:
         """The record of an attempt; one of attempt 0 without it."""
         return next((entry for entry in self.attempts if entry.attempt == number), AttemptRecord())
 
+    def superseding(self, number: int) -> AttemptRecord | None:
+        """The newest attempt, if it is later than this one: it has taken the run over."""
+        return self.newest if self.newest is not None and self.newest.attempt > number else None
+
     def of_job(self, job_id: str, cluster: str | None = None) -> list[AttemptRecord]:
         """The attempts of a job, oldest first; of `cluster`, by default of that of the newest attempt."""
         if cluster is None and self.newest is not None:
@@ -243,6 +247,11 @@ def read_job_to_change(run: RunDir) -> JobRecord:
         content = read_json(run.job_file)
     except (FileNotFoundError, ValueError):
         content = None
+    return job_of(run, content)
+
+
+def job_of(run: RunDir, content: object) -> JobRecord:
+    """The record of a run from the JSON of its job.json; an empty one if it is none."""
     if not isinstance(content, dict) or not isinstance(content.get("attempts"), list):
         content = {}
     job = read_record(JobRecord, content)
@@ -272,12 +281,6 @@ def is_alive(run: RunDir, entry: AttemptRecord) -> bool | None:
     alive = entry.alive()
     # Another name of this machine, or a container on it: its kernel knows who holds the lock.
     return False if alive is None and entry.boot_id == boot_id() and not is_supervised(run) else alive
-
-
-def superseded_by(attempt: AttemptDir) -> AttemptRecord | None:
-    """The newest attempt of the run, if it is a later one, which has taken the run over."""
-    newest = read_job(attempt.run).newest
-    return newest if newest is not None and newest.attempt > attempt.number else None
 
 
 def add_attempt(run: RunDir, attempt: int, pid: int, reason: str) -> AttemptRecord:

@@ -29,8 +29,8 @@ from trainkit.run.files import append_jsonl, read_jsonl, utc_now
 from trainkit.run.group import RunGroup, create_task_run, group_of, is_index
 from trainkit.run.record import read_job
 from trainkit.run.rundir import RUNS_FOLDER, AttemptDir, RunDir
+from trainkit.scheduler import base_id, is_job_id, split_job
 from trainkit.slurm.environment import other_cluster
-from trainkit.slurm.states import base_id, is_job_id, split_job
 
 LIST_HINT = "`trainkit status` lists the runs"
 Known = TypeVar("Known", bound=RunDir | RunGroup)

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from trainkit.errors import UsageError
+from trainkit.scheduler import by_cluster, on_cluster, split_job
 from trainkit.slurm.client import (
     JOB_TIMEOUT_S,
     QUERY_PATIENCE_S,
@@ -19,7 +20,7 @@ from trainkit.slurm.client import (
     run_slurm,
 )
 from trainkit.slurm.environment import scrubbed
-from trainkit.slurm.states import by_cluster, checked_job_id, on_cluster, split_job
+from trainkit.slurm.states import checked_job_id
 
 CONTROL_PATIENCE_S = 60.0
 """Long enough for a restart of the controller; Slurm delays a requeued job by 120 s anyway."""

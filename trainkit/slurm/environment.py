@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from functools import cache, lru_cache
 from pathlib import Path
 
+from trainkit.scheduler import OWN_PREFIX, RANK_VARIABLES
+
 CONFIG_FILES = (
     *("/etc/slurm/slurm.conf", "/etc/slurm-llnl/slurm.conf", "/usr/local/etc/slurm.conf"),
     "/run/slurm/conf/slurm.conf",
@@ -109,20 +111,12 @@ def _has_network() -> bool:
 
 KEPT = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_CLUSTERS", "SLURM_TIME_FORMAT"})
 """Variables that select the cluster and authenticate; Slurm sets none of them inside a job."""
-OWN_PREFIX = "TRAINKIT_JOB_"
-"""What trainkit sets in a job: with it, a run that a rank submits would count as its child."""
 _PREFIXES = (
     *("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SALLOC_", "SPANK_", OWN_PREFIX),
     *("PMI_", "PMI2_", "PMIX_", "PALS_", "TORCHELASTIC_"),
     *("OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "OMPI_MCA_ess", "OMPI_MCA_orte_", "PRTE_", "ORTE_"),
     *("MV2_COMM_WORLD_", "MPI_LOCAL"),
 )
-RANK_VARIABLES = (
-    *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "ROLE_RANK"),
-    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
-    *("MASTER_ADDR", "MASTER_PORT"),
-)
-"""Variables that launchers set for a rank; a job submitted from inside a job must not inherit them."""
 _RANK_NAMES = frozenset({*RANK_VARIABLES, "ROLE_NAME", "CROSS_RANK", "CROSS_SIZE"})
 _DEVICES_OF_A_JOB = frozenset(
     {

@@ -9,9 +9,17 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import TypeGuard
 
 from trainkit.errors import TrainkitError
+from trainkit.scheduler import (
+    JobInfo,
+    JobState,
+    base_id,
+    by_cluster,
+    expand_tasks,
+    on_cluster,
+    split_job,
+)
 from trainkit.slurm.client import (
     FIELD,
     QUERY_PATIENCE_S,
@@ -22,15 +30,10 @@ from trainkit.slurm.client import (
     records,
     time_of,
 )
+from trainkit.slurm.hosts import expand_hosts
 from trainkit.slurm.states import (
-    JobState,
-    base_id,
-    by_cluster,
     checked_job_id,
-    expand_tasks,
-    on_cluster,
     reason_sentence,
-    split_job,
     state_in_accounting,
     state_in_queue,
     unknown_sentence,
@@ -53,50 +56,20 @@ Nobody sends it: it is what an exit status keeps of Slurm's own error 4021, on a
 """
 
 
-@dataclass(frozen=True)
-class JobInfo:
-    """One job, or one array task, as Slurm reports it. Times are in UTC."""
-
-    job_id: str
-    """`123`, or `123_4` for a task of an array."""
-    state: JobState
-    slurm_state: str = ""
-    """Slurm's name of the state, for example NODE_FAIL."""
-    reason: str = ""
-    """Slurm's reason for the state of a pending job; for an unknown job, why it is unknown."""
-    nodes: str = ""
-    """The host list; empty before the job starts."""
-    num_nodes: int = 0
-    start_time: datetime | None = None
-    """For a pending job, when Slurm expects to start it."""
-    end_time: datetime | None = None
-    """For a running job, when it reaches its time limit."""
-    restarts: int | None = None
-    """Number of requeues; None when unknown."""
-    exit_code: int | None = None
-    """Exit code of the batch script; None before the job ends."""
-    exit_signal: int | None = None
-    """The signal that killed the batch script."""
-    name: str = ""
-    number: str = ""
-    """The numeric job id of an array task; empty once squeue no longer lists it."""
+class SlurmJob(JobInfo):
+    """A job whose reasons and signals are those of Slurm."""
 
     @property
     def log_not_opened(self) -> bool:
-        """Whether the job failed before its batch script began, because a node could not open its log."""
         return self.state is JobState.FAILED and self.exit_signal == _LOG_NOT_OPENED
 
     @property
-    def sentence(self) -> str:
-        """Why the job is pending or unknown; empty for a running or ended job."""
-        if self.state.is_waiting:
-            return reason_sentence(self.reason)
-        return self.reason if self.state is JobState.UNKNOWN else ""
+    def hosts(self) -> list[str]:
+        return expand_hosts(self.nodes) if self.nodes else []
 
-
-def in_queue(job: JobInfo | None) -> TypeGuard[JobInfo]:
-    """Whether the job is in Slurm's queue, pending or running."""
-    return job is not None and not job.state.is_terminal and job.state is not JobState.UNKNOWN
+    @property
+    def explanation(self) -> str:
+        return reason_sentence(self.reason)
 
 
 def query_jobs(ids: Iterable[str]) -> dict[str, JobInfo]:
@@ -147,7 +120,7 @@ def _select(
             for found in sorted(of_array[job_id], key=lambda task: int(task.partition("_")[2] or -1)):
                 yield found, known[found]
             continue
-        info = known.get(job_id, JobInfo(job_id, JobState.UNKNOWN, reason=reason))
+        info = known.get(job_id, SlurmJob(job_id, JobState.UNKNOWN, reason=reason))
         rest = known.get(base_id(job_id), info)
         ended_together = rest.state.is_terminal and rest.state is not JobState.COMPLETED
         if info.state is JobState.UNKNOWN and ended_together and reason == UNKNOWN_JOB:
@@ -190,7 +163,7 @@ def _job(job_id: str, state: JobState, word: str, nodes: str, *more: str) -> Job
     """A job from what squeue and sacct print alike, in the order of the latter."""
     num_nodes, start, end, exit_code, name = more
     code, signal = _exit_of(exit_code) if state.is_terminal else (None, None)
-    return JobInfo(
+    return SlurmJob(
         job_id=job_id,
         state=state,
         slurm_state=word,

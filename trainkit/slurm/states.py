@@ -1,62 +1,12 @@
-"""Ids and states of a job, the mapping from Slurm's states to them, and what Slurm's reasons mean. Pure.
-
-An id is `123`, a task of an array `123_4`, or its pending tasks `123_[5-9%2]`.
-"""
+"""The mapping from Slurm's states to those of a job, and what Slurm's reasons mean. Pure."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from enum import Enum
-from itertools import groupby
 
 from trainkit.errors import UsageError
+from trainkit.scheduler import JOB_ID, JobState
 
-
-class JobState(Enum):
-    """State of a job; the value is shown to users."""
-
-    PENDING = "pending"
-    REQUEUED = "requeued"
-    """Pending again after a preemption, a node failure or a requested requeue."""
-    HELD = "held"
-    STARTING = "starting"
-    RUNNING = "running"
-    SUSPENDED = "suspended"
-    COMPLETING = "completing"
-    """Its processes are being terminated. It may still be requeued."""
-    COMPLETED = "completed"
-    FAILED = "failed"
-    CANCELLED = "cancelled"
-    TIMEOUT = "timeout"
-    PREEMPTED = "preempted"
-    NODE_FAIL = "node_fail"
-    OUT_OF_MEMORY = "out_of_memory"
-    UNKNOWN = "unknown"
-    """Slurm no longer knows the job, or how it ended. Never treated as finished."""
-
-    @property
-    def is_terminal(self) -> bool:
-        """Whether a job in this state has ended and will not restart."""
-        return self in _TERMINAL
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether a job in this state is pending."""
-        return self in (JobState.PENDING, JobState.REQUEUED, JobState.HELD)
-
-    @property
-    def is_active(self) -> bool:
-        """Whether a job in this state has nodes allocated."""
-        return self in (JobState.STARTING, JobState.RUNNING, JobState.SUSPENDED, JobState.COMPLETING)
-
-
-_TERMINAL = frozenset(
-    {
-        *(JobState.COMPLETED, JobState.FAILED, JobState.CANCELLED, JobState.TIMEOUT),
-        *(JobState.PREEMPTED, JobState.NODE_FAIL, JobState.OUT_OF_MEMORY),
-    }
-)
 _STATES = {
     **{state.name: state for state in JobState},
     "REQUEUE_FED": JobState.REQUEUED,
@@ -236,39 +186,7 @@ def _explained(reason: str) -> str | None:
     return None
 
 
-LARGEST_INDEX = 4_000_000
-"""Slurm's own limit; MaxArraySize is far lower at most sites."""
-
-_JOB_ID = re.compile(r"\d+(?:_\d+)?", re.ASCII)
-_JOB = re.compile(rf"{_JOB_ID.pattern}(?:;[\w.-]+)?", re.ASCII)
-_OTHER_SPAN = re.compile(r"(\d+)\s*(?:\.{2,3}|:|to|\N{EN DASH})\s*(\d+)", re.ASCII)
-"""A span as other programs write it."""
-_SPAN = re.compile(r"(?P<first>\d+)(?:-(?P<last>\d+)(?::(?P<stride>[1-9]\d*))?)?", re.ASCII)
-
-
-def is_job_id(text: str) -> bool:
-    """Whether a string is the id of a job or of one array task."""
-    return bool(_JOB_ID.fullmatch(text))
-
-
-def on_cluster(job_id: str, cluster: str | None) -> str:
-    """The name of a job: its id, on another cluster `1234;east`, as `sbatch --parsable` prints it."""
-    return f"{job_id};{cluster}" if cluster else job_id
-
-
-def split_job(job: str) -> tuple[str, str]:
-    """The id of a job that `on_cluster` names, and its cluster: empty for an id alone."""
-    job_id, _, cluster = job.partition(";")
-    return job_id, cluster
-
-
-def by_cluster(jobs: Iterable[str]) -> dict[str, list[str]]:
-    """The ids of jobs that are named so, by cluster: that of an id alone is the empty text."""
-    found: dict[str, list[str]] = {}
-    for job in dict.fromkeys(jobs):
-        job_id, cluster = split_job(job)
-        found.setdefault(cluster, []).append(job_id)
-    return found
+_JOB = re.compile(rf"{JOB_ID.pattern}(?:;[\w.-]+)?", re.ASCII)
 
 
 def checked_job_id(text: str) -> str:
@@ -278,42 +196,3 @@ def checked_job_id(text: str) -> str:
             f"{text!r} is not a Slurm job id", hint="for example 1234, or 1234_5 for a task of an array"
         )
     return text
-
-
-def base_id(job_id: str) -> str:
-    """`123` of `123`, `123_4`, `123_[5-9]` and `123+1`; the name of a cluster is kept."""
-    number, cluster = split_job(job_id)
-    return on_cluster(re.sub(r"[_+].*", "", number), cluster)
-
-
-def expand_tasks(job_id: str) -> list[str]:
-    """The tasks of `123_[5-7,9%2]`, in order; any other id as a list of itself."""
-    base, bracket, spec = job_id.partition("_[")
-    if not bracket or not spec.endswith("]"):
-        return [job_id]
-    return [f"{base}_{index}" for index in array_indices(spec[:-1])]
-
-
-def array_indices(spec: str) -> list[int]:
-    """The indices of an array spec such as `0-15:4,20%2`; raises UsageError for any other form."""
-    indices: list[int] = []
-    for item in spec.partition("%")[0].split(","):
-        match = _SPAN.fullmatch(item)
-        if match is None or int(match["last"] or match["first"]) > LARGEST_INDEX:
-            ends = _OTHER_SPAN.fullmatch(spec)
-            hint = (
-                "for example 0-15, 1,3,5 or 0-99%4" if ends is None else f"did you mean {ends[1]}-{ends[2]}?"
-            )
-            raise UsageError(f"not the indices of a job array: {spec!r}", hint=hint)
-        first = int(match["first"])
-        last = int(match["last"]) if match["last"] else first
-        indices += range(first, last + 1, int(match["stride"] or 1))
-    return indices
-
-
-def array_spec(indices: Sequence[int], limit: int | None = None) -> str:
-    """Indices in ascending order as `--array` of sbatch takes them: `0-15,20`, with a limit `0-15,20%4`."""
-    # Indices that follow one another differ from their positions by the same number.
-    spans = [list(span) for _, span in groupby(enumerate(indices), lambda item: item[1] - item[0])]
-    texts = [f"{span[0][1]}-{span[-1][1]}" if len(span) > 1 else str(span[0][1]) for span in spans]
-    return ",".join(texts) + ("" if limit is None else f"%{limit}")

@@ -13,6 +13,7 @@ import pytest
 from tests.support.fake_gpus.pynvml import FakeNvml, NVMLError, NVMLError_NotSupported, memory
 from tests.support.programs import wait_for
 from trainkit.job.node import health
+from trainkit.job.node import memory as memory_module
 from trainkit.job.node.health import HealthSampler, thin_out
 from trainkit.run.files import read_jsonl
 from trainkit.run.rundir import RunDir
@@ -43,7 +44,8 @@ def test_rates_are_those_since_the_sample_before(tmp_path: Path, monkeypatch: py
     (proc / "net").mkdir(parents=True)
     (tmp_path / "block" / "sda").mkdir(parents=True)
     (tmp_path / "block" / "loop0").mkdir()
-    monkeypatch.setattr(health, "PROC", proc)
+    for module in (health, memory_module):
+        monkeypatch.setattr(module, "PROC", proc)
     monkeypatch.setattr(health, "BLOCK_DEVICES", tmp_path / "block")
     monkeypatch.setattr(health.time, "monotonic", iter([100.0, 102.0]).__next__)
 
@@ -67,11 +69,12 @@ def test_rates_are_those_since_the_sample_before(tmp_path: Path, monkeypatch: py
 
 
 def test_what_cannot_be_read_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health, "PROC", tmp_path / "none")
+    for module in (health, memory_module):
+        monkeypatch.setattr(module, "PROC", tmp_path / "none")
     monkeypatch.setattr(health, "BLOCK_DEVICES", tmp_path / "none")
     found = health._Counters().sample()
     assert {key for key, value in found.items() if value is not None} == {"load_1m"}
-    assert health.count_oom_kills() is None
+    assert memory_module.count_oom_kills() is None
 
 
 def gpu(index: int, **changes: Any) -> dict[str, Any]:
@@ -174,59 +177,3 @@ def test_a_full_disk_is_said_once_and_the_next_sample_is_tried(
     wait_for(lambda: len(tries) > 5)
     sampler.end()
     assert capfd.readouterr().out.count(f"{sampler.file}: No space left on device") == 1
-
-
-USED = f"{3 << 29}\n"
-
-
-@pytest.mark.parametrize(
-    ("own", "file", "text", "memory_gib", "oom_kills"),
-    [
-        (
-            "0::/system.slice/job_7/step_0/task_0",
-            "system.slice/job_7/memory.current",
-            f"{3 << 29}\n",
-            1.5,
-            None,
-        ),
-        ("0::/user.slice", "user.slice/memory.current", USED, 1.5, None),
-        ("4:memory:/slurm/job_7", "memory/slurm/job_7/memory.usage_in_bytes", USED, 1.5, None),
-        (
-            "0::/a/job_7/b",
-            "a/job_7/b/memory.events",
-            "oom 3\noom_kill 2\noom_group_kill 0\n",
-            None,
-            2,
-        ),
-        (
-            "9:name=systemd:/\n4:memory:/job_7\n3:cpu,cpuacct:/\n0::/",
-            "memory/job_7/memory.oom_control",
-            "oom_kill_disable 0\nunder_oom 0\noom_kill 5\n",
-            None,
-            5,
-        ),
-        # A kernel that does not count, and no control group of the memory.
-        ("4:memory:/", "memory/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\n", None, None),
-        ("", None, "", None, None),
-        ("0::/", None, "", None, None),
-        ("1:cpu:/x", None, "", None, None),
-    ],
-)
-def test_the_control_group_of_a_job(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    own: str,
-    file: str | None,
-    text: str,
-    memory_gib: float | None,
-    oom_kills: int | None,
-) -> None:
-    """The memory is that of the job, the processes that were killed are those of this group."""
-    (tmp_path / "self").mkdir()
-    (tmp_path / "self/cgroup").write_text(f"{own}\n")
-    if file is not None:
-        (tmp_path / "sys" / file).parent.mkdir(parents=True)
-        (tmp_path / "sys" / file).write_text(text)
-    monkeypatch.setattr(health, "PROC", tmp_path)
-    monkeypatch.setattr(health, "CGROUPS", tmp_path / "sys")
-    assert (health.job_memory_gib(), health.count_oom_kills()) == (memory_gib, oom_kills)

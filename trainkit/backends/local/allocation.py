@@ -12,19 +12,18 @@ from trainkit.backends.local.queue import QueuePlace
 from trainkit.errors import EXIT_FAILED, EXIT_STOPPED
 from trainkit.job import processes
 from trainkit.job.allocation import CANCELLED, Allocation, refused
+from trainkit.job.attempt import Attempt
 from trainkit.job.attempt_watch import AttemptWatch
 from trainkit.job.decision import (
     Decision,
 )
 from trainkit.job.processes import log_line
 from trainkit.locks import LockBusy
-from trainkit.plan.launch import LaunchPlan
 from trainkit.run.events import log_event
 from trainkit.run.record import (
     AUTO_RESTART,
     add_attempt,
     read_job,
-    record_of,
 )
 from trainkit.run.rundir import AttemptDir, RunDir, refuse_missing, run_lock
 
@@ -47,19 +46,20 @@ class LocalAllocation(Allocation):
         self._place: QueuePlace | None = None
         """What it has got of this machine, until this process exits."""
 
-    def claim(self) -> AttemptDir | int:
+    def claim(self) -> AttemptDir | Decision:
         refuse_missing(self.run)
         # That command holds the lock until it has recorded the attempt.
         with run_lock(self.run):
             entry = read_job(self.run).of_attempt(self._number)
         if (entry.pid, entry.host) != (os.getpid(), os.uname().nodename):
-            log_line(
+            reason = (
                 f"attempt {self._number} is not in {self.run.job_file}: the command that started it was"
                 " interrupted"
             )
-            return EXIT_FAILED
-        if (code := refused(self.run.attempt(self._number), entry)) is not None:
-            return code
+            log_line(reason)
+            return Decision("failed", reason, EXIT_FAILED)
+        if (refusal := refused(self.run.attempt(self._number), entry)) is not None:
+            return refusal
         if entry.in_foreground:
             processes.fail_on_disk_error()
         return self.run.attempt(self._number)
@@ -70,18 +70,19 @@ class LocalAllocation(Allocation):
             signal.sigwait({signal.SIGUSR2})
         return add_attempt(self.run, attempt.number, os.getpid(), AUTO_RESTART).job_id
 
-    def wait_for_turn(self, attempt: AttemptDir, plan: LaunchPlan) -> Decision | None:
+    def wait_for_turn(self, attempt: Attempt) -> Decision | None:
         if self._place is not None:
             return None
-        self._place, said = QueuePlace(attempt, plan), ""
+        self._place, said = QueuePlace(attempt.folder, attempt.plan), ""
         while (reason := self._waits_for(self._place)) is not None:
             if reason != said:
                 said = reason
                 log_line(f"attempt {attempt.number} {reason}")
                 with contextlib.suppress(OSError):  # it is in the log of the supervisor
                     log_event(self.run, attempt.number, "waiting", reason=reason)
-            # The record too: a command that was killed may have sent no signal.
-            if processes.wait_for_notice(QUEUE_POLL_S) is not None or record_of(attempt).is_cancelled:
+            received = processes.wait_for_notice(QUEUE_POLL_S)
+            attempt.update()  # a command that was killed may have sent no signal
+            if received is not None or attempt.entry.is_cancelled:
                 self._place.leave()
                 return Decision("stopped", CANCELLED, EXIT_STOPPED)
         return None
@@ -100,5 +101,5 @@ class LocalAllocation(Allocation):
             place.leave()
             return None
 
-    def watch(self, attempt: AttemptDir, plan: LaunchPlan) -> AttemptWatch:
-        return LocalAttemptWatch(attempt, plan)
+    def watch(self, attempt: Attempt) -> AttemptWatch:
+        return LocalAttemptWatch(attempt)

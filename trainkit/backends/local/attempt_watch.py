@@ -9,18 +9,17 @@ import time
 from datetime import datetime, timezone
 
 from trainkit.job import processes
+from trainkit.job.attempt import Attempt
 from trainkit.job.attempt_watch import SIGNAL_RECORD_S, AttemptWatch
 from trainkit.job.decision import RESTART_SIGNAL
 from trainkit.job.node.rendezvous import choose_port, new_nonce
 from trainkit.job.processes import log_line, module_argv
 from trainkit.job.rank_env import NONCE_VARIABLE, old_stores, store_file
 from trainkit.job.signals import is_death_by_notice, signal_exit_code
-from trainkit.plan.launch import LaunchPlan
 from trainkit.run.events import log_event
 from trainkit.run.files import seconds_between, utc_now
 from trainkit.run.process import PROC
-from trainkit.run.record import AttemptRecord, record_of
-from trainkit.run.rundir import AttemptDir
+from trainkit.run.record import AttemptRecord
 
 SECOND_INTERRUPT_S = 3.0
 
@@ -30,8 +29,8 @@ class LocalAttemptWatch(AttemptWatch):
 
     pauses_by = (signal.SIGTSTP,)
 
-    def __init__(self, attempt: AttemptDir, plan: LaunchPlan) -> None:
-        super().__init__(attempt, plan)
+    def __init__(self, live: Attempt) -> None:
+        super().__init__(live)
         self._stop_requested_s = 0.0
         self._nonce = new_nonce()
 
@@ -70,8 +69,8 @@ class LocalAttemptWatch(AttemptWatch):
     def end_all(self) -> None:
         self.kill_within(0.0)
 
-    def stop_ranks(self) -> None:
-        self._receive(signal.SIGTERM)
+    def stop_ranks(self, as_if: str = signal.SIGTERM.name) -> None:
+        self._receive(signal.Signals[as_if])
 
     def _receive(self, received: signal.Signals) -> None:
         self.forward_signal(received)
@@ -79,7 +78,8 @@ class LocalAttemptWatch(AttemptWatch):
 
     def _poll_processes(self) -> None:
         """Obey a request whose command was killed between its record and its signal."""
-        entry = record_of(self.attempt)
+        self.live.update()
+        entry = self.live.entry
         asked_s = seconds_between(
             entry.cancelled_at or entry.requeue_requested_at, datetime.now(timezone.utc)
         )
@@ -91,22 +91,21 @@ class LocalAttemptWatch(AttemptWatch):
             self._receive(signal.Signals[requested])
 
     def _was_obeyed(self, entry: AttemptRecord) -> bool:
-        stop = self.outcome.stop_signal
+        stop = self.observed.stop_signal
         if entry.cancelled_now:
             return self.deadline_s is not None and self.deadline_s <= time.monotonic()
         return stop is not None and (stop != RESTART_SIGNAL or not entry.is_cancelled)
 
     def on_signal(self, received: signal.Signals) -> None:
-        outcome = self.outcome
-        if received == signal.SIGINT and outcome.stop_signal == received.name:
+        observed = self.observed
+        if received == signal.SIGINT and observed.stop_signal == received.name:
             self.kill_within(SECOND_INTERRUPT_S)  # workers that can respond exit at the second Ctrl-C
-        if outcome.stop_signal is None:
+        if observed.stop_signal is None:
             self._stop_requested_s = time.monotonic()
             self.kill_after_grace()
-        if outcome.stop_signal in (None, RESTART_SIGNAL):
+        if observed.stop_signal in (None, RESTART_SIGNAL):
             # A request to end the run overrides a request to restart it.
-            outcome.stop_signal = received.name
-            outcome.cause = "asked" if received.name == RESTART_SIGNAL else None
+            observed.stop_signal = received.name
         self._follow()
         try:
             fields = {"time": self.received_at or utc_now(), "signal": received.name}
@@ -115,15 +114,15 @@ class LocalAttemptWatch(AttemptWatch):
             log_line(f"cannot write the event of {received.name}: {error}")
 
     def died_of_notice(self, code: int) -> bool:
-        return self.outcome.stop_signal is not None and is_death_by_notice(code)
+        return self.observed.stop_signal is not None and is_death_by_notice(code)
 
     def on_exit(self, rank: int, code: int, killed: bool) -> None:
-        if not self.outcome.exits and code == signal_exit_code(signal.SIGKILL) and not killed:
-            self.outcome.killed_node = rank
-        self.outcome.exits.append((rank, code))
-        if self.outcome.stop_signal is not None:
+        if not self.observed.exits and code == signal_exit_code(signal.SIGKILL) and not killed:
+            self.observed.killed_node = rank
+        self.observed.exits.append((rank, code))
+        if self.observed.stop_signal is not None:
             is_late = time.monotonic() - self._stop_requested_s >= self.plan.grace_s
-            self.outcome.out_of_time |= killed or is_late
+            self.observed.out_of_time |= killed or is_late
 
     def run(self) -> None:
         try:

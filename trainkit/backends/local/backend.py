@@ -10,6 +10,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
@@ -18,11 +19,11 @@ from trainkit.backend import SUPERVISOR_EXIT_S, Backend, JobStatus, NewAttempt, 
 from trainkit.errors import TrainkitError, UsageError
 from trainkit.job.processes import PAUSE_SIGNALS, descendants, dies_with, module_argv, signal_all
 from trainkit.job.signals import NOTICE_SIGNALS
+from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.launch_draft import LaunchDraft
 from trainkit.run.end import KILLED, is_over
 from trainkit.run.events import log_event, read_events
 from trainkit.run.group import RunGroup, group_of
-from trainkit.run.history import Attempt, attempts_of
 from trainkit.run.process import boot_id
 from trainkit.run.record import (
     AttemptRecord,
@@ -34,14 +35,14 @@ from trainkit.run.record import (
 )
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.run.submitted import SUBMITTED_VARIABLE, submitted_hash
-from trainkit.slurm.environment import OWN_PREFIX
+from trainkit.scheduler import OWN_PREFIX
 
 if TYPE_CHECKING:
     from trainkit.cluster.machine import Machine
     from trainkit.cluster.target import Target
     from trainkit.config.loaded import LoadedConfig
     from trainkit.job.allocation import Allocation
-    from trainkit.slurm.jobs import JobInfo
+    from trainkit.scheduler import JobInfo
 
 KILL_TIMEOUT_S = 10.0
 
@@ -54,6 +55,9 @@ class LocalBackend(Backend):
 
     def draft(self, loaded: LoadedConfig, machine: Machine, target: Target) -> LaunchDraft:
         return LaunchDraft(loaded, machine, target)
+
+    def waiting_for(self, plan: LaunchPlan, names: Sequence[str], reason: str) -> LaunchPlan:
+        return replace(plan, after=tuple(names), reasons={**plan.reasons, "after": reason})
 
     def allocation(self, run: RunDir, words: Sequence[str]) -> Allocation:
         from trainkit.backends.local.allocation import LocalAllocation  # which the supervisor alone needs
@@ -147,6 +151,8 @@ class LocalBackend(Backend):
         return entry if alive else None
 
     def signal(self, run: RunDir, entry: AttemptRecord, number: signal.Signals) -> str:
+        from trainkit.run.history import Attempt, attempts_of  # which a dry run does not need
+
         events = read_events(run, "waiting", "started", attempt=entry.attempt)
         waits = attempts_of(events).get(entry.attempt, Attempt(0)).waits_for is not None
         if waits and number == signal.SIGUSR2:

@@ -22,7 +22,7 @@ from trainkit.run.end import read_newest_end
 from trainkit.run.files import utc_now
 from trainkit.run.group import RunGroup, create_point_run
 from trainkit.run.process import ProcessId
-from trainkit.run.record import is_alive, read_job
+from trainkit.run.record import JobRecord, is_alive, read_job
 from trainkit.run.rundir import RunDir, run_lock
 from trainkit.trust import read_trusted
 
@@ -46,9 +46,16 @@ def run_points(group: RunGroup) -> None:
 
 
 def _is_active(run: RunDir) -> bool:
-    """Whether the run is alive: what this host cannot tell counts as alive, or it could run twice."""
-    newest = read_job(run).newest
-    return newest is not None and is_alive(run, newest) is not False
+    return _read_active(run)[1]
+
+
+def _read_active(run: RunDir) -> tuple[JobRecord, bool]:
+    """The job.json of a run, and whether it is alive: what this host cannot tell counts as alive.
+
+    Else it could run twice.
+    """
+    job = read_job(run)
+    return job, job.newest is not None and is_alive(run, job.newest) is not False
 
 
 def _start(group: RunGroup, index: int, began: str) -> None:
@@ -57,7 +64,8 @@ def _start(group: RunGroup, index: int, began: str) -> None:
     if not run.config_file.is_file():
         create_point_run(group, group.point(index))
     with run_lock(run):
-        if _is_active(run):
+        job, is_active = _read_active(run)
+        if is_active:
             return
         end = read_newest_end(run.path)  # after that: its supervisor writes it and exits
         # It may also have been ended on purpose since this process began.
@@ -65,7 +73,7 @@ def _start(group: RunGroup, index: int, began: str) -> None:
             return
         config, plan = map(read_trusted, (run.config_file, run.plan_file))
         reason = "resume" if run.attempt_numbers() else "submit"
-        new = NewAttempt(config, plan, LaunchPlan.from_dict(json.loads(plan)), reason, read_job(run))
+        new = NewAttempt(config, plan, LaunchPlan.from_dict(json.loads(plan)), reason, job)
         entry = backend_named("local").start(run, new)
     print(f"run {index}: attempt {entry.attempt} as {entry.job_id}", flush=True)
 

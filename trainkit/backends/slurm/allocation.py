@@ -25,10 +25,13 @@ from trainkit.backends.slurm.resubmit import (
     start_host_watch,
 )
 from trainkit.backends.slurm.step import step_argv
+from trainkit.backends.slurm.termination import is_ending, is_nearly_over, is_taken, termination_cause
+from trainkit.capability import Guard, Hosts
 from trainkit.cluster.bad_nodes import Kind, excluded, note_failure
 from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, TrainkitError
 from trainkit.job import processes
 from trainkit.job.allocation import CANCELLED, Allocation, refused
+from trainkit.job.attempt import Attempt
 from trainkit.job.attempt_end import (
     close_dead_attempts,
     judge,
@@ -42,37 +45,36 @@ from trainkit.job.decision import (
     RESTART_SIGNAL,
     Decision,
     Departure,
+    Observed,
     Outcome,
     RestartOptions,
     decide_no_start,
-    is_ending,
-    is_nearly_over,
-    is_taken,
-    termination_cause,
+    decide_stranded,
 )
 from trainkit.job.failure.launcher_report import hosts_without_launch, launch_error
 from trainkit.job.failure.records import find_first_failure, signal_of_death, suspect_host
 from trainkit.job.growth import GrowthWatch
 from trainkit.job.hangs import silent_hosts
+from trainkit.job.outcome import NOT_RUN, outcome_of
 from trainkit.job.preflight import supervisor_view
 from trainkit.job.processes import log_line, retry_on_disk_error
-from trainkit.job.progress_watch import SlowHostWatch, slow_hosts
 from trainkit.plan.launch import LaunchPlan, plan_text, resized
 from trainkit.run.end import SIGNALLED, Cause, RankFailure
 from trainkit.run.files import refresh_listing
 from trainkit.run.group import create_task_run, group_of
 from trainkit.run.record import (
     AUTO_RESTART,
+    JobRecord,
     read_job,
     write_plan,
 )
 from trainkit.run.rundir import AttemptDir, RunDir, RunLocked, run_lock
 from trainkit.run.submitted import read_submitted, require_submitted_group
+from trainkit.scheduler import JobInfo, JobState
 from trainkit.slurm.client import JOB_TIMEOUT_S, QUERY_PATIENCE_S, SlurmUnreachable
 from trainkit.slurm.control import cancel, cancel_waiting, requeue
 from trainkit.slurm.hosts import expand_hosts, is_drained, is_unavailable, node_states
-from trainkit.slurm.jobs import JobDetails, JobInfo, job_details
-from trainkit.slurm.states import JobState
+from trainkit.slurm.jobs import JobDetails, job_details
 
 NOTICE_S = 5.0
 """How long the notice may follow of whose signal a rank has died: slurmstepd may signal the rank first."""
@@ -133,14 +135,14 @@ class SlurmAllocation(Allocation):
         except (TrainkitError, OSError) as error:
             log_line(f"cannot submit more of {run.path.parent}: {error}")
 
-    def claim(self) -> AttemptDir | int:
+    def claim(self) -> AttemptDir | Decision:
         refresh_listing(self.run.attempts_dir)  # else a resume may not be listed yet
         if (numbers := self.run.attempt_numbers()) and self.run.exists():
             newest = read_job(self.run).newest
             is_own = newest is not None and newest.job_id == self.job_id and newest.attempt == numbers[-1]
-            code = refused(self.run.attempt(numbers[-1]), newest if is_own else None)
-            if code is not None:
-                return code
+            refusal = refused(self.run.attempt(numbers[-1]), newest if is_own else None)
+            if refusal is not None:
+                return refusal
         elif (found := group_of(self.run)) is not None:  # only the run of an array task can be missing
             require_submitted_group(found[0])
             create_task_run(self.run, self.job_id)
@@ -152,21 +154,21 @@ class SlurmAllocation(Allocation):
         log_line(f"nothing to do for job {self.job_id}: {attempt.reason}")
         if attempt.cancelled is not None:
             with contextlib.suppress(OSError):
-                write_end(attempt.cancelled, Outcome(), Decision("stopped", CANCELLED, EXIT_STOPPED))
-        return EXIT_OK
+                write_end(attempt.cancelled, NOT_RUN, Decision("stopped", CANCELLED, EXIT_STOPPED))
+        return Decision("stopped", attempt.reason, EXIT_OK)
 
     def register(self, attempt: AttemptDir) -> str:
         register_start(attempt, self.job_id, AUTO_RESTART)
         return self.job_id
 
-    def close_dead_attempts(self, attempt: AttemptDir) -> tuple[Outcome, Decision] | None:
+    def close_dead_attempts(self, attempt: Attempt) -> Decision | None:
         # What keeps this attempt from being read is recorded when it is run.
         with contextlib.suppress(OSError, ValueError, TrainkitError):
-            policy = LaunchPlan.read(attempt.plan_file).requeue
-            return close_dead_attempts(attempt, policy, self.is_down)
+            return close_dead_attempts(attempt, attempt.plan.requeue, self.is_down)
         return None
 
-    def fitted(self, attempt: AttemptDir, plan: LaunchPlan) -> LaunchPlan:
+    def fitted(self, attempt: Attempt) -> LaunchPlan:
+        plan = attempt.plan
         fitting, changes = plan.at(len(self.good_hosts)), dict[str, Any]()
         counts = re.findall(r"(\d+)(?:\(|,|$)", os.environ.get("SLURM_JOB_CPUS_PER_NODE", ""))  # 64(x2),128
         threads = min(map(int, counts), default=0) // plan.workers_per_node
@@ -174,9 +176,9 @@ class SlurmAllocation(Allocation):
             changes = {"threads_per_worker": threads}
         if fitting is plan and not changes:
             return plan
-        content = read_submitted(attempt)
+        content = read_submitted(attempt.folder)
         content = content if fitting is plan else resized(content, fitting.num_nodes)
-        retry_on_disk_error(lambda: write_plan(attempt, plan_text({**content, **changes})))
+        retry_on_disk_error(lambda: write_plan(attempt.folder, plan_text({**content, **changes})))
         return replace(fitting, **changes)
 
     def place(self, plan: LaunchPlan) -> dict[str, object]:
@@ -189,95 +191,118 @@ class SlurmAllocation(Allocation):
         }
         return {name: value for name, value in found.items() if value}
 
-    def watch(self, attempt: AttemptDir, plan: LaunchPlan) -> AttemptWatch:
-        view = retry_on_disk_error(lambda: supervisor_view(attempt))
+    def watch(self, attempt: Attempt) -> AttemptWatch:
+        folder, plan = attempt.folder, attempt.plan
+        view = retry_on_disk_error(lambda: supervisor_view(folder))
         own = os.environ.get("SLURMD_NODENAME", self.hosts[0])
         others = [host for host in self.good_hosts if host != own]
         is_watched = self._host_watch is not None and not processes.ended(self._host_watch)
         if plan.may_lose_nodes and others and not is_watched:
-            self._host_watch = start_host_watch(own, others[-1], attempt.batch_host_log)
+            self._host_watch = start_host_watch(own, others[-1], folder.batch_host_log)
         argv = step_argv(self.step, plan, self.good_hosts, overlap=self.step_may_still_run)
-        until_total_s = retry_on_disk_error(lambda: left_s(attempt, plan))
-        departures = list[SlowHostWatch | GrowthWatch]()
-        # Without a spare node it would wait in the queue, which may take longer than what a slow host costs.
-        if plan.requeue.slow_hosts == "restart" and len(self.good_hosts) > plan.fewest_nodes:
-            departures.append(SlowHostWatch(attempt, plan, self.good_hosts))
+        until_total_s = retry_on_disk_error(lambda: left_s(attempt))
+        departures = list[GrowthWatch]()
         if plan.grow and shutil.which("scontrol") is not None:  # without it, no job can be requeued
-            departures.append(GrowthWatch(attempt, plan, self.hosts, len(self.good_hosts)))
-        return SlurmAttemptWatch(attempt, plan, argv, view, until_total_s, departures)
+            departures.append(GrowthWatch(folder, plan, self.hosts, len(self.good_hosts)))
+        return SlurmAttemptWatch(attempt, argv, view, until_total_s, departures)
+
+    @property
+    def job_hosts(self) -> Hosts:
+        return Hosts(self.hosts, self.good_hosts)
 
     @property
     def good_hosts(self) -> list[str]:
         return [host for host in self.hosts if host not in self.bad]
 
-    def complete_outcome(self, attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome) -> None:
-        was_stopped = outcome.stop_signal is not None
-        is_finished = plan.workload.is_finished(was_stopped=was_stopped, is_done=False)
-        if is_finished and all(code == EXIT_OK for code in outcome.exit_codes):
-            return
-        self.step_may_still_run |= outcome.step_may_still_run
-        saved = all(code in (EXIT_OK, EXIT_STOPPED) for code in outcome.exit_codes)
+    def outcome(self, attempt: Attempt) -> Outcome:
+        return self._outcome(attempt, attempt.observed, NOT_RUN)
+
+    def _outcome(self, live: Attempt, observed: Observed, before: Outcome) -> Outcome:
+        """`before` is the outcome before the signal, if one came while the run waited to restart."""
+        attempt, plan = live.folder, live.plan
+        stop, codes = observed.stop_signal, observed.exit_codes
+        is_finished = plan.workload.is_finished(was_stopped=stop is not None, is_done=False)
+        if is_finished and all(code == EXIT_OK for code in codes):
+            return outcome_of(attempt, plan, observed)
+        self.step_may_still_run |= observed.step_may_still_run
+        saved = all(code in (EXIT_OK, EXIT_STOPPED) for code in codes)
         # A restart needs the controller, so a failure waits for it; a notice leaves no time for that.
-        is_urgent = saved or outcome.stop_signal is not None
+        is_urgent = saved or stop is not None
         self.job = query_job(self.job_id, QUERY_PATIENCE_S if is_urgent else QUERY_PATIENCE_RESTART_S)
         is_running = self.job is not None and self.job.state is JobState.RUNNING
-        if saved and outcome.stop_signal is None:
+        if saved and stop is None:
             ends = self.job is not None and is_ending(self.job, self.restarts, plan.grace_s)
             if not ends or reached_its_stop(attempt):
-                return
+                return outcome_of(attempt, plan, observed)
             # The ranks received a signal that could not be recorded, for example on a full disk.
-            outcome.stop_signal = RESTART_SIGNAL if is_running else signal.SIGTERM.name
+            stop = RESTART_SIGNAL if is_running else signal.SIGTERM.name
         # Without an answer from Slurm no host is ruled out: a lost one will fail the next start.
         lost = lost_hosts(self.job_id, self.good_hosts, is_running=is_running) or ()
-        outcome.failure = find_first_failure(attempt, plan, outcome)
-        sent = signal_of_death(outcome.failure, outcome.exit_codes)
-        if outcome.stop_signal is None and not (lost or outcome.hung):
-            self._find_notice(attempt, plan, outcome, sent)
-        if outcome.stop_signal is None and not any(attempt.errors_dir.glob("rank-*.json")):
+        error = before.launch_error
+        failure = find_first_failure(attempt, plan, observed, before.lost_nodes, error)
+        sent, was_signalled = signal_of_death(failure, codes), observed.supervisor_was_signalled
+        if stop is None and not (lost or observed.hangs):
+            stop, was_signalled = self._find_notice(attempt, plan, observed, sent)
+        if stop is None and not any(attempt.errors_dir.glob("rank-*.json")):
             output = attempt.supervisor_log.read_text(encoding="utf-8", errors="replace")
-            outcome.launch_error = launch_error(output)
+            error = launch_error(output)
             lost = lost or self._replaceable(hosts_without_launch(output), plan)
-        if outcome.hung and not lost:
+        if observed.hangs and not lost:
             # Slurm may take minutes to notice that a host is cut off.
-            lost = self._replaceable(silent_hosts(attempt, plan, outcome.hangs), plan)
+            lost = self._replaceable(silent_hosts(attempt, plan, observed.hangs), plan)
         self.bad.update(lost)
-        outcome.lost_nodes = lost
-        if lost or outcome.launch_error is not None:  # which has failed before any rank
-            outcome.failure = find_first_failure(attempt, plan, outcome)
+        if lost or error is not None:  # which has failed before any rank
+            failure = find_first_failure(attempt, plan, observed, lost, error)
         # Of the host before a lost one in Slurm's tree, the step waits a minute for it.
         self.step_may_still_run |= bool(lost)
-        outcome.cause = self._cause(outcome, plan)
-        is_unexplained = outcome.cause is None and outcome.departure is None and not (lost or outcome.hung)
-        if is_unexplained and (outcome.stop_signal or sent) and (host := self._drained_host()):
-            outcome.stop_signal = outcome.stop_signal or sent
-            outcome.departure, outcome.cause = Departure("preempted", f"{host} is drained"), "preempted"
-        elif (departure := outcome.departure) is not None:
+        cause = self._cause(plan, stop, was_signalled=was_signalled, lost=bool(lost))
+        departure = observed.departure
+        is_unexplained = cause is None and departure is None and not (lost or observed.hangs)
+        if is_unexplained and (stop or sent) and (host := self._drained_host()):
+            stop = stop or sent
+            departure, cause = Departure("preempted", f"{host} is drained"), "preempted"
+        elif departure is not None:
             self.bad.update(filter(None, (departure.host,)))
-            if self.job is None or outcome.cause == "asked":
-                outcome.cause = departure.cause
+            if self.job is None or cause == "asked":
+                cause = departure.cause
+        return outcome_of(
+            attempt,
+            plan,
+            replace(observed, stop_signal=stop),
+            cause=cause,
+            departure=departure,
+            lost_nodes=lost,
+            launch_error=error,
+            failure=failure,
+            had_failed=before.first_failed_node is not None,
+        )
 
-    def _find_notice(self, attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome, sent: str | None) -> None:
-        """Set the stop signal of an outcome whose ranks ended before one was recorded; they crashed without.
+    def _find_notice(
+        self, attempt: AttemptDir, plan: LaunchPlan, observed: Observed, sent: str | None
+    ) -> tuple[str | None, bool]:
+        """The stop signal where ranks ended before one was recorded, and whether the supervisor has got it.
 
-        `sent` is the signal of which a rank died: then a notice may still follow.
+        Without one they crashed. `sent` is the signal of which a rank died: then a notice may still follow.
         """
         # A handler of a command's own may exit with any code.
-        is_any_code = plan.workload.is_command and all(code < SIGNALLED for code in outcome.exit_codes)
+        is_any_code = plan.workload.is_command and all(code < SIGNALLED for code in observed.exit_codes)
+        stop, was_signalled = None, observed.supervisor_was_signalled
         if sent is not None and not is_taken(self.job, self.restarts):
-            outcome.stop_signal = self._await_notice(attempt, outcome)
+            stop, is_here = self._await_notice(attempt)
+            was_signalled |= is_here
             self.job = query_job(self.job_id)
-        if outcome.stop_signal is None and (sent or is_any_code) and is_taken(self.job, self.restarts):
-            outcome.stop_signal = sent or signal.SIGTERM.name
+        if stop is None and (sent or is_any_code) and is_taken(self.job, self.restarts):
+            stop = sent or signal.SIGTERM.name
+        return stop, was_signalled
 
-    def _await_notice(self, attempt: AttemptDir, outcome: Outcome) -> str | None:
-        """Wait for a notice to an agent or to this process, at most `NOTICE_S`; None without one."""
+    def _await_notice(self, attempt: AttemptDir) -> tuple[str | None, bool]:
+        """Wait for a notice at most `NOTICE_S`; returns its name or None, and whether this process got it."""
         deadline_s = time.monotonic() + NOTICE_S
         while (found := signal_of_ranks(attempt)) is None and (left_s := deadline_s - time.monotonic()) > 0:
             received = processes.wait_for_signal(min(left_s, NOTICE_POLL_S))
             if received not in (None, signal.SIGCHLD):
-                outcome.supervisor_was_signalled |= received != signal.SIGUSR2
-                return received.name
-        return found
+                return received.name, received != signal.SIGUSR2
+        return found, False
 
     def _drained_host(self) -> str | None:
         """A host of the running job that an administrator takes out of service; None without one."""
@@ -290,17 +315,20 @@ class SlurmAllocation(Allocation):
             return None
         return next((host for host in self.good_hosts if is_drained(states.get(host, ""))), None)
 
-    def _cause(self, outcome: Outcome, plan: LaunchPlan) -> Cause | None:
-        if outcome.stop_signal is None:
+    def _cause(
+        self, plan: LaunchPlan, stop_signal: str | None, *, was_signalled: bool, lost: bool = False
+    ) -> Cause | None:
+        """Why the job was asked to stop; `was_signalled` if this process was too, `lost` if a host is."""
+        if stop_signal is None:
             return None
         option = "" if plan.slurm is None else str(plan.slurm.sbatch.get("signal", ""))
         return termination_cause(
-            outcome.stop_signal,
+            stop_signal,
             self.job,
             plan.grace_s,
-            supervisor_was_signalled=outcome.supervisor_was_signalled,
+            supervisor_was_signalled=was_signalled,
             restarts=self.restarts,
-            lost=bool(outcome.lost_nodes),
+            lost=lost,
             notice=f"SIG{option.partition('@')[0]}",
         )
 
@@ -316,20 +344,22 @@ class SlurmAllocation(Allocation):
             log_line(f"cannot query the state of {host}: {error.message}")
             return False
 
-    def record_suspect(self, attempt: AttemptDir, plan: LaunchPlan, failure: RankFailure | None) -> bool:
+    def record_suspect(self, attempt: Attempt, failure: RankFailure | None) -> bool:
         """Stop using the host that a failure implicates, and record it for later jobs.
 
         A host on which ranks were only killed or hung is used until that has happened twice in the run.
         """
         before = len(self.bad)
-        self.bad |= slow_hosts(attempt, plan, self.hosts)
+        hosts, guard = self.job_hosts, Guard(attempt.plan, log_line)
+        for _, left in guard.each(lambda one: one.hosts_to_leave(attempt.folder, attempt.plan, hosts)):
+            self.bad |= {*left}
         suspect = None if failure is None else suspect_host(failure)
         if suspect is not None and suspect[0] in self.hosts:  # else Slurm could not exclude it by that name
             self._note(attempt, *suspect, str(failure and failure.message))
         return len(self.bad) > before
 
-    def _note(self, attempt: AttemptDir, host: str, kind: Kind, reason: str) -> None:
-        verdicts = (end.verdict for end in previous_ends(attempt).values())
+    def _note(self, attempt: Attempt, host: str, kind: Kind, reason: str) -> None:
+        verdicts = (end.verdict for end in previous_ends(attempt.folder, attempt.job).values())
         previous = [suspect_host(verdict) for verdict in verdicts if verdict is not None]
         if kind != "culprit" or (host, kind) in previous:
             self.bad.add(host)
@@ -344,8 +374,8 @@ class SlurmAllocation(Allocation):
         cluster = os.environ.get("SLURM_CLUSTER_NAME", "")
         return sorted({*self.bad, *excluded(cluster, run=str(self.run.path))})
 
-    def restart_options(self, plan: LaunchPlan) -> RestartOptions:
-        job = self.job
+    def restart_options(self, attempt: Attempt) -> RestartOptions:
+        job, plan = self.job, attempt.plan
         may_requeue = job is None or job.may_requeue
         is_ours = job is not None and job.state is JobState.RUNNING and not self.is_being_requeued
         return RestartOptions(
@@ -355,66 +385,67 @@ class SlurmAllocation(Allocation):
             and not is_nearly_over(job, plan.grace_s),
             requeue=may_requeue and shutil.which("scontrol") is not None,
             resubmit=not may_requeue and shutil.which("sbatch") is not None,
-            follow_up=bool(read_job(self.run).waiting),
+            follow_up=bool(attempt.job.waiting),
             unavailable_reason="this host has neither scontrol nor sbatch, and requeue.follow_ups is 0",
         )
 
-    def after_notice(
-        self, attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome, received: signal.Signals
-    ) -> Decision:
+    def after_notice(self, attempt: Attempt, received: signal.Signals) -> Decision:
         # Either Slurm is ending the allocation or a person cancelled the job: its state tells which.
-        outcome.had_failed = outcome.first_failed_node is not None
-        outcome.stop_signal, outcome.supervisor_was_signalled = received.name, True
-        self.complete_outcome(attempt, plan, outcome)
-        return judge(attempt, plan, outcome, self.restart_options(plan))
+        observed = replace(attempt.observed, stop_signal=received.name, supervisor_was_signalled=True)
+        attempt.outcome = self._outcome(attempt, observed, attempt.outcome)
+        attempt.update()
+        return judge(attempt, self.restart_options(attempt))
 
-    def after_lock(self, attempt: AttemptDir, plan: LaunchPlan, locked: RunLocked) -> Decision:
+    def after_lock(self, attempt: Attempt, locked: RunLocked) -> Decision:
         # A job starts again later: the file server releases the locks of a dead host.
         self.job = query_job(self.job_id)
-        starts = list(previous_ends(attempt).values())
-        options = self.restart_options(plan)
+        attempt.update()
+        starts = list(previous_ends(attempt.folder, attempt.job).values())
+        options = self.restart_options(attempt)
         decision = decide_no_start(locked.message, EXIT_FAILED, starts, options, in_place=False)
         if not decision.resumes:
             decision = replace(decision, details="; ".join(filter(None, (decision.details, locked.hint))))
         return decision
 
-    def leave_unclaimed(self, locked: RunLocked) -> int:
+    def leave_unclaimed(self, locked: RunLocked) -> Decision:
+        unclaimed = super().leave_unclaimed(locked)
         # It does not take the lock over: a host that Slurm has lost may only be cut off from the controller,
         # and still write to the run folder. The file server releases the locks of a dead host, most within
         # two minutes, some only when the host boots again.
         try:
             plan = LaunchPlan.from_dict(read_submitted(self.run))
             self.job = query_job(self.job_id)
-            stopped = Outcome(signal.SIGTERM.name, supervisor_was_signalled=True)
-            if locked.stopped and self._cause(stopped, plan) not in plan.requeue.on:
-                return EXIT_STOPPED
+            cause = self._cause(plan, signal.SIGTERM.name, was_signalled=True)
+            if locked.stopped and cause not in plan.requeue.on:
+                return unclaimed
             # The ends of slices do not count, and each of them was that of an attempt.
             sliced = [] if plan.requeue.total_s is None else read_job(self.run).of_job(self.job_id)
             if self.restarts >= plan.requeue.max + len(sliced):
                 log_line(f"not requeued: requeue.max is {plan.requeue.max}")
-                return EXIT_FAILED
+                return replace(unclaimed, exit_code=EXIT_FAILED)
             if not self.is_being_requeued:
                 log_line(f"requeues job {self.job_id}, to try again later")
                 requeue(self.job_id, patience_s=REQUEUE_PATIENCE_S)
             self._leave_requeued(plan)
         except (OSError, ValueError, TrainkitError) as error:
             log_line(f"not requeued: {error}")
-            return EXIT_FAILED
-        return EXIT_STOPPED
+            return replace(unclaimed, exit_code=EXIT_FAILED)
+        return Decision("requeue", locked.message, EXIT_STOPPED)
 
-    def release(self, plan: LaunchPlan, decision: Decision) -> str | None:
+    def release(self, attempt: Attempt, decision: Decision) -> Decision:
         try:
             if decision.action == "resubmit":
                 resubmit(self.run, self.job_id, self.hosts_to_exclude(), self.lock_timeout_s)
             elif decision.action == "requeue":
                 self._request_requeue()
-                self._leave_requeued(plan)
+                self._leave_requeued(attempt.plan)
         except TrainkitError as error:
             # An administrator forbids it, or the controller was unavailable for minutes.
-            return error.message
+            return decide_stranded(decision, attempt.outcome, error.message)
         except OSError as error:
-            return f"{self.run.path} cannot be written ({error})"
-        return None
+            problem = f"{self.run.path} cannot be written ({error})"
+            return decide_stranded(decision, attempt.outcome, problem)
+        return decision
 
     def _request_requeue(self) -> None:
         """Requeue the job, unless that would undo what somebody has done; with the lock held.
@@ -472,14 +503,14 @@ class SlurmAllocation(Allocation):
         """Whether Slurm is ending the job and waits only for this batch shell."""
         return self.job is not None and self.job.state is JobState.COMPLETING
 
-    def cancel_pending(self) -> None:
+    def cancel_pending(self, job: JobRecord) -> None:
         """Cancel the follow-up jobs, and this job if Slurm is requeuing it, as it does after losing a host.
 
         A start of the job that already runs elsewhere is left alone.
         """
         if shutil.which("scancel") is None:
             return
-        waiting = [*read_job(self.run).waiting, *([self.job_id] if self.is_queued else [])]
+        waiting = [*job.waiting, *([self.job_id] if self.is_queued else [])]
         try:
             cancel_waiting(waiting)
             if self.is_completing and self.is_being_requeued:

@@ -14,6 +14,7 @@ from datetime import datetime, timezone
 from trainkit.backends.slurm.step import slurm_job_id
 from trainkit.errors import EXIT_OK, EXIT_STOPPED, TrainkitError
 from trainkit.job import processes
+from trainkit.job.attempt import Attempt
 from trainkit.job.attempt_watch import SIGNAL_RECORD_S, AttemptWatch
 from trainkit.job.decision import RESTART_SIGNAL, Departure
 from trainkit.job.failure.launcher_report import (
@@ -26,13 +27,11 @@ from trainkit.job.failure.records import first_exit_code, first_rank_failure
 from trainkit.job.growth import GrowthWatch
 from trainkit.job.preflight import SUPERVISOR_VIEW_VARIABLE
 from trainkit.job.processes import KILL_MARGIN_S, PEER_EXIT_S, log_line
-from trainkit.job.progress_watch import SlowHostWatch
 from trainkit.job.rank_env import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
 from trainkit.job.signals import AGENT_SIGNAL, is_death_by_notice, signal_exit_code
-from trainkit.plan.launch import LaunchPlan
 from trainkit.run.events import read_events
 from trainkit.run.files import seconds_between
-from trainkit.run.record import read_rendezvous, superseded_by
+from trainkit.run.record import read_rendezvous
 from trainkit.run.rundir import AttemptDir
 from trainkit.slurm.control import kill_steps
 
@@ -48,14 +47,13 @@ class SlurmAttemptWatch(AttemptWatch):
 
     def __init__(
         self,
-        attempt: AttemptDir,
-        plan: LaunchPlan,
+        live: Attempt,
         step: Sequence[str],
         supervisor_view: str,
         left_s: float = math.inf,
-        departures: Sequence[SlowHostWatch | GrowthWatch] = (),
+        departures: Sequence[GrowthWatch] = (),
     ) -> None:
-        super().__init__(attempt, plan)
+        super().__init__(live)
         self._until_s = time.monotonic() + left_s
         """Monotonic time at which the ranks are to save, since the total of the run's slices is used."""
         self._departures = departures
@@ -100,12 +98,13 @@ class SlurmAttemptWatch(AttemptWatch):
             self._unconfirmed_since_s = time.monotonic()
 
     def on_signal(self, received: signal.Signals) -> None:
-        self.outcome.supervisor_was_signalled |= received != signal.SIGUSR2
-        if self.outcome.stop_signal in (None, RESTART_SIGNAL):
-            self.outcome.stop_signal = received.name
+        self.observed.supervisor_was_signalled |= received != signal.SIGUSR2
+        if self.observed.stop_signal in (None, RESTART_SIGNAL):
+            self.observed.stop_signal = received.name
         self.kill_after_grace()
 
     def _poll_processes(self) -> None:
+        self.live.update()
         self._end_if_superseded()
         self._forward_unconfirmed()
         self._end_after_failure()
@@ -119,7 +118,7 @@ class SlurmAttemptWatch(AttemptWatch):
         """
         if self.superseded_by is not None:
             return
-        newer = superseded_by(self.attempt)
+        newer = self.live.superseding
         if newer is None or newer.pid is None:
             return
         self.superseded_by = newer
@@ -128,7 +127,7 @@ class SlurmAttemptWatch(AttemptWatch):
 
     def stop_ranks(self, as_if: str = signal.SIGTERM.name) -> None:
         self._unconfirmed_since_s = float("inf")
-        self.outcome.stop_signal = self.outcome.stop_signal or as_if
+        self.observed.stop_signal = self.observed.stop_signal or as_if
         # A command's ranks get the signal that they handle from their agents.
         if (
             SRUN in self.running
@@ -141,7 +140,7 @@ class SlurmAttemptWatch(AttemptWatch):
     def _forward_unconfirmed(self) -> None:
         """Send SIGUSR2 to ranks that got no signal: it came to this shell only, or before the step."""
         if self._unconfirmed_since_s is None:
-            if self.outcome.stop_signal is None and self._requested_signal() is not None:
+            if self.observed.stop_signal is None and self._requested_signal() is not None:
                 self._unconfirmed_since_s = time.monotonic()
             return
         if time.monotonic() < self._unconfirmed_since_s + SIGNAL_RECORD_S:
@@ -151,33 +150,34 @@ class SlurmAttemptWatch(AttemptWatch):
             self.stop_ranks(self._requested_signal() or signal.SIGTERM.name)
 
     def _leave_early(self) -> None:
-        """Have the ranks save and exit: for a restart without a slow host or on more nodes, or for good."""
-        if self.outcome.stop_signal is not None or SRUN not in self.running:
+        """Have the ranks save and exit: for a restart on more nodes, or for good."""
+        if self.observed.stop_signal is not None or SRUN not in self.running:
             return
         departure = next(filter(None, (watch.poll() for watch in self._departures)), None)
         if departure is None and time.monotonic() >= self._until_s:
             departure = Departure("timeout", "the jobs of the run have taken their total time")
-        if departure is None or signal_of_ranks(self.attempt) is not None:
-            return
-        log_line(f"attempt {self.attempt.number}: {departure.why}")
-        self.outcome.departure = departure
-        self.stop_ranks(RESTART_SIGNAL)
+        if departure is not None:
+            self.leave(departure)
+
+    def leave(self, departure: Departure) -> None:
+        if signal_of_ranks(self.attempt) is None:
+            super().leave(departure)
 
     def _end_after_failure(self) -> None:
         """End the step when a rank or an agent has failed: its peers may wait for it forever."""
         if self._failed_s is None:
-            self.outcome.killed_node = node_of_killed_task(self.attempt)
+            self.observed.killed_node = node_of_killed_task(self.attempt)
             # Without a record, a task failed if no notice came before; after one the others may still save.
             if any(self.attempt.errors_dir.glob("rank-*.json")) or (
                 first_task_exit(self.attempt) is not None
-                and self.outcome.stop_signal is None
+                and self.observed.stop_signal is None
                 and signal_of_ranks(self.attempt) is None
             ):
                 self._failed_s = time.monotonic()
         elif time.monotonic() > self._failed_s + PEER_EXIT_S:
             self._failed_s = float("inf")
             first = first_rank_failure(self.attempt)
-            has_notice = self.outcome.stop_signal is not None or signal_of_ranks(self.attempt) is not None
+            has_notice = self.observed.stop_signal is not None or signal_of_ranks(self.attempt) is not None
             if has_notice and first is not None and first.died_of_notice:
                 self.kill_after_grace()  # its agent heard the notice too late, and the others may save
             else:
@@ -193,7 +193,7 @@ class SlurmAttemptWatch(AttemptWatch):
     def _kill_running(self) -> None:
         if SRUN in self.running:
             # srun waits for an unresponsive host, and killing srun would leave the tasks there running.
-            self.outcome.step_may_still_run = True
+            self.observed.step_may_still_run = True
             self._signal_step(signal.SIGKILL)
         super()._kill_running()
 
@@ -212,7 +212,7 @@ class SlurmAttemptWatch(AttemptWatch):
     def on_exit(self, rank: int, code: int, killed: bool) -> None:
         self._srun_exit = (code, killed, self._is_ending, datetime.now(timezone.utc))
 
-    def collect_outcome(self) -> None:
+    def collect(self) -> None:
         if self._srun_exit is None:
             return
         code, was_killed, was_terminated, ended_at = self._srun_exit
@@ -220,21 +220,22 @@ class SlurmAttemptWatch(AttemptWatch):
             code = signal_exit_code(signal.SIGTERM)
         # srun returns the code of the task that was killed last; the failure records have that of the first.
         if not was_terminated and not was_killed:
-            self.outcome.killed_node = node_of_killed_task(self.attempt)
+            self.observed.killed_node = node_of_killed_task(self.attempt)
         first_code = first_exit_code(self.attempt) if code not in (EXIT_OK, EXIT_STOPPED) else None
         if first_code is None and ran_out_of_memory(self.attempt):
             first_code = signal_exit_code(signal.SIGKILL)  # of an agent; srun returns 1
-        self.outcome.exits = [(SRUN, code if first_code is None else first_code)]
-        if self.outcome.stop_signal is None:
-            self.outcome.stop_signal = signal_of_ranks(self.attempt)
-        if self.outcome.stop_signal is None and any(map(is_death_by_notice, self.outcome.exit_codes)):
+        self.observed.exits = [(SRUN, code if first_code is None else first_code)]
+        if self.observed.stop_signal is None:
+            self.observed.stop_signal = signal_of_ranks(self.attempt)
+        if self.observed.stop_signal is None and any(map(is_death_by_notice, self.observed.exit_codes)):
             # The signal of a request came before the handlers of the ranks were installed.
-            self.outcome.stop_signal = self._requested_signal()
+            self.live.update()
+            self.observed.stop_signal = self._requested_signal()
         # Agents kill their workers after the grace time, so srun may exit late without having been killed.
         signals = read_events(self.attempt.run, "signal", attempt=self.attempt.number)
         since_s = (seconds_between(event.time, ended_at) or 0.0 for event in signals)
         is_late = was_killed or any(seconds >= self.plan.grace_s for seconds in since_s)
-        self.outcome.out_of_time = self.outcome.stop_signal is not None and is_late
+        self.observed.out_of_time = self.observed.stop_signal is not None and is_late
 
 
 def signal_of_ranks(attempt: AttemptDir) -> str | None:

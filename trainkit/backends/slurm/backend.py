@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from trainkit.backend import Backend, JobStatus, NewAttempt, ScriptParts, write_cancelled
+from trainkit.backends.slurm.failed_starts import note_bad_hosts
 from trainkit.backends.slurm.group_parts import clusters_of, submit_parts
 from trainkit.backends.slurm.rendezvous import find_slurm_task
 from trainkit.backends.slurm.resubmit import excludable
@@ -38,10 +39,11 @@ from trainkit.run.record import (
     set_follow_ups,
 )
 from trainkit.run.rundir import AttemptDir, RunDir, submission_token
+from trainkit.scheduler import JobInfo, in_queue, split_job
 from trainkit.slurm.client import SlurmUnreachable, require_controller
 from trainkit.slurm.control import cancel, cancel_waiting, kill_steps, send_signal
-from trainkit.slurm.jobs import JobInfo, in_queue, query_jobs
-from trainkit.slurm.states import split_job
+from trainkit.slurm.environment import cluster_name
+from trainkit.slurm.jobs import query_jobs
 from trainkit.slurm.submit import cancel_command, find_by_token, query_start, submit_script
 
 if TYPE_CHECKING:
@@ -75,6 +77,12 @@ class SlurmBackend(Backend):
         clusters: Options = {"clusters": ",".join(plan.clusters)} if plan.clusters else {}
         return {**plan.slurm.srun, **plan.slurm.sbatch, **clusters}
 
+    def waiting_for(self, plan: LaunchPlan, names: Sequence[str], reason: str) -> LaunchPlan:
+        assert plan.slurm is not None
+        dependency = f"afterok:{':'.join(names)}"
+        slurm = replace(plan.slurm, sbatch={**plan.slurm.sbatch, "dependency": dependency})
+        return replace(plan, slurm=slurm, reasons={**plan.reasons, "after": f"{dependency}: {reason}"})
+
     def without_hosts(
         self, plan: LaunchPlan, hosts: Sequence[str], notify: Callable[[str], None]
     ) -> LaunchPlan:
@@ -84,6 +92,12 @@ class SlurmBackend(Backend):
             notify(f"{', '.join(hosts)} not left out: a job that may go to another cluster cannot name hosts")
             return plan
         return replace(plan, slurm=with_excluded(plan.slurm, excludable(hosts, plan.slurm, notify)))
+
+    def note_bad_hosts(
+        self, run: RunDir, record: JobRecord, entry: AttemptRecord, warn: Callable[[str], None]
+    ) -> list[str]:
+        cluster = entry.cluster or cluster_name() or ""
+        return note_bad_hosts(run, record, self.job(entry), cluster, warn)[1]
 
     def require_reachable(self, plan: LaunchPlan) -> None:
         require_controller(plan.clusters)

@@ -16,19 +16,20 @@ from trainkit.run.files import refresh_listing, wait_for_json
 from trainkit.run.record import (
     AUTO_RESTART,
     AttemptRecord,
+    JobRecord,
     add_slurm_attempt,
     claim_entry,
     claimed_by,
-    read_job,
+    job_of,
     read_job_to_change,
     reopen_attempt,
     set_follow_ups,
 )
 from trainkit.run.rundir import AttemptDir, RunDir, is_supervised, refuse_missing, run_lock
+from trainkit.scheduler import JobState
 from trainkit.slurm.client import SlurmRefused
 from trainkit.slurm.environment import cluster_name
 from trainkit.slurm.jobs import job_details
-from trainkit.slurm.states import JobState
 
 ENTRY_TIMEOUT_S = 20.0
 """How long the command that submitted the job may take to record its id."""
@@ -54,19 +55,20 @@ def claim_attempt(run: RunDir, job_id: str, lock_timeout_s: float | None = None)
         wait_for_json(
             run.job_file,
             ENTRY_TIMEOUT_S,
-            accept=lambda _: bool(read_job(run).of_job(job_id, cluster_name())) or is_follow_up(run, job_id),
+            accept=lambda content: _names(job_of(run, content), job_id),
         )
     refuse_missing(run)
     while True:
         # Slurm is queried without the lock: `trainkit cancel` needs it.
-        newest = read_job_to_change(run).newest
-        carrier = None if newest is None else _carrier(run, newest, job_id)
+        newest = (job := read_job_to_change(run)).newest
+        carrier = None if newest is None else _carrier(run, job, newest, job_id)
         with run_lock(run, lock_timeout_s):
-            if read_job_to_change(run).newest != newest:
+            job = read_job_to_change(run)
+            if job.newest != newest:
                 continue
             if carrier is None:
-                return _claim(run, job_id)
-            follow_ups = read_job(run).follow_ups or []
+                return _claim(run, job, job_id)
+            follow_ups = job.follow_ups or []
             if job_id in follow_ups:  # those behind it depend on it
                 set_follow_ups(run, follow_ups[: follow_ups.index(job_id)])
             path = quote(str(run.path))
@@ -74,7 +76,12 @@ def claim_attempt(run: RunDir, job_id: str, lock_timeout_s: float | None = None)
             return NothingToDo(f"job {carrier} runs or is pending for this run; {hint}")
 
 
-def _carrier(run: RunDir, newest: AttemptRecord, job_id: str) -> str | None:
+def _names(job: JobRecord, job_id: str) -> bool:
+    """Whether job.json has the job, as that of an attempt or as a follow-up."""
+    return bool(job.of_job(job_id, cluster_name())) or job_id in (job.follow_ups or [])
+
+
+def _carrier(run: RunDir, job: JobRecord, newest: AttemptRecord, job_id: str) -> str | None:
     """The job that carries a run, by the run's newest entry; None when this job may.
 
     Slurm knows whether that job is pending or running. When Slurm does not answer, the supervisor's lock
@@ -94,16 +101,15 @@ def _carrier(run: RunDir, newest: AttemptRecord, job_id: str) -> str | None:
         except TrainkitError as error:
             log_line(f"cannot query job {other}: {error.message}")
     if state is JobState.UNKNOWN:
-        return other if not is_follow_up(run, job_id) and is_supervised(run) else None
+        return other if job_id not in (job.follow_ups or []) and is_supervised(run) else None
     # A job that completes is about to exit, and its supervisor to release the lock.
     is_live = state.is_waiting or (state.is_active and state is not JobState.COMPLETING)
     return other if is_live else None
 
 
-def _claim(run: RunDir, job_id: str) -> AttemptDir | NothingToDo:
+def _claim(run: RunDir, job: JobRecord, job_id: str) -> AttemptDir | NothingToDo:
     """`claim_attempt` with the lock held, when no other job carries the run."""
     refresh_listing(run.attempts_dir)
-    job = read_job(run)
     own, newest = job.of_job(job_id, cluster_name()), run.attempt(run.attempt_numbers()[-1])
     follows, has_ended = not own and job_id in (job.follow_ups or []), is_over(newest)
     if any(entry.is_cancelled for entry in own):
@@ -136,8 +142,3 @@ def register_start(attempt: AttemptDir, job_id: str, reason: str) -> None:
     """Record that this process of a Slurm job runs an attempt; call with the lock held."""
     backend = LaunchPlan.read(attempt.plan_file).backend
     add_slurm_attempt(attempt.run, attempt.number, job_id, reason, backend, **claimed_by(os.getpid()))
-
-
-def is_follow_up(run: RunDir, job_id: str) -> bool:
-    """Whether a job was submitted as a follow-up, to continue the run after another job."""
-    return job_id in (read_job(run).follow_ups or [])

@@ -18,9 +18,7 @@ from trainkit.run.files import read_json
 from trainkit.run.group import group_of
 from trainkit.run.record import JobRecord, read_job
 from trainkit.run.rundir import STARTS_FOLDER, RunDir
-from trainkit.slurm.hosts import expand_hosts
-from trainkit.slurm.jobs import JobInfo
-from trainkit.slurm.states import JobState, base_id, is_job_id
+from trainkit.scheduler import JobInfo, JobState, base_id, is_job_id
 
 _BY_FAILURE = (JobState.FAILED, JobState.NODE_FAIL, JobState.OUT_OF_MEMORY)
 """States of a job that somebody neither cancelled nor preempted, and that had time left."""
@@ -72,7 +70,7 @@ def failed_starts(run: RunDir, record: JobRecord, job: JobInfo | None) -> list[F
     if entry is None or entry.job_id != job.job_id or entry.has_started:
         return []
     code = signal_exit_code(job.exit_signal) if job.exit_signal else job.exit_code
-    return [FailedStart(job.job_id, expand_hosts(job.nodes)[0], None if job.log_not_opened else code)]
+    return [FailedStart(job.job_id, job.hosts[0], None if job.log_not_opened else code)]
 
 
 def _is_over(start: FailedStart, job: JobInfo | None) -> bool:

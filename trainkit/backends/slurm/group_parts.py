@@ -17,13 +17,13 @@ from trainkit.errors import TrainkitError, UsageError
 from trainkit.formats import plural
 from trainkit.locks import LockBusy, file_lock
 from trainkit.plan.launch import LaunchPlan
+from trainkit.quoting import log_path
 from trainkit.run.files import write_atomic
 from trainkit.run.group import Part, RunGroup
 from trainkit.run.rundir import RunDir, submission_token
+from trainkit.scheduler import array_spec, split_job
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
 from trainkit.slurm.control import cancel, show_config
-from trainkit.slurm.quoting import log_path
-from trainkit.slurm.states import array_spec, split_job
 from trainkit.slurm.submit import find_by_token, submit_script
 from trainkit.trust import read_trusted
 

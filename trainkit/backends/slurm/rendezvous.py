@@ -31,6 +31,7 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.run.files import read_record, wait_for_json, write_json_in_place
 from trainkit.run.record import RendezvousRecord
 from trainkit.run.rundir import AttemptDir
+from trainkit.slurm.control import kill_steps
 from trainkit.slurm.hosts import expand_hosts, node_addr, tasks_per_node
 
 FIRST_SPECIAL_STEP = -16
@@ -89,6 +90,10 @@ class SlurmTask(Task):
 
     def meet(self, attempt: AttemptDir, plan: LaunchPlan) -> Rendezvous:
         return slurm_rendezvous(attempt, plan, self)
+
+    def end_step(self) -> None:
+        """End all tasks of the step; raises TrainkitError if Slurm does not."""
+        kill_steps([(self.job_id, self.step_id)], "TERM")
 
     def listen(self) -> StepListener:
         return StepListener()

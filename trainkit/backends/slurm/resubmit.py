@@ -32,11 +32,11 @@ from trainkit.run.record import (
     reopen_attempt,
 )
 from trainkit.run.rundir import AttemptDir, RunDir, run_lock, submission_token
+from trainkit.scheduler import split_job
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
 from trainkit.slurm.control import cancel, exclude_hosts, move_dependents, requeue
 from trainkit.slurm.hosts import hosts_of_job, is_down, is_unavailable, node_states
 from trainkit.slurm.jobs import job_details
-from trainkit.slurm.states import split_job
 from trainkit.slurm.submit import query_start, submit_script
 from trainkit.trust import read_trusted
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from trainkit.backend import ScriptParts
 from trainkit.errors import UsageError
 from trainkit.plan.launch import LaunchPlan, Options, SlurmRequest, option_argv
+from trainkit.quoting import log_path
 from trainkit.run.group import RunGroup
 from trainkit.run.rundir import RunDir, submission_token
-from trainkit.slurm.quoting import log_path
 
 
 def script_parts(

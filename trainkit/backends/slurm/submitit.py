@@ -12,11 +12,11 @@ from trainkit.backend import JobScript, NewAttempt
 from trainkit.backends.slurm.backend import SbatchBackend
 from trainkit.errors import UsageError
 from trainkit.folders import ensure_folder, whole_paths
+from trainkit.quoting import directive, quote
 from trainkit.run.files import read_json, write_json
 from trainkit.run.record import submitit_pickle
 from trainkit.run.rundir import AttemptDir, RunDir
-from trainkit.slurm.quoting import directive, quote
-from trainkit.slurm.states import split_job
+from trainkit.scheduler import split_job
 
 IGNORE_SIGNALS = (
     "# When Slurm signals this shell, its supervisor must live on to record how the job ended.",

@@ -33,7 +33,7 @@ from trainkit.cluster.machine import (
 )
 from trainkit.errors import TrainkitError
 from trainkit.formats import plural
-from trainkit.job.node.health import host_memory_gib
+from trainkit.job.node.memory import host_memory_gib
 from trainkit.job.node.rendezvous import candidate_ports, choose_port, is_free
 from trainkit.job.node.worker_env import PRESETS, addresses, interface_to, network_environ, usable_interfaces
 from trainkit.job.preflight import (

@@ -13,6 +13,7 @@ from trainkit.errors import KeyProblem, UsageError
 
 if TYPE_CHECKING:  # `status` imports this too, and what knows the config is slow to import
     from trainkit.capabilities.notifications.notifier import Notifier
+    from trainkit.capability import Hosts
     from trainkit.config.loaded import LoadedConfig
     from trainkit.config.schema import RunConfig
     from trainkit.plan.facts import Facts
@@ -74,7 +75,7 @@ class Notifications(Capability):
 
         return Notifier()
 
-    def watch(self, attempt: AttemptDir, plan: LaunchPlan) -> Watch | None:
+    def watch(self, attempt: AttemptDir, plan: LaunchPlan, hosts: Hosts) -> Watch | None:
         policy = policy_of(plan)
         if not policy.sends("stalled", "slow"):
             return None

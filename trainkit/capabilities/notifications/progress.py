@@ -6,7 +6,7 @@ from trainkit.capabilities.notifications.notifier import Notification, Notifier,
 from trainkit.capability import Watch
 from trainkit.formats import plural
 from trainkit.job.attempt_end import last_step
-from trainkit.job.progress_watch import OutputWatch
+from trainkit.job.output_watch import OutputWatch
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.events import FAILED_SAVES, SAVE_EVENTS, SILENCE_EVENTS, SLOWDOWN_EVENTS, Event, events_of
 from trainkit.run.files import Tail

@@ -29,7 +29,7 @@ from trainkit.run.tracebacks import exception_of, last_exception
 
 if TYPE_CHECKING:
     from trainkit.cluster.bad_nodes import Kind
-    from trainkit.job.decision import Outcome
+    from trainkit.job.decision import Observed
 
 
 _THROWN = re.compile(r"^  what\(\): +(.+)$", re.MULTILINE)
@@ -216,20 +216,27 @@ _NOT_HARDWARE = re.compile(
 computes with a wrong index, lacks the kernels of this GPU, or needs more memory than the GPU has."""
 
 
-def find_first_failure(attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome) -> RankFailure | None:
+def find_first_failure(
+    attempt: AttemptDir,
+    plan: LaunchPlan,
+    observed: Observed,
+    lost_nodes: Sequence[str] = (),
+    launch_error: str | None = None,
+) -> RankFailure | None:
     """The first failure: a lost host, else in a hang the blocking rank, else the first failing rank.
 
-    None when nothing failed or the failure is unknown.
+    `launch_error` is srun's message if it could not start the step. None when nothing failed or the failure
+    is unknown.
     """
-    if all(code in (EXIT_OK, EXIT_STOPPED) for code in outcome.exit_codes):
+    if all(code in (EXIT_OK, EXIT_STOPPED) for code in observed.exit_codes):
         return None
-    if outcome.lost_nodes:
-        return lost_host_failure(attempt, outcome.lost_nodes)
-    if outcome.launch_error is not None:
-        return agent_failure(None, outcome.launch_error)
-    if outcome.hung:
-        return hang_failure(attempt, plan, outcome.hangs)
-    first = _killed_agent_failure(attempt, plan, outcome) or first_rank_failure(attempt)
+    if lost_nodes:
+        return lost_host_failure(attempt, lost_nodes)
+    if launch_error is not None:
+        return agent_failure(None, launch_error)
+    if observed.hangs:
+        return hang_failure(attempt, plan, observed.hangs)
+    first = _killed_agent_failure(attempt, plan, observed.killed_node) or first_rank_failure(attempt)
     return (
         None
         if first is None
@@ -283,9 +290,8 @@ def signal_of_death(failure: RankFailure | None, exit_codes: Sequence[int]) -> s
     return signal.Signals(number).name if died else None
 
 
-def _killed_agent_failure(attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome) -> RankFailure | None:
+def _killed_agent_failure(attempt: AttemptDir, plan: LaunchPlan, node_rank: int | None) -> RankFailure | None:
     """The failure of an agent that was killed before any rank failed: its ranks left no record."""
-    node_rank = outcome.killed_node
     if node_rank is None:
         return None
     first = plan.first_rank_of(node_rank)

@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 from trainkit.backend import step_task
 from trainkit.capability import Companion, Guard
@@ -43,7 +43,8 @@ from trainkit.job.failure.records import (
 )
 from trainkit.job.failure.stacks import StackCollector, describe_state
 from trainkit.job.flight_records import flight_environ, remove_pipes
-from trainkit.job.node.health import HealthSampler, count_oom_kills
+from trainkit.job.node.health import HealthSampler
+from trainkit.job.node.memory import count_oom_kills
 from trainkit.job.node.notice import CommandNotice, takers, was_signalled
 from trainkit.job.node.output_pipes import OutputPipes
 from trainkit.job.node.rendezvous import (
@@ -77,9 +78,6 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.run.process import own_host
 from trainkit.run.record import read_job, read_rendezvous, record_of
 from trainkit.run.rundir import AttemptDir, RunDir
-
-if TYPE_CHECKING:
-    from trainkit.job.node.log_curve import LogCurve
 
 POLL_S = 2.0
 RELAY_S = 0.1
@@ -116,8 +114,6 @@ class Agent(ProcessGroup):
         self.sampler: HealthSampler | None = None
         self._guard = Guard(plan, log_line)
         self._companions: list[tuple[str, Companion]] = []
-        self._log_curve: LogCurve | None = None
-        """What finds the curve of a command in the log of rank 0; next to rank 0 only."""
         self._ranks = LaunchedRanks()
         """The ranks of a launcher."""
         self._collector = StackCollector(attempt, replies_itself=not plan.workload.is_command)
@@ -225,11 +221,6 @@ class Agent(ProcessGroup):
         is_unsupervised = not self.plan.has_supervisor and self.deadline_s is None
         if is_unsupervised and (has_hangs or any(attempt.errors_dir.glob("rank-*.json"))):
             self.kill_within(PEER_EXIT_S)
-        if self.plan.log_pattern is not None and self.rendezvous.has_rank_0:
-            from trainkit.job.node.log_curve import LogCurve  # only a command has one
-
-            self._log_curve = self._log_curve or LogCurve(attempt, self.plan)
-            self._log_curve.poll()
         for name, companion in self._companions:
             self._guard.call(name, companion.poll)
 
@@ -337,9 +328,6 @@ class Agent(ProcessGroup):
             if self.sampler is not None:
                 self.sampler.end()
             self._pipes.poll(has_notice=True)
-            if self._log_curve is not None:
-                with contextlib.suppress(OSError):  # as of a full disk, where all else has ended too
-                    self._log_curve.poll(is_over=True)
             is_finished = self.received is None and set(self.codes) == {EXIT_OK}
             for name, companion in self._companions:
                 self._guard.call(name, companion.end, is_finished=is_finished)

@@ -10,13 +10,14 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from trainkit.cluster.machine import NoDriver, gpu_handle, nvml
 from trainkit.folders import ensure_folder
+from trainkit.job.node.memory import PROC, host_memory_gib, job_memory_gib, kernel_lines
 from trainkit.job.preflight import unknown_values
 from trainkit.job.processes import log_line
 from trainkit.job.rank_env import visible_gpus
@@ -25,8 +26,6 @@ from trainkit.run.rundir import AttemptDir
 
 MAX_BYTES = 4 * 2**20
 """A larger file loses every second sample of its older half."""
-PROC = Path("/proc")
-CGROUPS = Path("/sys/fs/cgroup")
 BLOCK_DEVICES = Path("/sys/block")
 NOT_DISKS = ("loop", "ram", "zram", "dm-", "md", "sr")
 """Devices without bytes of their own, or whose bytes are those of other devices too."""
@@ -128,65 +127,20 @@ class _Counters:
 def _counters() -> dict[str, int]:
     """The kernel's counters of jiffies of the processors and of bytes; without those that are unknown."""
     found = {}
-    for name, *values in _lines(PROC / "stat"):
+    for name, *values in kernel_lines(PROC / "stat"):
         if name == "cpu":
             _, _, _, idle, iowait, *_ = jiffies = list(map(int, values[:8]))
             found["cpu"], found["all_cpu"] = sum(jiffies) - idle - iowait, sum(jiffies)
-    interfaces = [words for words in _lines(PROC / "net" / "dev")[2:] if len(words) > 9]
+    interfaces = [words for words in kernel_lines(PROC / "net" / "dev")[2:] if len(words) > 9]
     if interfaces:
         others = [words for words in interfaces if words[0] != "lo:"]
         found["net_rx"], found["net_tx"] = (sum(int(words[at]) for words in others) for at in (1, 9))
     with contextlib.suppress(OSError):  # network filesystems are not among the disks
         disks = {path.name for path in BLOCK_DEVICES.iterdir() if not path.name.startswith(NOT_DISKS)}
-        lines = [words for words in _lines(PROC / "diskstats") if words[2] in disks]
+        lines = [words for words in kernel_lines(PROC / "diskstats") if words[2] in disks]
         read, written = (SECTOR_BYTES * sum(int(words[at]) for words in lines) for at in (5, 9))
         found["disk_read"], found["disk_write"] = read, written
     return found
-
-
-def _lines(path: Path) -> list[list[str]]:
-    """The words of each line of a file of the kernel that has some; none if it cannot be read."""
-    try:
-        return [words for line in path.read_text().splitlines() if (words := line.split())]
-    except OSError:
-        return []
-
-
-def host_memory_gib() -> tuple[float, float] | None:
-    """Used and total memory of the host in GiB; None where the kernel does not say."""
-    kib = {words[0]: int(words[1]) for words in _lines(PROC / "meminfo") if len(words) > 1}
-    total, available = kib.get("MemTotal:"), kib.get("MemAvailable:")
-    if total is None or available is None:
-        return None
-    return round((total - available) / 2**20, 2), round(total / 2**20, 2)
-
-
-def _memory_cgroups() -> Iterator[tuple[Path, Path, bool]]:
-    """(root, path below it, whether of version 2) of the control groups that count this process's memory."""
-    for words in _lines(PROC / "self" / "cgroup"):
-        _, controllers, path = " ".join(words).split(":", 2)
-        if controllers == "" or "memory" in controllers.split(","):
-            root = CGROUPS / "memory" if controllers else CGROUPS
-            yield root, Path(path.lstrip("/")), not controllers
-
-
-def job_memory_gib() -> float | None:
-    """The memory that the kernel accounts to this job, or else to this process's control group, in GiB."""
-    for root, own, is_new in _memory_cgroups():
-        job = next((folder for folder in (own, *own.parents) if folder.name.startswith("job_")), own)
-        found = _lines(root / job / ("memory.current" if is_new else "memory.usage_in_bytes"))
-        if found:
-            return round(int(found[0][0]) / GIB, 3)
-    return None
-
-
-def count_oom_kills() -> int | None:
-    """The number of processes in this cgroup that the OOM killer has killed; None if there is no counter."""
-    for root, own, is_new in _memory_cgroups():
-        for name, *value in _lines(root / own / ("memory.events" if is_new else "memory.oom_control")):
-            if name == "oom_kill":
-                return int(value[0])
-    return None
 
 
 class _Gpus:

@@ -1,17 +1,15 @@
 """What an agent writes to metrics.jsonl of what rank 0 of a COMMAND prints."""
 
-from dataclasses import replace
-
 import pytest
 
 from tests.support.runs import launch_plan, make_attempt
-from trainkit.job.node import log_curve
-from trainkit.job.node.log_curve import LogCurve
+from trainkit.capabilities.curves import log_curve
+from trainkit.capabilities.curves.log_curve import LogCurve
 from trainkit.run.events import best_result, log_event, read_events, training_curve
 from trainkit.run.files import append_jsonl, read_jsonl
 from trainkit.run.history import RunHistory
 
-PLAN = launch_plan(num_nodes=1, command=("train",), log_pattern="auto")
+PLAN = launch_plan(num_nodes=1, command=("train",))
 
 
 @pytest.fixture
@@ -40,14 +38,14 @@ def reasons(run) -> list[str | None]:
 def test_records_are_those_of_a_curve_and_it_is_said_once(attempt):
     run = attempt.run
     prints(attempt, "loading\nstep 1 loss 3.0 lr 1e-3\nstep 2 loss nan")
-    follower = LogCurve(attempt, PLAN)
+    follower = LogCurve(attempt, PLAN, "auto")
     follower.poll()
     assert not run.metrics_file.exists()  # it has not grown, and the last line may not be complete
     prints(attempt, " lr 1e-3\nstep 3 loss 2.0 lr 1e-3, val_loss 2.5\n")
     follower.poll()
     prints(attempt, "step 4 loss 1.0 lr 1e-3")
     follower.poll()
-    follower.poll(is_over=True)
+    follower.end(is_finished=True)
     assert curve(run) == {1: 3.0, 2: None, 3: 2.0, 4: 1.0}
     first = next(read_jsonl(run.metrics_file))
     assert {**first, "time": 0} == {
@@ -67,15 +65,15 @@ def test_records_are_those_of_a_curve_and_it_is_said_once(attempt):
 
 
 def test_a_script_that_writes_metrics_itself_has_precedence(attempt):
-    follower, own = LogCurve(attempt, PLAN), {"attempt": 1, "loss": 9.0}
+    follower, own = LogCurve(attempt, PLAN, "auto"), {"attempt": 1, "loss": 9.0}
     prints(attempt, "step 1 loss 3\nstep 2 loss 2\n")
     append_jsonl(attempt.run.metrics_file, {"step": 1, **own})
     follower.poll()
     prints(attempt, "step 3 loss 2\n")
     follower.poll()
     assert (curve(attempt.run), reasons(attempt.run)) == ({1: 9.0}, [])
-    again = LogCurve(attempt.run.attempt(1), PLAN)
-    again.poll(is_over=True)
+    again = LogCurve(attempt.run.attempt(1), PLAN, "auto")
+    again.end(is_finished=True)
     assert curve(attempt.run) == {1: 9.0}
 
 
@@ -84,7 +82,7 @@ def test_an_attempt_that_resumes_computes_steps_again_and_counts_epochs_on(attem
     for number, batches in ((1, [(0, 5), (0, 9), (1, 5)]), (2, [(1, 5), (1, 9)])):
         at = run.attempt(number)
         prints(at, "".join(f"epoch {epoch} batch {n}/10 loss {number}\n" for epoch, n in batches))
-        LogCurve(at, PLAN).poll(is_over=True)
+        LogCurve(at, PLAN, "auto").end(is_finished=True)
     assert curve(run) == {5: 1.0, 9: 1.0, 15: 2.0, 19: 2.0}
     assert len(list(read_jsonl(run.metrics_file))) == 5
 
@@ -92,14 +90,14 @@ def test_an_attempt_that_resumes_computes_steps_again_and_counts_epochs_on(attem
 def test_the_last_line_is_a_validation_loss(attempt):
     bar = "train:  10%|█  | {0}/3 [00:01<00:09, 5it/s, loss=1.5]\r"
     prints(attempt, "".join(map(bar.format, (1, 2, 3))) + "\nval_loss: 0.5\n")
-    LogCurve(attempt, PLAN).poll(is_over=True)
+    LogCurve(attempt, PLAN, "auto").end(is_finished=True)
     assert [event.values["val_loss"] for event in read_events(attempt.run, "evaluated")] == [0.5]
 
 
 def test_work_is_bounded(attempt, monkeypatch):
     monkeypatch.setattr(log_curve, "READ_BYTES", 40_000)
     prints(attempt, "".join(f"step {n} loss 1\n" for n in range(100_000)))
-    LogCurve(attempt, PLAN).poll()
+    LogCurve(attempt, PLAN, "auto").poll()
     steps = list(curve(attempt.run))
     assert len(steps) == log_curve.MAX_RECORDS
     assert (steps[0] > 97_000, steps[-1]) == (True, 99_999)
@@ -108,7 +106,7 @@ def test_work_is_bounded(attempt, monkeypatch):
 def test_a_pattern_of_the_user(attempt):
     pattern = r"at (?P<step>\d+): (?P<loss>[\d.]+|-)(, val (?P<val_loss>\S+))?( acc (?P<accuracy>\S+))?"
     prints(attempt, "step 1 loss 3\nat 7: 2.5 acc 0.5\nat 8: -\nat 9: 2.25, val 2.0\n")
-    LogCurve(attempt, replace(PLAN, log_pattern=pattern)).poll()
+    LogCurve(attempt, PLAN, pattern).poll()
     records = [
         {key: record.get(key) for key in ("step", "loss", "accuracy")}
         for record in read_jsonl(attempt.run.metrics_file)
@@ -121,9 +119,9 @@ def test_a_pattern_of_the_user(attempt):
 def test_a_pattern_that_never_ends_is_given_up(attempt, monkeypatch, capfd):
     monkeypatch.setattr(log_curve, "MATCH_S", 0.05)
     prints(attempt, "a" * 60 + "\n")
-    follower = LogCurve(attempt, replace(PLAN, log_pattern=r"(?P<step>(a+)+)$b"))
+    follower = LogCurve(attempt, PLAN, r"(?P<step>(a+)+)$b")
     follower.poll()
-    follower.poll(is_over=True)
+    follower.end(is_finished=True)
     problem = "logging.pattern took more than 0.05 s for a part of the log: it is not used any more"
     assert reasons(attempt.run) == [problem]
     assert capfd.readouterr().out == f"warning: {problem}\n"
@@ -137,11 +135,11 @@ def test_a_pattern_that_never_ends_is_given_up(attempt, monkeypatch, capfd):
     ],
 )
 def test_it_says_why_there_is_no_curve(attempt, line, which):
-    follower = LogCurve(attempt, PLAN)
+    follower = LogCurve(attempt, PLAN, "auto")
     prints(attempt, "".join(map(line.format, range(9))))
     follower.poll()
     assert reasons(attempt.run) == []
-    follower.poll(is_over=True)
+    follower.end(is_finished=True)
     reason = f"none from the log: {which} is unknown; set logging.pattern with step and loss"
     assert reasons(attempt.run) == [reason]
 
@@ -149,7 +147,7 @@ def test_it_says_why_there_is_no_curve(attempt, line, which):
 def test_progress_is_known_where_the_log_has_a_total(attempt):
     log_event(attempt.run, 1, "started")
     prints(attempt, "step 1/50 loss 2\nstep 2/50 loss 1\n")
-    LogCurve(attempt, PLAN).poll()
+    LogCurve(attempt, PLAN, "auto").poll()
     history = RunHistory(attempt.run)
     history.update()
     assert history.events.total_steps == 50

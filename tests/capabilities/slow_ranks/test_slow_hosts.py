@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.runs import make_attempt
-from trainkit.job import progress_watch
+from trainkit.capabilities.slow_ranks import slow_hosts
+from trainkit.capabilities.slow_ranks.policy import SlowRanksPlan
+from trainkit.capabilities.slow_ranks.slow_hosts import SlowHostWatch
 from trainkit.job.decision import Departure
-from trainkit.job.progress_watch import SlowHostWatch
 from trainkit.plan.launch import LaunchPlan, SlurmRequest
 from trainkit.run.events import log_event
 from trainkit.run.files import read_json
@@ -22,10 +23,10 @@ class Played:
 
     def __init__(self, attempt: AttemptDir, hosts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         self.attempt, self.now_s = attempt, 0.0
-        monkeypatch.setattr(progress_watch.time, "monotonic", lambda: self.now_s)
+        monkeypatch.setattr(slow_hosts.time, "monotonic", lambda: self.now_s)
         plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
-        requeue = replace(plan.requeue, slow_hosts="restart", slow_after_s=300.0)
-        plan = replace(plan, requeue=requeue, num_nodes=2, slurm=SlurmRequest({"nodes": 2}))
+        plan = plan.with_part(SlowRanksPlan(slow_hosts="restart", slow_after_s=300.0))
+        plan = replace(plan, num_nodes=2, slurm=SlurmRequest({"nodes": 2}))
         self.watch = SlowHostWatch(attempt, plan, hosts)
 
     def event(self, name: str, rank: int | None, host: str | None, attempt: int | None = None) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.job.node.printed_curve import MAX_LINE, Found, PrintedCurve, read_line, shown_lines
+from trainkit.capabilities.curves.printed_curve import MAX_LINE, Found, PrintedCurve, read_line, shown_lines
 
 LOGS = Path(__file__).parent / "printed_logs"
 

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from types import FrameType
 
-from trainkit.job.node.printed_curve import CONTROL, MAX_LINE, Found, PrintedCurve, shown_lines
+from trainkit.capabilities.curves.printed_curve import CONTROL, MAX_LINE, Found, PrintedCurve, shown_lines
+from trainkit.capability import Companion
 from trainkit.job.processes import log_line
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.events import Entry, log_event
@@ -30,18 +31,17 @@ MATCH_S = 1.0
 """How long the pattern of a user may take for what is read at once."""
 
 
-class LogCurve:
+class LogCurve(Companion):
     """Follows the log of rank 0, a bounded part at each `poll`, and writes its curve to metrics.jsonl.
 
     It stops when the script writes metrics.jsonl itself.
     """
 
-    def __init__(self, attempt: AttemptDir, plan: LaunchPlan) -> None:
-        """`plan.log_pattern` must not be None."""
+    def __init__(self, attempt: AttemptDir, plan: LaunchPlan, pattern: str) -> None:
+        """`pattern` is ``auto``, or a regular expression."""
         self._attempt, self._file = attempt, attempt.run.metrics_file
         self._log, self._position, self._rest = attempt.rank_log(0), 0, b""
-        assert plan.log_pattern is not None
-        self._pattern = None if plan.log_pattern == "auto" else re.compile(plan.log_pattern)
+        self._pattern = None if pattern == "auto" else re.compile(pattern)
         previous = None
         made = (
             Entry(event).record("made_of")
@@ -58,8 +58,15 @@ class LogCurve:
         self._is_off = newest is not None and newest.text("source") != SOURCE
         self._size = self._metrics_size()
 
-    def poll(self, *, is_over: bool = False) -> None:
-        """Read what was printed since the last call; `is_over`, when nothing more will be. Raises OSError."""
+    def poll(self) -> None:
+        """Read what was printed since the last call. Raises OSError."""
+        self._read(is_over=False)
+
+    def end(self, *, is_finished: bool) -> None:
+        """Read the rest: nothing more will be printed. Raises OSError."""
+        self._read(is_over=True)
+
+    def _read(self, *, is_over: bool) -> None:
         if self._is_off:
             return
         lines = self._new_lines(is_over)

@@ -1,0 +1,45 @@
+"""The curve of a COMMAND: its step and loss, which the agent of rank 0 finds in what that rank prints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trainkit.capability import Capability, Companion, Part, Planned
+
+if TYPE_CHECKING:
+    from trainkit.config.loaded import LoadedConfig
+    from trainkit.job.node.rendezvous import Rendezvous
+    from trainkit.plan.facts import Facts
+    from trainkit.plan.launch import LaunchPlan
+    from trainkit.run.rundir import AttemptDir
+
+
+@dataclass(frozen=True)
+class CurvesPlan(Part):
+    """How the curve of a command is found."""
+
+    CAPABILITY = "curves"
+    pattern: str
+    """``auto``, or a regular expression."""
+
+
+class Curves(Capability):
+    """The capability: a reader of the log of rank 0 writes metrics.jsonl."""
+
+    name = "curves"
+
+    def plan(self, loaded: LoadedConfig, facts: Facts, draft: LaunchPlan) -> Planned:
+        pattern = loaded.config.logging.pattern if draft.workload.is_command else None
+        return Planned(None if pattern is None else CurvesPlan(pattern))
+
+    def companion(self, attempt: AttemptDir, plan: LaunchPlan, node: Rendezvous) -> Companion | None:
+        part = plan.part(CurvesPlan)
+        if part is None or not node.has_rank_0:
+            return None
+        from trainkit.capabilities.curves.log_curve import LogCurve
+
+        return LogCurve(attempt, plan, part.pattern)
+
+
+CAPABILITY = Curves

@@ -1,0 +1,63 @@
+"""Slow ranks, whose host the run may leave, and the ranks of a COMMAND that print nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from trainkit.capabilities.slow_ranks.policy import SlowRanksPlan, slow_ranks_plan
+from trainkit.capability import Capability, Planned, Watch
+
+if TYPE_CHECKING:
+    from trainkit.capability import Hosts
+    from trainkit.config.loaded import LoadedConfig
+    from trainkit.plan.facts import Facts
+    from trainkit.plan.launch import LaunchPlan
+    from trainkit.run.rundir import AttemptDir
+
+
+class SlowRanks(Capability):
+    """The capability: its part is in every plan, and its watches are imported only where they look."""
+
+    name = "slow_ranks"
+
+    def plan(self, loaded: LoadedConfig, facts: Facts, draft: LaunchPlan) -> Planned:
+        from trainkit.plan.workload import out_of_reach
+
+        given = loaded.config.requeue
+        part = SlowRanksPlan(given.inspect_s, given.silence_s, given.slow_hosts, given.slow_after_s)
+        warnings = list[str]()
+        if draft.slurm is None and part.slow_hosts != "ignore":
+            warnings.append("requeue.slow_hosts has no effect: only a job on Slurm can leave out a host")
+        # A step has no supervisor that could look at a command.
+        if not draft.workload.is_command or facts.target.node_sizes is not None:
+            return Planned(part, warnings=tuple(warnings))
+        before = "end" if out_of_reach(draft.workload.argv) is None else "notice"
+        return Planned(part, {"silence": part.silence}, tuple(warnings), follows=before)
+
+    def in_debugger(self, plan: LaunchPlan) -> LaunchPlan:
+        part = replace(slow_ranks_plan(plan), inspect_s=None, silence_s=None)
+        reasons = {key: text for key, text in plan.reasons.items() if key != "silence"}
+        return replace(plan.with_part(part), reasons=reasons)
+
+    def watch(self, attempt: AttemptDir, plan: LaunchPlan, hosts: Hosts) -> Watch | None:
+        part, has_spare = slow_ranks_plan(plan), len(hosts.good) > plan.fewest_nodes
+        is_inspected = plan.workload.is_command and part.look_s is not None
+        # Without a spare node it would wait in the queue, which may take longer than what a slow host costs.
+        leaves = part.slow_hosts == "restart" and has_spare
+        if not (is_inspected or leaves):
+            return None
+        from trainkit.capabilities.slow_ranks.watch import RanksWatch
+
+        return RanksWatch(attempt, plan, hosts.good if leaves else None, is_inspected=is_inspected)
+
+    def hosts_to_leave(self, attempt: AttemptDir, plan: LaunchPlan, hosts: Hosts) -> Collection[str]:
+        if slow_ranks_plan(plan).slow_hosts == "ignore":
+            return ()
+        from trainkit.capabilities.slow_ranks.slow_hosts import slow_hosts
+
+        return slow_hosts(attempt, hosts.all)
+
+
+CAPABILITY = SlowRanks

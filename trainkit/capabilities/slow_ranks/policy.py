@@ -1,0 +1,43 @@
+"""The part of the plan that says when slow and silent ranks are acted upon."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trainkit.capability import Part
+
+if TYPE_CHECKING:
+    from trainkit.plan.launch import LaunchPlan
+
+
+@dataclass(frozen=True)
+class SlowRanksPlan(Part):
+    """The keys of the section `requeue` that say when slow and silent ranks are acted upon."""
+
+    CAPABILITY = "slow_ranks"
+    inspect_s: float | None = 600.0
+    silence_s: float | None = None
+    slow_hosts: str = "ignore"
+    slow_after_s: float = 300.0
+
+    @property
+    def look_s(self) -> float | None:
+        """Seconds without output after which a command is looked at: in time before `silence_s` ends it."""
+        limits = (self.inspect_s, None if self.silence_s is None else self.silence_s / 2)
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    @property
+    def silence(self) -> str:
+        """What happens to a command that prints nothing."""
+        if self.look_s is None:
+            return "not watched: requeue.inspect_s and requeue.silence_s are null"
+        reported = f"before the first line, or at a lock file, reported after {self.look_s:g} s"
+        if self.silence_s is None:
+            return f"{reported}; never ended, as requeue.silence_s is null"
+        return f"{reported}; ended as a hang after {self.silence_s:g} s"
+
+
+def slow_ranks_plan(plan: LaunchPlan) -> SlowRanksPlan:
+    """The part of a plan, or its defaults."""
+    return plan.part(SlowRanksPlan) or SlowRanksPlan()

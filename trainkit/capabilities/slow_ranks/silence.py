@@ -1,0 +1,129 @@
+"""A COMMAND that prints nothing, which may wait for a lock file that a killed process has left.
+
+Silence alone is no failure, since a script may print into a file of its own: it is reported, and ends the
+attempt only where `requeue.silence_s` says so.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from trainkit.capabilities.slow_ranks.policy import slow_ranks_plan
+from trainkit.folders import ensure_folder
+from trainkit.job.failure.stacks import Reply, Request, Silence, explain_silence, request_stacks
+from trainkit.job.hangs import SILENT, HangRecord, find_blocking, node_of
+from trainkit.job.output_watch import OutputWatch
+from trainkit.job.processes import log_line
+from trainkit.plan.launch import LaunchPlan
+from trainkit.run.events import log_event
+from trainkit.run.files import utc_now, write_json
+from trainkit.run.rundir import AttemptDir
+
+LOOK_S = 30.0
+"""How long the agents may take to look at their ranks: py-spy takes up to 20 s for a process."""
+
+
+class SilenceWatch:
+    """Looks at a command when no rank prints anything and no metrics and no heartbeat are written.
+
+    After `SlowRanksPlan.look_s` it logs what the ranks wait for, as an event ``silent``, if none has printed
+    anything yet or a lock file may be in the way; ``silent_over`` follows with the next output. After
+    `requeue.silence_s` it writes the reports of a hang, which ranks of the built-in trainer write themselves.
+    """
+
+    def __init__(self, attempt: AttemptDir, plan: LaunchPlan) -> None:
+        """`look_s` of its part must not be None."""
+        policy = slow_ranks_plan(plan)
+        assert policy.look_s is not None
+        self._attempt = attempt
+        self._plan = plan
+        self._look_s = policy.look_s
+        self._limit_s = float("inf") if policy.silence_s is None else policy.silence_s
+        self._output = OutputWatch(attempt, self._look_s, with_logs=True)
+        self._silent_s = 0.0
+        self._look: Request | None = None
+        self._look_until_s = 0.0
+        self._silence: Silence | None = None
+        self._stacks: dict[int, tuple[str, ...]] = {}
+        """The frames of the ranks that can run, by rank."""
+        self._is_reported = False
+
+    def poll(self) -> None:
+        """Look at the ranks once there is silence, and report them if it lasts. Raises OSError."""
+        silent_s = self._output.poll()
+        if silent_s is not None:
+            if silent_s < self._silent_s:
+                if self._is_reported:
+                    log_event(self._attempt.run, self._attempt.number, "silent_over")
+                self._forget()
+            self._silent_s = silent_s
+        if self._silent_s <= self._look_s:
+            return
+        if self._silence is None:
+            if self._look is None:
+                self._look = request_stacks(self._attempt, None, flights=True)
+                self._look_until_s = time.monotonic() + LOOK_S
+            replies = self._look.replies()
+            if len(replies) < self._plan.world_size and time.monotonic() < self._look_until_s:
+                return
+            self._look.withdraw()
+            self._silence = self._explain(replies)
+            self._log(self._silence)
+        if self._silent_s > self._limit_s:
+            if not self._attempt.has_rank_in_debugger:
+                self._report(self._silence)
+            self._forget()
+            self._output.reset()
+
+    def _explain(self, replies: Sequence[Reply]) -> Silence:
+        """What the ranks wait for; keeps their stacks. One that does not reply counts if most others do."""
+        replied = {reply.rank: reply.main_stack for reply in replies if not reply.is_stopped}
+        self._stacks = replied
+        if 2 * len(replies) <= self._plan.world_size:
+            self._stacks = dict.fromkeys(range(self._plan.world_size), ())
+        return explain_silence(
+            replies, find_blocking(self._attempt, self._plan, self._stacks, is_silence=True)
+        )
+
+    def _forget(self) -> None:
+        if self._look is not None:
+            self._look.withdraw()
+        self._look, self._silence, self._is_reported, self._silent_s = None, None, False, 0.0
+
+    def _log(self, silence: Silence) -> None:
+        if self._output.has_output and silence.lock is None:
+            return  # many a script prints seldom
+        before = "" if self._output.has_output else ", and none before"
+        reason = f"no output for {self._silent_s:.0f} s{before}; {silence.text}"
+        log_line(f"attempt {self._attempt.number}: {reason}")
+        self._is_reported = True
+        log_event(
+            self._attempt.run,
+            self._attempt.number,
+            "silent",
+            rank=silence.rank,
+            host=silence.host,
+            lock=silence.lock,
+            reason=reason,
+        )
+
+    def _report(self, silence: Silence) -> None:
+        """One report per rank that can run, which differ only in their stacks and hosts."""
+        ensure_folder(self._attempt.hangs_dir)
+        for rank, stack in self._stacks.items():
+            record = HangRecord(
+                rank=rank,
+                node_rank=node_of(self._plan, rank),
+                host="",
+                step=None,
+                phase=f"{SILENT}: {silence.text}",
+                beat=0,
+                waited_s=round(self._silent_s, 3),
+                limit_s=self._limit_s,
+                usual_s=None,
+                time=utc_now(),
+                stack=() if silence.lock else stack,
+            )
+            write_json(self._attempt.rank_hang(rank), asdict(record))

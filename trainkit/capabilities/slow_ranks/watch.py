@@ -1,0 +1,31 @@
+"""What the supervisor watches of the ranks of an attempt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trainkit.capabilities.slow_ranks.silence import SilenceWatch
+from trainkit.capabilities.slow_ranks.slow_hosts import SlowHostWatch
+from trainkit.capability import Watch
+from trainkit.job.decision import Departure
+from trainkit.plan.launch import LaunchPlan
+from trainkit.run.rundir import AttemptDir
+
+
+class RanksWatch(Watch):
+    """Both watches of an attempt."""
+
+    while_stopping = False
+
+    def __init__(
+        self, attempt: AttemptDir, plan: LaunchPlan, hosts: Sequence[str] | None, *, is_inspected: bool
+    ) -> None:
+        """`hosts` are those of which a slow one is left, None to leave none."""
+        self._silence = SilenceWatch(attempt, plan) if is_inspected else None
+        self._slow_hosts = None if hosts is None else SlowHostWatch(attempt, plan, hosts)
+
+    def poll(self) -> Departure | None:
+        """Look at a silent command; the host to continue without. Raises OSError."""
+        if self._silence is not None:
+            self._silence.poll()
+        return None if self._slow_hosts is None else self._slow_hosts.poll()

@@ -1,0 +1,81 @@
+"""Makes the outcome of an attempt, once everything that explains it has been gathered."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+
+from trainkit.job.decision import Departure, Observed, Outcome
+from trainkit.job.failure.records import find_first_failure
+from trainkit.job.signals import signal_exit_code
+from trainkit.plan.launch import LaunchPlan
+from trainkit.run.end import Cause, RankFailure
+from trainkit.run.events import read_events
+from trainkit.run.files import parse_time, seconds_between
+from trainkit.run.rundir import AttemptDir
+
+NOT_RUN = Outcome()
+"""The outcome of an attempt of which no process has run."""
+
+
+def outcome_of(
+    attempt: AttemptDir,
+    plan: LaunchPlan,
+    observed: Observed,
+    *,
+    cause: Cause | None = None,
+    departure: Departure | None = None,
+    lost_nodes: tuple[str, ...] = (),
+    launch_error: str | None = None,
+    failure: RankFailure | None = None,
+    had_failed: bool = False,
+) -> Outcome:
+    """The outcome of an attempt whose processes were seen to end.
+
+    The arguments are what else is known of it: `failure` if it was looked for, `departure` if it is not the
+    one that was seen. May raise OSError.
+    """
+    failure = failure or find_first_failure(attempt, plan, observed, lost_nodes, launch_error)
+    return replace(
+        only_observed(observed),
+        cause=cause,
+        departure=departure or observed.departure,
+        had_failed=had_failed,
+        launch_error=launch_error,
+        lost_nodes=lost_nodes,
+        failure=failure,
+        failed_after_signal=_is_after_signal(attempt, failure),
+    )
+
+
+def only_observed(observed: Observed) -> Outcome:
+    """The outcome of an attempt of which nothing is known but what was seen."""
+    return Outcome(
+        exits=tuple(observed.exits),
+        stop_signal=observed.stop_signal,
+        departure=observed.departure,
+        out_of_time=observed.out_of_time,
+        moved_to=observed.moved_to,
+        hung=bool(observed.hangs),
+    )
+
+
+def dead_outcome(failure: RankFailure, lost_host: str | None) -> Outcome:
+    """The outcome of an attempt whose supervisor has died, with its host if that is lost."""
+    if lost_host is None:
+        return Outcome(failure=failure)
+    return Outcome(((0, signal_exit_code(signal.SIGKILL)),), lost_nodes=(lost_host,), failure=failure)
+
+
+def without_cause(outcome: Outcome) -> Outcome:
+    """The same outcome in a run that a person has cancelled, whatever Slurm says of the signal."""
+    return replace(outcome, cause=None)
+
+
+def _is_after_signal(attempt: AttemptDir, failure: RankFailure | None) -> bool:
+    """Whether a failure came after the first stop signal of the attempt."""
+    if failure is None:
+        return False
+    stop = next(read_events(attempt.run, "signal", attempt=attempt.number), None)
+    since_s = seconds_between(None if stop is None else stop.time, parse_time(failure.time))
+    return since_s is not None and since_s >= 0
