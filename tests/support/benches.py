@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.sweeps import BEGAN, stamp
-from trainkit.bench.run_bench import LAYOUT, Bench, BenchLength, BenchRun
+from trainkit.capabilities.bench.run_bench import LAYOUT, Bench, BenchLength, BenchRun
 from trainkit.plan.launch import Layout
 from trainkit.plan.layout_rules import DEGREES, layout_name
 from trainkit.run.files import append_jsonl, write_json
@@ -36,7 +36,7 @@ def made_up_bench(folder: Path, layouts: tuple[Layout, ...] = TWO, repeats: int 
     )
     write_json(folder / "sweep.json", record.to_dict(points))
     bench = Bench(
-        *(folder, "layouts", "small.yaml", "local", "cpu", LENGTH, repeats, [LAYOUT], [], runs, {}, [])
+        *("layouts", "small.yaml", "local", "cpu", LENGTH, repeats, [LAYOUT], [], runs, {}, [], folder)
     )
     bench.write()
     return bench

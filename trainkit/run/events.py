@@ -22,7 +22,10 @@ from trainkit.run.files import (
 )
 from trainkit.run.rundir import RunDir
 
-SLOWDOWN_EVENTS = ("slow_rank", "slow_rank_over", "slow_run", "slow_run_over")
+SLOW_EVENTS = ("slow_rank", "slow_run")
+"""A rank, or the whole run, has become slow."""
+SLOW_OVER_EVENTS = ("slow_rank_over", "slow_run_over")
+SLOWDOWN_EVENTS = (*SLOW_EVENTS, *SLOW_OVER_EVENTS)
 SILENCE_EVENTS = ("silent", "silent_over")
 """What the supervisor logs of a COMMAND that prints nothing, and of its next output."""
 SAVE_EVENTS = ("checkpoint_commit", "checkpoint_failed")
@@ -107,7 +110,7 @@ class Event(Entry):
         return "  ".join(filter(None, (self.clock, f"attempt {self.attempt}", self.content)))
 
     def slowdown(self, since: str = "is slow since") -> str:
-        """Which rank is slow since when, of an event ``slow_rank`` or ``slow_run``."""
+        """Which rank is slow since when, of one of the `SLOW_EVENTS`."""
         is_rank = self.rank is not None
         who = f"rank {self.rank} on {self.host}" if is_rank else "the run"
         own, usual = (f"{1e3 * (self.number(key) or 0.0):,.0f} ms" for key in ("own_s", "usual_s"))
@@ -196,7 +199,7 @@ def read_events(run: RunDir, *names: str, attempt: int | None = None) -> Iterato
             yield event
 
 
-def events_of(records: Iterable[Mapping[str, Any]]) -> Iterator[Event]:
+def events_of(records: Iterable[Mapping[str, object]]) -> Iterator[Event]:
     """The events among some records of `events.jsonl`; skips damaged ones."""
     for record in records:
         attempt, step = record.get("attempt"), record.get("step")
@@ -221,7 +224,7 @@ def read_steps(run: RunDir) -> Iterator[StepRecord]:
     return steps_of(read_jsonl(run.metrics_file))
 
 
-def steps_of(records: Iterable[Mapping[str, Any]]) -> Iterator[StepRecord]:
+def steps_of(records: Iterable[Mapping[str, object]]) -> Iterator[StepRecord]:
     """The steps among some records of `metrics.jsonl`; skips damaged ones."""
     return (StepRecord(record) for record in records if type(record.get("step")) is int)
 
@@ -232,7 +235,7 @@ def training_curve(run: RunDir) -> list[StepRecord]:
     return [by_step[step] for step in sorted(by_step)]
 
 
-def read_metrics(run: RunDir) -> list[dict[str, Any]]:
+def read_metrics(run: RunDir) -> list[dict[str, object]]:
     """The records of the `training_curve` as they are in the file."""
     return [dict(record.values) for record in training_curve(run)]
 
