@@ -22,7 +22,7 @@ from trainkit.plan.torch_build import OLDEST, REQUIREMENT
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
-SIZES = {"trainkit": (315, 66_608), "tests": (390, 64_169)}
+SIZES = {"trainkit": (315, 66_694), "tests": (391, 64_243)}
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (5, 400)
 """By so much the code may be smaller before `SIZES` is lowered."""
@@ -87,11 +87,6 @@ ALLOWED = {
         "observe.group",  # `cancel` acts on the states that `status` shows
         "function",  # whose finished runs are called again
     },
-    # Runs a config in many ways, as its owner could by hand, and compares them.
-    "bench": {
-        *("extras", "errors", "folders", "run", "formats", "config", "cluster", "plan"),
-        *("backend", "backends", "control", "launch", "observe"),
-    },
     # What a user's own task is a subclass of: the public face of the trainer.
     "safetensors": {"errors"},
     "adapters": {"extras", "errors", "config", "formats"},
@@ -111,6 +106,7 @@ ALLOWED = {
             "safetensors",
             "adapters",
         ),
+        "capability",  # where a shipped task is
         *("job.signals", "job.rank_env", "job.rank_debugger"),
         "cluster.machine",  # the version of its driver
     },
@@ -120,7 +116,7 @@ ALLOWED = {
     },
     "cli": {
         *("capability", "extras", "errors", "run", "config", "data", "cluster", "plan"),
-        *("scheduler", "slurm", "job", "backend", "backends", "control", "launch", "observe", "bench"),
+        *("scheduler", "slurm", "job", "backend", "backends", "control", "launch", "observe"),
         *("formats", "folders", "locks", "trust"),
     },
     # Runs from Python: what the commands do from a shell.
@@ -161,7 +157,14 @@ ALLOWED = {
         *("errors", "folders", "run", "formats", "config", "data", "cluster", "plan", "job", "control"),
         *("launch", "cli", "trainer"),
     },
-    "capabilities.bench": {"capability", "bench"},
+    "capabilities.bench": {  # runs a config in many ways, as its owner could by hand, and compares them
+        *("capability", "extras", "errors", "folders", "run", "formats", "config", "cluster", "plan"),
+        *("backend", "backends", "control", "launch", "observe", "cli"),
+    },
+    "capabilities.growth": {
+        *("capability", "errors", "formats", "run", "config", "plan", "slurm"),
+        *("job.attempt_end", "job.decision", "job.processes"),
+    },
     "capabilities.launchers": {
         *("capability", "errors", "formats", "run", "config", "plan"),
         *("job.node.worker_env", "job.rank_env"),
@@ -326,7 +329,7 @@ def test_the_code_does_not_grow(folder: str) -> None:
     assert all(map(ge, map(add, found, SLACK), SIZES[folder])), f"{found}: lower SIZES"
 
 
-READS = {"read_job": 39, "record_of": 5, "LaunchPlan.read": 10}
+READS = {"read_job": 37, "record_of": 5, "LaunchPlan.read": 10}
 """Function -> how many places of the package call it: whoever has read a record passes it on."""
 
 
@@ -344,10 +347,13 @@ SPREAD = {
     "health": 10,
     "slow_rank|slow rank|straggler": 5,
     "log_curve|printed_curve|log_pattern": 2,
+    # The cause of a restart, the event and the row of status, whose formats are older than the capability.
+    r"\bgrowth\b|\.grow\b|\"grow\"|GrowthWatch": 6,
     "launcher_files|LauncherInput|LauncherPlan": 1,
+    "multimodal": 1,
 }
 """Words of a capability -> how many files of the core may have one of them. The goal is 2."""
-PLAN_FIELDS = 34
+PLAN_FIELDS = 33
 """The fields of `LaunchPlan`. The goal is 22: what one capability alone needs belongs in its part."""
 
 

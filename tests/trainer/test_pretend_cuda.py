@@ -516,7 +516,7 @@ ELSEWHERE = {
 PLANNED = {
     "backends/local/queue.py": "job/test_local_queue.py",
     "backends/slurm/slurm_draft.py": "plan/test_slurm_draft.py",
-    "bench/measure.py": "bench/test_measure.py",
+    "capabilities/bench/measure.py": "capabilities/bench/test_measure.py",
     "capabilities/drill/command.py": "capabilities/drill/test_drill_config.py",
     "capabilities/health/sampler.py": "capabilities/health/test_sampler.py",
     "capabilities/launchers/argv.py": "capabilities/launchers/test_argv.py",

@@ -61,6 +61,23 @@ CLOCKS_S = 2.0
 """How much the clocks of a cluster's hosts may differ."""
 
 
+LAST_KEYS = (
+    "diverged_since",
+    "slowdowns",
+    "trackers",
+    "batch_log",
+    "num_starts",
+    "attempt_nodes",
+    "partition",
+    "gpu_type",
+    "growth",
+    "worker_hours",
+    "slices_s",
+    "total_s",
+)
+"""The keys that ``status --json`` prints after all others."""
+
+
 def failure_lines(failure: RankFailure, run: str, *, num_log_lines: int = FAILURE_LOG_LINES) -> list[str]:
     """A first failure for people: rank and cause, the line of their code, the end of its log, and what next.
 
@@ -193,11 +210,11 @@ class RunStatus:
 
     def to_dict(self) -> dict[str, object]:
         """The values in one object: the keys of `place`, `progress` and `used` stand among the others."""
-        parts = {part.name: to_json(getattr(self, part.name)) for part in fields(self)}
         own = dict[str, object]()
-        for name, value in parts.items():
-            own |= value if name in ("place", "progress", "used") else {name: value}
-        return own
+        for part in fields(self):
+            value = to_json(getattr(self, part.name))
+            own |= value if part.name in ("place", "progress", "used") else {part.name: value}
+        return own | {key: own.pop(key) for key in LAST_KEYS}
 
 
 def read_status(

@@ -192,8 +192,6 @@ class LaunchPlan:
     """The size of a checkpoint; None for what trains no model of trainkit."""
     sizes: dict[str, JsonObject] = field(default_factory=dict)
     """Another number of nodes that an attempt may have -> what changes in the plan then."""
-    grow: bool = False
-    """Whether an attempt with fewer nodes than the most returns to the queue when Slurm would start more."""
     gpu_types: dict[str, str] = field(default_factory=dict)
     """The GPU type of each partition that may start the job, where it names several."""
     fills_nodes: bool = False
@@ -202,7 +200,7 @@ class LaunchPlan:
     """Capability -> the content of its part, which `part` reads."""
     version: int = PLAN_VERSION
     LEFT_OUT = ("parts",)
-    OPTIONAL = ("after", "sizes", "debug", "grow", "gpu_types", "fills_nodes")
+    OPTIONAL = ("after", "sizes", "debug", "gpu_types", "fills_nodes")
 
     @property
     def is_here(self) -> bool:

@@ -104,7 +104,6 @@ class LaunchDraft:
             command_signal=config.requeue.signal,
             launcher=workload.launcher,
             slurm=slurm,
-            grow=slurm is not None and config.resources.grow,
             gpu_types=self.gpu_types,
             fills_nodes=config.resources.extra.get("exclusive") is True
             and config.resources.cpus_per_gpu == "auto"

@@ -410,11 +410,12 @@ def run_node(attempt: AttemptDir, plan: LaunchPlan, task: Task | HostPlace) -> i
             return run_agent(attempt, plan, task.meet(attempt, plan))
         from trainkit.job.node.host_rendezvous import host_rendezvous  # without Slurm only
 
-        os.chdir(read_job(attempt.run).cwd or ".")
+        job = read_job(attempt.run)
+        os.chdir(job.cwd or ".")
         if task.node_rank == 0:
-            enter_work_folder(attempt.run, plan)
+            enter_work_folder(attempt.run, job, plan)
         rendezvous = host_rendezvous(attempt, plan, task)
-        enter_work_folder(attempt.run, plan)  # which node 0 has made
+        enter_work_folder(attempt.run, job, plan)  # which node 0 has made
         return run_agent(attempt, plan, rendezvous)
     except StopSignalReceived as stop:
         record_notice(attempt, asked_by(stop.received, attempt), task)
