@@ -22,7 +22,7 @@ from trainkit.plan.torch_build import OLDEST, REQUIREMENT
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
-SIZES = {"trainkit": (315, 66_694), "tests": (391, 64_243)}
+SIZES = {"trainkit": (315, 66_713), "tests": (391, 64_268)}
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (5, 400)
 """By so much the code may be smaller before `SIZES` is lowered."""
@@ -340,6 +340,31 @@ def test_what_was_read_is_passed_on(name: str) -> None:
     assert count <= READS[name], f"{count} places: pass what the caller has read"
 
 
+UNTYPED = {"objects": 144, "values": 300}
+"""Annotations without types, which are any value: a `JsonObject` or a container of `Any`; `Any` elsewhere."""
+
+
+def annotations_of(tree: ast.Module) -> Iterator[ast.expr]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.AnnAssign):
+            yield node.annotation
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            own = [item.annotation for item in ast.walk(node.args) if isinstance(item, ast.arg)]
+            yield from filter(None, [*own, node.returns])
+
+
+def test_values_have_types() -> None:
+    """What only passes a value on calls it `object`; then whoever looks into it must check it."""
+    found = {"objects": 0, "values": 0}
+    for annotation in (one for path in files() for one in annotations_of(tree_of(path))):
+        text = ast.unparse(annotation)
+        if re.search(r"JsonObject|(dict|Mapping)\[\w+, Any\]|(list|Sequence|Iterable|Iterator)\[Any\]", text):
+            found["objects"] += 1
+        elif re.search(r"\bAny\b", text):
+            found["values"] += 1
+    assert found == UNTYPED
+
+
 SPREAD = {
     # Some are not of the capability: torch has a memory tracker, and a host may be healthy.
     "tracker": 11,
@@ -388,7 +413,7 @@ def test_the_core_types_have_what_every_run_has() -> None:
     assert len(fields(RunStatus)) == STATUS_FIELDS
 
 
-PACKED = 57
+PACKED = 53
 """Literal tuples that are unpacked where their items could stand. The goal is 10."""
 
 

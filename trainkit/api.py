@@ -113,7 +113,7 @@ def submit(
 
 def sweep(
     work: Work,
-    values: Mapping[str, Sequence[Any]],
+    values: Mapping[str, Sequence[object]],
     /,
     *,
     limit: int | None = None,
@@ -439,7 +439,7 @@ def _given(
     work: Work,
     config: Config,
     profile: str | None,
-    options: Mapping[str, Any],
+    options: Mapping[str, object],
     after: Iterable[str | Path | Run] = (),
     run_dir: str | Path | None = None,
     command: Sequence[str] = (),
@@ -491,7 +491,7 @@ def _given(
 
 
 def _refuse_meant_for_function(
-    arguments: Arguments, options: Mapping[str, Any], own: Mapping[str, object]
+    arguments: Arguments, options: Mapping[str, object], own: Mapping[str, object]
 ) -> None:
     """Raise ConfigError for keyword arguments meant for the function; `own` are those of `submit`."""
     from trainkit.launch.config_request import FLAGS
@@ -519,7 +519,7 @@ def _is_known(name: str) -> bool:
 
 
 def _flags(
-    config: Mapping[str, Any], options: Mapping[str, Any], arguments: Arguments | None = None
+    config: Mapping[str, object], options: Mapping[str, object], arguments: Arguments | None = None
 ) -> dict[str, tuple[str, object]]:
     """Config values by dotted key, each with its origin; of a key that both have, that of the options.
 
@@ -548,7 +548,7 @@ def _flags(
     return flags | {key: (f"{key}={value!r}", value) for key, value in _keys(named)}
 
 
-def _meant_argument(name: str, value: Any, arguments: Arguments | None) -> str:
+def _meant_argument(name: str, value: object, arguments: Arguments | None) -> str:
     """The hint of an unknown argument: what was meant, as it is written in Python."""
     from trainkit.config.schema import meant
     from trainkit.launch.config_request import FLAGS
@@ -565,7 +565,7 @@ def _meant_argument(name: str, value: Any, arguments: Arguments | None) -> str:
     return f"did you mean {options.get(key) or (section + (leaf and f'={{{leaf!r}: …}}'))}?"
 
 
-def _keys(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _keys(values: Mapping[str, object]) -> Iterator[tuple[str, Any]]:
     """The values by dotted key, those of sections one by one."""
     from trainkit.config.schema import sections
 
@@ -576,7 +576,7 @@ def _keys(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield name, _plain(value)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """A value as YAML has it: paths as text, tuples as lists."""
     if isinstance(value, Mapping):
         return {str(key): _plain(one) for key, one in value.items()}
@@ -585,7 +585,7 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def _call(function: Callable[..., Any], args: Iterable[Any], kwargs: Mapping[str, Any] = {}) -> Call:
+def _call(function: Callable[..., Any], args: Iterable[object], kwargs: Mapping[str, object] = {}) -> Call:
     if isinstance(function, partial):  # so that a method `checkpoint` of its function is found
         return _call(function.func, (*function.args, *args), {**function.keywords, **kwargs})
     return Call(function, tuple(args), dict(kwargs))
@@ -616,7 +616,7 @@ def _start_calls(
     return Group(_start(given, points, ArraySpec(tuple(calls), limit), calls))
 
 
-def _shown(value: Any) -> str | int | float | bool | None:
+def _shown(value: object) -> str | int | float | bool | None:
     return value if isinstance(value, str | int | float | bool | None) else repr(value)
 
 

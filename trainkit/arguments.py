@@ -69,7 +69,7 @@ class Arguments:
             return not is_used or name not in self._bound
         return self.takes_any and not is_used
 
-    def problem(self, options: Mapping[str, Any], name: str, *, is_used: bool, is_known: bool) -> Problem:
+    def problem(self, options: Mapping[str, object], name: str, *, is_used: bool, is_known: bool) -> Problem:
         """The problem of an option that is meant for the function, by what it is to the run."""
         hint = f"`{self.bound(options)}` gives it to the function"
         if is_used:
@@ -79,7 +79,7 @@ class Arguments:
             what = f"is a parameter of {self.name}"
         return Problem(name, what, shown_argument(name, options[name]), hint)
 
-    def bound(self, options: Mapping[str, Any]) -> str:
+    def bound(self, options: Mapping[str, object]) -> str:
         """The call of functools.partial that gives the function keyword arguments."""
         return self._partial(shown_argument(key, value) for key, value in options.items())
 
@@ -149,7 +149,7 @@ def _shown(value: object) -> str:
 def _as(name: str, *keys: str) -> Callable[[Any], str]:
     """How a value is written as an argument, below the keys of a mapping."""
 
-    def written(value: Any) -> str:
+    def written(value: object) -> str:
         for key in reversed(keys):
             value = {key: value}
         return f"{name}={_shown(value)}"
@@ -162,11 +162,11 @@ def _time(minutes: Any) -> str:
     return _as("time")(time_text(round(minutes * 60)) if is_number else minutes)
 
 
-def _mem_gb(value: Any) -> str:
+def _mem_gb(value: object) -> str:
     return _mem(value if isinstance(value, str) else slurm_memory(f"{value}G"))
 
 
-def _mem(value: Any) -> str:
+def _mem(value: object) -> str:
     return _as("resources", "mem")(str(value).removesuffix("B"))
 
 
@@ -183,7 +183,7 @@ def _srun(value: Any) -> str:
     return _as("launch", "srun_extra")(dict(_options(words)))
 
 
-def _additional(value: Mapping[str, Any]) -> str:
+def _additional(value: Mapping[str, object]) -> str:
     return _as("resources", "extra")({name.replace("_", "-"): one for name, one in value.items()})
 
 
@@ -191,7 +191,7 @@ def _setup(value: Any) -> str:
     return _as("launch", "setup")([value] if isinstance(value, str) else [*value])
 
 
-def _gpus(value: Any) -> str:
+def _gpus(value: object) -> str:
     return _as("gpus_per_node")(value) if value else 'device="cpu"'
 
 
@@ -226,7 +226,7 @@ _LEAVE_OUT = {
 }
 
 
-def meant_of_submitit(name: str, value: Any) -> str | None:
+def meant_of_submitit(name: str, value: object) -> str | None:
     """What to write for a parameter of submitit's executors; None for any other name."""
     base = next(
         (name.removeprefix(one) for one in ("slurm_", "local_", "debug_") if name.startswith(one)), name

@@ -67,7 +67,7 @@ class Call:
 
     function: Callable[..., Any]
     args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    kwargs: Mapping[str, object] = field(default_factory=dict)
 
     def __call__(self) -> Any:
         return self.function(*self.args, **self.kwargs)

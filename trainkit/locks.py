@@ -22,7 +22,6 @@ from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 from shlex import quote
-from typing import Any
 
 POLL_S = 0.05
 SLOW_POLL_S = 0.25
@@ -257,7 +256,7 @@ def owner_of(path: Path) -> str:
     return str(_read_holder(path).get("owner") or "another process")
 
 
-def _read_holder(path: Path) -> dict[str, Any]:
+def _read_holder(path: Path) -> dict[str, object]:
     try:
         with path.open("rb") as stream:
             holder = json.loads(stream.read(MAX_HOLDER_BYTES))

@@ -201,7 +201,7 @@ class Attached:
         self._world = world
         self._attempt = attempt
         self._progress = Progress()
-        self._tracked: dict[str, Any] = {}
+        self._tracked: dict[str, object] = {}
         self._values: dict[str, float | Tensor] = {}
         self._records: deque[dict[str, object]] = deque(maxlen=10_000)
         """What metrics.jsonl will get at the next write."""

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -167,7 +166,7 @@ def write_safetensors(
     file: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], values: Iterator[Tensor]
 ) -> None:
     """Write a safetensors file, one tensor after the other; `values` are in the order of `tensors`."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     position = 0
     for name, (dtype, shape) in tensors.items():
         end = position + math.prod(shape) * dtype.itemsize

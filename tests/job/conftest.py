@@ -23,7 +23,7 @@ from trainkit.config.running import WEBHOOK_VARIABLE
 from trainkit.config.schema import RunConfig
 from trainkit.job import supervisor
 from trainkit.plan.launch import Batch, Layout, RequeuePolicy
-from trainkit.run.files import from_json, to_json, write_json
+from trainkit.run.files import read_record, to_json, write_json
 from trainkit.run.record import read_job
 from trainkit.run.rundir import AttemptDir, RunDir, run_lock
 
@@ -62,7 +62,7 @@ def start_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
             command=tuple(typed(shlex.join(argv)) if typed else argv),
             command_signal=command_signal,
             # A worker that fails is the end, where a test does not say otherwise.
-            requeue=from_json(RequeuePolicy, {"on": (), **config.get("requeue", {})}),
+            requeue=read_record(RequeuePolicy, {"on": (), **config.get("requeue", {})}, strict=True),
             parts={"slow_ranks": config.get("requeue", {}), "notifications": to_json(notify)},
             env=config.get("launch", {}).get("env", {}),
         )

@@ -36,7 +36,7 @@ def made_up_bench(folder: Path, layouts: tuple[Layout, ...] = TWO, repeats: int 
     )
     write_json(folder / "sweep.json", record.to_dict(points))
     bench = Bench(
-        *(folder, "layouts", "small.yaml", "local", "cpu", LENGTH, repeats, [LAYOUT], [], runs, {}, [])
+        *("layouts", "small.yaml", "local", "cpu", LENGTH, repeats, [LAYOUT], [], runs, {}, [], folder)
     )
     bench.write()
     return bench

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from trainkit.config.schema import flatten, is_known, meant
 from trainkit.config.yamlfile import parse_value
 from trainkit.errors import UsageError
-from trainkit.formats import JsonObject, cell, did_you_mean, short_keys, shown_value
+from trainkit.formats import cell, did_you_mean, short_keys, shown_value
 from trainkit.observe.group import GroupStatus
 from trainkit.observe.page import FlatConfig, flat_config
 from trainkit.observe.status import RunStatus
@@ -135,7 +135,7 @@ def command_values(run: RunDir) -> FlatConfig:
     return {key: value for key, value in values.items() if not is_known(tuple(key.split(".")))}
 
 
-def read_values(values: JsonObject) -> FlatConfig:
+def read_values(values: Mapping[str, object]) -> FlatConfig:
     """The values of a point; those of its COMMAND, which are stored as typed, as YAML reads them."""
     found = dict(values)
     for key, value in values.items():

@@ -240,7 +240,7 @@ def choose_config(argv: tuple[str, ...] = ()) -> str:
 
 def _request_options(function: Function, *place: Callable[[Any], Any], unless: str) -> Function:
     @functools.wraps(function)
-    def wrapper(config: str | None, profile: str | None, overrides: tuple[str, ...], **others: Any) -> Any:
+    def wrapper(config: str | None, profile: str | None, overrides: tuple[str, ...], **others: Any) -> object:
         chooses = others["nodes"] == AUTO
         if chooses:
             others["nodes"] = None

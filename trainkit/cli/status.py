@@ -92,7 +92,7 @@ def show_runs(found: RunGroup | None, show_all: bool, as_json: bool) -> None:
         "folder": status.run_dir,
         "job": status.array and f"{job} [{status.array}]{place}, submitted {duration(status.age_s)} ago",
         "runs": f"{len(status.points):,}: {state_counts(status.states)}",
-        "best": "-" if best is None else f"{best}: {_result(best)}",
+        "best": f"{best}: {_result(best.best)}" if best and best.best else "-",
     }
     if as_json:
         echo_json(value)
@@ -255,6 +255,5 @@ def _best(point: PointStatus) -> str:
     return cell(point.best and point.best.value, ".4f")
 
 
-def _result(point: PointStatus) -> str:
-    best = point.best or Best()
+def _result(best: Best) -> str:
     return f"{best.metric} {best.value:.4f} at step {cell(best.step)}"

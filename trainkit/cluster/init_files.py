@@ -133,10 +133,10 @@ def _flow(value: object) -> str:
     return text.strip()[1:-1]
 
 
-def _values(item: Account | Qos | Partition | NodeKind) -> dict[str, Any]:
+def _values(item: Account | Qos | Partition | NodeKind) -> dict[str, object]:
     """The keys of a section of the profile that are written, but for the nodes of a partition."""
     section, always = _SECTIONS[type(item)]
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for name, info in section.model_fields.items():
         value: Any = getattr(item, name)
         if name == "nodes" or (value == info.default and name != always):

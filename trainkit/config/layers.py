@@ -120,7 +120,7 @@ class Edit:
             entry = Entry({part: entry}, self.origin)
         return merge(without(tree, [self.key]), entry)
 
-    def _changed(self, value: Any, path: tuple[str, ...]) -> Any:
+    def _changed(self, value: object, path: tuple[str, ...]) -> object:
         """A value with the change at a path in it."""
         if not path and self.appends:
             if isinstance(value, dict) and isinstance(self.value, dict):

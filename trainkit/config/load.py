@@ -341,7 +341,7 @@ def with_values(loaded: LoadedConfig, values: Mapping[str, object], origin: str)
     Raises ConfigError listing every value that is invalid or contradicts another.
     """
     # Only the sections that change are dumped and validated: the others stay the same objects.
-    content: dict[str, Any] = dict(loaded.config)
+    content: dict[str, object] = dict(loaded.config)
     changed = EMPTY
     for key, value in values.items():
         path = tuple(key.split("."))

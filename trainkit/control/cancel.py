@@ -115,7 +115,7 @@ def _end_lingering(run: RunDir, record: JobRecord, now: bool) -> CancelResult:
 
 
 def _run_result(run: RunDir, job_id: str | None, state: str, message: str) -> CancelResult:
-    facts: JsonObject = {"run_dir": str(run.path), "job_id": job_id, "state": state}
+    facts: dict[str, object] = {"run_dir": str(run.path), "job_id": job_id, "state": state}
     return CancelResult(state, _naming(run, message), facts)
 
 

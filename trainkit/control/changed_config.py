@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from functools import partial
 from math import isclose
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -38,9 +37,9 @@ def changes(before: RunConfig, after: RunConfig, ignored: Collection[str] = ()) 
             yield f"{key}: {old.get(key)} -> {new.get(key)}"
 
 
-def flat_values(config: RunConfig) -> dict[str, Any]:
+def flat_values(config: RunConfig) -> dict[str, object]:
     """The values of a config by dotted key."""
-    flat: dict[str, Any] = {}
+    flat: dict[str, object] = {}
     for key, value in config.model_dump(mode="json", by_alias=True).items():
         if isinstance(value, dict):
             flat |= {f"{key}.{inner}": item for inner, item in value.items()}

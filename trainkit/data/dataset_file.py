@@ -97,7 +97,7 @@ class DatasetFile:
         write_shared_json(folder / DATASET_FILE, record, staging)
 
 
-def write_shared_json(path: Path, value: Any, staging: Path) -> None:
+def write_shared_json(path: Path, value: object, staging: Path) -> None:
     """Write JSON in `staging`, then rename it; the mode follows the umask, since teams share datasets."""
     staged = staging / path.name
     with staged.open("w", encoding="utf-8") as stream:

@@ -43,7 +43,6 @@ from trainkit.data.tokenize import WORK_FOLDER, digest_unit, record_file, run_un
 from trainkit.data.units import UNIT_BYTES, Unit, plan_units
 from trainkit.errors import TrainkitError, UsageError
 from trainkit.folders import ensure_folder, shown_path
-from trainkit.formats import JsonObject
 from trainkit.locks import LockBusy, LockUnsupported, NotALock, file_lock
 from trainkit.run import files
 
@@ -237,7 +236,7 @@ class _Preparation:
 
         return run_jobs(function, units, self.workers, on_done)
 
-    def _digests(self, by_unit: list[list[str]]) -> list[JsonObject]:
+    def _digests(self, by_unit: list[list[str]]) -> list[dict[str, object]]:
         """The files for inputs.json: name, role, bytes on disk, and hash.
 
         The hash is that of the decompressed content or the text column, or of the hashes of its spans if a

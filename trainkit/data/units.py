@@ -334,7 +334,7 @@ def line_text(line: bytes, key: str) -> bytes:
         raise RowError(f'field "{key}" contains an unpaired surrogate') from None
 
 
-def _json_kind(value: Any) -> str:
+def _json_kind(value: object) -> str:
     if value is None:
         return "null"
     kinds = {bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list"}

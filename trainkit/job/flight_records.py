@@ -108,11 +108,11 @@ class Flight:
 class _PlainUnpickler(pickle.Unpickler):
     """Reads numbers, texts, lists and dictionaries; nothing in a record may be called or imported."""
 
-    def find_class(self, module_name: str, global_name: str) -> Any:
+    def find_class(self, module_name: str, global_name: str) -> object:
         raise pickle.UnpicklingError(f"it contains {module_name}.{global_name}")
 
 
-def read_dump(path: Path) -> JsonObject:
+def read_dump(path: Path) -> dict[str, object]:
     """A record that torch has written. Raises ValueError for what is none, OSError without the file."""
     with path.open("rb") as stream:
         content = stream.read(MAX_BYTES + 1)

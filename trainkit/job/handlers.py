@@ -71,7 +71,7 @@ def hear_once(agent: int, own_handlers: Callable[[set[int]], set[int]]) -> None:
         if number not in SAVES_ON or not callable(handler):
             return own(install(number, handler))
 
-        def once(received: int, frame: Any) -> Any:
+        def once(received: int, frame: object) -> object:
             now_s = time.monotonic()
             if now_s < heard_s.get(received, 0.0) + PASSED_ON_S:
                 return None

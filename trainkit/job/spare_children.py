@@ -136,7 +136,7 @@ def _spare_forked() -> None:
 
 
 def _with_filter(call: Callable[..., Any]) -> Callable[..., Any]:
-    def signal_and_filter(number: int, handler: Any, /) -> Any:
+    def signal_and_filter(number: int, handler: object, /) -> object:
         if _filter is None or number not in NOTICES:
             return call(number, handler)
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, NOTICES)
@@ -202,7 +202,7 @@ class Filter:
             if not is_new_program or _is_default(number, handler):
                 self.put_before(number)
 
-    def follow(self, number: int, handler: Any) -> None:
+    def follow(self, number: int, handler: object) -> None:
         """Install the filter again after a call of `signal.signal`, or leave the signal to the handler."""
         is_own = not _is_default(number, handler) and handler != self._inherited[number]
         if not is_own or self.even_with_handler:
@@ -248,7 +248,7 @@ class Filter:
         return self._addresses[handler]
 
 
-def _is_default(number: int, handler: Any) -> bool:
+def _is_default(number: int, handler: object) -> bool:
     return handler == signal.SIG_DFL or (number == signal.SIGINT and handler == signal.default_int_handler)
 
 

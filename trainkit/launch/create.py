@@ -18,7 +18,6 @@ from trainkit.backend import JobScript, NewAttempt, backend_named
 from trainkit.config import RunConfig, dump_effective
 from trainkit.errors import UsageError
 from trainkit.folders import ensure_folder, shown_path
-from trainkit.formats import JsonObject
 from trainkit.launch.secrets import refuse_leaks
 from trainkit.launch.snapshot import write_origin
 from trainkit.plan.launch import LaunchPlan
@@ -190,7 +189,9 @@ def _script(run: RunDir, job: JobRecord, config: RunConfig, plan: LaunchPlan, su
     return script_for(run, run.next_attempt().number, plan, config, Path(job.cwd), job.code, submitted)
 
 
-def _group_record(folder: Path, name: str, submission: Submission, code: CodeCopy | None) -> JsonObject:
+def _group_record(
+    folder: Path, name: str, submission: Submission, code: CodeCopy | None
+) -> dict[str, object]:
     assert submission.array is not None
     first = submission.points[0]
     record = GroupRecord(

@@ -10,7 +10,7 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta, timezone
 from itertools import islice
 from pathlib import Path
@@ -34,7 +34,7 @@ from trainkit.plan.node_range import KEY
 from trainkit.plan.step_work import work_of
 from trainkit.plan.workload import TRAINER, Workload
 from trainkit.run.events import read_events
-from trainkit.run.files import numbers, to_json
+from trainkit.run.files import LEFT_OUT, UNLIMITED, numbers, to_json
 from trainkit.run.group import RunGroup
 from trainkit.run.history import RunHistory, read_plan
 from trainkit.run.registry import iter_known_runs
@@ -75,7 +75,7 @@ class Offer:
 
     num_nodes: int
     partition: str
-    limit_s: float
+    limit_s: float = field(metadata=UNLIMITED)
     """The time limit of a job."""
     work: Work
     start_time: datetime | None = None
@@ -88,7 +88,6 @@ class Offer:
     """Jobs until then."""
     remark: str = ""
     """Why not."""
-    UNLIMITED = ("limit_s",)
 
 
 @dataclass(frozen=True)
@@ -100,9 +99,8 @@ class Choice:
     """None where the request is unchanged."""
     reason: str = ""
     """Why none is, in a sentence."""
-    priority: str = ""
+    priority: str = field(default="", metadata=LEFT_OUT)
     """What Slurm says of this user's priority."""
-    LEFT_OUT = ("priority",)
 
     def to_dict(self) -> JsonObject:
         """Plain data, without the priority."""

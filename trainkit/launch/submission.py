@@ -105,7 +105,7 @@ class Submission:
                 yield folder if self.array is None else RunDir(folder.path / str(point.index)), point
 
     @cached_property
-    def group_config(self) -> JsonObject:
+    def group_config(self) -> dict[str, object]:
         """The config of the first point, from which those of the others differ in `group_points`."""
         return _config_dict(self.points[0].config)
 
@@ -315,11 +315,11 @@ def _job_of(point: PlannedPoint) -> dict[str, str]:
     }
 
 
-def _config_dict(config: RunConfig, sections: set[str] | None = None) -> JsonObject:
+def _config_dict(config: RunConfig, sections: set[str] | None = None) -> dict[str, object]:
     return config.model_dump(mode="json", by_alias=True, include=sections)
 
 
-def _config_difference(base: RunConfig, other: RunConfig) -> JsonObject:
+def _config_difference(base: RunConfig, other: RunConfig) -> dict[str, object]:
     """`difference` of two configs; sections that are the same object, as most are, are not compared."""
     changed = {name for name, value in base if getattr(other, name) is not value}
     return difference(_config_dict(base, changed), _config_dict(other, changed))

@@ -6,12 +6,11 @@ import contextlib
 import os
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime, timedelta
 from functools import cached_property
 from itertools import accumulate, count, islice, pairwise, repeat, takewhile
 from pathlib import Path
-from typing import Any
 
 from trainkit.backends.slurm.failed_starts import FailedStart, batch_log, failed_starts
 from trainkit.observe.logs import Evidence, Text, clean, json_line, read_log
@@ -305,5 +304,5 @@ class AttemptEvents:
         return values
 
 
-def _without_lists(record: dict[str, Any]) -> dict[str, Any]:
+def _without_lists(record: Mapping[str, object]) -> dict[str, object]:
     return {key: value for key, value in record.items() if not isinstance(value, list)}

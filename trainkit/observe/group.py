@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cached_property
+from operator import itemgetter
 from shlex import quote
 
 from trainkit.formats import JsonObject, shown, shown_value
 from trainkit.observe.status import ACTIVE_STATES, STATE_EVENTS, attempt_state
 from trainkit.run.end import AttemptEnd, Best, read_newest_end
 from trainkit.run.events import best_result, diverged_in, read_events, with_divergence
-from trainkit.run.files import read_object, seconds_between, to_json
+from trainkit.run.files import OPTIONAL, read_object, seconds_between, to_json
 from trainkit.run.group import WAITS_FOR_ROOM, Point, RunGroup
 from trainkit.run.history import Attempt, PlanRecord, attempts_of
 from trainkit.run.record import AttemptRecord, attempt_of, is_alive
@@ -91,9 +92,8 @@ class PointStatus:
     run_dir: str
     diverged_since: int | None = None
     """The step from which on its loss is NaN or infinite, if it still is."""
-    cluster: str | None = None
+    cluster: str | None = field(default=None, metadata=OPTIONAL)
     """The cluster of its job, if that is another one than here."""
-    OPTIONAL = ("cluster",)
 
     @property
     def problem(self) -> str:
@@ -140,9 +140,9 @@ class GroupStatus:
     def best(self) -> PointStatus | None:
         """The point with the lowest validation loss, else with the lowest loss; None without either."""
         for metric in ("val_loss", "loss"):
-            found = [point for point in self.points if point.best and point.best.metric == metric]
+            found = [(one.best.value, one) for one in self.points if one.best and one.best.metric == metric]
             if found:
-                return min(found, key=lambda point: (point.best or Best()).value)
+                return min(found, key=itemgetter(0))[1]
         return None
 
     def to_dict(self) -> dict[str, object]:

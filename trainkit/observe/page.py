@@ -123,7 +123,7 @@ MAX_LABEL = 14
 
 
 def dot_chart(
-    title: str, key: str, values: Sequence[Any], results: Sequence[float], best: int | None = None
+    title: str, key: str, values: Sequence[object], results: Sequence[float], best: int | None = None
 ) -> Chart | None:
     """A dot for the result of each value of a key, and a line through the medians of numbers.
 

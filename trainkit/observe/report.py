@@ -5,14 +5,22 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from trainkit.observe.goodput import CATEGORIES, Curves, Point, idle_gaps, read_curves, worker_hours
 from trainkit.observe.page import Chart, FlatConfig, Line, flat_config, line_chart, render_page
 from trainkit.observe.status import RunStatus, failure_lines, loss_text
 from trainkit.run.events import SLOW_EVENTS, Event, with_divergence
-from trainkit.run.files import Record, mean, numbers, read_jsonl, read_object, read_record, to_json
+from trainkit.run.files import (
+    LEFT_OUT,
+    Record,
+    mean,
+    numbers,
+    read_jsonl,
+    read_object,
+    read_record,
+    to_json,
+)
 from trainkit.run.history import (
     CURVES,
     Attempt,
@@ -99,16 +107,15 @@ class Report:
     worker_hours: float | None
     num_records: int
     num_steps_lost: int
-    curves: dict[str, dict[int, list[Point]]]
-    val_loss: list[Point]
+    curves: dict[str, dict[int, list[Point]]] = field(metadata=LEFT_OUT)
+    val_loss: list[Point] = field(metadata=LEFT_OUT)
     slowdowns: list[Slowdown]
     nodes: list[NodeUse]
     advice: list[Advice]
     checkpoints: list[ListedCheckpoint]
     config: FlatConfig
     layout: dict[str, int]
-    provenance: dict[str, Any]
-    LEFT_OUT = ("curves", "val_loss")
+    provenance: dict[str, object]
 
     def to_dict(self) -> dict[str, object]:
         return {**to_json(self), "status": self.status.to_dict()}
@@ -232,7 +239,7 @@ def _charts(report: Report) -> list[Chart]:
     return [chart for chart in charts if chart is not None]
 
 
-def _timeline(report: Report) -> list[dict[str, Any]]:
+def _timeline(report: Report) -> list[dict[str, object]]:
     """A row per attempt: spans and marks, in percent of the run's time."""
     times = [
         time

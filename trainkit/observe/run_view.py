@@ -16,7 +16,7 @@ from trainkit.observe.logs import last_texts
 from trainkit.observe.status import RunStatus
 from trainkit.run.end import read_end
 from trainkit.run.events import SLOW_EVENTS, Event, StepRecord
-from trainkit.run.files import Record, mean, numbers, parse_time, seconds_between, to_json
+from trainkit.run.files import LEFT_OUT, Record, mean, numbers, parse_time, seconds_between, to_json
 from trainkit.run.history import CURVES, HealthSample, RunHistory, read_plan, seconds_left, timestamp
 from trainkit.run.rundir import RunDir
 from trainkit.scheduler import JobInfo
@@ -91,7 +91,7 @@ class Notice:
 class RunView:
     """One run at one moment; None where a value does not exist or is unknown."""
 
-    status: RunStatus
+    status: RunStatus = field(metadata=LEFT_OUT)
     sentence: str
     """State and reason."""
     failure: str | None
@@ -132,8 +132,7 @@ class RunView:
     """The log to look at: that of the failing rank, else of rank 0."""
     log_tail: list[str]
     """Its last lines."""
-    curves: dict[str, list[tuple[int, float]]] = field(repr=False)
-    LEFT_OUT = ("status", "curves")
+    curves: dict[str, list[tuple[int, float]]] = field(repr=False, metadata=LEFT_OUT)
 
     @property
     def progress(self) -> float | None:

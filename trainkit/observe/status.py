@@ -28,7 +28,7 @@ from trainkit.run.end import (
     signal_name,
 )
 from trainkit.run.events import FAILED_SAVES, Event, StepRecord, diverged_since, with_divergence
-from trainkit.run.files import Record, open_file, parse_time, read_object, seconds_between, to_json
+from trainkit.run.files import OPTIONAL, Record, open_file, parse_time, read_object, seconds_between, to_json
 from trainkit.run.history import (
     Attempt,
     PlanRecord,
@@ -99,7 +99,7 @@ def failure_lines(failure: RankFailure, run: str, *, num_log_lines: int = FAILUR
 class Place:
     """Where the newest attempt runs."""
 
-    cluster: str | None
+    cluster: str | None = field(metadata=OPTIONAL)
     """The cluster of its job, if that is another one than here."""
     host: str | None
     num_nodes: int | None
@@ -108,7 +108,6 @@ class Place:
     partition: str | None = None
     """The one that Slurm chose, which is known where several were asked for; `gpu_type` likewise."""
     gpu_type: str | None = None
-    OPTIONAL = ("cluster",)
 
 
 @dataclass(frozen=True)

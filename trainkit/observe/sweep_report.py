@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from trainkit.config.schema import flatten
 from trainkit.formats import plural, shown, shown_value
@@ -29,8 +28,10 @@ from trainkit.observe.group import (
 )
 from trainkit.observe.page import Chart, FlatConfig, Line, dot_chart, line_chart, render_page
 from trainkit.observe.status import ACTIVE_STATES
+from trainkit.run.end import Best
 from trainkit.run.events import StepRecord, read_events, steps_of
 from trainkit.run.files import (
+    LEFT_OUT,
     Record,
     numbers,
     parse_records,
@@ -78,14 +79,16 @@ OBJECTIVES = {
 class PointReport(PointStatus):
     """What one run did; None where a value is unknown."""
 
+    job_id: str | None = field(metadata=LEFT_OUT)
+    best: Best | None = field(metadata=LEFT_OUT)
+    cluster: str | None = field(default=None, metadata=LEFT_OUT)
     step: int | None
     result: float | None
     """Its value of the objective."""
     tokens_per_s: float | None
     """The median of the records that were read."""
     worker_hours: float | None
-    curves: dict[str, list[Point]] = field(default_factory=dict)
-    LEFT_OUT = ("job_id", "best", "cluster", "curves")
+    curves: dict[str, list[Point]] = field(default_factory=dict, metadata=LEFT_OUT)
 
 
 @dataclass(frozen=True)
@@ -102,9 +105,8 @@ class SweepReport:
     best: PointReport | None
     is_cuda: bool
     worker_hours: float | None
-    config: FlatConfig
-    provenance: dict[str, Any]
-    LEFT_OUT = ("config", "provenance")
+    config: FlatConfig = field(metadata=LEFT_OUT)
+    provenance: dict[str, object] = field(metadata=LEFT_OUT)
 
 
 def read_sweep(

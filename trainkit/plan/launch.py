@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +13,7 @@ from trainkit.capability import Part, files_of, load, put_parts, take_parts
 from trainkit.errors import UsageError
 from trainkit.formats import JsonObject, there_are
 from trainkit.plan.workload import Workload, workload_of
-from trainkit.run.files import changed, difference, from_json, read_json, to_json
+from trainkit.run.files import LEFT_OUT, OPTIONAL, changed, difference, read_json, read_record, to_json
 
 PLAN_VERSION = 1
 Options = dict[str, str | int | bool]
@@ -126,9 +126,8 @@ class SlurmRequest:
     """srun options of the step that starts the ranks."""
     version: tuple[int, ...] = ()
     """The version of Slurm; empty if unknown."""
-    clusters: tuple[str, ...] = ()
+    clusters: tuple[str, ...] = field(default=(), metadata=OPTIONAL)
     """The clusters of which any one may take the job; empty for the one here."""
-    OPTIONAL = ("clusters",)
 
     def comment(self, token: str) -> str:
         """The comment of a job: the token of its submission, then the config's."""
@@ -182,25 +181,23 @@ class LaunchPlan:
     """Workers of each node if they differ; `workers_per_node` is then the maximum."""
     replay: tuple[int, int] | None = None
     """First and last step that `trainkit replay` computes again; None for a training."""
-    after: tuple[str, ...] = ()
+    after: tuple[str, ...] = field(default=(), metadata=OPTIONAL)
     """The folders of runs and groups that must finish before a run on this machine starts."""
-    debug: DebugPlan | None = None
+    debug: DebugPlan | None = field(default=None, metadata=OPTIONAL)
     """Which rank `trainkit run --debug` debugs."""
     warnings: tuple[str, ...] = ()
     """What could not be checked, or may be slow, one sentence each."""
     checkpoint_bytes: int | None = None
     """The size of a checkpoint; None for what trains no model of trainkit."""
-    sizes: dict[str, JsonObject] = field(default_factory=dict)
+    sizes: dict[str, JsonObject] = field(default_factory=dict, metadata=OPTIONAL)
     """Another number of nodes that an attempt may have -> what changes in the plan then."""
-    gpu_types: dict[str, str] = field(default_factory=dict)
+    gpu_types: dict[str, str] = field(default_factory=dict, metadata=OPTIONAL)
     """The GPU type of each partition that may start the job, where it names several."""
-    fills_nodes: bool = False
+    fills_nodes: bool = field(default=False, metadata=OPTIONAL)
     """Whether the ranks use all CPUs of an exclusive job, which may be more than it has requested."""
-    parts: dict[str, JsonObject] = field(default_factory=dict)
+    parts: dict[str, JsonObject] = field(default_factory=dict, metadata=LEFT_OUT)
     """Capability -> the content of its part, which `part` reads."""
     version: int = PLAN_VERSION
-    LEFT_OUT = ("parts",)
-    OPTIONAL = ("after", "sizes", "debug", "gpu_types", "fills_nodes")
 
     @property
     def is_here(self) -> bool:
@@ -272,7 +269,7 @@ class LaunchPlan:
         """
         value = self.parts.get(kind.CAPABILITY)
         try:
-            return None if value is None else from_json(kind, value)
+            return None if value is None else read_record(kind, value, strict=True)
         except TypeError as error:
             message = f"plan.json is damaged: {kind.CAPABILITY}: {error}"
             raise UsageError(message, hint=DAMAGED_HINT) from None
@@ -330,7 +327,7 @@ class LaunchPlan:
             Layout(**value["layout"]), Batch(**value["batch"])  # unknown degrees would change what runs
             if (slurm := value.get("slurm")) is not None:
                 slurm["sbatch"], slurm["srun"]  # without its options another job would run
-            plan: LaunchPlan = from_json(cls, {**value, "parts": take_parts(value)})
+            plan = read_record(cls, {**value, "parts": take_parts(value)}, strict=True)
             counts = [plan.num_nodes, plan.workers_per_node, *(plan.node_sizes or ()), *astuple(plan.layout)]
             if min(counts) < 1:
                 raise ValueError("plan.json is damaged: a number of nodes, workers or ranks is not positive")
@@ -351,7 +348,7 @@ def resized(plan: JsonObject, num_nodes: int) -> JsonObject:
     return {**chosen, "sizes": {name: difference(chosen, other) for name, other in others.items()}}
 
 
-def plan_text(plan: JsonObject) -> str:
+def plan_text(plan: Mapping[str, object]) -> str:
     """The text of plan.json."""
     return json.dumps(plan, indent=2, ensure_ascii=False) + "\n"
 

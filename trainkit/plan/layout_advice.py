@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from operator import attrgetter
-from typing import Any
 
 from trainkit.config.schema import RunConfig
 from trainkit.formats import GIB, gib, plural, table
@@ -181,7 +180,7 @@ def relative_time(choice: Choice, best: Choice) -> float:
     return mine / least
 
 
-def choice_dict(choice: Choice, config: RunConfig, best: Choice | None) -> dict[str, Any]:
+def choice_dict(choice: Choice, config: RunConfig, best: Choice | None) -> dict[str, object]:
     """A choice as a JSON object; amounts in bytes."""
     work, memory, cost = choice.work, choice.memory, choice.cost
     return {

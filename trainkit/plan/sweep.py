@@ -7,12 +7,11 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from trainkit.config.schema import default_values, is_known, meant
 from trainkit.config.yamlfile import VARIABLES, parse_value
 from trainkit.errors import UsageError
-from trainkit.formats import JsonObject, shown_value
+from trainkit.formats import shown_value
 
 MAX_POINTS = 100_000
 """More points are a typo: no known Slurm accepts larger arrays."""
@@ -26,7 +25,7 @@ _SPAN = re.compile(r"(?P<first>\d+)\.\.(?P<last>\d+)|range\((?:(?P<start>\d+), *
 """A range as shells and Python write it."""
 
 
-def parse_axis(text: str, command: Sequence[str] = ()) -> tuple[str, list[Any]]:
+def parse_axis(text: str, command: Sequence[str] = ()) -> tuple[str, list[object]]:
     """Key and values of ``--sweep a.b=1,2,3``, or of ``--sweep lr=1,2`` for a `command` with ``{lr}``.
 
     The values are parsed as a YAML list without brackets: ``"a,b"`` is text with a comma, ``[1,2],[3,4]`` are
@@ -94,7 +93,7 @@ def filled_in(command: Sequence[str], values: Mapping[str, object]) -> tuple[str
     return tuple(words)
 
 
-def sweep_points(texts: Sequence[str], command: Sequence[str] = ()) -> list[JsonObject]:
+def sweep_points(texts: Sequence[str], command: Sequence[str] = ()) -> list[dict[str, object]]:
     """The values by key of every combination of all ``--sweep``; the last key varies fastest.
 
     Raises UsageError, also for a key that appears twice and for more than `MAX_POINTS` combinations.

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-import math
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Literal, TypeVar, get_args
 
-from trainkit.run.files import parse_time, read_object, read_record, seconds_between, to_json, write_json
+from trainkit.run.files import (
+    LEFT_OUT,
+    OPTIONAL,
+    parse_time,
+    read_object,
+    read_record,
+    seconds_between,
+    to_json,
+    write_json,
+)
 from trainkit.run.record import read_job
 from trainkit.run.rundir import AttemptDir
 from trainkit.run.tracebacks import CodeLine
@@ -51,19 +59,17 @@ class RankFailure:
     """An exception, ``exit``, ``RankKilled``, ``HostLost``, ``Hang``, ``OutOfMemory`` or `NO_RESULT`."""
     message: str | None = None
     exit_code: int | None = None
-    hint: str | None = None
-    final: bool | None = None
+    hint: str | None = field(default=None, metadata=OPTIONAL)
+    final: bool | None = field(default=None, metadata=OPTIONAL)
     """Whether a restart cannot help."""
-    node: bool | None = None
+    node: bool | None = field(default=None, metadata=OPTIONAL)
     """Whether the run may work on another node."""
-    code: CodeLine | None = None
+    code: CodeLine | None = field(default=None, metadata=OPTIONAL)
     """The innermost line of the user's own code in the traceback of an exception."""
-    log_tail: list[str] = field(default_factory=list)
+    log_tail: list[str] = field(default_factory=list, metadata=OPTIONAL)
     """The last lines of the rank's log."""
-    more: dict[str, Any] = field(default_factory=dict)
+    more: dict[str, object] = field(default_factory=dict, metadata=LEFT_OUT)
     """What else was recorded, such as the traceback."""
-    LEFT_OUT = ("more",)
-    OPTIONAL = ("hint", "final", "node", "code", "log_tail")
 
     @property
     def was_signalled(self) -> bool:
@@ -136,9 +142,9 @@ def signal_name(number: int) -> str:
 class Best:
     """The best result of a run so far."""
 
-    metric: str = ""
+    metric: str
     """``val_loss``, or ``loss`` without a validation."""
-    value: float = math.nan
+    value: float
     step: int | None = None
 
 
@@ -161,17 +167,15 @@ class AttemptEnd:
     """The step at which the attempt ended."""
     best: Best | None = None
     """The best result of the run."""
-    guessed: bool = False
+    guessed: bool = field(default=False, metadata=OPTIONAL)
     """Whether a later start of the job wrote it, since the attempt left no record of its end."""
-    summary: str | None = None
+    summary: str | None = field(default=None, metadata=OPTIONAL)
     """What has happened, if `reason` also says what follows."""
-    saved: bool = False
+    saved: bool = field(default=False, metadata=OPTIONAL)
     """Whether it did not finish, and all workers exited as they do after a save."""
     time: str | None = None
-    more: dict[str, Any] = field(default_factory=dict)
+    more: dict[str, object] = field(default_factory=dict)
     """What another version recorded."""
-
-    OPTIONAL = ("guessed", "summary", "saved")
 
     @property
     def resumes(self) -> bool:
@@ -194,14 +198,9 @@ def read_newest_end(folder: str | PathLike[str]) -> AttemptEnd | None:
     return end_of(read_object(f"{folder}/attempts/latest/end.json"))
 
 
-def end_of(content: dict[str, Any]) -> AttemptEnd | None:
+def end_of(content: Mapping[str, object]) -> AttemptEnd | None:
     """The content of an end.json; None if it is empty, as `read_object` returns it without the file."""
-    if not content:
-        return None
-    end = read_record(AttemptEnd, content)
-    if end.best is not None and math.isnan(end.best.value):
-        end = replace(end, best=None)
-    return end
+    return read_record(AttemptEnd, content) if content else None
 
 
 def is_over(attempt: AttemptDir) -> bool:

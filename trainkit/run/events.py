@@ -199,7 +199,7 @@ def read_events(run: RunDir, *names: str, attempt: int | None = None) -> Iterato
             yield event
 
 
-def events_of(records: Iterable[Mapping[str, Any]]) -> Iterator[Event]:
+def events_of(records: Iterable[Mapping[str, object]]) -> Iterator[Event]:
     """The events among some records of `events.jsonl`; skips damaged ones."""
     for record in records:
         attempt, step = record.get("attempt"), record.get("step")
@@ -224,7 +224,7 @@ def read_steps(run: RunDir) -> Iterator[StepRecord]:
     return steps_of(read_jsonl(run.metrics_file))
 
 
-def steps_of(records: Iterable[Mapping[str, Any]]) -> Iterator[StepRecord]:
+def steps_of(records: Iterable[Mapping[str, object]]) -> Iterator[StepRecord]:
     """The steps among some records of `metrics.jsonl`; skips damaged ones."""
     return (StepRecord(record) for record in records if type(record.get("step")) is int)
 
@@ -235,7 +235,7 @@ def training_curve(run: RunDir) -> list[StepRecord]:
     return [by_step[step] for step in sorted(by_step)]
 
 
-def read_metrics(run: RunDir) -> list[dict[str, Any]]:
+def read_metrics(run: RunDir) -> list[dict[str, object]]:
     """The records of the `training_curve` as they are in the file."""
     return [dict(record.values) for record in training_curve(run)]
 

@@ -446,57 +446,117 @@ def mean(records: Iterable[Record], key: str) -> float | None:
 
 
 T = TypeVar("T")
+LEFT_OUT: Mapping[str, str] = {"json": "left out"}
+"""The metadata of a field that is not written."""
+OPTIONAL: Mapping[str, str] = {"json": "optional"}
+"""The metadata of a field that is not written while it has its default."""
+UNLIMITED: Mapping[str, str] = {"json": "unlimited"}
+"""The metadata of a field whose infinity is null."""
+_ANYTHING = (Any, object)
+_ANY = frozenset[type]([str, int, float, bool, dict, list, type(None)])
 
 
-def read_record(kind: type[T], value: Mapping[str, Any]) -> T:
-    """A JSON object as a dataclass whose fields have defaults.
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What the type of a field asks of a value in JSON."""
+
+    types: frozenset[type]
+    plain: frozenset[type]
+    """The `types` whose values are complete as they are."""
+    choices: tuple[str, ...] = ()
+    """The texts of a Literal."""
+    record: type | None = None
+    """The dataclass of an object."""
+    values: _Shape | None = None
+    """The shape of the values of any other object."""
+    items: _Shape | None = None
+    """The shape of the items of a list."""
+    sequence: type = list
+    """What a list becomes."""
+
+
+def read_record(kind: type[T], value: Mapping[str, Any], *, strict: bool = False) -> T:
+    """A JSON object as a dataclass; a list becomes a tuple where the type of the field is one.
 
     A file may be damaged, edited by hand or of another version: a value that does not have the type of its
-    field counts as missing, and is kept in the field `more` if there is one, as are keys that are no fields.
+    field counts as missing, and is kept in the field `more` if there is one, as are keys that are no fields;
+    of a list of records, what is no object is left out. If `strict`, such a value raises TypeError, which
+    names it, and other keys are left out. A field without a default that is missing raises TypeError.
     """
-    known_fields = _fields(cast(Any, kind))
+    if strict and not isinstance(value, dict):
+        raise TypeError(f"{kind.__name__} is {str(value)[:100]!r}")
+    shapes = _shapes(cast(Any, kind))
     known: dict[str, Any] = {}
     more: dict[str, Any] = {}
     for name, item in value.items():
-        types, record, element = known_fields.get(name, _NO_FIELD)
-        is_other = type(item) not in types or (type(item) in (int, float) and not _is_finite(item))
-        if is_other or (item and element and any(type(one) is not element for one in item)):
+        if (shape := shapes.get(name)) is None:
             more[name] = item
+        elif type(item) in shape.plain and (type(item) not in (int, float) or _is_finite(item)):
+            known[name] = item
         else:
-            known[name] = item if record is None or item is None else read_record(record, item)
-    if "more" in known_fields:
+            try:
+                known[name] = _converted(shape, item, name, strict)
+            except TypeError:
+                if strict:
+                    raise
+                more[name] = item
+    if more and "more" in cast(Any, kind).__dataclass_fields__:
         known["more"] = more
     return kind(**known)
 
 
-_NO_FIELD: tuple[frozenset[type], Any, type | None] = (frozenset(), None, None)
+def _converted(shape: _Shape, value: Any, name: str, strict: bool) -> Any:
+    """A value as its shape asks for it; raises TypeError with the name of what is none."""
+    kind = type(value)
+    if kind is dict and shape.record is not None:
+        return read_record(shape.record, value, strict=strict)
+    if kind is dict and (inner := shape.values) is not None:
+        return {key: _converted(inner, item, f"{name}.{key}", strict) for key, item in value.items()}
+    if kind in (list, tuple) and (inner := shape.items) is not None:
+        if inner.record is not None and not strict:
+            value = [item for item in value if isinstance(item, dict)]
+        return shape.sequence(_converted(inner, item, name, strict) for item in value)
+    is_choice = not shape.choices or not strict or kind is not str or value in shape.choices
+    if kind in shape.types and is_choice and (shape.types is _ANY or _is_finite(value)):
+        return value
+    raise TypeError(f"{name} is {str(value)[:100]!r}")
 
 
 @cache
-def _fields(kind: Any) -> dict[str, tuple[frozenset[type], Any, type | None]]:
-    """For each field, the types of its value in JSON, the dataclass of an object, the type in a list."""
-    found: dict[str, tuple[frozenset[type], Any, type | None]] = {}
-    for name, hint in get_type_hints(kind).items():
-        members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-        types: set[type] = set()
-        record: Any = None
-        element = str if list[str] in members else None
-        for member in members:
-            origin = get_origin(member) or member
-            if is_dataclass(origin):
-                record, origin = origin, dict
-            types |= {str} if origin is Literal else {float, int} if origin is float else {origin}
-        found[name] = frozenset(types), record, element
-    if "more" in found:
-        found["more"] = _NO_FIELD
-    return found
+def _shapes(kind: type) -> dict[str, _Shape]:
+    """For each field of a dataclass but `more`, what its value must be."""
+    hints = get_type_hints(kind)
+    return {item.name: _shape(hints[item.name]) for item in fields(cast(Any, kind)) if item.name != "more"}
+
+
+def _shape(hint: Any) -> _Shape:
+    if hint in _ANYTHING:
+        return _Shape(_ANY, _ANY)
+    types, plain = set[type](), set[type]()
+    found: dict[str, Any] = {}
+    for member in get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,):
+        origin, parts = get_origin(member) or member, get_args(member)
+        if is_dataclass(origin):
+            found["record"] = origin
+            types.add(dict)
+        elif origin is Literal:
+            found["choices"] = parts
+            types.add(str)
+        elif origin in (list, tuple):
+            found |= {"items": _shape(parts[0]), "sequence": origin}
+            types.add(list)
+        elif origin is dict and parts[1] not in _ANYTHING:
+            found["values"] = _shape(parts[1])
+            types.add(dict)
+        else:
+            plain |= {int, float} if origin is float else {origin}
+    return _Shape(frozenset(types | plain), frozenset(plain), **found)
 
 
 def to_json(value: Any) -> Any:
     """A value for a file or ``--json``: objects of dataclasses and records, times in ISO 8601.
 
-    A dataclass may name in `LEFT_OUT` the fields that are not written, in `OPTIONAL` those that are not while
-    they have their default, and in `UNLIMITED` those whose infinity is null. What is in its `more`, of
+    The metadata of a field may be `LEFT_OUT`, `OPTIONAL` or `UNLIMITED`. What is in the field `more`, of
     another version or damaged, is written unless a field has a value for it.
     """
     if value is None or type(value) in (str, int, float, bool):
@@ -525,11 +585,10 @@ def to_json(value: Any) -> Any:
 @cache
 def _written_fields(kind: Any) -> list[tuple[str, Callable[[], Any], bool, bool]]:
     """For each field that `to_json` writes: its name, what makes its default, is optional, is unlimited."""
-    hidden, optional, unlimited = (getattr(kind, name, ()) for name in ("LEFT_OUT", "OPTIONAL", "UNLIMITED"))
     return [
-        (item.name, _default_of(item), item.name in optional, item.name in unlimited)
+        (item.name, _default_of(item), item.metadata == OPTIONAL, item.metadata == UNLIMITED)
         for item in fields(kind)
-        if item.name not in hidden
+        if item.metadata != LEFT_OUT
     ]
 
 
@@ -540,42 +599,12 @@ def _default_of(item: Field[Any]) -> Callable[[], Any]:
     return lambda: default
 
 
-def from_json(hint: Any, value: Any, name: str = "") -> Any:
-    """A JSON value as one of a type: objects become dataclasses, lists tuples where the type is one.
-
-    Keys that a dataclass does not have are left out. Raises TypeError that names what is not of its type.
-    """
-    kind, parts = get_origin(hint) or hint, get_args(hint)
-    if kind in (Union, UnionType):
-        for part in parts:
-            with contextlib.suppress(TypeError):
-                return from_json(part, value, name)
-    elif is_dataclass(kind) and isinstance(value, dict):
-        hints = get_type_hints(kind)
-        own = {key: from_json(hints[key], item, key) for key, item in value.items() if key in hints}
-        return cast(type, kind)(**own)
-    elif kind is Any or (kind is Literal and value in parts):
-        return value
-    elif kind in (list, tuple) and isinstance(value, list | tuple):
-        return kind(from_json(parts[0], item, name) for item in value)
-    elif kind is dict and isinstance(value, dict):
-        return {key: from_json(parts[1], item, f"{name}.{key}") for key, item in value.items()}
-    elif (
-        kind is not Literal
-        and isinstance(value, (int, float) if kind is float else kind)
-        and (kind is bool or not isinstance(value, bool))
-        and _is_finite(value)
-    ):
-        return value
-    raise TypeError(f"{name} is {str(value)[:100]!r}")
-
-
 def read_each(kind: type[T], folder: Path) -> list[T]:
     """What ranks have written into a folder, by rank; damaged files are left out."""
     found = []
     for path in sorted(folder.glob("rank-*.json")):
         with contextlib.suppress(OSError, ValueError, TypeError):
-            found.append(from_json(kind, read_json(path)))
+            found.append(read_record(kind, read_json(path), strict=True))
     return found
 
 

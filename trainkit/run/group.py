@@ -17,13 +17,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from trainkit.errors import UsageError
 from trainkit.formats import JsonObject
 from trainkit.locks import file_lock, is_locked
 from trainkit.run.events import log_event
 from trainkit.run.files import (
+    OPTIONAL,
     changed,
     read_json,
     read_object,
@@ -54,11 +55,10 @@ class Point:
     """Its number in the array, and the name of its folder."""
     values: JsonObject = field(default_factory=dict)
     """The values of the swept keys, by dotted key."""
-    config: JsonObject = field(default_factory=dict)
+    config: JsonObject = field(default_factory=dict, metadata=OPTIONAL)
     """How its config differs from the group's, as `difference` computes it."""
-    plan: JsonObject = field(default_factory=dict)
+    plan: JsonObject = field(default_factory=dict, metadata=OPTIONAL)
     """How its plan differs from the group's."""
-    OPTIONAL = ("config", "plan")
 
 
 @dataclass(frozen=True)
@@ -84,32 +84,34 @@ class GroupRecord:
     cluster: str | None = None
     job_id: str | None = None
     """The id of the whole array, or of that of the first part; None before it is known."""
-    parts: list[Part] = field(default_factory=list)
-    """Its arrays on Slurm, in the order of their points; none in the files of earlier versions."""
     array: str = ""
     """What `--array` of sbatch gets."""
-    process: ProcessId | None = None
-    """The process that starts its runs on this machine; None on Slurm."""
     keys: list[str] = field(default_factory=list)
     """The config keys in which its points differ."""
     code: CodeCopy | None = None
     """The copy of the code of all runs; None if they use the files in place."""
     config: JsonObject = field(default_factory=dict)
     plan: JsonObject = field(default_factory=dict)
-    submitted_at: str | None = None
-    cancelled_at: str | None = None
-    folder: str | None = None
+    process: ProcessId | None = field(default=None, metadata=OPTIONAL)
+    """The process that starts its runs on this machine; None on Slurm."""
+    parts: list[Part] = field(default_factory=list, metadata=OPTIONAL)
+    """Its arrays on Slurm, in the order of their points; none in the files of earlier versions."""
+    submitted_at: str | None = field(default=None, metadata=OPTIONAL)
+    cancelled_at: str | None = field(default=None, metadata=OPTIONAL)
+    folder: str | None = field(default=None, metadata=OPTIONAL)
     """With `inode`, its folder when it was created: it may have been moved since, or copied."""
-    inode: int | None = None
-    more: JsonObject = field(default_factory=dict)
+    inode: int | None = field(default=None, metadata=OPTIONAL)
+    more: dict[str, object] = field(default_factory=dict)
     """What another version recorded."""
-    OPTIONAL = ("process", "parts", "submitted_at", "cancelled_at", "folder", "inode")
 
     def to_dict(self, points: Iterable[Point]) -> JsonObject:
         """The JSON of sweep.json."""
-        own = to_json(self)
-        last = {key: own.pop(key) for key in self.OPTIONAL if key in own}
-        return {**own, "points": to_json(list(points)), **last}
+        own: JsonObject = {}
+        for key, value in to_json(self).items():
+            own[key] = value
+            if key == "plan":
+                own["points"] = to_json(list(points))
+        return own
 
 
 class RunGroup(RunFolder):
@@ -180,8 +182,7 @@ class RunGroup(RunFolder):
             message = f"{self.shown}/sweep.json was not written by trainkit"
             raise UsageError(message, hint="name one of its runs by its folder")
         record = read_record(GroupRecord, content)
-        parts = [read_record(Part, one) for one in cast(list[object], record.parts) if isinstance(one, dict)]
-        record = replace(record, parts=sorted(parts, key=lambda part: part.last))
+        record = replace(record, parts=sorted(record.parts, key=lambda part: part.last))
         if record.version > GROUP_VERSION:
             raise UsageError(
                 f"{self.shown}/sweep.json has version {record.version}; this trainkit knows {GROUP_VERSION}",
@@ -278,7 +279,7 @@ class OldBench(RunGroup):
         return (self.path / BENCH_FILE).is_file()
 
     @cached_property
-    def _runs(self) -> list[tuple[str, JsonObject]]:
+    def _runs(self) -> list[tuple[str, dict[str, object]]]:
         """The folder of each run, and its values."""
         try:
             content = read_json(self.path / BENCH_FILE)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from trainkit.capability import take_parts
 from trainkit.run.end import RESUME_ACTIONS
@@ -26,7 +25,9 @@ from trainkit.run.events import (
     steps_of,
 )
 from trainkit.run.files import (
+    LEFT_OUT,
     MAX_RECORD_BYTES,
+    UNLIMITED,
     Record,
     Tail,
     open_file,
@@ -71,7 +72,7 @@ class Attempt:
     """The last decision counts: an earlier one may have turned out to be impossible."""
     start_step: int = 0
     """The step that it resumed from."""
-    kept_step: float = math.inf
+    kept_step: float = field(default=math.inf, metadata=UNLIMITED)
     """The last step that is part of the run's result; a later attempt computed the others again."""
     num_nodes: int | None = None
     world_size: int | None = None
@@ -81,33 +82,26 @@ class Attempt:
     evaluations: list[float] = field(default_factory=list)
     saves: list[float] = field(default_factory=list)
     signals: list[float] = field(default_factory=list)
-    cause: str | None = None
+    cause: str | None = field(default=None, metadata=LEFT_OUT)
     """Why it was restarted."""
-    is_paused: bool = False
+    is_paused: bool = field(default=False, metadata=LEFT_OUT)
     """Whether Ctrl-Z has stopped its ranks."""
-    waits_for: str | None = None
+    waits_for: str | None = field(default=None, metadata=LEFT_OUT)
     """What it waits for before it starts on this machine."""
-    saved: float | None = None
+    saved: float | None = field(default=None, metadata=LEFT_OUT)
     """When its last checkpoint was published."""
-    failure: Event | None = None
+    failure: Event | None = field(default=None, metadata=LEFT_OUT)
     """Its first ``rank_failed``."""
-    growth: Event | None = None
+    growth: Event | None = field(default=None, metadata=LEFT_OUT)
     """Its newest ``growth``: whether it returns to the queue for more nodes."""
-    silence: Event | None = None
+    silence: Event | None = field(default=None, metadata=LEFT_OUT)
     """The ``silent`` of a COMMAND that still prints nothing."""
-    open_save: Event | None = None
+    open_save: Event | None = field(default=None, metadata=LEFT_OUT)
     """The ``checkpoint_begin`` of a save without an end."""
-    failed_saves: list[Event] = field(default_factory=list)
+    failed_saves: list[Event] = field(default_factory=list, metadata=LEFT_OUT)
     """Its newest saves, as far as all of them failed."""
-    slow: dict[int | None, Event] = field(default_factory=dict)
+    slow: dict[int | None, Event] = field(default_factory=dict, metadata=LEFT_OUT)
     """The ranks that became slow and still are; None is the whole run."""
-
-    LEFT_OUT = (
-        *("cause", "is_paused", "waits_for", "saved", "failure", "growth", "silence", "open_save"),
-        *("failed_saves", "slow"),
-    )
-    """Of the report's JSON."""
-    UNLIMITED = ("kept_step",)
 
     @property
     def allocated_s(self) -> float:
@@ -523,7 +517,7 @@ class PlanRecord(Record):
         return {name: Record(part) for name, part in found.items() if isinstance(part, dict)}
 
     @property
-    def step_shape(self) -> tuple[Mapping[str, Any], Mapping[str, Any], str | None]:
+    def step_shape(self) -> tuple[Mapping[str, object], Mapping[str, object], str | None]:
         """Layout, batch and device, on which the time of a step depends."""
         return self.record("layout").values, self.record("batch").values, self.text("device")
 

@@ -213,7 +213,7 @@ def _size_damage(checkpoint: Checkpoint, files: Mapping[str, JsonObject]) -> str
     return ""
 
 
-def seal(manifest: JsonObject) -> str:
+def seal(manifest: Mapping[str, object]) -> str:
     """The SHA-256 of everything else in a manifest, stored in it as `SEAL`.
 
     It protects the numbers that training resumes from, as the hashes of the files protect the tensors.

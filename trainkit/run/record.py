@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.capability import files_of, take_parts
-from trainkit.run.files import read_json, read_object, read_record, to_json, utc_now, write_atomic, write_json
+from trainkit.run.files import (
+    OPTIONAL,
+    read_json,
+    read_object,
+    read_record,
+    to_json,
+    utc_now,
+    write_atomic,
+    write_json,
+)
 from trainkit.run.process import ProcessId, boot_id, own_host
 from trainkit.run.rundir import AttemptDir, RunDir, is_supervised
 from trainkit.scheduler import on_cluster, split_job
@@ -45,35 +54,31 @@ class AttemptRecord:
     attempt: int = 0
     job_id: str = ""
     """``local-PID`` for an attempt without Slurm."""
-    cluster: str | None = None
-    submitted_at: str | None = None
-    host: str | None = None
+    cluster: str | None = field(default=None, metadata=OPTIONAL)
+    submitted_at: str | None = field(default=None, metadata=OPTIONAL)
+    host: str | None = field(default=None, metadata=OPTIONAL)
     """With the next three values, the supervisor's process."""
-    boot_id: str | None = None
-    pid: int | None = None
-    start_ticks: int | None = None
-    backend: str | None = None
+    boot_id: str | None = field(default=None, metadata=OPTIONAL)
+    pid: int | None = field(default=None, metadata=OPTIONAL)
+    start_ticks: int | None = field(default=None, metadata=OPTIONAL)
+    backend: str | None = field(default=None, metadata=OPTIONAL)
     """None without Slurm."""
-    reason: str | None = None
+    reason: str | None = field(default=None, metadata=OPTIONAL)
     """The command that started it, ``submit run requeue resume``, or `AUTO_RESTART`."""
-    step_id: str | None = None
+    step_id: str | None = field(default=None, metadata=OPTIONAL)
     """The step of `srun trainkit run`."""
-    node: str | None = None
+    node: str | None = field(default=None, metadata=OPTIONAL)
     """Slurm's name of the supervisor's host."""
-    started_at: str | None = None
-    cancelled_at: str | None = None
-    cancelled_now: bool = False
+    started_at: str | None = field(default=None, metadata=OPTIONAL)
+    cancelled_at: str | None = field(default=None, metadata=OPTIONAL)
+    cancelled_now: bool = field(default=False, metadata=OPTIONAL)
     """Cancelled without a save."""
-    requeue_requested_at: str | None = None
-    folder: str | None = None
+    requeue_requested_at: str | None = field(default=None, metadata=OPTIONAL)
+    folder: str | None = field(default=None, metadata=OPTIONAL)
     """With `inode`, the run's folder when this was recorded: it may have been moved since, or copied."""
-    inode: int | None = None
+    inode: int | None = field(default=None, metadata=OPTIONAL)
     more: dict[str, Any] = field(default_factory=dict)
     """What another version recorded."""
-    OPTIONAL = (
-        *("cluster", "submitted_at", "host", "boot_id", "pid", "start_ticks", "backend", "reason", "step_id"),
-        *("node", "started_at", "cancelled_at", "cancelled_now", "requeue_requested_at", "folder", "inode"),
-    )
 
     @property
     def elsewhere(self) -> str | None:
@@ -99,6 +104,11 @@ class AttemptRecord:
     def takeover(self) -> str:
         """Why an earlier attempt ends while this one runs."""
         return f"superseded: attempt {self.attempt} in job {self.job_id} has taken the run over"
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it says which attempt it is, and of which job: not in a file that was edited by hand."""
+        return self.attempt > 0 and self.job_id != ""
 
     @property
     def is_cancelled(self) -> bool:
@@ -157,11 +167,10 @@ class JobRecord:
     code: CodeCopy | None = None
     """None if the run uses the files in place."""
     attempts: list[AttemptRecord] = field(default_factory=list)
-    follow_ups: list[str] | None = None
+    follow_ups: list[str] | None = field(default=None, metadata=OPTIONAL)
     """The ids of the jobs that continue the run, one after another."""
     more: dict[str, Any] = field(default_factory=dict)
     """What another version recorded."""
-    OPTIONAL = ("follow_ups",)
 
     @property
     def newest(self) -> AttemptRecord | None:
@@ -261,19 +270,14 @@ def job_of(run: RunDir, content: object) -> JobRecord:
         content = {}
     job = read_record(JobRecord, content)
     job.name = job.name or run.name
-    job.attempts = [entry for entry in map(attempt_of, content.get("attempts", [])) if entry is not None]
-    if job.follow_ups is not None:
-        job.follow_ups = [str(job_id) for job_id in job.follow_ups if isinstance(job_id, str | int)]
+    job.attempts = [entry for entry in job.attempts if entry.is_complete]
     return job
 
 
 def attempt_of(entry: object) -> AttemptRecord | None:
     """The record of an attempt from its JSON; None if it is none, as in a file that was edited by hand."""
-    if not isinstance(entry, dict) or type(entry.get("attempt")) is not int or "job_id" not in entry:
-        return None
-    if not isinstance(entry["job_id"], str):
-        entry = {**entry, "job_id": str(entry["job_id"])}
-    return read_record(AttemptRecord, entry)
+    record = read_record(AttemptRecord, entry) if isinstance(entry, dict) else AttemptRecord()
+    return record if record.is_complete else None
 
 
 def record_of(attempt: AttemptDir) -> AttemptRecord:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -50,7 +50,9 @@ def submitted_hash(config_text: str, plan: JsonObject) -> str:
     return f"{_hash(config_text)}:{_hash(plans)}"
 
 
-def submitted_group_hash(config: JsonObject, plan: JsonObject, points: Iterable[Point]) -> str:
+def submitted_group_hash(
+    config: Mapping[str, object], plan: Mapping[str, object], points: Iterable[Point]
+) -> str:
     """The hash of what the runs of a group are made from."""
     return _hash([config, plan, to_json(list(points))])
 
@@ -60,14 +62,14 @@ def _hash(value: object) -> str:
     return sha256(text.encode()).hexdigest()[:HASH_DIGITS]
 
 
-def read_submitted(folder: RunDir | AttemptDir) -> JsonObject:
+def read_submitted(folder: RunDir | AttemptDir) -> dict[str, object]:
     """The content of plan.json, after comparing it and config.yaml with what the job was submitted with.
 
     A job of an earlier version names no hash. Raises NotSubmitted, UsageError if another user could have
     written one of the files, OSError, and ValueError for what is not JSON.
     """
     config_text, plan_text = map(read_trusted, (folder.config_file, folder.plan_file))
-    plan: JsonObject = json.loads(plan_text)
+    plan: dict[str, object] = json.loads(plan_text)
     expected = _expected(folder.run if isinstance(folder, AttemptDir) else folder)
     if expected is not None:
         try:

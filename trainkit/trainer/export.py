@@ -26,7 +26,6 @@ from trainkit.config.training import DECODER
 from trainkit.data.dataset_file import BYTES, BYTES_IDENTITY, identify, read_dataset_file
 from trainkit.data.sources import prepared_folder
 from trainkit.errors import TrainkitError, UsageError
-from trainkit.formats import JsonObject
 from trainkit.plan.model_shape import ModelShape, RopeScaling, resolve_model_shape
 from trainkit.run.manifest import BASE_FINGERPRINT, Checkpoint
 from trainkit.run.rundir import RunDir
@@ -133,11 +132,11 @@ def _values(sizes: Mapping[str, torch.Size], reader: SafeReader) -> Iterator[Ten
             group = {}
 
 
-def decoder_settings(shape: ModelShape, config: RunConfig, dtype: torch.dtype) -> JsonObject:
+def decoder_settings(shape: ModelShape, config: RunConfig, dtype: torch.dtype) -> dict[str, object]:
     """The config.json of trainkit's decoder as a model of transformers."""
     kind, name = ("qwen2", "Qwen2ForCausalLM") if shape.qkv_bias else ("llama", "LlamaForCausalLM")
     scaling = shape.rope_scaling
-    settings: JsonObject = {
+    settings: dict[str, object] = {
         "architectures": [name],
         "model_type": kind,
         "hidden_act": "silu",
@@ -170,7 +169,7 @@ def decoder_settings(shape: ModelShape, config: RunConfig, dtype: torch.dtype) -
     return settings
 
 
-def _llama3(scaling: RopeScaling) -> JsonObject:
+def _llama3(scaling: RopeScaling) -> dict[str, object]:
     length = int(scaling.original_max_position_embeddings)
     return {"rope_type": "llama3", **vars(scaling), "original_max_position_embeddings": length}
 

@@ -186,7 +186,7 @@ class Cursor:
             self._stream.load_state_dict(state)
         self._iterator = iter(self._stream)
 
-    def _compare_first(self, item: Any) -> None:
+    def _compare_first(self, item: object) -> None:
         """Raise TaskError unless the stream begins as it did for its fingerprint."""
         first = [] if self._is_restored or self.epoch > 0 else self._data.first
         if self.samples < len(first) and digest_of(item) != first[self.samples]:
@@ -218,7 +218,7 @@ class _Reader(IterableDataset[Any]):
     """
 
     data: StreamData
-    collate: Callable[[list[Any]], Any]
+    collate: Callable[[list[object]], Any]
     positions: Positions
     saved: StreamState | None
     takes_state: bool
@@ -239,7 +239,7 @@ class _Reader(IterableDataset[Any]):
         last = start + self.positions.num_samples(start) - 1
         requests = islice(self.positions.requests(start), self.positions.batch.accumulation_steps)
         request = next(requests, None)
-        items: list[Any] = []
+        items: list[object] = []
         ready: tuple[Any, int, float] | None = None
         for position in range(start, last + 1):
             before = cursor.where() if position == last and self.takes_state else None
@@ -261,7 +261,7 @@ class _Reader(IterableDataset[Any]):
 
 def stream_batches(
     data: StreamData,
-    collate: Callable[[list[Any]], Any],
+    collate: Callable[[list[object]], Any],
     positions: Positions,
     saved: StreamState | None,
     takes_state: bool,

@@ -166,7 +166,7 @@ class Smoke:
             self._add(method, "item 0 differs when it is read twice", UNSEEDED, of=data.samples)
         return items
 
-    def _stream_items(self, data: StreamData) -> list[Any]:
+    def _stream_items(self, data: StreamData) -> list[object]:
         """The first items of a stream; another object of it must continue in the middle."""
         with self._errors("train_dataset", "a sample cannot be read"):
             cursor = Cursor(data)

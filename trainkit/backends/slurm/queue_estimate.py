@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 
 from trainkit.cluster.limits import ResourceRequest, partition_problems
@@ -11,7 +11,7 @@ from trainkit.cluster.model import Cluster
 from trainkit.config import RunConfig
 from trainkit.formats import JsonObject, duration, table
 from trainkit.plan.launch import LaunchPlan, Options, option_argv
-from trainkit.run.files import to_json
+from trainkit.run.files import LEFT_OUT, to_json
 from trainkit.slurm.submit import Answer, ask_starts
 
 SOON_S = 60
@@ -25,8 +25,7 @@ class Wait:
     partition: str
     is_asked: bool
     """Whether the config requests it, or gets it by default."""
-    answer: Answer
-    LEFT_OUT = ("answer",)
+    answer: Answer = field(metadata=LEFT_OUT)
 
     def to_dict(self) -> JsonObject:
         """Plain data, the time in ISO 8601."""

@@ -87,7 +87,12 @@ class PlannedBench:
         return {name: error.problems[0].sentence for name, error in self.errors.items()}
 
     def add_layout(
-        self, loaded: LoadedConfig, layout: Layout, ranks: LaunchPlan, shape: ModelShape, typed: JsonObject
+        self,
+        loaded: LoadedConfig,
+        layout: Layout,
+        ranks: LaunchPlan,
+        shape: ModelShape,
+        typed: Mapping[str, object],
     ) -> None:
         """Plan a layout with the values of ``--layout``; without any, only the first ones run.
 
@@ -115,7 +120,7 @@ class PlannedBench:
         self.changes = self.changes or changes
 
     def _shortened(
-        self, loaded: LoadedConfig, values: JsonObject
+        self, loaded: LoadedConfig, values: Mapping[str, object]
     ) -> tuple[RunConfig, LaunchPlan, list[Change]]:
         """The config and plan of a point, and what a bench changes in it."""
         own = bench_values(loaded.config, self.kind, self.length, self.keep_name)
@@ -292,8 +297,8 @@ def _complexity(layout: Layout) -> tuple[int, ...]:
 
 
 def layout_settings(
-    config: RunConfig, layout: Layout, ranks: LaunchPlan, shape: ModelShape, typed: JsonObject
-) -> tuple[JsonObject, tuple[str, ...]]:
+    config: RunConfig, layout: Layout, ranks: LaunchPlan, shape: ModelShape, typed: Mapping[str, object]
+) -> tuple[dict[str, object], tuple[str, ...]]:
     """The config values of a layout, with the global batch of all of them, and what is adapted to it.
 
     `typed` are the values of ``--layout``. Raises ConfigError if the layout is not possible.
@@ -315,7 +320,7 @@ def layout_settings(
     return settings, tuple(f"{note} to fit this layout" for note in batch_changes(batch, request))
 
 
-def _refuse_set_by_bench(values: JsonObject, own: Values) -> None:
+def _refuse_set_by_bench(values: Mapping[str, object], own: Values) -> None:
     for key in values:
         if key in ("launch", "launch.backend", "launch.cluster"):
             raise UsageError(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from shlex import quote
 from typing import Literal
@@ -16,7 +16,7 @@ from trainkit.errors import UsageError
 from trainkit.formats import JsonObject, shown
 from trainkit.observe.group import GroupFiles, PointStatus, count_states, state_counts
 from trainkit.run.end import read_newest_end
-from trainkit.run.files import from_json, read_json, write_json
+from trainkit.run.files import LEFT_OUT, read_json, read_record, to_json, write_json
 from trainkit.run.group import BENCH_FILE, OldBench, RunGroup
 from trainkit.run.manifest import remove_all
 from trainkit.run.rundir import RunDir
@@ -95,7 +95,7 @@ class BenchRun:
         return point_name(self.values)
 
 
-def point_name(values: JsonObject) -> str:
+def point_name(values: Mapping[str, object]) -> str:
     """The name of a point: the layout, else its values."""
     return str(values[LAYOUT]) if values.keys() == {LAYOUT} else shown(values)
 
@@ -104,7 +104,6 @@ def point_name(values: JsonObject) -> str:
 class Bench:
     """A bench in its folder, which is a group of runs, as bench.json describes it."""
 
-    folder: Path
     kind: Kind
     config: str
     """The file or name as typed."""
@@ -114,11 +113,12 @@ class Bench:
     repeats: int
     keys: list[str]
     """The keys of the values of every run."""
-    changes: list[JsonObject]
+    changes: list[dict[str, object]]
     runs: list[BenchRun]
     """All points once, then all of them again for each further repeat."""
     impossible: dict[str, str]
     left_out: list[str]
+    folder: Path = field(default=Path(), metadata=LEFT_OUT)
 
     @property
     def group(self) -> RunGroup:
@@ -142,9 +142,7 @@ class Bench:
         return self.folder / PLOTS_FOLDER
 
     def write(self) -> None:
-        own = asdict(self)
-        own.pop("folder")
-        write_json(self.folder / BENCH_FILE, {"version": BENCH_VERSION, **own})
+        write_json(self.folder / BENCH_FILE, {"version": BENCH_VERSION, **to_json(self)})
 
 
 def read_bench(folder: Path) -> Bench:
@@ -158,7 +156,7 @@ def read_bench(folder: Path) -> Bench:
         record = read_json(file)
         if (version := record["version"]) != BENCH_VERSION:
             raise ValueError(f"it has version {version}; this trainkit supports {BENCH_VERSION}")
-        bench: Bench = from_json(Bench, {**record, "folder": folder.absolute()})
+        bench = replace(read_record(Bench, record, strict=True), folder=folder.absolute())
         group = bench.group
         folders = [group.folder(index) for index in group.points]
         if [str(bench.folder / item.run) for item in bench.runs] != folders:

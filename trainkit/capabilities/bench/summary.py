@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from trainkit.capabilities.bench.measure import Row, by_speed, measured, row_of, speed
 from trainkit.capabilities.bench.run_bench import (
@@ -168,7 +167,7 @@ def csv_text(keys: Sequence[str], rows: Sequence[Row]) -> str:
     return stream.getvalue()
 
 
-def _cell(value: Any) -> str:
+def _cell(value: object) -> str:
     if value is None:
         return ""
     return format(value, ".6g") if isinstance(value, float) else str(value)

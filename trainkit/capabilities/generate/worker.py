@@ -11,7 +11,6 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -156,7 +155,7 @@ def _load(config: RunConfig, request: JsonObject, device: torch.device, vocab_si
 
 def logits_of(model: nn.Module, device: torch.device) -> Callable[[list[int]], Tensor]:
     """From all tokens so far, asked once for each, the logits of the next one: float32 [vocab] on the CPU."""
-    cache: Any = None
+    cache: object = None
 
     def next_logits(tokens: list[int]) -> Tensor:
         nonlocal cache

@@ -14,7 +14,6 @@ from functools import cached_property
 from trainkit.capabilities.launchers.launcher_plan import ACCELERATE_CONFIG, DS_CONFIG, MEGATRON_ARGS
 from trainkit.config.loaded import LoadedConfig
 from trainkit.errors import ConfigError, Problem
-from trainkit.formats import JsonObject
 from trainkit.plan.batch import DEVICE, GLOBAL, BatchRequest, make_batch, scaled_lr
 from trainkit.plan.launch import Batch, Layout
 from trainkit.plan.layout_rules import make_layout
@@ -186,13 +185,13 @@ def _deepspeed(job: Job, command: Sequence[str]) -> LauncherInput:
     assert batch is not None
     dtype, parallel, optimizer = config.precision.dtype, config.parallel, config.optimizer
     is_global = job.has(GLOBAL) and config.train.global_batch_size is not None
-    zero: JsonObject = {"stage": 0 if parallel.dp_shard == 1 else parallel.zero}
+    zero: dict[str, object] = {"stage": 0 if parallel.dp_shard == 1 else parallel.zero}
     if parallel.offload:
         zero["offload_optimizer"] = {"device": "cpu"}
         if parallel.zero == 3:
             zero["offload_param"] = {"device": "cpu"}
     has_zero = job.has("parallel.dp_shard", "parallel.zero", "parallel.offload")
-    params: JsonObject = {
+    params: dict[str, object] = {
         "lr": job.lr(layout),
         "betas": list(optimizer.betas),
         "eps": optimizer.eps,

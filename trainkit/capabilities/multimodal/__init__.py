@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from trainkit.formats import JsonObject
-
 Medium = Literal["image", "curve"]
 
 
-def read_row(line: bytes, medium: Medium, folder: Path) -> JsonObject:
+def read_row(line: bytes, medium: Medium, folder: Path) -> dict[str, object]:
     """The object of one line; raises ValueError, without the place, unless a task can train on it.
 
     Images are looked for in `folder`, and not opened.
@@ -45,7 +44,7 @@ def read_row(line: bytes, medium: Medium, folder: Path) -> JsonObject:
     return row
 
 
-def _check_curve(points: Any) -> None:
+def _check_curve(points: object) -> None:
     """Raise ValueError unless it is a list of numbers, or of pairs of a time and a number."""
     try:
         found = np.asarray(points, dtype=np.float64)
@@ -56,7 +55,7 @@ def _check_curve(points: Any) -> None:
         raise ValueError("its curve is not a list of at least two finite numbers, or pairs of them")
 
 
-def row_texts(row: JsonObject) -> list[bytes]:
+def row_texts(row: Mapping[str, object]) -> list[bytes]:
     """The question and the answer, as they are tokenised."""
     return [f"{row['question']}\n".encode(), str(row["answer"]).encode()]
 
@@ -72,7 +71,7 @@ POINTS = 64
 Split = Literal["train", "val"]
 
 
-def demo_rows(medium: Medium, split: Split, count: int | None = None) -> list[JsonObject]:
+def demo_rows(medium: Medium, split: Split, count: int | None = None) -> list[dict[str, object]]:
     """`count` rows, by default 2,000 for training and 200 for validation, which are always the same.
 
     They have a ``question``, an ``answer``, and an ``image`` (uint8 [32, 32, 3]) or a ``curve`` (64 pairs of
@@ -83,7 +82,7 @@ def demo_rows(medium: Medium, split: Split, count: int | None = None) -> list[Js
     return [make(rng) for _ in range(NUM_ROWS[split] if count is None else count)]
 
 
-def _image_row(rng: random.Random) -> JsonObject:
+def _image_row(rng: random.Random) -> dict[str, object]:
     shape, colour = rng.choice(SHAPES), rng.choice(list(COLOURS))
     question, answer = rng.choice((("Which colour?", colour), ("Which shape?", shape)))
     return {"image": _draw(shape, colour, rng), "question": question, "answer": answer}
@@ -105,7 +104,7 @@ def _draw(shape: str, colour: str, rng: random.Random) -> npt.NDArray[np.uint8]:
     return picture
 
 
-def _curve_row(rng: random.Random) -> JsonObject:
+def _curve_row(rng: random.Random) -> dict[str, object]:
     """A curve at random times, with noise."""
     trend = rng.choice(TRENDS)
     slope, phase = rng.uniform(0.8, 1.5), rng.uniform(0, 2 * math.pi)

@@ -30,7 +30,6 @@ from trainkit.capabilities.multimodal import DEMO, Medium, Split, demo_rows, rea
 from trainkit.config.schema import RunConfig
 from trainkit.data.tokenize import Tokenizer
 from trainkit.errors import FatalError, UsageError
-from trainkit.formats import JsonObject
 from trainkit.plan.model_shape import resolve_model_shape
 from trainkit.safetensors import StoredWeights
 from trainkit.task import Loss, Task, add_adapters, parameters_on_meta
@@ -158,7 +157,7 @@ class MediumSamples:
         return self._medium.read_image(self._folder / str(medium)), tokens, labels
 
 
-def _read(file: Path, kind: Medium, split: Split) -> tuple[bytes, Sequence[bytes | JsonObject]]:
+def _read(file: Path, kind: Medium, split: Split) -> tuple[bytes, Sequence[bytes | dict[str, object]]]:
     """What identifies the rows of a file, and its lines; those that are built in are read already."""
     if str(file) == DEMO:
         return f"{DEMO} {split}".encode(), demo_rows(kind, split)

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -302,7 +302,7 @@ def show(run_name: str, step: int, rank: int | None, as_json: bool) -> int:
     return EXIT_OK
 
 
-def sample_fields(sample: StepSample) -> dict[str, Any]:
+def sample_fields(sample: StepSample) -> dict[str, object]:
     """A sample as JSON, with texts of bounded length."""
     fields = asdict(sample)
     for document in fields["documents"]:

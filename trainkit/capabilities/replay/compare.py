@@ -10,7 +10,6 @@ from trainkit.capabilities.replay import SAMPLES_FILE
 from trainkit.capabilities.replay.replay import ReplayPlan, changed_values
 from trainkit.capabilities.replay.steps import Start, StepSample, attempt_starts, refuse_other_data
 from trainkit.config import RunConfig
-from trainkit.formats import JsonObject
 from trainkit.launch.repeat import config_and_plan
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.layout_rules import DEGREES, layout_name
@@ -229,7 +228,7 @@ def _culprit(
     return Culprit((), all_hosts, "only the sum over the ranks")
 
 
-def rank_record(attempt: AttemptDir, rank: int, step: int) -> JsonObject:
+def rank_record(attempt: AttemptDir, rank: int, step: int) -> dict[str, object]:
     """What a rank recorded of a step; empty if it did not, or if the record is gone."""
     records = read_jsonl_reversed(attempt.rank_record(rank))
     return next((record for record in records if record.get("step") == step), {})

@@ -147,7 +147,7 @@ class HashingWriter(FileSystemWriter):
 class _MetadataUnpickler(pickle.Unpickler):
     """Unpickles only the classes of checkpoint metadata; raises UnpicklingError for others."""
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         if module == "pathlib._local":  # what Python 3.13 calls the module in which paths are defined
             module = "pathlib"
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
