@@ -41,7 +41,7 @@ def command(run_name: str, out: Path | None, as_json: bool) -> None:
     now = datetime.now(timezone.utc).timestamp()
     if isinstance(found, RunDir):
         report = read_report(*look_at(found, warn)[:2], now)
-        folder, page, value = found.path, render_report(report), to_json(report)
+        folder, page, value = found.path, render_report(report), report.to_dict()
     else:
         runs = read_sweep(found, query_group(found, warn), now, measured_speeds(found.path))
         folder, page, value = found.path, render_sweep(runs), to_json(runs)

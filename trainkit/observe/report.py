@@ -11,7 +11,7 @@ from trainkit.observe.goodput import CATEGORIES, Curves, Point, idle_gaps, read_
 from trainkit.observe.page import Chart, FlatConfig, Line, flat_config, line_chart, render_page
 from trainkit.observe.status import RunStatus, failure_lines, loss_text
 from trainkit.run.events import Event, with_divergence
-from trainkit.run.files import LEFT_OUT, Record, mean, numbers, read_jsonl, read_object, read_record
+from trainkit.run.files import LEFT_OUT, Record, mean, numbers, read_jsonl, read_object, read_record, to_json
 from trainkit.run.history import (
     CURVES,
     Attempt,
@@ -107,6 +107,9 @@ class Report:
     config: FlatConfig
     layout: dict[str, int]
     provenance: dict[str, object]
+
+    def to_dict(self) -> dict[str, object]:
+        return {**to_json(self), "status": self.status.to_dict()}
 
 
 def read_report(history: RunHistory, status: RunStatus, now: float) -> Report:

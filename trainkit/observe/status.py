@@ -78,6 +78,23 @@ def failure_lines(failure: RankFailure, run: str, *, num_log_lines: int = FAILUR
     return [*lines, f"next: `trainkit diagnose {run}` says what to do"]
 
 
+LAST_KEYS = (
+    "diverged_since",
+    "slowdowns",
+    "trackers",
+    "batch_log",
+    "num_starts",
+    "attempt_nodes",
+    "partition",
+    "gpu_type",
+    "growth",
+    "worker_hours",
+    "slices_s",
+    "total_s",
+)
+"""The end of the JSON of a status, whose keys are in the order in which they were added."""
+
+
 @dataclass(frozen=True)
 class Place:
     """Where the newest attempt runs."""
@@ -196,7 +213,8 @@ class RunStatus:
         own = dict[str, object]()
         for name, value in parts.items():
             own |= value if name in ("place", "progress", "used") else {name: value}
-        return own
+        last = {key: own.pop(key) for key in LAST_KEYS}
+        return own | last
 
 
 def read_status(
