@@ -43,7 +43,7 @@ test-every: slurm programs
 # Several GB each, so another disk may suit better: `make test-oldest OLDEST=/scratch/torch-2.11`
 OLDEST := .venv-oldest
 NEWEST := .venv-newest
-TESTS_OF_TORCH := tests/trainer tests/plan/test_schedules.py tests/bench/test_measure.py \
+TESTS_OF_TORCH := tests/trainer tests/plan/test_schedules.py tests/capabilities/bench/test_measure.py \
 	tests/cli/test_check.py tests/launch/test_provenance.py
 
 test-oldest: ## The tests of the trainer on torch 2.11, the oldest release that is accepted.

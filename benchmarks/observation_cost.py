@@ -30,7 +30,7 @@ from statistics import median
 from typing import Any
 
 from tests.support.runs import environs, make_attempt
-from trainkit.job.node.health import HealthSampler
+from trainkit.capabilities.health.sampler import HealthSampler
 from trainkit.plan.launch import LaunchPlan, RequeuePolicy
 from trainkit.run.files import read_json, write_json
 from trainkit.run.rundir import RunDir

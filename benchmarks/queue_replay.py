@@ -21,7 +21,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from trainkit.job.growth import ASK_EVERY_S, decide_growth
+from trainkit.capabilities.growth.growth_watch import ASK_EVERY_S, decide_growth
 
 SIZES = ((1, 0.70), (2, 0.10), (4, 0.15), (8, 0.05))
 """Nodes of a job and their share, as the GPUs of a job there."""

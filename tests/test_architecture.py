@@ -22,7 +22,7 @@ from trainkit.plan.torch_build import OLDEST, REQUIREMENT
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
-SIZES = {"trainkit": (314, 66_593), "tests": (390, 64_144)}
+SIZES = {"trainkit": (315, 66_706), "tests": (391, 64_264)}
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (5, 400)
 """By so much the code may be smaller before `SIZES` is lowered."""
@@ -87,11 +87,6 @@ ALLOWED = {
         "observe.group",  # `cancel` acts on the states that `status` shows
         "function",  # whose finished runs are called again
     },
-    # Runs a config in many ways, as its owner could by hand, and compares them.
-    "bench": {
-        *("extras", "errors", "folders", "run", "formats", "config", "cluster", "plan"),
-        *("backend", "backends", "control", "launch", "observe"),
-    },
     # What a user's own task is a subclass of: the public face of the trainer.
     "safetensors": {"errors"},
     "adapters": {"extras", "errors", "config", "formats"},
@@ -111,6 +106,7 @@ ALLOWED = {
             "safetensors",
             "adapters",
         ),
+        "capability",  # where a shipped task is
         *("job.signals", "job.rank_env", "job.rank_debugger"),
         "cluster.machine",  # the version of its driver
     },
@@ -120,7 +116,7 @@ ALLOWED = {
     },
     "cli": {
         *("capability", "extras", "errors", "run", "config", "data", "cluster", "plan"),
-        *("scheduler", "slurm", "job", "backend", "backends", "control", "launch", "observe", "bench"),
+        *("scheduler", "slurm", "job", "backend", "backends", "control", "launch", "observe"),
         *("formats", "folders", "locks", "trust"),
     },
     # Runs from Python: what the commands do from a shell.
@@ -161,13 +157,24 @@ ALLOWED = {
         *("errors", "folders", "run", "formats", "config", "data", "cluster", "plan", "job", "control"),
         *("launch", "cli", "trainer"),
     },
-    "capabilities.bench": {"capability", "bench"},
+    "capabilities.bench": {  # runs a config in many ways, as its owner could by hand, and compares them
+        *("capability", "extras", "errors", "folders", "run", "formats", "config", "cluster", "plan"),
+        *("backend", "backends", "control", "launch", "observe", "cli"),
+    },
+    "capabilities.growth": {
+        *("capability", "errors", "formats", "run", "config", "plan", "slurm"),
+        *("job.attempt_end", "job.decision", "job.processes"),
+    },
     "capabilities.launchers": {
         *("capability", "errors", "formats", "run", "config", "plan"),
         *("job.node.worker_env", "job.rank_env"),
     },
     # What follows a run from next to its ranks and its supervisor.
     "capabilities.curves": {"capability", "run", "config", "plan", "job.node", "job.processes"},
+    "capabilities.health": {
+        *("capability", "cluster.machine", "config", "folders", "run", "plan"),
+        *("job.node", "job.preflight", "job.processes", "job.rank_env"),
+    },
     "capabilities.trackers": {
         *("extras", "errors", "folders", "formats", "locks", "run", "config", "cli", "plan", "capability"),
         *("job.node", "job.processes"),
@@ -322,7 +329,7 @@ def test_the_code_does_not_grow(folder: str) -> None:
     assert all(map(ge, map(add, found, SLACK), SIZES[folder])), f"{found}: lower SIZES"
 
 
-READS = {"read_job": 39, "record_of": 5, "LaunchPlan.read": 10}
+READS = {"read_job": 37, "record_of": 5, "LaunchPlan.read": 10}
 """Function -> how many places of the package call it: whoever has read a record passes it on."""
 
 
@@ -333,7 +340,7 @@ def test_what_was_read_is_passed_on(name: str) -> None:
     assert count <= READS[name], f"{count} places: pass what the caller has read"
 
 
-UNTYPED = {"objects": 144, "values": 300}
+UNTYPED = {"objects": 139, "values": 299}
 """Annotations without types, which are any value: a `JsonObject` or a container of `Any`; `Any` elsewhere."""
 
 
@@ -362,13 +369,16 @@ SPREAD = {
     # Some are not of the capability: torch has a memory tracker, and a host may be healthy.
     "tracker": 11,
     "notification|notifier|NotifyPolicy": 3,
-    "health": 13,
-    "slow_rank|slow rank|straggler": 9,
+    "health": 10,
+    "slow_rank|slow rank|straggler": 5,
     "log_curve|printed_curve|log_pattern": 2,
+    # The cause of a restart, the event and the row of status, whose formats are older than the capability.
+    r"\bgrowth\b|\.grow\b|\"grow\"|GrowthWatch": 6,
     "launcher_files|LauncherInput|LauncherPlan": 1,
+    "multimodal": 1,
 }
 """Words of a capability -> how many files of the core may have one of them. The goal is 2."""
-PLAN_FIELDS = 35
+PLAN_FIELDS = 33
 """The fields of `LaunchPlan`. The goal is 22: what one capability alone needs belongs in its part."""
 
 

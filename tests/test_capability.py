@@ -19,8 +19,9 @@ from dataclasses import dataclass
 
 import click
 
-from trainkit.capability import Capability, Companion, Part, Planned
+from trainkit.capability import Capability, Companion, Part, Planned, Watch
 from trainkit.config.section import Section, key
+from trainkit.job.decision import Departure
 
 
 class ToyConfig(Section):
@@ -45,6 +46,11 @@ class Clock(Companion):
             stream.write(f"finished={is_finished}\\n")
 
 
+class Restarts(Watch):
+    def poll(self):
+        return Departure("asked", "the toy restarts the run")
+
+
 class Toy(Capability):
     name = "toy"
     Config = ToyConfig
@@ -64,6 +70,9 @@ class Toy(Capability):
         if plan.part(ToyPlan).ticks == 3:
             raise OSError("the toy is broken")
         return Clock(attempt.run.path / "toy.txt", plan.part(ToyPlan).ticks) if node.has_rank_0 else None
+
+    def watch(self, attempt, plan, hosts):
+        return Restarts() if plan.part(ToyPlan).ticks == 4 and attempt.number == 1 else None
 
     def on_event(self, attempt, event):
         with (attempt.run.path / "toy-events.txt").open("a") as stream:
@@ -102,11 +111,12 @@ def trainkit(cwd: Path, site: Path | None, *args: str) -> "subprocess.CompletedP
     return run_program(sys.executable, "-m", "trainkit", *args, cwd=cwd, env=env, timeout=120)
 
 
-def submit(cwd: Path, site: Path, *settings: str) -> "subprocess.CompletedProcess[str]":
+def submit(
+    cwd: Path, site: Path, *settings: str, command: str = "true"
+) -> "subprocess.CompletedProcess[str]":
     options = [word for setting in settings for word in ("--set", setting)]
-    return trainkit(
-        cwd, site, "submit", "--backend", "local", "--follow", "--run-dir", "run", *options, "--", "true"
-    )
+    given = ("--backend", "local", "--follow", "--run-dir", "run", *options, "--", "sh", "-c", command)
+    return trainkit(cwd, site, "submit", *given)
 
 
 def test_a_key_a_part_a_companion_an_event_a_row_and_a_command(tmp_path: Path, site: Path) -> None:
@@ -158,6 +168,16 @@ def test_a_broken_companion_does_not_end_the_training(tmp_path: Path, site: Path
     assert done.returncode == 0, done.stdout + done.stderr
     log = RunDir(tmp_path / "run").attempt(1).node_log(0).read_text()
     assert log.count("warning: the capability toy has failed: OSError: the toy is broken") == 1
+
+
+def test_a_watch_makes_the_run_restart(tmp_path: Path, site: Path) -> None:
+    waits = 'trap "exit 0" USR2; test $TRAINKIT_JOB_ATTEMPT = 2 || while sleep 0.1; do :; done'
+    done = submit(tmp_path, site, "toy.ticks=4", command=waits)
+    assert done.returncode == 0, done.stdout + done.stderr
+    log = RunDir(tmp_path / "run").attempt(1).supervisor_log.read_text()
+    assert log.count("attempt 1: the toy restarts the run\n") == 1
+    end = json.loads(RunDir(tmp_path / "run").attempt(1).end_file.read_text())
+    assert (end["action"], end["cause"]) == ("restart", "asked")
 
 
 def test_no_other_package_is_imported_without_its_section(tmp_path: Path, site: Path) -> None:

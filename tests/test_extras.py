@@ -35,8 +35,8 @@ ADAPTERS = "model.lora={r: 2, target_modules: [q_proj, v_proj]}"
 USES = {
     "bench": """
 from pathlib import Path
-from trainkit.bench.summary import can_plot, write_plots
-from trainkit.bench.summary import COLUMNS
+from trainkit.capabilities.bench.summary import can_plot, write_plots
+from trainkit.capabilities.bench.summary import COLUMNS
 assert can_plot()
 row = dict.fromkeys(COLUMNS) | {"layout": "dp_shard=2", "status": "finished", "tokens_per_s": 1.5}
 [file], _ = write_plots(["layout"], [row], Path("plots"))

@@ -185,9 +185,9 @@ class Shipped:
     """A folder of `trainkit/capabilities/`, by what is known of it before it is imported."""
 
     follows: str = ""
-    """The key of plan.json after which its part is written."""
+    """The key of plan.json after which its part is written; a second one is for plans without the first."""
     keys: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
-    """Key of plan.json -> the field of its part, and the value without a part; `WHOLE` for all fields."""
+    """Key of plan.json -> the field of its part, and the value without a part or `LEFT_OUT`; or `WHOLE`."""
     within: tuple[str, ...] = ()
     """The fields of its part if they are the last ones of the record `follows`, which every plan has."""
     commands: Mapping[str, str] = field(default_factory=dict)
@@ -197,10 +197,12 @@ class Shipped:
     """A file that only its groups of runs have; None if it has none."""
 
 
-WHOLE = ("", None)
+LEFT_OUT = object()
+"""The value without a part of a key that is left out then."""
+WHOLE = ("", LEFT_OUT)
 """A part that is the value of a single key, which is left out without it."""
 SHIPPED = {
-    "bench": Shipped(group_file="bench.json"),
+    "bench": Shipped(commands={"bench": "command:command"}, group_file="bench.json"),
     "launchers": Shipped(
         "launcher",
         {"launcher_files": ("files", {}), "launcher_values": ("values", {}), "launcher_keys": ("keys", [])},
@@ -213,13 +215,33 @@ SHIPPED = {
         },
     ),
     "slow_ranks": Shipped("requeue", within=("inspect_s", "silence_s", "slow_hosts", "slow_after_s")),
+    "growth": Shipped("sizes checkpoint_bytes", {"grow": ("grow", LEFT_OUT)}),
     "notifications": Shipped("requeue", {"notify": WHOLE}),
     "curves": Shipped("trackers", {"log_pattern": ("pattern", None)}),  # trackers get its end
+    "health": Shipped("log_pattern", {"health_every_s": ("every_s", None)}),
     "trackers": Shipped(
         "slurm", {"trackers": ("names", [])}, commands={"sync": "command:sync", "ui": "command:ui"}
     ),
 }
 """The shipped capabilities by the name of their folder; companions end in this order."""
+
+
+@dataclass(frozen=True)
+class ShippedTask:
+    """A task of `trainkit/capabilities/`, by what is known of it before it is imported."""
+
+    place: str
+    """MODULE:CLASS."""
+    paths: Mapping[str, str | None]
+    """The keys of `task_args` whose values are paths, each with the value that is a name instead."""
+
+
+TASKS = {
+    "multimodal_lm": ShippedTask(
+        "trainkit.capabilities.multimodal.task:MultimodalLM", {"train": "demo", "val": "demo"}
+    ),
+}
+"""The shipped tasks, by their names in a config."""
 
 
 def load(name: str) -> Capability:
@@ -309,9 +331,10 @@ def take_parts(plan: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The parts of a plan.json by the name of their capability, from the keys in which they lie."""
     parts: dict[str, dict[str, Any]] = {}
     for name, shipped in SHIPPED.items():
-        if shipped.within and isinstance(record := plan.get(shipped.follows), Mapping):
-            parts[name] = {key: record[key] for key in shipped.within if key in record}
-        own, is_used = dict[str, Any](), False
+        record = plan.get(shipped.follows)
+        record = record if isinstance(record, Mapping) else {}
+        own: dict[str, Any] = {key: record[key] for key in shipped.within if key in record}
+        is_used = bool(own)
         for key, (inner, absent) in shipped.keys.items():
             value = plan.get(key)
             own[inner] = absent if value is None else value
@@ -342,14 +365,15 @@ def put_parts(plan: dict[str, Any], parts: Mapping[str, Mapping[str, Any]]) -> d
             add(*following)
 
     for name, shipped in SHIPPED.items():
-        part, written = parts.get(name), own.setdefault(shipped.follows, {})
+        follows, _, other = shipped.follows.partition(" ")
+        follows = other if other and follows not in plan else follows
+        part, written = parts.get(name), own.setdefault(follows, {})
         if shipped.within:
             plan = {**plan, shipped.follows: {**plan[shipped.follows], **(part or {})}}
         for key, (inner, absent) in shipped.keys.items():
-            if inner:
-                written[key] = absent if part is None else part[inner]
-            elif part is not None:
-                written[key] = part
+            value = absent if part is None else part[inner] if inner else part
+            if value is not LEFT_OUT:
+                written[key] = value
     for key, value in plan.items():
         add(key, value)
     others = {name: part for name, part in parts.items() if name not in SHIPPED}

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
@@ -132,3 +132,11 @@ class Desk:
             entry = read_job(run).newest
             if entry is not None and entry.alive():
                 backend_of(entry).kill(run, entry)
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Iterator[Desk]:
+    """A folder with a config, in which `trainkit` is typed; what is left running is killed."""
+    desk = Desk(tmp_path)
+    yield desk
+    desk.tidy()

@@ -2,15 +2,20 @@
 
 import json
 import random
+import signal
 from datetime import datetime, timezone
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from trainkit.backends.local.allocation import LocalAllocation
+from trainkit.backends.local.attempt_watch import LocalAttemptWatch
 from trainkit.control.changed_config import missing_save
+from trainkit.job.attempt import Attempt
 from trainkit.job.attempt_end import last_step, write_end
-from trainkit.job.decision import Decision, Outcome
+from trainkit.job.decision import Decision, Departure, Outcome
 from trainkit.observe.status import read_status
 from trainkit.run import files as jsonl
 from trainkit.run.end import Best, RankFailure, read_end
@@ -46,6 +51,25 @@ def count_parsed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(json, "loads", counting)
     return parsed
+
+
+@pytest.mark.parametrize(
+    ("received", "cause"), [((), "slow_host"), (("SIGUSR2",), "asked"), (("SIGUSR2", "SIGTERM"), None)]
+)
+def test_what_a_person_asks_for_overrides_what_the_supervisor_wants(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, received: tuple[str, ...], cause: str | None
+) -> None:
+    plan: Any = SimpleNamespace(grace_s=60.0)
+    live = Attempt(run.attempt(1), plan)
+    watch = LocalAttemptWatch(live)
+    monkeypatch.setattr(watch, "forward_signal", lambda number: None)
+    monkeypatch.setattr(watch, "running", {0: None})
+    watch.leave(Departure("slow_host", "restarts without b"))
+    for name in received:
+        watch.on_signal(signal.Signals[name])
+    live.observed.exits.append((0, 75))
+    outcome = LocalAllocation(run, 1).outcome(live)
+    assert (outcome.cause, outcome.exits) == (cause, ((0, 75),))
 
 
 @pytest.mark.parametrize("number", [1, 2])

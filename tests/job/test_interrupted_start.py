@@ -20,7 +20,8 @@ def is_killed(run):
 
 def test_of_a_drill(start_job, tmp_path, monkeypatch):
     def create_run(*args):
-        return SimpleNamespace(run=start_job("time.sleep(600)").run, code=None)
+        run = start_job("time.sleep(600)").run
+        return SimpleNamespace(run=run, job=read_job(run))
 
     monkeypatch.setattr(command, "create_run", create_run)
     monkeypatch.setattr(command, "print_created", lambda created: None)

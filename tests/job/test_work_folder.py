@@ -14,6 +14,7 @@ from trainkit.job.work_folder import prepare_work_folder
 from trainkit.launch.snapshot import copy_code
 from trainkit.plan.workload import Command
 from trainkit.run.files import read_json, write_json
+from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
 
 
@@ -39,7 +40,7 @@ def test_outputs_stay_and_code_is_only_replaced_by_new_code(project: Path, tmp_p
     run = RunDir(tmp_path / "run")
     run.path.mkdir()
     submit(project, run)
-    work = prepare_work_folder(run)
+    work = prepare_work_folder(run, read_job(run))
     assert work == run.work_dir
     first = content(run.code_dir)
     assert content(work) == first
@@ -47,7 +48,7 @@ def test_outputs_stay_and_code_is_only_replaced_by_new_code(project: Path, tmp_p
     (work / "out" / "ckpt.pt").write_text("weights")
     with (work / "log.json").open("a") as log:  # the copy is writable, the snapshot stays as it is
         log.write("a line of the run\n")
-    assert prepare_work_folder(run) == work
+    assert prepare_work_folder(run, read_job(run)) == work
     assert content(work)["log.json"] == "log.csv, first\na line of the run\n"
     assert content(run.code_dir) == first
 
@@ -58,7 +59,7 @@ def test_outputs_stay_and_code_is_only_replaced_by_new_code(project: Path, tmp_p
     (project / "pkg" / "gone.py").unlink()
     submit(project, run)
     for _ in range(2):  # the second start finds nothing to do
-        assert prepare_work_folder(run) == work
+        assert prepare_work_folder(run, read_job(run)) == work
         assert content(work) == {
             "train.py": "second\n",
             "new.py": "second\n",
@@ -78,7 +79,7 @@ def test_the_points_of_a_sweep_share_no_outputs(project: Path, tmp_path: Path) -
         point.path.mkdir()
         point.code_dir.symlink_to("../code")
         point.job_file.write_bytes(group.job_file.read_bytes())
-        work = prepare_work_folder(point)
+        work = prepare_work_folder(point, read_job(point))
         assert work.is_relative_to(point.path)
         assert not (work / "ckpt.pt").exists()
         (work / "ckpt.pt").write_text(str(index))
@@ -95,9 +96,9 @@ def test_an_interrupted_copy_is_made_again(
     with monkeypatch.context() as patch:
         patch.setattr("trainkit.job.work_folder._copy_file", fail)
         with pytest.raises(OSError, match="No space"):
-            prepare_work_folder(run)
+            prepare_work_folder(run, read_job(run))
     assert sorted(path.name for path in run.path.iterdir()) == ["code", "job.json"]
-    assert prepare_work_folder(run) == run.work_dir
+    assert prepare_work_folder(run, read_job(run)) == run.work_dir
     assert content(run.work_dir) == content(run.code_dir)
 
 
@@ -109,16 +110,16 @@ def test_a_lost_record_does_not_lose_the_outputs(project: Path, tmp_path: Path) 
     run = RunDir(tmp_path / "run")
     run.path.mkdir()
     submit(project, run, "exp")
-    assert prepare_work_folder(run) == run.work_dir / "exp"
+    assert prepare_work_folder(run, read_job(run)) == run.work_dir / "exp"
     run.job_file.write_text("")
-    assert prepare_work_folder(run) == run.work_dir / "exp"
+    assert prepare_work_folder(run, read_job(run)) == run.work_dir / "exp"
 
 
 def test_without_a_snapshot_there_is_none(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
     run.path.mkdir()
     write_json(run.job_file, {"cwd": "/", "code": None, "attempts": []})
-    assert prepare_work_folder(run) is None
+    assert prepare_work_folder(run, read_job(run)) is None
 
 
 def test_a_local_command_writes_into_its_run(project: Path, tmp_path: Path) -> None:

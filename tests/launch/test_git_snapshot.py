@@ -16,7 +16,7 @@ from trainkit.launch.git_snapshot import without_credentials
 from trainkit.launch.snapshot import copy_again, copy_code
 from trainkit.plan.workload import Command
 from trainkit.run.git_copy import index_entries
-from trainkit.run.record import CodeCopy, create_job
+from trainkit.run.record import CodeCopy, create_job, read_job
 from trainkit.run.rundir import RunDir
 
 QUESTIONS = """\
@@ -233,7 +233,7 @@ def test_git_answers_as_in_the_folder(
     before = {inside: answers(project / inside) for inside in repositories_below_git(project)}
     code = take(project, run)
     assert not [note for note in code.notes if "Git" in note]
-    prepare_work_folder(run)
+    prepare_work_folder(run, read_job(run))
     for place in (run.work_dir, run.code_dir):
         for inside, expected in before.items():
             assert answers(place / inside) == expected, (place.name, inside)
@@ -249,13 +249,13 @@ def test_a_later_commit_is_not_seen(project: Path, run: RunDir) -> None:
     before = answers(project)
     code = take(project, run)
     commit(project)
-    prepare_work_folder(run)
+    prepare_work_folder(run, read_job(run))
     again = RunDir(run.path.parent / "again")
     again.path.mkdir()
     copied = copy_again(code, again)
     shutil.rmtree(run.code_dir)
     create_job(again, backend="local", name="x", cwd=str(project), code=copied)
-    prepare_work_folder(again)
+    prepare_work_folder(again, read_job(again))
     assert answers(again.work_dir) == before
 
 
@@ -269,7 +269,7 @@ def test_what_holds_without_the_original(project: Path, run: RunDir, shape: Call
     for folder in run.path.parent.iterdir():
         if folder != run.path:
             shutil.rmtree(folder)
-    prepare_work_folder(run)
+    prepare_work_folder(run, read_job(run))
     assert answers(run.work_dir) == before
 
 
@@ -277,7 +277,7 @@ def test_what_a_run_does_in_its_copy_stays_there(project: Path, run: RunDir) -> 
     clean(project)
     everything = {path: path.read_bytes() for path in project.rglob("*") if path.is_file()}
     take(project, run)
-    work = prepare_work_folder(run)
+    work = prepare_work_folder(run, read_job(run))
     assert work is not None
     write(work, "mine.py")
     commit(work)
@@ -296,7 +296,7 @@ def test_what_a_run_does_in_its_copy_stays_there(project: Path, run: RunDir) -> 
 def test_new_code_brings_its_commit_and_keeps_those_of_the_run(project: Path, run: RunDir) -> None:
     clean(project)
     take(project, run)
-    work = prepare_work_folder(run)
+    work = prepare_work_folder(run, read_job(run))
     assert work is not None
     for number in (1, 2):
         if number == 2:
@@ -307,7 +307,7 @@ def test_new_code_brings_its_commit_and_keeps_those_of_the_run(project: Path, ru
         commit(project)
         run.job_file.unlink()
         take(project, run)
-        prepare_work_folder(run)
+        prepare_work_folder(run, read_job(run))
         assert (work / ".git.before-code.002").exists() is (number == 2)
         (work / "mine.py").unlink(missing_ok=True)
         assert answers(work) == answers(project)
@@ -332,7 +332,7 @@ def test_no_program_of_the_repository_runs(project: Path, run: RunDir) -> None:
     os.utime(project / "train.py")
     ran.unlink(missing_ok=True)
     take(project, run)
-    work = prepare_work_folder(run)
+    work = prepare_work_folder(run, read_job(run))
     assert not ran.exists()
     git(Path(str(work)), "status")
     git(Path(str(work)), "diff")
@@ -350,7 +350,7 @@ def test_a_filter_of_the_repository_does_not_make_its_files_seem_changed(project
     commit(project)
     assert answers(project)["diff-index --name-status HEAD"] == "0 "
     take(project, run)
-    prepare_work_folder(run)
+    prepare_work_folder(run, read_job(run))
     assert answers(run.work_dir) == answers(project)
 
 
@@ -382,7 +382,7 @@ def test_no_credential_reaches_the_run(project: Path, run: RunDir) -> None:
     git(project, "config", "http.extraHeader", f"Authorization: {secret}")
     (project / ".git/FETCH_HEAD").write_text(secret)
     take(project, run)
-    prepare_work_folder(run)
+    prepare_work_folder(run, read_job(run))
     found = [path for path in run.path.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()]
     assert found == []
     assert "https://host/r" in answers(run.work_dir)["remote get-url origin"]

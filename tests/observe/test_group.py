@@ -14,6 +14,7 @@ import pytest
 from tests.support.groups import SUBMITTED_AT, make_group
 from trainkit.control import cancel as control_cancel
 from trainkit.control.cancel import cancel_group
+from trainkit.errors import UsageError
 from trainkit.observe.group import GroupFiles, GroupStatus, most_relevant
 from trainkit.run.end import Best
 from trainkit.run.events import log_event
@@ -160,6 +161,28 @@ def test_damaged_files_are_passed_over(tmp_path: Path) -> None:
     run.attempt(1).end_file.write_text("[]")
     (group.path / "99").mkdir()
     assert states(group, jobs(_0=JobState.RUNNING))[0] == "starting"
+
+
+def test_events_that_cannot_be_read_hide_no_other_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = make_group(tmp_path, LRS)
+    started(group, 0)
+    ended(started(group, 1), "finished", 2.0)
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("trainkit.observe.group.read_events", refuse)
+    assert states(group, jobs(_0=JobState.RUNNING, _1=JobState.COMPLETED))[:2] == ["starting", "finished"]
+
+
+def test_a_folder_without_a_run_stays_as_it_is(tmp_path: Path) -> None:
+    group = make_group(tmp_path, LRS)
+    group.run(0).path.mkdir()
+    with pytest.raises(UsageError, match=r"/0 is not the folder of a run: it has no job.json"):
+        create_task_run(group.run(0))
+    assert list(group.run(0).path.iterdir()) == []
 
 
 # Slow, so that it is measured alone if others on the same cores disturb it.

@@ -39,7 +39,6 @@ def test_whole_plan() -> None:
         lr=6e-4,
         threads_per_worker=2,
         grace_s=30.0,
-        health_every_s=10.0,
         reasons={
             "device": "cpu: there is no NVIDIA driver on this machine",
             "workers_per_node": "1: a CPU node has one worker unless resources.gpus_per_node is set",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.sweeps import BEGAN, stamp
-from trainkit.bench.run_bench import LAYOUT, Bench, BenchLength, BenchRun
+from trainkit.capabilities.bench.run_bench import LAYOUT, Bench, BenchLength, BenchRun
 from trainkit.plan.launch import Layout
 from trainkit.plan.layout_rules import DEGREES, layout_name
 from trainkit.run.files import append_jsonl, write_json

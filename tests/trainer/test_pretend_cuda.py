@@ -516,8 +516,9 @@ ELSEWHERE = {
 PLANNED = {
     "backends/local/queue.py": "job/test_local_queue.py",
     "backends/slurm/slurm_draft.py": "plan/test_slurm_draft.py",
-    "bench/measure.py": "bench/test_measure.py",
+    "capabilities/bench/measure.py": "capabilities/bench/test_measure.py",
     "capabilities/drill/command.py": "capabilities/drill/test_drill_config.py",
+    "capabilities/health/sampler.py": "capabilities/health/test_sampler.py",
     "capabilities/launchers/argv.py": "capabilities/launchers/test_argv.py",
     "capabilities/launchers/config_files.py": "capabilities/launchers/test_config_files.py",
     "capabilities/replay/compare.py": "capabilities/replay/test_compare.py",
@@ -527,7 +528,6 @@ PLANNED = {
     "config/validation.py": "config/test_contradictions.py",
     "job/hangs.py": "job/test_hangs.py job/test_silence.py",
     "job/node/agent.py": "job/node/test_worker_env.py job/test_flight_records.py",
-    "job/node/health.py": "job/node/test_health.py",
     "job/node/worker_env.py": "job/node/test_worker_env.py",
     "job/preflight.py": "job/test_preflight.py",
     "launch/earliest_end.py": "launch/test_earliest_end.py",

@@ -131,8 +131,8 @@ def validate(sources: tuple[str, ...], tokenizer: str, text_key: str, as_json: b
     `trainkit data prepare`, or a folder that it wrote, whose shards are checked against their hashes. Exits
     with 1 if there are problems.
 
-    SRC can also be the config, a .yaml file, of the task multimodal_lm or of one of your own: every sample
-    of its datasets is read, and the first 20 problems are listed.
+    SRC can also be the config, a .yaml file, of another task than causal_lm: every sample of its datasets is
+    read, and the first 20 problems are listed.
     """
     if sources[0].endswith((".yaml", ".yml")):
         return _validate_task(sources, as_json)

@@ -130,7 +130,7 @@ def command(
             run, name = created.run, created.name
             print_created(created)
             copy_newest_checkpoint(checkpoint, run)
-            entry = start_run(run, loaded.config, plan, "submit", now=now)
+            entry = start_run(run, created.job, loaded.config, plan, "submit", now=now)
             click.echo(f"resuming from {checkpoint}", err=True)
     if foreground:
         return stay_in_foreground(run, name, entry, plan)

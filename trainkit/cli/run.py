@@ -149,7 +149,7 @@ def _start(
     created = create_run(config, plan, ["trainkit", *sys.argv[1:]], folder, stdin=stdin)
     print_created(created)
     created.run.hold()  # its ranks may be at work before this process looks at it again
-    return created.run, created.name, start_run(created.run, config, plan, "run")
+    return created.run, created.name, start_run(created.run, created.job, config, plan, "run")
 
 
 def shown_failures(plan: LaunchPlan) -> LaunchPlan:

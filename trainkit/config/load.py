@@ -11,11 +11,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from trainkit.capability import TASKS
 from trainkit.config import yamlfile
 from trainkit.config.hf_model import CONFIG_NAME, SIZES, HFModel, find_hf_model
 from trainkit.config.layers import EMPTY, Edit, Layers, as_this_version
 from trainkit.config.loaded import DEFAULT, InvalidConfig, LoadedConfig, independent_problems
-from trainkit.config.schema import MULTIMODAL, RunConfig, config_class, flatten, meant, sections
+from trainkit.config.schema import RunConfig, config_class, flatten, meant, sections
 from trainkit.config.section import Section
 from trainkit.config.suggest import unknown_keys, unknown_problem, validation_problems
 from trainkit.config.training import DECODER, TRANSFORMERS, ModelConfig
@@ -35,13 +36,6 @@ PATHS = {
     ("model", "init_from"): None,
 }
 """Keys whose values are paths, each with the one value that is a name instead."""
-
-
-MULTIMODAL_PATHS: dict[tuple[str, ...], str | None] = {
-    ("task_args", "train"): "demo",
-    ("task_args", "val"): "demo",
-}
-"""Keys of the task `multimodal_lm` whose values are paths, each with the value that is a name instead."""
 
 
 def load_config(
@@ -225,8 +219,9 @@ def _sizes_of_transformers(tree: Entry, model: HFModel, shipped: str) -> Iterato
 def _absolute_paths(tree: Entry, cwd: Path) -> Entry:
     """The tree with absolute paths of data and weights; raises ConfigError for one named twice."""
     task = tree.find(("task",))
-    is_multimodal = task is not None and task.value == MULTIMODAL
-    for path, name in (PATHS | (MULTIMODAL_PATHS if is_multimodal else {})).items():
+    own = TASKS.get(str(task.value)) if task is not None else None
+    of_task = {} if own is None else {("task_args", key): name for key, name in own.paths.items()}
+    for path, name in (PATHS | of_task).items():
         found = tree.find(path)
         if found is None:
             continue

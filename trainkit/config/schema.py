@@ -12,13 +12,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, create_model
 
-from trainkit.capability import SHIPPED, installed_section
+from trainkit.capability import SHIPPED, TASKS, installed_section
 from trainkit.config import running, training
 from trainkit.config.section import NotNegative, Section, key, section
 from trainkit.formats import JsonObject, near
 
 CONFIG_VERSION: Literal[2] = 2
-MULTIMODAL = "multimodal_lm"
+TASK_NAMES = ", ".join(TASKS)
 EXTENDS_SCHEMA = {
     "description": "Files merged before this one, in order; relative to this file or shipped with trainkit.",
     "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
@@ -52,11 +52,11 @@ class RunConfig(Section):
     )
     task: str = key(
         "causal_lm",
-        "causal_lm, multimodal_lm, or FILE.py:CLASS or MODULE:CLASS for your subclass of trainkit.task.Task.",
-        pattern=r"^(causal_lm|multimodal_lm|[^:]+\.py:[A-Za-z_]\w*|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$",
-        allowed="causal_lm, multimodal_lm, FILE.py:CLASS or MODULE:CLASS",
+        f"causal_lm, {TASK_NAMES}, or FILE.py:CLASS or MODULE:CLASS for your subclass of trainkit.task.Task.",
+        pattern=rf"^(causal_lm|{'|'.join(TASKS)}|[^:]+\.py:[A-Za-z_]\w*|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$",
+        allowed=f"causal_lm, {TASK_NAMES}, FILE.py:CLASS or MODULE:CLASS",
     )
-    task_args: JsonObject = key({}, "Keyword arguments of multimodal_lm or of your own task.")
+    task_args: JsonObject = key({}, f"Keyword arguments of {TASK_NAMES} or of your own task.")
     model: training.ModelConfig = section("The model.")
     data: training.DataConfig = section("Training and validation data.")
     train: training.TrainConfig = section("Length of the run and batch sizes.")

@@ -26,7 +26,7 @@ from trainkit.job.decision import (
 from trainkit.job.outcome import NOT_RUN, outcome_of
 from trainkit.job.processes import log_line
 from trainkit.plan.launch import LaunchPlan
-from trainkit.run.end import Cause, RankFailure
+from trainkit.run.end import RankFailure
 from trainkit.run.events import log_event
 from trainkit.run.record import (
     AUTO_RESTART,
@@ -137,10 +137,9 @@ class Allocation:
 
     def outcome(self, attempt: Attempt) -> Outcome:
         """The outcome of an attempt whose processes have ended, from the state of the job and its hosts."""
-        observed = attempt.observed
-        cause: Cause | None = "asked" if observed.stop_signal == RESTART_SIGNAL else None
-        if observed.departure is not None:
-            cause = observed.departure.cause
+        observed, cause = attempt.observed, None
+        if observed.stop_signal == RESTART_SIGNAL:
+            cause = "asked" if observed.departure is None else observed.departure.cause
         return outcome_of(attempt.folder, attempt.plan, observed, cause=cause)
 
     def record_suspect(self, attempt: Attempt, failure: RankFailure | None) -> bool:

@@ -69,8 +69,8 @@ class AttemptWatch(ProcessGroup):
         """Have the ranks save and exit, and the run restart, unless they are stopping already."""
         if self.observed.stop_signal is None and self.running:
             log_line(f"attempt {self.attempt.number}: {departure.why}")
-            self.observed.departure = departure
             self.stop_ranks(RESTART_SIGNAL)
+            self.observed.departure = departure
 
     def collect(self) -> None:
         """Complete `observed` from the run folder. May raise OSError; can then be called again."""

@@ -176,7 +176,7 @@ class Supervisor:
             if (ended := self.allocation.wait_for_turn(attempt)) is not None:
                 return ended
             read_submitted(folder)  # it may have waited for hours
-            enter_work_folder(attempt.run, plan)
+            enter_work_folder(attempt.run, attempt.job, plan)
             watch = self.allocation.watch(attempt)
             watch.capabilities = self._capabilities_of(attempt)
             watch.capabilities.begin(self.allocation.job_hosts)

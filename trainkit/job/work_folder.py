@@ -18,7 +18,7 @@ from trainkit.job.processes import retry_on_disk_error
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.files import read_json, write_json
 from trainkit.run.git_copy import GIT, carry_repository, repositories_below, retire_repository
-from trainkit.run.record import read_job
+from trainkit.run.record import JobRecord
 from trainkit.run.rundir import RunDir
 
 WORK_DIR_VARIABLE = "TRAINKIT_JOB_WORK_DIR"
@@ -27,21 +27,20 @@ NUM_THREADS = 8
 """On a shared file system each file takes milliseconds."""
 
 
-def enter_work_folder(run: RunDir, plan: LaunchPlan) -> None:
+def enter_work_folder(run: RunDir, job: JobRecord, plan: LaunchPlan) -> None:
     """Pass on to the agents the folder in which they start a command. Raises OSError."""
     os.environ.pop(WORK_DIR_VARIABLE, None)  # of a job in which this one was submitted
-    folder = retry_on_disk_error(lambda: prepare_work_folder(run)) if plan.workload.is_command else None
+    folder = retry_on_disk_error(lambda: prepare_work_folder(run, job)) if plan.workload.is_command else None
     if folder is not None:
         os.environ[WORK_DIR_VARIABLE] = str(folder)
 
 
-def prepare_work_folder(run: RunDir) -> Path | None:
+def prepare_work_folder(run: RunDir, job: JobRecord) -> Path | None:
     """The folder in which a run's command starts; None without a code snapshot.
 
     It is made at the first start. When the run has got new code since, files that the run has not changed are
     replaced, and its outputs stay. Raises OSError.
     """
-    job = read_job(run)
     if job.cwd is None and run.work_dir.exists():
         # job.json was lost: continue where the outputs are.
         return run.work_dir / str(read_json(run.work_file)["subfolder"])

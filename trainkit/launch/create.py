@@ -24,7 +24,7 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.run.files import utc_now, write_atomic, write_json
 from trainkit.run.group import GroupRecord, RunGroup
 from trainkit.run.owner import cannot_create, refuse_place
-from trainkit.run.record import AttemptRecord, CodeCopy, JobRecord, create_job, read_job
+from trainkit.run.record import AttemptRecord, CodeCopy, JobRecord, create_job
 from trainkit.run.registry import register
 from trainkit.run.rundir import LOCK_NAME, RUNS_FOLDER, RunDir, folders_named, run_lock
 from trainkit.run.submitted import submitted_hash
@@ -40,10 +40,18 @@ class CreatedRun:
 
     run: RunDir
     config_name: str
-    name: str
-    """The name of its config, with a number if ./runs had such a folder."""
-    code: CodeCopy | None
-    """None if the run uses the files in place."""
+    job: JobRecord
+    """Its job.json; of a group, what those of its runs have in common."""
+
+    @property
+    def name(self) -> str:
+        """The name of its config, with a number if ./runs had such a folder."""
+        return self.job.name
+
+    @property
+    def code(self) -> CodeCopy | None:
+        """None if the run uses the files in place."""
+        return self.job.code
 
 
 def create_submission(
@@ -70,7 +78,7 @@ def create_submission(
         if backend_named(plan.backend).template is not None:
             write_atomic(group.script_file, submission.script(run, code).text)
         write_json(group.sweep_file, record)
-    return CreatedRun(run, config.name, name, code)
+    return CreatedRun(run, config.name, JobRecord(plan.backend, name, str(Path.cwd()), code))
 
 
 def create_run(
@@ -93,8 +101,8 @@ def create_run(
         run.checkpoints_dir.mkdir(mode=0o700)
         code = write_origin(run, config, plan, argv, code_from)
         _keep_input(run, config, stdin)
-        create_job(run, backend=plan.backend, name=name, cwd=str(Path.cwd()), code=code)
-    return CreatedRun(run, config.name, name, code)
+        job = create_job(run, backend=plan.backend, name=name, cwd=str(Path.cwd()), code=code)
+    return CreatedRun(run, config.name, job)
 
 
 def _keep_input(run: RunDir, config: RunConfig, stdin: bytes | None) -> None:
@@ -116,7 +124,7 @@ def start_submission(
     if submission.array is not None:
         return start_group(RunGroup(created.run.path)), None
     first = submission.points[0]
-    entry = start_run(created.run, first.config, first.plan, "submit", now=now)
+    entry = start_run(created.run, created.job, first.config, first.plan, "submit", now=now)
     return entry.job_id, entry.attempt
 
 
@@ -133,16 +141,16 @@ def start_group(group: RunGroup) -> str:
 
 
 def start_run(
-    run: RunDir, config: RunConfig, plan: LaunchPlan, reason: str, *, now: bool = False
+    run: RunDir, job: JobRecord, config: RunConfig, plan: LaunchPlan, reason: str, *, now: bool = False
 ) -> AttemptRecord:
     """Start the first attempt of a run that was just created and return its job.json entry.
 
-    With the reason ``run`` a local run ends when this process does. The run folder is removed if the attempt
-    cannot be started.
+    `job` is its job.json. With the reason ``run`` a local run ends when this process does. The run folder is
+    removed if the attempt cannot be started.
     """
     try:
         with run_lock(run):
-            return start_attempt(run, read_job(run), config, plan, reason, now=now)
+            return start_attempt(run, job, config, plan, reason, now=now)
     except BaseException:
         if not run.attempt_numbers():
             shutil.rmtree(run.path, ignore_errors=True)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from trainkit import __version__
 from trainkit.backend import JobScript, backend_named
+from trainkit.capability import TASKS
 from trainkit.config import RunConfig
-from trainkit.config.schema import MULTIMODAL
 from trainkit.errors import UsageError
 from trainkit.folders import shipped_templates
 from trainkit.formats import plural
@@ -124,8 +124,8 @@ def _data_paths(config: RunConfig) -> list[str]:
         folder = Path(config.model.hf)
         # The files of a downloaded model are links to blobs next to its snapshots.
         named.append(str(folder.parents[1] if folder.parent.name == "snapshots" else folder))
-    if config.task == MULTIMODAL:
-        files = (config.task_args.get(name) for name in ("train", "val"))
+    if config.task in TASKS:
+        files = (config.task_args.get(name) for name in TASKS[config.task].paths)
         named += [str(Path(file).parent) for file in files if isinstance(file, str)]
     paths = [Path(name) for name in named if name is not None]
     return [str(path) for path in paths if path.is_absolute() and path.exists()]

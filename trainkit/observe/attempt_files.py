@@ -289,7 +289,7 @@ class AttemptEvents:
         return found[:MAX_SHOWN][::-1]
 
     def values(self) -> dict[str, str]:
-        """The values for advice, by placeholder: the incomplete save, the slow rank, the silence."""
+        """The values for advice, by placeholder: the incomplete save, the slowdown, the silence."""
         values: dict[str, str] = {}
         save, slow, silence = self._seen.open_save, list(self._seen.slow.values()), self._seen.silence
         # A commit is recorded a moment after the checkpoint is published.

@@ -282,26 +282,25 @@ def _read(group: RunGroup, index: int) -> PointFiles:
     entry = attempt_of(attempts[-1]) if isinstance(attempts, list) and attempts else None
     entry, end = entry or NOT_CREATED, read_newest_end(folder)
     job_id = entry.job_id or group.task_id(index)
+    # One file that cannot be read must not hide the other points.
     since = None
     if entry.attempt:
-        with suppress(OSError):  # one file that cannot be read must not hide the other points
+        with suppress(OSError):
             since = diverged_in(f"{folder}/metrics.jsonl")
     best = None if end is None or since is not None else end.best
     files = PointFiles(group.points[index], job_id, entry, end, best=best, diverged_since=since)
     if not entry.attempt or files.is_over:
         return files
     run = group.run(index)
-    events = list(read_events(run, *STATE_EVENTS, "evaluated"))
-    # Rank 0 of a COMMAND need not write metrics.
-    is_command = PlanRecord(group.record.plan).is_command
-    is_printing = is_command and run.attempt(entry.attempt).rank_log(0).exists()
-    has_metrics = run.metrics_file.exists() or is_printing
-    return replace(
-        files,
-        seen=attempts_of(events).get(entry.attempt),
-        best=best_result(run, events),
-        has_metrics=has_metrics,
-    )
+    with suppress(OSError):
+        events = list(read_events(run, *STATE_EVENTS, "evaluated"))
+        # Rank 0 of a COMMAND need not write metrics.
+        is_command = PlanRecord(group.record.plan).is_command
+        is_printing = is_command and run.attempt(entry.attempt).rank_log(0).exists()
+        has_metrics = run.metrics_file.exists() or is_printing
+        seen, best = attempts_of(events).get(entry.attempt), best_result(run, events)
+        return replace(files, seen=seen, best=best, has_metrics=has_metrics)
+    return files
 
 
 def most_relevant(points: Sequence[PointStatus], count: int) -> list[PointStatus]:

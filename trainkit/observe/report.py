@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from trainkit.observe.goodput import CATEGORIES, Curves, Point, idle_gaps, read_curves, worker_hours
 from trainkit.observe.page import Chart, FlatConfig, Line, flat_config, line_chart, render_page
 from trainkit.observe.status import RunStatus, failure_lines, loss_text
-from trainkit.run.events import Event, with_divergence
+from trainkit.run.events import SLOW_EVENTS, Event, with_divergence
 from trainkit.run.files import LEFT_OUT, Record, mean, numbers, read_jsonl, read_object, read_record, to_json
 from trainkit.run.history import (
     CURVES,
@@ -160,10 +160,10 @@ def read_report(history: RunHistory, status: RunStatus, now: float) -> Report:
 
 
 def find_slowdowns(events: Sequence[Event]) -> list[Slowdown]:
-    """The slow ranks in a run's `SLOWDOWN_EVENTS`, in the order in which they were noticed."""
+    """The slowdowns of a run, of its `SLOWDOWN_EVENTS`, in the order in which they were noticed."""
     found: list[Slowdown] = []
     for event in events:
-        if event.name in ("slow_rank", "slow_run"):
+        if event.name in SLOW_EVENTS:
             found.append(read_record(Slowdown, {**event.values, "noticed": event.time}))
             continue
         for index in range(len(found) - 1, -1, -1):

@@ -15,7 +15,7 @@ from trainkit.observe.attempt_files import log_of
 from trainkit.observe.logs import last_texts
 from trainkit.observe.status import RunStatus
 from trainkit.run.end import read_end
-from trainkit.run.events import Event, StepRecord
+from trainkit.run.events import SLOW_EVENTS, Event, StepRecord
 from trainkit.run.files import LEFT_OUT, Record, mean, numbers, parse_time, seconds_between, to_json
 from trainkit.run.history import CURVES, HealthSample, RunHistory, read_plan, seconds_left, timestamp
 from trainkit.run.rundir import RunDir
@@ -345,7 +345,7 @@ def _ratio(event: Event) -> float:
 
 
 def _problems(sample: HealthSample, gpus: Sequence[Record], slow: Sequence[Event]) -> list[tuple[int, str]]:
-    """What is wrong with a node, by its sample and its slow ranks, each with its severity."""
+    """What is wrong with a node, by its sample and its slowdowns, each with its severity."""
     found = [
         (SLOW, f"rank {event.rank} {_ratio(event):.1f}x slower ({event.text('phase')})")
         for event in sorted(slow, key=lambda event: -_ratio(event))
@@ -393,7 +393,7 @@ def event_text(event: Event) -> str:
     name, reason = event.name, event.reason
     if name == "rank_failed":
         return event.failure.line
-    if name in ("slow_rank", "slow_run"):
+    if name in SLOW_EVENTS:
         return event.slowdown("was slow from")
     if name == "hang":
         return f"hang: {event.text('message') or 'no rank made progress'}"

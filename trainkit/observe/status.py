@@ -61,6 +61,23 @@ CLOCKS_S = 2.0
 """How much the clocks of a cluster's hosts may differ."""
 
 
+LAST_KEYS = (
+    "diverged_since",
+    "slowdowns",
+    "trackers",
+    "batch_log",
+    "num_starts",
+    "attempt_nodes",
+    "partition",
+    "gpu_type",
+    "growth",
+    "worker_hours",
+    "slices_s",
+    "total_s",
+)
+"""The keys that ``status --json`` prints after all others."""
+
+
 def failure_lines(failure: RankFailure, run: str, *, num_log_lines: int = FAILURE_LOG_LINES) -> list[str]:
     """A first failure for people: rank and cause, the line of their code, the end of its log, and what next.
 
@@ -76,23 +93,6 @@ def failure_lines(failure: RankFailure, run: str, *, num_log_lines: int = FAILUR
         whose = "that rank" if failure.rank is None else f"rank {failure.rank}"
         lines += [f"last lines of {whose}:", *(f"  {clean(line)}" for line in tail)]
     return [*lines, f"next: `trainkit diagnose {run}` says what to do"]
-
-
-LAST_KEYS = (
-    "diverged_since",
-    "slowdowns",
-    "trackers",
-    "batch_log",
-    "num_starts",
-    "attempt_nodes",
-    "partition",
-    "gpu_type",
-    "growth",
-    "worker_hours",
-    "slices_s",
-    "total_s",
-)
-"""The end of the JSON of a status, whose keys are in the order in which they were added."""
 
 
 @dataclass(frozen=True)
@@ -209,12 +209,11 @@ class RunStatus:
 
     def to_dict(self) -> dict[str, object]:
         """The values in one object: the keys of `place`, `progress` and `used` stand among the others."""
-        parts = {part.name: to_json(getattr(self, part.name)) for part in fields(self)}
         own = dict[str, object]()
-        for name, value in parts.items():
-            own |= value if name in ("place", "progress", "used") else {name: value}
-        last = {key: own.pop(key) for key in LAST_KEYS}
-        return own | last
+        for part in fields(self):
+            value = to_json(getattr(self, part.name))
+            own |= value if part.name in ("place", "progress", "used") else {part.name: value}
+        return own | {key: own.pop(key) for key in LAST_KEYS}
 
 
 def read_status(

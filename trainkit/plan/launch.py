@@ -177,8 +177,6 @@ class LaunchPlan:
     """The runtime of `launch.container`: ``apptainer``, ``singularity`` or ``pyxis``."""
     slurm: SlurmRequest | None = None
     """The Slurm options; None for a local job."""
-    health_every_s: float | None = None
-    """Seconds between samples of the health of each node; None for none."""
     node_sizes: tuple[int, ...] | None = None
     """Workers of each node if they differ; `workers_per_node` is then the maximum."""
     replay: tuple[int, int] | None = None
@@ -193,8 +191,6 @@ class LaunchPlan:
     """The size of a checkpoint; None for what trains no model of trainkit."""
     sizes: dict[str, JsonObject] = field(default_factory=dict, metadata=OPTIONAL)
     """Another number of nodes that an attempt may have -> what changes in the plan then."""
-    grow: bool = field(default=False, metadata=OPTIONAL)
-    """Whether an attempt with fewer nodes than the most returns to the queue when Slurm would start more."""
     gpu_types: dict[str, str] = field(default_factory=dict, metadata=OPTIONAL)
     """The GPU type of each partition that may start the job, where it names several."""
     fills_nodes: bool = field(default=False, metadata=OPTIONAL)

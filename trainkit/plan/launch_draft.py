@@ -103,9 +103,7 @@ class LaunchDraft:
             command=workload.argv or None,
             command_signal=config.requeue.signal,
             launcher=workload.launcher,
-            health_every_s=config.logging.health_every_s,
             slurm=slurm,
-            grow=slurm is not None and config.resources.grow,
             gpu_types=self.gpu_types,
             fills_nodes=config.resources.extra.get("exclusive") is True
             and config.resources.cpus_per_gpu == "auto"

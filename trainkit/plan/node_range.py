@@ -35,9 +35,7 @@ def plan_nodes(
     """
     resources = loaded.config.resources
     if resources.fewest_nodes == resources.most_nodes:
-        plan = make_plan(loaded, facts, workload)
-        note = f"resources.grow has no effect: resources.nodes is {resources.nodes}"
-        return replace(plan, warnings=(*plan.warnings, note)) if resources.grow else plan
+        return make_plan(loaded, facts, workload)
     values: dict[str, object] = {}
     if (
         before is not None

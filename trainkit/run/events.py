@@ -22,7 +22,10 @@ from trainkit.run.files import (
 )
 from trainkit.run.rundir import RunDir
 
-SLOWDOWN_EVENTS = ("slow_rank", "slow_rank_over", "slow_run", "slow_run_over")
+SLOW_EVENTS = ("slow_rank", "slow_run")
+"""A rank, or the whole run, has become slow."""
+SLOW_OVER_EVENTS = ("slow_rank_over", "slow_run_over")
+SLOWDOWN_EVENTS = (*SLOW_EVENTS, *SLOW_OVER_EVENTS)
 SILENCE_EVENTS = ("silent", "silent_over")
 """What the supervisor logs of a COMMAND that prints nothing, and of its next output."""
 SAVE_EVENTS = ("checkpoint_commit", "checkpoint_failed")
@@ -107,7 +110,7 @@ class Event(Entry):
         return "  ".join(filter(None, (self.clock, f"attempt {self.attempt}", self.content)))
 
     def slowdown(self, since: str = "is slow since") -> str:
-        """Which rank is slow since when, of an event ``slow_rank`` or ``slow_run``."""
+        """Which rank is slow since when, of one of the `SLOW_EVENTS`."""
         is_rank = self.rank is not None
         who = f"rank {self.rank} on {self.host}" if is_rank else "the run"
         own, usual = (f"{1e3 * (self.number(key) or 0.0):,.0f} ms" for key in ("own_s", "usual_s"))

@@ -343,6 +343,11 @@ def create_task_run(run: RunDir, job_id: str | None = None) -> RunDir:
             f"{run.shown} has not started: the runs of {group.shown} {starts}",
             hint=f"`trainkit {hint.format(path)}",
         )
+    if job_id is None and os.path.lexists(run.path) and not run.exists():
+        raise UsageError(
+            f"{run.shown} is not the folder of a run: it has no job.json",
+            hint=f"`trainkit status {group.word}` shows what is known of it",
+        )
     job_id = job_id or group.task_id(index)
     if job_id is None and group.job_id is not None:
         raise UsageError(

@@ -13,6 +13,8 @@ from pathlib import Path
 from trainkit.capability import take_parts
 from trainkit.run.end import RESUME_ACTIONS
 from trainkit.run.events import (
+    SLOW_EVENTS,
+    SLOW_OVER_EVENTS,
     SLOWDOWN_EVENTS,
     WHOLE_BYTES,
     Entry,
@@ -40,7 +42,7 @@ from trainkit.run.rundir import AttemptDir, RunDir
 
 RECENT_RECORDS = 200
 NOTABLE_EVENTS = (
-    *("signal", "rank_failed", "hang", "slow_rank", "slow_run"),
+    *("signal", "rank_failed", "hang", *SLOW_EVENTS),
     *("checkpoint_rejected", "checkpoint_failed", "stopped"),
 )
 """Events that the last warnings are made of, by `run_view.event_text`."""
@@ -199,10 +201,8 @@ _OF_ATTEMPT: Mapping[str, Callable[[Attempt, Event], None]] = {
     "finished": Attempt._ended,
     "silent": Attempt._silent,
     "silent_over": Attempt._silent_over,
-    "slow_rank": Attempt._slow,
-    "slow_run": Attempt._slow,
-    "slow_rank_over": Attempt._slow_over,
-    "slow_run_over": Attempt._slow_over,
+    **dict.fromkeys(SLOW_EVENTS, Attempt._slow),
+    **dict.fromkeys(SLOW_OVER_EVENTS, Attempt._slow_over),
 }
 """Event -> what it changes in its attempt."""
 

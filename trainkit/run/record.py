@@ -209,9 +209,11 @@ class JobRecord:
         return [entry for entry in own if None in (cluster, entry.cluster) or entry.cluster == cluster]
 
 
-def create_job(run: RunDir, *, backend: str, name: str, cwd: str, code: CodeCopy | None) -> None:
+def create_job(run: RunDir, *, backend: str, name: str, cwd: str, code: CodeCopy | None) -> JobRecord:
     """Write the job.json of a new run, with no attempts."""
-    write_json(run.job_file, to_json(JobRecord(backend, name, cwd, code)))
+    job = JobRecord(backend, name, cwd, code)
+    write_json(run.job_file, to_json(job))
+    return job
 
 
 @dataclass(frozen=True)

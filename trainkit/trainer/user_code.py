@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
-from trainkit.config.schema import MULTIMODAL, RunConfig
+from trainkit.capability import TASKS
+from trainkit.config.schema import RunConfig
 from trainkit.errors import FatalError, Problem, TrainkitError
 from trainkit.run.record import copied_file, copied_folder
 from trainkit.run.rundir import RunDir
@@ -106,16 +107,14 @@ def listed(names: Sequence[str], most: int = 3) -> str:
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
-SHIPPED_TASKS = {MULTIMODAL: "trainkit.capabilities.multimodal.task:MultimodalLM"}
-
-
 def load_task_class(config: RunConfig, run: RunDir | None = None) -> type[Task]:
     """The class that ``task`` names: FILE.py:CLASS or MODULE:CLASS.
 
     A run imports it from its code snapshot, so later edits have no effect. Raises TaskError if it cannot be
     imported, is not a complete Task, or does not take ``task_args``.
     """
-    module_name, _, class_name = SHIPPED_TASKS.get(config.task, config.task).rpartition(":")
+    shipped = TASKS.get(config.task)
+    module_name, _, class_name = (config.task if shipped is None else shipped.place).rpartition(":")
     with errors_of_user(config, "cannot be imported"):
         module = _import(config, module_name, run)
     found = getattr(module, class_name, None)

@@ -104,8 +104,8 @@ class LocalAttemptWatch(AttemptWatch):
             self._stop_requested_s = time.monotonic()
             self.kill_after_grace()
         if observed.stop_signal in (None, RESTART_SIGNAL):
-            # A request to end the run overrides a request to restart it.
-            observed.stop_signal = received.name
+            # One to end the run overrides one to restart it, and both what the supervisor itself wants.
+            observed.stop_signal, observed.departure = received.name, None
         self._follow()
         try:
             fields = {"time": self.received_at or utc_now(), "signal": received.name}

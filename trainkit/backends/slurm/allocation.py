@@ -53,7 +53,6 @@ from trainkit.job.decision import (
 )
 from trainkit.job.failure.launcher_report import hosts_without_launch, launch_error
 from trainkit.job.failure.records import find_first_failure, signal_of_death, suspect_host
-from trainkit.job.growth import GrowthWatch
 from trainkit.job.hangs import silent_hosts
 from trainkit.job.outcome import NOT_RUN, outcome_of
 from trainkit.job.preflight import supervisor_view
@@ -201,10 +200,7 @@ class SlurmAllocation(Allocation):
             self._host_watch = start_host_watch(own, others[-1], folder.batch_host_log)
         argv = step_argv(self.step, plan, self.good_hosts, overlap=self.step_may_still_run)
         until_total_s = retry_on_disk_error(lambda: left_s(attempt))
-        departures = list[GrowthWatch]()
-        if plan.grow and shutil.which("scontrol") is not None:  # without it, no job can be requeued
-            departures.append(GrowthWatch(folder, plan, self.hosts, len(self.good_hosts)))
-        return SlurmAttemptWatch(attempt, argv, view, until_total_s, departures)
+        return SlurmAttemptWatch(attempt, argv, view, until_total_s)
 
     @property
     def job_hosts(self) -> Hosts:

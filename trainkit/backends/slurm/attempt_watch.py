@@ -24,7 +24,6 @@ from trainkit.job.failure.launcher_report import (
     was_aborted,
 )
 from trainkit.job.failure.records import first_exit_code, first_rank_failure
-from trainkit.job.growth import GrowthWatch
 from trainkit.job.preflight import SUPERVISOR_VIEW_VARIABLE
 from trainkit.job.processes import KILL_MARGIN_S, PEER_EXIT_S, log_line
 from trainkit.job.rank_env import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
@@ -51,12 +50,10 @@ class SlurmAttemptWatch(AttemptWatch):
         step: Sequence[str],
         supervisor_view: str,
         left_s: float = math.inf,
-        departures: Sequence[GrowthWatch] = (),
     ) -> None:
         super().__init__(live)
         self._until_s = time.monotonic() + left_s
         """Monotonic time at which the ranks are to save, since the total of the run's slices is used."""
-        self._departures = departures
         self.step = step
         self.supervisor_view = supervisor_view
         """The run folder as the supervisor sees it, for the agents to compare."""
@@ -150,14 +147,10 @@ class SlurmAttemptWatch(AttemptWatch):
             self.stop_ranks(self._requested_signal() or signal.SIGTERM.name)
 
     def _leave_early(self) -> None:
-        """Have the ranks save and exit: for a restart on more nodes, or for good."""
-        if self.observed.stop_signal is not None or SRUN not in self.running:
-            return
-        departure = next(filter(None, (watch.poll() for watch in self._departures)), None)
-        if departure is None and time.monotonic() >= self._until_s:
-            departure = Departure("timeout", "the jobs of the run have taken their total time")
-        if departure is not None:
-            self.leave(departure)
+        """Have the ranks save and exit for good, once the jobs of the run have taken their total time."""
+        is_running = self.observed.stop_signal is None and SRUN in self.running
+        if is_running and time.monotonic() >= self._until_s:
+            self.leave(Departure("timeout", "the jobs of the run have taken their total time"))
 
     def leave(self, departure: Departure) -> None:
         if signal_of_ranks(self.attempt) is None:

@@ -13,8 +13,8 @@ class BenchCapability(Capability):
     name = "bench"
 
     def speeds(self, group: Path) -> dict[int, float | None]:
-        from trainkit.bench.run_bench import read_bench
-        from trainkit.bench.summary import measured_speeds
+        from trainkit.capabilities.bench.run_bench import read_bench
+        from trainkit.capabilities.bench.summary import measured_speeds
 
         return measured_speeds(read_bench(group))
 

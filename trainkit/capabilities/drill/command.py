@@ -281,7 +281,7 @@ class Drill:
             created = create_run(config, self.plan, ["trainkit", *sys.argv[1:]], self.folder / name)
             if name == REFERENCE:
                 print_created(created)
-            start_run(created.run, config, self.plan, "submit")
+            start_run(created.run, created.job, config, self.plan, "submit")
             self.running = run = created.run
         poll_s = 0.002 if self.plan.is_here else 0.02  # on a shared disk
         return run, RunWatch(run, poll_s, patience_s, lambda text: self.log_line(f"{name}: {text}"))

@@ -344,9 +344,9 @@ def submit_replay(what: ReplayPlan, argv: Sequence[str], folder: Path | None) ->
             record = {"run": str(what.run.path), "first": what.first, "last": what.last}
             write_json(copy.path / REPLAY_FILE, record)
             cwd = str(Path.cwd())
-            create_job(copy, backend=what.plan.backend, name=name, cwd=cwd, code=job.code)
+            own = create_job(copy, backend=what.plan.backend, name=name, cwd=cwd, code=job.code)
         config = what.config.model_copy(update={"name": name})
-        return copy, start_run(copy, config, what.plan, "submit")
+        return copy, start_run(copy, own, config, what.plan, "submit")
 
 
 def replay_of(copy: RunDir) -> ReplayPlan:

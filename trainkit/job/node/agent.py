@@ -44,7 +44,6 @@ from trainkit.job.failure.records import (
 )
 from trainkit.job.failure.stacks import StackCollector, describe_state
 from trainkit.job.flight_records import flight_environ, remove_pipes
-from trainkit.job.node.health import HealthSampler
 from trainkit.job.node.memory import count_oom_kills
 from trainkit.job.node.notice import CommandNotice, takers, was_signalled
 from trainkit.job.node.output_pipes import OutputPipes
@@ -79,7 +78,6 @@ from trainkit.job.signals import (
 from trainkit.job.work_folder import WORK_DIR_VARIABLE, enter_work_folder
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.files import to_json, write_json
-from trainkit.run.process import own_host
 from trainkit.run.record import read_job, read_rendezvous, record_of
 from trainkit.run.rundir import AttemptDir, RunDir
 
@@ -115,7 +113,6 @@ class Agent(ProcessGroup):
         self._pipes = OutputPipes()
         self._held_s = 0.0
         self._listener: Listener | None = None
-        self.sampler: HealthSampler | None = None
         self._guard = Guard(plan, log_line)
         self._companions: list[tuple[str, Companion]] = []
         self._ranks = LaunchedRanks()
@@ -163,10 +160,6 @@ class Agent(ProcessGroup):
             # After the ranks: what it hears, all of them have received.
             self._listener = rendezvous.task.listen()
         self._companions = self._guard.each(lambda one: one.companion(self.attempt, self.plan, rendezvous))
-        # With a task for each GPU, every one of them has an agent.
-        if self.plan.health_every_s is not None and 0 in rendezvous.local_ranks:
-            self.sampler = HealthSampler(self.attempt, own_host(), self.plan.health_every_s)
-            self.sampler.start()
 
     def _input_of(self, rank: int) -> AbstractContextManager[int | IO[bytes]]:
         """The standard input of a process: for rank 0 of a command what the run keeps, or the shell's."""
@@ -352,8 +345,6 @@ class Agent(ProcessGroup):
         try:
             super().run()
         finally:
-            if self.sampler is not None:
-                self.sampler.end()
             self._pipes.poll(has_notice=True)
             is_finished = self.received is None and set(self.codes) == {EXIT_OK}
             for name, companion in self._companions:
@@ -419,11 +410,12 @@ def run_node(attempt: AttemptDir, plan: LaunchPlan, task: Task | HostPlace) -> i
             return run_agent(attempt, plan, task.meet(attempt, plan))
         from trainkit.job.node.host_rendezvous import host_rendezvous  # without Slurm only
 
-        os.chdir(read_job(attempt.run).cwd or ".")
+        job = read_job(attempt.run)
+        os.chdir(job.cwd or ".")
         if task.node_rank == 0:
-            enter_work_folder(attempt.run, plan)
+            enter_work_folder(attempt.run, job, plan)
         rendezvous = host_rendezvous(attempt, plan, task)
-        enter_work_folder(attempt.run, plan)  # which node 0 has made
+        enter_work_folder(attempt.run, job, plan)  # which node 0 has made
         return run_agent(attempt, plan, rendezvous)
     except StopSignalReceived as stop:
         record_notice(attempt, asked_by(stop.received, attempt), task)

@@ -17,10 +17,10 @@ from tests.support.benches import made_up_bench, profile_made_up, train_made_up
 from tests.support.programs import run_program
 from trainkit.backends.slurm import group_parts
 from trainkit.backends.slurm.backend import SbatchBackend
-from trainkit.bench import run_bench
-from trainkit.bench.run_bench import read_bench
-from trainkit.bench.summary import COLUMNS
-from trainkit.cli import bench as bench_command
+from trainkit.capabilities.bench import command as bench_command
+from trainkit.capabilities.bench import run_bench
+from trainkit.capabilities.bench.run_bench import read_bench
+from trainkit.capabilities.bench.summary import COLUMNS
 from trainkit.cli.main import main
 from trainkit.errors import EXIT_INTERRUPTED
 from trainkit.run.end import KILLED, AttemptEnd, read_end
@@ -31,7 +31,7 @@ from trainkit.run.rundir import RunDir
 from trainkit.scheduler import JobState
 from trainkit.slurm.jobs import SlurmJob
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 TWO = ("--gpus-per-node", "2")
 
 

@@ -12,9 +12,9 @@ import pytest
 
 from tests.support.fake_gpus.pynvml import FakeNvml, NVMLError, NVMLError_NotSupported, memory
 from tests.support.programs import wait_for
-from trainkit.job.node import health
+from trainkit.capabilities.health import sampler as health
+from trainkit.capabilities.health.sampler import HealthSampler, thin_out
 from trainkit.job.node import memory as memory_module
-from trainkit.job.node.health import HealthSampler, thin_out
 from trainkit.run.files import read_jsonl
 from trainkit.run.rundir import RunDir
 
@@ -28,7 +28,7 @@ def test_a_node_is_sampled_until_the_end(tmp_path: Path) -> None:
     sampler = HealthSampler(RunDir(tmp_path).attempt(3), "n1", 0.02, {})
     sampler.start()
     wait_for(lambda: sampler.file.exists() and len(list(read_jsonl(sampler.file))) >= 3)
-    sampler.end()
+    sampler.end(is_finished=True)
     records = list(read_jsonl(sampler.file))
     assert sampler.file == tmp_path / "health" / "n1.jsonl"
     assert all(set(record) == KEYS for record in records)
@@ -158,7 +158,7 @@ def test_a_file_stays_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         return any(later < before for before, later in pairwise(sizes))
 
     wait_for(has_been_thinned)
-    sampler.end()
+    sampler.end(is_finished=True)
     assert max(sizes) < 5000
 
 
@@ -175,5 +175,5 @@ def test_a_full_disk_is_said_once_and_the_next_sample_is_tried(
     sampler = HealthSampler(RunDir(tmp_path).attempt(3), "n1", 0.001, {})
     sampler.start()
     wait_for(lambda: len(tries) > 5)
-    sampler.end()
+    sampler.end(is_finished=True)
     assert capfd.readouterr().out.count(f"{sampler.file}: No space left on device") == 1

@@ -9,11 +9,19 @@ from pathlib import Path
 import pytest
 
 from tests.support.runs import make_attempt
+from trainkit.capabilities.growth import GrowthPlan, growth_watch
+from trainkit.capabilities.growth.growth_watch import ASK_EVERY_S, GrowthWatch, decide_growth, vain_growths
+from trainkit.cluster.machine import Machine
+from trainkit.cluster.model import Cluster
+from trainkit.cluster.target import Target
+from trainkit.config import load_config
 from trainkit.errors import TrainkitError
-from trainkit.job import growth
 from trainkit.job.decision import Departure
-from trainkit.job.growth import ASK_EVERY_S, GrowthWatch, decide_growth, vain_growths
+from trainkit.plan.facts import Facts
 from trainkit.plan.launch import LaunchPlan, SlurmRequest
+from trainkit.plan.make_plan import with_parts
+from trainkit.plan.node_range import plan_nodes
+from trainkit.plan.workload import Command
 from trainkit.run.events import log_event, read_events
 from trainkit.run.files import append_jsonl, read_json, write_json
 from trainkit.run.history import Attempt
@@ -63,7 +71,7 @@ class Played:
         self.attempt, self.now_s, self.asked = attempt, 0.0, list[set[str]]()
         self.waits: dict[int, float | Exception] = {}
         """Number of nodes in addition -> when they are free."""
-        monkeypatch.setattr(growth.time, "monotonic", lambda: self.now_s)
+        monkeypatch.setattr(growth_watch.time, "monotonic", lambda: self.now_s)
         monkeypatch.setattr("trainkit.slurm.submit.query_start", self._query_start)
         monkeypatch.setenv("SLURM_JOB_PARTITION", "low")
         options = {"nodes": "2,4,8", "partition": "low,high", "exclude": "bad"}
@@ -149,3 +157,27 @@ def test_without_a_step_a_size_or_a_restart_left_nobody_asks(
     limit = "does not grow: requeue.max is 1, and the run has restarted 1 time"
     assert following.decisions()[1:] == [(None, limit)]
     assert played.asked == following.asked == []
+
+
+@pytest.mark.parametrize(("nodes", "follows"), [("2-4", "sizes"), ("2", "checkpoint_bytes")])
+def test_the_part_is_a_key_of_the_plan_that_is_left_out_without_it(
+    tmp_path: Path, nodes: str, follows: str
+) -> None:
+    file = tmp_path / "run.yaml"
+    facts = Facts(Machine(4, 0, (), "no driver"), Target("sbatch", "a test", Cluster("unknown")))
+    plans = []
+    for grow in ("true", "false"):
+        file.write_text(f"device: cpu\nresources: {{nodes: {nodes}, grow: {grow}}}\n")
+        loaded = load_config(file, layers=False)
+        workload = Command(("true",))
+        plan = with_parts(plan_nodes(loaded, facts, workload), loaded, facts)
+        assert LaunchPlan.from_dict(plan.to_dict()) == plan
+        plans.append(plan)
+    grows, stays = plans
+    keys = list(grows.to_dict())
+    assert keys[keys.index("grow") - 1] == follows
+    assert (grows.to_dict()["grow"], "grow" in stays.to_dict()) == (True, False)
+    without_range = "resources.grow has no effect: resources.nodes is 2"
+    assert (without_range in grows.warnings) == (nodes == "2")
+    assert grows.at(2).part(GrowthPlan) == GrowthPlan()
+    assert stays.part(GrowthPlan) is None

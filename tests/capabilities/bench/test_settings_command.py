@@ -8,7 +8,7 @@ import pytest
 from steering import Desk
 
 from trainkit.backends.slurm import group_parts
-from trainkit.bench import run_bench
+from trainkit.capabilities.bench import run_bench
 from trainkit.cli.main import main
 from trainkit.run.files import read_json
 from trainkit.run.group import RunGroup, create_task_run

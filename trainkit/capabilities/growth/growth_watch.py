@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from itertools import pairwise
 
+from trainkit.capability import Watch
 from trainkit.errors import TrainkitError
 from trainkit.formats import duration, plural
 from trainkit.job.attempt_end import previous_ends
@@ -86,8 +87,10 @@ def vain_growths(attempts: Sequence[Attempt]) -> int:
     )
 
 
-class GrowthWatch:
+class GrowthWatch(Watch):
     """Asks during an attempt, at most every `ASK_EVERY_S`, whether the run is to grow."""
+
+    while_stopping = False
 
     def __init__(self, attempt: AttemptDir, plan: LaunchPlan, hosts: Sequence[str], num_good: int) -> None:
         """`hosts` are those of the allocation, of which `num_good` can be used."""

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.benches import made_up_bench, profile_made_up, train_made_up
-from trainkit.bench.measure import (
+from trainkit.capabilities.bench.measure import (
     Row,
     by_speed,
     keep_needed,
@@ -20,8 +20,15 @@ from trainkit.bench.measure import (
     row_of,
     trace_exposed_comm_s,
 )
-from trainkit.bench.run_bench import Bench, BenchRun, read_bench
-from trainkit.bench.summary import COLUMNS, PLOTS, csv_text, find_fastest, summary_table, write_plots
+from trainkit.capabilities.bench.run_bench import Bench, BenchRun, read_bench
+from trainkit.capabilities.bench.summary import (
+    COLUMNS,
+    PLOTS,
+    csv_text,
+    find_fastest,
+    summary_table,
+    write_plots,
+)
 from trainkit.errors import UsageError
 from trainkit.run.events import steps_of, training_curve
 from trainkit.run.files import read_json, write_json

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from trainkit.bench.measure import Row, by_speed, measured, row_of, speed
-from trainkit.bench.run_bench import (
+from trainkit.capabilities.bench.measure import Row, by_speed, measured, row_of, speed
+from trainkit.capabilities.bench.run_bench import (
     ENDED,
     FINISHED,
     LAYOUT,

@@ -4,15 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.bench import plan_bench
-from trainkit.bench.plan_bench import (
+from trainkit.capabilities.bench import plan_bench
+from trainkit.capabilities.bench.plan_bench import (
     BenchPoint,
     PlannedBench,
     bench_values,
     plan_layouts,
     profiler_values,
 )
-from trainkit.bench.run_bench import PROFILED_STEPS, BenchLength, profiled_ranks
+from trainkit.capabilities.bench.run_bench import PROFILED_STEPS, BenchLength, profiled_ranks
 from trainkit.config import LoadedConfig, load_config
 from trainkit.config.load import Change, with_changes, with_values
 from trainkit.errors import ConfigError, Problem, UsageError

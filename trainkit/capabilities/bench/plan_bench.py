@@ -8,7 +8,7 @@ from itertools import product
 from pathlib import Path
 
 from trainkit.backend import backend_named
-from trainkit.bench.run_bench import (
+from trainkit.capabilities.bench.run_bench import (
     LAYOUT,
     PROFILED_STEPS,
     Bench,

@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from trainkit.capability import Companion
 from trainkit.cluster.machine import NoDriver, gpu_handle, nvml
 from trainkit.folders import ensure_folder
 from trainkit.job.node.memory import PROC, host_memory_gib, job_memory_gib, kernel_lines
@@ -41,7 +42,7 @@ THROTTLES = {
 """Parts of NVML's names of the reasons for lower clocks."""
 
 
-class HealthSampler:
+class HealthSampler(Companion):
     """Samples a node until `end` is called."""
 
     def __init__(
@@ -58,7 +59,7 @@ class HealthSampler:
     def start(self) -> None:
         self._thread.start()
 
-    def end(self) -> None:
+    def end(self, *, is_finished: bool) -> None:
         """Stop sampling; returns at once, since the thread may be in a call that does not return."""
         self._ends.set()
 

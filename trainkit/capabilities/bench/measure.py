@@ -10,7 +10,13 @@ from math import prod
 from statistics import fmean, median, quantiles
 from typing import Any
 
-from trainkit.bench.run_bench import COUNTED_PROFILED_STEPS, FINISHED, Bench, BenchRun, profiled_ranks
+from trainkit.capabilities.bench.run_bench import (
+    COUNTED_PROFILED_STEPS,
+    FINISHED,
+    Bench,
+    BenchRun,
+    profiled_ranks,
+)
 from trainkit.formats import JsonObject
 from trainkit.run.events import StepRecord, training_curve
 from trainkit.run.files import numbers, parse_time

@@ -13,9 +13,9 @@ from typing import Any
 
 import click
 
-from trainkit.bench.plan_bench import OPTION, PlannedBench, plan_layouts, plan_settings
-from trainkit.bench.run_bench import Bench, BenchLength, Kind, read_bench, wait_for_runs
-from trainkit.bench.summary import (
+from trainkit.capabilities.bench.plan_bench import OPTION, PlannedBench, plan_layouts, plan_settings
+from trainkit.capabilities.bench.run_bench import Bench, BenchLength, Kind, read_bench, wait_for_runs
+from trainkit.capabilities.bench.summary import (
     COLUMNS,
     INSTALL_HINT,
     LAYOUT_COLUMN,

@@ -1,1 +1,0 @@
-"""Benches: a config run on many layouts for a few steps each, and what each costs."""

@@ -1,0 +1,49 @@
+"""Growth: a run with fewer nodes than it may have returns to the queue when Slurm would start more."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trainkit.capability import Capability, Part, Planned, Watch
+
+if TYPE_CHECKING:
+    from trainkit.capability import Hosts
+    from trainkit.config.loaded import LoadedConfig
+    from trainkit.plan.facts import Facts
+    from trainkit.plan.launch import LaunchPlan
+    from trainkit.run.rundir import AttemptDir
+
+
+@dataclass(frozen=True)
+class GrowthPlan(Part):
+    """Whether a run grows."""
+
+    CAPABILITY = "growth"
+    grow: bool = True
+
+
+class Growth(Capability):
+    """The capability: what asks Slurm is imported only in a job."""
+
+    name = "growth"
+
+    def plan(self, loaded: LoadedConfig, facts: Facts, draft: LaunchPlan) -> Planned:
+        resources = loaded.config.resources
+        if not resources.grow:
+            return Planned()
+        has_range = resources.fewest_nodes < resources.most_nodes
+        note = f"resources.grow has no effect: resources.nodes is {resources.nodes}"
+        part = None if draft.slurm is None else GrowthPlan()
+        return Planned(part, warnings=() if has_range else (note,))
+
+    def watch(self, attempt: AttemptDir, plan: LaunchPlan, hosts: Hosts) -> Watch | None:
+        if shutil.which("scontrol") is None:  # without it, no job can be requeued
+            return None
+        from trainkit.capabilities.growth.growth_watch import GrowthWatch
+
+        return GrowthWatch(attempt, plan, hosts.all, len(hosts.good))
+
+
+CAPABILITY = Growth
