@@ -45,7 +45,7 @@ def submit(
     """
 
 def sweep(
-    work: Work, values: Mapping[str, Sequence[Any]], /, *, limit: int | None=None, config: Config=None,
+    work: Work, values: Mapping[str, Sequence[object]], /, *, limit: int | None=None, config: Config=None,
     run_dir: str | Path | None=None, after: Iterable[str | Path | Run]=(), profile: str | None=None,
     name: str = ..., note: str | None = ..., tags: Sequence[Any] = ..., seed: int = ..., device: str = ...,
     task: str = ..., task_args: Mapping[str, Any] = ..., model: Mapping[str, Any] = ...,

@@ -356,7 +356,7 @@ def keys_of(parts: Mapping[str, Mapping[str, Any]]) -> set[str]:
 
 def put_parts(plan: dict[str, Any], parts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The content of a plan.json with its parts: what `take_parts` reads."""
-    own: dict[str, dict[str, Any]] = {}
+    own: dict[str, dict[str, object]] = {}
     found: dict[str, Any] = {}
 
     def add(key: str, value: Any) -> None:

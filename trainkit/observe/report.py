@@ -11,16 +11,7 @@ from trainkit.observe.goodput import CATEGORIES, Curves, Point, idle_gaps, read_
 from trainkit.observe.page import Chart, FlatConfig, Line, flat_config, line_chart, render_page
 from trainkit.observe.status import RunStatus, failure_lines, loss_text
 from trainkit.run.events import SLOW_EVENTS, Event, with_divergence
-from trainkit.run.files import (
-    LEFT_OUT,
-    Record,
-    mean,
-    numbers,
-    read_jsonl,
-    read_object,
-    read_record,
-    to_json,
-)
+from trainkit.run.files import LEFT_OUT, Record, mean, numbers, read_jsonl, read_object, read_record, to_json
 from trainkit.run.history import (
     CURVES,
     Attempt,

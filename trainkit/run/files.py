@@ -608,7 +608,7 @@ def read_each(kind: type[T], folder: Path) -> list[T]:
     return found
 
 
-def difference(base: JsonObject, other: JsonObject) -> JsonObject:
+def difference(base: Mapping[str, object], other: Mapping[str, object]) -> dict[str, object]:
     """The changes that turn JSON object `base` into `other`, by dotted path.
 
     A mapping that lost a key, or has a name with a dot, is replaced as a whole.
@@ -616,7 +616,9 @@ def difference(base: JsonObject, other: JsonObject) -> JsonObject:
     return dict(_differences(base, other, ()))
 
 
-def _differences(base: JsonObject, other: JsonObject, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+def _differences(
+    base: Mapping[str, object], other: Mapping[str, object], path: tuple[str, ...]
+) -> Iterator[tuple[str, object]]:
     for key, value in other.items():
         before = base.get(key)
         # As JSON: in Python 1 is True, also inside of lists.
@@ -633,7 +635,7 @@ def _differences(base: JsonObject, other: JsonObject, path: tuple[str, ...]) -> 
             yield ".".join((*path, key)), value
 
 
-def changed(base: JsonObject, changes: JsonObject) -> JsonObject:
+def changed(base: Mapping[str, Any], changes: Mapping[str, object]) -> JsonObject:
     """A copy of `base` with the changes that `difference` returned."""
     result = dict(base)
     for path, value in changes.items():
