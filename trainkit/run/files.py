@@ -542,10 +542,10 @@ def _shape(hint: Any) -> _Shape:
         elif origin is Literal:
             found["choices"] = parts
             types.add(str)
-        elif origin in (list, tuple):
-            found |= {"items": _shape(parts[0]), "sequence": origin}
+        elif origin in (list, tuple, Sequence):
+            found |= {"items": _shape(parts[0]), "sequence": tuple if origin is tuple else list}
             types.add(list)
-        elif origin is dict and parts[1] not in _ANYTHING:
+        elif origin in (dict, Mapping) and parts[1] not in _ANYTHING:
             found["values"] = _shape(parts[1])
             types.add(dict)
         else:
