@@ -213,14 +213,14 @@ class Round:
 
     def _judge(self) -> None:
         attempts = read_job(self.run).attempts
-        started = [entry for entry in attempts[self.before :] if entry.reason != "comeback"]
+        started = [entry for entry in attempts[self.before :] if entry.reason != "restart"]
         accepted = Counter[str]()
         for index, command in self.commands.items():
             self._judge_command(index, command, accepted)
         if Counter(entry.reason for entry in started) != accepted:
             self.wrong.append(f"{dict(accepted)} said that they started an attempt, and {started} were")
         for before, after in itertools.pairwise(attempts):
-            if before.is_cancelled and after.reason == "comeback":
+            if before.is_cancelled and after.reason == "restart":
                 self.wrong.append(f"attempt {before.attempt} was cancelled, and {after.attempt} followed")
         overlap = self.run.path / "overlap.txt"
         if overlap.exists():

@@ -22,7 +22,7 @@ from trainkit.plan.torch_build import OLDEST, REQUIREMENT
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
-SIZES = {"trainkit": (315, 66_706), "tests": (391, 64_264)}
+SIZES = {"trainkit": (316, 66_419), "tests": (392, 64_095)}
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (5, 400)
 """By so much the code may be smaller before `SIZES` is lowered."""
@@ -340,7 +340,7 @@ def test_what_was_read_is_passed_on(name: str) -> None:
     assert count <= READS[name], f"{count} places: pass what the caller has read"
 
 
-UNTYPED = {"objects": 139, "values": 299}
+UNTYPED = {"objects": 138, "values": 294}
 """Annotations without types, which are any value: a `JsonObject` or a container of `Any`; `Any` elsewhere."""
 
 
@@ -413,7 +413,7 @@ def test_the_core_types_have_what_every_run_has() -> None:
     assert len(fields(RunStatus)) == STATUS_FIELDS
 
 
-PACKED = 53
+PACKED = 52
 """Literal tuples that are unpacked where their items could stand. The goal is 10."""
 
 

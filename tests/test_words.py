@@ -1,8 +1,7 @@
 """One vocabulary: names that were given up, and phrases that read translated, are nowhere in code and docs.
 
 Names are checked where they are defined (files, classes, functions, parameters, variables); phrases in the
-whole text of the package, its tests, README, docs, templates, configs and Makefile. Data that old run folders
-contain (the reason "comeback" in job.json) is left alone.
+whole text of the package, its tests, README, docs, templates, configs and Makefile.
 """
 
 import ast

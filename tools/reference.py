@@ -97,7 +97,7 @@ What each command does, with examples and the names of its options, in the group
 MORE = {
     "init": ("first-run.md#2-describe-the-cluster", "own-task.md"),
     "submit": ("slurm.md", "own-script.md"),
-    "run": ("first-run.md#without-slurm-by-hand", "slurm.md#tasks-and-ranks"),
+    "run": ("first-run.md#several-hosts-without-slurm", "slurm.md#tasks-and-ranks"),
     "shell": ("slurm.md#tasks-and-ranks",),
     "status": ("first-run.md#5-watch-it",),
     "watch": ("watch.md",),

@@ -136,7 +136,7 @@ def _own_attempt(run: RunDir, world: World, env: RankEnv) -> AttemptDir:
             attempt.create()
             # What commands show of it.
             plan = LaunchPlan(
-                backend="hosts",  # without a supervisor, which could start it again
+                backend="launcher",  # or nothing but the shell has started it
                 num_nodes=env.num_nodes,
                 workers_per_node=env.local_world_size,
                 device=world.device.type,

@@ -2,7 +2,6 @@
 
 import dataclasses
 import gc
-import os
 import sys
 
 
@@ -18,12 +17,6 @@ def run():
         )
 
     module.plan_run = plan_run
-    if "RENDEZVOUS_TIMEOUT_S" in os.environ:
-        from trainkit.job import step_run
-        from trainkit.job.node import host_rendezvous
-
-        for waiting in (step_run, host_rendezvous):
-            waiting.RENDEZVOUS_TIMEOUT_S = float(os.environ["RENDEZVOUS_TIMEOUT_S"])
     return main(sys.argv[2:])
 
 

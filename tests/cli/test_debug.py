@@ -287,10 +287,6 @@ def test_debugpy(desk, tmp_path):
             "hint: `--debug` gives a rank this terminal; `--yes` opens the port all the same",
         ),
         (["--debug=debugpy", "--yes", "--", sys.executable, "x.py"], "-m pip install debugpy` installs it"),
-        (
-            ["--debug", "--nodes", "2", "--node-rank", "0", "--master-addr", "a", "--master-port", "9"],
-            "hint: elsewhere breakpoint() waits for `trainkit debug RUN --rank N`",
-        ),
     ],
 )
 def test_what_is_refused(args, expected, tmp_path, monkeypatch, capsys):
@@ -301,6 +297,17 @@ def test_what_is_refused(args, expected, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(options, "other_people", lambda: ["ann"])
     assert main(["run", "--gpus-per-node", "2", *args]) == 2
     assert expected in capsys.readouterr().err
+    assert not Path("runs").exists()
+
+
+def test_a_rank_of_another_launcher_has_no_debugger(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    given = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+    for name, value in {**given, "MASTER_ADDR": "host0", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["run", "--debug"]) == 2
+    assert "hint: elsewhere breakpoint() waits for `trainkit debug RUN --rank N`" in capsys.readouterr().err
     assert not Path("runs").exists()
 
 

@@ -157,7 +157,7 @@ def with_follow_ups(run: RunDir, *ids: str) -> None:
 
 def test_one_that_carries_the_run_waits_no_more(run: RunDir, cancelled: list[str]) -> None:
     with_follow_ups(run, "8", "9", "10")
-    add_slurm_attempt(run, 2, "8", "comeback", "sbatch")
+    add_slurm_attempt(run, 2, "8", "restart", "sbatch")
     assert read_job(run).waiting == ["9", "10"]
     cancel_follow_ups(run, read_job(run), keep="9")
     assert cancelled == ["10"]

@@ -4,7 +4,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
@@ -13,16 +12,15 @@ import pytest
 
 from tests.support.nfs import FAST_S, nfs_clients
 from tests.support.runs import launch_plan
+from trainkit.backends.launcher.rank import LaunchedRank
 from trainkit.backends.slurm.claim_attempt import claim_attempt
 from trainkit.backends.slurm.rendezvous import SlurmTask, await_port, publish_port
 from trainkit.job import hangs
 from trainkit.job.failure.records import first_exit_code
 from trainkit.job.hangs import HangRecord, HangWatch
 from trainkit.job.node.agent import superseding_attempt
-from trainkit.job.node.host_rendezvous import host_rendezvous
-from trainkit.job.node.rendezvous import HostPlace, await_plan
+from trainkit.job.node.rendezvous import await_plan
 from trainkit.job.step_run import announce, await_announcement
-from trainkit.plan.launch import LaunchPlan
 from trainkit.run.files import read_json, refresh_listing, write_json
 from trainkit.run.record import add_slurm_attempt, claim_entry, create_job
 from trainkit.run.rundir import AttemptDir, RunDir
@@ -94,16 +92,13 @@ def test_the_announcement_of_an_interactive_step(hosts: tuple[Path, Path]) -> No
     assert waited_s < FAST_S
 
 
-def test_hosts_without_slurm(hosts: tuple[Path, Path]) -> None:
+def test_the_ranks_of_another_launcher(hosts: tuple[Path, Path]) -> None:
     first, other = (RunDir(host / "run").attempt(1) for host in hosts)
     first.run.path.mkdir()
-    plan = LaunchPlan.read(create(first.run, 1).plan_file)
-    places = [HostPlace(node_rank, 2, "127.0.0.1", 29500) for node_rank in (0, 1)]
-    with ThreadPoolExecutor(1) as threads:
-        started = threads.submit(host_rendezvous, first, plan, places[0])
-        found, waited_s = waiting(
-            lambda: started.result().nonce, lambda: host_rendezvous(other, plan, places[1])
-        )
+    plan = launch_plan(workers_per_node=1)
+    create(first.run, 1)
+    ranks = [LaunchedRank("torchrun", rank, 0, (1, 1), "127.0.0.1", 29500) for rank in (0, 1)]
+    found, waited_s = waiting(lambda: ranks[1].meet(other, plan).nonce, lambda: ranks[0].meet(first, plan))
     assert found == read_json(other.rendezvous_file)["nonce"]
     assert waited_s < FAST_S
 

@@ -7,17 +7,16 @@ from pathlib import Path
 import pytest
 
 from tests.support.runs import launch_plan
+from trainkit.backends.launcher.rank import LaunchedRank
 from trainkit.backends.slurm.rendezvous import SlurmTask
 from trainkit.errors import TrainkitError
 from trainkit.job import step_run
 from trainkit.job.failure.records import record_silent_death
 from trainkit.job.hangs import HangRecord
-from trainkit.job.node.rendezvous import HostPlace
 from trainkit.job.step_run import (
     announce,
     announcement_file,
     await_announcement,
-    await_first_host,
     run_first_task,
     withdraw,
 )
@@ -56,20 +55,16 @@ def test_what_another_step_announced_does_not_count(tmp_path: Path) -> None:
         await_announcement(tmp_path, TASK, timeout_s=0.2)
 
 
-@pytest.mark.parametrize("name", ["small", "/elsewhere/small", "../elsewhere/small", "small/../small"])
-def test_a_host_takes_only_a_run_in_its_folder_whose_first_host_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    monkeypatch.setattr(step_run, "RENDEZVOUS_TIMEOUT_S", 0.2)
-    run, place = RunDir(tmp_path / "small"), HostPlace(1, 2, "host/0", 29500)
+def test_what_another_launcher_announces_counts_while_rank_0_is_there(tmp_path: Path) -> None:
+    run, rank = RunDir(tmp_path / "small"), LaunchedRank("torchrun", 1, 1, (2, 2), "host/0", 29500)
     run.path.mkdir()
-    announce(tmp_path, place, RunDir(Path(name)).attempt(2))
-    with pytest.raises(TrainkitError, match="node 0 at host/0:29500 has not announced its run"):
-        await_first_host(tmp_path, place, None)
+    announce(tmp_path, rank, run.attempt(2))
+    with pytest.raises(TrainkitError, match="rank 0 of torchrun at host/0:29500 has not announced its run"):
+        await_announcement(tmp_path, rank, timeout_s=0.2)
     with file_lock(run.supervisor_lock_file):
-        assert await_first_host(tmp_path, place, None)[0].path == run.attempt(2).path
-        with pytest.raises(TrainkitError, match="has not announced"):
-            await_first_host(tmp_path, place, "other")
+        found = await_announcement(tmp_path, rank)
+    assert isinstance(found, AttemptDir)
+    assert found.path == run.attempt(2).path
 
 
 def test_the_end_of_a_hang_is_blamed_on_who_held_the_others_up(
@@ -81,7 +76,7 @@ def test_the_end_of_a_hang_is_blamed_on_who_held_the_others_up(
     plan = launch_plan(backend="srun", num_nodes=1, layout=Layout(dp_shard=2), batch=Batch(1, 1, 2, 2))
     write_json(attempt.plan_file, plan.to_dict())
 
-    def run_task(attempt: AttemptDir) -> int:
+    def run_task(attempt: AttemptDir, task: SlurmTask) -> int:
         attempt.hangs_dir.mkdir()
         hang = HangRecord(0, 0, "host1", 41, "backward", 2, 312.0, 300.0, 0.8, "2026-01-01T00:00:00.000Z", ())
         write_json(attempt.rank_hang(0), asdict(hang))
@@ -90,7 +85,7 @@ def test_the_end_of_a_hang_is_blamed_on_who_held_the_others_up(
 
     monkeypatch.setattr(step_run, "run_task", run_task)
     monkeypatch.setattr(step_run.processes, "block_signals", lambda *more: None)
-    decision = run_first_task(attempt, plan, lambda attempt, ended: None)
+    decision = run_first_task(attempt, plan, TASK, lambda attempt, ended: None)
     assert (decision.action, decision.cause) == ("failed", "hang")
     verdict = read_json(attempt.end_file)["verdict"]
     assert (verdict["type"], verdict["rank"], verdict["step"]) == ("Hang", 1, 41)

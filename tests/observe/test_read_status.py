@@ -201,7 +201,7 @@ def test_what_several_attempts_took(run):
     write_json(run.plan_file, {**plan, "requeue": {"total_s": 7200.0}})
     attempts = [
         {"attempt": number, "job_id": "7", "submitted_at": ago(9999), "reason": reason}
-        for number, reason in ((1, "submit"), (2, "resume"), (3, "comeback"))
+        for number, reason in ((1, "submit"), (2, "resume"), (3, "restart"))
     ]
     write_json(run.job_file, {"name": "mine", "attempts": attempts})
     append_jsonl(run.events_file, {"time": ago(9000), "event": "started", "attempt": 1})  # an older version

@@ -38,7 +38,7 @@ def job_of(folder: Path, *ends: dict[str, Any]) -> RunDir:
         attempt = run.attempt(number)
         attempt.create()
         time = as_utc(BEGIN + timedelta(seconds=60 * (number - 1)))
-        add_slurm_attempt(run, number, "7", "comeback", "sbatch", started_at=time)
+        add_slurm_attempt(run, number, "7", "restart", "sbatch", started_at=time)
         if end:
             write_json(attempt.end_file, end)
             if end is not NOT_RECORDED:

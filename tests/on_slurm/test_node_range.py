@@ -17,7 +17,7 @@ from trainkit.run.group import RunGroup
 
 GROWS_SOON = """
 if {"trainkit.job.supervisor", "submitit.core._submit"} & set(sys.orig_argv):
-    from trainkit.job import growth
+    from trainkit.capabilities.growth import growth_watch as growth
     growth.ASK_EVERY_S, growth.REQUEUE_S = 2.0, -1e6
 """
 """The rest of a sitecustomize.py with which a run asks often for more nodes, and restarts for any gain."""

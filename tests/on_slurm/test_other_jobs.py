@@ -35,7 +35,7 @@ def test_a_follow_up_carries_the_run_on_and_the_rest_vanish(login: Login) -> Non
     for run, (first, second, _) in zip(runs, jobs, strict=True):
         end = login.wait_for_end(run, attempt=2)
         assert end["state"] == "finished", login.logs_and_attempts(run)
-        assert carried(run) == [(first, "submit"), (second, "comeback")]
+        assert carried(run) == [(first, "submit"), (second, "restart")]
     login.wait_until_idle()
     for run, (_, second, third) in zip(runs, jobs, strict=True):
         assert login.cluster.job(third)["JobState"] == "CANCELLED"
@@ -87,7 +87,7 @@ def test_a_job_that_slurm_may_not_start_again_is_submitted_anew(login: Login) ->
     for run, first in zip(runs, before, strict=True):
         login.wait_for_log(run, "attempt 2 rank 0", attempt=2)
         (_, submitted), (second, trigger) = carried(run)
-        assert (submitted, trigger) == ("submit", "comeback")
+        assert (submitted, trigger) == ("submit", "restart")
         assert second != first
         assert second.partition("_")[2] == first.partition("_")[2]
         assert login.wait_for_end(run)["action"] == "resubmit"

@@ -90,7 +90,7 @@ def test_a_model_that_is_larger_than_this_machine(tmp_path: Path) -> None:
     # Each of several hosts has a part of it.
     two = (*options, "resources.nodes=2")
     assert problem(tmp_path, LOCAL, *two, machine=small).key == "model.preset"
-    check(tmp_path, Target("hosts", "two hosts", per="node"), *two, machine=small)
+    check(tmp_path, Target("launcher", "two hosts", per="node"), *two, machine=small)
 
 
 def test_no_memory_for_the_copies_that_are_saved_while_training_goes_on(tmp_path: Path) -> None:

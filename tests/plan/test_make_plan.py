@@ -116,20 +116,17 @@ def test_more_than_this_machine_has(typed: str, problem: str) -> None:
     assert problems(GPUS if num_gpus == "4" else CPU, *overrides) == [problem]
 
 
-def test_hosts_with_one_node_each() -> None:
-    """Only one of the nodes is on this machine."""
-    hosts = Target("hosts", "hosts: by hand", per="node")
-    made = plan(GPUS, "resources.nodes=2", target=hosts)
-    assert (made.backend, made.world_size, made.slurm) == ("hosts", 8, None)
-    assert made.reasons["workers_per_node"] == "4: 4 GPUs shared by 1 node"
-    assert made.reasons["threads_per_worker"] == "4: 16 CPU cores for 4 workers"
-    assert plan(CPU, "resources.nodes=100", "train.global_batch_size=null", target=hosts).world_size == 100
-    [found] = problems(GPUS, "resources.nodes=2", "resources.gpus_per_node=8", target=hosts)
-    assert "is 8: 1 node x 8 = 8 GPUs, but this machine has 4" in found
-    [found] = problems(
-        CPU, "resources.nodes=2", "resources.gpus_per_node=65", "train.global_batch_size=null", target=hosts
-    )
-    assert "resources.gpus_per_node: starts 65 workers on the 4 CPU cores of this machine" in found
+def test_the_ranks_of_another_launcher() -> None:
+    """Only those of one host are on this machine, and they have started."""
+    hosts = Target("launcher", "launcher: torchrun", node_sizes=(4, 4), per="gpu")
+    made = plan(GPUS, target=hosts)
+    assert (made.backend, made.world_size, made.per, made.slurm) == ("launcher", 8, "gpu", None)
+    assert made.threads_per_worker is None
+    assert made.reasons["threads_per_worker"] == "the cores of each host, shared by its ranks"
+    many = Target("launcher", "launcher: torchrun", node_sizes=(8, 8), per="gpu")
+    [found] = problems(GPUS, target=many)
+    assert "is 8 in this step, but this node has 4 visible GPUs\n" in found
+    assert "hint: start fewer ranks, or set device: cpu" in found
 
 
 def test_all_problems_at_once() -> None:

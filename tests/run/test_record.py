@@ -96,7 +96,7 @@ def test_a_record_that_cannot_be_read_now_is_not_replaced(tmp_path, monkeypatch)
         patch.setattr("trainkit.run.record.read_json", stale)
         assert read_job(run).attempts == []
         with pytest.raises(OSError, match="Stale"):
-            add_slurm_attempt(run, 2, "7", "comeback", "sbatch")
+            add_slurm_attempt(run, 2, "7", "restart", "sbatch")
         with pytest.raises(OSError, match="Stale"):
             claim_entry(run, 1, os.getpid())
     assert run.job_file.read_text() == before

@@ -77,13 +77,6 @@ def test_overflow_of_fp16_is_no_divergence_while_the_scale_can_fall() -> None:
         count(found, "!!!")
 
 
-def test_old_manifests_count_as_trained() -> None:
-    new = TrainingState(step=5, nonfinite_in_a_row=2)
-    assert TrainingState.from_json(asdict(new)) == new
-    old = {key: value for key, value in asdict(new).items() if key != "has_updated_weights"}
-    assert TrainingState.from_json(old).has_updated_weights
-
-
 @pytest.mark.parametrize("marks", ["!.", ".!!", "!!.!"])
 def test_one_step_that_was_applied_is_training(marks: str) -> None:
     found = trainer(FP32)

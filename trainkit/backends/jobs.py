@@ -12,7 +12,7 @@ from shlex import quote
 from trainkit.backend import SUPERVISOR_EXIT_S, JobStatus, backend_of, is_known
 from trainkit.errors import SlurmError, UsageError, print_note
 from trainkit.run.end import is_over
-from trainkit.run.group import RunGroup, group_of, is_index
+from trainkit.run.group import RunGroup, group_of
 from trainkit.run.history import read_plan
 from trainkit.run.record import AttemptRecord, JobRecord, add_slurm_attempt, read_job
 from trainkit.run.rundir import RunDir, RunFolder, is_same_folder, is_supervised, submission_token
@@ -130,11 +130,7 @@ def _copied_from(run: RunDir, job: JobRecord) -> RunDir | None:
         return group.run(found[1])
     if job.newest is None or not (job.newest.inode is None or _was_copied(run, job.newest.inode)):
         return None  # also where a copy has taken the place from which this one was moved
-    home = job.newest.folder
-    if home is None and job.code is not None:  # an attempt of an earlier version
-        home = str(Path(job.code.code).parent)
-        home += f"/{run.name}" if RunGroup(home).exists() and is_index(run.name) else ""
-    original = RunDir(home or run.path)
+    original = RunDir(job.newest.folder or run.path)
     if is_same_folder(original.path, run.path) or not original.exists():
         return None
     return original if any(map(job.newest.is_attempt, read_job(original).attempts)) else None

@@ -8,17 +8,26 @@ from typing import Any
 
 import click
 
+from trainkit.backends.launcher.rank import find_launched_rank
 from trainkit.cli import options
 from trainkit.cli.help import as_command, option, warn
-from trainkit.cli.hosts import host_options, host_place, hosts_target, run_on_hosts
 from trainkit.cli.logs import follow_detachable
 from trainkit.cli.output import echo_result
-from trainkit.cli.run import shown_failures, stay_in_foreground
+from trainkit.cli.run import (
+    join_step,
+    launched_target,
+    lead_step,
+    refuse_command,
+    shape_flags,
+    shown_failures,
+    stay_in_foreground,
+)
 from trainkit.cli.started import describe_plan, print_choice, print_created, print_started
 from trainkit.errors import EXIT_OK, UsageError
 from trainkit.formats import duration
 from trainkit.run.group import RunGroup
 from trainkit.run.registry import find_run_or_group, one_run
+from trainkit.run.rundir import RUNS_FOLDER
 
 
 @as_command(
@@ -28,7 +37,6 @@ from trainkit.run.registry import find_run_or_group, one_run
 )
 @options.run_argument
 @options.choosing_shape_options
-@host_options
 @options.slurm_options
 @options.set_option
 @options.backend_option
@@ -54,14 +62,23 @@ def command(
 
     It resumes in the same run folder as the next attempt, or with --as in a new run folder, on Slurm or on
     this machine, where it ran. A run of `trainkit run` resumes in the foreground, unless --follow, --json or
-    --as is given. With --node-rank, --master-addr and --master-port it runs in the foreground on several
-    hosts, as `trainkit run` does.
+    --as is given. Started by torchrun or mpirun, it runs as their ranks, as `trainkit run` does.
     """
     from trainkit.control.changed_config import changes, expected_time_s, learning_rate_change, missing_save
     from trainkit.control.fork import copy_newest_checkpoint, newest_checkpoint_of
     from trainkit.control.resume import planned_resume, resume_run
     from trainkit.launch.create import create_run, start_run
 
+    folder, task = Path(RUNS_FOLDER).absolute(), find_launched_rank()
+    if task is not None:
+        if as_json or follow or fork_dir is not None:
+            given = "--json" if as_json else "--follow" if follow else "--as"
+            raise UsageError(
+                f"{given} cannot be combined with {task.launcher}",
+                hint="the run stays in the foreground and in its folder; leave the option out",
+            )
+        if task.task != 0:
+            return join_step(folder, task)
     named = find_run_or_group(run_name, acts=True)
     options.refuse_untrusted(named.path)
     if isinstance(named, RunGroup) and (named.record.process is not None or named.left):
@@ -71,50 +88,43 @@ def command(
     if chooses_nodes := typed["nodes"] == options.AUTO:
         typed["nodes"] = None
     flags = options.config_flags(typed)
-    place = host_place(flags, **typed)
-    if place is not None and (as_json or follow or fork_dir is not None):
-        given = "--json" if as_json else "--follow" if follow else "--as"
-        raise UsageError(
-            f"{given} cannot be combined with --node-rank",
-            hint="the run stays in the foreground and in its folder; leave the option out",
-        )
-    is_first = place is None or place.node_rank == 0
+    if task is not None:
+        flags |= shape_flags(task, task.tasks[0])
     fork = None if fork_dir is None else Path(fork_dir).absolute()
     if fork is not None:
         options.accept_trusted(fork)
     planned = planned_resume(
         *(source, overrides, flags),
         warn=warn,
-        target=None if place is None else hosts_target(place),
-        starts_here=fork is None and is_first,
+        target=None if task is None else launched_target(task),
+        starts_here=fork is None,
         new_code=new_code or fork is not None,
         chooses_nodes=chooses_nodes,
     )
     with planned as found:
         loaded, plan, is_command = found.loaded, found.plan, found.plan_before.workload.is_command
         print_choice(found.choice, plan)
-        if is_first:
-            click.echo(describe_plan(plan, loaded.config.name if fork else found.job.name), err=True)
-            for change in changes(found.before, loaded.config):
-                click.echo(f"  changed             {change}", err=True)
-            peaks = found.plan_before.lr, plan.lr
-            if not is_command and (lr := learning_rate_change(source, found.before, loaded.config, *peaks)):
-                click.echo(f"  learning rate       {lr}", err=True)
-            time_s = None if is_command else expected_time_s(source, plan, loaded.config.train.steps)
-            if time_s is not None:
-                left = "at the speed of its newest steps; checkpoints and validations come on top"
-                click.echo(f"  time                about {duration(time_s)} {left}", err=True)
-            if plan.workload.reads_input and not source.input_file.exists():
-                words = f"{plan.workload.argv[0]} reads standard input"
-                click.echo(f"warning: {words}, which this run has not kept: it gets an empty one", err=True)
-            if fork is None and (missing := missing_save(source, is_command=is_command)):
-                click.echo(f"  checkpoint          {missing}", err=True)
-        if place is not None:
-            name, plan = found.job.name, shown_failures(plan)
-            return run_on_hosts(
-                *(place, loaded.config, plan, source.path.parent, source.path.name),
-                lambda: (source, name, resume_run(source, loaded.config, plan, new_code=new_code)),
-            )
+        click.echo(describe_plan(plan, loaded.config.name if fork else found.job.name), err=True)
+        for change in changes(found.before, loaded.config):
+            click.echo(f"  changed             {change}", err=True)
+        peaks = found.plan_before.lr, plan.lr
+        if not is_command and (lr := learning_rate_change(source, found.before, loaded.config, *peaks)):
+            click.echo(f"  learning rate       {lr}", err=True)
+        time_s = None if is_command else expected_time_s(source, plan, loaded.config.train.steps)
+        if time_s is not None:
+            left = "at the speed of its newest steps; checkpoints and validations come on top"
+            click.echo(f"  time                about {duration(time_s)} {left}", err=True)
+        if plan.workload.reads_input and not source.input_file.exists():
+            words = f"{plan.workload.argv[0]} reads standard input"
+            click.echo(f"warning: {words}, which this run has not kept: it gets an empty one", err=True)
+        if fork is None and (missing := missing_save(source, is_command=is_command)):
+            click.echo(f"  checkpoint          {missing}", err=True)
+        if task is not None:
+            refuse_command(task, plan.workload)
+            plan = shown_failures(plan)
+            entry = resume_run(source, loaded.config, plan, new_code=new_code)
+            print_started(source, found.job.name, entry, plan.backend, as_json, plan.warnings)
+            return lead_step(folder, task, source.attempt(entry.attempt), plan)
         newest = found.job.newest
         was_here = newest is not None and newest.in_foreground and plan.is_here
         foreground = was_here and fork is None and not (follow or as_json)

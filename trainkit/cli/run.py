@@ -10,17 +10,16 @@ import socket
 import sys
 import time
 from dataclasses import replace
-from functools import partial
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from trainkit.backend import backend_of
+from trainkit.backends.launcher.rank import LaunchedRank, find_launched_rank
 from trainkit.backends.slurm.rendezvous import SlurmTask, find_slurm_task, master_address, reason_not_a_task
 from trainkit.cli import options
 from trainkit.cli.help import as_command, option
-from trainkit.cli.hosts import host_options, host_place, hosts_target, run_on_hosts
 from trainkit.cli.logs import follow_run, kept_terminal, print_end, show_rank_0
 from trainkit.cli.output import json_text
 from trainkit.cli.started import describe_plan, print_created, print_started
@@ -33,7 +32,7 @@ from trainkit.launch.config_request import ConfigRequest
 from trainkit.plan.launch import DebugPlan, LaunchPlan
 from trainkit.plan.workload import Workload
 from trainkit.run.record import AttemptRecord
-from trainkit.run.rundir import RUNS_FOLDER, AttemptDir, RunDir, next_name
+from trainkit.run.rundir import RUNS_FOLDER, AttemptDir, RunDir, become_sole_supervisor, next_name
 
 if TYPE_CHECKING:
     from trainkit.cluster.target import Target
@@ -45,11 +44,10 @@ if TYPE_CHECKING:
     "trainkit run quickstart --gpus-per-node 2 --set train.steps=20",
     "trainkit run --gpus-per-node 2 -- python train.py --lr 0.1",
     "srun --nodes=2 --ntasks-per-node=4 trainkit run quickstart",
-    "trainkit run quickstart --nodes 2 --node-rank 0 --master-addr host0 --master-port 29500",
+    "torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint host0:29500 -m trainkit run quickstart",
     cls=options.WithTrailingCommand,
 )
 @options.config_options(options.shape_options_here, submits=False)
-@host_options
 @option("--run-dir DIR", "Exact run folder, new or empty; default: runs/NAME.")
 @options.trust_option
 @options.launcher_option
@@ -68,13 +66,12 @@ def command(
     launcher: str,
     debug: str | None,
     post_mortem: bool,
-    **host: Any,
 ) -> int:
     """Run CONFIG in the foreground and print rank 0's output: on this node, or as the ranks of the srun step
     in which it is started. With a COMMAND after --, each rank runs it instead of the built-in trainer.
 
-    Without Slurm it runs on several hosts that share the filesystem of the run folder, if it is started on
-    each with the same --nodes, --master-addr and --master-port and its own --node-rank.
+    Without Slurm it runs on several hosts that share the filesystem of the run folder, as the ranks of
+    torchrun or mpirun.
 
     With --debug one rank has the terminal, the others log to files, and nothing counts as a hang. `trainkit
     debug` debugs a rank of a run that has no terminal.
@@ -87,47 +84,36 @@ def command(
     from trainkit.launch.plan_run import gather, plan_run
 
     workload = options.trailing_workload(launcher)
-    place = host_place(request.flags, **host)
+    task = launched_task()
     debug_plan = (
         None if debug is None and not post_mortem else _debug_plan(debug or "0", post_mortem, workload)
     )
-    if debug_plan is not None and (place is not None or "SLURM_STEP_ID" in os.environ):
+    if debug_plan is not None and (task is not None or "SLURM_STEP_ID" in os.environ):
         raise UsageError(
             "--debug is for a run on this machine alone",
             hint="elsewhere breakpoint() waits for `trainkit debug RUN --rank N`",
         )
-    if place is None and "SLURM_STEP_ID" in os.environ:
-        task = find_slurm_task()
-        if task is not None and task.num_tasks > 1:
-            return run_in_step(request, workload, run_dir, task)
+    if task is not None:
+        return run_in_step(request, workload, run_dir, task)
+    refuse_foreign_ranks()
     target = Target("local", "local: `trainkit run` uses this machine")
-    if place is not None:
-        target = hosts_target(place)
-    else:
-        refuse_foreign_ranks()
     loaded = request.load_to_plan(workload, target)
-    if place is None and loaded.config.resources.most_nodes != 1:
+    if loaded.config.resources.most_nodes != 1:
         raise UsageError(
             f"{loaded.origins['resources.nodes']} asks for {loaded.config.resources.most_nodes} nodes, "
             "but `trainkit run` uses one",
             hint="use `trainkit submit`, or add --set resources.nodes=1; without Slurm, start it on every "
-            "host with --nodes N --node-rank I --master-addr HOST --master-port PORT",
+            "host with torchrun",
         )
     plan = plan_run(loaded, gather(loaded, workload, target=target), workload)
     plan = shown_failures(plan)
     if debug_plan is not None:
         plan = plan.in_debugger(debug_plan, _debug_reason(plan, debug_plan))
     folder = options.named_folder(run_dir)
-    if place is None or place.node_rank == 0:
-        click.echo(describe_plan(plan, next_name(loaded.config.name, folder)), err=True)
+    click.echo(describe_plan(plan, next_name(loaded.config.name, folder)), err=True)
     if (forecast := disk_forecast(folder or Path(RUNS_FOLDER), plan, loaded.config)) is not None:
         click.echo(forecast, err=True)
-    stdin = _kept_input(workload) if place is None or place.node_rank == 0 else None
-    start = partial(_start, loaded.config, plan, folder, stdin)
-    if place is not None:
-        parent, named = (Path(RUNS_FOLDER), None) if folder is None else (folder.parent, folder.name)
-        return run_on_hosts(place, loaded.config, plan, parent.absolute(), named, start)
-    return stay_in_foreground(*start(), plan)
+    return stay_in_foreground(*_start(loaded.config, plan, folder, _kept_input(workload)), plan)
 
 
 def _kept_input(workload: Workload) -> bytes | None:
@@ -247,32 +233,60 @@ class _Forwarder:
 
 
 SRUN_READ_S = 1.0
+LOCK_TIMEOUT_S = 10.0
 
 
-def run_in_step(request: ConfigRequest, workload: Workload, run_dir: str | None, task: SlurmTask) -> int:
-    """Run CONFIG or a COMMAND as this task of the step; returns the exit code of this task."""
-    folder = Path(RUNS_FOLDER).absolute()
-    if task.task != 0:
-        found = step_run.await_announcement(folder, task)
-        return found if isinstance(found, int) else _exit_code(step_run.run_task(found))
-    try:
-        attempt, plan = _start_in_step(request, workload, run_dir, task)
-    except TrainkitError as error:
-        try:
-            step_run.announce(folder, task, error.exit_code)
-        except OSError:
-            return _end_step(task, error)
-        raise
+def launched_task() -> SlurmTask | LaunchedRank | None:
+    """What this process is of a Slurm step of several tasks, or of another launcher; None if it is alone."""
+    task = find_slurm_task() if "SLURM_STEP_ID" in os.environ else None
+    return task if task is not None and task.num_tasks > 1 else find_launched_rank()
+
+
+def join_step(folder: Path, task: SlurmTask | LaunchedRank) -> int:
+    """Run this task of the attempt that the first one announces in `folder`; returns its exit code."""
+    found = step_run.await_announcement(folder, task)
+    if isinstance(found, int):
+        return found
+    if isinstance(task, LaunchedRank):
+        options.refuse_untrusted(found.run.path)
+    return _exit_code(step_run.run_task(found, task))
+
+
+def lead_step(folder: Path, task: SlurmTask | LaunchedRank, attempt: AttemptDir, plan: LaunchPlan) -> int:
+    """Announce the attempt that has been opened in `folder` and run its first task; returns its exit code."""
     step_run.announce(folder, task, attempt)
+    if isinstance(task, LaunchedRank):
+        # After it, or an older announcement would count.
+        become_sole_supervisor(attempt.run, LOCK_TIMEOUT_S)
     with kept_terminal() as terminal:
         # The agent now writes to its log; the terminal shows rank 0.
         decision = step_run.run_first_task(
-            attempt, plan, lambda attempt, ended: show_rank_0(attempt, ended, terminal)
+            attempt, plan, task, lambda attempt, ended: show_rank_0(attempt, ended, terminal)
         )
     step_run.await_starts(attempt, plan)
     step_run.withdraw(folder, task)
     print_end(attempt.run)
     return _exit_code(step_run.exit_code_of(attempt, decision.exit_code))
+
+
+def run_in_step(
+    request: ConfigRequest, workload: Workload, run_dir: str | None, task: SlurmTask | LaunchedRank
+) -> int:
+    """Run CONFIG or a COMMAND as this task of the step or launcher; returns the exit code of this task."""
+    folder = Path(RUNS_FOLDER).absolute()
+    if task.task != 0:
+        return join_step(folder, task)
+    try:
+        attempt, plan = _start_in_step(request, workload, run_dir, task)
+    except TrainkitError as error:
+        if isinstance(task, LaunchedRank):
+            raise  # its launcher ends the other ranks
+        try:
+            step_run.announce(folder, task, error.exit_code)
+        except OSError:
+            return _end_step(task, error)
+        raise
+    return lead_step(folder, task, attempt, plan)
 
 
 def _end_step(task: SlurmTask, error: TrainkitError) -> int:
@@ -292,24 +306,51 @@ def _exit_code(code: int) -> int:
 
 
 def _start_in_step(
-    request: ConfigRequest, workload: Workload, run_dir: str | None, task: SlurmTask
+    request: ConfigRequest, workload: Workload, run_dir: str | None, task: SlurmTask | LaunchedRank
 ) -> tuple[AttemptDir, LaunchPlan]:
     """Load, plan, create and start the run, as the first task of the step; its attempt and plan."""
     from trainkit.launch.plan_run import gather, plan_run
 
-    procs = request.flags.get("resources.gpus_per_node")
-    sizes, target = _step_target(task, None if procs is None else int(str(procs[1])))
-    shape: dict[str, tuple[str, object]] = {
-        "resources.nodes": (f"srun, {task.num_nodes} nodes", task.num_nodes),
-        "resources.gpus_per_node": (f"srun, {max(sizes)} per node", max(sizes)),
-    }
-    loaded = replace(request, flags={**request.flags, **shape}).load_to_plan(workload, target)
+    if isinstance(task, LaunchedRank):
+        refuse_command(task, workload)
+        sizes, target = task.tasks, launched_target(task)
+    else:
+        procs = request.flags.get("resources.gpus_per_node")
+        sizes, target = _step_target(task, None if procs is None else int(str(procs[1])))
+    flags = {**request.flags, **shape_flags(task, max(sizes))}
+    loaded = replace(request, flags=flags).load_to_plan(workload, target)
     plan = plan_run(loaded, gather(loaded, workload, target=target), workload)
     folder = options.named_folder(run_dir)
     click.echo(describe_plan(plan, next_name(loaded.config.name, folder)), err=True)
     run, _, entry = _start(loaded.config, plan, folder, _kept_input(workload))
     click.echo(str(run.path))
     return run.attempt(entry.attempt), plan
+
+
+def shape_flags(task: SlurmTask | LaunchedRank, per_node: int) -> dict[str, tuple[str, object]]:
+    """The shape of a run whose ranks have started, each with its origin."""
+    origin = task.launcher if isinstance(task, LaunchedRank) else "srun"
+    return {
+        "resources.nodes": (f"{origin}, {task.num_nodes} nodes", task.num_nodes),
+        "resources.gpus_per_node": (f"{origin}, {per_node} per node", per_node),
+    }
+
+
+def launched_target(task: LaunchedRank) -> Target:
+    """The ranks of another launcher as a target."""
+    from trainkit.cluster.target import Target
+
+    reason = f"launcher: {task.launcher} has started {task.num_tasks} ranks; this is {task.first}"
+    return Target("launcher", reason, node_sizes=task.tasks, per="gpu", finds_cluster=False)
+
+
+def refuse_command(task: LaunchedRank, workload: Workload) -> None:
+    """Raise UsageError for a COMMAND, whose ranks the launcher starts without trainkit."""
+    if workload.is_command:
+        raise UsageError(
+            f"{task.launcher} starts the ranks of a COMMAND itself",
+            hint=f"`{task.launcher} … {workload.argv[0]} …`, without trainkit",
+        )
 
 
 def _step_target(task: SlurmTask, num_procs: int | None) -> tuple[tuple[int, ...], Target]:

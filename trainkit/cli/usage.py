@@ -46,6 +46,7 @@ KEEPS_LOGS = "`trainkit logs RUN` shows what a run prints; the files are in its 
 HERE = "a run works in the folder in which it is submitted: `cd` there first"
 ASKS_NOTHING = "trainkit asks nothing: leave it out"
 RENDEZVOUS = "trainkit chooses address, port and ranks itself: leave it out"
+BY_HAND = "leave it out; on several hosts without Slurm, start `torchrun … -m trainkit run CONFIG` on each"
 OTHER_WAYS = {
     **dict.fromkeys(("--resume", "--ckpt_path", "--ckpt-path", "--continue", "--restart"), RESUMES),
     **dict.fromkeys(("--resume_from_checkpoint", "--resume-from-checkpoint"), RESUMES),
@@ -66,6 +67,7 @@ OTHER_WAYS = {
     **dict.fromkeys(
         ("--node_rank", "--machine_rank", "--main_process_ip", "--main_process_port"), RENDEZVOUS
     ),
+    **dict.fromkeys(("--node-rank", "--master-addr", "--master-port"), BY_HAND),
     **dict.fromkeys(("--max_restarts", "--max-restarts"), "did you mean --set requeue.max_crashes=…?"),
     **dict.fromkeys(("--requeue", "--no-requeue"), "`--set requeue.max=N` says how often a run starts again"),
     **dict.fromkeys(("--use_deepspeed", "--deepspeed"), "did you mean --launcher deepspeed?"),

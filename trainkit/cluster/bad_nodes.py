@@ -6,7 +6,6 @@ The records are in ``$XDG_STATE_HOME/trainkit/bad_nodes/CLUSTER.json``; delete t
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta, timezone
@@ -25,8 +24,6 @@ FAILURES_OF_A_CULPRIT = 2
 """A host is excluded when this many failures of one run began on it."""
 
 _BLAMED = ("culprit", "start")
-_OF_NOTICE = re.compile(r"SIG(?:TERM|INT|USR1|USR2)$")
-"""The end of a reason that blames no node: Slurm and people end processes so. Earlier versions noted it."""
 
 Kind = Literal["died", "preflight", "culprit", "start"]
 """`died`: Slurm lost the node. `preflight`: it failed preflight. `culprit`: a run's failure began on it.
@@ -120,5 +117,4 @@ def _notes(file: Path, now: datetime) -> list[Note]:
     values = read_object(file).get("notes")
     listed = values if isinstance(values, list) else []
     found = (read_record(Note, value) for value in listed if isinstance(value, dict))
-    known = (note for note in found if note.host and now - note.at < KEEP)
-    return [note for note in known if note.kind not in _BLAMED or not _OF_NOTICE.search(note.reason)]
+    return [note for note in found if note.host and now - note.at < KEEP]

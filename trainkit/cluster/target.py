@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 class Target:
     """The target of a job: the backend, and the cluster if it is Slurm."""
 
-    backend: Literal["local", "hosts", "sbatch", "submitit", "srun"]
+    backend: Literal["local", "launcher", "sbatch", "submitit", "srun"]
     reason: str
     """Why this backend, in one sentence."""
     cluster: Cluster | None = None
     """None without Slurm."""
     node_sizes: tuple[int, ...] | None = None
-    """Workers per node of a step that has already started (``srun``)."""
+    """Workers per node of a step, or of another launcher, that has already started (``srun launcher``)."""
     per: Literal["gpu", "node"] | None = None
     """Whether that step has one task per GPU or one per node."""
     finds_cluster: bool = True
-    """Whether the profile of a cluster may set defaults; not on hosts that were started by hand."""
+    """Whether the profile of a cluster may set defaults; not for the ranks of another launcher."""
 
     @property
     def submits_job(self) -> bool:

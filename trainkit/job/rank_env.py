@@ -145,9 +145,8 @@ def refuse_foreign_ranks(environ: Mapping[str, str] = os.environ) -> None:
                 f"this process is one of {size} ranks of another launcher ({name}={size}), and each of them "
                 "would train a run of its own",
                 hint="start `trainkit run --gpus-per-node N` once on a machine, `srun … trainkit run` on "
-                "several nodes of Slurm, or on every host without Slurm `trainkit run --nodes N "
-                "--node-rank I --master-addr HOST --master-port PORT`; if there is no launcher, "
-                f"`unset {name}`",
+                "several nodes of Slurm, or without Slurm with torchrun, or mpirun -x MASTER_ADDR=HOST "
+                f"-x MASTER_PORT=PORT, on all hosts; if there is no launcher, `unset {name}`",
             )
 
 

@@ -11,7 +11,7 @@ from functools import cached_property
 from operator import itemgetter
 from shlex import quote
 
-from trainkit.formats import JsonObject, shown, shown_value
+from trainkit.formats import shown, shown_value
 from trainkit.observe.status import ACTIVE_STATES, STATE_EVENTS, attempt_state
 from trainkit.run.end import AttemptEnd, Best, read_newest_end
 from trainkit.run.events import best_result, diverged_in, read_events, with_divergence
@@ -82,7 +82,7 @@ class PointStatus:
     """One point at one moment."""
 
     index: int
-    values: JsonObject
+    values: dict[str, object]
     state: str
     """As in `trainkit.observe.status.RunStatus.state`."""
     reason: str | None

@@ -83,7 +83,7 @@ class Batch:
     global_batch_size: int
     tokens_per_step: int
     pp_microbatches: int | None = None
-    """Microbatches per device batch; None without a pipeline and in plans of older versions."""
+    """Microbatches per device batch; None without a pipeline."""
 
 
 @dataclass(frozen=True)
@@ -216,8 +216,8 @@ class LaunchPlan:
 
     @property
     def has_supervisor(self) -> bool:
-        """Whether a process of its own watches all ranks; in a step and on hosts by hand none does."""
-        return self.backend not in ("srun", "hosts")
+        """Whether a process of its own watches all ranks; with ranks that were started first, none does."""
+        return self.backend not in ("srun", "launcher")
 
     @property
     def fewest_nodes(self) -> int:

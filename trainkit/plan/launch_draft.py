@@ -151,14 +151,6 @@ class LaunchDraft:
             if given.part is not None:
                 self.parts[name] = to_json(given.part)
 
-    @property
-    def nodes_here(self) -> int:
-        """The number of nodes that share this machine: one if it is one of several hosts started by hand."""
-        return 1 if self.target.per == "node" else self.loaded.config.resources.most_nodes
-
-    def _workers_here(self, world_size: int) -> int:
-        return world_size * self.nodes_here // self.loaded.config.resources.most_nodes
-
     def check_oversubscription(self, device: str, world_size: int) -> None:
         """Report too many CPU workers: a typo in --nodes must not start a thousand processes here.
 
@@ -166,10 +158,14 @@ class LaunchDraft:
         """
         if self.target.node_sizes is not None or self.target.cluster is not None:
             return
-        most, here = WORKERS_PER_CPU * self.machine.num_cpus, self._workers_here(world_size)
-        if device == "cpu" and here > most:
-            message = f"starts {here} workers on the {self.machine.num_cpus} CPU cores of this machine"
-            key = "resources.nodes" if self.nodes_here > 1 else "resources.gpus_per_node"
+        most = WORKERS_PER_CPU * self.machine.num_cpus
+        if device == "cpu" and world_size > most:
+            message = f"starts {world_size} workers on the {self.machine.num_cpus} CPU cores of this machine"
+            key = (
+                "resources.nodes"
+                if self.loaded.config.resources.most_nodes > 1
+                else "resources.gpus_per_node"
+            )
             self.problem(key, message, f"the maximum here is {most} workers ({WORKERS_PER_CPU} per core)")
 
     def device(self) -> str:
@@ -189,7 +185,7 @@ class LaunchDraft:
 
     def workers_per_node(self, device: str) -> int:
         requested = self.loaded.config.resources.gpus_per_node
-        num_gpus, nodes = self.machine.num_gpus, self.nodes_here
+        num_gpus, nodes = self.machine.num_gpus, self.loaded.config.resources.most_nodes
         if requested == "auto" and device == "cuda":
             return self.detected_gpus()
         if requested == "auto":
@@ -207,7 +203,7 @@ class LaunchDraft:
 
     def detected_gpus(self) -> int:
         """The GPUs of each node if the config does not set them."""
-        nodes, num_gpus = self.nodes_here, self.machine.num_gpus
+        nodes, num_gpus = self.loaded.config.resources.most_nodes, self.machine.num_gpus
         if 0 < num_gpus < nodes:
             message = f"is {nodes}, but this machine has {plural(num_gpus, 'GPU')} and every node needs one"
             self.problem("resources.nodes", message, self._gpu_hint())
@@ -260,9 +256,9 @@ class LaunchDraft:
 
     def derived_threads(self, world_size: int) -> tuple[int | None, str]:
         """The threads per worker if the config does not set them, and why."""
-        num_cpus, here = self.machine.num_cpus, self._workers_here(world_size)
-        threads = max(1, num_cpus // here)
-        return threads, f"{threads}: {num_cpus} CPU cores for {plural(here, 'worker')}"
+        num_cpus = self.machine.num_cpus
+        threads = max(1, num_cpus // world_size)
+        return threads, f"{threads}: {num_cpus} CPU cores for {plural(world_size, 'worker')}"
 
     def lead_s(self) -> int:
         """How many seconds before its end the run gets the notice; here, as many as it asks for."""
@@ -295,12 +291,19 @@ class StepDraft(LaunchDraft):
             self.warnings.append(f"task 0 sees one GPU of its node: {BOUND_GPU_WARNING}")
         elif device == "cuda" and count > num_gpus:
             message = f"is {count} in this step, but this node has {num_gpus} visible GPUs"
-            hint = "request GPUs with srun --gpus-per-node, or set device: cpu"
-            self.problem("resources.gpus_per_node", message, hint)
+            fewer = "start fewer ranks" if self.is_launched else "request GPUs with srun --gpus-per-node"
+            self.problem("resources.gpus_per_node", message, f"{fewer}, or set device: cpu")
         return count
 
     def derived_threads(self, world_size: int) -> tuple[int | None, str]:
+        if self.is_launched:
+            return None, "the cores of each host, shared by its ranks"
         return None, "the cores that Slurm allocated to each task"
+
+    @property
+    def is_launched(self) -> bool:
+        """Whether another launcher has started the ranks, and not Slurm."""
+        return self.target.backend == "launcher"
 
 
 def _policy(section: RequeueConfig) -> RequeuePolicy:

@@ -27,7 +27,6 @@ from trainkit.run.files import (
     OPTIONAL,
     changed,
     read_json,
-    read_object,
     read_record,
     to_json,
     write_atomic,
@@ -42,7 +41,7 @@ from trainkit.trust import read_trusted
 
 GROUP_VERSION = 1
 BENCH_FILE = "bench.json"
-"""In the folder of a bench, which is a group of runs, or an `OldBench`."""
+"""In the folder of a bench, which is a group of runs."""
 WAITS_FOR_ROOM = "Slurm takes no more jobs of this user at once; those of the group submit it as they end"
 """Why a point is `RunGroup.left`."""
 
@@ -95,7 +94,7 @@ class GroupRecord:
     process: ProcessId | None = field(default=None, metadata=OPTIONAL)
     """The process that starts its runs on this machine; None on Slurm."""
     parts: list[Part] = field(default_factory=list, metadata=OPTIONAL)
-    """Its arrays on Slurm, in the order of their points; none in the files of earlier versions."""
+    """Its arrays on Slurm, in the order of their points; none on this machine."""
     submitted_at: str | None = field(default=None, metadata=OPTIONAL)
     cancelled_at: str | None = field(default=None, metadata=OPTIONAL)
     folder: str | None = field(default=None, metadata=OPTIONAL)
@@ -270,44 +269,6 @@ class RunGroup(RunFolder):
         """The job id of a point's task in its array."""
         part = self.part_of(index)
         return None if part is None or part.job_id is None else f"{part.job_id}_{index - part.offset}"
-
-
-class OldBench(RunGroup):
-    """The runs of a bench of trainkit 0.1.0, which were no group but started one after another, as one."""
-
-    def exists(self) -> bool:
-        return (self.path / BENCH_FILE).is_file()
-
-    @cached_property
-    def _runs(self) -> list[tuple[str, dict[str, object]]]:
-        """The folder of each run, and its values."""
-        try:
-            content = read_json(self.path / BENCH_FILE)
-            keys = ["repeat"] * (content["repeats"] > 1)
-            runs = [
-                (str(item["run"]), {**item["values"], **{key: item[key] for key in keys}})
-                for item in content["runs"]
-            ]
-            if not runs or any("\0" in name or {"..", "/"} & {*Path(name).parts} for name, _ in runs):
-                raise ValueError("its runs are in no folders of it")
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UsageError(
-                f"{self.shown}/{BENCH_FILE} cannot be read: {error}",
-                hint="name one of its runs by its folder",
-            ) from error
-        return runs
-
-    def folder(self, index: int) -> str:
-        return f"{self.path}/{self._runs[index][0]}"
-
-    def created(self) -> list[int]:
-        return list(self.points)
-
-    @cached_property
-    def _content(self) -> tuple[GroupRecord, dict[int, Point]]:
-        points = {index: Point(index, values) for index, (_, values) in enumerate(self._runs)}
-        record = GroupRecord(name=self.path.name, keys=list(points[0].values), process=ProcessId())
-        return replace(record, plan=read_object(self.run(0).plan_file)), points
 
 
 def group_of(run: RunDir) -> tuple[RunGroup, int] | None:

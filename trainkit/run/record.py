@@ -29,11 +29,8 @@ from trainkit.scheduler import on_cluster, split_job
 from trainkit.slurm.environment import cluster_name, other_cluster
 from trainkit.trust import read_trusted
 
-AUTO_RESTART = "comeback"
-"""The reason, in job.json, of an attempt that the supervisor starts without a command.
-
-The word is kept for the folders of earlier versions.
-"""
+AUTO_RESTART = "restart"
+"""The reason, in job.json, of an attempt that the supervisor starts without a command."""
 
 
 def submitit_pickle(run: RunDir, job_id: str) -> Path:

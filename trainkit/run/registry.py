@@ -26,7 +26,7 @@ from trainkit.errors import UsageError, print_note
 from trainkit.folders import ensure_folder, state_folder, typed_path
 from trainkit.formats import did_you_mean, there_are
 from trainkit.run.files import append_jsonl, read_jsonl, utc_now
-from trainkit.run.group import OldBench, RunGroup, create_task_run, group_of, is_index
+from trainkit.run.group import RunGroup, create_task_run, group_of, is_index
 from trainkit.run.record import read_job
 from trainkit.run.rundir import RUNS_FOLDER, AttemptDir, RunDir
 from trainkit.scheduler import base_id, is_job_id, split_job
@@ -177,8 +177,6 @@ def find_run_or_group(text: str, *, to_change: bool = False, acts: bool = False)
         if RunGroup(text).exists():
             return RunGroup(text)
         is_run = run.exists() or group_of(run) is not None
-        if not (is_run or to_change) and OldBench(text).exists():
-            return OldBench(text)
     except OSError as error:
         raise UsageError(
             f"{text} cannot be read: {error.strerror}", hint="only the owner of a run can read it"

@@ -276,10 +276,6 @@ class AttemptDir:
     rank_profile = Numbered("profile/rank-{:04d}.json")
     rank_record = Numbered("ranks/rank-{:04d}.jsonl")
     """What a rank computed by itself, on the steps that were logged."""
-    host_file = Numbered("host-{:04d}.json")
-    """What a host without Slurm says of itself; empty until it has joined."""
-    host_lock_file = Numbered(".host-{:04d}.lock")
-    """Locked by that host until it leaves."""
 
     def __init__(self, run: RunDir, number: int) -> None:
         self.run = run
@@ -322,10 +318,6 @@ class AttemptDir:
         staged.unlink(missing_ok=True)  # of a command that was killed before the next lines
         staged.symlink_to(self.path.name)
         staged.replace(latest)
-
-
-CLAIM_TIMEOUT_S = 2.0
-"""Another host may ask at this moment whether a place is taken."""
 
 
 class RunLocked(TrainkitError):
@@ -384,22 +376,6 @@ def become_sole_supervisor(run: RunDir, timeout_s: float) -> None:
 def is_supervised(run: RunDir) -> bool:
     """Whether some process holds the lock of `become_sole_supervisor`."""
     return is_locked(run.supervisor_lock_file)
-
-
-def claim_place(attempt: AttemptDir, node_rank: int) -> None:
-    """Lock the place of this host without Slurm until its process exits; raises UsageError if it is taken."""
-    try:
-        acquire_lock(attempt.host_lock_file(node_rank), CLAIM_TIMEOUT_S)  # held until this process exits
-    except LockBusy as busy:
-        raise UsageError(
-            f"node rank {node_rank} is taken: {busy}",
-            hint="give every host its own --node-rank, and every run its own --master-port",
-        ) from None
-
-
-def is_there(attempt: AttemptDir, node_rank: int) -> bool:
-    """Whether the host that has claimed a place is still there."""
-    return is_locked(attempt.host_lock_file(node_rank))
 
 
 def folders_named(parent: Path, name: str) -> Iterator[Path]:

@@ -74,16 +74,6 @@ def test_one_failure_that_began_on_a_host_is_nothing(memory: Memory) -> None:
     }
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGSEGV"])
-def test_a_death_by_a_signal_that_asks_to_end_blames_no_host(memory: Memory, name: str) -> None:
-    """As an earlier version has noted it."""
-    for attempt in (1, 2):
-        memory.note("h1", "culprit", attempt=attempt, reason=f"killed by {name}")
-    memory.note("h2", "start", reason=f"a job ended there before its supervisor began: {name}")
-    found = excluded("west", NOON, memory.environ, run="/runs/small")
-    assert set(found) == ({"h1", "h2"} if name == "SIGSEGV" else set())
-
-
 def test_a_host_on_which_a_start_failed_is_left_out_by_its_own_run_at_once(memory: Memory) -> None:
     memory.note("h1", "start")
     memory.note("h1", "start")  # the same attempt, tried there again

@@ -1,4 +1,4 @@
-"""Runs without Slurm: a supervisor process on this machine, or several hosts that were started by hand."""
+"""Runs on this machine, each with a supervisor process."""
 
 from __future__ import annotations
 
@@ -201,10 +201,3 @@ def _start_process(
             start_new_session=True,
             preexec_fn=dies_with(os.getpid(), signal.SIGTERM) if foreground else None,
         )
-
-
-class HostsBackend(LocalBackend):
-    """This process on the first of several hosts that were started by hand; it records their end."""
-
-    def _supervisor(self, attempt: AttemptDir, new: NewAttempt) -> int:
-        return os.getpid()

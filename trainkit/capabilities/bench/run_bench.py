@@ -17,7 +17,7 @@ from trainkit.formats import JsonObject, shown
 from trainkit.observe.group import GroupFiles, PointStatus, count_states, state_counts
 from trainkit.run.end import read_newest_end
 from trainkit.run.files import LEFT_OUT, read_json, read_record, to_json, write_json
-from trainkit.run.group import BENCH_FILE, OldBench, RunGroup
+from trainkit.run.group import BENCH_FILE, RunGroup
 from trainkit.run.manifest import remove_all
 from trainkit.run.rundir import RunDir
 
@@ -122,8 +122,7 @@ class Bench:
 
     @property
     def group(self) -> RunGroup:
-        group = RunGroup(self.folder)
-        return group if group.exists() else OldBench(self.folder)
+        return RunGroup(self.folder)
 
     def run_dir(self, item: BenchRun) -> RunDir:
         return RunDir(self.folder / item.run)

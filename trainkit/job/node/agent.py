@@ -2,7 +2,7 @@
 
 ``python -m trainkit.job.node.agent RUN_DIR --attempt N --node-rank I --master-port P`` on one machine, and
 ``python -m trainkit.job.node.agent RUN_DIR`` as a task of a step, which determines its node and ranks.
-`trainkit run` calls `run_node` itself, in a step and on hosts without Slurm.
+`trainkit run` calls `run_task` itself, in a step and as a rank of another launcher.
 
 Exit code: see `trainkit.job.signals.combine_exit_codes`.
 """
@@ -37,7 +37,6 @@ from trainkit.job.failure.launcher_report import LaunchedRanks, RankExit
 from trainkit.job.failure.records import (
     killed_rank,
     lacks_result,
-    lost_host_failure,
     record_missing_result,
     record_refusal,
     record_silent_death,
@@ -48,7 +47,6 @@ from trainkit.job.node.memory import count_oom_kills
 from trainkit.job.node.notice import CommandNotice, takers, was_signalled
 from trainkit.job.node.output_pipes import OutputPipes
 from trainkit.job.node.rendezvous import (
-    HostPlace,
     Listener,
     NotATask,
     Rendezvous,
@@ -57,7 +55,6 @@ from trainkit.job.node.rendezvous import (
     await_plan,
     local_rendezvous,
     record_notice,
-    recorded_notices,
 )
 from trainkit.job.node.worker_env import (
     network_environ,
@@ -75,9 +72,8 @@ from trainkit.job.signals import (
     is_death_by_notice,
     signal_exit_code,
 )
-from trainkit.job.work_folder import WORK_DIR_VARIABLE, enter_work_folder
+from trainkit.job.work_folder import WORK_DIR_VARIABLE
 from trainkit.plan.launch import LaunchPlan
-from trainkit.run.files import to_json, write_json
 from trainkit.run.record import read_job, read_rendezvous, record_of
 from trainkit.run.rundir import AttemptDir, RunDir
 
@@ -121,8 +117,6 @@ class Agent(ProcessGroup):
         self._oom_kills = count_oom_kills()
         self._hang_s: float | None = None
         """Monotonic time at which the first hang was seen."""
-        self._num_notices = 0
-        """The number of recorded notices, of all hosts without Slurm, that were seen."""
 
     poll_interval_s = POLL_S
 
@@ -193,11 +187,8 @@ class Agent(ProcessGroup):
 
     def on_signal(self, received: signal.Signals) -> None:
         received, task = asked_by(received, self.attempt), self.rendezvous.task
-        if task is not None and (self.deadline_s is None or isinstance(task, HostPlace)):
+        if task is not None and self.deadline_s is None:
             record_notice(self.attempt, received, task, self.received_at)
-        self._expect_end(received)
-
-    def _expect_end(self, received: signal.Signals) -> None:
         self.received = received
         self.kill_within(self.plan.grace_s + KILL_MARGIN_S)
 
@@ -219,8 +210,6 @@ class Agent(ProcessGroup):
         if self.workload.is_command and not self.has_launcher:
             self._hold_pipes()
             self._notice.send_to_repeated(self.running)
-        if isinstance(self.rendezvous.task, HostPlace):
-            self._follow_other_hosts(self.rendezvous.task)
         # Without a supervisor nothing else ends these workers, which may wait in a collective forever.
         is_unsupervised = not self.plan.has_supervisor and self.deadline_s is None
         if is_unsupervised and (has_hangs or any(attempt.errors_dir.glob("rank-*.json"))):
@@ -238,22 +227,6 @@ class Agent(ProcessGroup):
                 self._pipes.hold(writers.keys() - {member.pid}, tree, self.attempt.rank_log(rank))
         if self._pipes.poll(has_notice=self.received is not None):
             self.poll_interval_s = min(self.poll_interval_s, DRAIN_S)
-
-    def _follow_other_hosts(self, place: HostPlace) -> None:
-        """Forward the notices that other hosts have received, and record a host that is lost as a failure."""
-        notices = recorded_notices(self.attempt)
-        for received, node_rank in notices[self._num_notices :]:
-            if node_rank != place.node_rank:
-                self.forward_signal(received)
-                self._expect_end(received)
-        self._num_notices = len(notices)
-        from trainkit.job.node.host_rendezvous import lost_host
-
-        for node_rank in place.others:
-            record = self.attempt.rank_error(self.plan.first_rank_of(node_rank))
-            host = None if record.exists() else lost_host(self.attempt, node_rank)
-            if host is not None:
-                write_json(record, to_json(lost_host_failure(self.attempt, [host])))
 
     def _pids(self) -> dict[int, int]:
         """The pids of the ranks on this node, by rank."""
@@ -389,6 +362,11 @@ def run_step_task(run: RunDir, number: int) -> int:
     except NotATask as error:
         print(f"error: {error.message}", flush=True)
         return EXIT_NO_RESTART
+    return run_task(attempt, task)
+
+
+def run_task(attempt: AttemptDir, task: Task) -> int:
+    """Run the agent of a task, which waits for the plan; returns its exit code. Call with signals blocked."""
     try:
         plan = await_plan(attempt)
     except StopSignalReceived as stop:
@@ -399,24 +377,14 @@ def run_step_task(run: RunDir, number: int) -> int:
     return run_node(attempt, plan, task)
 
 
-def run_node(attempt: AttemptDir, plan: LaunchPlan, task: Task | HostPlace) -> int:
-    """Run the agent of a task of a step, or of a host without Slurm; returns its exit code."""
+def run_node(attempt: AttemptDir, plan: LaunchPlan, task: Task) -> int:
+    """Run the agent of a task of a step, or of a rank of another launcher; returns its exit code."""
     redirect_output(attempt.node_log(task.node_rank))
     rank = plan.first_rank_of(min(task.node_rank, plan.num_nodes - 1)) + task.local_task
     local_ranks = (task.local_task,) if plan.per == "gpu" else range(plan.workers_per_node)
     try:
         require_node(attempt, plan, local_ranks, checks_disk=task.local_task == 0)
-        if isinstance(task, Task):
-            return run_agent(attempt, plan, task.meet(attempt, plan))
-        from trainkit.job.node.host_rendezvous import host_rendezvous  # without Slurm only
-
-        job = read_job(attempt.run)
-        os.chdir(job.cwd or ".")
-        if task.node_rank == 0:
-            enter_work_folder(attempt.run, job, plan)
-        rendezvous = host_rendezvous(attempt, plan, task)
-        enter_work_folder(attempt.run, job, plan)  # which node 0 has made
-        return run_agent(attempt, plan, rendezvous)
+        return run_agent(attempt, plan, task.meet(attempt, plan))
     except StopSignalReceived as stop:
         record_notice(attempt, asked_by(stop.received, attempt), task)
         print(f"stopped by {stop} before the ranks started", flush=True)

@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
-from urllib.parse import quote
 
 from trainkit.errors import TrainkitError
 from trainkit.job import processes
@@ -99,8 +98,10 @@ class Listener(Protocol):
 
 
 class Task(ABC):
-    """The task of a scheduler's step that an agent is."""
+    """What an agent is: the task of a scheduler's step, or a rank of another launcher."""
 
+    has_scheduler = True
+    """Whether its key is never that of another start, and a signal reaches all tasks."""
     node_rank: int
     local_task: int
     """Its index among the tasks of its node."""
@@ -133,37 +134,9 @@ class Task(ABC):
         StopSignalReceived when a notice signal arrives meanwhile.
         """
 
-    @abstractmethod
-    def listen(self) -> Listener:
-        """Start to listen; call after the ranks, with the notice signals blocked."""
-
-
-@dataclass(frozen=True)
-class HostPlace:
-    """The place of this host among those that were started by hand."""
-
-    node_rank: int
-    num_nodes: int
-    master_addr: str
-    """The address of node 0, as every host is given it."""
-    master_port: int
-    local_task = 0
-    """Its agent starts all ranks of the host."""
-
-    @property
-    def first(self) -> str:
-        """The host that announces the run, in words."""
-        return f"node 0 at {self.master_addr}:{self.master_port}"
-
-    @property
-    def key(self) -> str:
-        """A string that identifies the hosts that are started together."""
-        return f"{quote(self.master_addr, safe='')}.{self.master_port}"
-
-    @property
-    def others(self) -> list[int]:
-        """The node ranks of the other hosts."""
-        return [node for node in range(self.num_nodes) if node != self.node_rank]
+    def listen(self) -> Listener | None:
+        """Start to listen, if the ranks may be signalled too; call after them, with the signals blocked."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -178,7 +151,7 @@ class Rendezvous:
     """Another host of the job; None when all ranks are on this host."""
     nonce: str = ""
     """Random: by it the ranks of an attempt tell its rank 0 from that of another job."""
-    task: Task | HostPlace | None = None
+    task: Task | None = None
     """What its agent is; None for a local run, whose supervisor starts and signals all agents."""
 
     @property
@@ -187,22 +160,21 @@ class Rendezvous:
         return self.node_rank == 0 and 0 in self.local_ranks
 
 
-def record_notice(
-    attempt: AttemptDir, received: signal.Signals, task: Task | HostPlace, time: str = ""
-) -> None:
-    """Record a signal for the supervisor of a step, or for other hosts, which may not have received it."""
-    if isinstance(task, Task) and not task.is_first:
+def record_notice(attempt: AttemptDir, received: signal.Signals, task: Task, time: str = "") -> None:
+    """Record a signal for the supervisor of a step, or for rank 0 of another launcher."""
+    if task.has_scheduler and not task.is_first:
         return  # the scheduler has signalled all tasks
-    more: dict[str, object] = {"node_rank": task.node_rank} if isinstance(task, HostPlace) else {}
+    if not task.has_scheduler and any(attempt.errors_dir.glob("rank-*.json")):
+        return  # a launcher ends the other ranks with a signal
     with contextlib.suppress(OSError):  # the ranks have received it, even if the disk is full
-        more |= {"time": time} if time else {}
+        more = {"time": time} if time else {}
         log_event(attempt.run, attempt.number, "signal", signal=received.name, **more)
 
 
-def recorded_notices(attempt: AttemptDir) -> list[tuple[signal.Signals, int | None]]:
-    """The signals of `record_notice`, each with the node rank of the host that received it."""
+def recorded_notices(attempt: AttemptDir) -> list[signal.Signals]:
+    """The signals of `record_notice`."""
     events = read_events(attempt.run, "signal", attempt=attempt.number)
-    return [(signal.Signals[event.values["signal"]], event.count("node_rank")) for event in events]
+    return [signal.Signals[event.values["signal"]] for event in events]
 
 
 def await_plan(attempt: AttemptDir, timeout_s: float = VISIBLE_TIMEOUT_S) -> LaunchPlan:
@@ -257,5 +229,5 @@ class PauseUntilFailure:
             raise TrainkitError(
                 "another rank failed before the rendezvous", hint=f"its record is {failed[0]}"
             )
-        for received, _ in recorded_notices(self._attempt):
+        for received in recorded_notices(self._attempt):
             raise StopSignalReceived(received)

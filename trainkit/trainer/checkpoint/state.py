@@ -100,7 +100,7 @@ class TrainingState:
     best_value: float | None = None
     best_step: int | None = None
     best_metric: str | None = None
-    """Metric and mode of `best_value`; None in manifests of older versions."""
+    """Metric and mode of `best_value`; None without one."""
     nonfinite_in_a_row: int = 0
     has_updated_weights: bool = False
     """Whether any step was applied: all are skipped while the gradients of fp16 overflow."""
@@ -111,9 +111,7 @@ class TrainingState:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> TrainingState:
         stream = value.get("stream")
-        values = {**value, "stream": None if stream is None else StreamState(**stream)}
-        # Manifests of older versions do not say it.
-        return cls(**{"has_updated_weights": True, **values})
+        return cls(**{**value, "stream": None if stream is None else StreamState(**stream)})
 
 
 def encode(path: str, value: Any, tensors: dict[str, Tensor]) -> Any:

@@ -1,0 +1,235 @@
+"""`trainkit run` and `resume` as the ranks of torchrun or mpirun; every host is a process on this machine."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from steering import LIMIT_S, Desk, wait_for
+
+from tests.support.programs import ranks_of
+from trainkit.backends.launcher.rank import LAUNCHERS, LaunchedRank
+from trainkit.job.node.rendezvous import choose_port
+from trainkit.job.step_run import announce, announcement_file
+from trainkit.run.events import read_events, read_metrics
+from trainkit.run.files import read_json
+from trainkit.run.rundir import RunDir
+
+SHOWS_RANK = """
+names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"]
+print(json.dumps({name: os.environ[name] for name in names}), flush=True)
+"""
+
+
+class Ranks:
+    """The ranks of a launcher, two on each host; what is left of them is killed."""
+
+    def __init__(self, desk: Desk) -> None:
+        self.desk = desk
+        self.port = choose_port()
+        self.run = RunDir(desk.folder / "runs/small")
+        self.started: list[subprocess.Popen[str]] = []
+
+    def environ(self, rank: int, size: int = 4, launcher: str = "torchrun") -> dict[str, str]:
+        values = map(str, (rank, rank % 2, size, 2))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port)}
+        return {**dict(zip(LAUNCHERS[launcher], values, strict=True)), **address}
+
+    def start(self, *args: str, launcher: str = "torchrun") -> list[subprocess.Popen[str]]:
+        """All ranks of `trainkit` with these arguments, the last one first."""
+        started = {
+            rank: self.started_as(self.desk.argv(*args), self.environ(rank, launcher=launcher))
+            for rank in (3, 2, 1, 0)
+        }
+        return [started[rank] for rank in sorted(started)]
+
+    def started_as(self, argv: list[str], environ: dict[str, str] | None = None) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            argv,
+            cwd=self.desk.folder,
+            env=self.desk.environ | (environ or {}),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.started.append(process)
+        return process
+
+    def run_all(self) -> list[subprocess.Popen[str]]:
+        return self.start("run", str(self.desk.config))
+
+    def wait_for_ranks(self) -> None:
+        for rank in range(4):
+            self.desk.wait_for_log(self.run, f"attempt 1 rank {rank}", rank=rank)
+
+
+def end_of(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """The exit code of a process, and what it printed to stderr."""
+    _, words = process.communicate(timeout=LIMIT_S)
+    return process.returncode, words
+
+
+@pytest.fixture
+def ranks(desk: Desk) -> Iterator[Ranks]:
+    ranks = Ranks(desk)
+    yield ranks
+    for process in ranks.started:
+        process.kill()
+        process.communicate(timeout=LIMIT_S)
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
+def test_every_rank_joins_the_run_of_rank_0(ranks: Ranks, launcher: str) -> None:
+    ranks.desk.works(SHOWS_RANK)
+    # Of a start at the same address that was killed.
+    before = LaunchedRank(launcher, 0, 0, (2, 2), "127.0.0.1", ranks.port)
+    announce(ranks.run.path.parent, before, RunDir(ranks.desk.folder / "gone").attempt(1))
+    first, *others = ranks.start("run", str(ranks.desk.config), launcher=launcher)
+    shown, words = first.communicate(timeout=LIMIT_S)
+    assert first.returncode == 0, words
+    assert [end_of(process)[0] for process in others] == [0, 0, 0]
+    assert shown.splitlines()[0] == str(ranks.run.path)
+    attempt = ranks.run.attempt(1)
+    found = [json.loads(attempt.rank_log(rank).read_text().splitlines()[1]) for rank in range(4)]
+    assert [(one["RANK"], one["LOCAL_RANK"], one["NODE_RANK"]) for one in found] == [
+        *(("0", "0", "0"), ("1", "1", "0"), ("2", "0", "1"), ("3", "1", "1"))
+    ]
+    assert {(one["WORLD_SIZE"], one["LOCAL_WORLD_SIZE"]) for one in found} == {("4", "2")}
+    # The launcher may listen at its own port.
+    port = str(read_json(attempt.rendezvous_file)["port"])
+    assert {(one["MASTER_ADDR"], one["MASTER_PORT"]) for one in found} == {("127.0.0.1", port)}
+    assert port != str(ranks.port)
+    plan = read_json(attempt.plan_file)
+    assert (plan["backend"], plan["num_nodes"], plan["workers_per_node"], plan["per"]) == (
+        *("launcher", 2, 2, "gpu"),
+    )
+    assert plan["reasons"]["threads_per_worker"] == "the cores of each host, shared by its ranks"
+    assert json.loads(shown.splitlines()[2]) == found[0]
+    assert [event.name for event in read_events(ranks.run)] == ["submitted", "started", "finished"]
+    assert read_json(attempt.end_file)["state"] == "finished"
+    assert not announcement_file(ranks.run.path.parent, before).exists()
+
+
+def test_a_signal_to_all_ranks_saves_and_ends_them(ranks: Ranks) -> None:
+    started = ranks.run_all()
+    ranks.wait_for_ranks()
+    assert ranks.desk.status(ranks.run)["state"] == "running"
+    for process in started:
+        process.send_signal(signal.SIGHUP)  # of a terminal that closes
+    assert [end_of(process)[0] for process in started] == [0, 0, 0, 0]
+    end = read_json(ranks.run.attempt(1).end_file)
+    assert (end["state"], end["reason"]) == ("stopped", "saved after SIGTERM")
+
+
+def test_a_killed_rank_ends_the_others(ranks: Ranks) -> None:
+    """Also where the launcher asks these to end, as torchrun does at the same moment."""
+    ranks.desk.works(
+        """
+        while not asked: time.sleep(0.02)
+        sys.exit(1)  # as the collective fails in which it would agree to save
+        """
+    )
+    started = ranks.run_all()
+    ranks.wait_for_ranks()
+    os.kill(ranks_of(ranks.run)[3], signal.SIGKILL)
+    wait_for(lambda: ranks.run.attempt(1).rank_error(3).exists())
+    started[0].send_signal(signal.SIGTERM)
+    code, words = end_of(started[0])
+    assert code == 1
+    assert "killed by SIGKILL\nlast lines of rank 3:\n" in words
+    assert end_of(started[3])[0] == 137
+    end = read_json(ranks.run.attempt(1).end_file)
+    assert (end["verdict"]["rank"], end["verdict"]["message"]) == (3, "killed by SIGKILL")
+    assert end["state"] == "failed"
+
+
+def test_what_cannot_start_is_said_by_rank_0(ranks: Ranks) -> None:
+    """Its launcher ends the others."""
+    refused = {
+        ("run", "--set", "train.steps=0"): "error: --set train.steps=0: train.steps: ",
+        ("run", "--", "python", "x.py"): "error: torchrun starts the ranks of a COMMAND itself\n\n"
+        "hint: `torchrun … python …`, without trainkit",
+        ("resume", "small", "--follow"): "error: --follow cannot be combined with torchrun",
+    }
+    for args, expected in refused.items():
+        code, words = end_of(ranks.started_as(ranks.desk.argv(*args), ranks.environ(0)))
+        assert code == 2
+        assert expected in words
+    assert not ranks.run.path.exists()
+    assert not (ranks.run.path.parent / ".steps").exists()
+
+
+def test_a_run_that_belongs_to_another_user_is_not_joined(ranks: Ranks, tmp_path: Path) -> None:
+    planted = RunDir(tmp_path / "planted")
+    planted.path.mkdir(mode=0o777)
+    planted.path.chmod(0o777)
+    task = LaunchedRank("torchrun", 1, 1, (2, 2), "127.0.0.1", ranks.port)
+    announce(ranks.run.path.parent, task, planted.attempt(1))
+    holds = (
+        "import sys, time; from trainkit.run.rundir import *; "
+        "become_sole_supervisor(RunDir(sys.argv[1]), 9); print('held', flush=True); time.sleep(999)"
+    )
+    holder = ranks.started_as([sys.executable, "-c", holds, str(planted.path)])
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "held\n"
+    code, words = end_of(ranks.started_as(ranks.desk.argv("run", "small.yaml"), ranks.environ(1)))
+    assert code == 2
+    assert "error: every user can write to planted, and could change what the run executes" in words
+
+
+class Torchrun(Ranks):
+    """torchrun on two hosts."""
+
+    def start_hosts(self, per_host: int, *args: str) -> list[subprocess.Popen[str]]:
+        place = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{self.port}"]
+        shape = ["--nnodes", "2", "--nproc-per-node", str(per_host)]
+        argv = [sys.executable, "-m", "torch.distributed.run", *shape, *place, "-m", "trainkit", *args]
+        return [self.started_as(argv) for _ in range(2)]
+
+
+TRAINS = ("data.seq_len=64", "model.preset=nano", "train.log_every=1", "train.eval_every=50")
+
+
+@pytest.mark.slow(seconds=60)
+def test_torchrun_saves_on_all_hosts_and_resumes_with_more_ranks(desk: Desk, ranks: Ranks) -> None:
+    hosts = Torchrun(desk)
+    hosts.started = ranks.started
+    settings = [part for one in (*TRAINS, "train.steps=100000") for part in ("--set", one)]
+    both = hosts.start_hosts(1, "run", "small.yaml", *settings)
+    desk.wait_for_log(hosts.run, "step=3/")
+    both[0].send_signal(signal.SIGTERM)
+    wait_for(hosts.run.attempt(1).end_file.exists)
+    both[1].send_signal(signal.SIGTERM)  # which waits for the first one
+    for process in both:
+        process.communicate(timeout=LIMIT_S)
+    end = read_json(hosts.run.attempt(1).end_file)
+    assert (end["state"], end["reason"]) == ("stopped", "saved after SIGTERM")
+    last = end["mark"] + 3
+    both = hosts.start_hosts(2, "resume", "runs/small", "--set", f"train.stop_at_step={last}")
+    assert [end_of(process)[0] for process in both] == [0, 0]
+    assert read_json(hosts.run.attempt(2).plan_file)["world_size"] == 4
+    done = desk.types("run", "small.yaml", "--set", f"train.stop_at_step={last}", *settings)
+    assert done.returncode == 0, done.stderr
+    alone = {record["step"]: record["loss"] for record in read_metrics(RunDir(desk.folder / "runs/small-2"))}
+    curve = {record["step"]: record["loss"] for record in read_metrics(hosts.run)}
+    assert list(curve) == list(range(1, last + 1))
+    assert curve == pytest.approx(alone, rel=1e-3)
+
+
+@pytest.mark.slow(seconds=40)
+def test_torchrun_ends_all_hosts_when_a_rank_is_killed(desk: Desk, ranks: Ranks) -> None:
+    hosts = Torchrun(desk)
+    hosts.started = ranks.started
+    settings = [part for one in (*TRAINS, "train.steps=100000") for part in ("--set", one)]
+    both = hosts.start_hosts(1, "run", "small.yaml", *settings)
+    desk.wait_for_log(hosts.run, "step=3/")
+    os.kill(ranks_of(hosts.run)[1], signal.SIGKILL)
+    assert [end_of(process)[0] for process in both] == [1, 1]
+    end = read_json(hosts.run.attempt(1).end_file)
+    assert (end["state"], end["verdict"]["rank"]) == ("failed", 1)
+    assert end["verdict"]["message"] == "killed by SIGKILL"

@@ -1,0 +1,1 @@
+"""Ranks that another launcher has started."""
