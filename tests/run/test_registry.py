@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.groups import make_group
+from trainkit.capabilities.bench.run_bench import BENCH_FILE
 from trainkit.errors import UsageError
 from trainkit.observe.current import read_all
 from trainkit.run import registry
 from trainkit.run.files import append_jsonl, write_json
-from trainkit.run.group import BENCH_FILE
 from trainkit.run.registry import (
     Start,
     find_run,

@@ -40,8 +40,6 @@ from trainkit.slurm.environment import other_cluster
 from trainkit.trust import read_trusted
 
 GROUP_VERSION = 1
-BENCH_FILE = "bench.json"
-"""In the folder of a bench, which is a group of runs."""
 WAITS_FOR_ROOM = "Slurm takes no more jobs of this user at once; those of the group submit it as they end"
 """Why a point is `RunGroup.left`."""
 

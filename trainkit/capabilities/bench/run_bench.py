@@ -17,7 +17,7 @@ from trainkit.formats import JsonObject, shown
 from trainkit.observe.group import GroupFiles, PointStatus, count_states, state_counts
 from trainkit.run.end import read_newest_end
 from trainkit.run.files import LEFT_OUT, read_json, read_record, to_json, write_json
-from trainkit.run.group import BENCH_FILE, RunGroup
+from trainkit.run.group import RunGroup
 from trainkit.run.manifest import remove_all
 from trainkit.run.rundir import RunDir
 
@@ -68,6 +68,8 @@ def profiled_ranks(world_size: int) -> tuple[int, ...]:
 
 
 Kind = Literal["layouts", "settings"]
+BENCH_FILE = "bench.json"
+"""In the folder of a bench, which is a group of runs."""
 BENCH_VERSION = 2
 SUMMARY_FILE = "summary.csv"
 PLOTS_FOLDER = "plots"
