@@ -22,7 +22,7 @@ from trainkit.plan.torch_build import OLDEST, REQUIREMENT
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
-SIZES = {"trainkit": (316, 66_419), "tests": (392, 64_095)}
+SIZES = {"trainkit": (316, 66_617), "tests": (392, 64_092)}
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (5, 400)
 """By so much the code may be smaller before `SIZES` is lowered."""
@@ -413,11 +413,8 @@ def test_the_core_types_have_what_every_run_has() -> None:
     assert len(fields(RunStatus)) == STATUS_FIELDS
 
 
-PACKED = 52
-"""Literal tuples that are unpacked where their items could stand. The goal is 10."""
-
-
 def test_items_stand_where_they_belong() -> None:
+    """A literal tuple is not unpacked where its items could stand."""
     found = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in files()
@@ -425,7 +422,7 @@ def test_items_stand_where_they_belong() -> None:
         if isinstance(node, ast.Starred) and isinstance(node.value, ast.Tuple | ast.List)
         if isinstance(node.ctx, ast.Load)
     ]
-    assert len(found) == PACKED, found
+    assert found == []
 
 
 def test_an_outcome_is_complete_when_it_is_made() -> None:

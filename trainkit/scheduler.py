@@ -18,9 +18,17 @@ from trainkit.errors import UsageError
 OWN_PREFIX = "TRAINKIT_JOB_"
 """What trainkit sets in a job: with it, a run that a rank submits would count as its child."""
 RANK_VARIABLES = (
-    *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "ROLE_RANK"),
-    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
-    *("MASTER_ADDR", "MASTER_PORT"),
+    "RANK",
+    "LOCAL_RANK",
+    "NODE_RANK",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_WORLD_SIZE",
+    "ROLE_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
 )
 """Variables that launchers set for a rank; a job submitted from inside a job must not inherit them."""
 
@@ -65,8 +73,13 @@ class JobState(Enum):
 
 _TERMINAL = frozenset(
     {
-        *(JobState.COMPLETED, JobState.FAILED, JobState.CANCELLED, JobState.TIMEOUT),
-        *(JobState.PREEMPTED, JobState.NODE_FAIL, JobState.OUT_OF_MEMORY),
+        JobState.COMPLETED,
+        JobState.FAILED,
+        JobState.CANCELLED,
+        JobState.TIMEOUT,
+        JobState.PREEMPTED,
+        JobState.NODE_FAIL,
+        JobState.OUT_OF_MEMORY,
     }
 )
 

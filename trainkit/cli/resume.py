@@ -94,7 +94,9 @@ def command(
     if fork is not None:
         options.accept_trusted(fork)
     planned = planned_resume(
-        *(source, overrides, flags),
+        source,
+        overrides,
+        flags,
         warn=warn,
         target=None if task is None else launched_target(task),
         starts_here=fork is None,

@@ -149,7 +149,8 @@ def stay_in_foreground(run: RunDir, name: str, entry: AttemptRecord, plan: Launc
     forwarder.install()
     print_started(run, name, entry, plan.backend, as_json=False)
     code = follow_run(
-        *(run, entry.attempt),
+        run,
+        entry.attempt,
         to_stderr=False,
         on_poll=lambda: forwarder.forward(run, entry),
         shows_log=plan.debug is None or plan.debug.port is not None,
@@ -397,8 +398,16 @@ def env(as_json: bool) -> None:
 
 
 RANK_KEYS = (
-    *("source", "rank", "local_rank", "world_size", "local_world_size", "node_rank", "num_nodes", "hosts"),
-    *("master_addr", "master_port"),
+    "source",
+    "rank",
+    "local_rank",
+    "world_size",
+    "local_world_size",
+    "node_rank",
+    "num_nodes",
+    "hosts",
+    "master_addr",
+    "master_port",
 )
 
 

@@ -31,8 +31,15 @@ MAX_ENDS_AT_STEP = 3
 RANDOM_TYPES = ("Hang", "HostLost", "PreflightFailed", "OutOfMemory", "CheckpointError", "RankKilled")
 """Failures that can happen twice with the same message by chance."""
 OWN_ERRORS = (
-    *("KeyError", "IndexError", "AttributeError", "NameError", "UnboundLocalError", "TypeError"),
-    *("ValueError", "ZeroDivisionError", "NotImplementedError"),
+    "KeyError",
+    "IndexError",
+    "AttributeError",
+    "NameError",
+    "UnboundLocalError",
+    "TypeError",
+    "ValueError",
+    "ZeroDivisionError",
+    "NotImplementedError",
 )
 """How the types of exceptions end that the same code raises again; not those of files, peers and GPUs."""
 _BY_CHANCE = re.compile(

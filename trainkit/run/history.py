@@ -42,8 +42,13 @@ from trainkit.run.rundir import AttemptDir, RunDir
 
 RECENT_RECORDS = 200
 NOTABLE_EVENTS = (
-    *("signal", "rank_failed", "hang", *SLOW_EVENTS),
-    *("checkpoint_rejected", "checkpoint_failed", "stopped"),
+    "signal",
+    "rank_failed",
+    "hang",
+    *SLOW_EVENTS,
+    "checkpoint_rejected",
+    "checkpoint_failed",
+    "stopped",
 )
 """Events that the last warnings are made of, by `run_view.event_text`."""
 MAX_NOTABLE = 100

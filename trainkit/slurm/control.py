@@ -161,9 +161,15 @@ def run_step(
     """
     job_id, cluster = split_job(checked_job_id(job_id))
     step = [
-        *("srun", f"--jobid={job_id}", "--overlap", "--mpi=none", "--mem=0"),
+        "srun",
+        f"--jobid={job_id}",
+        "--overlap",
+        "--mpi=none",
+        "--mem=0",
         "--input=none",
-        *(f"--nodes={num_nodes}", f"--ntasks={num_nodes}", "--ntasks-per-node=1"),
+        f"--nodes={num_nodes}",
+        f"--ntasks={num_nodes}",
+        "--ntasks-per-node=1",
     ]
     clean = plain_environ(scrubbed(os.environ if environ is None else environ))
     return run_slurm([*step, *argv], QUERY_TIMEOUT_S, environ=clean, cluster=cluster)

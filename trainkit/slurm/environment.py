@@ -13,7 +13,9 @@ from pathlib import Path
 from trainkit.scheduler import OWN_PREFIX, RANK_VARIABLES
 
 CONFIG_FILES = (
-    *("/etc/slurm/slurm.conf", "/etc/slurm-llnl/slurm.conf", "/usr/local/etc/slurm.conf"),
+    "/etc/slurm/slurm.conf",
+    "/etc/slurm-llnl/slurm.conf",
+    "/usr/local/etc/slurm.conf",
     "/run/slurm/conf/slurm.conf",
 )
 _NAME = re.compile(r"^[ \t]*ClusterName[ \t]*=[ \t]*(?P<name>[^\s#]+)", re.MULTILINE | re.IGNORECASE)
@@ -112,10 +114,26 @@ def _has_network() -> bool:
 KEPT = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_CLUSTERS", "SLURM_TIME_FORMAT"})
 """Variables that select the cluster and authenticate; Slurm sets none of them inside a job."""
 _PREFIXES = (
-    *("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SALLOC_", "SPANK_", OWN_PREFIX),
-    *("PMI_", "PMI2_", "PMIX_", "PALS_", "TORCHELASTIC_"),
-    *("OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "OMPI_MCA_ess", "OMPI_MCA_orte_", "PRTE_", "ORTE_"),
-    *("MV2_COMM_WORLD_", "MPI_LOCAL"),
+    "SLURM_",
+    "SLURMD_",
+    "SBATCH_",
+    "SRUN_",
+    "SALLOC_",
+    "SPANK_",
+    OWN_PREFIX,
+    "PMI_",
+    "PMI2_",
+    "PMIX_",
+    "PALS_",
+    "TORCHELASTIC_",
+    "OMPI_COMM_WORLD_",
+    "OMPI_UNIVERSE_",
+    "OMPI_MCA_ess",
+    "OMPI_MCA_orte_",
+    "PRTE_",
+    "ORTE_",
+    "MV2_COMM_WORLD_",
+    "MPI_LOCAL",
 )
 _RANK_NAMES = frozenset({*RANK_VARIABLES, "ROLE_NAME", "CROSS_RANK", "CROSS_SIZE"})
 _DEVICES_OF_A_JOB = frozenset(

@@ -76,7 +76,11 @@ def node_states(hosts: Sequence[str]) -> dict[str, str]:
     Raises SlurmUnreachable.
     """
     argv = [
-        *("sinfo", "--all", "--Node", "--noheader", f"--nodes={','.join(hosts)}"),
+        "sinfo",
+        "--all",
+        "--Node",
+        "--noheader",
+        f"--nodes={','.join(hosts)}",
         f"--format=%N{FIELD}%T{RECORD}",
     ]
     return dict(records(query(argv, timeout_s=HOSTS_TIMEOUT_S), 2))

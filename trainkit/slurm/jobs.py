@@ -40,8 +40,18 @@ from trainkit.slurm.states import (
 )
 
 _QUEUE_FIELDS = (
-    *("JobID", "ArrayJobID", "ArrayTaskID", "State", "Reason", "NodeList", "NumNodes"),
-    *("StartTime", "EndTime", "RestartCnt", "exit_code", "Name"),
+    "JobID",
+    "ArrayJobID",
+    "ArrayTaskID",
+    "State",
+    "Reason",
+    "NodeList",
+    "NumNodes",
+    "StartTime",
+    "EndTime",
+    "RestartCnt",
+    "exit_code",
+    "Name",
 )
 _ACCOUNTING_FIELDS = ("JobID", "State", "NodeList", "NNodes", "Start", "End", "ExitCode", "JobName")
 UNKNOWN_JOB = "neither squeue nor sacct lists it"
@@ -191,8 +201,13 @@ def _query_accounting(missing: Sequence[str], cluster: str) -> tuple[dict[str, J
     if len(bases) > _LONGEST_ARGUMENT:
         bases = bases[:_LONGEST_ARGUMENT].rpartition(",")[0]
     argv = [
-        *("sacct", "--allocations", "--noheader", "--parsable", f"--delimiter={FIELD}"),
-        *(f"--format={','.join(_ACCOUNTING_FIELDS)}", f"--jobs={bases}"),
+        "sacct",
+        "--allocations",
+        "--noheader",
+        "--parsable",
+        f"--delimiter={FIELD}",
+        f"--format={','.join(_ACCOUNTING_FIELDS)}",
+        f"--jobs={bases}",
     ]
     try:
         text = query(argv, timeout_s=_ACCOUNTING_TIMEOUT_S, patience_s=0.0, cluster=cluster)

@@ -187,8 +187,15 @@ def lost_hosts(job_id: str, hosts: Sequence[str], *, is_running: bool) -> tuple[
 def start_host_watch(watched: str, host: str, log: Path) -> subprocess.Popen[bytes]:
     """Have `host` watch the host of this batch shell: see `main`."""
     argv = [
-        *("srun", "--overlap", "--mpi=none", "--mem=0", "--nodes=1", "--ntasks=1"),
-        *(f"--nodelist={host}", "--input=none", *module_argv("trainkit.backends.slurm.resubmit", watched)),
+        "srun",
+        "--overlap",
+        "--mpi=none",
+        "--mem=0",
+        "--nodes=1",
+        "--ntasks=1",
+        f"--nodelist={host}",
+        "--input=none",
+        *module_argv("trainkit.backends.slurm.resubmit", watched),
     ]
     with log.open("ab") as output:
         return processes.start_child(argv, environ=os.environ, output=output, keeps_mask=False)

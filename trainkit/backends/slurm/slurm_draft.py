@@ -28,8 +28,16 @@ SHARE_OF_TIME = 4
 """Slurm signals a job no earlier than when 1/SHARE_OF_TIME of its time is left."""
 
 _PASSED_ON = (
-    *("time_min", "account", "qos", "constraint", "exclude", "reservation"),
-    *("mem", "comment", "mail_user", "mail_type"),
+    "time_min",
+    "account",
+    "qos",
+    "constraint",
+    "exclude",
+    "reservation",
+    "mem",
+    "comment",
+    "mail_user",
+    "mail_type",
 )
 """Keys of `resources` whose values sbatch gets as they are."""
 
@@ -49,15 +57,40 @@ _KEYS = {
 """sbatch options that a config key or a command option sets; they are rejected in `resources.extra`."""
 
 _OWN_SBATCH = (
-    *("output", "error", "open-mode", "chdir", "wrap", "parsable", "test-only"),
-    *("export-file", "input"),
+    "output",
+    "error",
+    "open-mode",
+    "chdir",
+    "wrap",
+    "parsable",
+    "test-only",
+    "export-file",
+    "input",
 )
 """sbatch options that trainkit sets itself."""
 
 _OWN_SRUN = (
-    *("nodes", "ntasks", "ntasks-per-node", "output", "error", "input", "kill-on-bad-exit", "wait"),
-    *("chdir", "pty", "multi-prog", "label", "jobid", "overlap", "signal", "export"),
-    *("nodelist", "nodefile", "exclude", "relative", "no-kill"),
+    "nodes",
+    "ntasks",
+    "ntasks-per-node",
+    "output",
+    "error",
+    "input",
+    "kill-on-bad-exit",
+    "wait",
+    "chdir",
+    "pty",
+    "multi-prog",
+    "label",
+    "jobid",
+    "overlap",
+    "signal",
+    "export",
+    "nodelist",
+    "nodefile",
+    "exclude",
+    "relative",
+    "no-kill",
 )
 
 _REQUEUED_BY_SLURM = ("preempted", "node_fail")

@@ -79,7 +79,13 @@ Row = dict[str, Any]
 """A value for every column; None where unknown."""
 MEDIANS = ("tokens_per_s", "tokens_per_s_per_gpu", "mfu", "step_s", "data_wait_s")
 MEASURED = (
-    *("samples_per_s", *MEDIANS, "step_s_p10", "step_s_p90", "mem_gib_peak", "exposed_comm_s", "loss"),
+    "samples_per_s",
+    *MEDIANS,
+    "step_s_p10",
+    "step_s_p90",
+    "mem_gib_peak",
+    "exposed_comm_s",
+    "loss",
 )
 """The columns of a run of which the row of a point has the median over its repeats."""
 

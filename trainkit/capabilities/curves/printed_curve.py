@@ -28,14 +28,42 @@ _PARTS_OF_A_COUNT = frozenset(
 )
 _VALIDATION = frozenset({"val", "valid", "validation", "eval", "evaluation", "dev"})
 _NOT_OF_A_STEP = _VALIDATION | {
-    *("micro", "num", "number", "max", "total", "warmup", "per", "every", "skipped", "remaining", "left"),
-    *("best", "last", "next", "after", "until", "test", "nan"),
+    "micro",
+    "num",
+    "number",
+    "max",
+    "total",
+    "warmup",
+    "per",
+    "every",
+    "skipped",
+    "remaining",
+    "left",
+    "best",
+    "last",
+    "next",
+    "after",
+    "until",
+    "test",
+    "nan",
 }
 """Words before ``step`` with which the number is none of the training."""
 _PLAIN = frozenset(
     {
-        *("train", "training", "total", "avg", "average", "mean", "running", "current"),
-        *("batch", "step", "lm", "iter", "epoch", "the"),
+        "train",
+        "training",
+        "total",
+        "avg",
+        "average",
+        "mean",
+        "running",
+        "current",
+        "batch",
+        "step",
+        "lm",
+        "iter",
+        "epoch",
+        "the",
     }
 )
 """Words next to ``loss`` that do not make it one of several losses."""

@@ -22,23 +22,31 @@ from trainkit.run.rundir import RunDir
 
 _TORCHRUN = (
     "torch.distributed.run",
-    *("--nnodes={num_nodes}", "--nproc-per-node={local_world_size}", "--node-rank={node_rank}"),
-    *("--master-addr={master_addr}", "--master-port={master_port}"),
+    "--nnodes={num_nodes}",
+    "--nproc-per-node={local_world_size}",
+    "--node-rank={node_rank}",
+    "--master-addr={master_addr}",
+    "--master-port={master_port}",
 )
 _LAUNCHERS = {
     "torchrun": _TORCHRUN,
     "megatron": _TORCHRUN,
     "accelerate": (
         "accelerate.commands.launch",
-        *("--num_machines={num_nodes}", "--num_processes={world_size}", "--machine_rank={node_rank}"),
-        *("--main_process_ip={master_addr}", "--main_process_port={master_port}"),
+        "--num_machines={num_nodes}",
+        "--num_processes={world_size}",
+        "--machine_rank={node_rank}",
+        "--main_process_ip={master_addr}",
+        "--main_process_port={master_port}",
     ),
     # The `deepspeed` program starts this module on every node, by ssh and from a hostfile. The module sets
     # CUDA_VISIBLE_DEVICES to the GPUs of its own node.
     "deepspeed": (
         "deepspeed.launcher.launch",
-        *("--world_info={world_info}", "--node_rank={node_rank}"),
-        *("--master_addr={master_addr}", "--master_port={master_port}"),
+        "--world_info={world_info}",
+        "--node_rank={node_rank}",
+        "--master_addr={master_addr}",
+        "--master_port={master_port}",
     ),
 }
 """Launcher -> its module and options for the ranks of one node, with the values of `RankEnv`."""
