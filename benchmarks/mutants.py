@@ -31,30 +31,30 @@ class Mutant:
 
 MUTANTS = {
     "supervisor-forgets-cancel": Mutant(
-        "job/supervisor.py", "if record_of(attempt).is_cancelled:", "if False:", "tests/job"
+        "job/supervisor.py", "if attempt.entry.is_cancelled:", "if False:", "tests/job"
     ),
     "supervisor-leaves-jobs": Mutant(
-        "job/supervisor.py", "self.allocation.cancel_pending()", "pass", "tests/job tests/control"
+        "job/supervisor.py", "self.allocation.cancel_pending(attempt.job)", "pass", "tests/job tests/control"
     ),
     "restart-of-what-cannot-be-helped": Mutant(
         "job/decision.py", "if EXIT_NO_RESTART in codes:", "if False:", "tests/job"
     ),
     "restart-without-end": Mutant(
         "job/decision.py",
-        'elif limit is None and cause == "timeout" and _makes_no_progress(result, previous):',
+        'elif limit is None and cause == "timeout" and _makes_no_progress(run):',
         "elif False:",
         "tests/job",
     ),
     "checkpoint-without-manifest": Mutant(
         "trainer/checkpoint/saver.py",
-        "write_json(self._partial / MANIFEST_NAME, manifest)",
+        "write_json(unfinished / MANIFEST_NAME, manifest)",
         "pass",
         "tests/trainer/test_saver.py tests/trainer/test_resume.py",
     ),
     "checkpoint-in-place": Mutant(
         "trainer/checkpoint/saver.py",
-        "self._partial.rename(self._target)",
-        "self._target.mkdir(); [f.rename(self._target / f.name) for f in sorted(self._partial.iterdir())]",
+        "unfinished.rename(target)",
+        "target.mkdir(); [file.rename(target / file.name) for file in sorted(unfinished.iterdir())]",
         "tests/trainer/test_saver.py tests/trainer/test_faults.py tests/trainer/test_resume.py",
     ),
     "damage-is-not-seen": Mutant(

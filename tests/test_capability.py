@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.programs import run_program, wait_for
+from trainkit.capability import files_of
 from trainkit.run.events import read_events
 from trainkit.run.rundir import RunDir
 
@@ -51,6 +52,11 @@ class Restarts(Watch):
         return Departure("asked", "the toy restarts the run")
 
 
+class Careless(Watch):
+    def poll(self):
+        return "soon"
+
+
 class Toy(Capability):
     name = "toy"
     Config = ToyConfig
@@ -72,6 +78,8 @@ class Toy(Capability):
         return Clock(attempt.run.path / "toy.txt", plan.part(ToyPlan).ticks) if node.has_rank_0 else None
 
     def watch(self, attempt, plan, hosts):
+        if plan.part(ToyPlan).ticks == 5:
+            return Careless()
         return Restarts() if plan.part(ToyPlan).ticks == 4 and attempt.number == 1 else None
 
     def on_event(self, attempt, event):
@@ -178,6 +186,21 @@ def test_a_watch_makes_the_run_restart(tmp_path: Path, site: Path) -> None:
     assert log.count("attempt 1: the toy restarts the run\n") == 1
     end = json.loads(RunDir(tmp_path / "run").attempt(1).end_file.read_text())
     assert (end["action"], end["cause"]) == ("restart", "asked")
+
+
+def test_a_watch_that_answers_with_anything_else_ends_nothing(tmp_path: Path, site: Path) -> None:
+    done = submit(tmp_path, site, "toy.ticks=5")
+    assert done.returncode == 0, done.stdout + done.stderr
+    log = RunDir(tmp_path / "run").attempt(1).supervisor_log.read_text()
+    assert log.count("TypeError: poll of Careless has returned 'soon', which is no Departure") == 1
+
+
+@pytest.mark.parametrize(
+    "files", [{"plan.json": "{}"}, {"../out": ""}, {"a/b": ""}, {"": ""}, {"a": 1}, ["a"], None]
+)
+def test_a_part_writes_no_file_of_the_run(files: object) -> None:
+    with pytest.raises(ValueError, match="toy"):
+        files_of({"toy": {"files": files}})
 
 
 def test_no_other_package_is_imported_without_its_section(tmp_path: Path, site: Path) -> None:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from trainkit.errors import KeyProblem, UsageError
@@ -36,6 +36,8 @@ if TYPE_CHECKING:  # the nouns of the floors above, for type checkers alone
 
 GROUP = "trainkit.capabilities"
 """The group of the entry points of other packages: the name of a section -> MODULE:CLASS."""
+OF_THE_RUN = ("config.yaml", "plan.json", "job.json", "end.json", "submit.sbatch")
+"""Files in the folders of a run and its attempts that no capability may write."""
 T = TypeVar("T")
 
 
@@ -345,8 +347,20 @@ def take_parts(plan: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def files_of(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """The files that the parts of a plan have: name in the run folder -> text."""
-    return {name: text for part in parts.values() for name, text in part.get("files", {}).items()}
+    """The files that the parts of a plan have: name in the run folder -> text.
+
+    Raises ValueError for one that would lie elsewhere, or replace a file of the run.
+    """
+    found: dict[str, str] = {}
+    for owner, part in parts.items():
+        files = part.get("files", {}) if isinstance(part, Mapping) else {}
+        if not isinstance(files, Mapping):
+            raise ValueError(f"the files of {owner} are {str(files)[:100]!r}")
+        for name, text in files.items():
+            if not isinstance(text, str) or not name or PurePath(name).name != name or name in OF_THE_RUN:
+                raise ValueError(f"{name!r} is no file of {owner}")
+            found[name] = text
+    return found
 
 
 def keys_of(parts: Mapping[str, Mapping[str, Any]]) -> set[str]:

@@ -202,7 +202,7 @@ shape_options_here = combined(
         metavar="N",
         help="GPUs to use; number of worker processes on a machine without GPUs.",
     ),
-    option("--nodes N", "Number of hosts, with --node-rank.", type=COUNT),
+    option("--nodes N", "Number of hosts; torchrun or mpirun starts the others.", type=COUNT),
 )
 """The options of a command that runs here: on one node, or on this node of several."""
 

@@ -12,6 +12,14 @@ from trainkit.run.files import Tail
 from trainkit.run.rundir import AttemptDir
 
 
+def _polled(watch: Watch) -> Departure | None:
+    """What a watch answers; raises TypeError for anything else, which may be of another package."""
+    found: object = watch.poll()
+    if found is None or isinstance(found, Departure):
+        return found
+    raise TypeError(f"poll of {type(watch).__name__} has returned {found!r}, which is no Departure")
+
+
 class AttemptCapabilities:
     """The capabilities of one attempt; raises UsageError if one of another package is not installed."""
 
@@ -30,13 +38,13 @@ class AttemptCapabilities:
         self._watches = self._guard.each(lambda one: one.watch(self._attempt, self._plan, hosts))
 
     def poll(self, *, is_stopping: bool) -> Departure | None:
-        """Poll the watches, and pass on new events; why the ranks are to end. Raises OSError."""
+        """Poll the watches; why the ranks are to end, None if they are not."""
         polled = [(name, watch) for name, watch in self._watches if watch.while_stopping or not is_stopping]
-        found = [self._guard.call(name, watch.poll) for name, watch in polled]
-        self._pass_on_events()
+        found = [self._guard.call(name, _polled, watch) for name, watch in polled]
         return next(filter(None, found), None)
 
-    def _pass_on_events(self) -> None:
+    def pass_on_events(self) -> None:
+        """Pass on the new events. Raises OSError."""
         if not self._listeners:
             return
         for event in events_of(self._events.records()):
@@ -46,7 +54,7 @@ class AttemptCapabilities:
 
     def end(self, end: AttemptEnd) -> None:
         """Pass on the last events, and then the end of the attempt. Raises OSError."""
-        self._pass_on_events()
+        self.pass_on_events()
         for one in self._guard.capabilities:
             self._guard.call(one.name, one.on_end, self._attempt, self._plan, end)
 

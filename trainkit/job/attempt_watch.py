@@ -48,6 +48,8 @@ class AttemptWatch(ProcessGroup):
         if not self.observed.hangs and (hangs := self._hangs.poll()):
             self.observed.hangs = hangs
             self.end_all()
+        if self.capabilities is not None:
+            self.capabilities.pass_on_events()
 
     def _follow(self) -> bool:
         """Whether the folder was moved since the last call; what is written goes to where it is now."""
@@ -69,8 +71,10 @@ class AttemptWatch(ProcessGroup):
         """Have the ranks save and exit, and the run restart, unless they are stopping already."""
         if self.observed.stop_signal is None and self.running:
             log_line(f"attempt {self.attempt.number}: {departure.why}")
-            self.stop_ranks(RESTART_SIGNAL)
-            self.observed.departure = departure
+            try:
+                self.stop_ranks(RESTART_SIGNAL)
+            finally:
+                self.observed.departure = departure
 
     def collect(self) -> None:
         """Complete `observed` from the run folder. May raise OSError; can then be called again."""

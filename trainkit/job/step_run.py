@@ -24,7 +24,7 @@ from trainkit.job.decision import Decision, RestartOptions
 from trainkit.job.hangs import read_hangs
 from trainkit.job.node import agent
 from trainkit.job.node.rendezvous import RENDEZVOUS_TIMEOUT_S, Task, recorded_notices
-from trainkit.job.outcome import only_observed, outcome_of
+from trainkit.job.outcome import NOT_RUN, only_observed, outcome_of
 from trainkit.job.signals import AGENT_SIGNAL
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.files import refresh_listing, wait_for_json, write_json_in_place
@@ -135,7 +135,8 @@ def run_first_task(
         live.update()
         decision = judge(live, NO_RESTART)
     except (OSError, ValueError, TrainkitError) as error:
-        live.outcome = only_observed(observed)
+        if live.outcome is NOT_RUN:
+            live.outcome = only_observed(observed)
         decision = Decision("failed", f"{type(error).__name__}: {error}", EXIT_FAILED)
     ended.set()
     printer.join()

@@ -331,6 +331,7 @@ class LaunchPlan:
             counts = [plan.num_nodes, plan.workers_per_node, *(plan.node_sizes or ()), *astuple(plan.layout)]
             if min(counts) < 1:
                 raise ValueError("plan.json is damaged: a number of nodes, workers or ranks is not positive")
+            files_of(plan.parts)
             return plan
         except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(f"plan.json is damaged: {error!r}") from None

@@ -543,9 +543,12 @@ def _shape(hint: Any) -> _Shape:
             found["choices"] = parts
             types.add(str)
         elif origin in (list, tuple, Sequence):
-            found |= {"items": _shape(parts[0]), "sequence": tuple if origin is tuple else list}
+            found |= {
+                "items": _shape(parts[0] if parts else Any),
+                "sequence": tuple if origin is tuple else list,
+            }
             types.add(list)
-        elif origin in (dict, Mapping) and parts[1] not in _ANYTHING:
+        elif origin in (dict, Mapping) and parts and parts[1] not in _ANYTHING:
             found["values"] = _shape(parts[1])
             types.add(dict)
         else:

@@ -265,14 +265,22 @@ def job_of(run: RunDir, content: object) -> JobRecord:
     """The record of a run from the JSON of its job.json; an empty one if it is none."""
     if not isinstance(content, dict) or not isinstance(content.get("attempts"), list):
         content = {}
-    job = read_record(JobRecord, content)
+    job = read_record(JobRecord, {**content, "attempts": [*map(_with_text_id, content.get("attempts", ()))]})
     job.name = job.name or run.name
     job.attempts = [entry for entry in job.attempts if entry.is_complete]
     return job
 
 
+def _with_text_id(entry: object) -> object:
+    """An entry whose job id may be a number, as people write it."""
+    if isinstance(entry, dict) and type(entry.get("job_id")) is int:
+        return {**entry, "job_id": str(entry["job_id"])}
+    return entry
+
+
 def attempt_of(entry: object) -> AttemptRecord | None:
     """The record of an attempt from its JSON; None if it is none, as in a file that was edited by hand."""
+    entry = _with_text_id(entry)
     record = read_record(AttemptRecord, entry) if isinstance(entry, dict) else AttemptRecord()
     return record if record.is_complete else None
 
@@ -375,7 +383,7 @@ def write_plan(attempt: AttemptDir, text: str) -> None:
 def _plan_files(plan_text: str) -> dict[str, str]:
     try:
         return files_of(take_parts(json.loads(plan_text)))
-    except ValueError:
+    except (ValueError, TypeError, AttributeError):
         return {}  # the attempt ends with that as its reason, which its owner can read
 
 

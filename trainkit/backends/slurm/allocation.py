@@ -239,6 +239,8 @@ class SlurmAllocation(Allocation):
         sent, was_signalled = signal_of_death(failure, codes), observed.supervisor_was_signalled
         if stop is None and not (lost or observed.hangs):
             stop, was_signalled = self._find_notice(attempt, plan, observed, sent)
+            # A signal comes once, and a disk error below has all of this done again.
+            observed.stop_signal, observed.supervisor_was_signalled = stop, was_signalled
         if stop is None and not any(attempt.errors_dir.glob("rank-*.json")):
             output = attempt.supervisor_log.read_text(encoding="utf-8", errors="replace")
             error = launch_error(output)
@@ -246,7 +248,6 @@ class SlurmAllocation(Allocation):
         if observed.hangs and not lost:
             # Slurm may take minutes to notice that a host is cut off.
             lost = self._replaceable(silent_hosts(attempt, plan, observed.hangs), plan)
-        self.bad.update(lost)
         if lost or error is not None:  # which has failed before any rank
             failure = find_first_failure(attempt, plan, observed, lost, error)
         # Of the host before a lost one in Slurm's tree, the step waits a minute for it.
@@ -257,11 +258,9 @@ class SlurmAllocation(Allocation):
         if is_unexplained and (stop or sent) and (host := self._drained_host()):
             stop = stop or sent
             departure, cause = Departure("preempted", f"{host} is drained"), "preempted"
-        elif departure is not None:
-            self.bad.update(filter(None, (departure.host,)))
-            if self.job is None or cause == "asked":
-                cause = departure.cause
-        return outcome_of(
+        elif departure is not None and (self.job is None or cause == "asked"):
+            cause = departure.cause
+        outcome = outcome_of(
             attempt,
             plan,
             replace(observed, stop_signal=stop),
@@ -272,6 +271,10 @@ class SlurmAllocation(Allocation):
             failure=failure,
             had_failed=before.first_failed_node is not None,
         )
+        self.bad.update(lost)
+        if observed.departure is not None and observed.departure.host is not None:
+            self.bad.add(observed.departure.host)
+        return outcome
 
     def _find_notice(
         self, attempt: AttemptDir, plan: LaunchPlan, observed: Observed, sent: str | None

@@ -42,21 +42,27 @@ class LogCurve(Companion):
         self._attempt, self._file = attempt, attempt.run.metrics_file
         self._log, self._position, self._rest = attempt.rank_log(0), 0, b""
         self._pattern = None if pattern == "auto" else re.compile(pattern)
+        self._is_shared = plan.workload.has_launcher and plan.world_size > 1
+        self._curve, self._has_begun = PrintedCurve(is_shared=self._is_shared), False
+        self._names: tuple[str, ...] = ()
+        self._said: tuple[object, ...] | None = None
+        self._is_off, self._size = False, 0
+
+    def _begin(self) -> None:
+        """Read what the attempts before have found. Raises OSError; the next poll tries again."""
         previous = None
         made = (
             Entry(event).record("made_of")
-            for event in read_jsonl_reversed(attempt.run.events_file, ["curve"])
+            for event in read_jsonl_reversed(self._attempt.run.events_file, ["curve"])
         )
         if last := next((one for one in made if one.values), None):
             kind, length = last.text("kind") or "", last.count("length")
             previous = Found(kind, (), None, length, last.count("first_epoch"))
-        is_shared = plan.workload.has_launcher and plan.world_size > 1
-        self._curve = PrintedCurve(is_shared=is_shared, previous=previous)
-        self._names: tuple[str, ...] = ()
-        self._said: tuple[object, ...] | None = None
         newest = next(map(Entry, read_jsonl_reversed(self._file)), None)
         self._is_off = newest is not None and newest.text("source") != SOURCE
         self._size = self._metrics_size()
+        self._curve = PrintedCurve(is_shared=self._is_shared, previous=previous)
+        self._has_begun = True
 
     def poll(self) -> None:
         """Read what was printed since the last call. Raises OSError."""
@@ -67,6 +73,8 @@ class LogCurve(Companion):
         self._read(is_over=True)
 
     def _read(self, *, is_over: bool) -> None:
+        if not self._has_begun:
+            self._begin()
         if self._is_off:
             return
         lines = self._new_lines(is_over)

@@ -39,7 +39,8 @@ class Growth(Capability):
         return Planned(part, warnings=() if has_range else (note,))
 
     def watch(self, attempt: AttemptDir, plan: LaunchPlan, hosts: Hosts) -> Watch | None:
-        if shutil.which("scontrol") is None:  # without it, no job can be requeued
+        part, can_requeue = plan.part(GrowthPlan), shutil.which("scontrol") is not None
+        if part is None or not part.grow or not can_requeue:
             return None
         from trainkit.capabilities.growth.growth_watch import GrowthWatch
 

@@ -26,6 +26,7 @@ class RanksWatch(Watch):
 
     def poll(self) -> Departure | None:
         """Look at a silent command; the host to continue without. Raises OSError."""
-        if self._silence is not None:
+        departure = None if self._slow_hosts is None else self._slow_hosts.poll()
+        if departure is None and self._silence is not None:
             self._silence.poll()
-        return None if self._slow_hosts is None else self._slow_hosts.poll()
+        return departure
