@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.programs import run_program, wait_for
-from trainkit.capability import files_of
+from trainkit.capability import files_of, keys_of
 from trainkit.run.events import read_events
 from trainkit.run.rundir import RunDir
 
@@ -201,6 +201,12 @@ def test_a_watch_that_answers_with_anything_else_ends_nothing(tmp_path: Path, si
 def test_a_part_writes_no_file_of_the_run(files: object) -> None:
     with pytest.raises(ValueError, match="toy"):
         files_of({"toy": {"files": files}})
+
+
+@pytest.mark.parametrize("keys", [[["a"]], [1], "a", None, {"a": 1}])
+def test_the_keys_of_a_part_are_a_list(keys: object) -> None:
+    with pytest.raises(ValueError, match="the keys of toy are"):
+        keys_of({"toy": {"keys": keys}})
 
 
 def test_no_other_package_is_imported_without_its_section(tmp_path: Path, site: Path) -> None:

@@ -364,8 +364,14 @@ def files_of(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
 
 
 def keys_of(parts: Mapping[str, Mapping[str, Any]]) -> set[str]:
-    """The keys of the config that the parts of a plan have."""
-    return {key for part in parts.values() for key in part.get("keys", ())}
+    """The keys of the config that the parts of a plan have. Raises ValueError for what is no list of them."""
+    found: set[str] = set()
+    for owner, part in parts.items():
+        keys = part.get("keys", ()) if isinstance(part, Mapping) else ()
+        if not isinstance(keys, list | tuple) or not all(isinstance(key, str) for key in keys):
+            raise ValueError(f"the keys of {owner} are {str(keys)[:100]!r}")
+        found.update(keys)
+    return found
 
 
 def put_parts(plan: dict[str, Any], parts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

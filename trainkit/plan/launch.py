@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trainkit.capability import Part, files_of, load, put_parts, take_parts
+from trainkit.capability import Part, files_of, keys_of, load, put_parts, take_parts
 from trainkit.errors import UsageError
 from trainkit.formats import JsonObject, there_are
 from trainkit.plan.workload import Workload, workload_of
@@ -331,7 +331,7 @@ class LaunchPlan:
             counts = [plan.num_nodes, plan.workers_per_node, *(plan.node_sizes or ()), *astuple(plan.layout)]
             if min(counts) < 1:
                 raise ValueError("plan.json is damaged: a number of nodes, workers or ranks is not positive")
-            files_of(plan.parts)
+            files_of(plan.parts), keys_of(plan.parts)  # what others do with them needs no check
             return plan
         except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(f"plan.json is damaged: {error!r}") from None
