@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,8 @@ def test_of_a_long_curve_records_from_all_parts_are_read(tmp_path: Path) -> None
     assert steps == sorted(steps)
     assert max(after - before for before, after in itertools.pairwise(steps)) < 2000
     assert sample_records(tmp_path / "missing") == []
+    os.mkfifo(tmp_path / "pipe")
+    assert sample_records(tmp_path / "pipe") == []  # instead of waiting for a writer
 
 
 def test_what_is_read_of_a_point_does_not_grow_with_its_curve(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ from trainkit.run.files import (
     LEFT_OUT,
     Record,
     numbers,
+    opened,
     parse_records,
     read_object,
     reversed_lines,
@@ -193,15 +194,14 @@ def _read_point(
 
 def sample_records(path: Path) -> list[StepRecord]:
     """The records of a short metrics file; of a long one about `NUM_SAMPLES`, from the first to the last."""
-    try:
-        with path.open("rb") as stream:
-            size = os.fstat(stream.fileno()).st_size
-            if size <= WHOLE_BYTES:
-                return list(steps_of(parse_records(stream)))
-            lines = sampled_lines(stream, 0, size, NUM_SAMPLES - 1)
-            lines += list(islice(reversed_lines(stream, size), 2))[::-1]  # the last may be cut off
-    except FileNotFoundError:
-        return []
+    with opened(path) as stream:
+        if stream is None:
+            return []
+        size = os.fstat(stream.fileno()).st_size
+        if size <= WHOLE_BYTES:
+            return list(steps_of(parse_records(stream)))
+        lines = sampled_lines(stream, 0, size, NUM_SAMPLES - 1)
+        lines += list(islice(reversed_lines(stream, size), 2))[::-1]  # the last may be cut off
     return list(steps_of(parse_records(lines)))
 
 

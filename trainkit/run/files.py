@@ -243,7 +243,7 @@ def read_jsonl(path: Path, words: Sequence[str] = (), every: int = 1) -> Iterato
     With `words`, only the records whose lines contain one of them as a JSON string, as a key or value: most
     of the time goes into parsing lines. With `every`, only the lines 1, 1 + `every`, and so on.
     """
-    with _opened(path) as stream:
+    with opened(path) as stream:
         if stream is not None:
             yield from _parsed(islice(forward_lines(stream), 0, None, every), words)
 
@@ -260,7 +260,7 @@ MAX_SAMPLE_BYTES = 2**16
 
 def read_jsonl_reversed(path: str | Path, words: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
     """Like `read_jsonl`, but the last record first, of the last `SEARCHED_BYTES`; reads only what is used."""
-    with _opened(path) as stream:
+    with opened(path) as stream:
         if stream is not None:
             lines = reversed_lines(stream, stream.seek(0, os.SEEK_END), MAX_RECORD_BYTES)
             yield from _parsed(_first_bytes(lines), words)
@@ -339,7 +339,7 @@ class Tail:
 
         One longer than `MAX_RECORD_BYTES` comes in parts.
         """
-        with _opened(self.path) as stream:
+        with opened(self.path) as stream:
             if stream is None:
                 return
             stream.seek(self.position)
@@ -363,7 +363,7 @@ _NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.EINVAL
 
 
 @contextmanager
-def _opened(path: str | Path) -> Iterator[BinaryIO | None]:
+def opened(path: str | Path) -> Iterator[BinaryIO | None]:
     """A regular file; None for anything else, since reading a pipe or a device might never end."""
     stream = None
     try:
