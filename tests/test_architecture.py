@@ -22,7 +22,7 @@ from trainkit.plan.torch_build import OLDEST, REQUIREMENT
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
-SIZES = {"trainkit": (316, 66_672), "tests": (392, 64_124)}
+SIZES = {"trainkit": (316, 66_660), "tests": (392, 64_124)}
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (5, 400)
 """By so much the code may be smaller before `SIZES` is lowered."""
@@ -169,7 +169,7 @@ ALLOWED = {
         *("capability", "errors", "formats", "run", "config", "plan"),
         *("job.node.worker_env", "job.rank_env"),
     },
-    # What follows a run from next to its ranks and its supervisor.
+    # Companions run next to the ranks, and watches in the supervisor.
     "capabilities.curves": {"capability", "run", "config", "plan", "job.node", "job.processes"},
     "capabilities.health": {
         *("capability", "cluster.machine", "config", "folders", "run", "plan"),
@@ -354,7 +354,7 @@ def annotations_of(tree: ast.Module) -> Iterator[ast.expr]:
 
 
 def test_values_have_types() -> None:
-    """What only passes a value on calls it `object`; then whoever looks into it must check it."""
+    """Code that only passes a value on annotates it as `object`; a reader must then check its type."""
     found = {"objects": 0, "values": 0}
     for annotation in (one for path in files() for one in annotations_of(tree_of(path))):
         text = ast.unparse(annotation)

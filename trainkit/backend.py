@@ -38,7 +38,7 @@ SUPERVISOR_EXIT_S = 10.0
 
 @dataclass(frozen=True)
 class ScriptParts:
-    """What only the backend of a batch script knows of it."""
+    """The parts of a batch script that depend on the backend."""
 
     directives: Options
     """The options of its first lines by name; True for an option without a value."""
@@ -56,7 +56,7 @@ class JobScript:
     directives: Options
     """The options of the `#SBATCH` lines by name; True for an option without a value."""
     setup: str
-    """What the template of the backend became: the whole text, or what goes before the step."""
+    """The rendered template of the backend: the whole script, or the lines before the step."""
     step: tuple[str, ...]
     """The argv of the step that starts the ranks."""
     host_python: tuple[str, ...]
@@ -112,7 +112,7 @@ class Backend(ABC):
         """The draft of the plan of a run that starts here."""
 
     def in_one_job(self, plans: Sequence[LaunchPlan], cluster: Cluster) -> list[LaunchPlan]:
-        """The plans for several numbers of nodes, the most first, each as that of a job for all."""
+        """The plans for several numbers of nodes, the most first, as one job has them."""
         raise NotImplementedError
 
     def job_options(self, plan: LaunchPlan) -> Options:
@@ -129,7 +129,7 @@ class Backend(ABC):
     def without_hosts(
         self, plan: LaunchPlan, hosts: Sequence[str], notify: Callable[[str], None]
     ) -> LaunchPlan:
-        """The plan of a job that leaves out those of these hosts that it can; `notify` gets why not all."""
+        """The plan of a job that avoids these hosts; `notify` gets why it cannot avoid some."""
         return plan
 
     def note_bad_hosts(

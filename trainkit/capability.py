@@ -141,7 +141,7 @@ class Capability:
         return plan
 
     def size_independent(self, plan: LaunchPlan) -> object:
-        """What of its part must be the same for every number of nodes that the job may get."""
+        """The values of its part that must be equal for every number of nodes that the job may get."""
         return None
 
     def argv(self, plan: LaunchPlan, rank: RankEnv, run: RunDir) -> tuple[str, ...]:
@@ -194,7 +194,7 @@ class Shipped:
     """The fields of its part if they are the last ones of the record `follows`, which every plan has."""
     commands: Mapping[str, str] = field(default_factory=dict)
     launchers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Launcher of a command -> the packages of which it needs one."""
+    """Launcher of a command -> packages, one of which must be installed."""
     group_file: str | None = None
     """A file that only its groups of runs have; None if it has none."""
 
@@ -289,7 +289,7 @@ def installed_section(name: str) -> type[Section] | None:
 
 
 def launchers() -> dict[str, tuple[str, ...]]:
-    """The launchers of commands, each with the packages of which it needs one."""
+    """The launchers of commands, each with the packages one of which must be installed."""
     return {name: needs for shipped in SHIPPED.values() for name, needs in shipped.launchers.items()}
 
 

@@ -1,4 +1,4 @@
-"""What schedulers say about jobs, and launchers to ranks: ids, states, variables. Pure.
+"""The ids, states and variables by which schedulers describe jobs, and launchers ranks. Pure.
 
 An id is `123`, a task of an array `123_4`, or its pending tasks `123_[5-9%2]`.
 """
@@ -16,7 +16,7 @@ from typing import TypeGuard
 from trainkit.errors import UsageError
 
 OWN_PREFIX = "TRAINKIT_JOB_"
-"""What trainkit sets in a job: with it, a run that a rank submits would count as its child."""
+"""The variables that trainkit sets in a job. A run that a rank submits must not inherit them."""
 RANK_VARIABLES = (
     "RANK",
     "LOCAL_RANK",
@@ -99,9 +99,9 @@ class JobInfo:
     """The host list; empty before the job starts."""
     num_nodes: int = 0
     start_time: datetime | None = None
-    """For a pending job, when it is expected to start."""
+    """The time at which a pending job is expected to start."""
     end_time: datetime | None = None
-    """For a running job, when it reaches its time limit."""
+    """The time at which a running job reaches its time limit."""
     restarts: int | None = None
     """Number of requeues; None when unknown."""
     exit_code: int | None = None
@@ -166,7 +166,7 @@ def split_job(job: str) -> tuple[str, str]:
 
 
 def by_cluster(jobs: Iterable[str]) -> dict[str, list[str]]:
-    """The ids of jobs that are named so, by cluster: that of an id alone is the empty text."""
+    """The ids of jobs by cluster; an id without one is under the empty text."""
     found: dict[str, list[str]] = {}
     for job in dict.fromkeys(jobs):
         job_id, cluster = split_job(job)

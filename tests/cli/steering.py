@@ -136,7 +136,7 @@ class Desk:
 
 @pytest.fixture
 def desk(tmp_path: Path) -> Iterator[Desk]:
-    """A folder with a config, in which `trainkit` is typed; what is left running is killed."""
+    """Makes a folder to type `trainkit` in, and kills the processes that still run afterwards."""
     desk = Desk(tmp_path)
     yield desk
     desk.tidy()

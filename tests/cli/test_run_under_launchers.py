@@ -86,7 +86,7 @@ def ranks(desk: Desk) -> Iterator[Ranks]:
 @pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
 def test_every_rank_joins_the_run_of_rank_0(ranks: Ranks, launcher: str) -> None:
     ranks.desk.works(SHOWS_RANK)
-    # Of a start at the same address that was killed.
+    # An earlier start at the same address was killed and left this announcement.
     before = LaunchedRank(launcher, 0, 0, (2, 2), "127.0.0.1", ranks.port)
     announce(ranks.run.path.parent, before, RunDir(ranks.desk.folder / "gone").attempt(1))
     first, *others = ranks.start("run", str(ranks.desk.config), launcher=launcher)
@@ -131,7 +131,7 @@ def test_a_killed_rank_ends_the_others(ranks: Ranks) -> None:
     ranks.desk.works(
         """
         while not asked: time.sleep(0.02)
-        sys.exit(1)  # as the collective fails in which it would agree to save
+        sys.exit(1)  # the collective that agrees on the save fails, and the rank exits
         """
     )
     started = ranks.run_all()
@@ -149,7 +149,7 @@ def test_a_killed_rank_ends_the_others(ranks: Ranks) -> None:
 
 
 def test_what_cannot_start_is_said_by_rank_0(ranks: Ranks) -> None:
-    """Its launcher ends the others."""
+    """The launcher ends the other ranks."""
     refused = {
         ("run", "--set", "train.steps=0"): "error: --set train.steps=0: train.steps: ",
         ("run", "--", "python", "x.py"): "error: torchrun starts the ranks of a COMMAND itself\n\n"

@@ -117,7 +117,7 @@ def test_more_than_this_machine_has(typed: str, problem: str) -> None:
 
 
 def test_the_ranks_of_another_launcher() -> None:
-    """Only those of one host are on this machine, and they have started."""
+    """The ranks of one host are on this machine, and have started."""
     hosts = Target("launcher", "launcher: torchrun", node_sizes=(4, 4), per="gpu")
     made = plan(GPUS, target=hosts)
     assert (made.backend, made.world_size, made.per, made.slurm) == ("launcher", 8, "gpu", None)

@@ -214,7 +214,7 @@ class _Forwarder:
             signal.signal(number, lambda number, frame: self.received.append(signal.Signals(number)))
 
     def forward(self, run: RunDir, entry: AttemptRecord) -> None:
-        """Forward the signals received since the last call to the supervisor, that of the first attempt."""
+        """Forward the signals received since the last call to the supervisor of the first attempt."""
         while self.num_sent < len(self.received):
             number = self.received[self.num_sent]
             self.num_sent += 1
@@ -238,7 +238,7 @@ LOCK_TIMEOUT_S = 10.0
 
 
 def launched_task() -> SlurmTask | LaunchedRank | None:
-    """What this process is of a Slurm step of several tasks, or of another launcher; None if it is alone."""
+    """The Slurm task or launched rank that this process is; None if it is alone."""
     task = find_slurm_task() if "SLURM_STEP_ID" in os.environ else None
     return task if task is not None and task.num_tasks > 1 else find_launched_rank()
 

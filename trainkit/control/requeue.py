@@ -21,7 +21,7 @@ from trainkit.run.rundir import RunDir, run_lock
 
 @dataclass(frozen=True)
 class Requeued:
-    """What `requeue_run` did."""
+    """The result of `requeue_run`."""
 
     job: JobRecord
     """What job.json had before."""

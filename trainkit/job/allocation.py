@@ -43,7 +43,7 @@ CANCELLED_AGAIN = "cancelled before the restart"
 
 
 def refused(attempt: AttemptDir, entry: AttemptRecord | None) -> Decision | None:
-    """The end of a start of which nothing may run: the run is not as it was submitted; else None.
+    """How a start ends that may run nothing, since its run is not as it was submitted; else None.
 
     Nothing else that the run folder says is acted upon then. `entry` is the record of the attempt that the
     start would run, whose end is written; None if it has none.

@@ -19,7 +19,7 @@ class Attempt:
         self.job = JobRecord()
         """The job.json of the run at the last `update`."""
         self.outcome: Outcome = NOT_RUN
-        """As long as it runs, that of an attempt of which no process has run."""
+        """How it ended; `NOT_RUN` until it has."""
         self._plan = plan
 
     @property

@@ -13,7 +13,7 @@ from trainkit.run.rundir import AttemptDir
 
 
 def _polled(watch: Watch) -> Departure | None:
-    """What a watch answers; raises TypeError for anything else, which may be of another package."""
+    """Poll a watch, which may be of another package; raises TypeError if it returns something else."""
     found: object = watch.poll()
     if found is None or isinstance(found, Departure):
         return found

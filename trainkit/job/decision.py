@@ -70,7 +70,7 @@ class Departure:
 
 @dataclass
 class Observed:
-    """What a supervisor has seen of the processes of an attempt, from their start to their end."""
+    """The facts that a supervisor has seen of the processes of an attempt, from their start to their end."""
 
     stop_signal: str | None = None
     """The signal that asked the job to stop; None without one."""
@@ -124,7 +124,7 @@ class Outcome:
     failure: RankFailure | None = None
     """The first failure; None without one, and if it is unknown."""
     failed_after_signal: bool = False
-    """Whether the first failure came after the stop signal: that of a worker which it interrupted."""
+    """Whether the first failure came after the stop signal, which then interrupted the worker."""
 
     @property
     def exit_codes(self) -> list[int]:
@@ -188,9 +188,9 @@ class Decision:
     delay_s: float = 0.0
     """How long to wait before the restart."""
     details: str = ""
-    """What `reason` adds: what follows, or why nothing does."""
+    """The second half of `reason`: the next action, or the cause of there being none."""
     hint: str | None = None
-    """What a person can do about the failure, if that does not say it itself."""
+    """The way to mend the failure, if its own message does not name one."""
 
     @property
     def reason(self) -> str:
@@ -259,7 +259,7 @@ def decide_requested(end: Decision, previous: Sequence[AttemptEnd], options: Res
 
 
 def decide_stranded(decision: Decision, result: Outcome, problem: str) -> Decision:
-    """What follows where a run cannot leave its allocation as decided, for the reason `problem`."""
+    """The details of a decision that could not be carried out, for the reason `problem`."""
     ended = replace(decision, action="stopped", details=not_again(problem))
     if decision.cause not in FAILURES:
         return ended

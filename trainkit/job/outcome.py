@@ -15,7 +15,7 @@ from trainkit.run.files import parse_time, seconds_between
 from trainkit.run.rundir import AttemptDir
 
 NOT_RUN = Outcome()
-"""The outcome of an attempt of which no process has run."""
+"""The outcome of an attempt that has started no process."""
 
 
 def outcome_of(
@@ -49,7 +49,7 @@ def outcome_of(
 
 
 def only_observed(observed: Observed) -> Outcome:
-    """The outcome of an attempt of which nothing is known but what was seen."""
+    """The outcome of an attempt from what was seen alone."""
     return Outcome(
         exits=tuple(observed.exits),
         stop_signal=observed.stop_signal,

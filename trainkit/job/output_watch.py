@@ -21,7 +21,7 @@ class OutputWatch:
         self._attempt = attempt
         self._with_logs = with_logs
         self._pause_s = min(SILENCE_POLL_S, limit_s / 4)
-        # Not the files' own times, which are those of other hosts' clocks.
+        # The times of the files come from the clocks of other hosts, so they are not used.
         self._changed_s = self._polled_s = time.monotonic()
         self._seen: dict[str, tuple[int, int]] = {}
         self._at_start: dict[str, tuple[int, int]] | None = None

@@ -107,7 +107,7 @@ def run_task(attempt: AttemptDir, task: Task) -> int:
     """Run one agent of the attempt; returns the combined exit code of its workers."""
     processes.block_signals(AGENT_SIGNAL)
     if not task.has_scheduler:
-        # With a closed terminal, torchrun passes its SIGHUP on.
+        # torchrun passes on the SIGHUP of a closed terminal.
         signal.signal(signal.SIGHUP, lambda number, frame: os.kill(os.getpid(), signal.SIGTERM))
     return agent.run_task(attempt, task)
 

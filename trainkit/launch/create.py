@@ -41,7 +41,7 @@ class CreatedRun:
     run: RunDir
     config_name: str
     job: JobRecord
-    """Its job.json; of a group, what those of its runs have in common."""
+    """Its job.json; for a group, the values that its runs have in common."""
 
     @property
     def name(self) -> str:

@@ -345,7 +345,7 @@ def _ratio(event: Event) -> float:
 
 
 def _problems(sample: HealthSample, gpus: Sequence[Record], slow: Sequence[Event]) -> list[tuple[int, str]]:
-    """What is wrong with a node, by its sample and its slowdowns, each with its severity."""
+    """The problems of a node by its sample and its slowdowns, each with its severity."""
     found = [
         (SLOW, f"rank {event.rank} {_ratio(event):.1f}x slower ({event.text('phase')})")
         for event in sorted(slow, key=lambda event: -_ratio(event))

@@ -140,7 +140,7 @@ class Used:
     slices_s: float | None = None
     """Seconds that the slices of the run have taken since a command started it; None without slices."""
     total_s: float | None = None
-    """What all of them may take."""
+    """The seconds that all slices together may take."""
 
     def text(self, device: str | None) -> str:
         """What several attempts took together, on GPUs if `device` is ``cuda``; empty for a single one."""

@@ -127,7 +127,7 @@ class SlurmRequest:
     version: tuple[int, ...] = ()
     """The version of Slurm; empty if unknown."""
     clusters: tuple[str, ...] = field(default=(), metadata=OPTIONAL)
-    """The clusters of which any one may take the job; empty for the one here."""
+    """The clusters any one of which may take the job; empty for the cluster of this host."""
 
     def comment(self, token: str) -> str:
         """The comment of a job: the token of its submission, then the config's."""
@@ -211,7 +211,7 @@ class LaunchPlan:
 
     @property
     def clusters(self) -> tuple[str, ...]:
-        """The clusters of which any one may take the job; empty for the one here."""
+        """The clusters any one of which may take the job; empty for the cluster of this host."""
         return () if self.slurm is None else self.slurm.clusters
 
     @property
@@ -276,7 +276,7 @@ class LaunchPlan:
 
     @property
     def files(self) -> dict[str, str]:
-        """What its parts write into the run folder: name -> text."""
+        """The files that its parts write into the run folder: name -> text."""
         return files_of(self.parts)
 
     @property

@@ -78,7 +78,7 @@ def plan_nodes(
 
 
 def _given(plan: LaunchPlan) -> list[object]:
-    """What the command gets of batch and learning rate."""
+    """The values of batch and learning rate that the command gets."""
     return [load(name).size_independent(plan) for name in plan.parts]
 
 

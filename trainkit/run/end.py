@@ -170,7 +170,7 @@ class AttemptEnd:
     guessed: bool = field(default=False, metadata=OPTIONAL)
     """Whether a later start of the job wrote it, since the attempt left no record of its end."""
     summary: str | None = field(default=None, metadata=OPTIONAL)
-    """What has happened, if `reason` also says what follows."""
+    """The event alone, if `reason` also names the next action."""
     saved: bool = field(default=False, metadata=OPTIONAL)
     """Whether it did not finish, and all workers exited as they do after a save."""
     time: str | None = None

@@ -458,7 +458,7 @@ _ANY = frozenset[type]([str, int, float, bool, dict, list, type(None)])
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What the type of a field asks of a value in JSON."""
+    """The values in JSON that the type of a field accepts."""
 
     types: frozenset[type]
     plain: frozenset[type]
@@ -472,7 +472,7 @@ class _Shape:
     items: _Shape | None = None
     """The shape of the items of a list."""
     sequence: type = list
-    """What a list becomes."""
+    """The type that a list is converted to."""
 
 
 def read_record(kind: type[T], value: Mapping[str, Any], *, strict: bool = False) -> T:
@@ -524,7 +524,7 @@ def _converted(shape: _Shape, value: Any, name: str, strict: bool) -> Any:
 
 @cache
 def _shapes(kind: type) -> dict[str, _Shape]:
-    """For each field of a dataclass but `more`, what its value must be."""
+    """The shape of each field of a dataclass, but for `more`."""
     hints = get_type_hints(kind)
     return {item.name: _shape(hints[item.name]) for item in fields(cast(Any, kind)) if item.name != "more"}
 
@@ -587,7 +587,7 @@ def to_json(value: Any) -> Any:
 
 @cache
 def _written_fields(kind: Any) -> list[tuple[str, Callable[[], Any], bool, bool]]:
-    """For each field that `to_json` writes: its name, what makes its default, is optional, is unlimited."""
+    """Each field that `to_json` writes: name, maker of its default, is optional, is unlimited."""
     return [
         (item.name, _default_of(item), item.metadata == OPTIONAL, item.metadata == UNLIMITED)
         for item in fields(kind)

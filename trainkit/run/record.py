@@ -104,7 +104,7 @@ class AttemptRecord:
 
     @property
     def is_complete(self) -> bool:
-        """Whether it says which attempt it is, and of which job: not in a file that was edited by hand."""
+        """Whether it names its attempt and its job; an entry that was edited by hand may not."""
         return self.attempt > 0 and self.job_id != ""
 
     @property

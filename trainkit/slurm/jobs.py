@@ -67,7 +67,7 @@ Nobody sends it: it is what an exit status keeps of Slurm's own error 4021, on a
 
 
 class SlurmJob(JobInfo):
-    """A job whose reasons and signals are those of Slurm."""
+    """A job with the reasons and signals of Slurm."""
 
     @property
     def log_not_opened(self) -> bool:

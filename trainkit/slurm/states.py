@@ -1,4 +1,4 @@
-"""The mapping from Slurm's states to those of a job, and what Slurm's reasons mean. Pure."""
+"""The mapping from Slurm's states to the states of a job, and the meaning of Slurm's reasons. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process knows of its rank from the variables of another launcher, and how the ranks meet."""
+"""Ranks of torchrun and mpirun: their variables, and their rendezvous."""
 
 import socket
 import threading

@@ -1,4 +1,4 @@
-"""What the kernel says of the memory of a job."""
+"""The memory of a job and the kills of the OOM killer, as the kernel reports them."""
 
 from pathlib import Path
 
@@ -51,7 +51,7 @@ def test_the_control_group_of_a_job(
     memory_gib: float | None,
     oom_kills: int | None,
 ) -> None:
-    """The memory is that of the job, the processes that were killed are those of this group."""
+    """The limit comes from the cgroup of the job, the number of kills from the cgroup of this process."""
     (tmp_path / "self").mkdir()
     (tmp_path / "self/cgroup").write_text(f"{own}\n")
     if file is not None:

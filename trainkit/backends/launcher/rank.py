@@ -38,30 +38,18 @@ class LaunchedRank(Task):
 
     launcher: str
     task: int
-    """The rank, as that of a task in a Slurm step."""
+    """The rank. It takes the place of the index of a task in a Slurm step."""
     local_task: int
     tasks: tuple[int, ...]
     """Number of ranks on each host."""
     master_addr: str
-    """A host that all ranks reach, often that of rank 0."""
+    """A host that all ranks reach, often the host of rank 0."""
     master_port: int
     has_scheduler = False
 
     @property
     def node_rank(self) -> int:  # type: ignore[override]
         return self.task // self.tasks[0]
-
-    @property
-    def num_tasks(self) -> int:
-        return sum(self.tasks)
-
-    @property
-    def num_nodes(self) -> int:
-        return len(self.tasks)
-
-    @property
-    def is_first(self) -> bool:
-        return self.task == 0
 
     @property
     def rank(self) -> int:

@@ -44,11 +44,11 @@ class LocalAllocation(Allocation):
         super().__init__(run)
         self._number, self._now, self._queue_errors = number, now, 0
         self._place: QueuePlace | None = None
-        """What it has got of this machine, until this process exits."""
+        """The GPUs and cores that the run holds until this process exits."""
 
     def claim(self) -> AttemptDir | Decision:
         refuse_missing(self.run)
-        # That command holds the lock until it has recorded the attempt.
+        # The command that started this process holds the lock until it has recorded the attempt.
         with run_lock(self.run):
             entry = read_job(self.run).of_attempt(self._number)
         if (entry.pid, entry.host) != (os.getpid(), os.uname().nodename):

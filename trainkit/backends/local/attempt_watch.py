@@ -51,7 +51,7 @@ class LocalAttemptWatch(AttemptWatch):
 
     def start(self) -> None:
         _remove_stale_stores()
-        # In the environment: every user of the machine can read the arguments of a process.
+        # The nonce is in the environment: every user of the machine can read a process's arguments.
         environ = {**os.environ, NONCE_VARIABLE: self._nonce}
         port = ["--master-port", str(choose_port())]
         for node_rank in range(self.plan.num_nodes):
@@ -134,7 +134,7 @@ class LocalAttemptWatch(AttemptWatch):
 
 
 def _remove_stale_stores() -> None:
-    """Remove the stores of attempts of which every process was killed: none has their nonce."""
+    """Remove the stores of attempts whose processes were all killed, and which no process will use again."""
     if stale := old_stores():
         environs = (processes.environ_of(int(one.name)) for one in PROC.iterdir() if one.name.isdigit())
         stale -= {store_file(environ.get(NONCE_VARIABLE, "")) for environ in environs}

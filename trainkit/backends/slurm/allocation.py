@@ -161,7 +161,7 @@ class SlurmAllocation(Allocation):
         return self.job_id
 
     def close_dead_attempts(self, attempt: Attempt) -> Decision | None:
-        # What keeps this attempt from being read is recorded when it is run.
+        # An attempt that cannot be read fails with its reason when it is run.
         with contextlib.suppress(OSError, ValueError, TrainkitError):
             return close_dead_attempts(attempt, attempt.plan.requeue, self.is_down)
         return None
@@ -250,7 +250,7 @@ class SlurmAllocation(Allocation):
             lost = self._replaceable(silent_hosts(attempt, plan, observed.hangs), plan)
         if lost or error is not None:  # which has failed before any rank
             failure = find_first_failure(attempt, plan, observed, lost, error)
-        # Of the host before a lost one in Slurm's tree, the step waits a minute for it.
+        # Slurm forwards messages along a tree, and the step waits a minute for a lost host in it.
         self.step_may_still_run |= bool(lost)
         cause = self._cause(plan, stop, was_signalled=was_signalled, lost=bool(lost))
         departure = observed.departure
@@ -281,7 +281,7 @@ class SlurmAllocation(Allocation):
     ) -> tuple[str | None, bool]:
         """The stop signal where ranks ended before one was recorded, and whether the supervisor has got it.
 
-        Without one they crashed. `sent` is the signal of which a rank died: then a notice may still follow.
+        Without a signal the ranks crashed. `sent` is the signal that killed a rank: a notice may follow.
         """
         # A handler of a command's own may exit with any code.
         is_any_code = plan.workload.is_command and all(code < SIGNALLED for code in observed.exit_codes)
@@ -408,7 +408,7 @@ class SlurmAllocation(Allocation):
 
     def leave_unclaimed(self, locked: RunLocked) -> Decision:
         unclaimed = super().leave_unclaimed(locked)
-        # It does not take the lock over: a host that Slurm has lost may only be cut off from the controller,
+        # The lock is not taken over: a host that Slurm has lost may only be cut off from the controller,
         # and still write to the run folder. The file server releases the locks of a dead host, most within
         # two minutes, some only when the host boots again.
         try:
@@ -417,7 +417,7 @@ class SlurmAllocation(Allocation):
             cause = self._cause(plan, signal.SIGTERM.name, was_signalled=True)
             if locked.stopped and cause not in plan.requeue.on:
                 return unclaimed
-            # The ends of slices do not count, and each of them was that of an attempt.
+            # An attempt that ended with its slice does not count as a restart.
             sliced = [] if plan.requeue.total_s is None else read_job(self.run).of_job(self.job_id)
             if self.restarts >= plan.requeue.max + len(sliced):
                 log_line(f"not requeued: requeue.max is {plan.requeue.max}")

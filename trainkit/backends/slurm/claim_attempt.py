@@ -77,7 +77,7 @@ def claim_attempt(run: RunDir, job_id: str, lock_timeout_s: float | None = None)
 
 
 def _names(job: JobRecord, job_id: str) -> bool:
-    """Whether job.json has the job, as that of an attempt or as a follow-up."""
+    """Whether job.json lists the job, as the job of an attempt or as a follow-up."""
     return bool(job.of_job(job_id, cluster_name())) or job_id in (job.follow_ups or [])
 
 

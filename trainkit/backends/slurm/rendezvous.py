@@ -64,18 +64,6 @@ class SlurmTask(Task):
     """The port of the step's srun: distinguishes steps even after Slurm has reset its job ids."""
 
     @property
-    def num_tasks(self) -> int:
-        return sum(self.tasks)
-
-    @property
-    def num_nodes(self) -> int:
-        return len(self.tasks)
-
-    @property
-    def is_first(self) -> bool:
-        return self.task == 0
-
-    @property
     def rank(self) -> int:
         # Counted node by node, whatever the order of srun's tasks.
         return sum(self.tasks[: self.node_rank]) + self.local_task

@@ -403,7 +403,7 @@ FULL_RANGES = (24, 11)
 
 
 def in_one_job(plans: Sequence[LaunchPlan], version: tuple[int, ...]) -> list[LaunchPlan]:
-    """The plans for several numbers of nodes, from the most to the fewest, each as that of a job for all."""
+    """The plans for several numbers of nodes, the most first, as one job has them."""
     is_old, sizes = version < FULL_RANGES, [plan.num_nodes for plan in reversed(plans)]
     is_range = is_old or sizes == list(range(sizes[0], sizes[-1] + 1))
     nodes = f"{sizes[0]}-{sizes[-1]}" if is_range else ",".join(map(str, sizes))

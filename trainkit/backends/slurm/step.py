@@ -40,7 +40,7 @@ def step_argv(
     if plan.may_lose_nodes:
         options.append(f"--nodelist={','.join(hosts[: plan.num_nodes])}")
     if plan.sizes and plan.slurm is not None:
-        # The script has those of the most nodes, and the last of two options counts.
+        # The script has the options for the most nodes, and Slurm takes the last of two equal options.
         sized = {f"--{name}=": plan.slurm.srun[name] for name in ("nodes", "ntasks")}
         step = [word for word in step if not word.startswith(tuple(sized))]
         options += [f"{name}{value}" for name, value in sized.items()]

@@ -69,7 +69,7 @@ def profiled_ranks(world_size: int) -> tuple[int, ...]:
 
 Kind = Literal["layouts", "settings"]
 BENCH_FILE = "bench.json"
-"""In the folder of a bench, which is a group of runs."""
+"""The file of a bench, in the folder of its group of runs."""
 BENCH_VERSION = 2
 SUMMARY_FILE = "summary.csv"
 PLOTS_FOLDER = "plots"

@@ -34,7 +34,7 @@ class Health(Capability):
 
     def companion(self, attempt: AttemptDir, plan: LaunchPlan, node: Rendezvous) -> Companion | None:
         part = plan.part(HealthPlan)
-        # With a task for each GPU, every one of them has an agent.
+        # With one task per GPU, each GPU has an agent.
         if part is None or 0 not in node.local_ranks:
             return None
         from trainkit.capabilities.health.sampler import HealthSampler

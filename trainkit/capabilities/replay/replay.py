@@ -214,7 +214,7 @@ def _refuse_changes(run: RunDir, at: RunStep, start_step: int) -> None:
 
 
 def changed_values(attempt: AttemptDir, config: RunConfig, was: LaunchPlan, at: RunStep) -> list[str]:
-    """The values of an attempt that change what a step computes and differ from that of `at`, as lines."""
+    """Lines with the values of an attempt that change a step and differ from the ones of `at`."""
     if attempt.number == at.attempt.number:
         return []
     now, lines = at.plan, changes(config, at.config)

@@ -78,7 +78,7 @@ class SilenceWatch:
             self._output.reset()
 
     def _explain(self, replies: Sequence[Reply]) -> Silence:
-        """What the ranks wait for; keeps their stacks. One that does not reply counts if most others do."""
+        """What the ranks wait for; keeps their stacks. A silent rank counts if most others reply."""
         replied = {reply.rank: reply.main_stack for reply in replies if not reply.is_stopped}
         self._stacks = replied
         if 2 * len(replies) <= self._plan.world_size:

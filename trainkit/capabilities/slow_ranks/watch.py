@@ -1,4 +1,4 @@
-"""What the supervisor watches of the ranks of an attempt."""
+"""The watch of slow and silent ranks in the supervisor."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class RanksWatch(Watch):
     def __init__(
         self, attempt: AttemptDir, plan: LaunchPlan, hosts: Sequence[str] | None, *, is_inspected: bool
     ) -> None:
-        """`hosts` are those of which a slow one is left, None to leave none."""
+        """The run leaves a slow one of `hosts`; with None it leaves no host."""
         self._silence = SilenceWatch(attempt, plan) if is_inspected else None
         self._slow_hosts = None if hosts is None else SlowHostWatch(attempt, plan, hosts)
 

@@ -91,25 +91,37 @@ class NotATask(TrainkitError):
 
 
 class Listener(Protocol):
-    """What notes the notices that the ranks of an agent receive."""
+    """Notes the stop signals that the ranks of an agent receive."""
 
     def has_heard(self, number: signal.Signals) -> bool:
         """Whether the ranks have received a signal that the agent has just received."""
 
 
 class Task(ABC):
-    """What an agent is: the task of a scheduler's step, or a rank of another launcher."""
+    """The role of an agent: a task in the step of a scheduler, or a rank of another launcher."""
 
     has_scheduler = True
-    """Whether its key is never that of another start, and a signal reaches all tasks."""
+    """Whether no other start has the same key, and a signal reaches all tasks."""
+    task: int
+    """Its index among all tasks."""
     node_rank: int
     local_task: int
     """Its index among the tasks of its node."""
+    tasks: tuple[int, ...]
+    """Number of tasks on each node."""
 
     @property
-    @abstractmethod
+    def num_tasks(self) -> int:
+        return sum(self.tasks)
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.tasks)
+
+    @property
     def is_first(self) -> bool:
         """Whether it is the first task of the step, which speaks for all."""
+        return self.task == 0
 
     @property
     @abstractmethod
