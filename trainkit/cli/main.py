@@ -85,6 +85,7 @@ ELSEWHERE = {
     "generate": "capabilities.generate.command:command",
     "replay": "capabilities.replay.command:command",
     "report": "capabilities.report.command:command",
+    "watch": "capabilities.watch.command:command",
 }
 
 
