@@ -23,7 +23,7 @@ from trainkit.plan.torch_build import OLDEST, REQUIREMENT
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
 SIZES = {
-    "trainkit": (19, 4_625),
+    "trainkit": (19, 4_642),
     "trainkit/backends": (26, 4_214),
     "trainkit/capabilities": (1, 1),
     "trainkit/capabilities/bench": (6, 1_328),
@@ -39,14 +39,14 @@ SIZES = {
     "trainkit/capabilities/replay": (6, 1_442),
     "trainkit/capabilities/slow_ranks": (5, 328),
     "trainkit/capabilities/trackers": (5, 777),
-    "trainkit/cli": (24, 5_078),
+    "trainkit/cli": (24, 5_072),
     "trainkit/cluster": (9, 1_981),
-    "trainkit/config": (12, 3_012),
+    "trainkit/config": (12, 3_013),
     "trainkit/control": (8, 966),
     "trainkit/data": (11, 2_476),
     "trainkit/job": (35, 7_155),
     "trainkit/launch": (20, 4_194),
-    "trainkit/observe": (15, 4_111),
+    "trainkit/observe": (15, 4_112),
     "trainkit/plan": (18, 3_742),
     "trainkit/run": (16, 4_495),
     "trainkit/slurm": (8, 1_619),
