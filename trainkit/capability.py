@@ -215,6 +215,7 @@ SHIPPED = {
     "drill": Shipped(commands={"drill": "command:command"}),
     "generate": Shipped(commands={"generate": "command:command"}),
     "replay": Shipped(commands={"replay": "command:command", "data show": "command:show"}),
+    "report": Shipped(commands={"report": "command:command", "compare": "compare:command"}),
     "launchers": Shipped(
         "launcher",
         {"launcher_files": ("files", {}), "launcher_values": ("values", {}), "launcher_keys": ("keys", [])},
