@@ -22,7 +22,7 @@ from trainkit.plan.torch_build import OLDEST, REQUIREMENT
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
-SIZES = {"trainkit": (316, 66_660), "tests": (392, 64_124)}
+SIZES = {"trainkit": (318, 66_688), "tests": (392, 64_126)}
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (5, 400)
 """By so much the code may be smaller before `SIZES` is lowered."""
@@ -82,7 +82,6 @@ ALLOWED = {
     "control": {
         *("errors", "folders", "formats", "run", "config", "cluster", "plan", "scheduler", "slurm"),
         *("backend", "backends", "launch"),
-        "job.rank_debugger",  # what `trainkit debug` and a rank say to each other
         "data.checks",  # the size of the vocabulary, which a resume compares
         "observe.group",  # `cancel` acts on the states that `status` shows
         "function",  # whose finished runs are called again
@@ -160,6 +159,9 @@ ALLOWED = {
     "capabilities.bench": {  # runs a config in many ways, as its owner could by hand, and compares them
         *("capability", "extras", "errors", "folders", "run", "formats", "config", "cluster", "plan"),
         *("backend", "backends", "control", "launch", "observe", "cli"),
+    },
+    "capabilities.debugger": {
+        *("capability", "errors", "formats", "run", "cli", "control", "job.rank_debugger"),
     },
     "capabilities.growth": {
         *("capability", "errors", "formats", "run", "config", "plan", "slurm"),

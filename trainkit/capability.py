@@ -204,6 +204,7 @@ LEFT_OUT = object()
 WHOLE = ("", LEFT_OUT)
 """A part that is the value of a single key, which is left out without it."""
 SHIPPED = {
+    "debugger": Shipped(commands={"debug": "command:command"}),
     "bench": Shipped(commands={"bench": "command:command"}, group_file="bench.json"),
     "launchers": Shipped(
         "launcher",

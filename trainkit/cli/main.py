@@ -73,7 +73,7 @@ SECTIONS = {
 COMMANDS = {name: text for commands in SECTIONS.values() for name, text in commands.items()}
 """Every command, with its help line; its code is ``trainkit.cli.<name>:command``, or in `ELSEWHERE`."""
 ELSEWHERE = {
-    **{name: f"cli.control:{name}" for name in ("attach", "cancel", "debug", "requeue", "shell", "stacks")},
+    **{name: f"cli.control:{name}" for name in ("attach", "cancel", "requeue", "shell", "stacks")},
     "completion": "cli.help:completion",
     "env": "cli.run:env",
     "schema": "cli.check:schema",
