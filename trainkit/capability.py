@@ -210,6 +210,7 @@ LEFT_OUT = object()
 WHOLE = ("", LEFT_OUT)
 """A part that is the value of a single key, which is left out without it."""
 SHIPPED = {
+    "debugger": Shipped(commands={"debug": "command:command"}),
     "bench": Shipped(commands={"bench": "command:command"}, group_file="bench.json"),
     "doctor": Shipped(commands={"doctor": "command:command"}),
     "drill": Shipped(commands={"drill": "command:command"}),
