@@ -22,7 +22,7 @@ from trainkit.plan.torch_build import OLDEST, REQUIREMENT
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
-SIZES = {"trainkit": (316, 66_660), "tests": (392, 64_124)}
+SIZES = {"trainkit": (316, 66_690), "tests": (392, 64_125)}
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (5, 400)
 """By so much the code may be smaller before `SIZES` is lowered."""
@@ -369,11 +369,11 @@ SPREAD = {
     # Some are not of the capability: torch has a memory tracker, and a host may be healthy.
     "tracker": 11,
     "notification|notifier|NotifyPolicy": 3,
-    "health": 10,
+    "health": 8,
     "slow_rank|slow rank|straggler": 5,
     "log_curve|printed_curve|log_pattern": 2,
     # The cause of a restart, the event and the row of status, whose formats are older than the capability.
-    r"\bgrowth\b|\.grow\b|\"grow\"|GrowthWatch": 6,
+    r"\bgrowth\b|\.grow\b|\"grow\"|GrowthWatch": 4,
     "launcher_files|LauncherInput|LauncherPlan": 1,
     "multimodal": 1,
 }
