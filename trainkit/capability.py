@@ -203,12 +203,18 @@ class Shipped:
     within: tuple[str, ...] = ()
     """The fields of its part if they are the last ones of the record `follows`, which every plan has."""
     commands: Mapping[str, str] = field(default_factory=dict)
+    """Command, or a group and its command -> MODULE:NAME of a click command in the folder."""
     launchers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Launcher of a command -> packages, one of which must be installed."""
     causes: Mapping[str, RestartCause] = field(default_factory=dict)
     """Cause of its `Departure` -> what is known of it."""
     group_file: str | None = None
     """A file that only its groups of runs have; None if it has none."""
+
+    @property
+    def has_class(self) -> bool:
+        """Whether its module has a `CAPABILITY`, which one with commands alone does not need."""
+        return bool(self.follows or self.group_file)
 
 
 LEFT_OUT = object()
@@ -217,6 +223,10 @@ WHOLE = ("", LEFT_OUT)
 """A part that is the value of a single key, which is left out without it."""
 SHIPPED = {
     "bench": Shipped(commands={"bench": "command:command"}, group_file="bench.json"),
+    "doctor": Shipped(commands={"doctor": "command:command"}),
+    "drill": Shipped(commands={"drill": "command:command"}),
+    "generate": Shipped(commands={"generate": "command:command"}),
+    "replay": Shipped(commands={"replay": "command:command", "data show": "command:show"}),
     "launchers": Shipped(
         "launcher",
         {"launcher_files": ("files", {}), "launcher_values": ("values", {}), "launcher_keys": ("keys", [])},
@@ -276,6 +286,8 @@ def load(name: str) -> Capability:
 @cache
 def _loaded(name: str) -> Capability | None:
     if name in SHIPPED:
+        if not SHIPPED[name].has_class:
+            return None
         found = importlib.import_module(f"trainkit.capabilities.{name}").CAPABILITY
     elif (entry := entry_point(name)) is not None:
         found = entry.load()
@@ -302,6 +314,11 @@ def entry_point(name: str) -> EntryPoint | None:
 def installed_section(name: str) -> type[Section] | None:
     """The section that a package which is installed adds to the config; None without one."""
     return None if entry_point(name) is None else load(name).Config
+
+
+def shipped_classes() -> list[str]:
+    """The shipped capabilities that have a class."""
+    return [name for name, shipped in SHIPPED.items() if shipped.has_class]
 
 
 def launchers() -> dict[str, tuple[str, ...]]:
