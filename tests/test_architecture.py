@@ -23,7 +23,7 @@ from trainkit.plan.torch_build import OLDEST, REQUIREMENT
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
 SIZES = {
-    "trainkit": (19, 4_644),
+    "trainkit": (19, 4_666),
     "trainkit/backends": (26, 4_214),
     "trainkit/capabilities": (1, 1),
     "trainkit/capabilities/bench": (6, 1_328),
@@ -41,19 +41,19 @@ SIZES = {
     "trainkit/capabilities/report": (6, 997),
     "trainkit/capabilities/slow_ranks": (5, 328),
     "trainkit/capabilities/trackers": (5, 777),
-    "trainkit/cli": (22, 4_843),
+    "trainkit/cli": (22, 4_845),
     "trainkit/cluster": (9, 1_981),
     "trainkit/config": (12, 3_013),
     "trainkit/control": (8, 914),
     "trainkit/data": (11, 2_476),
-    "trainkit/job": (35, 7_155),
+    "trainkit/job": (35, 7_163),
     "trainkit/launch": (20, 4_194),
     "trainkit/observe": (12, 3_330),
     "trainkit/plan": (18, 3_742),
-    "trainkit/run": (16, 4_495),
+    "trainkit/run": (16, 4_493),
     "trainkit/slurm": (8, 1_619),
     "trainkit/trainer": (41, 9_808),
-    "tests": (392, 64_171),
+    "tests": (392, 64_172),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)
@@ -420,7 +420,7 @@ SPREAD = {
     "slow_rank|slow rank|straggler": 5,
     "log_curve|printed_curve|log_pattern": 2,
     # The cause of a restart, the event and the row of status, whose formats are older than the capability.
-    r"\bgrowth\b|\.grow\b|\"grow\"|GrowthWatch": 6,
+    r"\bgrowth\b|\.grow\b|\"grow\"|GrowthWatch": 4,
     "launcher_files|LauncherInput|LauncherPlan": 1,
     "multimodal": 1,
 }
