@@ -41,10 +41,10 @@ SIZES = {
     "trainkit/capabilities/report": (6, 997),
     "trainkit/capabilities/slow_ranks": (5, 328),
     "trainkit/capabilities/trackers": (5, 777),
-    "trainkit/cli": (22, 4_845),
+    "trainkit/cli": (22, 4_844),
     "trainkit/cluster": (9, 1_981),
     "trainkit/config": (12, 3_013),
-    "trainkit/control": (8, 914),
+    "trainkit/control": (8, 932),
     "trainkit/data": (11, 2_476),
     "trainkit/job": (35, 7_163),
     "trainkit/launch": (20, 4_194),
@@ -53,7 +53,7 @@ SIZES = {
     "trainkit/run": (16, 4_493),
     "trainkit/slurm": (8, 1_619),
     "trainkit/trainer": (41, 9_808),
-    "tests": (392, 64_172),
+    "tests": (392, 64_184),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)
