@@ -23,7 +23,7 @@ from trainkit.plan.torch_build import OLDEST, REQUIREMENT
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
 SIZES = {
-    "trainkit": (19, 4_667),
+    "trainkit": (19, 4_665),
     "trainkit/backends": (26, 4_214),
     "trainkit/capabilities": (1, 1),
     "trainkit/capabilities/bench": (6, 1_328),
@@ -41,15 +41,15 @@ SIZES = {
     "trainkit/capabilities/report": (7, 1_184),
     "trainkit/capabilities/slow_ranks": (5, 328),
     "trainkit/capabilities/trackers": (5, 777),
-    "trainkit/capabilities/watch": (5, 1_284),
-    "trainkit/cli": (20, 4_309),
+    "trainkit/capabilities/watch": (5, 1_283),
+    "trainkit/cli": (20, 4_307),
     "trainkit/cluster": (9, 1_981),
     "trainkit/config": (12, 3_013),
     "trainkit/control": (8, 932),
     "trainkit/data": (11, 2_476),
     "trainkit/job": (35, 7_163),
     "trainkit/launch": (20, 4_194),
-    "trainkit/observe": (9, 2_379),
+    "trainkit/observe": (10, 2_390),
     "trainkit/plan": (18, 3_742),
     "trainkit/run": (16, 4_518),
     "trainkit/slurm": (8, 1_619),

@@ -18,8 +18,8 @@ from tests.support.broken_runs import BROKEN, FOLDER, HOST, is_real, make, unpac
 from trainkit.cli.diagnose import diagnosis_text
 from trainkit.observe import logs
 from trainkit.observe.diagnose import Diagnosis, diagnose
-from trainkit.observe.logs import read_log
 from trainkit.observe.status import read_status
+from trainkit.observe.texts import read_log
 from trainkit.run.files import append_jsonl, write_json
 from trainkit.run.history import RunHistory
 from trainkit.run.record import add_attempt, add_slurm_attempt, create_job, read_job

@@ -13,8 +13,8 @@ from tests.job.failure.test_launcher_report import OUTPUT
 from tests.observe.test_diagnose import RECORDED, failed, newest
 from tests.support.broken_runs import FOLDER, unpack
 from trainkit.cli.diagnose import diagnosis_text
-from trainkit.observe.attempt_files import log_of
 from trainkit.observe.diagnose import Diagnosis, diagnose
+from trainkit.observe.logs import log_of
 from trainkit.run.files import write_json
 from trainkit.run.history import read_plan
 from trainkit.run.rundir import RunDir

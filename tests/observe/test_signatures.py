@@ -10,7 +10,6 @@ from typing import get_args
 import pytest
 import yaml
 
-from trainkit.observe.logs import Text
 from trainkit.observe.signatures import (
     FILE,
     Confidence,
@@ -20,6 +19,7 @@ from trainkit.observe.signatures import (
     load_signatures,
     placeholders,
 )
+from trainkit.observe.texts import Text
 
 
 def test_the_signatures_are_sound() -> None:

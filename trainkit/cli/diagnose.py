@@ -18,7 +18,7 @@ from trainkit.run.registry import find_attempt, find_run
 
 if TYPE_CHECKING:
     from trainkit.observe.diagnose import Diagnosis
-    from trainkit.observe.logs import Evidence
+    from trainkit.observe.texts import Evidence
 
 
 COLUMNS = 80

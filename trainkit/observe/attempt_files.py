@@ -9,13 +9,13 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime, timedelta
 from functools import cached_property
-from itertools import accumulate, count, islice, pairwise, repeat, takewhile
+from itertools import count, islice, repeat, takewhile
 from pathlib import Path
 
 from trainkit.backends.slurm.failed_starts import FailedStart, batch_log, failed_starts
-from trainkit.observe.logs import Evidence, Text, clean, json_line, read_log
+from trainkit.observe.logs import clean, ranks_of_nodes
 from trainkit.observe.signatures import Where
-from trainkit.plan.workload import PER_RANK
+from trainkit.observe.texts import Evidence, Text, json_line, read_log
 from trainkit.run.end import AttemptEnd, is_end_line, read_end
 from trainkit.run.events import (
     SAVE_EVENTS,
@@ -27,7 +27,7 @@ from trainkit.run.events import (
     with_divergence,
 )
 from trainkit.run.files import numbers, open_file, parse_records, parse_time, read_jsonl_reversed
-from trainkit.run.history import Attempt, HealthSample, PlanRecord, read_plan
+from trainkit.run.history import Attempt, HealthSample, read_plan
 from trainkit.run.record import JobRecord, read_job, read_rendezvous
 from trainkit.run.rundir import AttemptDir
 from trainkit.scheduler import JobInfo, JobState
@@ -159,28 +159,6 @@ class AttemptFiles:
 
     def shown(self, path: Path) -> str:
         return str(path.relative_to(self.run.path))
-
-
-MAX_NODES = 1_000_000
-"""More in a plan are damage."""
-
-
-def ranks_of_nodes(plan: PlanRecord) -> list[range]:
-    """The ranks of each node; empty when unknown."""
-    sizes = plan.values.get("node_sizes")
-    if not isinstance(sizes, list):
-        num_nodes = plan.count("num_nodes") or 0
-        sizes = [plan.count("workers_per_node")] * num_nodes if num_nodes <= MAX_NODES else []
-    if not all(isinstance(size, int) and size > 0 for size in sizes):
-        return []
-    return [range(first, end) for first, end in pairwise(accumulate(sizes, initial=0))]
-
-
-def log_of(attempt: AttemptDir, plan: PlanRecord, rank: int) -> Path:
-    """The log with the output of a rank: a launcher writes that of all ranks of its node into one."""
-    if plan.text("launcher") not in (None, *PER_RANK):
-        rank = next((ranks[0] for ranks in ranks_of_nodes(plan) if rank in ranks), rank)
-    return attempt.rank_log(rank)
 
 
 _END_OF_THE_JOB = re.compile(r"slurmstepd\S*: error: \*\*\* JOB \S+ ON \S+ CANCELLED AT (\S+)")

@@ -26,8 +26,9 @@ from trainkit.observe.advice import (
     run_values,
 )
 from trainkit.observe.attempt_files import MAX_LOGS, RANK_FILE, AttemptEvents, AttemptFiles
-from trainkit.observe.logs import Evidence, Match, Text, clean, num_lines_of_message, record_text
+from trainkit.observe.logs import clean
 from trainkit.observe.signatures import Role, fill, load_signatures
+from trainkit.observe.texts import Evidence, Match, Text, num_lines_of_message, record_text
 from trainkit.run.end import SIGNALLED, RankFailure, first_of, rank_failures, read_end, signal_name
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.run.tracebacks import CodeLine, exception_of, users_line

@@ -15,7 +15,7 @@ from trainkit.backends.slurm.failed_starts import FailedStart, batch_log, failed
 from trainkit.capability import load, shipped_classes
 from trainkit.errors import EXIT_STOPPED, TrainkitError
 from trainkit.formats import number, time_text
-from trainkit.observe.logs import clean, printed_metrics, read_log
+from trainkit.observe.logs import clean, last_lines, printed_metrics
 from trainkit.run.end import (
     SIGNALLED,
     UNFINISHED_STATES,
@@ -258,7 +258,7 @@ def read_status(
     # While the job starts on another node, that one counts.
     dead = starts[-1] if starts and state not in ("starting", "running") else None
     file = None if dead is None else batch_log(run, job, dead.job_id)
-    log = None if file is None else read_log(file, file.parent, "srun")
+    log = [] if file is None else last_lines(file)[0]
     is_known = attempt is not None and state in ("starting", "running", "paused", "stopping")
     slowdowns = list(seen.slow.values()) if is_known else []
     metrics_age_s = seconds_between(last.text("time"), now)
@@ -313,7 +313,7 @@ def read_status(
         ),
         slowdowns=slowdowns,
         trackers={file.stem: Record(read_object(file)) for file in sorted(run.trackers_dir.glob("*.json"))},
-        batch_log=[] if log is None else list(log.lines[-BATCH_LOG_LINES:]),
+        batch_log=log[-BATCH_LOG_LINES:],
         growth=seen.growth.reason if is_known and seen.growth is not None else None,
     )
 
