@@ -224,6 +224,7 @@ WHOLE = ("", LEFT_OUT)
 SHIPPED = {
     "debugger": Shipped(commands={"debug": "command:command"}),
     "bench": Shipped(commands={"bench": "command:command"}, group_file="bench.json"),
+    "diagnose": Shipped(commands={"diagnose": "command:command"}),
     "doctor": Shipped(commands={"doctor": "command:command"}),
     "drill": Shipped(commands={"drill": "command:command"}),
     "generate": Shipped(commands={"generate": "command:command"}),

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.capabilities.diagnose.test_diagnose import RECORDED, failed, newest
 from tests.job.failure.test_launcher_report import OUTPUT
-from tests.observe.test_diagnose import RECORDED, failed, newest
 from tests.support.broken_runs import FOLDER, unpack
-from trainkit.cli.diagnose import diagnosis_text
-from trainkit.observe.diagnose import Diagnosis, diagnose
+from trainkit.capabilities.diagnose.command import diagnosis_text
+from trainkit.capabilities.diagnose.diagnose import Diagnosis, diagnose
 from trainkit.observe.logs import log_of
 from trainkit.run.files import write_json
 from trainkit.run.history import read_plan

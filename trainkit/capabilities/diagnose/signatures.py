@@ -37,7 +37,7 @@ class Signature:
     causes: tuple[str, ...]
     """Sentences, of which the first whose placeholders all have a value in a run is used.
 
-    Placeholders are named groups of the pattern and the values of `observe.advice`.
+    Placeholders are named groups of the pattern and the values of `advice.py`.
     """
     advice: tuple[Mapping[str, str], ...]
     """Sentences for the ``trainer`` and a ``command``; one without a value for a placeholder is left out."""

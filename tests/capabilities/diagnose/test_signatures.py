@@ -10,7 +10,7 @@ from typing import get_args
 import pytest
 import yaml
 
-from trainkit.observe.signatures import (
+from trainkit.capabilities.diagnose.signatures import (
     FILE,
     Confidence,
     Role,
@@ -19,7 +19,7 @@ from trainkit.observe.signatures import (
     load_signatures,
     placeholders,
 )
-from trainkit.observe.texts import Text
+from trainkit.capabilities.diagnose.texts import Text
 
 
 def test_the_signatures_are_sound() -> None:

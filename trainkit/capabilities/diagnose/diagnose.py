@@ -15,9 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-from trainkit.formats import rank_list
-from trainkit.job.failure.launcher_report import first_exit
-from trainkit.observe.advice import (
+from trainkit.capabilities.diagnose.advice import (
     collective_values,
     hang_values,
     host_values,
@@ -25,10 +23,12 @@ from trainkit.observe.advice import (
     missing_rank_values,
     run_values,
 )
-from trainkit.observe.attempt_files import MAX_LOGS, RANK_FILE, AttemptEvents, AttemptFiles
+from trainkit.capabilities.diagnose.attempt_files import MAX_LOGS, RANK_FILE, AttemptEvents, AttemptFiles
+from trainkit.capabilities.diagnose.signatures import Role, fill, load_signatures
+from trainkit.capabilities.diagnose.texts import Evidence, Match, Text, num_lines_of_message, record_text
+from trainkit.formats import rank_list
+from trainkit.job.failure.launcher_report import first_exit
 from trainkit.observe.logs import clean
-from trainkit.observe.signatures import Role, fill, load_signatures
-from trainkit.observe.texts import Evidence, Match, Text, num_lines_of_message, record_text
 from trainkit.run.end import SIGNALLED, RankFailure, first_of, rank_failures, read_end, signal_name
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.run.tracebacks import CodeLine, exception_of, users_line

@@ -13,9 +13,9 @@ from itertools import count, islice, repeat, takewhile
 from pathlib import Path
 
 from trainkit.backends.slurm.failed_starts import FailedStart, batch_log, failed_starts
+from trainkit.capabilities.diagnose.signatures import Where
+from trainkit.capabilities.diagnose.texts import Evidence, Text, json_line, read_log
 from trainkit.observe.logs import clean, ranks_of_nodes
-from trainkit.observe.signatures import Where
-from trainkit.observe.texts import Evidence, Text, json_line, read_log
 from trainkit.run.end import AttemptEnd, is_end_line, read_end
 from trainkit.run.events import (
     SAVE_EVENTS,

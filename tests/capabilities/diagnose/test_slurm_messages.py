@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import pytest
 
-from trainkit.observe.diagnose import Diagnosis, diagnose
+from trainkit.capabilities.diagnose.diagnose import Diagnosis, diagnose
 from trainkit.run.end import Action, end_line, is_end_line
 from trainkit.run.files import as_utc, write_json
 from trainkit.run.record import add_slurm_attempt, create_job

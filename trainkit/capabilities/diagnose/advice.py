@@ -14,15 +14,15 @@ from collections.abc import Iterable
 from contextlib import suppress
 from shlex import quote
 
+from trainkit.capabilities.diagnose.attempt_files import MAX_LOGS, AttemptFiles
+from trainkit.capabilities.diagnose.signatures import load_signatures
+from trainkit.capabilities.diagnose.texts import Evidence, Match, Text, json_line
 from trainkit.config import RunConfig
 from trainkit.config.running import ResourcesConfig
 from trainkit.errors import UsageError
 from trainkit.formats import rank_list, size, time_limit_s, time_text
-from trainkit.observe.attempt_files import MAX_LOGS, AttemptFiles
 from trainkit.observe.logs import clean
-from trainkit.observe.signatures import load_signatures
 from trainkit.observe.status import read_config
-from trainkit.observe.texts import Evidence, Match, Text, json_line
 from trainkit.run.files import Record, read_object
 from trainkit.run.history import PlanRecord, read_plan
 from trainkit.run.manifest import published

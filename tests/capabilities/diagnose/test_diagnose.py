@@ -15,11 +15,11 @@ import yaml
 
 from tests.on_slurm import broken_runs as on_slurm
 from tests.support.broken_runs import BROKEN, FOLDER, HOST, is_real, make, unpack
-from trainkit.cli.diagnose import diagnosis_text
+from trainkit.capabilities.diagnose.command import diagnosis_text
+from trainkit.capabilities.diagnose.diagnose import Diagnosis, diagnose
+from trainkit.capabilities.diagnose.texts import read_log
 from trainkit.observe import logs
-from trainkit.observe.diagnose import Diagnosis, diagnose
 from trainkit.observe.status import read_status
-from trainkit.observe.texts import read_log
 from trainkit.run.files import append_jsonl, write_json
 from trainkit.run.history import RunHistory
 from trainkit.run.record import add_attempt, add_slurm_attempt, create_job, read_job

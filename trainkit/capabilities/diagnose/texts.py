@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
+from trainkit.capabilities.diagnose.signatures import Signature, Where
 from trainkit.observe.logs import clean, last_lines
-from trainkit.observe.signatures import Signature, Where
 from trainkit.run.end import RankFailure
 from trainkit.run.files import forward_lines, open_file
 

@@ -17,8 +17,8 @@ from trainkit.folders import shown_path
 from trainkit.run.registry import find_attempt, find_run
 
 if TYPE_CHECKING:
-    from trainkit.observe.diagnose import Diagnosis
-    from trainkit.observe.texts import Evidence
+    from trainkit.capabilities.diagnose.diagnose import Diagnosis
+    from trainkit.capabilities.diagnose.texts import Evidence
 
 
 COLUMNS = 80
@@ -41,7 +41,7 @@ def command(run_name: str, number: int | None, as_json: bool) -> None:
     For an exception of your own code, it names file and line. Says `unknown`, with the last lines of that
     rank, where no known cause explains the failure.
     """
-    from trainkit.observe.diagnose import diagnose
+    from trainkit.capabilities.diagnose.diagnose import diagnose
 
     run = find_run(run_name)
     attempt = find_attempt(run, number)
