@@ -22,7 +22,7 @@ from trainkit.plan.torch_build import OLDEST, REQUIREMENT
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
-SIZES = {"trainkit": (316, 66_660), "tests": (392, 64_124)}
+SIZES = {"trainkit": (317, 66_670), "tests": (392, 64_132)}
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (5, 400)
 """By so much the code may be smaller before `SIZES` is lowered."""
@@ -160,6 +160,9 @@ ALLOWED = {
     "capabilities.bench": {  # runs a config in many ways, as its owner could by hand, and compares them
         *("capability", "extras", "errors", "folders", "run", "formats", "config", "cluster", "plan"),
         *("backend", "backends", "control", "launch", "observe", "cli"),
+    },
+    "capabilities.layouts": {  # compares what could be trained, without a run
+        *("errors", "formats", "config", "cluster", "plan", "data.checks", "cli", "launch.config_request"),
     },
     "capabilities.growth": {
         *("capability", "errors", "formats", "run", "config", "plan", "slurm"),

@@ -193,6 +193,7 @@ class Shipped:
     within: tuple[str, ...] = ()
     """The fields of its part if they are the last ones of the record `follows`, which every plan has."""
     commands: Mapping[str, str] = field(default_factory=dict)
+    """Command, such as ``sync`` or ``data show`` -> MODULE:NAME of a click command in its folder."""
     launchers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Launcher of a command -> packages, one of which must be installed."""
     group_file: str | None = None
@@ -205,6 +206,8 @@ WHOLE = ("", LEFT_OUT)
 """A part that is the value of a single key, which is left out without it."""
 SHIPPED = {
     "bench": Shipped(commands={"bench": "command:command"}, group_file="bench.json"),
+    "layouts": Shipped(commands={"plan": "command:command"}),
+    "replay": Shipped(commands={"data show": "command:show", "replay": "command:command"}),
     "launchers": Shipped(
         "launcher",
         {"launcher_files": ("files", {}), "launcher_values": ("values", {}), "launcher_keys": ("keys", [])},
@@ -226,6 +229,8 @@ SHIPPED = {
     ),
 }
 """The shipped capabilities by the name of their folder; companions end in this order."""
+WITH_PART = tuple(name for name, shipped in SHIPPED.items() if shipped.follows)
+"""The names of shipped capabilities of which a plan may have a part; a command imports the others."""
 
 
 @dataclass(frozen=True)
@@ -311,6 +316,12 @@ def shipped_command(name: str) -> str | None:
         if name in shipped.commands:
             return f"trainkit.capabilities.{folder}.{shipped.commands[name]}"
     return None
+
+
+def shipped_subcommands(group: str) -> list[str]:
+    """The commands that the capabilities which are shipped add to a group, such as ``export`` to ``ckpt``."""
+    names = (name.split(" ") for shipped in SHIPPED.values() for name in shipped.commands)
+    return [words[1] for words in names if words[0] == group and len(words) > 1]
 
 
 def installed_command(name: str) -> str | None:

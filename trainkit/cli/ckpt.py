@@ -30,6 +30,7 @@ HEADING = ["CHECKPOINT", "STATE", "TIME", "SIZE", "LAYOUT", "BEST", "REASON"]
 
 
 @as_group(
+    "ckpt",
     "trainkit ckpt ls last",
     "trainkit ckpt verify last",
     "trainkit ckpt prune last --keep-last 1 --dry-run",

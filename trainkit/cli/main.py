@@ -78,11 +78,9 @@ ELSEWHERE = {
     "env": "cli.run:env",
     "schema": "cli.check:schema",
     # What no run needs: no module of the core imports them.
-    "data show": "capabilities.replay.command:show",
     "doctor": "capabilities.doctor.command:command",
     "drill": "capabilities.drill.command:command",
     "generate": "capabilities.generate.command:command",
-    "replay": "capabilities.replay.command:command",
 }
 
 

@@ -12,7 +12,7 @@ from shlex import quote
 from typing import TYPE_CHECKING
 
 from trainkit.backends.slurm.failed_starts import FailedStart, batch_log, failed_starts
-from trainkit.capability import SHIPPED, load
+from trainkit.capability import WITH_PART, load
 from trainkit.errors import EXIT_STOPPED, TrainkitError
 from trainkit.formats import number, time_text
 from trainkit.observe.goodput import worker_hours
@@ -319,7 +319,8 @@ def read_status(
 def capability_rows(history: RunHistory) -> dict[str, dict[str, str]]:
     """The lines that each capability adds to the details of a run: capability -> label -> text."""
     found, plan = {}, read_plan(history.run)
-    for name in {**SHIPPED, **plan.parts}:  # a run may have been sent to a tracker that its plan lacks
+    # A run may have been sent to a tracker that its plan lacks.
+    for name in dict.fromkeys((*WITH_PART, *plan.parts)):
         try:
             rows = load(name).rows(history, plan)
         except Exception as error:  # of code that may be of another package: the rest of the status is known
