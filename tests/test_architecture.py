@@ -22,7 +22,7 @@ from trainkit.plan.torch_build import OLDEST, REQUIREMENT
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
-SIZES = {"trainkit": (317, 66_670), "tests": (392, 64_132)}
+SIZES = {"trainkit": (319, 66_686), "tests": (392, 64_143)}
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (5, 400)
 """By so much the code may be smaller before `SIZES` is lowered."""
@@ -137,8 +137,13 @@ ALLOWED = {
         *("errors", "run", "formats", "config", "plan", "scheduler", "slurm", "cli"),
         *("job", "backend", "backends", "control", "launch", "observe"),
     },
+    "capabilities.export": {  # writes the model of a checkpoint for other programs
+        *("adapters", "errors", "folders", "formats", "run", "config", "data", "plan.model_shape", "cli"),
+        *("job.processes", "safetensors", "trainer"),
+    },
     "capabilities.generate": {
         *(
+            "capabilities.export",
             "errors",
             "formats",
             "run",
@@ -303,7 +308,13 @@ def test_no_imports_lead_in_a_circle(folder: Path) -> None:
 
 WORKERS = {
     PACKAGE / "capabilities" / name
-    for name in ("doctor/bandwidth.py", "generate/worker.py", "multimodal/task.py", "replay/worker.py")
+    for name in (
+        "doctor/bandwidth.py",
+        "export/worker.py",
+        "generate/worker.py",
+        "multimodal/task.py",
+        "replay/worker.py",
+    )
 }
 """What a process of its own runs, as the trainer."""
 

@@ -206,6 +206,7 @@ WHOLE = ("", LEFT_OUT)
 """A part that is the value of a single key, which is left out without it."""
 SHIPPED = {
     "bench": Shipped(commands={"bench": "command:command"}, group_file="bench.json"),
+    "export": Shipped(commands={"ckpt export": "command:command"}),
     "layouts": Shipped(commands={"plan": "command:command"}),
     "replay": Shipped(commands={"data show": "command:show", "replay": "command:command"}),
     "launchers": Shipped(
