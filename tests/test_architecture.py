@@ -22,7 +22,7 @@ from trainkit.plan.torch_build import OLDEST, REQUIREMENT
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
-SIZES = {"trainkit": (316, 66_673), "tests": (392, 64_124)}
+SIZES = {"trainkit": (316, 66_671), "tests": (392, 64_122)}
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (5, 400)
 """By so much the code may be smaller before `SIZES` is lowered."""
@@ -391,7 +391,7 @@ def test_the_core_does_not_know_a_capability(words: str) -> None:
     assert len(naming) == SPREAD[words], naming
 
 
-KNOWS_SLURM = {"trainkit[.]slurm[. ]": 21, "plan[.]slurm": 5}
+KNOWS_SLURM = {"trainkit[.]slurm[. ]": 19, "plan[.]slurm": 5}
 """Pattern -> how many files outside Slurm's two folders have it. The goals are 15 and 5."""
 
 
