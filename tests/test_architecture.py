@@ -22,9 +22,39 @@ from trainkit.plan.torch_build import OLDEST, REQUIREMENT
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
-SIZES = {"trainkit": (316, 66_671), "tests": (392, 64_122)}
+SIZES = {
+    "trainkit": (19, 4_683),
+    "trainkit/backends": (26, 4_215),
+    "trainkit/capabilities": (1, 1),
+    "trainkit/capabilities/bench": (6, 1_328),
+    "trainkit/capabilities/curves": (3, 697),
+    "trainkit/capabilities/doctor": (6, 1_345),
+    "trainkit/capabilities/drill": (5, 1_035),
+    "trainkit/capabilities/generate": (3, 290),
+    "trainkit/capabilities/growth": (2, 198),
+    "trainkit/capabilities/health": (2, 250),
+    "trainkit/capabilities/launchers": (4, 499),
+    "trainkit/capabilities/multimodal": (2, 541),
+    "trainkit/capabilities/notifications": (4, 452),
+    "trainkit/capabilities/replay": (6, 1_442),
+    "trainkit/capabilities/slow_ranks": (5, 328),
+    "trainkit/capabilities/trackers": (5, 777),
+    "trainkit/cli": (24, 5_072),
+    "trainkit/cluster": (9, 1_981),
+    "trainkit/config": (12, 3_013),
+    "trainkit/control": (8, 966),
+    "trainkit/data": (11, 2_476),
+    "trainkit/job": (35, 7_155),
+    "trainkit/launch": (20, 4_194),
+    "trainkit/observe": (15, 4_111),
+    "trainkit/plan": (18, 3_742),
+    "trainkit/run": (16, 4_495),
+    "trainkit/slurm": (8, 1_574),
+    "trainkit/trainer": (41, 9_808),
+    "tests": (392, 64_164),
+}
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
-SLACK = (5, 400)
+SLACK = (2, 100)
 """By so much the code may be smaller before `SIZES` is lowered."""
 
 ALLOWED = {
@@ -321,9 +351,21 @@ def test_no_module_is_a_drawer_for_everything() -> None:
     assert [str(path) for path in files() if drawers & {path.stem, *path.relative_to(ROOT).parts}] == []
 
 
+def budget_of(path: Path) -> str:
+    """The folder of `SIZES` that a file counts for."""
+    top, *rest = path.parent.relative_to(ROOT).parts
+    depth = 0 if top == "tests" else 2 if rest[:1] == ["capabilities"] else 1
+    return "/".join([top, *rest[:depth]])
+
+
+def test_every_folder_has_a_budget() -> None:
+    assert SIZES.keys() == {"tests", *map(budget_of, files())}
+
+
 @pytest.mark.parametrize("folder", SIZES)
 def test_the_code_does_not_grow(folder: str) -> None:
-    code = [path.read_text(encoding="utf-8") for path in (ROOT / folder).rglob("*.py")]
+    own = (path for path in (ROOT / folder).rglob("*.py") if budget_of(path) == folder)
+    code = [path.read_text(encoding="utf-8") for path in own]
     found = (len(code), sum(text.count("\n") for text in code))
     assert all(map(le, found, SIZES[folder])), f"{found}: remove as much as you add"
     assert all(map(ge, map(add, found, SLACK), SIZES[folder])), f"{found}: lower SIZES"

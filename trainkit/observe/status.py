@@ -9,7 +9,7 @@ from datetime import datetime, timedelta
 from itertools import pairwise
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainkit.backends.slurm.failed_starts import FailedStart, batch_log, failed_starts
 from trainkit.capability import load, shipped_classes
@@ -46,6 +46,8 @@ from trainkit.scheduler import JobInfo, JobState
 if TYPE_CHECKING:
     from trainkit.config import RunConfig
 
+FlatConfig = dict[str, Any]
+"""Dotted key of a config -> its value as JSON."""
 STALE_S = 60.0
 """Warn when metrics are older than this and than `STALE_INTERVALS` times their usual interval."""
 STALE_INTERVALS = 10
@@ -458,6 +460,14 @@ def read_config(file: Path) -> RunConfig | None:
         return read_effective(file, executes=False)
     except (OSError, TrainkitError):
         return None
+
+
+def flat_config(run: RunDir) -> FlatConfig:
+    """The effective config of a run; empty when it cannot be read."""
+    from trainkit.config.schema import flatten
+
+    config = read_config(run.config_file)
+    return {} if config is None else dict(flatten(config.model_dump(mode="json", by_alias=True)))
 
 
 def _unreadable(run: RunDir, attempt: int | None) -> Iterator[str]:

@@ -26,8 +26,8 @@ from trainkit.observe.group import (
     count_states,
     state_counts,
 )
-from trainkit.observe.page import Chart, FlatConfig, Line, dot_chart, line_chart, render_page
-from trainkit.observe.status import ACTIVE_STATES
+from trainkit.observe.page import Chart, Line, dot_chart, line_chart, render_page
+from trainkit.observe.status import ACTIVE_STATES, FlatConfig
 from trainkit.run.end import Best
 from trainkit.run.events import StepRecord, read_events, steps_of
 from trainkit.run.files import (
