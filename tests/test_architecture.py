@@ -24,11 +24,11 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
 SIZES = {
     "trainkit": (19, 4_683),
-    "trainkit/backends": (26, 4_215),
+    "trainkit/backends": (26, 4_228),
     "trainkit/capabilities": (1, 1),
     "trainkit/capabilities/bench": (6, 1_328),
     "trainkit/capabilities/curves": (3, 697),
-    "trainkit/capabilities/doctor": (6, 1_345),
+    "trainkit/capabilities/doctor": (6, 1_343),
     "trainkit/capabilities/drill": (5, 1_035),
     "trainkit/capabilities/generate": (3, 290),
     "trainkit/capabilities/growth": (2, 198),
@@ -45,7 +45,7 @@ SIZES = {
     "trainkit/control": (8, 966),
     "trainkit/data": (11, 2_476),
     "trainkit/job": (35, 7_155),
-    "trainkit/launch": (20, 4_194),
+    "trainkit/launch": (20, 4_182),
     "trainkit/observe": (15, 4_111),
     "trainkit/plan": (18, 3_742),
     "trainkit/run": (16, 4_495),
@@ -433,7 +433,7 @@ def test_the_core_does_not_know_a_capability(words: str) -> None:
     assert len(naming) == SPREAD[words], naming
 
 
-KNOWS_SLURM = {"trainkit[.]slurm[. ]": 16, "plan[.]slurm": 5}
+KNOWS_SLURM = {"trainkit[.]slurm[. ]": 14, "plan[.]slurm": 5}
 """Pattern -> how many files outside Slurm's two folders have it. The goals are 15 and 5."""
 
 
