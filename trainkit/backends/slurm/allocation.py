@@ -252,7 +252,7 @@ class SlurmAllocation(Allocation):
             failure = find_first_failure(attempt, plan, observed, lost, error)
         # Slurm forwards messages along a tree, and the step waits a minute for a lost host in it.
         self.step_may_still_run |= bool(lost)
-        cause = self._cause(plan, stop, was_signalled=was_signalled, lost=bool(lost))
+        cause: str | None = self._cause(plan, stop, was_signalled=was_signalled, lost=bool(lost))
         departure = observed.departure
         is_unexplained = cause is None and departure is None and not (lost or observed.hangs)
         if is_unexplained and (stop or sent) and (host := self._drained_host()):
