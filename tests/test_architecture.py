@@ -23,13 +23,13 @@ from trainkit.plan.torch_build import OLDEST, REQUIREMENT
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
 SIZES = {
-    "trainkit": (19, 4_674),
-    "trainkit/backends": (26, 4_214),
+    "trainkit": (19, 4_715),
+    "trainkit/backends": (26, 4_228),
     "trainkit/capabilities": (1, 1),
     "trainkit/capabilities/bench": (6, 1_329),
     "trainkit/capabilities/curves": (3, 697),
     "trainkit/capabilities/debugger": (2, 95),
-    "trainkit/capabilities/doctor": (6, 1_344),
+    "trainkit/capabilities/doctor": (6, 1_343),
     "trainkit/capabilities/drill": (5, 1_035),
     "trainkit/capabilities/export": (3, 407),
     "trainkit/capabilities/generate": (3, 290),
@@ -49,13 +49,13 @@ SIZES = {
     "trainkit/control": (8, 932),
     "trainkit/data": (11, 2_476),
     "trainkit/job": (35, 7_163),
-    "trainkit/launch": (20, 4_193),
-    "trainkit/observe": (12, 3_330),
+    "trainkit/launch": (20, 4_181),
+    "trainkit/observe": (12, 3_329),
     "trainkit/plan": (16, 3_418),
     "trainkit/run": (16, 4_493),
-    "trainkit/slurm": (8, 1_619),
+    "trainkit/slurm": (8, 1_574),
     "trainkit/trainer": (40, 9_505),
-    "tests": (392, 64_205),
+    "tests": (392, 64_203),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)
@@ -454,7 +454,7 @@ def test_the_core_does_not_know_a_capability(words: str) -> None:
     assert len(naming) == SPREAD[words], naming
 
 
-KNOWS_SLURM = {"trainkit[.]slurm[. ]": 21, "plan[.]slurm": 5}
+KNOWS_SLURM = {"trainkit[.]slurm[. ]": 14, "plan[.]slurm": 5}
 """Pattern -> how many files outside Slurm's two folders have it. The goals are 15 and 5."""
 
 
