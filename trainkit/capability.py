@@ -231,6 +231,7 @@ SHIPPED = {
     "layouts": Shipped(commands={"plan": "command:command"}),
     "replay": Shipped(commands={"replay": "command:command", "data show": "command:show"}),
     "report": Shipped(commands={"report": "command:command", "compare": "compare:command"}),
+    "watch": Shipped(commands={"watch": "command:command"}),
     "launchers": Shipped(
         "launcher",
         {"launcher_files": ("files", {}), "launcher_values": ("values", {}), "launcher_keys": ("keys", [])},
