@@ -23,12 +23,12 @@ from trainkit.plan.torch_build import OLDEST, REQUIREMENT
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
 SIZES = {
-    "trainkit": (19, 4_643),
+    "trainkit": (19, 4_666),
     "trainkit/backends": (26, 4_214),
     "trainkit/capabilities": (1, 1),
     "trainkit/capabilities/bench": (6, 1_328),
     "trainkit/capabilities/curves": (3, 697),
-    "trainkit/capabilities/debugger": (2, 95),
+    "trainkit/capabilities/debugger": (3, 213),
     "trainkit/capabilities/doctor": (6, 1_344),
     "trainkit/capabilities/drill": (5, 1_035),
     "trainkit/capabilities/generate": (3, 290),
@@ -40,7 +40,7 @@ SIZES = {
     "trainkit/capabilities/replay": (6, 1_442),
     "trainkit/capabilities/slow_ranks": (5, 328),
     "trainkit/capabilities/trackers": (5, 777),
-    "trainkit/cli": (24, 5_072),
+    "trainkit/cli": (24, 5_015),
     "trainkit/cluster": (9, 1_981),
     "trainkit/config": (12, 3_013),
     "trainkit/control": (8, 914),
@@ -52,7 +52,7 @@ SIZES = {
     "trainkit/run": (16, 4_495),
     "trainkit/slurm": (8, 1_619),
     "trainkit/trainer": (41, 9_808),
-    "tests": (392, 64_169),
+    "tests": (392, 64_170),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)
@@ -192,7 +192,8 @@ ALLOWED = {
         *("backend", "backends", "control", "launch", "observe", "cli"),
     },
     "capabilities.debugger": {
-        *("capability", "errors", "formats", "run", "cli", "control", "job.rank_debugger"),
+        *("capability", "errors", "folders", "formats", "run", "plan", "cli", "control"),
+        *("job.rank_debugger", "launch.packages"),
     },
     "capabilities.growth": {
         *("capability", "errors", "formats", "run", "config", "plan", "slurm"),
