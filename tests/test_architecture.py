@@ -23,12 +23,12 @@ from trainkit.plan.torch_build import OLDEST, REQUIREMENT
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
 SIZES = {
-    "trainkit": (19, 4_716),
+    "trainkit": (19, 4_739),
     "trainkit/backends": (26, 4_228),
     "trainkit/capabilities": (1, 1),
     "trainkit/capabilities/bench": (6, 1_329),
     "trainkit/capabilities/curves": (3, 697),
-    "trainkit/capabilities/debugger": (2, 95),
+    "trainkit/capabilities/debugger": (3, 213),
     "trainkit/capabilities/doctor": (6, 1_343),
     "trainkit/capabilities/drill": (5, 1_035),
     "trainkit/capabilities/export": (3, 407),
@@ -44,7 +44,7 @@ SIZES = {
     "trainkit/capabilities/slow_ranks": (5, 328),
     "trainkit/capabilities/trackers": (5, 777),
     "trainkit/capabilities/watch": (5, 1_284),
-    "trainkit/cli": (19, 3_985),
+    "trainkit/cli": (19, 3_943),
     "trainkit/cluster": (9, 1_981),
     "trainkit/config": (12, 3_013),
     "trainkit/control": (8, 932),
@@ -56,7 +56,7 @@ SIZES = {
     "trainkit/run": (16, 4_518),
     "trainkit/slurm": (8, 1_574),
     "trainkit/trainer": (40, 9_505),
-    "tests": (392, 64_212),
+    "tests": (392, 64_213),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)
@@ -210,7 +210,8 @@ ALLOWED = {
         *("backend", "backends", "control", "launch", "observe", "cli", "capabilities.report"),
     },
     "capabilities.debugger": {
-        *("capability", "errors", "formats", "run", "cli", "control", "job.rank_debugger"),
+        *("capability", "errors", "folders", "formats", "run", "plan", "cli", "control"),
+        *("job.rank_debugger", "launch.packages"),
     },
     "capabilities.layouts": {  # compares what could be trained, without a run
         *("errors", "formats", "config", "cluster", "plan", "data.checks", "cli", "launch.config_request"),
