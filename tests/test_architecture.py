@@ -23,7 +23,7 @@ from trainkit.plan.torch_build import OLDEST, REQUIREMENT
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
 SIZES = {
-    "trainkit": (19, 4_738),
+    "trainkit": (19, 4_739),
     "trainkit/backends": (26, 4_228),
     "trainkit/capabilities": (1, 1),
     "trainkit/capabilities/bench": (6, 1_329),
@@ -36,6 +36,7 @@ SIZES = {
     "trainkit/capabilities/generate": (3, 290),
     "trainkit/capabilities/growth": (2, 198),
     "trainkit/capabilities/health": (2, 250),
+    "trainkit/capabilities/init": (3, 311),
     "trainkit/capabilities/launchers": (4, 499),
     "trainkit/capabilities/layouts": (4, 559),
     "trainkit/capabilities/multimodal": (2, 541),
@@ -45,8 +46,8 @@ SIZES = {
     "trainkit/capabilities/slow_ranks": (5, 328),
     "trainkit/capabilities/trackers": (5, 777),
     "trainkit/capabilities/watch": (5, 1_283),
-    "trainkit/cli": (18, 3_830),
-    "trainkit/cluster": (9, 1_981),
+    "trainkit/cli": (17, 3_721),
+    "trainkit/cluster": (8, 1_785),
     "trainkit/config": (12, 3_013),
     "trainkit/control": (8, 932),
     "trainkit/data": (11, 2_476),
@@ -57,7 +58,7 @@ SIZES = {
     "trainkit/run": (16, 4_518),
     "trainkit/slurm": (8, 1_574),
     "trainkit/trainer": (40, 9_505),
-    "tests": (392, 64_220),
+    "tests": (392, 64_222),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)
@@ -196,6 +197,7 @@ ALLOWED = {
         *("errors", "folders", "run", "formats", "config", "data", "cluster", "plan", "job", "control"),
         *("launch", "cli", "trainer"),
     },
+    "capabilities.init": {"errors", "folders", "formats", "config", "cluster", "cli"},
     # What is shown of runs, by commands of their own.
     "capabilities.diagnose": {
         *("errors", "folders", "formats", "run", "config", "scheduler", "slurm", "backend", "backends"),

@@ -241,6 +241,7 @@ WHOLE = ("", LEFT_OUT)
 SHIPPED = {
     "debugger": Shipped(commands={"debug": "command:command"}, options={"run": "run_options:run_options"}),
     "bench": Shipped(commands={"bench": "command:command"}, group_file="bench.json"),
+    "init": Shipped(commands={"init": "command:command"}),
     "diagnose": Shipped(commands={"diagnose": "command:command"}),
     "doctor": Shipped(commands={"doctor": "command:command"}),
     "drill": Shipped(commands={"drill": "command:command"}),

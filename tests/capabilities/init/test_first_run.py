@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.cluster.init_files import first_partition, first_run_text
+from trainkit.capabilities.init.init_files import first_partition, first_run_text
 from trainkit.cluster.machine import Machine
 from trainkit.cluster.model import Account, Cluster, NodeKind, Partition
 from trainkit.cluster.target import Target

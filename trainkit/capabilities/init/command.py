@@ -41,8 +41,13 @@ def command(name: str | None, folder: str, task: str | None, as_json: bool) -> N
     the default CONFIG of commands in its folder and the only file written without Slurm. Prints the written
     files.
     """
+    from trainkit.capabilities.init.init_files import (
+        describe_cluster,
+        first_run_text,
+        profile_text,
+        write_new,
+    )
     from trainkit.cluster.discovery import discover_cluster
-    from trainkit.cluster.init_files import describe_cluster, first_run_text, profile_text, write_new
     from trainkit.cluster.profile import user_folder
 
     if task is not None:
@@ -83,7 +88,7 @@ def command(name: str | None, folder: str, task: str | None, as_json: bool) -> N
 
 def _write_task(name: str, folder: Path, as_json: bool) -> None:
     """Write the files of a new task, all of them or none."""
-    from trainkit.cluster.init_files import task_texts, write_new
+    from trainkit.capabilities.init.init_files import task_texts, write_new
 
     if not TASK_NAME.fullmatch(name) or keyword.iskeyword(name):
         meant = re.sub(r"\W+", "_", name.lower()).lstrip("0123456789_")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainkit.cluster.init_files import profile_text
+from trainkit.capabilities.init.init_files import profile_text
 from trainkit.cluster.model import Account, Cluster, NodeKind, Partition, Qos
 from trainkit.cluster.profile import ClusterProfile, read_profile
 from trainkit.errors import ConfigError
