@@ -23,7 +23,7 @@ from trainkit.plan.torch_build import OLDEST, REQUIREMENT
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
 SIZES = {
-    "trainkit": (19, 4_739),
+    "trainkit": (19, 4_741),
     "trainkit/backends": (26, 4_228),
     "trainkit/capabilities": (1, 1),
     "trainkit/capabilities/bench": (6, 1_329),
@@ -43,13 +43,15 @@ SIZES = {
     "trainkit/capabilities/notifications": (4, 452),
     "trainkit/capabilities/replay": (6, 1_442),
     "trainkit/capabilities/report": (7, 1_184),
+    "trainkit/capabilities/shell": (3, 190),
     "trainkit/capabilities/slow_ranks": (5, 328),
+    "trainkit/capabilities/stacks": (2, 126),
     "trainkit/capabilities/trackers": (5, 777),
     "trainkit/capabilities/watch": (5, 1_283),
-    "trainkit/cli": (17, 3_721),
+    "trainkit/cli": (17, 3_565),
     "trainkit/cluster": (8, 1_785),
     "trainkit/config": (12, 3_013),
-    "trainkit/control": (8, 932),
+    "trainkit/control": (7, 798),
     "trainkit/data": (11, 2_476),
     "trainkit/job": (35, 7_163),
     "trainkit/launch": (20, 4_181),
@@ -58,7 +60,7 @@ SIZES = {
     "trainkit/run": (16, 4_518),
     "trainkit/slurm": (8, 1_574),
     "trainkit/trainer": (40, 9_505),
-    "tests": (392, 64_222),
+    "tests": (394, 64_240),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)
@@ -198,7 +200,14 @@ ALLOWED = {
         *("launch", "cli", "trainer"),
     },
     "capabilities.init": {"errors", "folders", "formats", "config", "cluster", "cli"},
+    "capabilities.shell": {
+        *("errors", "folders", "run", "config", "cluster", "plan", "scheduler", "slurm", "backend", "launch"),
+        "cli",
+    },
     # What is shown of runs, by commands of their own.
+    "capabilities.stacks": {
+        *("errors", "folders", "formats", "run", "plan", "backends.jobs", "job.failure.stacks", "cli"),
+    },
     "capabilities.diagnose": {
         *("errors", "folders", "formats", "run", "config", "scheduler", "slurm", "backend", "backends"),
         *("observe", "cli", "job.failure.launcher_report"),
@@ -216,8 +225,8 @@ ALLOWED = {
         *("backend", "backends", "control", "launch", "observe", "cli", "capabilities.report"),
     },
     "capabilities.debugger": {
-        *("capability", "errors", "folders", "formats", "run", "plan", "cli", "control"),
-        *("job.rank_debugger", "launch.packages"),
+        *("capability", "errors", "folders", "formats", "run", "plan", "cli"),
+        *("job.rank_debugger", "launch.packages", "capabilities.shell", "capabilities.stacks"),
     },
     "capabilities.layouts": {  # compares what could be trained, without a run
         *("errors", "formats", "config", "cluster", "plan", "data.checks", "cli", "launch.config_request"),

@@ -242,6 +242,8 @@ SHIPPED = {
     "debugger": Shipped(commands={"debug": "command:command"}, options={"run": "run_options:run_options"}),
     "bench": Shipped(commands={"bench": "command:command"}, group_file="bench.json"),
     "init": Shipped(commands={"init": "command:command"}),
+    "shell": Shipped(commands={"shell": "command:shell", "attach": "command:attach"}),
+    "stacks": Shipped(commands={"stacks": "command:command"}),
     "diagnose": Shipped(commands={"diagnose": "command:command"}),
     "doctor": Shipped(commands={"doctor": "command:command"}),
     "drill": Shipped(commands={"drill": "command:command"}),

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from trainkit.capabilities.shell.shell import shell_argv, shell_start_file
 from trainkit.config import load_config
-from trainkit.control.shell import shell_argv, shell_start_file
 
 SHAPE = ("resources.nodes=2", "resources.gpus_per_node=4", "resources.cpus_per_gpu=3", "device=cpu")
 
