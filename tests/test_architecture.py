@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
 SIZES = {
     "trainkit": (19, 4_741),
-    "trainkit/backends": (26, 4_228),
+    "trainkit/backends": (22, 4_189),
     "trainkit/capabilities": (1, 1),
     "trainkit/capabilities/bench": (6, 1_329),
     "trainkit/capabilities/curves": (3, 697),
@@ -44,23 +44,23 @@ SIZES = {
     "trainkit/capabilities/replay": (6, 1_442),
     "trainkit/capabilities/report": (7, 1_184),
     "trainkit/capabilities/shell": (3, 190),
-    "trainkit/capabilities/slow_ranks": (5, 328),
+    "trainkit/capabilities/slow_ranks": (6, 396),
     "trainkit/capabilities/stacks": (2, 126),
     "trainkit/capabilities/trackers": (5, 777),
     "trainkit/capabilities/watch": (5, 1_283),
-    "trainkit/cli": (17, 3_565),
+    "trainkit/cli": (17, 3_569),
     "trainkit/cluster": (8, 1_785),
     "trainkit/config": (12, 3_013),
-    "trainkit/control": (7, 798),
+    "trainkit/control": (5, 784),
     "trainkit/data": (11, 2_476),
-    "trainkit/job": (35, 7_163),
+    "trainkit/job": (33, 7_085),
     "trainkit/launch": (20, 4_181),
     "trainkit/observe": (5, 1_113),
     "trainkit/plan": (16, 3_418),
     "trainkit/run": (16, 4_518),
     "trainkit/slurm": (8, 1_574),
     "trainkit/trainer": (40, 9_505),
-    "tests": (394, 64_240),
+    "tests": (394, 64_239),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)
@@ -251,11 +251,11 @@ ALLOWED = {
     },
     "capabilities.notifications": {
         *("capability", "errors", "folders", "formats", "run", "config", "plan"),
-        *("job.attempt_end", "job.processes", "job.output_watch"),
+        *("job.attempt_end", "job.processes", "capabilities.slow_ranks.output_watch"),
     },
     "capabilities.slow_ranks": {
         *("capability", "errors", "folders", "run", "config", "plan"),
-        *("job.attempt_end", "job.decision", "job.failure", "job.hangs", "job.output_watch", "job.processes"),
+        *("job.attempt_end", "job.decision", "job.failure", "job.hangs", "job.processes"),
     },
     "capabilities": set(),
     "__main__": {"cli"},

@@ -403,7 +403,7 @@ class Group(Sequence[Run]):
 
     def resume(self) -> Group:
         """Run what has not finished, on this machine; on Slurm submit what has not been submitted."""
-        from trainkit.control.resume_group import resume_group
+        from trainkit.control.resume import resume_group
 
         if self._group.record.process is None and not self._group.left:
             raise UsageError(f"{self.path} is a Slurm array", hint="resume its runs: group[0].resume()")

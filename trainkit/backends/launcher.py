@@ -1,4 +1,4 @@
-"""The rank of another launcher, such as torchrun or mpirun on several hosts without Slurm."""
+"""Ranks that another launcher has started, such as torchrun or mpirun on several hosts without Slurm."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from urllib.parse import quote
 
+from trainkit.backend import NewAttempt
+from trainkit.backends.local.backend import LocalBackend
 from trainkit.errors import TrainkitError, UsageError
 from trainkit.job.node.rendezvous import (
     LOCAL_ADDR,
@@ -21,9 +23,10 @@ from trainkit.job.node.rendezvous import (
 from trainkit.job.node.worker_env import address_towards
 from trainkit.job.rank_env import RUN_DIR_VARIABLE
 from trainkit.plan.launch import LaunchPlan
+from trainkit.run.events import log_event
 from trainkit.run.files import read_record, wait_for_json, write_json_in_place
-from trainkit.run.record import RendezvousRecord
-from trainkit.run.rundir import AttemptDir
+from trainkit.run.record import AttemptRecord, RendezvousRecord
+from trainkit.run.rundir import AttemptDir, RunDir
 
 LAUNCHERS = {
     "torchrun": ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
@@ -134,3 +137,15 @@ def _own_address(task: LaunchedRank) -> str:
             hint="name the host by its address in the network, or 127.0.0.1 if all ranks are on this host",
         )
     return own
+
+
+class LauncherBackend(LocalBackend):
+    """The backend of their run: this process is rank 0, and records the end."""
+
+    def start(self, run: RunDir, new: NewAttempt) -> AttemptRecord:
+        entry = super().start(run, new)
+        log_event(run, entry.attempt, "started", world_size=new.plan.world_size, nodes=new.plan.num_nodes)
+        return entry
+
+    def _supervisor(self, attempt: AttemptDir, new: NewAttempt) -> int:
+        return os.getpid()
