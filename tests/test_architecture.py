@@ -23,7 +23,7 @@ from trainkit.plan.torch_build import OLDEST, REQUIREMENT
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
 SIZES = {
-    "trainkit": (19, 4_707),
+    "trainkit": (19, 4_717),
     "trainkit/backends": (26, 4_228),
     "trainkit/capabilities": (1, 1),
     "trainkit/capabilities/bench": (6, 1_328),
@@ -40,7 +40,7 @@ SIZES = {
     "trainkit/capabilities/replay": (6, 1_442),
     "trainkit/capabilities/report": (6, 997),
     "trainkit/capabilities/slow_ranks": (5, 328),
-    "trainkit/capabilities/trackers": (5, 777),
+    "trainkit/capabilities/trackers": (5, 791),
     "trainkit/cli": (22, 4_844),
     "trainkit/cluster": (9, 1_981),
     "trainkit/config": (12, 3_013),
@@ -48,12 +48,12 @@ SIZES = {
     "trainkit/data": (11, 2_476),
     "trainkit/job": (35, 7_163),
     "trainkit/launch": (20, 4_182),
-    "trainkit/observe": (12, 3_329),
+    "trainkit/observe": (12, 3_333),
     "trainkit/plan": (18, 3_742),
-    "trainkit/run": (16, 4_493),
+    "trainkit/run": (16, 4_490),
     "trainkit/slurm": (8, 1_574),
     "trainkit/trainer": (41, 9_808),
-    "tests": (392, 64_182),
+    "tests": (392, 64_185),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)
@@ -414,7 +414,7 @@ def test_values_have_types() -> None:
 
 SPREAD = {
     # Some are not of the capability: torch has a memory tracker, and a host may be healthy.
-    "tracker": 11,
+    "tracker": 10,
     "notification|notifier|NotifyPolicy": 3,
     "health": 7,
     "slow_rank|slow rank|straggler": 5,

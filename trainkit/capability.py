@@ -208,6 +208,8 @@ class Shipped:
     """Launcher of a command -> packages, one of which must be installed."""
     causes: Mapping[str, RestartCause] = field(default_factory=dict)
     """Cause of its `Departure` -> what is known of it."""
+    records: str | None = None
+    """The key of `status --json` that has the JSON files in the folder of a run of this name."""
     group_file: str | None = None
     """A file that only its groups of runs have; None if it has none."""
 
@@ -250,7 +252,10 @@ SHIPPED = {
     "curves": Shipped("trackers", {"log_pattern": ("pattern", None)}),  # trackers get its end
     "health": Shipped("log_pattern", {"health_every_s": ("every_s", None)}),
     "trackers": Shipped(
-        "slurm", {"trackers": ("names", [])}, commands={"sync": "command:sync", "ui": "command:ui"}
+        "slurm",
+        {"trackers": ("names", [])},
+        commands={"sync": "command:sync", "ui": "command:ui"},
+        records="trackers",
     ),
 }
 """The shipped capabilities by the name of their folder; companions end in this order."""
@@ -321,6 +326,11 @@ def installed_section(name: str) -> type[Section] | None:
 def shipped_classes() -> list[str]:
     """The shipped capabilities that have a class."""
     return [name for name, shipped in SHIPPED.items() if shipped.has_class]
+
+
+def record_folders() -> list[str]:
+    """The folders of a run whose JSON files `status --json` has."""
+    return [shipped.records for shipped in SHIPPED.values() if shipped.records is not None]
 
 
 def launchers() -> dict[str, tuple[str, ...]]:

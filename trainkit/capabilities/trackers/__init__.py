@@ -8,12 +8,19 @@ from typing import TYPE_CHECKING
 from trainkit.capability import Capability, Companion, Part, Planned
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from trainkit.config.loaded import LoadedConfig
     from trainkit.job.node.rendezvous import Rendezvous
     from trainkit.plan.facts import Facts
     from trainkit.plan.launch import LaunchPlan
     from trainkit.run.history import PlanRecord, RunHistory
-    from trainkit.run.rundir import AttemptDir
+    from trainkit.run.rundir import AttemptDir, RunDir
+
+
+def trackers_dir(run: RunDir) -> Path:
+    """The folder that says how far each tracker has the metrics of a run."""
+    return run.path / "trackers"
 
 
 @dataclass(frozen=True)
@@ -46,7 +53,7 @@ class Trackers(Capability):
         from trainkit.run.files import Record, read_object
 
         rows = {}
-        for file in sorted(history.run.trackers_dir.glob("*.json")):
+        for file in sorted(trackers_dir(history.run).glob("*.json")):
             sent = Record(read_object(file))
             place = sent.text("problem") or sent.text("place") or "not sent yet"
             rows[file.stem] = f"up to step {cell(sent.count('step'))}: {place}"
