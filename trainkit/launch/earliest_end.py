@@ -24,9 +24,8 @@ from trainkit.config.training import DECODER
 from trainkit.errors import ConfigError, TrainkitError, UsageError
 from trainkit.formats import JsonObject, duration, plural, table, time_limit_s, time_text
 from trainkit.launch.plan_run import gather, plan_run
-from trainkit.plan.effective_time import RESTART_S
 from trainkit.plan.facts import Facts
-from trainkit.plan.gpus import find_gpu
+from trainkit.plan.gpus import RESTART_S, find_gpu
 from trainkit.plan.launch import LaunchPlan, Options, option_argv
 from trainkit.plan.layouts import cost_of
 from trainkit.plan.model_shape import resolve_model_shape
