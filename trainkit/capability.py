@@ -137,6 +137,20 @@ class Capability:
     """The section that a capability of another package adds to the config, described by its docstring."""
     commands: ClassVar[Mapping[str, str]] = {}
     """Command -> MODULE:NAME of a click command. Of another package it is named NAME or NAME-…."""
+    quiet: ClassVar[Mapping[str, str]] = {}
+    """Key that is null in a short training, such as one of a bench -> why; ``{what}`` is its name there."""
+    may_be_secret: ClassVar[tuple[str, ...]] = ()
+    """Keys whose values no error shows."""
+    other_keys: ClassVar[Mapping[str, str]] = {}
+    """Key of other programs -> which keys of the config replace it, as a hint."""
+
+    def contradictions(self, config: RunConfig) -> Iterable[KeyProblem]:
+        """The problems of the config keys of the capability, whatever the facts."""
+        return ()
+
+    def packages(self, config: RunConfig) -> Mapping[str, str]:
+        """The packages that the Python of the ranks must have -> the key that asks for them."""
+        return {}
 
     def problems(self, loaded: LoadedConfig, facts: Facts) -> Iterable[KeyProblem]:
         """The problems of the config keys of the capability, given the facts."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -22,10 +23,34 @@ if TYPE_CHECKING:  # `status` imports this too, and what knows the config is slo
     from trainkit.run.rundir import AttemptDir
 
 
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+"""The name of an environment variable."""
+
+
 class Notifications(Capability):
     """The capability: its part is in every plan, and what sends is imported only where there is a webhook."""
 
     name = "notifications"
+    quiet = dict.fromkeys(("notify.webhook", "notify.mail"), "the {what} reports nothing")
+    may_be_secret = ("notify.webhook",)
+
+    def contradictions(self, config: RunConfig) -> Iterator[KeyProblem]:
+        from trainkit.config.running import MAIL_TYPES, WEBHOOK_VARIABLE
+
+        notify, key = config.notify, "notify.mail"
+        if notify.webhook is not None and not VARIABLE.fullmatch(notify.webhook):
+            # Most likely it is the URL, which no message may show.
+            hint = f"export {WEBHOOK_VARIABLE}=URL in the shell that submits, and leave notify.webhook out"
+            yield "notify.webhook", "is not the name of an environment variable", hint
+        if notify.mail is None:
+            return
+        for other in ("mail_user", "mail_type"):
+            if getattr(config.resources, other) is not None:
+                yield key, f"is set, and so is resources.{other}", "remove one of them"
+        if not any(event in MAIL_TYPES for event in notify.on):
+            known = ", ".join(MAIL_TYPES)
+            message = f"is set, but notify.on has none of the events that Slurm knows: {known}"
+            yield key, message, "add one of them, or remove notify.mail"
 
     def problems(self, loaded: LoadedConfig, facts: Facts) -> Iterator[KeyProblem]:
         webhook = loaded.config.notify.webhook
