@@ -115,7 +115,7 @@ class Watch:
 
 
 class Choice:
-    """What was typed of the options that a capability adds to `trainkit run`."""
+    """What was typed of the options that a capability adds to `trainkit run` or `trainkit check`."""
 
     has_terminal = False
     """Whether a rank gets the terminal, in which the command then prints no log."""
@@ -126,6 +126,10 @@ class Choice:
     def apply(self, plan: LaunchPlan) -> LaunchPlan:
         """The plan of the run with it; raises UsageError for one that cannot have it."""
         return plan
+
+    def try_out(self, config: RunConfig) -> str:
+        """Do once what a run would do, and say what has happened; raises TrainkitError if it fails."""
+        raise NotImplementedError
 
 
 class Capability:
@@ -174,10 +178,6 @@ class Capability:
 
     def argv(self, plan: LaunchPlan, rank: RankEnv, run: RunDir) -> tuple[str, ...]:
         """The command line with which an agent starts a command, if its launcher is of the capability."""
-        raise NotImplementedError
-
-    def try_out(self, config: RunConfig) -> str:
-        """Do once what a run would do, and say what has happened; raises TrainkitError if it fails."""
         raise NotImplementedError
 
     def companion(self, attempt: AttemptDir, plan: LaunchPlan, node: Rendezvous) -> Companion | None:
@@ -282,7 +282,7 @@ SHIPPED = {
         causes={"slow_host": RestartCause("slow host", in_place=True)},
     ),
     "growth": Shipped("sizes checkpoint_bytes", {"grow": ("grow", LEFT_OUT)}),
-    "notifications": Shipped("requeue", {"notify": WHOLE}),
+    "notifications": Shipped("requeue", {"notify": WHOLE}, options={"check": "check_option:check_option"}),
     "curves": Shipped("trackers", {"log_pattern": ("pattern", None)}),  # trackers get its end
     "health": Shipped("log_pattern", {"health_every_s": ("every_s", None)}),
     "trackers": Shipped(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from trainkit.capabilities.notifications.policy import NotifyPolicy, policy_of
 from trainkit.capability import Capability, Planned, Watch
-from trainkit.errors import KeyProblem, UsageError
+from trainkit.errors import KeyProblem
 
 if TYPE_CHECKING:  # `status` imports this too, and what knows the config is slow to import
     from trainkit.capabilities.notifications.notifier import Notifier
@@ -80,19 +80,6 @@ class Notifications(Capability):
             found.append(f"{', '.join(by_mail)} by email to {notify.mail}{without}")
         part = NotifyPolicy(notify.on, notify.webhook, notify.min_interval_s, notify.stalled_after_s)
         return Planned(part, {"notify": "; ".join(found)} if found else {}, tuple(warnings))
-
-    def try_out(self, config: RunConfig) -> str:
-        from trainkit.capabilities.notifications.notifier import send_test
-
-        name = config.notify.webhook
-        url = os.environ.get(name or "")
-        if not url:
-            message = "notify.webhook is null" if name is None else f"{name} is not set in this shell"
-            raise UsageError(
-                f"--test-notification requires a webhook, but {message}",
-                hint=f"export {name or 'NAME'}=URL, which notify.webhook names; no file may contain the URL",
-            )
-        return f"the URL in {name} has accepted a test message (HTTP {send_test(url, config.name)})"
 
     @cached_property
     def _notifier(self) -> Notifier:
