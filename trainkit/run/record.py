@@ -206,9 +206,11 @@ class JobRecord:
         return [entry for entry in own if None in (cluster, entry.cluster) or entry.cluster == cluster]
 
 
-def create_job(run: RunDir, *, backend: str, name: str, cwd: str, code: CodeCopy | None) -> JobRecord:
-    """Write the job.json of a new run, with no attempts."""
-    job = JobRecord(backend, name, cwd, code)
+def create_job(
+    run: RunDir, *attempts: AttemptRecord, backend: str, name: str, cwd: str, code: CodeCopy | None
+) -> JobRecord:
+    """Write the job.json of a new run, whose attempts no supervisor has begun."""
+    job = JobRecord(backend, name, cwd, code, list(attempts))
     write_json(run.job_file, to_json(job))
     return job
 
