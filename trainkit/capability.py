@@ -183,6 +183,16 @@ class Capability:
 
 
 @dataclass(frozen=True)
+class RestartCause:
+    """Why a capability has a run restart; the attempts that end so do not count as ends without progress."""
+
+    words: str
+    """What the list of the restarts says."""
+    in_place: bool = False
+    """Whether the run restarts in its allocation where it can; else the job returns to the queue."""
+
+
+@dataclass(frozen=True)
 class Shipped:
     """A folder of `trainkit/capabilities/`, by what is known of it before it is imported."""
 
@@ -193,10 +203,18 @@ class Shipped:
     within: tuple[str, ...] = ()
     """The fields of its part if they are the last ones of the record `follows`, which every plan has."""
     commands: Mapping[str, str] = field(default_factory=dict)
+    """Command, or a group and its command -> MODULE:NAME of a click command in the folder."""
     launchers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Launcher of a command -> packages, one of which must be installed."""
+    causes: Mapping[str, RestartCause] = field(default_factory=dict)
+    """Cause of its `Departure` -> what is known of it."""
     group_file: str | None = None
     """A file that only its groups of runs have; None if it has none."""
+
+    @property
+    def has_class(self) -> bool:
+        """Whether its module has a `CAPABILITY`, which one with commands alone does not need."""
+        return bool(self.follows or self.group_file)
 
 
 LEFT_OUT = object()
@@ -204,7 +222,15 @@ LEFT_OUT = object()
 WHOLE = ("", LEFT_OUT)
 """A part that is the value of a single key, which is left out without it."""
 SHIPPED = {
+    "debugger": Shipped(commands={"debug": "command:command"}),
     "bench": Shipped(commands={"bench": "command:command"}, group_file="bench.json"),
+    "doctor": Shipped(commands={"doctor": "command:command"}),
+    "drill": Shipped(commands={"drill": "command:command"}),
+    "export": Shipped(commands={"ckpt export": "command:command"}),
+    "generate": Shipped(commands={"generate": "command:command"}),
+    "layouts": Shipped(commands={"plan": "command:command"}),
+    "replay": Shipped(commands={"replay": "command:command", "data show": "command:show"}),
+    "report": Shipped(commands={"report": "command:command", "compare": "compare:command"}),
     "launchers": Shipped(
         "launcher",
         {"launcher_files": ("files", {}), "launcher_values": ("values", {}), "launcher_keys": ("keys", [])},
@@ -216,7 +242,11 @@ SHIPPED = {
             "megatron": ("torch",),
         },
     ),
-    "slow_ranks": Shipped("requeue", within=("inspect_s", "silence_s", "slow_hosts", "slow_after_s")),
+    "slow_ranks": Shipped(
+        "requeue",
+        within=("inspect_s", "silence_s", "slow_hosts", "slow_after_s"),
+        causes={"slow_host": RestartCause("slow host", in_place=True)},
+    ),
     "growth": Shipped("sizes checkpoint_bytes", {"grow": ("grow", LEFT_OUT)}),
     "notifications": Shipped("requeue", {"notify": WHOLE}),
     "curves": Shipped("trackers", {"log_pattern": ("pattern", None)}),  # trackers get its end
@@ -260,6 +290,8 @@ def load(name: str) -> Capability:
 @cache
 def _loaded(name: str) -> Capability | None:
     if name in SHIPPED:
+        if not SHIPPED[name].has_class:
+            return None
         found = importlib.import_module(f"trainkit.capabilities.{name}").CAPABILITY
     elif (entry := entry_point(name)) is not None:
         found = entry.load()
@@ -288,6 +320,11 @@ def installed_section(name: str) -> type[Section] | None:
     return None if entry_point(name) is None else load(name).Config
 
 
+def shipped_classes() -> list[str]:
+    """The shipped capabilities that have a class."""
+    return [name for name, shipped in SHIPPED.items() if shipped.has_class]
+
+
 def launchers() -> dict[str, tuple[str, ...]]:
     """The launchers of commands, each with the packages one of which must be installed."""
     return {name: needs for shipped in SHIPPED.values() for name, needs in shipped.launchers.items()}
@@ -313,10 +350,22 @@ def shipped_command(name: str) -> str | None:
     return None
 
 
+def shipped_subcommands(group: str) -> list[str]:
+    """The commands that the capabilities which are shipped add to a group, such as ``export`` to ``ckpt``."""
+    names = (name.split(" ") for shipped in SHIPPED.values() for name in shipped.commands)
+    return [words[1] for words in names if words[0] == group and len(words) > 1]
+
+
 def installed_command(name: str) -> str | None:
     """MODULE:NAME of a command of a capability of another package; None without one."""
     owner = name.partition("-")[0]
     return None if entry_point(owner) is None else load(owner).commands.get(name)
+
+
+def restart_cause(name: str) -> RestartCause:
+    """The cause of a restart; with its name as its words if nothing else is known of it."""
+    known = (shipped.causes[name] for shipped in SHIPPED.values() if name in shipped.causes)
+    return next(known, RestartCause(name))
 
 
 def packages_of(names: Iterable[str]) -> dict[str, str]:

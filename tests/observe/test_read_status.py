@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from trainkit.capabilities.report.run_report import read_report, render_report
 from trainkit.cli.status import restarts_line, run_details, runs_rows
 from trainkit.config import dump_effective
 from trainkit.config.schema import RunConfig
 from trainkit.observe.attempt_files import ranks_of_nodes
-from trainkit.observe.report import read_report, render_report
 from trainkit.observe.run_view import read_view
 from trainkit.observe.status import capability_rows, read_status
 from trainkit.observe.view_text import Size, view_lines

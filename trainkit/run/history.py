@@ -256,8 +256,8 @@ class Restart:
     action: str
     """``restart`` in the allocation, ``requeue`` of the job, ``resubmit`` or ``follow_up`` as another job."""
     cause: str
-    """``preempted timeout node_fail crash hang``, ``slow_host`` to continue without one, ``grow`` to
-    have more nodes, or ``asked`` for `trainkit requeue`."""
+    """``preempted timeout node_fail crash hang``, ``asked`` for `trainkit requeue`, or that of a capability,
+    such as ``slow_host``."""
     verdict: Event | None
     """The first failure, where there was one."""
     save_s: float | None

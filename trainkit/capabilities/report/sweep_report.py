@@ -14,6 +14,7 @@ from itertools import islice
 from pathlib import Path
 from statistics import median
 
+from trainkit.capabilities.report.page import Chart, Line, dot_chart, line_chart, render_page
 from trainkit.config.schema import flatten
 from trainkit.formats import plural, shown, shown_value
 from trainkit.observe.goodput import Point, worker_hours
@@ -26,8 +27,7 @@ from trainkit.observe.group import (
     count_states,
     state_counts,
 )
-from trainkit.observe.page import Chart, FlatConfig, Line, dot_chart, line_chart, render_page
-from trainkit.observe.status import ACTIVE_STATES
+from trainkit.observe.status import ACTIVE_STATES, FlatConfig
 from trainkit.run.end import Best
 from trainkit.run.events import StepRecord, read_events, steps_of
 from trainkit.run.files import (
