@@ -44,7 +44,7 @@ SIZES = {
     "trainkit/capabilities/slow_ranks": (5, 328),
     "trainkit/capabilities/trackers": (5, 777),
     "trainkit/capabilities/watch": (5, 1_284),
-    "trainkit/cli": (19, 3_943),
+    "trainkit/cli": (19, 3_942),
     "trainkit/cluster": (9, 1_981),
     "trainkit/config": (12, 3_013),
     "trainkit/control": (8, 932),
