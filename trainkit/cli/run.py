@@ -188,10 +188,11 @@ def _debug_reason(plan: LaunchPlan, debug: DebugPlan) -> str:
 
     if debug.port is None:
         return f"rank {debug.rank} has the terminal; nothing counts as a hang"
-    named = shutil.which(plan.command[0]) if plan.command and plan.launcher == "python" else None
-    python = (named,) if named else plan.python or (sys.executable,)
+    workload, environment = plan.workload, plan.environment
+    named = shutil.which(workload.argv[0]) if workload.is_command and workload.launcher == "python" else None
+    python = (named,) if named else environment.python or (sys.executable,)
     with contextlib.suppress(NoAnswer):
-        if "debugpy" not in find_packages(python, ("debugpy",), plan.env, Path.cwd()).files:
+        if "debugpy" not in find_packages(python, ("debugpy",), environment.variables, Path.cwd()).files:
             raise UsageError(
                 f"{python[0]} has no debugpy", hint=f"`{python[0]} -m pip install debugpy` installs it"
             )
