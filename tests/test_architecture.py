@@ -22,7 +22,7 @@ from trainkit.plan.torch_build import OLDEST, REQUIREMENT
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
-SIZES = {"trainkit": (316, 66_678), "tests": (392, 64_140)}
+SIZES = {"trainkit": (316, 66_711), "tests": (392, 64_140)}
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (5, 400)
 """By so much the code may be smaller before `SIZES` is lowered."""
@@ -154,8 +154,8 @@ ALLOWED = {
         *("errors", "formats", "config", "data", "plan", "task", "adapters", "safetensors", "trainer"),
     },
     "capabilities.replay": {  # starts ranks as the job does, in a folder of its own
-        *("errors", "folders", "run", "formats", "config", "data", "cluster", "plan", "job", "control"),
-        *("launch", "cli", "trainer"),
+        *("capability", "errors", "folders", "run", "formats", "config", "data", "cluster", "plan", "job"),
+        *("control", "launch", "cli", "trainer"),
     },
     "capabilities.bench": {  # runs a config in many ways, as its owner could by hand, and compares them
         *("capability", "extras", "errors", "folders", "run", "formats", "config", "cluster", "plan"),
@@ -378,7 +378,7 @@ SPREAD = {
     "multimodal": 1,
 }
 """Words of a capability -> how many files of the core may have one of them. The goal is 2."""
-PLAN_FIELDS = 26
+PLAN_FIELDS = 25
 """The fields of `LaunchPlan`. The goal is 22: what one capability alone needs belongs in its part."""
 
 

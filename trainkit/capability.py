@@ -197,6 +197,8 @@ class Shipped:
     """Launcher of a command -> packages, one of which must be installed."""
     group_file: str | None = None
     """A file that only its groups of runs have; None if it has none."""
+    worker: str | None = None
+    """The module whose `run_worker` the ranks of a run with its part call; None for the trainer's."""
 
 
 LEFT_OUT = object()
@@ -217,6 +219,7 @@ SHIPPED = {
         },
     ),
     "slow_ranks": Shipped("requeue", within=("inspect_s", "silence_s", "slow_hosts", "slow_after_s")),
+    "replay": Shipped("node_sizes", {"replay": ("steps", None)}, worker="worker"),
     "growth": Shipped("sizes checkpoint_bytes", {"grow": ("grow", LEFT_OUT)}),
     "notifications": Shipped("requeue", {"notify": WHOLE}),
     "curves": Shipped("trackers", {"log_pattern": ("pattern", None)}),  # trackers get its end
@@ -303,6 +306,12 @@ def measured_speeds(group: Path) -> Mapping[int, float | None] | None:
     files = ((name, shipped.group_file) for name, shipped in SHIPPED.items())
     owner = next((name for name, file in files if file is not None and (group / file).is_file()), None)
     return None if owner is None else load(owner).speeds(group)
+
+
+def worker_of(names: Iterable[str]) -> str | None:
+    """The module that the ranks of a run with these parts run in place of the trainer's; None without one."""
+    modules = ((name, SHIPPED[name].worker) for name in names if name in SHIPPED)
+    return next((f"trainkit.capabilities.{name}.{own}" for name, own in modules if own is not None), None)
 
 
 def shipped_command(name: str) -> str | None:

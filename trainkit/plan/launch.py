@@ -18,7 +18,7 @@ PLAN_VERSION = 1
 _KEYS = (
     "backend num_nodes workers_per_node device layout batch lr threads_per_worker grace_s reasons env "
     "network requeue spare_nodes per command command_signal launcher python venv container_program slurm "
-    "node_sizes replay after debug warnings checkpoint_bytes sizes gpu_types fills_nodes version world_size"
+    "node_sizes after debug warnings checkpoint_bytes sizes gpu_types fills_nodes version world_size"
 )
 """The keys of plan.json in their order, but for those of parts."""
 _OF_RECORDS = {
@@ -198,8 +198,6 @@ class LaunchPlan:
     """The Slurm options; None for a local job."""
     node_sizes: tuple[int, ...] | None = None
     """Workers of each node if they differ; `workers_per_node` is then the maximum."""
-    replay: tuple[int, int] | None = None
-    """First and last step that `trainkit replay` computes again; None for a training."""
     after: tuple[str, ...] = field(default=(), metadata=OPTIONAL)
     """The folders of runs and groups that must finish before a run on this machine starts."""
     debug: DebugPlan | None = field(default=None, metadata=OPTIONAL)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.capabilities.replay.test_compare import PLAN, add_attempt, record, start
-from trainkit.capabilities.replay import replay
+from trainkit.capabilities.replay import ReplayPart, replay
 from trainkit.capabilities.replay.replay import ReplayPlan, plan_replay
 from trainkit.cli.options import config_flags
 from trainkit.errors import ConfigError, UsageError
@@ -68,7 +68,7 @@ def test_other_layouts_keep_the_global_batch_and_the_learning_rate(run: RunDir) 
         found = planned(run, 9, layout=layout)
         assert found.plan.layout == (expected or Layout(dp_replicate=2))
         assert (found.plan.batch.global_batch_size, found.plan.lr) == (8, SMALL.lr)
-        assert found.plan.replay == (9, 9)
+        assert found.plan.part(ReplayPart) == ReplayPart((9, 9))
     assert planned(run, 9).plan.layout == SMALL.layout
     with pytest.raises(ConfigError):
         planned(run, 9, layout="tp=3")
