@@ -45,7 +45,7 @@ from benchmarks.forked import fork, forked_modules, preload
 from benchmarks.run_mutations import mutate
 from tests.golden.__main__ import HERE, PROGRAMS, unpack_run, write_text_file
 from tests.golden.__main__ import RUNS as RECORDED
-from trainkit.cli.main import COMMANDS, ELSEWHERE, load_command
+from trainkit.cli.main import COMMANDS, load_command
 from trainkit.cli.main import main as trainkit
 from trainkit.errors import TrainkitError
 from trainkit.job.processes import dies_with
@@ -469,7 +469,7 @@ def prepare() -> None:
     """Import what the forks need, once."""
     jinja2.Environment.compile = functools.cache(jinja2.Environment.compile)  # type: ignore[method-assign]
     preload()
-    for name in (*COMMANDS, *ELSEWHERE):
+    for name in (*COMMANDS, "data show"):
         load_command(name)
 
 

@@ -13,8 +13,7 @@ from trainkit.config.yamlfile import parse_value
 from trainkit.errors import UsageError
 from trainkit.formats import cell, did_you_mean, short_keys, shown_value
 from trainkit.observe.group import GroupStatus
-from trainkit.observe.page import FlatConfig, flat_config
-from trainkit.observe.status import RunStatus
+from trainkit.observe.status import FlatConfig, RunStatus, flat_config
 from trainkit.run.group import RunGroup, group_of
 from trainkit.run.rundir import RunDir
 

@@ -71,26 +71,20 @@ SECTIONS = {
 }
 """Heading -> its commands, each with its line in ``trainkit --help``."""
 COMMANDS = {name: text for commands in SECTIONS.values() for name, text in commands.items()}
-"""Every command, with its help line; its code is ``trainkit.cli.<name>:command``, or in `ELSEWHERE`."""
-ELSEWHERE = {
-    **{name: f"cli.control:{name}" for name in ("attach", "cancel", "debug", "requeue", "shell", "stacks")},
-    "completion": "cli.help:completion",
-    "env": "cli.run:env",
-    "schema": "cli.check:schema",
-    # What no run needs: no module of the core imports them.
-    "data show": "capabilities.replay.command:show",
-    "doctor": "capabilities.doctor.command:command",
-    "drill": "capabilities.drill.command:command",
-    "generate": "capabilities.generate.command:command",
-    "replay": "capabilities.replay.command:command",
+"""Every command, with its help line."""
+_IN_FILE = {
+    **dict.fromkeys(("attach", "cancel", "requeue", "shell", "stacks"), "control"),
+    "completion": "help",
+    "env": "run",
+    "schema": "check",
 }
+"""The commands of the core that share a file of `trainkit/cli/`: each other one is `command` of its own."""
 
 
 def load_command(name: str) -> click.Command:
-    """Import one of `COMMANDS`, or one that `ELSEWHERE` or a shipped capability has."""
-    own = f"trainkit.{ELSEWHERE.get(name, f'cli.{name}:command')}"
-    module, _, own_name = (shipped_command(name) or own).partition(":")
-    return _imported(module, own_name)
+    """Import one of `COMMANDS`, or another one that a shipped capability has."""
+    own = f"trainkit.cli.{_IN_FILE[name]}:{name}" if name in _IN_FILE else f"trainkit.cli.{name}:command"
+    return _imported(*(shipped_command(name) or own).split(":"))
 
 
 def _imported(module: str, name: str) -> click.Command:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, create_model
 
-from trainkit.capability import SHIPPED, TASKS, installed_section
+from trainkit.capability import TASKS, installed_section, shipped_classes
 from trainkit.config import running, training
 from trainkit.config.section import NotNegative, Section, key, section
 from trainkit.formats import JsonObject, near
@@ -133,7 +133,8 @@ def _with_sections(names: tuple[str, ...]) -> type[RunConfig]:
 
 def capabilities_of(config: RunConfig) -> tuple[str, ...]:
     """The capabilities that a config may use: all shipped ones, and those of other packages that it names."""
-    return (*SHIPPED, *(name for name in type(config).model_fields if name not in RunConfig.model_fields))
+    own = (name for name in type(config).model_fields if name not in RunConfig.model_fields)
+    return (*shipped_classes(), *own)
 
 
 @cache

@@ -9,13 +9,12 @@ from datetime import datetime, timedelta
 from itertools import pairwise
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainkit.backends.slurm.failed_starts import FailedStart, batch_log, failed_starts
-from trainkit.capability import SHIPPED, load
+from trainkit.capability import load, shipped_classes
 from trainkit.errors import EXIT_STOPPED, TrainkitError
 from trainkit.formats import number, time_text
-from trainkit.observe.goodput import worker_hours
 from trainkit.observe.logs import clean, printed_metrics, read_log
 from trainkit.run.end import (
     SIGNALLED,
@@ -37,6 +36,7 @@ from trainkit.run.history import (
     ended_attempts,
     find_restarts,
     read_plan,
+    worker_hours,
 )
 from trainkit.run.manifest import newest_checkpoint
 from trainkit.run.record import AttemptRecord, JobRecord
@@ -46,6 +46,8 @@ from trainkit.scheduler import JobInfo, JobState
 if TYPE_CHECKING:
     from trainkit.config import RunConfig
 
+FlatConfig = dict[str, Any]
+"""Dotted key of a config -> its value as JSON."""
 STALE_S = 60.0
 """Warn when metrics are older than this and than `STALE_INTERVALS` times their usual interval."""
 STALE_INTERVALS = 10
@@ -319,7 +321,8 @@ def read_status(
 def capability_rows(history: RunHistory) -> dict[str, dict[str, str]]:
     """The lines that each capability adds to the details of a run: capability -> label -> text."""
     found, plan = {}, read_plan(history.run)
-    for name in {**SHIPPED, **plan.parts}:  # a run may have been sent to a tracker that its plan lacks
+    # A run may have been sent to a tracker that its plan lacks.
+    for name in dict.fromkeys((*shipped_classes(), *plan.parts)):
         try:
             rows = load(name).rows(history, plan)
         except Exception as error:  # of code that may be of another package: the rest of the status is known
@@ -457,6 +460,14 @@ def read_config(file: Path) -> RunConfig | None:
         return read_effective(file, executes=False)
     except (OSError, TrainkitError):
         return None
+
+
+def flat_config(run: RunDir) -> FlatConfig:
+    """The effective config of a run; empty when it cannot be read."""
+    from trainkit.config.schema import flatten
+
+    config = read_config(run.config_file)
+    return {} if config is None else dict(flatten(config.model_dump(mode="json", by_alias=True)))
 
 
 def _unreadable(run: RunDir, attempt: int | None) -> Iterator[str]:

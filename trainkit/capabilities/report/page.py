@@ -11,15 +11,10 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
-from trainkit.config.schema import flatten
 from trainkit.folders import shipped_templates
 from trainkit.formats import duration, mask_secrets, number, shown_value
-from trainkit.observe.status import read_config
-from trainkit.run.rundir import RunDir
 
 REPORT_FILE = "report.html"
-FlatConfig = dict[str, Any]
-"""Dotted key of a config -> its value as JSON."""
 
 
 def render_page(template: str, **values: Any) -> str:
@@ -35,12 +30,6 @@ def render_page(template: str, **values: Any) -> str:
     )
     environment.filters.update(duration=duration)
     return mask_secrets(environment.get_template(template).render(**values))
-
-
-def flat_config(run: RunDir) -> FlatConfig:
-    """The effective config of a run; empty when it cannot be read."""
-    config = read_config(run.config_file)
-    return {} if config is None else dict(flatten(config.model_dump(mode="json", by_alias=True)))
 
 
 WIDTH, HEIGHT = 1000.0, 240.0
