@@ -174,5 +174,5 @@ def test_the_path_of_an_interpreter_says_which_one_a_launcher_takes(
     python.parent.mkdir()
     python.symlink_to(sys.executable)
     run = submitted(capsys, "--launcher", "torchrun", "--backend", "local", "--", "other/python3", "train.py")
-    assert LaunchPlan.read(run.plan_file).python == (str(python),)
+    assert LaunchPlan.read(run.plan_file).environment.python == (str(python),)
     assert main(["submit", "--launcher", "torchrun", "--", "python3", "train.py"]) == 2
