@@ -23,12 +23,12 @@ from trainkit.plan.torch_build import OLDEST, REQUIREMENT
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
 SIZES = {
-    "trainkit": (19, 4_741),
-    "trainkit/backends": (22, 4_189),
+    "trainkit": (19, 4_779),
+    "trainkit/backends": (22, 4_190),
     "trainkit/capabilities": (1, 1),
     "trainkit/capabilities/bench": (6, 1_329),
     "trainkit/capabilities/curves": (3, 697),
-    "trainkit/capabilities/debugger": (3, 213),
+    "trainkit/capabilities/debugger": (3, 214),
     "trainkit/capabilities/diagnose": (7, 1_388),
     "trainkit/capabilities/doctor": (6, 1_343),
     "trainkit/capabilities/drill": (5, 1_035),
@@ -37,30 +37,30 @@ SIZES = {
     "trainkit/capabilities/growth": (2, 198),
     "trainkit/capabilities/health": (2, 250),
     "trainkit/capabilities/init": (3, 311),
-    "trainkit/capabilities/launchers": (4, 499),
+    "trainkit/capabilities/launchers": (4, 500),
     "trainkit/capabilities/layouts": (4, 559),
     "trainkit/capabilities/multimodal": (2, 541),
-    "trainkit/capabilities/notifications": (4, 452),
-    "trainkit/capabilities/replay": (6, 1_442),
+    "trainkit/capabilities/notifications": (5, 508),
+    "trainkit/capabilities/replay": (6, 1_469),
     "trainkit/capabilities/report": (7, 1_184),
     "trainkit/capabilities/shell": (3, 190),
     "trainkit/capabilities/slow_ranks": (6, 396),
     "trainkit/capabilities/stacks": (2, 126),
-    "trainkit/capabilities/trackers": (5, 777),
+    "trainkit/capabilities/trackers": (5, 816),
     "trainkit/capabilities/watch": (5, 1_283),
-    "trainkit/cli": (17, 3_569),
+    "trainkit/cli": (17, 3_587),
     "trainkit/cluster": (8, 1_785),
-    "trainkit/config": (12, 3_013),
+    "trainkit/config": (12, 2_983),
     "trainkit/control": (5, 784),
     "trainkit/data": (11, 2_476),
-    "trainkit/job": (33, 7_085),
-    "trainkit/launch": (20, 4_181),
-    "trainkit/observe": (5, 1_113),
-    "trainkit/plan": (16, 3_418),
-    "trainkit/run": (16, 4_518),
+    "trainkit/job": (33, 7_086),
+    "trainkit/launch": (20, 4_187),
+    "trainkit/observe": (5, 1_117),
+    "trainkit/plan": (16, 3_426),
+    "trainkit/run": (16, 4_541),
     "trainkit/slurm": (8, 1_574),
-    "trainkit/trainer": (40, 9_505),
-    "tests": (394, 64_239),
+    "trainkit/trainer": (40, 9_504),
+    "tests": (394, 64_258),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)
@@ -196,8 +196,8 @@ ALLOWED = {
         *("errors", "formats", "config", "data", "plan", "task", "adapters", "safetensors", "trainer"),
     },
     "capabilities.replay": {  # starts ranks as the job does, in a folder of its own
-        *("errors", "folders", "run", "formats", "config", "data", "cluster", "plan", "job", "control"),
-        *("launch", "cli", "trainer"),
+        *("capability", "errors", "folders", "run", "formats", "config", "data", "cluster", "plan", "job"),
+        *("control", "launch", "cli", "trainer"),
     },
     "capabilities.init": {"errors", "folders", "formats", "config", "cluster", "cli"},
     "capabilities.shell": {
@@ -250,7 +250,7 @@ ALLOWED = {
         *("job.node", "job.processes"),
     },
     "capabilities.notifications": {
-        *("capability", "errors", "folders", "formats", "run", "config", "plan"),
+        *("capability", "errors", "folders", "formats", "run", "config", "plan", "cli"),
         *("job.attempt_end", "job.processes", "capabilities.slow_ranks.output_watch"),
     },
     "capabilities.slow_ranks": {
@@ -417,7 +417,7 @@ def test_the_code_does_not_grow(folder: str) -> None:
     assert all(map(ge, map(add, found, SLACK), SIZES[folder])), f"{found}: lower SIZES"
 
 
-READS = {"read_job": 36, "record_of": 5, "LaunchPlan.read": 10}
+READS = {"read_job": 35, "record_of": 5, "LaunchPlan.read": 10}
 """Function -> how many places of the package call it: whoever has read a record passes it on."""
 
 
@@ -454,10 +454,10 @@ def test_values_have_types() -> None:
 
 
 SPREAD = {
-    # Some are not of the capability: torch has a memory tracker, and a host may be healthy.
-    "tracker": 11,
-    "notification|notifier|NotifyPolicy": 3,
-    "health": 4,
+    # Its keys, its part and its folder; torch has a memory tracker, and other programs have a wandb/.
+    r"trackers|logging\.(mlflow|wandb)|MlflowConfig|WandbConfig": 2,
+    "notification|notifier|NotifyPolicy": 1,
+    "health": 4,  # a host may be healthy
     "slow_rank|slow rank|straggler": 5,
     "log_curve|printed_curve|log_pattern": 2,
     # The cause of a restart, the event and the row of status, whose formats are older than the capability.
@@ -466,7 +466,7 @@ SPREAD = {
     "multimodal": 1,
 }
 """Words of a capability -> how many files of the core may have one of them. The goal is 2."""
-PLAN_FIELDS = 33
+PLAN_FIELDS = 25
 """The fields of `LaunchPlan`. The goal is 22: what one capability alone needs belongs in its part."""
 
 
