@@ -23,7 +23,7 @@ from trainkit.plan.torch_build import OLDEST, REQUIREMENT
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
 SIZES = {
-    "trainkit": (19, 4_779),
+    "trainkit": (19, 4_814),
     "trainkit/backends": (22, 4_190),
     "trainkit/capabilities": (1, 1),
     "trainkit/capabilities/bench": (6, 1_329),
@@ -34,7 +34,7 @@ SIZES = {
     "trainkit/capabilities/drill": (5, 1_035),
     "trainkit/capabilities/export": (3, 407),
     "trainkit/capabilities/generate": (3, 290),
-    "trainkit/capabilities/growth": (2, 198),
+    "trainkit/capabilities/growth": (3, 678),
     "trainkit/capabilities/health": (2, 250),
     "trainkit/capabilities/init": (3, 311),
     "trainkit/capabilities/launchers": (4, 500),
@@ -48,19 +48,19 @@ SIZES = {
     "trainkit/capabilities/stacks": (2, 126),
     "trainkit/capabilities/trackers": (5, 816),
     "trainkit/capabilities/watch": (5, 1_283),
-    "trainkit/cli": (17, 3_587),
+    "trainkit/cli": (17, 3_585),
     "trainkit/cluster": (8, 1_785),
     "trainkit/config": (12, 2_983),
-    "trainkit/control": (5, 784),
+    "trainkit/control": (5, 779),
     "trainkit/data": (11, 2_476),
     "trainkit/job": (33, 7_086),
-    "trainkit/launch": (20, 4_187),
+    "trainkit/launch": (19, 3_727),
     "trainkit/observe": (5, 1_117),
     "trainkit/plan": (16, 3_426),
     "trainkit/run": (16, 4_541),
     "trainkit/slurm": (8, 1_574),
     "trainkit/trainer": (40, 9_504),
-    "tests": (394, 64_258),
+    "tests": (394, 64_267),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)
@@ -118,7 +118,18 @@ ALLOWED = {
     },
     # Acts on a run that is there.
     "control": {
-        *("errors", "folders", "formats", "run", "config", "cluster", "plan", "scheduler", "slurm"),
+        *(
+            "capability",
+            "errors",
+            "folders",
+            "formats",
+            "run",
+            "config",
+            "cluster",
+            "plan",
+            "scheduler",
+            "slurm",
+        ),
         *("backend", "backends", "launch"),
         "data.checks",  # the size of the vocabulary, which a resume compares
         "observe.group",  # `cancel` acts on the states that `status` shows
@@ -232,8 +243,9 @@ ALLOWED = {
         *("errors", "formats", "config", "cluster", "plan", "data.checks", "cli", "launch.config_request"),
     },
     "capabilities.growth": {
-        *("capability", "errors", "formats", "run", "config", "plan", "slurm"),
+        *("capability", "errors", "formats", "run", "config", "cluster", "plan", "slurm"),
         *("job.attempt_end", "job.decision", "job.processes"),
+        *("backends.slurm.queue_estimate", "launch.plan_run"),  # how soon Slurm would start other requests
     },
     "capabilities.launchers": {
         *("capability", "errors", "formats", "run", "config", "plan"),
@@ -428,7 +440,7 @@ def test_what_was_read_is_passed_on(name: str) -> None:
     assert count <= READS[name], f"{count} places: pass what the caller has read"
 
 
-UNTYPED = {"objects": 137, "values": 294}
+UNTYPED = {"objects": 136, "values": 294}
 """Annotations without types, which are any value: a `JsonObject` or a container of `Any`; `Any` elsewhere."""
 
 

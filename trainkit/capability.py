@@ -81,6 +81,18 @@ class Ranks:
     device: str
 
 
+class NodesChoice:
+    """Why a run gets its number of nodes, where that was not for the user to choose."""
+
+    def to_dict(self) -> dict[str, object]:
+        """The keys that it adds to the JSON of a command."""
+        raise NotImplementedError
+
+    def lines(self, plan: LaunchPlan, fit: int | None = None) -> Iterable[str]:
+        """What it rests on, as lines of at most `fit` characters, if that is possible."""
+        raise NotImplementedError
+
+
 class Companion:
     """Something that runs next to the ranks of a node, in a thread or process of its own."""
 
@@ -180,6 +192,22 @@ class Capability:
         """The command line with which an agent starts a command, if its launcher is of the capability."""
         raise NotImplementedError
 
+    def choose_nodes(
+        self,
+        loaded: LoadedConfig,
+        workload: Workload,
+        *,
+        code_dir: Path | None = None,
+        facts: Facts | None = None,
+        before: LaunchPlan | None = None,
+        left: float = 1.0,
+    ) -> tuple[LoadedConfig, LaunchPlan, NodesChoice]:
+        """For `--nodes auto`, the config with all numbers of nodes, the plan for the chosen one, and why.
+
+        Of a run that resumes, `before` is the plan so far, and `left` the share of its steps that is left.
+        """
+        raise NotImplementedError
+
     def companion(self, attempt: AttemptDir, plan: LaunchPlan, node: Rendezvous) -> Companion | None:
         """Start what runs next to the ranks of an agent, if its part is in the plan; None for nothing."""
         return None
@@ -237,6 +265,8 @@ class Shipped:
     to its `choices`. Its module is imported for the help of the command too."""
     launchers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Launcher of a command -> packages, one of which must be installed."""
+    chooses_nodes: bool = False
+    """Whether it chooses the number of nodes for `--nodes auto`."""
     causes: Mapping[str, RestartCause] = field(default_factory=dict)
     """Cause of its `Departure` -> what is known of it."""
     records: str | None = None
@@ -292,7 +322,7 @@ SHIPPED = {
         within=("inspect_s", "silence_s", "slow_hosts", "slow_after_s"),
         causes={"slow_host": RestartCause("slow host", in_place=True)},
     ),
-    "growth": Shipped("sizes checkpoint_bytes", {"grow": ("grow", LEFT_OUT)}),
+    "growth": Shipped("sizes checkpoint_bytes", {"grow": ("grow", LEFT_OUT)}, chooses_nodes=True),
     "notifications": Shipped("requeue", {"notify": WHOLE}, options={"check": "check_option:check_option"}),
     "curves": Shipped("trackers", {"log_pattern": ("pattern", None)}),  # trackers get its end
     "health": Shipped("log_pattern", {"health_every_s": ("every_s", None)}),
@@ -386,6 +416,11 @@ def launchers() -> dict[str, tuple[str, ...]]:
 def with_launcher(name: str) -> Capability:
     """The capability that a launcher is of; raises UsageError if there is none."""
     return load(next((folder for folder, shipped in SHIPPED.items() if name in shipped.launchers), name))
+
+
+def node_chooser() -> Capability:
+    """The capability that chooses the number of nodes of a run."""
+    return load(next(name for name, shipped in SHIPPED.items() if shipped.chooses_nodes))
 
 
 def measured_speeds(group: Path) -> Mapping[int, float | None] | None:

@@ -9,11 +9,11 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING
 
 from trainkit.backend import backend_of
 from trainkit.backends.jobs import read_whole_job, refuse_copied_group, require_not_running
 from trainkit.backends.slurm.group_parts import recover_parts, submit_parts
+from trainkit.capability import NodesChoice, node_chooser
 from trainkit.cluster.target import Target, make_target
 from trainkit.config import LoadedConfig, RunConfig
 from trainkit.control.changed_config import (
@@ -37,9 +37,6 @@ from trainkit.run.manifest import newest_intact, published
 from trainkit.run.record import AttemptRecord, read_job
 from trainkit.run.rundir import PARTIAL_SUFFIX, RunDir, run_lock
 
-if TYPE_CHECKING:
-    from trainkit.launch.earliest_end import Choice
-
 
 @dataclass(frozen=True)
 class PlannedResume:
@@ -48,7 +45,7 @@ class PlannedResume:
     so_far: RunSoFar
     loaded: LoadedConfig
     plan: LaunchPlan
-    choice: Choice | None = None
+    choice: NodesChoice | None = None
     """Why it has this number of nodes, with `chooses_nodes`."""
 
 
@@ -88,10 +85,8 @@ def planned_resume(
         lr_of = so_far.plan if so_far.config.optimizer == loaded.config.optimizer else None
         choice = None
         if chooses_nodes:
-            from trainkit.launch.earliest_end import choose_nodes  # slow to import
-
             left = 1.0 if workload.is_command else share_left(so_far, loaded.config.train.steps)
-            loaded, plan, choice = choose_nodes(
+            loaded, plan, choice = node_chooser().choose_nodes(
                 loaded, workload, code_dir=code_dir, facts=facts, before=lr_of, left=left
             )
         else:

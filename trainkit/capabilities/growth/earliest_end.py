@@ -16,13 +16,14 @@ from itertools import islice
 from pathlib import Path
 
 from trainkit.backends.slurm.queue_estimate import ask_fitting, misfit, priority, request_of, when
+from trainkit.capability import NodesChoice
 from trainkit.cluster.limits import ResourceRequest, listed, longest_time_s
 from trainkit.cluster.model import Cluster, Partition
 from trainkit.config import LoadedConfig, RunConfig, read_effective
 from trainkit.config.load import with_values
 from trainkit.config.training import DECODER
 from trainkit.errors import ConfigError, TrainkitError, UsageError
-from trainkit.formats import JsonObject, duration, plural, table, time_limit_s, time_text
+from trainkit.formats import duration, plural, table, time_limit_s, time_text
 from trainkit.launch.plan_run import gather, plan_run
 from trainkit.plan.facts import Facts
 from trainkit.plan.gpus import RESTART_S, find_gpu
@@ -89,7 +90,7 @@ class Offer:
 
 
 @dataclass(frozen=True)
-class Choice:
+class Choice(NodesChoice):
     """The offers, and which of them is taken."""
 
     offers: Sequence[Offer]
@@ -100,9 +101,33 @@ class Choice:
     priority: str = field(default="", metadata=LEFT_OUT)
     """What Slurm says of this user's priority."""
 
-    def to_dict(self) -> JsonObject:
+    def to_dict(self) -> dict[str, object]:
         """Plain data, without the priority."""
         return {**to_json(self), "reason": self.reason or None}
+
+    def lines(self, plan: LaunchPlan, fit: int | None = None) -> Iterator[str]:
+        """A table of the offers, with a star at the one that is taken, and what it rests on."""
+        now, workers = datetime.now(timezone.utc), plan.workers_per_node
+        if self.offers:
+            unit = "GPU-hours" if plan.device == "cuda" else "worker-hours"
+            rows = [("nodes", "partition", "limit", "would start", "would end", unit, "work from")]
+            for offer in self.offers:
+                start, end = (
+                    "no" if time is None else when(time, now) for time in (offer.start_time, offer.end_time)
+                )
+                hours = offer.num_nodes * workers * offer.work.seconds / 3600
+                limit = "none" if math.isinf(offer.limit_s) else time_text(int(offer.limit_s))
+                star = "*" if offer is self.taken else ""
+                source = offer.remark or offer.work.source
+                rows.append(
+                    (f"{offer.num_nodes}{star}", offer.partition, limit, start, end, f"{hours:.2f}", source)
+                )
+            yield from table(rows, right={5}, fit=fit, num_keys=2).splitlines()
+            yield "Starts are what `sbatch --test-only` says now; jobs that come or end earlier change them."
+        if self.priority:
+            yield f"your priority (sprio --weights, sshare):\n{self.priority}"
+        if self.taken is None:
+            yield f"--nodes auto: {self.reason}; the request is unchanged: {plan.shown_nodes}"
 
 
 def choose_nodes(
@@ -433,28 +458,3 @@ def taken(plan: LaunchPlan, offer: Offer, why_longer: str = "") -> LaunchPlan:
             f"{offer.partition}: the earliest expected end of {own.slurm.sbatch['partition']}"
         )
     return replace(own, sizes=sizes, slurm=replace(own.slurm, sbatch=sbatch), reasons=reasons)
-
-
-def choice_lines(choice: Choice, plan: LaunchPlan, fit: int | None = None) -> Iterator[str]:
-    """A table of the offers, with a star at the one that is taken, and what it rests on."""
-    now, workers = datetime.now(timezone.utc), plan.workers_per_node
-    if choice.offers:
-        unit = "GPU-hours" if plan.device == "cuda" else "worker-hours"
-        rows = [("nodes", "partition", "limit", "would start", "would end", unit, "work from")]
-        for offer in choice.offers:
-            start, end = (
-                "no" if time is None else when(time, now) for time in (offer.start_time, offer.end_time)
-            )
-            hours = offer.num_nodes * workers * offer.work.seconds / 3600
-            limit = "none" if math.isinf(offer.limit_s) else time_text(int(offer.limit_s))
-            star = "*" if offer is choice.taken else ""
-            source = offer.remark or offer.work.source
-            rows.append(
-                (f"{offer.num_nodes}{star}", offer.partition, limit, start, end, f"{hours:.2f}", source)
-            )
-        yield from table(rows, right={5}, fit=fit, num_keys=2).splitlines()
-        yield "Starts are what `sbatch --test-only` says now; jobs that come or end earlier change them."
-    if choice.priority:
-        yield f"your priority (sprio --weights, sshare):\n{choice.priority}"
-    if choice.taken is None:
-        yield f"--nodes auto: {choice.reason}; the request is unchanged: {plan.shown_nodes}"

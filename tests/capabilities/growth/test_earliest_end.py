@@ -11,6 +11,17 @@ from pathlib import Path
 import pytest
 
 from tests.support.fake_slurm import FakeSlurm
+from trainkit.capabilities.growth import earliest_end
+from trainkit.capabilities.growth.earliest_end import (
+    Choice,
+    Offer,
+    Work,
+    choose_nodes,
+    earliest,
+    expected_work,
+    sizes_around,
+    with_end,
+)
 from trainkit.cluster.machine import Machine
 from trainkit.cluster.model import Cluster, NodeKind, Partition
 from trainkit.cluster.target import LOCAL, Target
@@ -18,18 +29,6 @@ from trainkit.config import LoadedConfig, dump_effective, load_config
 from trainkit.config.load import with_values
 from trainkit.data.checks import DataFacts
 from trainkit.errors import ConfigError, UsageError
-from trainkit.launch import earliest_end
-from trainkit.launch.earliest_end import (
-    Choice,
-    Offer,
-    Work,
-    choice_lines,
-    choose_nodes,
-    earliest,
-    expected_work,
-    sizes_around,
-    with_end,
-)
 from trainkit.plan.facts import Facts
 from trainkit.plan.gpus import RESTART_S
 from trainkit.plan.launch import LaunchPlan
@@ -253,7 +252,7 @@ def test_a_slice(
     fake.add("sbatch", ANSWERS.format(cases=cases))
     given = ["resources.time=1-00:00:00", "train.steps=300000", *overrides]
     loaded, plan, choice = choose(monkeypatch, *given)
-    assert choice.taken is not None, list(choice_lines(choice, plan))
+    assert choice.taken is not None, list(choice.lines(plan))
     assert (choice.taken.partition, loaded.config.resources.slice) == (partition, slice_)
     assert len([call for call in fake.calls if call[0] == "sbatch"]) <= earliest_end.MOST_ASKED
     assert choice.taken.is_slice == (slice_ is not None and slice_ not in str(given))
@@ -372,7 +371,7 @@ def test_the_speed_is_that_of_earlier_runs(
     assert sources == {8: "measured in newer, scaled", 4: "measured in newer, scaled", 2: "measured in newer"}
     assert next(item.work.seconds for item in choice.offers if item.num_nodes == 2) == 2000
     assert chosen.num_nodes == 4
-    lines = list(choice_lines(choice, chosen))
+    lines = list(choice.lines(chosen))
     assert lines[0].split("  ")[0] == "nodes"
     assert [line.split()[0] for line in lines[1:4]] == ["8", "4*", "2"]
     assert "sbatch --test-only" in lines[4]
@@ -409,9 +408,7 @@ def test_without_an_answer_the_request_stays(
     assert reason in choice.reason
     assert plan == with_parts(plan_nodes(loaded, facts), loaded, facts)
     assert loaded.config == config(*given).config
-    assert list(choice_lines(choice, plan))[-1].startswith(
-        f"--nodes auto: {choice.reason}; the request is unchanged"
-    )
+    assert list(choice.lines(plan))[-1].startswith(f"--nodes auto: {choice.reason}; the request is unchanged")
 
 
 def test_without_any_limit_nothing_tells_how_long_it_takes(
@@ -442,7 +439,7 @@ def test_priorities_are_shown_where_slurm_has_them(fake: FakeSlurm, monkeypatch:
     assert choose(monkeypatch)[2].priority == ""
     fake.add("sshare", "echo FairShare 0.5")
     _, plan, choice = choose(monkeypatch)
-    assert list(choice_lines(choice, plan))[-1].endswith(":\nWeights 1000\nFairShare 0.5")
+    assert list(choice.lines(plan))[-1].endswith(":\nWeights 1000\nFairShare 0.5")
 
 
 def test_the_one_cluster_of_the_config_is_asked(fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
