@@ -114,6 +114,20 @@ class Watch:
         return None
 
 
+class Choice:
+    """What was typed of the options that a capability adds to `trainkit run`."""
+
+    has_terminal = False
+    """Whether a rank gets the terminal, in which the command then prints no log."""
+
+    def check(self, workload: Workload, *, is_alone: bool) -> None:
+        """Raise UsageError for a run that cannot have it; `is_alone` unless others start ranks of it too."""
+
+    def apply(self, plan: LaunchPlan) -> LaunchPlan:
+        """The plan of the run with it; raises UsageError for one that cannot have it."""
+        return plan
+
+
 class Capability:
     """The base of all capabilities: a subclass defines what it needs. A process has one object of each."""
 
@@ -183,6 +197,16 @@ class Capability:
 
 
 @dataclass(frozen=True)
+class RestartCause:
+    """Why a capability has a run restart; the attempts that end so do not count as ends without progress."""
+
+    words: str
+    """What the list of the restarts says."""
+    in_place: bool = False
+    """Whether the run restarts in its allocation where it can; else the job returns to the queue."""
+
+
+@dataclass(frozen=True)
 class Shipped:
     """A folder of `trainkit/capabilities/`, by what is known of it before it is imported."""
 
@@ -194,8 +218,13 @@ class Shipped:
     """The fields of its part if they are the last ones of the record `follows`, which every plan has."""
     commands: Mapping[str, str] = field(default_factory=dict)
     """Command, or a group and its command -> MODULE:NAME of a click command in the folder."""
+    options: Mapping[str, str] = field(default_factory=dict)
+    """Command -> MODULE:NAME of a decorator in the folder, which adds options to it, and a `Choice` of them
+    to its `choices`. Its module is imported for the help of the command too."""
     launchers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Launcher of a command -> packages, one of which must be installed."""
+    causes: Mapping[str, RestartCause] = field(default_factory=dict)
+    """Cause of its `Departure` -> what is known of it."""
     group_file: str | None = None
     """A file that only its groups of runs have; None if it has none."""
 
@@ -210,11 +239,16 @@ LEFT_OUT = object()
 WHOLE = ("", LEFT_OUT)
 """A part that is the value of a single key, which is left out without it."""
 SHIPPED = {
+    "debugger": Shipped(commands={"debug": "command:command"}, options={"run": "run_options:run_options"}),
     "bench": Shipped(commands={"bench": "command:command"}, group_file="bench.json"),
     "doctor": Shipped(commands={"doctor": "command:command"}),
     "drill": Shipped(commands={"drill": "command:command"}),
+    "export": Shipped(commands={"ckpt export": "command:command"}),
     "generate": Shipped(commands={"generate": "command:command"}),
+    "layouts": Shipped(commands={"plan": "command:command"}),
     "replay": Shipped(commands={"replay": "command:command", "data show": "command:show"}),
+    "report": Shipped(commands={"report": "command:command", "compare": "compare:command"}),
+    "watch": Shipped(commands={"watch": "command:command"}),
     "launchers": Shipped(
         "launcher",
         {"launcher_files": ("files", {}), "launcher_values": ("values", {}), "launcher_keys": ("keys", [])},
@@ -226,7 +260,11 @@ SHIPPED = {
             "megatron": ("torch",),
         },
     ),
-    "slow_ranks": Shipped("requeue", within=("inspect_s", "silence_s", "slow_hosts", "slow_after_s")),
+    "slow_ranks": Shipped(
+        "requeue",
+        within=("inspect_s", "silence_s", "slow_hosts", "slow_after_s"),
+        causes={"slow_host": RestartCause("slow host", in_place=True)},
+    ),
     "growth": Shipped("sizes checkpoint_bytes", {"grow": ("grow", LEFT_OUT)}),
     "notifications": Shipped("requeue", {"notify": WHOLE}),
     "curves": Shipped("trackers", {"log_pattern": ("pattern", None)}),  # trackers get its end
@@ -330,10 +368,28 @@ def shipped_command(name: str) -> str | None:
     return None
 
 
+def shipped_subcommands(group: str) -> list[str]:
+    """The commands that the capabilities which are shipped add to a group, such as ``export`` to ``ckpt``."""
+    names = (name.split(" ") for shipped in SHIPPED.values() for name in shipped.commands)
+    return [words[1] for words in names if words[0] == group and len(words) > 1]
+
+
+def shipped_options(command: str) -> list[str]:
+    """MODULE:NAME of the decorators with which shipped capabilities add options to a command."""
+    found = ((folder, shipped.options.get(command)) for folder, shipped in SHIPPED.items())
+    return [f"trainkit.capabilities.{folder}.{place}" for folder, place in found if place is not None]
+
+
 def installed_command(name: str) -> str | None:
     """MODULE:NAME of a command of a capability of another package; None without one."""
     owner = name.partition("-")[0]
     return None if entry_point(owner) is None else load(owner).commands.get(name)
+
+
+def restart_cause(name: str) -> RestartCause:
+    """The cause of a restart; with its name as its words if nothing else is known of it."""
+    known = (shipped.causes[name] for shipped in SHIPPED.values() if name in shipped.causes)
+    return next(known, RestartCause(name))
 
 
 def packages_of(names: Iterable[str]) -> dict[str, str]:
