@@ -23,7 +23,7 @@ from trainkit.plan.torch_build import OLDEST, REQUIREMENT
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
 SIZES = {
-    "trainkit": (19, 4_739),
+    "trainkit": (19, 4_743),
     "trainkit/backends": (26, 4_228),
     "trainkit/capabilities": (1, 1),
     "trainkit/capabilities/bench": (6, 1_329),
@@ -40,7 +40,7 @@ SIZES = {
     "trainkit/capabilities/multimodal": (2, 541),
     "trainkit/capabilities/notifications": (4, 452),
     "trainkit/capabilities/replay": (6, 1_442),
-    "trainkit/capabilities/report": (7, 1_184),
+    "trainkit/capabilities/report": (10, 1_857),
     "trainkit/capabilities/slow_ranks": (5, 328),
     "trainkit/capabilities/trackers": (5, 777),
     "trainkit/capabilities/watch": (5, 1_284),
@@ -56,7 +56,7 @@ SIZES = {
     "trainkit/run": (16, 4_518),
     "trainkit/slurm": (8, 1_574),
     "trainkit/trainer": (40, 9_505),
-    "tests": (392, 64_213),
+    "tests": (393, 64_454),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)
@@ -202,7 +202,7 @@ ALLOWED = {
         *("observe", "cli"),
     },
     "capabilities.report": {
-        *("capability", "errors", "folders", "formats", "run", "config", "observe", "cli"),
+        *("capability", "errors", "extras", "folders", "formats", "run", "config", "observe", "cli"),
         "capabilities.watch.view_text",  # a curve as a line of text
     },
     "capabilities.bench": {  # runs a config in many ways, as its owner could by hand, and compares them

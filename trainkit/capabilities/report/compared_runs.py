@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from trainkit.capabilities.compare.curves import ComparedRun
 from trainkit.cli.choose_runs import command_values
+from trainkit.cli.output import masked
 from trainkit.errors import UsageError
 from trainkit.formats import did_you_mean, shown_value
 from trainkit.observe.status import flat_config
 from trainkit.run.registry import find_run_or_group
 from trainkit.run.rundir import RunDir
+
+
+@dataclass(frozen=True)
+class ComparedRun:
+    """A run whose curves are read, under the name that tells it apart."""
+
+    name: str
+    run: RunDir
+    values: Mapping[str, object]
+    """Key -> value, of the keys in which the runs that are compared differ."""
 
 
 def runs_named(names: Iterable[str]) -> list[RunDir]:
@@ -26,7 +37,7 @@ def _runs_of(name: str) -> list[RunDir]:
 
 
 def short_names(runs: Sequence[RunDir]) -> list[str]:
-    """The names of the folders, with those of their parents where these are needed."""
+    """The names of the folders, with their parents where two folders share a name."""
     names = [run.path.name for run in runs]
     for depth in range(2, max((len(run.path.parts) for run in runs), default=0) + 1):
         if len(set(names)) == len(names):
@@ -61,4 +72,6 @@ def compared_runs(names: Iterable[str], keys: Sequence[str] | None) -> tuple[lis
             raise UsageError(f"no run has the key {key}", hint=hint)
     shown = differing_keys(values) if keys is None else list(keys)
     found = zip(short_names(runs), runs, values, strict=True)
-    return [ComparedRun(name, run, {key: own.get(key) for key in shown}) for name, run, own in found], shown
+    return [
+        ComparedRun(name, run, {key: masked(own.get(key), key) for key in shown}) for name, run, own in found
+    ], shown

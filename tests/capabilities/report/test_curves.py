@@ -13,8 +13,8 @@ import pytest
 from numpy import asarray
 
 from tests.support.sweeps import made_up_sweep, stamp
-from trainkit.capabilities.compare.curves import Curves, curves
-from trainkit.capabilities.compare.plot import COLORS, smoothed
+from trainkit.capabilities.report.curves import Curves, curves
+from trainkit.capabilities.report.plot import COLORS, smoothed
 from trainkit.errors import UsageError
 from trainkit.run.group import RunGroup
 from trainkit.run.rundir import RunDir
@@ -126,7 +126,8 @@ def test_a_line_per_value_is_the_mean_over_seeds(sweep: RunGroup) -> None:
     (axes,) = table.plot().axes
     assert len(axes.lines) == 2
     assert len(axes.collections) == 2  # their spread
-    at_end = [row["loss"] for row in table.rows() if row["step"] == 20 and row[LR] == 1e-4]
+    found = zip(table["step"], table[LR], table["loss"], strict=True)
+    at_end = [loss for step, lr, loss in found if (step, lr) == (20, 1e-4)]
     assert asarray(axes.lines[0].get_ydata()).tolist()[-1] == pytest.approx(sum(at_end) / 3)
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("step", "training loss")
     assert [text.get_text() for text in axes.figure.legends[0].get_texts()] == ["lr=0.0001", "lr=0.01"]
@@ -166,7 +167,7 @@ def test_smoothing_has_no_bias_to_zero() -> None:
 
 @pytest.mark.parametrize("suffix", ["pdf", "svg", "png"])
 def test_the_same_data_are_the_same_file(sweep: RunGroup, tmp_path: Path, suffix: str) -> None:
-    from trainkit.capabilities.compare.plot import save
+    from trainkit.capabilities.report.plot import save
 
     files = [tmp_path / f"{name}.{suffix}" for name in "ab"]
     for file in files:

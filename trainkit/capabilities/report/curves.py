@@ -9,11 +9,11 @@ from __future__ import annotations
 import csv
 import html
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
+from trainkit.capabilities.report.compared_runs import ComparedRun, compared_runs
+from trainkit.capabilities.report.plot import AXES, draw
 from trainkit.errors import UsageError
 from trainkit.formats import did_you_mean, shown_value
 from trainkit.run.events import StepRecord, read_events, read_steps
@@ -24,23 +24,9 @@ from trainkit.run.rundir import RunDir
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-AXES = {"step": "step", "tokens": "tokens", "time": "time_s", "gpu_hours": "gpu_hours"}
-"""Axis that curves can be drawn over -> the column of its values."""
 NOT_METRICS = frozenset({"step", "time", "attempt", "tokens"})
 """The keys of metrics.jsonl that say of which step a record is."""
 SHOWN_ROWS = 10
-SEED = "seed"
-"""The key whose values are repetitions of the same run."""
-
-
-@dataclass(frozen=True)
-class ComparedRun:
-    """A run whose curves are read, under the name that tells it apart."""
-
-    name: str
-    run: RunDir
-    values: Mapping[str, object]
-    """Key -> value, of the keys in which the runs that are compared differ."""
 
 
 class Curves(dict[str, list[Any]]):
@@ -61,7 +47,7 @@ class Curves(dict[str, list[Any]]):
         """The number of rows."""
         return len(self["run"])
 
-    def rows(self) -> Iterator[dict[str, Any]]:
+    def rows(self) -> Iterator[dict[str, object]]:
         """Each row as column -> value."""
         return (dict(zip(self, values, strict=True)) for values in zip(*self.values(), strict=True))
 
@@ -84,9 +70,7 @@ class Curves(dict[str, list[Any]]):
         mean, from 0 to below 1. Lines are coloured by the key `by`, or the first in which the runs differ.
         Raises UsageError for what the runs do not have, or where matplotlib is missing.
         """
-        from trainkit.capabilities.compare.plot import draw
-
-        return draw(self, x=x, smooth=smooth, by=by)
+        return draw(self, self.keys_that_differ, self.metrics, x, smooth, by)
 
     def _repr_html_(self) -> str:
         shown = [list(self), *zip(*(column[:SHOWN_ROWS] for column in self.values()), strict=True)]
@@ -162,16 +146,8 @@ def curves(*runs: object, metrics: Sequence[str] = ("loss",), keys: Sequence[str
     `metrics` are names in metrics.jsonl, of the trainer or of one's own. `keys` are config keys to have as
     columns; by default those in which the runs differ. Raises UsageError for a run or metric that is unknown.
     """
-    from trainkit.capabilities.compare.runs import compared_runs
-
     if not runs:
         raise UsageError("no run is named", hint='name runs or groups: trainkit.curves("lr-sweep")')
     names = [str(getattr(run, "path", run)) for run in runs]
     found, differing = compared_runs(names, keys)
     return read_table(found, metrics, differing)
-
-
-def write_csv(table: Curves, file: Path) -> None:
-    """Write a table into a file that does not exist yet."""
-    with file.open("x", encoding="utf-8", newline="") as stream:
-        table.write_csv(stream)

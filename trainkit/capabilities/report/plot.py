@@ -10,7 +10,6 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any, Literal
 
-from trainkit.capabilities.compare.curves import AXES, SEED, Curves
 from trainkit.errors import UsageError
 from trainkit.extras import install_line
 from trainkit.formats import did_you_mean, shown_value
@@ -20,10 +19,16 @@ if TYPE_CHECKING:
     from matplotlib.colors import Colormap
     from matplotlib.figure import Figure
 
+AXES = {"step": "step", "tokens": "tokens", "time": "time_s", "gpu_hours": "gpu_hours"}
+"""Axis that curves can be drawn over -> the column of its values."""
+SEED = "seed"
+"""The key whose values are repetitions of the same run."""
+Columns = Mapping[str, Sequence[Any]]
+Color = str | tuple[float, float, float, float]
 WIDTH_IN, HEIGHT_IN = 3.4, 2.3
 """The width of one column, and the height of the chart of one metric."""
 LOG_FROM = 50
-"""An axis is logarithmic if its largest value is more than so many times its smallest, all being positive."""
+"""An axis of positive values is logarithmic if the largest is more than this multiple of the smallest."""
 MAX_LEGEND = 12
 """Of more lines, a colour bar or the first names stand in place of all names."""
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -81,13 +86,15 @@ class Series:
         return ", ".join(named) or ", ".join(self.runs)
 
 
-def draw(curves: Curves, *, x: str = "step", smooth: float = 0.0, by: str | None = None) -> Figure:
-    """Draw each metric in a chart of its own; see `Curves.plot`."""
+def draw(
+    curves: Columns, keys: Sequence[str], metrics: Sequence[str], x: str, smooth: float, by: str | None
+) -> Figure:
+    """Draw the metrics of a table, each in a chart of its own; see `Curves.plot`."""
     if x not in AXES:
         raise UsageError(f"unknown axis {x}", hint=did_you_mean(x, AXES) or f"axes are {', '.join(AXES)}")
     if not 0 <= smooth < 1:
         raise UsageError(f"smooth must be from 0 to below 1: {smooth}", hint="0.9 is a common value")
-    keys = [key for key in curves.keys_that_differ if key != SEED]
+    has_seeds, keys = SEED in keys, [key for key in keys if key != SEED]
     if by is not None and by not in keys:
         hint = did_you_mean(by, keys) or (f"they differ in {', '.join(keys)}" if keys else "leave it out")
         raise UsageError(f"the runs do not differ in {by}", hint=hint)
@@ -97,13 +104,13 @@ def draw(curves: Curves, *, x: str = "step", smooth: float = 0.0, by: str | None
         raise UsageError(
             "figures need matplotlib, which is not installed", hint=install_line("plot")
         ) from None
-    series = _series(curves, keys)
+    series = _series(curves, keys, has_seeds)
     column = AXES[x]
     with _style():
-        figure = Figure(figsize=(WIDTH_IN, HEIGHT_IN * len(curves.metrics)), layout="constrained")
-        charts: list[Axes] = [*figure.subplots(len(curves.metrics), 1, squeeze=False, sharex=True)[:, 0]]
+        figure = Figure(figsize=(WIDTH_IN, HEIGHT_IN * len(metrics)), layout="constrained")
+        charts: list[Axes] = [*figure.subplots(len(metrics), 1, squeeze=False, sharex=True)[:, 0]]
         styles = _styles(series, keys, by or (keys[0] if keys else None))
-        for axes, metric in zip(charts, curves.metrics, strict=True):
+        for axes, metric in zip(charts, metrics, strict=True):
             lines = [_line(curves, one, column, metric) for one in series]
             if not any(line.x for line in lines):
                 raise UsageError(f"no run has {metric} by {x}", hint="`--x step` is there for every run")
@@ -137,14 +144,14 @@ def _style() -> AbstractContextManager[None]:
     return rc_context(STYLE)  # type: ignore[arg-type]
 
 
-def _series(curves: Curves, keys: Sequence[str]) -> list[Series]:
+def _series(curves: Columns, keys: Sequence[str], has_seeds: bool) -> list[Series]:
     """The runs by the values of their keys, in the order of these values where they are numbers."""
     runs: dict[str, tuple[object, ...]] = {}
     columns = [curves[key] for key in keys]
     for index, run in enumerate(curves["run"]):
         if run not in runs:
             runs[run] = tuple(column[index] for column in columns)
-    if not keys and SEED not in curves.keys_that_differ:
+    if not keys and not has_seeds:
         return [Series({}, (run,)) for run in runs]
     grouped: dict[str, Series] = {}
     for run, values in runs.items():
@@ -159,7 +166,7 @@ def _order(value: object) -> tuple[bool, float, str]:
     return not is_number, float(value) if is_number else 0.0, str(value)  # type: ignore[arg-type]
 
 
-def _line(curves: Curves, series: Series, column: str, metric: str) -> Line:
+def _line(curves: Columns, series: Series, column: str, metric: str) -> Line:
     """The mean of a series at the steps that all of its runs have, and its spread."""
     by_run: dict[str, dict[int, tuple[float, float]]] = {run: {} for run in series.runs}
     rows = zip(curves["run"], curves["step"], curves[column], curves[metric], strict=True)
@@ -202,12 +209,12 @@ def smoothed(values: Sequence[float], weight: float) -> list[float]:
 class Style:
     """How a series is drawn."""
 
-    color: Any
+    color: Color
     dash: Literal["-", "--", ":", "-."]
 
 
 def _styles(series: Sequence[Series], keys: Sequence[str], by: str | None) -> list[Style]:
-    """Viridis for numbers, a palette for names; a second key is told by dashes."""
+    """Numbers get colours of viridis, names a palette of their own; further keys change the dashes."""
     if by is None:
         return [
             Style(COLORS[index % len(COLORS)], DASHES[index // len(COLORS) % len(DASHES)])
@@ -222,7 +229,7 @@ def _styles(series: Sequence[Series], keys: Sequence[str], by: str | None) -> li
     places = number_places(values)
     if places is None:
         names = list(dict.fromkeys(map(repr, values)))
-        colors: list[Any] = [COLORS[names.index(repr(value)) % len(COLORS)] for value in values]
+        colors: list[Color] = [COLORS[names.index(repr(value)) % len(COLORS)] for value in values]
     else:
         colors = list(map(viridis(), places))
     return [Style(color, dash) for color, dash in zip(colors, dashes, strict=True)]
