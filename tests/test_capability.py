@@ -89,8 +89,8 @@ class Toy(Capability):
     def on_end(self, attempt, plan, end):
         (attempt.run.path / "toy-end.txt").write_text(end.state)
 
-    def rows(self, history, plan):
-        return {"toy": f"{plan.parts['toy'].count('ticks')} ticks planned"}
+    def rows(self, reading):
+        return {"toy": f"{reading.plan.parts['toy'].count('ticks')} ticks planned"}
 
 
 @click.command()

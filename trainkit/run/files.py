@@ -433,6 +433,11 @@ class Record:
         value = self.values.get(key)
         return Record(value if isinstance(value, dict) else {})
 
+    def records(self, key: str) -> list[Record]:
+        """The objects in the list of a key; none without it."""
+        value = self.values.get(key)
+        return [Record(item) for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+
 
 def numbers(records: Iterable[Record], key: str) -> list[float]:
     """The values of a key in those records that have a number."""

@@ -125,9 +125,6 @@ class RunDir(RunFolder):
     tensorboard_dir = Child("tensorboard")
     trackers_dir = Child("trackers")
     """How far each tracker, such as MLflow, has the metrics."""
-    health_dir = Child("health")
-    health_file = Numbered("health/{}.jsonl")
-    """Samples of a host: processors, memory, network, disks and GPUs."""
     checkpoints_dir = Child("checkpoints")
     checkpoint_dir = Numbered(f"checkpoints/{CHECKPOINT_PREFIX}{{:08d}}")
     attempts_dir = Child("attempts")
