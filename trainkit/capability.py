@@ -144,7 +144,7 @@ class HostView:
     """What a capability says of a host in `watch`."""
 
     values: Mapping[str, object] = field(default_factory=dict)
-    """Values of `trainkit.observe.run_view.NodeRow`, by field."""
+    """Values of a row of the nodes, by the keys of `watch --json`."""
     problems: Sequence[tuple[int, str]] = ()
     """How bad each problem is, and the problem in a few words."""
 
@@ -157,6 +157,20 @@ class Reader:
 
     def update(self) -> None:
         """Read what was written since the last call, and no more. Raises OSError."""
+
+
+class Choice:
+    """What was typed of the options that a capability adds to `trainkit run`."""
+
+    has_terminal = False
+    """Whether a rank gets the terminal, in which the command then prints no log."""
+
+    def check(self, workload: Workload, *, is_alone: bool) -> None:
+        """Raise UsageError for a run that cannot have it; `is_alone` unless others start ranks of it too."""
+
+    def apply(self, plan: LaunchPlan) -> LaunchPlan:
+        """The plan of the run with it; raises UsageError for one that cannot have it."""
+        return plan
 
 
 class Capability:
@@ -273,6 +287,9 @@ class Shipped:
     """The fields of its part if they are the last ones of the record `follows`, which every plan has."""
     commands: Mapping[str, str] = field(default_factory=dict)
     """Command, or a group and its command -> MODULE:NAME of a click command in the folder."""
+    options: Mapping[str, str] = field(default_factory=dict)
+    """Command -> MODULE:NAME of a decorator in the folder, which adds options to it, and a `Choice` of them
+    to its `choices`. Its module is imported for the help of the command too."""
     launchers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Launcher of a command -> packages, one of which must be installed."""
     events: Mapping[str, bool] = field(default_factory=dict)
@@ -295,11 +312,16 @@ LEFT_OUT = object()
 WHOLE = ("", LEFT_OUT)
 """A part that is the value of a single key, which is left out without it."""
 SHIPPED = {
+    "debugger": Shipped(commands={"debug": "command:command"}, options={"run": "run_options:run_options"}),
     "bench": Shipped(commands={"bench": "command:command"}, group_file="bench.json"),
     "doctor": Shipped(commands={"doctor": "command:command"}),
     "drill": Shipped(commands={"drill": "command:command"}),
+    "export": Shipped(commands={"ckpt export": "command:command"}),
     "generate": Shipped(commands={"generate": "command:command"}),
+    "layouts": Shipped(commands={"plan": "command:command"}),
     "replay": Shipped(commands={"replay": "command:command", "data show": "command:show"}),
+    "report": Shipped(commands={"report": "command:command", "compare": "compare:command"}),
+    "watch": Shipped(commands={"watch": "command:command"}),
     "launchers": Shipped(
         "launcher",
         {"launcher_files": ("files", {}), "launcher_values": ("values", {}), "launcher_keys": ("keys", [])},
@@ -429,6 +451,18 @@ def shipped_command(name: str) -> str | None:
         if name in shipped.commands:
             return f"trainkit.capabilities.{folder}.{shipped.commands[name]}"
     return None
+
+
+def shipped_subcommands(group: str) -> list[str]:
+    """The commands that the capabilities which are shipped add to a group, such as ``export`` to ``ckpt``."""
+    names = (name.split(" ") for shipped in SHIPPED.values() for name in shipped.commands)
+    return [words[1] for words in names if words[0] == group and len(words) > 1]
+
+
+def shipped_options(command: str) -> list[str]:
+    """MODULE:NAME of the decorators with which shipped capabilities add options to a command."""
+    found = ((folder, shipped.options.get(command)) for folder, shipped in SHIPPED.items())
+    return [f"trainkit.capabilities.{folder}.{place}" for folder, place in found if place is not None]
 
 
 def installed_command(name: str) -> str | None:

@@ -14,9 +14,9 @@ from steering import wait_for
 
 from tests.support.runs import make_attempt
 from tests.support.tmux import Tmux, needs_tmux
+from trainkit.capabilities.debugger.command import attach
 from trainkit.cli import options
 from trainkit.cli.main import main
-from trainkit.control.shell import debug
 from trainkit.errors import UsageError
 from trainkit.launch import packages
 from trainkit.plan.launch import LaunchPlan
@@ -330,7 +330,7 @@ def test_a_terminal_is_lent_to_no_other_user(tmp_path, monkeypatch):
         monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
         monkeypatch.setattr(os, "geteuid", lambda: 61234)
         with pytest.raises(UsageError, match=f"is said to be a process of user {os.getuid()}"):
-            debug(attempt, 0)
+            attach(attempt, 0)
 
 
 def test_process_groups_of_torch_get_a_week():

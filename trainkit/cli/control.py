@@ -1,4 +1,4 @@
-"""`trainkit cancel`, `requeue`, `stacks`, `attach`, `debug`, `shell`: what acts on a run or allocation."""
+"""`trainkit cancel`, `requeue`, `stacks`, `attach`, `shell`: what acts on a run or allocation."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def _ask_stacks(run: RunDir, rank: int | None) -> tuple[AttemptDir, list[Reply],
 
     Raises UsageError for a run or rank that does not run, TrainkitError when no rank replied.
     """
-    attempt = _running_attempt(run)
+    attempt = running_attempt(run)
     world_size = LaunchPlan.read(attempt.plan_file, executes=False).world_size
     if rank is not None and rank >= world_size:
         raise UsageError(f"the run has no rank {rank}", hint=there_are(range(world_size)))
@@ -140,7 +140,7 @@ def _ask_stacks(run: RunDir, rank: int | None) -> tuple[AttemptDir, list[Reply],
     return attempt, replies, sorted(set(asked) - {reply.rank for reply in replies})
 
 
-def _running_attempt(run: RunDir) -> AttemptDir:
+def running_attempt(run: RunDir) -> AttemptDir:
     """The attempt whose ranks are running; raises UsageError when there is none."""
     entry = live_entry(run, read_job(run), "stacks")
     if entry is None:
@@ -187,21 +187,6 @@ def attach(run_name: str, node: int) -> NoReturn:
     from trainkit.control import shell
 
     shell.attach(find_run(run_name, acts=True), node)
-
-
-@as_command("trainkit debug last", "trainkit debug last --rank 5")
-@options.run_argument
-@option("--rank R", "The rank; default: 0.", type=options.INDEX, default=0)
-def debug(run_name: str, rank: int) -> None:
-    """Debug a rank of RUN that waits at breakpoint(), with Python's debugger in this terminal.
-
-    The other ranks continue and ignore breakpoint(). In the debugger, `c` continues the run, to the next
-    breakpoint(), and `q` stops it. While it runs, Ctrl-C ends only the debugger. `trainkit run --debug`
-    starts a run with a terminal.
-    """
-    from trainkit.control import shell
-
-    shell.debug(_running_attempt(find_run(run_name, acts=True)), rank)
 
 
 @as_command(

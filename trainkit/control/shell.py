@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
-import struct
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -17,18 +15,14 @@ from trainkit.cluster.target import make_target
 from trainkit.config import LoadedConfig, RunConfig
 from trainkit.errors import ConfigError, Problem, UsageError, print_note
 from trainkit.folders import ensure_folder
-from trainkit.formats import rank_list
-from trainkit.job.rank_debugger import AT_PROMPT, CHOSEN_FILE, RUNNING
 from trainkit.launch.environment import find_interpreter, make_job_environment
 from trainkit.launch.script import render
 from trainkit.plan.facts import Facts
 from trainkit.plan.launch import option_argv
 from trainkit.plan.make_plan import make_plan
 from trainkit.plan.workload import Command
-from trainkit.run.files import read_object, write_atomic
-from trainkit.run.process import own_host
 from trainkit.run.record import AttemptRecord, read_job
-from trainkit.run.rundir import AttemptDir, RunDir
+from trainkit.run.rundir import RunDir
 from trainkit.scheduler import JobState
 from trainkit.slurm.environment import scrubbed
 
@@ -78,7 +72,7 @@ def open_shell(loaded: LoadedConfig, folder: Path) -> NoReturn:
     Raises UsageError without a terminal or Slurm, and ConfigError with every problem.
     """
     start_file = shell_start_file(loaded.config, Path.cwd())
-    _require_terminal("`trainkit submit` runs without one")
+    require_terminal("`trainkit submit` runs without one")
     ensure_folder(folder)
     with tempfile.NamedTemporaryFile("w", dir=folder, prefix=".shell-", suffix=".sh", delete=False) as file:
         file.write(start_file)
@@ -94,16 +88,16 @@ def open_shell(loaded: LoadedConfig, folder: Path) -> NoReturn:
 
 def attach(run: RunDir, node: int) -> NoReturn:
     """Replace this process by a shell on a node of a run's job; raises UsageError if it does not run."""
-    entry, job = _running_job(run)
+    entry, job = running_job(run)
     hosts = job.hosts
     if node >= len(hosts):
         raise UsageError(f"the job has no node {node}", hint=f"its nodes are 0 to {len(hosts) - 1}")
-    _require_terminal("`trainkit logs` shows the output of the run")
+    require_terminal("`trainkit logs` shows the output of the run")
     print_note(f"{run.shown}: a shell on {hosts[node]}")
-    _run_next_to(job, entry.elsewhere, hosts[node], ("bash", "-i"))
+    run_next_to(job, entry.elsewhere, hosts[node], ("bash", "-i"))
 
 
-def _running_job(run: RunDir) -> tuple[AttemptRecord, JobInfo]:
+def running_job(run: RunDir) -> tuple[AttemptRecord, JobInfo]:
     """The newest attempt of a run and its job; raises UsageError unless Slurm runs it."""
     entry = read_job(run).newest or AttemptRecord()
     if entry.backend is None:
@@ -116,7 +110,7 @@ def _running_job(run: RunDir) -> tuple[AttemptRecord, JobInfo]:
     return entry, job
 
 
-def _run_next_to(job: JobInfo, cluster: str | None, host: str, argv: Sequence[str]) -> NoReturn:
+def run_next_to(job: JobInfo, cluster: str | None, host: str, argv: Sequence[str]) -> NoReturn:
     """Replace this process by one on a host of a job, with this terminal."""
     argv = [
         "srun",
@@ -134,53 +128,7 @@ def _run_next_to(job: JobInfo, cluster: str | None, host: str, argv: Sequence[st
     os.execvpe(argv[0], argv, scrubbed(os.environ))
 
 
-def debug(attempt: AttemptDir, rank: int) -> None:
-    """Lend this terminal to a rank that waits at breakpoint(), until the rank or the user ends that.
-
-    Runs on the host of the rank. Raises UsageError for a rank that does not wait.
-    """
-    run, folder = attempt.run, attempt.debugger_dir
-    records = [(int(file.stem.split("-")[1]), read_object(file)) for file in folder.glob("rank-*.json")]
-    own = [record for number, record in records if number == rank]
-    record = next((record for record in own if record.get("socket")), {})
-    if not record:
-        problem = "is in another debugger" if own else "is not at a breakpoint()"
-        hint = f"`trainkit stacks {run.word} --rank {rank}` shows where it is"
-        if others := sorted({number for number, _ in records} - {rank}):
-            hint = f"{rank_list(others)} of this run may be"
-        raise UsageError(f"rank {rank} {problem}", hint=hint)
-    _require_terminal(f"the rank prints into {attempt.rank_log(rank)} meanwhile")
-    print_note(f"{run.shown}: rank {rank} of attempt {attempt.number}")
-    with socket.socket(socket.AF_UNIX) as client:
-        try:
-            client.connect(str(record["socket"]))
-        except OSError as error:
-            if own_host() == record["node"]:
-                message = f"rank {rank} cannot be reached: {error}"
-                raise UsageError(
-                    message, hint=f"`trainkit status {run.word}` shows whether it runs"
-                ) from None
-            entry, job = _running_job(run)
-            again = (sys.executable, "-m", "trainkit", "debug", str(run.path), "--rank", str(rank))
-            _run_next_to(job, entry.elsewhere, str(record["node"]), again)
-        peer = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
-        if peer != os.geteuid():
-            hint = "whoever gets a terminal can read what is typed into it"
-            raise UsageError(f"rank {rank} is said to be a process of user {peer}", hint=hint)
-        write_atomic(folder / CHOSEN_FILE, str(rank))
-        terminal = os.open(os.ttyname(0), os.O_RDWR | os.O_NOCTTY)
-        socket.send_fds(client, [AT_PROMPT], [terminal])
-        state = AT_PROMPT
-        while state:
-            try:
-                state = client.recv(1)
-            except KeyboardInterrupt:
-                if state == RUNNING:
-                    print(f"\nleft rank {rank}, which continues and waits at its next breakpoint()")
-                    return
-                print("\n`c` continues the run, `q` stops it", flush=True)
-
-
-def _require_terminal(hint: str) -> None:
+def require_terminal(hint: str) -> None:
+    """Raise UsageError with this hint unless a person types into this process."""
     if not sys.stdin.isatty():
         raise UsageError("a shell needs a terminal", hint=hint)

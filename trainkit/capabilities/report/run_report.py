@@ -6,13 +6,22 @@ import math
 import shlex
 from dataclasses import dataclass, field
 
+from trainkit.capabilities.report.goodput import CATEGORIES, Curves, Point, read_curves
+from trainkit.capabilities.report.page import Chart, Line, line_chart, render_page
 from trainkit.capability import ask_each, placed
-from trainkit.observe.goodput import CATEGORIES, Curves, Point, idle_gaps, read_curves, worker_hours
-from trainkit.observe.page import Chart, Line, line_chart, render_page
 from trainkit.observe.status import FlatConfig, RunStatus, failure_lines, flat_config, loss_text
 from trainkit.run.events import with_divergence
 from trainkit.run.files import LEFT_OUT, Record, numbers, read_object, to_json
-from trainkit.run.history import CURVES, Attempt, RunHistory, ended_attempts, read_plan, timestamp
+from trainkit.run.history import (
+    CURVES,
+    Attempt,
+    RunHistory,
+    ended_attempts,
+    idle_gaps,
+    read_plan,
+    timestamp,
+    worker_hours,
+)
 from trainkit.run.manifest import ListedCheckpoint, list_checkpoints
 
 TEMPLATE = "report.html.j2"

@@ -1,0 +1,81 @@
+"""``trainkit debug``: lend this terminal to a rank that waits at breakpoint()."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import sys
+
+from trainkit.cli.control import running_attempt
+from trainkit.cli.help import as_command, option
+from trainkit.cli.options import INDEX, run_argument
+from trainkit.errors import UsageError, print_note
+from trainkit.formats import rank_list
+from trainkit.job.rank_debugger import AT_PROMPT, CHOSEN_FILE, RUNNING
+from trainkit.run.files import read_object, write_atomic
+from trainkit.run.process import own_host
+from trainkit.run.registry import find_run
+from trainkit.run.rundir import AttemptDir
+
+
+@as_command("trainkit debug last", "trainkit debug last --rank 5")
+@run_argument
+@option("--rank R", "The rank; default: 0.", type=INDEX, default=0)
+def command(run_name: str, rank: int) -> None:
+    """Debug a rank of RUN that waits at breakpoint(), with Python's debugger in this terminal.
+
+    The other ranks continue and ignore breakpoint(). In the debugger, `c` continues the run, to the next
+    breakpoint(), and `q` stops it. While it runs, Ctrl-C ends only the debugger. `trainkit run --debug`
+    starts a run with a terminal.
+    """
+    attach(running_attempt(find_run(run_name, acts=True)), rank)
+
+
+def attach(attempt: AttemptDir, rank: int) -> None:
+    """Lend this terminal to a rank that waits at breakpoint(), until the rank or the user ends that.
+
+    Runs on the host of the rank. Raises UsageError for a rank that does not wait.
+    """
+    from trainkit.control.shell import require_terminal, run_next_to, running_job
+
+    run, folder = attempt.run, attempt.debugger_dir
+    records = [(int(file.stem.split("-")[1]), read_object(file)) for file in folder.glob("rank-*.json")]
+    own = [record for number, record in records if number == rank]
+    record = next((record for record in own if record.get("socket")), {})
+    if not record:
+        problem = "is in another debugger" if own else "is not at a breakpoint()"
+        hint = f"`trainkit stacks {run.word} --rank {rank}` shows where it is"
+        if others := sorted({number for number, _ in records} - {rank}):
+            hint = f"{rank_list(others)} of this run may be"
+        raise UsageError(f"rank {rank} {problem}", hint=hint)
+    require_terminal(f"the rank prints into {attempt.rank_log(rank)} meanwhile")
+    print_note(f"{run.shown}: rank {rank} of attempt {attempt.number}")
+    with socket.socket(socket.AF_UNIX) as client:
+        try:
+            client.connect(str(record["socket"]))
+        except OSError as error:
+            if own_host() == record["node"]:
+                message = f"rank {rank} cannot be reached: {error}"
+                raise UsageError(
+                    message, hint=f"`trainkit status {run.word}` shows whether it runs"
+                ) from None
+            entry, job = running_job(run)
+            again = (sys.executable, "-m", "trainkit", "debug", str(run.path), "--rank", str(rank))
+            run_next_to(job, entry.elsewhere, str(record["node"]), again)
+        peer = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
+        if peer != os.geteuid():
+            hint = "whoever gets a terminal can read what is typed into it"
+            raise UsageError(f"rank {rank} is said to be a process of user {peer}", hint=hint)
+        write_atomic(folder / CHOSEN_FILE, str(rank))
+        terminal = os.open(os.ttyname(0), os.O_RDWR | os.O_NOCTTY)
+        socket.send_fds(client, [AT_PROMPT], [terminal])
+        state = AT_PROMPT
+        while state:
+            try:
+                state = client.recv(1)
+            except KeyboardInterrupt:
+                if state == RUNNING:
+                    print(f"\nleft rank {rank}, which continues and waits at its next breakpoint()")
+                    return
+                print("\n`c` continues the run, `q` stops it", flush=True)
