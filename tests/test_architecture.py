@@ -25,7 +25,7 @@ from trainkit.run.history import Attempt
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
 SIZES = {
-    "trainkit": (19, 4_888),
+    "trainkit": (19, 4_924),
     "trainkit/backends": (26, 4_228),
     "trainkit/capabilities": (1, 1),
     "trainkit/capabilities/bench": (6, 1_329),
@@ -43,7 +43,7 @@ SIZES = {
     "trainkit/capabilities/notifications": (4, 452),
     "trainkit/capabilities/replay": (6, 1_442),
     "trainkit/capabilities/report": (7, 1_108),
-    "trainkit/capabilities/slow_ranks": (6, 471),
+    "trainkit/capabilities/slow_ranks": (7, 630),
     "trainkit/capabilities/trackers": (5, 787),
     "trainkit/capabilities/watch": (5, 1_195),
     "trainkit/cli": (19, 3_947),
@@ -53,12 +53,12 @@ SIZES = {
     "trainkit/data": (11, 2_476),
     "trainkit/job": (35, 7_163),
     "trainkit/launch": (20, 4_181),
-    "trainkit/observe": (9, 2_374),
-    "trainkit/plan": (16, 3_418),
+    "trainkit/observe": (9, 2_376),
+    "trainkit/plan": (16, 3_423),
     "trainkit/run": (16, 4_459),
     "trainkit/slurm": (8, 1_574),
-    "trainkit/trainer": (40, 9_505),
-    "tests": (392, 64_225),
+    "trainkit/trainer": (40, 9_380),
+    "tests": (393, 64_248),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)
@@ -445,7 +445,7 @@ SPREAD = {
     "tracker": 10,
     "notification|notifier|NotifyPolicy": 3,
     "health": 2,
-    "slow_rank|slow rank|straggler": 4,
+    "slow_rank|slow rank|straggler": 2,
     "log_curve|printed_curve|log_pattern": 2,
     r"\bgrowth\b|\.grow\b|\"grow\"|GrowthWatch": 1,
     "launcher_files|LauncherInput|LauncherPlan": 1,

@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # the nouns of the floors above, for type checkers alone
     from trainkit.job.node.rendezvous import Rendezvous
     from trainkit.job.rank_env import RankEnv
     from trainkit.plan.facts import Facts
-    from trainkit.plan.launch import LaunchPlan
+    from trainkit.plan.launch import LaunchPlan, Layout
     from trainkit.plan.workload import Workload
     from trainkit.run.end import AttemptEnd
     from trainkit.run.events import Event
@@ -113,6 +113,38 @@ class Watch:
         What it returns makes the ranks save and exit, and the run restart, unless they are stopping already.
         """
         return None
+
+
+@dataclass(frozen=True)
+class TimedRanks:
+    """The ranks of the built-in trainer, which report their times at the end of each window of steps."""
+
+    layout: Layout
+    hosts: Sequence[str]
+    """The host of each rank."""
+    window: int
+    """Number of steps."""
+    on_gpu: bool
+
+
+NewEvent = tuple[str, Mapping[str, object]]
+"""An event to record, and its values."""
+
+
+class RankObserver:
+    """Something that looks at the times of all ranks, on rank 0."""
+
+    values: Mapping[str, float | str] = {}
+    """What a record of the metrics gets from it."""
+
+    def add(self, step: int, times: Sequence[float], step_s: float) -> Iterable[NewEvent]:
+        """Take in a step; rank 0 waits for it, and records the events.
+
+        At the end of a window, `times` has for each rank the mean seconds of a step that it waited for data,
+        and that it computed before it waited for others, [ranks x 2]; else it is empty. `step_s` is the
+        duration of the step, without saves and validation.
+        """
+        return ()
 
 
 @dataclass(frozen=True)
@@ -215,6 +247,10 @@ class Capability:
         """Start what runs next to the ranks of an agent, if its part is in the plan; None for nothing."""
         return None
 
+    def rank_observer(self, plan: LaunchPlan, ranks: TimedRanks) -> RankObserver | None:
+        """Begin to look at the times of the ranks in the trainer; None for nothing."""
+        return None
+
     def watch(self, attempt: AttemptDir, plan: LaunchPlan, hosts: Hosts) -> Watch | None:
         """Begin to watch an attempt from its supervisor, if its part is in the plan; None for nothing."""
         return None
@@ -245,7 +281,7 @@ class Capability:
         return {}
 
     def notices(self, reading: Reading) -> Sequence[Notice]:
-        """The warnings about an attempt that runs."""
+        """The warnings about an attempt that runs, asked for where events of capabilities last."""
         return ()
 
     def past(self, event: Event) -> str:

@@ -324,7 +324,9 @@ def _failed(name: str, text: str) -> dict[str, object]:
 
 
 def notices_of(reading: Reading) -> list[Notice]:
-    """The warnings of capabilities about an attempt that runs."""
+    """The warnings of capabilities about an attempt that runs, of which events last."""
+    if not reading.lasting:
+        return []
     found = ask_each(reading.plan.parts, lambda one: one.notices(reading), _failed_notice)
     return [notice for own in found.values() for notice in own]
 

@@ -12,7 +12,7 @@ from trainkit.capability import Capability, HostView, Notice, Planned, Watch
 if TYPE_CHECKING:
     from datetime import datetime
 
-    from trainkit.capability import Hosts, Reading
+    from trainkit.capability import Hosts, RankObserver, Reading, TimedRanks
     from trainkit.config.loaded import LoadedConfig
     from trainkit.plan.facts import Facts
     from trainkit.plan.launch import LaunchPlan
@@ -44,6 +44,11 @@ class SlowRanks(Capability):
         part = replace(slow_ranks_plan(plan), inspect_s=None, silence_s=None)
         reasons = {key: text for key, text in plan.reasons.items() if key != "silence"}
         return replace(plan.with_part(part), reasons=reasons)
+
+    def rank_observer(self, plan: LaunchPlan, ranks: TimedRanks) -> RankObserver:
+        from trainkit.capabilities.slow_ranks.compare import SlowRanks as Comparison
+
+        return Comparison(ranks)
 
     def watch(self, attempt: AttemptDir, plan: LaunchPlan, hosts: Hosts) -> Watch | None:
         part, has_spare = slow_ranks_plan(plan), len(hosts.good) > plan.fewest_nodes
