@@ -55,7 +55,7 @@ SIZES = {
     "trainkit/launch": (20, 4_181),
     "trainkit/observe": (9, 2_376),
     "trainkit/plan": (16, 3_423),
-    "trainkit/run": (16, 4_459),
+    "trainkit/run": (16, 4_465),
     "trainkit/slurm": (8, 1_574),
     "trainkit/trainer": (40, 9_380),
     "tests": (393, 64_248),

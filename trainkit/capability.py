@@ -571,6 +571,7 @@ def keys_of(parts: Mapping[str, Mapping[str, Any]]) -> set[str]:
 OVER = "_over"
 """The end of the name of the event after which another one no longer lasts."""
 _EVENTS = {event: name for name, shipped in SHIPPED.items() for event in shipped.events}
+_EVENTS |= {f"{event}{OVER}": name for event, name in _EVENTS.items()}
 
 
 def owner_of(event: str) -> str | None:
@@ -579,8 +580,7 @@ def owner_of(event: str) -> str | None:
     It lasts until NAME_over of the same rank, or without a rank, in the same attempt. One of another package
     is named CAPABILITY.NAME, and is always among the past warnings.
     """
-    name = event.removesuffix(OVER)
-    return _EVENTS.get(name) or name.rpartition(".")[0] or None
+    return _EVENTS.get(event) or event.rpartition(".")[0] or None
 
 
 def is_notable(event: str) -> bool:

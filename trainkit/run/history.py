@@ -379,9 +379,11 @@ class EventHistory:
         _add_to_attempt(self.attempts, event)
         if "total_steps" in event.values:
             self.total_steps = event.count("total_steps")
-        if name in NOTABLE_EVENTS or is_notable(name):
+        is_owned = owner_of(name) is not None
+        if is_owned:
+            self.owned.add(event)
+        if name in NOTABLE_EVENTS or (is_owned and is_notable(name)):
             self.notable.append(event)
-        self.owned.add(event)
         if (take := _OF_RUN.get(name)) is not None:
             take(self, event)
 
