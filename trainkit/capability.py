@@ -192,7 +192,7 @@ class Reader:
 
 
 class Choice:
-    """What was typed of the options that a capability adds to `trainkit run`."""
+    """What was typed of the options that a capability adds to `trainkit run` or `trainkit check`."""
 
     has_terminal = False
     """Whether a rank gets the terminal, in which the command then prints no log."""
@@ -204,6 +204,10 @@ class Choice:
         """The plan of the run with it; raises UsageError for one that cannot have it."""
         return plan
 
+    def try_out(self, config: RunConfig) -> str:
+        """Do once what a run would do, and say what has happened; raises TrainkitError if it fails."""
+        raise NotImplementedError
+
 
 class Capability:
     """The base of all capabilities: a subclass defines what it needs. A process has one object of each."""
@@ -214,6 +218,20 @@ class Capability:
     """The section that a capability of another package adds to the config, described by its docstring."""
     commands: ClassVar[Mapping[str, str]] = {}
     """Command -> MODULE:NAME of a click command. Of another package it is named NAME or NAME-…."""
+    quiet: ClassVar[Mapping[str, str]] = {}
+    """Key that is null in a short training, such as one of a bench -> why; ``{what}`` is its name there."""
+    may_be_secret: ClassVar[tuple[str, ...]] = ()
+    """Keys whose values no error shows."""
+    other_keys: ClassVar[Mapping[str, str]] = {}
+    """Key of other programs -> which keys of the config replace it, as a hint."""
+
+    def contradictions(self, config: RunConfig) -> Iterable[KeyProblem]:
+        """The problems of the config keys of the capability, whatever the facts."""
+        return ()
+
+    def packages(self, config: RunConfig) -> Mapping[str, str]:
+        """The packages that the Python of the ranks must have -> the key that asks for them."""
+        return {}
 
     def problems(self, loaded: LoadedConfig, facts: Facts) -> Iterable[KeyProblem]:
         """The problems of the config keys of the capability, given the facts."""
@@ -237,10 +255,6 @@ class Capability:
 
     def argv(self, plan: LaunchPlan, rank: RankEnv, run: RunDir) -> tuple[str, ...]:
         """The command line with which an agent starts a command, if its launcher is of the capability."""
-        raise NotImplementedError
-
-    def try_out(self, config: RunConfig) -> str:
-        """Do once what a run would do, and say what has happened; raises TrainkitError if it fails."""
         raise NotImplementedError
 
     def companion(self, attempt: AttemptDir, plan: LaunchPlan, node: Rendezvous) -> Companion | None:
@@ -336,6 +350,8 @@ class Shipped:
     """Cause of its `Departure` -> what is known of it."""
     group_file: str | None = None
     """A file that only its groups of runs have; None if it has none."""
+    worker: str | None = None
+    """The module whose `run_worker` the ranks of a run with its part call; None for the trainer's."""
 
     @property
     def has_class(self) -> bool:
@@ -355,7 +371,12 @@ SHIPPED = {
     "export": Shipped(commands={"ckpt export": "command:command"}),
     "generate": Shipped(commands={"generate": "command:command"}),
     "layouts": Shipped(commands={"plan": "command:command"}),
-    "replay": Shipped(commands={"replay": "command:command", "data show": "command:show"}),
+    "replay": Shipped(
+        "node_sizes",
+        {"replay": ("steps", None)},
+        commands={"replay": "command:command", "data show": "command:show"},
+        worker="worker",
+    ),
     "report": Shipped(commands={"report": "command:command", "compare": "compare:command"}),
     "watch": Shipped(commands={"watch": "command:command"}),
     "launchers": Shipped(
@@ -382,7 +403,7 @@ SHIPPED = {
         events={"growth": False},
         shown={"status": {"growth": "gpu_type"}, "rows": {"growth": "used"}},
     ),
-    "notifications": Shipped("requeue", {"notify": WHOLE}),
+    "notifications": Shipped("requeue", {"notify": WHOLE}, options={"check": "check_option:check_option"}),
     "curves": Shipped("trackers", {"log_pattern": ("pattern", None)}),  # trackers get its end
     "health": Shipped(
         "log_pattern", {"health_every_s": ("every_s", None)}, shown={"report": {"nodes": "slowdowns"}}
@@ -479,6 +500,12 @@ def measured_speeds(group: Path) -> Mapping[int, float | None] | None:
     files = ((name, shipped.group_file) for name, shipped in SHIPPED.items())
     owner = next((name for name, file in files if file is not None and (group / file).is_file()), None)
     return None if owner is None else load(owner).speeds(group)
+
+
+def worker_of(names: Iterable[str]) -> str | None:
+    """The module that the ranks of a run with these parts run in place of the trainer's; None without one."""
+    modules = ((name, SHIPPED[name].worker) for name in names if name in SHIPPED)
+    return next((f"trainkit.capabilities.{name}.{own}" for name, own in modules if own is not None), None)
 
 
 def shipped_command(name: str) -> str | None:

@@ -6,6 +6,7 @@ import pytest
 
 from trainkit.capabilities.report.run_report import read_report, render_report
 from trainkit.capabilities.slow_ranks.shown import sentence
+from trainkit.capabilities.trackers import trackers_dir
 from trainkit.capabilities.watch.run_view import read_view
 from trainkit.capabilities.watch.view_text import Size, view_lines
 from trainkit.cli.status import restarts_line, run_details, runs_rows
@@ -304,9 +305,9 @@ def test_a_silence_that_lasts_is_a_warning(run):
 
 def test_how_far_the_trackers_are(run):
     assert status_of(run, True).added["trackers"] == {}
-    run.trackers_dir.mkdir()
-    write_json(run.trackers_dir / "mlflow.json", {"step": 40, "place": "http://host", "problem": ""})
-    write_json(run.trackers_dir / "wandb.json", {"step": 20, "place": "x", "problem": "CommError: refused"})
+    trackers_dir(run).mkdir()
+    write_json(trackers_dir(run) / "mlflow.json", {"step": 40, "place": "http://host", "problem": ""})
+    write_json(trackers_dir(run) / "wandb.json", {"step": 20, "place": "x", "problem": "CommError: refused"})
     status = status_of(run, True)
     text = run_details(status, capability_rows(reading_of(RunHistory(run), status)))
     assert "mlflow      up to step 40: http://host\n" in text
