@@ -23,40 +23,40 @@ from trainkit.plan.torch_build import OLDEST, REQUIREMENT
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
 SIZES = {
-    "trainkit": (19, 4_763),
-    "trainkit/backends": (26, 4_228),
+    "trainkit": (19, 4_777),
+    "trainkit/backends": (26, 4_229),
     "trainkit/capabilities": (1, 1),
     "trainkit/capabilities/bench": (6, 1_329),
     "trainkit/capabilities/curves": (3, 697),
-    "trainkit/capabilities/debugger": (3, 213),
+    "trainkit/capabilities/debugger": (3, 214),
     "trainkit/capabilities/doctor": (6, 1_343),
     "trainkit/capabilities/drill": (5, 1_035),
     "trainkit/capabilities/export": (3, 407),
     "trainkit/capabilities/generate": (3, 290),
     "trainkit/capabilities/growth": (2, 198),
     "trainkit/capabilities/health": (2, 250),
-    "trainkit/capabilities/launchers": (4, 499),
+    "trainkit/capabilities/launchers": (4, 500),
     "trainkit/capabilities/layouts": (4, 559),
     "trainkit/capabilities/multimodal": (2, 541),
     "trainkit/capabilities/notifications": (5, 508),
-    "trainkit/capabilities/replay": (6, 1_442),
+    "trainkit/capabilities/replay": (6, 1_469),
     "trainkit/capabilities/report": (7, 1_184),
     "trainkit/capabilities/slow_ranks": (5, 328),
     "trainkit/capabilities/trackers": (5, 816),
     "trainkit/capabilities/watch": (5, 1_284),
-    "trainkit/cli": (19, 3_962),
+    "trainkit/cli": (19, 3_961),
     "trainkit/cluster": (9, 1_981),
     "trainkit/config": (12, 2_983),
     "trainkit/control": (8, 932),
     "trainkit/data": (11, 2_476),
-    "trainkit/job": (35, 7_163),
-    "trainkit/launch": (20, 4_184),
+    "trainkit/job": (35, 7_164),
+    "trainkit/launch": (20, 4_187),
     "trainkit/observe": (9, 2_382),
-    "trainkit/plan": (16, 3_418),
-    "trainkit/run": (16, 4_515),
+    "trainkit/plan": (16, 3_426),
+    "trainkit/run": (16, 4_541),
     "trainkit/slurm": (8, 1_574),
-    "trainkit/trainer": (40, 9_505),
-    "tests": (393, 64_222),
+    "trainkit/trainer": (40, 9_504),
+    "tests": (393, 64_238),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)
@@ -193,8 +193,8 @@ ALLOWED = {
         *("errors", "formats", "config", "data", "plan", "task", "adapters", "safetensors", "trainer"),
     },
     "capabilities.replay": {  # starts ranks as the job does, in a folder of its own
-        *("errors", "folders", "run", "formats", "config", "data", "cluster", "plan", "job", "control"),
-        *("launch", "cli", "trainer"),
+        *("capability", "errors", "folders", "run", "formats", "config", "data", "cluster", "plan", "job"),
+        *("control", "launch", "cli", "trainer"),
     },
     # What is shown of runs, by commands of their own.
     "capabilities.watch": {
@@ -402,7 +402,7 @@ def test_the_code_does_not_grow(folder: str) -> None:
     assert all(map(ge, map(add, found, SLACK), SIZES[folder])), f"{found}: lower SIZES"
 
 
-READS = {"read_job": 36, "record_of": 5, "LaunchPlan.read": 10}
+READS = {"read_job": 35, "record_of": 5, "LaunchPlan.read": 10}
 """Function -> how many places of the package call it: whoever has read a record passes it on."""
 
 
@@ -451,7 +451,7 @@ SPREAD = {
     "multimodal": 1,
 }
 """Words of a capability -> how many files of the core may have one of them. The goal is 2."""
-PLAN_FIELDS = 33
+PLAN_FIELDS = 25
 """The fields of `LaunchPlan`. The goal is 22: what one capability alone needs belongs in its part."""
 
 

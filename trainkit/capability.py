@@ -243,6 +243,8 @@ class Shipped:
     """The key of `status --json` that has the JSON files in the folder of a run of this name."""
     group_file: str | None = None
     """A file that only its groups of runs have; None if it has none."""
+    worker: str | None = None
+    """The module whose `run_worker` the ranks of a run with its part call; None for the trainer's."""
 
     @property
     def has_class(self) -> bool:
@@ -262,7 +264,12 @@ SHIPPED = {
     "export": Shipped(commands={"ckpt export": "command:command"}),
     "generate": Shipped(commands={"generate": "command:command"}),
     "layouts": Shipped(commands={"plan": "command:command"}),
-    "replay": Shipped(commands={"replay": "command:command", "data show": "command:show"}),
+    "replay": Shipped(
+        "node_sizes",
+        {"replay": ("steps", None)},
+        commands={"replay": "command:command", "data show": "command:show"},
+        worker="worker",
+    ),
     "report": Shipped(commands={"report": "command:command", "compare": "compare:command"}),
     "watch": Shipped(commands={"watch": "command:command"}),
     "launchers": Shipped(
@@ -382,6 +389,12 @@ def measured_speeds(group: Path) -> Mapping[int, float | None] | None:
     files = ((name, shipped.group_file) for name, shipped in SHIPPED.items())
     owner = next((name for name, file in files if file is not None and (group / file).is_file()), None)
     return None if owner is None else load(owner).speeds(group)
+
+
+def worker_of(names: Iterable[str]) -> str | None:
+    """The module that the ranks of a run with these parts run in place of the trainer's; None without one."""
+    modules = ((name, SHIPPED[name].worker) for name in names if name in SHIPPED)
+    return next((f"trainkit.capabilities.{name}.{own}" for name, own in modules if own is not None), None)
 
 
 def shipped_command(name: str) -> str | None:
