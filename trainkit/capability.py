@@ -23,6 +23,8 @@ if TYPE_CHECKING:  # the nouns of the floors above, for type checkers alone
     from trainkit.config.loaded import LoadedConfig
     from trainkit.config.schema import RunConfig
     from trainkit.config.section import Section
+    from trainkit.config.training import DataConfig
+    from trainkit.data.dataset_file import TokenizerIdentity
     from trainkit.job.decision import Departure
     from trainkit.job.node.rendezvous import Rendezvous
     from trainkit.job.rank_env import RankEnv
@@ -177,6 +179,19 @@ class Capability:
         """The tokens per second of the runs of a group that has its file, by their index."""
         return {}
 
+    def inspect_texts(
+        self, config: DataConfig, tokenizer: TokenizerIdentity | None
+    ) -> tuple[list[KeyProblem], Mapping[str, float] | None]:
+        """The problems of the texts of a config, and at most how many tokens each split has; None if unknown.
+
+        `tokenizer` is None if that of the config cannot be read.
+        """
+        raise NotImplementedError
+
+    def prepare_texts(self, config: DataConfig, checks_sizes: bool) -> Path:
+        """The folder of token shards of a config's texts, made first if necessary."""
+        raise NotImplementedError
+
     def rows(self, history: RunHistory, plan: PlanRecord) -> Mapping[str, str]:
         """The lines that it adds to `status` of a run: label -> text."""
         return {}
@@ -210,11 +225,13 @@ class Shipped:
     """Cause of its `Departure` -> what is known of it."""
     group_file: str | None = None
     """A file that only its groups of runs have; None if it has none."""
+    reads_texts: bool = False
+    """Whether it makes the data of a training from texts."""
 
     @property
     def has_class(self) -> bool:
         """Whether its module has a `CAPABILITY`, which one with commands alone does not need."""
-        return bool(self.follows or self.group_file)
+        return bool(self.follows or self.group_file or self.reads_texts)
 
 
 LEFT_OUT = object()
@@ -231,6 +248,7 @@ SHIPPED = {
     "layouts": Shipped(commands={"plan": "command:command"}),
     "replay": Shipped(commands={"replay": "command:command", "data show": "command:show"}),
     "report": Shipped(commands={"report": "command:command", "compare": "compare:command"}),
+    "texts": Shipped(commands={"data": "command:command"}, reads_texts=True),
     "launchers": Shipped(
         "launcher",
         {"launcher_files": ("files", {}), "launcher_values": ("values", {}), "launcher_keys": ("keys", [])},
@@ -333,6 +351,11 @@ def launchers() -> dict[str, tuple[str, ...]]:
 def with_launcher(name: str) -> Capability:
     """The capability that a launcher is of; raises UsageError if there is none."""
     return load(next((folder for folder, shipped in SHIPPED.items() if name in shipped.launchers), name))
+
+
+def of_texts() -> Capability:
+    """The capability that makes the data of a training from texts."""
+    return load(next(name for name, shipped in SHIPPED.items() if shipped.reads_texts))
 
 
 def measured_speeds(group: Path) -> Mapping[int, float | None] | None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from trainkit.adapters import apply_lora, check_targets, is_independent, keeps_base, lora_config, require
 from trainkit.config.hf_model import CONFIG_NAME
 from trainkit.config.schema import RunConfig
-from trainkit.data.cache import has_validation
+from trainkit.data.sources import has_validation
 from trainkit.errors import FatalError, UsageError
 from trainkit.formats import JsonObject
 from trainkit.safetensors import StoredWeights

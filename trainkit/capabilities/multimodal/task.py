@@ -27,8 +27,8 @@ from torch import Tensor, nn
 
 from trainkit.adapters import is_independent, require
 from trainkit.capabilities.multimodal import DEMO, Medium, Split, demo_rows, read_row, row_texts
+from trainkit.capabilities.texts.tokenize import Tokenizer
 from trainkit.config.schema import RunConfig
-from trainkit.data.tokenize import Tokenizer
 from trainkit.errors import FatalError, UsageError
 from trainkit.plan.model_shape import resolve_model_shape
 from trainkit.safetensors import StoredWeights
