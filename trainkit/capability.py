@@ -116,6 +116,20 @@ class Watch:
         return None
 
 
+class Choice:
+    """What was typed of the options that a capability adds to `trainkit run`."""
+
+    has_terminal = False
+    """Whether a rank gets the terminal, in which the command then prints no log."""
+
+    def check(self, workload: Workload, *, is_alone: bool) -> None:
+        """Raise UsageError for a run that cannot have it; `is_alone` unless others start ranks of it too."""
+
+    def apply(self, plan: LaunchPlan) -> LaunchPlan:
+        """The plan of the run with it; raises UsageError for one that cannot have it."""
+        return plan
+
+
 class Capability:
     """The base of all capabilities: a subclass defines what it needs. A process has one object of each."""
 
@@ -219,6 +233,9 @@ class Shipped:
     """The fields of its part if they are the last ones of the record `follows`, which every plan has."""
     commands: Mapping[str, str] = field(default_factory=dict)
     """Command, or a group and its command -> MODULE:NAME of a click command in the folder."""
+    options: Mapping[str, str] = field(default_factory=dict)
+    """Command -> MODULE:NAME of a decorator in the folder, which adds options to it, and a `Choice` of them
+    to its `choices`. Its module is imported for the help of the command too."""
     launchers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Launcher of a command -> packages, one of which must be installed."""
     causes: Mapping[str, RestartCause] = field(default_factory=dict)
@@ -239,7 +256,7 @@ LEFT_OUT = object()
 WHOLE = ("", LEFT_OUT)
 """A part that is the value of a single key, which is left out without it."""
 SHIPPED = {
-    "debugger": Shipped(commands={"debug": "command:command"}),
+    "debugger": Shipped(commands={"debug": "command:command"}, options={"run": "run_options:run_options"}),
     "bench": Shipped(commands={"bench": "command:command"}, group_file="bench.json"),
     "doctor": Shipped(commands={"doctor": "command:command"}),
     "drill": Shipped(commands={"drill": "command:command"}),
@@ -249,6 +266,7 @@ SHIPPED = {
     "replay": Shipped(commands={"replay": "command:command", "data show": "command:show"}),
     "report": Shipped(commands={"report": "command:command", "compare": "compare:command"}),
     "texts": Shipped(commands={"data": "command:command"}, reads_texts=True),
+    "watch": Shipped(commands={"watch": "command:command"}),
     "launchers": Shipped(
         "launcher",
         {"launcher_files": ("files", {}), "launcher_values": ("values", {}), "launcher_keys": ("keys", [])},
@@ -377,6 +395,12 @@ def shipped_subcommands(group: str) -> list[str]:
     """The commands that the capabilities which are shipped add to a group, such as ``export`` to ``ckpt``."""
     names = (name.split(" ") for shipped in SHIPPED.values() for name in shipped.commands)
     return [words[1] for words in names if words[0] == group and len(words) > 1]
+
+
+def shipped_options(command: str) -> list[str]:
+    """MODULE:NAME of the decorators with which shipped capabilities add options to a command."""
+    found = ((folder, shipped.options.get(command)) for folder, shipped in SHIPPED.items())
+    return [f"trainkit.capabilities.{folder}.{place}" for folder, place in found if place is not None]
 
 
 def installed_command(name: str) -> str | None:

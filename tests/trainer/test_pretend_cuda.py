@@ -534,7 +534,7 @@ PLANNED = {
     "launch/packages.py": "launch/test_plan_run.py",
     "launch/script.py": "launch/test_script.py",
     "capabilities/report/run_report.py": "capabilities/report/test_report.py",
-    "observe/run_view.py": "observe/test_run_view.py",
+    "capabilities/watch/run_view.py": "capabilities/watch/test_run_view.py",
     "observe/status.py": "observe/test_read_status.py",
     "capabilities/report/sweep_report.py": "capabilities/report/test_sweep_report.py",
     "plan/gpus.py": "launch/test_plan_run.py",

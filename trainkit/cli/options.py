@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import re
 import shlex
@@ -14,7 +15,7 @@ from typing import Any, TypeVar
 import click
 from click.core import ParameterSource
 
-from trainkit.capability import launchers
+from trainkit.capability import launchers, shipped_options
 from trainkit.cli.help import (
     Command,
     complete_config,
@@ -223,6 +224,18 @@ def config_options(
     """
     place = (shape, slurm_options, backend_option) if submits else (shape,)
     return lambda function: _request_options(function, *place, unless=unless)
+
+
+def of_capabilities(command: str) -> Callable[[Function], Function]:
+    """The options that capabilities add to a command, which gets those that were typed as `choices`."""
+
+    def add(function: Function) -> Function:
+        for place in shipped_options(command):
+            module, _, name = place.partition(":")
+            function = getattr(importlib.import_module(module), name)(function)
+        return function
+
+    return add
 
 
 def choose_config(argv: tuple[str, ...] = ()) -> str:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
-import socket
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -24,17 +22,19 @@ from trainkit.cli.logs import follow_run, kept_terminal, print_end, show_rank_0
 from trainkit.cli.output import json_text
 from trainkit.cli.started import describe_plan, print_created, print_started
 from trainkit.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, TrainkitError, UsageError
-from trainkit.folders import user_name
 from trainkit.job import step_run
 from trainkit.job.rank_env import find_rank_env, refuse_foreign_ranks
 from trainkit.job.signals import NOTICE_SIGNALS
 from trainkit.launch.config_request import ConfigRequest
-from trainkit.plan.launch import DebugPlan, LaunchPlan
+from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.workload import Workload
 from trainkit.run.record import AttemptRecord
 from trainkit.run.rundir import RUNS_FOLDER, AttemptDir, RunDir, become_sole_supervisor, next_name
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from trainkit.capability import Choice
     from trainkit.cluster.target import Target
     from trainkit.config import RunConfig
 
@@ -51,21 +51,13 @@ if TYPE_CHECKING:
 @option("--run-dir DIR", "Exact run folder, new or empty; default: runs/NAME.")
 @options.trust_option
 @options.launcher_option
-@click.option(
-    "--debug",
-    is_flag=False,
-    flag_value="0",
-    metavar="[RANK|debugpy]",
-    help="Give the terminal to this rank, for breakpoint(); default: 0. debugpy waits for an editor.",
-)
-@option("--post-mortem", "Debug that rank where an exception ends it.")
+@options.of_capabilities("run")
 @options.yes_option
 def command(
     request: ConfigRequest,
     run_dir: str | None,
     launcher: str,
-    debug: str | None,
-    post_mortem: bool,
+    choices: Sequence[Choice] = (),
 ) -> int:
     """Run CONFIG in the foreground and print rank 0's output: on this node, or as the ranks of the srun step
     in which it is started. With a COMMAND after --, each rank runs it instead of the built-in trainer.
@@ -85,14 +77,8 @@ def command(
 
     workload = options.trailing_workload(launcher)
     task = launched_task()
-    debug_plan = (
-        None if debug is None and not post_mortem else _debug_plan(debug or "0", post_mortem, workload)
-    )
-    if debug_plan is not None and (task is not None or "SLURM_STEP_ID" in os.environ):
-        raise UsageError(
-            "--debug is for a run on this machine alone",
-            hint="elsewhere breakpoint() waits for `trainkit debug RUN --rank N`",
-        )
+    for choice in choices:
+        choice.check(workload, is_alone=task is None and "SLURM_STEP_ID" not in os.environ)
     if task is not None:
         return run_in_step(request, workload, run_dir, task)
     refuse_foreign_ranks()
@@ -107,13 +93,14 @@ def command(
         )
     plan = plan_run(loaded, gather(loaded, workload, target=target), workload)
     plan = shown_failures(plan)
-    if debug_plan is not None:
-        plan = plan.in_debugger(debug_plan, _debug_reason(plan, debug_plan))
+    for choice in choices:
+        plan = choice.apply(plan)
     folder = options.named_folder(run_dir)
     click.echo(describe_plan(plan, next_name(loaded.config.name, folder)), err=True)
     if (forecast := disk_forecast(folder or Path(RUNS_FOLDER), plan, loaded.config)) is not None:
         click.echo(forecast, err=True)
-    return stay_in_foreground(*_start(loaded.config, plan, folder, _kept_input(workload)), plan)
+    started = _start(loaded.config, plan, folder, _kept_input(workload))
+    return stay_in_foreground(*started, plan, shows_log=not any(choice.has_terminal for choice in choices))
 
 
 def _kept_input(workload: Workload) -> bytes | None:
@@ -143,7 +130,9 @@ def shown_failures(plan: LaunchPlan) -> LaunchPlan:
     return replace(plan, requeue=replace(plan.requeue, on=()))
 
 
-def stay_in_foreground(run: RunDir, name: str, entry: AttemptRecord, plan: LaunchPlan) -> int:
+def stay_in_foreground(
+    run: RunDir, name: str, entry: AttemptRecord, plan: LaunchPlan, *, shows_log: bool = True
+) -> int:
     """Show a run that ends with this process, and forward the signals of the terminal; its exit code."""
     forwarder = _Forwarder()
     forwarder.install()
@@ -153,53 +142,9 @@ def stay_in_foreground(run: RunDir, name: str, entry: AttemptRecord, plan: Launc
         entry.attempt,
         to_stderr=False,
         on_poll=lambda: forwarder.forward(run, entry),
-        shows_log=plan.debug is None or plan.debug.port is not None,
+        shows_log=shows_log,
     )
     return EXIT_INTERRUPTED if signal.SIGINT in forwarder.received else code
-
-
-def _debug_plan(text: str, post_mortem: bool, workload: Workload) -> DebugPlan:
-    """How a run is debugged, as typed; UsageError where that cannot be."""
-    mode, _, rank = text.rpartition(":") if ":" in text or text.isdecimal() else (text, "", "0")
-    if mode not in ("", "debugpy") or not rank.isdecimal() or (mode and post_mortem):
-        raise UsageError(
-            f"--debug {text}: neither a rank nor debugpy",
-            hint="for example --debug 1, --debug=debugpy or --debug=debugpy:1; CONFIG comes before --debug",
-        )
-    if not mode and not sys.stdin.isatty():
-        raise UsageError("--debug needs a terminal", hint="--debug=debugpy waits for an editor")
-    words = workload.argv
-    is_python = workload.launcher != "python" or not words or PurePath(words[0]).name.startswith("python")
-    if post_mortem and not is_python and not any(word.endswith(".py") for word in words):
-        raise UsageError(
-            f"--post-mortem is for Python, and the COMMAND is {words[0]}", hint="-- python SCRIPT.py …"
-        )
-    if mode:
-        options.refuse_shared_host("debugpy", "`--debug` gives a rank this terminal")
-    else:
-        return DebugPlan(int(rank), "post-mortem" if post_mortem else "pdb")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return DebugPlan(int(rank), mode, free.getsockname()[1])
-
-
-def _debug_reason(plan: LaunchPlan, debug: DebugPlan) -> str:
-    """Where the debugger of the rank is; UsageError without debugpy."""
-    from trainkit.launch.packages import NoAnswer, find_packages
-
-    if debug.port is None:
-        return f"rank {debug.rank} has the terminal; nothing counts as a hang"
-    named = shutil.which(plan.command[0]) if plan.command and plan.launcher == "python" else None
-    python = (named,) if named else plan.python or (sys.executable,)
-    with contextlib.suppress(NoAnswer):
-        if "debugpy" not in find_packages(python, ("debugpy",), plan.env, Path.cwd()).files:
-            raise UsageError(
-                f"{python[0]} has no debugpy", hint=f"`{python[0]} -m pip install debugpy` installs it"
-            )
-    return (
-        f"rank {debug.rank} waits for an editor at 127.0.0.1:{debug.port}; from another computer: "
-        f"ssh -L {debug.port}:127.0.0.1:{debug.port} {user_name()}@{os.uname().nodename}; "
-        "debugpy lets every user of this machine connect"
-    )
 
 
 class _Forwarder:

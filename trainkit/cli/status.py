@@ -85,7 +85,7 @@ def show_runs(found: RunGroup | None, show_all: bool, as_json: bool) -> None:
         return
     status = query_group(found, warn)
     job = ", ".join(found.job_ids) or "-"
-    place = f" on {found.elsewhere}" if found.elsewhere else ""
+    place = f" on {found.record.elsewhere}" if found.record.elsewhere else ""
     best, value = status.best, status.to_dict()
     lines = {
         "group": status.name,

@@ -69,10 +69,10 @@ from trainkit.run.record import (
 )
 from trainkit.run.rundir import AttemptDir, RunDir, RunLocked, run_lock
 from trainkit.run.submitted import read_submitted, require_submitted_group
-from trainkit.scheduler import JobInfo, JobState
+from trainkit.scheduler import JobInfo, JobState, expand_hosts
 from trainkit.slurm.client import JOB_TIMEOUT_S, QUERY_PATIENCE_S, SlurmUnreachable
 from trainkit.slurm.control import cancel, cancel_waiting, requeue
-from trainkit.slurm.hosts import expand_hosts, is_drained, is_unavailable, node_states
+from trainkit.slurm.hosts import is_drained, is_unavailable, node_states
 from trainkit.slurm.jobs import JobDetails, job_details
 
 NOTICE_S = 5.0

@@ -14,10 +14,10 @@ from itertools import islice
 from pathlib import Path
 from statistics import median
 
+from trainkit.capabilities.report.goodput import Point
 from trainkit.capabilities.report.page import Chart, Line, dot_chart, line_chart, render_page
 from trainkit.config.schema import flatten
 from trainkit.formats import plural, shown, shown_value
-from trainkit.observe.goodput import Point, worker_hours
 from trainkit.observe.group import (
     FAILED,
     NUM_READERS,
@@ -41,7 +41,14 @@ from trainkit.run.files import (
     sampled_lines,
 )
 from trainkit.run.group import RunGroup
-from trainkit.run.history import Attempt, PlanRecord, attempts_of, ended_attempts, timestamp
+from trainkit.run.history import (
+    Attempt,
+    PlanRecord,
+    attempts_of,
+    ended_attempts,
+    timestamp,
+    worker_hours,
+)
 from trainkit.run.rundir import RunDir
 
 TEMPLATE = "sweep_report.html.j2"

@@ -1,0 +1,118 @@
+"""``trainkit run --debug`` and ``--post-mortem``: one rank gets the terminal, or waits for an editor."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+from trainkit.capability import Choice
+from trainkit.cli.help import option
+from trainkit.errors import UsageError
+
+if TYPE_CHECKING:  # the help of the command waits for this module
+    from trainkit.plan.launch import DebugPlan, LaunchPlan
+    from trainkit.plan.workload import Workload
+
+EXAMPLES = "--debug 1, --debug=debugpy or --debug=debugpy:1"
+
+
+def run_options(function: Callable[..., int]) -> Callable[..., int]:
+    """Add the options to a command."""
+
+    @functools.wraps(function)
+    def command(
+        debug: str | None, post_mortem: bool, choices: Sequence[Choice] = (), **others: object
+    ) -> int:
+        if debug is not None or post_mortem:
+            choices = (*choices, Debugging(debug or "0", post_mortem))
+        return function(choices=choices, **others)
+
+    debug_option = click.option(
+        "--debug",
+        is_flag=False,
+        flag_value="0",
+        metavar="[RANK|debugpy]",
+        help="Give the terminal to this rank, for breakpoint(); default: 0. debugpy waits for an editor.",
+    )
+    post_mortem_option = option("--post-mortem", "Debug that rank where an exception ends it.")
+    typed: Callable[..., int] = debug_option(post_mortem_option(command))
+    return typed
+
+
+class Debugging(Choice):
+    """A run of which one rank is debugged."""
+
+    plan: DebugPlan
+    """What was typed, once it was checked."""
+
+    def __init__(self, text: str, post_mortem: bool) -> None:
+        self.text, self.post_mortem = text, post_mortem
+
+    def check(self, workload: Workload, *, is_alone: bool) -> None:
+        self.plan = self._plan(workload)
+        self.has_terminal = self.plan.port is None
+        if not is_alone:
+            raise UsageError(
+                "--debug is for a run on this machine alone",
+                hint="elsewhere breakpoint() waits for `trainkit debug RUN --rank N`",
+            )
+
+    def _plan(self, workload: Workload) -> DebugPlan:
+        import socket
+        from pathlib import PurePath
+
+        from trainkit.cli.options import refuse_shared_host
+        from trainkit.plan.launch import DebugPlan
+
+        text, post_mortem, words = self.text, self.post_mortem, workload.argv
+        mode, _, rank = text.rpartition(":") if ":" in text or text.isdecimal() else (text, "", "0")
+        if mode not in ("", "debugpy") or not rank.isdecimal() or (mode and post_mortem):
+            raise UsageError(
+                f"--debug {text}: neither a rank nor debugpy",
+                hint=f"for example {EXAMPLES}; CONFIG comes before --debug",
+            )
+        if not mode and not sys.stdin.isatty():
+            raise UsageError("--debug needs a terminal", hint="--debug=debugpy waits for an editor")
+        is_python = workload.launcher != "python" or not words or PurePath(words[0]).name.startswith("python")
+        if post_mortem and not is_python and not any(word.endswith(".py") for word in words):
+            raise UsageError(
+                f"--post-mortem is for Python, and the COMMAND is {words[0]}", hint="-- python SCRIPT.py …"
+            )
+        if not mode:
+            return DebugPlan(int(rank), "post-mortem" if post_mortem else "pdb")
+        refuse_shared_host("debugpy", "`--debug` gives a rank this terminal")
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            return DebugPlan(int(rank), mode, free.getsockname()[1])
+
+    def apply(self, plan: LaunchPlan) -> LaunchPlan:
+        return plan.in_debugger(self.plan, self._reason(plan))
+
+    def _reason(self, plan: LaunchPlan) -> str:
+        """Where the debugger of the rank is; UsageError without debugpy."""
+        import contextlib
+        import shutil
+        from pathlib import Path
+
+        from trainkit.folders import user_name
+        from trainkit.launch.packages import NoAnswer, find_packages
+
+        debug = self.plan
+        if debug.port is None:
+            return f"rank {debug.rank} has the terminal; nothing counts as a hang"
+        named = shutil.which(plan.command[0]) if plan.command and plan.launcher == "python" else None
+        python = (named,) if named else plan.python or (sys.executable,)
+        with contextlib.suppress(NoAnswer):
+            if "debugpy" not in find_packages(python, ("debugpy",), plan.env, Path.cwd()).files:
+                raise UsageError(
+                    f"{python[0]} has no debugpy", hint=f"`{python[0]} -m pip install debugpy` installs it"
+                )
+        return (
+            f"rank {debug.rank} waits for an editor at 127.0.0.1:{debug.port}; from another computer: "
+            f"ssh -L {debug.port}:127.0.0.1:{debug.port} {user_name()}@{os.uname().nodename}; "
+            "debugpy lets every user of this machine connect"
+        )
