@@ -265,6 +265,7 @@ SHIPPED = {
     "layouts": Shipped(commands={"plan": "command:command"}),
     "replay": Shipped(commands={"replay": "command:command", "data show": "command:show"}),
     "report": Shipped(commands={"report": "command:command", "compare": "compare:command"}),
+    "simulation": Shipped(options={"check": "check_options:simulation_options"}),
     "texts": Shipped(commands={"data": "command:command"}, reads_texts=True),
     "watch": Shipped(commands={"watch": "command:command"}),
     "launchers": Shipped(
