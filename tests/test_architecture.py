@@ -23,7 +23,7 @@ from trainkit.plan.torch_build import OLDEST, REQUIREMENT
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
 SIZES = {
-    "trainkit": (19, 4_763),
+    "trainkit": (19, 4_765),
     "trainkit/backends": (26, 4_228),
     "trainkit/capabilities": (1, 1),
     "trainkit/capabilities/bench": (6, 1_329),
@@ -45,6 +45,7 @@ SIZES = {
     "trainkit/capabilities/slow_ranks": (5, 328),
     "trainkit/capabilities/texts": (9, 1_834),
     "trainkit/capabilities/trackers": (5, 777),
+    "trainkit/capabilities/transformers": (2, 303),
     "trainkit/capabilities/watch": (5, 1_284),
     "trainkit/cli": (18, 3_733),
     "trainkit/cluster": (9, 1_981),
@@ -57,8 +58,8 @@ SIZES = {
     "trainkit/plan": (16, 3_402),
     "trainkit/run": (16, 4_518),
     "trainkit/slurm": (8, 1_574),
-    "trainkit/trainer": (39, 9_353),
-    "tests": (394, 64_240),
+    "trainkit/trainer": (38, 9_051),
+    "tests": (394, 64_245),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)
@@ -175,7 +176,7 @@ ALLOWED = {
     },
     "capabilities.export": {  # writes the model of a checkpoint for other programs
         *("adapters", "errors", "folders", "formats", "run", "config", "data", "plan.model_shape", "cli"),
-        *("job.processes", "safetensors", "trainer"),
+        *("job.processes", "safetensors", "trainer", "capabilities.transformers"),
     },
     "capabilities.generate": {
         *(
@@ -194,7 +195,10 @@ ALLOWED = {
     },
     "capabilities.multimodal": {
         *("errors", "formats", "config", "data", "plan", "task", "adapters", "safetensors", "trainer"),
-        "capabilities.texts",
+        *("capabilities.texts", "capabilities.transformers"),
+    },
+    "capabilities.transformers": {
+        *("adapters", "errors", "formats", "config", "data.sources", "task", "safetensors", "trainer"),
     },
     "capabilities.simulation": {  # runs a rank without the others, in a process of its own
         *("errors", "formats", "run", "config", "data.checks", "cluster", "plan", "cli", "job.processes"),
@@ -374,6 +378,7 @@ WORKERS = {
         "multimodal/task.py",
         "replay/worker.py",
         "simulation/worker.py",
+        "transformers/task.py",
     )
 }
 """What a process of its own runs, as the trainer."""

@@ -311,6 +311,8 @@ TASKS = {
     ),
 }
 """The shipped tasks, by their names in a config."""
+TRANSFORMERS_TASK = "trainkit.capabilities.transformers.task:HFCausalLM"
+"""The task of a `model.hf` that only the transformers library can build; it can `check` itself."""
 
 
 def load(name: str) -> Capability:
