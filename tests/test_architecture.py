@@ -23,7 +23,7 @@ from trainkit.plan.torch_build import OLDEST, REQUIREMENT
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
 SIZES = {
-    "trainkit": (19, 4_765),
+    "trainkit": (19, 4_789),
     "trainkit/backends": (26, 4_228),
     "trainkit/capabilities": (1, 1),
     "trainkit/capabilities/bench": (6, 1_329),
@@ -38,28 +38,28 @@ SIZES = {
     "trainkit/capabilities/launchers": (4, 499),
     "trainkit/capabilities/layouts": (4, 559),
     "trainkit/capabilities/multimodal": (2, 541),
-    "trainkit/capabilities/notifications": (4, 452),
+    "trainkit/capabilities/notifications": (5, 508),
     "trainkit/capabilities/replay": (6, 1_443),
     "trainkit/capabilities/report": (7, 1_184),
-    "trainkit/capabilities/simulation": (4, 307),
+    "trainkit/capabilities/simulation": (4, 311),
     "trainkit/capabilities/slow_ranks": (5, 328),
     "trainkit/capabilities/texts": (9, 1_834),
-    "trainkit/capabilities/trackers": (5, 777),
+    "trainkit/capabilities/trackers": (5, 816),
     "trainkit/capabilities/transformers": (2, 303),
     "trainkit/capabilities/watch": (5, 1_284),
-    "trainkit/cli": (18, 3_733),
+    "trainkit/cli": (18, 3_746),
     "trainkit/cluster": (9, 1_981),
-    "trainkit/config": (12, 3_013),
+    "trainkit/config": (12, 2_983),
     "trainkit/control": (8, 932),
     "trainkit/data": (6, 891),
     "trainkit/job": (35, 7_163),
-    "trainkit/launch": (20, 4_108),
-    "trainkit/observe": (9, 2_378),
+    "trainkit/launch": (20, 4_111),
+    "trainkit/observe": (9, 2_382),
     "trainkit/plan": (16, 3_402),
-    "trainkit/run": (16, 4_518),
+    "trainkit/run": (16, 4_541),
     "trainkit/slurm": (8, 1_574),
     "trainkit/trainer": (38, 9_051),
-    "tests": (394, 64_245),
+    "tests": (394, 64_248),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)
@@ -251,7 +251,7 @@ ALLOWED = {
         *("job.node", "job.processes"),
     },
     "capabilities.notifications": {
-        *("capability", "errors", "folders", "formats", "run", "config", "plan"),
+        *("capability", "errors", "folders", "formats", "run", "config", "plan", "cli"),
         *("job.attempt_end", "job.processes", "job.output_watch"),
     },
     "capabilities.slow_ranks": {
@@ -458,8 +458,8 @@ def test_values_have_types() -> None:
 
 SPREAD = {
     # Some are not of the capability: torch has a memory tracker, and a host may be healthy.
-    "tracker": 10,
-    "notification|notifier|NotifyPolicy": 3,
+    r"trackers|logging\.(mlflow|wandb)|MlflowConfig|WandbConfig": 2,
+    "notification|notifier|NotifyPolicy": 1,
     "health": 5,
     "slow_rank|slow rank|straggler": 5,
     "log_curve|printed_curve|log_pattern": 2,

@@ -117,7 +117,7 @@ class Watch:
 
 
 class Choice:
-    """What was typed of the options that a capability adds to `trainkit run`."""
+    """What was typed of the options that a capability adds to `trainkit run` or `trainkit check`."""
 
     has_terminal = False
     """Whether a rank gets the terminal, in which the command then prints no log."""
@@ -129,6 +129,10 @@ class Choice:
         """The plan of the run with it; raises UsageError for one that cannot have it."""
         return plan
 
+    def try_out(self, config: RunConfig) -> str:
+        """Do once what a run would do, and say what has happened; raises TrainkitError if it fails."""
+        raise NotImplementedError
+
 
 class Capability:
     """The base of all capabilities: a subclass defines what it needs. A process has one object of each."""
@@ -139,6 +143,20 @@ class Capability:
     """The section that a capability of another package adds to the config, described by its docstring."""
     commands: ClassVar[Mapping[str, str]] = {}
     """Command -> MODULE:NAME of a click command. Of another package it is named NAME or NAME-…."""
+    quiet: ClassVar[Mapping[str, str]] = {}
+    """Key that is null in a short training, such as one of a bench -> why; ``{what}`` is its name there."""
+    may_be_secret: ClassVar[tuple[str, ...]] = ()
+    """Keys whose values no error shows."""
+    other_keys: ClassVar[Mapping[str, str]] = {}
+    """Key of other programs -> which keys of the config replace it, as a hint."""
+
+    def contradictions(self, config: RunConfig) -> Iterable[KeyProblem]:
+        """The problems of the config keys of the capability, whatever the facts."""
+        return ()
+
+    def packages(self, config: RunConfig) -> Mapping[str, str]:
+        """The packages that the Python of the ranks must have -> the key that asks for them."""
+        return {}
 
     def problems(self, loaded: LoadedConfig, facts: Facts) -> Iterable[KeyProblem]:
         """The problems of the config keys of the capability, given the facts."""
@@ -162,10 +180,6 @@ class Capability:
 
     def argv(self, plan: LaunchPlan, rank: RankEnv, run: RunDir) -> tuple[str, ...]:
         """The command line with which an agent starts a command, if its launcher is of the capability."""
-        raise NotImplementedError
-
-    def try_out(self, config: RunConfig) -> str:
-        """Do once what a run would do, and say what has happened; raises TrainkitError if it fails."""
         raise NotImplementedError
 
     def companion(self, attempt: AttemptDir, plan: LaunchPlan, node: Rendezvous) -> Companion | None:
@@ -240,6 +254,8 @@ class Shipped:
     """Launcher of a command -> packages, one of which must be installed."""
     causes: Mapping[str, RestartCause] = field(default_factory=dict)
     """Cause of its `Departure` -> what is known of it."""
+    records: str | None = None
+    """The key of `status --json` that has the JSON files in the folder of a run of this name."""
     group_file: str | None = None
     """A file that only its groups of runs have; None if it has none."""
     reads_texts: bool = False
@@ -285,11 +301,14 @@ SHIPPED = {
         causes={"slow_host": RestartCause("slow host", in_place=True)},
     ),
     "growth": Shipped("sizes checkpoint_bytes", {"grow": ("grow", LEFT_OUT)}),
-    "notifications": Shipped("requeue", {"notify": WHOLE}),
+    "notifications": Shipped("requeue", {"notify": WHOLE}, options={"check": "check_option:check_option"}),
     "curves": Shipped("trackers", {"log_pattern": ("pattern", None)}),  # trackers get its end
     "health": Shipped("log_pattern", {"health_every_s": ("every_s", None)}),
     "trackers": Shipped(
-        "slurm", {"trackers": ("names", [])}, commands={"sync": "command:sync", "ui": "command:ui"}
+        "slurm",
+        {"trackers": ("names", [])},
+        commands={"sync": "command:sync", "ui": "command:ui"},
+        records="trackers",
     ),
 }
 """The shipped capabilities by the name of their folder; companions end in this order."""
@@ -362,6 +381,11 @@ def installed_section(name: str) -> type[Section] | None:
 def shipped_classes() -> list[str]:
     """The shipped capabilities that have a class."""
     return [name for name, shipped in SHIPPED.items() if shipped.has_class]
+
+
+def record_folders() -> list[str]:
+    """The folders of a run whose JSON files `status --json` has."""
+    return [shipped.records for shipped in SHIPPED.values() if shipped.records is not None]
 
 
 def launchers() -> dict[str, tuple[str, ...]]:

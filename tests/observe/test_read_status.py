@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from trainkit.capabilities.report.run_report import read_report, render_report
+from trainkit.capabilities.trackers import trackers_dir
 from trainkit.capabilities.watch.run_view import read_view
 from trainkit.capabilities.watch.view_text import Size, view_lines
 from trainkit.cli.status import restarts_line, run_details, runs_rows
@@ -302,10 +303,10 @@ def test_a_silence_that_lasts_is_a_warning(run):
 
 
 def test_how_far_the_trackers_are(run):
-    assert status_of(run, True).trackers == {}
-    run.trackers_dir.mkdir()
-    write_json(run.trackers_dir / "mlflow.json", {"step": 40, "place": "http://host", "problem": ""})
-    write_json(run.trackers_dir / "wandb.json", {"step": 20, "place": "x", "problem": "CommError: refused"})
+    assert status_of(run, True).records["trackers"] == {}
+    trackers_dir(run).mkdir()
+    write_json(trackers_dir(run) / "mlflow.json", {"step": 40, "place": "http://host", "problem": ""})
+    write_json(trackers_dir(run) / "wandb.json", {"step": 20, "place": "x", "problem": "CommError: refused"})
     text = run_details(status_of(run, True), capability_rows(RunHistory(run)))
     assert "mlflow      up to step 40: http://host\n" in text
     assert "wandb       up to step 20: CommError: refused\n" in text

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from trainkit.capability import load
 from trainkit.cli import options
 from trainkit.cli.help import as_command, option, terminal_width, warn
 from trainkit.cli.output import json_text
@@ -17,7 +16,10 @@ from trainkit.launch.config_request import ConfigRequest
 from trainkit.run.rundir import RUNS_FOLDER
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from trainkit.backends.slurm.queue_estimate import Wait
+    from trainkit.capability import Choice
     from trainkit.cluster.model import Cluster
     from trainkit.config import RunConfig
     from trainkit.plan.launch import LaunchPlan
@@ -46,16 +48,15 @@ MAX_COLUMN_WIDTH = 40
     "Try your own task too: a few samples forward and backward on this machine's CPU.",
     name="smoke",
 )
-@option("--test-notification", "Send a test message to the webhook of notify.")
-@options.json_option
 @options.of_capabilities("check")
+@options.json_option
 def command(
     request: ConfigRequest,
     show_origin: bool,
     estimate: bool | None,
     smoke: bool,
-    test_notification: bool,
     as_json: bool,
+    choices: Sequence[Choice] = (),
 ) -> None:
     """Check CONFIG against the schema, the model's shape, the data, and the cluster or this machine.
 
@@ -83,8 +84,8 @@ def command(
             raise ConfigError([loaded.problem(*item) for item in problems])
     if estimate and not plan.is_job:
         raise UsageError("--estimate requires Slurm, but this run starts here", hint="remove --estimate")
-    if test_notification:
-        click.echo(load("notifications").try_out(loaded.config), err=True)
+    for one in choices:
+        click.echo(one.try_out(loaded.config), err=True)
     waits = None
     if plan.is_job and estimate is not False and cluster is not None:
         waits = _waits(plan, loaded.config, cluster, must=bool(estimate))

@@ -12,7 +12,7 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from trainkit.backends.slurm.failed_starts import FailedStart, batch_log, failed_starts
-from trainkit.capability import load, shipped_classes
+from trainkit.capability import load, record_folders, shipped_classes
 from trainkit.errors import EXIT_STOPPED, TrainkitError
 from trainkit.formats import number, time_text
 from trainkit.observe.logs import clean, printed_metrics, read_log
@@ -66,7 +66,7 @@ CLOCKS_S = 2.0
 LAST_KEYS = (
     "diverged_since",
     "slowdowns",
-    "trackers",
+    *record_folders(),
     "batch_log",
     "num_starts",
     "attempt_nodes",
@@ -187,8 +187,8 @@ class RunStatus:
     slowdowns: list[Event] = field(default_factory=list)
     """The ranks that hold the others up: ``rank, host, phase, ratio, since_step, own_s, usual_s``;
     without ``rank`` the whole run is slower than before."""
-    trackers: dict[str, Record] = field(default_factory=dict)
-    """How far each tracker has the metrics: ``step, place, time, problem``."""
+    records: dict[str, dict[str, Record]] = field(default_factory=dict)
+    """What a capability keeps in a folder of the run: folder -> file -> content."""
     batch_log: list[str] = field(default_factory=list)
     """The last lines of the batch script, when it ended before the supervisor began."""
     growth: str | None = None
@@ -214,7 +214,7 @@ class RunStatus:
         own = dict[str, object]()
         for part in fields(self):
             value = to_json(getattr(self, part.name))
-            own |= value if part.name in ("place", "progress", "used") else {part.name: value}
+            own |= value if part.name in ("place", "progress", "records", "used") else {part.name: value}
         return own | {key: own.pop(key) for key in LAST_KEYS}
 
 
@@ -312,7 +312,7 @@ def read_status(
             total_s=total_s,
         ),
         slowdowns=slowdowns,
-        trackers={file.stem: Record(read_object(file)) for file in sorted(run.trackers_dir.glob("*.json"))},
+        records={name: _records(run.path / name) for name in record_folders()},
         batch_log=[] if log is None else list(log.lines[-BATCH_LOG_LINES:]),
         growth=seen.growth.reason if is_known and seen.growth is not None else None,
     )
@@ -335,6 +335,10 @@ def capability_rows(history: RunHistory) -> dict[str, dict[str, str]]:
 def loss_text(status: RunStatus, loss: str) -> str:
     """The loss of a run as it is shown, or since when it has none."""
     return with_divergence(None, status.progress.diverged_since) or loss
+
+
+def _records(folder: Path) -> dict[str, Record]:
+    return {file.stem: Record(read_object(file)) for file in sorted(folder.glob("*.json"))}
 
 
 def _verdict(attempt: AttemptDir, end: AttemptEnd | None, state: str) -> RankFailure | None:

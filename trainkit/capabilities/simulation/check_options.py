@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 import click
 
-from trainkit.cli.help import option
+from trainkit.cli.help import AddedOption, option
 from trainkit.cli.options import COUNT, INDEX
 from trainkit.cli.output import json_text
 from trainkit.errors import UsageError
@@ -26,9 +26,13 @@ def simulation_options(function: Callable[..., object]) -> Callable[..., object]
             raise UsageError("--rank requires --simulate-world", hint="add --simulate-world N")
         if world_size is None:
             return function(request=request, as_json=as_json, **others)
-        if others["estimate"] is not None or others["show_origin"] or others["test_notification"]:
+        if others["estimate"] is not None or others["show_origin"] or others.get("choices"):
+            from trainkit.cluster.limits import listed
+
+            params = click.get_current_context().command.params
+            added = (param.opts[0] for param in params if isinstance(param, AddedOption))
             raise UsageError(
-                "--simulate-world conflicts with --estimate, --show-origin and --test-notification",
+                f"--simulate-world conflicts with {listed(['--estimate', '--show-origin', *added])}",
                 hint="run `trainkit check` without --simulate-world for them",
             )
         # The help of the command waits for this module.
