@@ -30,8 +30,8 @@ class TrackerSender(Companion):
 
     def __init__(self, attempt: AttemptDir, plan: LaunchPlan) -> None:
         argv = module_argv("trainkit.capabilities.trackers.sync", str(attempt.run.path))
-        if plan.python is not None and not plan.workload.is_command:
-            argv = (*plan.python, *argv[argv.index("-m") :])
+        if plan.environment.python is not None and not plan.workload.is_command:
+            argv = (*plan.environment.python, *argv[argv.index("-m") :])
         self._child: subprocess.Popen[bytes] | None = None
         try:
             environ = with_own_folders(configured_environ(plan, os.environ), plan, attempt.run)
