@@ -18,6 +18,7 @@ from tests.support.broken_runs import BROKEN, FOLDER, HOST, is_real, make, unpac
 from trainkit.capabilities.diagnose.command import diagnosis_text
 from trainkit.capabilities.diagnose.diagnose import Diagnosis, diagnose
 from trainkit.capabilities.diagnose.texts import read_log
+from trainkit.capabilities.health.samples import health_file
 from trainkit.observe import logs
 from trainkit.observe.status import read_status
 from trainkit.run.files import append_jsonl, write_json
@@ -258,7 +259,7 @@ def test_an_earlier_attempt_does_not_explain_a_later_one(tmp_path: Path) -> None
 
 def test_a_killed_rank_comes_with_the_memory_of_its_host(tmp_path: Path) -> None:
     run = failed(tmp_path, b"", "killed by SIGKILL")
-    file = run.health_file(HOST)
+    file = health_file(run, HOST)
     file.parent.mkdir()
     samples = ((1, 12.0), (1, 63.04), (2, 1.0))
     file.write_text(

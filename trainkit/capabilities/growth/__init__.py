@@ -6,6 +6,7 @@ A run that grows, and has fewer nodes than it may have, returns to the queue whe
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from trainkit.capability import Capability, Part, Planned, Watch
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from trainkit.capability import Hosts, NodesChoice
+    from trainkit.capability import Hosts, NodesChoice, Reading
     from trainkit.config.loaded import LoadedConfig
     from trainkit.plan.facts import Facts
     from trainkit.plan.launch import LaunchPlan
@@ -65,6 +66,13 @@ class Growth(Capability):
         from trainkit.capabilities.growth.growth_watch import GrowthWatch
 
         return GrowthWatch(attempt, plan, hosts.all, len(hosts.good))
+
+    def status(self, reading: Reading) -> Mapping[str, object]:
+        newest = next((event for event in reversed(reading.lasting) if event.name == "growth"), None)
+        return {"growth": None if newest is None else newest.reason}
+
+    def rows(self, reading: Reading) -> Mapping[str, str]:
+        return {name: str(reason) for name, reason in self.status(reading).items() if reason}
 
 
 CAPABILITY = Growth
