@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.job.node import memory
+from trainkit.cluster import machine as memory
 
 USED = f"{3 << 29}\n"
 
