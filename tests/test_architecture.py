@@ -23,12 +23,12 @@ from trainkit.plan.torch_build import OLDEST, REQUIREMENT
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
 SIZES = {
-    "trainkit": (19, 4_666),
+    "trainkit": (19, 4_692),
     "trainkit/backends": (26, 4_214),
     "trainkit/capabilities": (1, 1),
     "trainkit/capabilities/bench": (6, 1_328),
     "trainkit/capabilities/curves": (3, 697),
-    "trainkit/capabilities/debugger": (3, 213),
+    "trainkit/capabilities/debugger": (3, 253),
     "trainkit/capabilities/doctor": (6, 1_344),
     "trainkit/capabilities/drill": (5, 1_035),
     "trainkit/capabilities/generate": (3, 290),
@@ -43,16 +43,16 @@ SIZES = {
     "trainkit/cli": (24, 5_015),
     "trainkit/cluster": (9, 1_981),
     "trainkit/config": (12, 3_013),
-    "trainkit/control": (8, 914),
+    "trainkit/control": (8, 918),
     "trainkit/data": (11, 2_476),
-    "trainkit/job": (35, 7_155),
+    "trainkit/job": (35, 7_153),
     "trainkit/launch": (20, 4_194),
     "trainkit/observe": (15, 4_112),
-    "trainkit/plan": (18, 3_742),
+    "trainkit/plan": (18, 3_730),
     "trainkit/run": (16, 4_495),
     "trainkit/slurm": (8, 1_619),
     "trainkit/trainer": (41, 9_808),
-    "tests": (392, 64_170),
+    "tests": (392, 64_174),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)
@@ -424,7 +424,7 @@ SPREAD = {
     "multimodal": 1,
 }
 """Words of a capability -> how many files of the core may have one of them. The goal is 2."""
-PLAN_FIELDS = 33
+PLAN_FIELDS = 32
 """The fields of `LaunchPlan`. The goal is 22: what one capability alone needs belongs in its part."""
 
 

@@ -150,8 +150,8 @@ class Capability:
         """Plan what a command gets from the config; raises ConfigError for values that it cannot get."""
         return Planned()
 
-    def in_debugger(self, plan: LaunchPlan) -> LaunchPlan:
-        """The plan of a run in the debugger, where a rank may wait for hours."""
+    def without_hangs(self, plan: LaunchPlan) -> LaunchPlan:
+        """The plan of a run in which a rank may wait for a person for hours: its part reports no hang."""
         return plan
 
     def size_independent(self, plan: LaunchPlan) -> object:
@@ -165,6 +165,10 @@ class Capability:
     def try_out(self, config: RunConfig) -> str:
         """Do once what a run would do, and say what has happened; raises TrainkitError if it fails."""
         raise NotImplementedError
+
+    def environ(self, attempt: AttemptDir, plan: LaunchPlan) -> Mapping[str, str]:
+        """Variables of the environment of every rank."""
+        return {}
 
     def companion(self, attempt: AttemptDir, plan: LaunchPlan, node: Rendezvous) -> Companion | None:
         """Start what runs next to the ranks of an agent, if its part is in the plan; None for nothing."""
@@ -211,6 +215,10 @@ class Shipped:
     options: Mapping[str, str] = field(default_factory=dict)
     """Command -> MODULE:NAME of a decorator in the folder, which adds options to it, and a `Choice` of them
     to its `choices`. Its module is imported for the help of the command too."""
+    in_ranks: bool = False
+    """Whether it acts in the ranks of every run, also of one without its part."""
+    attends: str = ""
+    """The field of its part with the rank that a person attends to, if a run has such a rank."""
     launchers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Launcher of a command -> packages, one of which must be installed."""
     group_file: str | None = None
@@ -227,7 +235,14 @@ LEFT_OUT = object()
 WHOLE = ("", LEFT_OUT)
 """A part that is the value of a single key, which is left out without it."""
 SHIPPED = {
-    "debugger": Shipped(commands={"debug": "command:command"}, options={"run": "run_options:run_options"}),
+    "debugger": Shipped(
+        "after replay",
+        {"debug": WHOLE},
+        in_ranks=True,
+        attends="rank",
+        commands={"debug": "command:command"},
+        options={"run": "run_options:run_options"},
+    ),
     "bench": Shipped(commands={"bench": "command:command"}, group_file="bench.json"),
     "doctor": Shipped(commands={"doctor": "command:command"}),
     "drill": Shipped(commands={"drill": "command:command"}),
@@ -348,6 +363,17 @@ def shipped_command(name: str) -> str | None:
     return None
 
 
+def in_ranks(parts: Iterable[str]) -> list[str]:
+    """The capabilities that act in the ranks of a run with these parts."""
+    shipped = (name for name, shipped in SHIPPED.items() if shipped.in_ranks)
+    return [*shipped, *(name for name in parts if name not in SHIPPED)]
+
+
+def attended_in(parts: Collection[str]) -> str | None:
+    """The capability of these in which a person attends to a rank; None without one."""
+    return next((name for name, shipped in SHIPPED.items() if shipped.attends and name in parts), None)
+
+
 def shipped_options(command: str) -> list[str]:
     """MODULE:NAME of the decorators with which shipped capabilities add options to a command."""
     found = ((folder, shipped.options.get(command)) for folder, shipped in SHIPPED.items())
@@ -442,10 +468,10 @@ def put_parts(plan: dict[str, Any], parts: Mapping[str, Mapping[str, Any]]) -> d
 
 
 class Guard:
-    """Calls the capabilities of a plan: an error of one is reported once, and the run continues."""
+    """Calls the capabilities of a run: an error of one is reported once, and the run continues."""
 
-    def __init__(self, plan: LaunchPlan, report: Callable[[str], None]) -> None:
-        self.capabilities = [load(name) for name in plan.parts]
+    def __init__(self, names: Iterable[str], report: Callable[[str], None]) -> None:
+        self.capabilities = [load(name) for name in names]
         self._report, self._reported = report, set[str]()
 
     def each(self, what: Callable[[Capability], T | None]) -> list[tuple[str, T]]:

@@ -14,6 +14,7 @@ from steering import wait_for
 
 from tests.support.runs import make_attempt
 from tests.support.tmux import Tmux, needs_tmux
+from trainkit.capabilities.debugger import DebugPlan
 from trainkit.capabilities.debugger.command import attach
 from trainkit.cli import options
 from trainkit.cli.main import main
@@ -74,7 +75,8 @@ def test_a_script_on_rank_1_of_2(desk, terminal):
     typed(terminal, "c", r"^name\?$")
     typed(terminal, "Ada", r"^done Ada\n(?:.*\n)*finished: all workers finished")
     plan = LaunchPlan.read(run.plan_file)
-    assert (plan.debug.rank, plan.debug.mode, plan.requeue.hang_factor) == (1, "pdb", None)
+    debug = plan.part(DebugPlan)
+    assert (debug.rank, debug.mode, plan.requeue.hang_factor) == (1, "pdb", None)
     log = run.attempt(1).rank_log(0).read_text()
     assert log == "rank 0 step 0\nrank 0 step 1\nrank 0 step 2\ndone \n"
     assert desk.status(run)["reason"] == "all workers finished; run with --debug"
@@ -264,7 +266,7 @@ def test_debugpy(desk, tmp_path):
     done = desk.types("run", *argv)
     assert done.returncode == 0, done.stderr
     run = RunDir(desk.folder / "runs" / "loop")
-    port = LaunchPlan.read(run.plan_file).debug.port
+    port = LaunchPlan.read(run.plan_file).part(DebugPlan).port
     assert (
         f"rank 1 waits for an editor at 127.0.0.1:{port}; from another computer: ssh -L {port}:"
         in done.stderr

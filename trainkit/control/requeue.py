@@ -78,8 +78,12 @@ def start_again(run: RunDir, job: JobRecord, reason: str) -> AttemptRecord:
     config, plan = config_and_plan(run.attempt(newest.attempt))
     if not plan.workload.is_command:
         refuse_finished(run, config, config, plan)
-    if not plan.has_supervisor or plan.debug is not None:
-        where = "a debugger" if plan.has_supervisor else "a step that srun started, or under another launcher"
+    if not plan.has_supervisor or plan.attended_in is not None:
+        where = (
+            f"a {plan.attended_in}"
+            if plan.has_supervisor
+            else "a step that srun started, or under another launcher"
+        )
         raise UsageError(f"{run.shown} ran in {where}", hint=f"`trainkit resume {run.word}` plans it anew")
     hosts = note_dead_job(run, job, print_note)
     plan = backend_of(newest).without_hosts(plan, hosts, print_note)

@@ -12,7 +12,7 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from trainkit.backends.slurm.failed_starts import FailedStart, batch_log, failed_starts
-from trainkit.capability import load, shipped_classes
+from trainkit.capability import attended_in, load, shipped_classes
 from trainkit.errors import EXIT_STOPPED, TrainkitError
 from trainkit.formats import number, time_text
 from trainkit.observe.goodput import worker_hours
@@ -248,7 +248,7 @@ def read_status(
     starts = [one for one in failed_starts(run, job, slurm_job) if one.job_id == entry.job_id]
     seen, has_metrics = events.attempt(attempt), bool(own_metrics) or has_log
     state, reason = attempt_state(entry, end, alive, slurm_job, seen, has_metrics, starts)
-    if plan.values.get("debug") is not None:
+    if attended_in(plan.parts) is not None:
         reason = "; ".join(filter(None, (reason, "run with --debug")))
     elif reason is None and state == "running" and run.attempt(entry.attempt).has_rank_in_debugger:
         reason = "a rank waits at breakpoint() for `trainkit debug`, or is in it"

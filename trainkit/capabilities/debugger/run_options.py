@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 
 import click
 
+from trainkit.capabilities.debugger import DebugPlan
 from trainkit.capability import Choice
 from trainkit.cli.help import option
 from trainkit.errors import UsageError
 
 if TYPE_CHECKING:  # the help of the command waits for this module
-    from trainkit.plan.launch import DebugPlan, LaunchPlan
+    from trainkit.plan.launch import LaunchPlan
     from trainkit.plan.workload import Workload
 
 EXAMPLES = "--debug 1, --debug=debugpy or --debug=debugpy:1"
@@ -67,7 +68,6 @@ class Debugging(Choice):
         from pathlib import PurePath
 
         from trainkit.cli.options import refuse_shared_host
-        from trainkit.plan.launch import DebugPlan
 
         text, post_mortem, words = self.text, self.post_mortem, workload.argv
         mode, _, rank = text.rpartition(":") if ":" in text or text.isdecimal() else (text, "", "0")
@@ -90,7 +90,16 @@ class Debugging(Choice):
             return DebugPlan(int(rank), mode, free.getsockname()[1])
 
     def apply(self, plan: LaunchPlan) -> LaunchPlan:
-        return plan.in_debugger(self.plan, self._reason(plan))
+        from dataclasses import replace
+
+        from trainkit.formats import there_are
+
+        debug, reason = self.plan, self._reason(plan)
+        if debug.rank >= plan.world_size:
+            message = f"the run has no rank {debug.rank}"
+            raise UsageError(message, hint=there_are(range(plan.world_size)))
+        plan = plan.without_hangs().with_part(debug)
+        return replace(plan, reasons={**plan.reasons, "debug": reason})
 
     def _reason(self, plan: LaunchPlan) -> str:
         """Where the debugger of the rank is; UsageError without debugpy."""

@@ -14,11 +14,10 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
-from trainkit.capability import with_launcher
+from trainkit.capability import Guard, in_ranks, with_launcher
 from trainkit.errors import UsageError
 from trainkit.job.node.rendezvous import Rendezvous
 from trainkit.job.processes import log_line, module_argv
-from trainkit.job.rank_debugger import DEBUG_VARIABLE, FOLDER_VARIABLE
 from trainkit.job.rank_env import (
     ATTEMPT_VARIABLE,
     NONCE_VARIABLE,
@@ -116,11 +115,10 @@ def worker_environ(
         environ["TRAINKIT_JOB_CODE_SOURCE"], environ["TRAINKIT_JOB_CODE_COPY"] = code.source, code.code
     environ[RUN_DIR_VARIABLE] = str(attempt.run.path)
     environ[ATTEMPT_VARIABLE] = str(attempt.number)
-    environ[FOLDER_VARIABLE] = str(attempt.debugger_dir)
+    for _, given in Guard(in_ranks(plan.parts), log_line).each(lambda own: own.environ(attempt, plan)):
+        environ |= given
     if not BUFFER_VARIABLES & environ.keys():
         environ["TORCH_FR_BUFFER_SIZE"] = str(NUM_RECORDED)
-    if plan.debug is not None:
-        environ[DEBUG_VARIABLE] = plan.debug.words
     if plan.workload.is_command:
         _add_for_command(environ, plan, attempt)
         if WORK_DIR_VARIABLE in inherited:
