@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from trainkit.errors import KeyProblem, UsageError
 
 if TYPE_CHECKING:  # the nouns of the floors above, for type checkers alone
+    from contextlib import AbstractContextManager
     from importlib.metadata import EntryPoint
 
     from trainkit.config.loaded import LoadedConfig
@@ -135,6 +136,9 @@ class Capability:
     """The name of its folder, or of its entry point and section."""
     Config: ClassVar[type[Section] | None] = None
     """The section that a capability of another package adds to the config, described by its docstring."""
+    at_start: ClassVar[str | None] = None
+    """A file whose `prepare` every Python interpreter of a rank calls before any other code, as
+    `trainkit.job.python_start` says."""
     commands: ClassVar[Mapping[str, str]] = {}
     """Command -> MODULE:NAME of a click command. Of another package it is named NAME or NAME-…."""
 
@@ -169,6 +173,15 @@ class Capability:
     def environ(self, attempt: AttemptDir, plan: LaunchPlan) -> Mapping[str, str]:
         """Variables of the environment of every rank."""
         return {}
+
+    def in_trainer(
+        self, plan: LaunchPlan, unwatched: Callable[[], AbstractContextManager[None]]
+    ) -> Callable[[Exception], None] | None:
+        """Prepare a rank of the trainer before it imports torch; what it returns gets the error that ends it.
+
+        Within `unwatched()`, nothing that the rank waits for counts as a hang.
+        """
+        return None
 
     def companion(self, attempt: AttemptDir, plan: LaunchPlan, node: Rendezvous) -> Companion | None:
         """Start what runs next to the ranks of an agent, if its part is in the plan; None for nothing."""

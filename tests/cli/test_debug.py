@@ -14,7 +14,7 @@ from steering import wait_for
 
 from tests.support.runs import make_attempt
 from tests.support.tmux import Tmux, needs_tmux
-from trainkit.capabilities.debugger import DebugPlan
+from trainkit.capabilities.debugger import Debugger, DebugPlan
 from trainkit.capabilities.debugger.command import attach
 from trainkit.cli import options
 from trainkit.cli.main import main
@@ -341,6 +341,7 @@ def test_process_groups_of_torch_get_a_week():
     environ = {
         **os.environ,
         "TRAINKIT_JOB_DEBUG": "0 pdb",
+        "TRAINKIT_JOB_AT_START": str(Debugger.at_start),
         "RANK": "1",
         "TRAINKIT_JOB_AGENT_PID": str(os.getpid()),
     }

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import traceback
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainkit.capability import Capability, Part
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
     from trainkit.plan.launch import LaunchPlan
     from trainkit.run.rundir import AttemptDir
 
@@ -34,12 +41,32 @@ class Debugger(Capability):
     """The capability: its part is in the plan of a run with ``--debug``."""
 
     name = "debugger"
+    at_start = f"{Path(__file__).parent}/rank_start.py"
 
     def environ(self, attempt: AttemptDir, plan: LaunchPlan) -> dict[str, str]:
         from trainkit.job.rank_debugger import DEBUG_VARIABLE, FOLDER_VARIABLE
 
         debug, folder = plan.part(DebugPlan), {FOLDER_VARIABLE: str(attempt.path / self.name)}
         return folder if debug is None else {**folder, DEBUG_VARIABLE: debug.words}
+
+    def in_trainer(
+        self, plan: LaunchPlan, unwatched: Callable[[], AbstractContextManager[None]]
+    ) -> Callable[[Exception], None] | None:
+        from trainkit.job.rank_debugger import TERMINAL_VARIABLE, mode_of_rank, stop_at
+
+        mode = mode_of_rank()
+        if not os.environ.get("PYTHONBREAKPOINT") and mode not in ("off", "debugpy"):
+            terminal = os.environ.get(TERMINAL_VARIABLE) if plan.world_size == 1 and not mode else None
+            sys.breakpointhook = lambda *args, **kwargs: stop_at(sys._getframe(1), terminal, unwatched)
+
+        def stop(error: Exception) -> None:
+            from bdb import BdbQuit
+
+            if not isinstance(error, BdbQuit):
+                traceback.print_exception(error)
+                stop_at(error.__traceback__, around=unwatched)
+
+        return stop if mode == "post-mortem" else None
 
 
 CAPABILITY = Debugger
