@@ -28,7 +28,7 @@ SIZES = {
     "trainkit/capabilities": (1, 1),
     "trainkit/capabilities/bench": (6, 1_328),
     "trainkit/capabilities/curves": (3, 697),
-    "trainkit/capabilities/debugger": (4, 320),
+    "trainkit/capabilities/debugger": (5, 626),
     "trainkit/capabilities/doctor": (6, 1_344),
     "trainkit/capabilities/drill": (5, 1_035),
     "trainkit/capabilities/generate": (3, 290),
@@ -45,14 +45,14 @@ SIZES = {
     "trainkit/config": (12, 3_013),
     "trainkit/control": (8, 918),
     "trainkit/data": (11, 2_476),
-    "trainkit/job": (35, 7_148),
+    "trainkit/job": (34, 6_845),
     "trainkit/launch": (20, 4_194),
     "trainkit/observe": (15, 4_112),
     "trainkit/plan": (18, 3_730),
     "trainkit/run": (16, 4_495),
     "trainkit/slurm": (8, 1_619),
     "trainkit/trainer": (41, 9_806),
-    "tests": (392, 64_177),
+    "tests": (393, 64_182),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)
@@ -193,7 +193,7 @@ ALLOWED = {
     },
     "capabilities.debugger": {
         *("capability", "errors", "folders", "formats", "run", "plan", "cli", "control"),
-        *("job.rank_debugger", "launch.packages"),
+        "launch.packages",
     },
     "capabilities.growth": {
         *("capability", "errors", "formats", "run", "config", "plan", "slurm"),

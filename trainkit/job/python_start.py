@@ -26,7 +26,8 @@ def load(name: str, folder: str = FOLDER) -> ModuleType:
     if (loaded := sys.modules.get(own_name)) is not None:
         return loaded
     module = sys.modules[own_name] = type(sys)(own_name)
-    SourceFileLoader(own_name, f"{folder}/{name}.py").exec_module(module)
+    module.__file__ = f"{folder}/{name}.py"
+    SourceFileLoader(own_name, module.__file__).exec_module(module)
     return module
 
 

@@ -44,7 +44,7 @@ class Debugger(Capability):
     at_start = f"{Path(__file__).parent}/rank_start.py"
 
     def environ(self, attempt: AttemptDir, plan: LaunchPlan) -> dict[str, str]:
-        from trainkit.job.rank_debugger import DEBUG_VARIABLE, FOLDER_VARIABLE
+        from trainkit.capabilities.debugger.rank_debugger import DEBUG_VARIABLE, FOLDER_VARIABLE
 
         debug, folder = plan.part(DebugPlan), {FOLDER_VARIABLE: str(attempt.path / self.name)}
         return folder if debug is None else {**folder, DEBUG_VARIABLE: debug.words}
@@ -52,7 +52,7 @@ class Debugger(Capability):
     def in_trainer(
         self, plan: LaunchPlan, unwatched: Callable[[], AbstractContextManager[None]]
     ) -> Callable[[Exception], None] | None:
-        from trainkit.job.rank_debugger import TERMINAL_VARIABLE, mode_of_rank, stop_at
+        from trainkit.capabilities.debugger.rank_debugger import TERMINAL_VARIABLE, mode_of_rank, stop_at
 
         mode = mode_of_rank()
         if not os.environ.get("PYTHONBREAKPOINT") and mode not in ("off", "debugpy"):

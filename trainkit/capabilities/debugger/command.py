@@ -7,12 +7,12 @@ import socket
 import struct
 import sys
 
+from trainkit.capabilities.debugger.rank_debugger import AT_PROMPT, CHOSEN_FILE, RUNNING
 from trainkit.cli.control import running_attempt
 from trainkit.cli.help import as_command, option
 from trainkit.cli.options import INDEX, run_argument
 from trainkit.errors import UsageError, print_note
 from trainkit.formats import rank_list
-from trainkit.job.rank_debugger import AT_PROMPT, CHOSEN_FILE, RUNNING
 from trainkit.run.files import read_object, write_atomic
 from trainkit.run.process import own_host
 from trainkit.run.registry import find_run

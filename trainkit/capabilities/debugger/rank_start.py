@@ -15,18 +15,20 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
+FOLDER = __file__.rpartition("/")[0]
+
 
 def prepare(load: Callable[..., ModuleType], *, is_rank: bool) -> None:
     """Have a rank, or a process that it has started, stop at `breakpoint()`: it has no terminal."""
     if "TRAINKIT_JOB_DEBUG" in os.environ:
-        debugger = load("rank_debugger")
+        debugger = load("rank_debugger", FOLDER)
         debugger.install(is_rank=is_rank, after_import=load("spare_children").after_import)
         return
 
     def stop(*args: Any, **kwargs: Any) -> Any:
         if os.environ.get("PYTHONBREAKPOINT") or (not is_rank and has_input()):
             return sys.__breakpointhook__(*args, **kwargs)
-        return load("rank_debugger").stop_at(sys._getframe(1))
+        return load("rank_debugger", FOLDER).stop_at(sys._getframe(1))
 
     sys.breakpointhook = stop
 
