@@ -83,7 +83,7 @@ assert [*Path("runs").glob("*/tensorboard/events.out.tfevents.*")]
 """,
     "watch": """
 import asyncio
-from trainkit.cli.watch_screen import WatchApp
+from trainkit.capabilities.watch.screen import WatchApp
 async def quit_it():
     app = WatchApp(None, 2.0)
     async with app.run_test() as pilot:
@@ -183,7 +183,7 @@ def test_trainkit_is_imported_without_any_extra(tmp_path: Path) -> None:
     code = """
 import importlib, pkgutil, trainkit
 names = [m.name for m in pkgutil.walk_packages(trainkit.__path__, "trainkit.") if "__main__" not in m.name]
-names.remove("trainkit.cli.watch_screen")
+names.remove("trainkit.capabilities.watch.screen")
 for name in names:
     importlib.import_module(name)
 extras = "matplotlib torchao transformers pyarrow PIL peft bitsandbytes mlflow wandb tensorboard textual"

@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from trainkit.cli.watch_screen import RunScreen, WatchApp
+from trainkit.capabilities.watch.screen import RunScreen, WatchApp
 from trainkit.run.registry import find_run
 
 IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"

@@ -214,6 +214,16 @@ class Capability:
 
 
 @dataclass(frozen=True)
+class RestartCause:
+    """Why a capability has a run restart; the attempts that end so do not count as ends without progress."""
+
+    words: str
+    """What the list of the restarts says."""
+    in_place: bool = False
+    """Whether the run restarts in its allocation where it can; else the job returns to the queue."""
+
+
+@dataclass(frozen=True)
 class Shipped:
     """A folder of `trainkit/capabilities/`, by what is known of it before it is imported."""
 
@@ -234,6 +244,8 @@ class Shipped:
     """The field of its part with the rank that a person attends to, if a run has such a rank."""
     launchers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Launcher of a command -> packages, one of which must be installed."""
+    causes: Mapping[str, RestartCause] = field(default_factory=dict)
+    """Cause of its `Departure` -> what is known of it."""
     group_file: str | None = None
     """A file that only its groups of runs have; None if it has none."""
 
@@ -259,8 +271,12 @@ SHIPPED = {
     "bench": Shipped(commands={"bench": "command:command"}, group_file="bench.json"),
     "doctor": Shipped(commands={"doctor": "command:command"}),
     "drill": Shipped(commands={"drill": "command:command"}),
+    "export": Shipped(commands={"ckpt export": "command:command"}),
     "generate": Shipped(commands={"generate": "command:command"}),
+    "layouts": Shipped(commands={"plan": "command:command"}),
     "replay": Shipped(commands={"replay": "command:command", "data show": "command:show"}),
+    "report": Shipped(commands={"report": "command:command", "compare": "compare:command"}),
+    "watch": Shipped(commands={"watch": "command:command"}),
     "launchers": Shipped(
         "launcher",
         {"launcher_files": ("files", {}), "launcher_values": ("values", {}), "launcher_keys": ("keys", [])},
@@ -272,7 +288,11 @@ SHIPPED = {
             "megatron": ("torch",),
         },
     ),
-    "slow_ranks": Shipped("requeue", within=("inspect_s", "silence_s", "slow_hosts", "slow_after_s")),
+    "slow_ranks": Shipped(
+        "requeue",
+        within=("inspect_s", "silence_s", "slow_hosts", "slow_after_s"),
+        causes={"slow_host": RestartCause("slow host", in_place=True)},
+    ),
     "growth": Shipped("sizes checkpoint_bytes", {"grow": ("grow", LEFT_OUT)}),
     "notifications": Shipped("requeue", {"notify": WHOLE}),
     "curves": Shipped("trackers", {"log_pattern": ("pattern", None)}),  # trackers get its end
@@ -387,6 +407,12 @@ def attended_in(parts: Collection[str]) -> str | None:
     return next((name for name, shipped in SHIPPED.items() if shipped.attends and name in parts), None)
 
 
+def shipped_subcommands(group: str) -> list[str]:
+    """The commands that the capabilities which are shipped add to a group, such as ``export`` to ``ckpt``."""
+    names = (name.split(" ") for shipped in SHIPPED.values() for name in shipped.commands)
+    return [words[1] for words in names if words[0] == group and len(words) > 1]
+
+
 def shipped_options(command: str) -> list[str]:
     """MODULE:NAME of the decorators with which shipped capabilities add options to a command."""
     found = ((folder, shipped.options.get(command)) for folder, shipped in SHIPPED.items())
@@ -397,6 +423,12 @@ def installed_command(name: str) -> str | None:
     """MODULE:NAME of a command of a capability of another package; None without one."""
     owner = name.partition("-")[0]
     return None if entry_point(owner) is None else load(owner).commands.get(name)
+
+
+def restart_cause(name: str) -> RestartCause:
+    """The cause of a restart; with its name as its words if nothing else is known of it."""
+    known = (shipped.causes[name] for shipped in SHIPPED.values() if name in shipped.causes)
+    return next(known, RestartCause(name))
 
 
 def packages_of(names: Iterable[str]) -> dict[str, str]:

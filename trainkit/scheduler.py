@@ -1,16 +1,17 @@
-"""The ids, states and variables by which schedulers describe jobs, and launchers ranks. Pure.
+"""The ids, states, hosts and variables by which schedulers describe jobs, and launchers ranks. Pure.
 
-An id is `123`, a task of an array `123_4`, or its pending tasks `123_[5-9%2]`.
+An id is `123`, a task of an array `123_4`, or its pending tasks `123_[5-9%2]`; hosts are `node[18-19,1-2]`.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
-from itertools import groupby
+from itertools import chain, groupby, product
 from typing import TypeGuard
 
 from trainkit.errors import UsageError
@@ -120,7 +121,7 @@ class JobInfo:
     @property
     def hosts(self) -> list[str]:
         """The hosts of `nodes`."""
-        return self.nodes.split(",") if self.nodes else []
+        return expand_hosts(self.nodes) if self.nodes else []
 
     @property
     def explanation(self) -> str:
@@ -211,3 +212,43 @@ def array_spec(indices: Sequence[int], limit: int | None = None) -> str:
     spans = [list(span) for _, span in groupby(enumerate(indices), lambda item: item[1] - item[0])]
     texts = [f"{span[0][1]}-{span[-1][1]}" if len(span) > 1 else str(span[0][1]) for span in spans]
     return ",".join(texts) + ("" if limit is None else f"%{limit}")
+
+
+_ITEM = re.compile(r"(?:[^\s\[\],]|\[[^\[\]]*\])+")
+_BRACKETS = re.compile(r"\[([^\[\]]*)\]")
+_RANGE = re.compile(r"(?P<first>\d{1,18})(?:-(?P<last>\d{1,18}))?", re.ASCII)
+MAX_HOSTS = 1_000_000
+"""More than any cluster has; prevents a typo from exhausting memory."""
+
+
+def expand_hosts(text: str) -> list[str]:
+    """Every host of a host list, in Slurm's order; raises UsageError if the text is not a host list.
+
+    Slurm's own command would cost a process, and a container may lack it.
+    """
+    text = text.strip()
+    items = [_BRACKETS.split(item) for item in _ITEM.findall(text)]  # names, and brackets between them
+    ranges = [[_ranges(bracket) for bracket in item[1::2]] for item in items]
+    counts = [math.prod(sum(len(numbers) for numbers, _ in one) for one in item) for item in ranges]
+    is_whole = items and ",".join(_ITEM.findall(text)) == text and text.isprintable()
+    if not is_whole or text.startswith("-") or 0 in counts or sum(counts) > MAX_HOSTS:
+        raise UsageError(f"not a Slurm host list: {text!r}", hint="for example node[1-4,7] or gpu-a,gpu-b")
+    hosts = []
+    for item, brackets in zip(items, ranges, strict=True):
+        numbers = [[f"{n:0{width}d}" for span, width in one for n in span] for one in brackets]
+        # Slurm's order: the last bracket varies fastest, then the first, the second, …
+        for picked in product(*reversed(numbers[:-1]), *numbers[-1:]):
+            chosen = [*reversed(picked[:-1]), *picked[-1:], ""]
+            hosts.append("".join(chain.from_iterable(zip(item[::2], chosen, strict=True))))
+    return hosts
+
+
+def _ranges(bracket: str) -> list[tuple[range, int]]:
+    """The numbers and the width of each range in a bracket; empty if one of them is no range."""
+    found = [_RANGE.fullmatch(one) for one in bracket.split(",")]
+    spans = [
+        (range(int(one["first"]), int(one["last"] or one["first"]) + 1), len(one["first"]))
+        for one in found
+        if one
+    ]
+    return spans if len(spans) == len(found) and all(span for span, _ in spans) else []

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.golden.__main__ import HERE, unpack_run
-from trainkit.config import LoadedConfig, load_config, read_effective
+from trainkit.config import LoadedConfig, RunConfig, load_config, read_effective
 from trainkit.control.changed_config import (
+    RunSoFar,
     changes,
     expected_time_s,
     learning_rate_change,
@@ -20,6 +21,7 @@ from trainkit.errors import ConfigError
 from trainkit.plan.launch import Batch, LaunchPlan, Layout
 from trainkit.run.files import append_jsonl, write_json
 from trainkit.run.manifest import MANIFEST_VERSION, published
+from trainkit.run.record import JobRecord
 from trainkit.run.rundir import RunDir
 
 
@@ -27,6 +29,15 @@ def load(folder: Path, *overrides: str) -> LoadedConfig:
     config = folder / "test.yaml"
     config.write_text("name: test\n")
     return load_config(config, overrides=overrides, environ={}, cwd=folder)
+
+
+PLAN = LaunchPlan("local", 1, 2, "cpu", Layout(dp_shard=2), Batch(1, 1, 2, 2), 1e-3, 1, 20.0, {})
+
+
+def so_far(run: RunDir, config: RunConfig | None = None, plan: LaunchPlan = PLAN) -> RunSoFar:
+    return RunSoFar(
+        run, JobRecord(), config or load(run.path.parent).config, plan, None, published(run.checkpoints_dir)
+    )
 
 
 @pytest.fixture
@@ -59,7 +70,7 @@ def run(tmp_path: Path) -> RunDir:
     ],
 )
 def test_what_may_change(run: RunDir, tmp_path: Path, overrides: list[str]) -> None:
-    refuse_incompatible(run, load(tmp_path, *overrides), DataFacts())
+    refuse_incompatible(so_far(run), load(tmp_path, *overrides), DataFacts())
 
 
 @pytest.mark.parametrize(
@@ -81,23 +92,24 @@ def test_what_may_change(run: RunDir, tmp_path: Path, overrides: list[str]) -> N
 )
 def test_what_may_not(run: RunDir, tmp_path: Path, override: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        refuse_incompatible(run, load(tmp_path, override), DataFacts())
+        refuse_incompatible(so_far(run), load(tmp_path, override), DataFacts())
     assert [f"{problem.key}: {problem.message}" for problem in caught.value.problems] == [message]
 
 
 @pytest.mark.parametrize(("steps", "share"), [(400, 0.75), (100, 0.0), (50, 0.0), (None, 1.0)])
 def test_the_share_of_the_steps_that_is_left(run: RunDir, steps: int | None, share: float) -> None:
-    assert share_left(run, steps) == share
-    assert share_left(RunDir(run.path / "none"), steps) == 1.0
+    assert share_left(so_far(run), steps) == share
+    assert share_left(so_far(RunDir(run.path / "none")), steps) == 1.0
 
 
 def test_a_run_without_checkpoints_takes_anything(tmp_path: Path) -> None:
-    refuse_incompatible(RunDir(tmp_path / "new"), load(tmp_path, "seed=7", "model.preset=nano"), DataFacts())
+    new = so_far(RunDir(tmp_path / "new"))
+    refuse_incompatible(new, load(tmp_path, "seed=7", "model.preset=nano"), DataFacts())
 
 
 def test_a_damaged_manifest_is_left_to_the_trainer(run: RunDir, tmp_path: Path) -> None:
     (run.checkpoint_dir(100) / "manifest.json").write_text("{")
-    refuse_incompatible(run, load(tmp_path, "seed=7"), DataFacts())
+    refuse_incompatible(so_far(run), load(tmp_path, "seed=7"), DataFacts())
 
 
 def test_changes_are_listed_key_by_key(tmp_path: Path) -> None:
@@ -122,7 +134,7 @@ def test_what_the_learning_rate_does_where_a_run_resumes(
     old = RunDir(unpack_run(HERE / "folders" / "finished", tmp_path, os.uname().nodename))
     before = read_effective(old.config_file)
     after = load_config(old.config_file, overrides=overrides, environ={}, layers=False).config
-    found = learning_rate_change(old, before, after, LaunchPlan.read(old.plan_file).lr, lr)
+    found = learning_rate_change(so_far(old, before, LaunchPlan.read(old.plan_file)), after, lr)
     assert found == said or (found is not None and said is not None and found.startswith(said))
 
 
@@ -133,11 +145,9 @@ def test_what_the_learning_rate_does_where_a_run_resumes(
 def test_the_time_of_the_rest_is_what_was_measured(
     run: RunDir, steps: int, layout: Layout, expected_s: float | None
 ) -> None:
-    plan = LaunchPlan("local", 1, 2, "cpu", Layout(dp_shard=2), Batch(1, 1, 2, 2), 1e-3, 1, 20.0, {})
-    assert expected_time_s(run, plan, steps) is None  # nothing is measured
-    run.plan_file.write_text(plan.to_text())
+    assert expected_time_s(so_far(run), PLAN, steps) is None  # nothing is measured
     step = published(run.checkpoints_dir)[-1].step
     for number, step_s in enumerate((9.0, 2.0, 2.0), step - 2):
         append_jsonl(run.metrics_file, {"step": number, "attempt": 1, "step_s": step_s})
-    found = expected_time_s(run, replace(plan, layout=layout), steps)
+    found = expected_time_s(so_far(run), replace(PLAN, layout=layout), steps)
     assert found == (expected_s and expected_s - 2.0 * (step - 100))

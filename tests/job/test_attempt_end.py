@@ -3,6 +3,7 @@
 import json
 import random
 import signal
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.control.test_resume import PLAN, so_far
 from trainkit.backends.local.allocation import LocalAllocation
 from trainkit.backends.local.attempt_watch import LocalAttemptWatch
 from trainkit.control.changed_config import missing_save
@@ -97,7 +99,7 @@ def test_an_end_says_whether_the_workers_saved_whatever_its_reason_is(
     end = write_end(run.attempt(1), Outcome(exits=list(enumerate(codes))), decision)
     assert (end.reason, end.summary, end.saved) == (f"{what}; resumes (restart 1)", what, saved)
     assert read_end(run.attempt(1)) == end
-    assert (missing_save(run, is_command=True) is None) == saved
+    assert (missing_save(so_far(run, plan=replace(PLAN, command=("train",)))) is None) == saved
 
 
 def test_records_of_another_attempt_and_of_none_end_the_search(

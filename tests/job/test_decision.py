@@ -230,6 +230,7 @@ def test_who_asks_gets_it_whatever_the_config_says():
         ("slow_host", HERE, "restart"),  # its allocation has a spare host
         ("slow_host", RestartOptions(requeue=True), "requeue"),
         ("grow", HERE, "requeue"),
+        ("toy", HERE, "requeue"),  # of a capability of another package
     ],
 )
 def test_what_the_supervisor_itself_wants_is_the_reason(cause, options, action):

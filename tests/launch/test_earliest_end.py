@@ -30,8 +30,8 @@ from trainkit.launch.earliest_end import (
     sizes_around,
     with_end,
 )
-from trainkit.plan.effective_time import RESTART_S
 from trainkit.plan.facts import Facts
+from trainkit.plan.gpus import RESTART_S
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.make_plan import with_parts
 from trainkit.plan.node_range import plan_nodes

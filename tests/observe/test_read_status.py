@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
+from trainkit.capabilities.report.run_report import read_report, render_report
+from trainkit.capabilities.watch.run_view import read_view
+from trainkit.capabilities.watch.view_text import Size, view_lines
 from trainkit.cli.status import restarts_line, run_details, runs_rows
 from trainkit.config import dump_effective
 from trainkit.config.schema import RunConfig
 from trainkit.observe.attempt_files import ranks_of_nodes
-from trainkit.observe.report import read_report, render_report
-from trainkit.observe.run_view import read_view
 from trainkit.observe.status import capability_rows, read_status
-from trainkit.observe.view_text import Size, view_lines
 from trainkit.run.events import Event, log_event, read_events
 from trainkit.run.files import append_jsonl, write_json
 from trainkit.run.history import PlanRecord, RunHistory, attempts_of, find_restarts

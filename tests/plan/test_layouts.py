@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning import llama, step_work
 
+from trainkit.capabilities.layouts.advice import advise, headline, reason, set_flags
+from trainkit.capabilities.layouts.advice import settings as settings_of
 from trainkit.config import load_config
 from trainkit.plan.gpus import Hardware, find_gpu
 from trainkit.plan.launch import Layout
-from trainkit.plan.layout_advice import advise, headline, reason, set_flags
-from trainkit.plan.layout_advice import settings as settings_of
 from trainkit.plan.layout_rules import layout_problems
 from trainkit.plan.layouts import Choice, best_on_layout, choose, configured_layout, layouts
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support import watched_runs
 from tests.support.watched_runs import NOW, Watched, ago
-from trainkit.observe.run_view import read_view
+from trainkit.capabilities.watch.run_view import read_view
 from trainkit.observe.status import read_status
 from trainkit.run import events as events_module
 from trainkit.run import history as history_module

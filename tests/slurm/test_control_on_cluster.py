@@ -11,10 +11,9 @@ from tests.slurm.test_hosts import HOST_LISTS
 from tools.slurm_cluster.cluster import Cluster
 from trainkit.cluster.discovery import discover_cluster, has_slurm
 from trainkit.cluster.model import Account, NodeKind
-from trainkit.scheduler import JobState
+from trainkit.scheduler import JobState, expand_hosts
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable, run_slurm
 from trainkit.slurm.control import cancel, requeue, send_signal, show_config
-from trainkit.slurm.hosts import expand_hosts
 from trainkit.slurm.jobs import query_jobs
 
 

@@ -4,9 +4,9 @@ import pytest
 
 from tests.support.fake_slurm import FakeSlurm
 from trainkit.errors import UsageError
+from trainkit.scheduler import expand_hosts
 from trainkit.slurm.client import SlurmUnreachable
 from trainkit.slurm.hosts import (
-    expand_hosts,
     hosts_of_job,
     is_unavailable,
     node_states,

@@ -9,9 +9,8 @@ import pytest
 from tests.slurm.on_cluster import SLEEP, send, wait_for, wait_for_text
 from tools.slurm_cluster.cluster import Cluster, running
 from trainkit.cluster.discovery import discover_cluster
-from trainkit.scheduler import JobState
+from trainkit.scheduler import JobState, expand_hosts
 from trainkit.slurm.control import requeue
-from trainkit.slurm.hosts import expand_hosts
 from trainkit.slurm.jobs import SlurmJob, query_jobs
 
 HOSTILE_NAMES = [

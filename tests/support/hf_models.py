@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.support.ranks import preload
-from trainkit.cli.ckpt import chosen_checkpoint
+from trainkit.capabilities.export.command import chosen_checkpoint
 from trainkit.run.rundir import RunDir
 
 SIZES = {
@@ -59,7 +59,7 @@ def save_model(folder: Path, kind: str = "llama", **changes: Any) -> Path:
 
 def export_run(run: Path, out: Path, merge: bool = False) -> None:
     """What `trainkit ckpt export` does, without a process that imports all libraries again."""
-    from trainkit.trainer.export import ExportRequest, export
+    from trainkit.capabilities.export.worker import ExportRequest, export
 
     folder = RunDir(run)
     config_file = folder.attempt(folder.attempt_numbers()[-1]).config_file

@@ -11,6 +11,7 @@ import torch
 from tests.support.hf_models import LLAMA3_ROPE, export_run, logits_of, need, save_model
 from tests.support.parity import Case, close, make_trainer, run_cases, saved_tensors, worst_difference
 from tests.support.runs import make_attempt
+from trainkit.capabilities.export.worker import ExportRequest, export
 from trainkit.cli.main import main
 from trainkit.config import RunConfig, load_config
 from trainkit.errors import FatalError, TrainkitError
@@ -19,7 +20,6 @@ from trainkit.run.files import read_json, write_json
 from trainkit.run.manifest import published
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.safetensors import StoredWeights
-from trainkit.trainer.export import ExportRequest, export
 from trainkit.trainer.hf_task import create_model, read_whole
 from trainkit.trainer.task_check import definite_problem
 from trainkit.trainer.user_task import UserTask

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import shutil
-import subprocess
 from dataclasses import asdict
-from pathlib import Path
 
 import click
 
 from trainkit.backends.jobs import require_not_running
 from trainkit.cli.help import as_group, examples, option, terminal_width
-from trainkit.cli.options import COUNT, INDEX, PATH, json_option, refuse_untrusted, run_argument, trust_option
-from trainkit.cli.output import echo_json, echo_result
+from trainkit.cli.options import COUNT, INDEX, json_option, run_argument
+from trainkit.cli.output import echo_json
 from trainkit.errors import EXIT_FAILED, EXIT_OK, UsageError
 from trainkit.folders import shown_path
 from trainkit.formats import size, table
-from trainkit.job.processes import module_argv
 from trainkit.run import manifest
-from trainkit.run.own_folders import own_environ
 from trainkit.run.record import read_job
 from trainkit.run.registry import find_run
 from trainkit.run.rundir import RunDir, run_lock
@@ -30,6 +23,7 @@ HEADING = ["CHECKPOINT", "STATE", "TIME", "SIZE", "LAYOUT", "BEST", "REASON"]
 
 
 @as_group(
+    "ckpt",
     "trainkit ckpt ls last",
     "trainkit ckpt verify last",
     "trainkit ckpt prune last --keep-last 1 --dry-run",
@@ -67,7 +61,7 @@ def verify(run_name: str, step: int | None, as_json: bool) -> int:
     Changes nothing: resuming skips damaged checkpoints.
     """
     results = []
-    for checkpoint in _wanted(find_run(run_name), step):
+    for checkpoint in checkpoints_of(find_run(run_name), step):
         damage = manifest.find_damage(checkpoint)
         if not checkpoint.path.is_dir():
             continue  # deleted meanwhile by the run, as superseded
@@ -115,90 +109,8 @@ def prune(run_name: str, keep_last: int, dry_run: bool, as_json: bool) -> None:
         click.echo(f"kept: {', '.join(item.path.name for item in kept) or 'nothing was there'}", err=True)
 
 
-@command.command(
-    epilog=examples(
-        "trainkit ckpt export last --out exported", "trainkit ckpt export last --out exported --dtype bf16"
-    )
-)
-@run_argument
-@option("--out", "Folder to create.", name="out_name", type=PATH, required=True)
-@option("--step N", "The checkpoint of this step.", type=INDEX)
-@option(
-    "--format",
-    "Files that transformers loads; a task of your own writes what it wants.",
-    name="format_name",
-    type=click.Choice(["hf"]),
-    default="hf",
-    show_default=True,
-)
-@option(
-    "--dtype",
-    "Data type of the weights.",
-    type=click.Choice(["fp32", "bf16", "fp16"]),
-    default="fp32",
-    show_default=True,
-)
-@option("--merge", "Add the adapters of model.lora to the model.")
-@trust_option
-@json_option
-def export(
-    run_name: str, out_name: Path, step: int | None, format_name: str, dtype: str, merge: bool, as_json: bool
-) -> int:
-    """Write the model of a checkpoint of RUN for other programs: the best one, else the newest.
-
-    With model.lora only the adapters are written, as peft does, unless --merge is given.
-    """
-    run = find_run(run_name)
-    refuse_untrusted(run.path)
-    checkpoint = chosen_checkpoint(run, step)
-    if out_name.exists() and not (out_name.is_dir() and not any(out_name.iterdir())):
-        raise UsageError(f"--out {out_name} exists already", hint="name a new or an empty folder")
-    partial = out_name.absolute().with_name(f".{out_name.name}.partial-{os.getpid()}")
-    request = {**places_of(run, checkpoint), "out": str(partial), "dtype": dtype, "merge": merge}
-    try:
-        partial.mkdir(parents=True)
-        # Another process: only the trainer may import torch.
-        argv = module_argv("trainkit.trainer.export")
-        code = subprocess.run(argv, input=json.dumps(request), text=True, env=own_environ()).returncode
-        if code:
-            return code if code > 0 else EXIT_FAILED
-        partial.rename(out_name)
-    except OSError as error:
-        message = f"--out {out_name} cannot be written: {error.strerror}"
-        raise UsageError(message, hint="name a new folder where you can write") from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    files = sorted(item.name for item in out_name.iterdir())
-    value = {"out": str(out_name), "checkpoint": str(checkpoint.path), "files": files}
-    echo_result(value, f"exported {checkpoint.path.name} to {out_name}: {', '.join(files)}", as_json)
-    return EXIT_OK
-
-
-def chosen_checkpoint(run: RunDir, step: int | None) -> manifest.Checkpoint:
-    """The checkpoint of a step, else the best one, else the newest intact one."""
-    there = _wanted(run, step)
-    best = [item for item in there if item.step == manifest.best_step(run.checkpoints_dir)]
-    chosen = manifest.newest_intact(best) or manifest.newest_intact(there)
-    if chosen is None:
-        newest = shown_path(there[-1].path)
-        raise UsageError(
-            f"{newest} is damaged: {manifest.find_damage(there[-1])}", hint="name another --step"
-        )
-    if chosen.manifest().model is None:
-        hint = "export the model in your own code"
-        raise UsageError(f"{shown_path(chosen.path)} is of a training loop of your own", hint=hint)
-    return chosen
-
-
-def places_of(run: RunDir, checkpoint: manifest.Checkpoint) -> dict[str, str]:
-    """Where a process finds a checkpoint and its config."""
-    number = run.latest_number()
-    config_file = run.config_file if number is None else run.attempt(number).config_file
-    files = {"run": run.path, "config_file": config_file, "checkpoint": checkpoint.path}
-    return {name: str(path.absolute()) for name, path in files.items()}
-
-
-def _wanted(run: RunDir, step: int | None) -> list[manifest.Checkpoint]:
+def checkpoints_of(run: RunDir, step: int | None) -> list[manifest.Checkpoint]:
+    """The published checkpoints of a run, or the one of a step; raises UsageError if there is none."""
     there = manifest.published(run.checkpoints_dir)
     if not there:
         raise UsageError(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from trainkit.cli.help import Group, as_group, examples, option
+from trainkit.cli.help import as_group, examples, option
 from trainkit.cli.options import PATH, json_option
 from trainkit.cli.output import json_text
 from trainkit.errors import EXIT_FAILED, EXIT_OK, UsageError
@@ -25,23 +25,11 @@ _text_key_option = option(
 )
 
 
-class DataCommands(Group):
-    """The commands of `trainkit data`, of which `show` is in no module of the core."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted([*super().list_commands(ctx), "show"])
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        from trainkit.cli.main import load_command
-
-        return load_command("data show") if cmd_name == "show" else super().get_command(ctx, cmd_name)
-
-
 @as_group(
+    "data",
     "trainkit data prepare stdlib --out shards",
     "trainkit data validate stdlib",
     "trainkit data show last --step 3",
-    cls=DataCommands,
 )
 def command() -> None:
     """Prepare and validate training data, and show that of a step."""

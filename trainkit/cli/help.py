@@ -12,6 +12,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
+from trainkit.capability import shipped_subcommands
 from trainkit.cli.usage import CommandGroup
 from trainkit.folders import shipped_config_names, shipped_configs
 
@@ -150,9 +151,19 @@ class Command(click.Command):
 
 
 class Group(CommandGroup):
-    """A group of commands whose help lists options under headings."""
+    """A group of commands whose help lists options under headings; capabilities add commands to it."""
 
     command_class = Command
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted([*super().list_commands(ctx), *shipped_subcommands(str(self.name))])
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        from trainkit.cli.main import load_command
+
+        if cmd_name in shipped_subcommands(str(self.name)):
+            return load_command(f"{self.name} {cmd_name}")
+        return super().get_command(ctx, cmd_name)
 
 
 def as_command(
@@ -162,9 +173,9 @@ def as_command(
     return click.command(cls=cls, epilog=examples(*lines), **options)
 
 
-def as_group(*lines: str, cls: type[click.Group] = Group) -> Callable[[Function], click.Group]:
-    """`as_command` for a group of commands."""
-    return click.group(cls=cls, epilog=examples(*lines))
+def as_group(name: str, *lines: str, cls: type[click.Group] = Group) -> Callable[[Function], click.Group]:
+    """`as_command` for a group of commands of this name."""
+    return click.group(name, cls=cls, epilog=examples(*lines))
 
 
 def option(shown: str, text: str, name: str = "", **rules: Any) -> Callable[[Any], Any]:

@@ -104,36 +104,35 @@ def command(
         chooses_nodes=chooses_nodes,
     )
     with planned as found:
-        loaded, plan, is_command = found.loaded, found.plan, found.plan_before.workload.is_command
+        so_far, loaded, plan = found.so_far, found.loaded, found.plan
         print_choice(found.choice, plan)
-        click.echo(describe_plan(plan, loaded.config.name if fork else found.job.name), err=True)
-        for change in changes(found.before, loaded.config):
+        click.echo(describe_plan(plan, loaded.config.name if fork else so_far.job.name), err=True)
+        for change in changes(so_far.config, loaded.config):
             click.echo(f"  changed             {change}", err=True)
-        peaks = found.plan_before.lr, plan.lr
-        if not is_command and (lr := learning_rate_change(source, found.before, loaded.config, *peaks)):
-            click.echo(f"  learning rate       {lr}", err=True)
-        time_s = None if is_command else expected_time_s(source, plan, loaded.config.train.steps)
-        if time_s is not None:
-            left = "at the speed of its newest steps; checkpoints and validations come on top"
-            click.echo(f"  time                about {duration(time_s)} {left}", err=True)
+        if not plan.workload.is_command:
+            if lr := learning_rate_change(so_far, loaded.config, plan.lr):
+                click.echo(f"  learning rate       {lr}", err=True)
+            if (time_s := expected_time_s(so_far, plan, loaded.config.train.steps)) is not None:
+                left = "at the speed of its newest steps; checkpoints and validations come on top"
+                click.echo(f"  time                about {duration(time_s)} {left}", err=True)
         if plan.workload.reads_input and not source.input_file.exists():
             words = f"{plan.workload.argv[0]} reads standard input"
             click.echo(f"warning: {words}, which this run has not kept: it gets an empty one", err=True)
-        if fork is None and (missing := missing_save(source, is_command=is_command)):
+        if fork is None and (missing := missing_save(so_far)):
             click.echo(f"  checkpoint          {missing}", err=True)
         if task is not None:
             refuse_command(task, plan.workload)
             plan = shown_failures(plan)
             entry = resume_run(source, loaded.config, plan, new_code=new_code)
-            print_started(source, found.job.name, entry, plan.backend, as_json, plan.warnings)
+            print_started(source, so_far.job.name, entry, plan.backend, as_json, plan.warnings)
             return lead_step(folder, task, source.attempt(entry.attempt), plan)
-        newest = found.job.newest
+        newest = so_far.job.newest
         was_here = newest is not None and newest.in_foreground and plan.is_here
         foreground = was_here and fork is None and not (follow or as_json)
         if foreground:
             plan = shown_failures(plan)
         if fork is None:
-            run, name = source, found.job.name
+            run, name = source, so_far.job.name
             entry = resume_run(run, loaded.config, plan, new_code=new_code, now=now, foreground=foreground)
         else:
             checkpoint = newest_checkpoint_of(source)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from trainkit.backends.jobs import query_jobs_or_warn
-from trainkit.capability import SHIPPED
+from trainkit.capability import SHIPPED, restart_cause
 from trainkit.cli.help import as_command, complete_run, option, terminal_width, warn
 from trainkit.cli.options import json_option
 from trainkit.cli.output import echo_json, echo_result
@@ -85,7 +85,7 @@ def show_runs(found: RunGroup | None, show_all: bool, as_json: bool) -> None:
         return
     status = query_group(found, warn)
     job = ", ".join(found.job_ids) or "-"
-    place = f" on {found.elsewhere}" if found.elsewhere else ""
+    place = f" on {found.record.elsewhere}" if found.record.elsewhere else ""
     best, value = status.best, status.to_dict()
     lines = {
         "group": status.name,
@@ -212,15 +212,17 @@ def run_details(status: RunStatus, rows: Mapping[str, Mapping[str, str]] = {}) -
 def restarts_line(restarts: Sequence[Restart]) -> str:
     """A one-line summary of all restarts: their number and causes, and the duration of the last one."""
     counts = Counter(restart.cause for restart in restarts)
-    shown = {"asked": "requested", "slow_host": "slow host"}
-    causes = ", ".join(f"{count} {shown.get(cause, cause)}" for cause, count in counts.most_common())
+    shown = [
+        f"{count} {'requested' if cause == 'asked' else restart_cause(cause).words}"
+        for cause, count in counts.most_common()
+    ]
     last = restarts[-1]
     spans = {"save": last.save_s, "end": last.end_s, "queue": last.queue_s, "start": last.start_s}
     parts = [f"{word} {seconds:.1f}" for word, seconds in spans.items() if seconds is not None]
     took = f" in {last.total_s:.1f} s" if last.total_s is not None else ""
     split = f" ({', '.join(parts)})" if parts else ""
     failure = f"; {last.verdict.failure.line}" if last.verdict is not None else ""
-    return f"{len(restarts)} ({causes}); last: {last.action}{took}{split}{failure}"
+    return f"{len(restarts)} ({', '.join(shown)}); last: {last.action}{took}{split}{failure}"
 
 
 def _details(lines: Mapping[str, str]) -> str:

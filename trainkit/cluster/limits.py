@@ -22,7 +22,7 @@ from trainkit.cluster.model import (
 from trainkit.config.running import ResourcesConfig
 from trainkit.errors import KeyProblem
 from trainkit.formats import did_you_mean, memory_mib, memory_text, plural, time_limit_s, time_text
-from trainkit.slurm.hosts import expand_hosts
+from trainkit.scheduler import expand_hosts
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
-"""Judges a config of a run against what the run has done: what differs, and what it cannot take."""
+"""What a run has done before its next attempt, and what a config changes of it, or cannot."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection, Iterator
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from math import isclose
 
@@ -16,17 +16,44 @@ from trainkit.data.checks import DataFacts
 from trainkit.errors import ConfigError, Problem, UsageError
 from trainkit.formats import plural
 from trainkit.function import call_file
+from trainkit.launch.repeat import config_and_plan
 from trainkit.plan.batch import learning_rate
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.model_shape import ModelShape, resolve_model_shape
-from trainkit.run.end import read_end
+from trainkit.run.end import AttemptEnd, read_end
 from trainkit.run.files import numbers
-from trainkit.run.history import RunHistory, read_plan
-from trainkit.run.manifest import Manifest, published
-from trainkit.run.rundir import RunDir
+from trainkit.run.history import RunHistory
+from trainkit.run.manifest import Checkpoint, Manifest, published
+from trainkit.run.record import JobRecord
+from trainkit.run.rundir import AttemptDir, RunDir
 
 FIXED_KEYS = ("seed", "data.seq_len", "data.shuffle")
 """The keys that determine the order of samples; the trainer also compares the data itself."""
+
+
+@dataclass(frozen=True)
+class RunSoFar:
+    """What is known of a run before its next attempt, gathered once by `run_so_far`."""
+
+    run: RunDir
+    job: JobRecord
+    config: RunConfig
+    plan: LaunchPlan
+    end: AttemptEnd | None
+    """How its newest attempt ended; None if that has left no record."""
+    saved: Sequence[Checkpoint]
+    """Its checkpoints, the newest last."""
+
+    @property
+    def step(self) -> int:
+        """The step of the newest checkpoint; 0 without one."""
+        return self.saved[-1].step if self.saved else 0
+
+
+def run_so_far(run: RunDir, job: JobRecord, source: RunDir | AttemptDir) -> RunSoFar:
+    """What a run has done, with the config and plan of `source`, which is the run or one of its attempts."""
+    end = read_end(run.attempt(max(run.attempt_numbers(), default=0)))
+    return RunSoFar(run, job, *config_and_plan(source), end, published(run.checkpoints_dir))
 
 
 def changes(before: RunConfig, after: RunConfig, ignored: Collection[str] = ()) -> Iterator[str]:
@@ -48,18 +75,15 @@ def flat_values(config: RunConfig) -> dict[str, object]:
     return flat
 
 
-def learning_rate_change(
-    run: RunDir, before: RunConfig, after: RunConfig, peak_before: float, peak: float
-) -> str | None:
+def learning_rate_change(so_far: RunSoFar, after: RunConfig, peak: float) -> str | None:
     """What the learning rate does where a run resumes, if a changed config or peak changes it."""
-    found = published(run.checkpoints_dir)
-    if not found or before.train.steps is None or after.train.steps is None:
+    before, step, steps = so_far.config, so_far.step, after.train.steps
+    if not so_far.saved or before.train.steps is None or steps is None:
         return None
-    step, steps = found[-1].step, after.train.steps
     old = partial(
         learning_rate,
         total_steps=before.train.steps,
-        peak_lr=peak_before,
+        peak_lr=so_far.plan.lr,
         config=before.schedule,
     )
     now = learning_rate(step + 1, steps, peak, after.schedule)
@@ -69,46 +93,42 @@ def learning_rate_change(
     return f"{old(step):.3g} at step {step}, {now:.3g} at step {step + 1}: {schedule}"
 
 
-def expected_time_s(run: RunDir, plan: LaunchPlan, steps: int | None) -> float | None:
+def expected_time_s(so_far: RunSoFar, plan: LaunchPlan, steps: int | None) -> float | None:
     """Seconds for the steps up to `steps`, at the speed of the newest attempt; None if it ran otherwise."""
-    shape = read_plan(run).step_shape
-    measured = numbers(RunHistory(run).newest_steps(), "step_s")
-    if steps is None or not measured or shape != (vars(plan.layout), vars(plan.batch), plan.device):
+    names = ("layout", "batch", "device")  # on which the time of a step depends
+    if steps is None or any(getattr(plan, name) != getattr(so_far.plan, name) for name in names):
         return None
-    saved = published(run.checkpoints_dir)
-    return max(0, steps - (saved[-1].step if saved else 0)) * statistics.median(measured)
+    measured = numbers(RunHistory(so_far.run).newest_steps(), "step_s")
+    return max(0, steps - so_far.step) * statistics.median(measured) if measured else None
 
 
-def missing_save(run: RunDir, *, is_command: bool) -> str | None:
+def missing_save(so_far: RunSoFar) -> str | None:
     """What a run without a save resumes from, for people; None if one was seen.
 
     A command that does not save by `trainkit.loop` says it by its exit code alone.
     """
-    if published(run.checkpoints_dir):
+    if so_far.saved:
         return None
-    if not is_command:
+    if not so_far.plan.workload.is_command:
         return "none yet: training starts at step 0 again"
-    ends = (read_end(run.attempt(number)) for number in run.attempt_numbers())
+    ends = (read_end(so_far.run.attempt(number)) for number in so_far.run.attempt_numbers())
     if any(end is not None and end.saved for end in ends):
         return None
     return "no save was seen: it starts at the beginning, unless it finds one of its own"
 
 
-def share_left(run: RunDir, steps: int | None) -> float:
+def share_left(so_far: RunSoFar, steps: int | None) -> float:
     """The share of a run's steps after its newest checkpoint; 1 if their number is unknown."""
-    saved = published(run.checkpoints_dir)
-    return 1.0 if steps is None or not saved else max(0.0, 1 - saved[-1].step / steps)
+    return 1.0 if steps is None else max(0.0, 1 - so_far.step / steps)
 
 
-def refuse_finished(
-    run: RunDir, before: RunConfig, now: RunConfig, plan: LaunchPlan, *, new_code: bool = False
-) -> None:
+def refuse_finished(so_far: RunSoFar, now: RunConfig, *, new_code: bool = False) -> None:
     """Raise UsageError if the run has finished and nothing is asked that it has not done.
 
-    That is another number of steps, for a command any other value than `before`, or new code.
+    That is another number of steps, for a command any other value than before, or new code.
     """
-    end = read_end(run.attempt(max(run.attempt_numbers(), default=0)))
-    if end is None or end.state != "finished":
+    run, before, plan = so_far.run, so_far.config, so_far.plan
+    if so_far.end is None or so_far.end.state != "finished":
         return
     if plan.workload.is_command:
         if new_code or any(changes(before, now)):
@@ -120,7 +140,7 @@ def refuse_finished(
             hint = "call trainkit.submit(…) again"
         raise UsageError(f"{run.shown} has finished: its command ended with exit code 0", hint=hint)
     length = (now.train.steps, now.train.epochs)
-    if not published(run.checkpoints_dir) or (before.train.steps, before.train.epochs) != length:
+    if not so_far.saved or (before.train.steps, before.train.epochs) != length:
         return
     key, number = ("steps", f"{length[0]}") if length[1] is None else ("epochs", f"{length[1]:g}")
     raise UsageError(
@@ -129,19 +149,19 @@ def refuse_finished(
     )
 
 
-def refuse_incompatible(run: RunDir, loaded: LoadedConfig, data: DataFacts | None) -> None:
+def refuse_incompatible(so_far: RunSoFar, loaded: LoadedConfig, data: DataFacts | None) -> None:
     """Raise ConfigError with every value of a config that is incompatible with the newest checkpoint.
 
     `data` is None for a task of the user.
     """
-    found = published(run.checkpoints_dir)
-    if not found:
+    if not so_far.saved:
         return
+    newest = so_far.saved[-1]
     try:
-        manifest = found[-1].manifest()
+        manifest = newest.manifest()
     except (OSError, ValueError):
         return  # damaged: the trainer falls back to an earlier one and checks that
-    problems = list(_problems(manifest, loaded, data, found[-1].path.name))
+    problems = list(_problems(manifest, loaded, data, newest.path.name))
     if problems:
         raise ConfigError(problems)
 

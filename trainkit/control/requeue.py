@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from trainkit.backend import backend_of
 from trainkit.backends.jobs import live_entry, read_whole_job, wait_until_out_of_queue
-from trainkit.control.changed_config import refuse_finished
+from trainkit.control.changed_config import refuse_finished, run_so_far
 from trainkit.errors import UsageError, print_note
 from trainkit.launch.create import start_attempt
-from trainkit.launch.repeat import config_and_plan, refuse_by_hand
+from trainkit.launch.repeat import refuse_by_hand
 from trainkit.run.end import is_over, read_end
 from trainkit.run.files import utc_now
 from trainkit.run.record import AttemptRecord, JobRecord, change_newest
@@ -75,15 +75,13 @@ def start_again(run: RunDir, job: JobRecord, reason: str) -> AttemptRecord:
     if newest is None:
         hint = f"`trainkit resume {run.word}` starts it"
         raise UsageError(f"{run.shown} was never started", hint=hint)
-    config, plan = config_and_plan(run.attempt(newest.attempt))
+    so_far = run_so_far(run, job, run.attempt(newest.attempt))
+    config, plan = so_far.config, so_far.plan
     if not plan.workload.is_command:
-        refuse_finished(run, config, config, plan)
+        refuse_finished(so_far, config)
     if not plan.has_supervisor or plan.attended_in is not None:
-        where = (
-            f"a {plan.attended_in}"
-            if plan.has_supervisor
-            else "a step that srun started, or under another launcher"
-        )
+        step = "step that srun started, or under another launcher"
+        where = f"a {plan.attended_in if plan.has_supervisor else step}"
         raise UsageError(f"{run.shown} ran in {where}", hint=f"`trainkit resume {run.word}` plans it anew")
     hosts = note_dead_job(run, job, print_note)
     plan = backend_of(newest).without_hosts(plan, hosts, print_note)

@@ -11,21 +11,20 @@ from trainkit.backend import backend_of
 from trainkit.backends.jobs import read_whole_job, require_not_running
 from trainkit.cluster.target import Target, make_target
 from trainkit.config import LoadedConfig, RunConfig
-from trainkit.control.changed_config import refuse_finished, refuse_incompatible, share_left
+from trainkit.control.changed_config import (
+    RunSoFar,
+    refuse_finished,
+    refuse_incompatible,
+    run_so_far,
+    share_left,
+)
 from trainkit.control.requeue import note_dead_job
 from trainkit.launch.create import start_attempt
 from trainkit.launch.plan_run import gather, plan_run
-from trainkit.launch.repeat import (
-    config_and_plan,
-    load_again,
-    refuse_by_hand,
-    refuse_replay,
-    submission_folder,
-)
+from trainkit.launch.repeat import load_again, refuse_by_hand, refuse_replay, submission_folder
 from trainkit.launch.snapshot import renewed_code
 from trainkit.plan.launch import LaunchPlan
-from trainkit.run.manifest import published
-from trainkit.run.record import AttemptRecord, JobRecord, read_job
+from trainkit.run.record import AttemptRecord, read_job
 from trainkit.run.rundir import RunDir, run_lock
 
 if TYPE_CHECKING:
@@ -36,9 +35,7 @@ if TYPE_CHECKING:
 class PlannedResume:
     """The next attempt of a run, planned."""
 
-    job: JobRecord
-    before: RunConfig
-    plan_before: LaunchPlan
+    so_far: RunSoFar
     loaded: LoadedConfig
     plan: LaunchPlan
     choice: Choice | None = None
@@ -70,30 +67,30 @@ def planned_resume(
         require_not_running(run, job, "resume")
         note_dead_job(run, job, warn)
     refuse_by_hand(run)
-    before, plan_before = config_and_plan(run)
-    loaded, workload = load_again(run, plan_before, overrides, flags), plan_before.workload
-    refuse_finished(run, before, loaded.config, plan_before, new_code=new_code)
+    so_far = run_so_far(run, job, run)
+    loaded, workload = load_again(run, so_far.plan, overrides, flags), so_far.plan.workload
+    refuse_finished(so_far, loaded.config, new_code=new_code)
     with submission_folder(job, new_code) as code_dir:
         if target is None and "launch.backend" not in flags:
             target = same_place(job.newest, loaded)
-        target, resumes = target or make_target(loaded, run=run.path), bool(published(run.checkpoints_dir))
-        facts = gather(loaded, workload, target=target, resumes=resumes, code_dir=code_dir)
-        lr_of = plan_before if before.optimizer == loaded.config.optimizer else None
+        target = target or make_target(loaded, run=run.path)
+        facts = gather(loaded, workload, target=target, resumes=bool(so_far.saved), code_dir=code_dir)
+        lr_of = so_far.plan if so_far.config.optimizer == loaded.config.optimizer else None
         choice = None
         if chooses_nodes:
             from trainkit.launch.earliest_end import choose_nodes  # slow to import
 
-            left = 1.0 if workload.is_command else share_left(run, loaded.config.train.steps)
+            left = 1.0 if workload.is_command else share_left(so_far, loaded.config.train.steps)
             loaded, plan, choice = choose_nodes(
                 loaded, workload, code_dir=code_dir, facts=facts, before=lr_of, left=left
             )
         else:
             plan = plan_run(loaded, facts, workload, code_dir=code_dir, before=lr_of)
         if not plan.is_job:
-            plan = replace(plan, after=plan_before.after)  # what it has not waited for yet
+            plan = replace(plan, after=so_far.plan.after)  # what it has not waited for yet
         if not workload.is_command:
-            refuse_incompatible(run, loaded, facts.data)
-        yield PlannedResume(job, before, plan_before, loaded, plan, choice)
+            refuse_incompatible(so_far, loaded, facts.data)
+        yield PlannedResume(so_far, loaded, plan, choice)
 
 
 def resume_run(

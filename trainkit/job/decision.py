@@ -9,7 +9,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, takewhile
+from typing import get_args
 
+from trainkit.capability import restart_cause
 from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, EXIT_OK, EXIT_STOPPED, EXIT_STUCK
 from trainkit.formats import plural, time_text
 from trainkit.job.hangs import HangRecord
@@ -24,8 +26,8 @@ RESTART_SIGNAL = "SIGUSR2"
 
 FAILURES: tuple[Cause, ...] = ("node_fail", "crash", "hang")
 
-UNCOUNTED: tuple[Cause, ...] = ("preempted", "asked", "slow_host", "grow")
-"""Causes that say nothing about a run's progress."""
+UNCOUNTED: tuple[Cause, ...] = ("preempted", "asked")
+"""Causes that say nothing about a run's progress, as all those of capabilities."""
 MAX_ENDS_AT_STEP = 3
 """Consecutive attempts that end at the same step and checkpoint before the run is given up."""
 RANDOM_TYPES = ("Hang", "HostLost", "PreflightFailed", "OutOfMemory", "CheckpointError", "RankKilled")
@@ -59,9 +61,9 @@ MAX_STARTS = 10
 class Departure:
     """Why the ranks are to end, as the supervisor itself wants it, or because a host is taken away."""
 
-    cause: Cause
-    """``slow_host``, ``grow``, ``timeout`` when the slices of the run have taken their total, or
-    ``preempted`` of a host that is drained."""
+    cause: str
+    """``timeout`` when the slices of the run have taken their total, ``preempted`` of a host that is drained,
+    or that of a capability."""
     why: str
     """For example ``restarts without b: rank 5 slow since step 1200 (compute)``."""
     host: str | None = None
@@ -105,7 +107,7 @@ class Outcome:
     """(node rank, exit code) in the order in which the agents ended."""
     stop_signal: str | None = None
     """The signal that asked the job to stop; None without one."""
-    cause: Cause | None = None
+    cause: str | None = None
     """The reason for the signal; None if a person cancelled the job."""
     departure: Departure | None = None
     """What made the supervisor have the ranks save, or the host that is taken away; None otherwise."""
@@ -183,7 +185,7 @@ class Decision:
     summary: str
     """What has happened."""
     exit_code: int
-    cause: Cause | None = None
+    cause: str | None = None
     """Why the run is restarted, or the cause of its failure."""
     delay_s: float = 0.0
     """How long to wait before the restart."""
@@ -316,10 +318,10 @@ def _after_request(
     departure = result.departure
     is_drained = departure is not None and departure.cause == cause == "preempted"
     summary += f" while {departure.why}" if departure and is_drained else _BECAUSE.get(cause, "")
-    if departure is not None and cause in ("slow_host", "grow"):
+    if departure is not None and is_of_capability(cause):
         summary = departure.why if saved else f"{departure.why}; {summary}"
     limit = _total_limit(run, policy) or restarts_limit(run.previous, policy)
-    if cause not in ("asked", "slow_host", "grow", *policy.on):
+    if cause not in ("asked", *policy.on) and not is_of_capability(cause):
         limit = f"requeue.on does not include {cause}"
     elif limit is None and cause == "timeout" and _makes_no_progress(run):
         limit = f"the time limit was reached {MAX_ENDS_AT_STEP} times in a row at step {run.step}"
@@ -327,11 +329,11 @@ def _after_request(
         return Decision("stopped", summary, EXIT_STOPPED, cause, details=not_again(limit))
     # A signalled job leaves its allocation, unless that was only to leave a host, or a person asked for a
     # restart and it cannot be requeued.
-    in_place = cause == "slow_host" or (cause == "asked" and not options.requeue)
+    in_place = restart_cause(cause).in_place or (cause == "asked" and not options.requeue)
     return _resume(summary, cause, EXIT_STOPPED, run.previous, options, in_place=in_place)
 
 
-_BECAUSE: dict[Cause, str] = {
+_BECAUSE = {
     "preempted": " at a preemption",
     "timeout": " before the time limit",
     "node_fail": " when a node failed",
@@ -385,6 +387,11 @@ def _restart_limit(result: Outcome, cause: Cause, run: Standing, policy: Requeue
     if _makes_no_progress(run):
         return f"{MAX_ENDS_AT_STEP} attempts in a row ended at step {run.step}"
     return _total_limit(run, policy) or restarts_limit(run.previous, policy)
+
+
+def is_of_capability(cause: str | None) -> bool:
+    """Whether a capability has the run restart for this cause, which is then no failure."""
+    return cause is not None and cause not in get_args(Cause)
 
 
 def repeatable_failure(failure: RankFailure | None) -> RankFailure | None:
@@ -449,7 +456,8 @@ def _num_failures_without_progress(run: Standing) -> int:
 
 def _makes_no_progress(run: Standing) -> bool:
     """Whether MAX_ENDS_AT_STEP attempts in a row ended at one step; preemptions and requests do not count."""
-    counted = [attempt for attempt in run.previous if attempt.cause not in UNCOUNTED][1 - MAX_ENDS_AT_STEP :]
+    counted = [end for end in run.previous if end.cause not in UNCOUNTED and not is_of_capability(end.cause)]
+    counted = counted[1 - MAX_ENDS_AT_STEP :]
     return (
         run.step is not None
         and len(counted) == MAX_ENDS_AT_STEP - 1
@@ -459,7 +467,7 @@ def _makes_no_progress(run: Standing) -> bool:
 
 def _resume(
     summary: str,
-    cause: Cause,
+    cause: str,
     exit_code: int,
     previous: Sequence[AttemptEnd],
     options: RestartOptions,

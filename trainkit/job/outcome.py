@@ -9,7 +9,7 @@ from trainkit.job.decision import Departure, Observed, Outcome
 from trainkit.job.failure.records import find_first_failure
 from trainkit.job.signals import signal_exit_code
 from trainkit.plan.launch import LaunchPlan
-from trainkit.run.end import Cause, RankFailure
+from trainkit.run.end import RankFailure
 from trainkit.run.events import read_events
 from trainkit.run.files import parse_time, seconds_between
 from trainkit.run.rundir import AttemptDir
@@ -23,7 +23,7 @@ def outcome_of(
     plan: LaunchPlan,
     observed: Observed,
     *,
-    cause: Cause | None = None,
+    cause: str | None = None,
     departure: Departure | None = None,
     lost_nodes: tuple[str, ...] = (),
     launch_error: str | None = None,

@@ -15,7 +15,7 @@ from datetime import datetime, timedelta, timezone
 from itertools import islice
 from pathlib import Path
 
-from trainkit.backends.slurm.queue_estimate import ask_fitting, misfit, request_of, when
+from trainkit.backends.slurm.queue_estimate import ask_fitting, misfit, priority, request_of, when
 from trainkit.cluster.limits import ResourceRequest, listed, longest_time_s
 from trainkit.cluster.model import Cluster, Partition
 from trainkit.config import LoadedConfig, RunConfig, read_effective
@@ -24,9 +24,8 @@ from trainkit.config.training import DECODER
 from trainkit.errors import ConfigError, TrainkitError, UsageError
 from trainkit.formats import JsonObject, duration, plural, table, time_limit_s, time_text
 from trainkit.launch.plan_run import gather, plan_run
-from trainkit.plan.effective_time import RESTART_S
 from trainkit.plan.facts import Facts
-from trainkit.plan.gpus import find_gpu
+from trainkit.plan.gpus import RESTART_S, find_gpu
 from trainkit.plan.launch import LaunchPlan, Options, option_argv
 from trainkit.plan.layouts import cost_of
 from trainkit.plan.model_shape import resolve_model_shape
@@ -39,7 +38,6 @@ from trainkit.run.group import RunGroup
 from trainkit.run.history import RunHistory, read_plan
 from trainkit.run.registry import iter_known_runs
 from trainkit.run.rundir import RunDir
-from trainkit.slurm.client import query
 
 ENOUGH_S = 5.0
 """Seconds for all questions to Slurm together; what it has not answered by then does not count."""
@@ -296,7 +294,7 @@ def _gather(
     )
     clusters = resources.clusters
     with ThreadPoolExecutor(2) as threads:
-        priority = threads.submit(_priority, ",".join(clusters))
+        weights = threads.submit(priority, ",".join(clusters), ENOUGH_S)
         measured = threads.submit(_measured, plans, config, gpus)
         answers = ask_fitting(requests, clusters, ENOUGH_S)
         base = _base(plans, config, facts, {gpus[item.name] for item in request.partitions}, request)
@@ -320,7 +318,7 @@ def _gather(
         longest = sorted(offers, key=lambda one: one.limit_s)
         whole = {(one.num_nodes, one.partition): one.start_time for one in longest}
         ends = [with_end(one, config, now, whole[one.num_nodes, one.partition]) for one in offers]
-        return ends, priority.result()
+        return ends, weights.result()
 
 
 def _limits(
@@ -410,17 +408,6 @@ def _is_alike(run: RunDir, config: RunConfig) -> bool:
 def _earlier_runs() -> Iterator[RunDir]:
     for known in iter_known_runs():
         yield from map(known.run, known.points) if isinstance(known, RunGroup) else (known,)
-
-
-def _priority(cluster: str) -> str:
-    """The user's shares and the weights of the priority; empty where the cluster has no such priorities."""
-    parts = []
-    for argv in (["sprio", "--weights"], ["sshare", "-U"]):
-        try:
-            parts.append(query(argv, timeout_s=ENOUGH_S / 2, patience_s=0.0, cluster=cluster).rstrip())
-        except TrainkitError:
-            return ""
-    return "\n".join(parts)
 
 
 # Act.

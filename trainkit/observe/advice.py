@@ -26,7 +26,7 @@ from trainkit.run.files import Record, read_object
 from trainkit.run.history import PlanRecord, read_plan
 from trainkit.run.manifest import published
 from trainkit.run.rundir import RunDir
-from trainkit.slurm.hosts import expand_hosts
+from trainkit.scheduler import expand_hosts
 
 _MEM = re.compile(r"(\d+)([KMGT]?)")
 

@@ -20,7 +20,6 @@ from trainkit.run.group import WAITS_FOR_ROOM, Point, RunGroup
 from trainkit.run.history import Attempt, PlanRecord, attempts_of
 from trainkit.run.record import AttemptRecord, attempt_of, is_alive
 from trainkit.scheduler import JobInfo, JobState, on_cluster
-from trainkit.slurm.environment import other_cluster
 
 NUM_READERS = 4
 """Threads that read points in parallel: a network filesystem takes about a millisecond per file."""
@@ -182,10 +181,10 @@ class GroupFiles:
 
     def _cluster(self, files: PointFiles) -> str | None:
         """The cluster of the job of a point, if Slurm's commands have to name it here."""
-        named = files.entry.cluster if files.entry.attempt else self.group.record.cluster
-        if named not in self._elsewhere:
-            self._elsewhere[named] = other_cluster(named)
-        return self._elsewhere[named]
+        record = files.entry if files.entry.attempt else self.group.record
+        if record.cluster not in self._elsewhere:
+            self._elsewhere[record.cluster] = record.elsewhere
+        return self._elsewhere[record.cluster]
 
     @property
     def is_over(self) -> bool:

@@ -15,7 +15,6 @@ from trainkit.backends.slurm.failed_starts import FailedStart, batch_log, failed
 from trainkit.capability import attended_in, load, shipped_classes
 from trainkit.errors import EXIT_STOPPED, TrainkitError
 from trainkit.formats import number, time_text
-from trainkit.observe.goodput import worker_hours
 from trainkit.observe.logs import clean, printed_metrics, read_log
 from trainkit.run.end import (
     SIGNALLED,
@@ -37,6 +36,7 @@ from trainkit.run.history import (
     ended_attempts,
     find_restarts,
     read_plan,
+    worker_hours,
 )
 from trainkit.run.manifest import newest_checkpoint
 from trainkit.run.record import AttemptRecord, JobRecord

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from trainkit.plan.facts import Facts
 
 Version = tuple[int, int]
+RESTART_S = 300.0
+"""Seconds from a failure, or the end of a job, to the next step, which nothing here has measured."""
 USABLE = 0.92
 """Fraction of a GPU's memory for tensors; CUDA, NCCL and allocator fragmentation take the rest."""
 

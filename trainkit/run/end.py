@@ -26,12 +26,9 @@ from trainkit.run.tracebacks import CodeLine
 Action = Literal["finished", "stopped", "failed", "restart", "requeue", "resubmit", "follow_up"]
 """`restart` restarts the step inside the allocation, `requeue` requeues the job, `resubmit` submits a new
 job, and `follow_up` lets a job that is already in the queue continue the run."""
-Cause = Literal[
-    "preempted", "timeout", "node_fail", "crash", "hang", "asked", "slow_host", "grow", "not_started"
-]
-"""Why a run is restarted: a value of `requeue.on`; `asked` when a person requested it; `slow_host` to
-continue without a slow host; `grow` to have more nodes; `not_started` when Slurm could not start the step,
-which does not count as a failure of the run."""
+Cause = Literal["preempted", "timeout", "node_fail", "crash", "hang", "asked", "not_started"]
+"""Why a run is restarted: a value of `requeue.on`; `asked` when a person requested it; `not_started` when
+Slurm could not start the step, which does not count as a failure of the run. Others are of capabilities."""
 RESUME_ACTIONS: tuple[Action, ...] = ("restart", "requeue", "follow_up", "resubmit")
 """The actions after which the run resumes without a command, the cheapest first."""
 UNFINISHED_STATES = ("pending", "starting", "running", "paused", "restarting", "stopping", "requeueing")
@@ -155,7 +152,8 @@ class AttemptEnd:
     state: str | None = None
     """``finished stopped cancelled failed``."""
     action: Action | None = None
-    cause: Cause | None = None
+    cause: str | None = None
+    """A `Cause`, or that of a capability."""
     exit_code: int | None = None
     reason: str | None = None
     """A sentence for people."""

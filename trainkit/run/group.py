@@ -33,10 +33,9 @@ from trainkit.run.files import (
     write_json,
 )
 from trainkit.run.process import ProcessId
-from trainkit.run.record import CodeCopy, add_slurm_attempt, create_job, open_attempt
+from trainkit.run.record import CodeCopy, HasCluster, add_slurm_attempt, create_job, open_attempt
 from trainkit.run.rundir import Child, RunDir, RunFolder, is_same_folder
 from trainkit.scheduler import on_cluster
-from trainkit.slurm.environment import other_cluster
 from trainkit.trust import read_trusted
 
 GROUP_VERSION = 1
@@ -71,7 +70,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class GroupRecord:
+class GroupRecord(HasCluster):
     """The content of `sweep.json` without its points."""
 
     version: int = GROUP_VERSION
@@ -242,14 +241,9 @@ class RunGroup(RunFolder):
         return [part.job_id for part in self.parts if part.job_id is not None]
 
     @property
-    def elsewhere(self) -> str | None:
-        """The cluster of its arrays, if Slurm's commands have to name it here."""
-        return other_cluster(self.record.cluster)
-
-    @property
     def jobs(self) -> list[str]:
         """Its arrays for Slurm's commands: see `on_cluster`."""
-        return [on_cluster(job_id, self.elsewhere) for job_id in self.job_ids]
+        return [on_cluster(job_id, self.record.elsewhere) for job_id in self.job_ids]
 
     @property
     def left(self) -> list[int]:

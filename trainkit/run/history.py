@@ -7,7 +7,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import islice, pairwise, zip_longest
 from pathlib import Path
 
 from trainkit.capability import take_parts
@@ -247,6 +247,31 @@ def ended_attempts(attempts: Mapping[int, Attempt], now: float | None) -> list[A
     return found[::-1]
 
 
+def idle_gaps(attempts: Sequence[Attempt]) -> float:
+    """Seconds between attempts within one allocation: a restart keeps it, a requeue gives it back."""
+    return sum(_idle_s(attempt, following) for attempt, following in pairwise(attempts))
+
+
+def _idle_s(attempt: Attempt, following: Attempt) -> float:
+    if attempt.action != "restart" or attempt.ended is None or following.started is None:
+        return 0.0
+    return max(0.0, following.started - attempt.ended)
+
+
+def worker_hours(attempts: Sequence[Attempt], world_size: int | None) -> float | None:
+    """The allocated hours of all ranks, whose number may differ between attempts; None if unknown.
+
+    `world_size` is that of attempts that do not say how many they had.
+    """
+    total_s = 0.0
+    for attempt, following in zip_longest(attempts, attempts[1:]):
+        ranks = attempt.world_size or world_size
+        if ranks is None:
+            return None
+        total_s += ranks * (attempt.allocated_s + (0.0 if following is None else _idle_s(attempt, following)))
+    return total_s / 3600
+
+
 @dataclass(frozen=True)
 class Restart:
     """One restart, from the end of an attempt to the next; durations are None where an event is missing."""
@@ -256,8 +281,8 @@ class Restart:
     action: str
     """``restart`` in the allocation, ``requeue`` of the job, ``resubmit`` or ``follow_up`` as another job."""
     cause: str
-    """``preempted timeout node_fail crash hang``, ``slow_host`` to continue without one, ``grow`` to
-    have more nodes, or ``asked`` for `trainkit requeue`."""
+    """``preempted timeout node_fail crash hang``, ``asked`` for `trainkit requeue`, or that of a capability,
+    such as ``slow_host``."""
     verdict: Event | None
     """The first failure, where there was one."""
     save_s: float | None

@@ -44,8 +44,19 @@ def copy_submitit_pickle(run: RunDir, job_id: str, new_id: str) -> None:
         shutil.copyfile(pickle, submitit_pickle(run, new_id))
 
 
+class HasCluster:
+    """A record of what was submitted to a cluster."""
+
+    cluster: str | None
+
+    @property
+    def elsewhere(self) -> str | None:
+        """The cluster of its jobs, if Slurm's commands have to name it here."""
+        return other_cluster(self.cluster)
+
+
 @dataclass(frozen=True)
-class AttemptRecord:
+class AttemptRecord(HasCluster):
     """One attempt in job.json; None where a value is missing."""
 
     attempt: int = 0
@@ -76,11 +87,6 @@ class AttemptRecord:
     inode: int | None = field(default=None, metadata=OPTIONAL)
     more: dict[str, Any] = field(default_factory=dict)
     """What another version recorded."""
-
-    @property
-    def elsewhere(self) -> str | None:
-        """The cluster of its job, if Slurm's commands have to name it here."""
-        return other_cluster(self.cluster)
 
     @property
     def job(self) -> str:

@@ -27,10 +27,9 @@ from trainkit.folders import ensure_folder, state_folder, typed_path
 from trainkit.formats import did_you_mean, there_are
 from trainkit.run.files import append_jsonl, read_jsonl, utc_now
 from trainkit.run.group import RunGroup, create_task_run, group_of, is_index
-from trainkit.run.record import read_job
+from trainkit.run.record import HasCluster, read_job
 from trainkit.run.rundir import RUNS_FOLDER, AttemptDir, RunDir
 from trainkit.scheduler import base_id, is_job_id, split_job
-from trainkit.slurm.environment import other_cluster
 
 LIST_HINT = "`trainkit status` lists the runs"
 Known = TypeVar("Known", bound=RunDir | RunGroup)
@@ -308,14 +307,15 @@ def _newest(text: str, matches: Sequence[Known], to_change: bool) -> Known:
 def _clusters_of_job(known: RunDir | RunGroup, text: str) -> set[str | None]:
     """The clusters on which a run or group has this job: None is the one here, and an unknown one."""
     job_id, cluster = split_job(text)
+    found: list[HasCluster]
     if isinstance(known, RunGroup):
         has_job = (base_id(job_id) if is_job_id(job_id) else job_id) in known.job_ids
-        found = [known.record.cluster] if has_job else []
+        found = [known.record] if has_job else []
     else:
         job = read_job(known)
-        found = [entry.cluster for entry in job.attempts if entry.job_id == job_id]
-        found += [job.newest.cluster] if job.newest and job_id in (job.follow_ups or []) else []
-    return {other_cluster(name) for name in found if cluster in ("", name)}
+        found = [entry for entry in job.attempts if entry.job_id == job_id]
+        found += [job.newest] if job.newest and job_id in (job.follow_ups or []) else []
+    return {record.elsewhere for record in found if cluster in ("", record.cluster)}
 
 
 STATE_VARIABLE = "XDG_STATE_HOME"

@@ -1,55 +1,16 @@
-"""Slurm's host lists (`node[18-19,1-2]`) and counts (`2(x3),1`), and the states of hosts."""
+"""Slurm's counts of tasks per host (`2(x3),1`), and the states and addresses of hosts."""
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
-from itertools import chain, product
 
 from trainkit.errors import UsageError
+from trainkit.scheduler import expand_hosts
 from trainkit.slurm.client import FIELD, QUERY_PATIENCE_S, RECORD, query, records, safe_value
 from trainkit.slurm.states import checked_job_id
 
 _COUNT = re.compile(r"(?P<count>\d+)(?:\(x(?P<repeat>\d{1,6})\))?", re.ASCII)
-_ITEM = re.compile(r"(?:[^\s\[\],]|\[[^\[\]]*\])+")
-_BRACKETS = re.compile(r"\[([^\[\]]*)\]")
-_RANGE = re.compile(r"(?P<first>\d{1,18})(?:-(?P<last>\d{1,18}))?", re.ASCII)
-MAX_HOSTS = 1_000_000
-"""More than any cluster has; prevents a typo from exhausting memory."""
-
-
-def expand_hosts(text: str) -> list[str]:
-    """Every host of a host list, in Slurm's order; raises UsageError if the text is not a host list.
-
-    Slurm's own command would cost a process, and a container may lack it.
-    """
-    text = safe_value(text.strip(), "a host list")
-    items = [_BRACKETS.split(item) for item in _ITEM.findall(text)]  # names, and brackets between them
-    ranges = [[_ranges(bracket) for bracket in item[1::2]] for item in items]
-    counts = [math.prod(sum(len(numbers) for numbers, _ in one) for one in item) for item in ranges]
-    is_whole = ",".join(_ITEM.findall(text)) == text and text.isprintable()
-    if not is_whole or 0 in counts or sum(counts) > MAX_HOSTS:
-        raise UsageError(f"not a Slurm host list: {text!r}", hint="for example node[1-4,7] or gpu-a,gpu-b")
-    hosts = []
-    for item, brackets in zip(items, ranges, strict=True):
-        numbers = [[f"{n:0{width}d}" for span, width in one for n in span] for one in brackets]
-        # Slurm's order: the last bracket varies fastest, then the first, the second, …
-        for picked in product(*reversed(numbers[:-1]), *numbers[-1:]):
-            chosen = [*reversed(picked[:-1]), *picked[-1:], ""]
-            hosts.append("".join(chain.from_iterable(zip(item[::2], chosen, strict=True))))
-    return hosts
-
-
-def _ranges(bracket: str) -> list[tuple[range, int]]:
-    """The numbers and the width of each range in a bracket; empty if one of them is no range."""
-    found = [_RANGE.fullmatch(one) for one in bracket.split(",")]
-    spans = [
-        (range(int(one["first"]), int(one["last"] or one["first"]) + 1), len(one["first"]))
-        for one in found
-        if one
-    ]
-    return spans if len(spans) == len(found) and all(span for span, _ in spans) else []
 
 
 def tasks_per_node(text: str) -> list[int]:

@@ -30,7 +30,6 @@ from trainkit.slurm.client import (
     records,
     time_of,
 )
-from trainkit.slurm.hosts import expand_hosts
 from trainkit.slurm.states import (
     checked_job_id,
     reason_sentence,
@@ -72,10 +71,6 @@ class SlurmJob(JobInfo):
     @property
     def log_not_opened(self) -> bool:
         return self.state is JobState.FAILED and self.exit_signal == _LOG_NOT_OPENED
-
-    @property
-    def hosts(self) -> list[str]:
-        return expand_hosts(self.nodes) if self.nodes else []
 
     @property
     def explanation(self) -> str:

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from trainkit.errors import TrainkitError
-from trainkit.scheduler import base_id, on_cluster, split_job
+from trainkit.scheduler import base_id, expand_hosts, on_cluster, split_job
 from trainkit.slurm.client import (
     FIELD,
     FIRST_PAUSE_S,
@@ -33,7 +33,6 @@ from trainkit.slurm.client import (
     time_of,
 )
 from trainkit.slurm.environment import scrubbed
-from trainkit.slurm.hosts import expand_hosts
 
 SUBMIT_TIMEOUT_S = 60.0
 SUBMIT_PATIENCE_S = 60.0

@@ -12,9 +12,9 @@ import torch
 from tests.support.hf_models import need, save_model
 from tests.support.parity import Case, run_cases
 from tests.support.programs import run_program
+from trainkit.capabilities.export.command import chosen_checkpoint
 from trainkit.capabilities.generate import worker as generate_module
 from trainkit.capabilities.generate.worker import choose_token, generate, main
-from trainkit.cli.ckpt import chosen_checkpoint
 from trainkit.config.schema import RunConfig
 from trainkit.errors import UsageError
 from trainkit.run.rundir import RunDir

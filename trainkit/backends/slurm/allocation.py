@@ -69,10 +69,10 @@ from trainkit.run.record import (
 )
 from trainkit.run.rundir import AttemptDir, RunDir, RunLocked, run_lock
 from trainkit.run.submitted import read_submitted, require_submitted_group
-from trainkit.scheduler import JobInfo, JobState
+from trainkit.scheduler import JobInfo, JobState, expand_hosts
 from trainkit.slurm.client import JOB_TIMEOUT_S, QUERY_PATIENCE_S, SlurmUnreachable
 from trainkit.slurm.control import cancel, cancel_waiting, requeue
-from trainkit.slurm.hosts import expand_hosts, is_drained, is_unavailable, node_states
+from trainkit.slurm.hosts import is_drained, is_unavailable, node_states
 from trainkit.slurm.jobs import JobDetails, job_details
 
 NOTICE_S = 5.0
@@ -252,7 +252,7 @@ class SlurmAllocation(Allocation):
             failure = find_first_failure(attempt, plan, observed, lost, error)
         # Slurm forwards messages along a tree, and the step waits a minute for a lost host in it.
         self.step_may_still_run |= bool(lost)
-        cause = self._cause(plan, stop, was_signalled=was_signalled, lost=bool(lost))
+        cause: str | None = self._cause(plan, stop, was_signalled=was_signalled, lost=bool(lost))
         departure = observed.departure
         is_unexplained = cause is None and departure is None and not (lost or observed.hangs)
         if is_unexplained and (stop or sent) and (host := self._drained_host()):

@@ -151,7 +151,7 @@ def clusters_of(group: RunGroup) -> Sequence[str]:
     if group.job_id is None:
         request = LaunchPlan.from_dict(group.record.plan).slurm
         return () if request is None else request.clusters
-    return (group.elsewhere,) if group.elsewhere else ()
+    return (group.record.elsewhere,) if group.record.elsewhere else ()
 
 
 def _note_job(group: RunGroup, known: Sequence[Part], part: Part, job: str) -> None:

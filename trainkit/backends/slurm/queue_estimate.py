@@ -9,9 +9,11 @@ from datetime import datetime, timezone
 from trainkit.cluster.limits import ResourceRequest, partition_problems
 from trainkit.cluster.model import Cluster
 from trainkit.config import RunConfig
+from trainkit.errors import TrainkitError
 from trainkit.formats import JsonObject, duration, table
 from trainkit.plan.launch import LaunchPlan, Options, option_argv
 from trainkit.run.files import LEFT_OUT, to_json
+from trainkit.slurm.client import query
 from trainkit.slurm.submit import Answer, ask_starts
 
 SOON_S = 60
@@ -71,6 +73,17 @@ def misfit(request: ResourceRequest, cluster: Cluster, name: str) -> str:
         return ""
     found = next(partition_problems(request, cluster, partition), None)
     return "" if found is None else f"{found[0]}: {found[1]}"
+
+
+def priority(cluster: str, enough_s: float) -> str:
+    """The user's shares and the weights of the priority; empty where the cluster has no such priorities."""
+    parts = []
+    for argv in (["sprio", "--weights"], ["sshare", "-U"]):
+        try:
+            parts.append(query(argv, timeout_s=enough_s / 2, patience_s=0.0, cluster=cluster).rstrip())
+        except TrainkitError:
+            return ""
+    return "\n".join(parts)
 
 
 def wait_lines(waits: Sequence[Wait], now: datetime | None = None, fit: int | None = None) -> Iterator[str]:

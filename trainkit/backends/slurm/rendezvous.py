@@ -31,8 +31,9 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.run.files import read_record, wait_for_json, write_json_in_place
 from trainkit.run.record import RendezvousRecord
 from trainkit.run.rundir import AttemptDir
+from trainkit.scheduler import expand_hosts
 from trainkit.slurm.control import kill_steps
-from trainkit.slurm.hosts import expand_hosts, node_addr, tasks_per_node
+from trainkit.slurm.hosts import node_addr, tasks_per_node
 
 FIRST_SPECIAL_STEP = -16
 """Step numbers from here to -1 are batch, extern and interactive steps, whose only process is not a rank.

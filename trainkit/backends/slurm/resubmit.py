@@ -170,7 +170,7 @@ def lost_hosts(job_id: str, hosts: Sequence[str], *, is_running: bool) -> tuple[
     """The hosts of a job that can no longer start processes; None when Slurm does not respond.
 
     Slurm reports them as down, failed or not responding. In a running job, hosts that Slurm has removed from
-    it count too; from a job that is ending, Slurm also removes the healthy ones as they finish.
+    it count too; from a job that is ending, Slurm also removes the good ones as they finish.
     """
     if not hosts:
         return ()

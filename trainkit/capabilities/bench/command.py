@@ -61,6 +61,7 @@ class BenchGroup(Group):
 
 
 @as_group(
+    "bench",
     "trainkit bench layouts quickstart --gpus-per-node 2 --steps 20",
     "trainkit bench settings quickstart --sweep train.device_batch_size=4,8 --dry-run",
     cls=BenchGroup,

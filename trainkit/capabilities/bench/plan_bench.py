@@ -18,6 +18,7 @@ from trainkit.capabilities.bench.run_bench import (
     point_name,
     profiled_ranks,
 )
+from trainkit.capabilities.report.sweep_report import REPEAT
 from trainkit.config import LoadedConfig, RunConfig
 from trainkit.config.load import Change, Values, short_training, with_changes, with_values
 from trainkit.errors import ConfigError, Problem, UsageError
@@ -25,7 +26,6 @@ from trainkit.formats import JsonObject
 from trainkit.launch.plan_run import Gatherer, plan_run
 from trainkit.launch.submission import PlannedPoint, Submission, checked
 from trainkit.launch.sweep import ArraySpec, LoadedPoint
-from trainkit.observe.sweep_report import REPEAT
 from trainkit.plan.batch import GLOBAL, MICROBATCHES, BatchRequest, batch_changes, make_batch
 from trainkit.plan.facts import Facts
 from trainkit.plan.launch import LaunchPlan, Layout

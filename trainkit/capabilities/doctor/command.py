@@ -112,9 +112,6 @@ def _checks(
         if not quick and can_measure(found):
             yield from local_bandwidth(request)
     else:
-        from trainkit.slurm.client import require_controller
-
-        require_controller()
         yield from check_nodes(loaded, request, TIMEOUT_S)
     if on_cluster:
         yield from slurm_checks()

@@ -50,7 +50,8 @@ from trainkit.job.processes import NO_SPACE
 from trainkit.job.rank_env import visible_gpus
 from trainkit.run.files import refresh_listing
 from trainkit.run.process import own_host
-from trainkit.slurm.hosts import expand_hosts, node_addr
+from trainkit.scheduler import expand_hosts
+from trainkit.slurm.hosts import node_addr
 
 PREFIX, CHUNK_CHARS = "trainkit-doctor", 700
 T = TypeVar("T")

@@ -29,7 +29,7 @@ from trainkit.plan.facts import Facts
 from trainkit.plan.launch import option_argv
 from trainkit.plan.make_plan import make_plan
 from trainkit.plan.workload import Command
-from trainkit.slurm.client import plain_environ, query, run_slurm
+from trainkit.slurm.client import plain_environ, query, require_controller, run_slurm
 from trainkit.slurm.control import parse_version, show_config
 from trainkit.slurm.environment import scrubbed
 
@@ -175,8 +175,9 @@ def _lines_of(file: str) -> list[str]:
 def check_nodes(loaded: LoadedConfig, request: Request, timeout_s: float) -> Iterator[Finding]:
     """Run a step on the nodes of a config; yield the checks of each, of what differs, and of the bandwidth.
 
-    Waits at most `timeout_s` for the nodes to become free.
+    Waits at most `timeout_s` for the nodes to become free. Raises SlurmError if Slurm does not answer.
     """
+    require_controller()
     num_nodes = loaded.config.resources.most_nodes
     wait_s = QUICK_WAIT_S if request.quick else WAIT_S
     with shared_file(request.folder) as shared:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from trainkit.cli.ckpt import chosen_checkpoint, places_of
+from trainkit.capabilities.export.command import chosen_checkpoint, places_of
 from trainkit.cli.help import as_command, option
 from trainkit.cli.options import json_option, refuse_untrusted, run_argument, trust_option
 from trainkit.errors import EXIT_FAILED

@@ -15,6 +15,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from trainkit.capabilities.export.worker import (
+    GENERATION_NAME,
+    load_task_model,
+    load_tensors,
+    saved_tensors,
+    show_error,
+)
 from trainkit.config import read_effective
 from trainkit.config.hf_model import CONFIG_NAME
 from trainkit.config.schema import RunConfig
@@ -26,13 +33,6 @@ from trainkit.formats import JsonObject
 from trainkit.plan.model_shape import resolve_model_shape
 from trainkit.run.rundir import RunDir
 from trainkit.trainer.checkpoint.storage import SafeReader
-from trainkit.trainer.export import (
-    GENERATION_NAME,
-    load_task_model,
-    load_tensors,
-    saved_tensors,
-    show_error,
-)
 from trainkit.trainer.models import load_architecture
 from trainkit.trainer.models.model import Model
 from trainkit.trainer.precision import DTYPES

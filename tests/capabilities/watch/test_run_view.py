@@ -8,9 +8,9 @@ import pytest
 
 from tests.support import watched_runs
 from tests.support.watched_runs import NOW, Watched, ago, running_job
-from trainkit.observe.run_view import RunView, event_text, read_view
+from trainkit.capabilities.watch.run_view import RunView, event_text, read_view
+from trainkit.capabilities.watch.view_text import Size, resampled, sparkline, view_lines
 from trainkit.observe.status import read_status
-from trainkit.observe.view_text import Size, resampled, sparkline, view_lines
 from trainkit.run.events import Event
 from trainkit.run.files import write_json
 from trainkit.run.history import RunHistory

@@ -7,8 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from trainkit.capabilities.layouts.effective_time import (
+    Assumed,
+    best_interval_s,
+    effective_share,
+    effective_time,
+)
 from trainkit.config.load import load_config
-from trainkit.plan.effective_time import Assumed, best_interval_s, effective_share, effective_time
 
 HOUR = 3600.0
 

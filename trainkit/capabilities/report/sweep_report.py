@@ -14,9 +14,10 @@ from itertools import islice
 from pathlib import Path
 from statistics import median
 
+from trainkit.capabilities.report.goodput import Point
+from trainkit.capabilities.report.page import Chart, Line, dot_chart, line_chart, render_page
 from trainkit.config.schema import flatten
 from trainkit.formats import plural, shown, shown_value
-from trainkit.observe.goodput import Point, worker_hours
 from trainkit.observe.group import (
     FAILED,
     NUM_READERS,
@@ -26,7 +27,6 @@ from trainkit.observe.group import (
     count_states,
     state_counts,
 )
-from trainkit.observe.page import Chart, Line, dot_chart, line_chart, render_page
 from trainkit.observe.status import ACTIVE_STATES, FlatConfig
 from trainkit.run.end import Best
 from trainkit.run.events import StepRecord, read_events, steps_of
@@ -41,7 +41,14 @@ from trainkit.run.files import (
     sampled_lines,
 )
 from trainkit.run.group import RunGroup
-from trainkit.run.history import Attempt, PlanRecord, attempts_of, ended_attempts, timestamp
+from trainkit.run.history import (
+    Attempt,
+    PlanRecord,
+    attempts_of,
+    ended_attempts,
+    timestamp,
+    worker_hours,
+)
 from trainkit.run.rundir import RunDir
 
 TEMPLATE = "sweep_report.html.j2"

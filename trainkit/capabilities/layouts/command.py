@@ -9,6 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from trainkit.capabilities.layouts.effective_time import (
+    FAILURES_PER_NODE_DAY,
+    SAVE_S,
+    Assumed,
+    EffectiveTime,
+    effective_time,
+)
 from trainkit.cli.help import as_command, option, terminal_width
 from trainkit.cli.options import COUNT, config_options, json_option
 from trainkit.cli.output import json_text
@@ -16,15 +23,7 @@ from trainkit.cluster.machine import detect_machine
 from trainkit.errors import EXIT_FAILED, EXIT_OK, ConfigError, UsageError
 from trainkit.formats import gib, plural
 from trainkit.launch.config_request import ConfigRequest
-from trainkit.plan.effective_time import (
-    FAILURES_PER_NODE_DAY,
-    RESTART_S,
-    SAVE_S,
-    Assumed,
-    EffectiveTime,
-    effective_time,
-)
-from trainkit.plan.gpus import Hardware, find_hardware
+from trainkit.plan.gpus import RESTART_S, Hardware, find_hardware
 
 if TYPE_CHECKING:
     from trainkit.config import LoadedConfig
@@ -165,7 +164,7 @@ class _Planned:
 
     def advice(self) -> list[tuple[str, Choice]]:
         """Changes that would fit, if no layout fits."""
-        from trainkit.plan.layout_advice import advise
+        from trainkit.capabilities.layouts.advice import advise
 
         if self.best is not None:
             return []
@@ -174,7 +173,7 @@ class _Planned:
 
     def show(self, show_all: bool, limit: int) -> None:
         """Print the table to stdout and everything else to stderr."""
-        from trainkit.plan.layout_advice import headline, reason, table_lines
+        from trainkit.capabilities.layouts.advice import headline, reason, table_lines
 
         hardware, listed = self.hardware, self.listed(show_all, limit)
         gpu = hardware.gpu
@@ -203,7 +202,7 @@ class _Planned:
 
     def _flags(self, choice: Choice) -> str:
         """The command that submits the run with a choice."""
-        from trainkit.plan.layout_advice import set_flags, settings
+        from trainkit.capabilities.layouts.advice import set_flags, settings
 
         request, hardware = self.request, choice.hardware
         typed = [] if request.profile is None else [f"--profile {quote(request.profile)}"]
@@ -214,7 +213,7 @@ class _Planned:
 
     def to_dict(self, show_all: bool, limit: int) -> dict[str, Any]:
         """The plan as a JSON object; amounts in bytes."""
-        from trainkit.plan.layout_advice import choice_dict, headline
+        from trainkit.capabilities.layouts.advice import choice_dict, headline
         from trainkit.plan.model_shape import num_params
 
         gpu, config, best = self.hardware.gpu, self.loaded.config, self.best

@@ -25,18 +25,8 @@ from textual.widgets import DataTable, Footer, Static
 
 from trainkit.backend import JobStatus
 from trainkit.backends.jobs import SlurmPoller, read_job_status, utc_clock
-from trainkit.cli.diagnose import diagnosis_text
-from trainkit.cli.help import warn
-from trainkit.cli.output import replaced
-from trainkit.cli.status import MAX_ENDED_RUNS, points_rows, runs_rows
-from trainkit.control.cancel import cancel_run
-from trainkit.errors import EXIT_INTERRUPTED, EXIT_OK, TrainkitError
-from trainkit.observe.current import read_all, read_group
-from trainkit.observe.group import GroupStatus, PointStatus, most_relevant, state_counts
-from trainkit.observe.logs import last_texts
-from trainkit.observe.run_view import RunView, read_view
-from trainkit.observe.status import RunStatus, read_status
-from trainkit.observe.view_text import (
+from trainkit.capabilities.watch.run_view import RunView, read_view
+from trainkit.capabilities.watch.view_text import (
     BAD,
     DIM,
     TITLE,
@@ -46,6 +36,16 @@ from trainkit.observe.view_text import (
     state_style,
     view_lines,
 )
+from trainkit.cli.diagnose import diagnosis_text
+from trainkit.cli.help import warn
+from trainkit.cli.output import replaced
+from trainkit.cli.status import MAX_ENDED_RUNS, points_rows, runs_rows
+from trainkit.control.cancel import cancel_run
+from trainkit.errors import EXIT_INTERRUPTED, EXIT_OK, TrainkitError
+from trainkit.observe.current import read_all, read_group
+from trainkit.observe.group import GroupStatus, PointStatus, most_relevant, state_counts
+from trainkit.observe.logs import last_texts
+from trainkit.observe.status import RunStatus, read_status
 from trainkit.run.group import RunGroup
 from trainkit.run.history import RunHistory
 from trainkit.run.owner import refuse_foreign

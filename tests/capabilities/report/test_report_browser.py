@@ -11,10 +11,10 @@ import pytest
 
 from tests.support.browser import Browser, browser
 from tests.support.sweeps import made_up_sweep
+from trainkit.capabilities.report.run_report import read_report, render_report
+from trainkit.capabilities.report.sweep_report import read_sweep, render_sweep
 from trainkit.observe.group import GroupFiles
-from trainkit.observe.report import read_report, render_report
 from trainkit.observe.status import read_status
-from trainkit.observe.sweep_report import read_sweep, render_sweep
 from trainkit.run.files import append_jsonl, utc_now
 from trainkit.run.history import RunHistory
 from trainkit.run.record import read_job

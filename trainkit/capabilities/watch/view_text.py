@@ -9,9 +9,9 @@ from textwrap import wrap
 
 from rich.text import Text
 
+from trainkit.capabilities.watch.run_view import NodeRow, Notice, RunView
 from trainkit.formats import cell, duration, number, plural, table
 from trainkit.observe.logs import clean
-from trainkit.observe.run_view import NodeRow, Notice, RunView
 from trainkit.observe.status import FAILURE_LOG_LINES, loss_text
 
 BLOCKS = "▁▂▃▄▅▆▇█"

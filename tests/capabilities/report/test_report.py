@@ -6,17 +6,17 @@ from html.parser import HTMLParser
 import pytest
 
 from benchmarks.report import write_run
+from trainkit.capabilities.report import goodput
+from trainkit.capabilities.report import run_report as report_module
+from trainkit.capabilities.report.goodput import NUM_BUCKETS, read_curves
+from trainkit.capabilities.report.page import line_chart, nice_ticks
+from trainkit.capabilities.report.run_report import read_nodes, read_report, render_report
 from trainkit.config import dump_effective
 from trainkit.config.schema import RunConfig
-from trainkit.observe import goodput
-from trainkit.observe import report as report_module
-from trainkit.observe.goodput import NUM_BUCKETS, idle_gaps, read_curves
-from trainkit.observe.page import line_chart, nice_ticks
-from trainkit.observe.report import read_nodes, read_report, render_report
 from trainkit.observe.status import read_status
 from trainkit.run.events import events_of
 from trainkit.run.files import append_jsonl, to_json, write_json
-from trainkit.run.history import RunHistory, attempts_of, ended_attempts
+from trainkit.run.history import RunHistory, attempts_of, ended_attempts, idle_gaps
 from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
 

@@ -6,7 +6,7 @@ import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice, pairwise, zip_longest
+from itertools import islice
 from operator import itemgetter
 from pathlib import Path
 from typing import BinaryIO
@@ -76,31 +76,6 @@ def read_curves(path: Path, attempts: Sequence[Attempt]) -> Curves:
         _add_ends(spent[attempt.number], attempt, clocks.get(attempt.number))
     curves.is_measured = bool(clocks)
     return curves
-
-
-def idle_gaps(attempts: Sequence[Attempt]) -> float:
-    """Seconds between attempts within one allocation: a restart keeps it, a requeue gives it back."""
-    return sum(_idle_s(attempt, following) for attempt, following in pairwise(attempts))
-
-
-def _idle_s(attempt: Attempt, following: Attempt) -> float:
-    if attempt.action != "restart" or attempt.ended is None or following.started is None:
-        return 0.0
-    return max(0.0, following.started - attempt.ended)
-
-
-def worker_hours(attempts: Sequence[Attempt], world_size: int | None) -> float | None:
-    """The allocated hours of all ranks, whose number may differ between attempts; None if unknown.
-
-    `world_size` is that of attempts that do not say how many they had.
-    """
-    total_s = 0.0
-    for attempt, following in zip_longest(attempts, attempts[1:]):
-        ranks = attempt.world_size or world_size
-        if ranks is None:
-            return None
-        total_s += ranks * (attempt.allocated_s + (0.0 if following is None else _idle_s(attempt, following)))
-    return total_s / 3600
 
 
 def _add_steps(

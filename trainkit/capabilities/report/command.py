@@ -31,9 +31,9 @@ def command(run_name: str, out: Path | None, as_json: bool) -> None:
     For a group of runs and for the folder of a bench, the page compares all of their runs: a table, failures
     first, the results by each swept key, and the curves over each other.
     """
-    from trainkit.observe.page import REPORT_FILE
-    from trainkit.observe.report import read_report, render_report
-    from trainkit.observe.sweep_report import read_sweep, render_sweep
+    from trainkit.capabilities.report.page import REPORT_FILE
+    from trainkit.capabilities.report.run_report import read_report, render_report
+    from trainkit.capabilities.report.sweep_report import read_sweep, render_sweep
 
     found = find_run_or_group(run_name)
     if out is not None and os.path.lexists(out):

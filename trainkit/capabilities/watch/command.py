@@ -49,14 +49,14 @@ def command(run_name: str | None, interval_s: float, once: bool, as_json: bool) 
         if find_spec("textual") is None:
             hint = f"`{install_line('watch')}`; `trainkit watch --once` and `trainkit status` do without"
             raise UsageError("the package textual is not installed", hint=hint)
-        from trainkit.cli.watch_screen import watch
+        from trainkit.capabilities.watch.screen import watch
 
         return watch(found, interval_s)
     if not isinstance(found, RunDir):
         show_runs(found, False, as_json)
         return EXIT_OK
-    from trainkit.observe.run_view import read_view
-    from trainkit.observe.view_text import Size, view_lines
+    from trainkit.capabilities.watch.run_view import read_view
+    from trainkit.capabilities.watch.view_text import Size, view_lines
 
     history, status, job = look_at(found, warn)
     for part in (history.events, history.metrics, history.health):

@@ -1,6 +1,6 @@
 """Exports the model in a checkpoint for other programs: `trainkit ckpt export`.
 
-``python -m trainkit.trainer.export`` reads an `ExportRequest` as JSON from stdin.
+``python -m trainkit.capabilities.export.worker`` reads an `ExportRequest` as JSON from stdin.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`trainkit watch` driven by Textual's pilot: what it shows, compared with stored screens, and its keys.
 
-``REWRITE_SCREENS=1 pytest tests/cli/test_watch_screen.py`` writes the screens again.
+``REWRITE_SCREENS=1 pytest tests/capabilities/watch`` writes the screens again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from textual.pilot import Pilot
 from tests.support import watched_runs
 from tests.support.groups import make_group
 from tests.support.watched_runs import NOW, requeued_job, running_job, unreachable
-from trainkit.cli.watch_screen import RunScreen, TextScreen, WatchApp, joined
+from trainkit.capabilities.watch.screen import RunScreen, TextScreen, WatchApp, joined
 from trainkit.control.cancel import CancelResult
 from trainkit.run.group import RunGroup
 from trainkit.run.record import AttemptRecord, JobRecord
@@ -134,7 +134,7 @@ def test_nothing_is_done_without_a_yes(folder: Path, monkeypatch: pytest.MonkeyP
         cancelled.append((run.path, options["now"]))
         return CancelResult("cancelling", "4711 is saving", {})
 
-    monkeypatch.setattr("trainkit.cli.watch_screen.cancel_run", cancel)
+    monkeypatch.setattr("trainkit.capabilities.watch.screen.cancel_run", cancel)
 
     async def use(pilot: Pilot[Any], app: WatchApp) -> None:
         await wait_for(pilot, lambda: view_of(app), "no view")

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.programs import run_program
-from trainkit.cli import plan
+from trainkit.capabilities.layouts import command
+from trainkit.capabilities.layouts.advice import HEADER
 from trainkit.cli.main import main
 from trainkit.cluster.machine import Machine
-from trainkit.plan.layout_advice import HEADER
 
 GIB = 2**30
 LLAMA = ["--set", "model.vocab_size=32000"]
@@ -131,7 +131,7 @@ def test_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     nothing = Machine(2, 0, (), "there is no NVIDIA driver on this machine")
-    monkeypatch.setattr(plan, "detect_machine", lambda: nothing)
+    monkeypatch.setattr(command, "detect_machine", lambda: nothing)
     assert main(["plan", config, *args]) == 2
     out, err = capsys.readouterr()
     assert out == ""

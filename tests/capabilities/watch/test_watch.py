@@ -19,7 +19,7 @@ from tests.support.programs import run_program, wait_for
 from tests.support.tmux import Tmux, needs_tmux, normalized
 from trainkit.backends import jobs as jobs_of_runs
 from trainkit.backends.jobs import SlurmPoller
-from trainkit.cli.watch_screen import read_again
+from trainkit.capabilities.watch.screen import read_again
 from trainkit.run.process import process_stat
 from trainkit.run.rundir import RunDir
 from trainkit.scheduler import JobState

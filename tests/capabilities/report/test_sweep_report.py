@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 
 from tests.support.sweeps import made_up_sweep
-from trainkit.observe import sweep_report
-from trainkit.observe.group import GroupFiles
-from trainkit.observe.page import dot_chart
-from trainkit.observe.sweep_report import (
+from trainkit.capabilities.report import sweep_report
+from trainkit.capabilities.report.page import dot_chart
+from trainkit.capabilities.report.sweep_report import (
     NUM_SAMPLES,
     SweepReport,
     read_sweep,
     render_sweep,
     sample_records,
 )
+from trainkit.observe.group import GroupFiles
 from trainkit.run.files import to_json, write_json
 from trainkit.run.group import RunGroup
 from trainkit.run.rundir import RunDir

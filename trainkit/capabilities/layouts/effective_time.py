@@ -13,14 +13,13 @@ from math import exp, expm1
 from typing import TYPE_CHECKING
 
 from trainkit.formats import duration
+from trainkit.plan.gpus import RESTART_S
 
 if TYPE_CHECKING:
     from trainkit.config import RunConfig
 
 FAILURES_PER_NODE_DAY = 0.0065
 """On nodes of 8 A100, in the larger cluster of that paper."""
-RESTART_S = 300.0
-"""From a failure to the next step."""
 SAVE_S = 1.0
 """For which a save holds up the ranks, which write in the background."""
 DAY_S = 86400.0

@@ -11,6 +11,8 @@ from statistics import median
 
 import click
 
+from trainkit.capabilities.report.run_report import Report, read_report
+from trainkit.capabilities.watch.view_text import resampled, sparkline
 from trainkit.cli.choose_runs import command_values
 from trainkit.cli.help import as_command, complete_run, option, terminal_width, warn
 from trainkit.cli.options import json_option
@@ -18,9 +20,7 @@ from trainkit.cli.output import echo_json, masked
 from trainkit.errors import UsageError
 from trainkit.formats import JsonObject, cell, duration, number, shown_value, table
 from trainkit.observe.current import look_at
-from trainkit.observe.report import Report, read_report
 from trainkit.observe.status import loss_text
-from trainkit.observe.view_text import resampled, sparkline
 from trainkit.run.registry import find_run_or_group
 from trainkit.run.rundir import RunDir
 

@@ -7,8 +7,8 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from trainkit.observe.goodput import CATEGORIES, Curves, Point, idle_gaps, read_curves, worker_hours
-from trainkit.observe.page import Chart, Line, line_chart, render_page
+from trainkit.capabilities.report.goodput import CATEGORIES, Curves, Point, read_curves
+from trainkit.capabilities.report.page import Chart, Line, line_chart, render_page
 from trainkit.observe.status import FlatConfig, RunStatus, failure_lines, flat_config, loss_text
 from trainkit.run.events import SLOW_EVENTS, Event, with_divergence
 from trainkit.run.files import LEFT_OUT, Record, mean, numbers, read_jsonl, read_object, read_record, to_json
@@ -18,8 +18,10 @@ from trainkit.run.history import (
     HealthSample,
     RunHistory,
     ended_attempts,
+    idle_gaps,
     read_plan,
     timestamp,
+    worker_hours,
 )
 from trainkit.run.manifest import ListedCheckpoint, list_checkpoints
 from trainkit.run.rundir import RunDir

@@ -1,0 +1,1 @@
+"""The screens of `trainkit watch`: a run or many, live in a terminal or printed once."""
