@@ -208,6 +208,10 @@ class Capability:
         """The tokens per second of the runs of a group that has its file, by their index."""
         return {}
 
+    def waits(self, plan: PlanRecord) -> str:
+        """What `status` says of a run in which a rank waits for a person, or may wait by its plan."""
+        raise NotImplementedError
+
     def rows(self, history: RunHistory, plan: PlanRecord) -> Mapping[str, str]:
         """The lines that it adds to `status` of a run: label -> text."""
         return {}
@@ -241,7 +245,11 @@ class Shipped:
     in_ranks: bool = False
     """Whether it acts in the ranks of every run, also of one without its part."""
     attends: str = ""
-    """The field of its part with the rank that a person attends to, if a run has such a rank."""
+    """The field of its part with the rank that a person attends to, if a run has such a rank.
+
+    The folder of an attempt then has a folder NAME while a rank waits for a person, with a ``rank-*.json``;
+    once a person has come, its file ``rank`` says to which rank.
+    """
     launchers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Launcher of a command -> packages, one of which must be installed."""
     causes: Mapping[str, RestartCause] = field(default_factory=dict)
@@ -302,6 +310,8 @@ SHIPPED = {
     ),
 }
 """The shipped capabilities by the name of their folder; companions end in this order."""
+ATTENDING = tuple(name for name, shipped in SHIPPED.items() if shipped.attends)
+"""The capabilities in which a person attends to a rank."""
 
 
 @dataclass(frozen=True)
@@ -404,7 +414,7 @@ def in_ranks(parts: Iterable[str]) -> list[str]:
 
 def attended_in(parts: Collection[str]) -> str | None:
     """The capability of these in which a person attends to a rank; None without one."""
-    return next((name for name, shipped in SHIPPED.items() if shipped.attends and name in parts), None)
+    return next((name for name in ATTENDING if name in parts), None)
 
 
 def shipped_subcommands(group: str) -> list[str]:

@@ -133,10 +133,10 @@ def test_a_job_without_a_terminal(desk, terminal):
     argv = ["--gpus-per-node", "2", "--now", "--", sys.executable, "loop.py"]
     run = RunDir(desk.types("submit", *argv).stdout.splitlines()[0])
     attempt = run.attempt(1)
-    wait_for(lambda: len(list(attempt.debugger_dir.glob("rank-*.json"))) == 2)
+    wait_for(lambda: len(list((attempt.path / "debugger").glob("rank-*.json"))) == 2)
     waits = f":7: rank 1 waits for `trainkit debug {run.path} --rank 1`"
     assert attempt.rank_log(1).read_text().count(waits) == 1
-    (record,) = attempt.debugger_dir.glob("rank-0001-*.json")
+    (record,) = (attempt.path / "debugger").glob("rank-0001-*.json")
     path = Path(read_json(record)["socket"])
     assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o600, 0o700)
     assert "breakpoint() for `trainkit debug`" in desk.status(run)["reason"]
@@ -160,7 +160,7 @@ def test_a_job_without_a_terminal(desk, terminal):
         second.keys("c", "Enter")
         second.wait_for(r"c\n\$$")
     assert ended(run) == ("finished", "all workers finished")
-    assert not any(attempt.debugger_dir.glob("rank-*.json"))
+    assert not any((attempt.path / "debugger").glob("rank-*.json"))
     assert attempt.rank_log(0).read_text().endswith("rank 0 step 1\nrank 0 step 2\ndone \n")
 
 
@@ -184,13 +184,13 @@ def test_forked_processes_take_turns_and_whoever_leaves_keeps_the_terminal(desk,
     (desk.folder / "loop.py").write_text(FORKS)
     run = RunDir(desk.types("submit", "--now", "--", sys.executable, "loop.py").stdout.splitlines()[0])
     attempt = run.attempt(1)
-    wait_for(lambda: len(list(attempt.debugger_dir.glob("rank-0000-*.json"))) == 2)
+    wait_for(lambda: len(list((attempt.path / "debugger").glob("rank-0000-*.json"))) == 2)
     for _ in range(2):
         terminal.type([*TRAINKIT, "debug", "last"])
         terminal.wait_for(r"\(Pdb\)$")
         typed(terminal, "p 'child', number", r"^\('child', \d\)\n\(Pdb\)$")
         typed(terminal, "c", r"c\n\$$")
-    wait_for(lambda: any(attempt.debugger_dir.glob("rank-0000-*.json")))
+    wait_for(lambda: any((attempt.path / "debugger").glob("rank-0000-*.json")))
     terminal.type([*TRAINKIT, "debug", "last"])
     terminal.wait_for(r"> .*loop.py\(10\).*\n.*sleep\(3\)\n\(Pdb\)$")
     terminal.keys("n", "Enter")
@@ -323,12 +323,12 @@ def test_a_terminal_is_needed(tmp_path, monkeypatch, capsys):
 def test_a_terminal_is_lent_to_no_other_user(tmp_path, monkeypatch):
     """A neighbour who can write into the folder of a run could name a socket of theirs."""
     attempt = make_attempt(tmp_path / "run")
-    attempt.debugger_dir.mkdir()
+    (attempt.path / "debugger").mkdir()
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(tmp_path / "socket"))
         server.listen()
         record = {"node": os.uname().nodename, "socket": str(tmp_path / "socket"), "where": "x.py:1"}
-        (attempt.debugger_dir / "rank-0000-1.json").write_text(json.dumps(record))
+        (attempt.path / "debugger" / "rank-0000-1.json").write_text(json.dumps(record))
         monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
         monkeypatch.setattr(os, "geteuid", lambda: 61234)
         with pytest.raises(UsageError, match=f"is said to be a process of user {os.getuid()}"):

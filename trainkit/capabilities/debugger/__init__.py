@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from trainkit.plan.launch import LaunchPlan
+    from trainkit.run.history import PlanRecord
     from trainkit.run.rundir import AttemptDir
 
 
@@ -48,6 +49,11 @@ class Debugger(Capability):
 
         debug, folder = plan.part(DebugPlan), {FOLDER_VARIABLE: str(attempt.path / self.name)}
         return folder if debug is None else {**folder, DEBUG_VARIABLE: debug.words}
+
+    def waits(self, plan: PlanRecord) -> str:
+        if self.name in plan.parts:
+            return "run with --debug"
+        return "a rank waits at breakpoint() for `trainkit debug`, or is in it"
 
     def in_trainer(
         self, plan: LaunchPlan, unwatched: Callable[[], AbstractContextManager[None]]

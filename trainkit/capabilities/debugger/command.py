@@ -39,7 +39,7 @@ def attach(attempt: AttemptDir, rank: int) -> None:
     """
     from trainkit.control.shell import require_terminal, run_next_to, running_job
 
-    run, folder = attempt.run, attempt.debugger_dir
+    run, folder = attempt.run, attempt.path / "debugger"
     records = [(int(file.stem.split("-")[1]), read_object(file)) for file in folder.glob("rank-*.json")]
     own = [record for number, record in records if number == rank]
     record = next((record for record in own if record.get("socket")), {})
