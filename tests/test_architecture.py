@@ -28,7 +28,7 @@ SIZES = {
     "trainkit/capabilities": (1, 1),
     "trainkit/capabilities/bench": (6, 1_329),
     "trainkit/capabilities/curves": (3, 697),
-    "trainkit/capabilities/debugger": (5, 632),
+    "trainkit/capabilities/debugger": (5, 626),
     "trainkit/capabilities/doctor": (6, 1_343),
     "trainkit/capabilities/drill": (5, 1_035),
     "trainkit/capabilities/export": (3, 407),
@@ -56,7 +56,7 @@ SIZES = {
     "trainkit/run": (16, 4_520),
     "trainkit/slurm": (8, 1_574),
     "trainkit/trainer": (40, 9_503),
-    "tests": (393, 64_227),
+    "tests": (393, 64_259),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)

@@ -7,14 +7,16 @@ import os
 import socket
 import subprocess
 import sys
+from bdb import BdbQuit
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from steering import wait_for
 
-from tests.support.runs import make_attempt
+from tests.support.runs import launch_plan, make_attempt
 from tests.support.tmux import Tmux, needs_tmux
-from trainkit.capabilities.debugger import Debugger, DebugPlan
+from trainkit.capabilities.debugger import Debugger, DebugPlan, rank_debugger
 from trainkit.capabilities.debugger.command import attach
 from trainkit.cli import options
 from trainkit.cli.main import main
@@ -333,6 +335,36 @@ def test_a_terminal_is_lent_to_no_other_user(tmp_path, monkeypatch):
         monkeypatch.setattr(os, "geteuid", lambda: 61234)
         with pytest.raises(UsageError, match=f"is said to be a process of user {os.getuid()}"):
             attach(attempt, 0)
+
+
+def test_its_part_of_a_plan_keeps_what_a_newer_version_has_written():
+    made = launch_plan(warnings=("one",)).without_hangs().with_part(DebugPlan(0, "pdb"))
+    written = made.to_dict()
+    keys = [key for key in written if key in ("after", "replay", "debug", "warnings")]
+    assert (keys, written["debug"]) == (
+        ["replay", "debug", "warnings"],
+        {"rank": 0, "mode": "pdb", "port": None},
+    )
+    written["debug"]["new"] = 1
+    assert LaunchPlan.from_dict(written).part(DebugPlan) == DebugPlan(0, "pdb")
+    assert (LaunchPlan.from_dict(written).attended_rank, launch_plan().attended_rank) == (0, None)
+
+
+@pytest.mark.parametrize(
+    ("rank", "error", "stops"),
+    [(1, ValueError("bad"), True), (1, BdbQuit(), False), (0, ValueError("bad"), None)],
+)
+def test_post_mortem_in_the_trainer(monkeypatch, rank, error, stops):
+    stopped = []
+    monkeypatch.setenv(rank_debugger.DEBUG_VARIABLE, "1 post-mortem")
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setattr(sys, "breakpointhook", None)
+    monkeypatch.setattr(rank_debugger, "stop_at", lambda place, around: stopped.append(place))
+    react = Debugger().in_trainer(launch_plan(), nullcontext)
+    assert (react is None, sys.breakpointhook is None) == (stops is None, stops is None)
+    if react is not None:
+        react(error)
+    assert stopped == ([error.__traceback__] if stops else [])
 
 
 def test_process_groups_of_torch_get_a_week():
