@@ -22,12 +22,6 @@ from trainkit.run.files import (
 )
 from trainkit.run.rundir import RunDir
 
-SLOW_EVENTS = ("slow_rank", "slow_run")
-"""A rank, or the whole run, has become slow."""
-SLOW_OVER_EVENTS = ("slow_rank_over", "slow_run_over")
-SLOWDOWN_EVENTS = (*SLOW_EVENTS, *SLOW_OVER_EVENTS)
-SILENCE_EVENTS = ("silent", "silent_over")
-"""What the supervisor logs of a COMMAND that prints nothing, and of its next output."""
 SAVE_EVENTS = ("checkpoint_commit", "checkpoint_failed")
 NOT_FINITE = (None, math.inf, -math.inf)
 """The losses of a step that has diverged; NaN is null in JSON, and Infinity as 1e999 is read as a number."""
@@ -108,15 +102,6 @@ class Event(Entry):
     def line(self) -> str:
         """When and what: ``12:00:01  attempt 1  checkpoint_commit  step=100``."""
         return "  ".join(filter(None, (self.clock, f"attempt {self.attempt}", self.content)))
-
-    def slowdown(self, since: str = "is slow since") -> str:
-        """Which rank is slow since when, of one of the `SLOW_EVENTS`."""
-        is_rank = self.rank is not None
-        who = f"rank {self.rank} on {self.host}" if is_rank else "the run"
-        own, usual = (f"{1e3 * (self.number(key) or 0.0):,.0f} ms" for key in ("own_s", "usual_s"))
-        than = f"the other ranks {usual}" if is_rank else f"{usual} before"
-        step, phase = self.count("since_step"), self.text("phase")
-        return f"{who} {since} step {step} ({phase}): {own} a step, {than}"
 
 
 WHOLE_BYTES = 2**23
@@ -274,14 +259,13 @@ def with_divergence(reason: str | None, since: int | None) -> str | None:
     return f"{said}; {reason}" if reason else said
 
 
-def best_result(run: RunDir, events: Iterable[Event] | None = None) -> Best | None:
-    """The lowest validation loss of a run, else its newest loss; None without, and of one that has diverged.
+def best_result(run: RunDir) -> Best | None:
+    """The lowest validation loss of a run, else its newest; None without, and of one that has diverged."""
+    return None if diverged_since(run) is not None else best_of(run, read_events(run, "evaluated"))
 
-    `events` are all ``evaluated`` events of the run, for callers that have already read them.
-    """
-    if diverged_since(run) is not None:
-        return None
-    events = read_events(run, "evaluated") if events is None else events
+
+def best_of(run: RunDir, events: Iterable[Event]) -> Best | None:
+    """The best result of a run that has not diverged, whose ``evaluated`` events are among these."""
     evaluated = [
         Best("val_loss", value, event.step)
         for event in events
