@@ -38,7 +38,7 @@ SIZES = {
     "trainkit/capabilities/growth": (2, 206),
     "trainkit/capabilities/health": (4, 493),
     "trainkit/capabilities/launchers": (4, 500),
-    "trainkit/capabilities/layouts": (4, 559),
+    "trainkit/capabilities/layouts": (5, 804),
     "trainkit/capabilities/multimodal": (2, 541),
     "trainkit/capabilities/notifications": (5, 508),
     "trainkit/capabilities/replay": (6, 1_470),
@@ -57,11 +57,11 @@ SIZES = {
     "trainkit/job": (35, 7_164),
     "trainkit/launch": (20, 4_114),
     "trainkit/observe": (9, 2_376),
-    "trainkit/plan": (16, 3_409),
+    "trainkit/plan": (16, 3_178),
     "trainkit/run": (16, 4_488),
     "trainkit/slurm": (8, 1_574),
     "trainkit/trainer": (38, 8_925),
-    "tests": (396, 64_307),
+    "tests": (396, 64_315),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)
@@ -225,7 +225,8 @@ ALLOWED = {
     },
     "capabilities.bench": {  # runs a config in many ways, as its owner could by hand, and compares them
         *("capability", "extras", "errors", "folders", "run", "formats", "config", "cluster", "plan"),
-        *("backend", "backends", "control", "launch", "observe", "cli", "capabilities.report"),
+        *("backend", "backends", "control", "launch", "observe", "cli"),
+        *("capabilities.layouts", "capabilities.report"),
     },
     "capabilities.debugger": {
         *("capability", "errors", "folders", "formats", "run", "plan", "cli", "control"),
