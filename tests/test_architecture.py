@@ -38,7 +38,7 @@ SIZES = {
     "trainkit/capabilities/growth": (2, 206),
     "trainkit/capabilities/health": (4, 493),
     "trainkit/capabilities/launchers": (4, 500),
-    "trainkit/capabilities/layouts": (4, 559),
+    "trainkit/capabilities/layouts": (5, 804),
     "trainkit/capabilities/multimodal": (2, 541),
     "trainkit/capabilities/notifications": (5, 508),
     "trainkit/capabilities/replay": (6, 1_470),
@@ -57,11 +57,11 @@ SIZES = {
     "trainkit/job": (34, 6_854),
     "trainkit/launch": (20, 4_114),
     "trainkit/observe": (9, 2_378),
-    "trainkit/plan": (16, 3_397),
+    "trainkit/plan": (16, 3_166),
     "trainkit/run": (16, 4_489),
     "trainkit/slurm": (8, 1_574),
     "trainkit/trainer": (38, 8_922),
-    "tests": (398, 64_601),
+    "tests": (398, 64_609),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)
@@ -225,7 +225,8 @@ ALLOWED = {
     },
     "capabilities.bench": {  # runs a config in many ways, as its owner could by hand, and compares them
         *("capability", "extras", "errors", "folders", "run", "formats", "config", "cluster", "plan"),
-        *("backend", "backends", "control", "launch", "observe", "cli", "capabilities.report"),
+        *("backend", "backends", "control", "launch", "observe", "cli"),
+        *("capabilities.layouts", "capabilities.report"),
     },
     "capabilities.debugger": {
         *("capability", "errors", "folders", "formats", "run", "plan", "cli", "control"),
