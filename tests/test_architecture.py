@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
 SIZES = {
     "trainkit": (19, 4_952),
-    "trainkit/backends": (26, 4_229),
+    "trainkit/backends": (26, 4_245),
     "trainkit/capabilities": (1, 1),
     "trainkit/capabilities/bench": (6, 1_329),
     "trainkit/capabilities/curves": (3, 697),
@@ -54,11 +54,11 @@ SIZES = {
     "trainkit/job": (35, 7_164),
     "trainkit/launch": (20, 4_187),
     "trainkit/observe": (9, 2_376),
-    "trainkit/plan": (16, 3_431),
+    "trainkit/plan": (16, 3_425),
     "trainkit/run": (16, 4_488),
     "trainkit/slurm": (8, 1_574),
     "trainkit/trainer": (40, 9_379),
-    "tests": (395, 64_303),
+    "tests": (396, 64_311),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)
@@ -452,7 +452,7 @@ SPREAD = {
     "multimodal": 1,
 }
 """Words of a capability -> how many files of the core may have one of them. The goal is 2."""
-PLAN_FIELDS = 25
+PLAN_FIELDS = 23
 """The fields of `LaunchPlan`. The goal is 22: what one capability alone needs belongs in its part."""
 
 
