@@ -58,7 +58,7 @@ SIZES = {
     "trainkit/run": (16, 4_488),
     "trainkit/slurm": (8, 1_574),
     "trainkit/trainer": (40, 9_379),
-    "tests": (396, 64_311),
+    "tests": (396, 64_357),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)
