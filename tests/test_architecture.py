@@ -40,7 +40,7 @@ SIZES = {
     "trainkit/capabilities/launchers": (4, 500),
     "trainkit/capabilities/layouts": (5, 804),
     "trainkit/capabilities/multimodal": (2, 541),
-    "trainkit/capabilities/notifications": (5, 508),
+    "trainkit/capabilities/notifications": (5, 509),
     "trainkit/capabilities/replay": (6, 1_470),
     "trainkit/capabilities/report": (10, 1_780),
     "trainkit/capabilities/simulation": (4, 311),
@@ -58,10 +58,10 @@ SIZES = {
     "trainkit/launch": (20, 4_114),
     "trainkit/observe": (9, 2_378),
     "trainkit/plan": (16, 3_166),
-    "trainkit/run": (16, 4_489),
+    "trainkit/run": (16, 4_488),
     "trainkit/slurm": (8, 1_574),
     "trainkit/trainer": (38, 8_922),
-    "tests": (398, 64_609),
+    "tests": (400, 64_691),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)

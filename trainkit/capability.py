@@ -161,7 +161,7 @@ class Reading:
     state: str
     """The state of the run, as `status` shows it."""
     lasting: Sequence[Event]
-    """The events of capabilities that last, while the attempt runs, the newest last; see `Shipped.events`."""
+    """The events of capabilities that last, while the attempt runs, the newest last; see `owner_of`."""
 
 
 @dataclass(frozen=True)
