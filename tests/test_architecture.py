@@ -56,7 +56,7 @@ SIZES = {
     "trainkit/run": (16, 4_541),
     "trainkit/slurm": (8, 1_574),
     "trainkit/trainer": (40, 9_504),
-    "tests": (393, 64_238),
+    "tests": (396, 64_262),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)
