@@ -70,7 +70,7 @@ def test_what_is_asked_of_slurm() -> None:
         request = made.slurm
         assert request is not None
         assert request.sbatch["nodes"] == nodes
-        assert made.fills_nodes == (target is not None)
+        assert request.fills_nodes == (target is not None)
         # The same tasks and CPUs, asked for in the way of each.
         old = target is None
         assert request.sbatch.get("ntasks-per-node") == (None if old else 4)

@@ -30,6 +30,8 @@ _OF_RECORDS = {
     "python": ("environment", "python"),
     "venv": ("environment", "venv"),
     "container_program": ("environment", "container_program"),
+    "gpu_types": ("slurm", "gpu_types"),
+    "fills_nodes": ("slurm", "fills_nodes"),
 }
 """The keys that lie in a record of the plan: key -> the field of the plan, and that of its record."""
 Options = dict[str, str | int | bool]
@@ -75,6 +77,11 @@ class Layout:
     def splits_model(self) -> bool:
         """Whether ranks share the work on one sample."""
         return self.tp * self.pp * self.cp > 1
+
+    @property
+    def has_local_forward(self) -> bool:
+        """Whether a forward pass has no collective."""
+        return self.world_size == self.dp_replicate
 
     def place(self, rank: int) -> Place:
         """The coordinates of a rank."""
@@ -160,6 +167,10 @@ class SlurmRequest:
     """The version of Slurm; empty if unknown."""
     clusters: tuple[str, ...] = field(default=(), metadata=OPTIONAL)
     """The clusters any one of which may take the job; empty for the cluster of this host."""
+    gpu_types: dict[str, str] = field(default_factory=dict, metadata=OPTIONAL)
+    """The GPU type of each partition that may start the job, where it names several."""
+    fills_nodes: bool = field(default=False, metadata=OPTIONAL)
+    """Whether the ranks use all CPUs of an exclusive job, which may be more than it has requested."""
 
     def comment(self, token: str) -> str:
         """The comment of a job: the token of its submission, then the config's."""
@@ -208,10 +219,6 @@ class LaunchPlan:
     """The size of a checkpoint; None for what trains no model of trainkit."""
     sizes: dict[str, JsonObject] = field(default_factory=dict, metadata=OPTIONAL)
     """Another number of nodes that an attempt may have -> what changes in the plan then."""
-    gpu_types: dict[str, str] = field(default_factory=dict, metadata=OPTIONAL)
-    """The GPU type of each partition that may start the job, where it names several."""
-    fills_nodes: bool = field(default=False, metadata=OPTIONAL)
-    """Whether the ranks use all CPUs of an exclusive job, which may be more than it has requested."""
     parts: dict[str, JsonObject] = field(default_factory=dict, metadata=LEFT_OUT)
     """Capability -> the content of its part, which `part` reads."""
 
@@ -307,7 +314,8 @@ class LaunchPlan:
     def to_dict(self) -> dict[str, Any]:
         value = {**to_json(self), "version": PLAN_VERSION, "world_size": self.world_size}
         for key, (record, name) in _OF_RECORDS.items():
-            value[key] = value[record][name]
+            if value[record] is not None and name in value[record]:
+                value[key] = value[record].pop(name)
         value["command"] = value["command"] or None
         return put_parts({key: value[key] for key in _KEYS.split() if key in value}, self.parts)
 
@@ -357,11 +365,11 @@ def _with_records(plan: Mapping[str, object]) -> dict[str, object]:
     found = {key: plan[key] for key in _KEYS.split() if key in plan}
     if found.get("command") is None:
         found.pop("command", None)
-    records: dict[str, dict[str, object]] = {record: {} for record, _ in _OF_RECORDS.values()}
     for key, (record, name) in _OF_RECORDS.items():
-        if key in found:
-            records[record][name] = found.pop(key)
-    return {**found, **records}
+        own = found.get(record, {})
+        if key in found and isinstance(own, dict):
+            found[record] = {**own, name: found.pop(key)}
+    return found
 
 
 def resized(plan: JsonObject, num_nodes: int) -> JsonObject:

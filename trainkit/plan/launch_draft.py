@@ -36,8 +36,6 @@ class LaunchDraft:
     """Without the origins of their keys."""
     reasons: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
-    gpu_types: dict[str, str] = field(default_factory=dict)
-    """The GPU type of each partition, of which Slurm chooses one."""
     env: dict[str, str] = field(default_factory=dict)
     passed: set[str] = field(default_factory=set)
     """The keys that a command gets through a capability."""
@@ -101,13 +99,6 @@ class LaunchDraft:
             reasons=self.reasons,
             workload=replace(workload, signal=config.requeue.signal),
             slurm=slurm,
-            gpu_types=self.gpu_types,
-            fills_nodes=config.resources.extra.get("exclusive") is True
-            and config.resources.cpus_per_gpu == "auto"
-            and slurm is not None
-            and "cpus-per-task" in slurm.sbatch
-            and not {"cpus-per-task", "gpus-per-task"} & slurm.srun.keys()
-            and "gpus-per-task" not in slurm.sbatch,
             node_sizes=None if sizes is None or len(set(sizes)) == 1 else sizes,
             warnings=tuple(self.warnings),
             parts=self.parts,

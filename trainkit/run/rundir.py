@@ -123,9 +123,6 @@ class RunDir(RunFolder):
     heartbeat_file = Child("heartbeat")
     """A command that prints nothing for long writes or touches it, to show that it does not hang."""
     tensorboard_dir = Child("tensorboard")
-    health_dir = Child("health")
-    health_file = Numbered("health/{}.jsonl")
-    """Samples of a host: processors, memory, network, disks and GPUs."""
     checkpoints_dir = Child("checkpoints")
     checkpoint_dir = Numbered(f"checkpoints/{CHECKPOINT_PREFIX}{{:08d}}")
     attempts_dir = Child("attempts")

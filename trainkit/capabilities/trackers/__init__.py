@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,12 +12,13 @@ from trainkit.errors import KeyProblem
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from trainkit.capability import Reading
     from trainkit.config.loaded import LoadedConfig
     from trainkit.config.schema import RunConfig
     from trainkit.job.node.rendezvous import Rendezvous
     from trainkit.plan.facts import Facts
     from trainkit.plan.launch import LaunchPlan
-    from trainkit.run.history import PlanRecord, RunHistory
+    from trainkit.run.files import Record
     from trainkit.run.rundir import AttemptDir, RunDir
 
 
@@ -73,16 +74,24 @@ class Trackers(Capability):
 
         return TrackerSender(attempt, plan)
 
-    def rows(self, history: RunHistory, plan: PlanRecord) -> dict[str, str]:
+    def status(self, reading: Reading) -> Mapping[str, object]:
+        return {"trackers": _sent(reading.history.run)}
+
+    def rows(self, reading: Reading) -> Mapping[str, str]:
         from trainkit.formats import cell
-        from trainkit.run.files import Record, read_object
 
         rows = {}
-        for file in sorted(trackers_dir(history.run).glob("*.json")):
-            sent = Record(read_object(file))
+        for name, sent in _sent(reading.history.run).items():
             place = sent.text("problem") or sent.text("place") or "not sent yet"
-            rows[file.stem] = f"up to step {cell(sent.count('step'))}: {place}"
+            rows[name] = f"up to step {cell(sent.count('step'))}: {place}"
         return rows
+
+
+def _sent(run: RunDir) -> dict[str, Record]:
+    """How far each tracker has the metrics: ``step, place, time, problem``."""
+    from trainkit.run.files import Record, read_object
+
+    return {file.stem: Record(read_object(file)) for file in sorted(trackers_dir(run).glob("*.json"))}
 
 
 CAPABILITY = Trackers
