@@ -61,7 +61,7 @@ SIZES = {
     "trainkit/run": (16, 4_488),
     "trainkit/slurm": (8, 1_574),
     "trainkit/trainer": (38, 8_922),
-    "tests": (400, 64_691),
+    "tests": (403, 64_715),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)
