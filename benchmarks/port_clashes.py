@@ -27,6 +27,7 @@ from pathlib import Path
 from trainkit.cli import main
 from trainkit.job.node.rendezvous import HIGHEST_PORT, LOWEST_PORT, ephemeral_range
 from trainkit.launch import plan_run
+from trainkit.plan.workload import Workload
 from trainkit.run.files import read_json
 from trainkit.run.rundir import RunDir
 
@@ -96,7 +97,7 @@ def run_as_rank(meet: str, go: str, arguments: list[str]) -> int:
 
     def plan_with_meeting(*args: object, **options: object) -> object:
         plan = real(*args, **options)  # type: ignore[arg-type]
-        return dataclasses.replace(plan, command=(sys.executable, meet, go))
+        return dataclasses.replace(plan, workload=Workload((sys.executable, meet, go)))
 
     plan_run.plan_run = plan_with_meeting  # type: ignore[assignment]
     return main.main(arguments)

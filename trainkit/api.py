@@ -40,7 +40,7 @@ from trainkit.observe.group import GroupStatus, PointStatus
 from trainkit.observe.logs import run_is_over
 from trainkit.observe.status import ACTIVE_STATES, RunStatus
 from trainkit.plan.launch import LaunchPlan
-from trainkit.plan.workload import Workload, workload_of
+from trainkit.plan.workload import TRAINER, Workload
 from trainkit.run.end import NO_RESULT, AttemptEnd, read_end
 from trainkit.run.events import read_metrics
 from trainkit.run.files import read_object, write_atomic
@@ -487,7 +487,7 @@ def _given(
     request = ConfigRequest(path, profile, (), _flags(sections, options, arguments), name)
     names = [str(one.path if isinstance(one, Run) else one) for one in after]
     where = None if run_dir is None else Path(run_dir)
-    return _Given(request, workload_of(argv, launcher), function, names, where, now)
+    return _Given(request, Workload(argv, launcher) if argv else TRAINER, function, names, where, now)
 
 
 def _refuse_meant_for_function(
@@ -496,7 +496,7 @@ def _refuse_meant_for_function(
     """Raise ConfigError for keyword arguments meant for the function; `own` are those of `submit`."""
     from trainkit.launch.config_request import FLAGS
 
-    run = workload_of(ARGV)
+    run = Workload(ARGV)
     used = {name for name in options if run.uses(FLAGS.get(name, name))} | own.keys()
     meant = {
         name: value
@@ -558,7 +558,7 @@ def _meant_argument(name: str, value: object, arguments: Arguments | None) -> st
     if arguments is not None and (parameter := arguments.near(name)) is not None:
         return f"did you mean `{arguments.bound({parameter: value})}`?"
     key = meant(tuple(name.split(".")))
-    if key is None or (arguments is not None and not workload_of(ARGV).uses(key)):
+    if key is None or (arguments is not None and not Workload(ARGV).uses(key)):
         return "`trainkit schema` prints every key"
     section, _, leaf = key.partition(".")
     options = {flag_key: argument for argument, flag_key in FLAGS.items()}

@@ -54,6 +54,7 @@ from trainkit.folders import ensure_folder
 from trainkit.job.rank_env import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RankEnv, find_rank_env
 from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import Batch, LaunchPlan, Layout, RequeuePolicy
+from trainkit.plan.workload import Workload
 from trainkit.run.end import Action, AttemptEnd, first_of, rank_failures
 from trainkit.run.events import best_result
 from trainkit.run.files import utc_now, write_atomic
@@ -147,7 +148,7 @@ def _own_attempt(run: RunDir, world: World, env: RankEnv) -> AttemptDir:
                 grace_s=GRACE_S,
                 reasons={},
                 requeue=RequeuePolicy(on=()),
-                command=_command_by_hand(),
+                workload=Workload(_command_by_hand()),
             ).to_text()
             for file in (attempt.plan_file, run.plan_file):
                 write_atomic(file, plan)

@@ -8,13 +8,13 @@ import sys
 def run():
     from trainkit.cli.main import main
     from trainkit.launch import plan_run as module
+    from trainkit.plan.workload import Workload
 
     real_plan_run = module.plan_run
 
     def plan_run(loaded, *args, **kwargs):
-        return dataclasses.replace(
-            real_plan_run(loaded, *args, **kwargs), command=(sys.executable, "-u", sys.argv[1])
-        )
+        workload = Workload((sys.executable, "-u", sys.argv[1]))
+        return dataclasses.replace(real_plan_run(loaded, *args, **kwargs), workload=workload)
 
     module.plan_run = plan_run
     return main(sys.argv[2:])

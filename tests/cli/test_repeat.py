@@ -59,7 +59,7 @@ def test_config_code_command_and_size(
     before, plan = LaunchPlan.read(first.plan_file), LaunchPlan.read(again.plan_file)
     text = plan.reasons.pop("repeats")
     assert text == f"{first.path}: its config, command and code"
-    for key in ("launcher", "command", "layout", "batch", "device", "workers_per_node", "backend"):
+    for key in ("workload", "layout", "batch", "device", "workers_per_node", "backend"):
         assert getattr(plan, key) == getattr(before, key), key
     assert (read_effective(again.config_file).seed, read_effective(again.config_file).note) == (5, "baseline")
     assert not Path("runs/train-3").exists()
@@ -174,5 +174,5 @@ def test_the_path_of_an_interpreter_says_which_one_a_launcher_takes(
     python.parent.mkdir()
     python.symlink_to(sys.executable)
     run = submitted(capsys, "--launcher", "torchrun", "--backend", "local", "--", "other/python3", "train.py")
-    assert LaunchPlan.read(run.plan_file).python == (str(python),)
+    assert LaunchPlan.read(run.plan_file).environment.python == (str(python),)
     assert main(["submit", "--launcher", "torchrun", "--", "python3", "train.py"]) == 2

@@ -19,14 +19,14 @@ from trainkit.job.decision import (
 )
 from trainkit.job.signals import combine_exit_codes, describe_exit
 from trainkit.plan.launch import RequeuePolicy
-from trainkit.plan.workload import TRAINER, Command, Workload
+from trainkit.plan.workload import TRAINER, Workload
 from trainkit.run.end import AttemptEnd, RankFailure
 from trainkit.run.tracebacks import CodeLine
 from trainkit.scheduler import JobState
 from trainkit.slurm.jobs import JobDetails, parse_job
 
 POLICY = RequeuePolicy()
-COMMAND = Command(("train",))
+COMMAND = Workload(("train",))
 HERE = RestartOptions(restart=True, requeue=True)
 NAN = RankFailure(type="ValueError", message="bad", step=37)
 

@@ -25,6 +25,8 @@ from trainkit.job.flight_records import (
     remove_pipes,
     request_dumps,
 )
+from trainkit.plan.launch import WorkerEnvironment
+from trainkit.plan.workload import Workload
 from trainkit.run.files import write_json
 from trainkit.run.rundir import AttemptDir
 
@@ -118,7 +120,7 @@ def test_records_of_the_trainer_and_of_torch_and_damaged_ones(
 
 def test_torch_writes_a_record_on_request(attempt: AttemptDir) -> None:
     """A rank whose monitor reads its pipe, as NCCL's does, and one without NCCL."""
-    plan = launch_plan(device="cuda", command=("train",))
+    plan = launch_plan(device="cuda", workload=Workload(("train",)))
     environ = flight_environ(attempt, plan)
     prefix = f"{attempt.flight_dir}/rank-"
     assert environ == {"TORCH_FR_DUMP_TEMP_FILE": prefix, FLIGHT_VARIABLE: prefix}
@@ -149,7 +151,7 @@ def test_torch_writes_a_record_on_request(attempt: AttemptDir) -> None:
 def test_a_place_of_the_users_own_stays(attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = launch_plan(device="cuda")
     name = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
-    assert flight_environ(attempt, replace(plan, env={name: "/mine/rank-"})) == {}
+    assert flight_environ(attempt, replace(plan, environment=WorkerEnvironment({name: "/mine/rank-"}))) == {}
     monkeypatch.setenv(name, "/mine/rank-")
     assert flight_environ(attempt, plan) == {}
     assert not attempt.flight_dir.exists()

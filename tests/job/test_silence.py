@@ -28,13 +28,14 @@ from trainkit.job.failure.stacks import (
 from trainkit.job.hangs import HangRecord, hang_failure, missing_ranks, read_hangs
 from trainkit.observe.diagnose import diagnose
 from trainkit.observe.status import read_status
+from trainkit.plan.workload import Workload
 from trainkit.run.events import log_event
 from trainkit.run.files import parse_time, read_jsonl, to_json, utc_now, write_json
 from trainkit.run.history import RunHistory
 from trainkit.run.record import read_job
 from trainkit.run.rundir import AttemptDir, RunDir
 
-PLAN = launch_plan(command=("train",))
+PLAN = launch_plan(workload=Workload(("train",)))
 LOCK = LockFile("/cache/op/lock", "2026-01-01T00:00:00Z", is_certain=True)
 
 

@@ -12,7 +12,7 @@ from tests.support.folders import content
 from tests.support.programs import run_program
 from trainkit.job.work_folder import prepare_work_folder
 from trainkit.launch.snapshot import copy_code
-from trainkit.plan.workload import Command
+from trainkit.plan.workload import Workload
 from trainkit.run.files import read_json, write_json
 from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
@@ -29,7 +29,7 @@ def project(tmp_path: Path) -> Path:
 
 
 def submit(project: Path, run: RunDir, subfolder: str = "") -> None:
-    snapshot = copy_code(project / subfolder, run, Command(()))
+    snapshot = copy_code(project / subfolder, run, Workload(("true",)))
     write_json(
         run.job_file,
         {"cwd": "/", "code": {"code": snapshot.code, "subfolder": snapshot.subfolder}, "attempts": []},

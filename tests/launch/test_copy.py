@@ -19,7 +19,7 @@ from trainkit.launch.snapshot import WORK_FOLDER_NOTE, copy_code, renewed_code
 from trainkit.plan.facts import Facts
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.make_plan import make_plan
-from trainkit.plan.workload import Command
+from trainkit.plan.workload import Workload
 from trainkit.run.files import to_json, write_json
 from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
@@ -36,7 +36,7 @@ def loaded(project: Path):  # type: ignore[no-untyped-def]
 def plan(loaded) -> LaunchPlan:  # type: ignore[no-untyped-def]
     target = Target("sbatch", "a test", Cluster("unknown"))
     return make_plan(
-        loaded, Facts(Machine(4, 0, (), "a login node"), target), Command(("python", "train.py"))
+        loaded, Facts(Machine(4, 0, (), "a login node"), target), Workload(("python", "train.py"))
     )
 
 
@@ -121,7 +121,7 @@ def test_a_run_is_judgedsubmission_folder(submitted: RunDir, project: Path, tmp_
 
 def test_a_script_that_is_named_past_the_copy(run: RunDir, project: Path, loaded, plan: LaunchPlan) -> None:  # type: ignore[no-untyped-def]
     (project / "train.py").write_text("old\n")
-    past = replace(plan, command=("python", f"{project}/train.py", "--data", str(project.parent)))
+    past = replace(plan, workload=Workload(("python", f"{project}/train.py", "--data", str(project.parent))))
     code = copy_code(project, run, past.workload)
     assert code.notes == [
         WORK_FOLDER_NOTE,

@@ -35,7 +35,7 @@ from trainkit.plan.gpus import RESTART_S
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.make_plan import with_parts
 from trainkit.plan.node_range import plan_nodes
-from trainkit.plan.workload import Command
+from trainkit.plan.workload import Workload
 from trainkit.run.events import log_event
 from trainkit.run.files import append_jsonl
 from trainkit.run.registry import register
@@ -316,7 +316,7 @@ def test_a_command_is_not_cut(fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch) 
     fake.add("sbatch", ANSWERS.format(cases="*/1-*) start=90000"))
     monkeypatch.setattr(earliest_end, "gather", lambda *args, **kwargs: replace(FACTS, data=None))
     given = ("resources.partition=a", "resources.time=1-00:00:00", "resources.gpus_per_node=4")
-    loaded, _, choice = choose_nodes(config(*given), Command((sys.executable,)))
+    loaded, _, choice = choose_nodes(config(*given), Workload((sys.executable,)))
     assert {offer.limit_s for offer in choice.offers} == {24 * HOUR}
     assert loaded.config.resources.slice is None
 

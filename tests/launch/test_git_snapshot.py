@@ -14,7 +14,7 @@ from tests.support.programs import run_program
 from trainkit.job.work_folder import prepare_work_folder
 from trainkit.launch.git_snapshot import without_credentials
 from trainkit.launch.snapshot import copy_again, copy_code
-from trainkit.plan.workload import Command
+from trainkit.plan.workload import Workload
 from trainkit.run.git_copy import index_entries
 from trainkit.run.record import CodeCopy, create_job, read_job
 from trainkit.run.rundir import RunDir
@@ -56,7 +56,7 @@ def answers(folder: Path) -> dict[str, str]:
 
 
 def take(project: Path, run: RunDir) -> CodeCopy:
-    code = copy_code(project, run, Command(("x",)))
+    code = copy_code(project, run, Workload(("x",)))
     create_job(run, backend="local", name="x", cwd=str(project), code=code)
     return code
 

@@ -22,7 +22,7 @@ from trainkit.launch.plan_run import gather, plan_run, refuse_missing
 from trainkit.launch.repeat import load_again
 from trainkit.plan.facts import KeyProblem
 from trainkit.plan.launch import LaunchPlan
-from trainkit.plan.workload import TRAINER, Command, Workload
+from trainkit.plan.workload import TRAINER, Workload
 from trainkit.run.rundir import RunDir
 
 LAUNCH = RunConfig().launch
@@ -76,7 +76,7 @@ def test_a_torch_that_is_too_old_is_refused(tmp_path: Path, monkeypatch: pytest.
             plan_run(loaded, gather(loaded, target=target))
         expected = f"{sys.executable} has torch 2.6.0, and the trainer requires torch 2.11 or newer"
         assert [problem.message for problem in caught.value.problems] == [expected]
-        command = Command((sys.executable,))
+        command = Workload((sys.executable,))
         plan_run(loaded, gather(loaded, command, target=target), command)  # a command may need no torch
 
 
@@ -86,11 +86,11 @@ def test_a_launcher_whose_package_is_missing_is_refused(
     for name in ("VIRTUAL_ENV", "CONDA_PREFIX"):
         monkeypatch.delenv(name, raising=False)
     loaded = load_config(None, overrides=["device=cpu"], environ={}, cwd=tmp_path)
-    command = Command(("train.py",), "deepspeed")
+    command = Workload(("train.py",), "deepspeed")
     [(key, message, hint)] = gather(loaded, command, target=LOCAL).environment.problems
     assert (key, message) == ("", f"--launcher deepspeed needs deepspeed, which {sys.executable} lacks")
     assert "-m pip install deepspeed` installs it" in hint
-    assert gather(loaded, Command(("train.py",), "torchrun"), target=LOCAL).environment.problems == ()
+    assert gather(loaded, Workload(("train.py",), "torchrun"), target=LOCAL).environment.problems == ()
     # Another Python starts it, of which nothing is known.
     program(tmp_path / "env" / "bin" / "python")
     monkeypatch.setenv("VIRTUAL_ENV", str(tmp_path / "env"))
@@ -170,7 +170,7 @@ def test_problems_of_the_config_come_with_it(submitting: Submitting) -> None:
 
 def test_a_torch_with_cuda_and_runs_that_need_none(submitting: Submitting) -> None:
     submitting.plan("device=cpu", "launch.venv=venv")
-    submitting.plan(workload=Command(("/bin/true",)))
+    submitting.plan(workload=Workload(("/bin/true",)))
     assert submitting.asked == []
     (submitting.package / "version.py").write_text("cuda = '13.0'\nhip = None\n")
     assert submitting.plan().device == "cuda"
@@ -249,7 +249,7 @@ def test_a_torch_that_cannot_use_the_gpus_of_a_workstation(
 
 def tracker_problems(folder: Path, **launch: Any) -> list[KeyProblem]:
     config = RunConfig.model_validate({"logging": {"mlflow": True}, "launch": launch})
-    return list(find_environment(config, True, Command(("true",)), folder).problems)
+    return list(find_environment(config, True, Workload(("true",)), folder).problems)
 
 
 def test_a_tracker_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,7 +260,7 @@ def test_a_tracker_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.Mon
         f"is set, but {sys.executable} has no mlflow",
         f"`{sys.executable} -m pip install 'mlflow>=3'` installs it",
     )
-    assert not find_environment(RunConfig(), True, Command(("true",)), tmp_path).problems
+    assert not find_environment(RunConfig(), True, Workload(("true",)), tmp_path).problems
 
 
 @pytest.mark.parametrize(
@@ -269,7 +269,7 @@ def test_a_tracker_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.Mon
         (True, TRAINER, False, True),
         ("auto", TRAINER, False, False),
         (False, TRAINER, False, False),
-        (True, Command(("true",)), False, False),  # which writes none
+        (True, Workload(("true",)), False, False),  # which writes none
         (None, TRAINER, True, False),  # the config of a run has the default of an earlier version: true
         (True, TRAINER, True, True),
     ],

@@ -10,7 +10,7 @@ from tests.support.folders import git, write
 from trainkit.errors import UsageError
 from trainkit.launch import source_tree
 from trainkit.launch.snapshot import copy_code
-from trainkit.plan.workload import TRAINER, Command
+from trainkit.plan.workload import TRAINER, Workload
 from trainkit.run.rundir import RunDir
 
 
@@ -168,7 +168,7 @@ def test_what_is_copied_and_linked(project: Path, run: RunDir, shape: Callable[[
 
 def check(folder: Path, run: RunDir, copied: list[str], linked: list[str]) -> None:
     """The copy of the code in a folder has these files and links."""
-    found = copy_code(folder, run, Command(()))
+    found = copy_code(folder, run, Workload(("true",)))
     assert found.links == linked
     files = [
         os.path.relpath(Path(parent, name), run.code_dir)
@@ -186,5 +186,5 @@ def test_data_between_the_code(project: Path, run: RunDir, monkeypatch: pytest.M
     for number in range(3):
         (project / f"{number}.jpg").touch()
     with pytest.raises(UsageError, match=r"has 3 files besides its code"):
-        copy_code(project, run, Command(()))
+        copy_code(project, run, Workload(("true",)))
     assert copy_code(project, run, TRAINER).num_files == 0

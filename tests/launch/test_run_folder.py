@@ -25,6 +25,7 @@ from trainkit.launch.create import create_run, new_folder
 from trainkit.launch.disk import disk_forecast
 from trainkit.locks import local_locks
 from trainkit.plan.launch import Batch, LaunchPlan, Layout
+from trainkit.plan.workload import Workload
 from trainkit.run.files import read_json
 from trainkit.run.owner import refuse_foreign
 from trainkit.run.rundir import RunDir
@@ -280,9 +281,8 @@ def test_the_folder_of_runs_is_for_its_owner_to_change(
         pass
 
 
-PLAN = LaunchPlan(
-    "local", 1, 1, "cpu", Layout(), Batch(1, 1, 1, 1), 0.1, 1, 60.0, {"lr": "so"}, command=("a", "b")
-)
+PLAN = LaunchPlan("local", 1, 1, "cpu", Layout(), Batch(1, 1, 1, 1), 0.1, 1, 60.0, {"lr": "so"})
+PLAN = replace(PLAN, workload=Workload(("a", "b")))
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from tests.support.programs import run_program
 from trainkit.errors import UsageError
 from trainkit.launch import snapshot as module
 from trainkit.launch.snapshot import WORK_FOLDER_NOTE, copy_code, plan_copy
-from trainkit.plan.workload import TRAINER, Command
+from trainkit.plan.workload import TRAINER, Workload
 from trainkit.run.record import CodeCopy, copied_file, create_job
 from trainkit.run.rundir import RunDir
 
@@ -142,7 +142,7 @@ def test_working_directory_that_the_repository_ignores(project: Path, run: RunDi
 def test_what_was_left_out_is_said(project: Path, run: RunDir) -> None:
     for name in ("a.pem", "b.pem", "c.pem", "d.pem", "e.pem", ".env", "w.bin"):
         (project / name).touch()
-    assert copy_code(project, run, Command(())).notes == [
+    assert copy_code(project, run, Workload(("true",))).notes == [
         "not in the copy of the code: .env, a.pem, b.pem and 3 more (looks like a secret)",
         "linked into the copy of the code, not copied: w.bin",
         WORK_FOLDER_NOTE,
@@ -275,7 +275,7 @@ def test_paths_that_the_copy_lacks_are_noted(
     write(project, "code/out/last.ckpt")
     above = ["open('../data/x.txt')", 'f"../data/{name}"', "'../nothing'", "'../'", "'./t.py'"]
     (project / "code/reads.py").write_text("\n".join(above))
-    found = copy_code(project / "code", run, Command(tuple(shlex.split(command)))).notes
+    found = copy_code(project / "code", run, Workload(tuple(shlex.split(command)))).notes
     about = [note.partition(" is not in the copy")[0] for note in found if "give its absolute path" in note]
     assert [note for note in about if "in the" in note or "in reads" in note] == noted
     assert not noted or f"give its absolute path, {project}/" in next(
@@ -287,7 +287,7 @@ def test_paths_that_the_copy_lacks_are_noted(
 def test_an_argument_outside_of_the_copy_is_refused(project: Path, run: RunDir, word: str) -> None:
     write(project, "code/t.py", "data/x.txt")
     with pytest.raises(UsageError, match="in the command is outside of") as caught:
-        copy_code(project / "code", run, Command(("python", "t.py", word)))
+        copy_code(project / "code", run, Workload(("python", "t.py", word)))
     assert caught.value.hint == (
         f"give its absolute path, {project}/data, or use the files in place with --no-snapshot"
     )

@@ -14,10 +14,10 @@ TRAINKIT = f"{sys.executable} -m trainkit"
 ASK = """
 import sys
 from trainkit.launch import standard_input as module
-from trainkit.plan.workload import Command
+from trainkit.plan.workload import Workload
 module.SILENCE_S, module.NOTE_AFTER_S = 0.4, 0.1
 module.MAX_BYTES = 1_000
-print(*module.kept_input(Command(tuple(sys.argv[2:])), streams=sys.argv[1] == "streams"))
+print(*module.kept_input(Workload(tuple(sys.argv[2:])), streams=sys.argv[1] == "streams"))
 """
 
 

@@ -13,7 +13,7 @@ from trainkit.config import load_config
 from trainkit.errors import ConfigError
 from trainkit.plan.facts import Facts
 from trainkit.plan.make_plan import make_plan
-from trainkit.plan.workload import Command
+from trainkit.plan.workload import Workload
 
 
 def test_a_good_config_gives_its_plan(tmp_path: Path) -> None:
@@ -126,5 +126,5 @@ def test_a_gpu_of_this_machine_that_is_unknown(tmp_path: Path) -> None:
     [warning] = plan_of(machine=machine, folder=tmp_path).warnings
     assert "their memory is unknown (NVIDIA ZX81)" in warning
     loaded = load_config(None, environ={}, cwd=tmp_path)
-    command = make_plan(loaded, Facts(machine), Command(("true",)))
+    command = make_plan(loaded, Facts(machine), Workload(("true",)))
     assert command.warnings == (), "a command has no plan of memory"

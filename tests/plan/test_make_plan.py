@@ -15,6 +15,7 @@ from trainkit.cluster.machine import Machine
 from trainkit.cluster.target import LOCAL, Target
 from trainkit.errors import UsageError
 from trainkit.plan.launch import Batch, DebugPlan, LaunchPlan, Layout
+from trainkit.plan.workload import Workload
 
 CPU = Machine(4, 0, (), "there is no NVIDIA driver on this machine")
 GPUS = Machine(16, 4, ("A100",) * 4, "this machine has 4 x A100")
@@ -175,7 +176,7 @@ def test_a_step_that_binds_one_gpu_to_each_task() -> None:
 
 @pytest.mark.parametrize("command", [None, ("python", "train.py", "--lr", "1")])
 def test_round_trip(command: tuple[str, ...] | None) -> None:
-    made = launch_plan(command=command)
+    made = launch_plan(workload=Workload(command or ()))
     written = json.loads(json.dumps(made.to_dict()))
     assert written["world_size"] == 4
     assert written["command"] == (None if command is None else list(command))

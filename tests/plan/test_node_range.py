@@ -18,7 +18,7 @@ from trainkit.plan.facts import Facts
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.make_plan import make_plan
 from trainkit.plan.node_range import plan_nodes
-from trainkit.plan.workload import TRAINER, Workload, workload_of
+from trainkit.plan.workload import TRAINER, Workload
 
 LOGIN = Machine(2, 0, (), "there is no NVIDIA driver on this machine")
 NODES = Partition("gpu", is_default=True, max_nodes=8, nodes=(NodeKind(8, 32, 256_000, {"a100": 4}),))
@@ -70,7 +70,7 @@ def test_what_is_asked_of_slurm() -> None:
         request = made.slurm
         assert request is not None
         assert request.sbatch["nodes"] == nodes
-        assert made.fills_nodes == (target is not None)
+        assert request.fills_nodes == (target is not None)
         # The same tasks and CPUs, asked for in the way of each.
         old = target is None
         assert request.sbatch.get("ntasks-per-node") == (None if old else 4)
@@ -104,7 +104,7 @@ def test_bad_nodes_are_left_out_as_long_as_the_fewest_can_be_had() -> None:
 
 
 def test_a_command_has_no_batch() -> None:
-    made = plan("resources.nodes=1-3", workload=workload_of(("python", "train.py"), "python"))
+    made = plan("resources.nodes=1-3", workload=Workload(("python", "train.py"), "python"))
     assert [made.at(count).world_size for count in (1, 2, 3)] == [4, 8, 12]
     assert "lr" not in made.reasons
 
@@ -131,12 +131,12 @@ def test_workers_and_batch_stay_on_nodes_of_several_kinds_and_after_a_resume() -
 
 def test_what_a_launcher_gets_must_not_depend_on_it() -> None:
     for launcher, words in (("lightning", ("{lr}",)), ("accelerate", ())):
-        workload = workload_of(("train.py", *words), launcher)
+        workload = Workload(("train.py", *words), launcher)
         assert plan("resources.nodes=1-2", "precision.dtype=bf16", workload=workload).fewest_nodes == 1
     with pytest.raises(ConfigError) as error:
         plan(
             *("resources.nodes=1-2", "optimizer.lr_scale=linear"),
-            workload=workload_of(("train.py", "{lr}"), "lightning"),
+            workload=Workload(("train.py", "{lr}"), "lightning"),
         )
     assert "is 1-2, with which the values that lightning gets would change" in error.value.render()
 

@@ -87,8 +87,8 @@ def test_a_job_for_several_partitions_fits_each_that_can_start_it() -> None:
         "h (h100) or a (a100-40gb), whichever is free first; "
         "not debug: resources.time is 01:00:00, but partition debug allows at most 00:30:00"
     )
-    assert made.gpu_types == {"h": "h100", "a": "a100-40gb"}
-    assert plan("resources.partition=a").gpu_types == {}
+    assert made.slurm.gpu_types == {"h": "h100", "a": "a100-40gb"}
+    assert plan("resources.partition=a").slurm.gpu_types == {}
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_gpu_types_choose_the_partitions(overrides: list[str], partitions: str) 
     assert made.slurm.sbatch["partition"] == partitions
     assert made.slurm.sbatch["gpus-per-node"] == str(made.workers_per_node)
     assert made.reasons["partition"].startswith("a (a100-40gb)" if partitions == "a" else "h (h100) or ")
-    assert list(made.gpu_types) == partitions.split(",")
+    assert list(made.slurm.gpu_types) == partitions.split(",")
 
 
 @pytest.mark.parametrize(

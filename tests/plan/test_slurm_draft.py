@@ -85,7 +85,7 @@ def test_gpus_and_their_cores(overrides: tuple[str, ...], workers: int, threads:
 def test_an_exclusive_job_uses_all_cpus_unless_their_number_is_given(
     overrides: tuple[str, ...], fills: bool
 ) -> None:
-    assert plan("resources.extra={exclusive: true}", *overrides).fills_nodes == fills
+    assert plan("resources.extra={exclusive: true}", *overrides).slurm.fills_nodes == fills
 
 
 def test_a_partition_without_gpus() -> None:

@@ -1,6 +1,6 @@
 import pytest
 
-from trainkit.plan.workload import Command, name_of, out_of_reach
+from trainkit.plan.workload import Workload, name_of, out_of_reach
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_a_run_is_named_after_its_script(command: str, name: str | None) -> None
     ],
 )
 def test_whether_a_command_line_says_that_it_reads_standard_input(command: str, reads: bool) -> None:
-    assert Command(tuple(command.split())).reads_input is reads
+    assert Workload(tuple(command.split())).reads_input is reads
 
 
 @pytest.mark.parametrize(

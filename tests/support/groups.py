@@ -15,7 +15,7 @@ from trainkit.launch.submission import PlannedPoint, Submission, checked
 from trainkit.launch.sweep import ArraySpec, LoadedPoint
 from trainkit.plan.facts import Facts
 from trainkit.plan.make_plan import make_plan
-from trainkit.plan.workload import workload_of
+from trainkit.plan.workload import Workload
 from trainkit.run.group import RunGroup
 
 SUBMITTED_AT = "2026-01-01T00:00:00.000Z"
@@ -41,7 +41,7 @@ def planned(
         flags = {key: (f"--sweep {key}={value}", value) for key, value in values.items()}
         try:
             loaded = load_config(config_file, flags=flags, environ={}, cwd=folder)
-            plan = make_plan(loaded, Facts(LOGIN_NODE, target), workload_of(command))
+            plan = make_plan(loaded, Facts(LOGIN_NODE, target), Workload(command or ()))
             result.append(PlannedPoint(index, values, loaded.config, plan))
         except ConfigError as error:
             refused.append(LoadedPoint(index, values, error))

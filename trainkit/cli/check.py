@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from trainkit.capability import load
 from trainkit.cli import options
-from trainkit.cli.help import as_command, option, terminal_width, warn
+from trainkit.cli.help import AddedOption, as_command, option, terminal_width, warn
 from trainkit.cli.output import json_text
 from trainkit.errors import ConfigError, SlurmError, TrainkitError, UsageError
 from trainkit.formats import plural, table
@@ -18,7 +17,10 @@ from trainkit.launch.config_request import ConfigRequest
 from trainkit.run.rundir import RUNS_FOLDER
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from trainkit.backends.slurm.queue_estimate import Wait
+    from trainkit.capability import Choice
     from trainkit.cluster.model import Cluster
     from trainkit.config import RunConfig
     from trainkit.plan.launch import LaunchPlan
@@ -54,7 +56,7 @@ MAX_COLUMN_WIDTH = 40
     "Try your own task too: a few samples forward and backward on this machine's CPU.",
     name="smoke",
 )
-@option("--test-notification", "Send a test message to the webhook of notify.")
+@options.of_capabilities("check")
 @options.json_option
 def command(
     request: ConfigRequest,
@@ -63,8 +65,8 @@ def command(
     world_size: int | None,
     rank: int | None,
     smoke: bool,
-    test_notification: bool,
     as_json: bool,
+    choices: Sequence[Choice] = (),
 ) -> None:
     """Check CONFIG against the schema, the model's shape, the data, and the cluster or this machine.
 
@@ -80,9 +82,13 @@ def command(
     if world_size is None and rank is not None:
         raise UsageError("--rank requires --simulate-world", hint="add --simulate-world N")
     if world_size is not None:
-        if estimate is not None or show_origin or test_notification:
+        if estimate is not None or show_origin or choices:
+            from trainkit.cluster.limits import listed
+
+            params = click.get_current_context().command.params
+            added = (param.opts[0] for param in params if isinstance(param, AddedOption))
             raise UsageError(
-                "--simulate-world conflicts with --estimate, --show-origin and --test-notification",
+                f"--simulate-world conflicts with {listed(['--estimate', '--show-origin', *added])}",
                 hint="run `trainkit check` without --simulate-world for them",
             )
         loaded = request.load()
@@ -110,8 +116,8 @@ def command(
             raise ConfigError([loaded.problem(*item) for item in problems])
     if estimate and not plan.is_job:
         raise UsageError("--estimate requires Slurm, but this run starts here", hint="remove --estimate")
-    if test_notification:
-        click.echo(load("notifications").try_out(loaded.config), err=True)
+    for one in choices:
+        click.echo(one.try_out(loaded.config), err=True)
     waits = None
     if plan.is_job and estimate is not False and cluster is not None:
         waits = _waits(plan, loaded.config, cluster, must=bool(estimate))

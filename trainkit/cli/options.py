@@ -27,7 +27,7 @@ from trainkit.cli.help import (
 from trainkit.errors import ConfigError, Problem, UsageError
 from trainkit.folders import QUICKSTART, default_config, typed_path
 from trainkit.launch.config_request import FLAGS, ConfigRequest
-from trainkit.plan.workload import Workload, workload_of
+from trainkit.plan.workload import Workload
 from trainkit.run.owner import refuse_foreign
 from trainkit.run.process import other_people
 from trainkit.run.rundir import RUNS_FOLDER
@@ -368,7 +368,7 @@ def trailing_workload(launcher: str) -> Workload:
     argv: tuple[str, ...] | None = click.get_current_context().meta.get(_KEY)
     if argv is None and launcher != "python":
         raise UsageError(f"--launcher {launcher} needs a COMMAND", hint="add: -- train.py …")
-    workload = workload_of(argv, launcher)
+    workload = Workload(argv or (), launcher)
     # A path says with which interpreter (`command_python`).
     if workload.has_launcher and re.match(r"python[\d.]*$", workload.argv[0]):
         raise UsageError(

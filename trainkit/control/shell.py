@@ -20,7 +20,7 @@ from trainkit.launch.script import render
 from trainkit.plan.facts import Facts
 from trainkit.plan.launch import option_argv
 from trainkit.plan.make_plan import make_plan
-from trainkit.plan.workload import Command
+from trainkit.plan.workload import Workload
 from trainkit.run.record import AttemptRecord, read_job
 from trainkit.run.rundir import RunDir
 from trainkit.scheduler import JobState
@@ -38,7 +38,7 @@ def shell_argv(loaded: LoadedConfig, start_file: str) -> list[str]:
 
     Raises ConfigError with every problem.
     """
-    plan = make_plan(loaded, Facts(NOWHERE, make_target(loaded, "sbatch")), Command(("bash",)))
+    plan = make_plan(loaded, Facts(NOWHERE, make_target(loaded, "sbatch")), Workload(("bash",)))
     assert plan.slurm is not None
     options = {name: value for name, value in plan.slurm.sbatch.items() if name not in BATCH_ONLY_OPTIONS}
     # One task per GPU, even with launch.per: node, so that `srun trainkit run` needs no flags.

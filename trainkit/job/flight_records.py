@@ -158,7 +158,7 @@ def flight_environ(attempt: AttemptDir, plan: LaunchPlan) -> dict[str, str]:
     None of them where the user has chosen another place.
     torch ends a rank that cannot make its pipe: without pipes on this file system, it is not asked to.
     """
-    if any(name in plan.env or name in os.environ for name in DUMP_VARIABLES):
+    if any(name in plan.environment.variables or name in os.environ for name in DUMP_VARIABLES):
         return {}
     ensure_folder(attempt.flight_dir, 0o700)
     prefix = str(attempt.flight_dir / "rank-")

@@ -214,7 +214,7 @@ def require_node(
         for folder in temporary_folders(environ).values():
             _require(f"{folder} on {socket.gethostname()}", check_space("", folder))
     if plan.device == "cuda":
-        torch, starts_ranks = None, not plan.workload.is_command and plan.python is None
+        torch, starts_ranks = None, not plan.workload.is_command and plan.environment.python is None
         if starts_ranks:  # else another interpreter may have another torch
             spec = find_spec("torch")
             torch = TorchBuild.read(sys.executable, None if spec is None else spec.origin)

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path, PurePath
-from typing import Any
 
 from trainkit.cluster.machine import Machine, detect_machine
 from trainkit.cluster.target import Target, choose_backend, make_target
@@ -144,22 +143,23 @@ def plan_run(
     """
     config, launch, cluster, cwd = loaded.config, loaded.config.launch, facts.target.cluster, Path.cwd()
     plan = plan_nodes(loaded, facts, workload, before)
-    reasons, warnings, values = dict(plan.reasons), list(plan.warnings), dict[str, Any]()
+    reasons, warnings = dict(plan.reasons), list(plan.warnings)
     untested = next((key for key in _EXPERIMENTAL if getattr(launch, key) is not None), None)
     if plan.is_job and untested is not None:
         program = _EXPERIMENTAL[untested]
         note = f"launch.{untested} has not been validated with a real {program}; try a short run first"
         reasons["experimental"] = note
     plan = with_parts(replace(plan, reasons=reasons, warnings=tuple(warnings)), loaded, facts)
-    reasons, warnings = dict(plan.reasons), list(plan.warnings)
+    reasons, warnings, environment = dict(plan.reasons), list(plan.warnings), plan.environment
     if not workload.is_command and (found := find_code_problems(loaded, code_dir or cwd)):
         raise ConfigError(found)
     if launch.container is not None and cluster is not None:
-        values["container_program"] = container_program(launch, cluster.containers)
+        runtime = container_program(launch, cluster.containers)
+        environment = replace(environment, container_program=runtime)
     if workload.is_command:
         refuse_missing(workload.argv, launch, workload.launcher, code_dir or cwd)
         refuse_secrets(workload.argv, config.secrets)
-        values["python"] = command_python(launch, workload.argv, cwd)
+        environment = replace(environment, python=command_python(launch, workload.argv, cwd))
     if not plan.is_job and facts.environment is not None:
         # No batch script starts the agents of this run, so they use the interpreter of `launch`.
         interpreter = facts.environment.interpreter
@@ -167,10 +167,10 @@ def plan_run(
             warnings.append(f"{', '.join(unused)}: only batch jobs of Slurm use it")
         if launch.container is None and any((launch.venv, launch.uv, launch.python)):
             reasons["python"] = f"{interpreter.argv[0]}, as launch says"
-            values["venv"] = interpreter.venv
+            environment = replace(environment, venv=interpreter.venv)
             if not workload.is_command:
-                values["python"] = (*interpreter.argv, *interpreter.options)
-    return replace(plan, reasons=reasons, warnings=tuple(warnings), **values)
+                environment = replace(environment, python=(*interpreter.argv, *interpreter.options))
+    return replace(plan, reasons=reasons, warnings=tuple(warnings), environment=environment)
 
 
 def planning_error(invalid: InvalidConfig, workload: Workload, *, target: Target | None) -> ConfigError:

@@ -54,7 +54,8 @@ class RepeatedRun:
     def described(self, plan: LaunchPlan) -> LaunchPlan:
         """The plan of the new run, which says what it repeats and what differs."""
         taken = ["config"]
-        taken += ["command"] if plan.command and plan.command == self.plan.command else []
+        argv = plan.workload.argv
+        taken += ["command"] if argv and argv == self.plan.workload.argv else []
         taken += ["code"] if self.code else []
         kept = f"its {' and '.join(filter(None, (', '.join(taken[:-1]), taken[-1])))}"
         code = "" if self.code else f"; the code in {Path.cwd()} as it is now"

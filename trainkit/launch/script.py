@@ -107,10 +107,10 @@ def _job_environment(
         workdir=workdir,
         cwd=str(cwd),
         slurm_version=() if plan.slurm is None else plan.slurm.version,
-        env=plan.env,
+        env=plan.environment.variables,
         python_path=python_path,
         folders=folders,
-        program=plan.container_program,
+        program=plan.environment.container_program,
         gpus=plan.device == "cuda",
     )
 

@@ -135,7 +135,9 @@ class Submission:
             array = self.array.directive
             submitted = submitted_group_hash(self.group_config, own, self.group_points)
         # Variables that differ are set by the agents of each point.
-        plan = replace(self.points[0].plan, env=_common(point.plan.env for point in self.points))
+        plan = self.points[0].plan
+        common = _common(point.plan.environment.variables for point in self.points)
+        plan = replace(plan, environment=replace(plan.environment, variables=common))
         return script_for(folder, 1, plan, config, Path.cwd(), code, submitted, array)
 
 

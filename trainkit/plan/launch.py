@@ -5,17 +5,35 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 from trainkit.capability import Part, files_of, keys_of, load, put_parts, take_parts
 from trainkit.errors import UsageError
 from trainkit.formats import JsonObject, there_are
-from trainkit.plan.workload import Workload, workload_of
+from trainkit.plan.workload import TRAINER, Workload
 from trainkit.run.files import LEFT_OUT, OPTIONAL, changed, difference, read_json, read_record, to_json
 
 PLAN_VERSION = 1
+_KEYS = (
+    "backend num_nodes workers_per_node device layout batch lr threads_per_worker grace_s reasons env "
+    "network requeue spare_nodes per command command_signal launcher python venv container_program slurm "
+    "node_sizes after debug warnings checkpoint_bytes sizes gpu_types fills_nodes version world_size"
+)
+"""The keys of plan.json in their order, but for those of parts."""
+_OF_RECORDS = {
+    "command": ("workload", "argv"),
+    "command_signal": ("workload", "signal"),
+    "launcher": ("workload", "launcher"),
+    "env": ("environment", "variables"),
+    "network": ("environment", "network"),
+    "python": ("environment", "python"),
+    "venv": ("environment", "venv"),
+    "container_program": ("environment", "container_program"),
+    "gpu_types": ("slurm", "gpu_types"),
+    "fills_nodes": ("slurm", "fills_nodes"),
+}
+"""The keys that lie in a record of the plan: key -> the field of the plan, and that of its record."""
 Options = dict[str, str | int | bool]
 P = TypeVar("P", bound=Part)
 DAMAGED_HINT = "each folder in attempts/ of the run has the plan of its attempt"
@@ -59,6 +77,11 @@ class Layout:
     def splits_model(self) -> bool:
         """Whether ranks share the work on one sample."""
         return self.tp * self.pp * self.cp > 1
+
+    @property
+    def has_local_forward(self) -> bool:
+        """Whether a forward pass has no collective."""
+        return self.world_size == self.dp_replicate
 
     def place(self, rank: int) -> Place:
         """The coordinates of a rank."""
@@ -117,6 +140,22 @@ class DebugPlan:
 
 
 @dataclass(frozen=True)
+class WorkerEnvironment:
+    """What the processes of the workers start with."""
+
+    variables: dict[str, str] = field(default_factory=dict)
+    """Environment variables of every worker."""
+    network: str = "auto"
+    """A preset, or the name of an interface."""
+    python: tuple[str, ...] | None = None
+    """The interpreter for a launcher or the built-in trainer; None uses that of the agent."""
+    venv: str | None = None
+    """The virtual environment that the agent activates for a command; None where the batch script does."""
+    container_program: str | None = None
+    """The runtime of `launch.container`: ``apptainer``, ``singularity`` or ``pyxis``."""
+
+
+@dataclass(frozen=True)
 class SlurmRequest:
     """The Slurm options of one job, in reading order."""
 
@@ -128,6 +167,10 @@ class SlurmRequest:
     """The version of Slurm; empty if unknown."""
     clusters: tuple[str, ...] = field(default=(), metadata=OPTIONAL)
     """The clusters any one of which may take the job; empty for the cluster of this host."""
+    gpu_types: dict[str, str] = field(default_factory=dict, metadata=OPTIONAL)
+    """The GPU type of each partition that may start the job, where it names several."""
+    fills_nodes: bool = field(default=False, metadata=OPTIONAL)
+    """Whether the ranks use all CPUs of an exclusive job, which may be more than it has requested."""
 
     def comment(self, token: str) -> str:
         """The comment of a job: the token of its submission, then the config's."""
@@ -154,33 +197,18 @@ class LaunchPlan:
     """Seconds between a stop signal and the end of the job."""
     reasons: dict[str, str]
     """The reason for each derived value, one sentence each."""
-    env: dict[str, str] = field(default_factory=dict)
-    """Environment variables of every worker."""
-    network: str = "auto"
-    """A preset, or the name of an interface."""
+    environment: WorkerEnvironment = WorkerEnvironment()
     requeue: RequeuePolicy = RequeuePolicy()
     spare_nodes: int = 0
     """Nodes allocated in addition to `num_nodes`, as replacements for nodes that fail."""
     per: str = "node"
     """The unit of a Slurm task: ``gpu`` (one worker) or ``node`` (all workers of a node)."""
-    command: tuple[str, ...] | None = None
-    """The command to run instead of the built-in trainer."""
-    command_signal: str = "auto"
-    """The signal that asks `command` to save: ``USR2``, ``TERM``, or ``auto`` for the one that it handles."""
-    launcher: str = "python"
-    """How `command` starts: ``python`` and ``lightning`` once per rank; other launchers once per node."""
-    python: tuple[str, ...] | None = None
-    """The interpreter for `launcher` or the built-in trainer; None uses that of the agent."""
-    venv: str | None = None
-    """The virtual environment that the agent activates for `command`; None where the batch script does."""
-    container_program: str | None = None
-    """The runtime of `launch.container`: ``apptainer``, ``singularity`` or ``pyxis``."""
+    workload: Workload = TRAINER
+    """What the ranks execute."""
     slurm: SlurmRequest | None = None
     """The Slurm options; None for a local job."""
     node_sizes: tuple[int, ...] | None = None
     """Workers of each node if they differ; `workers_per_node` is then the maximum."""
-    replay: tuple[int, int] | None = None
-    """First and last step that `trainkit replay` computes again; None for a training."""
     after: tuple[str, ...] = field(default=(), metadata=OPTIONAL)
     """The folders of runs and groups that must finish before a run on this machine starts."""
     debug: DebugPlan | None = field(default=None, metadata=OPTIONAL)
@@ -191,13 +219,8 @@ class LaunchPlan:
     """The size of a checkpoint; None for what trains no model of trainkit."""
     sizes: dict[str, JsonObject] = field(default_factory=dict, metadata=OPTIONAL)
     """Another number of nodes that an attempt may have -> what changes in the plan then."""
-    gpu_types: dict[str, str] = field(default_factory=dict, metadata=OPTIONAL)
-    """The GPU type of each partition that may start the job, where it names several."""
-    fills_nodes: bool = field(default=False, metadata=OPTIONAL)
-    """Whether the ranks use all CPUs of an exclusive job, which may be more than it has requested."""
     parts: dict[str, JsonObject] = field(default_factory=dict, metadata=LEFT_OUT)
     """Capability -> the content of its part, which `part` reads."""
-    version: int = PLAN_VERSION
 
     @property
     def is_here(self) -> bool:
@@ -241,11 +264,6 @@ class LaunchPlan:
         if size == self.num_nodes:
             return self
         return LaunchPlan.from_dict(resized(self.to_dict(), size))
-
-    @cached_property
-    def workload(self) -> Workload:
-        """What the ranks execute."""
-        return workload_of(self.command, self.launcher, self.command_signal)
 
     def in_debugger(self, debug: DebugPlan, reason: str) -> LaunchPlan:
         """The plan with nothing that counts as a hang; UsageError for a rank that it does not have."""
@@ -294,7 +312,12 @@ class LaunchPlan:
         return node_rank * self.workers_per_node
 
     def to_dict(self) -> dict[str, Any]:
-        return put_parts({**to_json(self), "world_size": self.world_size}, self.parts)
+        value = {**to_json(self), "version": PLAN_VERSION, "world_size": self.world_size}
+        for key, (record, name) in _OF_RECORDS.items():
+            if value[record] is not None and name in value[record]:
+                value[key] = value[record].pop(name)
+        value["command"] = value["command"] or None
+        return put_parts({key: value[key] for key in _KEYS.split() if key in value}, self.parts)
 
     def to_text(self) -> str:
         """The text of plan.json."""
@@ -327,7 +350,7 @@ class LaunchPlan:
             Layout(**value["layout"]), Batch(**value["batch"])  # unknown degrees would change what runs
             if (slurm := value.get("slurm")) is not None:
                 slurm["sbatch"], slurm["srun"]  # without its options another job would run
-            plan = read_record(cls, {**value, "parts": take_parts(value)}, strict=True)
+            plan = read_record(cls, {**_with_records(value), "parts": take_parts(value)}, strict=True)
             counts = [plan.num_nodes, plan.workers_per_node, *(plan.node_sizes or ()), *astuple(plan.layout)]
             if min(counts) < 1:
                 raise ValueError("plan.json is damaged: a number of nodes, workers or ranks is not positive")
@@ -335,6 +358,18 @@ class LaunchPlan:
             return plan
         except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(f"plan.json is damaged: {error!r}") from None
+
+
+def _with_records(plan: Mapping[str, object]) -> dict[str, object]:
+    """The content of a plan.json, with the records that its keys lie in."""
+    found = {key: plan[key] for key in _KEYS.split() if key in plan}
+    if found.get("command") is None:
+        found.pop("command", None)
+    for key, (record, name) in _OF_RECORDS.items():
+        own = found.get(record, {})
+        if key in found and isinstance(own, dict):
+            found[record] = {**own, name: found.pop(key)}
+    return found
 
 
 def resized(plan: JsonObject, num_nodes: int) -> JsonObject:

@@ -17,7 +17,7 @@ from trainkit.config.validation import doubts
 from trainkit.errors import ConfigError, Problem
 from trainkit.formats import JsonObject, plural, time_limit_s
 from trainkit.plan.batch import BatchRequest, batch_reason, make_batch, scaled_lr
-from trainkit.plan.launch import Batch, LaunchPlan, Layout, RequeuePolicy, SlurmRequest
+from trainkit.plan.launch import Batch, LaunchPlan, Layout, RequeuePolicy, SlurmRequest, WorkerEnvironment
 from trainkit.plan.layout_rules import make_layout
 from trainkit.plan.workload import Workload, out_of_reach
 from trainkit.run.files import to_json
@@ -36,8 +36,6 @@ class LaunchDraft:
     """Without the origins of their keys."""
     reasons: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
-    gpu_types: dict[str, str] = field(default_factory=dict)
-    """The GPU type of each partition, of which Slurm chooses one."""
     env: dict[str, str] = field(default_factory=dict)
     passed: set[str] = field(default_factory=set)
     """The keys that a command gets through a capability."""
@@ -88,8 +86,7 @@ class LaunchDraft:
             backend=target.backend,
             num_nodes=num_nodes,
             workers_per_node=workers_per_node,
-            env={**self.env, **config.launch.env},
-            network=config.launch.network,
+            environment=WorkerEnvironment({**self.env, **config.launch.env}, config.launch.network),
             requeue=replace(_policy(config.requeue), total_s=total_s),
             spare_nodes=0 if slurm is None else config.resources.spare_nodes,
             per=per,
@@ -100,17 +97,8 @@ class LaunchDraft:
             threads_per_worker=threads,
             grace_s=min(config.requeue.grace_s, lead_s),
             reasons=self.reasons,
-            command=workload.argv or None,
-            command_signal=config.requeue.signal,
-            launcher=workload.launcher,
+            workload=replace(workload, signal=config.requeue.signal),
             slurm=slurm,
-            gpu_types=self.gpu_types,
-            fills_nodes=config.resources.extra.get("exclusive") is True
-            and config.resources.cpus_per_gpu == "auto"
-            and slurm is not None
-            and "cpus-per-task" in slurm.sbatch
-            and not {"cpus-per-task", "gpus-per-task"} & slurm.srun.keys()
-            and "gpus-per-task" not in slurm.sbatch,
             node_sizes=None if sizes is None or len(set(sizes)) == 1 else sizes,
             warnings=tuple(self.warnings),
             parts=self.parts,

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import PurePath
-from typing import ClassVar
 
 from trainkit.formats import RESERVED_NAME
 
@@ -75,17 +74,25 @@ _NO_INPUT = re.compile(r"-(?:-version|-help|V|h)")
 
 @dataclass(frozen=True)
 class Workload:
-    """The built-in trainer, with its own task or one of the user's: `TRAINER`; or a `Command`."""
+    """The built-in trainer, with its own task or one of the user's: `TRAINER`; or a command."""
 
     argv: tuple[str, ...] = ()
-    """The command; empty for the trainer."""
+    """The command, which each rank runs, or of which `launcher` starts the ranks; empty for the trainer."""
     launcher: str = "python"
+    """How a command starts: ``python`` and ``lightning`` once per rank; other launchers once per node."""
     signal: str = "auto"
     """The signal that asks a command to save: ``USR2``, ``TERM``, or ``auto`` for the one that it handles."""
-    is_command: ClassVar[bool] = False
-    """The trainer itself writes metrics, checkpoints, errors and stacks; the ranks of a command need not."""
-    notice: ClassVar[str] = "USR2"
-    """The signal that Slurm sends before the time limit, unless `requeue.signal` names one."""
+
+    @property
+    def is_command(self) -> bool:
+        """Whether it is a command, whose ranks need not write metrics, checkpoints, errors and stacks."""
+        return bool(self.argv)
+
+    @property
+    def notice(self) -> str:
+        """The signal that Slurm sends before the time limit, unless `requeue.signal` names one."""
+        # A command may not expect SIGUSR2: only its agents hear SIGURG, and send it what it handles.
+        return "URG" if self.is_command else "USR2"
 
     @property
     def has_launcher(self) -> bool:
@@ -115,52 +122,34 @@ class Workload:
 
     @property
     def ignores_usr2(self) -> bool:
-        """Whether its processes start with USR2 ignored."""
-        return False
-
-    def uses(self, key: str) -> bool:
-        """Whether a key of the config has an effect on it; a launcher may get others."""
-        return True
-
-    def takes(self, received: str) -> bool:
-        """Whether its ranks get a notice as it was received, instead of the one signal that they handle."""
-        return True
-
-    def is_finished(self, *, was_stopped: bool, is_done: bool) -> bool:
-        """Whether exit code 0 of all ranks is the end; `is_done` is whether they made the done file."""
-        return True
-
-
-TRAINER = Workload()
-
-
-@dataclass(frozen=True)
-class Command(Workload):
-    """A command that each rank runs, or of which a launcher starts the ranks of a node."""
-
-    is_command: ClassVar[bool] = True
-    # It may not expect SIGUSR2: only its agents hear SIGURG, and send it the signal that it handles.
-    notice: ClassVar[str] = "URG"
-
-    @property
-    def ignores_usr2(self) -> bool:
-        """Whether it must not die of a USR2 that it does not handle.
+        """Whether its processes start with USR2 ignored, so that one which does not handle it does not die.
 
         It would kill torchrun but not its ranks. With proctrack/linuxproc Slurm signals its tasks and the
         ranks below them, so the USR2 of a requeue would kill a script that saves on SIGTERM. A shell cannot
         trap a signal that it ignored at its start.
         """
+        if not self.is_command:
+            return False
         is_shell = PurePath(self.argv[0]).name in SHELLS
         return self.has_launcher or self.signal == "TERM" or (self.signal == "auto" and not is_shell)
 
     def uses(self, key: str) -> bool:
+        """Whether a key of the config has an effect on it; a launcher may get others."""
+        if not self.is_command:
+            return True
         return key.partition(".")[0] in USED_BY_COMMANDS and key != "logging.tensorboard"
 
     def takes(self, received: str) -> bool:
-        return received == "SIGINT" and not self.has_launcher
+        """Whether its ranks get a notice as it was received, instead of the one signal that they handle."""
+        return not self.is_command or (received == "SIGINT" and not self.has_launcher)
 
     def is_finished(self, *, was_stopped: bool, is_done: bool) -> bool:
-        return is_done or not was_stopped  # it often exits with 0 after a save too
+        """Whether exit code 0 of all ranks is the end; `is_done` is whether they made the done file."""
+        # A command often exits with 0 after a save too.
+        return not self.is_command or is_done or not was_stopped
+
+
+TRAINER = Workload()
 
 
 def _options(words: Sequence[str]) -> list[str]:
@@ -214,8 +203,3 @@ def name_of(argv: Sequence[str]) -> str | None:
         return None
     name = PurePath(script or next(iter(argv), "")).stem
     return name if _NAME.fullmatch(name) and not RESERVED_NAME.fullmatch(name) else None
-
-
-def workload_of(argv: tuple[str, ...] | None, launcher: str = "python", signal: str = "auto") -> Workload:
-    """The workload of a command line or a plan, which has no `argv` for the trainer."""
-    return Command(argv, launcher, signal) if argv else TRAINER

@@ -11,6 +11,7 @@ import sys
 import traceback
 from functools import partial
 
+from trainkit.capability import worker_of
 from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, TrainkitError, UsageError, replace_unencodable
 from trainkit.folders import whole_paths
 from trainkit.job.rank_debugger import TERMINAL_VARIABLE, mode_of_rank, stop_at
@@ -22,8 +23,6 @@ from trainkit.run.process import own_host
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.run.tracebacks import is_quit, last_exception, users_line
 from trainkit.trainer.progress import CurrentPhase, Progress, RankInfo, Watchdog, write_flight_record
-
-REPLAY_WORKER = "trainkit.capabilities.replay.worker"
 
 
 @whole_paths()
@@ -54,7 +53,7 @@ def main() -> None:
 
         if (problem := release_problem(torch.__version__)) is not None:  # it lacks what the trainer imports
             raise UsageError(f"{sys.executable} {problem[0]}", hint=problem[1])
-        worker = "trainkit.trainer.worker" if plan.replay is None else REPLAY_WORKER
+        worker = worker_of(plan.parts) or "trainkit.trainer.worker"
         work = importlib.import_module(worker).run_worker
         gc.freeze()
         gc.enable()

@@ -5,11 +5,12 @@ import pytest
 from tests.support.runs import launch_plan, make_attempt
 from trainkit.capabilities.curves import log_curve
 from trainkit.capabilities.curves.log_curve import LogCurve
+from trainkit.plan.workload import Workload
 from trainkit.run.events import best_result, log_event, read_events, training_curve
 from trainkit.run.files import append_jsonl, read_jsonl
 from trainkit.run.history import RunHistory
 
-PLAN = launch_plan(num_nodes=1, command=("train",))
+PLAN = launch_plan(num_nodes=1, workload=Workload(("train",)))
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from trainkit.capabilities.drill.command import MIN_STEPS, NUM_SAVES
 from trainkit.capabilities.drill.scenarios import NAMES, SCENARIOS, RunWatch, choose_target, skip_reason
 from trainkit.config.schema import RunConfig
 from trainkit.plan.launch import LaunchPlan
+from trainkit.plan.workload import Workload
 from trainkit.run.record import add_slurm_attempt
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.client import SlurmUnreachable
@@ -22,7 +23,7 @@ def not_here(plan: LaunchPlan, config: RunConfig = RunConfig()) -> set[str]:  # 
 def test_what_can_be_tried_where():
     assert not_here(LOCAL) == {"requeue"}
     assert not_here(SLURM) == set()
-    assert not_here(replace(SLURM, command=("train",))) == {"mid-save", "damaged-checkpoint"}
+    assert not_here(replace(SLURM, workload=Workload(("train",)))) == {"mid-save", "damaged-checkpoint"}
     one_kept = RunConfig.model_validate({"checkpoint": {"keep_last": 1}})
     assert not_here(SLURM, one_kept) == {"damaged-checkpoint"}
 

@@ -21,7 +21,7 @@ from trainkit.plan.facts import Facts
 from trainkit.plan.launch import LaunchPlan, SlurmRequest
 from trainkit.plan.make_plan import with_parts
 from trainkit.plan.node_range import plan_nodes
-from trainkit.plan.workload import Command
+from trainkit.plan.workload import Workload
 from trainkit.run.events import log_event, read_events
 from trainkit.run.files import append_jsonl, read_json, write_json
 from trainkit.run.history import Attempt
@@ -169,7 +169,7 @@ def test_the_part_is_a_key_of_the_plan_that_is_left_out_without_it(
     for grow in ("true", "false"):
         file.write_text(f"device: cpu\nresources: {{nodes: {nodes}, grow: {grow}}}\n")
         loaded = load_config(file, layers=False)
-        workload = Command(("true",))
+        workload = Workload(("true",))
         plan = with_parts(plan_nodes(loaded, facts, workload), loaded, facts)
         assert LaunchPlan.from_dict(plan.to_dict()) == plan
         plans.append(plan)

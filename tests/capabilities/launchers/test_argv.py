@@ -13,6 +13,8 @@ from trainkit.capabilities.launchers.launcher_plan import LauncherPlan
 from trainkit.formats import JsonObject
 from trainkit.job.node.worker_env import worker_argv
 from trainkit.job.rank_env import RankEnv
+from trainkit.plan.launch import WorkerEnvironment
+from trainkit.plan.workload import Workload
 from trainkit.run.files import to_json
 from trainkit.run.rundir import RunDir
 
@@ -48,9 +50,8 @@ def given(files: dict[str, str] | None = None, values: dict[str, str] | None = N
     ],
 )
 def test_a_launcher_starts_the_ranks_of_its_node(launcher: str, module: str, options: str) -> None:
-    plan = replace(
-        PLAN, command=("python", "train.py", "--x"), launcher=launcher, python=("/venv/bin/python",)
-    )
+    workload = Workload(("python", "train.py", "--x"), launcher)
+    plan = replace(PLAN, workload=workload, environment=WorkerEnvironment(python=("/venv/bin/python",)))
     argv = worker_argv(plan, PLACE, RUN)
     assert argv[:3] == ("/venv/bin/python", "-m", module)
     assert set(options.split()) <= set(argv)
@@ -60,7 +61,7 @@ def test_a_launcher_starts_the_ranks_of_its_node(launcher: str, module: str, opt
 def test_deepspeed_gets_the_gpus_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its module sets CUDA_VISIBLE_DEVICES itself."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,GPU-f,6,7")
-    here = replace(PLAN, backend="local", device="cuda", command=("train.py",), launcher="deepspeed")
+    here = replace(PLAN, backend="local", device="cuda", workload=Workload(("train.py",), "deepspeed"))
     (info,) = [word for word in worker_argv(here, PLACE, RUN) if word.startswith("--world_info=")]
     nodes = json.loads(base64.urlsafe_b64decode(info.partition("=")[2]))
     assert nodes["node1"] == [4, "GPU-f", 6, 7]
@@ -74,21 +75,21 @@ def test_script_of() -> None:
 
 def test_lightning_starts_once_per_rank_with_the_values_that_the_command_asks_for() -> None:
     command = ("train.py", "--nodes={num_nodes}", "{other}")
-    plan = replace(PLAN, command=command, launcher="lightning", parts=given(values={"num_nodes": "2"}))
-    plan = replace(plan, python=("/venv/bin/python",))
+    plan = replace(PLAN, workload=Workload(command, "lightning"), parts=given(values={"num_nodes": "2"}))
+    plan = replace(plan, environment=WorkerEnvironment(python=("/venv/bin/python",)))
     assert worker_argv(plan, PLACE, RUN) == ("/venv/bin/python", "train.py", "--nodes=2", "{other}")
     assert not plan.workload.has_launcher
 
 
 def test_deepspeed_gets_the_path_of_its_file() -> None:
-    plan = replace(PLAN, command=("train.py", "--deepspeed_config={ds_config}"), launcher="deepspeed")
+    plan = replace(PLAN, workload=Workload(("train.py", "--deepspeed_config={ds_config}"), "deepspeed"))
     assert worker_argv(plan, PLACE, RUN)[-1] == "--deepspeed_config={ds_config}"
     plan = replace(plan, parts=given(files={"ds_config.json": "{}"}))
     assert worker_argv(plan, PLACE, RUN)[-1] == "--deepspeed_config=/runs/mine/ds_config.json"
 
 
 def test_accelerate_reads_the_kind_of_processes_from_its_file() -> None:
-    plan = replace(PLAN, command=("train.py",), launcher="accelerate")
+    plan = replace(PLAN, workload=Workload(("train.py",), "accelerate"))
     assert "--multi_gpu" in worker_argv(plan, PLACE, RUN)
     argv = worker_argv(replace(plan, parts=given(files={"accelerate.yaml": ""})), PLACE, RUN)
     assert "--multi_gpu" not in argv
@@ -97,7 +98,7 @@ def test_accelerate_reads_the_kind_of_processes_from_its_file() -> None:
 
 def test_megatron_is_torchrun_with_flags_behind_the_command() -> None:
     files = {"megatron_args.txt": "--bf16\n--train-iters 5\n"}
-    plan = replace(PLAN, command=("python", "pretrain_gpt.py", "--x"), launcher="megatron")
+    plan = replace(PLAN, workload=Workload(("python", "pretrain_gpt.py", "--x"), "megatron"))
     argv = worker_argv(replace(plan, parts=given(files=files)), PLACE, RUN)
     assert argv[1:3] == ("-m", "torch.distributed.run")
     assert argv[-5:] == ("pretrain_gpt.py", "--x", "--bf16", "--train-iters", "5")

@@ -14,7 +14,7 @@ from trainkit.config import LoadedConfig, load_config
 from trainkit.errors import ConfigError
 from trainkit.plan.facts import Facts
 from trainkit.plan.make_plan import make_plan
-from trainkit.plan.workload import Command
+from trainkit.plan.workload import Workload
 
 FACTS = Facts(Machine(4, 0, (), "there is no NVIDIA driver on this machine"), LOCAL, None)
 DS = ("train.py", "--deepspeed_config", "{ds_config}")
@@ -144,8 +144,8 @@ def test_the_config_comes_after_the_launcher(tmp_path: Path) -> None:
     name = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
     text = f"train: {{device_batch_size: 4, global_batch_size: 64}}\nlaunch: {{env: {{{name}: '9'}}}}"
     facts = Facts(Machine(2, 0, (), "no GPU"), LOCAL)
-    plan = make_plan(loaded(tmp_path, f"device: cpu\n{text}"), facts, Command(DS, "accelerate"))
-    assert plan.env == {name: "9"}
+    plan = make_plan(loaded(tmp_path, f"device: cpu\n{text}"), facts, Workload(DS, "accelerate"))
+    assert plan.environment.variables == {name: "9"}
 
 
 def test_accelerate_fsdp(tmp_path: Path) -> None:
@@ -291,7 +291,7 @@ def test_a_key_without_effect_that_was_typed_is_warned_of(
     launcher: str, command: str, typed: list[str], warning: str
 ) -> None:
     config = load_config(None, overrides=typed, environ={}, layers=False)
-    plan = make_plan(config, FACTS, Command(tuple(command.split()), launcher))
+    plan = make_plan(config, FACTS, Workload(tuple(command.split()), launcher))
     found = [text for text in plan.warnings if "effect" in text]
     assert len(found) == bool(warning)
     assert not warning or found[0].startswith(warning)
@@ -312,7 +312,7 @@ def test_a_key_without_effect_of_a_file_or_the_environment_is_not_warned_of(tmp_
             environ={"TRAINKIT_SEED": "9"},
             cwd=tmp_path,
         )
-        warnings = make_plan(config, FACTS, Command(("x.py",))).warnings
+        warnings = make_plan(config, FACTS, Workload(("x.py",))).warnings
         found = [text.partition(" no effect")[0] for text in warnings if "effect" in text]
         assert found == ([] if effect is None else [effect])
     trained = load_config(None, overrides=["seed=4"], environ={}, layers=False)

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from tests.capabilities.replay.test_compare import PLAN, add_attempt, record, start
-from trainkit.capabilities.replay import replay
+from trainkit.capabilities.replay import ReplayPart, replay
 from trainkit.capabilities.replay.replay import ReplayPlan, plan_replay
 from trainkit.cli.options import config_flags
 from trainkit.errors import ConfigError, UsageError
 from trainkit.launch.repeat import REPLAY_FILE
-from trainkit.plan.launch import Batch, LaunchPlan, Layout
+from trainkit.plan.launch import Batch, LaunchPlan, Layout, WorkerEnvironment
+from trainkit.plan.workload import Workload
 from trainkit.run.files import write_json
 from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
@@ -67,7 +68,7 @@ def test_other_layouts_keep_the_global_batch_and_the_learning_rate(run: RunDir) 
         found = planned(run, 9, layout=layout)
         assert found.plan.layout == (expected or Layout(dp_replicate=2))
         assert (found.plan.batch.global_batch_size, found.plan.lr) == (8, SMALL.lr)
-        assert found.plan.replay == (9, 9)
+        assert found.plan.part(ReplayPart) == ReplayPart((9, 9))
     assert planned(run, 9).plan.layout == SMALL.layout
     with pytest.raises(ConfigError):
         planned(run, 9, layout="tp=3")
@@ -120,7 +121,7 @@ def test_a_run_that_began_with_the_checkpoint_of_another(run: RunDir) -> None:
 
 def test_runs_that_cannot_be_replayed(run: RunDir) -> None:
     plan = run.attempt(1).plan_file
-    plan.write_text(replace(SMALL, command=("python", "my train.py")).to_text())
+    plan.write_text(replace(SMALL, workload=Workload(("python", "my train.py"))).to_text())
     with pytest.raises(
         UsageError, match=r"runs a command, .*my train.py.*, whose steps trainkit does not know"
     ):
@@ -168,8 +169,9 @@ def test_ranks_here_import_from_the_copy_of_the_code(run: RunDir, monkeypatch: p
     write_json(run.job_file, {"backend": "sbatch", "name": "t", "attempts": [], "code": code})
     run.attempt(1).logs_dir.mkdir()
     for env, end in (({}, "/mine"), ({"PYTHONPATH": "/set"}, "/set")):
+        plan = replace(SMALL, environment=WorkerEnvironment(env))
         with pytest.raises(InterruptedError):
-            replay._run_ranks(replace(SMALL, env=env), run.attempt(1), read_job(run).code)
+            replay._run_ranks(plan, run.attempt(1), read_job(run).code)
         assert paths[-1].endswith(f":/runs/one/code/src:/runs/one/code:{end}")
 
 

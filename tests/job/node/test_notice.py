@@ -29,6 +29,7 @@ from trainkit.job.processes import (
     signal_all,
     tree_of,
 )
+from trainkit.plan.workload import Workload
 
 HANDLES = """
 import signal, sys, time
@@ -179,7 +180,7 @@ def test_what_saves_below_a_wrapper_hears_a_notice_once(tmp_path: Path, name: st
     ready, heard = tmp_path / "ready", tmp_path / "heard"
     try:
         wait_for(lambda: ready.exists() and ready.read_text())
-        notice = CommandNotice(launch_plan(command=("bash",), grace_s=2.0))
+        notice = CommandNotice(launch_plan(workload=Workload(("bash",)), grace_s=2.0))
         notice.groups[member.pid] = 0
         notice.send({0: member})
         wait_for(lambda: not notice.poll())
@@ -211,7 +212,7 @@ def test_what_a_shell_has_left_is_kept_when_what_stood_above_that_fails(
         wait_for(lambda: ready.exists() and ready.read_text())
         saver = int(ready.read_text())
         try:
-            notice = CommandNotice(launch_plan(command=("bash",), grace_s=2.0))
+            notice = CommandNotice(launch_plan(workload=Workload(("bash",)), grace_s=2.0))
             notice.groups[member.pid] = 0
             if is_sent_before:
                 notice.send({0: member}, TERM)
@@ -248,7 +249,7 @@ def test_the_crash_of_a_program_that_leaves_a_process_is_reported_at_once(tmp_pa
         wait_for(lambda: ready.exists() and ready.read_text())
         saver = int(ready.read_text())
         try:
-            notice = CommandNotice(launch_plan(command=("python",), grace_s=2.0))
+            notice = CommandNotice(launch_plan(workload=Workload(("python",)), grace_s=2.0))
             notice.groups[member.pid] = 0
             assert member.stdin is not None
             member.stdin.write(b"\n")

@@ -7,6 +7,8 @@ from tests.support.runs import launch_plan
 from trainkit.job.node.rendezvous import local_rendezvous
 from trainkit.job.node.worker_env import gpu_slice, rank_folders, worker_argv, worker_environ, worker_rank
 from trainkit.job.rank_env import find_rank_env
+from trainkit.plan.launch import WorkerEnvironment
+from trainkit.plan.workload import Workload
 from trainkit.run.process import own_host
 from trainkit.run.rundir import RunDir
 
@@ -18,7 +20,8 @@ def place_on(node_rank, local_rank, plan=PLAN):
 
 
 def environ(plan=PLAN, configured=None, inherited=None, node_rank=1):
-    plan, place = replace(plan, env=configured or {}), place_on(node_rank, 1, plan)
+    environment = replace(plan.environment, variables=configured or {})
+    plan, place = replace(plan, environment=environment), place_on(node_rank, 1, plan)
     return worker_environ(plan, place, RunDir("/r").attempt(2), inherited=inherited or {}, defaults={})
 
 
@@ -42,7 +45,7 @@ def test_memory_grows_in_place_unless_the_user_set_up_the_allocator():
         for given in ({"configured": {name: "backend:native"}}, {"inherited": {name: "backend:native"}}):
             found = environ(**given)
             assert {key: found[key] for key in found if "ALLOC" in key} == {name: "backend:native"}
-    for plan in (replace(PLAN, device="cpu"), replace(PLAN, command=("python", "train.py"))):
+    for plan in (replace(PLAN, device="cpu"), replace(PLAN, workload=Workload(("python", "train.py")))):
         assert "PYTORCH_ALLOC_CONF" not in environ(plan)
 
 
@@ -55,10 +58,11 @@ def test_torch_records_its_collectives_unless_the_user_has_set_up_its_recorder()
 
 def test_a_command_looks_like_a_rank_of_torchrun():
     """Frameworks prefer torchrun's variables to Slurm's, which with a task per node name no ranks."""
-    command = replace(PLAN, command=("python", "train.py"))
+    command = replace(PLAN, workload=Workload(("python", "train.py")))
     assert environ(command, inherited={"TORCHELASTIC_RUN_ID": "other"})["TORCHELASTIC_RUN_ID"] == "r-2"
     assert "TORCHELASTIC_RUN_ID" not in environ()
-    assert "TORCHELASTIC_RUN_ID" not in environ(replace(command, launcher="torchrun"))
+    launched = replace(command, workload=replace(command.workload, launcher="torchrun"))
+    assert "TORCHELASTIC_RUN_ID" not in environ(launched)
 
 
 @pytest.mark.parametrize(
@@ -79,9 +83,11 @@ def test_workers_use_the_environment_that_the_plan_names():
     run = RunDir("/r")
     place = place_on(0, 0)
     own = worker_argv(PLAN, place, run)
-    other = worker_argv(replace(PLAN, python=("/v/bin/python", "-u")), place, run)
+    environment = WorkerEnvironment(python=("/v/bin/python", "-u"), venv="/v")
+    plan = replace(PLAN, environment=environment)
+    other = worker_argv(plan, place, run)
     assert other == ("/v/bin/python", "-u", *own[own.index("-m") :])
-    found = environ(replace(PLAN, venv="/v"), inherited={"PATH": "/usr/bin", "PYTHONHOME": "/old"})
+    found = environ(plan, inherited={"PATH": "/usr/bin", "PYTHONHOME": "/old"})
     assert (found["VIRTUAL_ENV"], found["PATH"]) == ("/v", "/v/bin:/usr/bin")
     assert "PYTHONHOME" not in found
 
@@ -90,7 +96,7 @@ def test_temporary_files_of_ranks_are_where_only_their_user_creates_files(tmp_pa
     tmp_path.chmod(0o1777)
     own = tmp_path / f"trainkit-{os.getuid()}"
     caches = {"TORCHINDUCTOR_CACHE_DIR": f"{own}/inductor", "TRITON_CACHE_DIR": f"{own}/triton"}
-    for plan in (PLAN, replace(PLAN, command=("python", "train.py"))):
+    for plan in (PLAN, replace(PLAN, workload=Workload(("python", "train.py")))):
         found = environ(plan, inherited={"TMPDIR": str(tmp_path)})
         assert found.items() >= {**caches, "TMPDIR": f"{own}/tmp"}.items()
     asked = environ(configured={"TMPDIR": str(tmp_path)}, inherited={"TRITON_CACHE_DIR": "/mine"})

@@ -57,7 +57,8 @@ class QueuePlace:
         """
         if (reason := _unfinished(self.plan)) is not None:
             return reason
-        os.environ |= {name: value for name, value in self.plan.env.items() if name == VISIBLE}
+        if (visible := self.plan.environment.variables.get(VISIBLE)) is not None:
+            os.environ[VISIBLE] = visible
         ensure_folder(self.folder, 0o700, parents=True)
         with file_lock(self.folder / ".lock", LOCK_TIMEOUT_S):
             ahead = None if now else self._ahead()

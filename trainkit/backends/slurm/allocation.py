@@ -57,7 +57,7 @@ from trainkit.job.hangs import silent_hosts
 from trainkit.job.outcome import NOT_RUN, outcome_of
 from trainkit.job.preflight import supervisor_view
 from trainkit.job.processes import log_line, retry_on_disk_error
-from trainkit.plan.launch import LaunchPlan, plan_text, resized
+from trainkit.plan.launch import LaunchPlan, SlurmRequest, plan_text, resized
 from trainkit.run.end import SIGNALLED, Cause, RankFailure
 from trainkit.run.files import refresh_listing
 from trainkit.run.group import create_task_run, group_of
@@ -171,7 +171,11 @@ class SlurmAllocation(Allocation):
         fitting, changes = plan.at(len(self.good_hosts)), dict[str, Any]()
         counts = re.findall(r"(\d+)(?:\(|,|$)", os.environ.get("SLURM_JOB_CPUS_PER_NODE", ""))  # 64(x2),128
         threads = min(map(int, counts), default=0) // plan.workers_per_node
-        if plan.fills_nodes and threads not in (0, fitting.threads_per_worker):
+        if (
+            plan.slurm is not None
+            and plan.slurm.fills_nodes
+            and threads not in (0, fitting.threads_per_worker)
+        ):
             changes = {"threads_per_worker": threads}
         if fitting is plan and not changes:
             return plan
@@ -182,10 +186,11 @@ class SlurmAllocation(Allocation):
 
     def place(self, plan: LaunchPlan) -> dict[str, object]:
         partition = os.environ.get("SLURM_JOB_PARTITION", "")
-        threads = plan.threads_per_worker if plan.fills_nodes else None
+        request = plan.slurm or SlurmRequest()
+        threads = plan.threads_per_worker if request.fills_nodes else None
         found = {
             "partition": partition,
-            "gpu_type": plan.gpu_types.get(partition),
+            "gpu_type": request.gpu_types.get(partition),
             "threads_per_worker": threads,
         }
         return {name: value for name, value in found.items() if value}

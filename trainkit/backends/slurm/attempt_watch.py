@@ -74,7 +74,7 @@ class SlurmAttemptWatch(AttemptWatch):
             ATTEMPT_VARIABLE: str(self.attempt.number),
             SUPERVISOR_VIEW_VARIABLE: self.supervisor_view,
         }
-        if self.plan.fills_nodes and self.plan.slurm is not None:
+        if self.plan.slurm is not None and self.plan.slurm.fills_nodes:
             num_cpus = (self.plan.threads_per_worker or 1) * self.plan.workers_per_node
             of_task = str(num_cpus // int(self.plan.slurm.srun["ntasks-per-node"]))
             # Which of these srun reads depends on its version; it warns of an option above the job's value.

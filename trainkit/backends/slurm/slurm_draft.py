@@ -119,6 +119,8 @@ class SlurmDraft(LaunchDraft):
         }
         """The nodes that the job may get, by partition; empty if unknown."""
         self.nodes = tuple(kind for kinds in self.kinds.values() for kind in kinds)
+        self.gpu_types: dict[str, str] = {}
+        """The GPU type of each partition, of which Slurm chooses one."""
         # A type that no node has is reported elsewhere.
         self._gpu_type = gpu_type if any(kind.num_gpus(gpu_type) for kind in self.nodes) else None
 
@@ -262,20 +264,29 @@ class SlurmDraft(LaunchDraft):
         if asked.gpu_types and asked.gpus_per_node and not self.cluster.partitions:
             message = "names several types, but the partitions of this cluster, which decide it, are unknown"
             self._unknown("resources.gpu_type", message, "name one type")
+        sbatch = self._sbatch(asked, tasks, threads, notice)
+        srun: Options = {
+            "nodes": asked.nodes,
+            "ntasks": asked.nodes * tasks,
+            "ntasks-per-node": tasks,
+            "kill-on-bad-exit": 0,
+            "wait": 0,
+            # torch meets by itself, and a cluster's default may be a plugin that its nodes do not have.
+            "mpi": "none",
+            **config.launch.srun_extra,
+        }
+        is_exclusive = config.resources.extra.get("exclusive") is True
         request = SlurmRequest(
-            self._sbatch(asked, tasks, threads, notice),
-            {
-                "nodes": asked.nodes,
-                "ntasks": asked.nodes * tasks,
-                "ntasks-per-node": tasks,
-                "kill-on-bad-exit": 0,
-                "wait": 0,
-                # torch meets by itself, and a cluster's default may be a plugin that its nodes do not have.
-                "mpi": "none",
-                **config.launch.srun_extra,
-            },
+            sbatch,
+            srun,
             version=self.cluster.slurm_version,
             clusters=config.resources.clusters,
+            gpu_types=self.gpu_types,
+            fills_nodes=is_exclusive
+            and config.resources.cpus_per_gpu == "auto"
+            and "cpus-per-task" in sbatch
+            and not {"cpus-per-task", "gpus-per-task"} & srun.keys()
+            and "gpus-per-task" not in sbatch,
         )
         if request.clusters:
             choice = f", whichever starts the job first; planned for {request.clusters[0]}"
@@ -424,5 +435,5 @@ def _in_one_job(
     if is_old:
         tasks, cpus = int(sbatch.pop("ntasks-per-node")), int(sbatch.get("cpus-per-task", 1))
         sbatch["cpus-per-task"], srun = tasks * cpus, {**srun, "cpus-per-task": cpus}
-    slurm, fills = replace(plan.slurm, sbatch=sbatch, srun=srun), plan.fills_nodes and not is_old
-    return replace(plan, slurm=slurm, fills_nodes=fills)
+    fills = plan.slurm.fills_nodes and not is_old
+    return replace(plan, slurm=replace(plan.slurm, sbatch=sbatch, srun=srun, fills_nodes=fills))

@@ -104,10 +104,11 @@ class Debugging(Choice):
         debug = self.plan
         if debug.port is None:
             return f"rank {debug.rank} has the terminal; nothing counts as a hang"
-        named = shutil.which(plan.command[0]) if plan.command and plan.launcher == "python" else None
-        python = (named,) if named else plan.python or (sys.executable,)
+        work, environment = plan.workload, plan.environment
+        named = shutil.which(work.argv[0]) if work.is_command and work.launcher == "python" else None
+        python = (named,) if named else environment.python or (sys.executable,)
         with contextlib.suppress(NoAnswer):
-            if "debugpy" not in find_packages(python, ("debugpy",), plan.env, Path.cwd()).files:
+            if "debugpy" not in find_packages(python, ("debugpy",), environment.variables, Path.cwd()).files:
                 raise UsageError(
                     f"{python[0]} has no debugpy", hint=f"`{python[0]} -m pip install debugpy` installs it"
                 )

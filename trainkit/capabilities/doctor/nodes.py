@@ -28,7 +28,7 @@ from trainkit.job.processes import module_argv
 from trainkit.plan.facts import Facts
 from trainkit.plan.launch import option_argv
 from trainkit.plan.make_plan import make_plan
-from trainkit.plan.workload import Command
+from trainkit.plan.workload import Workload
 from trainkit.slurm.client import plain_environ, query, require_controller, run_slurm
 from trainkit.slurm.control import parse_version, show_config
 from trainkit.slurm.environment import scrubbed
@@ -69,7 +69,7 @@ def step_argv(loaded: LoadedConfig, request: Request, timeout_s: float) -> list[
         return [*common, f"--jobid={os.environ['SLURM_JOB_ID']}", "--overlap", "--mem=0", *worker]
     known = make_target(loaded, "sbatch")
     facts = Facts(LOGIN_NODE, Target("sbatch", "doctor", known.cluster))
-    plan = make_plan(loaded, facts, Command(("true",)))
+    plan = make_plan(loaded, facts, Workload(("true",)))
     assert plan.slurm is not None
     options = {name: value for name, value in plan.slurm.sbatch.items() if name not in NOT_FOR_SRUN}
     minutes = int(timeout_s // 60) + 1

@@ -55,16 +55,17 @@ _LAUNCHERS = {
 def launcher_argv(plan: LaunchPlan, rank_env: RankEnv, run: RunDir) -> tuple[str, ...]:
     """The argv of an agent's child process: a rank, or the launcher of all ranks on a node."""
     part = plan.part(LauncherPlan) or LauncherPlan()
-    command, python = _filled_in(plan.command or (), part, run), plan.python or (sys.executable,)
-    if plan.launcher == "lightning":
+    command, launcher = _filled_in(plan.workload.argv, part, run), plan.workload.launcher
+    python = plan.environment.python or (sys.executable,)
+    if launcher == "lightning":
         return (*python, *script_of(command))
     nodes = dict.fromkeys((f"node{index}" for index in range(rank_env.num_nodes)), _own_gpus(plan, rank_env))
     info = base64.urlsafe_b64encode(json.dumps(nodes).encode()).decode()
-    module = [word.format(**vars(rank_env), world_info=info) for word in _LAUNCHERS[plan.launcher]]
+    module = [word.format(**vars(rank_env), world_info=info) for word in _LAUNCHERS[launcher]]
     if ACCELERATE_CONFIG in part.files:
         # The file says which kind of processes: with --multi_gpu, accelerate would not read it.
         module.append(f"--config_file={run.path / ACCELERATE_CONFIG}")
-    elif plan.launcher == "accelerate" and rank_env.world_size > 1:
+    elif launcher == "accelerate" and rank_env.world_size > 1:
         module.append("--multi_gpu")
     flags = part.files.get(MEGATRON_ARGS, "").split()
     return (*python, "-m", *module, *script_of(command), *flags)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
+from trainkit.capabilities.replay import ReplayPart
 from trainkit.capabilities.replay.steps import RunStep, attempt_starts, find_step
 from trainkit.cluster.machine import Machine, detect_machine
 from trainkit.cluster.target import LOCAL
@@ -157,7 +158,8 @@ def plan_replay(
         # On CPUs, another number rounds differently.
         plan = replace(plan, threads_per_worker=at.began.threads)
     parts = {name: part for name, part in plan.parts.items() if name != "trackers"}
-    plan = replace(plan, replay=(first, last), requeue=replace(plan.requeue, on=()), parts=parts)
+    plan = replace(plan, requeue=replace(plan.requeue, on=()), parts=parts)
+    plan = plan.with_part(ReplayPart((first, last)))
     if not plan.is_job:
         plan = replace(
             plan,

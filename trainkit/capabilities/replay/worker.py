@@ -1,7 +1,7 @@
 """One worker of `trainkit replay`: computes steps of a run again, and the loss of each of their samples.
 
-The worker of a plan with `replay` trains in a folder of its own, from the checkpoint in it. Rank 0 writes the
-losses of the samples of each of these steps to `SAMPLES_FILE`.
+It trains in a folder of its own, from the checkpoint in it. Rank 0 writes the losses of the samples of each
+of these steps to `SAMPLES_FILE`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from trainkit.capabilities.replay import SAMPLES_FILE
+from trainkit.capabilities.replay import SAMPLES_FILE, ReplayPart
 from trainkit.data.dataset_file import TRAIN
 from trainkit.errors import EXIT_OK, EXIT_STOPPED, FatalError
 from trainkit.job.signals import StopRequest
@@ -25,9 +25,10 @@ from trainkit.trainer.worker import join_and_build
 
 
 def run_worker(attempt: AttemptDir, plan: LaunchPlan, stop: StopRequest, progress: Progress) -> int:
-    """Compute the steps of `plan.replay` as one rank; returns the worker's exit code."""
-    assert plan.replay is not None
-    first, last = plan.replay
+    """Compute the steps of the plan's part as one rank; returns the worker's exit code."""
+    part = plan.part(ReplayPart)
+    assert part is not None
+    first, last = part.steps
     trainer = join_and_build(attempt, plan, stop, progress)
     if trainer is None:
         return EXIT_STOPPED

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 from trainkit.capability import Companion
 from trainkit.job import processes
@@ -19,18 +20,23 @@ DRAIN_S = 30.0
 """How long a run that has finished waits until its last steps are sent; `trainkit sync` sends the others."""
 
 
+def sender_log(attempt: AttemptDir) -> Path:
+    """The log of the process that sends the metrics of an attempt."""
+    return attempt.logs_dir / "trackers.log"
+
+
 class TrackerSender(Companion):
     """The process of one attempt. It can be killed at any moment: the next one sends what is missing."""
 
     def __init__(self, attempt: AttemptDir, plan: LaunchPlan) -> None:
         argv = module_argv("trainkit.capabilities.trackers.sync", str(attempt.run.path))
-        if plan.python is not None and not plan.workload.is_command:
-            argv = (*plan.python, *argv[argv.index("-m") :])
+        if plan.environment.python is not None and not plan.workload.is_command:
+            argv = (*plan.environment.python, *argv[argv.index("-m") :])
         self._child: subprocess.Popen[bytes] | None = None
         try:
             environ = with_own_folders(configured_environ(plan, os.environ), plan, attempt.run)
             environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-            with attempt.trackers_log.open("ab") as log:
+            with sender_log(attempt).open("ab") as log:
                 self._child = processes.start_child(
                     argv,
                     environ=environ,

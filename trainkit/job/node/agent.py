@@ -122,7 +122,7 @@ class Agent(ProcessGroup):
 
     def start(self) -> None:
         rendezvous = self.rendezvous
-        network, reason = network_environ(self.plan.network, rendezvous.peer)
+        network, reason = network_environ(self.plan.environment.network, rendezvous.peer)
         if not self.plan.is_here:
             print(f"node {rendezvous.node_rank} is {socket.gethostname()}; {reason}", flush=True)
         # gloo records what it does too, but torch writes only the records of NCCL.

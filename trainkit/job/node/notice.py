@@ -136,7 +136,7 @@ class CommandNotice:
     """The notice to the members of an agent, which run a command, and what saves below each."""
 
     def __init__(self, plan: LaunchPlan) -> None:
-        self.configured, self.has_launcher = plan.command_signal, plan.workload.has_launcher
+        self.configured, self.has_launcher = plan.workload.signal, plan.workload.has_launcher
         named = self.configured != "auto"
         self._numbers = (signal.Signals[f"SIG{self.configured}"],) if named else SAVES_ON
         self._asked: set[bytes] = set()

@@ -68,7 +68,7 @@ def configured_environ(plan: LaunchPlan, inherited: Mapping[str, str]) -> dict[s
     environ = {name: value for name, value in inherited.items() if name not in RANK_VARIABLES}
     # On Slurm the script has set PYTHONPATH already, with the code snapshot in front.
     kept = {"PYTHONPATH"} if plan.is_job else set()
-    return environ | {name: value for name, value in plan.env.items() if name not in kept}
+    return environ | {name: value for name, value in plan.environment.variables.items() if name not in kept}
 
 
 def worker_environ(
@@ -102,10 +102,10 @@ def worker_environ(
     if not plan.workload.has_launcher:
         environ.update(rank_env.to_environ())
         environ[NONCE_VARIABLE] = rank_env.nonce
-    if plan.venv is not None:
+    if (venv := plan.environment.venv) is not None:
         # What its bin/activate does.
-        environ["VIRTUAL_ENV"] = plan.venv
-        environ["PATH"] = f"{plan.venv}/bin:{environ.get('PATH', os.defpath)}"
+        environ["VIRTUAL_ENV"] = venv
+        environ["PATH"] = f"{venv}/bin:{environ.get('PATH', os.defpath)}"
         environ.pop("PYTHONHOME", None)
     environ = with_own_folders(environ, plan, attempt.run)
     environ[AGENT_VARIABLE] = str(os.getpid())
@@ -140,7 +140,7 @@ def _keep_git_inside(environ: dict[str, str], plan: LaunchPlan, folders: Sequenc
 
     A run folder inside of the project would otherwise answer with what the project is now.
     """
-    for name in GIT_LOCATIONS - plan.env.keys():
+    for name in GIT_LOCATIONS - plan.environment.variables.keys():
         environ.pop(name, None)
     given = filter(None, [environ.get("GIT_CEILING_DIRECTORIES")])
     environ["GIT_CEILING_DIRECTORIES"] = os.pathsep.join(dict.fromkeys([*given, *folders]))
@@ -155,7 +155,7 @@ def _add_for_command(environ: dict[str, str], plan: LaunchPlan, attempt: Attempt
         return
     # How long torchrun waits for its ranks after SIGTERM; its default is 30 s.
     environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(plan.grace_s)))
-    if plan.launcher == "accelerate" and plan.device == "cpu":
+    if plan.workload.launcher == "accelerate" and plan.device == "cpu":
         # Without it, accelerate on a host without GPUs runs every rank as a single process.
         environ.setdefault("ACCELERATE_USE_CPU", "true")
 
@@ -174,7 +174,7 @@ def rank_folders(temporary: str | None, run: RunDir, keeps: bool) -> OwnFolders:
 def with_own_folders(environ: Mapping[str, str], plan: LaunchPlan, run: RunDir) -> dict[str, str]:
     """The variables with private folders for temporary files and caches."""
     # launch.env.TMPDIR is the way to have ranks share a folder with other programs.
-    return rank_folders(environ.get("TMPDIR"), run, "TMPDIR" in plan.env).added_to(environ)
+    return rank_folders(environ.get("TMPDIR"), run, "TMPDIR" in plan.environment.variables).added_to(environ)
 
 
 def own_threads(plan: LaunchPlan, rank_env: RankEnv, inherited: Mapping[str, str]) -> int:
@@ -201,10 +201,11 @@ def worker_argv(plan: LaunchPlan, rank_env: RankEnv, run: RunDir) -> tuple[str, 
     """The argv of an agent's child process: a rank, or the launcher of all ranks on a node."""
     if not plan.workload.is_command:
         trainer = module_argv("trainkit.trainer", str(run.path))
-        return trainer if plan.python is None else (*plan.python, *trainer[trainer.index("-m") :])
-    if plan.launcher == "python":
-        return plan.command or ()
-    return with_launcher(plan.launcher).argv(plan, rank_env, run)
+        python = plan.environment.python
+        return trainer if python is None else (*python, *trainer[trainer.index("-m") :])
+    if plan.workload.launcher == "python":
+        return plan.workload.argv
+    return with_launcher(plan.workload.launcher).argv(plan, rank_env, run)
 
 
 PRESETS = {

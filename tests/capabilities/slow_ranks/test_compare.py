@@ -11,19 +11,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.support.ranks import ForkedWorker
 from tests.support.runs import fork_workers, make_attempt, wait_for
+from trainkit.capabilities.slow_ranks.compare import Slowdown, SlowRanks
+from trainkit.capability import TimedRanks
 from trainkit.plan.launch import Layout
 from trainkit.run.events import read_metrics
 from trainkit.run.files import read_jsonl
 from trainkit.run.rundir import RunDir
-from trainkit.trainer.distributed import World
-from trainkit.trainer.slow_ranks import WINDOW, Slowdown, SlowRanks, StepClock, Times, typical_times
+from trainkit.trainer.step_clock import WINDOW, Times, typical_times
 
 STEP_S = 0.2
 HOSTS = [f"node{rank}" for rank in range(1024)]
+
+
+def ranks_of(layout: Layout, *, on_gpu: bool) -> SlowRanks:
+    return SlowRanks(TimedRanks(layout, HOSTS, WINDOW, on_gpu))
 
 
 def add_steps(
@@ -51,13 +55,13 @@ def add(ranks: SlowRanks, steps: Sequence[tuple[int, list[Times], float]]) -> li
         if step % WINDOW == 0:
             reported = [value for of_rank in zip(*window, strict=True) for value in typical_times(of_rank)]
             window = []
-        found += ranks.add(step, reported, step_s)
+        found += ranks.compare(step, reported, step_s)
     return found
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 64, 1024])
 def test_a_slow_rank_is_named_within_30_steps_and_when_it_is_over(size: int) -> None:
-    ranks, slow = SlowRanks(Layout(dp_shard=size), HOSTS, on_gpu=True), size - 1
+    ranks, slow = ranks_of(Layout(dp_shard=size), on_gpu=True), size - 1
     assert add_steps(ranks, range(1, 51), size, {}) == []
     [found] = add_steps(ranks, range(51, 81), size, {slow: (0.0, 0.015)})
     assert (found.rank, found.is_over, found.phase, found.since_step) == (slow, False, "compute", 51)
@@ -67,36 +71,9 @@ def test_a_slow_rank_is_named_within_30_steps_and_when_it_is_over(size: int) -> 
     assert (over.rank, over.is_over) == (slow, True)
 
 
-def test_a_rank_reports_the_times_since_its_last_report() -> None:
-    clock = StepClock(world_of(rank=1, size=2), Layout(dp_replicate=2))
-    assert clock.report().tolist() == [0.0] * 4
-    for data_s in (1.0, 9.0, 2.0):
-        take_step(clock, data_s)
-    rank_0, (data_s, compute_s) = clock.report().view(2, 2).tolist()
-    assert (rank_0, data_s) == ([0.0, 0.0], 1.5), "without the longest step"
-    assert 0.0 < compute_s < 1.0
-    assert clock.report().tolist() == [0.0] * 4
-    take_step(clock, 3.0)
-    assert clock.report()[2] == 3.0
-    alone = StepClock(world_of(rank=0, size=1), Layout())
-    take_step(alone, 1.0)
-    assert alone.report().tolist() == [0.0] * 2, "nobody to compare with: nothing is kept"
-
-
-def world_of(rank: int, size: int) -> World:
-    return World(rank, size, torch.device("cpu"), mesh=None, checkpoint_group=None)
-
-
-def take_step(clock: StepClock, data_s: float) -> None:
-    clock.begin_step(data_s)
-    clock.end_forward()
-    clock.begin_update()
-    clock.end_update()
-
-
 def test_a_window_that_a_resume_cut_off_is_not_judged() -> None:
     """The first steps of an attempt compile and read what is not in memory yet."""
-    ranks = SlowRanks(Layout(dp_shard=4), HOSTS, on_gpu=True)
+    ranks = ranks_of(Layout(dp_shard=4), on_gpu=True)
     slow_at_first = {1: (0.0, 5.0)}
     assert add_steps(ranks, range(39, 41), 4, slow_at_first) == []
     assert add_steps(ranks, range(41, 51), 4, slow_at_first) == []
@@ -104,19 +81,19 @@ def test_a_window_that_a_resume_cut_off_is_not_judged() -> None:
 
 
 def test_data_and_computation_are_distinguished() -> None:
-    ranks = SlowRanks(Layout(dp_replicate=4), HOSTS, on_gpu=True)
+    ranks = ranks_of(Layout(dp_replicate=4), on_gpu=True)
     [found] = add_steps(ranks, range(1, 41), 4, {2: (0.05, 0.01)})
     assert (found.rank, found.phase) == (2, "data")
 
 
 def test_two_slow_ranks() -> None:
-    ranks = SlowRanks(Layout(dp_shard=8), HOSTS, on_gpu=True)
+    ranks = ranks_of(Layout(dp_shard=8), on_gpu=True)
     found = add_steps(ranks, range(1, 41), 8, {1: (0.0, 0.02), 5: (0.0, 0.03)})
     assert [item.rank for item in found] == [1, 5]
 
 
 def test_one_long_step_is_not_a_slow_rank() -> None:
-    ranks = SlowRanks(Layout(dp_shard=4), HOSTS, on_gpu=True)
+    ranks = ranks_of(Layout(dp_shard=4), on_gpu=True)
     usual, long = (0.001, 0.02), (0.001, 5.02)
     steps = []
     for step in range(1, 401):
@@ -126,7 +103,7 @@ def test_one_long_step_is_not_a_slow_rank() -> None:
 
 
 def test_a_single_slow_window_is_not_a_slow_rank() -> None:
-    ranks = SlowRanks(Layout(dp_shard=4), HOSTS, on_gpu=True)
+    ranks = ranks_of(Layout(dp_shard=4), on_gpu=True)
     add_steps(ranks, range(1, 11), 4, {})
     for start in range(11, 200, 2 * WINDOW):
         assert add_steps(ranks, range(start, start + WINDOW), 4, {1: (0.0, 0.05)}) == []
@@ -134,7 +111,7 @@ def test_a_single_slow_window_is_not_a_slow_rank() -> None:
 
 
 def test_stages_of_a_pipeline_are_not_compared() -> None:
-    ranks = SlowRanks(Layout(pp=2, dp_shard=2), HOSTS, on_gpu=True)
+    ranks = ranks_of(Layout(pp=2, dp_shard=2), on_gpu=True)
     last = {2: (0.0, 0.1), 3: (0.0, 0.1)}  # the stage with the head
     assert add_steps(ranks, range(1, 101), 4, last) == []
     [found] = add_steps(ranks, range(101, 141), 4, {**last, 2: (0.0, 0.3)})
@@ -142,12 +119,12 @@ def test_stages_of_a_pipeline_are_not_compared() -> None:
 
 
 def test_the_slowest_rank_is_known_without_being_slow() -> None:
-    ranks = SlowRanks(Layout(pp=2, dp_shard=3), HOSTS, on_gpu=True)
+    ranks = ranks_of(Layout(pp=2, dp_shard=3), on_gpu=True)
     add_steps(ranks, range(1, 11), 6, {})
-    assert ranks.slowest is None, "the first window starts up"
+    assert ranks.values == {}, "the first window starts up"
     times = [(0.001, 0.020), (0.001, 0.022), (0.001, 0.021), (0.0, 0.1), (0.003, 0.1), (0.0, 0.1)]
     assert add(ranks, [(step, times, STEP_S) for step in range(11, 41)]) == []
-    assert ranks.slowest == {
+    assert ranks.values == {
         "slowest_rank": 4,  # 3 ms behind the others of its stage
         "slowest_host": "node4",
         "slowest_rank_s": 0.103,
@@ -157,12 +134,12 @@ def test_the_slowest_rank_is_known_without_being_slow() -> None:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_nobody_is_named_in_an_undisturbed_run(seed: int) -> None:
-    ranks = SlowRanks(Layout(dp_shard=16), HOSTS, on_gpu=True)
+    ranks = ranks_of(Layout(dp_shard=16), on_gpu=True)
     assert add_steps(ranks, range(1, 1001), 16, {}, seed=seed) == []
 
 
 def test_short_steps_are_not_judged_by_a_moment() -> None:
-    ranks = SlowRanks(Layout(dp_shard=4), HOSTS, on_gpu=True)
+    ranks = ranks_of(Layout(dp_shard=4), on_gpu=True)
     times = [(0.001, 0.002), (0.001, 0.002), (0.001, 0.002), (0.001, 0.02)]
     steps = [(step, times, 0.0251) for step in range(1, 1001)]
     assert add(ranks, steps[:120]) == []
@@ -171,12 +148,8 @@ def test_short_steps_are_not_judged_by_a_moment() -> None:
 
 
 def test_on_cpus_sharded_ranks_are_not_compared() -> None:
-    assert (
-        add_steps(SlowRanks(Layout(dp_shard=4), HOSTS, on_gpu=False), range(1, 101), 4, {1: (0.0, 0.1)}) == []
-    )
-    found = add_steps(
-        SlowRanks(Layout(dp_replicate=4), HOSTS, on_gpu=False), range(1, 101), 4, {1: (0.0, 0.1)}
-    )
+    assert add_steps(ranks_of(Layout(dp_shard=4), on_gpu=False), range(1, 101), 4, {1: (0.0, 0.1)}) == []
+    found = add_steps(ranks_of(Layout(dp_replicate=4), on_gpu=False), range(1, 101), 4, {1: (0.0, 0.1)})
     assert [item.rank for item in found] == [1]
 
 

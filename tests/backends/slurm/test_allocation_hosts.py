@@ -77,7 +77,8 @@ def test_of_a_range_the_step_has_what_is_there(tmp_path: Path, monkeypatch: pyte
     fitted = allocation.fitted(Attempt(attempt, made))
     assert (fitted.num_nodes, LaunchPlan.read(attempt.plan_file)) == (2, fitted)
     assert allocation.place(fitted) == {"partition": "a"}
-    several = replace(fitted, gpu_types={"a": "a100", "h": "h100"})
+    assert fitted.slurm is not None
+    several = replace(fitted, slurm=replace(fitted.slurm, gpu_types={"a": "a100", "h": "h100"}))
     assert allocation.place(several) == {"partition": "a", "gpu_type": "a100"}
     assert LaunchPlan.read(run.plan_file) == fitted
     allocation.bad.add("h2")
@@ -105,7 +106,8 @@ def test_ranks_of_an_exclusive_job_use_the_cpus_of_its_nodes(
     for name in ("SLURM_TRES_PER_TASK", "SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK"):
         monkeypatch.delenv(name, raising=False)
     assert allocation.fitted(Attempt(attempt, made)) is made
-    made = replace(made, fills_nodes=True)
+    assert made.slurm is not None
+    made = replace(made, slurm=replace(made.slurm, fills_nodes=True))
     write_plan(attempt, made.to_text())
     fitted = allocation.fitted(Attempt(attempt, made))
     assert (fitted.threads_per_worker, LaunchPlan.read(attempt.plan_file)) == (32, fitted)

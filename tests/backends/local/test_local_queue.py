@@ -23,7 +23,7 @@ from trainkit.run.group import create_task_run
 from trainkit.run.record import add_attempt, create_job
 from trainkit.run.rundir import RunDir
 
-FAKE = Path(__file__).parents[1] / "support" / "fake_gpus"
+FAKE = Path(__file__).parents[2] / "support" / "fake_gpus"
 ONE_GPU = launch_plan(backend="local", num_nodes=1, workers_per_node=1, device="cuda")
 _processes = multiprocessing.get_context("fork")
 
