@@ -56,7 +56,7 @@ SIZES = {
     "trainkit/data": (6, 891),
     "trainkit/job": (34, 6_854),
     "trainkit/launch": (20, 4_114),
-    "trainkit/observe": (9, 2_378),
+    "trainkit/observe": (9, 2_377),
     "trainkit/plan": (16, 3_166),
     "trainkit/run": (16, 4_488),
     "trainkit/slurm": (8, 1_574),
