@@ -93,7 +93,7 @@ class RankFailure:
 
 
 def rank_failures(attempt: AttemptDir, job: JobRecord | None = None) -> list[tuple[Path, RankFailure]]:
-    """What ranks have recorded of themselves, each with its file, by time; `job` is job.json, if it is known."""
+    """What ranks have recorded of themselves, each with its file, by time; `job` is job.json, if known."""
     records = []
     for path in sorted(attempt.errors_dir.glob("rank-*.json")):
         record = read_object(path)  # empty if it was cut off by a crash
