@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 from trainkit.capability import Part, files_of, keys_of, load, put_parts, take_parts
 from trainkit.errors import UsageError
-from trainkit.formats import JsonObject, there_are
+from trainkit.formats import there_are
 from trainkit.plan.workload import TRAINER, Workload
-from trainkit.run.files import LEFT_OUT, OPTIONAL, changed, difference, read_json, read_record, to_json
+from trainkit.run.files import LEFT_OUT, OPTIONAL, difference, read_json, read_record, to_json
 
 PLAN_VERSION = 1
 _KEYS = (
@@ -212,9 +212,9 @@ class LaunchPlan:
     """What could not be checked, or may be slow, one sentence each."""
     checkpoint_bytes: int | None = None
     """The size of a checkpoint; None for what trains no model of trainkit."""
-    sizes: dict[str, JsonObject] = field(default_factory=dict, metadata=OPTIONAL)
+    sizes: dict[str, dict[str, object]] = field(default_factory=dict, metadata=OPTIONAL)
     """Another number of nodes that an attempt may have -> what changes in the plan then."""
-    parts: dict[str, JsonObject] = field(default_factory=dict, metadata=LEFT_OUT)
+    parts: dict[str, dict[str, object]] = field(default_factory=dict, metadata=LEFT_OUT)
     """Capability -> the content of its part, which `part` reads."""
 
     @property
@@ -306,7 +306,7 @@ class LaunchPlan:
             return sum(self.node_sizes[:node_rank])
         return node_rank * self.workers_per_node
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         value = {**to_json(self), "version": PLAN_VERSION, "world_size": self.world_size}
         for key, (record, name) in _OF_RECORDS.items():
             if value[record] is not None and name in value[record]:
@@ -367,16 +367,16 @@ def _with_records(plan: Mapping[str, object]) -> dict[str, object]:
     return found
 
 
-def resized(plan: JsonObject, num_nodes: int) -> JsonObject:
+def resized(plan: Mapping[str, object], num_nodes: int) -> dict[str, object]:
     """The content of plan.json for another number of nodes, which must be one of its sizes.
 
     Keys of another version are kept: the job was submitted with them.
     """
-    own = {**plan, "sizes": {}}
-    plans = {name: changed(own, change) for name, change in plan["sizes"].items()}
+    from trainkit.run.submitted import plans_by_size  # which only jobs for a range of nodes need
+
+    plans = plans_by_size(plan)
     chosen = plans.pop(str(num_nodes))
-    others = {**plans, str(plan["num_nodes"]): own}
-    return {**chosen, "sizes": {name: difference(chosen, other) for name, other in others.items()}}
+    return {**chosen, "sizes": {name: difference(chosen, other) for name, other in plans.items()}}
 
 
 def plan_text(plan: Mapping[str, object]) -> str:

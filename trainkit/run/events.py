@@ -59,8 +59,7 @@ class Event(Entry):
 
     @property
     def name(self) -> str:
-        name: str = self.values["event"]
-        return name
+        return str(self.values["event"])
 
     @property
     def step(self) -> int | None:
@@ -215,7 +214,8 @@ class StepRecord(Entry):
 
     @property
     def step(self) -> int:
-        step: int = self.values["step"]
+        step = self.values["step"]
+        assert isinstance(step, int)
         return step
 
 
