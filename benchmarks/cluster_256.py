@@ -34,6 +34,7 @@ from benchmarks.watch_cost import cpu_s, watched
 from tests.on_slurm.login import Login, wait_for
 from tools.slurm_cluster.cluster import Cluster, up
 from tools.slurm_cluster.processes import Pid
+from trainkit.capabilities.health.samples import health_dir
 from trainkit.run.rundir import RunDir
 
 JOINS = """
@@ -281,7 +282,7 @@ def idle(job: Job, table: Table, opens: Opens, seconds: float) -> None:
     table.row("supervisor, memory", rss_mb(supervisor), "MB")
     table.row("an agent, of a core", 100 * sum(used.values()) / job.num_hosts, "%", more="with its listener")
     table.row("an agent, memory", max(map(rss_mb, agents)), "MB")
-    samples = [file.stat().st_mtime for file in job.run.health_dir.glob("*.jsonl")]
+    samples = [file.stat().st_mtime for file in health_dir(job.run).glob("*.jsonl")]
     table.row("hosts with a sample", len(samples), "")
     table.row("oldest last sample", time.time() - min(samples, default=0), "s")
 

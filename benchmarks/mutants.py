@@ -77,7 +77,7 @@ MUTANTS = {
         "tests/slurm",
     ),
     "tasks-of-one-node": Mutant(
-        "slurm/hosts.py", 'int(match["repeat"] or 1)', "1", "tests/slurm tests/job/node/test_slurm_step.py"
+        "slurm/hosts.py", 'int(match["repeat"] or 1)', "1", "tests/slurm tests/backends/slurm"
     ),
 }
 

@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, ClassVar
 
 from tests.support.runs import environs, make_attempt
 from trainkit.capabilities.health.sampler import HealthSampler
@@ -79,12 +79,21 @@ class NoClock:
         """Do nothing."""
 
 
+class NoObservers:
+    """RankObservers without any."""
+
+    values: ClassVar[dict[str, float]] = {}
+
+    def add(self, step: int, times: Sequence[float], step_s: float) -> None:
+        """Do nothing."""
+
+
 class Switch:
     """Turns all that watches a trainer on and off."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
-        self.watched = (trainer.progress, trainer.clock, trainer.slow_ranks)
+        self.watched = (trainer.progress, trainer.clock, trainer.observers)
         self.is_on = True
 
     def set(self, kind: str) -> None:
@@ -92,10 +101,10 @@ class Switch:
         from trainkit.trainer import loop
 
         trainer, self.is_on = self.trainer, kind != OFF
-        progress, clock, slow_ranks = self.watched
+        progress, clock, observers = self.watched
         trainer.progress = progress if self.is_on else NoProgress()
         has_times = kind in (USUAL, REPORT)
-        trainer.clock, trainer.slow_ranks = (clock, slow_ranks) if has_times else (NoClock(), None)
+        trainer.clock, trainer.observers = (clock, observers) if has_times else (NoClock(), NoObservers())
         trainer.built.forward_backward.progress = trainer.progress
         loop.is_reported = lambda step, world: kind == REPORT
 
@@ -130,7 +139,7 @@ def run_rank(path: str, environ: dict[str, str], kinds: Sequence[str], num_pairs
 
     from trainkit.job.signals import StopRequest
     from trainkit.trainer.progress import Progress
-    from trainkit.trainer.slow_ranks import WINDOW
+    from trainkit.trainer.step_clock import WINDOW
     from trainkit.trainer.worker import join_and_build
 
     torch.set_num_threads(1)
@@ -170,9 +179,11 @@ def typical_s(call: Callable[[], object]) -> float:
 
 def parts(switch: Switch) -> dict[str, float]:
     """Seconds of each part of the watching alone."""
+    from trainkit.capabilities.slow_ranks.compare import SlowRanks
+    from trainkit.capability import TimedRanks
     from trainkit.job.signals import StopRequest
     from trainkit.trainer.progress import RankInfo, Watchdog
-    from trainkit.trainer.slow_ranks import WINDOW, SlowRanks, StepClock
+    from trainkit.trainer.step_clock import WINDOW, StepClock
 
     progress, _, _ = switch.watched
     layout = switch.trainer.plan.layout
@@ -185,7 +196,7 @@ def parts(switch: Switch) -> dict[str, float]:
         progress.enter("update")
         progress.end_step()
 
-    ranks = SlowRanks(layout, ["node"] * layout.world_size, on_gpu=False)
+    ranks = SlowRanks(TimedRanks(layout, ["node"] * layout.world_size, WINDOW, on_gpu=False))
 
     def compare() -> None:
         for step in range(WINDOW):
@@ -194,7 +205,7 @@ def parts(switch: Switch) -> dict[str, float]:
             clock.begin_update()
             clock.end_update()
             times = [] if step < WINDOW - 1 else clock.report().tolist()
-            ranks.add(step, times, 0.05)
+            ranks.compare(step, times, 0.05)
 
     watchdog = Watchdog(switch.trainer.attempt, RankInfo(0, 0, ""), progress, StopRequest())
     return {
@@ -247,7 +258,7 @@ def measure(overrides: Sequence[str], kinds: Sequence[str], num_pairs: int) -> d
 
 def show(name: str, kinds: Sequence[str], found: dict[str, Any]) -> None:
     """Print the shares of a step."""
-    from trainkit.trainer.slow_ranks import WINDOW
+    from trainkit.trainer.step_clock import WINDOW
 
     steps = found["steps"]
     pairs = [sorted(steps[i : i + 2], key=lambda step: step[1]) for i in range(0, len(steps), 2)]

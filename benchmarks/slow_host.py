@@ -25,7 +25,7 @@ from typing import Any
 from tests.on_slurm.login import Login, wait_for
 from tools.slurm_cluster.cluster import NUM_HOSTS, Cluster, up
 from tools.slurm_cluster.processes import Pid
-from trainkit.run.events import SLOWDOWN_EVENTS
+from trainkit.capabilities.slow_ranks.shown import SLOWDOWN_EVENTS
 from trainkit.run.files import read_jsonl
 from trainkit.run.rundir import RunDir
 

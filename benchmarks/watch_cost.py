@@ -30,6 +30,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
+from trainkit.capabilities.health.samples import health_file
 from trainkit.config import dump_effective
 from trainkit.config.schema import RunConfig
 from trainkit.run.events import log_event
@@ -92,7 +93,7 @@ def make_run(folder: Path, nodes: int, num_records: int) -> RunDir:
     for node in range(nodes):
         for index in range(200):
             time_of = now - timedelta(seconds=SAMPLE_EVERY_S * (200 - index))
-            append_jsonl(run.health_file(host(node)), sample(node, nodes, time_of))
+            append_jsonl(health_file(run, host(node)), sample(node, nodes, time_of))
     return run
 
 
@@ -153,7 +154,7 @@ def write(run: RunDir, nodes: int, step: int, ended: threading.Event) -> None:
         append_jsonl(run.metrics_file, record(step, now))
         due += samples_per_step
         while due >= 1:
-            append_jsonl(run.health_file(host(node)), sample(node, nodes, now))
+            append_jsonl(health_file(run, host(node)), sample(node, nodes, now))
             due, node = due - 1, (node + 1) % nodes
 
 

@@ -23,6 +23,7 @@ import click
 from trainkit.capability import Capability, Companion, Part, Planned, Watch
 from trainkit.config.section import Section, key
 from trainkit.job.decision import Departure
+from trainkit.run.events import log_event
 
 
 class ToyConfig(Section):
@@ -75,6 +76,7 @@ class Toy(Capability):
     def companion(self, attempt, plan, node):
         if plan.part(ToyPlan).ticks == 3:
             raise OSError("the toy is broken")
+        log_event(attempt.run, attempt.number, "toy.hot", tick=1)
         return Clock(attempt.run.path / "toy.txt", plan.part(ToyPlan).ticks) if node.has_rank_0 else None
 
     def watch(self, attempt, plan, hosts):
@@ -89,8 +91,17 @@ class Toy(Capability):
     def on_end(self, attempt, plan, end):
         (attempt.run.path / "toy-end.txt").write_text(end.state)
 
-    def rows(self, history, plan):
-        return {"toy": f"{plan.parts['toy'].count('ticks')} ticks planned"}
+    def rows(self, reading):
+        return {"toy": f"{reading.plan.parts['toy'].count('ticks')} ticks planned"}
+
+    def status(self, reading):
+        return {"toy_ticks": reading.plan.parts["toy"].count("ticks")}
+
+    def past(self, event):
+        return f"the toy was hot at tick {event.count('tick')}"
+
+    def report(self, history):
+        return {"toy_events": [event.name for event in history.events.owned.all]}
 
 
 @click.command()
@@ -142,7 +153,10 @@ def test_a_key_a_part_a_companion_an_event_a_row_and_a_command(tmp_path: Path, s
     assert trainkit(tmp_path, site, "toy", "run").stdout == "tick\ntick\nfinished=True\n"
     assert "toy         2 ticks planned" in trainkit(tmp_path, site, "status", "run").stdout
     status = json.loads(trainkit(tmp_path, site, "status", "run", "--json").stdout)
-    assert status["rows"] == {"toy": {"toy": "2 ticks planned"}}
+    assert (status["rows"], status["toy_ticks"]) == ({"toy": {"toy": "2 ticks planned"}}, 2)
+    report = json.loads(trainkit(tmp_path, site, "report", "run", "--json").stdout)
+    assert report["toy_events"] == ["toy.hot"]
+    assert "the toy was hot at tick 1" in trainkit(tmp_path, site, "watch", "run", "--once").stdout
 
 
 def test_what_is_refused_names_the_key(tmp_path: Path, site: Path) -> None:
@@ -169,6 +183,8 @@ def test_a_run_whose_capability_is_gone_says_so(tmp_path: Path, site: Path) -> N
     assert submit(tmp_path, site, "toy.ticks=1").returncode == 0
     done = trainkit(tmp_path, None, "status", "run")
     assert "toy         unknown: the run uses the capability toy" in done.stdout
+    watched = trainkit(tmp_path, None, "watch", "run", "--once").stdout
+    assert "toy is unknown: the run uses the capability toy" in watched
 
 
 def test_a_broken_companion_does_not_end_the_training(tmp_path: Path, site: Path) -> None:

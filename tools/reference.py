@@ -18,14 +18,13 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterator
 from inspect import cleandoc
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import click
 
 from trainkit import _MODULES
-from trainkit.cli.help import SECTIONS as HELP_ORDER
+from trainkit.cli.help import by_heading
 from trainkit.cli.main import SECTIONS, cli
 from trainkit.config import RunConfig
 from trainkit.config.schema import field_schema
@@ -105,7 +104,7 @@ MORE = {
     "diagnose": ("troubleshooting.md",),
     "replay": ("replay.md",),
     "report": ("run-folder.md",),
-    "compare": ("run-folder.md",),
+    "compare": ("figures.md",),
     "stacks": ("recovery.md#hangs",),
     "attach": ("slurm.md#tasks-and-ranks",),
     "debug": ("own-script.md#debug",),
@@ -277,12 +276,13 @@ def _sentence(command: click.Command) -> str:
 
 def _options(command: click.Command) -> Iterator[tuple[str, str]]:
     """Yield the long name and the help of each option but ``--json``, in the order of ``--help``."""
-    found = {
-        max(option.opts, key=len): option.help or ""
+    options = [
+        option
         for option in command.params
         if isinstance(option, click.Option) and not option.hidden and option.name != "as_json"
-    }
-    yield from ((name, found[name]) for name in chain(*HELP_ORDER.values()) if name in found)
+    ]
+    for _, found in by_heading(options):
+        yield from ((name, option.help or "") for name, option in found.items())
 
 
 def _options_text(command: click.Command, shared: dict[str, str]) -> str:

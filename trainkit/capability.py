@@ -15,19 +15,22 @@ from functools import cache
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from trainkit.errors import KeyProblem, UsageError
+from trainkit.errors import KeyProblem, TrainkitError, UsageError
 
 if TYPE_CHECKING:  # the nouns of the floors above, for type checkers alone
+    from datetime import datetime
     from importlib.metadata import EntryPoint
 
     from trainkit.config.loaded import LoadedConfig
     from trainkit.config.schema import RunConfig
     from trainkit.config.section import Section
+    from trainkit.config.training import DataConfig
+    from trainkit.data.dataset_file import TokenizerIdentity
     from trainkit.job.decision import Departure
     from trainkit.job.node.rendezvous import Rendezvous
     from trainkit.job.rank_env import RankEnv
     from trainkit.plan.facts import Facts
-    from trainkit.plan.launch import LaunchPlan
+    from trainkit.plan.launch import LaunchPlan, Layout
     from trainkit.plan.workload import Workload
     from trainkit.run.end import AttemptEnd
     from trainkit.run.events import Event
@@ -114,8 +117,84 @@ class Watch:
         return None
 
 
+@dataclass(frozen=True)
+class TimedRanks:
+    """The ranks of the built-in trainer, which report their times at the end of each window of steps."""
+
+    layout: Layout
+    hosts: Sequence[str]
+    """The host of each rank."""
+    window: int
+    """Number of steps."""
+    on_gpu: bool
+
+
+NewEvent = tuple[str, Mapping[str, object]]
+"""An event to record, and its values."""
+
+
+class RankObserver:
+    """Something that looks at the times of all ranks, on rank 0."""
+
+    values: Mapping[str, float | str] = {}
+    """What a record of the metrics gets from it."""
+
+    def add(self, step: int, times: Sequence[float], step_s: float) -> Iterable[NewEvent]:
+        """Take in a step; rank 0 waits for it, and records the events.
+
+        At the end of a window, `times` has for each rank the mean seconds of a step that it waited for data,
+        and that it computed before it waited for others, [ranks x 2]; else it is empty. `step_s` is the
+        duration of the step, without saves and validation.
+        """
+        return ()
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What was read of a run, for what a capability shows of it."""
+
+    history: RunHistory
+    plan: PlanRecord
+    attempt: int | None
+    """The number of the newest attempt."""
+    state: str
+    """The state of the run, as `status` shows it."""
+    lasting: Sequence[Event]
+    """The events of capabilities that last, while the attempt runs, the newest last; see `Shipped.events`."""
+
+
+@dataclass(frozen=True)
+class Notice:
+    """Something that needs attention; `time` is None for what holds now."""
+
+    time: str | None
+    text: str
+    host: str | None = None
+    rank: int | None = None
+
+
+@dataclass(frozen=True)
+class HostView:
+    """What a capability says of a host in `watch`."""
+
+    values: Mapping[str, object] = field(default_factory=dict)
+    """Values of a row of the nodes, by the keys of `watch --json`."""
+    problems: Sequence[tuple[int, str]] = ()
+    """How bad each problem is, and the problem in a few words."""
+
+
+class Reader:
+    """Reads the files of a capability in a run, for a screen that is refreshed; see `RunHistory.reader`."""
+
+    def __init__(self, run: RunDir) -> None:
+        self.run = run
+
+    def update(self) -> None:
+        """Read what was written since the last call, and no more. Raises OSError."""
+
+
 class Choice:
-    """What was typed of the options that a capability adds to `trainkit run`."""
+    """What was typed of the options that a capability adds to `trainkit run` or `trainkit check`."""
 
     has_terminal = False
     """Whether a rank gets the terminal, in which the command then prints no log."""
@@ -127,6 +206,10 @@ class Choice:
         """The plan of the run with it; raises UsageError for one that cannot have it."""
         return plan
 
+    def try_out(self, config: RunConfig) -> str:
+        """Do once what a run would do, and say what has happened; raises TrainkitError if it fails."""
+        raise NotImplementedError
+
 
 class Capability:
     """The base of all capabilities: a subclass defines what it needs. A process has one object of each."""
@@ -137,6 +220,20 @@ class Capability:
     """The section that a capability of another package adds to the config, described by its docstring."""
     commands: ClassVar[Mapping[str, str]] = {}
     """Command -> MODULE:NAME of a click command. Of another package it is named NAME or NAME-…."""
+    quiet: ClassVar[Mapping[str, str]] = {}
+    """Key that is null in a short training, such as one of a bench -> why; ``{what}`` is its name there."""
+    may_be_secret: ClassVar[tuple[str, ...]] = ()
+    """Keys whose values no error shows."""
+    other_keys: ClassVar[Mapping[str, str]] = {}
+    """Key of other programs -> which keys of the config replace it, as a hint."""
+
+    def contradictions(self, config: RunConfig) -> Iterable[KeyProblem]:
+        """The problems of the config keys of the capability, whatever the facts."""
+        return ()
+
+    def packages(self, config: RunConfig) -> Mapping[str, str]:
+        """The packages that the Python of the ranks must have -> the key that asks for them."""
+        return {}
 
     def problems(self, loaded: LoadedConfig, facts: Facts) -> Iterable[KeyProblem]:
         """The problems of the config keys of the capability, given the facts."""
@@ -162,12 +259,12 @@ class Capability:
         """The command line with which an agent starts a command, if its launcher is of the capability."""
         raise NotImplementedError
 
-    def try_out(self, config: RunConfig) -> str:
-        """Do once what a run would do, and say what has happened; raises TrainkitError if it fails."""
-        raise NotImplementedError
-
     def companion(self, attempt: AttemptDir, plan: LaunchPlan, node: Rendezvous) -> Companion | None:
         """Start what runs next to the ranks of an agent, if its part is in the plan; None for nothing."""
+        return None
+
+    def rank_observer(self, plan: LaunchPlan, ranks: TimedRanks) -> RankObserver | None:
+        """Begin to look at the times of the ranks in the trainer; None for nothing."""
         return None
 
     def watch(self, attempt: AttemptDir, plan: LaunchPlan, hosts: Hosts) -> Watch | None:
@@ -191,8 +288,45 @@ class Capability:
         """The tokens per second of the runs of a group that has its file, by their index."""
         return {}
 
-    def rows(self, history: RunHistory, plan: PlanRecord) -> Mapping[str, str]:
+    def inspect_texts(
+        self, config: DataConfig, tokenizer: TokenizerIdentity | None
+    ) -> tuple[list[KeyProblem], Mapping[str, float] | None]:
+        """The problems of the texts of a config, and at most how many tokens each split has; None if unknown.
+
+        `tokenizer` is None if that of the config cannot be read.
+        """
+        raise NotImplementedError
+
+    def prepare_texts(self, config: DataConfig, checks_sizes: bool) -> Path:
+        """The folder of token shards of a config's texts, made first if necessary."""
+        raise NotImplementedError
+
+    def rows(self, reading: Reading) -> Mapping[str, str]:
         """The lines that it adds to `status` of a run: label -> text."""
+        return {}
+
+    def status(self, reading: Reading) -> Mapping[str, object]:
+        """The keys that it adds to ``status --json``."""
+        return {}
+
+    def notices(self, reading: Reading) -> Sequence[Notice]:
+        """The warnings about an attempt that runs, asked for where events of capabilities last."""
+        return ()
+
+    def past(self, event: Event) -> str:
+        """One of its events that is over, as a sentence of the warnings."""
+        return event.content
+
+    def hosts(self, reading: Reading, now: datetime) -> Mapping[str, HostView]:
+        """What it says of the hosts of the newest attempt, by name."""
+        return {}
+
+    def advice(self, attempt: AttemptDir, host: str | None, lasting: Sequence[Event]) -> Mapping[str, str]:
+        """The values for the advice of a diagnosis, by placeholder; `host` is the one that failed first."""
+        return {}
+
+    def report(self, history: RunHistory) -> Mapping[str, object]:
+        """The keys that it adds to ``report --json``, and to what the page shows."""
         return {}
 
 
@@ -223,17 +357,23 @@ class Shipped:
     to its `choices`. Its module is imported for the help of the command too."""
     launchers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Launcher of a command -> packages, one of which must be installed."""
+    events: Mapping[str, bool] = field(default_factory=dict)
+    """Its events that people see -> whether also among the past warnings; see `owner_of`."""
+    shown: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Where it adds something: `status`, `rows` or `report` -> key -> the key that it follows."""
     causes: Mapping[str, RestartCause] = field(default_factory=dict)
     """Cause of its `Departure` -> what is known of it."""
     group_file: str | None = None
     """A file that only its groups of runs have; None if it has none."""
+    reads_texts: bool = False
+    """Whether it makes the data of a training from texts."""
     worker: str | None = None
     """The module whose `run_worker` the ranks of a run with its part call; None for the trainer's."""
 
     @property
     def has_class(self) -> bool:
         """Whether its module has a `CAPABILITY`, which one with commands alone does not need."""
-        return bool(self.follows or self.group_file)
+        return bool(self.follows or self.group_file or self.reads_texts)
 
 
 LEFT_OUT = object()
@@ -255,6 +395,8 @@ SHIPPED = {
         worker="worker",
     ),
     "report": Shipped(commands={"report": "command:command", "compare": "compare:command"}),
+    "simulation": Shipped(options={"check": "check_options:simulation_options"}),
+    "texts": Shipped(commands={"data": "command:command"}, reads_texts=True),
     "watch": Shipped(commands={"watch": "command:command"}),
     "launchers": Shipped(
         "launcher",
@@ -270,14 +412,26 @@ SHIPPED = {
     "slow_ranks": Shipped(
         "requeue",
         within=("inspect_s", "silence_s", "slow_hosts", "slow_after_s"),
+        events={"slow_rank": True, "slow_run": True, "silent": False},
+        shown={"status": {"slowdowns": "diverged_since"}, "report": {"slowdowns": "num_steps_lost"}},
         causes={"slow_host": RestartCause("slow host", in_place=True)},
     ),
-    "growth": Shipped("sizes checkpoint_bytes", {"grow": ("grow", LEFT_OUT)}),
-    "notifications": Shipped("requeue", {"notify": WHOLE}),
+    "growth": Shipped(
+        "sizes checkpoint_bytes",
+        {"grow": ("grow", LEFT_OUT)},
+        events={"growth": False},
+        shown={"status": {"growth": "gpu_type"}, "rows": {"growth": "used"}},
+    ),
+    "notifications": Shipped("requeue", {"notify": WHOLE}, options={"check": "check_option:check_option"}),
     "curves": Shipped("trackers", {"log_pattern": ("pattern", None)}),  # trackers get its end
-    "health": Shipped("log_pattern", {"health_every_s": ("every_s", None)}),
+    "health": Shipped(
+        "log_pattern", {"health_every_s": ("every_s", None)}, shown={"report": {"nodes": "slowdowns"}}
+    ),
     "trackers": Shipped(
-        "slurm", {"trackers": ("names", [])}, commands={"sync": "command:sync", "ui": "command:ui"}
+        "slurm",
+        {"trackers": ("names", [])},
+        shown={"status": {"trackers": "slowdowns"}},
+        commands={"sync": "command:sync", "ui": "command:ui"},
     ),
 }
 """The shipped capabilities by the name of their folder; companions end in this order."""
@@ -299,6 +453,8 @@ TASKS = {
     ),
 }
 """The shipped tasks, by their names in a config."""
+TRANSFORMERS_TASK = "trainkit.capabilities.transformers.task:HFCausalLM"
+"""The task of a `model.hf` that only the transformers library can build; it can `check` itself."""
 
 
 def load(name: str) -> Capability:
@@ -358,6 +514,11 @@ def launchers() -> dict[str, tuple[str, ...]]:
 def with_launcher(name: str) -> Capability:
     """The capability that a launcher is of; raises UsageError if there is none."""
     return load(next((folder for folder, shipped in SHIPPED.items() if name in shipped.launchers), name))
+
+
+def of_texts() -> Capability:
+    """The capability that makes the data of a training from texts."""
+    return load(next(name for name, shipped in SHIPPED.items() if shipped.reads_texts))
 
 
 def measured_speeds(group: Path) -> Mapping[int, float | None] | None:
@@ -463,16 +624,81 @@ def keys_of(parts: Mapping[str, object]) -> set[str]:
     return found
 
 
+OVER = "_over"
+"""The end of the name of the event after which another one no longer lasts."""
+_EVENTS = {event: name for name, shipped in SHIPPED.items() for event in shipped.events}
+_EVENTS |= {f"{event}{OVER}": name for event, name in _EVENTS.items()}
+
+
+def owner_of(event: str) -> str | None:
+    """The capability whose event people see, by its name; None for an event of the core.
+
+    It lasts until NAME_over of the same rank, or without a rank, in the same attempt. One of another package
+    is named CAPABILITY.NAME, and is always among the past warnings.
+    """
+    return _EVENTS.get(event) or event.rpartition(".")[0] or None
+
+
+def is_notable(event: str) -> bool:
+    """Whether an event of a capability is shown among the past warnings."""
+    owner = None if event.endswith(OVER) else owner_of(event)
+    return owner is not None and (owner not in SHIPPED or SHIPPED[owner].events[event])
+
+
+def shown_by(parts: Iterable[str]) -> list[str]:
+    """The capabilities that show something of a run, of which `parts` are in the plan."""
+    # A run may have been sent to a tracker that its plan lacks.
+    shipped = (name for name, shipped in SHIPPED.items() if shipped.shown)
+    return [*shipped, *(name for name in parts if name not in SHIPPED)]
+
+
+def ask_each(
+    parts: Iterable[str], ask: Callable[[Capability], T], failed: Callable[[str, str], T]
+) -> dict[str, T]:
+    """What each capability that shows something says of a run, by its name; without what is empty.
+
+    The answer of one that fails is that of `failed`, by its name and a text: the others are known.
+    """
+    found = ((name, ask_one(name, ask, failed)) for name in shown_by(parts))
+    return {name: answer for name, answer in found if answer}
+
+
+def ask_one(name: str, ask: Callable[[Capability], T], failed: Callable[[str, str], T]) -> T:
+    """What a capability says; the answer of `failed`, by its name and a text, if it fails."""
+    try:
+        return ask(load(name))
+    except Exception as error:  # of code that may be of another package
+        text = error.message if isinstance(error, TrainkitError) else repr(error)
+        return failed(name, f"unknown: {text}")
+
+
+def placed(output: str, own: Mapping[str, T], added: Mapping[str, T]) -> dict[str, T]:
+    """An output with what capabilities add: each key after the one that it follows, or last."""
+    places = [shipped.shown.get(output, {}) for shipped in SHIPPED.values()]
+    following = dict[str, dict[str, T]]()
+    for key, before in ((key, before) for place in places for key, before in place.items()):
+        if key in added:
+            following.setdefault(before, {})[key] = added[key]
+    return {**in_order(own, following), **added}
+
+
+def in_order(own: Mapping[str, T], following: Mapping[str, Mapping[str, T]]) -> dict[str, T]:
+    """The items of a mapping, each before those that follow its key."""
+    found: dict[str, T] = {}
+
+    def add(key: str, value: T) -> None:
+        found[key] = value
+        for item in following.get(key, {}).items():
+            add(*item)
+
+    for item in own.items():
+        add(*item)
+    return found
+
+
 def put_parts(plan: dict[str, object], parts: Mapping[str, Mapping[str, object]]) -> dict[str, object]:
     """The content of a plan.json with its parts: what `take_parts` reads."""
     own: dict[str, dict[str, object]] = {}
-    found: dict[str, object] = {}
-
-    def add(key: str, value: object) -> None:
-        found[key] = value
-        for following in own.get(key, {}).items():
-            add(*following)
-
     for name, shipped in SHIPPED.items():
         follows, _, other = shipped.follows.partition(" ")
         follows = other if other and follows not in plan else follows
@@ -485,8 +711,7 @@ def put_parts(plan: dict[str, object], parts: Mapping[str, Mapping[str, object]]
             value = absent if part is None else part[inner] if inner else part
             if value is not LEFT_OUT:
                 written[key] = value
-    for key, value in plan.items():
-        add(key, value)
+    found = in_order(plan, own)
     others = {name: part for name, part in parts.items() if name not in SHIPPED}
     return {**found, "capabilities": others} if others else found
 

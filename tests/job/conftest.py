@@ -13,7 +13,7 @@ from job_tree import PREAMBLE, Job
 from slurm_job import Slurm
 
 import trainkit
-from tests.support.runs import launch_plan, make_attempt, start_local
+from tests.support.runs import attempt, launch_plan, make_attempt, start_local
 from trainkit.backend import backend_of
 from trainkit.backends.slurm import allocation, claim_attempt
 from trainkit.backends.slurm.attempt_watch import SlurmAttemptWatch
@@ -25,8 +25,9 @@ from trainkit.job import supervisor
 from trainkit.plan.launch import Batch, Layout, RequeuePolicy
 from trainkit.run.files import read_record, to_json, write_json
 from trainkit.run.record import read_job
-from trainkit.run.rundir import AttemptDir, RunDir, run_lock
+from trainkit.run.rundir import RunDir, run_lock
 
+__all__ = ["attempt"]
 EVENTS = ("finished", "failed", "requeued", "stalled", "slow")
 
 
@@ -78,14 +79,6 @@ def start_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
         entry = read_job(job.run).newest if job.run.path.is_dir() else job.entry
         if entry is not None and entry.alive():
             backend_of(entry).kill(job.run, entry)
-
-
-@pytest.fixture
-def attempt(tmp_path: Path) -> AttemptDir:
-    """The empty folder of an attempt."""
-    attempt = RunDir(tmp_path).attempt(1)
-    attempt.create()
-    return attempt
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from slurm_job import Slurm, step
-from test_allocation_hosts import plan as planned
 
+from tests.backends.slurm.test_allocation_hosts import plan as planned
 from tests.support.groups import make_group
 from trainkit.backends.local.allocation import LocalAllocation
 from trainkit.errors import EXIT_NO_RESTART

@@ -15,6 +15,7 @@ import yaml
 
 from tests.on_slurm import broken_runs as on_slurm
 from tests.support.broken_runs import BROKEN, FOLDER, HOST, is_real, make, unpack
+from trainkit.capabilities.health.samples import health_file
 from trainkit.cli.diagnose import diagnosis_text
 from trainkit.observe import logs
 from trainkit.observe.diagnose import Diagnosis, diagnose
@@ -258,7 +259,7 @@ def test_an_earlier_attempt_does_not_explain_a_later_one(tmp_path: Path) -> None
 
 def test_a_killed_rank_comes_with_the_memory_of_its_host(tmp_path: Path) -> None:
     run = failed(tmp_path, b"", "killed by SIGKILL")
-    file = run.health_file(HOST)
+    file = health_file(run, HOST)
     file.parent.mkdir()
     samples = ((1, 12.0), (1, 63.04), (2, 1.0))
     file.write_text(

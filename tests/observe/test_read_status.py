@@ -5,16 +5,18 @@ from pathlib import Path
 import pytest
 
 from trainkit.capabilities.report.run_report import read_report, render_report
+from trainkit.capabilities.slow_ranks.shown import sentence
+from trainkit.capabilities.trackers import trackers_dir
 from trainkit.capabilities.watch.run_view import read_view
 from trainkit.capabilities.watch.view_text import Size, view_lines
 from trainkit.cli.status import restarts_line, run_details, runs_rows
 from trainkit.config import dump_effective
 from trainkit.config.schema import RunConfig
 from trainkit.observe.attempt_files import ranks_of_nodes
-from trainkit.observe.status import capability_rows, read_status
+from trainkit.observe.status import capability_rows, read_status, reading_of
 from trainkit.run.events import Event, log_event, read_events
 from trainkit.run.files import append_jsonl, write_json
-from trainkit.run.history import PlanRecord, RunHistory, attempts_of, find_restarts
+from trainkit.run.history import OwnedEvents, PlanRecord, RunHistory, attempts_of, find_restarts
 from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
 from trainkit.scheduler import JobState
@@ -302,11 +304,12 @@ def test_a_silence_that_lasts_is_a_warning(run):
 
 
 def test_how_far_the_trackers_are(run):
-    assert status_of(run, True).trackers == {}
-    run.trackers_dir.mkdir()
-    write_json(run.trackers_dir / "mlflow.json", {"step": 40, "place": "http://host", "problem": ""})
-    write_json(run.trackers_dir / "wandb.json", {"step": 20, "place": "x", "problem": "CommError: refused"})
-    text = run_details(status_of(run, True), capability_rows(RunHistory(run)))
+    assert status_of(run, True).added["trackers"] == {}
+    trackers_dir(run).mkdir()
+    write_json(trackers_dir(run) / "mlflow.json", {"step": 40, "place": "http://host", "problem": ""})
+    write_json(trackers_dir(run) / "wandb.json", {"step": 20, "place": "x", "problem": "CommError: refused"})
+    status = status_of(run, True)
+    text = run_details(status, capability_rows(reading_of(RunHistory(run), status)))
     assert "mlflow      up to step 40: http://host\n" in text
     assert "wandb       up to step 20: CommError: refused\n" in text
 
@@ -369,7 +372,7 @@ def test_slow_ranks_are_reported_until_they_are_no_longer_slow(tmp_path: Path) -
         {"event": "slow_rank_over", "attempt": 2, "rank": 3, "host": "c", "since_step": 71, **SLOW},
     ):
         append_jsonl(run.events_file, event)
-    assert [event.slowdown() for event in attempts_of(read_events(run))[2].slow.values()] == [
+    assert [sentence(event) for event in OwnedEvents(read_events(run)).lasting(2)] == [
         "rank 2 on b is slow since step 61 (compute): 190 ms a step, the other ranks 70 ms",
         "the run is slow since step 81 (network): 190 ms a step, 70 ms before",
     ]

@@ -11,6 +11,7 @@ from tests.on_slurm.login import TRAINKIT, Login, settings, wait_for
 from tests.on_slurm.survival import start_preempting
 from tests.on_slurm.test_signals import train
 from tests.support.tmux import Tmux, needs_tmux
+from trainkit.capabilities.health.samples import health_file
 
 
 @needs_tmux
@@ -18,7 +19,7 @@ from tests.support.tmux import Tmux, needs_tmux
 def test_a_run_of_two_hosts_and_its_preemption(login: Login, tmp_path: Path) -> None:
     run = train(login, "--partition", "low", *settings("logging.health_every_s=1"))
     hosts = login.cluster.hosts[:2]
-    wait_for(lambda: all(run.health_file(host).exists() for host in hosts), "a sample of each host")
+    wait_for(lambda: all(health_file(run, host).exists() for host in hosts), "a sample of each host")
     environ = {**login.cluster.environ, **login.env}
     with Tmux(tmp_path, 80, 24, login.folder, environ) as terminal:
         terminal.type([*TRAINKIT, "watch", str(run.path), "--interval", "0.5"])

@@ -141,7 +141,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
     def full(*args: object, **more: object) -> None:
         raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr("trainkit.run.group.add_slurm_attempt", full)
+    monkeypatch.setattr("trainkit.run.group.create_job", full)
     with pytest.raises(UsageError, match=r"cannot create the run folder .*: No space left on device"):
         create_task_run(group.run(0))
     assert sorted(path.name for path in group.path.iterdir()) == [

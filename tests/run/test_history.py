@@ -11,12 +11,14 @@ import pytest
 
 from tests.support import watched_runs
 from tests.support.watched_runs import NOW, Watched, ago
+from trainkit.capabilities.health import samples as samples_module
+from trainkit.capabilities.health.samples import HealthFiles, health_file
 from trainkit.capabilities.watch.run_view import read_view
 from trainkit.observe.status import read_status
 from trainkit.run import events as events_module
 from trainkit.run import history as history_module
 from trainkit.run.files import append_jsonl
-from trainkit.run.history import MAX_POINTS, EventHistory, HealthFiles, MetricsHistory, RunHistory, timestamp
+from trainkit.run.history import MAX_POINTS, EventHistory, MetricsHistory, RunHistory, timestamp
 from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
 
@@ -179,19 +181,19 @@ def test_damaged_events_are_skipped(damaged: dict[str, object], tmp_path: Path) 
 
 def test_only_files_of_health_that_changed_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = Watched(tmp_path / "run").job().health(20)
-    files, opened = HealthFiles(made.run.path / "health"), []
-    newest_sample = history_module.newest_sample
+    files, opened = HealthFiles(made.run), []
+    newest_sample = samples_module.newest_sample
 
     def counted(file: Path) -> object:
         opened.append(file.stem)
         return newest_sample(file)
 
-    monkeypatch.setattr(history_module, "newest_sample", counted)
+    monkeypatch.setattr(samples_module, "newest_sample", counted)
     files.update()
     files.update()
     assert sorted(opened) == ["node001", "node002"]
-    append_jsonl(made.run.health_file("node002"), {"time": ago(1), "attempt": 1, "cpu_percent": 50.0})
-    with made.run.health_file("node002").open("a") as stream:
+    append_jsonl(health_file(made.run, "node002"), {"time": ago(1), "attempt": 1, "cpu_percent": 50.0})
+    with health_file(made.run, "node002").open("a") as stream:
         stream.write('{"cut off')
     files.update()
     assert opened[2:] == ["node002"]
@@ -206,8 +208,8 @@ def test_a_refresh_of_1024_ranks_takes_little_time(tmp_path: Path) -> None:
     for step in range(641, 661):
         append_jsonl(run.metrics_file, {"step": step, "attempt": 1, "loss": 2.0, "time": ago(1)})
         for node in range(26):  # those that write a sample within 2 s
-            sample = json.loads(run.health_file(f"node{node + 1:03d}").read_text().splitlines()[-1])
-            append_jsonl(run.health_file(f"node{node + 1:03d}"), sample)
+            sample = json.loads(health_file(run, f"node{node + 1:03d}").read_text().splitlines()[-1])
+            append_jsonl(health_file(run, f"node{node + 1:03d}"), sample)
         began_s = time.process_time()
         history.update()
         view = read_view(history, read_status(history, read_job(run), True, NOW), NOW)

@@ -69,6 +69,14 @@ def make_attempt(run_dir: Path, overrides: Sequence[str] = (), num_procs: int = 
     return attempt
 
 
+@pytest.fixture
+def attempt(tmp_path: Path) -> AttemptDir:
+    """The empty folder of an attempt."""
+    attempt = RunDir(tmp_path).attempt(1)
+    attempt.create()
+    return attempt
+
+
 def start_local(run: RunDir, config_text: str, plan_text: str, reason: str) -> AttemptRecord:
     """Start the next attempt on this machine, whatever the text of its plan; with the run's lock held."""
     return LocalBackend().start(run, NewAttempt(config_text, plan_text, None, reason, read_job(run)))  # type: ignore[arg-type]

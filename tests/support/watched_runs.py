@@ -9,6 +9,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
+from trainkit.capabilities.health.samples import health_file
 from trainkit.config import dump_effective
 from trainkit.config.schema import RunConfig
 from trainkit.run.files import append_jsonl, as_utc, write_json
@@ -139,7 +140,7 @@ class Watched:
                 "gpus": gpus,
                 **own,
             }
-            file = self.run.health_file(host)
+            file = health_file(self.run, host)
             file.parent.mkdir(exist_ok=True)
             append_jsonl(file, sample)
         return self

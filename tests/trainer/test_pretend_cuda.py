@@ -514,7 +514,7 @@ ELSEWHERE = {
 }
 """The statements that no run here comes to, by function, and what runs them, or why nothing can."""
 PLANNED = {
-    "backends/local/queue.py": "job/test_local_queue.py",
+    "backends/local/queue.py": "backends/local/test_local_queue.py",
     "backends/slurm/slurm_draft.py": "plan/test_slurm_draft.py",
     "capabilities/bench/measure.py": "capabilities/bench/test_measure.py",
     "capabilities/drill/command.py": "capabilities/drill/test_drill_config.py",

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from trainkit.capability import load
 from trainkit.cli import options
 from trainkit.cli.help import as_command, option, terminal_width, warn
 from trainkit.cli.output import json_text
@@ -18,7 +16,10 @@ from trainkit.launch.config_request import ConfigRequest
 from trainkit.run.rundir import RUNS_FOLDER
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from trainkit.backends.slurm.queue_estimate import Wait
+    from trainkit.capability import Choice
     from trainkit.cluster.model import Cluster
     from trainkit.config import RunConfig
     from trainkit.plan.launch import LaunchPlan
@@ -43,28 +44,19 @@ MAX_COLUMN_WIDTH = 40
     help="Require Slurm's estimate of the start time; default: print it if Slurm answers.",
 )
 @option(
-    "--simulate-world N",
-    "Check for N GPUs instead, and simulate a step of one of the N ranks without allocating memory.",
-    name="world_size",
-    type=click.IntRange(min=1),
-)
-@option("--rank N", "Rank to simulate; default: 0.", type=click.IntRange(min=0))
-@option(
     "--task-smoke",
     "Try your own task too: a few samples forward and backward on this machine's CPU.",
     name="smoke",
 )
-@option("--test-notification", "Send a test message to the webhook of notify.")
+@options.of_capabilities("check")
 @options.json_option
 def command(
     request: ConfigRequest,
     show_origin: bool,
     estimate: bool | None,
-    world_size: int | None,
-    rank: int | None,
     smoke: bool,
-    test_notification: bool,
     as_json: bool,
+    choices: Sequence[Choice] = (),
 ) -> None:
     """Check CONFIG against the schema, the model's shape, the data, and the cluster or this machine.
 
@@ -75,26 +67,8 @@ def command(
     from trainkit.config.schema import flatten, show_value
     from trainkit.launch.disk import lock_problem
     from trainkit.launch.plan_run import gather, plan_run
-    from trainkit.launch.trainer_process import simulate, simulated_plan, simulation_lines, task_problems
+    from trainkit.launch.trainer_process import task_problems
 
-    if world_size is None and rank is not None:
-        raise UsageError("--rank requires --simulate-world", hint="add --simulate-world N")
-    if world_size is not None:
-        if estimate is not None or show_origin or test_notification:
-            raise UsageError(
-                "--simulate-world conflicts with --estimate, --show-origin and --test-notification",
-                hint="run `trainkit check` without --simulate-world for them",
-            )
-        loaded = request.load()
-        plan = simulated_plan(loaded, world_size)
-        found = simulate(loaded, plan, rank or 0)
-        if as_json:
-            simulated = {"plan": plan.to_dict(), "simulation": asdict(found)}
-            click.echo(json_text(simulated))
-        else:
-            click.echo(f"layout: {plan.reasons['layout']}")
-            click.echo("\n".join(simulation_lines(found)))
-        return
     loaded, choice = request.load_to_plan(), None
     if request.chooses_nodes:
         from trainkit.launch.earliest_end import choice_lines, choose_nodes  # slow to import
@@ -110,8 +84,8 @@ def command(
             raise ConfigError([loaded.problem(*item) for item in problems])
     if estimate and not plan.is_job:
         raise UsageError("--estimate requires Slurm, but this run starts here", hint="remove --estimate")
-    if test_notification:
-        click.echo(load("notifications").try_out(loaded.config), err=True)
+    for one in choices:
+        click.echo(one.try_out(loaded.config), err=True)
     waits = None
     if plan.is_job and estimate is not False and cluster is not None:
         waits = _waits(plan, loaded.config, cluster, must=bool(estimate))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -100,7 +100,6 @@ SECTIONS = {
         "--task-smoke",
         "--test-only",
         "--dry-run",
-        "--test-notification",
     ),
     "Output": (
         "--follow",
@@ -116,6 +115,21 @@ SECTIONS = {
     ),
 }
 """Heading -> its options, in the order in which they are listed."""
+ADDED_UNDER = "How"
+"""The heading that ends with the options which capabilities add."""
+
+
+class AddedOption(click.Option):
+    """An option that a capability adds to a command."""
+
+
+def by_heading(options: Sequence[click.Option]) -> Iterator[tuple[str, dict[str, click.Option]]]:
+    """Each heading with its options by name, in their order."""
+    by_name = {name: item for item in options for name in item.opts}
+    added = [item.opts[0] for item in options if isinstance(item, AddedOption)]
+    for heading, names in SECTIONS.items():
+        own = (*names, *added) if heading == ADDED_UNDER else names
+        yield heading, {name: by_name[name] for name in own if name in by_name}
 
 
 def examples(*lines: str) -> str:
@@ -141,9 +155,8 @@ class Command(click.Command):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         options = [item for item in self.get_params(ctx) if isinstance(item, click.Option)]
-        by_name = {name: item for item in options for name in item.opts}
-        for heading, names in SECTIONS.items():
-            records = [by_name[name].get_help_record(ctx) for name in names if name in by_name]
+        for heading, found in by_heading(options):
+            records = [item.get_help_record(ctx) for item in found.values()]
             shown = [record for record in records if record is not None]
             if shown:
                 with formatter.section(heading):

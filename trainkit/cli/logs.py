@@ -74,15 +74,15 @@ def command(
         for source, text in follow(run, attempt.number, logs_of, liveness_probe(run), lines):
             click.echo(f"{source} | {text}" if named else text)
     job = read_job(run)
-    entry = job.of_attempt(attempt.number)
+    entry, newest = job.of_attempt(attempt.number), job.newest or AttemptRecord()
     if following and entry.has_started:
-        return print_end(run)
+        return print_end(run, newest)
     paths = [path for path in logs_of(attempt) if path.exists()]
     if not paths and not entry.has_started and (log := batch_log(run, job, entry.job_id)).exists():
         click.echo("the supervisor has not begun; this is the output of the batch script:", err=True)
         paths = [log]
     if not paths and following:
-        return print_end(run)
+        return print_end(run, newest)
     if not paths:
         raise UsageError(
             f"attempt {attempt.number} of {run.shown} has not written this log",
@@ -105,7 +105,7 @@ def command(
                 text = raw.removesuffix(b"\n").decode(errors="replace")
                 click.echo(f"{path.stem} | {text}" if named else text, file=output)
     if following:
-        return print_end(run)
+        return print_end(run, newest)
     if (said := with_divergence(None, diverged_since(run, attempt.number))) is not None:
         click.echo(f"warning: {said}", err=True)
     if (read_end(attempt) or AttemptEnd()).state == "failed":
@@ -167,7 +167,7 @@ def follow_run(
         # Otherwise the next command, for example `resume`, might find the supervisor still running.
         backend_of(entry).wait_until_gone(run, entry, SUPERVISOR_EXIT_S)
     _print_events(events, attempt)
-    return print_end(run)
+    return print_end(run, entry or AttemptRecord())
 
 
 @contextlib.contextmanager
@@ -233,27 +233,20 @@ def _print_events(events: Tail, attempt: int) -> None:
             click.echo(event.line, err=True)
 
 
-def _end_soon(run: RunDir) -> tuple[AttemptEnd | None, AttemptRecord]:
-    """How the newest attempt ended, None without a record, and its entry in job.json.
+def print_end(run: RunDir, entry: AttemptRecord) -> int:
+    """Print on stderr how the newest attempt ended; returns 0 if it finished or was stopped, else 1.
 
-    After `cancel --now` the former may appear a bit later.
+    `entry` is what job.json says of it now that it has ended.
     """
-    deadline_s = time.monotonic() + END_S
-    while True:
-        end = read_end(run.attempt(run.attempt_numbers()[-1]))
-        entry = read_job(run).newest or AttemptRecord()
-        if end is not None or not entry.is_cancelled or time.monotonic() > deadline_s:
-            return end, entry
-        time.sleep(0.05)
-
-
-def print_end(run: RunDir) -> int:
-    """Print on stderr how the newest attempt ended; returns 0 if it finished or was stopped, else 1."""
     run.follow()
-    if not run.attempt_numbers():
+    if not (numbers := run.attempt_numbers()):
         click.echo(f"ended: {run.shown} was deleted while the run was there", err=True)
         return EXIT_FAILED
-    end, entry = _end_soon(run)
+    attempt = run.attempt(numbers[-1])
+    deadline_s = time.monotonic() + END_S
+    # After `cancel --now` its end may be recorded a bit later.
+    while (end := read_end(attempt)) is None and entry.is_cancelled and time.monotonic() < deadline_s:
+        time.sleep(0.05)
     if end is None:
         status = look_at(run, lambda _: None)[1]
         if status.state == "cancelled":  # by Slurm, before it could record that
@@ -263,7 +256,7 @@ def print_end(run: RunDir) -> int:
             shown = f"`trainkit status {run.word}` shows what Slurm reports"
             click.echo(f"died: the job ended before the supervisor began; {shown}", err=True)
             return EXIT_FAILED
-        log = run.attempt(run.attempt_numbers()[-1]).supervisor_log
+        log = attempt.supervisor_log
         last_line = " ".join(last_texts(log, 1))
         ends = f"ends with: {last_line}" if last_line else "has no line"
         click.echo(f"died: the supervisor exited without recording an end; {log} {ends}", err=True)
@@ -271,7 +264,7 @@ def print_end(run: RunDir) -> int:
             hint = f"`trainkit resume {run.word}` starts the run again"
             click.echo(f"hint: its disk is full: free space there, then {hint}", err=True)
         return EXIT_FAILED
-    since = diverged_since(run, run.attempt_numbers()[-1])
+    since = diverged_since(run, attempt.number)
     click.echo(f"{end.state}: {with_divergence(end.reason, since)}", err=True)
     if end.verdict:
         # The log of rank 0 was shown.

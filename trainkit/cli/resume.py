@@ -125,7 +125,7 @@ def command(
             plan = shown_failures(plan)
             entry = resume_run(source, loaded.config, plan, new_code=new_code)
             print_started(source, so_far.job.name, entry, plan.backend, as_json, plan.warnings)
-            return lead_step(folder, task, source.attempt(entry.attempt), plan)
+            return lead_step(folder, task, source, entry, plan)
         newest = so_far.job.newest
         was_here = newest is not None and newest.in_foreground and plan.is_here
         foreground = was_here and fork is None and not (follow or as_json)

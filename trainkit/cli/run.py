@@ -29,7 +29,7 @@ from trainkit.launch.config_request import ConfigRequest
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.workload import Workload
 from trainkit.run.record import AttemptRecord
-from trainkit.run.rundir import RUNS_FOLDER, AttemptDir, RunDir, become_sole_supervisor, next_name
+from trainkit.run.rundir import RUNS_FOLDER, RunDir, become_sole_supervisor, next_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -198,12 +198,18 @@ def join_step(folder: Path, task: SlurmTask | LaunchedRank) -> int:
     return _exit_code(step_run.run_task(found, task))
 
 
-def lead_step(folder: Path, task: SlurmTask | LaunchedRank, attempt: AttemptDir, plan: LaunchPlan) -> int:
-    """Announce the attempt that has been opened in `folder` and run its first task; returns its exit code."""
+def lead_step(
+    folder: Path, task: SlurmTask | LaunchedRank, run: RunDir, entry: AttemptRecord, plan: LaunchPlan
+) -> int:
+    """Announce the attempt that has been opened in `folder` and run its first task; returns its exit code.
+
+    `entry` is the attempt's entry in job.json.
+    """
+    attempt = run.attempt(entry.attempt)
     step_run.announce(folder, task, attempt)
     if isinstance(task, LaunchedRank):
         # After it, or an older announcement would count.
-        become_sole_supervisor(attempt.run, LOCK_TIMEOUT_S)
+        become_sole_supervisor(run, LOCK_TIMEOUT_S)
     with kept_terminal() as terminal:
         # The agent now writes to its log; the terminal shows rank 0.
         decision = step_run.run_first_task(
@@ -211,7 +217,7 @@ def lead_step(folder: Path, task: SlurmTask | LaunchedRank, attempt: AttemptDir,
         )
     step_run.await_starts(attempt, plan)
     step_run.withdraw(folder, task)
-    print_end(attempt.run)
+    print_end(run, entry)
     return _exit_code(step_run.exit_code_of(attempt, decision.exit_code))
 
 
@@ -223,7 +229,7 @@ def run_in_step(
     if task.task != 0:
         return join_step(folder, task)
     try:
-        attempt, plan = _start_in_step(request, workload, run_dir, task)
+        run, entry, plan = _start_in_step(request, workload, run_dir, task)
     except TrainkitError as error:
         if isinstance(task, LaunchedRank):
             raise  # its launcher ends the other ranks
@@ -232,7 +238,7 @@ def run_in_step(
         except OSError:
             return _end_step(task, error)
         raise
-    return lead_step(folder, task, attempt, plan)
+    return lead_step(folder, task, run, entry, plan)
 
 
 def _end_step(task: SlurmTask, error: TrainkitError) -> int:
@@ -253,8 +259,8 @@ def _exit_code(code: int) -> int:
 
 def _start_in_step(
     request: ConfigRequest, workload: Workload, run_dir: str | None, task: SlurmTask | LaunchedRank
-) -> tuple[AttemptDir, LaunchPlan]:
-    """Load, plan, create and start the run, as the first task of the step; its attempt and plan."""
+) -> tuple[RunDir, AttemptRecord, LaunchPlan]:
+    """Load, plan, create and start the run, as the first task of the step; its attempt's record and plan."""
     from trainkit.launch.plan_run import gather, plan_run
 
     if isinstance(task, LaunchedRank):
@@ -270,7 +276,7 @@ def _start_in_step(
     click.echo(describe_plan(plan, next_name(loaded.config.name, folder)), err=True)
     run, _, entry = _start(loaded.config, plan, folder, _kept_input(workload))
     click.echo(str(run.path))
-    return run.attempt(entry.attempt), plan
+    return run, entry, plan
 
 
 def shape_flags(task: SlurmTask | LaunchedRank, per_node: int) -> dict[str, tuple[str, object]]:

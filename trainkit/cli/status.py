@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from trainkit.backends.jobs import query_jobs_or_warn
-from trainkit.capability import SHIPPED, restart_cause
+from trainkit.capability import SHIPPED, placed, restart_cause
 from trainkit.cli.help import as_command, complete_run, option, terminal_width, warn
 from trainkit.cli.options import json_option
 from trainkit.cli.output import echo_json, echo_result
@@ -21,7 +21,14 @@ from trainkit.folders import relative_path, shown_path
 from trainkit.formats import cell, duration, short_keys, table
 from trainkit.observe.current import look_at, query_group, read_all
 from trainkit.observe.group import GroupStatus, PointStatus, most_relevant, state_counts
-from trainkit.observe.status import Progress, RunStatus, capability_rows, failure_lines, loss_text
+from trainkit.observe.status import (
+    Progress,
+    RunStatus,
+    capability_rows,
+    failure_lines,
+    loss_text,
+    reading_of,
+)
 from trainkit.run.end import Best
 from trainkit.run.group import RunGroup
 from trainkit.run.history import Restart
@@ -69,7 +76,7 @@ def command(
     found = None if run_name is None else find_run_or_group(run_name)
     if isinstance(found, RunDir):
         history, status, _ = look_at(found, warn)
-        rows = capability_rows(history)
+        rows = capability_rows(reading_of(history, status))
         # The values of shipped ones have keys of their own.
         others = {name: own for name, own in rows.items() if name not in SHIPPED}
         value = {**status.to_dict(), **({"rows": others} if others else {})}
@@ -178,7 +185,6 @@ def run_details(status: RunStatus, rows: Mapping[str, Mapping[str, str]] = {}) -
         "attempt": f"{cell(status.attempt)} as {job}, started {duration(status.age_s)} ago",
         "workers": workers,
         "used": status.used.text(place.device),
-        "growth": status.growth or "",
     }
     if not status.is_command or progress.step is not None:
         first = progress.first_val_loss
@@ -192,9 +198,7 @@ def run_details(status: RunStatus, rows: Mapping[str, Mapping[str, str]] = {}) -
         saved = status.checkpoint
         lines["checkpoint"] = cell(saved and shown_path(saved))
     is_failed = status.state in ("failed", "died")
-    for own in rows.values():
-        lines |= own
-    lines |= {
+    lines = placed("rows", lines, {label: text for own in rows.values() for label, text in own.items()}) | {
         "last event": status.last_event.line if status.last_event else "-",
         "restarts": restarts_line(status.restarts) if status.restarts else "",
         "failure": status.verdict.line if status.verdict and failed is None else "",

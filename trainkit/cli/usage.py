@@ -377,7 +377,7 @@ def _names_config(typed: str, value: str | None) -> bool:
 def _key_hint(typed: str, value: str | None, args: Sequence[str], known: Sequence[str]) -> str:
     """The key of the config for an option of another program, with a value that it takes."""
     from trainkit.config.schema import OTHER_KEYS, all_keys, sections
-    from trainkit.config.suggest import OTHER_KEYS_SAY, accepts, nearest
+    from trainkit.config.suggest import accepts, nearest, other_key_says
 
     if typed.lstrip("-") in SBATCH_OPTIONS or typed in SBATCH_SHORT:
         extra = f"resources.extra.{SBATCH_SHORT.get(typed, typed.lstrip('-'))}"
@@ -389,8 +389,8 @@ def _key_hint(typed: str, value: str | None, args: Sequence[str], known: Sequenc
     if found := next(filter(None, map(SETTING.fullmatch, loose)), None):
         return _setting_hint(found, known)
     word = SBATCH_KEYS.get(typed, typed).lstrip("-").replace("-", "_")
-    if word in OTHER_KEYS_SAY or word.removeprefix("use_") in OTHER_KEYS_SAY:
-        return OTHER_KEYS_SAY.get(word) or OTHER_KEYS_SAY[word.removeprefix("use_")]
+    if said := other_key_says(word) or other_key_says(word.removeprefix("use_")):
+        return said
     keys = [*all_keys(), *sections()]
     key = OTHER_KEYS.get(word) or next(
         (key for key in keys if key in (word, f"{key.partition('.')[0]}.{word}")), None

@@ -11,12 +11,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from trainkit.capability import TASKS
+from trainkit.capability import TASKS, load
 from trainkit.config import yamlfile
 from trainkit.config.hf_model import CONFIG_NAME, SIZES, HFModel, find_hf_model
 from trainkit.config.layers import EMPTY, Edit, Layers, as_this_version
 from trainkit.config.loaded import DEFAULT, InvalidConfig, LoadedConfig, independent_problems
-from trainkit.config.schema import RunConfig, config_class, flatten, meant, sections
+from trainkit.config.schema import RunConfig, capabilities_of, config_class, flatten, meant, sections
 from trainkit.config.section import Section
 from trainkit.config.suggest import unknown_keys, unknown_problem, validation_problems
 from trainkit.config.training import DECODER, TRANSFORMERS, ModelConfig
@@ -312,11 +312,9 @@ def short_training(config: RunConfig, num_steps: int, what: str) -> Values:
         "train.stop_at_step": (None, length),
         "train.log_every": (1, f"the {what} uses every step"),
         "train.eval_every": (None, f"the {what} needs no validation"),
-        "notify.webhook": (None, f"the {what} reports nothing"),
-        "notify.mail": (None, f"the {what} reports nothing"),
-        "logging.mlflow": (None, f"runs of a {what} are in no tracker"),
-        "logging.wandb": (None, f"runs of a {what} are in no tracker"),
     }
+    for name in capabilities_of(config):
+        values |= {key: (None, why.format(what=what)) for key, why in load(name).quiet.items()}
     if schedule.decay_steps is not None and schedule.warmup_steps + schedule.decay_steps > num_steps:
         values["schedule.decay_steps"] = None, f"the schedule is longer than the {what}"
     return values

@@ -11,6 +11,7 @@ from unicodedata import combining, normalize
 
 from pydantic import ValidationError
 
+from trainkit.capability import load, shipped_classes
 from trainkit.config.schema import (
     all_keys,
     allowed_values,
@@ -68,7 +69,6 @@ _ACCUMULATES = (
     "a step accumulates what train.global_batch_size, its samples, is above train.device_batch_size times the"
     " processes"
 )
-_TRACKERS = "logging.wandb and logging.mlflow name the project or experiment that gets the metrics"
 _SHARDS = "parallel.dp_shard: -1 shards over all processes, as FSDP does; it is the default"
 _SWEEPS = "`trainkit submit CONFIG --sweep KEY=VALUE,VALUE` runs a config with several values"
 OTHER_KEYS_SAY = {
@@ -76,7 +76,6 @@ OTHER_KEYS_SAY = {
     **dict.fromkeys(("fsdp", "strategy", "fsdp_config", "sharding_strategy", "ddp"), _SHARDS),
     **dict.fromkeys(("program", "method", "parameters"), _SWEEPS),
     **dict.fromkeys(("gradient_accumulation_steps", "grad_accum", "accumulate_grad_batches"), _ACCUMULATES),
-    **dict.fromkeys(("report_to", "wandb_project", "project"), _TRACKERS),
     "defaults": "extends: [FILE, …] lists the configs that this one changes",
     "gres": "did you mean resources.gpus_per_node? resources.extra takes other options of sbatch",
 }
@@ -94,10 +93,16 @@ def unknown_keys(entry: Entry) -> Iterator[tuple[tuple[str, ...], Entry]]:
                     yield (name, key), value
 
 
+def other_key_says(key: str) -> str | None:
+    """What replaces a key of other programs that no single key replaces; None for any other key."""
+    of_capabilities = (load(name).other_keys.get(key) for name in shipped_classes())
+    return OTHER_KEYS_SAY.get(key) or next(filter(None, of_capabilities), None)
+
+
 def unknown_problem(path: tuple[str, ...], entry: Entry) -> Problem:
     """The problem of an unknown key, with the closest key as the hint."""
-    if path[-1] in OTHER_KEYS_SAY:
-        return Problem(".".join(path), "unknown key", entry.origin, OTHER_KEYS_SAY[path[-1]])
+    if (other := other_key_says(path[-1])) is not None:
+        return Problem(".".join(path), "unknown key", entry.origin, other)
     match = meant(path)
     own = ", ".join(sections()[path[0]]) if len(path) > 1 else ""
     other = f"{path[0]} has {own}" if own else "`trainkit schema` prints every key"

@@ -6,11 +6,10 @@ import itertools
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
-from urllib.parse import urlsplit
 
+from trainkit.capability import load
 from trainkit.config.loaded import LoadedConfig
-from trainkit.config.running import MAIL_TYPES, WEBHOOK_VARIABLE
-from trainkit.config.schema import RunConfig
+from trainkit.config.schema import RunConfig, capabilities_of
 from trainkit.config.training import DECODER, TRANSFORMERS
 from trainkit.errors import KeyProblem, Problem
 from trainkit.formats import NO_TOKENIZER, RESERVED_NAME, plural, time_limit_s
@@ -39,13 +38,14 @@ def written_secrets(text: str, names: Collection[str]) -> list[str]:
     ]
 
 
-MAY_BE_SECRET = ("launch.env.", "launch.setup", "logging.mlflow", "notify.webhook")
+MAY_BE_SECRET = ("launch.env.", "launch.setup")
 """Keys whose values no error shows: the origin of a flag contains it as typed, and errors end up in logs."""
 
 
 def contradictions(loaded: LoadedConfig) -> Iterator[Problem]:
     """Every contradiction between values of a config."""
     config = loaded.config
+    used = [load(name) for name in capabilities_of(config)]
     found = itertools.chain(
         _name(config),
         _nodes(config),
@@ -60,13 +60,13 @@ def contradictions(loaded: LoadedConfig) -> Iterator[Problem]:
         _document_mask(config),
         _pattern(config),
         _best_metric(config),
-        _tracking_uri(config),
-        _notify(config),
+        *(capability.contradictions(config) for capability in used),
         _hf(config),
     )
+    hidden = (*MAY_BE_SECRET, *(key for capability in used for key in capability.may_be_secret))
     for item in found:
         problem = loaded.problem(*item)
-        if item[0].startswith(MAY_BE_SECRET) and problem.line is None:
+        if item[0].startswith(hidden) and problem.line is None:
             problem = replace(problem, origin=problem.origin.partition("=")[0])
         yield problem
 
@@ -235,39 +235,6 @@ def _pattern(config: RunConfig) -> Iterator[KeyProblem]:
         if name in groups:
             message = f"is {pattern!r}, whose group {name} would replace the {name} of each record"
             yield key, message, "rename the group"
-
-
-def _tracking_uri(config: RunConfig) -> Iterator[KeyProblem]:
-    key, uri = "logging.mlflow", getattr(config.logging.trackers.get("mlflow"), "tracking_uri", None) or ""
-    if uri.startswith("file:"):
-        message = "has a tracking_uri of a file store, which MLflow 3 does not write any more"
-        yield key, message, "name the folder without file: to have a SQLite store in it"
-    if "@" in urlsplit(uri).netloc:
-        message = "has a tracking_uri with a user or password, but the config is written to the run folder"
-        yield (
-            key,
-            message,
-            "export MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the shell instead",
-        )
-
-
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-
-
-def _notify(config: RunConfig) -> Iterator[KeyProblem]:
-    notify, key = config.notify, "notify.mail"
-    if notify.webhook is not None and not _VARIABLE.fullmatch(notify.webhook):
-        # Most likely it is the URL, which no message may show.
-        hint = f"export {WEBHOOK_VARIABLE}=URL in the shell that submits, and leave notify.webhook out"
-        yield "notify.webhook", "is not the name of an environment variable", hint
-    if notify.mail is None:
-        return
-    for other in ("mail_user", "mail_type"):
-        if getattr(config.resources, other) is not None:
-            yield key, f"is set, and so is resources.{other}", "remove one of them"
-    if not any(event in MAIL_TYPES for event in notify.on):
-        message = f"is set, but notify.on has none of the events that Slurm knows: {', '.join(MAIL_TYPES)}"
-        yield key, message, "add one of them, or remove notify.mail"
 
 
 def _precision(config: RunConfig) -> Iterator[KeyProblem]:

@@ -16,10 +16,11 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from trainkit import __version__
-from trainkit.capability import launchers
+from trainkit.capability import launchers, load
 from trainkit.cluster.target import is_cluster_of_host
 from trainkit.config import RunConfig
 from trainkit.config.running import LaunchConfig
+from trainkit.config.schema import capabilities_of
 from trainkit.extras import install_line
 from trainkit.job.processes import kill_group
 from trainkit.launch.environment import command_python, find_interpreter, launch_problems
@@ -165,9 +166,11 @@ def find_environment(config: RunConfig, on_slurm: bool, workload: Workload, cwd:
 
     Where a package is not known, the ranks check it, or the job warns and trains.
     """
-    launch, trackers = config.launch, tuple(config.logging.trackers)
+    launch, asked_by = config.launch, dict[str, str]()
     if config.logging.tensorboard is True and not workload.is_command:
-        trackers = ("tensorboard", *trackers)
+        asked_by["tensorboard"] = "logging.tensorboard"
+    for capability in map(load, capabilities_of(config)):
+        asked_by |= capability.packages(config)
     key = next((name for name in ("python", "venv", "uv", "conda") if getattr(launch, name)), None)
     if not on_slurm and (launch.container is not None or key in (None, "conda")):
         key, launch = None, LaunchConfig(env=launch.env)
@@ -184,10 +187,10 @@ def find_environment(config: RunConfig, on_slurm: bool, workload: Workload, cwd:
     if modules and (is_of_nodes or command_python(config.launch, workload.argv, cwd) != interpreter.argv):
         modules = ()  # the command starts with another Python
     if "PYTHONPATH" in launch.env:
-        trackers, modules = (), ()
+        asked_by, modules = {}, ()
     packages, torch = None, None
-    if is_known and (trackers or modules or trains_here or may_use_gpus):
-        names = ("torch", "trainkit", *trackers, *modules)
+    if is_known and (asked_by or modules or trains_here or may_use_gpus):
+        names = ("torch", "trainkit", *asked_by, *modules)
         try:
             packages = _packages_of(interpreter, names, launch.env, cwd)
         except NoAnswer as error:
@@ -204,9 +207,9 @@ def find_environment(config: RunConfig, on_slurm: bool, workload: Workload, cwd:
             found.append(("", f"{program} {problem[0]}", problem[1]))
         elif trains_here and key is not None and (problem := package_problem(packages, program)):
             found.append((named, f"uses {program}, which {problem[0]}", problem[1]))
-        for name in (name for name in trackers if name not in packages.files):
+        for name in (name for name in asked_by if name not in packages.files):
             hint = f"`{install_line(name, python=program)}` installs it"
-            found.append((f"logging.{name}", f"is set, but {program} has no {name}", hint))
+            found.append((asked_by[name], f"is set, but {program} has no {name}", hint))
         if modules and packages.files.keys().isdisjoint(modules):
             name = modules[0]
             hint = f"`{quote(program)} -m pip install {name}` installs it; launch.venv names another Python"

@@ -6,13 +6,14 @@ import contextlib
 import os
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from functools import cached_property
-from itertools import accumulate, count, islice, pairwise, repeat, takewhile
+from itertools import accumulate, count, pairwise, repeat, takewhile
 from pathlib import Path
 
 from trainkit.backends.slurm.failed_starts import FailedStart, batch_log, failed_starts
+from trainkit.capability import ask_each, owner_of
 from trainkit.observe.logs import Evidence, Text, clean, json_line, read_log
 from trainkit.observe.signatures import Where
 from trainkit.plan.workload import PER_RANK
@@ -26,14 +27,12 @@ from trainkit.run.events import (
     events_of,
     with_divergence,
 )
-from trainkit.run.files import numbers, open_file, parse_records, parse_time, read_jsonl_reversed
-from trainkit.run.history import Attempt, HealthSample, PlanRecord, read_plan
+from trainkit.run.files import open_file, parse_records, parse_time
+from trainkit.run.history import Attempt, OwnedEvents, PlanRecord, read_plan
 from trainkit.run.record import JobRecord, read_job, read_rendezvous
 from trainkit.run.rundir import AttemptDir
 from trainkit.scheduler import JobInfo, JobState
 
-MAX_SAMPLES = 1000
-"""How many of the last health samples may belong to later attempts."""
 MAX_LOGS = 256
 """How many logs of ranks are searched when no record says which rank failed first."""
 EXPLAINED = (JobState.NODE_FAIL, JobState.OUT_OF_MEMORY, JobState.CANCELLED, JobState.TIMEOUT)
@@ -112,17 +111,14 @@ class AttemptFiles:
         yield from self.of_slurm()
         yield from self.logs("agent", sorted(self.attempt.logs_dir.glob("node-*.log"))[:MAX_LOGS])
 
-    def memory_in_use(self, host: str | None) -> str:
-        """The memory of a host in the last health sample of this attempt: ``61.2 of 64.0 GiB``, or empty."""
-        if host is None:
-            return ""
-        try:
-            samples = map(HealthSample, islice(read_jsonl_reversed(self.run.health_file(host)), MAX_SAMPLES))
-            sample = next((one for one in samples if one.attempt == self.attempt.number), HealthSample({}))
-        except OSError:
-            return ""
-        used, total = sample.number("mem_used_gib"), sample.number("mem_total_gib")
-        return "" if used is None or total is None else f"{used:.1f} of {total:.1f} GiB"
+    def advice(self, host: str | None, lasting: Sequence[Event]) -> dict[str, str]:
+        """The values for advice that capabilities have, by placeholder; `host` failed first."""
+        found = ask_each(
+            self.plan.parts,
+            lambda one: one.advice(self.attempt, host, lasting),
+            lambda name, text: {name: text},
+        )
+        return {key: clean(text) for own in found.values() for key, text in own.items()}
 
     @cached_property
     def diverged_since(self) -> int | None:
@@ -246,7 +242,7 @@ class AttemptEvents:
         self._attempt, self._failed_at = attempt, failed_at
         self._numbered: deque[tuple[int | None, Event]] = deque(maxlen=MAX_EVENTS)
         """The last events, with the numbers of their lines; None in a large file."""
-        self._seen = Attempt(attempt.number)
+        self._seen, self._owned = Attempt(attempt.number), OwnedEvents()
         # The file may be missing, or on a disk that fails.
         with contextlib.suppress(OSError), open_file(self._attempt.run.events_file) as stream:
             size = os.fstat(stream.fileno()).st_size
@@ -255,16 +251,23 @@ class AttemptEvents:
                 for event in filter(self._is_before, events_of(map(_without_lists, parse_records([line])))):
                     self._numbered.append((number, event))
                     self._seen.add(event)
+                    self._owned.add(event)
 
     def _is_before(self, event: Event) -> bool:
         if event.attempt != self._attempt.number or event.time is None or event.name in END_EVENTS:
             return False
         return self._failed_at is None or event.time < self._failed_at
 
-    def texts(self, *, only_silence: bool = False) -> Iterator[Text]:
-        """Each event as one line, the last one first; a silence only if it lasts."""
+    @property
+    def lasting(self) -> list[Event]:
+        """The events of capabilities that last."""
+        return self._owned.lasting(self._attempt.number)
+
+    def texts(self, *, only_lasting: bool = False) -> Iterator[Text]:
+        """Each event as one line, the last one first; one of a capability only if it lasts."""
+        lasting = list(map(id, self.lasting))
         for number, event in reversed(self._numbered):
-            if event is not self._seen.silence and (only_silence or event.name == "silent"):
+            if id(event) not in lasting and (only_lasting or owner_of(event.name)):
                 continue
             yield Text(
                 self._attempt.run.events_file.name,
@@ -289,19 +292,12 @@ class AttemptEvents:
         return found[:MAX_SHOWN][::-1]
 
     def values(self) -> dict[str, str]:
-        """The values for advice, by placeholder: the incomplete save, the slowdown, the silence."""
-        values: dict[str, str] = {}
-        save, slow, silence = self._seen.open_save, list(self._seen.slow.values()), self._seen.silence
+        """The values for advice, by placeholder: the incomplete save."""
+        save = self._seen.open_save
         # A commit is recorded a moment after the checkpoint is published.
         if save and save.step is not None and not self._attempt.run.checkpoint_dir(save.step).is_dir():
-            values = {"unsaved_step": str(save.step), "save_began": f"{save.clock} UTC"}
-        if slow and len(numbers(slow[:1], "own_s") + numbers(slow[:1], "usual_s")) == 2:
-            values["slowdown"] = clean(slow[0].slowdown("was slow since"))
-            if slow[0].rank is not None:
-                values["slow_host"] = clean(slow[0].host or "")
-        if silence is not None:
-            values["silence"] = clean(str(silence.reason))
-        return values
+            return {"unsaved_step": str(save.step), "save_began": f"{save.clock} UTC"}
+        return {}
 
 
 def _without_lists(record: Mapping[str, object]) -> dict[str, object]:

@@ -140,7 +140,7 @@ class _Case:
         # A job that waits to start again has an attempt that was interrupted.
         is_over = job is not None and (job.state.is_terminal or job.state is JobState.REQUEUED)
         if not (self.has_ended or self.records or is_over or self.alive is False):
-            silence = self._best(self.events.texts(only_silence=True)) if self.alive else None
+            silence = self._best(self.events.texts(only_lasting=True)) if self.alive else None
             if silence is not None:
                 return replace(self._found(silence), state="running")
             if self.alive:
@@ -345,7 +345,7 @@ class _Case:
         values |= self._silent_rank_values(match) | self.events.values()
         if self.files.diverged_since is not None:
             values["diverged_step"] = str(self.files.diverged_since)
-        values |= {"memory_in_use": self.files.memory_in_use(host)}
+        values |= self.files.advice(host, self.events.lasting)
         values |= collective_values(self.files, match, self._rank_logs())
         if "suspect_rank" in values:
             rank = int(values["suspect_rank"])

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from datetime import datetime, timedelta
 from itertools import pairwise
 from pathlib import Path
-from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from trainkit.backends.slurm.failed_starts import FailedStart, batch_log, failed_starts
-from trainkit.capability import load, shipped_classes
+from trainkit.capability import Notice, Reading, ask_each, placed
 from trainkit.errors import EXIT_STOPPED, TrainkitError
 from trainkit.formats import number, time_text
 from trainkit.observe.logs import clean, printed_metrics, read_log
@@ -27,7 +26,7 @@ from trainkit.run.end import (
     signal_name,
 )
 from trainkit.run.events import FAILED_SAVES, Event, StepRecord, diverged_since, with_divergence
-from trainkit.run.files import OPTIONAL, Record, open_file, parse_time, read_object, seconds_between, to_json
+from trainkit.run.files import LEFT_OUT, OPTIONAL, open_file, parse_time, seconds_between, to_json
 from trainkit.run.history import (
     Attempt,
     PlanRecord,
@@ -65,14 +64,11 @@ CLOCKS_S = 2.0
 
 LAST_KEYS = (
     "diverged_since",
-    "slowdowns",
-    "trackers",
     "batch_log",
     "num_starts",
     "attempt_nodes",
     "partition",
     "gpu_type",
-    "growth",
     "worker_hours",
     "slices_s",
     "total_s",
@@ -184,15 +180,12 @@ class RunStatus:
     """The newest published checkpoint."""
     warnings: list[str]
     used: Used
-    slowdowns: list[Event] = field(default_factory=list)
-    """The ranks that hold the others up: ``rank, host, phase, ratio, since_step, own_s, usual_s``;
-    without ``rank`` the whole run is slower than before."""
-    trackers: dict[str, Record] = field(default_factory=dict)
-    """How far each tracker has the metrics: ``step, place, time, problem``."""
     batch_log: list[str] = field(default_factory=list)
     """The last lines of the batch script, when it ended before the supervisor began."""
-    growth: str | None = None
-    """Whether the newest attempt returns to the queue for more nodes, and why; None if not asked yet."""
+    lasting: list[Event] = field(default_factory=list, metadata=LEFT_OUT)
+    """The events of capabilities that last, while the newest attempt runs."""
+    added: dict[str, object] = field(default_factory=dict, metadata=LEFT_OUT)
+    """The keys that capabilities add to ``status --json``."""
 
     @property
     def is_command(self) -> bool:
@@ -213,9 +206,11 @@ class RunStatus:
         """The values in one object: the keys of `place`, `progress` and `used` stand among the others."""
         own = dict[str, object]()
         for part in fields(self):
+            if part.metadata == LEFT_OUT:
+                continue
             value = to_json(getattr(self, part.name))
             own |= value if part.name in ("place", "progress", "used") else {part.name: value}
-        return own | {key: own.pop(key) for key in LAST_KEYS}
+        return placed("status", own | {key: own.pop(key) for key in LAST_KEYS}, to_json(self.added))
 
 
 def read_status(
@@ -260,7 +255,9 @@ def read_status(
     file = None if dead is None else batch_log(run, job, dead.job_id)
     log = None if file is None else read_log(file, file.parent, "srun")
     is_known = attempt is not None and state in ("starting", "running", "paused", "stopping")
-    slowdowns = list(seen.slow.values()) if is_known else []
+    lasting = events.owned.lasting(attempt) if is_known else []
+    reading = Reading(history, plan, attempt, state, lasting)
+    added = ask_each(plan.parts, lambda one: one.status(reading), _failed)
     metrics_age_s = seconds_between(last.text("time"), now)
     attempts = ended_attempts(events.attempts, now.timestamp() if state in ACTIVE_STATES else None)
     total_s = plan.record("requeue").number("total_s")
@@ -301,8 +298,8 @@ def read_status(
             *_unreadable(run, attempt),
             *_warnings(run, state, own_metrics, metrics_age_s, entry),
             *(start.sentence for start in (starts[:-1] if state == "died" else starts)),
-            *(event.slowdown() for event in slowdowns),
-            *(_event_warnings(run, seen) if is_known else ()),
+            *(notice.text for notice in notices_of(reading)),
+            *(_save_warnings(seen) if is_known else ()),
         ],
         used=Used(
             num_starts=sum(one.started is not None for one in attempts),
@@ -311,25 +308,36 @@ def read_status(
             slices_s=None if total_s is None else sum(one.allocated_s for one in own),
             total_s=total_s,
         ),
-        slowdowns=slowdowns,
-        trackers={file.stem: Record(read_object(file)) for file in sorted(run.trackers_dir.glob("*.json"))},
         batch_log=[] if log is None else list(log.lines[-BATCH_LOG_LINES:]),
-        growth=seen.growth.reason if is_known and seen.growth is not None else None,
+        lasting=lasting,
+        added={key: value for own in added.values() for key, value in own.items()},
     )
 
 
-def capability_rows(history: RunHistory) -> dict[str, dict[str, str]]:
+def reading_of(history: RunHistory, status: RunStatus) -> Reading:
+    """What was read of a run with this status, for capabilities."""
+    return Reading(history, read_plan(history.run), status.attempt, status.state, status.lasting)
+
+
+def _failed(name: str, text: str) -> dict[str, object]:
+    return {name: text}
+
+
+def notices_of(reading: Reading) -> list[Notice]:
+    """The warnings of capabilities about an attempt that runs, of which events last."""
+    if not reading.lasting:
+        return []
+    found = ask_each(reading.plan.parts, lambda one: one.notices(reading), _failed_notice)
+    return [notice for own in found.values() for notice in own]
+
+
+def _failed_notice(name: str, text: str) -> list[Notice]:
+    return [Notice(None, f"{name} is {text}")]
+
+
+def capability_rows(reading: Reading) -> dict[str, Mapping[str, str]]:
     """The lines that each capability adds to the details of a run: capability -> label -> text."""
-    found, plan = {}, read_plan(history.run)
-    # A run may have been sent to a tracker that its plan lacks.
-    for name in dict.fromkeys((*shipped_classes(), *plan.parts)):
-        try:
-            rows = load(name).rows(history, plan)
-        except Exception as error:  # of code that may be of another package: the rest of the status is known
-            rows = {name: f"unknown: {error.message if isinstance(error, TrainkitError) else repr(error)}"}
-        if rows:
-            found[name] = dict(rows)
-    return found
+    return ask_each(reading.plan.parts, lambda one: one.rows(reading), lambda name, text: {name: text})
 
 
 def loss_text(status: RunStatus, loss: str) -> str:
@@ -501,17 +509,11 @@ def _warnings(
     return warnings
 
 
-def _event_warnings(run: RunDir, attempt: Attempt) -> list[str]:
-    """What the events say of a running attempt: it prints nothing, or cannot save."""
-    warnings, folder = [], quote(str(run.path))
-    if attempt.silence is not None:
-        warnings.append(f"{attempt.silence.reason}; `trainkit diagnose {folder}` says what to do")
+def _save_warnings(attempt: Attempt) -> Iterator[str]:
+    """What the events say of a running attempt that cannot save."""
     if len(failed := attempt.failed_saves) >= FAILED_SAVES:
         since, error = f"since step {failed[0].step}", failed[-1].text("error")
-        warnings.append(
-            f"no checkpoint could be saved {since} ({len(failed)} saves in a row failed): {error}"
-        )
-    return warnings
+        yield f"no checkpoint could be saved {since} ({len(failed)} saves in a row failed): {error}"
 
 
 def _usual_interval_s(metrics: list[StepRecord]) -> float:

@@ -78,6 +78,11 @@ class Layout:
         """Whether ranks share the work on one sample."""
         return self.tp * self.pp * self.cp > 1
 
+    @property
+    def has_local_forward(self) -> bool:
+        """Whether a forward pass has no collective."""
+        return self.world_size == self.dp_replicate
+
     def place(self, rank: int) -> Place:
         """The coordinates of a rank."""
         rank, tp = divmod(rank, self.tp)

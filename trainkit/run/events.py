@@ -22,12 +22,6 @@ from trainkit.run.files import (
 )
 from trainkit.run.rundir import RunDir
 
-SLOW_EVENTS = ("slow_rank", "slow_run")
-"""A rank, or the whole run, has become slow."""
-SLOW_OVER_EVENTS = ("slow_rank_over", "slow_run_over")
-SLOWDOWN_EVENTS = (*SLOW_EVENTS, *SLOW_OVER_EVENTS)
-SILENCE_EVENTS = ("silent", "silent_over")
-"""What the supervisor logs of a COMMAND that prints nothing, and of its next output."""
 SAVE_EVENTS = ("checkpoint_commit", "checkpoint_failed")
 NOT_FINITE = (None, math.inf, -math.inf)
 """The losses of a step that has diverged; NaN is null in JSON, and Infinity as 1e999 is read as a number."""
@@ -107,15 +101,6 @@ class Event(Entry):
     def line(self) -> str:
         """When and what: ``12:00:01  attempt 1  checkpoint_commit  step=100``."""
         return "  ".join(filter(None, (self.clock, f"attempt {self.attempt}", self.content)))
-
-    def slowdown(self, since: str = "is slow since") -> str:
-        """Which rank is slow since when, of one of the `SLOW_EVENTS`."""
-        is_rank = self.rank is not None
-        who = f"rank {self.rank} on {self.host}" if is_rank else "the run"
-        own, usual = (f"{1e3 * (self.number(key) or 0.0):,.0f} ms" for key in ("own_s", "usual_s"))
-        than = f"the other ranks {usual}" if is_rank else f"{usual} before"
-        step, phase = self.count("since_step"), self.text("phase")
-        return f"{who} {since} step {step} ({phase}): {own} a step, {than}"
 
 
 WHOLE_BYTES = 2**23

@@ -399,9 +399,12 @@ def parse_record(line: bytes) -> dict[str, object] | None:
     return record if isinstance(record, dict) and end == len(text) else None
 
 
+LARGEST = sys.float_info.max
+
+
 def _is_finite(value: object) -> bool:
     """Whether a value is no number, or one that a float can be: a whole number in JSON may be larger."""
-    return type(value) not in (int, float) or abs(cast(float, value)) <= sys.float_info.max
+    return type(value) not in (int, float) or abs(cast(float, value)) <= LARGEST
 
 
 @dataclass(frozen=True, slots=True)
@@ -416,7 +419,8 @@ class Record:
 
     def number(self, key: str) -> float | None:
         value: Any = self.values.get(key)
-        return value if type(value) in (int, float) and _is_finite(value) else None
+        # Not by `_is_finite`: of a large run, a screen asks for thousands.
+        return value if type(value) in (int, float) and abs(value) <= LARGEST else None
 
     def count(self, key: str) -> int | None:
         value = self.values.get(key)
@@ -431,6 +435,11 @@ class Record:
         """The object of a key; an empty one without it."""
         value = self.values.get(key)
         return Record(value if isinstance(value, dict) else {})
+
+    def records(self, key: str) -> list[Record]:
+        """The objects in the list of a key; none without it."""
+        value = self.values.get(key)
+        return [Record(item) for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
 def numbers(records: Iterable[Record], key: str) -> list[float]:

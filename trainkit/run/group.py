@@ -28,11 +28,12 @@ from trainkit.run.files import (
     read_json,
     read_record,
     to_json,
+    utc_now,
     write_atomic,
     write_json,
 )
 from trainkit.run.process import ProcessId
-from trainkit.run.record import CodeCopy, HasCluster, add_slurm_attempt, create_job, open_attempt
+from trainkit.run.record import AttemptRecord, CodeCopy, HasCluster, create_job, open_attempt
 from trainkit.run.rundir import Child, RunDir, RunFolder, is_same_folder
 from trainkit.scheduler import on_cluster
 from trainkit.trust import read_trusted
@@ -278,14 +279,21 @@ def is_index(text: str) -> bool:
 def create_task_run(run: RunDir, job_id: str | None = None) -> RunDir:
     """The run, after creating its folder if it is that of an array task and does not exist yet.
 
-    It does so when the task starts, or earlier when a command needs it.
+    It does so when the task starts, or earlier when a command needs it. Raises UsageError as `task_run` does.
+    """
+    found = None if run.exists() else group_of(run)
+    return run if found is None else task_run(*found, job_id)
 
-    `job_id` is the id of the task, by default derived from the group's sweep.json.
+
+def task_run(group: RunGroup, index: int, job_id: str | None = None) -> RunDir:
+    """The run of a point, after creating its folder if that does not exist yet.
+
+    `job_id` is the id of its task, by default derived from the group's sweep.json.
     Raises UsageError when the group has no such task, was not submitted, or cannot be written.
     """
-    if run.exists() or (found := group_of(run)) is None:
+    run = group.run(index)
+    if run.exists():
         return run
-    group, index = found
     point = group.point(index)
     if (process := group.record.process) is not None:
         path, starts, hint = group.word, "start one after another", "status {}` shows them"
@@ -339,30 +347,36 @@ def create_point_run(group: RunGroup, point: Point, job_id: str | None = None) -
 
 def _fill(stage: RunDir, group: RunGroup, point: Point, job_id: str | None) -> None:
     record = group.record
-    stage.checkpoints_dir.mkdir(mode=0o700)
-    create_job(
-        stage, backend=record.backend, name=f"{group.name}/{point.index}", cwd=record.cwd, code=record.code
-    )
     config, plan = point_texts(group, point)
+    stage.checkpoints_dir.mkdir(mode=0o700)
     shutil.copyfile(group.provenance_file, stage.provenance_file)
     for shared in ("code", "stdin"):
         if (group.path / shared).exists():
             (stage.path / shared).symlink_to(Path(os.pardir, shared))
+    name = f"{group.name}/{point.index}"
     if job_id is None:
         write_atomic(stage.config_file, config)
         write_atomic(stage.plan_file, plan)
+        create_job(stage, backend=record.backend, name=name, cwd=record.cwd, code=record.code)
         return
     attempt, part = open_attempt(stage, config, plan), group.part_of(point.index) or Part()
     for copy in (attempt.script_file, stage.script_file):
         write_atomic(copy, read_trusted(group.script_of(part)))
     # Slurm writes the output of the task there from its first line on.
-    name = group.log_file(point.index - part.offset, part.offset).name
-    log = Path(*[os.pardir] * 4, group.logs_dir.name, name)
-    attempt.supervisor_log.symlink_to(log)
-    known = {name: getattr(record, name) for name in ("submitted_at", "cancelled_at", "cluster")}
-    known = {name: value for name, value in known.items() if value}
-    known["folder"] = group.folder(point.index)
-    add_slurm_attempt(stage, attempt.number, job_id, "submit", record.backend, **known)
+    log = group.log_file(point.index - part.offset, part.offset).name
+    attempt.supervisor_log.symlink_to(Path(*[os.pardir] * 4, group.logs_dir.name, log))
+    entry = AttemptRecord(
+        attempt.number,
+        job_id,
+        record.expected_cluster,
+        record.submitted_at or utc_now(),
+        backend=record.backend,
+        reason="submit",
+        cancelled_at=record.cancelled_at or None,
+        folder=group.folder(point.index),
+        inode=stage.path.stat().st_ino,
+    )
+    create_job(stage, entry, backend=record.backend, name=name, cwd=record.cwd, code=record.code)
     log_event(stage, attempt.number, "submitted", job_id=job_id, reason="submit")
 
 
@@ -370,5 +384,5 @@ def point_texts(group: RunGroup, point: Point) -> tuple[str, str]:
     """The config.yaml and plan.json with which the run of a point starts."""
     from trainkit.config.yamlfile import dump  # slow to import
 
-    plan = json.dumps(changed(group.record.plan, point.plan), indent=2, ensure_ascii=False) + "\n"
-    return dump(changed(group.record.config, point.config)), plan
+    config, plan = changed(group.record.config, point.config), changed(group.record.plan, point.plan)
+    return dump(config), json.dumps(plan, indent=2, ensure_ascii=False) + "\n"

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import math
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise, zip_longest
 from pathlib import Path
+from typing import TypeVar
 
-from trainkit.capability import take_parts
+from trainkit.capability import OVER, Reader, is_notable, owner_of, take_parts
 from trainkit.run.end import RESUME_ACTIONS
 from trainkit.run.events import (
-    SLOW_EVENTS,
-    SLOW_OVER_EVENTS,
-    SLOWDOWN_EVENTS,
     WHOLE_BYTES,
-    Entry,
     Event,
     StepRecord,
     event_lines,
@@ -45,12 +41,11 @@ NOTABLE_EVENTS = (
     "signal",
     "rank_failed",
     "hang",
-    *SLOW_EVENTS,
     "checkpoint_rejected",
     "checkpoint_failed",
     "stopped",
 )
-"""Events that the last warnings are made of, by `run_view.event_text`."""
+"""Events that the last warnings are made of, by `run_view.event_text`; capabilities have others."""
 MAX_NOTABLE = 100
 MAX_POINTS = 600
 """Points of a curve that are kept; with twice as many, every second one is dropped."""
@@ -97,16 +92,10 @@ class Attempt:
     """When its last checkpoint was published."""
     failure: Event | None = field(default=None, metadata=LEFT_OUT)
     """Its first ``rank_failed``."""
-    growth: Event | None = field(default=None, metadata=LEFT_OUT)
-    """Its newest ``growth``: whether it returns to the queue for more nodes."""
-    silence: Event | None = field(default=None, metadata=LEFT_OUT)
-    """The ``silent`` of a COMMAND that still prints nothing."""
     open_save: Event | None = field(default=None, metadata=LEFT_OUT)
     """The ``checkpoint_begin`` of a save without an end."""
     failed_saves: list[Event] = field(default_factory=list, metadata=LEFT_OUT)
     """Its newest saves, as far as all of them failed."""
-    slow: dict[int | None, Event] = field(default_factory=dict, metadata=LEFT_OUT)
-    """The ranks that became slow and still are; None is the whole run."""
 
     @property
     def allocated_s(self) -> float:
@@ -159,9 +148,6 @@ class Attempt:
     def _signal(self, event: Event) -> None:
         self.signals += _times(event)
 
-    def _growth(self, event: Event) -> None:
-        self.growth = event
-
     def _rank_failed(self, event: Event) -> None:
         self.failure = self.failure or event
 
@@ -171,19 +157,6 @@ class Attempt:
     def _ended(self, event: Event) -> None:
         self.ended, self.reason = timestamp(event.time), event.reason
         self.state = str(event.values.get("state"))
-
-    def _silent(self, event: Event) -> None:
-        self.silence = event
-
-    def _silent_over(self, event: Event) -> None:
-        self.silence = None
-
-    def _slow(self, event: Event) -> None:
-        self._slow_over(event)
-        self.slow[event.rank] = event
-
-    def _slow_over(self, event: Event) -> None:
-        self.slow.pop(event.rank, None)
 
 
 _OF_ATTEMPT: Mapping[str, Callable[[Attempt, Event], None]] = {
@@ -199,15 +172,10 @@ _OF_ATTEMPT: Mapping[str, Callable[[Attempt, Event], None]] = {
     "checkpoint_commit": Attempt._checkpoint_commit,
     "checkpoint_failed": Attempt._checkpoint_failed,
     "signal": Attempt._signal,
-    "growth": Attempt._growth,
     "rank_failed": Attempt._rank_failed,
     "requeue_decision": Attempt._requeue_decision,
     "stopped": Attempt._ended,
     "finished": Attempt._ended,
-    "silent": Attempt._silent,
-    "silent_over": Attempt._silent_over,
-    **dict.fromkeys(SLOW_EVENTS, Attempt._slow),
-    **dict.fromkeys(SLOW_OVER_EVENTS, Attempt._slow_over),
 }
 """Event -> what it changes in its attempt."""
 
@@ -338,6 +306,31 @@ def timestamp(text: object) -> float | None:
     return None if time is None else time.timestamp()
 
 
+class OwnedEvents:
+    """The events of capabilities: all of them, and those that last in their attempt; see `Shipped.events`."""
+
+    def __init__(self, events: Iterable[Event] = ()) -> None:
+        self.all: list[Event] = []
+        self._lasting: dict[int | None, dict[tuple[str, int | None], Event]] = {}
+        for event in events:
+            self.add(event)
+
+    def add(self, event: Event) -> None:
+        """Take in an event, unless it is of the core."""
+        if owner_of(event.name) is None:
+            return
+        self.all.append(event)
+        own, name = self._lasting.setdefault(event.attempt, {}), event.name.removesuffix(OVER)
+        for key in [key for key in own if key[0] == name and (event.rank in (None, key[1]))]:
+            del own[key]
+        if name == event.name:
+            own[name, event.rank] = event
+
+    def lasting(self, attempt: int | None) -> list[Event]:
+        """The events of an attempt that last, the newest last."""
+        return list(self._lasting.get(attempt, {}).values())
+
+
 class EventHistory:
     """What the events of a run say of it, read as they are appended: all of them, or `event_lines`."""
 
@@ -360,8 +353,7 @@ class EventHistory:
         """The newest ``checkpoint_commit``."""
         self.save_began: str | None = None
         """The time of its ``checkpoint_begin``: the state is that of this moment."""
-        self.slow: list[Event] = []
-        """All `SLOWDOWN_EVENTS`."""
+        self.owned = OwnedEvents()
         self._begun: dict[int | None, str | None] = {}
 
     def attempt(self, number: int | None) -> Attempt:
@@ -387,10 +379,11 @@ class EventHistory:
         _add_to_attempt(self.attempts, event)
         if "total_steps" in event.values:
             self.total_steps = event.count("total_steps")
-        if name in NOTABLE_EVENTS:
+        is_owned = owner_of(name) is not None
+        if is_owned:
+            self.owned.add(event)
+        if name in NOTABLE_EVENTS or (is_owned and is_notable(name)):
             self.notable.append(event)
-        if name in SLOWDOWN_EVENTS:
-            self.slow.append(event)
         if (take := _OF_RUN.get(name)) is not None:
             take(self, event)
 
@@ -479,52 +472,6 @@ class MetricsHistory:
         return median(values) if values else None
 
 
-class HealthSample(Entry):
-    """What a node measured at one moment."""
-
-    __slots__ = ()
-
-    @property
-    def gpus(self) -> list[Record]:
-        """Its GPUs, each with ``index util_percent mem_used_gib mem_total_gib temperature_c power_w``."""
-        gpus = self.values.get("gpus")
-        return [Record(gpu) for gpu in gpus if isinstance(gpu, dict)] if isinstance(gpus, list) else []
-
-
-class HealthFiles:
-    """The newest sample of each node; reads the end of the files that have changed."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._seen: dict[str, tuple[int, int]] = {}
-        self.newest: dict[str, HealthSample] = {}
-        """Host -> its newest sample."""
-
-    def update(self) -> None:
-        """Read the samples that were written since the last call."""
-        try:
-            entries = [entry for entry in os.scandir(self._folder) if entry.name.endswith(".jsonl")]
-        except FileNotFoundError:
-            entries = []
-        names = {entry.name for entry in entries}
-        for name in self._seen.keys() - names:
-            del self._seen[name]
-            self.newest.pop(Path(name).stem, None)
-        for entry in entries:
-            state = entry.stat()
-            key = (state.st_mtime_ns, state.st_size)
-            if self._seen.get(entry.name) != key:
-                self._seen[entry.name] = key
-                sample = newest_sample(Path(entry.path))
-                if sample is not None:
-                    self.newest[entry.name.removesuffix(".jsonl")] = sample
-
-
-def newest_sample(file: Path) -> HealthSample | None:
-    """The last record of a file; None without one."""
-    return next(map(HealthSample, read_jsonl_reversed(file)), None)
-
-
 class PlanRecord(Record):
     """A plan.json, or what there is of it; `LaunchPlan` is for those who need all of it."""
 
@@ -568,6 +515,9 @@ def seconds_left(records: Sequence[StepRecord], total_steps: int | None) -> floa
     return max(0.0, (total_steps - last.step) * elapsed_s / float(num_steps))
 
 
+R = TypeVar("R", bound=Reader)
+
+
 class RunHistory:
     """What a run has written while it runs: all that looks at a run reads it here."""
 
@@ -575,13 +525,19 @@ class RunHistory:
         self.run = run
         self.events = EventHistory(run.events_file)
         self.metrics = MetricsHistory(run.metrics_file)
-        self.health = HealthFiles(run.health_dir)
+        self._readers: dict[type[Reader], Reader] = {}
 
     def update(self) -> None:
         """Read what was written since the last call; raises OSError for files that cannot be read."""
         self.events.update()
         self.metrics.update()
-        self.health.update()
+
+    def reader(self, kind: type[R]) -> R:
+        """The reader of a capability, updated; the run keeps it. Raises OSError."""
+        reader = self._readers.setdefault(kind, kind(self.run))
+        assert isinstance(reader, kind)
+        reader.update()
+        return reader
 
     def newest_steps(self) -> list[StepRecord]:
         """The last `RECENT_RECORDS` steps, oldest first, from the end of their file alone."""

@@ -54,6 +54,11 @@ class HasCluster:
         """The cluster of its jobs, if Slurm's commands have to name it here."""
         return other_cluster(self.cluster)
 
+    @property
+    def expected_cluster(self) -> str | None:
+        """The cluster of its jobs; the one of this host if it is not recorded."""
+        return self.cluster or cluster_name()
+
 
 @dataclass(frozen=True)
 class AttemptRecord(HasCluster):
@@ -212,9 +217,11 @@ class JobRecord:
         return [entry for entry in own if None in (cluster, entry.cluster) or entry.cluster == cluster]
 
 
-def create_job(run: RunDir, *, backend: str, name: str, cwd: str, code: CodeCopy | None) -> JobRecord:
-    """Write the job.json of a new run, with no attempts."""
-    job = JobRecord(backend, name, cwd, code)
+def create_job(
+    run: RunDir, *attempts: AttemptRecord, backend: str, name: str, cwd: str, code: CodeCopy | None
+) -> JobRecord:
+    """Write the job.json of a new run, whose attempts no supervisor has begun."""
+    job = JobRecord(backend, name, cwd, code, list(attempts))
     write_json(run.job_file, to_json(job))
     return job
 

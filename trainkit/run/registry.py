@@ -26,7 +26,7 @@ from trainkit.errors import UsageError, print_note
 from trainkit.folders import ensure_folder, state_folder, typed_path
 from trainkit.formats import did_you_mean, there_are
 from trainkit.run.files import append_jsonl, read_jsonl, utc_now
-from trainkit.run.group import RunGroup, create_task_run, group_of, is_index
+from trainkit.run.group import RunGroup, group_of, is_index, task_run
 from trainkit.run.record import HasCluster, read_job
 from trainkit.run.rundir import RUNS_FOLDER, AttemptDir, RunDir
 from trainkit.scheduler import base_id, is_job_id, split_job
@@ -171,17 +171,20 @@ def find_run_or_group(text: str, *, to_change: bool = False, acts: bool = False)
     """
     if not text.strip():
         raise UsageError("RUN is empty", hint="name a run, its folder or job, or `last`")
-    run, to_change = RunDir(text), to_change or acts
+    run, group = RunDir(text), RunGroup(text)
+    to_change = to_change or acts
     try:
-        if RunGroup(text).exists():
-            return RunGroup(text)
-        is_run = run.exists() or group_of(run) is not None
+        if group.exists():
+            return group
+        if run.exists():
+            return run
+        point = group_of(run)
     except OSError as error:
         raise UsageError(
             f"{text} cannot be read: {error.strerror}", hint="only the owner of a run can read it"
         ) from None
-    if is_run:
-        return create_task_run(run)
+    if point is not None:
+        return task_run(*point)
     head, separator, tail = text.rpartition(os.sep)
     if separator:
         typed_path(text, Path())
@@ -189,29 +192,32 @@ def find_run_or_group(text: str, *, to_change: bool = False, acts: bool = False)
         raise UnknownRun(f"{text} does not contain a run", hint=_path_hint(Path(text)))
     if separator:
         groups = [item for item in _matching_name(head, acts) if isinstance(item, RunGroup)]
-        return create_task_run(_newest(head, groups, to_change).run(int(tail)))
-    job_id = split_job(text)[0]
+        return task_run(_newest(head, groups, to_change), int(tail))
+    job_id, cluster = split_job(text)
     if text == "last":
         known = iter_known_runs()
         matches = list(islice(filter(_is_of_this_folder, known) if acts else known, 1))
     elif text.startswith("local-") or is_job_id(job_id):
-        matches = _matching_job(text, on_all_clusters=to_change and is_job_id(text))
+        matches = _matching_job(job_id, cluster, on_all_clusters=to_change and is_job_id(text))
     else:
         matches = _matching_name(text, acts)
     if acts and not matches:
         _refuse_elsewhere(text)
     newest = _newest(text, matches, to_change)
     if isinstance(newest, RunGroup) and is_job_id(job_id) and "_" in job_id:
-        return create_task_run(newest.run(int(job_id.partition("_")[2])))
+        return task_run(newest, int(job_id.partition("_")[2]))
     return newest
 
 
-def _matching_job(text: str, *, on_all_clusters: bool) -> list[RunDir | RunGroup]:
-    """The newest run or group with this job, or the newest of each cluster that has a job with this id."""
+def _matching_job(job_id: str, cluster: str, *, on_all_clusters: bool) -> list[RunDir | RunGroup]:
+    """The newest run or group with this job, or the newest of each cluster that has a job with this id.
+
+    Any `cluster` is meant if it is empty.
+    """
     matches, seen = list[RunDir | RunGroup](), set[str | None]()
     # A point that was restarted individually is also registered as a run, later than its group.
     for item in iter_known_runs():
-        clusters = _clusters_of_job(item, text)
+        clusters = _clusters_of_job(item, job_id, cluster)
         if clusters - seen:
             matches.append(item)
             if not on_all_clusters:
@@ -304,9 +310,8 @@ def _newest(text: str, matches: Sequence[Known], to_change: bool) -> Known:
     return matches[0]
 
 
-def _clusters_of_job(known: RunDir | RunGroup, text: str) -> set[str | None]:
+def _clusters_of_job(known: RunDir | RunGroup, job_id: str, cluster: str) -> set[str | None]:
     """The clusters on which a run or group has this job: None is the one here, and an unknown one."""
-    job_id, cluster = split_job(text)
     found: list[HasCluster]
     if isinstance(known, RunGroup):
         has_job = (base_id(job_id) if is_job_id(job_id) else job_id) in known.job_ids

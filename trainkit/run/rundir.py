@@ -123,11 +123,6 @@ class RunDir(RunFolder):
     heartbeat_file = Child("heartbeat")
     """A command that prints nothing for long writes or touches it, to show that it does not hang."""
     tensorboard_dir = Child("tensorboard")
-    trackers_dir = Child("trackers")
-    """How far each tracker, such as MLflow, has the metrics."""
-    health_dir = Child("health")
-    health_file = Numbered("health/{}.jsonl")
-    """Samples of a host: processors, memory, network, disks and GPUs."""
     checkpoints_dir = Child("checkpoints")
     checkpoint_dir = Numbered(f"checkpoints/{CHECKPOINT_PREFIX}{{:08d}}")
     attempts_dir = Child("attempts")
@@ -242,7 +237,6 @@ class AttemptDir:
     plan_file = Child("plan.json")
     logs_dir = Child("logs")
     supervisor_log = Child("logs/supervisor.log")
-    trackers_log = Child("logs/trackers.log")
     batch_host_log = Child("logs/batch-host.log")
     """Separate from the supervisor's log, in which srun's messages about tasks refer to the ranks."""
     errors_dir = Child("errors")

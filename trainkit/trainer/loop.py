@@ -26,13 +26,12 @@ from trainkit.trainer.build import AnyTask, BuiltModel, CompileCache, build
 from trainkit.trainer.checkpoint.loader import choose_checkpoint
 from trainkit.trainer.checkpoint.saver import CheckpointSaver, SaveRequest
 from trainkit.trainer.checkpoint.state import StateTensors, TrainingState
-from trainkit.trainer.distributed import World, gather_from_all, record_event
+from trainkit.trainer.distributed import World, record_event
 from trainkit.trainer.metrics import LocalGradient, Metrics, RankRecords, TensorBoardLog
 from trainkit.trainer.optimizer import ShardedAdamW
 from trainkit.trainer.precision import LossScale
 from trainkit.trainer.profiler import ProfileWindow
 from trainkit.trainer.progress import Progress
-from trainkit.trainer.slow_ranks import NUM_TIMES, SlowRanks, StepClock, is_reported
 from trainkit.trainer.starting_state import (
     announce,
     last_step,
@@ -40,6 +39,7 @@ from trainkit.trainer.starting_state import (
     refuse_other_run,
     resume,
 )
+from trainkit.trainer.step_clock import NUM_TIMES, RankObservers, StepClock, is_reported
 from trainkit.trainer.step_sync import (
     ReportReadback,
     StepReport,
@@ -175,9 +175,7 @@ class Trainer:
         )
         """What the loss of a step is divided by, if all its tokens or samples are valid."""
         self.clock = StepClock(world, layout)
-        hosts, on_gpu = gather_from_all(own_host(), world), world.device.type == "cuda"
-        compares = world.is_main and world.size > 1
-        self.slow_ranks = SlowRanks(layout, hosts, on_gpu=on_gpu) if compares else None
+        self.observers = RankObservers(attempt, plan, world)
         self.rank_records = RankRecords(attempt, world.rank, own_host(), local_gradient)
 
     def train(self) -> int:
@@ -242,10 +240,10 @@ class Trainer:
         report = self._apply_gradient(totals, square_sum, lr)
         self._update_state(batch, report)
         self.progress.end_step()
-        self._find_slow_ranks(report)
+        self.observers.add(step, report.rank_times, self.progress.last_step_s)
         self.profiler.after(step)
         if step % GC_EVERY_STEPS == 0:
-            # On all ranks at the same step: a collection at a random time would make one rank a straggler.
+            # On all ranks at the same step: at random times, all would wait for the rank that collects.
             gc.collect(1)
         return report, lr
 
@@ -354,26 +352,6 @@ class Trainer:
             hint="lower optimizer.lr, raise schedule.warmup_steps, or check the data of these steps",
         )
 
-    def _find_slow_ranks(self, report: StepReport) -> None:
-        """Record on rank 0 that a rank has become slow or is no longer."""
-        if self.slow_ranks is None:
-            return
-        step = self.state.step
-        for found in self.slow_ranks.add(step, report.rank_times, self.progress.last_step_s):
-            shown = f"step={step} rank {found.rank} on {found.host}"
-            if found.is_over:
-                log.info(f"{shown} is no longer slow")
-            else:
-                log.warning(
-                    f"{shown} is slow since step {found.since_step} ({found.phase}):"
-                    f" {1e3 * found.own_s:.1f} ms a step, the other ranks {1e3 * found.usual_s:.1f} ms"
-                )
-            event = "slow_rank_over" if found.is_over else "slow_rank"
-            times = {"own_s": round(found.own_s, 6), "usual_s": round(found.usual_s, 6)}
-            times |= {"ratio": round(found.ratio, 2)}
-            at = {"rank": found.rank, "host": found.host, "step": step, "since_step": found.since_step}
-            record_event(self.attempt, event, **at, phase=found.phase, **times)
-
     def _require_updated_weights(self) -> None:
         """Raise DivergedError if every step of the run was skipped: it has trained nothing."""
         if self.state.has_updated_weights or self.state.step == 0:
@@ -409,8 +387,7 @@ class Trainer:
         self._was_not_finite = is_not_finite
         # Also where it diverges and recovers, so that all who look at the run know the step.
         if self._is_logged(step) or validation is not None or is_not_finite or was_not_finite:
-            slowest = None if self.slow_ranks is None else self.slow_ranks.slowest
-            self.metrics.write(self.state, report, lr, validation, slowest)
+            self.metrics.write(self.state, report, lr, validation, self.observers.values)
 
     def _eval_due(self) -> bool:
         """Whether validation is due at this step and was not done yet, possibly by the previous attempt."""

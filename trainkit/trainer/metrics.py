@@ -160,11 +160,11 @@ class Metrics:
         report: StepReport,
         lr: float,
         validation: StepReport | None,
-        ranks: Mapping[str, float | str] | None = None,
+        observed: Mapping[str, float | str] = {},
     ) -> None:
         """Write the record of the step that just ended, on rank 0, and begin a new interval.
 
-        `ranks` are the values about the slowest rank, if there are any.
+        `observed` are the values of the `RankObservers`.
         """
         interval, self._interval = self._interval, _Interval(time.monotonic())
         if not self.world.is_main:
@@ -196,7 +196,7 @@ class Metrics:
         if validation is not None:
             more["val_loss"] = validation.loss
             more |= {f"val_{name}": value for name, value in _finite(validation.metrics).items()}
-        self._unwritten.append({**values, **(ranks or {}), **more})  # after those that could not be written
+        self._unwritten.append({**values, **observed, **more})  # after those that could not be written
         self.flush()
         log.info(self._line(values, more.get("val_loss")))
         if self.tensorboard is not None:

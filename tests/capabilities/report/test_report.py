@@ -6,16 +6,18 @@ from html.parser import HTMLParser
 import pytest
 
 from benchmarks.report import write_run
+from trainkit.capabilities.health import shown as shown_module
+from trainkit.capabilities.health.samples import health_file
+from trainkit.capabilities.health.shown import read_nodes
 from trainkit.capabilities.report import goodput
-from trainkit.capabilities.report import run_report as report_module
 from trainkit.capabilities.report.goodput import NUM_BUCKETS, read_curves
 from trainkit.capabilities.report.page import line_chart, nice_ticks
-from trainkit.capabilities.report.run_report import read_nodes, read_report, render_report
+from trainkit.capabilities.report.run_report import read_report, render_report
 from trainkit.config import dump_effective
 from trainkit.config.schema import RunConfig
 from trainkit.observe.status import read_status
 from trainkit.run.events import events_of
-from trainkit.run.files import append_jsonl, to_json, write_json
+from trainkit.run.files import append_jsonl, write_json
 from trainkit.run.history import RunHistory, attempts_of, ended_attempts, idle_gaps
 from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
@@ -188,9 +190,9 @@ def test_of_many_samples_of_nodes_a_share_is_read(run, monkeypatch):
     (run.path / "health").mkdir()
     for host in ("a", "b"):
         for number in range(100):
-            append_jsonl(run.health_file(host), {"cpu_percent": float(number), "job_mem_gib": 1.0})
+            append_jsonl(health_file(run, host), {"cpu_percent": float(number), "job_mem_gib": 1.0})
     assert [node.num_samples for node in read_nodes(run)] == [100, 100]
-    monkeypatch.setattr(report_module, "HEALTH_BYTES", run.health_file("a").stat().st_size)
+    monkeypatch.setattr(shown_module, "HEALTH_BYTES", health_file(run, "a").stat().st_size)
     first, _ = read_nodes(run)
     assert (first.num_samples, first.cpu_mean_percent) == (50, 49.0)
 
@@ -256,9 +258,10 @@ def test_slow_ranks_are_named_with_host_phase_and_steps(run):
         append_jsonl(run.events_file, record)
     report = report_of(run)
     assert [
-        (item.rank, item.host, item.phase, item.since_step, item.until_step) for item in report.slowdowns
+        (item.rank, item.host, item.phase, item.since_step, item.until_step)
+        for item in report.added["slowdowns"]
     ] == [(1, "node-b", "data", 11, 41), (None, None, "network", 12, None), (1, "node-c", "data", 51, None)]
-    assert to_json(report)["slowdowns"][0]["noticed"] == iso(22)
+    assert report.to_dict()["slowdowns"][0]["noticed"] == iso(22)
     text = render_report(report)
     assert "<td>1<td>node-b<td>data" in text
     assert "None was noticed." not in text
@@ -282,6 +285,6 @@ def report_of_run_without(run, prefix):
 def test_gpus_that_wait_are_no_reason_to_ask_for_more(run, percents, used, following):
     write_json(run.plan_file, {"num_nodes": 1, "workers_per_node": 2, "world_size": 2, "device": "cuda"})
     (run.path / "health").mkdir()
-    append_jsonl(run.health_file("a"), {"gpus": [{"util_percent": percent} for percent in percents]})
+    append_jsonl(health_file(run, "a"), {"gpus": [{"util_percent": percent} for percent in percents]})
     *_, found = report_of(run).advice
     assert (found.resource, found.used, found.next_time) == ("GPUs", used, following)

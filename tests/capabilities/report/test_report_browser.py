@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.browser import Browser, browser
 from tests.support.sweeps import made_up_sweep
+from trainkit.capabilities.health.samples import health_file
 from trainkit.capabilities.report.run_report import read_report, render_report
 from trainkit.capabilities.report.sweep_report import read_sweep, render_sweep
 from trainkit.observe.group import GroupFiles
@@ -60,7 +61,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
     append_jsonl(run.events_file, {"event": "slow_rank", "time": utc_now(), "step": 12, **slow})
     (run.path / "health").mkdir()
-    append_jsonl(run.health_file(NODE), {"cpu_percent": 50.0, "job_mem_gib": 1.0, "mem_total_gib": 8.0})
+    append_jsonl(health_file(run, NODE), {"cpu_percent": 50.0, "job_mem_gib": 1.0, "mem_total_gib": 8.0})
     texts = {
         "run": render_report(report_of(run)),
         "one key": render_sweep(read_sweep(one, GroupFiles(one).status({}, NOW), NOW.timestamp())),

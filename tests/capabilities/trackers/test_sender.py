@@ -11,7 +11,7 @@ import pytest
 from tests.support.programs import wait_for
 from tests.support.runs import make_attempt
 from trainkit.capabilities.trackers import sender as trackers
-from trainkit.capabilities.trackers.sender import TrackerSender
+from trainkit.capabilities.trackers.sender import TrackerSender, sender_log
 from trainkit.job import processes
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.files import read_json
@@ -27,7 +27,7 @@ def sender(attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch, script: str) ->
     """A sender that runs a script, which has started."""
     monkeypatch.setattr(trackers, "module_argv", lambda module, run: (sys.executable, "-c", script))
     found = TrackerSender(attempt, LaunchPlan.from_dict(read_json(attempt.plan_file)))
-    wait_for(lambda: attempt.trackers_log.read_text() == "up\n")
+    wait_for(lambda: sender_log(attempt).read_text() == "up\n")
     return found
 
 
@@ -46,7 +46,7 @@ def attempt(tmp_path: Path) -> AttemptDir:
 
 def test_a_finished_run_has_the_rest_sent(attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch) -> None:
     sender(attempt, monkeypatch, WAITS).end(is_finished=True)
-    assert attempt.trackers_log.read_text() == "up\nfinished\n"
+    assert sender_log(attempt).read_text() == "up\nfinished\n"
 
 
 def test_a_stopped_run_does_not_wait(attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,7 +54,7 @@ def test_a_stopped_run_does_not_wait(attempt: AttemptDir, monkeypatch: pytest.Mo
     started_s = time.monotonic()
     process.end(is_finished=False)
     assert time.monotonic() < started_s + 10
-    assert attempt.trackers_log.read_text() == "up\n"
+    assert sender_log(attempt).read_text() == "up\n"
 
 
 def test_the_time_to_send_is_limited(attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch) -> None:

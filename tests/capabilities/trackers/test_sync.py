@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.runs import make_attempt
-from trainkit.capabilities.trackers import sync
+from trainkit.capabilities.trackers import sync, trackers_dir
 from trainkit.capabilities.trackers.clients import Facts, Sample, read_facts
 from trainkit.capabilities.trackers.sync import RunTracker, Sent, read_position, state_of, sync_run
 from trainkit.config.running import MlflowConfig, WandbConfig
@@ -91,7 +91,7 @@ def test_a_step_is_sent_once_a_checkpoint_covers_it(run: RunDir, memory: Memory)
     train(run, 1, range(1, 4))
     sent = sender.update("running")
     assert (sent.num_sent, sent.num_pending, sent.num_held) == (0, 0, 3)
-    assert not (run.trackers_dir / "mlflow.json").exists()
+    assert not (trackers_dir(run) / "mlflow.json").exists()
     save(run, 2)
     sent = sender.update("running")
     assert (sent.num_sent, sent.num_pending, sent.num_held) == (2, 0, 1)

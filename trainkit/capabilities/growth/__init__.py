@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainkit.capability import Capability, Part, Planned, Watch
 
 if TYPE_CHECKING:
-    from trainkit.capability import Hosts
+    from trainkit.capability import Hosts, Reading
     from trainkit.config.loaded import LoadedConfig
     from trainkit.plan.facts import Facts
     from trainkit.plan.launch import LaunchPlan
@@ -45,6 +46,13 @@ class Growth(Capability):
         from trainkit.capabilities.growth.growth_watch import GrowthWatch
 
         return GrowthWatch(attempt, plan, hosts.all, len(hosts.good))
+
+    def status(self, reading: Reading) -> Mapping[str, object]:
+        newest = next((event for event in reversed(reading.lasting) if event.name == "growth"), None)
+        return {"growth": None if newest is None else newest.reason}
+
+    def rows(self, reading: Reading) -> Mapping[str, str]:
+        return {name: str(reason) for name, reason in self.status(reading).items() if reason}
 
 
 CAPABILITY = Growth

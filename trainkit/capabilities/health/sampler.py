@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from trainkit.capabilities.health.samples import health_file
 from trainkit.capability import Companion
 from trainkit.cluster.machine import NoDriver, gpu_handle, nvml
 from trainkit.folders import ensure_folder
@@ -48,7 +49,7 @@ class HealthSampler(Companion):
     def __init__(
         self, attempt: AttemptDir, host: str, interval_s: float, environ: Mapping[str, str] = os.environ
     ) -> None:
-        self.file = attempt.run.health_file(host)
+        self.file = health_file(attempt.run, host)
         self._number, self._host, self._interval_s = attempt.number, host, interval_s
         self._gpus = _Gpus(environ.get("CUDA_VISIBLE_DEVICES"))
         self._counters = _Counters()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from trainkit.capabilities.notifications.policy import NotifyPolicy, policy_of
 from trainkit.capability import Capability, Planned, Watch
-from trainkit.errors import KeyProblem, UsageError
+from trainkit.errors import KeyProblem
 
 if TYPE_CHECKING:  # `status` imports this too, and what knows the config is slow to import
     from trainkit.capabilities.notifications.notifier import Notifier
@@ -22,10 +23,34 @@ if TYPE_CHECKING:  # `status` imports this too, and what knows the config is slo
     from trainkit.run.rundir import AttemptDir
 
 
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+"""The name of an environment variable."""
+
+
 class Notifications(Capability):
     """The capability: its part is in every plan, and what sends is imported only where there is a webhook."""
 
     name = "notifications"
+    quiet = dict.fromkeys(("notify.webhook", "notify.mail"), "the {what} reports nothing")
+    may_be_secret = ("notify.webhook",)
+
+    def contradictions(self, config: RunConfig) -> Iterator[KeyProblem]:
+        from trainkit.config.running import MAIL_TYPES, WEBHOOK_VARIABLE
+
+        notify, key = config.notify, "notify.mail"
+        if notify.webhook is not None and not VARIABLE.fullmatch(notify.webhook):
+            # Most likely it is the URL, which no message may show.
+            hint = f"export {WEBHOOK_VARIABLE}=URL in the shell that submits, and leave notify.webhook out"
+            yield "notify.webhook", "is not the name of an environment variable", hint
+        if notify.mail is None:
+            return
+        for other in ("mail_user", "mail_type"):
+            if getattr(config.resources, other) is not None:
+                yield key, f"is set, and so is resources.{other}", "remove one of them"
+        if not any(event in MAIL_TYPES for event in notify.on):
+            known = ", ".join(MAIL_TYPES)
+            message = f"is set, but notify.on has none of the events that Slurm knows: {known}"
+            yield key, message, "add one of them, or remove notify.mail"
 
     def problems(self, loaded: LoadedConfig, facts: Facts) -> Iterator[KeyProblem]:
         webhook = loaded.config.notify.webhook
@@ -55,19 +80,6 @@ class Notifications(Capability):
             found.append(f"{', '.join(by_mail)} by email to {notify.mail}{without}")
         part = NotifyPolicy(notify.on, notify.webhook, notify.min_interval_s, notify.stalled_after_s)
         return Planned(part, {"notify": "; ".join(found)} if found else {}, tuple(warnings))
-
-    def try_out(self, config: RunConfig) -> str:
-        from trainkit.capabilities.notifications.notifier import send_test
-
-        name = config.notify.webhook
-        url = os.environ.get(name or "")
-        if not url:
-            message = "notify.webhook is null" if name is None else f"{name} is not set in this shell"
-            raise UsageError(
-                f"--test-notification requires a webhook, but {message}",
-                hint=f"export {name or 'NAME'}=URL, which notify.webhook names; no file may contain the URL",
-            )
-        return f"the URL in {name} has accepted a test message (HTTP {send_test(url, config.name)})"
 
     @cached_property
     def _notifier(self) -> Notifier:

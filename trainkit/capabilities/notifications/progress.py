@@ -8,14 +8,14 @@ from trainkit.formats import plural
 from trainkit.job.attempt_end import last_step
 from trainkit.job.output_watch import OutputWatch
 from trainkit.plan.launch import LaunchPlan
-from trainkit.run.events import FAILED_SAVES, SAVE_EVENTS, SILENCE_EVENTS, SLOWDOWN_EVENTS, Event, events_of
+from trainkit.run.events import FAILED_SAVES, SAVE_EVENTS, Event, events_of
 from trainkit.run.files import Tail
 from trainkit.run.history import Attempt
 from trainkit.run.rundir import AttemptDir
 
 STALL_INTERVALS = 3.0
 """A run that writes metrics seldom is stalled after this many of its longest intervals."""
-WATCHED_EVENTS = (*SLOWDOWN_EVENTS, *SILENCE_EVENTS, *SAVE_EVENTS)
+WATCHED_EVENTS = ("slow_rank", "silent", *SAVE_EVENTS)
 
 
 class ProgressWatch(Watch):

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from trainkit.capabilities.report.goodput import CATEGORIES, Curves, Point, read_curves
 from trainkit.capabilities.report.page import Chart, Line, line_chart, render_page
+from trainkit.capability import ask_each, placed
 from trainkit.observe.status import FlatConfig, RunStatus, failure_lines, flat_config, loss_text
-from trainkit.run.events import SLOW_EVENTS, Event, with_divergence
-from trainkit.run.files import LEFT_OUT, Record, mean, numbers, read_jsonl, read_object, read_record, to_json
+from trainkit.run.events import with_divergence
+from trainkit.run.files import LEFT_OUT, Record, numbers, read_object, to_json
 from trainkit.run.history import (
     CURVES,
     Attempt,
-    HealthSample,
     RunHistory,
     ended_attempts,
     idle_gaps,
@@ -24,11 +23,8 @@ from trainkit.run.history import (
     worker_hours,
 )
 from trainkit.run.manifest import ListedCheckpoint, list_checkpoints
-from trainkit.run.rundir import RunDir
 
 TEMPLATE = "report.html.j2"
-HEALTH_BYTES = 16 * 1024 * 1024
-"""How much of the samples of all nodes is parsed: the file of a node has at most 4 MiB."""
 TIME_MARGIN, MEMORY_MARGIN = 1.2, 1.25
 TITLES = {
     "loss": "Loss",
@@ -39,20 +35,6 @@ TITLES = {
 
 
 @dataclass(frozen=True)
-class NodeUse:
-    """What the samples of one node say; None where nothing was measured."""
-
-    host: str
-    num_samples: int
-    cpu_mean_percent: float | None
-    job_mem_peak_gib: float | None
-    mem_total_gib: float | None
-    gpu_mean_percent: float | None
-    gpu_mem_peak_gib: float | None
-    gpu_mem_total_gib: float | None
-
-
-@dataclass(frozen=True)
 class Advice:
     """One resource: what was asked, what was used, and what to ask for next time."""
 
@@ -60,25 +42,6 @@ class Advice:
     asked: str
     used: str
     next_time: str
-
-
-@dataclass(frozen=True)
-class Slowdown:
-    """A rank, or with `rank` None the whole run, that was slow for a while."""
-
-    attempt: int | None = None
-    rank: int | None = None
-    host: str | None = None
-    phase: str | None = None
-    """``data``, ``compute`` or ``network``: where most of the difference was."""
-    noticed: str | None = None
-    since_step: int | None = None
-    until_step: int | None = None
-    """When it was seen to be as fast as usual; None if it was slow until the attempt ended, or still is."""
-    own_s: float | None = None
-    """Its seconds of a step; of a rank, before it first waits for others."""
-    usual_s: float | None = None
-    """Seconds of a step of the other ranks, or of the run before."""
 
 
 @dataclass(frozen=True)
@@ -102,16 +65,16 @@ class Report:
     num_steps_lost: int
     curves: dict[str, dict[int, list[Point]]] = field(metadata=LEFT_OUT)
     val_loss: list[Point] = field(metadata=LEFT_OUT)
-    slowdowns: list[Slowdown]
-    nodes: list[NodeUse]
     advice: list[Advice]
     checkpoints: list[ListedCheckpoint]
     config: FlatConfig
     layout: dict[str, int]
     provenance: dict[str, object]
+    added: dict[str, object] = field(metadata=LEFT_OUT)
+    """The keys that capabilities add."""
 
     def to_dict(self) -> dict[str, object]:
-        return {**to_json(self), "status": self.status.to_dict()}
+        return placed("report", {**to_json(self), "status": self.status.to_dict()}, to_json(self.added))
 
 
 def read_report(history: RunHistory, status: RunStatus, now: float) -> Report:
@@ -131,7 +94,8 @@ def read_report(history: RunHistory, status: RunStatus, now: float) -> Report:
     spent["unmeasured"] += max(0.0, allocated_s - sum(spent.values()))
     total, plan = sum(spent.values()), read_plan(run)
     world_size = plan.count("world_size")
-    nodes = read_nodes(run)
+    answers = ask_each(plan.parts, lambda one: one.report(history), lambda name, text: {name: text})
+    added = {key: value for own in answers.values() for key, value in own.items()}
     config = flat_config(run)
     times = [(item.submitted, item.started) for item in attempts]
     waits = [max(0.0, end - begin) for begin, end in times if begin is not None and end is not None]
@@ -151,54 +115,13 @@ def read_report(history: RunHistory, status: RunStatus, now: float) -> Report:
         num_steps_lost=curves.num_steps_lost,
         curves=curves.series,
         val_loss=sorted(events.val_losses.items()),
-        slowdowns=find_slowdowns(events.slow),
-        nodes=nodes,
-        advice=_advice(config, attempts, nodes, status, curves),
+        advice=_advice(config, attempts, Record(to_json(added)), status, curves),
         checkpoints=checkpoints,
         config=config,
         layout={name: size for name, size in plan.record("layout").values.items() if isinstance(size, int)},
         provenance=read_object(run.provenance_file),
+        added=added,
     )
-
-
-def find_slowdowns(events: Sequence[Event]) -> list[Slowdown]:
-    """The slowdowns of a run, of its `SLOWDOWN_EVENTS`, in the order in which they were noticed."""
-    found: list[Slowdown] = []
-    for event in events:
-        if event.name in SLOW_EVENTS:
-            found.append(read_record(Slowdown, {**event.values, "noticed": event.time}))
-            continue
-        for index in range(len(found) - 1, -1, -1):
-            if (found[index].attempt, found[index].rank) == (event.attempt, event.rank):
-                found[index] = replace(found[index], until_step=event.step)
-                break
-    return found
-
-
-def read_nodes(run: RunDir) -> list[NodeUse]:
-    """The utilisation of each node, from its samples; empty without samples.
-
-    Of many nodes with many samples, some samples are left out, the same share of each node.
-    """
-    files = sorted(run.health_dir.glob("*.jsonl"))
-    every = max(1, sum(file.stat().st_size for file in files) // HEALTH_BYTES)
-    found = []
-    for file in files:
-        samples = list(map(HealthSample, read_jsonl(file, every=every)))
-        gpus = [gpu for sample in samples for gpu in sample.gpus]
-        found.append(
-            NodeUse(
-                host=file.stem,
-                num_samples=len(samples),
-                cpu_mean_percent=mean(samples, "cpu_percent"),
-                job_mem_peak_gib=max(numbers(samples, "job_mem_gib"), default=None),
-                mem_total_gib=max(numbers(samples, "mem_total_gib"), default=None),
-                gpu_mean_percent=mean(gpus, "util_percent"),
-                gpu_mem_peak_gib=max(numbers(gpus, "mem_used_gib"), default=None),
-                gpu_mem_total_gib=max(numbers(gpus, "mem_total_gib"), default=None),
-            )
-        )
-    return found
 
 
 def render_report(report: Report) -> str:
@@ -290,7 +213,7 @@ def _verdict(status: RunStatus, goodput: float | None, attempts: list[Attempt]) 
 
 
 def _advice(
-    config: FlatConfig, attempts: list[Attempt], nodes: list[NodeUse], status: RunStatus, curves: Curves
+    config: FlatConfig, attempts: list[Attempt], added: Record, status: RunStatus, curves: Curves
 ) -> list[Advice]:
     found = []
     longest_s = max((attempt.allocated_s for attempt in attempts), default=0.0)
@@ -309,14 +232,15 @@ def _advice(
         found.append(Advice("Time", asked, used, following))
     asked = str(config.get("resources.mem") or "the cluster's default")
     used, following = unknown = "unknown", "unknown: not measured"
-    if peaks := [node.job_mem_peak_gib for node in nodes if node.job_mem_peak_gib is not None]:
+    nodes = added.records("nodes")
+    if peaks := numbers(nodes, "job_mem_peak_gib"):
         used = f"{max(peaks):.1f} GiB (peak sampled)"
         ask_for = max(1, math.ceil(max(peaks) * MEMORY_MARGIN))
         following = f"--set resources.mem={ask_for}G (25 % above the peak sampled)"
     found.append(Advice("Memory a node", asked, used, following))
     if status.place.device == "cuda":
         used, following = unknown
-        if busy := [node.gpu_mean_percent for node in nodes if node.gpu_mean_percent is not None]:
+        if busy := numbers(nodes, "gpu_mean_percent"):
             share = sum(busy) / len(busy)
             used = f"{share:.0f} % busy on average"
             following = "find what they wait for before asking for more"

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from trainkit.capabilities.slow_ranks.policy import SlowRanksPlan, slow_ranks_plan
-from trainkit.capability import Capability, Planned, Watch
+from trainkit.capability import Capability, HostView, Notice, Planned, Watch
 
 if TYPE_CHECKING:
-    from trainkit.capability import Hosts
+    from datetime import datetime
+
+    from trainkit.capability import Hosts, RankObserver, Reading, TimedRanks
     from trainkit.config.loaded import LoadedConfig
     from trainkit.plan.facts import Facts
     from trainkit.plan.launch import LaunchPlan
+    from trainkit.run.events import Event
+    from trainkit.run.history import RunHistory
     from trainkit.run.rundir import AttemptDir
 
 
@@ -41,6 +45,11 @@ class SlowRanks(Capability):
         reasons = {key: text for key, text in plan.reasons.items() if key != "silence"}
         return replace(plan.with_part(part), reasons=reasons)
 
+    def rank_observer(self, plan: LaunchPlan, ranks: TimedRanks) -> RankObserver:
+        from trainkit.capabilities.slow_ranks.compare import SlowRanks as Comparison
+
+        return Comparison(ranks)
+
     def watch(self, attempt: AttemptDir, plan: LaunchPlan, hosts: Hosts) -> Watch | None:
         part, has_spare = slow_ranks_plan(plan), len(hosts.good) > plan.fewest_nodes
         is_inspected = plan.workload.is_command and part.look_s is not None
@@ -58,6 +67,37 @@ class SlowRanks(Capability):
         from trainkit.capabilities.slow_ranks.slow_hosts import slow_hosts
 
         return slow_hosts(attempt, hosts.all)
+
+    def status(self, reading: Reading) -> Mapping[str, object]:
+        from trainkit.capabilities.slow_ranks.shown import slow_of
+
+        return {"slowdowns": slow_of(reading.lasting)}
+
+    def notices(self, reading: Reading) -> Sequence[Notice]:
+        from trainkit.capabilities.slow_ranks.shown import notices_of
+
+        return list(notices_of(reading.history.run, reading.lasting))
+
+    def past(self, event: Event) -> str:
+        from trainkit.capabilities.slow_ranks.shown import sentence
+
+        return sentence(event, "was slow from")
+
+    def hosts(self, reading: Reading, now: datetime) -> Mapping[str, HostView]:
+        from trainkit.capabilities.slow_ranks.shown import hosts_of
+
+        return hosts_of(reading.lasting)
+
+    def advice(self, attempt: AttemptDir, host: str | None, lasting: Sequence[Event]) -> Mapping[str, str]:
+        from trainkit.capabilities.slow_ranks.shown import advice_values
+
+        return advice_values(lasting)
+
+    def report(self, history: RunHistory) -> Mapping[str, object]:
+        from trainkit.capabilities.slow_ranks.shown import SLOWDOWN_EVENTS, find_slowdowns
+
+        events = (event for event in history.events.owned.all if event.name in SLOWDOWN_EVENTS)
+        return {"slowdowns": find_slowdowns(events)}
 
 
 CAPABILITY = SlowRanks

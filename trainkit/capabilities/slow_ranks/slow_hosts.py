@@ -6,22 +6,21 @@ import time
 from collections.abc import Sequence
 
 from trainkit.capabilities.slow_ranks.policy import slow_ranks_plan
+from trainkit.capabilities.slow_ranks.shown import SLOWDOWN_EVENTS
 from trainkit.job.attempt_end import previous_ends
 from trainkit.job.decision import Departure, restarts_limit
 from trainkit.job.processes import log_line
 from trainkit.plan.launch import LaunchPlan
-from trainkit.run.events import SLOWDOWN_EVENTS, events_of, read_events
+from trainkit.run.events import events_of, read_events
 from trainkit.run.files import Tail
-from trainkit.run.history import Attempt, attempts_of
+from trainkit.run.history import OwnedEvents
 from trainkit.run.rundir import AttemptDir
 
 
 def slow_hosts(attempt: AttemptDir, hosts: Sequence[str]) -> set[str]:
     """The `hosts` whose ranks were slow when an attempt ended."""
-    found = set()
-    events = read_events(attempt.run, *SLOWDOWN_EVENTS, attempt=attempt.number)
-    seen = attempts_of(events).get(attempt.number) or Attempt(attempt.number)
-    for event in seen.slow.values():
+    found, seen = set(), OwnedEvents(read_events(attempt.run, *SLOWDOWN_EVENTS, attempt=attempt.number))
+    for event in seen.lasting(attempt.number):
         if event.host is not None and event.host in hosts:
             log_line(f"excluding {event.host}: rank {event.rank} is {event.number('ratio')} times slower")
             found.add(event.host)
@@ -37,16 +36,15 @@ class SlowHostWatch:
         self._after_s = slow_ranks_plan(plan).slow_after_s
         self._events = Tail(attempt.run.events_file)
         self._events.position = self._events.size()
-        self._seen = Attempt(attempt.number)
+        self._seen = OwnedEvents()
         self._since_s: dict[int, float] = {}
         """When the slow ranks were first seen to be so."""
 
     def poll(self) -> Departure | None:
         """The host to continue without; None as long as there is none. Raises OSError."""
         for event in events_of(self._events.records(SLOWDOWN_EVENTS)):
-            if event.attempt == self._attempt.number:
-                self._seen.add(event)
-        slow = [event for event in self._seen.slow.values() if event.host in self._hosts]
+            self._seen.add(event)
+        slow = [event for event in self._seen.lasting(self._attempt.number) if event.host in self._hosts]
         now_s = time.monotonic()
         self._since_s = {event.rank or 0: self._since_s.get(event.rank or 0, now_s) for event in slow}
         for event in slow:

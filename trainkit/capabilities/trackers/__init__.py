@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainkit.capability import Capability, Companion, Part, Planned
+from trainkit.errors import KeyProblem
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from trainkit.capability import Reading
     from trainkit.config.loaded import LoadedConfig
+    from trainkit.config.schema import RunConfig
     from trainkit.job.node.rendezvous import Rendezvous
     from trainkit.plan.facts import Facts
     from trainkit.plan.launch import LaunchPlan
-    from trainkit.run.history import PlanRecord, RunHistory
-    from trainkit.run.rundir import AttemptDir
+    from trainkit.run.files import Record
+    from trainkit.run.rundir import AttemptDir, RunDir
+
+
+def trackers_dir(run: RunDir) -> Path:
+    """The folder that says how far each tracker has the metrics of a run."""
+    return run.path / "trackers"
 
 
 @dataclass(frozen=True)
@@ -29,6 +40,28 @@ class Trackers(Capability):
     """The capability: a process next to rank 0 sends the metrics."""
 
     name = "trackers"
+    quiet = dict.fromkeys(("logging.mlflow", "logging.wandb"), "runs of a {what} are in no tracker")
+    may_be_secret = ("logging.mlflow",)
+    other_keys = dict.fromkeys(
+        ("report_to", "wandb_project", "project"),
+        "logging.wandb and logging.mlflow name the project or experiment that gets the metrics",
+    )
+
+    def contradictions(self, config: RunConfig) -> Iterator[KeyProblem]:
+        from urllib.parse import urlsplit
+
+        key, mlflow = "logging.mlflow", config.logging.trackers.get("mlflow")
+        uri = getattr(mlflow, "tracking_uri", None) or ""
+        if uri.startswith("file:"):
+            message = "has a tracking_uri of a file store, which MLflow 3 does not write any more"
+            yield key, message, "name the folder without file: to have a SQLite store in it"
+        if "@" in urlsplit(uri).netloc:
+            what = "has a tracking_uri with a user or password"
+            hint = "export MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the shell instead"
+            yield key, f"{what}, but the config is written to the run folder", hint
+
+    def packages(self, config: RunConfig) -> dict[str, str]:
+        return {name: f"logging.{name}" for name in config.logging.trackers}
 
     def plan(self, loaded: LoadedConfig, facts: Facts, draft: LaunchPlan) -> Planned:
         names = tuple(loaded.config.logging.trackers)
@@ -41,16 +74,24 @@ class Trackers(Capability):
 
         return TrackerSender(attempt, plan)
 
-    def rows(self, history: RunHistory, plan: PlanRecord) -> dict[str, str]:
+    def status(self, reading: Reading) -> Mapping[str, object]:
+        return {"trackers": _sent(reading.history.run)}
+
+    def rows(self, reading: Reading) -> Mapping[str, str]:
         from trainkit.formats import cell
-        from trainkit.run.files import Record, read_object
 
         rows = {}
-        for file in sorted(history.run.trackers_dir.glob("*.json")):
-            sent = Record(read_object(file))
+        for name, sent in _sent(reading.history.run).items():
             place = sent.text("problem") or sent.text("place") or "not sent yet"
-            rows[file.stem] = f"up to step {cell(sent.count('step'))}: {place}"
+            rows[name] = f"up to step {cell(sent.count('step'))}: {place}"
         return rows
+
+
+def _sent(run: RunDir) -> dict[str, Record]:
+    """How far each tracker has the metrics: ``step, place, time, problem``."""
+    from trainkit.run.files import Record, read_object
+
+    return {file.stem: Record(read_object(file)) for file in sorted(trackers_dir(run).glob("*.json"))}
 
 
 CAPABILITY = Trackers

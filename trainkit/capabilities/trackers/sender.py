@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 from trainkit.capability import Companion
 from trainkit.job import processes
@@ -17,6 +18,11 @@ from trainkit.run.rundir import AttemptDir
 
 DRAIN_S = 30.0
 """How long a run that has finished waits until its last steps are sent; `trainkit sync` sends the others."""
+
+
+def sender_log(attempt: AttemptDir) -> Path:
+    """The log of the process that sends the metrics of an attempt."""
+    return attempt.logs_dir / "trackers.log"
 
 
 class TrackerSender(Companion):
@@ -30,7 +36,7 @@ class TrackerSender(Companion):
         try:
             environ = with_own_folders(configured_environ(plan, os.environ), plan, attempt.run)
             environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-            with attempt.trackers_log.open("ab") as log:
+            with sender_log(attempt).open("ab") as log:
                 self._child = processes.start_child(
                     argv,
                     environ=environ,

@@ -18,6 +18,7 @@ import time
 import uuid
 from dataclasses import asdict, dataclass, replace
 
+from trainkit.capabilities.trackers import trackers_dir
 from trainkit.capabilities.trackers.clients import Facts, MlflowRun, Sample, WandbRun, read_facts
 from trainkit.config import read_effective
 from trainkit.config.running import MlflowConfig, WandbConfig
@@ -81,7 +82,7 @@ def settled_step(run: RunDir, is_finished: bool) -> float:
 def read_position(run: RunDir, name: str) -> Position:
     """How far a tracker has the metrics; a new position for a tracker that has none."""
     try:
-        return Position(**read_json(run.trackers_dir / f"{name}.json"))
+        return Position(**read_json(trackers_dir(run) / f"{name}.json"))
     except FileNotFoundError:
         return Position(uuid.uuid4().hex[:16])
 
@@ -146,8 +147,8 @@ class RunTracker:
         """
         limit = settled_step(self.run, state == "finished")
         if self._lock is None:
-            ensure_folder(self.run.trackers_dir, 0o700)
-            self._lock = acquire_lock(self.run.trackers_dir / f".{self.name}.lock", 0.0)
+            ensure_folder(trackers_dir(self.run), 0o700)
+            self._lock = acquire_lock(trackers_dir(self.run) / f".{self.name}.lock", 0.0)
         num_sent, problem = 0, ""
         try:
             num_sent = self._send(limit)
@@ -193,7 +194,7 @@ class RunTracker:
 
     def _record(self, position: Position) -> None:
         self._position = position
-        write_json(self.run.trackers_dir / f"{self.name}.json", asdict(position))
+        write_json(trackers_dir(self.run) / f"{self.name}.json", asdict(position))
 
     def release(self) -> None:
         """Let another process send to the tracker."""

@@ -59,7 +59,7 @@ def command(run_name: str | None, interval_s: float, once: bool, as_json: bool) 
     from trainkit.capabilities.watch.view_text import Size, view_lines
 
     history, status, job = look_at(found, warn)
-    for part in (history.events, history.metrics, history.health):
+    for part in (history.events, history.metrics):
         with suppress(OSError):  # the status warns of it
             part.update()
     view = read_view(history, status, datetime.now(timezone.utc), job, Path.cwd())

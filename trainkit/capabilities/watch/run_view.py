@@ -2,36 +2,31 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from shlex import join, quote
 
+from trainkit.capability import HostView, Notice, Reading, ask_each, ask_one, owner_of, shown_by
 from trainkit.folders import relative_path
 from trainkit.formats import duration
 from trainkit.observe.attempt_files import log_of
 from trainkit.observe.logs import last_texts
-from trainkit.observe.status import RunStatus
+from trainkit.observe.status import RunStatus, notices_of, reading_of
 from trainkit.run.end import read_end
-from trainkit.run.events import SLOW_EVENTS, Event, StepRecord
-from trainkit.run.files import LEFT_OUT, Record, mean, numbers, parse_time, seconds_between, to_json
-from trainkit.run.history import CURVES, HealthSample, RunHistory, read_plan, seconds_left, timestamp
+from trainkit.run.events import Event, StepRecord
+from trainkit.run.files import LEFT_OUT, numbers, parse_time, read_record, seconds_between, to_json
+from trainkit.run.history import CURVES, RunHistory, seconds_left, timestamp
 from trainkit.run.rundir import RunDir
 from trainkit.scheduler import JobInfo
 
 MAX_NOTICES = 50
 TAIL_LINES = 20
-SILENT_SAMPLES = 3
-"""A node is silent when this many of its samples are missing."""
-HOTTEST_C, FULL = 90, 0.95
-IDLE_SHARE = 0.5
-"""A node stands out when its GPUs are busy for less than this share of the median of the nodes."""
 ALLOCATED = ("starting", "running", "paused", "stopping", "unknown")
 """States in which time passes in the allocation."""
-SILENT, BROKEN, SLOW, LIMITED, UNUSUAL = 5, 4, 3, 2, 1
-"""How bad a problem of a node is."""
+WORST = 5
+"""How bad the problem of a node can be."""
 
 
 @dataclass(frozen=True)
@@ -39,29 +34,29 @@ class NodeRow:
     """One node, from its newest sample; None where it is unknown. Of several GPUs, the stated one."""
 
     host: str
-    age_s: float | None
+    age_s: float | None = None
     """Seconds since the sample."""
-    cpu_percent: float | None
-    mem_used_gib: float | None
-    mem_total_gib: float | None
-    job_mem_gib: float | None
-    num_gpus: int
-    gpu_percent: float | None
+    cpu_percent: float | None = None
+    mem_used_gib: float | None = None
+    mem_total_gib: float | None = None
+    job_mem_gib: float | None = None
+    num_gpus: int = 0
+    gpu_percent: float | None = None
     """The mean."""
-    gpu_mem_used_gib: float | None
+    gpu_mem_used_gib: float | None = None
     """Of the fullest one."""
-    gpu_mem_total_gib: float | None
-    temperature_c: float | None
+    gpu_mem_total_gib: float | None = None
+    temperature_c: float | None = None
     """Of the hottest one."""
-    power_w: float | None
+    power_w: float | None = None
     """The sum."""
-    net_mib_s: float | None
+    net_mib_s: float | None = None
     """Received and sent."""
-    disk_mib_s: float | None
+    disk_mib_s: float | None = None
     """Read and written."""
-    severity: int
-    problems: list[str]
-    slowest_rank: int | None
+    severity: int = 0
+    problems: list[str] = field(default_factory=list)
+    slowest_rank: int | None = None
     """The slowest of its ranks that are slow."""
 
 
@@ -75,16 +70,6 @@ class SlowestRank:
     """Its time of a step before the first collective, in seconds."""
     usual_s: float
     """The time of the other ranks, in seconds."""
-
-
-@dataclass(frozen=True)
-class Notice:
-    """Something that needs attention; `time` is None for what holds now."""
-
-    time: str | None
-    text: str
-    host: str | None = None
-    rank: int | None = None
 
 
 @dataclass(frozen=True)
@@ -163,13 +148,14 @@ def read_view(
     Commands in the hint name the run by its folder, relative to `cwd` if it is below.
     """
     run, metrics = history.run, history.metrics
-    plan = read_plan(run)
+    reading = reading_of(history, status)
+    plan = reading.plan
     own = [record for record in metrics.recent if record.attempt == status.attempt]
     last = metrics.recent[-1] if metrics.recent else StepRecord({})
     end = None if status.attempt is None else read_end(run.attempt(status.attempt))
     ended = parse_time(end and end.time)
     until = now if ended is None else ended
-    nodes = node_rows(history.health.newest, status, now, plan.number("health_every_s"))
+    nodes = node_rows(reading, now)
     world_size = plan.count("world_size")
     saved = history.events.saved
     steps, hours_at_risk = _at_risk(history, status, until, world_size)
@@ -204,7 +190,7 @@ def read_view(
         steps_at_risk=steps,
         hours_at_risk=hours_at_risk,
         nodes=nodes,
-        notices=[notice for notice in _notices(history, status) if notice.text != failure],
+        notices=[notice for notice in _notices(reading, status) if notice.text != failure],
         hint=_hint(status, cwd),
         log=None if log is None else str(log),
         log_tail=[] if log is None else last_texts(log, TAIL_LINES),
@@ -274,25 +260,21 @@ def _at_risk(
     return steps, max(0.0, until.timestamp() - max(known)) * world_size / 3600
 
 
-def node_rows(
-    samples: Mapping[str, HealthSample], status: RunStatus, now: datetime, every_s: float | None
-) -> list[NodeRow]:
+def _failed(name: str, text: str) -> str:
+    return f"{name} is {text}"
+
+
+def node_rows(reading: Reading, now: datetime) -> list[NodeRow]:
     """A row per node of the newest attempt, worst first."""
-    own = {host: sample for host, sample in samples.items() if sample.attempt == status.attempt}
-    slow: dict[str, list[Event]] = {}
-    for event in status.slowdowns:
-        if event.rank is not None:
-            slow.setdefault(str(event.host), []).append(event)
-    # A node can be slow before it has a sample.
-    shown = dict.fromkeys(slow, HealthSample({})) | dict(own or samples)
-    busy = [share for share in (mean(sample.gpus, "util_percent") for sample in shown.values()) if share]
-    usual = statistics.median(busy) if len(busy) > 2 else None
-    silent_s = None if every_s is None else SILENT_SAMPLES * float(every_s)
-    silent_s = silent_s if status.state in ("running", "stopping", "starting") else None
-    rows = (
-        _node_row(host, sample, slow.get(host, []), now, usual, silent_s) for host, sample in shown.items()
-    )
-    return sorted(rows, key=_badness)
+    views: dict[str, list[HostView]] = {}
+    found = ask_each(reading.plan.parts, lambda one: one.hosts(reading, now), _failed_host)
+    for host, view in (item for own in found.values() for item in own.items()):
+        views.setdefault(host, []).append(view)
+    return sorted((_node_row(host, own) for host, own in views.items()), key=_badness)
+
+
+def _failed_host(name: str, text: str) -> dict[str, HostView]:
+    return {name: HostView(problems=[(WORST, text)])}
 
 
 def _badness(row: NodeRow) -> tuple[float, float, str]:
@@ -300,101 +282,29 @@ def _badness(row: NodeRow) -> tuple[float, float, str]:
     return -row.severity, busy if row.num_gpus else 0.0, row.host
 
 
-def _node_row(
-    host: str,
-    sample: HealthSample,
-    slow: Sequence[Event],
-    now: datetime,
-    usual_percent: float | None,
-    silent_s: float | None,
-) -> NodeRow:
-    gpus = sample.gpus
-    age_s = seconds_between(sample.text("time"), now)
-    gpu_percent = mean(gpus, "util_percent")
-    found = _problems(sample, gpus, slow)
-    if silent_s is not None and age_s is not None and age_s > silent_s:
-        found.append((SILENT, f"no sample for {age_s:.0f} s"))
-    if usual_percent is not None and gpu_percent is not None and gpu_percent < IDLE_SHARE * usual_percent:
-        found.append((UNUSUAL, f"GPUs {gpu_percent:.0f} % busy, usual {usual_percent:.0f} %"))
-    found.sort(key=lambda item: -item[0])
-    slowest = max(slow, key=_ratio, default=None)
-    fullest = max(gpus, key=lambda gpu: gpu.number("mem_used_gib") or 0.0, default=Record({}))
-    return NodeRow(
-        host=host,
-        age_s=age_s,
-        cpu_percent=sample.number("cpu_percent"),
-        mem_used_gib=sample.number("mem_used_gib"),
-        mem_total_gib=sample.number("mem_total_gib"),
-        job_mem_gib=sample.number("job_mem_gib"),
-        num_gpus=len(gpus),
-        gpu_percent=gpu_percent,
-        gpu_mem_used_gib=fullest.number("mem_used_gib"),
-        gpu_mem_total_gib=fullest.number("mem_total_gib"),
-        temperature_c=max(map(float, numbers(gpus, "temperature_c")), default=None),
-        power_w=sum(map(float, powers)) if (powers := numbers(gpus, "power_w")) else None,
-        net_mib_s=_sum(sample, "net_rx_mib_s", "net_tx_mib_s"),
-        disk_mib_s=_sum(sample, "disk_read_mib_s", "disk_write_mib_s"),
-        severity=found[0][0] if found else 0,
-        problems=[text for _, text in found],
-        slowest_rank=None if slowest is None else slowest.rank,
-    )
+def _node_row(host: str, views: Sequence[HostView]) -> NodeRow:
+    problems = sorted((item for view in views for item in view.problems), key=lambda item: -item[0])
+    values = {name: value for view in views for name, value in view.values.items()}
+    worst = {"severity": problems[0][0] if problems else 0, "problems": [text for _, text in problems]}
+    return read_record(NodeRow, {**values, **worst, "host": host})
 
 
-def _ratio(event: Event) -> float:
-    return event.number("ratio") or 0.0
-
-
-def _problems(sample: HealthSample, gpus: Sequence[Record], slow: Sequence[Event]) -> list[tuple[int, str]]:
-    """The problems of a node by its sample and its slowdowns, each with its severity."""
-    found = [
-        (SLOW, f"rank {event.rank} {_ratio(event):.1f}x slower ({event.text('phase')})")
-        for event in sorted(slow, key=lambda event: -_ratio(event))
-    ]
-    by_problem: dict[tuple[int, str], list[int | None]] = {}
-    for gpu in gpus:
-        for problem in _gpu_problems(gpu):
-            by_problem.setdefault(problem, []).append(gpu.count("index"))
-    for (severity, text), indices in by_problem.items():
-        name = f"GPU {indices[0]}" if len(indices) == 1 else f"{len(indices)} GPUs"
-        found.append((severity, f"{name}: {text}"))
-    used, total = sample.number("mem_used_gib"), sample.number("mem_total_gib")
-    if used is not None and total and used > FULL * total:
-        found.append((LIMITED, f"memory {used / total:.0%} full"))
-    return found
-
-
-def _gpu_problems(gpu: Record) -> Iterator[tuple[int, str]]:
-    if gpu.values.get("ecc_errors"):
-        yield BROKEN, "ECC errors"
-    # Reaching the power limit is usual for a GPU that works hard.
-    limits = [reason for reason in gpu.texts("throttle") if reason != "power"]
-    if limits:
-        yield LIMITED, f"throttled ({', '.join(limits)})"
-    elif (gpu.number("temperature_c") or 0.0) >= HOTTEST_C:
-        yield LIMITED, f"{HOTTEST_C} °C or more"
-
-
-def _sum(sample: HealthSample, *keys: str) -> float | None:
-    values = [value for value in map(sample.number, keys) if value is not None]
-    return sum(values) if values else None
-
-
-def _notices(history: RunHistory, status: RunStatus) -> list[Notice]:
-    slow_lines = {event.slowdown() for event in status.slowdowns}
-    current = [Notice(None, text) for text in status.warnings if text not in slow_lines]
-    current += [Notice(event.time, event.slowdown(), event.host, event.rank) for event in status.slowdowns]
-    past = (event for event in reversed(history.events.notable) if event not in status.slowdowns)
-    current += [Notice(event.time, event_text(event), event.host, event.rank) for event in past]
+def _notices(reading: Reading, status: RunStatus) -> list[Notice]:
+    dated = [notice for notice in notices_of(reading) if notice.time is not None]
+    texts, known = {notice.text for notice in dated}, shown_by(reading.plan.parts)
+    current = [*(Notice(None, text) for text in status.warnings if text not in texts), *dated]
+    past = (event for event in reversed(reading.history.events.notable) if event not in reading.lasting)
+    current += [Notice(event.time, event_text(event, known), event.host, event.rank) for event in past]
     return current[:MAX_NOTICES]
 
 
-def event_text(event: Event) -> str:
-    """A past one of the `NOTABLE_EVENTS` as a sentence of the warnings."""
+def event_text(event: Event, known: Collection[str] = ()) -> str:
+    """A past event as a sentence of the warnings: a notable one, also of one of the `known` capabilities."""
     name, reason = event.name, event.reason
     if name == "rank_failed":
         return event.failure.line
-    if name in SLOW_EVENTS:
-        return event.slowdown("was slow from")
+    if (owner := owner_of(name)) is not None:
+        return event.content if owner not in known else ask_one(owner, lambda one: one.past(event), _failed)
     if name == "hang":
         return f"hang: {event.text('message') or 'no rank made progress'}"
     if name == "signal":

@@ -9,7 +9,8 @@ from textwrap import wrap
 
 from rich.text import Text
 
-from trainkit.capabilities.watch.run_view import NodeRow, Notice, RunView
+from trainkit.capabilities.watch.run_view import NodeRow, RunView
+from trainkit.capability import Notice
 from trainkit.formats import cell, duration, number, plural, table
 from trainkit.observe.logs import clean
 from trainkit.observe.status import FAILURE_LOG_LINES, loss_text

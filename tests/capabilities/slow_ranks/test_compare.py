@@ -1,0 +1,254 @@
+"""Ranks that hold the others up: which are named, when, and when nobody is."""
+
+import os
+import random
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.ranks import ForkedWorker
+from tests.support.runs import fork_workers, make_attempt, wait_for
+from trainkit.capabilities.slow_ranks.compare import Slowdown, SlowRanks
+from trainkit.capability import TimedRanks
+from trainkit.plan.launch import Layout
+from trainkit.run.events import read_metrics
+from trainkit.run.files import read_jsonl
+from trainkit.run.rundir import RunDir
+from trainkit.trainer.step_clock import WINDOW, Times, typical_times
+
+STEP_S = 0.2
+HOSTS = [f"node{rank}" for rank in range(1024)]
+
+
+def ranks_of(layout: Layout, *, on_gpu: bool) -> SlowRanks:
+    return SlowRanks(TimedRanks(layout, HOSTS, WINDOW, on_gpu))
+
+
+def add_steps(
+    ranks: SlowRanks, steps: range, size: int, slow: dict[int, tuple[float, float]], *, seed: int = 0
+) -> list[Slowdown]:
+    """Add steps in which each rank waits 1 ms for data and computes 20 ms; `slow` adds to both, by rank."""
+    draw = random.Random(seed)
+
+    def times() -> Iterator[Times]:
+        for rank in range(size):
+            data_s, compute_s = slow.get(rank, (0.0, 0.0))
+            yield 0.001 + data_s, 0.02 * draw.uniform(0.9, 1.1) + compute_s
+
+    step_s = STEP_S + max(map(sum, slow.values()), default=0.0)
+    return add(ranks, [(step, list(times()), step_s) for step in steps])
+
+
+def add(ranks: SlowRanks, steps: Sequence[tuple[int, list[Times], float]]) -> list[Slowdown]:
+    """Add steps, each with the times of all ranks, which report at the end of a window."""
+    found: list[Slowdown] = []
+    window: list[list[Times]] = []
+    for step, times, step_s in steps:
+        window.append(times)
+        reported: list[float] = []
+        if step % WINDOW == 0:
+            reported = [value for of_rank in zip(*window, strict=True) for value in typical_times(of_rank)]
+            window = []
+        found += ranks.compare(step, reported, step_s)
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 64, 1024])
+def test_a_slow_rank_is_named_within_30_steps_and_when_it_is_over(size: int) -> None:
+    ranks, slow = ranks_of(Layout(dp_shard=size), on_gpu=True), size - 1
+    assert add_steps(ranks, range(1, 51), size, {}) == []
+    [found] = add_steps(ranks, range(51, 81), size, {slow: (0.0, 0.015)})
+    assert (found.rank, found.is_over, found.phase, found.since_step) == (slow, False, "compute", 51)
+    assert 1.5 < found.ratio < 2.0
+    assert add_steps(ranks, range(81, 121), size, {slow: (0.0, 0.015)}) == []  # said once
+    [over] = add_steps(ranks, range(121, 151), size, {})
+    assert (over.rank, over.is_over) == (slow, True)
+
+
+def test_a_window_that_a_resume_cut_off_is_not_judged() -> None:
+    """The first steps of an attempt compile and read what is not in memory yet."""
+    ranks = ranks_of(Layout(dp_shard=4), on_gpu=True)
+    slow_at_first = {1: (0.0, 5.0)}
+    assert add_steps(ranks, range(39, 41), 4, slow_at_first) == []
+    assert add_steps(ranks, range(41, 51), 4, slow_at_first) == []
+    assert add_steps(ranks, range(51, 101), 4, {}) == []
+
+
+def test_data_and_computation_are_distinguished() -> None:
+    ranks = ranks_of(Layout(dp_replicate=4), on_gpu=True)
+    [found] = add_steps(ranks, range(1, 41), 4, {2: (0.05, 0.01)})
+    assert (found.rank, found.phase) == (2, "data")
+
+
+def test_two_slow_ranks() -> None:
+    ranks = ranks_of(Layout(dp_shard=8), on_gpu=True)
+    found = add_steps(ranks, range(1, 41), 8, {1: (0.0, 0.02), 5: (0.0, 0.03)})
+    assert [item.rank for item in found] == [1, 5]
+
+
+def test_one_long_step_is_not_a_slow_rank() -> None:
+    ranks = ranks_of(Layout(dp_shard=4), on_gpu=True)
+    usual, long = (0.001, 0.02), (0.001, 5.02)
+    steps = []
+    for step in range(1, 401):
+        is_long = step % WINDOW == 1
+        steps.append((step, [long if is_long and rank == step % 4 else usual for rank in range(4)], STEP_S))
+    assert add(ranks, steps) == []
+
+
+def test_a_single_slow_window_is_not_a_slow_rank() -> None:
+    ranks = ranks_of(Layout(dp_shard=4), on_gpu=True)
+    add_steps(ranks, range(1, 11), 4, {})
+    for start in range(11, 200, 2 * WINDOW):
+        assert add_steps(ranks, range(start, start + WINDOW), 4, {1: (0.0, 0.05)}) == []
+        assert add_steps(ranks, range(start + WINDOW, start + 2 * WINDOW), 4, {}) == []
+
+
+def test_stages_of_a_pipeline_are_not_compared() -> None:
+    ranks = ranks_of(Layout(pp=2, dp_shard=2), on_gpu=True)
+    last = {2: (0.0, 0.1), 3: (0.0, 0.1)}  # the stage with the head
+    assert add_steps(ranks, range(1, 101), 4, last) == []
+    [found] = add_steps(ranks, range(101, 141), 4, {**last, 2: (0.0, 0.3)})
+    assert found.rank == 2
+
+
+def test_the_slowest_rank_is_known_without_being_slow() -> None:
+    ranks = ranks_of(Layout(pp=2, dp_shard=3), on_gpu=True)
+    add_steps(ranks, range(1, 11), 6, {})
+    assert ranks.values == {}, "the first window starts up"
+    times = [(0.001, 0.020), (0.001, 0.022), (0.001, 0.021), (0.0, 0.1), (0.003, 0.1), (0.0, 0.1)]
+    assert add(ranks, [(step, times, STEP_S) for step in range(11, 41)]) == []
+    assert ranks.values == {
+        "slowest_rank": 4,  # 3 ms behind the others of its stage
+        "slowest_host": "node4",
+        "slowest_rank_s": 0.103,
+        "other_ranks_s": 0.1,
+    }
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_nobody_is_named_in_an_undisturbed_run(seed: int) -> None:
+    ranks = ranks_of(Layout(dp_shard=16), on_gpu=True)
+    assert add_steps(ranks, range(1, 1001), 16, {}, seed=seed) == []
+
+
+def test_short_steps_are_not_judged_by_a_moment() -> None:
+    ranks = ranks_of(Layout(dp_shard=4), on_gpu=True)
+    times = [(0.001, 0.002), (0.001, 0.002), (0.001, 0.002), (0.001, 0.02)]
+    steps = [(step, times, 0.0251) for step in range(1, 1001)]
+    assert add(ranks, steps[:120]) == []
+    [found] = add(ranks, steps[120:130])  # three seconds after the warm-up
+    assert (found.rank, found.since_step) == (3, 11)
+
+
+def test_on_cpus_sharded_ranks_are_not_compared() -> None:
+    assert add_steps(ranks_of(Layout(dp_shard=4), on_gpu=False), range(1, 101), 4, {1: (0.0, 0.1)}) == []
+    found = add_steps(ranks_of(Layout(dp_replicate=4), on_gpu=False), range(1, 101), 4, {1: (0.0, 0.1)})
+    assert [item.rank for item in found] == [1]
+
+
+class Brake:
+    """Slows a process down: it runs for 2 of every 5 ms."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid, self._ends = pid, threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._ends.is_set():
+            os.kill(self._pid, signal.SIGSTOP)
+            time.sleep(0.003)
+            os.kill(self._pid, signal.SIGCONT)
+            time.sleep(0.002)
+
+    def release(self) -> None:
+        self._ends.set()
+        self._thread.join()
+
+
+@pytest.mark.slow
+def test_a_rank_with_less_of_its_cpu_is_named(tmp_path: Path) -> None:
+    options = ["train.steps=100000", "parallel.dp_replicate=4", "model.num_layers=8", "model.dim=128"]
+    attempt = make_attempt(tmp_path / "run", [*options, "data.seq_len=128"], 4)
+    workers = fork_workers(attempt, 4)
+    run, brake = attempt.run, None
+    try:
+        wait_until(lambda: last_step(run) > 40, workers)
+        begins = last_step(run)
+        brake = Brake(workers[2].pid)
+        wait_until(lambda: any(event["rank"] == 2 for event in slow_events(run)), workers)
+    finally:
+        if brake is not None:
+            brake.release()
+        for worker in workers:
+            worker.send_signal(signal.SIGTERM)
+        wait_for(workers)
+    # On a busy machine, others may have been slow for a while too.
+    [found, *_] = [event for event in slow_events(run) if event["rank"] == 2]
+    assert found["host"] == socket.gethostname()
+    assert found["phase"] == "compute"
+    assert found["ratio"] > 1.4
+    assert begins - WINDOW < found["since_step"] <= begins + 2 * WINDOW
+    assert found["step"] <= found["since_step"] + 3 * WINDOW
+    assert f"rank 2 on {found['host']} is slow since step" in attempt.rank_log(0).read_text()
+
+
+SLOW_LOADER = """
+import os, time
+from tests.support.tasks import Classify, Points
+class SlowPoints(Points):
+    def __getitem__(self, index):
+        if os.environ["RANK"] == "1":
+            time.sleep(0.02)
+        return super().__getitem__(index)
+class Task(Classify):
+    def train_dataset(self):
+        return SlowPoints(64, 0)
+"""
+
+
+@pytest.mark.slow(seconds=15)
+def test_a_rank_with_a_slow_loader_is_named_for_its_data(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(SLOW_LOADER)
+    options = ["train.steps=100000", "parallel.dp_replicate=3", "data.num_workers=0"]
+    batch = ["train.device_batch_size=8", "train.global_batch_size=24"]
+    task = f"task={tmp_path / 'slow.py'}:Task"
+    attempt = make_attempt(tmp_path / "run", [*options, *batch, task], 3)
+    workers = fork_workers(attempt, 3)
+    try:
+        wait_until(lambda: any(event["rank"] == 1 for event in slow_events(attempt.run)), workers)
+    finally:
+        for worker in workers:
+            worker.send_signal(signal.SIGTERM)
+        wait_for(workers)
+    [found, *_] = [event for event in slow_events(attempt.run) if event["rank"] == 1]
+    assert found["phase"] == "data"
+    assert found["own_s"] > 8 * 0.02
+    last = read_metrics(attempt.run)[-1]
+    assert (last["slowest_rank"], last["slowest_host"]) == (1, found["host"])
+    assert last["slowest_rank_s"] > 8 * 0.02 > last["other_ranks_s"]
+    assert "is slow since step" in attempt.rank_log(0).read_text()
+
+
+def last_step(run: RunDir) -> int:
+    records = read_metrics(run) if run.metrics_file.exists() else []
+    return int(records[-1]["step"]) if records else 0
+
+
+def slow_events(run: RunDir) -> list[dict[str, Any]]:
+    return list(read_jsonl(run.events_file, ["slow_rank"]))
+
+
+def wait_until(is_true: Callable[[], bool], workers: Sequence[ForkedWorker]) -> None:
+    end_s = time.monotonic() + 240
+    while not is_true():
+        assert all(worker.poll() is None for worker in workers)
+        assert time.monotonic() < end_s
+        time.sleep(0.1)

@@ -1,0 +1,72 @@
+"""The samples in ``health/HOST.jsonl`` of a run, as they are read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from trainkit.capability import Reader
+from trainkit.run.events import Entry
+from trainkit.run.files import Record, read_jsonl_reversed
+from trainkit.run.rundir import RunDir
+
+
+def health_dir(run: RunDir) -> Path:
+    """The folder with a file of samples for each host."""
+    return run.path / "health"
+
+
+def health_file(run: RunDir, host: str) -> Path:
+    """The samples of a host: processors, memory, network, disks and GPUs."""
+    return health_dir(run) / f"{host}.jsonl"
+
+
+class HealthSample(Entry):
+    """What a node measured at one moment."""
+
+    __slots__ = ()
+
+    @property
+    def gpus(self) -> list[Record]:
+        """Its GPUs, each with ``index util_percent mem_used_gib mem_total_gib temperature_c power_w``."""
+        return self.records("gpus")
+
+
+class HealthFiles(Reader):
+    """The newest sample of each node; reads the end of the files that have changed."""
+
+    def __init__(self, run: RunDir) -> None:
+        super().__init__(run)
+        self._seen: dict[str, tuple[int, int]] = {}
+        self.newest: dict[str, HealthSample] = {}
+        """Host -> its newest sample."""
+
+    def update(self) -> None:
+        """Read the samples that were written since the last call."""
+        try:
+            entries = [entry for entry in os.scandir(health_dir(self.run)) if entry.name.endswith(".jsonl")]
+        except FileNotFoundError:
+            entries = []
+        names = {entry.name for entry in entries}
+        for name in self._seen.keys() - names:
+            del self._seen[name]
+            self.newest.pop(Path(name).stem, None)
+        for entry in entries:
+            state = entry.stat()
+            key = (state.st_mtime_ns, state.st_size)
+            if self._seen.get(entry.name) != key:
+                self._seen[entry.name] = key
+                sample = newest_sample(Path(entry.path))
+                if sample is not None:
+                    self.newest[entry.name.removesuffix(".jsonl")] = sample
+
+
+def newest_sample(file: Path) -> HealthSample | None:
+    """The last record of a file; None without one."""
+    return next(samples_reversed(file), None)
+
+
+def samples_reversed(file: Path) -> Iterator[HealthSample]:
+    """The samples in a file, the newest first."""
+    return map(HealthSample, read_jsonl_reversed(file))

@@ -1,0 +1,148 @@
+"""What people see of the samples: the nodes of a run in `watch` and in its report, and a full memory."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import islice
+
+from trainkit.capabilities.health.samples import HealthSample, health_dir, health_file, samples_reversed
+from trainkit.capability import HostView, Reading
+from trainkit.run.files import Record, mean, numbers, read_jsonl, seconds_between
+from trainkit.run.rundir import AttemptDir, RunDir
+
+SILENT_SAMPLES = 3
+"""A node is silent when this many of its samples are missing."""
+HOTTEST_C, FULL = 90, 0.95
+IDLE_SHARE = 0.5
+"""A node stands out when its GPUs are busy for less than this share of the median of the nodes."""
+SILENT, BROKEN, LIMITED, UNUSUAL = 5, 4, 2, 1
+"""How bad a problem of a node is."""
+HEALTH_BYTES = 16 * 1024 * 1024
+"""How much of the samples of all nodes is parsed: the file of a node has at most 4 MiB."""
+MAX_SAMPLES = 1000
+"""How many of the last samples of a host may belong to later attempts."""
+
+
+def hosts_of(samples: Mapping[str, HealthSample], reading: Reading, now: datetime) -> dict[str, HostView]:
+    """The nodes of the newest attempt by their newest samples; without any, those of earlier ones."""
+    own = {host: sample for host, sample in samples.items() if sample.attempt == reading.attempt} or samples
+    busy = [share for share in (mean(sample.gpus, "util_percent") for sample in own.values()) if share]
+    usual = statistics.median(busy) if len(busy) > 2 else None
+    every_s = reading.plan.number("health_every_s")
+    silent_s = None if every_s is None else SILENT_SAMPLES * float(every_s)
+    silent_s = silent_s if reading.state in ("running", "stopping", "starting") else None
+    return {host: _host(sample, now, usual, silent_s) for host, sample in own.items()}
+
+
+def _host(
+    sample: HealthSample, now: datetime, usual_percent: float | None, silent_s: float | None
+) -> HostView:
+    gpus = sample.gpus
+    age_s = seconds_between(sample.text("time"), now)
+    gpu_percent = mean(gpus, "util_percent")
+    found = list(_problems(sample, gpus))
+    if silent_s is not None and age_s is not None and age_s > silent_s:
+        found.append((SILENT, f"no sample for {age_s:.0f} s"))
+    if usual_percent is not None and gpu_percent is not None and gpu_percent < IDLE_SHARE * usual_percent:
+        found.append((UNUSUAL, f"GPUs {gpu_percent:.0f} % busy, usual {usual_percent:.0f} %"))
+    fullest = max(gpus, key=lambda gpu: gpu.number("mem_used_gib") or 0.0, default=Record({}))
+    values = {
+        "age_s": age_s,
+        "cpu_percent": sample.number("cpu_percent"),
+        "mem_used_gib": sample.number("mem_used_gib"),
+        "mem_total_gib": sample.number("mem_total_gib"),
+        "job_mem_gib": sample.number("job_mem_gib"),
+        "num_gpus": len(gpus),
+        "gpu_percent": gpu_percent,
+        "gpu_mem_used_gib": fullest.number("mem_used_gib"),
+        "gpu_mem_total_gib": fullest.number("mem_total_gib"),
+        "temperature_c": max(map(float, numbers(gpus, "temperature_c")), default=None),
+        "power_w": sum(map(float, powers)) if (powers := numbers(gpus, "power_w")) else None,
+        "net_mib_s": _sum(sample, "net_rx_mib_s", "net_tx_mib_s"),
+        "disk_mib_s": _sum(sample, "disk_read_mib_s", "disk_write_mib_s"),
+    }
+    return HostView(values, found)
+
+
+def _problems(sample: HealthSample, gpus: Sequence[Record]) -> Iterator[tuple[int, str]]:
+    """The problems of a node by its sample, each with its severity."""
+    by_problem: dict[tuple[int, str], list[int | None]] = {}
+    for gpu in gpus:
+        for problem in _gpu_problems(gpu):
+            by_problem.setdefault(problem, []).append(gpu.count("index"))
+    for (severity, text), indices in by_problem.items():
+        name = f"GPU {indices[0]}" if len(indices) == 1 else f"{len(indices)} GPUs"
+        yield severity, f"{name}: {text}"
+    used, total = sample.number("mem_used_gib"), sample.number("mem_total_gib")
+    if used is not None and total and used > FULL * total:
+        yield LIMITED, f"memory {used / total:.0%} full"
+
+
+def _gpu_problems(gpu: Record) -> Iterator[tuple[int, str]]:
+    if gpu.values.get("ecc_errors"):
+        yield BROKEN, "ECC errors"
+    # Reaching the power limit is usual for a GPU that works hard.
+    limits = [reason for reason in gpu.texts("throttle") if reason != "power"]
+    if limits:
+        yield LIMITED, f"throttled ({', '.join(limits)})"
+    elif (gpu.number("temperature_c") or 0.0) >= HOTTEST_C:
+        yield LIMITED, f"{HOTTEST_C} °C or more"
+
+
+def _sum(sample: HealthSample, *keys: str) -> float | None:
+    values = [value for value in map(sample.number, keys) if value is not None]
+    return sum(values) if values else None
+
+
+@dataclass(frozen=True)
+class NodeUse:
+    """What the samples of one node say; None where nothing was measured."""
+
+    host: str
+    num_samples: int
+    cpu_mean_percent: float | None
+    job_mem_peak_gib: float | None
+    mem_total_gib: float | None
+    gpu_mean_percent: float | None
+    gpu_mem_peak_gib: float | None
+    gpu_mem_total_gib: float | None
+
+
+def read_nodes(run: RunDir) -> list[NodeUse]:
+    """The utilisation of each node, from its samples; empty without samples.
+
+    Of many nodes with many samples, some samples are left out, the same share of each node.
+    """
+    files = sorted(health_dir(run).glob("*.jsonl"))
+    every = max(1, sum(file.stat().st_size for file in files) // HEALTH_BYTES)
+    found = []
+    for file in files:
+        samples = list(map(HealthSample, read_jsonl(file, every=every)))
+        gpus = [gpu for sample in samples for gpu in sample.gpus]
+        found.append(
+            NodeUse(
+                host=file.stem,
+                num_samples=len(samples),
+                cpu_mean_percent=mean(samples, "cpu_percent"),
+                job_mem_peak_gib=max(numbers(samples, "job_mem_gib"), default=None),
+                mem_total_gib=max(numbers(samples, "mem_total_gib"), default=None),
+                gpu_mean_percent=mean(gpus, "util_percent"),
+                gpu_mem_peak_gib=max(numbers(gpus, "mem_used_gib"), default=None),
+                gpu_mem_total_gib=max(numbers(gpus, "mem_total_gib"), default=None),
+            )
+        )
+    return found
+
+
+def memory_in_use(attempt: AttemptDir, host: str) -> str:
+    """The memory of a host in the last sample of an attempt: ``61.2 of 64.0 GiB``, or empty."""
+    try:
+        samples = islice(samples_reversed(health_file(attempt.run, host)), MAX_SAMPLES)
+        sample = next((one for one in samples if one.attempt == attempt.number), HealthSample({}))
+    except OSError:
+        return ""
+    used, total = sample.number("mem_used_gib"), sample.number("mem_total_gib")
+    return "" if used is None or total is None else f"{used:.1f} of {total:.1f} GiB"

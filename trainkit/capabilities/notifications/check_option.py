@@ -1,0 +1,44 @@
+"""``trainkit check --test-notification``: one message to the webhook, now."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from trainkit.capability import Choice
+from trainkit.cli.help import AddedOption, option
+from trainkit.errors import UsageError
+
+if TYPE_CHECKING:  # the help of the command waits for this module
+    from trainkit.config.schema import RunConfig
+
+
+def check_option(function: Callable[..., None]) -> Callable[..., None]:
+    """Add the option to a command."""
+
+    @functools.wraps(function)
+    def command(test_notification: bool, choices: Sequence[Choice] = (), **others: object) -> None:
+        function(choices=(*choices, SendTest()) if test_notification else choices, **others)
+
+    text = "Send a test message to the webhook of notify."
+    typed: Callable[..., None] = option("--test-notification", text, cls=AddedOption, is_flag=True)(command)
+    return typed
+
+
+class SendTest(Choice):
+    """A test message to the webhook of a config."""
+
+    def try_out(self, config: RunConfig) -> str:
+        from trainkit.capabilities.notifications.notifier import send_test
+
+        name = config.notify.webhook
+        url = os.environ.get(name or "")
+        if not url:
+            message = "notify.webhook is null" if name is None else f"{name} is not set in this shell"
+            raise UsageError(
+                f"--test-notification requires a webhook, but {message}",
+                hint=f"export {name or 'NAME'}=URL, which notify.webhook names; no file may contain the URL",
+            )
+        return f"the URL in {name} has accepted a test message (HTTP {send_test(url, config.name)})"

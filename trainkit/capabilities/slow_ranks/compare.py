@@ -1,0 +1,154 @@
+"""Finds ranks that hold the others up, from how long each computes before it first waits for another.
+
+Rank 0 compares the times of the ranks at the end of a window of steps; see `trainkit.trainer.step_clock`.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from logging import getLogger
+from typing import Literal
+
+from trainkit.capability import NewEvent, RankObserver, TimedRanks
+
+log = getLogger(__name__)
+Phase = Literal["data", "compute"]
+WINDOWS = 2
+"""Windows in a row after which a rank is slow, or no longer slow."""
+RATIO = 1.4
+"""A rank is slow if its own time is this many times that of the others."""
+MIN_EXCESS_S = 2e-3
+MIN_EXCESS_SHARE = 0.02
+"""Smallest difference that counts: in seconds, and as a share of the step where the forward pass is measured.
+
+Sharded ranks measure little more than their update: it shows how fast they are, not how long they compute.
+"""
+MIN_SLOW_S = 3.0
+"""How long it must be slow: on busy hosts, short steps differ for a moment."""
+FEW = 4
+"""Ranks below which a slow one changes the median, so that it is compared with the others alone."""
+
+
+def _median_times(times: Iterable[tuple[float, float]]) -> tuple[float, float]:
+    data_s, compute_s = map(statistics.median, zip(*times, strict=True))
+    return data_s, compute_s
+
+
+@dataclass
+class Slowdown:
+    """A rank that seems slow; `SlowRanks.compare` returns it once it certainly is, and when that is over."""
+
+    rank: int
+    host: str
+    since_step: int
+    phase: Phase = "compute"
+    """Where most of the difference is."""
+    own_s: float = 0.0
+    """Seconds of a step before its first collective."""
+    usual_s: float = 0.0
+    """The seconds of the other ranks."""
+    is_over: bool = False
+    level: int = 0
+    """Rises with each window that is slow, up to `WINDOWS`, and falls with each other one."""
+    slow_s: float = 0.0
+    is_certain: bool = False
+
+    @property
+    def ratio(self) -> float:
+        return self.own_s / self.usual_s if self.usual_s else math.inf
+
+    def changes(self, *, is_slow: bool, window_s: float) -> bool:
+        """Count a window; returns whether the slowdown has become certain, or a certain one has ended."""
+        self.is_over = not is_slow
+        if self.is_over:
+            self.level -= 1
+            return self.is_certain and self.level == 0
+        self.level = min(WINDOWS, self.level + 1)
+        self.slow_s += window_s
+        if self.is_certain or self.level < WINDOWS or self.slow_s < MIN_SLOW_S:
+            return False
+        self.is_certain = True
+        return True
+
+
+class SlowRanks(RankObserver):
+    """Compares the times of the ranks, on rank 0."""
+
+    def __init__(self, ranks: TimedRanks) -> None:
+        self._hosts, self._window, layout = ranks.hosts, ranks.window, ranks.layout
+        self._has_local_forward = layout.has_local_forward
+        self._groups: dict[int, list[int]] = defaultdict(list)
+        """Ranks that do the same work, by pipeline stage."""
+        # On CPUs, other processes of the host disturb an update more than a slow CPU does.
+        if ranks.on_gpu or self._has_local_forward:
+            for rank in range(layout.world_size):
+                self._groups[layout.place(rank).pp].append(rank)
+        self._steps_s: list[float] = []
+        self._slow: dict[int, Slowdown] = {}
+        self._has_started = False
+        self.values: dict[str, float | str] = {}
+        """The rank with the longest time before its first collective in the newest window, slow or not."""
+
+    def add(self, step: int, times: Sequence[float], step_s: float) -> Iterator[NewEvent]:
+        """Take in a step; log and give the events of ranks that have become slow or no longer are."""
+        for found in self.compare(step, times, step_s):
+            shown = f"step={step} rank {found.rank} on {found.host}"
+            if found.is_over:
+                log.info(f"{shown} is no longer slow")
+            else:
+                log.warning(
+                    f"{shown} is slow since step {found.since_step} ({found.phase}):"
+                    f" {1e3 * found.own_s:.1f} ms a step, the other ranks {1e3 * found.usual_s:.1f} ms"
+                )
+            at = {"rank": found.rank, "host": found.host, "step": step, "since_step": found.since_step}
+            times_s = {"own_s": round(found.own_s, 6), "usual_s": round(found.usual_s, 6)}
+            values = {**at, "phase": found.phase, **times_s, "ratio": round(found.ratio, 2)}
+            yield "slow_rank_over" if found.is_over else "slow_rank", values
+
+    def compare(self, step: int, times: Sequence[float], step_s: float) -> list[Slowdown]:
+        """Add a step; returns what changed, at the end of a window."""
+        self._steps_s.append(step_s)
+        if not times:
+            return []
+        # Lists, since most of NumPy's time is that of a call, and this is on the path of every rank.
+        own, steps_s = list(zip(times[::2], times[1::2], strict=True)), self._steps_s
+        self._steps_s = []
+        if not self._has_started:
+            # The first whole window has what compiling and first accesses to files and memory take.
+            self._has_started = len(steps_s) >= self._window
+            return []
+        changed, first = [], step - len(steps_s) + 1
+        share = MIN_EXCESS_SHARE if self._has_local_forward else 0.0
+        min_excess_s = max(MIN_EXCESS_S, share * statistics.median(steps_s))
+        largest_s = -math.inf
+        for group in self._groups.values():
+            if len(group) < 2:
+                continue
+            usual = _median_times(own[rank] for rank in group)
+            for rank in group:
+                if len(group) < FEW:
+                    usual = _median_times(own[other] for other in group if other != rank)
+                own_s, usual_s = sum(own[rank]), sum(usual)
+                if own_s - usual_s > largest_s:
+                    largest_s = own_s - usual_s
+                    self.values = {
+                        "slowest_rank": rank,
+                        "slowest_host": self._hosts[rank],
+                        "slowest_rank_s": round(own_s, 6),
+                        "other_ranks_s": round(usual_s, 6),
+                    }
+                is_slow = own_s > RATIO * usual_s and own_s - usual_s > min_excess_s
+                if not (is_slow or rank in self._slow):
+                    continue
+                found = self._slow.setdefault(rank, Slowdown(rank, self._hosts[rank], first))
+                waits = own[rank][0] - usual[0] > own[rank][1] - usual[1]
+                found.phase, found.own_s, found.usual_s = "data" if waits else "compute", own_s, usual_s
+                if found.changes(is_slow=is_slow, window_s=sum(steps_s)):
+                    changed.append(found)
+                if found.level == 0:
+                    del self._slow[rank]
+        return changed

@@ -1,0 +1,110 @@
+"""What people see of slow ranks, of a run that has become slow, and of a COMMAND that prints nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from shlex import quote
+
+from trainkit.capability import HostView, Notice
+from trainkit.run.events import Event
+from trainkit.run.files import numbers, read_record
+from trainkit.run.rundir import RunDir
+
+SLOW_EVENTS = ("slow_rank", "slow_run")
+"""A rank, or the whole run, has become slow."""
+SLOWDOWN_EVENTS = (*SLOW_EVENTS, "slow_rank_over", "slow_run_over")
+SLOW = 3
+"""How bad a slow rank is for its host."""
+
+
+@dataclass(frozen=True)
+class Slowdown:
+    """A rank, or with `rank` None the whole run, that was slow for a while."""
+
+    attempt: int | None = None
+    rank: int | None = None
+    host: str | None = None
+    phase: str | None = None
+    """``data``, ``compute`` or ``network``: where most of the difference was."""
+    noticed: str | None = None
+    since_step: int | None = None
+    until_step: int | None = None
+    """When it was seen to be as fast as usual; None if it was slow until the attempt ended, or still is."""
+    own_s: float | None = None
+    """Its seconds of a step; of a rank, before it first waits for others."""
+    usual_s: float | None = None
+    """Seconds of a step of the other ranks, or of the run before."""
+
+
+def find_slowdowns(events: Iterable[Event]) -> list[Slowdown]:
+    """The slowdowns of a run, of its `SLOWDOWN_EVENTS`, in the order in which they were noticed."""
+    found: list[Slowdown] = []
+    for event in events:
+        if event.name in SLOW_EVENTS:
+            found.append(read_record(Slowdown, {**event.values, "noticed": event.time}))
+            continue
+        for index in range(len(found) - 1, -1, -1):
+            if (found[index].attempt, found[index].rank) == (event.attempt, event.rank):
+                found[index] = replace(found[index], until_step=event.step)
+                break
+    return found
+
+
+def sentence(event: Event, since: str = "is slow since") -> str:
+    """Which rank is slow since when, of one of the `SLOW_EVENTS`."""
+    is_rank = event.rank is not None
+    who = f"rank {event.rank} on {event.host}" if is_rank else "the run"
+    own, usual = (f"{1e3 * (event.number(key) or 0.0):,.0f} ms" for key in ("own_s", "usual_s"))
+    than = f"the other ranks {usual}" if is_rank else f"{usual} before"
+    step, phase = event.count("since_step"), event.text("phase")
+    return f"{who} {since} step {step} ({phase}): {own} a step, {than}"
+
+
+def slow_of(events: Iterable[Event]) -> list[Event]:
+    """The `SLOW_EVENTS` among some events."""
+    return [event for event in events if event.name in SLOW_EVENTS]
+
+
+def silence_of(events: Sequence[Event]) -> Event | None:
+    """The newest ``silent`` among some events: a COMMAND that prints nothing."""
+    return next((event for event in reversed(events) if event.name == "silent"), None)
+
+
+def notices_of(run: RunDir, lasting: Sequence[Event]) -> Iterator[Notice]:
+    """The warnings about ranks that are slow or print nothing."""
+    for event in slow_of(lasting):
+        yield Notice(event.time, sentence(event), event.host, event.rank)
+    if (silence := silence_of(lasting)) is not None:
+        yield Notice(None, f"{silence.reason}; `trainkit diagnose {quote(str(run.path))}` says what to do")
+
+
+def hosts_of(lasting: Iterable[Event]) -> dict[str, HostView]:
+    """The hosts of slow ranks, each with its slowest rank."""
+    slow: dict[str, list[Event]] = {}
+    for event in sorted(slow_of(lasting), key=_ratio, reverse=True):
+        if event.rank is not None:
+            slow.setdefault(str(event.host), []).append(event)
+    return {
+        host: HostView(
+            {"slowest_rank": own[0].rank},
+            [(SLOW, f"rank {one.rank} {_ratio(one):.1f}x slower ({one.text('phase')})") for one in own],
+        )
+        for host, own in slow.items()
+    }
+
+
+def _ratio(event: Event) -> float:
+    return event.number("ratio") or 0.0
+
+
+def advice_values(lasting: Sequence[Event]) -> Mapping[str, str]:
+    """The values for advice, by placeholder: the first slowdown, and the silence."""
+    values, slow, silence = {}, slow_of(lasting)[:1], silence_of(lasting)
+    if len(numbers(slow, "own_s") + numbers(slow, "usual_s")) == 2:
+        values["slowdown"] = sentence(slow[0], "was slow since")
+        if slow[0].rank is not None:
+            values["slow_host"] = slow[0].host or ""
+    if silence is not None:
+        values["silence"] = str(silence.reason)
+    return values

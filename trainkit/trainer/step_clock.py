@@ -1,0 +1,142 @@
+"""How long each rank computes before it first waits for another one.
+
+A rank that is slow makes all ranks slow, because of the collectives, so the duration of a step tells none
+apart. What differs is the time between the last collective of a step and the first of the next one: the
+update, the wait for data, and without sharded parameters the forward pass. At the end of a window of steps,
+every rank adds its mean times to the all-reduce that each step has anyway, and capabilities on rank 0 see
+them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from logging import getLogger
+from typing import Any
+
+import torch
+
+from trainkit.capability import Guard, RankObserver, TimedRanks
+from trainkit.plan.launch import LaunchPlan, Layout
+from trainkit.run.process import own_host
+from trainkit.run.rundir import AttemptDir
+from trainkit.trainer.distributed import World, gather_from_all, record_event
+
+log = getLogger(__name__)
+WINDOW = 10
+"""Steps whose times are reported together."""
+NUM_TIMES = 2
+"""Times of a rank in a report: waiting for data, and computing."""
+Times = tuple[float, float]
+LAG = 2
+"""Steps after which the events of a GPU are certainly complete: the host runs at most one step ahead."""
+
+
+def is_reported(step: int, world: World) -> bool:
+    """Whether the all-reduce of a step has the times of the ranks: the last one of a window."""
+    return world.size > 1 and step % WINDOW == 0
+
+
+def typical_times(steps: Sequence[Times]) -> Times:
+    """The mean of the times of some steps, without the longest: page faults make no rank slow."""
+    if len(steps) < 2:
+        return steps[0] if steps else (0.0, 0.0)
+    longest = max(steps, key=sum)
+    data_s, compute_s = (
+        sum(times) - most for times, most in zip(zip(*steps, strict=True), longest, strict=True)
+    )
+    return data_s / (len(steps) - 1), compute_s / (len(steps) - 1)
+
+
+class StepClock:
+    """Measures the times of this rank; never waits for the device.
+
+    On a GPU the times are those of its stream.
+    """
+
+    def __init__(self, world: World, layout: Layout) -> None:
+        self._world = world
+        self._uses_events = world.device.type == "cuda" and world.size > 1
+        self._has_local_forward = layout.has_local_forward
+        self._data_s = 0.0
+        self._marks: list[float | torch.cuda.Event] = []
+        self._past: list[tuple[float, list[float | torch.cuda.Event]]] = []
+        """Of the completed steps that are not reported yet."""
+
+    def begin_step(self, data_wait_s: float) -> None:
+        """Call once the batch is there, before the forward pass."""
+        self._data_s = data_wait_s
+        self._marks = [self._now(), self._now()]
+
+    def end_forward(self) -> None:
+        """Call before the first collective of the backward pass."""
+        if self._has_local_forward:
+            self._marks[1] = self._now()
+
+    def begin_update(self) -> None:
+        """Call after the last collective of the step."""
+        self._marks.append(self._now())
+
+    def end_update(self) -> None:
+        """Call after the update."""
+        self._marks.append(self._now())
+        if self._world.size > 1:
+            self._past.append((self._data_s, self._marks))
+
+    def report(self) -> torch.Tensor:
+        """The times since the last report as the terms of this rank, float64 [ranks x 2].
+
+        Zeros if no step was completed since.
+        """
+        num_ready = max(0, len(self._past) - (LAG - 1 if self._uses_events else 0))
+        ready, self._past = self._past[:num_ready], self._past[num_ready:]
+        times = typical_times(
+            [
+                (data_s, _elapsed_s(marks[0], marks[1]) + _elapsed_s(marks[2], marks[3]))
+                for data_s, marks in ready
+            ]
+        )
+        terms = torch.zeros(self._world.size, NUM_TIMES, dtype=torch.float64, device="cpu")
+        terms[self._world.rank] = torch.tensor(times, dtype=torch.float64)
+        terms = terms.view(-1)
+        if not self._uses_events:
+            return terms
+        return terms.pin_memory().to(self._world.device, non_blocking=True)
+
+    def _now(self) -> float | torch.cuda.Event:
+        if not self._uses_events:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+
+def _elapsed_s(first: Any, last: Any) -> float:
+    """The seconds between two results of `StepClock._now`."""
+    return float(last - first if isinstance(first, float) else first.elapsed_time(last) / 1e3)
+
+
+class RankObservers:
+    """The capabilities that look at the times of all ranks, on rank 0: an error of one ends nothing."""
+
+    def __init__(self, attempt: AttemptDir, plan: LaunchPlan, world: World) -> None:
+        """All ranks must call it."""
+        hosts = gather_from_all(own_host(), world)
+        self._attempt, self._own = attempt, list[tuple[str, RankObserver]]()
+        if world.is_main and world.size > 1:
+            ranks = TimedRanks(plan.layout, hosts, WINDOW, world.device.type == "cuda")
+            self._guard = Guard(plan, log.warning)
+            self._own = self._guard.each(lambda one: one.rank_observer(plan, ranks))
+
+    def add(self, step: int, times: Sequence[float], step_s: float) -> None:
+        """Take in a step, and record the events that follow."""
+        for name, observer in self._own:
+            # A generator fails only when it is read.
+            found = self._guard.call(name, lambda add=observer.add: list(add(step, times, step_s)))
+            for event, values in found or ():
+                record_event(self._attempt, event, **values)
+
+    @property
+    def values(self) -> dict[str, float | str]:
+        """The values for the next record of the metrics."""
+        return {key: value for _, observer in self._own for key, value in observer.values.items()}
