@@ -57,11 +57,11 @@ SIZES = {
     "trainkit/job": (35, 7_164),
     "trainkit/launch": (20, 4_114),
     "trainkit/observe": (9, 2_376),
-    "trainkit/plan": (16, 3_408),
+    "trainkit/plan": (16, 3_409),
     "trainkit/run": (16, 4_501),
     "trainkit/slurm": (8, 1_574),
     "trainkit/trainer": (38, 8_925),
-    "tests": (397, 64_555),
+    "tests": (397, 64_570),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)

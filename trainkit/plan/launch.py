@@ -317,7 +317,8 @@ class LaunchPlan:
             if value[record] is not None and name in value[record]:
                 value[key] = value[record].pop(name)
         value["command"] = value["command"] or None
-        return put_parts({key: value[key] for key in _KEYS.split() if key in value}, self.parts)
+        del value["workload"], value["environment"]  # all of their keys lie in the file itself
+        return put_parts({key: value[key] for key in _KEYS.split() if key in value} | value, self.parts)
 
     def to_text(self) -> str:
         """The text of plan.json."""
@@ -362,7 +363,7 @@ class LaunchPlan:
 
 def _with_records(plan: Mapping[str, object]) -> dict[str, object]:
     """The content of a plan.json, with the records that its keys lie in."""
-    found = {key: plan[key] for key in _KEYS.split() if key in plan}
+    found = {key: value for key, value in plan.items() if key not in ("workload", "environment")}
     if found.get("command") is None:
         found.pop("command", None)
     for key, (record, name) in _OF_RECORDS.items():
