@@ -25,15 +25,15 @@ from trainkit.run.history import Attempt
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
 SIZES = {
-    "trainkit": (19, 5_069),
+    "trainkit": (19, 5_075),
     "trainkit/backends": (22, 4_205),
     "trainkit/capabilities": (1, 1),
-    "trainkit/capabilities/bench": (6, 1_329),
+    "trainkit/capabilities/bench": (6, 1_328),
     "trainkit/capabilities/curves": (3, 697),
     "trainkit/capabilities/debugger": (5, 627),
     "trainkit/capabilities/diagnose": (7, 1_384),
     "trainkit/capabilities/doctor": (6, 1_343),
-    "trainkit/capabilities/drill": (5, 1_035),
+    "trainkit/capabilities/drill": (5, 1_034),
     "trainkit/capabilities/export": (3, 407),
     "trainkit/capabilities/generate": (3, 290),
     "trainkit/capabilities/growth": (3, 686),
@@ -43,7 +43,7 @@ SIZES = {
     "trainkit/capabilities/layouts": (5, 804),
     "trainkit/capabilities/multimodal": (2, 541),
     "trainkit/capabilities/notifications": (5, 509),
-    "trainkit/capabilities/replay": (6, 1_470),
+    "trainkit/capabilities/replay": (6, 1_480),
     "trainkit/capabilities/report": (10, 1_780),
     "trainkit/capabilities/shell": (3, 190),
     "trainkit/capabilities/simulation": (4, 311),
@@ -56,16 +56,16 @@ SIZES = {
     "trainkit/cli": (16, 3_374),
     "trainkit/cluster": (8, 1_834),
     "trainkit/config": (12, 2_983),
-    "trainkit/control": (5, 780),
+    "trainkit/control": (5, 782),
     "trainkit/data": (6, 891),
     "trainkit/job": (31, 6_721),
     "trainkit/launch": (19, 3_654),
     "trainkit/observe": (5, 1_116),
     "trainkit/plan": (16, 3_166),
-    "trainkit/run": (16, 4_488),
+    "trainkit/run": (16, 4_501),
     "trainkit/slurm": (8, 1_574),
     "trainkit/trainer": (38, 8_922),
-    "tests": (405, 64_739),
+    "tests": (405, 64_754),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)
@@ -450,7 +450,7 @@ def test_what_was_read_is_passed_on(name: str) -> None:
     assert count <= READS[name], f"{count} places: pass what the caller has read"
 
 
-UNTYPED = {"objects": 135, "values": 293}
+UNTYPED = {"objects": 77, "values": 293}
 """Annotations without types, which are any value: a `JsonObject` or a container of `Any`; `Any` elsewhere."""
 
 
