@@ -111,6 +111,11 @@ SECTIONS = {
         "--out",
         "--json",
         "--csv",
+        "--curves",
+        "--plot",
+        "--x",
+        "--smooth",
+        "--by",
         "--help",
     ),
 }
