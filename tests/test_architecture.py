@@ -25,7 +25,7 @@ from trainkit.run.history import Attempt
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
 SIZES = {
-    "trainkit": (19, 4_952),
+    "trainkit": (19, 4_955),
     "trainkit/backends": (26, 4_245),
     "trainkit/capabilities": (1, 1),
     "trainkit/capabilities/bench": (6, 1_329),
@@ -58,7 +58,7 @@ SIZES = {
     "trainkit/run": (16, 4_488),
     "trainkit/slurm": (8, 1_574),
     "trainkit/trainer": (40, 9_379),
-    "tests": (397, 64_299),
+    "tests": (397, 64_308),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)
