@@ -1,0 +1,201 @@
+"""`trainkit data` as people and scripts run it."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import trainkit
+from tests.support.programs import run_program
+from tests.support.runs import train
+from trainkit.errors import EXIT_FAILED, EXIT_OK
+
+
+def environ():
+    """Trainkit can be imported in any folder; called in a test, which has no runs of the user."""
+    return os.environ | {"PYTHONPATH": str(Path(trainkit.__file__).parents[1])}
+
+
+def trainkit_data(*args, cwd):
+    return run_program(sys.executable, "-m", "trainkit", "data", *args, cwd=cwd, env=environ())
+
+
+def content_of(folder):
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()
+    }
+
+
+def write_rows(path, number):
+    path.write_text("".join(json.dumps({"text": f"row {i} " * 20}) + "\n" for i in range(number)))
+
+
+def test_prepare_prints_the_folder_and_says_the_rest(tmp_path):
+    done = trainkit_data("prepare", "stdlib", "--out", "shards", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (EXIT_OK, "shards\n")
+    assert "tokenizer bytes: 257 tokens, <eos> ends a document\ntrain: " in done.stderr
+    again = trainkit_data("prepare", "stdlib", "--out", "shards", "--json", cwd=tmp_path)
+    value = json.loads(again.stdout)
+    assert value["was_there"]
+    assert value["num_tokens"]["val"] > 10_000
+    assert value["tokenizer"]["eos_id"] == 256
+
+
+@pytest.mark.slow
+def test_examples_of_the_help_run_as_they_stand(tmp_path):
+    (tmp_path / "runs").mkdir()
+    train(tmp_path / "runs/small", ["train.steps=3"])
+    for command in ([], ["prepare"], ["validate"], ["show"]):
+        shown = trainkit_data(*command, "-h", cwd=tmp_path)
+        examples = shown.stdout.split("Examples:\n")[1].strip().splitlines()
+        for example in examples:
+            program, group, *args = example.split()
+            assert (program, group) == ("trainkit", "data")
+            done = trainkit_data(*args, cwd=tmp_path)
+            assert done.returncode == EXIT_OK, done.stderr
+
+
+def test_validate_lists_problems_on_stdout(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{bad\n\n{"body": "x"}\n')
+    done = trainkit_data("validate", "a.jsonl", cwd=tmp_path)
+    assert done.returncode == EXIT_FAILED
+    lines = done.stdout.splitlines()
+    assert [line.split(": ")[0] for line in lines[:-1]] == ["a.jsonl:2", "a.jsonl:4"]
+    assert lines[-1] == "a.jsonl: 1 rows without text, which are skipped: 3"
+    assert done.stderr == "1 sources: 4 lines, 1 documents, 4 tokens (bytes), 1 empty; 2 problems\n"
+    value = json.loads(trainkit_data("validate", "a.jsonl", "--json", cwd=tmp_path).stdout)
+    assert [problem["line"] for problem in value["problems"]] == [2, 4]
+    assert value["files"][0]["documents"] == 1
+    assert value["files"][0]["first_empty"] == [3]
+
+
+def test_validate_a_prepared_folder(tmp_path):
+    write_rows(tmp_path / "a.jsonl", 100)
+    trainkit_data("prepare", "a.jsonl", "--out", "shards", cwd=tmp_path)
+    assert trainkit_data("validate", "shards", cwd=tmp_path).returncode == EXIT_OK
+    shard = tmp_path / "shards" / "train-00000.bin"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\x07")
+    done = trainkit_data("validate", "shards", cwd=tmp_path)
+    assert done.returncode == EXIT_FAILED
+    assert "train-00000.bin: the content has changed since it was prepared" in done.stdout
+
+
+def test_help_needs_nothing_heavy():
+    code = (
+        "import sys; from trainkit.cli.main import main; main(['data', 'prepare', '--help']); "
+        "print({'numpy', 'tokenizers', 'torch', 'rich'} & set(sys.modules), file=sys.stderr)"
+    )
+    done = run_program(sys.executable, "-c", code, env=environ(), check=True)
+    assert done.stderr.strip() == "set()"
+
+
+PREPARE_IN_SMALL_UNITS = """
+import sys
+from pathlib import Path
+from trainkit.capabilities.texts.prepare import prepare
+from trainkit.capabilities.texts.inputs import DatasetSpec
+
+if __name__ == "__main__":
+    spec = DatasetSpec(("texts",), tokenizer=sys.argv[2], val_fraction=0.05)
+    prepare(spec, Path(sys.argv[1]), workers=int(sys.argv[3]), unit_bytes=1 << 16)
+"""
+SLOWLY = PREPARE_IN_SMALL_UNITS.replace(
+    'if __name__ == "__main__":\n',
+    """
+import time
+import trainkit.capabilities.texts.prepare as module
+run_unit = module.run_unit
+def slowly(*job):
+    time.sleep(0.05)
+    return run_unit(*job)
+if __name__ == "__main__":
+    module.run_unit = slowly
+""",
+)
+"""So that it is not over before it is struck."""
+
+
+def start_prepare(cwd, out, workers):
+    command = [sys.executable, "small_units.py", out, "bytes", str(workers)]
+    return subprocess.Popen(command, cwd=cwd, env=environ(), stderr=subprocess.PIPE, text=True)
+
+
+def processes_in(folder):
+    """Ids of the processes whose working directory is `folder`."""
+    found = set()
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and (entry / "cwd").readlink() == folder:
+                found.add(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+def num_records(folder):
+    return len(list(folder.glob(".work/unit-*.json")))
+
+
+@pytest.mark.slow
+def test_killed_at_random_times_and_finished(tmp_path):
+    (tmp_path / "small_units.py").write_text(PREPARE_IN_SMALL_UNITS)
+    (tmp_path / "texts").mkdir()
+    write_rows(tmp_path / "texts" / "a.jsonl", 60_000)
+    (tmp_path / "texts" / "b.txt").write_text("line of text\r\n" * 300_000)
+    assert start_prepare(tmp_path, "expected", 1).wait(300) == 0
+    expected = content_of(tmp_path / "expected")
+    assert len(expected) > 200
+
+    randomness, num_killed = random.Random(0), 0
+    for attempt in range(8):
+        process = start_prepare(tmp_path, "out", 1 + attempt % 3)
+        goal = num_records(tmp_path / "out") + randomness.randrange(25)
+        while num_records(tmp_path / "out") < goal and process.poll() is None:
+            time.sleep(0.001)
+        time.sleep(randomness.random() * 0.02)
+        process.send_signal(signal.SIGKILL)
+        if process.wait() == 0:  # it was faster than we could kill it
+            assert content_of(tmp_path / "out") == expected
+            shutil.rmtree(tmp_path / "out")
+            continue
+        assert process.returncode == -signal.SIGKILL
+        num_killed += 1
+        assert not (tmp_path / "out" / "dataset.json").exists()
+    assert num_killed > 0
+    last = start_prepare(tmp_path, "out", 2)
+    assert last.wait(300) == 0, last.stderr.read()
+    assert content_of(tmp_path / "out") == expected
+
+
+def test_workers_die_with_a_killed_prepare(tmp_path):
+    (tmp_path / "small_units.py").write_text(SLOWLY)
+    (tmp_path / "texts").mkdir()
+    write_rows(tmp_path / "texts" / "a.jsonl", 200_000)
+    process = start_prepare(tmp_path, "out", 2)
+    while len(processes_in(tmp_path)) < 3:
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 60
+    while processes_in(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert processes_in(tmp_path) == set()
+
+
+def test_full_disk_exits_1(tmp_path):
+    """A limit on the size of files stands for the disk: the kernel refuses to write on."""
+    write_rows(tmp_path / "a.jsonl", 3000)
+    shell = f"ulimit -f 100; trap '' XFSZ; exec {sys.executable} -m trainkit data prepare a.jsonl --out out"
+    done = run_program("bash", "-c", shell, cwd=tmp_path, env=environ())
+    assert done.returncode == EXIT_FAILED
+    assert "error: cannot write to out: File too large" in done.stderr
+    assert "resumes where it stopped" in done.stderr
+    assert trainkit_data("prepare", "a.jsonl", "--out", "out", cwd=tmp_path).returncode == EXIT_OK

@@ -1,0 +1,152 @@
+"""Simulates one rank of a job of any size in one process, without its memory and without the other ranks.
+
+``python -m trainkit.capabilities.simulation.worker CONFIG PLAN RANK`` prints JSON: the rank's peak memory,
+and the number of collectives per step. Tensors have shapes but no values; collectives return immediately.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainkit.capabilities.simulation import Simulation
+from trainkit.config import read_effective
+from trainkit.config.schema import RunConfig
+from trainkit.plan.launch import LaunchPlan
+from trainkit.trainer.build import BuiltModel, assemble, build_model_parts, build_task
+from trainkit.trainer.causal_lm import CausalLM, Microbatch
+from trainkit.trainer.distributed import World, build_mesh, context_group
+from trainkit.trainer.models.model import Model, local_tensor
+from trainkit.trainer.optimizer import ShardedAdamW
+from trainkit.trainer.parallel.pipeline import PipelineForwardBackward
+from trainkit.trainer.precision import DTYPES
+from trainkit.trainer.progress import Progress
+from trainkit.trainer.torch_private import (
+    DispatchMode,
+    FakeTensors,
+    collective_kind,
+    join_fake_world,
+    memory_tracker,
+    set_stage_shapes,
+    shapes_untracked,
+)
+
+
+class _CountCollectives(DispatchMode):  # type: ignore[no-untyped-call]
+    """Counts collectives by kind."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kind = collective_kind(func)
+        if kind is not None:
+            self.counts[kind] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def simulated_world(plan: LaunchPlan, rank: int, *, mesh_of_one: bool = False) -> Iterator[World]:
+    """The world of one rank, on the fake backend: the other ranks do not exist."""
+    join_fake_world(rank, plan.world_size)
+    try:
+        device = torch.device("cpu")
+        mesh = build_mesh(device, plan.layout) if plan.world_size > 1 or mesh_of_one else None
+        group = context_group(plan.layout)
+        yield World(rank, plan.world_size, device, mesh, None, plan.layout, group, is_simulated=True)
+    finally:
+        dist.destroy_process_group()
+
+
+def simulate(config: RunConfig, plan: LaunchPlan, rank: int) -> Simulation:
+    """Simulate two steps of a rank."""
+    began_s = time.monotonic()
+    task = build_task(config)
+    assert isinstance(task, CausalLM)
+    with simulated_world(plan, rank, mesh_of_one=config.parallel.wraps_one) as world:
+        model_parts = build_model_parts(task, plan, world)
+        with FakeTensors(allow_non_fake_inputs=True), shapes_untracked():
+            for model in model_parts:
+                model.to_empty(device=world.device)
+                model.rebuild_buffers()
+            built = assemble(task, plan, world, Progress(), model_parts)
+            optimizer = ShardedAdamW(built.weights, config.optimizer, plan.layout)
+            step = _step(config, plan, built, optimizer)
+            tracker, collectives = memory_tracker(), _CountCollectives()
+            masters = [weight.param for weight in built.weights if weight.cast is not None]
+            state = [tensor for _, tensor in optimizer.state_tensors()]
+            tracker.track_external(*built.model_parts, *masters, *state)
+            with tracker:
+                step()  # allocates tensors that later steps reuse, such as the buffers of a pipeline
+            with tracker, collectives:
+                step()
+            peak = tracker.get_tracker_snapshot("peak")[world.device]
+    return Simulation(
+        rank,
+        plan.world_size,
+        {str(getattr(kind, "name", kind)).lower(): size for kind, size in peak.items()},
+        dict(sorted(collectives.counts.items())),
+        sum(local_tensor(weight.param).numel() for weight in built.weights),
+        round(time.monotonic() - began_s, 2),
+    )
+
+
+def _step(
+    config: RunConfig, plan: LaunchPlan, built: BuiltModel, optimizer: ShardedAdamW
+) -> Callable[[], None]:
+    """A function that runs one step of the training loop, without the parts that need values."""
+    batch = plan.batch
+    shape = (batch.device_batch_size, config.data.seq_len)
+    micro = Microbatch(
+        torch.zeros(shape, dtype=torch.int64),
+        torch.zeros(shape, dtype=torch.int64),
+        torch.zeros(shape[0], dtype=torch.int32),
+    )
+    micros = [micro] * batch.accumulation_steps
+    one, zero = torch.ones(()), torch.zeros(())
+    if isinstance(built.forward_backward, PipelineForwardBackward):
+        dtype = DTYPES[config.precision.dtype]
+
+        def stream_of(model: nn.Module, kwargs: Mapping[str, Tensor]) -> Tensor:
+            size = (len(kwargs["sample_keys"]), *cast(Model, model).stream_shape)
+            return torch.empty(size, dtype=dtype, device="meta", requires_grad=True)
+
+        set_stage_shapes(built.forward_backward.schedule, stream_of)
+
+    def step() -> None:
+        built.forward_backward.accumulate_gradient(micros, one, lambda nll_sum: None)
+        built.sum_tied_gradients()
+        optimizer.collect_gradients()
+        total = optimizer.square_sum()
+        dist.all_reduce(total)
+        optimizer.step(1e-3, one, zero)
+        optimizer.zero_grad()
+
+    return step
+
+
+def main() -> int:
+    """Simulate the rank given on the command line, and print the result."""
+    config_file, plan_file, rank = sys.argv[1:4]
+    config = read_effective(Path(config_file), executes=False)
+    plan = LaunchPlan.read(Path(plan_file), executes=False)
+    print(json.dumps(asdict(simulate(config, plan, int(rank)))))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,212 @@
+"""The tokenizer, and the tokenisation of one unit into shards by a worker of `prepare`."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from functools import lru_cache
+from pathlib import Path
+from shlex import quote
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from trainkit.capabilities.texts.inputs import FORMS, Input, unreadable
+from trainkit.capabilities.texts.units import Unit
+from trainkit.data.dataset_file import BYTES, PLACES, SPLITS, Shard, identify, places_file
+from trainkit.errors import UsageError
+from trainkit.folders import shown_path
+from trainkit.run import files
+
+T = TypeVar("T")
+Tokens = npt.NDArray[Any]
+"""uint16 or uint32, little endian, as stored."""
+
+
+def token_dtype(vocab_size: int) -> str:
+    """The smallest unsigned dtype that can represent all token ids."""
+    return "uint16" if vocab_size <= 1 << 16 else "uint32"
+
+
+class Tokenizer:
+    """The tokenizer of `data.tokenizer`: `bytes`, or the path of a tokenizer.json."""
+
+    def __init__(self, name: str) -> None:
+        self.identity = identify(name)
+        self._library = None if name == BYTES else _load(name)
+        self._dtype = np.dtype(token_dtype(self.identity.vocab_size)).newbyteorder("<")
+
+    def encode(self, texts: Sequence[bytes]) -> list[Tokens]:
+        """The ids of each text, without special tokens; raises UnicodeDecodeError if it is not UTF-8."""
+        if self._library is None:
+            return [np.frombuffer(text, dtype=np.uint8).astype(self._dtype) for text in texts]
+        encodings = self._library.encode_batch_fast(
+            [text.decode() for text in texts], add_special_tokens=False
+        )
+        return [np.array(encoding.ids, dtype=self._dtype) for encoding in encodings]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, without special tokens; what is not UTF-8 becomes U+FFFD."""
+        if self._library is None:
+            return bytes(token for token in ids if token < 256).decode(errors="replace")
+        return str(self._library.decode(list(ids)))
+
+
+def _load(path: str) -> Any:
+    import tokenizers  # takes 60 ms, and the byte tokenizer does not need it
+
+    try:
+        library = tokenizers.Tokenizer.from_file(path)
+    except Exception as error:  # the library raises plain Exceptions
+        raise UsageError(
+            f"tokenizer {shown_path(path)} cannot be loaded by tokenizers {tokenizers.__version__}: {error}",
+            hint="install a newer version of tokenizers, or save the tokenizer again",
+        ) from None
+    library.no_truncation()
+    library.no_padding()
+    return library
+
+
+WORK_FOLDER = ".work"
+"""Folder inside the output folder while the dataset is being prepared."""
+_BATCH_BYTES = 4 << 20
+"""Bytes of text per call of the tokenizer: enough for it to use several threads."""
+
+
+def record_file(folder: Path, unit: Unit) -> Path:
+    """Written once the shards of a unit are published in the folder of a dataset."""
+    return folder / WORK_FOLDER / f"unit-{unit.index:05d}.json"
+
+
+def run_unit(folder: Path, unit: Unit) -> None:
+    """Tokenise a unit, publish its shards, then its record.
+
+    Raises UsageError for unusable text or a source that has changed, OSError if the shards cannot be written.
+    """
+    writers = {split: _ShardWriter(folder, f"{split}-{unit.index:05d}.bin") for split in SPLITS}
+    try:
+        digests = _tokenize(unit, writers)
+        shards = {split: asdict(shard) for split in SPLITS if (shard := writers[split].publish())}
+        files.write_json(record_file(folder, unit), {"digests": digests, "shards": shards})
+    finally:
+        for writer in writers.values():
+            writer.discard()
+
+
+def digest_unit(unit: Unit) -> list[str]:
+    """The digests of the current content of a unit's spans."""
+    digests = []
+    for reader in unit.readers():
+        for _ in reader:
+            pass
+        digests.append(reader.digest)
+    return digests
+
+
+def _tokenize(unit: Unit, writers: dict[str, _ShardWriter]) -> list[str]:
+    tokenizer = _tokenizer(unit.spec.tokenizer)
+    eos = tokenizer.identity.eos_id
+    digests = []
+    for reader in unit.readers():
+        source = reader.span.source
+        _check_unchanged(source)
+        try:
+            for batch in in_batches(reader, lambda piece: len(piece.text)):
+                for piece, tokens in zip(
+                    batch, tokenizer.encode([piece.text for piece in batch]), strict=True
+                ):
+                    writer = writers[piece.split]
+                    writer.add_place(piece.place, reader.span.input, FORMS.index(source.form))
+                    writer.append(tokens, eos if piece.ends_document else None)
+        except UnicodeDecodeError as error:
+            raise UsageError(
+                f"{source.shown} is not UTF-8: byte {error.object[error.start]:#04x}",
+                hint=f"`trainkit data validate {quote(source.shown)}` lists all such lines; "
+                "the tokenizer `bytes` accepts any bytes",
+            ) from None
+        _check_unchanged(source)
+        digests.append(reader.digest)
+    return digests
+
+
+def in_batches(items: Iterable[T], num_bytes: Callable[[T], int]) -> Iterator[list[T]]:
+    """The items in lists that are worth a call of the tokenizer."""
+    batch: list[T] = []
+    size = 0
+    for item in items:
+        batch.append(item)
+        size += num_bytes(item)
+        if size >= _BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _check_unchanged(source: Input) -> None:
+    try:
+        status = Path(source.path).stat()
+    except OSError as error:
+        raise unreadable(source.path, error) from None
+    if (status.st_size, status.st_mtime_ns) != (source.size, source.mtime_ns):
+        raise UsageError(
+            f"{source.shown} changed while it was being prepared",
+            hint="wait until it is complete, then prepare into a new folder",
+        )
+
+
+@lru_cache(maxsize=1)
+def _tokenizer(name: str) -> Tokenizer:
+    """Cached for all units of a worker: loading a large vocabulary takes a second."""
+    return Tokenizer(name)
+
+
+class _ShardWriter:
+    """Appends tokens to a file that is renamed to its final name once it is complete."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.name = name
+        self.path = folder / name
+        self.partial = folder / WORK_FOLDER / f"{name}.{os.getpid()}"
+        self.num_tokens = 0
+        self._places: list[tuple[int, int, int, int]] = []
+        self._hash = hashlib.sha256()
+        self._stream = self.partial.open("wb")
+
+    def add_place(self, place: int, number: int, form: int) -> None:
+        """Record that what is appended next begins at a place of the input of this number."""
+        self._places.append((self.num_tokens, place, number, form))
+
+    def append(self, tokens: Tokens, eos: int | None) -> None:
+        self._write(tokens.tobytes())
+        self.num_tokens += len(tokens)
+        if eos is not None:
+            self._write(eos.to_bytes(tokens.itemsize, "little"))
+            self.num_tokens += 1
+
+    def publish(self) -> Shard | None:
+        """Rename the file to its final name; returns None if it is empty."""
+        self._stream.flush()
+        os.fsync(self._stream.fileno())
+        self._stream.close()
+        if not self.num_tokens:
+            return None
+        places = self.partial.with_name(f"{self.partial.name}.places")
+        np.array(self._places, dtype=PLACES).tofile(places)
+        places.rename(places_file(self.path))
+        self.partial.rename(self.path)
+        return Shard(self.name, self.num_tokens, self._hash.hexdigest())
+
+    def discard(self) -> None:
+        # Closing flushes the buffer, which fails again on a full disk.
+        with suppress(OSError):
+            self._stream.close()
+        self.partial.unlink(missing_ok=True)
+
+    def _write(self, data: bytes) -> None:
+        self._hash.update(data)
+        self._stream.write(data)

@@ -1,0 +1,165 @@
+"""Reads a source completely and reports every line or row that `prepare` would refuse."""
+
+from __future__ import annotations
+
+import codecs
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from trainkit.capabilities.texts.inputs import TEXT, Input, TableError
+from trainkit.capabilities.texts.tokenize import Tokenizer, in_batches
+from trainkit.capabilities.texts.units import RowError, open_input, read_rows, row_text
+from trainkit.data.dataset_file import SPLITS, check_shard_sizes, read_dataset_file
+from trainkit.folders import shown_path
+from trainkit.run.manifest import file_hash
+
+LONG_ROW_BYTES = 1 << 20
+"""Size from which a row is reported as long: a row is tokenised in one piece, and fills many samples."""
+_MAX_LISTED = 5
+_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True)
+class LineProblem:
+    """One problem of a source."""
+
+    file: str
+    line: int | None
+    """The line, or the row of a table, counted from 1; None if the problem is not in a single one."""
+    message: str
+
+    def render(self) -> str:
+        place = shown_path(self.file) if self.line is None else f"{shown_path(self.file)}:{self.line}"
+        return f"{place}: {self.message}"
+
+
+OnProblem = Callable[[LineProblem], None]
+
+
+@dataclass
+class SourceSummary:
+    """The counts of a source."""
+
+    file: str
+    lines: int = 0
+    """Lines, or the rows of a table."""
+    documents: int = 0
+    empty: int = 0
+    """Rows without text, which are skipped, or files without text."""
+    first_empty: list[int] = field(default_factory=list)
+    long: int = 0
+    """Rows of at least `LONG_ROW_BYTES` of text, which are not refused."""
+    first_long: list[int] = field(default_factory=list)
+    tokens: int = 0
+    """Including end-of-document tokens."""
+    problems: int = 0
+
+    def notes(self) -> Iterator[str]:
+        """What to know about the rows that are not refused, in sentences."""
+        for count, first, what in (
+            (self.empty, self.first_empty, "without text, which are skipped"),
+            (self.long, self.first_long, f"of at least {LONG_ROW_BYTES >> 20} MiB"),
+        ):
+            if first:
+                more = ", …" if count > len(first) else ""
+                yield f"{shown_path(self.file)}: {count:,} rows {what}: {', '.join(map(str, first))}{more}"
+
+    def add_row(self, number: int, text: bytes) -> bool:
+        """Count a row; returns whether it has text."""
+        if not text:
+            self.empty += 1
+            self.first_empty += [number] if len(self.first_empty) < _MAX_LISTED else []
+            return False
+        if len(text) >= LONG_ROW_BYTES:
+            self.long += 1
+            self.first_long += [number] if len(self.first_long) < _MAX_LISTED else []
+        self.documents += 1
+        return True
+
+
+def validate_texts(
+    source: Input, text_key: str, tokenizer: Tokenizer, on_problem: OnProblem
+) -> SourceSummary:
+    """Check every line or row of one file, in constant memory; raises UsageError if pyarrow is missing."""
+    summary = SourceSummary(source.path)
+
+    def report(line: int | None, message: str) -> None:
+        summary.problems += 1
+        on_problem(LineProblem(source.path, line, message))
+
+    try:
+        read = _text if source.form == TEXT else partial(_rows, key=text_key)
+        for texts in in_batches(read(source, summary, report), len):
+            summary.tokens += sum(map(len, tokenizer.encode(texts)))
+        summary.tokens += summary.documents
+    except TableError as error:
+        report(None, str(error))
+    except (EOFError, zlib.error) as error:
+        report(None, f"not a complete gzip file: {error}")
+    except OSError as error:
+        report(None, f"cannot be read: {error.strerror or error}")
+    return summary
+
+
+def validate_shards(folder: Path, on_problem: OnProblem) -> SourceSummary:
+    """Compare every shard of a prepared dataset with its published hash.
+
+    Raises UsageError if the folder is not a dataset, or a shard is missing or has another size.
+    """
+    file = read_dataset_file(folder)
+    summary = SourceSummary(str(folder))
+    for split in SPLITS:
+        check_shard_sizes(folder, file, split)
+        summary.tokens += file.num_tokens(split)
+        for shard in file.splits[split]:
+            if file_hash(folder / shard.file) != shard.sha256:
+                summary.problems += 1
+                message = "the content has changed since it was prepared: prepare the dataset again"
+                on_problem(LineProblem(str(folder / shard.file), None, message))
+    return summary
+
+
+_Report = Callable[[int | None, str], None]
+
+
+def _rows(source: Input, summary: SourceSummary, report: _Report, key: str) -> Iterator[bytes]:
+    """The texts of the lines of a file, or of the rows of a table."""
+    for number, _, row in read_rows(source, key):
+        summary.lines = number
+        try:
+            text = row_text(source, row, key)
+        except RowError as error:
+            report(number, str(error))
+            continue
+        if summary.add_row(number, text):
+            yield text
+
+
+def _text(source: Input, summary: SourceSummary, report: _Report) -> Iterator[bytes]:
+    """The decodable text; reports only the first invalid byte of each line."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    inside_line = reported = False
+    with open_input(source) as stream:
+        while piece := stream.readline(_BLOCK):
+            if not inside_line:
+                summary.lines += 1
+                reported = False
+            inside_line = not piece.endswith(b"\n")
+            try:
+                text = decoder.decode(piece)
+            except UnicodeDecodeError as error:
+                decoder.reset()
+                if not reported:
+                    report(summary.lines, f"not UTF-8: byte {error.object[error.start]:#04x}")
+                reported = True
+            else:
+                yield text.encode()
+    if decoder.getstate()[0]:
+        report(summary.lines, "not UTF-8: the text ends within a character")
+    if summary.lines:
+        summary.documents = 1
+    else:
+        summary.empty = 1

@@ -1,0 +1,223 @@
+"""Estimates the time of a step on a layout, and what its GPUs send each other. Pure.
+
+Times are accurate enough to rank layouts, not to predict them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from trainkit.plan.gpus import Gpu
+from trainkit.plan.memory import FLOAT32, RankParams, rank_params, stream_bytes
+from trainkit.plan.step_work import DEFERRED_WEIGHT_GRADS, StepWork, bubble_fraction
+
+Kind = Literal["gather", "scatter", "reduce", "tp", "cp", "pp"]
+DATA_PARALLEL: tuple[Kind, ...] = ("gather", "scatter", "reduce")
+
+
+@dataclass(frozen=True)
+class Flow:
+    """The data that one GPU sends for one kind of communication in one optimizer step."""
+
+    kind: Kind
+    """``gather``: all-gather of parameters; ``scatter``: reduce-scatter of gradients over shards; ``reduce``:
+    all-reduce of gradients over replicas; tp, cp, pp: activations and their gradients."""
+    num_bytes: int
+    calls: int
+    """Number of collectives."""
+    ranks: int
+    """Number of ranks in the group."""
+    stride: int
+    """Difference between the ranks of neighbours in the group."""
+
+    def crosses_nodes(self, node_size: int) -> bool:
+        """Whether the group spans several nodes."""
+        return self.ranks * self.stride > node_size
+
+    def ranks_of_a_node(self, node_size: int) -> int:
+        """The number of ranks of the group on one node, which share its links to other nodes."""
+        return min(self.ranks, max(1, node_size // self.stride))
+
+
+def traffic(work: StepWork) -> list[Flow]:
+    """All data that a GPU sends in one step."""
+    flows = [*_weights(work), *_activations(work)]
+    return [flow for flow in flows if flow.ranks > 1 and flow.num_bytes]
+
+
+def _weights(work: StepWork) -> Iterator[Flow]:
+    """All-gathers of parameters and reduce-scatters of gradients over shards, all-reduce over replicas.
+
+    Per pass, in a pipeline once. ZeRO-3 gathers for the forward and the backward pass, the head once.
+    ZeRO-2 gathers once per step.
+    """
+    params, layout, shards, copies = _params(work, 0), work.layout, work.shards, work.layout.dp_replicate
+    passes = 1 if layout.pp > 1 else work.passes_per_step
+    again = work.block_itemsize * params.block * params.num_layers + work.itemsize * params.embedding
+    head, heads = work.itemsize * params.head, int(params.head > 0)
+    units = params.num_layers + (params.embedding > 0)
+    times, gathers = (1, 1) if work.keeps_gathered else (2, passes)
+    sent = gathers * (again * times + head) * (shards - 1)
+    yield Flow("gather", sent // shards, gathers * (units * times + heads), shards, layout.tp)
+    whole, calls = FLOAT32 * params.whole, units + heads
+    yield Flow("scatter", passes * whole * (shards - 1) // shards, passes * calls, shards, layout.tp)
+    sent = 2 * (whole // shards) * (copies - 1) // copies
+    yield Flow("reduce", sent, calls, copies, layout.tp * layout.cp * layout.dp_shard)
+
+
+def _activations(work: StepWork) -> Iterator[Flow]:
+    layout, shape, params = work.layout, work.shape, _params(work, 0)
+    mode, block_passes = work.parallel.activation_checkpointing, params.num_layers * work.passes_per_step
+    stream = work.tokens_per_pass * work.itemsize * shape.dim
+    # Attention and feed-forward each gather their input and reduce their output, forward and backward.
+    # Recomputation gathers again; reduced outputs are kept, or for `full` that of attention is reduced again.
+    calls = {"none": 8, "selective": 10, "full": 11}[mode] * block_passes
+    yield Flow("tp", calls * stream * (layout.tp - 1) // layout.tp, calls, layout.tp, 1)
+    keys = work.tokens_per_pass * work.itemsize * 2 * shape.num_kv_heads * shape.head_dim // layout.tp
+    calls = (2 if mode == "none" else 3) * block_passes
+    yield Flow("cp", calls * keys * (layout.cp - 1), calls, layout.cp, layout.tp)
+    calls = 2 * len(params.layers) * work.passes_per_step
+    sent = calls * work.tokens_per_pass * stream_bytes(work)
+    yield Flow("pp", sent, calls, layout.pp, layout.world_size // layout.pp)
+
+
+def _params(work: StepWork, pp_rank: int) -> RankParams:
+    return rank_params(work.shape, work.layout, work.parallel.pp_schedule, pp_rank)
+
+
+EFFICIENCY = 0.6
+"""Fraction of a GPU's peak that large matrix products reach. Llama 3 (arXiv 2407.21783) reports 38 to 43 %
+overall; single GPUs reach 58 %, including overhead."""
+FILL = 128
+"""Matrix size at which efficiency halves: about the tile size of a kernel."""
+FLOAT32_SHARE = 1 / 16
+"""Float32 peak as a fraction of the 16-bit peak, on data-center GPUs."""
+UNKNOWN_PEAK = 300e12
+"""FLOP/s assumed for a GPU whose peak is unknown; only relative times are shown."""
+INTERFERENCE = 0.1
+"""Minimum exposed fraction of communication: it takes SMs and memory bandwidth from the computation."""
+WEIGHTS_OF_A_BLOCK = 9
+"""Number of weights of a block: seven matrices and two norms."""
+HOP_S = {"node": 2e-6, "network": 6e-6}
+"""Latency in seconds of one message between two ranks; a ring of n ranks sends n - 1 in sequence."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The estimated time of an optimizer step, by cause."""
+
+    compute_s: float
+    """Compute time of the rank with the most work, without recomputation."""
+    recompute_s: float
+    exposed_s: dict[str, float]
+    """Seconds of communication not overlapped with computation, by kind of parallelism."""
+    bubble: float
+    """Fraction of the step in which a rank of the pipeline is idle."""
+    flows: tuple[Flow, ...]
+
+    @cached_property
+    def step_s(self) -> float:
+        """Seconds per optimizer step."""
+        inside = self.compute_s + self.recompute_s
+        inside += sum(self.exposed_s[kind] for kind in ("tp", "cp", "pp"))
+        return inside / (1 - self.bubble) + self.exposed_s["dp"]
+
+    @property
+    def sent(self) -> dict[str, int]:
+        """Bytes that a GPU sends per step, by kind of parallelism."""
+        sums = dict.fromkeys(("dp", "tp", "cp", "pp"), 0)
+        for flow in self.flows:
+            sums["dp" if flow.kind in DATA_PARALLEL else flow.kind] += flow.num_bytes
+        return sums
+
+    def crossing(self, node_size: int) -> tuple[str, ...]:
+        """Kinds of parallelism that use the network between nodes."""
+        kinds = {flow.kind for flow in self.flows if flow.crosses_nodes(node_size)}
+        found = {"dp" if kind in DATA_PARALLEL else kind for kind in kinds}
+        return tuple(kind for kind in ("dp", "tp", "cp", "pp") if kind in found)
+
+
+def cost_of(work: StepWork, gpu: Gpu, node_size: int) -> Cost:
+    """Estimate the cost of a step on nodes of `node_size` GPUs."""
+    compute_s = _compute_s(work, gpu)
+    recompute_s = compute_s * recompute_share(work)
+    flows = traffic(work)
+    seconds: dict[str, float] = dict.fromkeys((*DATA_PARALLEL, "tp", "cp", "pp"), 0.0)
+    for flow in flows:
+        seconds[flow.kind] += _seconds(flow, gpu, node_size)
+    exposed = {kind: seconds[kind] for kind in ("tp", "cp", "pp")}
+    if work.layout.pp > 1:
+        # Parameters are gathered before the schedule starts, and gradients reduced after it ends.
+        exposed["dp"] = sum(seconds[kind] for kind in DATA_PARALLEL)
+    else:
+        # All-gathers overlap with the whole pass, reduce-scatters with each backward pass, and the all-reduce
+        # over replicas with the last backward pass.
+        passes, passes_s = work.passes_per_step, compute_s + recompute_s
+        backward_s, scatter_s = passes_s * 2 / 3 / passes, seconds["scatter"] / passes
+        exposed["dp"] = _exposed(seconds["gather"], passes_s)
+        exposed["dp"] += (passes - 1) * _exposed(scatter_s, backward_s)
+        exposed["dp"] += _exposed(scatter_s + seconds["reduce"], backward_s)
+    bubble = bubble_fraction(work.parallel.pp_schedule, work.layout.pp, work.passes_per_step)
+    return Cost(compute_s, recompute_s, exposed, bubble, tuple(flows))
+
+
+def _exposed(seconds: float, hidden_by_s: float) -> float:
+    return max(seconds - hidden_by_s, INTERFERENCE * seconds)
+
+
+def recompute_share(work: StepWork) -> float:
+    """The time of recomputation as a fraction of the compute time of a step.
+
+    A forward pass is a third of a step. ``selective`` recomputes every second matrix product: wk, wo and up.
+    If weight gradients are deferred, torch recomputes a block for the input gradients and again for each
+    weight.
+    """
+    mode, shape = work.parallel.activation_checkpointing, work.shape
+    if mode == "none":
+        return 0.0
+    if mode == "full":
+        is_apart = work.recomputes_for_weights and work.parallel.pp_schedule in DEFERRED_WEIGHT_GRADS
+        return (1 + WEIGHTS_OF_A_BLOCK) / 3 if is_apart else 1 / 3
+    kv_dim = shape.num_kv_heads * shape.head_dim
+    again = kv_dim + shape.dim + shape.ffn_dim
+    return again / (2 * shape.dim + 2 * kv_dim + 3 * shape.ffn_dim) / 3
+
+
+def rank_flops(work: StepWork, pp_rank: int) -> float:
+    """The FLOPs of one rank per step: ``6 N + 12 L h T`` per token (arXiv 2204.02311)."""
+    shape, layout = work.shape, work.layout
+    params = _params(work, pp_rank)
+    kv_dim = shape.num_kv_heads * shape.head_dim
+    block = 6 * (2 * shape.dim * (shape.dim + kv_dim) + 3 * shape.dim * shape.ffn_dim)
+    block += 12 * shape.dim * work.seq_len
+    head = 6 * shape.dim * shape.vocab_size if params.head else 0
+    tokens = work.tokens_per_pass * work.passes_per_step
+    return tokens * (block * params.num_layers + head) / layout.tp
+
+
+def _compute_s(work: StepWork, gpu: Gpu) -> float:
+    peak = gpu.peak_flops or UNKNOWN_PEAK
+    if work.dtype == "fp32":
+        peak *= FLOAT32_SHARE
+    rows, columns = work.tokens_per_pass, work.shape.dim / work.layout.tp
+    filled = rows / (rows + FILL) * columns / (columns + FILL)
+    pp = work.layout.pp
+    most = max(rank_flops(work, rank) for rank in sorted({0, pp // 2, pp - 1}))
+    return most / (peak * EFFICIENCY * filled)
+
+
+def _seconds(flow: Flow, gpu: Gpu, node_size: int) -> float:
+    """The seconds that a flow takes on its slowest link."""
+    if flow.kind == "pp":
+        # Point-to-point: the ranks of a node do not share one transfer as in a collective.
+        far = flow.crosses_nodes(node_size)
+        return flow.num_bytes / (gpu.network_bandwidth if far else gpu.node_bandwidth)
+    if not flow.crosses_nodes(node_size):
+        return flow.num_bytes / gpu.node_bandwidth + flow.calls * (flow.ranks - 1) * HOP_S["node"]
+    together = flow.ranks_of_a_node(node_size)
+    bandwidth = min(gpu.node_bandwidth, gpu.network_bandwidth * together)
+    hops = -(-flow.ranks // together) - 1
+    return flow.num_bytes / bandwidth + flow.calls * hops * HOP_S["network"]
