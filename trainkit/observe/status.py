@@ -292,7 +292,7 @@ def read_status(
         ),
         age_s=seconds_between(entry.submitted_at, now),
         last_event=events.recent[-1] if events.recent else None,
-        verdict=_verdict(run.attempt(attempt), end, state) if attempt else None,
+        verdict=_verdict(run.attempt(attempt), job, end, state) if attempt else None,
         restarts=find_restarts(events.attempts),
         checkpoint=newest_checkpoint(run.checkpoints_dir),
         warnings=[
@@ -346,11 +346,11 @@ def loss_text(status: RunStatus, loss: str) -> str:
     return with_divergence(None, status.progress.diverged_since) or loss
 
 
-def _verdict(attempt: AttemptDir, end: AttemptEnd | None, state: str) -> RankFailure | None:
+def _verdict(attempt: AttemptDir, job: JobRecord, end: AttemptEnd | None, state: str) -> RankFailure | None:
     """The first failure of an attempt; if it died without recording one, that of its ranks."""
     if end is not None or state != "died":
         return None if end is None else end.verdict
-    first = first_of(rank_failures(attempt))
+    first = first_of(rank_failures(attempt, job))
     return None if first is None else replace(first[1], more={})
 
 
