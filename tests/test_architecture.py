@@ -25,7 +25,7 @@ from trainkit.run.history import Attempt
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
 SIZES = {
-    "trainkit": (19, 4_978),
+    "trainkit": (19, 4_982),
     "trainkit/backends": (26, 4_245),
     "trainkit/capabilities": (1, 1),
     "trainkit/capabilities/bench": (6, 1_329),
@@ -42,7 +42,7 @@ SIZES = {
     "trainkit/capabilities/multimodal": (2, 541),
     "trainkit/capabilities/notifications": (5, 508),
     "trainkit/capabilities/replay": (6, 1_470),
-    "trainkit/capabilities/report": (7, 1_108),
+    "trainkit/capabilities/report": (10, 1_780),
     "trainkit/capabilities/simulation": (4, 311),
     "trainkit/capabilities/slow_ranks": (7, 630),
     "trainkit/capabilities/texts": (9, 1_834),
@@ -56,12 +56,12 @@ SIZES = {
     "trainkit/data": (6, 891),
     "trainkit/job": (35, 7_164),
     "trainkit/launch": (20, 4_114),
-    "trainkit/observe": (9, 2_376),
+    "trainkit/observe": (9, 2_377),
     "trainkit/plan": (16, 3_178),
-    "trainkit/run": (16, 4_488),
+    "trainkit/run": (16, 4_487),
     "trainkit/slurm": (8, 1_574),
     "trainkit/trainer": (38, 8_925),
-    "tests": (396, 64_315),
+    "tests": (397, 64_563),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)
@@ -220,7 +220,7 @@ ALLOWED = {
         *("control", "observe", "cli"),
     },
     "capabilities.report": {
-        *("capability", "errors", "folders", "formats", "run", "config", "observe", "cli"),
+        *("capability", "errors", "extras", "folders", "formats", "run", "config", "observe", "cli"),
         "capabilities.watch.view_text",  # a curve as a line of text
     },
     "capabilities.bench": {  # runs a config in many ways, as its owner could by hand, and compares them
