@@ -491,6 +491,8 @@ TASKS = {
     ),
 }
 """The shipped tasks, by their names in a config."""
+TASK_CHECK = "trainkit.capabilities.task_check.worker"
+"""The module whose process tries a user's task, or reads all of its samples."""
 TRANSFORMERS_TASK = "trainkit.capabilities.transformers.task:HFCausalLM"
 """The task of a `model.hf` that only the transformers library can build; it can `check` itself."""
 
