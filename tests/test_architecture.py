@@ -25,7 +25,7 @@ from trainkit.run.history import Attempt
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
 SIZES = {
-    "trainkit": (19, 5_039),
+    "trainkit": (19, 5_042),
     "trainkit/backends": (26, 4_244),
     "trainkit/capabilities": (1, 1),
     "trainkit/capabilities/bench": (6, 1_328),
@@ -62,7 +62,7 @@ SIZES = {
     "trainkit/run": (16, 4_501),
     "trainkit/slurm": (8, 1_574),
     "trainkit/trainer": (38, 8_690),
-    "tests": (403, 64_737),
+    "tests": (403, 64_746),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)

@@ -229,7 +229,7 @@ class Capability:
     may_be_secret: ClassVar[tuple[str, ...]] = ()
     """Keys whose values no error shows."""
     other_keys: ClassVar[Mapping[str, str]] = {}
-    """Key of other programs -> which keys of the config replace it, as a hint."""
+    """Key of other programs -> a hint, which keys of the config replace it; of a shipped capability only."""
 
     def contradictions(self, config: RunConfig) -> Iterable[KeyProblem]:
         """The problems of the config keys of the capability, whatever the facts."""
