@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainkit.capabilities.simulation.simulated_job import simulate, simulated_plan
 from trainkit.config import LoadedConfig, load_config
-from trainkit.launch.trainer_process import simulate, simulated_plan
 from trainkit.plan.launch import LaunchPlan, Layout
 from trainkit.plan.memory import extreme_ranks, memory_of
 from trainkit.plan.model_shape import resolve_model_shape

@@ -33,10 +33,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from trainkit.capabilities.simulation.simulated_job import simulate, simulated_plan
+from trainkit.capabilities.simulation.worker import _step as step_of
+from trainkit.capabilities.simulation.worker import simulated_world
 from trainkit.config import load_config
 from trainkit.config.loaded import LoadedConfig
 from trainkit.config.training import ModelConfig, OptimizerConfig
-from trainkit.launch.trainer_process import simulate, simulated_plan
 from trainkit.plan.launch import LaunchPlan, Layout
 from trainkit.plan.model_shape import resolve_model_shape
 from trainkit.plan.step_work import loss_chunks
@@ -47,8 +49,6 @@ from trainkit.trainer.models.decoder import MASK_BLOCK, Block, document_blocks, 
 from trainkit.trainer.models.model import Weight
 from trainkit.trainer.optimizer import ShardedAdamW
 from trainkit.trainer.progress import Progress
-from trainkit.trainer.simulate import _step as step_of
-from trainkit.trainer.simulate import simulated_world
 from trainkit.trainer.torch_private import collective_kind
 
 TOKENS = 4096

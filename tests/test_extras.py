@@ -42,6 +42,13 @@ row = dict.fromkeys(COLUMNS) | {"layout": "dp_shard=2", "status": "finished", "t
 [file], _ = write_plots(["layout"], [row], Path("plots"))
 assert file.read_bytes().startswith(b"\\x89PNG")
 """,
+    "plot": """
+from pathlib import Path
+from trainkit.capabilities.report.plot import draw, save
+table = {"run": ["a", "a"], "step": [1, 2], "loss": [2.0, 1.0]}
+save(draw(table, [], ["loss"], "step", 0.0, None), Path("losses.pdf"))
+assert Path("losses.pdf").read_bytes().startswith(b"%PDF")
+""",
     "float8": """
 import torch
 from torch import nn

@@ -16,7 +16,7 @@ import pytest
 
 from tests.support.programs import run_program
 from trainkit import locks
-from trainkit.data.prepare import exclusive
+from trainkit.capabilities.texts.prepare import exclusive
 from trainkit.errors import UsageError
 from trainkit.locks import (
     LockBusy,

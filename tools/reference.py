@@ -104,7 +104,7 @@ MORE = {
     "diagnose": ("troubleshooting.md",),
     "replay": ("replay.md",),
     "report": ("run-folder.md",),
-    "compare": ("run-folder.md",),
+    "compare": ("figures.md",),
     "stacks": ("recovery.md#hangs",),
     "attach": ("slurm.md#tasks-and-ranks",),
     "debug": ("own-script.md#debug",),

@@ -9,6 +9,8 @@ from trainkit.api import Group as Group
 from trainkit.api import Run as Run
 from trainkit.api import RunError as RunError
 from trainkit.api import runs as runs
+from trainkit.capabilities.report.curves import Curves as Curves
+from trainkit.capabilities.report.curves import curves as curves
 from trainkit.errors import ConfigError as ConfigError
 from trainkit.errors import SlurmError as SlurmError
 from trainkit.errors import TrainkitError as TrainkitError

@@ -24,6 +24,8 @@ if TYPE_CHECKING:  # the nouns of the floors above, for type checkers alone
     from trainkit.config.loaded import LoadedConfig
     from trainkit.config.schema import RunConfig
     from trainkit.config.section import Section
+    from trainkit.config.training import DataConfig
+    from trainkit.data.dataset_file import TokenizerIdentity
     from trainkit.job.decision import Departure
     from trainkit.job.node.rendezvous import Rendezvous
     from trainkit.job.rank_env import RankEnv
@@ -286,6 +288,19 @@ class Capability:
         """The tokens per second of the runs of a group that has its file, by their index."""
         return {}
 
+    def inspect_texts(
+        self, config: DataConfig, tokenizer: TokenizerIdentity | None
+    ) -> tuple[list[KeyProblem], Mapping[str, float] | None]:
+        """The problems of the texts of a config, and at most how many tokens each split has; None if unknown.
+
+        `tokenizer` is None if that of the config cannot be read.
+        """
+        raise NotImplementedError
+
+    def prepare_texts(self, config: DataConfig, checks_sizes: bool) -> Path:
+        """The folder of token shards of a config's texts, made first if necessary."""
+        raise NotImplementedError
+
     def rows(self, reading: Reading) -> Mapping[str, str]:
         """The lines that it adds to `status` of a run: label -> text."""
         return {}
@@ -350,13 +365,15 @@ class Shipped:
     """Cause of its `Departure` -> what is known of it."""
     group_file: str | None = None
     """A file that only its groups of runs have; None if it has none."""
+    reads_texts: bool = False
+    """Whether it makes the data of a training from texts."""
     worker: str | None = None
     """The module whose `run_worker` the ranks of a run with its part call; None for the trainer's."""
 
     @property
     def has_class(self) -> bool:
         """Whether its module has a `CAPABILITY`, which one with commands alone does not need."""
-        return bool(self.follows or self.group_file)
+        return bool(self.follows or self.group_file or self.reads_texts)
 
 
 LEFT_OUT = object()
@@ -378,6 +395,8 @@ SHIPPED = {
         worker="worker",
     ),
     "report": Shipped(commands={"report": "command:command", "compare": "compare:command"}),
+    "simulation": Shipped(options={"check": "check_options:simulation_options"}),
+    "texts": Shipped(commands={"data": "command:command"}, reads_texts=True),
     "watch": Shipped(commands={"watch": "command:command"}),
     "launchers": Shipped(
         "launcher",
@@ -434,6 +453,8 @@ TASKS = {
     ),
 }
 """The shipped tasks, by their names in a config."""
+TRANSFORMERS_TASK = "trainkit.capabilities.transformers.task:HFCausalLM"
+"""The task of a `model.hf` that only the transformers library can build; it can `check` itself."""
 
 
 def load(name: str) -> Capability:
@@ -493,6 +514,11 @@ def launchers() -> dict[str, tuple[str, ...]]:
 def with_launcher(name: str) -> Capability:
     """The capability that a launcher is of; raises UsageError if there is none."""
     return load(next((folder for folder, shipped in SHIPPED.items() if name in shipped.launchers), name))
+
+
+def of_texts() -> Capability:
+    """The capability that makes the data of a training from texts."""
+    return load(next(name for name, shipped in SHIPPED.items() if shipped.reads_texts))
 
 
 def measured_speeds(group: Path) -> Mapping[int, float | None] | None:

@@ -11,6 +11,7 @@ from shlex import quote
 
 PACKAGES: Mapping[str, tuple[str, ...]] = {
     "bench": ("matplotlib>=3.8",),
+    "plot": ("matplotlib>=3.8",),
     "float8": ("torchao>=0.18",),
     "hf": ("transformers>=5", "pyarrow>=17"),
     "vision": ("pillow>=10",),

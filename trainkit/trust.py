@@ -99,6 +99,11 @@ def read_trusted(path: str | Path) -> str:
 
 def require_own(path: str | Path, found: os.stat_result) -> None:
     """Raise UsageError if another user could have written a file, or a folder that says what is executed."""
+    who = "every user" if found.st_mode & stat.S_IWOTH else None
+    who = who or (f"group {found.st_gid}, which is none of yours," if is_shared(found) else None)
+    # Only its owner can change a link.
+    if is_own(found) and (who is None or stat.S_ISLNK(found.st_mode)):
+        return
     shown = shown_path(path)
     word = quote(shown)
     if not is_own(found):
@@ -106,12 +111,7 @@ def require_own(path: str | Path, found: os.stat_result) -> None:
             f"{shown} belongs to user {found.st_uid}, who could change what the run executes",
             hint=f"if you know what is in it, put a copy of your own in its place: `cp -r {word} COPY`",
         )
-    if stat.S_ISLNK(found.st_mode):
-        return  # only its owner can change a link
-    who = "every user" if found.st_mode & stat.S_IWOTH else None
-    who = who or (f"group {found.st_gid}, which is none of yours," if is_shared(found) else None)
-    if who is not None:
-        raise UsageError(
-            f"{who} can write to {shown}, and could change what the run executes",
-            hint=f"if you know what is in it, `chmod go-w {word}`",
-        )
+    raise UsageError(
+        f"{who} can write to {shown}, and could change what the run executes",
+        hint=f"if you know what is in it, `chmod go-w {word}`",
+    )

@@ -8,9 +8,9 @@ import pytest
 from dataset_content import rows
 
 from tests.support.programs import run_program
+from trainkit.capabilities.texts.inputs import DatasetSpec
+from trainkit.capabilities.texts.prepare import prepare
 from trainkit.data.checks import inspect_data
-from trainkit.data.prepare import prepare
-from trainkit.data.sources import DatasetSpec
 
 
 def only(config):

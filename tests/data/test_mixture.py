@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 from dataset_content import rows
 
+from trainkit.capabilities.texts.inputs import DatasetSpec
+from trainkit.capabilities.texts.prepare import prepare
 from trainkit.config.training import DataConfig
-from trainkit.data.cache import ensure_prepared, has_validation
 from trainkit.data.checks import inspect_data
 from trainkit.data.dataset_file import read_dataset_file
 from trainkit.data.order import source_seed
-from trainkit.data.prepare import prepare
 from trainkit.data.shards import TokenMixture, TokenShards, open_dataset
-from trainkit.data.sources import MAX_PERIOD, DatasetSpec, integer_weights
+from trainkit.data.sources import MAX_PERIOD, ensure_prepared, has_validation, integer_weights
 from trainkit.errors import UsageError
 from trainkit.task import TokenSamples
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.support.runs import ForkedWorker, fork_workers, log_text, losses, make_attempt, train, wait_for
+from trainkit.capabilities.simulation.worker import simulate
 from trainkit.config import read_effective
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.memory import memory_of
@@ -28,7 +29,6 @@ from trainkit.trainer.parallel.context import (
     cudnn_attention_to_last,
     masked_attention_to_last,
 )
-from trainkit.trainer.simulate import simulate
 from trainkit.trainer.stateless_random import dropout
 
 pytestmark = [pytest.mark.slow, pytest.mark.gpu]

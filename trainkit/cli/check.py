@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from trainkit.cli import options
-from trainkit.cli.help import AddedOption, as_command, option, terminal_width, warn
+from trainkit.cli.help import as_command, option, terminal_width, warn
 from trainkit.cli.output import json_text
 from trainkit.errors import ConfigError, SlurmError, TrainkitError, UsageError
 from trainkit.formats import plural, table
@@ -45,13 +44,6 @@ MAX_COLUMN_WIDTH = 40
     help="Require Slurm's estimate of the start time; default: print it if Slurm answers.",
 )
 @option(
-    "--simulate-world N",
-    "Check for N GPUs instead, and simulate a step of one of the N ranks without allocating memory.",
-    name="world_size",
-    type=click.IntRange(min=1),
-)
-@option("--rank N", "Rank to simulate; default: 0.", type=click.IntRange(min=0))
-@option(
     "--task-smoke",
     "Try your own task too: a few samples forward and backward on this machine's CPU.",
     name="smoke",
@@ -62,8 +54,6 @@ def command(
     request: ConfigRequest,
     show_origin: bool,
     estimate: bool | None,
-    world_size: int | None,
-    rank: int | None,
     smoke: bool,
     as_json: bool,
     choices: Sequence[Choice] = (),
@@ -77,30 +67,8 @@ def command(
     from trainkit.config.schema import flatten, show_value
     from trainkit.launch.disk import lock_problem
     from trainkit.launch.plan_run import gather, plan_run
-    from trainkit.launch.trainer_process import simulate, simulated_plan, simulation_lines, task_problems
+    from trainkit.launch.trainer_process import task_problems
 
-    if world_size is None and rank is not None:
-        raise UsageError("--rank requires --simulate-world", hint="add --simulate-world N")
-    if world_size is not None:
-        if estimate is not None or show_origin or choices:
-            from trainkit.cluster.limits import listed
-
-            params = click.get_current_context().command.params
-            added = (param.opts[0] for param in params if isinstance(param, AddedOption))
-            raise UsageError(
-                f"--simulate-world conflicts with {listed(['--estimate', '--show-origin', *added])}",
-                hint="run `trainkit check` without --simulate-world for them",
-            )
-        loaded = request.load()
-        plan = simulated_plan(loaded, world_size)
-        found = simulate(loaded, plan, rank or 0)
-        if as_json:
-            simulated = {"plan": plan.to_dict(), "simulation": asdict(found)}
-            click.echo(json_text(simulated))
-        else:
-            click.echo(f"layout: {plan.reasons['layout']}")
-            click.echo("\n".join(simulation_lines(found)))
-        return
     loaded, choice = request.load_to_plan(), None
     if request.chooses_nodes:
         from trainkit.launch.earliest_end import choice_lines, choose_nodes  # slow to import

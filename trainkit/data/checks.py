@@ -5,16 +5,12 @@ Imports neither numpy nor tokenizers, since `submit --dry-run` runs these checks
 
 from __future__ import annotations
 
-import math
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
 from typing import TypeVar
 
+from trainkit.capability import of_texts
 from trainkit.config.training import DataConfig
-from trainkit.data.cache import CACHE_HINT, cache_folder, cache_key, cannot_be_written
 from trainkit.data.dataset_file import (
     SPLITS,
     TRAIN,
@@ -23,21 +19,14 @@ from trainkit.data.dataset_file import (
     check_made_by,
     checked_dataset,
     identify,
-    is_dataset,
     read_dataset_file,
     refuse_several,
 )
 from trainkit.data.sources import (
-    BOTH,
-    ROWS,
-    TEXT,
-    DatasetSpec,
-    Input,
     components,
-    dataset_spec,
-    find_inputs,
     integer_weights,
     is_mixture,
+    listed,
     prepared_folder,
     refuse_val_source,
 )
@@ -46,12 +35,6 @@ from trainkit.errors import KeyProblem, UsageError
 ANY_VOCABULARY = 1
 """Vocabulary size used if the data cannot be read, so that the other sizes are still checked."""
 T = TypeVar("T")
-
-_READ_IN_FULL = 2 << 20
-"""Bytes up to which texts are read completely; else only sizes and the first rows of some files are."""
-_FILES_OPENED = 8
-_ROWS_READ = 20
-_LONGEST_ROW = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -71,7 +54,7 @@ def inspect_data(config: DataConfig) -> DataFacts:
     `trainkit data validate` reads all of the data.
     """
     unknown: list[KeyProblem] = []
-    tokenizer = _collect(unknown, "data.tokenizer", lambda: identify(config.tokenizer))
+    tokenizer = collect(unknown, "data.tokenizer", lambda: identify(config.tokenizer))
     found: list[KeyProblem] = []
     used: list[tuple[str, TokenizerIdentity]] = []
     for part in components(config):
@@ -83,7 +66,7 @@ def inspect_data(config: DataConfig) -> DataFacts:
         if identity is not None:
             used.append((name, identity))
     if not found:
-        _collect(found, "data.source", lambda: refuse_several(used))
+        collect(found, "data.source", lambda: refuse_several(used))
     vocab_size = ANY_VOCABULARY if found else used[0][1].vocab_size
     mixture = None
     if is_mixture(config):
@@ -103,36 +86,24 @@ def _inspect_source(
     problems: list[KeyProblem] = []
     folder = prepared_folder(config)
     if folder is not None:
-        file = _collect(problems, "data.source", lambda: checked_dataset(folder))
+        file = collect(problems, "data.source", lambda: checked_dataset(folder))
         if file is None:
             return problems, None
         if tokenizer is None:
             problems += unknown
         else:
             wanted, used = tokenizer, file.tokenizer
-            _collect(
-                problems, "data.tokenizer", lambda: check_made_by(config.tokenizer, wanted, folder, used)
-            )
+            collect(problems, "data.tokenizer", lambda: check_made_by(config.tokenizer, wanted, folder, used))
         made = {split: file.num_tokens(split) for split in SPLITS}
-        _collect(problems, "data.val_source", lambda: refuse_val_source(config, folder))
+        collect(problems, "data.val_source", lambda: refuse_val_source(config, folder))
         return problems + _length_problems(config, made, made[VAL] > 0), file.tokenizer
     problems += unknown
-    spec = dataset_spec(config)
-    main = DatasetSpec(spec.sources, val_fraction=spec.split_fraction)
-    inputs = _collect(problems, "data.source", lambda: find_inputs(main)) or []
-    if spec.val_sources:
-        separate = DatasetSpec((), val_sources=spec.val_sources)
-        inputs += _collect(problems, "data.val_source", lambda: find_inputs(separate)) or []
-    if problems or tokenizer is None:
-        return problems, tokenizer
-    counts = _collect(problems, "data.source", lambda: _max_tokens(spec, inputs))
-    if counts is None:
-        return problems, tokenizer
-    cache = cache_folder(config)
-    if cannot_be_written(cache) and not is_dataset(cache / cache_key(spec, inputs, tokenizer)):
-        problems.append(("data.cache_dir", f"{cache} cannot be written", CACHE_HINT))
-    has_val = bool(spec.val_sources or spec.val_fraction)
-    return problems + _length_problems(config, counts, has_val), tokenizer
+    found, counts = of_texts().inspect_texts(config, tokenizer)
+    problems += found
+    if counts is not None:
+        has_val = bool(listed(config.val_source) or config.val_fraction)
+        problems += _length_problems(config, counts, has_val)
+    return problems, tokenizer
 
 
 def tokenizer_vocab_size(config: DataConfig) -> int:
@@ -145,7 +116,7 @@ def tokenizer_vocab_size(config: DataConfig) -> int:
     return used.vocab_size
 
 
-def _collect(problems: list[KeyProblem], key: str, check: Callable[[], T]) -> T | None:
+def collect(problems: list[KeyProblem], key: str, check: Callable[[], T]) -> T | None:
     """The result of a check, or None if it fails; its problem is added to `problems`."""
     try:
         return check()
@@ -154,48 +125,6 @@ def _collect(problems: list[KeyProblem], key: str, check: Callable[[], T]) -> T 
     except OSError as error:
         problems.append((key, f"{error.filename} cannot be read: {error.strerror}", "check the path"))
     return None
-
-
-def _max_tokens(spec: DatasetSpec, inputs: list[Input]) -> dict[str, float]:
-    """Upper bound of the number of tokens in each split; exact for small texts and the byte tokenizer.
-
-    Infinite for large rows and compressed texts. Raises UsageError if a row that is read is unusable.
-    """
-    compressed = any(source.compressed for source in inputs)
-    counts: dict[str, float] = {TRAIN: 0, VAL: 0}
-    if not compressed and sum(source.size for source in inputs) <= _READ_IN_FULL:
-        from trainkit.data.units import plan_units
-
-        for unit in plan_units(spec, inputs):
-            for reader in unit.readers():
-                for piece in reader:
-                    counts[piece.split] += len(piece.text) + piece.ends_document
-        return counts
-    for source in [source for source in inputs if source.form != TEXT][:_FILES_OPENED]:
-        if source.form != ROWS or not _begins_with_a_long_line(source):
-            from trainkit.data.units import InputSpan, SpanReader
-
-            rows = SpanReader(InputSpan(source, 0, 0, None, TRAIN, True), spec)
-            for _ in islice(rows, _ROWS_READ):
-                pass
-    if compressed or any(source.form != TEXT for source in inputs):
-        return {TRAIN: math.inf, VAL: math.inf}
-    for source in inputs:
-        if source.role != BOTH:
-            counts[source.role] += source.size + 1
-        else:
-            counts[TRAIN] += source.size + 1
-            counts[VAL] += round(source.size * spec.split_fraction) + 1
-    return counts
-
-
-def _begins_with_a_long_line(source: Input) -> bool:
-    """Whether a line would be read into memory that is too long for a row, as one JSON value of gigabytes."""
-    from trainkit.data.units import open_input
-
-    with suppress(OSError, EOFError, zlib.error), open_input(source) as stream:  # whoever reads it says it
-        return len(stream.readline(_LONGEST_ROW)) == _LONGEST_ROW
-    return False
 
 
 def _length_problems(config: DataConfig, counts: Mapping[str, float], val_wanted: bool) -> list[KeyProblem]:

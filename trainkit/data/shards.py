@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from trainkit.config.training import DataConfig
-from trainkit.data.cache import ensure_prepared
 from trainkit.data.dataset_file import (
     VAL,
     Shard,
@@ -24,7 +23,7 @@ from trainkit.data.dataset_file import (
     refuse_several,
 )
 from trainkit.data.order import IntArray, Schedule, sample_index, source_seed
-from trainkit.data.sources import components, integer_weights, is_mixture
+from trainkit.data.sources import components, ensure_prepared, integer_weights, is_mixture
 from trainkit.errors import UsageError
 from trainkit.folders import shown_path
 

@@ -1,66 +1,28 @@
-"""The sources of a config with their weights, the options that determine their tokens, and their files.
+"""The sources of a config with their weights, and the folders of token shards that training reads.
 
-Reads only names and sizes, and imports neither numpy nor tokenizers: `trainkit.data.checks` uses it.
+Imports neither numpy nor tokenizers: a dry run uses it.
 """
 
 from __future__ import annotations
 
-import errno
-import hashlib
-import json
 import math
-import os
-import stat
-import sysconfig
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
+from trainkit.capability import of_texts
 from trainkit.config.training import DataConfig
-from trainkit.data.dataset_file import BYTES, TRAIN, VAL, is_dataset
+from trainkit.data.dataset_file import VAL, check_made_by, identify, is_dataset, read_dataset_file
 from trainkit.errors import UsageError
-from trainkit.extras import install_line
-from trainkit.folders import shown_path
-from trainkit.formats import near
 
 STDLIB = "stdlib"
 """The source available on every machine: the Python sources of the interpreter."""
 
 
-@dataclass(frozen=True)
-class DatasetSpec:
-    """The sources of a dataset and the options that determine its tokens."""
-
-    sources: tuple[str, ...]
-    val_sources: tuple[str, ...] = ()
-    """Used for validation instead of the fraction `val_fraction` of `sources`."""
-    tokenizer: str = BYTES
-    val_fraction: float = 0.0
-    text_key: str = "text"
-
-    @property
-    def split_fraction(self) -> float:
-        """The fraction of `sources` that goes to validation."""
-        return 0.0 if self.val_sources else self.val_fraction
-
-
-def dataset_spec(config: DataConfig) -> DatasetSpec:
-    """The spec that a config's data section asks for."""
-    return DatasetSpec(
-        sources=_listed(config.source),
-        val_sources=_listed(config.val_source),
-        tokenizer=config.tokenizer,
-        val_fraction=config.val_fraction,
-        text_key=config.text_key,
-    )
-
-
 def prepared_folder(config: DataConfig) -> Path | None:
     """The folder of token shards that `data.source` names; None when it names texts, or is a mixture."""
-    sources = () if is_mixture(config) else _listed(config.source)
+    sources = () if is_mixture(config) else listed(config.source)
     if len(sources) == 1 and sources[0] != STDLIB and is_dataset(Path(sources[0])):
         return Path(sources[0])
     return None
@@ -114,310 +76,39 @@ def integer_weights(config: DataConfig) -> tuple[int, ...]:
 
 def refuse_val_source(config: DataConfig, folder: Path) -> None:
     """Raise UsageError if `data.val_source` is set for a prepared dataset, which has its own split."""
-    if _listed(config.val_source):
+    if listed(config.val_source):
         raise UsageError(
             f"data.val_source is set, but {folder} is a prepared dataset with its own validation split",
             hint="remove data.val_source, or name the texts of both instead of the dataset",
         )
 
 
-def _listed(source: str | Sequence[str] | Mapping[str, float] | None) -> tuple[str, ...]:
+def listed(source: str | Sequence[str] | Mapping[str, float] | None) -> tuple[str, ...]:
+    """The sources of a key, of which there may be one, several or none."""
     if source is None:
         return ()
     assert not isinstance(source, Mapping), "a mixture has one config per source"
     return (source,) if isinstance(source, str) else tuple(source)
 
 
-BOTH = "both"
-"""The role of an input that is divided between the two splits."""
-TEXT = "text"
-ROWS = "rows"
-PARQUET = "parquet"
-ARROW = "arrow"
-TABLES = (PARQUET, ARROW)
-FORMS = (TEXT, ROWS, *TABLES)
-"""Their order is part of the format of prepared data."""
-_FORMS = {".txt": TEXT, ".jsonl": ROWS, ".parquet": PARQUET}
-KINDS = ".txt, .jsonl, .txt.gz, .jsonl.gz or .parquet"
-
-SAVED_FILES = {"state.json", "dataset_info.json"}
-"""In every folder that `save_to_disk` of a Hugging Face dataset wrote."""
-SAVED_SPLITS = "dataset_dict.json"
-"""In a folder of such folders, one per split."""
-
-_STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+def has_validation(config: DataConfig, checks_sizes: bool = True) -> bool:
+    """Whether the data of a config has a `val` split; prepares the data first if necessary."""
+    folders = [ensure_prepared(part, checks_sizes) for part in components(config)]
+    return any(read_dataset_file(folder).num_tokens(VAL) > 0 for folder in folders)
 
 
-@dataclass(frozen=True)
-class Input:
-    """One source file on disk."""
+def ensure_prepared(config: DataConfig, checks_sizes: bool = True) -> Path:
+    """The folder with the token shards of a config without a mixture, or of a component of one.
 
-    path: str
-    name: str
-    """The path relative to its source: the same on every machine."""
-    role: str
-    form: str
-    compressed: bool
-    size: int
-    """Bytes on disk."""
-    mtime_ns: int
-
-    @property
-    def shown(self) -> str:
-        """Its path in a message."""
-        return shown_path(self.path)
-
-
-def find_inputs(spec: DatasetSpec) -> list[Input]:
-    """Every file of a spec in the order in which it is tokenised.
-
-    Raises UsageError for files that are missing, unreadable or of an unsupported kind.
+    A prepared `data.source` is used directly, with its own tokenizer; other sources are tokenised into the
+    cache once. If several processes call this, one prepares the data and the others wait. With `checks_sizes`
+    a cached dataset with missing or truncated shards is prepared again. Raises UsageError for unusable
+    sources and for a cache that cannot be written.
     """
-    main_role = BOTH if spec.split_fraction else TRAIN
-    inputs = [found for source in spec.sources for found in _expand(source, main_role, spec.val_fraction)]
-    for source in spec.val_sources:
-        inputs.extend(_expand(source, VAL, 0.0))
-    return inputs
-
-
-def unreadable(path: str | Path, error: OSError) -> UsageError:
-    """The error of a source that cannot be read."""
-    return UsageError(
-        f"data source {shown_path(path)} cannot be read: {error.strerror or error}",
-        hint="check the path and the disk, and make it readable (chmod u+r, a folder u+rx)",
-    )
-
-
-def form_of(name: str) -> tuple[str, bool] | None:
-    """(form, compressed) from a file name; None for an unsupported kind."""
-    compressed = name.endswith(".gz")
-    stem, dot, kind = name.removesuffix(".gz").rpartition(".")
-    form = _FORMS.get(dot + kind) if stem else None
-    return None if form is None or (compressed and form == PARQUET) else (form, compressed)
-
-
-def stdlib_folder() -> Path:
-    """The folder of this interpreter's standard library."""
-    return Path(sysconfig.get_path("stdlib"))
-
-
-def _expand(source: str, role: str, val_fraction: float) -> Iterator[Input]:
-    if source == STDLIB:
-        yield from _stdlib_inputs(role, val_fraction)
-        return
-    path = Path(source)
-    try:
-        is_folder = stat.S_ISDIR(path.stat().st_mode)
-    except FileNotFoundError:
-        siblings = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
-        close = near(path.name, siblings)
-        hint = "check the path" if close is None else f"did you mean {shown_path(path.with_name(close))}?"
-        if "," in source:
-            hint = f"a list has brackets: [{shown_path(path)}]"
-        raise UsageError(f"data source {shown_path(path)} does not exist", hint=hint) from None
-    except OSError as error:
-        raise unreadable(path, error) from None
-    if not is_folder:
-        form = form_of(path.name)
-        if form is None:
-            raise UsageError(
-                f"data source {shown_path(path)} is of an unsupported kind; supported: {KINDS}",
-                hint="rename plain text to .txt, one JSON object per line to .jsonl",
-            )
-        yield _input(str(path), path.name, role, *form)
-        return
-    if is_dataset(path):
-        raise UsageError(
-            f"{shown_path(path)} is a prepared dataset and cannot be mixed with other sources",
-            hint="make it the only data.source, or give each source a weight: "
-            "{" + f"{path.name}: 0.5, …" + "}",
-        )
-    names = [name for name in _names_below(path, _is_shown) if _is_shown(name.rpartition("/")[2])]
-    inputs = [
-        _input(f"{path}/{name}", name, role, *form) for name in names if (form := form_of(name)) is not None
-    ]
-    for name in names:
-        folder, slash, last = name.rpartition("/")
-        if last == SAVED_SPLITS:
-            raise UsageError(
-                f"{path / folder} contains the splits of a Hugging Face DatasetDict",
-                hint="name the folder of one of them",
-            )
-        if last == "state.json" and all(f"{folder}{slash}{other}" in names for other in SAVED_FILES):
-            inputs += _saved_inputs(path, folder + slash, role)
-    if not inputs:
-        raise UsageError(
-            f"data source {shown_path(path)} contains no {KINDS} file and no saved Hugging Face dataset",
-            hint="name a folder of texts",
-        )
-    yield from inputs
-
-
-def _saved_inputs(root: Path, folder: str, role: str) -> Iterator[Input]:
-    """The Arrow files of a dataset that `save_to_disk` wrote, in its order; its folder has others too."""
-    state = root / folder / "state.json"
-    try:
-        names = [str(entry["filename"]) for entry in json.loads(state.read_text())["_data_files"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(
-            f"{state} does not list the files of a Hugging Face dataset: {error!r}",
-            hint="save the dataset again with `save_to_disk`",
-        ) from None
-    for name in names:
-        file = root / folder / name
-        yield _input(str(file), folder + name, role, ARROW, False)
-
-
-def _is_shown(name: str) -> bool:
-    return not name.startswith(".")
-
-
-def _names_below(root: Path, enters: Callable[[str], bool]) -> list[str]:
-    """The relative name of every file below a folder, sorted; links to folders are not followed."""
-
-    def refuse(error: OSError) -> None:
-        raise unreadable(error.filename, error)
-
-    found = []
-    for folder, folders, names in os.walk(root, onerror=refuse):
-        folders[:] = filter(enters, folders)
-        below = folder.removeprefix(str(root)).lstrip("/")
-        found += [f"{below}/{name}" if below else name for name in names]
-    return sorted(found)
-
-
-def _input(
-    path: str, name: str, role: str, form: str, compressed: bool, status: os.stat_result | None = None
-) -> Input:
-    try:
-        # A path object for each file triples the time that a large source takes.
-        status = status or os.stat(path)  # noqa: PTH116
-        if not os.access(path, os.R_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    except OSError as error:
-        raise unreadable(path, error) from None
-    return Input(path, name, role, form, compressed, status.st_size, status.st_mtime_ns)
-
-
-def _stdlib_inputs(role: str, val_fraction: float) -> Iterator[Input]:
-    """The sources of the interpreter, split by file: a hash of its name determines the split."""
-    root = stdlib_folder()
-    names = _names_below(root, _is_stdlib_folder) if root.is_dir() else []
-    found: dict[str, os.stat_result] = {}
-    for name in names:
-        if name.endswith(".py"):
-            with suppress(OSError):  # a link to nowhere
-                status = os.stat(f"{root}/{name}")  # noqa: PTH116
-                if stat.S_ISREG(status.st_mode):
-                    found[name] = status
-    if not found:
-        raise UsageError(
-            f"the standard library of this Python has no sources in {root}",
-            hint="set data.source to a text, or use another Python",
-        )
-    # Below the fraction, and at least the one with the lowest hash.
-    hashes = {name: hashlib.sha256(name.encode()).digest()[:8] for name in found}
-    below = {name for name in hashes if int.from_bytes(hashes[name], "big") / 2**64 < val_fraction}
-    validation = below or {min(hashes, key=hashes.__getitem__)} if role == BOTH else set()
-    for name, status in found.items():
-        file_role = role if role != BOTH else VAL if name in validation else TRAIN
-        yield _input(f"{root}/{name}", name, file_role, TEXT, False, status)
-
-
-def _is_stdlib_folder(folder: str) -> bool:
-    return folder not in _STDLIB_SKIPPED and not folder.startswith(("config-", "."))
-
-
-_BATCH_ROWS = 256
-_PARQUET_OPTIONS = {"buffer_size": 1 << 20, "pre_buffer": False}
-"""Reads 1 MiB of a column at a time; pyarrow's defaults read that of a whole row group."""
-_MAX_NAMES = 8
-
-
-class TableError(ValueError):
-    """A file is not a table with the text column."""
-
-
-def read_column(
-    source: Input, key: str, start: int = 0, end: int | None = None
-) -> Iterator[tuple[int, bytes | None]]:
-    """Each row's number, counted from 1, and its value in the column `key`, None if it is null.
-
-    Covers the row groups (Parquet) or record batches (Arrow) that begin within the bytes `start` to `end` of
-    the file, so that adjacent ranges together yield every row once, and keeps a few rows in memory. Raises
-    TableError for a file that cannot be parsed or has no such column, UsageError if pyarrow is missing.
-    """
-    arrow = _pyarrow(source.path)
-    read = _parquet if source.form == PARQUET else _arrow
-    stop = source.size if end is None else end
-    try:
-        for row, values in read(arrow, source.path, key, start, stop):
-            plain = values.dictionary_decode() if arrow.types.is_dictionary(values.type) else values
-            yield from enumerate(plain.cast(arrow.large_binary()).to_pylist(), row + 1)
-    except (arrow.ArrowException, OSError) as error:
-        if getattr(error, "errno", None) is not None:  # of the file system; pyarrow's own have no number
-            raise
-        kind = "Parquet" if source.form == PARQUET else "Arrow"
-        reason = str(error).partition("\n")[0]
-        raise TableError(f"not a complete {kind} file: {reason}") from None
-
-
-def _parquet(arrow: Any, path: str, key: str, start: int, end: int) -> Iterator[tuple[int, Any]]:
-    with arrow.parquet.ParquetFile(path, **_PARQUET_OPTIONS) as file:
-        _column(arrow, file.schema_arrow, key)
-        row = 0
-        for number in range(file.metadata.num_row_groups):
-            group = file.metadata.row_group(number)
-            if not group.num_rows:
-                continue
-            first = group.column(0)
-            begin = min(at for at in (first.dictionary_page_offset, first.data_page_offset) if at)
-            if start <= begin < end:
-                at = row
-                for batch in file.iter_batches(_BATCH_ROWS, [number], [key], use_threads=False):
-                    yield at, batch.column(batch.schema.get_field_index(key))
-                    at += batch.num_rows
-            row += group.num_rows
-
-
-def _arrow(arrow: Any, path: str, key: str, start: int, end: int) -> Iterator[tuple[int, Any]]:
-    # Mapped, the batches before the range cost a read of their headers only.
-    with arrow.memory_map(path) as file, arrow.ipc.open_stream(file) as stream:
-        index = _column(arrow, stream.schema, key)
-        row = 0
-        while (position := file.tell()) < end:
-            try:
-                batch = stream.read_next_batch()
-            except StopIteration:
-                return
-            if position >= start:
-                for at in range(0, batch.num_rows, _BATCH_ROWS):
-                    yield row + at, batch.column(index).slice(at, _BATCH_ROWS)
-            row += batch.num_rows
-
-
-def _column(arrow: Any, schema: Any, key: str) -> int:
-    """The index of the text column."""
-    index: int = schema.get_field_index(key)
-    if index < 0:
-        names = ", ".join(sorted(schema.names)[:_MAX_NAMES]) or "none"
-        raise TableError(f'no column "{key}" (data.text_key); the columns are: {names}')
-    kind = schema.field(index).type
-    if arrow.types.is_dictionary(kind):
-        kind = kind.value_type
-    if not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind)):
-        raise TableError(f'column "{key}" (data.text_key) contains {kind}, not strings')
-    return index
-
-
-def _pyarrow(path: str) -> Any:
-    try:
-        import pyarrow  # takes 0.4 s with its submodules
-        import pyarrow.ipc
-        import pyarrow.parquet
-    except ImportError as error:
-        raise UsageError(
-            f"{path} can only be read with pyarrow, which cannot be imported ({error})",
-            hint=f"`{install_line('hf')}`",
-        ) from None
-    return pyarrow
+    folder = prepared_folder(config)
+    if folder is None:
+        return of_texts().prepare_texts(config, checks_sizes)
+    refuse_val_source(config, folder)
+    wanted, used = identify(config.tokenizer), read_dataset_file(folder).tokenizer
+    check_made_by(config.tokenizer, wanted, folder, used)
+    return folder

@@ -14,7 +14,7 @@ from shlex import quote
 from trainkit.formats import shown, shown_value
 from trainkit.observe.status import ACTIVE_STATES, STATE_EVENTS, attempt_state
 from trainkit.run.end import AttemptEnd, Best, read_newest_end
-from trainkit.run.events import best_result, diverged_in, read_events, with_divergence
+from trainkit.run.events import best_of, diverged_in, read_events, with_divergence
 from trainkit.run.files import OPTIONAL, read_object, seconds_between, to_json
 from trainkit.run.group import WAITS_FOR_ROOM, Point, RunGroup
 from trainkit.run.history import Attempt, PlanRecord, attempts_of
@@ -297,7 +297,8 @@ def _read(group: RunGroup, index: int) -> PointFiles:
         is_command = PlanRecord(group.record.plan).is_command
         is_printing = is_command and run.attempt(entry.attempt).rank_log(0).exists()
         has_metrics = run.metrics_file.exists() or is_printing
-        seen, best = attempts_of(events).get(entry.attempt), best_result(run, events)
+        best = None if since is not None else best_of(run, events)
+        seen = attempts_of(events).get(entry.attempt)
         return replace(files, seen=seen, best=best, has_metrics=has_metrics)
     return files
 

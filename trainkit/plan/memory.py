@@ -5,7 +5,7 @@ AdamW, 8 bytes per parameter, over ``dp_shard x cp x tp x pp`` ranks. Other memo
 is computed for a few phases; the phase with the most memory is the peak. Activations follow "Reducing
 Activation Recomputation" (arXiv 2205.05198), for blocks of RMSNorm, grouped-query attention without stored
 scores, and SwiGLU. What is small, such as statistics, the rounding of shards and masks, is left out: this
-ranks layouts, and `trainkit.trainer.simulate` counts every tensor.
+ranks layouts, and a simulation of a rank counts every tensor.
 """
 
 from __future__ import annotations
@@ -34,22 +34,6 @@ FLOAT32 = 4
 RECOMPUTED_COPIES = 6
 """Copies of a block's activations during deferred weight gradients with recomputation: torch recomputes them
 for each weight and frees none. Measured: 5.5 to 6.4 copies."""
-
-
-@dataclass(frozen=True)
-class Simulation:
-    """The second step of one rank, as the simulation in the trainer counts it."""
-
-    rank: int
-    world_size: int
-    peak_bytes: dict[str, int]
-    """By kind, and ``total``."""
-    collectives: dict[str, int]
-    """Kind -> how many."""
-    num_params: int
-    """On this rank."""
-    seconds: float
-    """Duration of the simulation."""
 
 
 @dataclass(frozen=True)

@@ -259,14 +259,13 @@ def with_divergence(reason: str | None, since: int | None) -> str | None:
     return f"{said}; {reason}" if reason else said
 
 
-def best_result(run: RunDir, events: Iterable[Event] | None = None) -> Best | None:
-    """The lowest validation loss of a run, else its newest loss; None without, and of one that has diverged.
+def best_result(run: RunDir) -> Best | None:
+    """The lowest validation loss of a run, else its newest; None without, and of one that has diverged."""
+    return None if diverged_since(run) is not None else best_of(run, read_events(run, "evaluated"))
 
-    `events` are all ``evaluated`` events of the run, for callers that have already read them.
-    """
-    if diverged_since(run) is not None:
-        return None
-    events = read_events(run, "evaluated") if events is None else events
+
+def best_of(run: RunDir, events: Iterable[Event]) -> Best | None:
+    """The best result of a run that has not diverged, whose ``evaluated`` events are among these."""
     evaluated = [
         Best("val_loss", value, event.step)
         for event in events

@@ -23,10 +23,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from trainkit.config.schema import RunConfig
-from trainkit.data.cache import has_validation
 from trainkit.data.dataset_file import TRAIN, VAL
 from trainkit.data.order import IntArray
 from trainkit.data.shards import TokenMixture, TokenShards, open_dataset
+from trainkit.data.sources import has_validation
 from trainkit.plan.launch import Batch
 from trainkit.plan.model_shape import resolve_model_shape
 from trainkit.run.rundir import RunDir

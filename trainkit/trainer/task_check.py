@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import permutations
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -29,11 +30,11 @@ from trainkit.data.order import sample_index
 from trainkit.errors import Problem, TrainkitError
 from trainkit.formats import JsonObject
 from trainkit.run.rundir import RunDir
+from trainkit.safetensors import StoredWeights
 from trainkit.task import ParameterOptions, Stream, Task
 from trainkit.trainer.checkpoint.state import StreamState
 from trainkit.trainer.distributed import World
 from trainkit.trainer.forward_backward import LossModule, TaskForwardBackward
-from trainkit.trainer.hf_task import check_hf
 from trainkit.trainer.models import load_architecture, refuse_unsupported_layout
 from trainkit.trainer.parallel.tensor import find_styles
 from trainkit.trainer.progress import Progress
@@ -49,7 +50,7 @@ from trainkit.trainer.user_code import (
     problem_of,
     refusal,
 )
-from trainkit.trainer.user_task import UserTask, digest_of_item
+from trainkit.trainer.user_task import UserTask, digest_of_item, load_task
 
 PREFIX = "problems: "
 MAX_CHARS = 2000
@@ -70,8 +71,11 @@ def definite_problem(config: RunConfig) -> Problem | None:
             if config.model.lora is not None:
                 require("peft", "model.lora", "peft")
                 lora_config(config.model.lora)
+        elif config.uses_transformers:
+            cast(Any, load_task(config)).check()
         elif config.model.hf is not None:
-            check_hf(config)
+            if not config.model.from_scratch:
+                StoredWeights(Path(config.model.hf))
         else:
             refuse_unsupported_layout(config, load_architecture(config.model.architecture))
     except TaskError as error:

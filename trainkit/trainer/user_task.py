@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections.abc import Collection, Sequence
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import cast
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.adapters import adapted_layers, require
+from trainkit.capability import TRANSFORMERS_TASK
 from trainkit.config.schema import RunConfig
 from trainkit.data.dataset_file import TRAIN
 from trainkit.plan.launch import Batch
@@ -40,9 +42,9 @@ from trainkit.trainer.user_code import TRACEBACK_HINT, describe, errors_of_user,
 def load_task(config: RunConfig, run: RunDir | None = None) -> Task:
     """Create the task of a config; raises TaskError if it cannot be imported or created."""
     if config.uses_transformers:
-        from trainkit.trainer.hf_task import HFCausalLM  # no other task needs it
-
-        return HFCausalLM(config)
+        module, _, name = TRANSFORMERS_TASK.partition(":")
+        task: Task = getattr(import_module(module), name)(config)
+        return task
     found = load_task_class(config, run)
     with errors_of_user(config, f"{found.__name__}() failed"):
         return found(config, **config.task_args)

@@ -99,3 +99,50 @@ def test_a_config_that_cannot_be_read(place: Path, capsys: pytest.CaptureFixture
     assert [line.split() for line in differences.splitlines()] == [["1", "2"], ["seed", "1", "2"]]
     assert main(["compare", "mine/0", "mine/1"]) == 0
     assert capsys.readouterr().out.endswith("\n\ntheir configs cannot be compared\n")
+
+
+def test_curves_go_into_a_table_and_a_figure(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["compare", "mine", "--curves", "loss,grad_norm", "--smooth", "0.5"]
+    assert main([*argv, "--csv", "curves.csv", "--plot", "losses.svg"]) == 0
+    assert capsys.readouterr().out == "losses.svg\ncurves.csv\n"
+    rows = list(csv.DictReader((place / "curves.csv").open()))
+    assert len(rows) == 6 * 20
+    assert set(rows[0]) == {"run", "seed", "step", "tokens", "time_s", "gpu_hours", "loss", "grad_norm"}
+    assert "training loss" in (place / "losses.svg").read_text()
+
+
+def test_curves_are_shown_in_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "mine/0", "--curves", "loss"]) == 0
+    heading, row = capsys.readouterr().out.splitlines()
+    assert heading.split() == ["RUN", "METRIC", "STEP", "LAST", "LOWEST", "HIGHEST", "CURVE"]
+    assert row.split()[:3] == ["0", "loss", "20"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "error"),
+    [
+        (["--csv", "mine/1"], "--csv mine/1: the name of a table ends with .csv"),
+        (["--csv", "old.csv"], "--csv old.csv exists already"),
+        (["--plot", "old.csv"], "--plot old.csv exists already"),
+        (["--plot", "losses"], "losses: a figure cannot be without a suffix"),
+        (["--plot", "losses.docx"], "losses.docx: a figure cannot be docx"),
+        (["--smooth", "0.9"], "--smooth is for a figure"),
+        (["--curves", "perplexity"], "no run has logged perplexity"),
+        (["--plot", "a.pdf", "--by", "seed"], "the runs do not differ in seed"),
+    ],
+)
+def test_curves_that_cannot_be_written(
+    place: Path, capsys: pytest.CaptureFixture[str], argv: list[str], error: str
+) -> None:
+    (place / "old.csv").write_text("mine")
+    assert main(["compare", "mine", *argv]) == 2
+    shown, hint = capsys.readouterr().err.split("\n\n")[:2]
+    assert shown == f"error: {error}"
+    assert hint.startswith("hint: ")
+    assert (place / "old.csv").read_text() == "mine"
+    assert not list(place.glob("*.pdf"))
+
+
+def test_curves_are_no_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "mine", "--curves", "loss", "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["error"] == "--json has no curves"

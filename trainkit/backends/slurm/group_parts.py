@@ -20,6 +20,7 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.quoting import log_path
 from trainkit.run.files import write_atomic
 from trainkit.run.group import Part, RunGroup
+from trainkit.run.history import PlanRecord
 from trainkit.run.rundir import RunDir, submission_token
 from trainkit.scheduler import array_spec, split_job
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
@@ -149,8 +150,7 @@ def _sbatch(group: RunGroup, part: Part, indices: Sequence[int], notify: Callabl
 def clusters_of(group: RunGroup) -> Sequence[str]:
     """The clusters of which one gets the next array of a group: all its arrays are on the same one."""
     if group.job_id is None:
-        request = LaunchPlan.from_dict(group.record.plan).slurm
-        return () if request is None else request.clusters
+        return PlanRecord(group.record.plan).record("slurm").texts("clusters")
     return (group.record.elsewhere,) if group.record.elsewhere else ()
 
 

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from trainkit.adapters import merge_adapters
+from trainkit.capabilities.transformers.task import HFCausalLM, save_pretrained
 from trainkit.config import read_effective
 from trainkit.config.hf_model import CONFIG_NAME, TOKENIZER_NAME
 from trainkit.config.schema import RunConfig
@@ -32,7 +33,6 @@ from trainkit.run.rundir import RunDir
 from trainkit.safetensors import FILE_NAME, INDEX_NAME, write_safetensors
 from trainkit.trainer.checkpoint.state import StateBuffers
 from trainkit.trainer.checkpoint.storage import SafeReader
-from trainkit.trainer.hf_task import HFCausalLM, save_pretrained
 from trainkit.trainer.models.decoder import llama_name
 from trainkit.trainer.precision import DTYPES
 from trainkit.trainer.user_task import UserTask

@@ -22,12 +22,12 @@ from trainkit.capabilities.export.worker import (
     saved_tensors,
     show_error,
 )
+from trainkit.capabilities.texts.tokenize import Tokenizer
 from trainkit.config import read_effective
 from trainkit.config.hf_model import CONFIG_NAME
 from trainkit.config.schema import RunConfig
 from trainkit.data.dataset_file import BYTES, identify, read_dataset_file
 from trainkit.data.sources import prepared_folder
-from trainkit.data.tokenize import Tokenizer
 from trainkit.errors import EXIT_INTERRUPTED, EXIT_OK, TrainkitError, UsageError, replace_unencodable
 from trainkit.formats import JsonObject
 from trainkit.plan.model_shape import resolve_model_shape

@@ -27,13 +27,13 @@ from torch import Tensor, nn
 
 from trainkit.adapters import is_independent, require
 from trainkit.capabilities.multimodal import DEMO, Medium, Split, demo_rows, read_row, row_texts
+from trainkit.capabilities.texts.tokenize import Tokenizer
+from trainkit.capabilities.transformers.task import create_model, find_stored, read_whole
 from trainkit.config.schema import RunConfig
-from trainkit.data.tokenize import Tokenizer
 from trainkit.errors import FatalError, UsageError
 from trainkit.plan.model_shape import resolve_model_shape
 from trainkit.safetensors import StoredWeights
 from trainkit.task import Loss, Task, add_adapters, parameters_on_meta
-from trainkit.trainer.hf_task import create_model, find_stored, read_whole
 from trainkit.trainer.models.decoder import Decoder
 from trainkit.trainer.models.model import StageSpec
 

@@ -14,13 +14,14 @@ from typing import Any
 
 import numpy as np
 
+from trainkit.capabilities.texts.inputs import FORMS, ROWS, TEXT, dataset_spec, find_inputs
+from trainkit.capabilities.texts.prepare import INPUTS_FILE
+from trainkit.capabilities.texts.tokenize import Tokenizer
 from trainkit.config.schema import RunConfig
 from trainkit.config.training import DataConfig
 from trainkit.data.dataset_file import BYTES, PLACES, places_file
-from trainkit.data.prepare import INPUTS_FILE
 from trainkit.data.shards import TokenMixture, TokenShards, open_dataset
-from trainkit.data.sources import FORMS, ROWS, TEXT, components, dataset_spec, find_inputs, prepared_folder
-from trainkit.data.tokenize import Tokenizer
+from trainkit.data.sources import components, prepared_folder
 from trainkit.errors import TrainkitError, UsageError
 from trainkit.folders import shown_path
 from trainkit.formats import plural

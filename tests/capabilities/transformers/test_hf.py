@@ -12,6 +12,7 @@ from tests.support.hf_models import LLAMA3_ROPE, export_run, logits_of, need, sa
 from tests.support.parity import Case, close, make_trainer, run_cases, saved_tensors, worst_difference
 from tests.support.runs import make_attempt
 from trainkit.capabilities.export.worker import ExportRequest, export
+from trainkit.capabilities.transformers.task import create_model, read_whole
 from trainkit.cli.main import main
 from trainkit.config import RunConfig, load_config
 from trainkit.errors import FatalError, TrainkitError
@@ -20,7 +21,6 @@ from trainkit.run.files import read_json, write_json
 from trainkit.run.manifest import published
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.safetensors import StoredWeights
-from trainkit.trainer.hf_task import create_model, read_whole
 from trainkit.trainer.task_check import definite_problem
 from trainkit.trainer.user_task import UserTask
 
@@ -381,7 +381,7 @@ def test_adapters_are_exported_without_reading_the_model(
         return read(self, name, index)  # type: ignore[arg-type]
 
     monkeypatch.setattr(StoredWeights, "read", recording)
-    monkeypatch.setattr("trainkit.trainer.hf_task.read_whole", None)
+    monkeypatch.setattr("trainkit.capabilities.transformers.task.read_whole", None)
     out = tmp_path / "adapters"
     out.mkdir()
     request = (str(tmp_path / "run"), str(config), str(checkpoint.path), str(out), "fp32")

@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 
+from trainkit.capabilities.texts.tokenize import Tokenizer
 from trainkit.data.dataset_file import identify
-from trainkit.data.tokenize import Tokenizer
 from trainkit.errors import UsageError
 
 

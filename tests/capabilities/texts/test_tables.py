@@ -8,12 +8,12 @@ from itertools import product
 import pytest
 from dataset_content import content_of, documents_of, rows
 
+from trainkit.capabilities.texts.inputs import DatasetSpec, find_inputs, read_column
+from trainkit.capabilities.texts.prepare import prepare
+from trainkit.capabilities.texts.tokenize import Tokenizer
+from trainkit.capabilities.texts.units import plan_units
+from trainkit.capabilities.texts.validate import LONG_ROW_BYTES, validate_texts
 from trainkit.data.checks import inspect_data
-from trainkit.data.prepare import prepare
-from trainkit.data.sources import DatasetSpec, find_inputs, read_column
-from trainkit.data.tokenize import Tokenizer
-from trainkit.data.units import plan_units
-from trainkit.data.validate import LONG_ROW_BYTES, validate_texts
 from trainkit.errors import UsageError
 
 FORMS = ["parquet", "arrow"]
@@ -220,7 +220,7 @@ def test_checks_before_a_run(data_config, write, form):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_first_rows_of_big_tables_are_checked(data_config, write, form, monkeypatch):
-    monkeypatch.setattr("trainkit.data.checks._READ_IN_FULL", 10)
+    monkeypatch.setattr("trainkit.capabilities.texts.checks._READ_IN_FULL", 10)
     source = str(write(form, ["x", None, *["hello world"] * 50]))
     (found,) = inspect_data(data_config(source=source)).problems
     assert ':2: column "text" (data.text_key) is null' in found[1]

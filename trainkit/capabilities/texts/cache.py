@@ -1,6 +1,6 @@
 """The cache of tokenised texts.
 
-Imports neither numpy nor tokenizers until it has to tokenise: `trainkit.data.checks` uses it.
+Imports neither numpy nor tokenizers until it has to tokenise: a dry run uses it.
 """
 
 from __future__ import annotations
@@ -16,27 +16,16 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from trainkit.capabilities.texts.inputs import DatasetSpec, Input, dataset_spec, find_inputs
 from trainkit.config.training import DataConfig
 from trainkit.data.dataset_file import (
     LAYOUT_VERSION,
-    VAL,
     TokenizerIdentity,
-    check_made_by,
     checked_dataset,
     identify,
     is_dataset,
-    read_dataset_file,
 )
-from trainkit.data.sources import (
-    STDLIB,
-    DatasetSpec,
-    Input,
-    components,
-    dataset_spec,
-    find_inputs,
-    prepared_folder,
-    refuse_val_source,
-)
+from trainkit.data.sources import STDLIB
 from trainkit.errors import UsageError
 from trainkit.folders import ensure_folder, home
 
@@ -77,26 +66,8 @@ def cannot_be_written(folder: Path) -> bool:
 _PARTIAL_SUFFIX = ".partial"
 
 
-def has_validation(config: DataConfig, checks_sizes: bool = True) -> bool:
-    """Whether the data of a config has a `val` split; prepares the data first if necessary."""
-    folders = [ensure_prepared(part, checks_sizes) for part in components(config)]
-    return any(read_dataset_file(folder).num_tokens(VAL) > 0 for folder in folders)
-
-
-def ensure_prepared(config: DataConfig, checks_sizes: bool = True) -> Path:
-    """The folder with the token shards of a config without a mixture, or of a component of one.
-
-    A prepared `data.source` is used directly, with its own tokenizer; other sources are tokenised into the
-    cache once. If several processes call this, one prepares the data and the others wait. With `checks_sizes`
-    a cached dataset with missing or truncated shards is prepared again. Raises UsageError for unusable
-    sources and for a cache that cannot be written.
-    """
-    folder = prepared_folder(config)
-    if folder is not None:
-        refuse_val_source(config, folder)
-        wanted, used = identify(config.tokenizer), read_dataset_file(folder).tokenizer
-        check_made_by(config.tokenizer, wanted, folder, used)
-        return folder
+def prepare_texts(config: DataConfig, checks_sizes: bool) -> Path:
+    """The folder of a config's texts in the cache, made first if necessary."""
     spec = dataset_spec(config)
     cache = cache_folder(config)
     target = cache / cache_key(spec, find_inputs(spec), identify(spec.tokenizer))
@@ -121,7 +92,7 @@ def _set_aside_if_damaged(target: Path) -> None:
 
 
 def _prepare_into(cache: Path, target: Path, spec: DatasetSpec, workers: int) -> None:
-    from trainkit.data.prepare import DatasetMismatch, exclusive, prepare, progress_lines
+    from trainkit.capabilities.texts.prepare import DatasetMismatch, exclusive, prepare, progress_lines
 
     partial = target.with_name(target.name + _PARTIAL_SUFFIX)
     try:

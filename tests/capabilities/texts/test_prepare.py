@@ -11,11 +11,11 @@ import time
 import pytest
 from dataset_content import content_of, documents_of, rows, tokens_of
 
+from trainkit.capabilities.texts.inputs import DatasetSpec
+from trainkit.capabilities.texts.prepare import exclusive, prepare, run_jobs
+from trainkit.capabilities.texts.tokenize import WORK_FOLDER
 from trainkit.data.dataset_file import read_dataset_file
-from trainkit.data.prepare import exclusive, prepare, run_jobs
 from trainkit.data.shards import TokenShards
-from trainkit.data.sources import DatasetSpec
-from trainkit.data.tokenize import WORK_FOLDER
 from trainkit.errors import TrainkitError, UsageError
 
 
@@ -103,7 +103,7 @@ def test_number_of_workers_does_not_matter(tmp_path):
 def test_units_that_are_done_are_not_done_again(tmp_path, monkeypatch):
     folder = many_texts(tmp_path / "texts")
     expected = content_of(made(tmp_path, folder, name="expected", val_fraction=0.1, unit_bytes=8192))
-    from trainkit.data import prepare as module
+    from trainkit.capabilities.texts import prepare as module
 
     real, ran = module.run_unit, []
 
@@ -162,7 +162,7 @@ def test_folder_with_something_else_is_left_alone(tmp_path):
 
 def test_begun_with_other_options(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("hello\n")
-    monkeypatch.setattr("trainkit.data.prepare.run_unit", lambda folder, unit: 1 / 0)
+    monkeypatch.setattr("trainkit.capabilities.texts.prepare.run_unit", lambda folder, unit: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         made(tmp_path, tmp_path / "a.txt")
     monkeypatch.undo()
@@ -253,7 +253,7 @@ def test_text_that_is_no_utf8(tmp_path, tokenizer_json):
 def test_source_that_changes_in_the_middle(tmp_path, monkeypatch):
     path = tmp_path / "a.txt"
     path.write_text("hello\n" * 100)
-    from trainkit.data import prepare as module
+    from trainkit.capabilities.texts import prepare as module
 
     real = module.run_unit
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from trainkit.capabilities.replay.steps import Document, SampleSources
+from trainkit.capabilities.texts.inputs import DatasetSpec
+from trainkit.capabilities.texts.prepare import prepare
 from trainkit.config.training import DataConfig
 from trainkit.data.dataset_file import places_file
-from trainkit.data.prepare import prepare
 from trainkit.data.shards import open_dataset
-from trainkit.data.sources import DatasetSpec
 
 SEQ_LEN = 50
 

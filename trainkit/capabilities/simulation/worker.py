@@ -1,7 +1,7 @@
 """Simulates one rank of a job of any size in one process, without its memory and without the other ranks.
 
-``python -m trainkit.trainer.simulate CONFIG PLAN RANK`` prints JSON: the rank's peak memory, and the number
-of collectives per step. Tensors have shapes but no values; collectives return immediately.
+``python -m trainkit.capabilities.simulation.worker CONFIG PLAN RANK`` prints JSON: the rank's peak memory,
+and the number of collectives per step. Tensors have shapes but no values; collectives return immediately.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from trainkit.capabilities.simulation import Simulation
 from trainkit.config import read_effective
 from trainkit.config.schema import RunConfig
 from trainkit.plan.launch import LaunchPlan
-from trainkit.plan.memory import Simulation
 from trainkit.trainer.build import BuiltModel, assemble, build_model_parts, build_task
 from trainkit.trainer.causal_lm import CausalLM, Microbatch
 from trainkit.trainer.distributed import World, build_mesh, context_group

@@ -16,8 +16,7 @@ from itertools import accumulate, takewhile
 from shlex import quote
 from typing import IO, Any, cast
 
-from trainkit.data.dataset_file import TRAIN, VAL
-from trainkit.data.sources import (
+from trainkit.capabilities.texts.inputs import (
     BOTH,
     TABLES,
     TEXT,
@@ -27,6 +26,7 @@ from trainkit.data.sources import (
     read_column,
     unreadable,
 )
+from trainkit.data.dataset_file import TRAIN, VAL
 from trainkit.errors import UsageError
 
 UNIT_BYTES = 64 << 20

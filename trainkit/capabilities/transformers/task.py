@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from trainkit.adapters import apply_lora, check_targets, is_independent, keeps_base, lora_config, require
 from trainkit.config.hf_model import CONFIG_NAME
 from trainkit.config.schema import RunConfig
-from trainkit.data.cache import has_validation
+from trainkit.data.sources import has_validation
 from trainkit.errors import FatalError, UsageError
 from trainkit.formats import JsonObject
 from trainkit.safetensors import StoredWeights
@@ -129,6 +129,19 @@ class HFCausalLM(Task):
                     value.copy_(self.read_weight(name, slice(None)))
                 set_tensor(adapted, name, nn.Parameter(value, param.requires_grad))
         return adapted
+
+    def check(self) -> None:
+        """Raise TrainkitError for what can be seen of the model without its weights."""
+        config = self.config
+        if config.model.lora is not None:
+            lora_config(config.model.lora)
+        if self._weights is not None:
+            with errors_of_user(config, "its model cannot be built", but=OSError):
+                self._refuse_quantized(self._on_meta(self._weights)[1])
+        if config.parallel.tp > 1:
+            with torch.device("meta"):
+                model = create_model(self._folder)
+            find_styles(self, config, model, config.parallel.tp)
 
     def _check_positions(self, settings: Any) -> None:
         """Raise TrainkitError if samples are longer than a table of positions."""
@@ -271,25 +284,6 @@ def find_stored(model: Any, weights: StoredWeights) -> tuple[dict[nn.Parameter, 
 
 def _no_split(tp: int, message: str, hint: str) -> TaskError:
     return TaskError("parallel.tp", f"is {tp}, which {message}", hint)
-
-
-def check_hf(config: RunConfig) -> None:
-    """Raise TrainkitError for what can be seen of `model.hf` without its weights."""
-    folder = Path(str(config.model.hf))
-    if not config.uses_transformers:
-        if not config.model.from_scratch:
-            StoredWeights(folder)
-        return
-    task = HFCausalLM(config)
-    if config.model.lora is not None:
-        lora_config(config.model.lora)
-    if task._weights is not None:
-        with errors_of_user(config, "its model cannot be built", but=OSError):
-            task._refuse_quantized(task._on_meta(task._weights)[1])
-    if config.parallel.tp > 1:
-        with torch.device("meta"):
-            model = create_model(folder)
-        find_styles(task, config, model, config.parallel.tp)
 
 
 def save_pretrained(model: Any, folder: Path, dtype: torch.dtype, *, merge: bool) -> None:

@@ -14,15 +14,16 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 from tests.support.parity import Case, close, make_trainer, run_cases
 from tests.support.programs import run_program
 from tests.support.runs import make_attempt
+from trainkit.capabilities.simulation import Simulation
+from trainkit.capabilities.simulation.worker import simulate as simulate_rank
 from trainkit.config import read_effective
 from trainkit.plan.launch import LaunchPlan
-from trainkit.plan.memory import Simulation, rank_memory
+from trainkit.plan.memory import rank_memory
 from trainkit.plan.model_shape import resolve_model_shape
 from trainkit.plan.step_work import work_of
 from trainkit.run.files import read_json
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.trainer.causal_lm import MAX_TOKENS_PER_READ
-from trainkit.trainer.simulate import simulate as simulate_rank
 from trainkit.trainer.torch_private import memory_tracker
 
 pytestmark = pytest.mark.slow
@@ -40,7 +41,7 @@ def simulate(attempt: AttemptDir, rank: int = 0) -> Simulation:
         return simulate_rank(read_effective(attempt.config_file), plan, rank)
     # DTensor remembers the groups of a process after they are gone.
     argv = [str(attempt.config_file), str(attempt.plan_file), str(rank)]
-    module = [sys.executable, "-m", "trainkit.trainer.simulate"]
+    module = [sys.executable, "-m", "trainkit.capabilities.simulation.worker"]
     done = run_program(*module, *argv, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     return Simulation(**json.loads(done.stdout))

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from trainkit.capabilities.texts.inputs import TEXT, Input, TableError
+from trainkit.capabilities.texts.tokenize import Tokenizer, in_batches
+from trainkit.capabilities.texts.units import RowError, open_input, read_rows, row_text
 from trainkit.data.dataset_file import SPLITS, check_shard_sizes, read_dataset_file
-from trainkit.data.sources import TEXT, Input, TableError
-from trainkit.data.tokenize import Tokenizer, in_batches
-from trainkit.data.units import RowError, open_input, read_rows, row_text
 from trainkit.folders import shown_path
 from trainkit.run.manifest import file_hash
 

@@ -5,10 +5,10 @@ import gzip
 import pytest
 from dataset_content import rows
 
-from trainkit.data.prepare import prepare
-from trainkit.data.sources import DatasetSpec, find_inputs
-from trainkit.data.tokenize import Tokenizer
-from trainkit.data.validate import LONG_ROW_BYTES, validate_texts
+from trainkit.capabilities.texts.inputs import DatasetSpec, find_inputs
+from trainkit.capabilities.texts.prepare import prepare
+from trainkit.capabilities.texts.tokenize import Tokenizer
+from trainkit.capabilities.texts.validate import LONG_ROW_BYTES, validate_texts
 
 
 def validated(path, content, tokenizer="bytes"):

@@ -26,6 +26,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
+from trainkit.capabilities.texts.inputs import DatasetSpec, find_inputs
+from trainkit.capabilities.texts.tokenize import WORK_FOLDER, digest_unit, record_file, run_unit, token_dtype
+from trainkit.capabilities.texts.units import UNIT_BYTES, Unit, plan_units
 from trainkit.data.dataset_file import (
     LAYOUT_VERSION,
     SPLITS,
@@ -38,9 +41,6 @@ from trainkit.data.dataset_file import (
     read_dataset_file,
     write_shared_json,
 )
-from trainkit.data.sources import DatasetSpec, find_inputs
-from trainkit.data.tokenize import WORK_FOLDER, digest_unit, record_file, run_unit, token_dtype
-from trainkit.data.units import UNIT_BYTES, Unit, plan_units
 from trainkit.errors import TrainkitError, UsageError
 from trainkit.folders import ensure_folder, shown_path
 from trainkit.locks import LockBusy, LockUnsupported, NotALock, file_lock

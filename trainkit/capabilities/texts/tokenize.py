@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from trainkit.capabilities.texts.inputs import FORMS, Input, unreadable
+from trainkit.capabilities.texts.units import Unit
 from trainkit.data.dataset_file import BYTES, PLACES, SPLITS, Shard, identify, places_file
-from trainkit.data.sources import FORMS, Input, unreadable
-from trainkit.data.units import Unit
 from trainkit.errors import UsageError
 from trainkit.folders import shown_path
 from trainkit.run import files

@@ -99,8 +99,8 @@ def test_help_needs_nothing_heavy():
 PREPARE_IN_SMALL_UNITS = """
 import sys
 from pathlib import Path
-from trainkit.data.prepare import prepare
-from trainkit.data.sources import DatasetSpec
+from trainkit.capabilities.texts.prepare import prepare
+from trainkit.capabilities.texts.inputs import DatasetSpec
 
 if __name__ == "__main__":
     spec = DatasetSpec(("texts",), tokenizer=sys.argv[2], val_fraction=0.05)
@@ -110,7 +110,7 @@ SLOWLY = PREPARE_IN_SMALL_UNITS.replace(
     'if __name__ == "__main__":\n',
     """
 import time
-import trainkit.data.prepare as module
+import trainkit.capabilities.texts.prepare as module
 run_unit = module.run_unit
 def slowly(*job):
     time.sleep(0.05)

@@ -10,11 +10,12 @@ import pytest
 from dataset_content import content_of, rows
 
 from tests.support.nfs import nfs_clients
-from trainkit.data.cache import cache_folder, cache_key, ensure_prepared, has_validation
+from trainkit.capabilities.texts.cache import cache_folder, cache_key
+from trainkit.capabilities.texts.inputs import DatasetSpec, dataset_spec, find_inputs
+from trainkit.capabilities.texts.prepare import prepare
 from trainkit.data.dataset_file import identify, is_dataset
-from trainkit.data.prepare import prepare
 from trainkit.data.shards import open_dataset
-from trainkit.data.sources import DatasetSpec, dataset_spec, find_inputs
+from trainkit.data.sources import ensure_prepared, has_validation
 from trainkit.errors import UsageError
 
 
@@ -47,7 +48,7 @@ def test_what_was_begun_in_the_cache_with_other_times_is_begun_anew(data_config,
 
     config = data_config(source="stdlib")
     with monkeypatch.context() as patch:
-        patch.setattr("trainkit.data.prepare.run_jobs", killed)
+        patch.setattr("trainkit.capabilities.texts.prepare.run_jobs", killed)
         with pytest.raises(KeyboardInterrupt):
             ensure_prepared(config)
     [plan_file] = cache_folder(config).glob("*.partial/*/plan.json")
@@ -124,7 +125,7 @@ def test_cache_that_cannot_be_written(data_config, tmp_path):
 def test_what_a_killed_prepare_left_is_used(data_config, tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("hello\n" * 100)
     config = data_config(source=str(tmp_path / "a.txt"))
-    monkeypatch.setattr("trainkit.data.prepare.run_unit", lambda folder, unit: 1 / 0)
+    monkeypatch.setattr("trainkit.capabilities.texts.prepare.run_unit", lambda folder, unit: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         ensure_prepared(config)
     monkeypatch.undo()
@@ -184,6 +185,8 @@ def test_data_that_another_host_has_prepared_meanwhile_on_nfs(data_config, tmp_p
         assert not is_dataset(other / key)
         assert ensure_prepared(config) == first / key
         assert not is_dataset(other / key)
-        monkeypatch.setattr("trainkit.data.prepare.prepare", lambda *args: pytest.fail("prepared again"))
+        monkeypatch.setattr(
+            "trainkit.capabilities.texts.prepare.prepare", lambda *args: pytest.fail("prepared again")
+        )
         assert ensure_prepared(data_config(source=config.source, cache_dir=str(other))) == other / key
         assert is_dataset(other / key)

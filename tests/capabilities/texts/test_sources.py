@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.data.sources import DatasetSpec, find_inputs
+from trainkit.capabilities.texts.inputs import DatasetSpec, find_inputs
 from trainkit.errors import UsageError
 
 
@@ -25,7 +25,7 @@ def fake_stdlib(root, monkeypatch, *names):
     for name in names:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text("pass\n")
-    monkeypatch.setattr("trainkit.data.sources.stdlib_folder", lambda: root)
+    monkeypatch.setattr("trainkit.capabilities.texts.inputs.stdlib_folder", lambda: root)
 
 
 def test_a_file_keeps_its_split_when_others_come_and_go(tmp_path, monkeypatch):

@@ -9,9 +9,9 @@ from dataset_content import rows
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from trainkit.data import units
-from trainkit.data.sources import DatasetSpec, find_inputs
-from trainkit.data.units import plan_units
+from trainkit.capabilities.texts import units
+from trainkit.capabilities.texts.inputs import DatasetSpec, find_inputs
+from trainkit.capabilities.texts.units import plan_units
 
 SETTINGS = settings(
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]

@@ -68,9 +68,9 @@ def prepare(
     folder of them, or stdlib for the Python sources of the interpreter. Run the same command again to resume
     an interrupted preparation. The result does not depend on interruptions or on the number of processes.
     """
-    from trainkit.data.prepare import prepare as prepare_folder
-    from trainkit.data.prepare import progress_lines
-    from trainkit.data.sources import DatasetSpec
+    from trainkit.capabilities.texts.inputs import DatasetSpec
+    from trainkit.capabilities.texts.prepare import prepare as prepare_folder
+    from trainkit.capabilities.texts.prepare import progress_lines
 
     spec = DatasetSpec(
         tuple(_absolute(source) for source in sources),
@@ -124,10 +124,10 @@ def validate(sources: tuple[str, ...], tokenizer: str, text_key: str, as_json: b
     """
     if sources[0].endswith((".yaml", ".yml")):
         return _validate_task(sources, as_json)
+    from trainkit.capabilities.texts.inputs import DatasetSpec, find_inputs
+    from trainkit.capabilities.texts.tokenize import Tokenizer
+    from trainkit.capabilities.texts.validate import LineProblem, validate_shards, validate_texts
     from trainkit.data.dataset_file import is_dataset
-    from trainkit.data.sources import DatasetSpec, find_inputs
-    from trainkit.data.tokenize import Tokenizer
-    from trainkit.data.validate import LineProblem, validate_shards, validate_texts
 
     problems: list[LineProblem] = []
 

@@ -1,0 +1,194 @@
+"""The curves of runs as a table and as a figure, on folders that are made up."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from numpy import asarray
+
+from tests.support.sweeps import made_up_sweep, stamp
+from trainkit.capabilities.report.curves import Curves, curves
+from trainkit.capabilities.report.plot import COLORS, smoothed
+from trainkit.errors import UsageError
+from trainkit.run.group import RunGroup
+from trainkit.run.rundir import RunDir
+
+LR = "optimizer.lr"
+
+
+@pytest.fixture
+def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunGroup:
+    """Two learning rates with three seeds each."""
+    monkeypatch.chdir(tmp_path)
+    group = made_up_sweep(tmp_path / "mine", {LR: [1e-4, 1e-2], "seed": [0, 1, 2]})
+    for index, point in group.points.items():
+        config = group.run(index).config_file
+        text = config.read_text().replace("seed: 0\n", f"seed: {point.values['seed']}\n")
+        config.write_text(text.replace("lr: 0.0003\n", f"lr: {point.values[LR]}\n"))
+    return group
+
+
+def log(run: RunDir, records: list[Mapping[str, object]]) -> None:
+    run.metrics_file.write_text("".join(json.dumps(one) + "\n" for one in records))
+
+
+def step(number: int, seconds: float, attempt: int = 1, **values: object) -> Mapping[str, object]:
+    return {"step": number, "time": stamp(seconds), "attempt": attempt, **values}
+
+
+def test_a_table_has_a_row_per_step_and_the_keys_that_differ(sweep: RunGroup) -> None:
+    table = curves("mine", metrics=["loss", "grad_norm"])
+    assert list(table) == [
+        *("run", LR, "seed", "step", "tokens", "time_s", "gpu_hours", "loss", "grad_norm"),
+    ]
+    assert table.num_rows == 6 * 20
+    last = [row for row in table.rows() if row["run"] == "4"][-1]
+    assert (last[LR], last["seed"], last["step"], last["time_s"]) == (1e-2, 1, 20, 40.0)
+    assert last["gpu_hours"] == pytest.approx(40.0 / 3600)  # no plan says more than one rank
+    assert last["loss"] == pytest.approx(2.0 + 0.05 + 3 * math.exp(-4))
+
+
+def test_runs_are_named_by_name_folder_or_object(sweep: RunGroup) -> None:
+    class Started:
+        path = sweep.run(1).path
+
+    table = curves("mine/0", sweep.run(0).path, Started())
+    assert dict.fromkeys(table["run"]) == dict.fromkeys(["0", "1"])
+    assert table.keys_that_differ == ("seed",)
+
+
+def test_a_step_that_was_computed_again_is_one_row_and_takes_time_twice(sweep: RunGroup) -> None:
+    run = sweep.run(0)
+    events = [
+        {"time": stamp(0), "attempt": 1, "event": "started", "world_size": 2},
+        {"time": stamp(10), "attempt": 1, "event": "training", "step": 0},
+        {"time": stamp(100), "attempt": 2, "event": "started", "world_size": 4},
+        {"time": stamp(110), "attempt": 2, "event": "training", "step": 2},
+    ]
+    run.events_file.write_text("".join(json.dumps(one) + "\n" for one in events))
+    first = [step(number, 10 + 10 * number, loss=float(number)) for number in (1, 2, 3, 4)]
+    log(run, [*first, *(step(number, 110 + 5 * number, 2, loss=10.0 * number) for number in (3,))])
+    table = curves("mine/0")
+    assert table["step"] == [1, 2, 3]  # the fourth is not part of the result
+    assert table["loss"] == [1.0, 2.0, 30.0]
+    assert table["time_s"] == [10.0, 20.0, 40.0 + 15.0]
+    assert table["gpu_hours"][-1] == pytest.approx((40 * 2 + 15 * 4) / 3600)
+
+
+def test_what_was_not_logged_differs_from_what_is_not_finite(sweep: RunGroup) -> None:
+    log(sweep.run(0), [step(1, 20, loss=1.0, val_loss=None), step(2, 30, loss=None)])
+    table = curves("mine/0", metrics=["loss", "val_loss"])
+    assert table["loss"][0] == 1.0
+    assert math.isnan(table["loss"][1])
+    assert math.isnan(table["val_loss"][0])
+    assert table["val_loss"][1] is None
+
+
+def test_a_metric_of_ones_own_is_a_column(sweep: RunGroup) -> None:
+    log(sweep.run(0), [step(1, 20, d_loss=0.5)])
+    assert curves("mine/0", metrics=["d_loss"])["d_loss"] == [0.5]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "keys", "message", "hint"),
+    [
+        (["los"], None, "no run has logged los", "loss"),
+        (["loss"], ["optimizer.l"], "no run has the key optimizer.l", LR),
+    ],
+)
+def test_what_no_run_has_is_refused(
+    sweep: RunGroup, metrics: list[str], keys: list[str] | None, message: str, hint: str
+) -> None:
+    with pytest.raises(UsageError) as refused:
+        curves("mine", metrics=metrics, keys=keys)
+    assert refused.value.message == message
+    assert hint in str(refused.value.hint)
+
+
+def test_a_csv_reads_back(sweep: RunGroup) -> None:
+    table = curves("mine")
+    stream = io.StringIO()
+    table.write_csv(stream)
+    found = list(csv.DictReader(io.StringIO(stream.getvalue())))
+    assert len(found) == table.num_rows
+    assert [float(row["loss"]) for row in found] == table["loss"]
+    assert {row[LR] for row in found} == {"0.0001", "0.01"}
+
+
+def test_a_line_per_value_is_the_mean_over_seeds(sweep: RunGroup) -> None:
+    table = curves("mine")
+    (axes,) = table.plot().axes
+    assert len(axes.lines) == 2
+    assert len(axes.collections) == 2  # their spread
+    found = zip(table["step"], table[LR], table["loss"], strict=True)
+    at_end = [loss for step, lr, loss in found if (step, lr) == (20, 1e-4)]
+    assert asarray(axes.lines[0].get_ydata()).tolist()[-1] == pytest.approx(sum(at_end) / 3)
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("step", "training loss")
+    assert [text.get_text() for text in axes.figure.legends[0].get_texts()] == ["lr=0.0001", "lr=0.01"]
+
+
+def test_names_have_colors_of_the_palette_and_numbers_of_viridis(sweep: RunGroup) -> None:
+    table = curves("mine")
+    assert {line.get_color() for line in table.plot().axes[0].lines}.isdisjoint(COLORS)
+    named = Curves(["kind"], ["loss"])
+    for row in table.rows():
+        for column, value in {**row, "kind": f"lr {row[LR]}"}.items():
+            if column in named:
+                named[column].append(value)
+        named.keys_that_differ = ("kind",)
+    assert [line.get_color() for line in named.plot().axes[0].lines] == [*COLORS[:2]]
+
+
+def test_a_wide_range_is_logarithmic(sweep: RunGroup) -> None:
+    log(sweep.run(0), [step(number, number, loss=10.0**-number) for number in (0, 1, 2)])
+    assert curves("mine/0").plot().axes[0].get_yscale() == "log"
+    assert curves("mine/1").plot().axes[0].get_yscale() == "linear"
+
+
+def test_a_run_that_diverged_has_a_cross_at_the_edge_and_no_values(sweep: RunGroup) -> None:
+    log(sweep.run(0), [step(n, n, loss=1.0 if n < 3 else None) for n in (1, 2, 3, 4)])
+    (axes,) = curves("mine/0").plot().axes
+    line, cross = axes.lines
+    assert asarray(line.get_xdata()).tolist() == [1.0, 2.0]
+    assert (cross.get_marker(), asarray(cross.get_xdata()).tolist()) == ("x", [3.0])
+    assert asarray(cross.get_ydata()).tolist() == [axes.get_ylim()[1]]
+
+
+def test_smoothing_has_no_bias_to_zero() -> None:
+    assert smoothed([4.0, 4.0, 4.0], 0.9) == pytest.approx([4.0, 4.0, 4.0])
+    assert smoothed([1.0, 3.0], 0.5) == pytest.approx([1.0, (0.5 * 0.5 * 1 + 0.5 * 3) / 0.75])
+
+
+@pytest.mark.parametrize("suffix", ["pdf", "svg", "png"])
+def test_the_same_data_are_the_same_file(sweep: RunGroup, tmp_path: Path, suffix: str) -> None:
+    from trainkit.capabilities.report.plot import save
+
+    files = [tmp_path / f"{name}.{suffix}" for name in "ab"]
+    for file in files:
+        save(curves("mine").plot(x="time", smooth=0.5), file)
+    assert files[0].read_bytes() == files[1].read_bytes()
+    with pytest.raises(FileExistsError):
+        save(curves("mine").plot(), files[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"x": "epoch"}, "unknown axis epoch"),
+        ({"smooth": 1.0}, "smooth must be from 0 to below 1: 1.0"),
+        ({"by": "seed"}, "the runs do not differ in seed"),
+        ({"x": "tokens"}, "no run has loss by tokens"),
+    ],
+)
+def test_a_figure_that_cannot_be_is_refused(
+    sweep: RunGroup, options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(UsageError) as refused:
+        curves("mine").plot(**options)  # type: ignore[arg-type]
+    assert refused.value.message == message

@@ -1,0 +1,59 @@
+"""`trainkit check --simulate-world`: check for another number of GPUs, and simulate one of the ranks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import asdict
+
+import click
+
+from trainkit.cli.help import AddedOption, option
+from trainkit.cli.options import COUNT, INDEX
+from trainkit.cli.output import json_text
+from trainkit.errors import UsageError
+from trainkit.launch.config_request import ConfigRequest
+
+
+def simulation_options(function: Callable[..., object]) -> Callable[..., object]:
+    """Add the options of a simulation to `trainkit check`, which then does nothing else."""
+
+    @functools.wraps(function)
+    def with_simulation(
+        request: ConfigRequest, world_size: int | None, rank: int | None, as_json: bool, **others: object
+    ) -> object:
+        if world_size is None and rank is not None:
+            raise UsageError("--rank requires --simulate-world", hint="add --simulate-world N")
+        if world_size is None:
+            return function(request=request, as_json=as_json, **others)
+        if others["estimate"] is not None or others["show_origin"] or others.get("choices"):
+            from trainkit.cluster.limits import listed
+
+            params = click.get_current_context().command.params
+            added = (param.opts[0] for param in params if isinstance(param, AddedOption))
+            raise UsageError(
+                f"--simulate-world conflicts with {listed(['--estimate', '--show-origin', *added])}",
+                hint="run `trainkit check` without --simulate-world for them",
+            )
+        # The help of the command waits for this module.
+        from trainkit.capabilities.simulation.simulated_job import simulate, simulated_plan, simulation_lines
+
+        loaded = request.load()
+        plan = simulated_plan(loaded, world_size)
+        found = simulate(loaded, plan, rank or 0)
+        if as_json:
+            click.echo(json_text({"plan": plan.to_dict(), "simulation": asdict(found)}))
+        else:
+            click.echo(f"layout: {plan.reasons['layout']}")
+            click.echo("\n".join(simulation_lines(found)))
+        return None
+
+    world_option = option(
+        "--simulate-world N",
+        "Check for N GPUs instead, and simulate a step of one of the N ranks without allocating memory.",
+        name="world_size",
+        type=COUNT,
+    )
+    rank_option = option("--rank N", "Rank to simulate; default: 0.", type=INDEX)
+    typed: Callable[..., object] = world_option(rank_option(with_simulation))
+    return typed
