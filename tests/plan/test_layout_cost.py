@@ -9,8 +9,8 @@ from planning import llama, step_work
 
 from trainkit.plan.gpus import find_gpu
 from trainkit.plan.launch import Layout
-from trainkit.plan.layouts import Cost, Flow, cost_of, rank_flops, recompute_share, traffic
 from trainkit.plan.model_shape import flops_per_token, num_params
+from trainkit.plan.step_cost import Cost, Flow, cost_of, rank_flops, recompute_share, traffic
 
 H100 = find_gpu("h100")
 PARAMS = num_params(llama("7b"))

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from trainkit.capabilities.layouts.choices import Hardware, base_work, choose, configured_layout
 from trainkit.config import load_config
 from trainkit.folders import shipped_configs
 from trainkit.formats import GIB
-from trainkit.plan.gpus import Hardware, find_gpu
-from trainkit.plan.layouts import base_work, choose, configured_layout
+from trainkit.plan.gpus import find_gpu
 from trainkit.plan.model_shape import resolve_model_shape
 
 WORDS = 32_000

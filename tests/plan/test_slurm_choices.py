@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from planning import NO_GPU, plan_of, problems_of
 
+from trainkit.capabilities.layouts.choices import find_hardware
 from trainkit.cluster.model import Cluster, NodeKind, Partition
 from trainkit.cluster.target import LOCAL, Target
 from trainkit.config import load_config
 from trainkit.errors import ConfigError
-from trainkit.plan.gpus import find_hardware
 from trainkit.plan.launch import LaunchPlan
 
 HOUR = 3600

@@ -27,9 +27,9 @@ from trainkit.launch.plan_run import gather, plan_run
 from trainkit.plan.facts import Facts
 from trainkit.plan.gpus import RESTART_S, find_gpu
 from trainkit.plan.launch import LaunchPlan, Options, option_argv
-from trainkit.plan.layouts import cost_of
 from trainkit.plan.model_shape import resolve_model_shape
 from trainkit.plan.node_range import KEY
+from trainkit.plan.step_cost import cost_of
 from trainkit.plan.step_work import work_of
 from trainkit.plan.workload import TRAINER, Workload
 from trainkit.run.events import read_events

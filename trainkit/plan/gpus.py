@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainkit.errors import KeyProblem, UsageError
+from trainkit.errors import KeyProblem
 from trainkit.formats import MIB
 
 if TYPE_CHECKING:
@@ -138,20 +138,6 @@ EXAMPLE = "h100"
 """The GPU type that messages give as an example."""
 
 
-@dataclass(frozen=True)
-class Hardware:
-    """The GPUs that a plan is made for."""
-
-    gpu: Gpu
-    num_gpus: int
-    node_size: int
-    """GPUs per node."""
-
-    @property
-    def num_nodes(self) -> int:
-        return self.num_gpus // self.node_size
-
-
 def gpu_names(config: RunConfig, machine: Machine, target: Target) -> list[str]:
     """The names of the GPU types that a job may get; empty if unknown."""
     types = config.resources.gpu_types
@@ -179,58 +165,14 @@ def known_gpu(names: list[str], resources: ResourcesConfig | None = None) -> Gpu
     return pick(known, key=lambda gpu: gpu.most_memory) if known and len(known) == len(found) else None
 
 
-def find_hardware(
-    config: RunConfig, machine: Machine, target: Target, gpu_type: str | None, num_gpus: int | None
-) -> Hardware:
-    """The hardware to plan for: that of the command line, else that of the config's target.
-
-    Raises UsageError if it is unknown.
-    """
-    names = [gpu_type] if gpu_type is not None else gpu_names(config, machine, target)
-    gpu = known_gpu(names, config.resources)
-    if gpu is None:
-        raise _unknown(gpu_type, names, machine)
-    size = _node_size(config, machine, target, gpu)
-    if num_gpus is None:
-        return Hardware(gpu, config.resources.most_nodes * size, size)
-    size = min(size, num_gpus)
-    if num_gpus % size:
-        raise UsageError(
-            f"--gpus {num_gpus} is not a multiple of {size} GPUs per node",
-            hint="use --nodes N --gpus-per-node N instead",
-        )
-    return Hardware(gpu, num_gpus, size)
-
-
-def _node_size(config: RunConfig, machine: Machine, target: Target, gpu: Gpu) -> int:
-    requested = config.resources.gpus_per_node
-    if requested != "auto":
-        return requested
-    if target.cluster is not None:
-        from trainkit.cluster.limits import ResourceRequest  # as in `gpu_names`
-
-        request = ResourceRequest.of(config.resources, target.cluster)
-        return max((node.num_gpus() for node in request.gpu_nodes), default=gpu.node_size)
-    return max(1, machine.num_gpus // config.resources.most_nodes) if machine.num_gpus else gpu.node_size
-
-
-def _unknown(gpu_type: str | None, names: list[str], machine: Machine) -> UsageError:
-    hint = f"--gpu-type takes a name from the driver or from Slurm, such as {', '.join(known_gpus()[:8])}"
-    if gpu_type is not None:
-        return UsageError(f"--gpu-type {gpu_type}: unknown GPU type", hint=hint)
-    if names:
-        return UsageError(f"unknown GPU type: {_shown(names)}", hint=hint)
-    message = f"no GPU type to plan for: resources.gpu_type is null, and {machine.gpu_reason}"
-    return UsageError(message, hint=hint)
-
-
-def _shown(names: list[str]) -> str:
+def shown_types(names: list[str]) -> str:
+    """The names of GPU types in a message."""
     return ", ".join(name or "a GPU without a type" for name in names)
 
 
 def unchecked_memory(names: list[str]) -> str:
     """The warning for GPUs of unknown memory; `names` are those of `gpu_names`."""
-    reason = f"their memory is unknown ({_shown(names)})"
+    reason = f"their memory is unknown ({shown_types(names)})"
     if not names:
         reason = "their type is unknown, which resources.gpu_type sets"
     return (

@@ -13,13 +13,13 @@ from trainkit.capabilities.bench.plan_bench import (
     profiler_values,
 )
 from trainkit.capabilities.bench.run_bench import PROFILED_STEPS, BenchLength, profiled_ranks
+from trainkit.capabilities.layouts.choices import LONG_SEQUENCE
 from trainkit.config import LoadedConfig, load_config
 from trainkit.config.load import Change, with_changes, with_values
 from trainkit.errors import ConfigError, Problem, UsageError
 from trainkit.plan.facts import Facts
 from trainkit.plan.launch import LaunchPlan, Layout
 from trainkit.plan.layout_rules import parse_layout
-from trainkit.plan.layouts import LONG_SEQUENCE
 
 
 def load(folder: Path, *settings: str) -> LoadedConfig:

@@ -18,6 +18,7 @@ from trainkit.capabilities.bench.run_bench import (
     point_name,
     profiled_ranks,
 )
+from trainkit.capabilities.layouts.choices import LONG_SEQUENCE, enumerate_layouts
 from trainkit.capabilities.report.sweep_report import REPEAT
 from trainkit.config import LoadedConfig, RunConfig
 from trainkit.config.load import Change, Values, short_training, with_changes, with_values
@@ -30,7 +31,6 @@ from trainkit.plan.batch import GLOBAL, MICROBATCHES, BatchRequest, batch_change
 from trainkit.plan.facts import Facts
 from trainkit.plan.launch import LaunchPlan, Layout
 from trainkit.plan.layout_rules import DEGREES, layout_name, layout_problems, make_layout, parse_layout
-from trainkit.plan.layouts import LONG_SEQUENCE, enumerate_layouts
 from trainkit.plan.make_plan import make_plan
 from trainkit.plan.model_shape import ModelShape, resolve_model_shape
 from trainkit.plan.step_work import work_of

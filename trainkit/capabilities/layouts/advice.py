@@ -6,11 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from operator import attrgetter
 
+from trainkit.capabilities.layouts.choices import Choice, Hardware, choose
 from trainkit.config.schema import RunConfig
 from trainkit.formats import GIB, gib, plural, table
-from trainkit.plan.gpus import Hardware
 from trainkit.plan.layout_rules import DEGREES, describe_layout, yaml_text
-from trainkit.plan.layouts import Choice, choose
 from trainkit.plan.memory import state_bytes
 from trainkit.plan.step_work import StepWork
 

@@ -23,11 +23,11 @@ from trainkit.cluster.machine import detect_machine
 from trainkit.errors import EXIT_FAILED, EXIT_OK, ConfigError, UsageError
 from trainkit.formats import gib, plural
 from trainkit.launch.config_request import ConfigRequest
-from trainkit.plan.gpus import RESTART_S, Hardware, find_hardware
+from trainkit.plan.gpus import RESTART_S
 
 if TYPE_CHECKING:
+    from trainkit.capabilities.layouts.choices import Choice, Hardware
     from trainkit.config import LoadedConfig
-    from trainkit.plan.layouts import Choice
     from trainkit.plan.model_shape import ModelShape
 
 
@@ -96,6 +96,7 @@ def command(
 
 
 def _hardware(loaded: LoadedConfig, gpus: int | None, gpu_type: str | None) -> Hardware:
+    from trainkit.capabilities.layouts.choices import find_hardware
     from trainkit.cluster.target import LOCAL, make_target
 
     # Slurm is queried only if the type or number of GPUs is missing.
@@ -136,7 +137,7 @@ class _Planned:
         hardware: Hardware,
         assumed: Assumed,
     ) -> None:
-        from trainkit.plan.layouts import base_work, choose, configured_layout
+        from trainkit.capabilities.layouts.choices import base_work, choose, configured_layout
 
         self.request = request
         self.loaded = loaded

@@ -10,11 +10,18 @@ from planning import llama, step_work
 
 from trainkit.capabilities.layouts.advice import advise, headline, reason, set_flags
 from trainkit.capabilities.layouts.advice import settings as settings_of
+from trainkit.capabilities.layouts.choices import (
+    Choice,
+    Hardware,
+    best_on_layout,
+    choose,
+    configured_layout,
+    layouts,
+)
 from trainkit.config import load_config
-from trainkit.plan.gpus import Hardware, find_gpu
+from trainkit.plan.gpus import find_gpu
 from trainkit.plan.launch import Layout
 from trainkit.plan.layout_rules import layout_problems
-from trainkit.plan.layouts import Choice, best_on_layout, choose, configured_layout, layouts
 
 
 def hardware(num_gpus: int, gpu_type: str = "h100", node_size: int = 8) -> Hardware:

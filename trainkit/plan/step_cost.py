@@ -1,4 +1,4 @@
-"""Finds the layouts of N GPUs that can train a model, fastest first, and estimates the time of a step. Pure.
+"""Estimates the time of a step on a layout, and what its GPUs send each other. Pure.
 
 Times are accurate enough to rank layouts, not to predict them.
 """
@@ -6,21 +6,13 @@ Times are accurate enough to rank layouts, not to predict them.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
 from typing import Literal
 
-from trainkit.config.loaded import LoadedConfig
-from trainkit.config.schema import RunConfig
-from trainkit.errors import ConfigError, Problem
-from trainkit.plan.batch import BatchRequest, make_batch
-from trainkit.plan.gpus import Gpu, Hardware
-from trainkit.plan.launch import Batch, Layout
-from trainkit.plan.layout_rules import divisors_of, layout_problems, make_layout
-from trainkit.plan.memory import FLOAT32, Memory, RankParams, memory_of, rank_params, stream_bytes
-from trainkit.plan.model_shape import ModelShape
-from trainkit.plan.step_work import DEFERRED_WEIGHT_GRADS, StepWork, bubble_fraction, work_of
+from trainkit.plan.gpus import Gpu
+from trainkit.plan.memory import FLOAT32, RankParams, rank_params, stream_bytes
+from trainkit.plan.step_work import DEFERRED_WEIGHT_GRADS, StepWork, bubble_fraction
 
 Kind = Literal["gather", "scatter", "reduce", "tp", "cp", "pp"]
 DATA_PARALLEL: tuple[Kind, ...] = ("gather", "scatter", "reduce")
@@ -229,168 +221,3 @@ def _seconds(flow: Flow, gpu: Gpu, node_size: int) -> float:
     bandwidth = min(gpu.node_bandwidth, gpu.network_bandwidth * together)
     hops = -(-flow.ranks // together) - 1
     return flow.num_bytes / bandwidth + flow.calls * hops * HOP_S["network"]
-
-
-LONG_SEQUENCE = 16_384
-"""From this many tokens on, context parallelism is tried although parallel.cp is 1."""
-MODES = ("none", "selective", "full")
-COMPLEXITY = 0.01
-"""Relative speedup that each additional kind of parallelism must bring, since it adds ways to fail."""
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A layout with its memory and cost."""
-
-    work: StepWork
-    hardware: Hardware
-
-    @cached_property
-    def memory(self) -> Memory:
-        """Memory of the rank that needs the most."""
-        return memory_of(self.work)
-
-    @cached_property
-    def cost(self) -> Cost:
-        """Cost of an optimizer step."""
-        return cost_of(self.work, self.hardware.gpu, self.hardware.node_size)
-
-    @cached_property
-    def fit(self) -> str:
-        """``fits``, ``tight`` (above the usable memory but below the total memory) or ``no``."""
-        if self.memory.peak <= self.hardware.gpu.usable:
-            return "fits"
-        return "tight" if self.memory.peak <= self.hardware.gpu.memory else "no"
-
-    @cached_property
-    def rank(self) -> tuple[int, float]:
-        """Sort key: choices that fit first, then faster ones first."""
-        if self.fit == "no":
-            return 2, float(self.memory.peak)
-        kinds = sum(degree > 1 for degree in astuple(self.work.layout))
-        per_token_s = self.cost.step_s / self.work.tokens_per_step
-        return int(self.fit == "tight"), per_token_s * (1 + COMPLEXITY * kinds)
-
-
-def choose(base: StepWork, hardware: Hardware, global_batch_size: int | None) -> list[Choice]:
-    """The best choice for every layout that the model and the batch allow, best first.
-
-    `base` sets the sequence length, the schedule and the largest number of samples per pass. Activation
-    checkpointing, the device batch, the microbatches and ``zero`` are chosen; the global batch is unchanged.
-    """
-    best = (best_on_layout(base, layout, hardware, global_batch_size) for layout in layouts(base, hardware))
-    return sorted((choice for choice in best if choice is not None), key=lambda choice: choice.rank)
-
-
-def layouts(base: StepWork, hardware: Hardware) -> Iterator[Layout]:
-    """The layouts of all GPUs that divide the heads, with at most one pipeline rank per layer."""
-    shape, splits_sequence = base.shape, base.layout.cp > 1 or base.seq_len >= LONG_SEQUENCE
-    for layout in enumerate_layouts(hardware.num_gpus, hardware.node_size, splits_sequence):
-        fits = shape.num_kv_heads % layout.tp == 0 and layout.pp <= shape.num_layers
-        if fits and not (base.document_mask and layout.pp * layout.cp > 1):
-            yield layout
-
-
-def enumerate_layouts(world_size: int, node_size: int, splits_sequence: bool) -> Iterator[Layout]:
-    """All layouts of `world_size` processes with tensor parallelism within a node."""
-    factors = divisors_of(world_size)
-    tps = [tp for tp in factors if tp <= node_size]
-    for tp, pp, cp in product(tps, factors, factors if splits_sequence else [1]):
-        if world_size % (tp * pp * cp) == 0:
-            dp = world_size // (tp * pp * cp)
-            yield from (Layout(dp // shard, shard, tp, pp, cp) for shard in divisors_of(dp))
-
-
-def best_on_layout(
-    base: StepWork, layout: Layout, hardware: Hardware, global_batch_size: int | None
-) -> Choice | None:
-    """The fastest choice for a layout that fits, else the one with the lowest memory.
-
-    None if the layout cannot train the model.
-    """
-    best: Choice | None = None
-    works = list(candidate_batches(replace(base, layout=layout), global_batch_size))
-    for mode in MODES:
-        # A stronger mode is worth trying only with a larger batch than the one that fits already.
-        for index, work in enumerate(works):
-            made = work.with_parallel(activation_checkpointing=mode)
-            if next(layout_problems(made), None) is not None:
-                break
-            choice = Choice(made, hardware)
-            if best is None or choice.rank < best.rank:
-                best = choice
-            if choice.fit == "fits":
-                works = works[:index]
-                break
-    return best if best is None or best.fit != "fits" else _with_zero_2(best)
-
-
-def candidate_batches(work: StepWork, global_batch_size: int | None) -> Iterator[StepWork]:
-    """The possible device batches on a layout, largest first, none larger than requested.
-
-    They have no activation checkpointing, because not every schedule supports it.
-    """
-    work = work.with_parallel(activation_checkpointing="none")
-    dp = work.layout.dp
-    if global_batch_size is None:
-        global_batch_size = work.device_batch_size * dp
-    if global_batch_size % dp:
-        return
-    share = global_batch_size // dp
-    for samples in reversed(divisors_of(share)):
-        if samples <= work.device_batch_size:
-            made = _with_batch(work, samples, share // samples)
-            if made is not None:
-                yield made
-
-
-def _with_batch(work: StepWork, samples: int, passes: int) -> StepWork | None:
-    """The work with `samples` per pass and `passes` per step; None if it violates a rule."""
-    if work.layout.pp == 1:
-        made = replace(work, device_batch_size=samples, accumulation_steps=passes)
-        return None if next(layout_problems(made), None) is not None else made
-    # At least one microbatch per rank fills the pipeline in validation too, which does not accumulate.
-    pp, counts = work.layout.pp, divisors_of(passes)
-    for microbatches in sorted(counts, key=lambda count: (count < pp, abs(count - pp))):
-        made = replace(
-            work.with_parallel(pp_microbatches=microbatches),
-            device_batch_size=samples * microbatches,
-            accumulation_steps=passes // microbatches,
-        )
-        if next(layout_problems(made), None) is None:
-            return made
-    return None
-
-
-def _with_zero_2(choice: Choice) -> Choice:
-    """The choice with ZeRO-2, if that fits and is faster; else the same choice."""
-    work = choice.work
-    if work.shards == 1 or work.keeps_gathered:
-        return choice
-    other = Choice(work.with_parallel(zero=2), choice.hardware)
-    return other if other.fit == "fits" and other.rank < choice.rank else choice
-
-
-def configured_layout(
-    loaded: LoadedConfig, shape: ModelShape, hardware: Hardware
-) -> tuple[Choice | None, list[Problem]]:
-    """The layout of the config, or None and all problems that rule it out on this hardware."""
-    config = loaded.config
-    try:
-        layout, _ = make_layout(config.parallel, hardware.num_gpus)
-        batch = make_batch(BatchRequest.of(loaded), layout, config.data.seq_len)
-    except ConfigError as error:
-        return None, loaded.located(error.problems)
-    work = work_of(config, shape, layout, batch)
-    found = loaded.located(layout_problems(work))
-    return None if found else Choice(work, hardware), found
-
-
-def base_work(config: RunConfig, shape: ModelShape, configured: Choice | None) -> StepWork:
-    """The work to derive other layouts from, with the config's samples per pass as the maximum."""
-    if configured is None:
-        layout = Layout(tp=config.parallel.tp, pp=config.parallel.pp, cp=config.parallel.cp)
-        work = work_of(config, shape, layout, Batch(config.train.device_batch_size, 1, 0, 0))
-    else:
-        work = configured.work
-    return replace(work, device_batch_size=max(1, work.samples_per_pass))
