@@ -25,12 +25,12 @@ from trainkit.run.history import Attempt
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
 SIZES = {
-    "trainkit": (19, 4_984),
-    "trainkit/backends": (26, 4_245),
+    "trainkit": (19, 5_033),
+    "trainkit/backends": (26, 4_244),
     "trainkit/capabilities": (1, 1),
     "trainkit/capabilities/bench": (6, 1_329),
     "trainkit/capabilities/curves": (3, 697),
-    "trainkit/capabilities/debugger": (3, 214),
+    "trainkit/capabilities/debugger": (5, 627),
     "trainkit/capabilities/doctor": (6, 1_343),
     "trainkit/capabilities/drill": (5, 1_035),
     "trainkit/capabilities/export": (3, 407),
@@ -40,7 +40,7 @@ SIZES = {
     "trainkit/capabilities/launchers": (4, 500),
     "trainkit/capabilities/layouts": (5, 804),
     "trainkit/capabilities/multimodal": (2, 541),
-    "trainkit/capabilities/notifications": (5, 508),
+    "trainkit/capabilities/notifications": (5, 509),
     "trainkit/capabilities/replay": (7, 1_524),
     "trainkit/capabilities/report": (10, 1_780),
     "trainkit/capabilities/simulation": (4, 311),
@@ -53,16 +53,16 @@ SIZES = {
     "trainkit/cli": (18, 3_750),
     "trainkit/cluster": (9, 1_981),
     "trainkit/config": (12, 2_983),
-    "trainkit/control": (8, 932),
+    "trainkit/control": (8, 933),
     "trainkit/data": (6, 891),
-    "trainkit/job": (35, 7_164),
+    "trainkit/job": (34, 6_854),
     "trainkit/launch": (20, 4_115),
     "trainkit/observe": (9, 2_377),
-    "trainkit/plan": (16, 3_178),
-    "trainkit/run": (16, 4_487),
+    "trainkit/plan": (16, 3_166),
+    "trainkit/run": (16, 4_488),
     "trainkit/slurm": (8, 1_574),
-    "trainkit/trainer": (38, 8_693),
-    "tests": (397, 64_570),
+    "trainkit/trainer": (38, 8_690),
+    "tests": (403, 64_722),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)
@@ -147,7 +147,7 @@ ALLOWED = {
             "adapters",
         ),
         "capability",  # where a shipped task is
-        *("job.signals", "job.rank_env", "job.rank_debugger"),
+        *("job.signals", "job.rank_env"),
         "cluster.machine",  # the version of its driver
     },
     # The other public face of the trainer: for loops of the user's own.
@@ -232,7 +232,7 @@ ALLOWED = {
     },
     "capabilities.debugger": {
         *("capability", "errors", "folders", "formats", "run", "plan", "cli", "control"),
-        *("job.rank_debugger", "launch.packages"),
+        "launch.packages",
     },
     "capabilities.layouts": {  # compares what could be trained, without a run
         *("errors", "formats", "config", "cluster", "plan", "data.checks", "cli", "launch.config_request"),
@@ -473,9 +473,11 @@ SPREAD = {
     r"\bgrowth\b|\.grow\b|\"grow\"|GrowthWatch": 1,
     "launcher_files|LauncherInput|LauncherPlan": 1,
     "multimodal": 1,
+    # A process that is stopped "by a debugger" may be in any, such as gdb.
+    "(?<!by a )debugger|debugged|rank_debug|DebugPlan|post.mortem": 2,
 }
 """Words of a capability -> how many files of the core may have one of them. The goal is 2."""
-PLAN_FIELDS = 23
+PLAN_FIELDS = 22
 """The fields of `LaunchPlan`. The goal is 22: what one capability alone needs belongs in its part."""
 
 

@@ -73,6 +73,9 @@ class Toy(Capability):
             return Planned(warnings=("toy.ticks is null: the toy does nothing",))
         return Planned(ToyPlan(ticks), {"toy": f"{ticks} ticks for {draft.world_size} ranks"})
 
+    def environ(self, attempt, plan):
+        return {"TOY_TICKS": str(plan.part(ToyPlan).ticks)}
+
     def companion(self, attempt, plan, node):
         if plan.part(ToyPlan).ticks == 3:
             raise OSError("the toy is broken")
@@ -138,10 +141,11 @@ def submit(
     return trainkit(cwd, site, "submit", *given)
 
 
-def test_a_key_a_part_a_companion_an_event_a_row_and_a_command(tmp_path: Path, site: Path) -> None:
-    done = submit(tmp_path, site, "toy.ticks=2")
+def test_a_key_a_part_a_companion_a_variable_an_event_a_row_and_a_command(tmp_path: Path, site: Path) -> None:
+    done = submit(tmp_path, site, "toy.ticks=2", command="echo has $TOY_TICKS")
     assert done.returncode == 0, done.stdout + done.stderr
     run = RunDir(tmp_path / "run")
+    assert run.attempt(1).rank_log(0).read_text() == "has 2\n"
     assert "toy:\n  ticks: 2\n" in run.config_file.read_text()
     assert json.loads(run.plan_file.read_text())["capabilities"] == {"toy": {"ticks": 2}}
     assert json.loads(run.provenance_file.read_text())["capabilities"] == {"toy": "toy-capability 1.2"}

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from trainkit.errors import KeyProblem, TrainkitError, UsageError
 
 if TYPE_CHECKING:  # the nouns of the floors above, for type checkers alone
+    from contextlib import AbstractContextManager
     from datetime import datetime
     from importlib.metadata import EntryPoint
 
@@ -160,7 +161,7 @@ class Reading:
     state: str
     """The state of the run, as `status` shows it."""
     lasting: Sequence[Event]
-    """The events of capabilities that last, while the attempt runs, the newest last; see `Shipped.events`."""
+    """The events of capabilities that last, while the attempt runs, the newest last; see `owner_of`."""
 
 
 @dataclass(frozen=True)
@@ -218,6 +219,9 @@ class Capability:
     """The name of its folder, or of its entry point and section."""
     Config: ClassVar[type[Section] | None] = None
     """The section that a capability of another package adds to the config, described by its docstring."""
+    at_start: ClassVar[str | None] = None
+    """A file whose `prepare` every Python interpreter of a rank calls before any other code, as
+    `trainkit.job.python_start` says."""
     commands: ClassVar[Mapping[str, str]] = {}
     """Command -> MODULE:NAME of a click command. Of another package it is named NAME or NAME-…."""
     quiet: ClassVar[Mapping[str, str]] = {}
@@ -247,8 +251,8 @@ class Capability:
         """Plan what a command gets from the config; raises ConfigError for values that it cannot get."""
         return Planned()
 
-    def in_debugger(self, plan: LaunchPlan) -> LaunchPlan:
-        """The plan of a run in the debugger, where a rank may wait for hours."""
+    def without_hangs(self, plan: LaunchPlan) -> LaunchPlan:
+        """The plan of a run in which a rank may wait for a person for hours: its part reports no hang."""
         return plan
 
     def size_independent(self, plan: LaunchPlan) -> object:
@@ -258,6 +262,19 @@ class Capability:
     def argv(self, plan: LaunchPlan, rank: RankEnv, run: RunDir) -> tuple[str, ...]:
         """The command line with which an agent starts a command, if its launcher is of the capability."""
         raise NotImplementedError
+
+    def environ(self, attempt: AttemptDir, plan: LaunchPlan) -> Mapping[str, str]:
+        """Variables of the environment of every rank."""
+        return {}
+
+    def in_trainer(
+        self, plan: LaunchPlan, unwatched: Callable[[], AbstractContextManager[None]]
+    ) -> Callable[[Exception], None] | None:
+        """Prepare a rank of the trainer before it imports torch; what it returns gets the error that ends it.
+
+        Within `unwatched()`, nothing that the rank waits for counts as a hang.
+        """
+        return None
 
     def companion(self, attempt: AttemptDir, plan: LaunchPlan, node: Rendezvous) -> Companion | None:
         """Start what runs next to the ranks of an agent, if its part is in the plan; None for nothing."""
@@ -287,6 +304,10 @@ class Capability:
     def speeds(self, group: Path) -> Mapping[int, float | None]:
         """The tokens per second of the runs of a group that has its file, by their index."""
         return {}
+
+    def waits(self, plan: PlanRecord) -> str:
+        """What `status` says of a run in which a rank waits for a person, or may wait by its plan."""
+        raise NotImplementedError
 
     def inspect_texts(
         self, config: DataConfig, tokenizer: TokenizerIdentity | None
@@ -355,6 +376,14 @@ class Shipped:
     options: Mapping[str, str] = field(default_factory=dict)
     """Command -> MODULE:NAME of a decorator in the folder, which adds options to it, and a `Choice` of them
     to its `choices`. Its module is imported for the help of the command too."""
+    in_ranks: bool = False
+    """Whether it acts in the ranks of every run, also of one without its part."""
+    attends: str = ""
+    """The field of its part with the rank that a person attends to, if a run has such a rank.
+
+    The folder of an attempt then has a folder NAME while a rank waits for a person, with a ``rank-*.json``;
+    once a person has come, its file ``rank`` says to which rank.
+    """
     launchers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Launcher of a command -> packages, one of which must be installed."""
     events: Mapping[str, bool] = field(default_factory=dict)
@@ -381,7 +410,14 @@ LEFT_OUT = object()
 WHOLE = ("", LEFT_OUT)
 """A part that is the value of a single key, which is left out without it."""
 SHIPPED = {
-    "debugger": Shipped(commands={"debug": "command:command"}, options={"run": "run_options:run_options"}),
+    "debugger": Shipped(
+        "after replay",
+        {"debug": WHOLE},
+        in_ranks=True,
+        attends="rank",
+        commands={"debug": "command:command"},
+        options={"run": "run_options:run_options"},
+    ),
     "bench": Shipped(commands={"bench": "command:command"}, group_file="bench.json"),
     "doctor": Shipped(commands={"doctor": "command:command"}),
     "drill": Shipped(commands={"drill": "command:command"}),
@@ -435,6 +471,8 @@ SHIPPED = {
     ),
 }
 """The shipped capabilities by the name of their folder; companions end in this order."""
+ATTENDING = tuple(name for name, shipped in SHIPPED.items() if shipped.attends)
+"""The capabilities in which a person attends to a rank."""
 
 
 @dataclass(frozen=True)
@@ -542,6 +580,17 @@ def shipped_command(name: str) -> str | None:
         if name in shipped.commands:
             return f"trainkit.capabilities.{folder}.{shipped.commands[name]}"
     return None
+
+
+def in_ranks(parts: Iterable[str]) -> list[str]:
+    """The capabilities that act in the ranks of a run with these parts."""
+    shipped = (name for name, shipped in SHIPPED.items() if shipped.in_ranks)
+    return [*shipped, *(name for name in parts if name not in SHIPPED)]
+
+
+def attended_in(parts: Collection[str]) -> str | None:
+    """The capability of these in which a person attends to a rank; None without one."""
+    return next((name for name in ATTENDING if name in parts), None)
 
 
 def shipped_subcommands(group: str) -> list[str]:
@@ -714,10 +763,10 @@ def put_parts(plan: dict[str, Any], parts: Mapping[str, Mapping[str, Any]]) -> d
 
 
 class Guard:
-    """Calls the capabilities of a plan: an error of one is reported once, and the run continues."""
+    """Calls the capabilities of a run: an error of one is reported once, and the run continues."""
 
-    def __init__(self, plan: LaunchPlan, report: Callable[[str], None]) -> None:
-        self.capabilities = [load(name) for name in plan.parts]
+    def __init__(self, names: Iterable[str], report: Callable[[str], None]) -> None:
+        self.capabilities = [load(name) for name in names]
         self._report, self._reported = report, set[str]()
 
     def each(self, what: Callable[[Capability], T | None]) -> list[tuple[str, T]]:

@@ -166,7 +166,7 @@ def replace_unencodable() -> None:
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper) and stream.errors != "backslashreplace":
-            with suppress(OSError):  # the terminal of a debugger, which is read and written, stays as it is
+            with suppress(OSError):  # a terminal that is read and written stays as it is
                 stream.reconfigure(errors="replace")
 
 

@@ -1,13 +1,29 @@
 """Real process trees with small scripts as workers."""
 
+import json
+import shlex
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import pytest
+
+import trainkit
 from tests.support.programs import wait_for
-from trainkit.plan.launch import LaunchPlan
-from trainkit.run.files import read_json, read_jsonl
+from tests.support.runs import launch_plan, start_local
+from trainkit.backend import backend_of
+from trainkit.capabilities.notifications.policy import NotifyPolicy
+from trainkit.config import dump_effective
+from trainkit.config.running import WEBHOOK_VARIABLE
+from trainkit.config.schema import RunConfig
+from trainkit.plan.launch import Batch, LaunchPlan, Layout, RequeuePolicy, WorkerEnvironment
+from trainkit.plan.workload import Workload
+from trainkit.run.files import read_json, read_jsonl, read_record, to_json, write_json
 from trainkit.run.record import AttemptRecord, read_job
-from trainkit.run.rundir import RunDir
+from trainkit.run.rundir import RunDir, run_lock
 
 PREAMBLE = """
 import json, os, signal, sys, time
@@ -56,3 +72,55 @@ class Job:
 
     def log(self, rank: int = 0, attempt: int = 1) -> str:
         return self.run.attempt(attempt).rank_log(rank).read_text()
+
+
+EVENTS = ("finished", "failed", "requeued", "stalled", "slow")
+
+
+@pytest.fixture
+def start_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Job]]:
+    """Start a job whose workers run a script; whatever is left of it is killed after the test."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(trainkit.__file__).parents[1]))
+    jobs: list[Job] = []
+
+    def start(
+        script: str,
+        nodes: int = 1,
+        workers: int = 1,
+        grace_s: float = 20.0,
+        folder: str = "run",
+        command_signal: str = "auto",
+        typed: Callable[[str], Sequence[str]] | None = None,
+        **config: Any,
+    ) -> Job:
+        run = RunDir(tmp_path / folder)
+        run.path.mkdir()
+        worker = tmp_path / "worker.py"
+        worker.write_text(PREAMBLE + textwrap.dedent(script))
+        notify = NotifyPolicy(EVENTS, WEBHOOK_VARIABLE, **config.pop("notify", {}))
+        num_ranks, argv = nodes * workers, (sys.executable, "-u", str(worker))
+        plan = launch_plan(
+            backend="local",
+            num_nodes=nodes,
+            workers_per_node=workers,
+            layout=Layout(dp_shard=num_ranks),
+            batch=Batch(1, 1, num_ranks, num_ranks),
+            grace_s=grace_s,
+            workload=Workload(tuple(typed(shlex.join(argv)) if typed else argv), signal=command_signal),
+            # A worker that fails is the end, where a test does not say otherwise.
+            requeue=read_record(RequeuePolicy, {"on": (), **config.get("requeue", {})}, strict=True),
+            parts={"slow_ranks": config.get("requeue", {}), "notifications": to_json(notify)},
+            environment=WorkerEnvironment(config.get("launch", {}).get("env", {})),
+        )
+        write_json(run.job_file, {"backend": "local", "name": "run", "cwd": str(tmp_path), "attempts": []})
+        config_text = dump_effective(RunConfig.model_validate(config))
+        with run_lock(run):
+            entry = start_local(run, config_text, json.dumps(plan.to_dict()), "submit")
+        jobs.append(Job(run, entry, plan))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        entry = read_job(job.run).newest if job.run.path.is_dir() else job.entry
+        if entry is not None and entry.alive():
+            backend_of(entry).kill(job.run, entry)

@@ -3,8 +3,15 @@
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import pytest
+
+from tests.support.runs import make_attempt
+from trainkit.backends.slurm import allocation, claim_attempt
+from trainkit.backends.slurm.attempt_watch import SlurmAttemptWatch
+from trainkit.job import supervisor
 from trainkit.job.supervisor import supervise_job
 from trainkit.run.events import log_event
 from trainkit.run.files import read_json
@@ -53,3 +60,29 @@ def step(run: RunDir, code: str, *writes: Any) -> tuple[int, dict[str, Any]]:
 
 def record_signal(run: RunDir, name: str) -> Callable[[], None]:
     return lambda: log_event(run, 1, "signal", signal=name)
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    monkeypatch.setattr(claim_attempt, "ENTRY_TIMEOUT_S", 0.2)
+    return make_attempt(tmp_path / "run", ["requeue.max_crashes=1"]).run
+
+
+@pytest.fixture
+def slurm(monkeypatch: pytest.MonkeyPatch) -> Slurm:
+    """A Slurm that says what a test wants, with a job of one host."""
+    slurm = Slurm()
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "node1")
+    monkeypatch.setattr(SlurmAttemptWatch, "poll_interval_s", 0.05)
+    monkeypatch.setattr(supervisor, "redirect_output", lambda log: None)
+    monkeypatch.setattr(supervisor.processes, "adopt_orphans", lambda: None)
+    monkeypatch.setattr(allocation, "expand_hosts", lambda text: [text])
+    monkeypatch.setattr(allocation, "query_job", lambda job_id, patience_s=0.0: slurm.job)
+    monkeypatch.setattr(allocation, "lost_hosts", lambda job_id, hosts, is_running: slurm.lost)
+    monkeypatch.setattr(
+        allocation, "node_states", lambda hosts: {host: "down*" for host in hosts if host in slurm.down}
+    )
+    monkeypatch.setattr(allocation.shutil, "which", lambda program, **_: program)
+    monkeypatch.setattr(allocation, "requeue", slurm.requeue)
+    return slurm

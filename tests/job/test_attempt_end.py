@@ -19,6 +19,7 @@ from trainkit.job.attempt import Attempt
 from trainkit.job.attempt_end import last_step, write_end
 from trainkit.job.decision import Decision, Departure, Outcome
 from trainkit.observe.status import read_status
+from trainkit.plan.workload import Workload
 from trainkit.run import files as jsonl
 from trainkit.run.end import Best, RankFailure, read_end
 from trainkit.run.events import best_result
@@ -99,7 +100,8 @@ def test_an_end_says_whether_the_workers_saved_whatever_its_reason_is(
     end = write_end(run.attempt(1), Outcome(exits=list(enumerate(codes))), decision)
     assert (end.reason, end.summary, end.saved) == (f"{what}; resumes (restart 1)", what, saved)
     assert read_end(run.attempt(1)) == end
-    assert (missing_save(so_far(run, plan=replace(PLAN, command=("train",)))) is None) == saved
+    of_command = replace(PLAN, workload=Workload(("train",)))
+    assert (missing_save(so_far(run, plan=of_command)) is None) == saved
 
 
 def test_records_of_another_attempt_and_of_none_end_the_search(

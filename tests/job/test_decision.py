@@ -44,7 +44,7 @@ class Ended(Outcome):
     ran_s: float = 0.0
     is_total_used: bool = False
     workload: Workload = TRAINER
-    was_debugged: bool = False
+    attended_in: str | None = None
     is_done: bool = False
 
 
@@ -68,7 +68,7 @@ def after(end, *past, policy=POLICY, options=HERE):
 def test_a_person_who_quits_the_debugger(kind):
     """Of a script as its log has it, and of a task."""
     end = ended([1, 143], failure=RankFailure(type=kind))
-    decision = after(replace(end, was_debugged=True))
+    decision = after(replace(end, attended_in="debugger"))
     assert (decision.action, decision.reason, decision.cause) == ("stopped", "stopped in the debugger", None)
     assert after(end).cause == "crash", "of a pdb that has found no terminal"
 

@@ -19,8 +19,9 @@ from typing import Any
 import pytest
 
 from benchmarks.notice_cases.children import HEARS, OLD_PYTHONS, SPARED
+from trainkit.capabilities.debugger import Debugger
 from trainkit.job.handlers import signal_mask
-from trainkit.job.node.worker_env import STARTUP_FOLDER
+from trainkit.job.node.worker_env import AT_START_VARIABLE, STARTUP_FOLDER
 from trainkit.job.processes import descendants
 from trainkit.job.spare_children import AGENT_VARIABLE, MACHINES, NOTICES, RANK_PID_VARIABLE, own_handlers
 
@@ -235,7 +236,8 @@ def python(
 
 def below_a_rank(folder: Path | None = None) -> dict[str, str]:
     path = f"{STARTUP_FOLDER}:{folder}" if folder else str(STARTUP_FOLDER)
-    return {"PYTHONPATH": path, AGENT_VARIABLE: str(os.getpid()), RANK_PID_VARIABLE: str(os.getppid())}
+    pids = {AGENT_VARIABLE: str(os.getpid()), RANK_PID_VARIABLE: str(os.getppid())}
+    return {"PYTHONPATH": path, AT_START_VARIABLE: Debugger.at_start, **pids}
 
 
 def test_a_child_sees_nothing_of_it() -> None:

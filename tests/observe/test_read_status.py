@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from trainkit.capabilities.report.run_report import read_report, render_report
-from trainkit.capabilities.slow_ranks.shown import sentence
 from trainkit.capabilities.trackers import trackers_dir
 from trainkit.capabilities.watch.run_view import read_view
 from trainkit.capabilities.watch.view_text import Size, view_lines
@@ -14,9 +13,9 @@ from trainkit.config import dump_effective
 from trainkit.config.schema import RunConfig
 from trainkit.observe.attempt_files import ranks_of_nodes
 from trainkit.observe.status import capability_rows, read_status, reading_of
-from trainkit.run.events import Event, log_event, read_events
+from trainkit.run.events import Event, log_event
 from trainkit.run.files import append_jsonl, write_json
-from trainkit.run.history import OwnedEvents, PlanRecord, RunHistory, attempts_of, find_restarts
+from trainkit.run.history import PlanRecord, RunHistory, attempts_of, find_restarts
 from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
 from trainkit.scheduler import JobState
@@ -357,25 +356,6 @@ def test_each_part_of_the_way_back_is_measured_from_the_moment_of_a_failure():
 def test_the_numbers_in_the_line_of_an_event_are_short():
     evaluated = event(1, 2, "evaluated", val_loss=5.822849869728088)
     assert evaluated.line == "12:00:01  attempt 2  evaluated  val_loss=5.82285"
-
-
-SLOW = {"phase": "compute", "ratio": 2.0, "own_s": 0.19, "usual_s": 0.07}
-
-
-def test_slow_ranks_are_reported_until_they_are_no_longer_slow(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
-    for event in (
-        {"event": "slow_rank", "attempt": 1, "rank": 1, "host": "a", "since_step": 11, **SLOW},
-        {"event": "slow_rank", "attempt": 2, "rank": 2, "host": "b", "since_step": 61, **SLOW},
-        {"event": "slow_rank", "attempt": 2, "rank": 3, "host": "c", "since_step": 71, **SLOW},
-        {"event": "slow_run", "attempt": 2, "since_step": 81, **SLOW, "phase": "network"},
-        {"event": "slow_rank_over", "attempt": 2, "rank": 3, "host": "c", "since_step": 71, **SLOW},
-    ):
-        append_jsonl(run.events_file, event)
-    assert [sentence(event) for event in OwnedEvents(read_events(run)).lasting(2)] == [
-        "rank 2 on b is slow since step 61 (compute): 190 ms a step, the other ranks 70 ms",
-        "the run is slow since step 81 (network): 190 ms a step, 70 ms before",
-    ]
 
 
 @pytest.mark.parametrize("damage", [{"workers_per_node": -1}, {"num_nodes": 2**62}, {"node_sizes": [1, 0]}])

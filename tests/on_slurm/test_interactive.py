@@ -96,7 +96,7 @@ def test_the_debugger_of_a_rank_on_another_host(login: Login, tmp_path: Path) ->
     of_host = tempfile.mkdtemp(prefix="of-host-")  # shorter than the limit of a socket's path
     setting = f"launch.env.TMPDIR={of_host}"
     run = login.submit("--nodes", "2", "--gpus-per-node", "1", "--set", setting, "--", "python", "script.py")
-    folder = run.attempt(1).debugger_dir
+    folder = run.attempt(1).path / "debugger"
     wait_for(lambda: len([*folder.glob("rank-*.json")]) == 2, "both ranks at breakpoint()")
     hidden = [
         "unshare",

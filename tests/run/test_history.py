@@ -11,8 +11,7 @@ import pytest
 
 from tests.support import watched_runs
 from tests.support.watched_runs import NOW, Watched, ago
-from trainkit.capabilities.health import samples as samples_module
-from trainkit.capabilities.health.samples import HealthFiles, health_file
+from trainkit.capabilities.health.samples import health_file
 from trainkit.capabilities.watch.run_view import read_view
 from trainkit.observe.status import read_status
 from trainkit.run import events as events_module
@@ -177,27 +176,6 @@ def test_damaged_events_are_skipped(damaged: dict[str, object], tmp_path: Path) 
     history = EventHistory(made.run.events_file)
     history.update()
     assert history.recent[-1].name == "evaluated"
-
-
-def test_only_files_of_health_that_changed_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Watched(tmp_path / "run").job().health(20)
-    files, opened = HealthFiles(made.run), []
-    newest_sample = samples_module.newest_sample
-
-    def counted(file: Path) -> object:
-        opened.append(file.stem)
-        return newest_sample(file)
-
-    monkeypatch.setattr(samples_module, "newest_sample", counted)
-    files.update()
-    files.update()
-    assert sorted(opened) == ["node001", "node002"]
-    append_jsonl(health_file(made.run, "node002"), {"time": ago(1), "attempt": 1, "cpu_percent": 50.0})
-    with health_file(made.run, "node002").open("a") as stream:
-        stream.write('{"cut off')
-    files.update()
-    assert opened[2:] == ["node002"]
-    assert files.newest["node002"].number("cpu_percent") == 50.0
 
 
 def test_a_refresh_of_1024_ranks_takes_little_time(tmp_path: Path) -> None:

@@ -526,7 +526,7 @@ PLANNED = {
     "capabilities/report/compare.py": "capabilities/report/test_compare.py",
     "cluster/limits.py": "plan/test_slurm_draft.py",
     "config/validation.py": "config/test_contradictions.py",
-    "job/hangs.py": "job/test_hangs.py job/test_silence.py",
+    "job/hangs.py": "job/test_hangs.py capabilities/slow_ranks/test_silence.py",
     "job/node/agent.py": "job/node/test_worker_env.py job/test_flight_records.py",
     "job/node/worker_env.py": "job/node/test_worker_env.py",
     "job/preflight.py": "job/test_preflight.py",

@@ -1,10 +1,22 @@
-"""The times that a rank reports."""
+"""The times that a rank reports, and who sees them."""
 
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
 import torch
 
+from tests.support.runs import launch_plan
+from trainkit.capabilities.slow_ranks import SlowRanks
+from trainkit.capabilities.slow_ranks.policy import SlowRanksPlan
+from trainkit.capability import NewEvent, RankObserver
 from trainkit.plan.launch import Layout
+from trainkit.run.events import read_events
+from trainkit.run.rundir import RunDir
+from trainkit.trainer import step_clock
 from trainkit.trainer.distributed import World
-from trainkit.trainer.step_clock import StepClock
+from trainkit.trainer.step_clock import RankObservers, StepClock
 
 
 def test_a_rank_reports_the_times_since_its_last_report() -> None:
@@ -32,3 +44,37 @@ def take_step(clock: StepClock, data_s: float) -> None:
     clock.end_forward()
     clock.begin_update()
     clock.end_update()
+
+
+class Fragile(RankObserver):
+    """Has an event for each step, but fails at odd ones."""
+
+    def __init__(self) -> None:
+        self.values = {"newest": 1.0}
+
+    def add(self, step: int, times: Sequence[float], step_s: float) -> Iterator[NewEvent]:
+        if step % 2:
+            raise ValueError("the step is odd")
+        yield "seen", {"step": step}
+
+
+@pytest.mark.parametrize(("rank", "size", "steps"), [(0, 2, [2, 4]), (1, 2, []), (0, 1, [])])
+def test_an_observer_that_fails_does_not_end_the_training(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    rank: int,
+    size: int,
+    steps: list[int],
+) -> None:
+    monkeypatch.setattr(SlowRanks, "rank_observer", lambda self, plan, ranks: Fragile())
+    monkeypatch.setattr(step_clock, "gather_from_all", lambda value, world: [value] * world.size)
+    plan, attempt = launch_plan().with_part(SlowRanksPlan()), RunDir(tmp_path).attempt(1)
+    observers = RankObservers(attempt, plan, world_of(rank, size))
+    with caplog.at_level(logging.WARNING):
+        for step in range(1, 5):
+            observers.add(step, (), 0.1)
+    assert [event.step for event in read_events(attempt.run, "seen")] == steps
+    warning = "warning: the capability slow_ranks has failed: ValueError: the step is odd"
+    assert caplog.messages == ([warning] if steps else [])
+    assert observers.values == ({"newest": 1.0} if steps else {})

@@ -134,7 +134,7 @@ def refuse_finished(so_far: RunSoFar, now: RunConfig, *, new_code: bool = False)
         if new_code or any(changes(before, now)):
             return
         hint = f"`trainkit submit {run.word}` runs it again in a new folder"
-        if plan.has_supervisor and plan.debug is None:
+        if plan.has_supervisor and plan.attended_in is None:
             hint += f", `trainkit requeue {run.word}` in this one"
         if call_file(run).exists():
             hint = "call trainkit.submit(…) again"

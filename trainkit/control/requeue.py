@@ -79,8 +79,9 @@ def start_again(run: RunDir, job: JobRecord, reason: str) -> AttemptRecord:
     config, plan = so_far.config, so_far.plan
     if not plan.workload.is_command:
         refuse_finished(so_far, config)
-    if not plan.has_supervisor or plan.debug is not None:
-        where = "a debugger" if plan.has_supervisor else "a step that srun started, or under another launcher"
+    if not plan.has_supervisor or plan.attended_in is not None:
+        step = "step that srun started, or under another launcher"
+        where = f"a {plan.attended_in if plan.has_supervisor else step}"
         raise UsageError(f"{run.shown} ran in {where}", hint=f"`trainkit resume {run.word}` plans it anew")
     hosts = note_dead_job(run, job, print_note)
     plan = backend_of(newest).without_hosts(plan, hosts, print_note)

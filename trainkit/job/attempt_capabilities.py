@@ -25,7 +25,7 @@ class AttemptCapabilities:
 
     def __init__(self, attempt: AttemptDir, plan: LaunchPlan) -> None:
         self._attempt, self._plan = attempt, plan
-        self._guard = Guard(plan, log_line)
+        self._guard = Guard(plan.parts, log_line)
         self._watches: list[tuple[str, Watch]] = []
         self._listeners = [
             one for one in self._guard.capabilities if type(one).on_event is not Capability.on_event

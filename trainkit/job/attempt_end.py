@@ -48,7 +48,7 @@ def judge(live: Attempt, options: RestartOptions) -> Decision:
         progress=progress_of(attempt),
         step=last_step(attempt, failure),
         workload=plan.workload,
-        was_debugged=plan.debug is not None or attempt.was_debugged,
+        attended_in=plan.attended_in or attempt.attended_in,
         is_done=attempt.done_file.exists(),
         ran_s=_duration_s(attempt, entry),
         # What a save takes is too short for another attempt.

@@ -159,8 +159,8 @@ class Standing:
     """Whether the attempts of the run have taken the time of all its slices."""
     workload: Workload = TRAINER
     """What the workers ran."""
-    was_debugged: bool = False
-    """Whether a person had one of its ranks in a debugger."""
+    attended_in: str | None = None
+    """The capability in which a person has attended, or may have, to one of its ranks."""
     is_done: bool = False
     """Whether a command has said that it is done: then exit code 0 after a stop signal means finished."""
 
@@ -217,8 +217,8 @@ def decide(result: Outcome, run: Standing, policy: RequeuePolicy, options: Resta
     if result.moved_to is not None and not saved:
         reason = f"its folder was moved to {result.moved_to}, and not all workers could save"
         return Decision("failed", reason, EXIT_FAILED)
-    if run.was_debugged and result.failure is not None and is_quit(result.failure.type or ""):
-        return Decision("stopped", "stopped in the debugger", EXIT_STOPPED)
+    if run.attended_in is not None and result.failure is not None and is_quit(result.failure.type or ""):
+        return Decision("stopped", f"stopped in the {run.attended_in}", EXIT_STOPPED)
     if EXIT_NO_RESTART in codes:
         return Decision("failed", "a worker reported that a restart cannot help", EXIT_NO_RESTART)
     # A save that fails when a person cancels the run is reported as the failure that it is.

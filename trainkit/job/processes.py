@@ -421,8 +421,8 @@ class ProcessGroup:
         self.received_at = ""
         """When the newest notice arrived: before it was forwarded, and members ended of it."""
         self._poll_error = ""
-        self.debugged: int | None = None
-        """The member that a person debugs: while it runs, the failure of another ends none."""
+        self.attended: int | None = None
+        """The member that a person attends to: while it runs, the failure of another ends none."""
 
     def start(self) -> None:
         """Start every member and add it to `running`."""
@@ -510,7 +510,7 @@ class ProcessGroup:
         code = self.exit_code(rank, member)
         del self.running[rank]
         is_failure = code not in (EXIT_OK, EXIT_STOPPED) and not self.died_of_notice(code)
-        if is_failure and self.debugged not in self.running:
+        if is_failure and self.attended not in self.running:
             self.kill_within(PEER_EXIT_S)
         self.on_exit(rank, code, killed)
 

@@ -1,14 +1,13 @@
 """Prepares a Python interpreter that starts in a job, before any other code: see `startup/sitecustomize.py`.
 
-A rank spares its children, `breakpoint()` stops in a process without a terminal, and modules are imported
-from the copy of the code. This Python may lack trainkit: only the standard library is imported, and other
-files of this folder are loaded by their path.
+A rank spares its children, modules are imported from the copy of the code, and capabilities do what they do
+at the start of a rank. This Python may lack trainkit: only the standard library is imported, and other files
+are loaded by their path.
 """
 
 from __future__ import annotations
 
 import os
-import stat
 import sys
 from importlib.machinery import SourceFileLoader
 
@@ -17,17 +16,18 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from importlib.machinery import ModuleSpec
     from types import ModuleType
-    from typing import Any
 
 FOLDER = __file__.rpartition("/")[0]
 
 
-def load(name: str) -> ModuleType:
-    """A module of `trainkit.job`."""
-    if (loaded := sys.modules.get(f"trainkit_{name}")) is not None:
+def load(name: str, folder: str = FOLDER) -> ModuleType:
+    """A module of `trainkit.job`, or of the folder of a capability."""
+    own_name = f"trainkit_{folder.rpartition('/')[2]}_{name}"
+    if (loaded := sys.modules.get(own_name)) is not None:
         return loaded
-    module = sys.modules[f"trainkit_{name}"] = type(sys)(f"trainkit_{name}")
-    SourceFileLoader(module.__name__, f"{FOLDER}/{name}.py").exec_module(module)
+    module = sys.modules[own_name] = type(sys)(own_name)
+    module.__file__ = f"{folder}/{name}.py"
+    SourceFileLoader(own_name, module.__file__).exec_module(module)
     return module
 
 
@@ -63,11 +63,11 @@ def spare_what_a_rank_starts() -> None:
         load("handlers").hear_once(int(agent), module.own_handlers)
     if is_below_rank:
         module.spare_this_process()
-        prepare_for_a_debugger(is_rank=False)
+        prepare_for_capabilities(is_rank=False)
     # A launcher of a single process, such as accelerate, gives it no RANK.
     elif "RANK" in os.environ or os.environ.get(module.LAUNCHER_PID_VARIABLE) == parent_pid:
         module.spare_children()
-        prepare_for_a_debugger(is_rank=True)
+        prepare_for_capabilities(is_rank=True)
         answer_for_flight_records()
     elif agent == parent_pid:
         # A launcher would pass on the SIGTERM that Slurm has sent to its ranks as well.
@@ -85,27 +85,11 @@ def answer_for_flight_records() -> None:
         os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_PIPE_FILE", prefix)
 
 
-def prepare_for_a_debugger(*, is_rank: bool) -> None:
-    """Have a rank, or a process that it has started, stop at `breakpoint()`: it has no terminal."""
-    if "TRAINKIT_JOB_DEBUG" in os.environ:
-        load("rank_debugger").install(is_rank=is_rank, after_import=load("spare_children").after_import)
-        return
-
-    def stop(*args: Any, **kwargs: Any) -> Any:
-        if os.environ.get("PYTHONBREAKPOINT") or (not is_rank and has_input()):
-            return sys.__breakpointhook__(*args, **kwargs)
-        return load("rank_debugger").stop_at(sys._getframe(1))
-
-    sys.breakpointhook = stop
-
-
-def has_input() -> bool:
-    """Whether the standard input is something to read from, such as a pipe or a terminal."""
-    try:
-        own, null = os.fstat(0), os.stat(os.devnull)  # noqa: PTH116
-    except OSError:
-        return False
-    return not stat.S_ISCHR(own.st_mode) or own.st_rdev != null.st_rdev
+def prepare_for_capabilities(*, is_rank: bool) -> None:
+    """Prepare a rank, or a process that it has started, as the files of capabilities do."""
+    for file in filter(None, os.environ.get("TRAINKIT_JOB_AT_START", "").split(os.pathsep)):
+        folder, _, name = file[: -len(".py")].rpartition("/")
+        load(name, folder).prepare(load, is_rank=is_rank)
 
 
 class CopyFinder:

@@ -22,6 +22,10 @@ RUN_DIR_VARIABLE = "TRAINKIT_JOB_RUN_DIR"
 ATTEMPT_VARIABLE = "TRAINKIT_JOB_ATTEMPT"
 NONCE_VARIABLE = "TRAINKIT_JOB_NONCE"
 """By its value the ranks of an attempt tell its rank 0 from that of another job at the same address."""
+ATTENDED_VARIABLE = "TRAINKIT_JOB_ATTENDED"
+"""Set where a person attends to a rank, which may then wait for hours."""
+TERMINAL_VARIABLE = "TRAINKIT_JOB_TERMINAL"
+"""The terminal of `trainkit run`."""
 RANK_VARIABLES = (
     *scheduler.RANK_VARIABLES,
     NONCE_VARIABLE,

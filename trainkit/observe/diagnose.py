@@ -160,7 +160,7 @@ class _Case:
     def _records(self) -> list[_First]:
         """The records of ranks in the order of their time, those of launchers in that of their reports."""
         found = list[_First]()
-        for path, recorded in rank_failures(self.attempt):
+        for path, recorded in rank_failures(self.attempt, self.files.job):
             failure, log = recorded, RANK_FILE.fullmatch(path.stem)
             if failure.code is None:  # written before the key, or without a traceback
                 lines = str(failure.more.get("traceback") or "").splitlines()

@@ -298,8 +298,7 @@ def _read(group: RunGroup, index: int) -> PointFiles:
         is_printing = is_command and run.attempt(entry.attempt).rank_log(0).exists()
         has_metrics = run.metrics_file.exists() or is_printing
         best = None if since is not None else best_of(run, events)
-        seen = attempts_of(events).get(entry.attempt)
-        return replace(files, seen=seen, best=best, has_metrics=has_metrics)
+        return replace(files, seen=attempts_of(events).get(entry.attempt), best=best, has_metrics=has_metrics)
     return files
 
 

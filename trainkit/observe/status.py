@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainkit.backends.slurm.failed_starts import FailedStart, batch_log, failed_starts
-from trainkit.capability import Notice, Reading, ask_each, placed
+from trainkit.capability import Notice, Reading, ask_each, attended_in, load, placed
 from trainkit.errors import EXIT_STOPPED, TrainkitError
 from trainkit.formats import number, time_text
 from trainkit.observe.logs import clean, printed_metrics, read_log
@@ -243,10 +243,11 @@ def read_status(
     starts = [one for one in failed_starts(run, job, slurm_job) if one.job_id == entry.job_id]
     seen, has_metrics = events.attempt(attempt), bool(own_metrics) or has_log
     state, reason = attempt_state(entry, end, alive, slurm_job, seen, has_metrics, starts)
-    if plan.values.get("debug") is not None:
-        reason = "; ".join(filter(None, (reason, "run with --debug")))
-    elif reason is None and state == "running" and run.attempt(entry.attempt).has_rank_in_debugger:
-        reason = "a rank waits at breakpoint() for `trainkit debug`, or is in it"
+    attended = attended_in(plan.parts)
+    if attended is None and reason is None and state == "running":
+        attended = run.attempt(entry.attempt).waits_in
+    if attended is not None:
+        reason = "; ".join(filter(None, (reason, load(attended).waits(plan))))
     since = None
     with suppress(OSError):  # `_unreadable` says so
         since = None if not metrics or loss is not None else diverged_since(run, attempt)
@@ -291,7 +292,7 @@ def read_status(
         ),
         age_s=seconds_between(entry.submitted_at, now),
         last_event=events.recent[-1] if events.recent else None,
-        verdict=_verdict(run.attempt(attempt), end, state) if attempt else None,
+        verdict=_verdict(run.attempt(attempt), job, end, state) if attempt else None,
         restarts=find_restarts(events.attempts),
         checkpoint=newest_checkpoint(run.checkpoints_dir),
         warnings=[
@@ -345,11 +346,11 @@ def loss_text(status: RunStatus, loss: str) -> str:
     return with_divergence(None, status.progress.diverged_since) or loss
 
 
-def _verdict(attempt: AttemptDir, end: AttemptEnd | None, state: str) -> RankFailure | None:
+def _verdict(attempt: AttemptDir, job: JobRecord, end: AttemptEnd | None, state: str) -> RankFailure | None:
     """The first failure of an attempt; if it died without recording one, that of its ranks."""
     if end is not None or state != "died":
         return None if end is None else end.verdict
-    first = first_of(rank_failures(attempt))
+    first = first_of(rank_failures(attempt, job))
     return None if first is None else replace(first[1], more={})
 
 

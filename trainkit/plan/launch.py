@@ -8,9 +8,9 @@ from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trainkit.capability import Part, files_of, keys_of, load, put_parts, take_parts
+from trainkit.capability import SHIPPED, Part, attended_in, files_of, keys_of, load, put_parts, take_parts
 from trainkit.errors import UsageError
-from trainkit.formats import JsonObject, there_are
+from trainkit.formats import JsonObject
 from trainkit.plan.workload import TRAINER, Workload
 from trainkit.run.files import LEFT_OUT, OPTIONAL, changed, difference, read_json, read_record, to_json
 
@@ -123,23 +123,6 @@ class RequeuePolicy:
 
 
 @dataclass(frozen=True)
-class DebugPlan:
-    """A run in the debugger."""
-
-    rank: int
-    """The rank that is debugged; the others run on."""
-    mode: str
-    """``pdb``, ``post-mortem`` or ``debugpy``."""
-    port: int | None = None
-    """Where debugpy listens."""
-
-    @property
-    def words(self) -> str:
-        """As a variable of the environment says it."""
-        return " ".join(str(value) for value in (self.rank, self.mode, self.port) if value is not None)
-
-
-@dataclass(frozen=True)
 class WorkerEnvironment:
     """What the processes of the workers start with."""
 
@@ -211,8 +194,6 @@ class LaunchPlan:
     """Workers of each node if they differ; `workers_per_node` is then the maximum."""
     after: tuple[str, ...] = field(default=(), metadata=OPTIONAL)
     """The folders of runs and groups that must finish before a run on this machine starts."""
-    debug: DebugPlan | None = field(default=None, metadata=OPTIONAL)
-    """Which rank `trainkit run --debug` debugs."""
     warnings: tuple[str, ...] = ()
     """What could not be checked, or may be slow, one sentence each."""
     checkpoint_bytes: int | None = None
@@ -265,16 +246,23 @@ class LaunchPlan:
             return self
         return LaunchPlan.from_dict(resized(self.to_dict(), size))
 
-    def in_debugger(self, debug: DebugPlan, reason: str) -> LaunchPlan:
-        """The plan with nothing that counts as a hang; UsageError for a rank that it does not have."""
-        if debug.rank >= self.world_size:
-            message = f"the run has no rank {debug.rank}"
-            raise UsageError(message, hint=there_are(range(self.world_size)))
-        policy = replace(self.requeue, hang_factor=None)
-        plan = replace(self, debug=debug, requeue=policy)
+    @property
+    def attended_in(self) -> str | None:
+        """The capability in which a person attends to a rank, which may wait for hours; None without one."""
+        return attended_in(self.parts)
+
+    @property
+    def attended_rank(self) -> int | None:
+        """The rank that a person attends to."""
+        name = self.attended_in
+        return None if name is None else self.parts[name].get(SHIPPED[name].attends)
+
+    def without_hangs(self) -> LaunchPlan:
+        """The plan of a run in which a rank may wait for a person: nothing counts as a hang."""
+        plan = replace(self, requeue=replace(self.requeue, hang_factor=None))
         for name in self.parts:
-            plan = load(name).in_debugger(plan)
-        return replace(plan, reasons={**plan.reasons, "debug": reason})
+            plan = load(name).without_hangs(plan)
+        return plan
 
     def with_part(self, part: Part) -> LaunchPlan:
         """The plan with a part in place of the one that the capability had."""

@@ -19,7 +19,7 @@ from trainkit.run.files import (
     to_json,
     write_json,
 )
-from trainkit.run.record import read_job
+from trainkit.run.record import JobRecord, read_job
 from trainkit.run.rundir import AttemptDir
 from trainkit.run.tracebacks import CodeLine
 
@@ -92,9 +92,9 @@ class RankFailure:
         return f"{subject} failed first{where}{when}: {cause}"
 
 
-def rank_failures(attempt: AttemptDir) -> list[tuple[Path, RankFailure]]:
-    """What the ranks of an attempt have recorded of themselves, each with its file, in the order of time."""
-    records, job = [], None
+def rank_failures(attempt: AttemptDir, job: JobRecord | None = None) -> list[tuple[Path, RankFailure]]:
+    """What ranks have recorded of themselves, each with its file, by time; `job` is job.json, if known."""
+    records = []
     for path in sorted(attempt.errors_dir.glob("rank-*.json")):
         record = read_object(path)  # empty if it was cut off by a crash
         if record:

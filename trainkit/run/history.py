@@ -249,8 +249,7 @@ class Restart:
     action: str
     """``restart`` in the allocation, ``requeue`` of the job, ``resubmit`` or ``follow_up`` as another job."""
     cause: str
-    """``preempted timeout node_fail crash hang``, ``asked`` for `trainkit requeue`, or that of a capability,
-    such as ``slow_host``."""
+    """A `trainkit.run.end.Cause`, or that of a capability."""
     verdict: Event | None
     """The first failure, where there was one."""
     save_s: float | None
@@ -307,7 +306,7 @@ def timestamp(text: object) -> float | None:
 
 
 class OwnedEvents:
-    """The events of capabilities: all of them, and those that last in their attempt; see `Shipped.events`."""
+    """The events of capabilities: all of them, and those that last in their attempt; see `owner_of`."""
 
     def __init__(self, events: Iterable[Event] = ()) -> None:
         self.all: list[Event] = []

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from shlex import quote
 
+from trainkit.capability import ATTENDING
 from trainkit.errors import TrainkitError, UsageError
 from trainkit.folders import ensure_folder, shown_path
 from trainkit.locks import (
@@ -245,8 +246,6 @@ class AttemptDir:
     stacks_dir = Child("stacks")
     flight_dir = Child("flight")
     """Where torch writes which collectives a rank has called, as ``rank-N``; only of ranks with GPUs."""
-    debugger_dir = Child("debugger")
-    """Created by the first rank that waits for `trainkit debug`."""
     profile_dir = Child("profile")
     done_file = Child("done")
     """Created by a command to say that it is done: exit code 0 after a notice then means finished."""
@@ -281,14 +280,17 @@ class AttemptDir:
         return self.run.attempts_dir / f"{self.number:03d}"
 
     @property
-    def has_rank_in_debugger(self) -> bool:
-        """Whether a rank waits for `trainkit debug`, or is in it: its peers wait, and do not hang."""
-        return any(self.debugger_dir.glob("rank-*.json"))
+    def waits_in(self) -> str | None:
+        """The capability in which a rank waits for a person now; None while none does.
+
+        The other ranks wait too, and do not hang.
+        """
+        return next((name for name in ATTENDING if any((self.path / name).glob("rank-*.json"))), None)
 
     @property
-    def was_debugged(self) -> bool:
-        """Whether a person had one of its ranks in a debugger, which `rank_debugger.CHOSEN_FILE` says."""
-        return (self.debugger_dir / "rank").exists()
+    def attended_in(self) -> str | None:
+        """The capability in which a person has attended to one of its ranks; None if nobody has."""
+        return next((name for name in ATTENDING if (self.path / name / "rank").exists()), None)
 
     def create(self) -> None:
         """Create the folders of a new attempt.

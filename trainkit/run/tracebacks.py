@@ -162,5 +162,5 @@ def _without_margins(lines: Sequence[tuple[int, str]]) -> list[tuple[int, str]]:
 
 
 def is_quit(kind: str) -> bool:
-    """Whether a failure of this type is the end of a debugger in which a person has typed `q`."""
+    """Whether a failure of this type is the end of `pdb`, in which a person has typed `q`."""
     return kind.rpartition(".")[2] == "BdbQuit"

@@ -9,19 +9,19 @@ import logging
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from functools import partial
 
-from trainkit.capability import worker_of
+from trainkit.capability import Guard, in_ranks, worker_of
 from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, TrainkitError, UsageError, replace_unencodable
 from trainkit.folders import whole_paths
-from trainkit.job.rank_debugger import TERMINAL_VARIABLE, mode_of_rank, stop_at
 from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.torch_build import release_problem
 from trainkit.run.files import utc_now, write_json
 from trainkit.run.process import own_host
 from trainkit.run.rundir import AttemptDir, RunDir
-from trainkit.run.tracebacks import is_quit, last_exception, users_line
+from trainkit.run.tracebacks import last_exception, users_line
 from trainkit.trainer.progress import CurrentPhase, Progress, RankInfo, Watchdog, write_flight_record
 
 
@@ -40,15 +40,14 @@ def main() -> None:
     rank = int(os.environ.get("RANK", "0"))
     rank_info = RankInfo(rank, int(os.environ.get("NODE_RANK", "0")), own_host())
     watchdog = Watchdog(attempt, rank_info, progress, stop)
-    debug_mode, unwatched = mode_of_rank(), partial(progress.within, "unwatched")  # the hang watch pauses
+    guard, on_error = Guard((), logging.warning), list[tuple[str, Callable[[Exception], None]]]()
     set_up_logging(rank)
     try:
         plan = LaunchPlan.read(attempt.plan_file)
         watchdog.listen()
         watchdog.watch(plan)
-        if not os.environ.get("PYTHONBREAKPOINT") and debug_mode not in ("off", "debugpy"):
-            terminal = os.environ.get(TERMINAL_VARIABLE) if plan.world_size == 1 and not debug_mode else None
-            sys.breakpointhook = lambda *args, **kwargs: stop_at(sys._getframe(1), terminal, unwatched)
+        guard, unwatched = Guard(in_ranks(plan.parts), logging.warning), partial(progress.within, "unwatched")
+        on_error = guard.each(lambda one: one.in_trainer(plan, unwatched))
         import torch
 
         if (problem := release_problem(torch.__version__)) is not None:  # it lacks what the trainer imports
@@ -59,9 +58,8 @@ def main() -> None:
         gc.enable()
         code = work(attempt, plan, stop, progress)
     except BaseException as error:
-        if debug_mode == "post-mortem" and isinstance(error, Exception) and not is_quit(type(error).__name__):
-            traceback.print_exception(error)
-            stop_at(error.__traceback__, around=unwatched)
+        for name, react in on_error if isinstance(error, Exception) else ():
+            guard.call(name, react, error)
         code = record_failure(attempt, rank_info, error, progress.current)
     watchdog.close()
     if "trainkit.trainer.distributed" not in sys.modules:

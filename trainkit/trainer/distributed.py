@@ -43,8 +43,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainkit.cluster.machine import NoDriver, driver_cuda, nvml
 from trainkit.errors import EXIT_NO_RESTART, FatalError, TrainkitError
-from trainkit.job.rank_debugger import mode_of_rank
-from trainkit.job.rank_env import GPU_BINDING_HINT, RankEnv, gpu_index, visible_gpus
+from trainkit.job.rank_env import ATTENDED_VARIABLE, GPU_BINDING_HINT, RankEnv, gpu_index, visible_gpus
 from trainkit.job.signals import StopRequest
 from trainkit.plan.gpus import bf16_problem
 from trainkit.plan.launch import Layout, Place
@@ -197,7 +196,7 @@ def join_world(
     _raise_open_file_limit(MAX_FILES)
     gpu = gpu_uuid(device)
     file = store_file if env.master_addr == LOOPBACK else None
-    start_timeout = START_TIMEOUT if mode_of_rank() is None else LOCAL_TIMEOUT
+    start_timeout = LOCAL_TIMEOUT if ATTENDED_VARIABLE in os.environ else START_TIMEOUT
     store = startup_barrier(env, stop, start_timeout, gpu, file)
     if store is None:
         return None

@@ -297,7 +297,7 @@ class Watchdog:
             hang = self.find_hang(time.monotonic(), plan.requeue)
             if hang is None:
                 continue
-            if self._attempt.has_rank_in_debugger:
+            if self._attempt.waits_in is not None:
                 self._resumed_s = time.monotonic()
                 continue
             try:

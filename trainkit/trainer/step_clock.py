@@ -125,7 +125,7 @@ class RankObservers:
         self._attempt, self._own = attempt, list[tuple[str, RankObserver]]()
         if world.is_main and world.size > 1:
             ranks = TimedRanks(plan.layout, hosts, WINDOW, world.device.type == "cuda")
-            self._guard = Guard(plan, log.warning)
+            self._guard = Guard(plan.parts, log.warning)
             self._own = self._guard.each(lambda one: one.rank_observer(plan, ranks))
 
     def add(self, step: int, times: Sequence[float], step_s: float) -> None:

@@ -17,7 +17,7 @@ from tests.support.runs import launch_plan
 from trainkit.backends.local import allocation
 from trainkit.backends.local import group as local_group
 from trainkit.backends.local.queue import VISIBLE, QueuePlace
-from trainkit.plan.launch import LaunchPlan
+from trainkit.plan.launch import LaunchPlan, WorkerEnvironment
 from trainkit.run.end import AttemptEnd
 from trainkit.run.group import create_task_run
 from trainkit.run.record import add_attempt, create_job
@@ -66,9 +66,12 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     monkeypatch.delenv(VISIBLE, raising=False)
     started: list[Supervisor] = []
 
-    def start(name: str, num_gpus: int = 1, **changes: object) -> Supervisor:
+    def start(
+        name: str, num_gpus: int = 1, *, variables: dict[str, str] | None = None, **changes: object
+    ) -> Supervisor:
         run = make_run(tmp_path / name)
-        plan = replace(ONE_GPU, workers_per_node=num_gpus, **changes)  # type: ignore[arg-type]
+        environment = WorkerEnvironment(variables or {})
+        plan = replace(ONE_GPU, workers_per_node=num_gpus, environment=environment, **changes)  # type: ignore[arg-type]
         started.append(Supervisor(run, plan))
         return started[-1]
 
@@ -128,16 +131,16 @@ def test_a_gpu_that_another_process_uses_is_not_free(start: Start, tmp_path: Pat
 
 @pytest.mark.parametrize(("listed", "got"), [("1,0", "1"), ("GPU-b", "GPU-b"), ("0,1", "1")])
 def test_a_gpu_is_the_same_by_any_of_its_names(start: Start, listed: str, got: str) -> None:
-    assert start("by index", env={VISIBLE: "0"}).take() == (None, "0")
-    assert start("other", env={VISIBLE: listed}).take() == (None, got)
-    reason, _ = start("last", env={VISIBLE: "GPU-a,GPU-bbbb"}).take()
+    assert start("by index", variables={VISIBLE: "0"}).take() == (None, "0")
+    assert start("other", variables={VISIBLE: listed}).take() == (None, got)
+    reason, _ = start("last", variables={VISIBLE: "GPU-a,GPU-bbbb"}).take()
     assert str(reason).startswith("waits for 1 GPU (0 free")
 
 
 def test_gpus_that_no_driver_tells_of_stay_visible(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_GPUS", "0")
     assert start("first").take() == (None, None)
-    assert start("second", env={VISIBLE: "3"}).take() == (None, "3")
+    assert start("second", variables={VISIBLE: "3"}).take() == (None, "3")
 
 
 def test_without_gpus_cores_are_shared_out(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,9 +6,7 @@ from html.parser import HTMLParser
 import pytest
 
 from benchmarks.report import write_run
-from trainkit.capabilities.health import shown as shown_module
 from trainkit.capabilities.health.samples import health_file
-from trainkit.capabilities.health.shown import read_nodes
 from trainkit.capabilities.report import goodput
 from trainkit.capabilities.report.goodput import NUM_BUCKETS, read_curves
 from trainkit.capabilities.report.page import line_chart, nice_ticks
@@ -184,17 +182,6 @@ def test_the_size_of_a_page_does_not_grow_with_the_run(tmp_path):
         write_run(run, count)
         sizes.append(len(render_report(report_of(run))))
     assert sizes[1] < 1.1 * sizes[0] < 500_000
-
-
-def test_of_many_samples_of_nodes_a_share_is_read(run, monkeypatch):
-    (run.path / "health").mkdir()
-    for host in ("a", "b"):
-        for number in range(100):
-            append_jsonl(health_file(run, host), {"cpu_percent": float(number), "job_mem_gib": 1.0})
-    assert [node.num_samples for node in read_nodes(run)] == [100, 100]
-    monkeypatch.setattr(shown_module, "HEALTH_BYTES", health_file(run, "a").stat().st_size)
-    first, _ = read_nodes(run)
-    assert (first.num_samples, first.cpu_mean_percent) == (50, 49.0)
 
 
 class Page(HTMLParser):

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from trainkit.backend import SUPERVISOR_EXIT_S, Backend, JobStatus, NewAttempt, write_cancelled
 from trainkit.errors import TrainkitError, UsageError
 from trainkit.job.processes import PAUSE_SIGNALS, descendants, dies_with, module_argv, signal_all
+from trainkit.job.rank_env import TERMINAL_VARIABLE
 from trainkit.job.signals import NOTICE_SIGNALS
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.launch_draft import LaunchDraft
@@ -117,8 +118,6 @@ class LocalBackend(Backend):
         environ = {SUBMITTED_VARIABLE: submitted_hash(new.config_text, json.loads(new.plan_text))}
         environ |= {} if point is None else {"SLURM_ARRAY_TASK_ID": str(point[1])}
         if new.foreground and os.isatty(0):
-            from trainkit.job.rank_debugger import TERMINAL_VARIABLE  # its sockets are slow to load
-
             environ[TERMINAL_VARIABLE] = os.ttyname(0)
         log, cwd = attempt.supervisor_log, new.job.cwd
         return _start_process(argv, log, cwd, environ, foreground=new.foreground).pid

@@ -354,7 +354,7 @@ class SlurmAllocation(Allocation):
         A host on which ranks were only killed or hung is used until that has happened twice in the run.
         """
         before = len(self.bad)
-        hosts, guard = self.job_hosts, Guard(attempt.plan, log_line)
+        hosts, guard = self.job_hosts, Guard(attempt.plan.parts, log_line)
         for _, left in guard.each(lambda one: one.hosts_to_leave(attempt.folder, attempt.plan, hosts)):
             self.bad |= {*left}
         suspect = None if failure is None else suspect_host(failure)

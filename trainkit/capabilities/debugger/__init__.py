@@ -2,13 +2,77 @@
 
 from __future__ import annotations
 
-from trainkit.capability import Capability
+import os
+import sys
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainkit.capability import Capability, Part
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
+    from trainkit.plan.launch import LaunchPlan
+    from trainkit.run.history import PlanRecord
+    from trainkit.run.rundir import AttemptDir
+
+
+@dataclass(frozen=True)
+class DebugPlan(Part):
+    """A run in the debugger."""
+
+    CAPABILITY = "debugger"
+    rank: int
+    """The rank that is debugged; the others run on."""
+    mode: str
+    """``pdb``, ``post-mortem`` or ``debugpy``."""
+    port: int | None = None
+    """Where debugpy listens."""
+
+    @property
+    def words(self) -> str:
+        """As a variable of the environment says it."""
+        return " ".join(str(value) for value in (self.rank, self.mode, self.port) if value is not None)
 
 
 class Debugger(Capability):
-    """The capability."""
+    """The capability: its part is in the plan of a run with ``--debug``."""
 
     name = "debugger"
+    at_start = f"{Path(__file__).parent}/rank_start.py"
+
+    def environ(self, attempt: AttemptDir, plan: LaunchPlan) -> dict[str, str]:
+        from trainkit.capabilities.debugger.rank_debugger import DEBUG_VARIABLE, FOLDER_VARIABLE
+
+        debug, folder = plan.part(DebugPlan), {FOLDER_VARIABLE: str(attempt.path / self.name)}
+        return folder if debug is None else {**folder, DEBUG_VARIABLE: debug.words}
+
+    def waits(self, plan: PlanRecord) -> str:
+        if self.name in plan.parts:
+            return "run with --debug"
+        return "a rank waits at breakpoint() for `trainkit debug`, or is in it"
+
+    def in_trainer(
+        self, plan: LaunchPlan, unwatched: Callable[[], AbstractContextManager[None]]
+    ) -> Callable[[Exception], None] | None:
+        from trainkit.capabilities.debugger.rank_debugger import TERMINAL_VARIABLE, mode_of_rank, stop_at
+
+        mode = mode_of_rank()
+        if not os.environ.get("PYTHONBREAKPOINT") and mode not in ("off", "debugpy"):
+            terminal = os.environ.get(TERMINAL_VARIABLE) if plan.world_size == 1 and not mode else None
+            sys.breakpointhook = lambda *args, **kwargs: stop_at(sys._getframe(1), terminal, unwatched)
+
+        def stop(error: Exception) -> None:
+            from bdb import BdbQuit
+
+            if not isinstance(error, BdbQuit):
+                traceback.print_exception(error)
+                stop_at(error.__traceback__, around=unwatched)
+
+        return stop if mode == "post-mortem" else None
 
 
 CAPABILITY = Debugger

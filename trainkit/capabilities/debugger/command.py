@@ -7,12 +7,12 @@ import socket
 import struct
 import sys
 
+from trainkit.capabilities.debugger.rank_debugger import AT_PROMPT, CHOSEN_FILE, RUNNING
 from trainkit.cli.control import running_attempt
 from trainkit.cli.help import as_command, option
 from trainkit.cli.options import INDEX, run_argument
 from trainkit.errors import UsageError, print_note
 from trainkit.formats import rank_list
-from trainkit.job.rank_debugger import AT_PROMPT, CHOSEN_FILE, RUNNING
 from trainkit.run.files import read_object, write_atomic
 from trainkit.run.process import own_host
 from trainkit.run.registry import find_run
@@ -39,7 +39,7 @@ def attach(attempt: AttemptDir, rank: int) -> None:
     """
     from trainkit.control.shell import require_terminal, run_next_to, running_job
 
-    run, folder = attempt.run, attempt.debugger_dir
+    run, folder = attempt.run, attempt.path / "debugger"
     records = [(int(file.stem.split("-")[1]), read_object(file)) for file in folder.glob("rank-*.json")]
     own = [record for number, record in records if number == rank]
     record = next((record for record in own if record.get("socket")), {})

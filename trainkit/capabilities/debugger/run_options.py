@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+import shutil
+import socket
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
 import click
 
+from trainkit.capabilities.debugger import DebugPlan
 from trainkit.capability import Choice
 from trainkit.cli.help import option
+from trainkit.cli.options import refuse_shared_host
 from trainkit.errors import UsageError
+from trainkit.folders import user_name
+from trainkit.formats import there_are
 
 if TYPE_CHECKING:  # the help of the command waits for this module
-    from trainkit.plan.launch import DebugPlan, LaunchPlan
+    from trainkit.plan.launch import LaunchPlan
     from trainkit.plan.workload import Workload
 
 EXAMPLES = "--debug 1, --debug=debugpy or --debug=debugpy:1"
@@ -63,12 +72,6 @@ class Debugging(Choice):
             )
 
     def _plan(self, workload: Workload) -> DebugPlan:
-        import socket
-        from pathlib import PurePath
-
-        from trainkit.cli.options import refuse_shared_host
-        from trainkit.plan.launch import DebugPlan
-
         text, post_mortem, words = self.text, self.post_mortem, workload.argv
         mode, _, rank = text.rpartition(":") if ":" in text or text.isdecimal() else (text, "", "0")
         if mode not in ("", "debugpy") or not rank.isdecimal() or (mode and post_mortem):
@@ -90,15 +93,15 @@ class Debugging(Choice):
             return DebugPlan(int(rank), mode, free.getsockname()[1])
 
     def apply(self, plan: LaunchPlan) -> LaunchPlan:
-        return plan.in_debugger(self.plan, self._reason(plan))
+        debug, reason = self.plan, self._reason(plan)
+        if debug.rank >= plan.world_size:
+            message = f"the run has no rank {debug.rank}"
+            raise UsageError(message, hint=there_are(range(plan.world_size)))
+        plan = plan.without_hangs().with_part(debug)
+        return replace(plan, reasons={**plan.reasons, "debug": reason})
 
     def _reason(self, plan: LaunchPlan) -> str:
         """Where the debugger of the rank is; UsageError without debugpy."""
-        import contextlib
-        import shutil
-        from pathlib import Path
-
-        from trainkit.folders import user_name
         from trainkit.launch.packages import NoAnswer, find_packages
 
         debug = self.plan

@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 
 from trainkit import __version__
 from trainkit.capabilities.notifications.policy import policy_of
+from trainkit.capability import restart_cause
 from trainkit.errors import TrainkitError
 from trainkit.formats import mask_secrets
 from trainkit.job.processes import log_line
@@ -79,7 +80,7 @@ def end_notification(end: AttemptEnd, diverged: int | None = None) -> Notificati
     first = "" if failure.message is None else f"; {failure.line}"
     if end.resumes:
         text = f"restarts: {reason}" if end.action == "restart" else f"is requeued: {reason}"
-        if end.cause == "slow_host":
+        if end.cause is not None and restart_cause(end.cause).in_place:
             text = reason  # restarts without HOST: …
         return Notification("requeued", f"{text}{first}", "status", *fields)
     if state == "failed" or (state == "stopped" and end.cause is not None):

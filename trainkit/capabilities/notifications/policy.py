@@ -29,8 +29,8 @@ class NotifyPolicy(Part):
 
 
 def policy_of(plan: LaunchPlan) -> NotifyPolicy:
-    """The policy of a plan; a run in the debugger never counts as stalled."""
+    """The policy of a plan; one that a person attends to never counts as stalled."""
     policy = plan.part(NotifyPolicy) or NotifyPolicy()
-    if plan.debug is None:
+    if plan.attended_in is None:
         return policy
     return replace(policy, on=tuple(event for event in policy.on if event != "stalled"))

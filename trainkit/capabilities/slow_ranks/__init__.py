@@ -40,7 +40,7 @@ class SlowRanks(Capability):
         before = "end" if out_of_reach(draft.workload.argv) is None else "notice"
         return Planned(part, {"silence": part.silence}, tuple(warnings), follows=before)
 
-    def in_debugger(self, plan: LaunchPlan) -> LaunchPlan:
+    def without_hangs(self, plan: LaunchPlan) -> LaunchPlan:
         part = replace(slow_ranks_plan(plan), inspect_s=None, silence_s=None)
         reasons = {key: text for key, text in plan.reasons.items() if key != "silence"}
         return replace(plan.with_part(part), reasons=reasons)

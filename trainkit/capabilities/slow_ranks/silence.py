@@ -72,7 +72,7 @@ class SilenceWatch:
             self._silence = self._explain(replies)
             self._log(self._silence)
         if self._silent_s > self._limit_s:
-            if not self._attempt.has_rank_in_debugger:
+            if self._attempt.waits_in is None:
                 self._report(self._silence)
             self._forget()
             self._output.reset()

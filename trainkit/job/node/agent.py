@@ -95,7 +95,7 @@ class Agent(ProcessGroup):
         super().__init__()
         self.attempt = attempt
         self.plan, self.workload = plan, plan.workload
-        self.debugged = None if plan.debug is None else plan.debug.rank
+        self.attended = plan.attended_rank
         self.has_launcher = plan.workload.has_launcher
         """Whether the only child is a launcher, such as torchrun, that starts the ranks of the node."""
         self.rendezvous = rendezvous
@@ -109,7 +109,7 @@ class Agent(ProcessGroup):
         self._pipes = OutputPipes()
         self._held_s = 0.0
         self._listener: Listener | None = None
-        self._guard = Guard(plan, log_line)
+        self._guard = Guard(plan.parts, log_line)
         self._companions: list[tuple[str, Companion]] = []
         self._ranks = LaunchedRanks()
         """The ranks of a launcher."""

@@ -14,13 +14,13 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
-from trainkit.capability import with_launcher
+from trainkit.capability import Guard, in_ranks, with_launcher
 from trainkit.errors import UsageError
 from trainkit.job.node.rendezvous import Rendezvous
 from trainkit.job.processes import log_line, module_argv
-from trainkit.job.rank_debugger import DEBUG_VARIABLE, FOLDER_VARIABLE
 from trainkit.job.rank_env import (
     ATTEMPT_VARIABLE,
+    ATTENDED_VARIABLE,
     NONCE_VARIABLE,
     RANK_VARIABLES,
     RUN_DIR_VARIABLE,
@@ -43,6 +43,8 @@ BUFFER_VARIABLES = {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"}
 """Where a user may have set up torch's flight recorder, under its present names and former ones."""
 NUM_RECORDED = 2000
 """Collectives that torch remembers, its own default since 2.13: 1.5 us a call, and 3 MB."""
+AT_START_VARIABLE = "TRAINKIT_JOB_AT_START"
+"""Files that `trainkit.job.python_start` loads."""
 DONE_FILE_VARIABLE = "TRAINKIT_JOB_DONE_FILE"
 """Path of a file that a command creates when it is done: exit code 0 after a notice then means finished."""
 
@@ -116,11 +118,15 @@ def worker_environ(
         environ["TRAINKIT_JOB_CODE_SOURCE"], environ["TRAINKIT_JOB_CODE_COPY"] = code.source, code.code
     environ[RUN_DIR_VARIABLE] = str(attempt.run.path)
     environ[ATTEMPT_VARIABLE] = str(attempt.number)
-    environ[FOLDER_VARIABLE] = str(attempt.debugger_dir)
+    guard = Guard(in_ranks(plan.parts), log_line)
+    for _, given in guard.each(lambda own: own.environ(attempt, plan)):
+        environ |= given
+    at_start = filter(None, (one.at_start for one in guard.capabilities))
+    environ[AT_START_VARIABLE] = os.pathsep.join(at_start)
+    if plan.attended_in is not None:
+        environ[ATTENDED_VARIABLE] = "1"
     if not BUFFER_VARIABLES & environ.keys():
         environ["TORCH_FR_BUFFER_SIZE"] = str(NUM_RECORDED)
-    if plan.debug is not None:
-        environ[DEBUG_VARIABLE] = plan.debug.words
     if plan.workload.is_command:
         _add_for_command(environ, plan, attempt)
         if WORK_DIR_VARIABLE in inherited:

@@ -91,8 +91,8 @@ def test_a_silent_command_hangs(attempt: AttemptDir, monkeypatch: pytest.MonkeyP
 
 def test_ranks_wait_for_one_in_the_debugger(attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched(attempt, monkeypatch, silence_s=60.0)
-    attempt.debugger_dir.mkdir()
-    record = attempt.debugger_dir / "rank-0002.json"
+    (attempt.path / "debugger").mkdir()
+    record = attempt.path / "debugger" / "rank-0002.json"
     record.touch()
     assert watched.wait(1000) == []
     record.unlink()

@@ -1,7 +1,7 @@
 """Debuggers in ranks: `breakpoint()`, `trainkit run --debug` and `trainkit debug`.
 
 Ranks have no terminal. The one of `--debug` gets that of `trainkit run`; any other waits at `breakpoint()`
-until `trainkit debug` passes it a terminal through a socket. `python_start.py` loads this file, also
+until `trainkit debug` passes it a terminal through a socket. `rank_start.py` loads this file, also
 in a Python without trainkit: it imports only the standard library, and a debugger only where it stops.
 """
 
@@ -30,7 +30,7 @@ DEBUG_VARIABLE = "TRAINKIT_JOB_DEBUG"
 FOLDER_VARIABLE = "TRAINKIT_JOB_DEBUGGER_FOLDER"
 """Where processes of ranks that wait for `trainkit debug`, or are in it, say so: ``rank-0005-PID.json``."""
 TERMINAL_VARIABLE = "TRAINKIT_JOB_TERMINAL"
-"""The terminal of `trainkit run`."""
+"""The terminal of `trainkit run`, as `trainkit.job.rank_env` has it."""
 CHOSEN_FILE = "rank"
 """In the folder: the rank that a person debugs, or has; no other one waits from then on."""
 AT_PROMPT, RUNNING = b"p", b"r"

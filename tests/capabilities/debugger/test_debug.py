@@ -7,13 +7,16 @@ import os
 import socket
 import subprocess
 import sys
+from bdb import BdbQuit
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from steering import wait_for
 
-from tests.support.runs import make_attempt
+from tests.support.runs import launch_plan, make_attempt
 from tests.support.tmux import Tmux, needs_tmux
+from trainkit.capabilities.debugger import Debugger, DebugPlan, rank_debugger
 from trainkit.capabilities.debugger.command import attach
 from trainkit.cli import options
 from trainkit.cli.main import main
@@ -74,7 +77,8 @@ def test_a_script_on_rank_1_of_2(desk, terminal):
     typed(terminal, "c", r"^name\?$")
     typed(terminal, "Ada", r"^done Ada\n(?:.*\n)*finished: all workers finished")
     plan = LaunchPlan.read(run.plan_file)
-    assert (plan.debug.rank, plan.debug.mode, plan.requeue.hang_factor) == (1, "pdb", None)
+    debug = plan.part(DebugPlan)
+    assert (debug.rank, debug.mode, plan.requeue.hang_factor) == (1, "pdb", None)
     log = run.attempt(1).rank_log(0).read_text()
     assert log == "rank 0 step 0\nrank 0 step 1\nrank 0 step 2\ndone \n"
     assert desk.status(run)["reason"] == "all workers finished; run with --debug"
@@ -131,10 +135,10 @@ def test_a_job_without_a_terminal(desk, terminal):
     argv = ["--gpus-per-node", "2", "--now", "--", sys.executable, "loop.py"]
     run = RunDir(desk.types("submit", *argv).stdout.splitlines()[0])
     attempt = run.attempt(1)
-    wait_for(lambda: len(list(attempt.debugger_dir.glob("rank-*.json"))) == 2)
+    wait_for(lambda: len(list((attempt.path / "debugger").glob("rank-*.json"))) == 2)
     waits = f":7: rank 1 waits for `trainkit debug {run.path} --rank 1`"
     assert attempt.rank_log(1).read_text().count(waits) == 1
-    (record,) = attempt.debugger_dir.glob("rank-0001-*.json")
+    (record,) = (attempt.path / "debugger").glob("rank-0001-*.json")
     path = Path(read_json(record)["socket"])
     assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o600, 0o700)
     assert "breakpoint() for `trainkit debug`" in desk.status(run)["reason"]
@@ -158,7 +162,7 @@ def test_a_job_without_a_terminal(desk, terminal):
         second.keys("c", "Enter")
         second.wait_for(r"c\n\$$")
     assert ended(run) == ("finished", "all workers finished")
-    assert not any(attempt.debugger_dir.glob("rank-*.json"))
+    assert not any((attempt.path / "debugger").glob("rank-*.json"))
     assert attempt.rank_log(0).read_text().endswith("rank 0 step 1\nrank 0 step 2\ndone \n")
 
 
@@ -182,13 +186,13 @@ def test_forked_processes_take_turns_and_whoever_leaves_keeps_the_terminal(desk,
     (desk.folder / "loop.py").write_text(FORKS)
     run = RunDir(desk.types("submit", "--now", "--", sys.executable, "loop.py").stdout.splitlines()[0])
     attempt = run.attempt(1)
-    wait_for(lambda: len(list(attempt.debugger_dir.glob("rank-0000-*.json"))) == 2)
+    wait_for(lambda: len(list((attempt.path / "debugger").glob("rank-0000-*.json"))) == 2)
     for _ in range(2):
         terminal.type([*TRAINKIT, "debug", "last"])
         terminal.wait_for(r"\(Pdb\)$")
         typed(terminal, "p 'child', number", r"^\('child', \d\)\n\(Pdb\)$")
         typed(terminal, "c", r"c\n\$$")
-    wait_for(lambda: any(attempt.debugger_dir.glob("rank-0000-*.json")))
+    wait_for(lambda: any((attempt.path / "debugger").glob("rank-0000-*.json")))
     terminal.type([*TRAINKIT, "debug", "last"])
     terminal.wait_for(r"> .*loop.py\(10\).*\n.*sleep\(3\)\n\(Pdb\)$")
     terminal.keys("n", "Enter")
@@ -264,7 +268,7 @@ def test_debugpy(desk, tmp_path):
     done = desk.types("run", *argv)
     assert done.returncode == 0, done.stderr
     run = RunDir(desk.folder / "runs" / "loop")
-    port = LaunchPlan.read(run.plan_file).debug.port
+    port = LaunchPlan.read(run.plan_file).part(DebugPlan).port
     assert (
         f"rank 1 waits for an editor at 127.0.0.1:{port}; from another computer: ssh -L {port}:"
         in done.stderr
@@ -321,16 +325,46 @@ def test_a_terminal_is_needed(tmp_path, monkeypatch, capsys):
 def test_a_terminal_is_lent_to_no_other_user(tmp_path, monkeypatch):
     """A neighbour who can write into the folder of a run could name a socket of theirs."""
     attempt = make_attempt(tmp_path / "run")
-    attempt.debugger_dir.mkdir()
+    (attempt.path / "debugger").mkdir()
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(tmp_path / "socket"))
         server.listen()
         record = {"node": os.uname().nodename, "socket": str(tmp_path / "socket"), "where": "x.py:1"}
-        (attempt.debugger_dir / "rank-0000-1.json").write_text(json.dumps(record))
+        (attempt.path / "debugger" / "rank-0000-1.json").write_text(json.dumps(record))
         monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
         monkeypatch.setattr(os, "geteuid", lambda: 61234)
         with pytest.raises(UsageError, match=f"is said to be a process of user {os.getuid()}"):
             attach(attempt, 0)
+
+
+def test_its_part_of_a_plan_keeps_what_a_newer_version_has_written():
+    made = launch_plan(warnings=("one",)).without_hangs().with_part(DebugPlan(0, "pdb"))
+    written = made.to_dict()
+    keys = [key for key in written if key in ("after", "replay", "debug", "warnings")]
+    assert (keys, written["debug"]) == (
+        ["replay", "debug", "warnings"],
+        {"rank": 0, "mode": "pdb", "port": None},
+    )
+    written["debug"]["new"] = 1
+    assert LaunchPlan.from_dict(written).part(DebugPlan) == DebugPlan(0, "pdb")
+    assert (LaunchPlan.from_dict(written).attended_rank, launch_plan().attended_rank) == (0, None)
+
+
+@pytest.mark.parametrize(
+    ("rank", "error", "stops"),
+    [(1, ValueError("bad"), True), (1, BdbQuit(), False), (0, ValueError("bad"), None)],
+)
+def test_post_mortem_in_the_trainer(monkeypatch, rank, error, stops):
+    stopped = []
+    monkeypatch.setenv(rank_debugger.DEBUG_VARIABLE, "1 post-mortem")
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setattr(sys, "breakpointhook", None)
+    monkeypatch.setattr(rank_debugger, "stop_at", lambda place, around: stopped.append(place))
+    react = Debugger().in_trainer(launch_plan(), nullcontext)
+    assert (react is None, sys.breakpointhook is None) == (stops is None, stops is None)
+    if react is not None:
+        react(error)
+    assert stopped == ([error.__traceback__] if stops else [])
 
 
 def test_process_groups_of_torch_get_a_week():
@@ -339,6 +373,7 @@ def test_process_groups_of_torch_get_a_week():
     environ = {
         **os.environ,
         "TRAINKIT_JOB_DEBUG": "0 pdb",
+        "TRAINKIT_JOB_AT_START": str(Debugger.at_start),
         "RANK": "1",
         "TRAINKIT_JOB_AGENT_PID": str(os.getpid()),
     }

@@ -1,0 +1,5 @@
+"""Jobs with small scripts as workers."""
+
+from job_tree import start_job
+
+__all__ = ["start_job"]
