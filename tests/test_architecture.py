@@ -50,7 +50,7 @@ SIZES = {
     "trainkit/capabilities/trackers": (5, 825),
     "trainkit/capabilities/transformers": (2, 303),
     "trainkit/capabilities/watch": (5, 1_195),
-    "trainkit/cli": (18, 3_755),
+    "trainkit/cli": (18, 3_760),
     "trainkit/cluster": (9, 1_981),
     "trainkit/config": (12, 2_983),
     "trainkit/control": (8, 935),
