@@ -241,7 +241,7 @@ class Capability:
     may_be_secret: ClassVar[tuple[str, ...]] = ()
     """Keys whose values no error shows."""
     other_keys: ClassVar[Mapping[str, str]] = {}
-    """Key of other programs -> which keys of the config replace it, as a hint."""
+    """Key of other programs -> a hint, which keys of the config replace it; of a shipped capability only."""
 
     def contradictions(self, config: RunConfig) -> Iterable[KeyProblem]:
         """The problems of the config keys of the capability, whatever the facts."""
@@ -526,6 +526,8 @@ TASKS = {
     ),
 }
 """The shipped tasks, by their names in a config."""
+TASK_CHECK = "trainkit.capabilities.task_check.worker"
+"""The module whose process tries a user's task, or reads all of its samples."""
 TRANSFORMERS_TASK = "trainkit.capabilities.transformers.task:HFCausalLM"
 """The task of a `model.hf` that only the transformers library can build; it can `check` itself."""
 

@@ -8,9 +8,10 @@ import torch
 from tests.capabilities.multimodal.test_multimodal import ARGS, config_of, options
 from tests.support.hf_models import export_run, need, save_model
 from tests.support.parity import Case, run_cases, saved_tensors, worst_difference
+from trainkit.capabilities.task_check.worker import Smoke
 from trainkit.errors import TrainkitError
 from trainkit.safetensors import StoredWeights
-from trainkit.trainer.task_check import Smoke, definite_problem
+from trainkit.trainer.task_check import definite_problem
 from trainkit.trainer.user_code import TaskError
 from trainkit.trainer.user_task import UserTask, load_task
 

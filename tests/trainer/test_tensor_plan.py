@@ -25,6 +25,7 @@ from tests.support.parity import (
     worst_difference,
 )
 from tests.support.runs import log_text, train
+from trainkit.capabilities.task_check.worker import Smoke
 from trainkit.cli.main import main
 from trainkit.config import load_config
 from trainkit.config.schema import RunConfig
@@ -32,7 +33,7 @@ from trainkit.run.events import read_metrics
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.trainer.models.model import allocate, local_tensor
 from trainkit.trainer.parallel.tensor import STYLES, fill_shards, find_styles, split_model
-from trainkit.trainer.task_check import Smoke, definite_problem
+from trainkit.trainer.task_check import definite_problem
 from trainkit.trainer.torch_private import join_fake_world
 from trainkit.trainer.user_code import TaskError
 from trainkit.trainer.user_task import UserTask

@@ -9,6 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
+from trainkit.capability import TASK_CHECK
 from trainkit.config import LoadedConfig
 from trainkit.config.training import DECODER
 from trainkit.errors import KeyProblem, Problem, TrainkitError, UsageError
@@ -51,7 +52,7 @@ def find_code_problems(loaded: LoadedConfig, folder: Path) -> list[Problem]:
 @lru_cache
 def _check(values: str, folder: Path, file: Path, modified_ns: int) -> list[KeyProblem]:
     try:
-        return _problems("", values, CHECK_TIMEOUT_S, folder=folder)
+        return _problems("", module_argv(CODE_CHECK), values, CHECK_TIMEOUT_S, folder)
     except (subprocess.TimeoutExpired, TrainkitError):
         return []
 
@@ -65,13 +66,13 @@ def task_problems(loaded: LoadedConfig, option: Literal["--smoke", "--samples"])
     if not loaded.config.has_user_task:
         hint = "set task to FILE.py:CLASS; `trainkit data validate SRC...` reads texts"
         raise UsageError(f"there is no task of your own to try: task is {task}", hint=hint)
-    return _problems(task, loaded.config.model_dump_json(by_alias=True), None, option)
+    return _problems(task, module_argv(TASK_CHECK, option), loaded.config.model_dump_json(by_alias=True))
 
 
 def _problems(
-    task: str, values: str, timeout_s: float | None, *options: str, folder: Path | None = None
+    task: str, argv: Sequence[str], values: str, timeout_s: float | None = None, folder: Path | None = None
 ) -> list[KeyProblem]:
-    text = output_of(f"trying {task}", module_argv(CODE_CHECK, *options), values, timeout_s, folder)
+    text = output_of(f"trying {task}", argv, values, timeout_s, folder)
     answers = [line for line in text.splitlines() if line.startswith(PREFIX)]
     if not answers:
         message = f"trying {task} failed: its process ended without an answer"

@@ -1,65 +1,28 @@
-"""Tries a user's task or architecture on the CPU, with a few samples, before it costs time on a cluster.
+"""Imports a user's task, or compares the class of an architecture with the layout, before a run is submitted.
 
-``python -m trainkit.trainer.task_check [--smoke | --samples]`` reads a config as JSON from stdin and prints a
-line ``problems: `` with a JSON list of ``[key, message, hint]``. ``--samples`` reads every sample instead;
-without options it only imports its class, and compares that of an architecture with the layout. With
-``--items`` it reads a request, and prints some items of a run's data.
+``python -m trainkit.trainer.task_check`` reads a config as JSON from stdin and prints a line ``problems: ``
+with a JSON list of ``[key, message, hint]``.
 """
 
 from __future__ import annotations
 
 import json
-import math
-import pickle
 import sys
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
-from functools import partial
-from itertools import permutations
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
-import torch
-from torch import nn
-
 from trainkit.adapters import lora_config, require
-from trainkit.config import read_effective
 from trainkit.config.schema import RunConfig, config_class
-from trainkit.data.order import sample_index
 from trainkit.errors import Problem, TrainkitError
-from trainkit.formats import JsonObject
-from trainkit.run.rundir import RunDir
 from trainkit.safetensors import StoredWeights
-from trainkit.task import ParameterOptions, Stream, Task
-from trainkit.trainer.checkpoint.state import StreamState
-from trainkit.trainer.distributed import World
-from trainkit.trainer.forward_backward import LossModule, TaskForwardBackward
 from trainkit.trainer.models import load_architecture, refuse_unsupported_layout
-from trainkit.trainer.parallel.tensor import find_styles
-from trainkit.trainer.progress import Progress
-from trainkit.trainer.stateless_random import stable_key
-from trainkit.trainer.stream import Cursor, StreamData, is_stream
-from trainkit.trainer.task_batches import TaskBatch, digest_of, read_in_worker, seed_generators
-from trainkit.trainer.user_code import (
-    TaskError,
-    errors_of_user,
-    line_of,
-    listed,
-    load_task_class,
-    problem_of,
-    refusal,
-)
-from trainkit.trainer.user_task import UserTask, digest_of_item, load_task
+from trainkit.trainer.user_code import TaskError, load_task_class, problem_of
+from trainkit.trainer.user_task import load_task
 
 PREFIX = "problems: "
-MAX_CHARS = 2000
-HALF = 2
-"""Samples in each of the two batches that are also tried as one."""
-RELATIVE_TOLERANCE = 1e-3
 DEFINITE = (SyntaxError, ImportError, NameError, TypeError, AttributeError)
 """Errors of the user's code that other data or another machine would not change."""
-UNSEEDED = "draw random numbers from random, numpy.random or torch without seeding them"
 
 
 def definite_problem(config: RunConfig) -> Problem | None:
@@ -87,211 +50,16 @@ def definite_problem(config: RunConfig) -> Problem | None:
     return None
 
 
-def unreadable_samples(config: RunConfig) -> Iterator[Problem]:
-    """Read every sample of a task's datasets, and yield a problem for each that cannot be read."""
-    try:
-        task = UserTask(config, None, opens_data=False).task
-        for name in ("train_dataset", "val_dataset"):
-            with errors_of_user(config, f"{name}() failed"):
-                samples: Any = getattr(task, name)()
-                count = 0 if samples is None or is_stream(samples) else len(samples)
-            if samples is not None and is_stream(samples):
-                yield Problem(f"{name}()", "returned a stream, which may have no end: it was not read")
-            digest = partial(digest_of_item, samples, config.seed)
-            for index, (_, problem) in enumerate(read_in_worker(digest, range(count), config)):
-                if problem:
-                    yield Problem(f"{name}()", f"sample {index}: {problem}")
-    except TrainkitError as error:
-        yield problem_of(config, error)
-
-
-class Smoke:
-    """One batch of a task, forward and backward, and what can be wrong with it."""
-
-    def __init__(self, config: RunConfig) -> None:
-        self._config = config
-        self._found: list[Problem] = []
-
-    def problems(self) -> list[Problem]:
-        """The problems of a task; ends at the first that makes further ones unknowable."""
-        try:
-            self._try()
-        except TrainkitError as error:
-            self._found.append(problem_of(self._config, error))
-        return self._found
-
-    def _try(self) -> None:
-        self._user = UserTask(self._config, None)
-        data = ("train_dataset", self._user.train_data), ("val_dataset", self._user.val_data)
-        halves = [self._batches(method, found) for method, found in data if found is not None]
-        model = self._user.build_whole_model()
-        if digest_of(model) != digest_of(self._user.build_whole_model()):
-            self._add("build_model", "builds another model when it is called twice", UNSEEDED)
-        self._check_structure(model)
-        # Not in fp16, which few operations of a CPU support.
-        precision = self._config.precision
-        if precision.dtype == "fp16":
-            precision = precision.model_copy(update={"dtype": "fp32"})
-        config = self._config.model_copy(update={"precision": precision})
-        module = LossModule(model, self._user.task, config)
-        alone = World(0, 1, torch.device("cpu"), None, None)
-        for batches in reversed(halves):  # whose metrics may differ
-            passes = TaskForwardBackward(lambda enabled: None, Progress(), module, config, alone)
-            self._check_losses(module, passes, batches, validates=batches is not halves[0])
-        self._check_gradients(module, passes, halves[0][2])
-
-    def _batches(self, method: str, data: Any) -> list[TaskBatch]:
-        """Two batches, and both of them as one."""
-        if isinstance(data, StreamData):
-            size, items = HALF, self._stream_items(data)
-        else:
-            size = min(HALF, max(1, data.num_samples // 2))
-            items = self._items(method, data, min(2 * size, data.num_samples))
-        batches = []
-        for part in (items[:size], items[size:] or items[:size], items):
-            with self._errors("collate", f"{len(part)} items cannot be joined to a batch"):
-                batches.append(TaskBatch(self._user.task.collate(list(part)), self._config.seed))
-        try:
-            pickle.dumps(batches[0])
-        except Exception as error:  # whatever the objects of the user raise
-            message = f"returns a batch that cannot be sent to another process: {error}"
-            hint = "return tensors, numbers, strings, and lists or dictionaries of them"
-            self._add("collate", message, hint)
-        return batches
-
-    def _items(self, method: str, data: Any, count: int) -> list[Any]:
-        def item(index: int) -> Any:
-            seed_generators(stable_key(self._config.seed, method.partition("_")[0], "item", index))
-            return data.samples[index]
-
-        with self._errors(method, "an item cannot be read"):
-            items = [item(index) for index in range(count)]
-        if digest_of(items[0]) != digest_of(item(0)):
-            self._add(method, "item 0 differs when it is read twice", UNSEEDED, of=data.samples)
-        return items
-
-    def _stream_items(self, data: StreamData) -> list[object]:
-        """The first items of a stream; another object of it must continue in the middle."""
-        with self._errors("train_dataset", "a sample cannot be read"):
-            cursor = Cursor(data)
-            items = [cursor.next(position) for position in range(HALF)]
-            before = cursor.where()
-            items.append(cursor.next(HALF))
-            again = StreamData(cast(Stream, self._user.task.train_dataset()), self._config)
-            resumed = Cursor(again)
-            resumed.seek(StreamState(*before, digest_of(items[-1])), HALF + 1)
-            items += [cursor.next(position) for position in range(HALF + 1, 2 * HALF)]
-        return items
-
-    def _check_structure(self, model: nn.Module) -> None:
-        with self._errors("layers", "failed"):
-            layers = self._user.task.layers(model)
-        overlap = any(layer in set(other.modules()) for layer, other in permutations(layers, 2))
-        if overlap or not set(layers) <= set(model.modules()):
-            message = "returns modules that overlap or are not in the model"
-            self._add("layers", message, "return each layer once, and none that is inside another")
-        if type(self._user.task).tensor_plan is not Task.tensor_plan:
-            find_styles(self._user.task, self._config, model, self._config.parallel.tp)
-        for name, param in model.named_parameters():
-            with self._errors("parameter_options", "failed"):
-                options = self._user.task.parameter_options(name, param)
-            if not isinstance(options, ParameterOptions):
-                message = f"returned a {type(options).__name__} for {name}"
-                self._add("parameter_options", message, "return a ParameterOptions")
-                return
-
-    def _check_losses(
-        self, module: nn.Module, passes: TaskForwardBackward, batches: list[TaskBatch], *, validates: bool
-    ) -> None:
-        """The loss of two batches must be that of both as one, in evaluation mode, without dropout."""
-        module.eval()
-        found = []
-        for batch in batches:
-            with torch.no_grad(), self._errors("loss", "failed"):
-                total, count, *_ = passes.loss_sums(batch).tolist()
-            if not math.isfinite(total) or not math.isfinite(count) or count < 0:
-                message = f"returned total {total:g} and count {count:g}"
-                self._add("loss", message, "both must be finite, and the count at least 0")
-                return
-            found.append((total, count))
-        if validates:
-            return
-        (first, of_first), (second, of_second), (both, of_both) = found
-        is_near = partial(math.isclose, rel_tol=RELATIVE_TOLERANCE, abs_tol=1e-6)
-        is_sum, adds_up = is_near(first + second, both), is_near(of_first + of_second, of_both)
-        mean = (first * of_first + second * of_second) / max(of_both, 1e-9)
-        if is_sum and not adds_up:
-            message = f"has count {of_both:g} instead of {of_first + of_second:g} for two batches as one"
-            self._add("loss", message, "count what the total sums: samples or tokens, not batches")
-        elif adds_up and not is_sum and is_near(mean, both):
-            message = f"has total {both:g} for two batches of {first:g} and {second:g}: that is a mean"
-            self._add("loss", message, 'return the sum, for example with reduction="sum"')
-
-    def _check_gradients(self, module: nn.Module, passes: TaskForwardBackward, batch: TaskBatch) -> None:
-        module.train()
-        with self._errors("loss", "failed in the backward pass"):
-            passes.accumulate_gradient([batch], torch.ones(()), lambda sums: None)
-        without = [
-            name.removeprefix("model.")
-            for name, param in module.named_parameters()
-            if param.requires_grad and param.grad is None
-        ]
-        if without:
-            hint = "use them, or freeze them in build_model: parameter.requires_grad_(False)"
-            self._add("loss", f"gives no gradient to {listed(without)}", hint)
-
-    def _errors(self, method: str, failed: str) -> AbstractContextManager[None]:
-        """Raise TaskError, with file and line, for whatever a method of the task raises."""
-        return errors_of_user(self._config, f"{self._shown(method)} {failed}")
-
-    def _add(self, method: str, message: str, hint: str, of: object = None) -> None:
-        """Add a problem of a method, with the line where it, or the item of a dataset, is defined."""
-        self._found.append(refusal(self._config, f"{self._shown(method, of)} {message}", hint).problem)
-
-    def _shown(self, method: str, of: object = None) -> str:
-        function = getattr(type(self._user.task), method)
-        if of is not None:
-            function = getattr(type(of), "__getitem__", None)
-        return f"{method}(){'' if function is getattr(Task, method, None) else line_of(function)}"
-
-
-def items_of(request: JsonObject) -> JsonObject:
-    """The fingerprint of a run's data, and index and shortened repr of the items at some positions."""
-    run = RunDir(request["run"])
-    config = read_effective(run.attempt(request["attempt"]).config_file)
-    data = UserTask(config, run).train_data
-    assert not isinstance(data, StreamData)
-    positions = range(request["start"], request["stop"])
-    found = sample_index(np.asarray(positions), data.num_samples, config.seed, config.data.shuffle).tolist()
-    indices = dict(zip(positions, found, strict=True))
-
-    def text(position: int) -> str:
-        """The item, with the random numbers that it had in the training."""
-        seed_generators(stable_key(config.seed, "train", "item", position))
-        return repr(data.samples[indices[position]])[:MAX_CHARS]
-
-    texts = read_in_worker(text, positions, config)
-    return {"data": data.fingerprint, "items": list(zip(found, texts, strict=True))}
+def print_problems(found: Iterable[Problem]) -> None:
+    """Print the answer on a line of its own: the task may print too."""
+    print("\n" + PREFIX + json.dumps([[item.key, item.message, item.hint] for item in found]))
 
 
 def main() -> None:
-    """Print the problems of the config on stdin."""
-    request = json.load(sys.stdin)
-    if "--items" in sys.argv:
-        try:
-            return print(json.dumps(items_of(request)))
-        except TrainkitError as error:
-            sys.exit(error.message)
-    config = config_class(request).model_validate(request)
-    if "--smoke" in sys.argv:
-        found = Smoke(config).problems()
-    elif "--samples" in sys.argv:
-        found = list(unreadable_samples(config))
-    else:
-        problem = definite_problem(config)
-        found = [] if problem is None else [problem]
-    # On a line of its own: the task may print too.
-    print("\n" + PREFIX + json.dumps([[item.key, item.message, item.hint] for item in found]))
+    """Print the problem of the config on stdin, if it certainly has one."""
+    values = json.load(sys.stdin)
+    problem = definite_problem(config_class(values).model_validate(values))
+    print_problems([] if problem is None else [problem])
 
 
 if __name__ == "__main__":

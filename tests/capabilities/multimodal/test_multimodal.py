@@ -12,12 +12,12 @@ import torch
 from tests.support.hf_models import need, save_model
 from tests.support.parity import Case, run_cases, saved_tensors, worst_difference
 from trainkit.capabilities.multimodal.task import IGNORE, MediumFormat, MediumSamples, MultimodalLM
+from trainkit.capabilities.task_check.worker import Smoke
 from trainkit.cli.main import main
 from trainkit.config.schema import RunConfig
 from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE, TrainkitError, UsageError
 from trainkit.run.events import read_metrics
 from trainkit.run.rundir import RunDir
-from trainkit.trainer.task_check import Smoke
 from trainkit.trainer.user_task import UserTask, load_task
 
 CURVE = MediumFormat("curve", 16, 4)

@@ -204,7 +204,7 @@ def _items(at: RunStep) -> Iterator[StepSample]:
     """The items of a user's task, which another process reads: only the trainer may import torch."""
     request = {"run": str(at.attempt.run.path), "attempt": at.attempt.number}
     request |= {"start": at.start, "stop": at.stop}
-    argv = module_argv("trainkit.trainer.task_check", "--items")
+    argv = module_argv("trainkit.capabilities.replay.items")
     done = subprocess.run(
         argv,
         input=json.dumps(request),

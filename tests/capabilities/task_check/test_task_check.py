@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from trainkit.capabilities.task_check.worker import Smoke
 from trainkit.config import load_config
 from trainkit.config.schema import RunConfig
-from trainkit.trainer.task_check import Smoke, definite_problem
+from trainkit.trainer.task_check import definite_problem
 
 CODE = """
 import torch

@@ -1,0 +1,54 @@
+"""Prints items of the data of a run with a user's task.
+
+``python -m trainkit.capabilities.replay.items`` reads the run, the attempt and the positions as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import numpy as np
+
+from trainkit.config import read_effective
+from trainkit.data.order import sample_index
+from trainkit.errors import TrainkitError
+from trainkit.formats import JsonObject
+from trainkit.run.rundir import RunDir
+from trainkit.trainer.stateless_random import stable_key
+from trainkit.trainer.stream import StreamData
+from trainkit.trainer.task_batches import read_in_worker, seed_generators
+from trainkit.trainer.user_task import UserTask
+
+MAX_CHARS = 2000
+
+
+def items_of(request: JsonObject) -> JsonObject:
+    """The fingerprint of a run's data, and index and shortened repr of the items at some positions."""
+    run = RunDir(request["run"])
+    config = read_effective(run.attempt(request["attempt"]).config_file)
+    data = UserTask(config, run).train_data
+    assert not isinstance(data, StreamData)
+    positions = range(request["start"], request["stop"])
+    found = sample_index(np.asarray(positions), data.num_samples, config.seed, config.data.shuffle).tolist()
+    indices = dict(zip(positions, found, strict=True))
+
+    def text(position: int) -> str:
+        """The item, with the random numbers that it had in the training."""
+        seed_generators(stable_key(config.seed, "train", "item", position))
+        return repr(data.samples[indices[position]])[:MAX_CHARS]
+
+    texts = read_in_worker(text, positions, config)
+    return {"data": data.fingerprint, "items": list(zip(found, texts, strict=True))}
+
+
+def main() -> None:
+    """Print the items that the request on stdin names."""
+    try:
+        print(json.dumps(items_of(json.load(sys.stdin))))
+    except TrainkitError as error:
+        sys.exit(error.message)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Tries a user's task before it costs time on a cluster: `check --task-smoke`, `data validate CONFIG`."""
