@@ -28,8 +28,8 @@ from pathlib import Path
 from textwrap import dedent, indent
 
 from tests.support.broken_runs import TRAINER
+from trainkit.capabilities.diagnose.diagnose import diagnose
 from trainkit.formats import rank_list, table
-from trainkit.observe.diagnose import diagnose
 from trainkit.run.end import read_end
 from trainkit.run.rundir import RunDir
 

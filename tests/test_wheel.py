@@ -100,7 +100,7 @@ def test_wheel_contains_all_modules_configs_and_templates(wheel: Path) -> None:
     shipped += [path for path in (ROOT / "templates" / "task").iterdir() if path.is_file()]
     expected = {str(path) for path in modules}
     expected |= {f"trainkit/_shipped/{path.relative_to(ROOT)}" for path in shipped}
-    assert packed_files == expected | {"trainkit/py.typed", "trainkit/observe/signatures.yaml"}
+    assert packed_files == expected | {"trainkit/py.typed", "trainkit/capabilities/diagnose/signatures.yaml"}
     assert len(licences) == 1
 
 

@@ -37,7 +37,7 @@ from trainkit.function import (
 )
 from trainkit.observe.current import look_at, query_group
 from trainkit.observe.group import GroupStatus, PointStatus
-from trainkit.observe.logs import run_is_over
+from trainkit.observe.logs import log_of, ranks_of_nodes, run_is_over
 from trainkit.observe.status import ACTIVE_STATES, RunStatus
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.workload import TRAINER, Workload
@@ -229,8 +229,6 @@ class Run:
 
     def logs(self, rank: int = 0) -> str:
         """What a rank of the newest attempt has printed so far; UsageError for a rank that does not exist."""
-        from trainkit.observe.attempt_files import log_of, ranks_of_nodes
-
         attempt = self._folder.attempt(max(self._folder.attempt_numbers(), default=0))
         nodes = ranks_of_nodes(plan := read_plan(attempt))  # empty before it starts
         if nodes and not 0 <= rank < nodes[-1].stop:
@@ -405,7 +403,7 @@ class Group(Sequence[Run]):
 
     def resume(self) -> Group:
         """Run what has not finished, on this machine; on Slurm submit what has not been submitted."""
-        from trainkit.control.resume_group import resume_group
+        from trainkit.control.resume import resume_group
 
         if self._group.record.process is None and not self._group.left:
             raise UsageError(f"{self.path} is a Slurm array", hint="resume its runs: group[0].resume()")

@@ -249,7 +249,7 @@ def write_cancelled(run: RunDir, entry: AttemptRecord, reason: str) -> None:
 
 _CLASSES = {
     "local": "local.backend.LocalBackend",
-    "launcher": "launcher.backend.LauncherBackend",
+    "launcher": "launcher.LauncherBackend",
     "sbatch": "slurm.backend.SbatchBackend",
     "submitit": "slurm.submitit.SubmititBackend",
     "srun": "slurm.backend.StepBackend",

@@ -85,6 +85,18 @@ class Ranks:
     device: str
 
 
+class NodesChoice:
+    """Why a run gets its number of nodes, where that was not for the user to choose."""
+
+    def to_dict(self) -> dict[str, object]:
+        """The keys that it adds to the JSON of a command."""
+        raise NotImplementedError
+
+    def lines(self, plan: LaunchPlan, fit: int | None = None) -> Iterable[str]:
+        """What it rests on, as lines of at most `fit` characters, if that is possible."""
+        raise NotImplementedError
+
+
 class Companion:
     """Something that runs next to the ranks of a node, in a thread or process of its own."""
 
@@ -263,6 +275,22 @@ class Capability:
         """The command line with which an agent starts a command, if its launcher is of the capability."""
         raise NotImplementedError
 
+    def choose_nodes(
+        self,
+        loaded: LoadedConfig,
+        workload: Workload,
+        *,
+        code_dir: Path | None = None,
+        facts: Facts | None = None,
+        before: LaunchPlan | None = None,
+        left: float = 1.0,
+    ) -> tuple[LoadedConfig, LaunchPlan, NodesChoice]:
+        """For `--nodes auto`, the config with all numbers of nodes, the plan for the chosen one, and why.
+
+        Of a run that resumes, `before` is the plan so far, and `left` the share of its steps that is left.
+        """
+        raise NotImplementedError
+
     def environ(self, attempt: AttemptDir, plan: LaunchPlan) -> Mapping[str, str]:
         """Variables of the environment of every rank."""
         return {}
@@ -386,6 +414,8 @@ class Shipped:
     """
     launchers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Launcher of a command -> packages, one of which must be installed."""
+    chooses_nodes: bool = False
+    """Whether it chooses the number of nodes for `--nodes auto`."""
     events: Mapping[str, bool] = field(default_factory=dict)
     """Its events that people see -> whether also among the past warnings; see `owner_of`."""
     shown: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -419,6 +449,10 @@ SHIPPED = {
         options={"run": "run_options:run_options"},
     ),
     "bench": Shipped(commands={"bench": "command:command"}, group_file="bench.json"),
+    "init": Shipped(commands={"init": "command:command"}),
+    "shell": Shipped(commands={"shell": "command:shell", "attach": "command:attach"}),
+    "stacks": Shipped(commands={"stacks": "command:command"}),
+    "diagnose": Shipped(commands={"diagnose": "command:command"}),
     "doctor": Shipped(commands={"doctor": "command:command"}),
     "drill": Shipped(commands={"drill": "command:command"}),
     "export": Shipped(commands={"ckpt export": "command:command"}),
@@ -455,6 +489,7 @@ SHIPPED = {
     "growth": Shipped(
         "sizes checkpoint_bytes",
         {"grow": ("grow", LEFT_OUT)},
+        chooses_nodes=True,
         events={"growth": False},
         shown={"status": {"growth": "gpu_type"}, "rows": {"growth": "used"}},
     ),
@@ -554,6 +589,11 @@ def launchers() -> dict[str, tuple[str, ...]]:
 def with_launcher(name: str) -> Capability:
     """The capability that a launcher is of; raises UsageError if there is none."""
     return load(next((folder for folder, shipped in SHIPPED.items() if name in shipped.launchers), name))
+
+
+def node_chooser() -> Capability:
+    """The capability that chooses the number of nodes of a run."""
+    return load(next(name for name, shipped in SHIPPED.items() if shipped.chooses_nodes))
 
 
 def of_texts() -> Capability:

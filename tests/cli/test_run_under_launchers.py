@@ -12,7 +12,7 @@ import pytest
 from steering import LIMIT_S, Desk, wait_for
 
 from tests.support.programs import ranks_of
-from trainkit.backends.launcher.rank import LAUNCHERS, LaunchedRank
+from trainkit.backends.launcher import LAUNCHERS, LaunchedRank
 from trainkit.job.node.rendezvous import choose_port
 from trainkit.job.step_run import announce, announcement_file
 from trainkit.run.events import read_events, read_metrics

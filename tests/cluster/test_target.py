@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.fake_slurm import FakeSlurm
+from trainkit.capabilities.init.init_files import profile_text, write_new
 from trainkit.cluster.bad_nodes import note_failure
 from trainkit.cluster.discovery import discover_cluster, gpu_option
-from trainkit.cluster.init_files import profile_text, write_new
 from trainkit.cluster.model import Account, Cluster, NodeKind, Partition, Qos
 from trainkit.cluster.profile import known_cluster, user_folder
 from trainkit.config import LoadedConfig, load_config

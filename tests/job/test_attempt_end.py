@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from tests.control.test_resume import PLAN, so_far
-from trainkit.backends.local.allocation import LocalAllocation
-from trainkit.backends.local.attempt_watch import LocalAttemptWatch
+from trainkit.backends.local.allocation import LocalAllocation, LocalAttemptWatch
 from trainkit.control.changed_config import missing_save
 from trainkit.job.attempt import Attempt
 from trainkit.job.attempt_end import last_step, write_end

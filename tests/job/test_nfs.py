@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.nfs import FAST_S, nfs_clients
 from tests.support.runs import launch_plan
-from trainkit.backends.launcher.rank import LaunchedRank
+from trainkit.backends.launcher import LaunchedRank
 from trainkit.backends.slurm.claim_attempt import claim_attempt
 from trainkit.backends.slurm.rendezvous import SlurmTask, await_port, publish_port
 from trainkit.job import hangs

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.runs import launch_plan
-from trainkit.backends.launcher.rank import LaunchedRank
+from trainkit.backends.launcher import LaunchedRank
 from trainkit.backends.slurm.rendezvous import SlurmTask
 from trainkit.errors import TrainkitError
 from trainkit.job import step_run

@@ -19,7 +19,7 @@ from unittest.mock import Mock
 import pytest
 
 from trainkit.config.schema import RunConfig
-from trainkit.control.fork import copy_checkpoint
+from trainkit.control.resume import copy_checkpoint
 from trainkit.errors import UsageError
 from trainkit.launch.create import create_run, new_folder
 from trainkit.launch.disk import disk_forecast

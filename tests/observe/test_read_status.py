@@ -11,7 +11,7 @@ from trainkit.capabilities.watch.view_text import Size, view_lines
 from trainkit.cli.status import restarts_line, run_details, runs_rows
 from trainkit.config import dump_effective
 from trainkit.config.schema import RunConfig
-from trainkit.observe.attempt_files import ranks_of_nodes
+from trainkit.observe.logs import ranks_of_nodes
 from trainkit.observe.status import capability_rows, read_status, reading_of
 from trainkit.run.events import Event, log_event
 from trainkit.run.files import append_jsonl, write_json

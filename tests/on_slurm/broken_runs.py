@@ -2,7 +2,8 @@
 
 `python -m tests.on_slurm.broken_runs [NAME…]` makes runs, all of them without NAME, and prints what
 `trainkit diagnose` reports for each next to the truth. `--record` also writes their folders to
-tests/observe/broken_runs, without the names of the cluster and of this machine. `--keep DIR` keeps the runs.
+tests/capabilities/diagnose/broken_runs, without the names of the cluster and of this machine. `--keep DIR`
+keeps the runs.
 """
 
 from __future__ import annotations
@@ -91,7 +92,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("names", nargs="*", metavar="NAME", choices=[[], *BROKEN])
-    parser.add_argument("--record", action="store_true", help="write them to tests/observe/broken_runs")
+    parser.add_argument(
+        "--record", action="store_true", help="write them to tests/capabilities/diagnose/broken_runs"
+    )
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the runs in this folder")
     options = parser.parse_args(argv)
     keep = options.keep or Path(tempfile.mkdtemp(prefix="broken-runs-"))

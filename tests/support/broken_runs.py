@@ -1,7 +1,7 @@
 """Runs that fail for real on this machine, each for a reason of its own, and their folders as one file each.
 
 `python -m tests.support.broken_runs NAME…` makes runs (all of them without NAME) and records them in
-tests/observe/broken_runs, with the names of this machine and its folders replaced.
+tests/capabilities/diagnose/broken_runs, with the names of this machine and its folders replaced.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import yaml
 from tests.support.programs import ranks_of, wait_for
 from trainkit.run.rundir import RunDir
 
-FOLDER = Path(__file__).parents[1] / "observe" / "broken_runs"
+FOLDER = Path(__file__).parents[1] / "capabilities" / "diagnose" / "broken_runs"
 HOST = "node01"
 TIMEOUT_S = 180
 MAX_LINES = 60

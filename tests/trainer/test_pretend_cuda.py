@@ -530,7 +530,7 @@ PLANNED = {
     "job/node/agent.py": "job/node/test_worker_env.py job/test_flight_records.py",
     "job/node/worker_env.py": "job/node/test_worker_env.py",
     "job/preflight.py": "job/test_preflight.py",
-    "launch/earliest_end.py": "launch/test_earliest_end.py",
+    "capabilities/growth/earliest_end.py": "capabilities/growth/test_earliest_end.py",
     "launch/packages.py": "launch/test_plan_run.py",
     "launch/script.py": "launch/test_script.py",
     "capabilities/report/run_report.py": "capabilities/report/test_report.py",

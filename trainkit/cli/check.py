@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from trainkit.capability import node_chooser
 from trainkit.cli import options
 from trainkit.cli.help import as_command, option, terminal_width, warn
 from trainkit.cli.output import json_text
@@ -68,12 +69,11 @@ def command(
     from trainkit.launch.disk import lock_problem
     from trainkit.launch.plan_run import gather, plan_run
     from trainkit.launch.trainer_process import task_problems
+    from trainkit.plan.workload import TRAINER
 
     loaded, choice = request.load_to_plan(), None
     if request.chooses_nodes:
-        from trainkit.launch.earliest_end import choice_lines, choose_nodes  # slow to import
-
-        loaded, plan, choice = choose_nodes(loaded)
+        loaded, plan, choice = node_chooser().choose_nodes(loaded, TRAINER)
         cluster = None
     else:
         facts = gather(loaded)
@@ -94,13 +94,8 @@ def command(
     if as_json:
         config = loaded.config.model_dump(mode="json", by_alias=True)
         shown = None if waits is None else [item.to_dict() for item in waits]
-        value: dict[str, object] = {
-            "config": config,
-            "origins": loaded.origins,
-            "plan": plan.to_dict(),
-            "wait": shown,
-        }
-        value |= {} if choice is None else choice.to_dict()
+        value: dict[str, object] = {"config": config, "origins": loaded.origins, "plan": plan.to_dict()}
+        value |= {"wait": shown, **({} if choice is None else choice.to_dict())}
         click.echo(json_text(value))
         return
     if show_origin:
@@ -110,7 +105,7 @@ def command(
     for name, reason in plan.reasons.items():
         click.echo(f"{name}: {reason}")
     if choice is not None:
-        click.echo("\n" + "\n".join(choice_lines(choice, plan, terminal_width())))
+        click.echo("\n" + "\n".join(choice.lines(plan, terminal_width())))
     if waits:
         click.echo("\n" + "\n".join(wait_lines(waits, fit=terminal_width())))
     for text in plan.warnings:

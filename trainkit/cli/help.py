@@ -116,6 +116,11 @@ SECTIONS = {
         "--plot",
         "--json",
         "--csv",
+        "--curves",
+        "--plot",
+        "--x",
+        "--smooth",
+        "--by",
         "--help",
     ),
 }

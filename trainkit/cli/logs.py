@@ -23,7 +23,7 @@ from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED
 from trainkit.folders import is_full, shown_path
 from trainkit.formats import there_are
 from trainkit.observe.current import look_at
-from trainkit.observe.logs import follow, last_texts, start_of_last
+from trainkit.observe.logs import follow, last_texts, log_of, ranks_of_nodes, start_of_last
 from trainkit.observe.status import FAILURE_LOG_LINES, failure_lines
 from trainkit.run.end import AttemptEnd, read_end
 from trainkit.run.events import diverged_since, events_of, with_divergence
@@ -116,8 +116,6 @@ def command(
 
 def _logs_of(attempt: AttemptDir, rank: int | None, node: int | None, all_ranks: bool) -> list[Path]:
     """The selected logs of an attempt."""
-    from trainkit.observe.attempt_files import log_of, ranks_of_nodes
-
     if all_ranks:
         return sorted(attempt.logs_dir.glob("*.log"))
     plan = read_plan(attempt)

@@ -73,7 +73,7 @@ SECTIONS = {
 COMMANDS = {name: text for commands in SECTIONS.values() for name, text in commands.items()}
 """Every command, with its help line."""
 _IN_FILE = {
-    **dict.fromkeys(("attach", "cancel", "requeue", "shell", "stacks"), "control"),
+    **dict.fromkeys(("cancel", "requeue"), "control"),
     "completion": "help",
     "env": "run",
     "schema": "check",

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from trainkit.backends.launcher.rank import find_launched_rank
+from trainkit.backends.launcher import find_launched_rank
 from trainkit.cli import options
 from trainkit.cli.help import as_command, option, warn
 from trainkit.cli.logs import follow_detachable
@@ -65,8 +65,12 @@ def command(
     --as is given. Started by torchrun or mpirun, it runs as their ranks, as `trainkit run` does.
     """
     from trainkit.control.changed_config import changes, expected_time_s, learning_rate_change, missing_save
-    from trainkit.control.fork import copy_newest_checkpoint, newest_checkpoint_of
-    from trainkit.control.resume import planned_resume, resume_run
+    from trainkit.control.resume import (
+        copy_newest_checkpoint,
+        newest_checkpoint_of,
+        planned_resume,
+        resume_run,
+    )
     from trainkit.launch.create import create_run, start_run
 
     folder, task = Path(RUNS_FOLDER).absolute(), find_launched_rank()
@@ -153,7 +157,7 @@ def command(
 
 
 def _resume_group(group: RunGroup, as_json: bool) -> int:
-    from trainkit.control.resume_group import resume_group
+    from trainkit.control.resume import resume_group
 
     job_id = resume_group(group)
     value = {"run_dir": str(group.path), "name": group.name, "job_id": job_id}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from trainkit.backend import backend_of
-from trainkit.backends.launcher.rank import LaunchedRank, find_launched_rank
+from trainkit.backends.launcher import LaunchedRank, find_launched_rank
 from trainkit.backends.slurm.rendezvous import SlurmTask, find_slurm_task, master_address, reason_not_a_task
 from trainkit.cli import options
 from trainkit.cli.help import as_command, option

@@ -15,8 +15,8 @@ from trainkit.formats import plural
 from trainkit.run.rundir import RUNS_FOLDER, RunDir
 
 if TYPE_CHECKING:
+    from trainkit.capability import NodesChoice
     from trainkit.launch.create import CreatedRun
-    from trainkit.launch.earliest_end import Choice
     from trainkit.plan.launch import LaunchPlan
     from trainkit.run.record import AttemptRecord
 
@@ -33,12 +33,10 @@ def describe_plan(plan: LaunchPlan, name: str) -> str:
     return "\n".join(lines)
 
 
-def print_choice(choice: Choice | None, plan: LaunchPlan) -> None:
+def print_choice(choice: NodesChoice | None, plan: LaunchPlan) -> None:
     """Print to stderr what the choice of the number of nodes rests on, if there was one."""
     if choice is not None:
-        from trainkit.launch.earliest_end import choice_lines  # slow to import
-
-        for line in choice_lines(choice, plan, terminal_width()):
+        for line in choice.lines(plan, terminal_width()):
             click.echo(line, err=True)
 
 

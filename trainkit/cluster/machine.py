@@ -1,4 +1,4 @@
-"""The hardware of this machine: its memory, the CPU cores of this process, the GPUs that torch would see."""
+"""The hardware of this machine, and what a job may use of it: memory, CPU cores, the GPUs that torch sees."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from typing import Any
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 MEMINFO = Path("/proc/meminfo")
+PROC = Path("/proc")
+CGROUPS = Path("/sys/fs/cgroup")
+GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -45,12 +48,13 @@ def num_usable_cpus() -> int:
 
 def host_memory(meminfo: Path) -> int | None:
     """The bytes of memory and swap in /proc/meminfo; None if it cannot be read."""
-    try:
-        lines = meminfo.read_text().splitlines()
-    except OSError:
-        return None
-    kib = {name: int(value.split()[0]) for name, _, value in (line.partition(":") for line in lines)}
-    return 1024 * (kib["MemTotal"] + kib.get("SwapTotal", 0)) if "MemTotal" in kib else None
+    kib = _kib(meminfo)
+    return 1024 * (kib["MemTotal:"] + kib.get("SwapTotal:", 0)) if "MemTotal:" in kib else None
+
+
+def _kib(meminfo: Path) -> dict[str, int]:
+    """The values of /proc/meminfo by their names, which end with a colon; none if it cannot be read."""
+    return {words[0]: int(words[1]) for words in kernel_lines(meminfo) if len(words) > 1}
 
 
 def cgroup_cpu_quota(root: Path, membership: Path) -> float | None:
@@ -163,3 +167,48 @@ def visible_names(nvml: Any, chosen: str | None) -> tuple[str, ...]:
                 break
             names.append("GPU that does not respond")  # the checks before the ranks start name it
     return tuple(names)
+
+
+def kernel_lines(path: Path) -> list[list[str]]:
+    """The words of each line of a file of the kernel that has some; none if it cannot be read."""
+    try:
+        return [words for line in path.read_text().splitlines() if (words := line.split())]
+    except OSError:
+        return []
+
+
+def host_memory_gib() -> tuple[float, float] | None:
+    """Used and total memory of the host in GiB; None where the kernel does not say."""
+    kib = _kib(PROC / "meminfo")
+    total, available = kib.get("MemTotal:"), kib.get("MemAvailable:")
+    if total is None or available is None:
+        return None
+    return round((total - available) / 2**20, 2), round(total / 2**20, 2)
+
+
+def _memory_cgroups() -> Iterator[tuple[Path, Path, bool]]:
+    """(root, path below it, whether of version 2) of the control groups that count this process's memory."""
+    for words in kernel_lines(PROC / "self" / "cgroup"):
+        _, controllers, path = " ".join(words).split(":", 2)
+        if controllers == "" or "memory" in controllers.split(","):
+            root = CGROUPS / "memory" if controllers else CGROUPS
+            yield root, Path(path.lstrip("/")), not controllers
+
+
+def job_memory_gib() -> float | None:
+    """The memory that the kernel accounts to this job, or else to this process's control group, in GiB."""
+    for root, own, is_new in _memory_cgroups():
+        job = next((folder for folder in (own, *own.parents) if folder.name.startswith("job_")), own)
+        found = kernel_lines(root / job / ("memory.current" if is_new else "memory.usage_in_bytes"))
+        if found:
+            return round(int(found[0][0]) / GIB, 3)
+    return None
+
+
+def count_oom_kills() -> int | None:
+    """The number of processes in this cgroup that the OOM killer has killed; None if there is no counter."""
+    for root, own, is_new in _memory_cgroups():
+        for name, *value in kernel_lines(root / own / ("memory.events" if is_new else "memory.oom_control")):
+            if name == "oom_kill":
+                return int(value[0])
+    return None

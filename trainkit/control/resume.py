@@ -1,14 +1,19 @@
-"""Plans and starts the next attempt of a run, with a config that may have changed."""
+"""Starts a run again, with a config that may have changed, or as a new run, or what is left of a group."""
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from shlex import quote
 
 from trainkit.backend import backend_of
-from trainkit.backends.jobs import read_whole_job, require_not_running
+from trainkit.backends.jobs import read_whole_job, refuse_copied_group, require_not_running
+from trainkit.backends.slurm.group_parts import recover_parts, submit_parts
+from trainkit.capability import NodesChoice, node_chooser
 from trainkit.cluster.target import Target, make_target
 from trainkit.config import LoadedConfig, RunConfig
 from trainkit.control.changed_config import (
@@ -19,16 +24,18 @@ from trainkit.control.changed_config import (
     share_left,
 )
 from trainkit.control.requeue import note_dead_job
-from trainkit.launch.create import start_attempt
+from trainkit.errors import UsageError, print_note
+from trainkit.formats import plural
+from trainkit.launch.create import start_attempt, start_group
 from trainkit.launch.plan_run import gather, plan_run
 from trainkit.launch.repeat import load_again, refuse_by_hand, refuse_replay, submission_folder
 from trainkit.launch.snapshot import renewed_code
 from trainkit.plan.launch import LaunchPlan
+from trainkit.run.end import read_newest_end
+from trainkit.run.group import RunGroup
+from trainkit.run.manifest import newest_intact, published
 from trainkit.run.record import AttemptRecord, read_job
-from trainkit.run.rundir import RunDir, run_lock
-
-if TYPE_CHECKING:
-    from trainkit.launch.earliest_end import Choice
+from trainkit.run.rundir import PARTIAL_SUFFIX, RunDir, run_lock
 
 
 @dataclass(frozen=True)
@@ -38,7 +45,7 @@ class PlannedResume:
     so_far: RunSoFar
     loaded: LoadedConfig
     plan: LaunchPlan
-    choice: Choice | None = None
+    choice: NodesChoice | None = None
     """Why it has this number of nodes, with `chooses_nodes`."""
 
 
@@ -78,10 +85,8 @@ def planned_resume(
         lr_of = so_far.plan if so_far.config.optimizer == loaded.config.optimizer else None
         choice = None
         if chooses_nodes:
-            from trainkit.launch.earliest_end import choose_nodes  # slow to import
-
             left = 1.0 if workload.is_command else share_left(so_far, loaded.config.train.steps)
-            loaded, plan, choice = choose_nodes(
+            loaded, plan, choice = node_chooser().choose_nodes(
                 loaded, workload, code_dir=code_dir, facts=facts, before=lr_of, left=left
             )
         else:
@@ -118,3 +123,85 @@ def same_place(entry: AttemptRecord | None, loaded: LoadedConfig) -> Target | No
     """This machine, if that attempt ran here and the config leaves the backend open; else None."""
     reason = None if entry is None else backend_of(entry).stays_here(entry)
     return Target("local", reason) if reason and loaded.config.launch.backend == "auto" else None
+
+
+def resume_group(group: RunGroup) -> str:
+    """Start the runs of a group that have not started, on this machine also others that have not finished.
+
+    Returns its job id, on Slurm that of the newest array. Raises UsageError if its process may still be there
+    and if there is none to start.
+    """
+    path, process = group.word, group.record.process
+    if process is None:
+        return _submit_left(group)
+    alive = process.alive()
+    if alive is None:
+        raise UsageError(
+            f"cannot tell from here whether {group.shown} is running: it was started on {process.host}",
+            hint=f"run `trainkit resume {quote(str(group.path))}` on that host",
+        )
+    if alive and group.has_process():
+        raise UsageError(
+            f"{group.shown} is running as {group.job_id}", hint=f"`trainkit cancel {path}` cancels its runs"
+        )
+    ends = (read_newest_end(group.run(index).path) for index in group.points)
+    if all(end is not None and end.state == "finished" for end in ends):
+        raise UsageError(
+            f"all runs of {group.shown} have finished", hint=f"`trainkit status {path}` shows them"
+        )
+    group.update(cancelled_at=None)
+    return start_group(group)
+
+
+def _submit_left(group: RunGroup) -> str:
+    path = group.word
+    refuse_copied_group(group, "resume")
+    recover_parts(group)
+    if not group.left:
+        hint = f"`trainkit resume {path}/INDEX` resumes one of them"
+        raise UsageError(f"all runs of {group.shown} are submitted", hint=hint)
+    group.update(cancelled_at=None)
+    if not submit_parts(group, print_note):
+        raise UsageError(
+            f"Slurm takes none of the {plural(len(group.left), 'run')} that are left of {group.shown} now",
+            hint="the jobs of the group submit them as they end",
+        )
+    return group.job_ids[-1]
+
+
+def newest_checkpoint_of(run: RunDir) -> Path:
+    """The newest intact checkpoint of a run; raises UsageError when there is none."""
+    checkpoint = newest_intact(published(run.checkpoints_dir))
+    if checkpoint is None:
+        raise UsageError(
+            f"{run.shown} has no intact checkpoint to resume from", hint="`trainkit submit` starts a new run"
+        )
+    return checkpoint.path
+
+
+def copy_newest_checkpoint(checkpoint: Path, run: RunDir) -> None:
+    """Copy a checkpoint to a newly created run; removes the run folder if that fails."""
+    try:
+        copy_checkpoint(checkpoint, run)
+    except BaseException:
+        shutil.rmtree(run.path, ignore_errors=True)
+        raise
+
+
+def copy_checkpoint(checkpoint: Path, run: RunDir) -> Path:
+    """Publish a copy of a checkpoint in another run, as hard links if the filesystem supports them.
+
+    Published checkpoints never change, so both runs can share the files.
+    """
+    target = run.checkpoints_dir / checkpoint.name
+    partial = target.with_name(target.name + PARTIAL_SUFFIX)
+    shutil.copytree(checkpoint, partial, copy_function=_link_or_copy)
+    partial.rename(target)
+    return target
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)

@@ -1,10 +1,15 @@
-"""An attempt in the process that supervises it."""
+"""An attempt in the process that supervises it, and the capabilities of its plan."""
 
 from __future__ import annotations
 
-from trainkit.job.decision import Observed, Outcome
+from trainkit.capability import Capability, Guard, Hosts, Watch
+from trainkit.job.decision import Departure, Observed, Outcome
 from trainkit.job.outcome import NOT_RUN
+from trainkit.job.processes import log_line
 from trainkit.plan.launch import LaunchPlan, damaged_plan
+from trainkit.run.end import AttemptEnd
+from trainkit.run.events import events_of
+from trainkit.run.files import Tail
 from trainkit.run.record import AttemptRecord, JobRecord, read_job
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.run.submitted import read_submitted
@@ -57,3 +62,55 @@ class Attempt:
     @plan.setter
     def plan(self, plan: LaunchPlan) -> None:
         self._plan = plan
+
+
+def _polled(watch: Watch) -> Departure | None:
+    """Poll a watch, which may be of another package; raises TypeError if it returns something else."""
+    found: object = watch.poll()
+    if found is None or isinstance(found, Departure):
+        return found
+    raise TypeError(f"poll of {type(watch).__name__} has returned {found!r}, which is no Departure")
+
+
+class AttemptCapabilities:
+    """The capabilities of one attempt; raises UsageError if one of another package is not installed."""
+
+    def __init__(self, attempt: AttemptDir, plan: LaunchPlan) -> None:
+        self._attempt, self._plan = attempt, plan
+        self._guard = Guard(plan.parts, log_line)
+        self._watches: list[tuple[str, Watch]] = []
+        self._listeners = [
+            one for one in self._guard.capabilities if type(one).on_event is not Capability.on_event
+        ]
+        self._events = Tail(attempt.run.events_file)
+        self._events.position = self._events.size()
+
+    def begin(self, hosts: Hosts) -> None:
+        """Begin to watch the attempt, which starts."""
+        self._watches = self._guard.each(lambda one: one.watch(self._attempt, self._plan, hosts))
+
+    def poll(self, *, is_stopping: bool) -> Departure | None:
+        """Poll the watches; why the ranks are to end, None if they are not."""
+        polled = [(name, watch) for name, watch in self._watches if watch.while_stopping or not is_stopping]
+        found = [self._guard.call(name, _polled, watch) for name, watch in polled]
+        return next(filter(None, found), None)
+
+    def pass_on_events(self) -> None:
+        """Pass on the new events. Raises OSError."""
+        if not self._listeners:
+            return
+        for event in events_of(self._events.records()):
+            if event.attempt == self._attempt.number:
+                for one in self._listeners:
+                    self._guard.call(one.name, one.on_event, self._attempt, event)
+
+    def end(self, end: AttemptEnd) -> None:
+        """Pass on the last events, and then the end of the attempt. Raises OSError."""
+        self.pass_on_events()
+        for one in self._guard.capabilities:
+            self._guard.call(one.name, one.on_end, self._attempt, self._plan, end)
+
+    def close(self) -> None:
+        """Wait for what is still being sent."""
+        for one in self._guard.capabilities:
+            self._guard.call(one.name, one.close)

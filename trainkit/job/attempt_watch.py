@@ -5,8 +5,7 @@ from __future__ import annotations
 import signal
 import time
 
-from trainkit.job.attempt import Attempt
-from trainkit.job.attempt_capabilities import AttemptCapabilities
+from trainkit.job.attempt import Attempt, AttemptCapabilities
 from trainkit.job.decision import RESTART_SIGNAL, Departure
 from trainkit.job.hangs import HangWatch
 from trainkit.job.processes import KILL_MARGIN_S, ProcessGroup, log_line

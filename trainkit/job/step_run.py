@@ -17,8 +17,7 @@ from pathlib import Path
 from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, TrainkitError
 from trainkit.folders import ensure_folder
 from trainkit.job import processes
-from trainkit.job.attempt import Attempt
-from trainkit.job.attempt_capabilities import AttemptCapabilities
+from trainkit.job.attempt import Attempt, AttemptCapabilities
 from trainkit.job.attempt_end import judge, write_end
 from trainkit.job.decision import Decision, RestartOptions
 from trainkit.job.hangs import read_hangs

@@ -27,8 +27,7 @@ from trainkit.errors import (
 from trainkit.folders import whole_paths
 from trainkit.job import processes
 from trainkit.job.allocation import CANCELLED, Allocation
-from trainkit.job.attempt import Attempt
-from trainkit.job.attempt_capabilities import AttemptCapabilities
+from trainkit.job.attempt import Attempt, AttemptCapabilities
 from trainkit.job.attempt_end import (
     is_requeue_requested,
     judge,

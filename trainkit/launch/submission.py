@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainkit.backend import JobScript, backend_named
+from trainkit.capability import NodesChoice, node_chooser
 from trainkit.config import RunConfig, dump_effective
 from trainkit.errors import ConfigError, Problem, UsageError
 from trainkit.formats import plural, shown, shown_value
@@ -30,7 +31,6 @@ from trainkit.run.rundir import RUNS_FOLDER, RunDir, next_name
 from trainkit.run.submitted import submitted_group_hash, submitted_hash
 
 if TYPE_CHECKING:
-    from trainkit.launch.earliest_end import Choice
     from trainkit.launch.repeat import RepeatedRun
     from trainkit.run.record import CodeCopy
 
@@ -55,7 +55,7 @@ class Submission:
     points: list[PlannedPoint]
     array: ArraySpec | None = None
     """None for a run."""
-    choice: Choice | None = None
+    choice: NodesChoice | None = None
     """Why it has this number of nodes, if that was for trainkit to choose."""
     code_from: CodeCopy | None = None
     """The copy of the code of the run that this one repeats."""
@@ -163,7 +163,7 @@ def plan_submission(
     gatherer = Gatherer(code_dir=code_dir)
     planned: list[PlannedPoint] = []
     refused: list[LoadedPoint] = []
-    choice: Choice | None = None
+    choice: NodesChoice | None = None
     # By values without the seed, on which no plan depends unless the command names it.
     plans: dict[tuple[str, tuple[str, ...] | None], LaunchPlan | ConfigError] = {}
     for point in points:
@@ -183,9 +183,9 @@ def plan_submission(
                 ):
                     raise UsageError(*problem)
                 if chooses_nodes:
-                    from trainkit.launch.earliest_end import choose_nodes  # slow to import
-
-                    loaded, plans[key], choice = choose_nodes(loaded, own, code_dir=code_dir, facts=facts)
+                    loaded, plans[key], choice = node_chooser().choose_nodes(
+                        loaded, own, code_dir=code_dir, facts=facts
+                    )
                 else:
                     plans[key] = plan_run(loaded, facts, own, code_dir=code_dir)
             except ConfigError as error:

@@ -14,7 +14,7 @@ from trainkit.backends.slurm.failed_starts import FailedStart, batch_log, failed
 from trainkit.capability import Notice, Reading, ask_each, attended_in, load, placed
 from trainkit.errors import EXIT_STOPPED, TrainkitError
 from trainkit.formats import number, time_text
-from trainkit.observe.logs import clean, printed_metrics, read_log
+from trainkit.observe.logs import clean, last_lines, printed_metrics
 from trainkit.run.end import (
     SIGNALLED,
     UNFINISHED_STATES,
@@ -254,7 +254,7 @@ def read_status(
     # While the job starts on another node, that one counts.
     dead = starts[-1] if starts and state not in ("starting", "running") else None
     file = None if dead is None else batch_log(run, job, dead.job_id)
-    log = None if file is None else read_log(file, file.parent, "srun")
+    log = [] if file is None else last_lines(file)[0]
     is_known = attempt is not None and state in ("starting", "running", "paused", "stopping")
     lasting = events.owned.lasting(attempt) if is_known else []
     reading = Reading(history, plan, attempt, state, lasting)
@@ -309,7 +309,7 @@ def read_status(
             slices_s=None if total_s is None else sum(one.allocated_s for one in own),
             total_s=total_s,
         ),
-        batch_log=[] if log is None else list(log.lines[-BATCH_LOG_LINES:]),
+        batch_log=log[-BATCH_LOG_LINES:],
         lasting=lasting,
         added={key: value for own in added.values() for key, value in own.items()},
     )

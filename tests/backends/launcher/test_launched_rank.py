@@ -6,8 +6,8 @@ import threading
 import pytest
 
 from tests.support.runs import launch_plan
-from trainkit.backends.launcher import rank as module
-from trainkit.backends.launcher.rank import LAUNCHERS, LaunchedRank, find_launched_rank
+from trainkit.backends import launcher as module
+from trainkit.backends.launcher import LAUNCHERS, LaunchedRank, find_launched_rank
 from trainkit.errors import TrainkitError, UsageError
 from trainkit.run.rundir import AttemptDir
 

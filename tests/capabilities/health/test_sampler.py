@@ -14,7 +14,7 @@ from tests.support.fake_gpus.pynvml import FakeNvml, NVMLError, NVMLError_NotSup
 from tests.support.programs import wait_for
 from trainkit.capabilities.health import sampler as health
 from trainkit.capabilities.health.sampler import HealthSampler, thin_out
-from trainkit.job.node import memory as memory_module
+from trainkit.cluster import machine as memory_module
 from trainkit.run.files import read_jsonl
 from trainkit.run.rundir import RunDir
 

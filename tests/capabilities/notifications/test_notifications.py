@@ -27,7 +27,7 @@ from trainkit.capabilities.notifications.progress import ProgressWatch
 from trainkit.capability import Hosts
 from trainkit.config.running import WEBHOOK_VARIABLE
 from trainkit.job import hangs
-from trainkit.job.attempt_capabilities import AttemptCapabilities
+from trainkit.job.attempt import AttemptCapabilities
 from trainkit.job.processes import log_line
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import AttemptEnd, RankFailure

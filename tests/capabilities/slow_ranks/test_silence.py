@@ -15,6 +15,7 @@ import pytest
 from job_tree import Job, wait_for
 
 from tests.support.runs import launch_plan
+from trainkit.capabilities.diagnose.diagnose import diagnose
 from trainkit.capabilities.slow_ranks.policy import SlowRanksPlan
 from trainkit.capabilities.slow_ranks.silence import SilenceWatch
 from trainkit.job.failure.stacks import (
@@ -26,7 +27,6 @@ from trainkit.job.failure.stacks import (
     find_requests,
 )
 from trainkit.job.hangs import HangRecord, hang_failure, missing_ranks, read_hangs
-from trainkit.observe.diagnose import diagnose
 from trainkit.observe.status import read_status
 from trainkit.plan.workload import Workload
 from trainkit.run.events import log_event

@@ -8,7 +8,7 @@ import struct
 import sys
 
 from trainkit.capabilities.debugger.rank_debugger import AT_PROMPT, CHOSEN_FILE, RUNNING
-from trainkit.cli.control import running_attempt
+from trainkit.capabilities.stacks.command import running_attempt
 from trainkit.cli.help import as_command, option
 from trainkit.cli.options import INDEX, run_argument
 from trainkit.errors import UsageError, print_note
@@ -37,7 +37,7 @@ def attach(attempt: AttemptDir, rank: int) -> None:
 
     Runs on the host of the rank. Raises UsageError for a rank that does not wait.
     """
-    from trainkit.control.shell import require_terminal, run_next_to, running_job
+    from trainkit.capabilities.shell.shell import require_terminal, run_next_to, running_job
 
     run, folder = attempt.run, attempt.path / "debugger"
     records = [(int(file.stem.split("-")[1]), read_object(file)) for file in folder.glob("rank-*.json")]

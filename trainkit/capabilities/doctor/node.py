@@ -29,11 +29,11 @@ from trainkit.cluster.machine import (
     driver_cuda,
     driver_version,
     gpu_handle,
+    host_memory_gib,
     nvml,
 )
 from trainkit.errors import TrainkitError
 from trainkit.formats import plural
-from trainkit.job.node.memory import host_memory_gib
 from trainkit.job.node.rendezvous import candidate_ports, choose_port, is_free
 from trainkit.job.node.worker_env import PRESETS, addresses, interface_to, network_environ, usable_interfaces
 from trainkit.job.preflight import (

@@ -17,9 +17,16 @@ from typing import Any
 
 from trainkit.capabilities.health.samples import health_file
 from trainkit.capability import Companion
-from trainkit.cluster.machine import NoDriver, gpu_handle, nvml
+from trainkit.cluster.machine import (
+    PROC,
+    NoDriver,
+    gpu_handle,
+    host_memory_gib,
+    job_memory_gib,
+    kernel_lines,
+    nvml,
+)
 from trainkit.folders import ensure_folder
-from trainkit.job.node.memory import PROC, host_memory_gib, job_memory_gib, kernel_lines
 from trainkit.job.preflight import unknown_values
 from trainkit.job.processes import log_line
 from trainkit.job.rank_env import visible_gpus

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from trainkit.capabilities.notifications.notifier import Notification, Notifier, event_notification
+from trainkit.capabilities.slow_ranks.output_watch import OutputWatch
 from trainkit.capability import Watch
 from trainkit.formats import plural
 from trainkit.job.attempt_end import last_step
-from trainkit.job.output_watch import OutputWatch
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.events import FAILED_SAVES, SAVE_EVENTS, Event, events_of
 from trainkit.run.files import Tail

@@ -21,7 +21,7 @@ from trainkit.cluster.target import LOCAL
 from trainkit.config import dump_effective, load_config
 from trainkit.config.schema import RunConfig
 from trainkit.control.changed_config import changes
-from trainkit.control.fork import copy_checkpoint
+from trainkit.control.resume import copy_checkpoint
 from trainkit.errors import TrainkitError, UsageError
 from trainkit.formats import duration, plural
 from trainkit.job.failure.records import first_rank_failure, record_silent_death

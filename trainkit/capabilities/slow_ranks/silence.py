@@ -10,11 +10,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from trainkit.capabilities.slow_ranks.output_watch import OutputWatch
 from trainkit.capabilities.slow_ranks.policy import slow_ranks_plan
 from trainkit.folders import ensure_folder
 from trainkit.job.failure.stacks import Reply, Request, Silence, explain_silence, request_stacks
 from trainkit.job.hangs import SILENT, HangRecord, find_blocking, node_of
-from trainkit.job.output_watch import OutputWatch
 from trainkit.job.processes import log_line
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.events import log_event

@@ -11,8 +11,7 @@ from shlex import join, quote
 from trainkit.capability import HostView, Notice, Reading, ask_each, ask_one, owner_of, shown_by
 from trainkit.folders import relative_path
 from trainkit.formats import duration
-from trainkit.observe.attempt_files import log_of
-from trainkit.observe.logs import last_texts
+from trainkit.observe.logs import last_texts, log_of
 from trainkit.observe.status import RunStatus, notices_of, reading_of
 from trainkit.run.end import read_end
 from trainkit.run.events import Event, StepRecord

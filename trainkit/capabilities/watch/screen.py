@@ -25,6 +25,7 @@ from textual.widgets import DataTable, Footer, Static
 
 from trainkit.backend import JobStatus
 from trainkit.backends.jobs import SlurmPoller, read_job_status, utc_clock
+from trainkit.capabilities.diagnose.command import diagnosis_text
 from trainkit.capabilities.watch.run_view import RunView, read_view
 from trainkit.capabilities.watch.view_text import (
     BAD,
@@ -36,7 +37,6 @@ from trainkit.capabilities.watch.view_text import (
     state_style,
     view_lines,
 )
-from trainkit.cli.diagnose import diagnosis_text
 from trainkit.cli.help import warn
 from trainkit.cli.output import replaced
 from trainkit.cli.status import MAX_ENDED_RUNS, points_rows, runs_rows
@@ -209,7 +209,7 @@ class RunScreen(ReadingScreen):
         self.app.push_screen(TextScreen(self._diagnosis, 24 * 3600.0))
 
     def _diagnosis(self) -> list[Text]:
-        from trainkit.observe.diagnose import diagnose
+        from trainkit.capabilities.diagnose.diagnose import diagnose
 
         job, attempt = self._job, find_attempt(self.run_dir, None)
         found = diagnose(attempt, job.alive, job.job)

@@ -23,6 +23,7 @@ from typing import IO
 
 from trainkit.backend import step_task
 from trainkit.capability import Companion, Guard
+from trainkit.cluster.machine import count_oom_kills
 from trainkit.errors import (
     EXIT_FAILED,
     EXIT_NO_RESTART,
@@ -43,7 +44,6 @@ from trainkit.job.failure.records import (
 )
 from trainkit.job.failure.stacks import StackCollector, describe_state
 from trainkit.job.flight_records import flight_environ, remove_pipes
-from trainkit.job.node.memory import count_oom_kills
 from trainkit.job.node.notice import CommandNotice, takers, was_signalled
 from trainkit.job.node.output_pipes import OutputPipes
 from trainkit.job.node.rendezvous import (

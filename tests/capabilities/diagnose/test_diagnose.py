@@ -1,0 +1,473 @@
+"""`diagnose` on broken runs: recorded ones, a few that are made again, and what could mislead it."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+from dataclasses import replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.on_slurm import broken_runs as on_slurm
+from tests.support.broken_runs import BROKEN, FOLDER, HOST, is_real, make, unpack
+from trainkit.capabilities.diagnose.command import diagnosis_text
+from trainkit.capabilities.diagnose.diagnose import Diagnosis, diagnose
+from trainkit.capabilities.diagnose.texts import read_log
+from trainkit.capabilities.health.samples import health_file
+from trainkit.observe import logs
+from trainkit.observe.status import read_status
+from trainkit.run.files import append_jsonl, write_json
+from trainkit.run.history import RunHistory
+from trainkit.run.record import add_attempt, add_slurm_attempt, create_job, read_job
+from trainkit.run.rundir import RunDir
+from trainkit.scheduler import JobState
+from trainkit.slurm.jobs import SlurmJob
+
+MADE_ANYWHERE = [name for name, broken in BROKEN.items() if broken.package is None]
+RECORDED = sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def diagnosis_of(name: str, folder: Path) -> tuple[dict[str, object], Diagnosis]:
+    content = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
+    unpack(content, folder)
+    return content["expect"], newest(RunDir(folder), job=recorded_job(content))
+
+
+def newest(run: RunDir, job: SlurmJob | None = None) -> Diagnosis:
+    return diagnose(run.attempt(run.attempt_numbers()[-1]), slurm_job=job)
+
+
+def recorded_job(content: dict[str, Any]) -> SlurmJob | None:
+    """Slurm's view of the job, where it was recorded too."""
+    fields = content.get("slurm")
+    return None if fields is None else SlurmJob(**{**fields, "state": JobState(fields["state"])})
+
+
+def shown(found: Diagnosis, expected: dict[str, object]) -> dict[str, object]:
+    """The expected fields of a diagnosis; all ranks fail alike where no rank is expected."""
+    fields = {key: getattr(found, key) for key in expected}
+    return fields | {"rank": None} if expected.get("rank", 0) is None else fields
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_names_the_first_rank_and_the_cause(name: str, tmp_path: Path) -> None:
+    expected, found = diagnosis_of(name, tmp_path)
+    assert shown(found, expected) == expected, found
+
+
+def test_the_set_covers_the_causes() -> None:
+    """24 causes of runs that failed for real or of errors of real tools."""
+    contents = [yaml.safe_load((FOLDER / f"{name}.yaml").read_text()) for name in RECORDED]
+    assert len({content["expect"].get("name") for content in contents if is_real(content)}) >= 24
+
+
+def test_what_can_be_broken_again_is_recorded() -> None:
+    assert not BROKEN.keys() & on_slurm.BROKEN.keys()
+    assert BROKEN.keys() | on_slurm.BROKEN.keys() <= set(RECORDED)
+
+
+@pytest.mark.slow(seconds=40)
+@pytest.mark.parametrize("name", random.Random(18).sample(sorted(MADE_ANYWHERE), 4))
+def test_runs_that_are_broken_again(name: str, tmp_path: Path) -> None:
+    found = newest(RunDir(make(name, tmp_path)))
+    expected = {key: value for key, value in BROKEN[name].expect.items() if key != "host"}
+    assert shown(found, expected) == expected, found
+
+
+def test_the_advice_has_the_values_of_the_run(tmp_path: Path) -> None:
+    _, found = diagnosis_of("cuda-oom", tmp_path)
+    change = "train.device_batch_size 16 -> 8 keeps the global batch of 256 with accumulation 4"
+    resume = f"`trainkit resume {tmp_path} --set train.device_batch_size=8`"
+    assert found.advice[0] == f"{change}: {resume}"
+    _, found = diagnosis_of("nccl-timeout", tmp_path / "timeout")
+    assert found.cause.endswith("rank 6 reported no time-out: the other ranks waited there")
+    assert found.advice[0].endswith("--rank 6` shows what rank 6 did instead")
+    _, found = diagnosis_of("rank-late", tmp_path / "late")
+    assert found.cause == "rank 1 on node02 did not connect to rank 0 in time"
+    assert any("--rank 1` shows what rank 1 did instead" in item for item in found.advice)
+
+
+def test_a_hang_says_which_ranks_wait(tmp_path: Path) -> None:
+    _, found = diagnosis_of("hang", tmp_path)
+    assert found.cause.startswith(f"rank 1 on {HOST} blocks the others: does not respond")
+    assert "waiting for it: rank 0" in found.advice
+    assert any(item.file.startswith("attempts/001/hangs/") for item in found.evidence)
+
+
+def test_evidence_is_the_line_of_the_file(tmp_path: Path) -> None:
+    _, found = diagnosis_of("shape-mismatch", tmp_path)
+    first = found.evidence[0]
+    assert first.line is not None
+    line = (tmp_path / first.file).read_text().splitlines()[first.line - 1]
+    assert first.text.partition(": ")[2] in line
+    assert f"  {first.file}:{first.line}\n    {first.text}" in diagnosis_text(found)
+
+
+def failed(folder: Path, log: bytes, message: str = "ended with exit code 1", kind: str = "exit") -> RunDir:
+    """A run of which rank 0 failed, with this output."""
+    folder.mkdir(exist_ok=True)
+    run = RunDir(folder)
+    attempt = run.attempt(1)
+    attempt.create()
+    record = {"rank": 0, "host": HOST, "time": "2026-01-01T00:00:00Z", "type": kind, "message": message}
+    verb, _, how = message.partition(" by ")
+    record["exit_code"] = 128 + signal.Signals[how.partition(":")[0]] if verb == "killed" else 1
+    write_json(attempt.rank_error(0), record)
+    write_json(attempt.end_file, {"state": "failed", "cause": "crash", "verdict": record})
+    attempt.rank_log(0).write_bytes(log)
+    return run
+
+
+@pytest.mark.parametrize(
+    ("error", "name", "advice"),
+    [
+        ("CUDA error: device-side assert triggered", "device-assert", "CUDA_LAUNCH_BLOCKING=1"),
+        ("CUDA error: an illegal memory access was encountered", "illegal-access", "compute-sanitizer"),
+        ("CUDA error: no kernel image is available for execution on the device", "no-kernel-image", "cu126"),
+        ("CUDA driver error: out of memory", "cuda-oom", "smaller"),
+        ("CUDA error: uncorrectable ECC error encountered", "gpu-hardware", "resources.exclude"),
+    ],
+)
+def test_errors_of_a_gpu_and_of_its_program(tmp_path: Path, error: str, name: str, advice: str) -> None:
+    message = f"{error}\nCompile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n"
+    for kind in ("AcceleratorError", "exit"):  # raised in Python, or by NCCL's watchdog, which aborts
+        text = message if kind != "exit" else f"killed by SIGABRT: [Rank 0] Process group watchdog: {error}"
+        found = newest(failed(tmp_path / kind, b"", text, kind))
+        assert found.name == name
+        assert name == "cuda-oom" or any(advice in item for item in found.advice)
+
+
+def test_ranks_that_met_and_cannot_connect(tmp_path: Path) -> None:
+    message = "no progress for 241 s, in connect; no rank is behind the others"
+    run = failed(tmp_path, b"", message, "Hang")
+    write_json(run.attempt(1).rendezvous_file, {"hosts": ["n1", "n2"]})
+    found = newest(run)
+    assert (found.name, found.cause.partition(":")[2]) == ("connect", f" {message}")
+    for expected in ("NCCL_DEBUG=INFO", "`trainkit doctor --nodes 2` measures the connections"):
+        assert any(expected in item for item in found.advice)
+
+
+def test_an_exception_of_the_user_comes_before_those_that_noticed_it(tmp_path: Path) -> None:
+    noticed = "[gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:29400"
+    run = failed(tmp_path, b"", noticed, "RuntimeError")
+    create_job(run, backend="local", name="run", cwd="/home/me", code=None)
+    trace = 'Traceback (most recent call last):\n  File "/home/me/train.py", line 3, in <module>\n    f(x)\n'
+    record = {"rank": 1, "time": "2026-01-01T00:00:01Z", "type": "KeyError", "message": "'x'"}
+    write_json(run.attempt(1).rank_error(1), {**record, "traceback": trace + "KeyError: 'x'\n"})
+    found = newest(run)
+    assert (found.name, found.rank) == ("exception", 1)
+    assert found.cause == "rank 1 raised an exception at train.py:3: KeyError: 'x'"
+    assert "in your code: train.py:3\n    f(x)\n" in diagnosis_text(found)
+
+
+def test_an_exception_that_is_known_is_not_explained_by_other_lines(tmp_path: Path) -> None:
+    log = b"No space left on device, cleaning up\nTraceback (most recent call last):\nKeyError: 'x'\n"
+    found = newest(failed(tmp_path, log, "'x'", "KeyError"))
+    assert (found.name, found.confidence, found.title) == (None, "unknown", "unknown")
+    assert found.tail[-1].text == "KeyError: 'x'"
+
+
+@pytest.mark.parametrize("kind", ["exit", "KeyError"])
+def test_a_loss_that_was_nan_is_named_where_nothing_else_explains_the_end(tmp_path: Path, kind: str) -> None:
+    message = "ended with exit code 1"
+    run = failed(tmp_path, b"step 311 loss nan\n", message, kind)
+    for step, loss in ((300, 2.5), (305, None), (306, 2.0), (310, None), (311, None)):
+        append_jsonl(run.metrics_file, {"step": step, "attempt": 1, "loss": loss})
+    found = newest(run)
+    expected = f"diverged since step 310, before rank 0 on {HOST} failed: {message}"
+    assert (found.name, found.cause, found.confidence) == ("loss-not-finite", expected, "likely")
+    append_jsonl(run.metrics_file, {"step": 312, "attempt": 1, "loss": 1.5})
+    assert newest(run).name != "loss-not-finite"
+
+
+def test_an_exception_comes_before_a_loss_that_was_nan(tmp_path: Path) -> None:
+    run = failed(tmp_path, b"", "boom", "ValueError")
+    write_json(run.attempt(1).plan_file, {"command": ["python", "train.py"]})
+    append_jsonl(run.metrics_file, {"step": 310, "attempt": 1, "loss": None})
+    found = newest(run)
+    assert (found.name, found.cause) == (
+        "exception",
+        f"rank 0 on {HOST} raised an exception: ValueError: boom",
+    )
+    assert "diverged since step 310, which may be why" in found.advice
+    assert found.evidence[-1].file == "metrics.jsonl"
+
+
+def test_a_loop_by_hand_is_started_again_by_its_own_command(tmp_path: Path) -> None:
+    """Its ranks were killed, but one that has recorded what it noticed."""
+    run = failed(tmp_path, b"", "Connection closed by peer", "RuntimeError")
+    run.attempt(1).end_file.unlink()
+    create_job(run, backend="local", name="run", cwd="/home/me", code=None)
+    add_attempt(run, 1, 1, "by hand")
+    write_json(run.attempt(1).plan_file, {"command": ["torchrun", "train.py"]})
+    write_json(run.plan_file, {"command": ["torchrun", "train.py"]})
+    status = read_status(RunHistory(run), read_job(run), False, datetime.now(timezone.utc))
+    assert status.verdict.rank == 0
+    assert status.warnings == ["the program exited without recording how the attempt ended"]
+    write_json(
+        run.attempt(1).plan_file, {"command": ["torchrun", "train.py"], "num_nodes": 1, "workers_per_node": 2}
+    )
+    found = newest(run)
+    assert (found.name, found.rank) == ("network", 1)
+    assert found.cause.startswith("rank 1 left no record, as a process that is killed")
+    assert found.advice[0] == "`torchrun train.py` resumes from the newest checkpoint, if there is one"
+    run.attempt(1).rank_error(0).unlink()
+    found = newest(run)
+    assert found.cause.endswith("the program was killed or its host went down: it recorded no end")
+    assert found.advice == ["`torchrun train.py` starts again: there is no checkpoint"]
+
+
+def test_an_error_long_before_the_end_was_handled(tmp_path: Path) -> None:
+    log = b"CUDA out of memory\n" + b"step 1 loss 2\n" * 21
+    assert newest(failed(tmp_path / "handled", log)).name == "exit-code"
+    found = newest(failed(tmp_path / "last", log + b"CUDA out of memory\n"))
+    assert (found.name, found.confidence) == ("cuda-oom", "likely")
+
+
+def test_a_huge_log_is_read_at_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "rank-0000.log"
+    with path.open("wb") as stream:
+        stream.seek(2**30)  # a sparse file: no disk is needed
+        stream.write(b"\nCUDA out of memory\n")
+    text = read_log(path, tmp_path, "log")
+    assert text.first_line is None
+    assert text.lines[-1] == "CUDA out of memory"
+    path.write_bytes(b"step\n" * 100_000 + b"the end\n")
+    text = read_log(path, tmp_path, "log")
+    assert text.evidence(len(text.lines) - 1).line == 100_001
+    assert len(text.lines) == logs.MAX_LAST_LINES
+
+
+def test_an_earlier_attempt_does_not_explain_a_later_one(tmp_path: Path) -> None:
+    run = failed(tmp_path, b"", "CUDA out of memory", "OutOfMemoryError")
+    second = run.attempt(2)
+    second.create()
+    record = {"rank": 0, "host": HOST, "time": "2026-01-02T00:00:00Z", "type": "KeyError", "message": "'x'"}
+    ends = {"failed": record, "nothing failed": None}
+    for state, verdict in ends.items():
+        action = "finished" if verdict is None else "failed"
+        write_json(second.end_file, {"state": action, "action": action, "verdict": verdict})
+        found = newest(run)
+        assert (found.attempt, found.state, found.name, len(found.earlier)) == (2, state, None, 1)
+    assert diagnose(run.attempt(1)).name == "cuda-oom"
+
+
+def test_a_killed_rank_comes_with_the_memory_of_its_host(tmp_path: Path) -> None:
+    run = failed(tmp_path, b"", "killed by SIGKILL")
+    file = health_file(run, HOST)
+    file.parent.mkdir()
+    samples = ((1, 12.0), (1, 63.04), (2, 1.0))
+    file.write_text(
+        "".join(
+            json.dumps({"attempt": attempt, "mem_used_gib": used, "mem_total_gib": 64}) + "\n"
+            for attempt, used in samples
+        )
+    )
+    shown = "the last health sample of node01 shows 63.0 of 64.0 GiB of its memory in use"
+    assert newest(run).advice[0] == shown
+    file.write_text('{"attempt": 1, "mem_used_gib": null}\n{"attempt')
+    assert "health" not in newest(run).advice[0]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """A run with an attempt that has written nothing."""
+    RunDir(tmp_path).attempt(1).create()
+    return RunDir(tmp_path)
+
+
+def test_a_running_attempt_has_no_failure(run: RunDir) -> None:
+    assert diagnose(run.attempt(1), alive=True).state == "nothing failed"
+    assert diagnose(run.attempt(1), alive=None).state == "unknown"
+    assert diagnose(run.attempt(1), alive=False).name is None
+
+
+def test_an_attempt_that_slurm_ended_without_a_record(run: RunDir) -> None:
+    job = SlurmJob("7", JobState.REQUEUED, slurm_state="PENDING", reason="BeginTime", restarts=1)
+    found = diagnose(run.attempt(1), alive=True, slurm_job=job)
+    assert (found.state, found.name, found.rank, found.host) == ("failed", "interrupted", None, None)
+    assert "`sacct -j 7 --duplicates" in found.advice[0]
+
+
+def test_an_attempt_that_never_started(run: RunDir) -> None:
+    create_job(run, backend="sbatch", name="x", cwd=str(run.path), code=None)
+    add_slurm_attempt(run, 1, "7", "submit", "sbatch")
+    job = SlurmJob("7", JobState.FAILED, slurm_state="FAILED", reason="JobLaunchFailure", exit_code=0)
+    found = newest(run, job=job)
+    assert found.cause == "no known cause was found: the job ended before the supervisor began"
+    job = replace(job, exit_signal=53)
+    found, logs = newest(run, job=job), run.attempt(1).logs_dir
+    cause = f"Slurm did not start the job: a node could not open its log in {logs}"
+    assert (found.name, found.cause) == ("log-not-opened", cause)
+    logs.rmdir()
+    cause = f"Slurm did not start the job: it could not open its log, whose folder {logs} does not exist"
+    assert newest(run, job=job).cause == cause
+
+
+def test_a_start_that_failed(run: RunDir) -> None:
+    """Slurm names the node where the script recorded nothing; with a record it need not be asked."""
+    create_job(run, backend="sbatch", name="x", cwd=str(run.path), code=None)
+    add_slurm_attempt(run, 1, "7", "submit", "sbatch")
+    run.attempt(1).supervisor_log.write_text("bash: /venv/bin/activate: No such file or directory\n")
+    job = SlurmJob("7", JobState.FAILED, slurm_state="FAILED", nodes="n[2-3]", exit_signal=9)
+    found = newest(run, job=job)
+    assert (found.name, found.rank, found.host) == ("start-failed", None, "n2")
+    assert found.evidence[0].file == "Slurm's state of job 7"
+    (run.path / "starts").mkdir()
+    write_json(run.path / "starts/7.0", {"host": "n4", "exit_code": 2})
+    found = newest(run)
+    assert (found.name, found.rank, found.host) == ("start-failed", None, "n4")
+    assert found.evidence[0].place == "starts/7.0:1"
+    assert [line.text for line in found.tail] == ["bash: /venv/bin/activate: No such file or directory"]
+    assert "n4" in found.advice[1]
+    for pinned, resume in (("n[5-6]", "` starts"), ("n[3-4]", " --set resources.extra.nodelist=null`")):
+        run.config_file.write_text(f"resources: {{extra: {{nodelist: '{pinned}'}}}}")
+        assert newest(run).advice[1].startswith(f"`trainkit resume {run.word}{resume}")
+    assert (
+        newest(run, job=replace(job, state=JobState.NODE_FAIL, slurm_state="NODE_FAIL")).name
+        == "node-failure"
+    )
+    assert (
+        newest(run, job=replace(job, state=JobState.CANCELLED, slurm_state="CANCELLED")).name == "cancelled"
+    )
+
+
+def add_events(run: RunDir, *events: tuple[str, str, dict[str, Any]]) -> None:
+    """Events of attempt 1 as (second, name, values)."""
+    with run.events_file.open("a") as stream:
+        for second, name, values in events:
+            record = {"time": f"2026-01-01T00:00:{second}.000Z", "attempt": 1, "event": name, **values}
+            stream.write(json.dumps(record) + "\n")
+
+
+@pytest.mark.parametrize(
+    ("has_copy", "path", "advice"),
+    [
+        (
+            True,
+            "../data/x.txt",
+            "it is there as {above}/data/x.txt, but not in {run}/work/sub, the copy of the code",
+        ),
+        (True, "nowhere.txt", "relative paths start in {run}/work/sub, the copy of {above}/code in which"),
+        (False, "nowhere.txt", "relative paths start at {above}/code"),
+    ],
+)
+def test_a_command_that_finds_no_file_learns_where_it_runs(
+    tmp_path: Path, has_copy: bool, path: str, advice: str
+) -> None:
+    message = f"[Errno 2] No such file or directory: '{path}'"
+    run = failed(tmp_path / "run", b"", message, "FileNotFoundError")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/x.txt").touch()
+    source = str(tmp_path / "code")
+    code = {"source": source, "code": str(run.code_dir), "subfolder": "sub"} if has_copy else None
+    write_json(run.job_file, {"cwd": source, "code": code, "attempts": []})
+    for file in (run.plan_file, run.attempt(1).plan_file):
+        write_json(file, {"command": ["python", "t.py"]})
+    write_json(run.config_file, {})
+    found = diagnose(run.attempt(1))
+    assert found.name == "missing-file"
+    assert any(one.startswith(advice.format(above=tmp_path, run=run.path)) for one in found.advice)
+    assert not any("from which the run was submitted" in one for one in found.advice)
+
+
+def test_a_signal_explains_only_what_follows_it(tmp_path: Path) -> None:
+    run = failed(tmp_path, b"")
+    record = {"rank": 0, "host": HOST, "type": "exit", "message": "ended with exit code 1"}
+    write_json(run.attempt(1).end_file, {"state": "failed", "verdict": {**record, "time": TEN}})
+    write_json(run.attempt(1).rank_error(0), {**record, "time": TEN})
+    add_events(run, ("20", "signal", {"signal": "SIGTERM"}))
+    assert newest(run).name == "exit-code"
+    with run.events_file.open("ab") as stream:
+        stream.write(b'{"time": "2026-01-01T00:00:09.000Z", "attempt": 1, "ev\n[1]\n\xff\n')
+    add_events(run, ("09", "signal", {"signal": "SIGUSR2"}))
+    found = newest(run)
+    assert (found.name, found.confidence, found.rank) == ("stop-signal", "likely", 0)
+    assert found.evidence[0].place == "events.jsonl:5"
+    cause = f"the job received SIGUSR2, after which rank 0 on {HOST} failed: ended with exit code 1"
+    assert found.cause == cause
+    assert "  5: 00:00:09  signal  signal=SIGUSR2" in diagnosis_text(found)
+
+
+TEN = "2026-01-01T00:00:10.000Z"
+
+
+@pytest.mark.parametrize(
+    "reason",
+    ["ended by SIGINT, and no worker reported a save", "exited with 0 after SIGTERM, without a sign"],
+)
+def test_a_stop_that_was_recorded_is_no_failure(run: RunDir, reason: str) -> None:
+    add_events(run, ("01", "signal", {"signal": "SIGTERM"}))
+    write_json(run.attempt(1).end_file, {"state": "stopped", "cause": None, "reason": reason})
+    found = newest(run)
+    assert (found.state, found.cause) == ("nothing failed", f"the run stopped: {reason}")
+    # Its agent heard the signal after the rank had died of it.
+    record = {"rank": 0, "host": HOST, "time": TEN, "type": "exit", "message": "killed by SIGTERM"}
+    write_json(run.attempt(1).rank_error(0), {**record, "exit_code": 143})
+    assert newest(run).cause == f"the run stopped: {reason}"
+
+
+def test_a_node_that_is_drained(run: RunDir) -> None:
+    reason = "ended by SIGTERM, and no worker reported a save while n3 is drained; resumes (restart 1)"
+    end = {"state": "stopped", "action": "requeue", "cause": "preempted", "reason": reason, "time": TEN}
+    write_json(run.attempt(1).end_file, end)
+    found = newest(run)
+    cause = "the ranks were ended on n3, which an administrator takes out of service"
+    assert (found.name, found.cause) == ("drained", cause)
+
+
+def test_a_save_that_the_end_cut_off(run: RunDir) -> None:
+    add_events(run, ("01", "checkpoint_begin", {"step": 40}), ("02", "checkpoint_commit", {"step": 40}))
+    assert newest(run).advice == [f"`trainkit resume {run.path}` starts again: there is no checkpoint"]
+    add_events(run, ("03", "checkpoint_begin", {"step": 50}))
+    found = newest(run)
+    assert (found.name, found.confidence) == (None, "unknown")
+    assert found.advice[0] == "step 50 was being saved, since 00:00:03 UTC"
+    assert [item.line for item in found.events] == [2, 3], "a completed save is one line"
+    write_json(run.attempt(1).end_file, {"state": "stopped", "cause": "preempted", "time": TEN})
+    unsaved = "the save of step 50 began at 00:00:03 UTC and was not completed: "
+    (run.attempt(1).config_file).write_text("name: x\nrequeue: {grace_s: 20}\n")
+    assert f"{unsaved}raise requeue.grace_s (now 20 s) if it needs more time" in newest(run).advice
+    run.checkpoint_dir(50).mkdir(parents=True)  # published, which a moment later would have been recorded
+    assert not any("was not completed" in item for item in newest(run).advice)
+
+
+@pytest.mark.parametrize(
+    ("resources", "hint"),
+    [
+        ("time: '2:00:00'", "--time 04:00:00` continues with twice the limit; resources.time is 2:00:00"),
+        (
+            "{time: 3-0, slice: '4:00:00'}",
+            "--slice 08:00:00` continues with twice the limit;",
+        ),
+        ("{time: 3-0, slice: 2-0}", "--time 6-00:00:00` continues with twice the limit; resources.time is"),
+        ("{time: '4:00:00', time_min: '30'}", "--time-min 01:00:00` continues with twice the limit;"),
+        ("{time: null}", None),
+    ],
+)
+def test_the_limit_that_ended_the_job_is_the_one_to_raise(run: RunDir, resources: str, hint: str) -> None:
+    resources = resources.removeprefix("{").removesuffix("}")
+    run.attempt(1).config_file.write_text(f"name: x\nresources: {{{resources}}}\n")
+    write_json(run.attempt(1).plan_file, {"backend": "sbatch"})
+    write_json(run.attempt(1).end_file, {"state": "stopped", "cause": "timeout", "time": TEN})
+    found = [item for item in newest(run).advice if "twice" in item]
+    assert len(found) == (hint is not None)
+    assert hint is None or f"`trainkit resume {run.path} {hint}" in found[0]
+
+
+def test_a_slow_rank_is_named_with_the_time_limit(run: RunDir) -> None:
+    slow = {"rank": 3, "host": "n2", "since_step": 7, "phase": "compute", "own_s": 0.2, "usual_s": 0.1}
+    add_events(run, ("01", "slow_rank", slow))
+    write_json(run.attempt(1).rendezvous_file, {"hosts": ["n1", "n2"]})
+    write_json(run.attempt(1).end_file, {"state": "stopped", "cause": "timeout", "time": TEN})
+    add_events(run, *(("01", "checkpoint_commit", {"step": step}) for step in range(500)))
+    line = "rank 3 on n2 was slow since step 7 (compute): 200 ms a step, the other ranks 100 ms; "
+    assert any(item.startswith(f"{line}`trainkit doctor --nodes 2`") for item in newest(run).advice)
+    assert any(item.endswith("leaves n2 out at the next restart") for item in newest(run).advice)
+    add_events(run, ("02", "slow_rank_over", {"rank": 3, "host": "n2"}))
+    assert not any("slow" in item for item in newest(run).advice)

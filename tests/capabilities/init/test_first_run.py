@@ -1,0 +1,109 @@
+"""The first run config: it loads, it fits the cluster, and it names what there is."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from trainkit.capabilities.init.init_files import first_partition, first_run_text
+from trainkit.cluster.machine import Machine
+from trainkit.cluster.model import Account, Cluster, NodeKind, Partition
+from trainkit.cluster.target import Target
+from trainkit.config import load_config
+from trainkit.plan.facts import Facts
+from trainkit.plan.launch import LaunchPlan
+from trainkit.plan.make_plan import make_plan
+
+LOGIN = Machine(2, 0, (), "there is no NVIDIA driver on this machine")
+CPU = Partition("cpu", is_default=True, nodes=(NodeKind(9, 96),))
+GPU = Partition("gpu", max_time_s=86400, nodes=(NodeKind(2, 64, gpus={"h100": 8}),))
+WEST = Cluster("west", (CPU, GPU))
+
+
+def planned(cluster: Cluster, tmp_path: Path) -> LaunchPlan:
+    """What would run; ConfigError where the text does not fit the cluster."""
+    file = tmp_path / "first-run.yaml"
+    file.write_text(first_run_text(cluster))
+    loaded = load_config(file, environ={}, cwd=tmp_path)
+    assert loaded.config.data.source == "stdlib"
+    return make_plan(loaded, Facts(LOGIN, Target("sbatch", "", cluster)))
+
+
+def test_text() -> None:
+    accounts = (Account("physics", is_default=True), Account("chem"))
+    assert first_run_text(replace(WEST, accounts=accounts)) == (
+        "# A first run on the cluster west: trains a small model on Python code, without downloads.\n"
+        "#\n"
+        "#   trainkit check first-run.yaml\n"
+        "#   trainkit submit first-run.yaml --follow\n"
+        "#\n"
+        "# `trainkit check … --show-origin` lists every key with its value.\n"
+        "extends: quickstart.yaml        # ships with trainkit; the keys below override it\n"
+        "name: first-run\n"
+        "\n"
+        "resources:\n"
+        "  nodes: 1\n"
+        "  gpus_per_node: auto           # all 8 GPUs of a node\n"
+        "  partition: gpu                # also: cpu\n"
+        "  time: '00:30:00'              # at most 1-00:00:00 in this partition\n"
+    )
+
+
+def test_without_slurm(tmp_path: Path) -> None:
+    file = tmp_path / "first-run.yaml"
+    file.write_text(first_run_text(None))
+    loaded = load_config(file, environ={}, cwd=tmp_path)
+    assert (loaded.config.name, loaded.config.resources.partition) == ("first-run", None)
+    assert make_plan(loaded, Facts(LOGIN)).device == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "said"),
+    [(0, "one process per node without GPUs"), (1, "the GPU of a node"), (2, "all 2 GPUs of a node")],
+)
+def test_what_all_gpus_are(gpus: int, said: str) -> None:
+    partition = replace(GPU, nodes=(NodeKind(2, 64, gpus={"": gpus}),))
+    assert f"auto           # {said}\n" in first_run_text(replace(WEST, partitions=(partition,)))
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 3, 4, 6, 7, 8, 12, 16])
+def test_it_fits_any_number_of_gpus(gpus: int, tmp_path: Path) -> None:
+    partition = replace(GPU, nodes=(NodeKind(2, 64, gpus={"": gpus}),))
+    made = planned(replace(WEST, partitions=(partition,)), tmp_path)
+    assert (made.device, made.workers_per_node) == ("cuda", gpus)
+    assert made.batch.global_batch_size == {6: 36, 12: 36, 3: 36, 7: 28}.get(gpus, 32)
+
+
+def test_a_cluster_without_gpus(tmp_path: Path) -> None:
+    made = planned(replace(WEST, partitions=(CPU,)), tmp_path)
+    assert (made.device, made.world_size) == ("cpu", 1)
+
+
+def test_the_time_is_what_the_partition_allows(tmp_path: Path) -> None:
+    made = planned(replace(WEST, partitions=(replace(GPU, max_time_s=600),)), tmp_path)
+    assert made.slurm.sbatch["time"] == "00:10:00"
+
+
+def test_no_default_account(tmp_path: Path) -> None:
+    made = planned(replace(WEST, accounts=(Account("chem"), Account("physics"))), tmp_path)
+    assert made.slurm.sbatch["account"] == "chem"
+
+
+@pytest.mark.parametrize(
+    ("partitions", "name"),
+    [
+        ((CPU, GPU), "gpu"),
+        ((CPU, replace(GPU, name="other"), replace(GPU, is_default=True)), "gpu"),
+        ((CPU, replace(GPU, is_up=False)), "cpu"),
+        ((CPU, replace(GPU, is_hidden=True)), "cpu"),
+        ((CPU, replace(GPU, max_time_s=60)), "cpu"),
+        ((replace(GPU, is_up=False),), "gpu"),
+        ((), None),
+    ],
+)
+def test_partition(partitions: tuple[Partition, ...], name: str | None) -> None:
+    cluster = replace(
+        WEST, partitions=partitions, accounts=(Account("physics", True),), slurm_version=(22, 5)
+    )
+    found = first_partition(cluster)
+    assert (None if found is None else found.name) == name

@@ -1,0 +1,175 @@
+"""Cluster profiles as files: what they mean, and every problem with its line."""
+
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainkit.capabilities.init.init_files import profile_text
+from trainkit.cluster.model import Account, Cluster, NodeKind, Partition, Qos
+from trainkit.cluster.profile import ClusterProfile, read_profile
+from trainkit.errors import ConfigError
+from trainkit.folders import shipped_configs
+
+
+def problems(tmp_path: Path, text: str) -> list[str]:
+    file = tmp_path / "west.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        read_profile(file, "west.yaml")
+    return [problem.render() for problem in error.value.problems]
+
+
+def test_every_shipped_profile_is_right() -> None:
+    files = sorted((shipped_configs() / "clusters").glob("*.yaml"))
+    assert files
+    for file in files:
+        assert file.read_text().startswith("# ")
+        profile, defaults = read_profile(file, file.name)
+        assert profile.to_cluster().partition(None) is not None
+        assert defaults is not None
+
+
+def test_the_example_has_every_key() -> None:
+    text = (shipped_configs() / "clusters" / "example.yaml").read_text()
+    schema = ClusterProfile.model_json_schema()
+    sections = [schema, *(item for item in schema["$defs"].values() if "properties" in item)]
+    assert all(f"{key}:" in text for section in sections for key in section["properties"])
+
+
+def test_what_a_profile_means(tmp_path: Path) -> None:
+    file = tmp_path / "west.yaml"
+    file.write_text(
+        "name: west\nslurm_version: 23.11.4\ngpu_option: gres\ncontainers: [pyxis]\nmodules: true\n"
+        "accounts: {physics: {default: true, qos: [normal]}, chem: null}\n"
+        "qos: {normal: null, long: {max_time: 7-0, overrides: [time]}}\n"
+        "partitions:\n"
+        "  gpu: {default: true, max_time: 2-00:00:00, default_time: '30', max_nodes: 4,\n"
+        "    nodes: [{count: 2, cpus: 64, memory: 512G, gpus: {h100: 8}, features: [ib]}, {gpus: 2}]}\n"
+        "  cpu:\n"
+        "defaults: {launch: {network: ib}}\n"
+    )
+    profile, defaults = read_profile(file, "west.yaml")
+    assert profile.to_cluster("somebody said so", "look again") == Cluster(
+        "west",
+        (
+            Partition(
+                "gpu",
+                is_default=True,
+                max_time_s=172800,
+                default_time_s=1800,
+                max_nodes=4,
+                nodes=(NodeKind(2, 64, 524288, {"h100": 8}, ("ib",)), NodeKind(1, gpus={"": 2})),
+            ),
+            Partition("cpu"),
+        ),
+        gpu_option="gres",
+        accounts=(Account("physics", True, qos=("normal",)), Account("chem")),
+        qos=(Qos("normal"), Qos("long", 604800, ("time",))),
+        slurm_version=(23, 11, 4),
+        containers=("pyxis",),
+        has_modules=True,
+        reason="somebody said so",
+        out_of_date_hint="look again",
+    )
+    assert defaults.plain() == {"launch": {"network": "ib"}}
+    assert defaults.value["launch"].origin == "west.yaml:12"
+
+
+def test_every_problem_in_the_order_of_the_file(tmp_path: Path) -> None:
+    text = """\
+slurm_version: 22.05
+gpu_optoin: gres
+gpu_option: gre
+containers: [docker]
+accounts:
+  research: {defalt: true}
+qos: 5
+partitions:
+  low:
+    default: yes
+    max_time: 12:00:00x
+    nodes:
+      - {count: 0, cpus: 8, memory: 64}
+      - {feature: [a], gpus: -1}
+  high: 3
+defaults: 3
+profile_version: 2
+"""
+    assert problems(tmp_path, text) == [
+        "west.yaml:1: name: is missing\n  hint: ClusterName in slurm.conf",
+        'west.yaml:1: slurm_version: should be text such as "24.05.2", not 22.05',
+        "west.yaml:2: gpu_optoin: unknown key\n  hint: did you mean gpu_option?",
+        "west.yaml:3: gpu_option: should be 'gpus-per-node' or 'gres', not \"gre\"",
+        "west.yaml:4: containers.0: should be 'pyxis', 'apptainer', 'singularity' or 'enroot', "
+        'not "docker"',
+        "west.yaml:6: accounts.research.defalt: unknown key\n  hint: did you mean default?",
+        "west.yaml:7: qos: should be a mapping, not 5",
+        'west.yaml:10: partitions.low.default: should be a valid boolean, not "yes"',
+        'west.yaml:11: partitions.low.max_time: should be text such as "01:00:00" or "2-12:00:00", '
+        'not "12:00:00x"',
+        "west.yaml:12: partitions.low.nodes.0.count: should be greater than or equal to 1, not 0",
+        'west.yaml:12: partitions.low.nodes.0.memory: should be text such as "64G", not 64',
+        "west.yaml:12: partitions.low.nodes.1.gpus: should be greater than or equal to 1, not -1",
+        "west.yaml:12: partitions.low.nodes.1.feature: unknown key\n  hint: did you mean features?",
+        "west.yaml:15: partitions.high: should be a mapping, not 3",
+        "west.yaml:16: defaults: should be a mapping, not 3",
+        "west.yaml:17: profile_version: should be 1, not 2",
+    ]
+
+
+def test_what_is_no_yaml(tmp_path: Path) -> None:
+    assert problems(tmp_path, "name: [west") == [
+        "west.yaml:2: invalid YAML: while parsing a flow sequence, did not find expected ',' or ']'\n"
+        "  hint: close the bracket of line 1; text with a colon, a bracket, # or ${…} needs quotes"
+    ]
+    assert "duplicate key" in problems(tmp_path, "name: a\nname: b\n")[0]
+
+
+WORDS = st.text(st.characters(codec="utf-8", exclude_categories=("C", "Z")), min_size=1, max_size=8)
+NAMES = st.lists(WORDS, unique=True, max_size=3).map(tuple)
+NUMBERS = st.none() | st.integers(1, 10**8)
+GPUS = st.dictionaries(WORDS | st.just(""), st.integers(1, 16), max_size=2)
+
+
+def named(kind: type, *more: st.SearchStrategy[Any], **fields: st.SearchStrategy[Any]) -> Any:
+    """Some with different names."""
+    made = st.builds(kind, WORDS, *more, **fields)
+    return st.lists(made, min_size=1, max_size=3, unique_by=lambda item: item.name).map(tuple)
+
+
+KINDS = st.builds(NodeKind, st.integers(1, 10**4), NUMBERS, NUMBERS, GPUS, NAMES)
+PARTITIONS = named(
+    Partition,
+    *(st.booleans(), st.booleans()),
+    **dict.fromkeys(("max_time_s", "default_time_s", "min_nodes", "max_nodes", "max_cpus_per_node"), NUMBERS),
+    **dict.fromkeys(("max_mem_mib", "max_mem_per_cpu_mib"), NUMBERS),
+    **dict.fromkeys(("allowed_accounts", "allowed_groups"), st.none() | NAMES),
+    denied_accounts=NAMES,
+    nodes=st.lists(KINDS, max_size=3).map(tuple),
+    allowed_qos=st.none() | NAMES,
+    denied_qos=NAMES,
+)
+OVERRIDES = st.sampled_from([(), ("time",), ("nodes",), ("time", "nodes")])
+CLUSTERS = st.builds(
+    Cluster,
+    WORDS,
+    PARTITIONS,
+    st.sampled_from(["gpus-per-node", "gres"]),
+    st.none() | named(Account, st.booleans(), st.none() | NAMES, st.none() | NAMES),
+    st.none() | named(Qos, NUMBERS, OVERRIDES),
+    st.sampled_from([(22, 5, 8), (24, 11, 0), (25, 11, 10)]),
+    st.sampled_from([(), ("apptainer",), ("pyxis", "enroot"), ("singularity",)]),
+    st.booleans(),
+)
+
+
+@given(cluster=CLUSTERS)
+def test_what_is_written_is_read_back(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> None:
+    file = tmp_path_factory.getbasetemp() / "written.yaml"
+    file.write_text(profile_text(cluster, date(2026, 1, 2)), encoding="utf-8")
+    profile, _ = read_profile(file, "written.yaml")
+    assert profile.to_cluster() == cluster

@@ -1,0 +1,62 @@
+"""The memory of a job and the kills of the OOM killer, as the kernel reports them."""
+
+from pathlib import Path
+
+import pytest
+
+from trainkit.cluster import machine as memory
+
+USED = f"{3 << 29}\n"
+
+
+@pytest.mark.parametrize(
+    ("own", "file", "text", "memory_gib", "oom_kills"),
+    [
+        (
+            "0::/system.slice/job_7/step_0/task_0",
+            "system.slice/job_7/memory.current",
+            f"{3 << 29}\n",
+            1.5,
+            None,
+        ),
+        ("0::/user.slice", "user.slice/memory.current", USED, 1.5, None),
+        ("4:memory:/slurm/job_7", "memory/slurm/job_7/memory.usage_in_bytes", USED, 1.5, None),
+        (
+            "0::/a/job_7/b",
+            "a/job_7/b/memory.events",
+            "oom 3\noom_kill 2\noom_group_kill 0\n",
+            None,
+            2,
+        ),
+        (
+            "9:name=systemd:/\n4:memory:/job_7\n3:cpu,cpuacct:/\n0::/",
+            "memory/job_7/memory.oom_control",
+            "oom_kill_disable 0\nunder_oom 0\noom_kill 5\n",
+            None,
+            5,
+        ),
+        # A kernel that does not count, and no control group of the memory.
+        ("4:memory:/", "memory/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\n", None, None),
+        ("", None, "", None, None),
+        ("0::/", None, "", None, None),
+        ("1:cpu:/x", None, "", None, None),
+    ],
+)
+def test_the_control_group_of_a_job(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    own: str,
+    file: str | None,
+    text: str,
+    memory_gib: float | None,
+    oom_kills: int | None,
+) -> None:
+    """The limit comes from the cgroup of the job, the number of kills from the cgroup of this process."""
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self/cgroup").write_text(f"{own}\n")
+    if file is not None:
+        (tmp_path / "sys" / file).parent.mkdir(parents=True)
+        (tmp_path / "sys" / file).write_text(text)
+    monkeypatch.setattr(memory, "PROC", tmp_path)
+    monkeypatch.setattr(memory, "CGROUPS", tmp_path / "sys")
+    assert (memory.job_memory_gib(), memory.count_oom_kills()) == (memory_gib, oom_kills)

@@ -1,1 +1,0 @@
-"""Ranks that another launcher has started."""

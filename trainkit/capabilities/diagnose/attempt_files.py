@@ -1,0 +1,282 @@
+"""What a diagnosis reads of one attempt, as texts: its files, what Slurm wrote about it, and its events."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import datetime, timedelta
+from functools import cached_property
+from itertools import count, repeat, takewhile
+from pathlib import Path
+
+from trainkit.backends.slurm.failed_starts import FailedStart, batch_log, failed_starts
+from trainkit.capabilities.diagnose.signatures import Where
+from trainkit.capabilities.diagnose.texts import Evidence, Text, json_line, read_log
+from trainkit.capability import ask_each, owner_of
+from trainkit.observe.logs import clean, ranks_of_nodes
+from trainkit.run.end import AttemptEnd, is_end_line, read_end
+from trainkit.run.events import (
+    SAVE_EVENTS,
+    WHOLE_BYTES,
+    Event,
+    diverged_since,
+    event_lines,
+    events_of,
+    with_divergence,
+)
+from trainkit.run.files import open_file, parse_records, parse_time
+from trainkit.run.history import Attempt, OwnedEvents, read_plan
+from trainkit.run.record import JobRecord, read_job, read_rendezvous
+from trainkit.run.rundir import AttemptDir
+from trainkit.scheduler import JobInfo, JobState
+
+MAX_LOGS = 256
+"""How many logs of ranks are searched when no record says which rank failed first."""
+EXPLAINED = (JobState.NODE_FAIL, JobState.OUT_OF_MEMORY, JobState.CANCELLED, JobState.TIMEOUT)
+RANK_FILE = re.compile(r"(?:rank|node)-(\d+)")
+
+
+class AttemptFiles:
+    """Reads the files of an attempt; a file that is missing or damaged reads as empty."""
+
+    def __init__(self, attempt: AttemptDir, slurm_job: JobInfo | None) -> None:
+        self.attempt, self.run, self.slurm_job = attempt, attempt.run, slurm_job
+        self.job, end = read_job(attempt.run), read_end(attempt)
+        self.plan = read_plan(attempt)
+        self.has_ended, self.end = end is not None, end or AttemptEnd()
+
+    def end_text(self) -> Text:
+        values = {"cause": self.end.cause, "state": self.end.state, "reason": self.end.reason}
+        keys = [key for key, value in values.items() if value is not None]
+        lines = [clean(f"{key}: {values[key]}") for key in keys]
+        number = json_line(self.attempt.end_file, keys[0]) if keys else None
+        return Text(self.shown(self.attempt.end_file), "end", lines, first_line=number)
+
+    def _job_state(self) -> Iterator[Text]:
+        if self.slurm_job is not None:
+            job = self.slurm_job
+            # squeue calls a job that it has requeued PENDING.
+            state = "REQUEUED" if job.state is JobState.REQUEUED else job.slurm_state
+            line = f"{state or job.state.value.upper()} {job.reason}".strip()
+            if job.exit_code or job.exit_signal:
+                line += f" ExitCode={job.exit_code or 0}:{job.exit_signal or 0}"
+            yield Text(f"Slurm's state of job {job.job_id}", "slurm", [line], first_line=None)
+
+    @cached_property
+    def _failed_start(self) -> FailedStart | None:
+        """The last start of the run's newest attempt if it failed, unless Slurm knows why."""
+        job = self.slurm_job
+        is_explained = job is not None and (job.log_not_opened or job.state in EXPLAINED)
+        entry = None if is_explained else self.job.newest
+        if entry is None or entry.attempt != self.attempt.number:
+            return None
+        starts = [one for one in failed_starts(self.run, self.job, job) if one.job_id == entry.job_id]
+        return starts[-1] if starts else None
+
+    def start_text(self) -> Iterator[Text]:
+        if (start := self._failed_start) is not None:
+            shown = f"Slurm's state of job {start.job_id}"
+            if start.file is not None:
+                shown = os.path.relpath(start.file, self.run.path)
+            yield Text(shown, "start", [f"{start.host}: {start.how}"], host=start.host)
+
+    def batch_log(self) -> Text | None:
+        """The output of the batch script in the last start that failed."""
+        if (start := self._failed_start) is None:
+            return None
+        return read_log(batch_log(self.run, self.job, start.job_id), self.run.path, "srun")
+
+    def logs(self, kind: Where, paths: Iterable[Path]) -> Iterator[Text]:
+        for path in paths:
+            name, rank, host = RANK_FILE.fullmatch(path.stem), None, None
+            if name and kind == "log":
+                rank = int(name[1])
+                host = self.host_of(rank)
+            elif name and kind == "agent":
+                host = dict(enumerate(self.hosts)).get(int(name[1]))
+            text = read_log(path, self.run.path, kind, rank, host)
+            if text is not None:
+                yield text
+
+    def of_slurm(self) -> Iterator[Text]:
+        """What Slurm says: srun and slurmstepd, which give the reason, then accounting, which may not."""
+        yield from slurm_messages(self.attempt, self.job, is_recorded=self.has_ended and not self.end.guessed)
+        yield from self._job_state()
+
+    def outside(self) -> Iterator[Text]:
+        """What Slurm, the supervisor and the agents wrote: no program of the user can."""
+        yield from self.of_slurm()
+        yield from self.logs("agent", sorted(self.attempt.logs_dir.glob("node-*.log"))[:MAX_LOGS])
+
+    def advice(self, host: str | None, lasting: Sequence[Event]) -> dict[str, str]:
+        """The values for advice that capabilities have, by placeholder; `host` failed first."""
+        found = ask_each(
+            self.plan.parts,
+            lambda one: one.advice(self.attempt, host, lasting),
+            lambda name, text: {name: text},
+        )
+        return {key: clean(text) for own in found.values() for key, text in own.items()}
+
+    @cached_property
+    def diverged_since(self) -> int | None:
+        """The step since which the attempt has diverged, if it had when it ended."""
+        with contextlib.suppress(OSError):
+            return diverged_since(self.run, self.attempt.number)
+        return None
+
+    def curve_text(self) -> Iterator[Text]:
+        if (said := with_divergence(None, self.diverged_since)) is not None:
+            yield Text(self.shown(self.run.metrics_file), "event", [said], first_line=None)
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes[-1].stop if self.nodes else 0
+
+    def ranks_next_to(self, rank: int | None) -> range:
+        """The ranks on the node of a rank; empty when unknown."""
+        return next((ranks for ranks in self.nodes if rank in ranks), range(0))
+
+    @cached_property
+    def nodes(self) -> list[range]:
+        """The ranks of each node; empty when unknown."""
+        return ranks_of_nodes(self.plan)
+
+    @cached_property
+    def hosts(self) -> list[str]:
+        """The hosts by node rank; empty when unknown."""
+        return read_rendezvous(self.attempt).hosts
+
+    def host_of(self, rank: int | None) -> str | None:
+        places = zip(self.hosts, self.nodes, strict=False)
+        return next((host for host, ranks in places if rank in ranks), None)
+
+    def shown(self, path: Path) -> str:
+        return str(path.relative_to(self.run.path))
+
+
+_END_OF_THE_JOB = re.compile(r"slurmstepd\S*: error: \*\*\* JOB \S+ ON \S+ CANCELLED AT (\S+)")
+_RESOLUTION = timedelta(seconds=1)
+"""Slurm omits the fraction of a second."""
+
+
+def slurm_messages(attempt: AttemptDir, job: JobRecord, *, is_recorded: bool) -> Iterator[Text]:
+    """What srun and slurmstepd wrote about an attempt, `is_recorded` if it has recorded its end itself.
+
+    How a job ends, slurmstepd writes into the log with which the job began: that of an earlier attempt, after
+    a restart inside the allocation or a requeue.
+    """
+    entries, entry = job.attempts, job.of_attempt(attempt.number)
+    start = parse_time(entry.started_at)
+    others = (parse_time(other.started_at) for other in entries if other.attempt > attempt.number)
+    next_start = min(filter(None, others), default=None)
+
+    def is_of_a_later_one(line: str) -> bool:
+        time = _end_of_the_job(line)
+        return time is not None and next_start is not None and time >= next_start
+
+    own = _log(attempt)
+    if own is not None:
+        lines = takewhile(lambda line: not is_end_line(line, attempt.number), own.lines)
+        kept = list(takewhile(lambda line: not is_of_a_later_one(line), lines))
+        yield own.part(0, len(kept), "srun")
+    if start is None or is_recorded:
+        return  # it recorded its end, and with it the reason that Slurm gave
+    earlier = [
+        other.attempt for other in entries if other.attempt < attempt.number and other.job_id == entry.job_id
+    ]
+    for log in map(_log, map(attempt.run.attempt, earlier)):
+        for index, line in enumerate([] if log is None else log.lines):
+            time = _end_of_the_job(line)
+            if log and time and time + _RESOLUTION > start and not is_of_a_later_one(line):
+                yield log.part(index, 1, "srun")
+
+
+def _log(attempt: AttemptDir) -> Text | None:
+    return read_log(attempt.supervisor_log, attempt.run.path, "srun")
+
+
+def _end_of_the_job(line: str) -> datetime | None:
+    """When slurmstepd ended the job; None for any other line."""
+    found = _END_OF_THE_JOB.search(line)
+    time = None if found is None else parse_time(found[1])
+    # Slurm writes the local time of the host.
+    return None if time is None else time.astimezone()
+
+
+MAX_EVENTS = 400
+MAX_SHOWN = 8
+END_EVENTS = frozenset({"rank_failed", "hang", "requeue_decision", "finished", "stopped"})
+"""What the supervisor writes after an attempt, which repeats end.json."""
+
+
+class AttemptEvents:
+    """The last events of an attempt, up to its first failure."""
+
+    def __init__(self, attempt: AttemptDir, failed_at: str | None) -> None:
+        """`failed_at` is the time of the first failure: what happened later is not its cause."""
+        self._attempt, self._failed_at = attempt, failed_at
+        self._numbered: deque[tuple[int | None, Event]] = deque(maxlen=MAX_EVENTS)
+        """The last events, with the numbers of their lines; None in a large file."""
+        self._seen, self._owned = Attempt(attempt.number), OwnedEvents()
+        # The file may be missing, or on a disk that fails.
+        with contextlib.suppress(OSError), open_file(self._attempt.run.events_file) as stream:
+            size = os.fstat(stream.fileno()).st_size
+            numbers_of_lines: Iterator[int | None] = count(1) if size <= WHOLE_BYTES else repeat(None)
+            for number, line in zip(numbers_of_lines, event_lines(stream, 0, size), strict=False):
+                for event in filter(self._is_before, events_of(map(_without_lists, parse_records([line])))):
+                    self._numbered.append((number, event))
+                    self._seen.add(event)
+                    self._owned.add(event)
+
+    def _is_before(self, event: Event) -> bool:
+        if event.attempt != self._attempt.number or event.time is None or event.name in END_EVENTS:
+            return False
+        return self._failed_at is None or event.time < self._failed_at
+
+    @property
+    def lasting(self) -> list[Event]:
+        """The events of capabilities that last."""
+        return self._owned.lasting(self._attempt.number)
+
+    def texts(self, *, only_lasting: bool = False) -> Iterator[Text]:
+        """Each event as one line, the last one first; one of a capability only if it lasts."""
+        lasting = list(map(id, self.lasting))
+        for number, event in reversed(self._numbered):
+            if id(event) not in lasting and (only_lasting or owner_of(event.name)):
+                continue
+            yield Text(
+                self._attempt.run.events_file.name,
+                "event",
+                [clean(event.content)],
+                event.rank,
+                event.host,
+                first_line=number,
+            )
+
+    def shown(self) -> list[Evidence]:
+        """The last events, each with its time of day; of a completed save, only its end."""
+        file, found = self._attempt.run.events_file.name, []
+        saved: set[int | None] = set()
+        for number, event in reversed(self._numbered):
+            if event.name in SAVE_EVENTS:
+                saved.add(event.step)
+            elif event.name == "checkpoint_begin" and event.step in saved:
+                continue
+            text = clean(f"{event.clock}  {event.content}")
+            found.append(Evidence(file, number, text))
+        return found[:MAX_SHOWN][::-1]
+
+    def values(self) -> dict[str, str]:
+        """The values for advice, by placeholder: the incomplete save."""
+        save = self._seen.open_save
+        # A commit is recorded a moment after the checkpoint is published.
+        if save and save.step is not None and not self._attempt.run.checkpoint_dir(save.step).is_dir():
+            return {"unsaved_step": str(save.step), "save_began": f"{save.clock} UTC"}
+        return {}
+
+
+def _without_lists(record: Mapping[str, object]) -> dict[str, object]:
+    return {key: value for key, value in record.items() if not isinstance(value, list)}

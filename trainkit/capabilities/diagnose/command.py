@@ -1,0 +1,111 @@
+"""``trainkit diagnose``: the first failing rank of a run, its cause, and what to do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict
+from textwrap import wrap
+from typing import TYPE_CHECKING
+
+from trainkit.backend import JobStatus
+from trainkit.backends.jobs import query_jobs_or_warn, read_job_status
+from trainkit.cli.help import as_command, option, warn
+from trainkit.cli.options import COUNT, json_option, run_argument
+from trainkit.cli.output import echo_result
+from trainkit.folders import shown_path
+from trainkit.run.registry import find_attempt, find_run
+
+if TYPE_CHECKING:
+    from trainkit.capabilities.diagnose.diagnose import Diagnosis
+    from trainkit.capabilities.diagnose.texts import Evidence
+
+
+COLUMNS = 80
+MAX_EVIDENCE_LINES = 4
+_UNBROKEN = "\0"
+"""Stands for a space at which no line may be broken."""
+
+
+@as_command(
+    "trainkit diagnose last",
+    "trainkit diagnose last --attempt 1",
+    "trainkit diagnose last --json",
+)
+@run_argument
+@option("--attempt A", "Attempt to diagnose; default: the newest.", name="number", type=COUNT)
+@json_option
+def command(run_name: str, number: int | None, as_json: bool) -> None:
+    """Name the first failing rank of RUN, the cause with its evidence, and what to do.
+
+    For an exception of your own code, it names file and line. Says `unknown`, with the last lines of that
+    rank, where no known cause explains the failure.
+    """
+    from trainkit.capabilities.diagnose.diagnose import diagnose
+
+    run = find_run(run_name)
+    attempt = find_attempt(run, number)
+    is_newest = attempt.number == run.attempt_numbers()[-1]
+    status = JobStatus(False)
+    if is_newest:
+        status = read_job_status(run, lambda ids: query_jobs_or_warn(ids, warn))[1]
+    found = diagnose(attempt, status.alive, status.job)
+    echo_result(asdict(found), diagnosis_text(found), as_json)
+
+
+def diagnosis_text(found: Diagnosis) -> str:
+    """A diagnosis for a terminal."""
+    if found.state == "nothing failed":
+        lines = _wrapped(f"nothing failed in attempt {found.attempt}: {found.cause}")
+    else:
+        sure = "" if found.confidence == "certain" else f"  ({found.confidence})" if found.name else ""
+        lines = [f"attempt {found.attempt} {found.state}: {found.title}{sure}", *_wrapped(found.cause)]
+        if place := _place(found):
+            lines.append(f"{'where' if found.state in ('running', 'finished') else 'first failure'}: {place}")
+        if found.code is not None:
+            lines += [f"in your code: {found.code.place}", *filter(None, [f"    {found.code.text}".rstrip()])]
+    evidence = [line for item in found.evidence for line in _evidence(item)]
+    lines += _section(f"evidence, in {shown_path(found.run_dir)}", evidence)
+    lines += _section("what to do", [line for item in found.advice for line in _wrapped(item, "- ", "  ")])
+    if found.events:
+        shown = [f"{item.line}: {item.text}" for item in found.events]
+        lines += _section(f"last events, in {found.events[0].file}", shown)
+    if found.tail:
+        whose = "last lines" if found.rank is None else "last lines of that rank"
+        tail = [item.text if item.line is None else f"{item.line}: {item.text}" for item in found.tail]
+        lines += _section(f"{whose}, in {found.tail[0].file}", tail)
+    lines += _section("earlier failures, which --attempt explains", found.earlier)
+    return "\n".join(lines)
+
+
+def _place(found: Diagnosis) -> str:
+    """The first failing rank, its host and its step, as far as they are known."""
+    rank = "" if found.rank is None else f"rank {found.rank}"
+    parts = [" on ".join(filter(None, (rank, found.host)))]
+    parts += [] if found.step is None else [f"at step {found.step}"]
+    return " ".join(filter(None, parts))
+
+
+def _section(title: str, lines: Sequence[str]) -> list[str]:
+    return ["", f"{title}:", *(f"  {line}" for line in lines)] if lines else []
+
+
+def _evidence(item: Evidence) -> list[str]:
+    """The place of a line, to be opened in an editor, and below it as much of the line as fits."""
+    lines = _wrapped(item.text, "  ", "  ")
+    more = [*lines[: MAX_EVIDENCE_LINES - 1], "  …"] if len(lines) > MAX_EVIDENCE_LINES else lines
+    return [item.place, *more]
+
+
+def _wrapped(text: str, first: str = "", rest: str = "") -> list[str]:
+    """Lines of a sentence; a command in backquotes stays in one piece, so that it can be copied."""
+    whole = re.sub(r"`[^`]*`", lambda match: match[0].replace(" ", _UNBROKEN), text)
+    lines = wrap(
+        whole,
+        COLUMNS - len("  "),
+        initial_indent=first,
+        subsequent_indent=rest,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return [line.replace(_UNBROKEN, " ") for line in lines]

@@ -1,0 +1,501 @@
+"""Diagnoses an attempt: which rank failed first, why, the lines that show it, and what to do.
+
+Only reads the run folder. What trainkit recorded counts most: the verdict in end.json, which names the first
+failing rank, and the records of ranks. Logs are searched where these leave the cause open: a rank that was
+killed, or that reports the end of another one. The events before the failure come last.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+from trainkit.capabilities.diagnose.advice import (
+    collective_values,
+    hang_values,
+    host_values,
+    missing_path_values,
+    missing_rank_values,
+    run_values,
+)
+from trainkit.capabilities.diagnose.attempt_files import MAX_LOGS, RANK_FILE, AttemptEvents, AttemptFiles
+from trainkit.capabilities.diagnose.signatures import Role, fill, load_signatures
+from trainkit.capabilities.diagnose.texts import Evidence, Match, Text, num_lines_of_message, record_text
+from trainkit.formats import rank_list
+from trainkit.job.failure.launcher_report import first_exit
+from trainkit.observe.logs import clean
+from trainkit.run.end import SIGNALLED, RankFailure, first_of, rank_failures, read_end, signal_name
+from trainkit.run.rundir import AttemptDir, RunDir
+from trainkit.run.tracebacks import CodeLine, exception_of, users_line
+from trainkit.scheduler import JobInfo, JobState
+
+MAX_EVIDENCE = 6
+MAX_START = 200
+"""Characters by which the line of an exception is found in a log."""
+TAIL_LINES = 20
+STARTS_AGAIN = ("trainkit resume {resumable}", "{by_hand}")
+"""The commands that start a run again; of a run that trainkit has not started, its own."""
+OWN_SIGNALS = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
+"""A process raises them itself, so that its output may say why; others come from outside."""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What ended one attempt; None where a value does not exist or is unknown."""
+
+    run_dir: str
+    attempt: int
+    state: str
+    """``failed`` or ``stopped``, ``running`` or ``finished`` with a problem, ``nothing failed``, or
+    ``unknown`` when this host cannot tell."""
+    name: str | None = None
+    """The signature, ``exception`` for an error in the user's code; None when no known cause was found."""
+    title: str = "unknown"
+    cause: str = ""
+    confidence: Literal["certain", "likely", "unknown"] = "unknown"
+    rank: int | None = None
+    host: str | None = None
+    step: int | None = None
+    time: str | None = None
+    code: CodeLine | None = None
+    """The line of the user's own code at which the first failing rank raised its exception."""
+    evidence: list[Evidence] = field(default_factory=list)
+    advice: list[str] = field(default_factory=list)
+    tail: list[Evidence] = field(default_factory=list)
+    """For an error in the user's code or an unknown cause, the last lines of the first failing rank; for a
+    failed start, of its script."""
+    events: list[Evidence] = field(default_factory=list)
+    """For an unknown cause, or one that an event names, the last events before the failure."""
+    earlier: list[str] = field(default_factory=list)
+    """The failures of earlier attempts, one line each."""
+
+
+def diagnose(attempt: AttemptDir, alive: bool | None = False, slurm_job: JobInfo | None = None) -> Diagnosis:
+    """Diagnose an attempt; `alive` and `slurm_job` are the liveness and the state in Slurm of its job."""
+    return _Case(attempt, alive, slurm_job).diagnosis()
+
+
+@dataclass
+class _First:
+    """The first failure: a record of a rank, or the verdict."""
+
+    failure: RankFailure
+    text: Text
+    log_rank: int | None = None
+    """The rank whose log has its output: one launcher such as torchrun writes for all ranks of its node."""
+    recorded: RankFailure = field(default_factory=RankFailure)
+    """The record as its file has it."""
+    reported: str = ""
+    """The time at which a rank failed, as the launcher of each node reports it: its record has a later one,
+    that of the launcher's own end. Empty unless all have one."""
+
+    @property
+    def rank(self) -> int | None:
+        return self.text.rank
+
+    @property
+    def host(self) -> str | None:
+        return self.text.host
+
+    def is_of(self, verdict: RankFailure) -> bool:
+        """Whether a verdict was taken from its record."""
+        own = self.recorded
+        same = (own.rank, own.time, own.type) == (verdict.rank, verdict.time, verdict.type)
+        return same and own.time is not None
+
+    @property
+    def is_exception(self) -> bool:
+        """Whether it says more than how the process ended."""
+        return self.failure.type not in ("exit", "RankKilled", None)
+
+    @property
+    def died_silently(self) -> bool:
+        """Whether it was killed from outside, so that its own output does not say why."""
+        number = (self.failure.exit_code or 0) - SIGNALLED
+        return number in signal.Signals.__members__.values() and number not in OWN_SIGNALS
+
+
+class _Case:
+    def __init__(self, attempt: AttemptDir, alive: bool | None, slurm_job: JobInfo | None) -> None:
+        self.attempt, self.run = attempt, attempt.run
+        self.alive, self.slurm_job = alive, slurm_job
+        self.files = AttemptFiles(attempt, slurm_job)
+        self.end = self.files.end
+        self.has_ended = self.files.has_ended
+        self.records = self._records()
+        self.first = self._first()
+
+    @cached_property
+    def events(self) -> AttemptEvents:
+        return AttemptEvents(self.attempt, None if self.first is None else self.first.failure.time)
+
+    def diagnosis(self) -> Diagnosis:
+        if self.end.state == "finished":
+            return self._diverged("finished") or self._nothing("the run finished")
+        job = self.slurm_job
+        # A job that waits to start again has an attempt that was interrupted.
+        is_over = job is not None and (job.state.is_terminal or job.state is JobState.REQUEUED)
+        if not (self.has_ended or self.records or is_over or self.alive is False):
+            silence = self._best(self.events.texts(only_lasting=True)) if self.alive else None
+            if silence is not None:
+                return replace(self._found(silence), state="running")
+            if self.alive:
+                return self._diverged("running") or self._nothing("the attempt is still running or pending")
+            return self._make(state="unknown", cause="this host cannot tell whether the run is alive")
+        # Ranks that fail while they stop are not the cause of a stop that was requested.
+        match = self._best(self.files.start_text()) or self._best([self.files.end_text()], ("cause",))
+        match = match or self._explain()
+        if match is not None:
+            return self._found(match)
+        if self.first is None and self.end.state == "stopped":
+            return self._nothing(f"the run stopped: {self.end.reason}")
+        return self._unknown()
+
+    # What is searched.
+
+    def _records(self) -> list[_First]:
+        """The records of ranks in the order of their time, those of launchers in that of their reports."""
+        found = list[_First]()
+        for path, recorded in rank_failures(self.attempt, self.files.job):
+            failure, log = recorded, RANK_FILE.fullmatch(path.stem)
+            if failure.code is None:  # written before the key, or without a traceback
+                lines = str(failure.more.get("traceback") or "").splitlines()
+                if not lines and failure.type not in ("exit", "RankKilled", None):
+                    lines = failure.log_tail
+                failure = replace(failure, code=self._in_tree(users_line(lines)))
+            text = record_text(path, self.run.path, failure)
+            first = _First(failure, text, int(log[1]) if log else None, recorded)
+            found.append(first if len(found) >= MAX_LOGS else self._of_launcher(first))
+        if not all(one.reported for one in found):
+            return [replace(one, reported="") for one in found]
+        return sorted(found, key=lambda one: one.reported)
+
+    def _of_launcher(self, first: _First) -> _First:
+        """A record of a launcher with what that prints of its first rank, as agents now record it."""
+        failure, kind, message, code = first.failure, first.failure.type, first.failure.message, None
+        if first.log_rank is None or not self.files.plan.is_command:
+            return first
+        text = next(self.files.logs("log", [self.attempt.rank_log(first.log_rank)]), None)
+        root = None if text is None else first_exit(text.lines)
+        # What a rank prints of itself, its record says too.
+        if text is None or root is None or (not root.time and root.rank == first.log_rank):
+            return first
+        if kind == "RankKilled" and failure.was_signalled:
+            return replace(first, reported=root.time)  # the agent knows which rank it was
+        rank, index, exit_code = root.rank, root.index, root.code
+        if rank is None and len(self.files.ranks_next_to(first.log_rank)) == 1:
+            rank = first.log_rank
+        if root.code < 0:
+            kind, message = "RankKilled", f"killed by {signal_name(-root.code)}"
+            exit_code = SIGNALLED - root.code
+        elif root.rank is not None and (raised := exception_of(text.lines, root.rank)) is not None:
+            index, kind, message, code = raised.index, raised.type, raised.message, self._in_tree(raised.code)
+        elif first.is_exception:
+            code = failure.code
+        else:
+            kind, message = "exit", f"ended with exit code {root.code}"
+        failure = replace(failure, rank=rank, exit_code=exit_code, type=kind, message=message, code=code)
+        line = replace(text.part(index, 1, "record"), lines=[clean(f"{kind}: {message}")], rank=rank)
+        line = replace(line, host=failure.host or text.host)
+        return replace(first, failure=failure, text=line, reported=root.time)
+
+    def _in_tree(self, code: CodeLine | None) -> CodeLine | None:
+        """A line of a traceback in the folder of the run's code: where trainkit was, is unknown."""
+        code = None if code is None else code.in_tree(self.files.job)
+        return None if code is None or Path(code.file).is_absolute() else code
+
+    def _first(self) -> _First | None:
+        """The record that the verdict is of, else the verdict; the first record where there is none.
+
+        The verdict goes by the times of records: of launchers that report the times, their first one counts.
+        """
+        verdict = self.end.verdict
+        if verdict is not None and verdict.type == "exit" and verdict.rank is verdict.node_rank is None:
+            verdict = replace(verdict, host=None)  # the supervisor's, which did not fail
+        own = None if verdict is None else next((one for one in self.records if one.is_of(verdict)), None)
+        if verdict is None or (own is not None and own.reported):
+            times = [(one, one.reported or one.failure.time) for one in self.records]
+            found = first_of([(one, replace(one.failure, time=time)) for one, time in times])
+            # What was asked to end has not failed, though its agent did not hear that in time.
+            is_stop = verdict is None and self.end.state in ("stopped", "cancelled")
+            return None if found is None or (is_stop and found[1].died_of_notice) else found[0]
+        text = record_text(self.attempt.end_file, self.run.path, verdict)
+        return own or self._of_launcher(_First(verdict, text, text.rank))
+
+    def _rank_logs(self) -> Iterator[Text]:
+        """The output of ranks, that of the first failing rank first."""
+        paths = sorted(self.attempt.logs_dir.glob("rank-*.log"))
+        if self.first is not None and self.first.log_rank is not None:
+            own = self.attempt.rank_log(self.first.log_rank)
+            paths.sort(key=lambda path: path != own)
+        yield from self.files.logs("log", paths[:MAX_LOGS])
+
+    # How the cause is found.
+
+    def _explain(self) -> Match | None:
+        own = None
+        if self.first is not None:
+            own = self._best([self.first.text])
+            own = own or self._best(self._rest_of_the_message(self.first), ("cause",))
+            if self.end.guessed:
+                known = self._best(self.files.of_slurm(), ("cause",))
+                if known is not None and (own is None or known.signature.name != own.signature.name):
+                    return known
+            if own is not None and own.signature.role == "cascade":
+                own = self._before_the_cascade() or own
+            if own is not None and own.signature.role in ("cause", "fallback"):
+                return own
+            if own is None and self.first.is_exception:
+                # The exception is known, and nothing else explains it.
+                return self._in_users_code() or self._best(self.files.curve_text())
+        found = self._best(self.files.outside(), ("cause",))
+        if found is None and (self.first is None or not self.first.died_silently):
+            found = self._from_logs(own)
+        if self.first is not None or not self.has_ended:
+            found = found or self._best((*self.files.curve_text(), *self.events.texts()), ("cause",))
+        return found or own or self._best(self.files.outside(), ("symptom", "cascade"))
+
+    def _rest_of_the_message(self, first: _First) -> Iterator[Text]:
+        """The lines of an exception's message, of which the record of a COMMAND has only the first."""
+        if first.log_rank is None or not first.is_exception:
+            return
+        for text in self.files.logs("log", [self.attempt.rank_log(first.log_rank)]):
+            start = str(first.text.lines[0])[:MAX_START]
+            found = [index for index, line in enumerate(text.lines) if start in line]
+            if found:
+                yield text.part(found[-1], num_lines_of_message(text.lines[found[-1] :]), "record")
+
+    def _before_the_cascade(self) -> Match | None:
+        """Make the earliest record that is no cascade the first failure; returns what explains it."""
+        for first in self.records:
+            match = self._best([first.text])
+            is_exit = match is not None and match.signature.role == "symptom"
+            # A launcher that reports a killed rank outlived it, so the rank was not killed with the step.
+            counts = not first.died_silently or first.failure.type == "RankKilled"
+            if match is None or match.signature.role == "cause" or (is_exit and counts):
+                self.first = first
+                return match or self._in_users_code()
+        return None
+
+    def _in_users_code(self) -> Match | None:
+        """The exception of the first failure as an error in the user's code, if that raised it."""
+        first = self.first
+        if first is None or not first.is_exception:
+            return None
+        is_of_user = first.failure.code is not None or self.files.plan.is_command
+        return self._best([first.text], ("fallback",)) if is_of_user else None
+
+    def _from_logs(self, own: Match | None) -> Match | None:
+        """A cause in the output of the first failing rank; of all ranks if the first one is in doubt."""
+        if self.first is None or own is None or own.signature.role == "cascade":
+            texts = list(islice(self._rank_logs(), MAX_LOGS))
+        else:
+            alike = {other.log_rank for other in self.records if other.text.find(own.signature)}
+            logs = islice(self._rank_logs(), MAX_LOGS)
+            texts = [text for index, text in enumerate(logs) if index == 0 or text.rank in alike]
+        found = self._best(texts, ("cause",))
+        if found is None and (own is None or own.signature.role == "symptom"):
+            # What a rank printed before it aborted says more than that it did.
+            found = self._best(texts, ("symptom", "cascade") if own is None else ("cascade",))
+        return found
+
+    def _best(
+        self, texts: Iterable[Text], roles: Sequence[Role] = ("cause", "symptom", "cascade")
+    ) -> Match | None:
+        """The first match in the order of roles, then of texts, then of signatures."""
+        texts = list(texts)
+        for role in roles:
+            for text in texts:
+                for signature in load_signatures():
+                    if signature.role == role and text.kind in signature.where:
+                        match = text.find(signature)
+                        if match is not None:
+                            return match
+        return None
+
+    # What is reported.
+
+    def _found(self, match: Match) -> Diagnosis:
+        signature, first = match.signature, self.first
+        is_of_job = match.text.kind in ("end", "start")
+        rank, host, step = None, match.groups.get("host"), self.end.step
+        if not is_of_job:
+            rank, host, step = self._place(match)
+        values = run_values(self.files) | dict(match.groups)
+        failure = RankFailure() if first is None or is_of_job else first.failure
+        hosts = self.files.hosts
+        if "nobody" in match.groups:
+            rank = host = None
+        values |= {
+            "subject": _subject(rank, host),
+            "num_hosts": str(len(hosts) or ""),
+            "job_id": "" if self.slurm_job is None else self.slurm_job.job_id,
+            "message": clean(failure.message or ""),
+            "place": "" if failure.code is None else clean(failure.code.place),
+            "reason": clean(str(self.end.reason or "")),
+            **({} if rank is None else {"rank": str(rank)}),
+            **({} if host is None else host_values(host, values.get("nodelist", ""))),
+        }
+        added, more = hang_values(self.files, match, rank)
+        values |= added | missing_rank_values(self.files, match) | self._host_values(match)
+        values |= self._silent_rank_values(match) | self.events.values()
+        if self.files.diverged_since is not None:
+            values["diverged_step"] = str(self.files.diverged_since)
+        values |= self.files.advice(host, self.events.lasting)
+        values |= collective_values(self.files, match, self._rank_logs())
+        if "suspect_rank" in values:
+            rank = int(values["suspect_rank"])
+            host = self.files.host_of(rank) if hosts else host  # all on one host
+        values |= missing_path_values(self.files, match)
+        templates = signature.advice_for(is_command=self.files.plan.is_command)
+        advice = [text for text in (fill(template, values) for template in templates) if text]
+        hint = failure.hint
+        if hint and match.text.kind == "record" and hint not in advice:
+            advice.insert(0, hint)
+        confidence = "likely" if match.text.kind == "log" else signature.confidence
+        log = None
+        if match.text.kind == "start":
+            log = self.files.batch_log()
+        elif signature.role == "fallback":
+            log = self._own_log()
+        evidence = [match.evidence]
+        if first is not None and not is_of_job and first.text is not match.text:
+            evidence.append(first.text.evidence(0))
+        if signature.role == "fallback" and (curve := self._best(self.files.curve_text())):
+            advice.append(f"diverged since step {curve.groups['nan_step']}, which may be why")
+            evidence.append(curve.evidence)
+        return self._make(
+            name=signature.name,
+            title=signature.title,
+            cause=next(filter(None, (fill(cause, values) for cause in signature.causes)), signature.title),
+            confidence=confidence,
+            rank=rank,
+            host=host,
+            step=step if isinstance(step, int) else None,
+            code=failure.code,
+            evidence=(evidence + more)[:MAX_EVIDENCE],
+            advice=advice,
+            events=self.events.shown() if match.text.kind == "event" else [],
+            tail=[] if log is None else self._tail(log),
+        )
+
+    def _diverged(self, state: str) -> Diagnosis | None:
+        """What is wrong with the loss of an attempt in which nothing failed, or nothing yet."""
+        match = self._best(self.files.curve_text())
+        return None if match is None else replace(self._found(match), state=state)
+
+    def _place(self, match: Match) -> tuple[int | None, str | None, int | None]:
+        """The rank, host and step of a match: those that it names, else those of the first failure."""
+        first = RankFailure() if self.first is None else self.first.failure
+        step = first.step
+        if "rank" in match.groups and match.groups["rank"].isdigit():
+            rank = int(match.groups["rank"])
+            return rank, match.groups.get("host") or self.files.host_of(rank), step
+        if match.text.kind in ("slurm", "srun") and not match.signature.is_of_a_rank:
+            return None, match.groups.get("host"), step
+        if match.text.kind == "log" and (self.first is None or match.text.rank != self.first.log_rank):
+            return match.text.rank, match.text.host, step
+        own = None if self.first is None else self.first.rank
+        host = first.host or self.files.host_of(own)
+        if match.text.kind in ("agent", "srun") and match.groups.get("host"):
+            host = match.groups["host"]
+        return own, host or match.text.host, step
+
+    def _silent_rank_values(self, match: Match) -> dict[str, str]:
+        """The ranks of a loop by hand, which no agent watches, that left no record when the others did."""
+        if match.signature.name != "network" or not self.run.was_started_by_hand:
+            return {}
+        recorded = {first.rank for first in self.records}
+        silent = [rank for rank in range(self.files.world_size) if rank not in recorded]
+        return {"silent_ranks": rank_list(silent), "suspect_rank": str(silent[0])} if silent else {}
+
+    def _host_values(self, match: Match) -> dict[str, str]:
+        """The hosts whose ranks reported this cause, if the run has others."""
+        hosts = {first.text.host for first in self.records if first.text.find(match.signature)}
+        if hosts and None not in hosts and hosts < set(self.files.hosts):
+            return {"some_hosts": ", ".join(sorted(map(str, hosts)))}
+        return {}
+
+    def _unknown(self) -> Diagnosis:
+        first = self.first
+        rank, log = None if first is None else first.rank, self._own_log()
+        tail = [] if log is None else self._tail(log)
+        if first is None:
+            what = "program" if self.run.was_started_by_hand else "supervisor"
+            gone = f"the {what} was killed or its host went down: it recorded no end"
+            entry = self.files.job.of_attempt(self.attempt.number)
+            if not entry.has_started:
+                gone = "the job ended before the supervisor began"
+            reason = clean(str(self.end.reason or gone))
+            advice = [] if self.has_ended else self._resume_advice()
+            cause = f"no known cause was found: {reason}"
+            return self._make(cause=cause, tail=tail, events=self.events.shown(), advice=advice)
+        failure = first.failure
+        host = failure.host or (None if rank is None else self.files.host_of(rank))
+        return self._make(
+            cause=f"{_subject(rank, host)} failed first, for no known cause: {first.text.lines[0]}",
+            rank=rank,
+            host=host or None,
+            step=failure.step,
+            evidence=[first.text.evidence(0)],
+            advice=[failure.hint] if failure.hint else [],
+            tail=tail,
+            events=self.events.shown(),
+        )
+
+    def _own_log(self) -> Text | None:
+        """The output of the first failing rank: that of another one would mislead."""
+        log = next(self._rank_logs(), None)
+        return None if log and self.first and log.rank != self.first.log_rank else log
+
+    def _resume_advice(self) -> list[str]:
+        values = run_values(self.files)
+        templates = (
+            "step {unsaved_step} was being saved, since {save_began}",
+            *(f"`{again}` continues from step {{newest_step}}" for again in STARTS_AGAIN),
+            *(f"`{again}` starts again: {{starts_again}}" for again in STARTS_AGAIN),
+        )
+        return [text for one in templates if (text := fill(one, values | self.events.values()))]
+
+    def _tail(self, text: Text) -> list[Evidence]:
+        """The last lines of a log, up to the exception of the first failure if it is in there."""
+        end, first = len(text.lines), None if self.first is None else self.first.text
+        if first is not None and first.file == text.file and first.first_line and text.first_line:
+            index = first.first_line - text.first_line
+            if 0 <= index < end:
+                end = index + num_lines_of_message(text.lines[index:])
+        return [text.evidence(index) for index in range(max(0, end - TAIL_LINES), end)]
+
+    def _nothing(self, cause: str) -> Diagnosis:
+        return self._make(state="nothing failed", title="nothing failed", cause=cause, confidence="certain")
+
+    def _make(self, **values: Any) -> Diagnosis:
+        state = "stopped" if self.end.state in ("stopped", "cancelled") else "failed"
+        time = (None if self.first is None else self.first.failure.time) or self.end.time
+        return Diagnosis(
+            run_dir=str(self.run.path),
+            attempt=self.attempt.number,
+            earlier=earlier_failures(self.run, self.attempt.number),
+            **({"state": state, "time": time} | values),
+        )
+
+
+def earlier_failures(run: RunDir, before: int) -> list[str]:
+    """The failures of the attempts before one, oldest first, one line each."""
+    found = []
+    for number in run.attempt_numbers():
+        end = read_end(run.attempt(number)) if number < before else None
+        if end is not None and end.verdict is not None:
+            follows = "restarted" if end.resumes else "not restarted"
+            found.append(clean(f"attempt {number} ({follows}): {end.reason}"))
+    return found
+
+
+def _subject(rank: int | None, host: object) -> str:
+    where = f" on {host}" if host else ""
+    return f"rank {rank}{where}" if rank is not None else f"the job{where}"

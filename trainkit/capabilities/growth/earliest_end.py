@@ -1,0 +1,460 @@
+"""``--nodes auto``: the nodes, partition and slice of time with which a run is expected to finish first.
+
+Gathers when Slurm would start each request and how long the work takes there, then decides; nothing is
+certain about either: other jobs come and end as they like.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta, timezone
+from itertools import islice
+from pathlib import Path
+
+from trainkit.backends.slurm.queue_estimate import ask_fitting, misfit, priority, request_of, when
+from trainkit.capability import NodesChoice
+from trainkit.cluster.limits import ResourceRequest, listed, longest_time_s
+from trainkit.cluster.model import Cluster, Partition
+from trainkit.config import LoadedConfig, RunConfig, read_effective
+from trainkit.config.load import with_values
+from trainkit.config.training import DECODER
+from trainkit.errors import ConfigError, TrainkitError, UsageError
+from trainkit.formats import duration, plural, table, time_limit_s, time_text
+from trainkit.launch.plan_run import gather, plan_run
+from trainkit.plan.facts import Facts
+from trainkit.plan.gpus import RESTART_S, find_gpu
+from trainkit.plan.launch import LaunchPlan, Options, option_argv
+from trainkit.plan.model_shape import resolve_model_shape
+from trainkit.plan.node_range import KEY
+from trainkit.plan.step_cost import cost_of
+from trainkit.plan.step_work import work_of
+from trainkit.plan.workload import TRAINER, Workload
+from trainkit.run.events import read_events
+from trainkit.run.files import LEFT_OUT, UNLIMITED, numbers, to_json
+from trainkit.run.group import RunGroup
+from trainkit.run.history import RunHistory, read_plan
+from trainkit.run.registry import iter_known_runs
+from trainkit.run.rundir import RunDir
+
+ENOUGH_S = 5.0
+"""Seconds for all questions to Slurm together; what it has not answered by then does not count."""
+MOST_ASKED = 24
+"""Requests that Slurm is asked about."""
+SLICES_S = (3600.0, 4 * 3600.0)
+"""Shorter limits that it is asked about too, if the run may be cut; a restart is small against each."""
+LEAST_SIZES = 4
+"""Numbers of nodes in each partition for which there must be enough questions before there are slices."""
+MOST_RUNS = 100
+"""Earlier runs whose speed is looked up, the newest first."""
+SPEED_SECTIONS = {"task", "model", "precision", "parallel", "data"}
+"""What two configs must have in common so that a step of one takes as long as one of the other."""
+DEGREES = {"parallel": {"dp_replicate", "dp_shard", "tp", "pp", "cp", "pp_microbatches"}}
+"""What is compared as the plans have derived it."""
+
+SizeAndGpu = tuple[int, str]
+"""A number of nodes and their GPU type, which is empty if unknown."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """How long the steps of a run take somewhere."""
+
+    seconds: float
+    source: str
+    """How that is known."""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A request that would be possible, and what is expected of it."""
+
+    num_nodes: int
+    partition: str
+    limit_s: float = field(metadata=UNLIMITED)
+    """The time limit of a job."""
+    work: Work
+    start_time: datetime | None = None
+    """None if Slurm gives no time."""
+    is_slice: bool = False
+    """Whether the config does not ask for this limit, but its time allows several such jobs."""
+    end_time: datetime | None = None
+    """None if it would not finish."""
+    num_jobs: int = 1
+    """Jobs until then."""
+    remark: str = ""
+    """Why not."""
+
+
+@dataclass(frozen=True)
+class Choice(NodesChoice):
+    """The offers, and which of them is taken."""
+
+    offers: Sequence[Offer]
+    taken: Offer | None
+    """None where the request is unchanged."""
+    reason: str = ""
+    """Why none is, in a sentence."""
+    priority: str = field(default="", metadata=LEFT_OUT)
+    """What Slurm says of this user's priority."""
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain data, without the priority."""
+        return {**to_json(self), "reason": self.reason or None}
+
+    def lines(self, plan: LaunchPlan, fit: int | None = None) -> Iterator[str]:
+        """A table of the offers, with a star at the one that is taken, and what it rests on."""
+        now, workers = datetime.now(timezone.utc), plan.workers_per_node
+        if self.offers:
+            unit = "GPU-hours" if plan.device == "cuda" else "worker-hours"
+            rows = [("nodes", "partition", "limit", "would start", "would end", unit, "work from")]
+            for offer in self.offers:
+                start, end = (
+                    "no" if time is None else when(time, now) for time in (offer.start_time, offer.end_time)
+                )
+                hours = offer.num_nodes * workers * offer.work.seconds / 3600
+                limit = "none" if math.isinf(offer.limit_s) else time_text(int(offer.limit_s))
+                star = "*" if offer is self.taken else ""
+                source = offer.remark or offer.work.source
+                rows.append(
+                    (f"{offer.num_nodes}{star}", offer.partition, limit, start, end, f"{hours:.2f}", source)
+                )
+            yield from table(rows, right={5}, fit=fit, num_keys=2).splitlines()
+            yield "Starts are what `sbatch --test-only` says now; jobs that come or end earlier change them."
+        if self.priority:
+            yield f"your priority (sprio --weights, sshare):\n{self.priority}"
+        if self.taken is None:
+            yield f"--nodes auto: {self.reason}; the request is unchanged: {plan.shown_nodes}"
+
+
+def choose_nodes(
+    loaded: LoadedConfig,
+    workload: Workload = TRAINER,
+    *,
+    code_dir: Path | None = None,
+    facts: Facts | None = None,
+    before: LaunchPlan | None = None,
+    left: float = 1.0,
+) -> tuple[LoadedConfig, LaunchPlan, Choice]:
+    """The config with every number of nodes, the plan for the one that is expected to end first, and why.
+
+    Of a run that resumes, `before` is that of `plan_nodes`, and `left` the share of its steps that is left.
+    Raises the errors of `plan_run`. Without an answer of Slurm, the plan is that of the config.
+    """
+    if len(clusters := loaded.config.resources.clusters) > 1:
+        message = f"cannot compare the starts on {listed(clusters, 'or')}, of which Slurm takes the first"
+        raise UsageError(f"--nodes auto {message}", hint="name the nodes, or a range of them")
+    facts = facts or gather(loaded, workload, code_dir=code_dir)
+    cluster = facts.target.cluster
+    is_cut, base = _may_be_cut(loaded.config, workload), loaded
+    if is_cut and cluster is not None:
+        asked = ResourceRequest.of(loaded.config.resources, cluster)
+        short = replace(asked, time_s=0)
+        fitting = (item for item in asked.partitions if not misfit(short, cluster, item.name))
+        longest_s = max((longest_time_s(asked, cluster, item)[0] for item in fitting), default=math.inf)
+        if longest_s < (asked.time_s or 0):
+            base = _sliced(loaded, longest_s)
+    own = plan_run(base, facts, workload, code_dir=code_dir, before=before)
+
+    def unchanged(choice: Choice) -> tuple[LoadedConfig, LaunchPlan, Choice]:
+        # What fits into no partition uncut is refused as without auto.
+        plan = own if base is loaded else plan_run(loaded, facts, workload, code_dir=code_dir, before=before)
+        return loaded, plan, choice
+
+    if cluster is None or own.slurm is None:
+        return unchanged(Choice((), None, "only Slurm knows when more or fewer nodes are free"))
+    given = loaded.config.resources
+    request = request_of(own, loaded.config, cluster)
+    if not request.partitions:
+        why = cluster.error or "the partitions of this cluster are unknown"
+        return unchanged(Choice((), None, why))
+    wider, plan = base, own
+    if isinstance(given.nodes, int):
+        most = max(min(one.num_nodes, one.max_nodes or one.num_nodes) for one in request.partitions)
+        sizes = sizes_around(given.nodes, most)
+        if len(sizes) > 1:
+            nodes = ",".join(map(str, sizes))
+            wider = with_values(base, {KEY: nodes}, f"--nodes auto: {nodes}")
+            plan = plan_run(wider, facts, workload, code_dir=code_dir, before=own)
+    try:
+        offers, priority = _gather(plan, wider.config, facts, request, left, is_cut)
+    except TrainkitError as error:
+        return unchanged(Choice((), None, error.message.splitlines()[0]))
+    best = earliest(offers)
+    if best is None:
+        return unchanged(Choice(offers, None, "none is known to finish", priority))
+    why_longer = ""
+    if best.is_slice:
+        more: dict[str, object] = {}
+        # Partitions that take only slices are planned for too now, and may have fewer GPUs per node.
+        if len(request.partitions) > 1:
+            more["resources.gpus_per_node"] = plan.workers_per_node
+        # An uncut job would return to the queue after its time too, but slices end for good after theirs.
+        total_s = 60 * math.ceil((best.work.seconds + best.num_jobs * RESTART_S) / 60)
+        if total_s > (time_limit_s(str(given.time)) or 0):
+            more["resources.time"] = time_text(total_s)
+            why_longer = f"; resources.time is raised from {given.time} to what all jobs are expected to take"
+        wider = _sliced(wider, best.limit_s, **more)
+        plan = plan_run(wider, facts, workload, code_dir=code_dir, before=plan)
+    return wider, taken(plan, best, why_longer), Choice(offers, best, priority=priority)
+
+
+def _may_be_cut(config: RunConfig, workload: Workload) -> bool:
+    """Whether a run continues after any slice, of which the config sets none."""
+    asked = config.resources
+    is_limited = asked.time is not None and time_limit_s(asked.time) is not None
+    is_free = asked.slice is None and asked.time_min is None
+    return not workload.is_command and is_limited and is_free and "timeout" in config.requeue.on
+
+
+def _sliced(loaded: LoadedConfig, slice_s: float, **others: object) -> LoadedConfig:
+    return with_values(loaded, {"resources.slice": time_text(int(slice_s)), **others}, "--nodes auto")
+
+
+# Decide.
+
+
+def sizes_around(own: int, most: int) -> list[int]:
+    """A number of nodes, its halves and its doubles up to `most`, ascending."""
+    sizes = [own]
+    while sizes[0] % 2 == 0:
+        sizes.insert(0, sizes[0] // 2)
+    while 2 * sizes[-1] <= most:
+        sizes.append(2 * sizes[-1])
+    return sizes
+
+
+def expected_work(
+    base: Mapping[SizeAndGpu, Work], measured: Mapping[SizeAndGpu, Work]
+) -> dict[SizeAndGpu, Work]:
+    """The work in each place of `base`: measured there, else in proportion to the nearest measurement."""
+    found = dict(base)
+    for place, work in base.items():
+        if place in measured:
+            found[place] = measured[place]
+            continue
+        near = min(
+            (other for other in measured if other in base),
+            key=lambda other: (other[1] != place[1], abs(math.log(other[0] / place[0]))),
+            default=None,
+        )
+        if near is not None:
+            seconds = work.seconds * measured[near].seconds / base[near].seconds
+            found[place] = Work(seconds, f"{measured[near].source}, scaled")
+    return found
+
+
+def with_end(offer: Offer, config: RunConfig, now: datetime, whole: datetime | None = None) -> Offer:
+    """The offer with its expected end, or the reason why it would not finish.
+
+    A run that returns to the queue after each job is assumed to wait there as long as now, and to restart in
+    RESTART_S. A gap is used once: the second job starts no sooner than a longer one would, at `whole`.
+    """
+    start, resources = offer.start_time, config.resources
+    if start is None:
+        return replace(offer, remark=offer.remark or "Slurm gives no time")
+    work_s, limit_s = offer.work.seconds, offer.limit_s
+    needs = f"takes {duration(work_s)}"
+    more = 0
+    if work_s > limit_s:
+        if "timeout" not in config.requeue.on:
+            return replace(offer, remark=f"{needs}, and requeue.on has no timeout")
+        if limit_s <= RESTART_S:
+            return replace(offer, remark=f"{needs}, and a restart about {duration(RESTART_S)} of each job")
+        more = math.ceil((work_s - limit_s) / (limit_s - RESTART_S))
+    busy_s = work_s + more * RESTART_S
+    is_typed = resources.slice is not None and not offer.is_slice
+    total_s = time_limit_s(str(resources.time)) if is_typed else None
+    if total_s is not None and work_s > total_s:
+        return replace(offer, remark=f"{needs}, and resources.time is {resources.time}")
+    wait_s = max(0.0, (start - now).total_seconds())
+    later_s = (whole - now).total_seconds() - wait_s - limit_s if more and whole is not None else 0.0
+    end_s = wait_s + busy_s + max(more * wait_s, later_s)
+    return replace(offer, end_time=now + timedelta(seconds=end_s), num_jobs=1 + more)
+
+
+def earliest(offers: Sequence[Offer]) -> Offer | None:
+    """The offer that ends first, of equal ones that with the fewest jobs, then nodes; None if none ends."""
+    ending = [
+        (offer.end_time, offer.num_jobs, offer.num_nodes, index)
+        for index, offer in enumerate(offers)
+        if offer.end_time
+    ]
+    return offers[min(ending)[-1]] if ending else None
+
+
+# Gather.
+
+
+def _gather(
+    plan: LaunchPlan, config: RunConfig, facts: Facts, request: ResourceRequest, left: float, cut: bool
+) -> tuple[list[Offer], str]:
+    """The offers of all sizes, partitions and time limits of a plan, and what Slurm says of the priority."""
+    cluster, resources = facts.target.cluster, config.resources
+    assert cluster is not None
+    sizes = sorted([plan.num_nodes, *map(int, plan.sizes)], reverse=True)
+    # Too many questions leave out slices, then sizes.
+    least = min(len(sizes), LEAST_SIZES) * len(request.partitions)
+    slices = SLICES_S[: max(0, MOST_ASKED // least - 1)] if cut else None
+    limits = {item.name: _limits(request, cluster, item, slices) for item in request.partitions}
+    most = max(2, MOST_ASKED // sum(map(len, limits.values())))
+    plans = {size: plan.at(size) for size in sizes[:: -(-len(sizes) // most)]}
+    gpus = {item.name: item.gpu_type(resources.constraint) or "" for item in cluster.partitions}
+    if plan.device != "cuda":
+        gpus = dict.fromkeys(gpus, "")
+    asked = [
+        (size, item, limit_s, is_slice)
+        for is_slice in (False, True)  # last: what the time is not enough for is not asked
+        for size in plans
+        for item in request.partitions
+        for limit_s in limits[item.name]
+        if is_slice == (cut and limit_s != request.time_s)
+    ]
+    requests = (
+        (_argv(plans[n], n, item, s), misfit(replace(request, nodes=n, time_s=s), cluster, item.name))
+        for n, item, s, _ in asked
+    )
+    clusters = resources.clusters
+    with ThreadPoolExecutor(2) as threads:
+        weights = threads.submit(priority, ",".join(clusters), ENOUGH_S)
+        measured = threads.submit(_measured, plans, config, gpus)
+        answers = ask_fitting(requests, clusters, ENOUGH_S)
+        base = _base(plans, config, facts, {gpus[item.name] for item in request.partitions}, request)
+        work = {
+            place: replace(all_steps, seconds=left * all_steps.seconds)
+            for place, all_steps in expected_work(base, measured.result()).items()
+        }
+        now = datetime.now(timezone.utc)
+        offers = [
+            Offer(
+                size,
+                item.name,
+                limit_s,
+                work[size, gpus[item.name]],
+                answer.start_time,
+                is_slice,
+                remark=answer.remark,
+            )
+            for (size, item, limit_s, is_slice), answer in zip(asked, answers, strict=True)
+        ]
+        longest = sorted(offers, key=lambda one: one.limit_s)
+        whole = {(one.num_nodes, one.partition): one.start_time for one in longest}
+        ends = [with_end(one, config, now, whole[one.num_nodes, one.partition]) for one in offers]
+        return ends, weights.result()
+
+
+def _limits(
+    request: ResourceRequest, cluster: Cluster, partition: Partition, slices: Sequence[float] | None
+) -> list[float]:
+    """The time limits that a job may get; `slices` are shorter ones, None for a run that is not cut."""
+    longest = request.time_s or partition.job_time_s or math.inf
+    if slices is not None:
+        longest = min(longest, longest_time_s(request, cluster, partition)[0])
+        return [longest, *sorted((one for one in slices if one < longest), reverse=True)]
+    return [longest] if request.time_min_s in (None, longest) else [longest, request.time_min_s]
+
+
+def _argv(plan: LaunchPlan, size: int, partition: Partition, limit_s: float) -> list[str]:
+    assert plan.slurm is not None
+    time: Options = {} if math.isinf(limit_s) else {"time": time_text(int(limit_s)), "time-min": False}
+    nodes = size + plan.spare_nodes
+    asked: Options = {**plan.slurm.sbatch, "nodes": nodes, "partition": partition.name, **time}
+    return option_argv({**asked, "comment": False})
+
+
+def _base(
+    plans: Mapping[int, LaunchPlan],
+    config: RunConfig,
+    facts: Facts,
+    gpus: set[str],
+    request: ResourceRequest,
+) -> dict[SizeAndGpu, Work]:
+    """The work in each place as `trainkit plan` estimates it, else as the time limit says of its nodes."""
+    steps, data = config.train.steps, facts.data
+    known = {name: gpu for name in gpus if (gpu := find_gpu(name)) is not None}
+    if data is not None and steps is not None and config.model.architecture == DECODER and gpus == {*known}:
+        shape = resolve_model_shape(config.model, data.vocab_size)
+        works = {
+            size: work_of(config, shape, plan.layout, plan.batch, plan.device) for size, plan in plans.items()
+        }
+        return {
+            (size, name): Work(steps * cost_of(work, gpu, plans[size].workers_per_node).step_s, "planned")
+            for size, work in works.items()
+            for name, gpu in known.items()
+        }
+    resources = config.resources
+    total_s = time_limit_s(resources.time) if resources.time is not None else None
+    total_s = total_s or max((item.job_time_s or 0 for item in request.partitions), default=0)
+    if not total_s:
+        message = "nothing tells how long the run takes: resources.time and train.steps are null"
+        raise TrainkitError(message, hint="set one of them, or name a number of nodes")
+    source = f"assumed: resources.time is that of {plural(request.nodes, 'node')}"
+    return {(size, name): Work(total_s * request.nodes / size, source) for size in plans for name in gpus}
+
+
+def _measured(
+    plans: Mapping[int, LaunchPlan], config: RunConfig, gpus: Mapping[str, str]
+) -> dict[SizeAndGpu, Work]:
+    """The work at the speed of earlier runs with the same steps, those of a bench too; the newest count."""
+    found: dict[SizeAndGpu, Work] = {}
+    steps = config.train.steps
+    if steps is None or plans[max(plans)].workload.is_command:
+        return found
+    for run in islice(_earlier_runs(), MOST_RUNS):
+        records = RunHistory(run).newest_steps()
+        for number in {record.attempt for record in records if record.attempt is not None}:
+            attempt = run.attempt(number)
+            before = read_plan(attempt)
+            plan = plans.get(before.count("num_nodes") or 0)
+            if plan is None or before.step_shape != (vars(plan.layout), vars(plan.batch), plan.device):
+                continue
+            started = next(read_events(run, "started", attempt=number), None)
+            gpu = gpus.get(started.text("partition") or "") if started is not None else None
+            measured = numbers([record for record in records if record.attempt == number], "step_s")
+            if gpu is None or (plan.num_nodes, gpu) in found or not measured or not _is_alike(run, config):
+                continue  # without a partition of this cluster, it was on other nodes
+            source = f"measured in {run.shown}"
+            found[plan.num_nodes, gpu] = Work(steps * statistics.median(measured), source)
+    return found
+
+
+def _is_alike(run: RunDir, config: RunConfig) -> bool:
+    try:
+        before = read_effective(run.config_file)
+    except (OSError, ConfigError):
+        return False  # of another version
+    first, second = (one.model_dump(include=SPEED_SECTIONS, exclude=DEGREES) for one in (before, config))
+    return first == second
+
+
+def _earlier_runs() -> Iterator[RunDir]:
+    for known in iter_known_runs():
+        yield from map(known.run, known.points) if isinstance(known, RunGroup) else (known,)
+
+
+# Act.
+
+
+def taken(plan: LaunchPlan, offer: Offer, why_longer: str = "") -> LaunchPlan:
+    """The plan of a job that requests what the offer does; a lost node leaves it the smaller sizes."""
+    own = plan.at(offer.num_nodes)
+    assert own.slurm is not None
+    sizes = {size: change for size, change in own.sizes.items() if int(size) < offer.num_nodes}
+    nodes = offer.num_nodes + own.spare_nodes
+    sbatch: Options = {**own.slurm.sbatch, "nodes": nodes, "partition": offer.partition}
+    if not (sizes or own.spare_nodes):
+        sbatch.pop("no-kill", None)
+    reasons = {**own.reasons, "nodes": f"{offer.num_nodes}: the earliest expected end (--nodes auto)"}
+    if offer.is_slice:
+        limit = time_text(int(offer.limit_s))
+        reasons["slice"] = f"{limit}: the earliest expected end (--nodes auto){why_longer}"
+    if "nodes" in own.reasons:
+        reasons["nodes"] += f", instead of {own.reasons['nodes']}"
+    if "partition" in reasons:
+        reasons["partition"] = (
+            f"{offer.partition}: the earliest expected end of {own.slurm.sbatch['partition']}"
+        )
+    return replace(own, sizes=sizes, slurm=replace(own.slurm, sbatch=sbatch), reasons=reasons)

@@ -1,0 +1,114 @@
+"""``trainkit init``: writes the profile of this cluster and a first run config."""
+
+from __future__ import annotations
+
+import keyword
+import re
+import sys
+from dataclasses import asdict
+from datetime import date
+from pathlib import Path
+from shlex import quote
+
+import click
+
+from trainkit.cli.help import as_command, option
+from trainkit.cli.options import json_option
+from trainkit.cli.output import echo_result
+from trainkit.errors import UsageError
+from trainkit.folders import FIRST_RUN
+
+TASK_NAME = re.compile(r"[a-z][a-z0-9_]{0,60}")
+PROFILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+@as_command(
+    "trainkit init",
+    "trainkit init --task captions",
+    "trainkit init --cluster big --dir experiments",
+    "trainkit init --json",
+)
+@option("--cluster NAME", "Name of the profile; default: the cluster's name.", name="name")
+@option("--dir DIR", "Folder of the run config; default: the current one.", name="folder", default=".")
+@option("--task NAME", "Write NAME.py, a task of your own, its config and its test.")
+@json_option
+def command(name: str | None, folder: str, task: str | None, as_json: bool) -> None:
+    """Write the profile of this cluster and a first run config; existing files are kept.
+
+    With --task, write a task to start from instead: a model, data and a loss, which train as they are.
+
+    The profile goes to your config folder, where every command finds it. The run config, first-run.yaml, is
+    the default CONFIG of commands in its folder and the only file written without Slurm. Prints the written
+    files.
+    """
+    from trainkit.capabilities.init.init_files import (
+        describe_cluster,
+        first_run_text,
+        profile_text,
+        write_new,
+    )
+    from trainkit.cluster.discovery import discover_cluster
+    from trainkit.cluster.profile import user_folder
+
+    if task is not None:
+        if name is not None:
+            raise UsageError("--task conflicts with --cluster", hint="run `trainkit init` once for each")
+        _write_task(task, Path(folder), as_json)
+        return
+    cluster = discover_cluster()
+    texts: dict[Path, str] = {}
+    if cluster is not None:
+        name = name or cluster.name
+        if not PROFILE_NAME.fullmatch(name):
+            hint = "--cluster NAME: letters, digits, dots, dashes and underscores, at most 100"
+            raise UsageError(f"{name!r} is not a valid profile name", hint=hint)
+        texts[user_folder() / f"{name}.yaml"] = profile_text(cluster, date.today())
+    elif name is not None:
+        raise UsageError(
+            f"--cluster {name}: Slurm is not installed on this machine",
+            hint="run `trainkit init` on a login node of the cluster",
+        )
+    run_config = Path(folder) / FIRST_RUN
+    texts[run_config] = first_run_text(cluster)
+    click.echo("no Slurm on this machine" if cluster is None else describe_cluster(cluster), err=True)
+    written = [path for path, text in texts.items() if write_new(path, text)]
+    kept = [path for path in texts if path not in written]
+    for path in kept:
+        click.echo(f"kept {path}, which already exists", err=True)
+    if not written:
+        raise UsageError(
+            "nothing to write: every file already exists",
+            hint="delete one of them, or write elsewhere with --cluster NAME and --dir DIR",
+        )
+    paths = {"written": list(map(str, written)), "kept": list(map(str, kept))}
+    value = {"cluster": None if cluster is None else asdict(cluster), **paths}
+    echo_result(value, "\n".join(paths["written"]), as_json)
+    click.echo(f"next: trainkit check {quote(str(run_config))}", err=True)
+
+
+def _write_task(name: str, folder: Path, as_json: bool) -> None:
+    """Write the files of a new task, all of them or none."""
+    from trainkit.capabilities.init.init_files import task_texts, write_new
+
+    if not TASK_NAME.fullmatch(name) or keyword.iskeyword(name):
+        meant = re.sub(r"\W+", "_", name.lower()).lstrip("0123456789_")
+        is_usable = TASK_NAME.fullmatch(meant) and not keyword.iskeyword(meant)
+        hint = f"did you mean --task {meant}? " if is_usable else ""
+        hint += f"{name} is a keyword of Python; " if keyword.iskeyword(name) else ""
+        hint += "use lower-case letters, digits and underscores: the name becomes NAME.py"
+        raise UsageError(f"--task {name}: not a valid name of a Python module", hint=hint)
+    if name in sys.stdlib_module_names:
+        message = f"--task {name}: Python has a module of that name, which {name}.py would hide"
+        raise UsageError(message, hint=f"for example --task my_{name}")
+    texts = {folder / file: text for file, text in task_texts(name).items()}
+    existing = [str(path) for path in texts if path.exists()]
+    if existing:
+        raise UsageError(
+            f"{existing[0]} already exists", hint="choose another name, or another folder with --dir"
+        )
+    for path, text in texts.items():
+        write_new(path, text)
+    written = list(map(str, texts))
+    echo_result({"written": written, "kept": []}, "\n".join(written), as_json)
+    place = "" if folder == Path() else f"cd {quote(str(folder))} && "
+    click.echo(f"next: {place}trainkit check {name}.yaml --task-smoke", err=True)

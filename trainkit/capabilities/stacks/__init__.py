@@ -1,0 +1,1 @@
+"""`trainkit stacks`: where the ranks of a running job are."""
