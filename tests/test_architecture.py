@@ -54,7 +54,7 @@ SIZES = {
     "trainkit/capabilities/trackers": (5, 825),
     "trainkit/capabilities/transformers": (2, 303),
     "trainkit/capabilities/watch": (5, 1_194),
-    "trainkit/cli": (16, 3_384),
+    "trainkit/cli": (16, 3_379),
     "trainkit/cluster": (8, 1_834),
     "trainkit/config": (12, 2_983),
     "trainkit/control": (5, 782),

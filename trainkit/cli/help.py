@@ -116,11 +116,6 @@ SECTIONS = {
         "--plot",
         "--json",
         "--csv",
-        "--curves",
-        "--plot",
-        "--x",
-        "--smooth",
-        "--by",
         "--help",
     ),
 }
