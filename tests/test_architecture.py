@@ -25,14 +25,14 @@ from trainkit.run.history import Attempt
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
 SIZES = {
-    "trainkit": (19, 5_033),
+    "trainkit": (19, 5_042),
     "trainkit/backends": (26, 4_244),
     "trainkit/capabilities": (1, 1),
-    "trainkit/capabilities/bench": (6, 1_329),
+    "trainkit/capabilities/bench": (6, 1_328),
     "trainkit/capabilities/curves": (3, 697),
     "trainkit/capabilities/debugger": (5, 627),
     "trainkit/capabilities/doctor": (6, 1_343),
-    "trainkit/capabilities/drill": (5, 1_035),
+    "trainkit/capabilities/drill": (5, 1_034),
     "trainkit/capabilities/export": (3, 407),
     "trainkit/capabilities/generate": (3, 290),
     "trainkit/capabilities/growth": (2, 206),
@@ -41,7 +41,7 @@ SIZES = {
     "trainkit/capabilities/layouts": (5, 804),
     "trainkit/capabilities/multimodal": (2, 541),
     "trainkit/capabilities/notifications": (5, 509),
-    "trainkit/capabilities/replay": (7, 1_524),
+    "trainkit/capabilities/replay": (7, 1_534),
     "trainkit/capabilities/report": (10, 1_780),
     "trainkit/capabilities/simulation": (4, 311),
     "trainkit/capabilities/slow_ranks": (7, 630),
@@ -50,19 +50,19 @@ SIZES = {
     "trainkit/capabilities/trackers": (5, 825),
     "trainkit/capabilities/transformers": (2, 303),
     "trainkit/capabilities/watch": (5, 1_195),
-    "trainkit/cli": (18, 3_750),
+    "trainkit/cli": (18, 3_755),
     "trainkit/cluster": (9, 1_981),
     "trainkit/config": (12, 2_983),
-    "trainkit/control": (8, 933),
+    "trainkit/control": (8, 935),
     "trainkit/data": (6, 891),
     "trainkit/job": (34, 6_854),
     "trainkit/launch": (20, 4_115),
     "trainkit/observe": (9, 2_377),
     "trainkit/plan": (16, 3_166),
-    "trainkit/run": (16, 4_488),
+    "trainkit/run": (16, 4_501),
     "trainkit/slurm": (8, 1_574),
     "trainkit/trainer": (38, 8_690),
-    "tests": (403, 64_722),
+    "tests": (403, 64_746),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)
@@ -438,7 +438,7 @@ def test_what_was_read_is_passed_on(name: str) -> None:
     assert count <= READS[name], f"{count} places: pass what the caller has read"
 
 
-UNTYPED = {"objects": 136, "values": 293}
+UNTYPED = {"objects": 77, "values": 293}
 """Annotations without types, which are any value: a `JsonObject` or a container of `Any`; `Any` elsewhere."""
 
 

@@ -63,6 +63,13 @@ class Toy(Capability):
     Config = ToyConfig
     commands = {"toy": "toy_capability:show", "toy-broken": "toy_capability:broken"}
 
+    def contradictions(self, config):
+        if config.toy.ticks == 12:
+            yield "toy.ticks", "is 12, which no clock shows", "choose another"
+
+    def packages(self, config):
+        return {"no_such_clock": "toy.ticks"} if config.toy.ticks == 7 else {}
+
     def problems(self, loaded, facts):
         if loaded.config.toy.ticks == 13:
             yield "toy.ticks", "is 13, which is unlucky", "choose another"
@@ -167,6 +174,8 @@ def test_what_is_refused_names_the_key(tmp_path: Path, site: Path) -> None:
     (tmp_path / "own.yaml").write_text("toy:\n  tick: 2\n")
     for settings, message in (
         (["toy.ticks=0"], "toy.ticks: must be a whole number of at least 1 or null, not 0"),
+        (["toy.ticks=12"], "--set toy.ticks=12: toy.ticks: is 12, which no clock shows"),
+        (["toy.ticks=7"], f"toy.ticks: is set, but {sys.executable} has no no_such_clock"),
         (["toy.ticks=13"], "toy.ticks: is 13, which is unlucky"),
     ):
         done = submit(tmp_path, site, *settings)

@@ -603,7 +603,7 @@ def _loaded(given: _Given) -> tuple[_Given, LoadedConfig]:
 
 
 def _start_calls(
-    given: _Given, calls: Mapping[int, Call], limit: int | None, values: Sequence[Mapping[str, Any]] = ()
+    given: _Given, calls: Mapping[int, Call], limit: int | None, values: Sequence[Mapping[str, object]] = ()
 ) -> Group:
     """Start a group; `values` are those by which its tables name the calls of a sweep."""
     from trainkit.launch.sweep import ArraySpec, LoadedPoint
@@ -611,7 +611,7 @@ def _start_calls(
     if not calls:
         raise UsageError("there is nothing to call", hint="each run is one call: give at least one item")
     given, loaded = _loaded(given)
-    shown = [{key: _shown(value) for key, value in own.items()} for own in values]
+    shown: list[dict[str, object]] = [{key: _shown(value) for key, value in own.items()} for own in values]
     points = [LoadedPoint(index, shown[index] if shown else {}, loaded) for index in calls]
     return Group(_start(given, points, ArraySpec(tuple(calls), limit), calls))
 

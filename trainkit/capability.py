@@ -229,7 +229,7 @@ class Capability:
     may_be_secret: ClassVar[tuple[str, ...]] = ()
     """Keys whose values no error shows."""
     other_keys: ClassVar[Mapping[str, str]] = {}
-    """Key of other programs -> which keys of the config replace it, as a hint."""
+    """Key of other programs -> a hint, which keys of the config replace it; of a shipped capability only."""
 
     def contradictions(self, config: RunConfig) -> Iterable[KeyProblem]:
         """The problems of the config keys of the capability, whatever the facts."""
@@ -627,13 +627,13 @@ def packages_of(names: Iterable[str]) -> dict[str, str]:
     }
 
 
-def take_parts(plan: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def take_parts(plan: Mapping[str, object]) -> dict[str, object]:
     """The parts of a plan.json by the name of their capability, from the keys in which they lie."""
-    parts: dict[str, dict[str, Any]] = {}
+    parts: dict[str, object] = {}
     for name, shipped in SHIPPED.items():
         record = plan.get(shipped.follows)
         record = record if isinstance(record, Mapping) else {}
-        own: dict[str, Any] = {key: record[key] for key in shipped.within if key in record}
+        own: dict[str, object] = {key: record[key] for key in shipped.within if key in record}
         is_used = bool(own)
         for key, (inner, absent) in shipped.keys.items():
             value = plan.get(key)
@@ -641,10 +641,13 @@ def take_parts(plan: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             is_used |= own[inner] != absent
         if is_used:
             parts[name] = own.get("", own)
-    return {**parts, **plan.get("capabilities", {})}
+    others = plan.get("capabilities", {})
+    if not isinstance(others, Mapping):
+        raise TypeError(f"capabilities is {str(others)[:100]!r}")
+    return {**parts, **others}
 
 
-def files_of(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+def files_of(parts: Mapping[str, object]) -> dict[str, str]:
     """The files that the parts of a plan have: name in the run folder -> text.
 
     Raises ValueError for one that would lie elsewhere, or replace a file of the run.
@@ -661,7 +664,7 @@ def files_of(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     return found
 
 
-def keys_of(parts: Mapping[str, Mapping[str, Any]]) -> set[str]:
+def keys_of(parts: Mapping[str, object]) -> set[str]:
     """The keys of the config that the parts of a plan have. Raises ValueError for what is no list of them."""
     found: set[str] = set()
     for owner, part in parts.items():
@@ -744,7 +747,7 @@ def in_order(own: Mapping[str, T], following: Mapping[str, Mapping[str, T]]) -> 
     return found
 
 
-def put_parts(plan: dict[str, Any], parts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def put_parts(plan: dict[str, object], parts: Mapping[str, Mapping[str, object]]) -> dict[str, object]:
     """The content of a plan.json with its parts: what `take_parts` reads."""
     own: dict[str, dict[str, object]] = {}
     for name, shipped in SHIPPED.items():
@@ -752,7 +755,9 @@ def put_parts(plan: dict[str, Any], parts: Mapping[str, Mapping[str, Any]]) -> d
         follows = other if other and follows not in plan else follows
         part, written = parts.get(name), own.setdefault(follows, {})
         if shipped.within:
-            plan = {**plan, shipped.follows: {**plan[shipped.follows], **(part or {})}}
+            record = plan[shipped.follows]
+            assert isinstance(record, dict)
+            plan = {**plan, shipped.follows: {**record, **(part or {})}}
         for key, (inner, absent) in shipped.keys.items():
             value = absent if part is None else part[inner] if inner else part
             if value is not LEFT_OUT:

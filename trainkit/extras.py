@@ -24,8 +24,11 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def install_line(*extras: str, python: str | None = None) -> str:
-    """The command that installs the packages of some extras, with the pip of an interpreter if given."""
+def install_line(*names: str, python: str | None = None) -> str:
+    """The command that installs the packages of some extras, with the pip of an interpreter if given.
+
+    A name that is no extra is a package, which a capability of another package needs.
+    """
     pip = "pip install" if python is None else f"{quote(python)} -m pip install"
-    packages = dict.fromkeys(package for extra in extras for package in PACKAGES[extra])
+    packages = dict.fromkeys(package for name in names for package in PACKAGES.get(name, (name,)))
     return f"{pip} {' '.join(map(quote, packages))}"

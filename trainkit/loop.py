@@ -443,7 +443,8 @@ class Attached:
         load_tensors(checkpoint, tensors, self._world)
         for name, item in self._tracked.items():
             self._load(item, name, decode(values[name], tensors))
-        step: int = manifest.progress["step"]
+        step = manifest.progress["step"]
+        assert isinstance(step, int)
         self._saver.last_step = step
         if self.is_main:
             log.info(f"resumed from {checkpoint.path.name}: step={step}")

@@ -14,7 +14,7 @@ from tests.support.tables import messages
 from trainkit.cluster.machine import Machine
 from trainkit.cluster.target import LOCAL, Target
 from trainkit.errors import UsageError
-from trainkit.plan.launch import Batch, LaunchPlan, Layout
+from trainkit.plan.launch import Batch, LaunchPlan, Layout, SlurmRequest, WorkerEnvironment
 from trainkit.plan.workload import Workload
 
 CPU = Machine(4, 0, (), "there is no NVIDIA driver on this machine")
@@ -181,6 +181,21 @@ def test_round_trip(command: tuple[str, ...] | None) -> None:
     assert written["world_size"] == 4
     assert written["command"] == (None if command is None else list(command))
     assert LaunchPlan.from_dict(written) == made
+
+
+def test_the_keys_of_records_lie_in_the_file_itself() -> None:
+    environment = WorkerEnvironment({"A": "b"}, "debug", ("python", "-u"), "/venv", "pyxis")
+    slurm = SlurmRequest({"nodes": 2}, gpu_types={"a": "h100"}, fills_nodes=True)
+    made = launch_plan(workload=Workload(("x",), "torchrun", "TERM"), environment=environment, slurm=slurm)
+    written = made.to_dict()
+    assert list(written)[10:12] == ["env", "network"]
+    flat = {"env": {"A": "b"}, "network": "debug", "python": ["python", "-u"], "venv": "/venv"}
+    flat |= {"container_program": "pyxis", "gpu_types": {"a": "h100"}, "fills_nodes": True}
+    flat |= {"command": ["x"], "launcher": "torchrun", "command_signal": "TERM"}
+    assert written.items() >= flat.items()
+    assert written["slurm"] == {"sbatch": {"nodes": 2}, "srun": {}, "version": []}
+    assert not {"workload", "environment"} & written.keys()
+    assert LaunchPlan.from_dict(json.loads(json.dumps(written))) == made
 
 
 def test_a_damaged_plan_and_one_with_more_keys() -> None:

@@ -94,7 +94,12 @@ def command(
     if as_json:
         config = loaded.config.model_dump(mode="json", by_alias=True)
         shown = None if waits is None else [item.to_dict() for item in waits]
-        value = {"config": config, "origins": loaded.origins, "plan": plan.to_dict(), "wait": shown}
+        value: dict[str, object] = {
+            "config": config,
+            "origins": loaded.origins,
+            "plan": plan.to_dict(),
+            "wait": shown,
+        }
         value |= {} if choice is None else choice.to_dict()
         click.echo(json_text(value))
         return

@@ -17,7 +17,7 @@ from trainkit.backends.slurm.backend import cancel_follow_ups, sent_for, step_of
 from trainkit.backends.slurm.group_parts import recover_parts
 from trainkit.errors import TrainkitError, UsageError, print_note
 from trainkit.folders import shown_path
-from trainkit.formats import JsonObject, plural
+from trainkit.formats import plural
 from trainkit.observe.group import GroupFiles
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import KILLED, UNFINISHED_STATES
@@ -46,7 +46,7 @@ class CancelResult:
     ``restarted`` if another command has started it again since."""
     message: str
     """It names the folder."""
-    facts: JsonObject
+    facts: dict[str, object]
     """For ``--json``."""
     entry: AttemptRecord | None = None
     """The attempt of a run that saves."""
@@ -213,11 +213,13 @@ def _cancel_here(group: RunGroup, process: ProcessId, now: bool, wait: bool) -> 
 
 
 def _grace_s(group: RunGroup) -> float:
-    return float(group.record.plan["grace_s"])
+    grace_s = group.record.plan["grace_s"]
+    assert isinstance(grace_s, int | float)
+    return grace_s
 
 
 def _group_result(group: RunGroup, num_running: int, num_pending: int, now: bool, state: str) -> CancelResult:
-    facts = {
+    facts: dict[str, object] = {
         "run_dir": str(group.path),
         "job_id": group.job_id,
         "state": state,

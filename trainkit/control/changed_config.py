@@ -171,7 +171,7 @@ def _problems(
 ) -> Iterator[Problem]:
     config, now = loaded.config, flat_values(loaded.config)
     hint = "use the old value, or start a new run"
-    before = {"task": manifest.task, "optimizer.name": manifest.optimizer}
+    before: dict[str, object] = {"task": manifest.task, "optimizer.name": manifest.optimizer}
     before |= {key: manifest.data.get(key) for key in FIXED_KEYS}
     if data is not None:  # else the trainer compares its parameters
         before["model.architecture"] = (manifest.model or {}).get("architecture")
@@ -184,7 +184,7 @@ def _problems(
         yield loaded.problem("train.steps", message, "it counts all steps of the run, from the first one")
     if data is not None and manifest.model is not None and not config.uses_transformers:
         try:
-            trained = ModelConfig(**manifest.model)
+            trained = ModelConfig.model_validate(manifest.model)
         except ValidationError as error:
             key = ".".join(map(str, error.errors()[0]["loc"]))
             message = f"cannot be compared with the model of {name}: its {key} is not one of this version"

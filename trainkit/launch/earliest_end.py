@@ -22,7 +22,7 @@ from trainkit.config import LoadedConfig, RunConfig, read_effective
 from trainkit.config.load import with_values
 from trainkit.config.training import DECODER
 from trainkit.errors import ConfigError, TrainkitError, UsageError
-from trainkit.formats import JsonObject, duration, plural, table, time_limit_s, time_text
+from trainkit.formats import duration, plural, table, time_limit_s, time_text
 from trainkit.launch.plan_run import gather, plan_run
 from trainkit.plan.facts import Facts
 from trainkit.plan.gpus import RESTART_S, find_gpu
@@ -100,7 +100,7 @@ class Choice:
     priority: str = field(default="", metadata=LEFT_OUT)
     """What Slurm says of this user's priority."""
 
-    def to_dict(self) -> JsonObject:
+    def to_dict(self) -> dict[str, object]:
         """Plain data, without the priority."""
         return {**to_json(self), "reason": self.reason or None}
 

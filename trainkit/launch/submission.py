@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from trainkit.backend import JobScript, backend_named
 from trainkit.config import RunConfig, dump_effective
 from trainkit.errors import ConfigError, Problem, UsageError
-from trainkit.formats import JsonObject, plural, shown, shown_value
+from trainkit.formats import plural, shown, shown_value
 from trainkit.launch.disk import disk_forecast, lock_problem
 from trainkit.launch.plan_run import Gatherer, plan_run
 from trainkit.launch.secrets import refuse_leaks, secret_options
@@ -43,7 +43,7 @@ class PlannedPoint:
     """One run to submit, with its config and plan."""
 
     index: int
-    values: JsonObject
+    values: dict[str, object]
     config: RunConfig
     plan: LaunchPlan
 
@@ -293,8 +293,8 @@ def describe_points(submission: Submission, is_sweep: bool) -> str:
     if is_sweep:
         axes = {key: dict.fromkeys(shown_value(point.values[key]) for point in points) for key in first}
         differs = " x ".join(f"{key}={','.join(texts)}" for key, texts in axes.items())
-    elif "seed" in first:
-        differs = f"seed is {first['seed'] - first_index} + the index"
+    elif isinstance(seed := first.get("seed"), int):
+        differs = f"seed is {seed - first_index} + the index"
     else:
         differs = "SLURM_ARRAY_TASK_ID is the index"
     limit = "" if array is None or array.limit is None else f"; at most {array.limit:,} at once"

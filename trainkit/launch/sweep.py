@@ -10,7 +10,7 @@ from trainkit.config import LoadedConfig
 from trainkit.config.load import with_values
 from trainkit.config.schema import is_known
 from trainkit.errors import ConfigError, UsageError
-from trainkit.formats import JsonObject, shown_value
+from trainkit.formats import shown_value
 from trainkit.launch.config_request import ConfigRequest
 from trainkit.plan.sweep import MAX_POINTS, key_without_seed, sweep_points
 from trainkit.plan.workload import Workload
@@ -63,7 +63,7 @@ class LoadedPoint:
 
     index: int
     """Its number in the array."""
-    values: JsonObject
+    values: dict[str, object]
     """The values of the swept keys, by dotted key."""
     loaded: LoadedConfig | ConfigError
 
@@ -102,7 +102,7 @@ def group_points(
     )
 
 
-def swept(request: ConfigRequest, found: Sequence[JsonObject]) -> Iterator[LoadedPoint]:
+def swept(request: ConfigRequest, found: Sequence[dict[str, object]]) -> Iterator[LoadedPoint]:
     """The config of each point of a sweep; points that differ only in the seed are loaded once."""
     loaded: dict[str, LoadedConfig] = {}
     for index, values in enumerate(found):
@@ -124,7 +124,7 @@ def swept(request: ConfigRequest, found: Sequence[JsonObject]) -> Iterator[Loade
             yield LoadedPoint(index, values, error)
 
 
-def _with_seed(loaded: LoadedConfig, seed: int, origin: str) -> LoadedConfig | ConfigError:
+def _with_seed(loaded: LoadedConfig, seed: object, origin: str) -> LoadedConfig | ConfigError:
     try:
         return with_values(loaded, {"seed": seed}, origin)
     except ConfigError as error:

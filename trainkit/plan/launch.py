@@ -10,15 +10,14 @@ from typing import Any, TypeVar
 
 from trainkit.capability import SHIPPED, Part, attended_in, files_of, keys_of, load, put_parts, take_parts
 from trainkit.errors import UsageError
-from trainkit.formats import JsonObject
 from trainkit.plan.workload import TRAINER, Workload
-from trainkit.run.files import LEFT_OUT, OPTIONAL, changed, difference, read_json, read_record, to_json
+from trainkit.run.files import LEFT_OUT, OPTIONAL, difference, read_json, read_record, to_json
 
 PLAN_VERSION = 1
 _KEYS = (
     "backend num_nodes workers_per_node device layout batch lr threads_per_worker grace_s reasons env "
     "network requeue spare_nodes per command command_signal launcher python venv container_program slurm "
-    "node_sizes after debug warnings checkpoint_bytes sizes gpu_types fills_nodes version world_size"
+    "node_sizes after warnings checkpoint_bytes sizes gpu_types fills_nodes version world_size"
 )
 """The keys of plan.json in their order, but for those of parts."""
 _OF_RECORDS = {
@@ -198,9 +197,9 @@ class LaunchPlan:
     """What could not be checked, or may be slow, one sentence each."""
     checkpoint_bytes: int | None = None
     """The size of a checkpoint; None for what trains no model of trainkit."""
-    sizes: dict[str, JsonObject] = field(default_factory=dict, metadata=OPTIONAL)
+    sizes: dict[str, dict[str, object]] = field(default_factory=dict, metadata=OPTIONAL)
     """Another number of nodes that an attempt may have -> what changes in the plan then."""
-    parts: dict[str, JsonObject] = field(default_factory=dict, metadata=LEFT_OUT)
+    parts: dict[str, dict[str, object]] = field(default_factory=dict, metadata=LEFT_OUT)
     """Capability -> the content of its part, which `part` reads."""
 
     @property
@@ -255,7 +254,8 @@ class LaunchPlan:
     def attended_rank(self) -> int | None:
         """The rank that a person attends to."""
         name = self.attended_in
-        return None if name is None else self.parts[name].get(SHIPPED[name].attends)
+        rank = None if name is None else self.parts[name].get(SHIPPED[name].attends)
+        return rank if isinstance(rank, int) else None
 
     def without_hangs(self) -> LaunchPlan:
         """The plan of a run in which a rank may wait for a person: nothing counts as a hang."""
@@ -299,13 +299,14 @@ class LaunchPlan:
             return sum(self.node_sizes[:node_rank])
         return node_rank * self.workers_per_node
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         value = {**to_json(self), "version": PLAN_VERSION, "world_size": self.world_size}
         for key, (record, name) in _OF_RECORDS.items():
             if value[record] is not None and name in value[record]:
                 value[key] = value[record].pop(name)
         value["command"] = value["command"] or None
-        return put_parts({key: value[key] for key in _KEYS.split() if key in value}, self.parts)
+        del value["workload"], value["environment"]  # all of their keys lie in the file itself
+        return put_parts({key: value[key] for key in _KEYS.split() if key in value} | value, self.parts)
 
     def to_text(self) -> str:
         """The text of plan.json."""
@@ -350,7 +351,7 @@ class LaunchPlan:
 
 def _with_records(plan: Mapping[str, object]) -> dict[str, object]:
     """The content of a plan.json, with the records that its keys lie in."""
-    found = {key: plan[key] for key in _KEYS.split() if key in plan}
+    found = {key: value for key, value in plan.items() if key not in ("workload", "environment")}
     if found.get("command") is None:
         found.pop("command", None)
     for key, (record, name) in _OF_RECORDS.items():
@@ -360,16 +361,16 @@ def _with_records(plan: Mapping[str, object]) -> dict[str, object]:
     return found
 
 
-def resized(plan: JsonObject, num_nodes: int) -> JsonObject:
+def resized(plan: Mapping[str, object], num_nodes: int) -> dict[str, object]:
     """The content of plan.json for another number of nodes, which must be one of its sizes.
 
     Keys of another version are kept: the job was submitted with them.
     """
-    own = {**plan, "sizes": {}}
-    plans = {name: changed(own, change) for name, change in plan["sizes"].items()}
+    from trainkit.run.submitted import plans_by_size  # which only jobs for a range of nodes need
+
+    plans = plans_by_size(plan)
     chosen = plans.pop(str(num_nodes))
-    others = {**plans, str(plan["num_nodes"]): own}
-    return {**chosen, "sizes": {name: difference(chosen, other) for name, other in others.items()}}
+    return {**chosen, "sizes": {name: difference(chosen, other) for name, other in plans.items()}}
 
 
 def plan_text(plan: Mapping[str, object]) -> str:

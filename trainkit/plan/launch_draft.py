@@ -15,7 +15,7 @@ from trainkit.config.running import RequeueConfig
 from trainkit.config.schema import capabilities_of
 from trainkit.config.validation import doubts
 from trainkit.errors import ConfigError, Problem
-from trainkit.formats import JsonObject, plural, time_limit_s
+from trainkit.formats import plural, time_limit_s
 from trainkit.plan.batch import BatchRequest, batch_reason, make_batch, scaled_lr
 from trainkit.plan.launch import Batch, LaunchPlan, Layout, RequeuePolicy, SlurmRequest, WorkerEnvironment
 from trainkit.plan.layout_rules import make_layout
@@ -39,7 +39,7 @@ class LaunchDraft:
     env: dict[str, str] = field(default_factory=dict)
     passed: set[str] = field(default_factory=set)
     """The keys that a command gets through a capability."""
-    parts: dict[str, JsonObject] = field(default_factory=dict)
+    parts: dict[str, dict[str, object]] = field(default_factory=dict)
 
     def plan(self, workload: Workload) -> LaunchPlan:
         """The plan without its model and data; raises ConfigError with every problem."""

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from trainkit.config.running import ParallelConfig
 from trainkit.config.yamlfile import parse_value
 from trainkit.errors import ConfigError, Problem, UsageError
-from trainkit.formats import JsonObject
 from trainkit.plan.launch import Layout
 from trainkit.plan.step_work import SPLIT_BACKWARD, StepWork, num_stages
 
@@ -182,7 +181,7 @@ def _processes(world_size: int, model: int) -> str:
 DEGREES = ("dp_replicate", "dp_shard", "tp", "pp", "cp")
 
 
-def parse_layout(text: str) -> JsonObject:
+def parse_layout(text: str) -> dict[str, object]:
     """The values of ``--layout tp=2,dp_shard=2``, keys of the section `parallel`, with all degrees.
 
     Raises UsageError if the text is invalid.

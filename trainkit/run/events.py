@@ -53,8 +53,7 @@ class Event(Entry):
 
     @property
     def name(self) -> str:
-        name: str = self.values["event"]
-        return name
+        return str(self.values["event"])
 
     @property
     def step(self) -> int | None:
@@ -200,7 +199,8 @@ class StepRecord(Entry):
 
     @property
     def step(self) -> int:
-        step: int = self.values["step"]
+        step = self.values["step"]
+        assert isinstance(step, int)
         return step
 
 

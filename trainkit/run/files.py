@@ -27,7 +27,6 @@ from typing import Any, BinaryIO, Literal, TypeVar, Union, cast, get_args, get_o
 
 from trainkit.errors import UsageError
 from trainkit.folders import open_regular
-from trainkit.formats import JsonObject
 from trainkit.trust import open_trusted
 
 
@@ -135,7 +134,7 @@ def _encodable(value: Any, text: str) -> Any:
     return json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", errors="replace"))
 
 
-def read_object(path: str | Path) -> dict[str, Any]:
+def read_object(path: str | Path) -> dict[str, object]:
     """The JSON object in a file; empty if it is missing, cannot be read or has something else in it."""
     try:
         value = read_json(path)
@@ -211,7 +210,7 @@ def refresh_listing(folder: Path) -> None:
         os.unlink(name)
 
 
-def append_jsonl(path: Path, *records: dict[str, Any]) -> None:
+def append_jsonl(path: Path, *records: dict[str, object]) -> None:
     """Append each record as one line, with a single write.
 
     Terminates a line that a crash cut off first, so that the new records start on their own lines.
@@ -237,7 +236,7 @@ def append_jsonl(path: Path, *records: dict[str, Any]) -> None:
         os.close(descriptor)
 
 
-def read_jsonl(path: Path, words: Sequence[str] = (), every: int = 1) -> Iterator[dict[str, Any]]:
+def read_jsonl(path: Path, words: Sequence[str] = (), every: int = 1) -> Iterator[dict[str, object]]:
     """The records of a file; skips lines cut off by a crash. A missing file has no records.
 
     With `words`, only the records whose lines contain one of them as a JSON string, as a key or value: most
@@ -258,7 +257,7 @@ SEARCHED_BYTES = 2**26
 MAX_SAMPLE_BYTES = 2**16
 
 
-def read_jsonl_reversed(path: str | Path, words: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
+def read_jsonl_reversed(path: str | Path, words: Sequence[str] = ()) -> Iterator[dict[str, object]]:
     """Like `read_jsonl`, but the last record first, of the last `SEARCHED_BYTES`; reads only what is used."""
     with opened(path) as stream:
         if stream is not None:
@@ -354,7 +353,7 @@ class Tail:
         for line in self.lines(unfinished=unfinished):
             yield line.removesuffix(b"\n").decode(errors="replace")
 
-    def records(self, words: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
+    def records(self, words: Sequence[str] = ()) -> Iterator[dict[str, object]]:
         """The records since the last call; `words` as in `read_jsonl`."""
         return _parsed(self.lines(), words)
 
@@ -375,12 +374,12 @@ def opened(path: str | Path) -> Iterator[BinaryIO | None]:
         yield stream
 
 
-def _parsed(lines: Iterable[bytes], words: Sequence[str]) -> Iterator[dict[str, Any]]:
+def _parsed(lines: Iterable[bytes], words: Sequence[str]) -> Iterator[dict[str, object]]:
     wanted = re.compile(b'"(?:' + b"|".join(re.escape(word.encode()) for word in words) + b')"')
     return parse_records(line for line in lines if not words or wanted.search(line))
 
 
-def parse_records(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+def parse_records(lines: Iterable[bytes]) -> Iterator[dict[str, object]]:
     """The records in some lines; skips what is none."""
     return (record for record in map(parse_record, lines) if record is not None)
 
@@ -389,7 +388,7 @@ DECODER = json.JSONDecoder(parse_constant=lambda name: None)
 """Reads NaN and Infinity, which are not JSON, as null."""
 
 
-def parse_record(line: bytes) -> dict[str, Any] | None:
+def parse_record(line: bytes) -> dict[str, object] | None:
     """The record in a line; None if it is not one."""
     text = line.decode("utf-8", errors="replace").strip()
     try:
@@ -412,7 +411,7 @@ def _is_finite(value: object) -> bool:
 class Record:
     """A JSON object of a run; a value of another type than asked for counts as missing, as does Infinity."""
 
-    values: Mapping[str, Any]
+    values: Mapping[str, object]
 
     def text(self, key: str) -> str | None:
         value = self.values.get(key)
@@ -484,7 +483,7 @@ class _Shape:
     """The type that a list is converted to."""
 
 
-def read_record(kind: type[T], value: Mapping[str, Any], *, strict: bool = False) -> T:
+def read_record(kind: type[T], value: Mapping[str, object], *, strict: bool = False) -> T:
     """A JSON object as a dataclass; a list becomes a tuple where the type of the field is one.
 
     A file may be damaged, edited by hand or of another version: a value that does not have the type of its
@@ -495,8 +494,8 @@ def read_record(kind: type[T], value: Mapping[str, Any], *, strict: bool = False
     if strict and not isinstance(value, dict):
         raise TypeError(f"{kind.__name__} is {str(value)[:100]!r}")
     shapes = _shapes(cast(Any, kind))
-    known: dict[str, Any] = {}
-    more: dict[str, Any] = {}
+    known: dict[str, object] = {}
+    more: dict[str, object] = {}
     for name, item in value.items():
         if (shape := shapes.get(name)) is None:
             more[name] = item
@@ -647,10 +646,15 @@ def _differences(
             yield ".".join((*path, key)), value
 
 
-def changed(base: Mapping[str, Any], changes: Mapping[str, object]) -> JsonObject:
+def changed(base: Mapping[str, object], changes: Mapping[str, object]) -> dict[str, object]:
     """A copy of `base` with the changes that `difference` returned."""
     result = dict(base)
     for path, value in changes.items():
         head, dot, rest = path.partition(".")
-        result[head] = changed(result[head], {rest: value}) if dot else value
+        if dot:
+            inner = result[head]
+            if not isinstance(inner, dict):
+                raise TypeError(f"{head} is {str(inner)[:100]!r}")
+            value = changed(inner, {rest: value})
+        result[head] = value
     return result

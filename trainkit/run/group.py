@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.errors import UsageError
-from trainkit.formats import JsonObject
 from trainkit.locks import file_lock, is_locked
 from trainkit.run.events import log_event
 from trainkit.run.files import (
@@ -50,11 +49,11 @@ class Point:
 
     index: int = -1
     """Its number in the array, and the name of its folder."""
-    values: JsonObject = field(default_factory=dict)
+    values: dict[str, object] = field(default_factory=dict)
     """The values of the swept keys, by dotted key."""
-    config: JsonObject = field(default_factory=dict, metadata=OPTIONAL)
+    config: dict[str, object] = field(default_factory=dict, metadata=OPTIONAL)
     """How its config differs from the group's, as `difference` computes it."""
-    plan: JsonObject = field(default_factory=dict, metadata=OPTIONAL)
+    plan: dict[str, object] = field(default_factory=dict, metadata=OPTIONAL)
     """How its plan differs from the group's."""
 
 
@@ -87,8 +86,8 @@ class GroupRecord(HasCluster):
     """The config keys in which its points differ."""
     code: CodeCopy | None = None
     """The copy of the code of all runs; None if they use the files in place."""
-    config: JsonObject = field(default_factory=dict)
-    plan: JsonObject = field(default_factory=dict)
+    config: dict[str, object] = field(default_factory=dict)
+    plan: dict[str, object] = field(default_factory=dict)
     process: ProcessId | None = field(default=None, metadata=OPTIONAL)
     """The process that starts its runs on this machine; None on Slurm."""
     parts: list[Part] = field(default_factory=list, metadata=OPTIONAL)
@@ -101,9 +100,9 @@ class GroupRecord(HasCluster):
     more: dict[str, object] = field(default_factory=dict)
     """What another version recorded."""
 
-    def to_dict(self, points: Iterable[Point]) -> JsonObject:
+    def to_dict(self, points: Iterable[Point]) -> dict[str, object]:
         """The JSON of sweep.json."""
-        own: JsonObject = {}
+        own: dict[str, object] = {}
         for key, value in to_json(self).items():
             own[key] = value
             if key == "plan":

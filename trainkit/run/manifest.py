@@ -60,14 +60,14 @@ class Manifest:
     task: str | None = None
     optimizer: str = "adamw"
     """Manifests of older versions do not say it."""
-    data: JsonObject = field(default_factory=dict)
+    data: dict[str, object] = field(default_factory=dict)
     """What determines which samples a position in the data stands for."""
     val_fingerprint: str | None = None
-    model: JsonObject | None = None
+    model: dict[str, object] | None = None
     """Of the built-in decoder."""
-    progress: JsonObject = field(default_factory=dict)
+    progress: dict[str, object] = field(default_factory=dict)
     """The state of the training."""
-    state: JsonObject = field(default_factory=dict)
+    state: dict[str, object] = field(default_factory=dict)
     """What a loop of the user's own tracks, without its tensors."""
 
 
@@ -82,7 +82,7 @@ class Checkpoint:
     def manifest_file(self) -> Path:
         return self.path / MANIFEST_NAME
 
-    def content(self) -> JsonObject:
+    def content(self) -> dict[str, object]:
         """The JSON of the manifest; OSError or ValueError when it cannot be read as one."""
         value = read_json(self.manifest_file)
         if not isinstance(value, dict) or not isinstance(value.get("files"), dict):
@@ -162,7 +162,9 @@ def plain_damage(checkpoint: Checkpoint) -> str:
         if checkpoint.manifest_file.exists() and not checkpoint.manifest_file.is_file():
             return f"{MANIFEST_NAME} is no regular file"
         manifest = checkpoint.content()
-        return _manifest_damage(checkpoint, manifest) or _size_damage(checkpoint, manifest["files"])
+        files = manifest["files"]
+        assert isinstance(files, dict)
+        return _manifest_damage(checkpoint, manifest) or _size_damage(checkpoint, files)
     except FileNotFoundError as error:
         file = Path(error.filename)
         if checkpoint.path.is_dir() and file in checkpoint.path.iterdir():
@@ -184,7 +186,7 @@ def hash_damage(checkpoint: Checkpoint, part: int = 0, num_parts: int = 1) -> st
     return ""
 
 
-def _manifest_damage(checkpoint: Checkpoint, manifest: JsonObject) -> str:
+def _manifest_damage(checkpoint: Checkpoint, manifest: dict[str, object]) -> str:
     version = manifest.get("version")
     if not isinstance(version, int):
         return f"{MANIFEST_NAME} has no version"
@@ -201,7 +203,7 @@ def _manifest_damage(checkpoint: Checkpoint, manifest: JsonObject) -> str:
     return ""
 
 
-def _size_damage(checkpoint: Checkpoint, files: Mapping[str, JsonObject]) -> str:
+def _size_damage(checkpoint: Checkpoint, files: Mapping[str, dict[str, object]]) -> str:
     for name, expected in files.items():
         found, wanted = (checkpoint.path / name).stat(), expected.get("bytes")
         if not S_ISREG(found.st_mode):

@@ -90,7 +90,7 @@ class AttemptRecord(HasCluster):
     folder: str | None = field(default=None, metadata=OPTIONAL)
     """With `inode`, the run's folder when this was recorded: it may have been moved since, or copied."""
     inode: int | None = field(default=None, metadata=OPTIONAL)
-    more: dict[str, Any] = field(default_factory=dict)
+    more: dict[str, object] = field(default_factory=dict)
     """What another version recorded."""
 
     @property
@@ -160,7 +160,7 @@ class CodeCopy:
     """The working directory in the copy."""
     has_repository: bool | None = None
     """Whether Git finds a repository of its own in the copy; None for a copy of an earlier version."""
-    more: dict[str, Any] = field(default_factory=dict)
+    more: dict[str, object] = field(default_factory=dict)
     """What another version recorded."""
 
 
@@ -177,7 +177,7 @@ class JobRecord:
     attempts: list[AttemptRecord] = field(default_factory=list)
     follow_ups: list[str] | None = field(default=None, metadata=OPTIONAL)
     """The ids of the jobs that continue the run, one after another."""
-    more: dict[str, Any] = field(default_factory=dict)
+    more: dict[str, object] = field(default_factory=dict)
     """What another version recorded."""
 
     @property

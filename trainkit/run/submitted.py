@@ -15,7 +15,6 @@ from pathlib import Path
 
 from trainkit.capability import files_of, take_parts
 from trainkit.errors import UsageError
-from trainkit.formats import JsonObject
 from trainkit.run.files import changed, to_json
 from trainkit.run.group import Point, RunGroup, group_of, point_texts
 from trainkit.run.rundir import AttemptDir, RunDir
@@ -37,14 +36,23 @@ class NotSubmitted(UsageError):
         )
 
 
-def submitted_hash(config_text: str, plan: JsonObject) -> str:
+def plans_by_size(plan: Mapping[str, object]) -> dict[str, dict[str, object]]:
+    """The content of a plan.json for each number of nodes that an attempt may have, its own one last.
+
+    Raises LookupError and TypeError for what is no plan.
+    """
+    own, sizes = {**plan, "sizes": {}}, plan.get("sizes", {})
+    if not isinstance(sizes, dict):
+        raise TypeError(f"sizes is {str(sizes)[:100]!r}")
+    return {**{size: changed(own, change) for size, change in sizes.items()}, str(plan["num_nodes"]): own}
+
+
+def submitted_hash(config_text: str, plan: Mapping[str, object]) -> str:
     """The hashes of a config.yaml and of the plan in a plan.json, the same for any number of nodes.
 
     Raises LookupError, TypeError and AttributeError for what is no plan.
     """
-    own = {**plan, "sizes": {}}
-    plans = {size: changed(own, change) for size, change in plan.get("sizes", {}).items()}
-    plans[str(plan["num_nodes"])] = own
+    plans = plans_by_size(plan)
     if plan.get("fills_nodes"):  # then that is as many as the nodes have that the job gets
         plans = {size: {**one, "threads_per_worker": None} for size, one in plans.items()}
     return f"{_hash(config_text)}:{_hash(plans)}"

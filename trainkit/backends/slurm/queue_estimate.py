@@ -10,7 +10,7 @@ from trainkit.cluster.limits import ResourceRequest, partition_problems
 from trainkit.cluster.model import Cluster
 from trainkit.config import RunConfig
 from trainkit.errors import TrainkitError
-from trainkit.formats import JsonObject, duration, table
+from trainkit.formats import duration, table
 from trainkit.plan.launch import LaunchPlan, Options, option_argv
 from trainkit.run.files import LEFT_OUT, to_json
 from trainkit.slurm.client import query
@@ -29,7 +29,7 @@ class Wait:
     """Whether the config requests it, or gets it by default."""
     answer: Answer = field(metadata=LEFT_OUT)
 
-    def to_dict(self) -> JsonObject:
+    def to_dict(self) -> dict[str, object]:
         """Plain data, the time in ISO 8601."""
         return {**to_json(self), **to_json(self.answer)}
 

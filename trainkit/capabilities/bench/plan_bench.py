@@ -23,7 +23,6 @@ from trainkit.capabilities.report.sweep_report import REPEAT
 from trainkit.config import LoadedConfig, RunConfig
 from trainkit.config.load import Change, Values, short_training, with_changes, with_values
 from trainkit.errors import ConfigError, Problem, UsageError
-from trainkit.formats import JsonObject
 from trainkit.launch.plan_run import Gatherer, plan_run
 from trainkit.launch.submission import PlannedPoint, Submission, checked
 from trainkit.launch.sweep import ArraySpec, LoadedPoint
@@ -109,7 +108,7 @@ class PlannedBench:
 
     def add(
         self,
-        values: JsonObject,
+        values: dict[str, object],
         settings: Mapping[str, object],
         loaded: LoadedConfig,
         notes: tuple[str, ...] = (),

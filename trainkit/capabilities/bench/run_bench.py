@@ -13,7 +13,7 @@ from trainkit.backend import backend_named
 from trainkit.backends.jobs import query_jobs_or_warn, utc_clock
 from trainkit.backends.slurm.group_parts import recover_parts
 from trainkit.errors import UsageError
-from trainkit.formats import JsonObject, shown
+from trainkit.formats import shown
 from trainkit.observe.group import GroupFiles, PointStatus, count_states, state_counts
 from trainkit.run.end import read_newest_end
 from trainkit.run.files import LEFT_OUT, read_json, read_record, to_json, write_json
@@ -83,7 +83,7 @@ class BenchRun:
 
     run: str
     """Its folder, relative to that of the bench."""
-    values: JsonObject
+    values: dict[str, object]
     """What is special about its point: the layout, or the values of the swept keys."""
     repeat: int
     """From 1 on."""

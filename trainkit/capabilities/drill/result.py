@@ -45,7 +45,7 @@ def largest_difference(reference: Sequence[StepRecord], steps: Sequence[StepReco
 
     None if a step has a loss in one of them only.
     """
-    first, second = ({one.step: one.values["loss"] for one in run} for run in (reference, steps))
+    first, second = ({one.step: one.number("loss") for one in run} for run in (reference, steps))
     pairs = [(first.get(step), second.get(step)) for step in first.keys() | second.keys()]
     if any((loss is None) != (other is None) for loss, other in pairs):
         return None

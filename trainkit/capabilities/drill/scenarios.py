@@ -14,7 +14,6 @@ from trainkit.backends.jobs import liveness_probe, read_whole_job, require_not_r
 from trainkit.capabilities.drill.inject import FaultInjector, flip_bytes, kill_job, newest
 from trainkit.config import RunConfig
 from trainkit.control.requeue import start_again
-from trainkit.formats import JsonObject
 from trainkit.observe.logs import run_is_over
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import AttemptEnd, read_end, read_newest_end
@@ -246,7 +245,7 @@ class Result:
     damaged_step: int | None = None
     """The step of the checkpoint that the drill damaged."""
 
-    def to_dict(self) -> JsonObject:
+    def to_dict(self) -> dict[str, object]:
         """The result as JSON; what its message says is not in it twice."""
         said = ("no_restart", "missed", "stuck", "refused", "damaged_step")
         return {name: value for name, value in vars(self).items() if name not in said}

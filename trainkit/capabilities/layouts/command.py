@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict
 from shlex import quote
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -212,7 +212,7 @@ class _Planned:
         flags += set_flags(settings(choice, self.loaded.config))
         return f"trainkit submit {quote(request.path)} {' '.join(flags)}"
 
-    def to_dict(self, show_all: bool, limit: int) -> dict[str, Any]:
+    def to_dict(self, show_all: bool, limit: int) -> dict[str, object]:
         """The plan as a JSON object; amounts in bytes."""
         from trainkit.capabilities.layouts.advice import choice_dict, headline
         from trainkit.plan.model_shape import num_params

@@ -11,6 +11,15 @@ SAMPLES_FILE = "sample_losses.jsonl"
 
 
 @dataclass(frozen=True)
+class SampleLosses:
+    """A line of `SAMPLES_FILE`."""
+
+    step: int
+    losses: list[float | str]
+    """The mean loss of each sample, in the order of the global batch; ``inf`` if it is not finite."""
+
+
+@dataclass(frozen=True)
 class ReplayPart(Part):
     """The steps that `trainkit replay` computes again."""
 

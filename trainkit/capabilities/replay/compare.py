@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from trainkit.capabilities.replay import SAMPLES_FILE
+from trainkit.capabilities.replay import SAMPLES_FILE, SampleLosses
 from trainkit.capabilities.replay.replay import ReplayPlan, changed_values
 from trainkit.capabilities.replay.steps import Start, StepSample, attempt_starts, refuse_other_data
 from trainkit.config import RunConfig
@@ -14,7 +14,7 @@ from trainkit.launch.repeat import config_and_plan
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.layout_rules import DEGREES, layout_name
 from trainkit.run.events import read_steps, training_curve
-from trainkit.run.files import read_jsonl, read_jsonl_reversed
+from trainkit.run.files import read_jsonl, read_jsonl_reversed, read_record
 from trainkit.run.rundir import AttemptDir, RunDir
 
 EQUAL, DIFFERENT, UNKNOWN = "equal", "different", "unknown"
@@ -241,7 +241,8 @@ def worst_samples(
 
     A loss is the mean over the tokens, infinite if it is not finite; None for a user's task.
     """
-    losses = {record["step"]: record["losses"] for record in read_jsonl(copy.path / SAMPLES_FILE)}
+    lines = (read_record(SampleLosses, record) for record in read_jsonl(copy.path / SAMPLES_FILE))
+    losses: dict[int, list[float | str] | list[None]] = {line.step: line.losses for line in lines}
     found = [
         (step, None if loss is None else float(loss), sample)
         for step, own in samples.items()

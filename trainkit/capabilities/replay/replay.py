@@ -254,15 +254,15 @@ def _planned(at: RunStep, layout: str, flags: Flags, submits: bool) -> tuple[Run
     return loaded.config, replace(plan, lr=at.plan.lr)
 
 
-def _layout_values(plan: LaunchPlan, layout: str) -> dict[str, int | None]:
+def _layout_values(plan: LaunchPlan, layout: str) -> dict[str, object]:
     """The config values of a layout, for the nodes of the run's plan unless it is ``single``."""
-    values: dict[str, int | None] = {
+    values: dict[str, object] = {
         "resources.nodes": plan.num_nodes,
         "resources.gpus_per_node": plan.workers_per_node,
     }
     if layout == SINGLE:
         values = {"resources.nodes": 1, "resources.gpus_per_node": 1}
-        degrees = dict.fromkeys(DEGREES, 1)
+        degrees: dict[str, object] = dict.fromkeys(DEGREES, 1)
     elif layout == SAME:
         degrees = {name: getattr(plan.layout, name) for name in DEGREES}
         values["train.device_batch_size"] = plan.batch.device_batch_size

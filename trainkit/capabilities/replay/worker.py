@@ -10,12 +10,12 @@ import math
 
 import torch
 
-from trainkit.capabilities.replay import SAMPLES_FILE, ReplayPart
+from trainkit.capabilities.replay import SAMPLES_FILE, ReplayPart, SampleLosses
 from trainkit.data.dataset_file import TRAIN
 from trainkit.errors import EXIT_OK, EXIT_STOPPED, FatalError
 from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import LaunchPlan
-from trainkit.run.files import append_jsonl
+from trainkit.run.files import append_jsonl, to_json
 from trainkit.run.rundir import AttemptDir
 from trainkit.trainer.causal_lm import IGNORE_LABEL, CausalLM, Microbatch, StepBatch
 from trainkit.trainer.loop import Trainer
@@ -47,8 +47,8 @@ def run_worker(attempt: AttemptDir, plan: LaunchPlan, stop: StopRequest, progres
                     samples = task.batches(TRAIN, plan.batch, trainer.world, trainer.state, end)
                 losses = sample_losses(trainer, next(samples))
                 if trainer.world.is_main:
-                    record = {"step": trainer.state.step + 1, "losses": losses}
-                    append_jsonl(attempt.run.path / SAMPLES_FILE, record)
+                    record = SampleLosses(trainer.state.step + 1, losses)
+                    append_jsonl(attempt.run.path / SAMPLES_FILE, to_json(record))
             if trainer.step() is not None:
                 return EXIT_STOPPED
     finally:

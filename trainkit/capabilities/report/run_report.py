@@ -118,7 +118,7 @@ def read_report(history: RunHistory, status: RunStatus, now: float) -> Report:
         advice=_advice(config, attempts, Record(to_json(added)), status, curves),
         checkpoints=checkpoints,
         config=config,
-        layout=dict(plan.record("layout").values),
+        layout={name: size for name, size in plan.record("layout").values.items() if isinstance(size, int)},
         provenance=read_object(run.provenance_file),
         added=added,
     )

@@ -15,7 +15,7 @@ from trainkit.config import read_effective
 from trainkit.config.running import MlflowConfig, WandbConfig
 from trainkit.errors import UsageError
 from trainkit.folders import ensure_folder
-from trainkit.run.files import read_json, read_object
+from trainkit.run.files import Record, read_json, read_object
 from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
 
@@ -58,7 +58,7 @@ def read_facts(run: RunDir) -> Facts:
     """The facts of a run. Raises OSError, ValueError or TrainkitError if they cannot be read."""
     config = read_effective(run.config_file).model_dump(mode="json", by_alias=True)
     plan, provenance = read_json(run.plan_file), read_object(run.provenance_file)
-    git = provenance.get("git") or {}
+    git = Record(provenance).record("git").values
     code = {name: provenance.get(name) for name in ("trainkit", "python", "torch")}
     code |= {"commit": git.get("sha"), "branch": git.get("branch"), "dirty": git.get("dirty")}
     layout = {name: int(size) for name, size in plan["layout"].items() if isinstance(size, int)}

@@ -186,7 +186,7 @@ def record_notice(attempt: AttemptDir, received: signal.Signals, task: Task, tim
 def recorded_notices(attempt: AttemptDir) -> list[signal.Signals]:
     """The signals of `record_notice`."""
     events = read_events(attempt.run, "signal", attempt=attempt.number)
-    return [signal.Signals[event.values["signal"]] for event in events]
+    return [signal.Signals[str(event.values["signal"])] for event in events]
 
 
 def await_plan(attempt: AttemptDir, timeout_s: float = VISIBLE_TIMEOUT_S) -> LaunchPlan:
