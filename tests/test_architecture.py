@@ -25,8 +25,8 @@ from trainkit.run.history import Attempt
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
 SIZES = {
-    "trainkit": (19, 5_080),
-    "trainkit/backends": (22, 4_205),
+    "trainkit": (20, 5_095),
+    "trainkit/backends": (22, 4_206),
     "trainkit/capabilities": (1, 1),
     "trainkit/capabilities/bench": (6, 1_328),
     "trainkit/capabilities/curves": (3, 697),
@@ -53,20 +53,20 @@ SIZES = {
     "trainkit/capabilities/texts": (9, 1_834),
     "trainkit/capabilities/trackers": (5, 825),
     "trainkit/capabilities/transformers": (2, 303),
-    "trainkit/capabilities/watch": (5, 1_194),
+    "trainkit/capabilities/watch": (5, 1_195),
     "trainkit/cli": (16, 3_379),
     "trainkit/cluster": (8, 1_834),
     "trainkit/config": (12, 2_983),
-    "trainkit/control": (5, 782),
+    "trainkit/control": (5, 783),
     "trainkit/data": (6, 891),
-    "trainkit/job": (31, 6_721),
-    "trainkit/launch": (19, 3_655),
-    "trainkit/observe": (5, 1_116),
-    "trainkit/plan": (16, 3_166),
-    "trainkit/run": (16, 4_501),
+    "trainkit/job": (31, 6_723),
+    "trainkit/launch": (19, 3_656),
+    "trainkit/observe": (5, 1_117),
+    "trainkit/plan": (16, 3_168),
+    "trainkit/run": (16, 4_502),
     "trainkit/slurm": (8, 1_574),
-    "trainkit/trainer": (38, 8_690),
-    "tests": (405, 64_770),
+    "trainkit/trainer": (38, 8_691),
+    "tests": (405, 64_895),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)
@@ -77,6 +77,7 @@ ALLOWED = {
     "__init__": set(),  # the version, and by their names what the Python API is
     "errors": set(),
     "capability": {"errors"},  # and, for type checkers alone, the nouns of its contract
+    "shipped": {"capability", "errors"},
     "backend": {"errors", "run"},  # likewise
     "folders": {"errors"},
     "trust": {"errors", "folders"},
@@ -84,34 +85,66 @@ ALLOWED = {
     "formats": set(),
     "extras": set(),
     # What is asked for, and what will run: pure.
-    "config": {"capability", "errors", "folders", "formats", "trust"},
-    "data": {"capability", "errors", "folders", "formats", "run", "config.training"},
+    "config": {"capability", "shipped", "errors", "folders", "formats", "trust"},
+    "data": {"capability", "shipped", "errors", "folders", "formats", "run", "config.training"},
     "quoting": {"errors"},
     "scheduler": {"errors"},
     "slurm": {"errors", "scheduler"},
     # The folder of a run: its paths, its records, and the formats of its files.
     "run": {
-        *("capability", "errors", "folders", "formats", "locks", "scheduler", "slurm", "trust"),
+        *("capability", "shipped", "errors", "folders", "formats", "locks", "scheduler", "slurm", "trust"),
         "config.yamlfile",
     },
     "cluster": {"errors", "folders", "locks", "run", "formats", "config", "scheduler", "slurm"},
-    "plan": {"capability", "backend", "errors", "run", "formats", "config", "cluster", "data.checks"},
+    "plan": {
+        "capability",
+        "shipped",
+        "backend",
+        "errors",
+        "run",
+        "formats",
+        "config",
+        "cluster",
+        "data.checks",
+    },
     # Inside the allocation.
     "job": {
-        *("capability", "backend", "errors", "folders", "formats", "locks", "run", "config", "plan"),
+        *(
+            "capability",
+            "shipped",
+            "backend",
+            "errors",
+            "folders",
+            "formats",
+            "locks",
+            "run",
+            "config",
+            "plan",
+        ),
         *("scheduler", "slurm", "trust", "cluster.bad_nodes"),
         "cluster.machine",  # for its driver and cores
     },
     # Where it executes: all that is of one scheduler, or of one machine.
     "backends": {
-        *("backend", "capability", "errors", "folders", "formats", "locks", "run", "plan", "quoting"),
+        *(
+            "backend",
+            "capability",
+            "shipped",
+            "errors",
+            "folders",
+            "formats",
+            "locks",
+            "run",
+            "plan",
+            "quoting",
+        ),
         *("scheduler", "slurm"),
         *("trust", "job"),
         *("config", "cluster"),  # what their drafts plan a run from
     },
     # How it gets there.
     "launch": {
-        *("capability", "extras", "errors", "folders", "locks", "run", "formats"),
+        *("capability", "shipped", "extras", "errors", "folders", "locks", "run", "formats"),
         *("config", "cluster", "plan", "quoting", "scheduler", "slurm", "backend", "backends"),
         "data.checks",  # what is known of the data before a plan is made
         "job.processes",
@@ -119,12 +152,23 @@ ALLOWED = {
         "function",  # whose runs are not repeated
     },
     "observe": {
-        *("capability", "errors", "run", "formats", "config", "plan", "scheduler", "slurm"),
+        *("capability", "shipped", "errors", "run", "formats", "config", "plan", "scheduler", "slurm"),
         *("backend", "backends"),  # how the jobs of runs are
     },
     # Acts on a run that is there.
     "control": {
-        *("capability", "errors", "folders", "formats", "run", "config", "cluster", "plan", "scheduler"),
+        *(
+            "capability",
+            "shipped",
+            "errors",
+            "folders",
+            "formats",
+            "run",
+            "config",
+            "cluster",
+            "plan",
+            "scheduler",
+        ),
         *("slurm", "backend", "backends", "launch"),
         "data.checks",  # the size of the vocabulary, which a resume compares
         "observe.group",  # `cancel` acts on the states that `status` shows
@@ -149,7 +193,8 @@ ALLOWED = {
             "safetensors",
             "adapters",
         ),
-        "capability",  # where a shipped task is
+        "capability",
+        "shipped",  # where a shipped task is
         *("job.signals", "job.rank_env"),
         "cluster.machine",  # the version of its driver
     },
@@ -158,7 +203,7 @@ ALLOWED = {
         *("errors", "folders", "run", "plan", "data.order", "job.signals", "job.rank_env", "trainer"),
     },
     "cli": {
-        *("capability", "extras", "errors", "run", "config", "data", "cluster", "plan"),
+        *("capability", "shipped", "extras", "errors", "run", "config", "data", "cluster", "plan"),
         *("scheduler", "slurm", "job", "backend", "backends", "control", "launch", "observe"),
         *("formats", "folders", "locks", "trust"),
     },
@@ -212,11 +257,35 @@ ALLOWED = {
     },
     "capabilities.task_check": {"config", "errors", "task", "trainer"},
     "capabilities.texts": {
-        *("capability", "extras", "errors", "folders", "formats", "locks", "run", "config", "data", "cli"),
+        *(
+            "capability",
+            "shipped",
+            "extras",
+            "errors",
+            "folders",
+            "formats",
+            "locks",
+            "run",
+            "config",
+            "data",
+            "cli",
+        ),
         "launch.trainer_process",  # `data validate` of a user's own task
     },
     "capabilities.replay": {  # starts ranks as the job does, in a folder of its own
-        *("capability", "errors", "folders", "run", "formats", "config", "data", "cluster", "plan", "job"),
+        *(
+            "capability",
+            "shipped",
+            "errors",
+            "folders",
+            "run",
+            "formats",
+            "config",
+            "data",
+            "cluster",
+            "plan",
+            "job",
+        ),
         *("control", "launch", "cli", "trainer", "capabilities.texts"),
     },
     "capabilities.init": {"errors", "folders", "formats", "config", "cluster", "cli"},
@@ -229,54 +298,110 @@ ALLOWED = {
         *("errors", "folders", "formats", "run", "plan", "backends.jobs", "job.failure.stacks", "cli"),
     },
     "capabilities.diagnose": {
-        *("capability", "errors", "folders", "formats", "run", "config", "scheduler", "slurm", "backend"),
+        *(
+            "capability",
+            "shipped",
+            "errors",
+            "folders",
+            "formats",
+            "run",
+            "config",
+            "scheduler",
+            "slurm",
+            "backend",
+        ),
         *("backends", "observe", "cli", "job.failure.launcher_report"),
     },
     "capabilities.watch": {
-        *("capability", "errors", "extras", "folders", "formats", "run", "scheduler", "backend", "backends"),
+        *(
+            "capability",
+            "shipped",
+            "errors",
+            "extras",
+            "folders",
+            "formats",
+            "run",
+            "scheduler",
+            "backend",
+            "backends",
+        ),
         *("control", "observe", "cli", "capabilities.diagnose"),
     },
     "capabilities.report": {
-        *("capability", "errors", "extras", "folders", "formats", "run", "config", "observe", "cli"),
+        *(
+            "capability",
+            "shipped",
+            "errors",
+            "extras",
+            "folders",
+            "formats",
+            "run",
+            "config",
+            "observe",
+            "cli",
+        ),
         "capabilities.watch.view_text",  # a curve as a line of text
     },
     "capabilities.bench": {  # runs a config in many ways, as its owner could by hand, and compares them
-        *("capability", "extras", "errors", "folders", "run", "formats", "config", "cluster", "plan"),
+        *(
+            "capability",
+            "shipped",
+            "extras",
+            "errors",
+            "folders",
+            "run",
+            "formats",
+            "config",
+            "cluster",
+            "plan",
+        ),
         *("backend", "backends", "control", "launch", "observe", "cli"),
         *("capabilities.layouts", "capabilities.report"),
     },
     "capabilities.debugger": {
-        *("capability", "errors", "folders", "formats", "run", "plan", "cli"),
+        *("capability", "shipped", "errors", "folders", "formats", "run", "plan", "cli"),
         *("launch.packages", "capabilities.shell", "capabilities.stacks"),
     },
     "capabilities.layouts": {  # compares what could be trained, without a run
         *("errors", "formats", "config", "cluster", "plan", "data.checks", "cli", "launch.config_request"),
     },
     "capabilities.growth": {
-        *("capability", "errors", "formats", "run", "config", "cluster", "plan", "slurm"),
+        *("capability", "shipped", "errors", "formats", "run", "config", "cluster", "plan", "slurm"),
         *("job.attempt_end", "job.decision", "job.processes"),
         *("backends.slurm.queue_estimate", "launch.plan_run"),  # how soon Slurm would start other requests
     },
     "capabilities.launchers": {
-        *("capability", "errors", "formats", "run", "config", "plan"),
+        *("capability", "shipped", "errors", "formats", "run", "config", "plan"),
         *("job.node.worker_env", "job.rank_env"),
     },
     # Companions run next to the ranks, and watches in the supervisor.
-    "capabilities.curves": {"capability", "run", "config", "plan", "job.node", "job.processes"},
+    "capabilities.curves": {"capability", "shipped", "run", "config", "plan", "job.node", "job.processes"},
     "capabilities.health": {
-        *("capability", "cluster.machine", "config", "folders", "run", "plan"),
+        *("capability", "shipped", "cluster.machine", "config", "folders", "run", "plan"),
         *("job.node", "job.preflight", "job.processes", "job.rank_env"),
     },
     "capabilities.trackers": {
-        *("extras", "errors", "folders", "formats", "locks", "run", "config", "cli", "plan", "capability"),
+        *(
+            "extras",
+            "errors",
+            "folders",
+            "formats",
+            "locks",
+            "run",
+            "config",
+            "cli",
+            "plan",
+            "capability",
+            "shipped",
+        ),
         *("job.node", "job.processes"),
     },
     "capabilities.notifications": {
-        *("capability", "errors", "folders", "formats", "run", "config", "plan", "cli"),
+        *("capability", "shipped", "errors", "folders", "formats", "run", "config", "plan", "cli"),
         *("job.attempt_end", "job.processes", "capabilities.slow_ranks.output_watch"),
     },
     "capabilities.slow_ranks": {
-        *("capability", "errors", "folders", "run", "config", "plan"),
+        *("capability", "shipped", "errors", "folders", "run", "config", "plan"),
         *("job.attempt_end", "job.decision", "job.failure", "job.hangs", "job.processes"),
     },
     "capabilities": set(),
@@ -285,7 +410,7 @@ ALLOWED = {
 """Package or module of trainkit -> what it may import of trainkit, besides itself and the version."""
 
 
-CONTRACTS = {PACKAGE / "capability.py", PACKAGE / "backend.py"}
+CONTRACTS = {PACKAGE / "capability.py", PACKAGE / "shipped.py", PACKAGE / "backend.py"}
 """They annotate their methods with types of higher layers, imported under TYPE_CHECKING."""
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.programs import run_program, wait_for
-from trainkit.capability import files_of, keys_of
 from trainkit.run.events import read_events
 from trainkit.run.rundir import RunDir
+from trainkit.shipped import files_of, keys_of
 
 ROOT = Path(__file__).resolve().parents[1]
 TOY = '''

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from trainkit.capability import node_chooser
 from trainkit.cli import options
 from trainkit.cli.help import as_command, option, terminal_width, warn
 from trainkit.cli.output import json_text
@@ -15,6 +14,7 @@ from trainkit.errors import ConfigError, SlurmError, TrainkitError, UsageError
 from trainkit.formats import plural, table
 from trainkit.launch.config_request import ConfigRequest
 from trainkit.run.rundir import RUNS_FOLDER
+from trainkit.shipped import node_chooser
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -12,9 +12,9 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from trainkit.capability import shipped_subcommands
 from trainkit.cli.usage import CommandGroup
 from trainkit.folders import shipped_config_names, shipped_configs
+from trainkit.shipped import shipped_subcommands
 
 SECTIONS = {
     "What": (

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 import click
 
 from trainkit import __version__
-from trainkit.capability import installed_command, shipped_command
 from trainkit.cli.output import EscapedStream, echo_json, escaped_output
 from trainkit.cli.usage import CommandGroup, from_click
 from trainkit.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, TrainkitError, UsageError
+from trainkit.shipped import installed_command, shipped_command
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem

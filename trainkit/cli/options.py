@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 import click
 from click.core import ParameterSource
 
-from trainkit.capability import launchers, shipped_options
 from trainkit.cli.help import (
     Command,
     complete_config,
@@ -31,6 +30,7 @@ from trainkit.plan.workload import Workload
 from trainkit.run.owner import refuse_foreign
 from trainkit.run.process import other_people
 from trainkit.run.rundir import RUNS_FOLDER
+from trainkit.shipped import launchers, shipped_options
 from trainkit.trust import trust
 
 Function = TypeVar("Function", bound=Callable[..., Any])

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import click
 
 from trainkit.backends.jobs import query_jobs_or_warn
-from trainkit.capability import SHIPPED, placed, restart_cause
 from trainkit.cli.help import as_command, complete_run, option, terminal_width, warn
 from trainkit.cli.options import json_option
 from trainkit.cli.output import echo_json, echo_result
@@ -34,6 +33,7 @@ from trainkit.run.group import RunGroup
 from trainkit.run.history import Restart
 from trainkit.run.registry import find_run_or_group
 from trainkit.run.rundir import RunDir
+from trainkit.shipped import SHIPPED, placed, restart_cause
 
 if TYPE_CHECKING:
     from trainkit.cli.choose_runs import Choice

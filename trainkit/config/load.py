@@ -11,7 +11,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from trainkit.capability import TASKS, load
 from trainkit.config import yamlfile
 from trainkit.config.hf_model import CONFIG_NAME, SIZES, HFModel, find_hf_model
 from trainkit.config.layers import EMPTY, Edit, Layers, as_this_version
@@ -24,6 +23,7 @@ from trainkit.config.validation import contradictions
 from trainkit.config.yamlfile import LENGTHS, Entry, entry_at, merge, overlay, read_yaml_file, without
 from trainkit.errors import ConfigError, Problem, UsageError
 from trainkit.folders import FIRST_RUN, FIRST_RUN_NAME, config_folder, shipped_configs, shown_path, typed_path
+from trainkit.shipped import TASKS, load
 
 DEFAULT_PRESET = ModelConfig.model_fields["preset"].default
 """Without effect where `model.hf` sets the sizes."""

@@ -12,10 +12,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, create_model
 
-from trainkit.capability import TASKS, installed_section, shipped_classes
 from trainkit.config import running, training
 from trainkit.config.section import NotNegative, Section, key, section
 from trainkit.formats import JsonObject, near
+from trainkit.shipped import TASKS, installed_section, shipped_classes
 
 CONFIG_VERSION: Literal[2] = 2
 TASK_NAMES = ", ".join(TASKS)

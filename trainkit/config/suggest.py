@@ -11,7 +11,6 @@ from unicodedata import combining, normalize
 
 from pydantic import ValidationError
 
-from trainkit.capability import load, shipped_classes
 from trainkit.config.schema import (
     all_keys,
     allowed_values,
@@ -26,6 +25,7 @@ from trainkit.config.schema import (
 from trainkit.config.yamlfile import WHOLE, Entry, parse_value
 from trainkit.errors import Problem
 from trainkit.formats import near, plural, time_text
+from trainkit.shipped import load, shipped_classes
 
 WORDS = {
     **{"yes": "true", "on": "true", "1": "true", "no": "false", "off": "false", "0": "false"},

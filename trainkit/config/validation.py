@@ -7,12 +7,12 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
-from trainkit.capability import load
 from trainkit.config.loaded import LoadedConfig
 from trainkit.config.schema import RunConfig, capabilities_of
 from trainkit.config.training import DECODER, TRANSFORMERS
 from trainkit.errors import KeyProblem, Problem
 from trainkit.formats import NO_TOKENIZER, RESERVED_NAME, plural, time_limit_s
+from trainkit.shipped import load
 
 LOOKS_SECRET = re.compile(
     rf"(key|{NO_TOKENIZER}token|secret|password|passwd|passphrase|credential)s?$", re.IGNORECASE

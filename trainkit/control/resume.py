@@ -13,7 +13,7 @@ from shlex import quote
 from trainkit.backend import backend_of
 from trainkit.backends.jobs import read_whole_job, refuse_copied_group, require_not_running
 from trainkit.backends.slurm.group_parts import recover_parts, submit_parts
-from trainkit.capability import NodesChoice, node_chooser
+from trainkit.capability import NodesChoice
 from trainkit.cluster.target import Target, make_target
 from trainkit.config import LoadedConfig, RunConfig
 from trainkit.control.changed_config import (
@@ -36,6 +36,7 @@ from trainkit.run.group import RunGroup
 from trainkit.run.manifest import newest_intact, published
 from trainkit.run.record import AttemptRecord, read_job
 from trainkit.run.rundir import PARTIAL_SUFFIX, RunDir, run_lock
+from trainkit.shipped import node_chooser
 
 
 @dataclass(frozen=True)

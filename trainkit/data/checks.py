@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from trainkit.capability import of_texts
 from trainkit.config.training import DataConfig
 from trainkit.data.dataset_file import (
     SPLITS,
@@ -31,6 +30,7 @@ from trainkit.data.sources import (
     refuse_val_source,
 )
 from trainkit.errors import KeyProblem, UsageError
+from trainkit.shipped import of_texts
 
 ANY_VOCABULARY = 1
 """Vocabulary size used if the data cannot be read, so that the other sizes are still checked."""

@@ -11,10 +11,10 @@ from fractions import Fraction
 from pathlib import Path
 from typing import cast
 
-from trainkit.capability import of_texts
 from trainkit.config.training import DataConfig
 from trainkit.data.dataset_file import VAL, check_made_by, identify, is_dataset, read_dataset_file
 from trainkit.errors import UsageError
+from trainkit.shipped import of_texts
 
 STDLIB = "stdlib"
 """The source available on every machine: the Python sources of the interpreter."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainkit.capability import Capability, Guard, Hosts, Watch
+from trainkit.capability import Capability, Hosts, Watch
 from trainkit.job.decision import Departure, Observed, Outcome
 from trainkit.job.outcome import NOT_RUN
 from trainkit.job.processes import log_line
@@ -13,6 +13,7 @@ from trainkit.run.files import Tail
 from trainkit.run.record import AttemptRecord, JobRecord, read_job
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.run.submitted import read_submitted
+from trainkit.shipped import Guard
 
 
 class Attempt:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise, takewhile
 from typing import get_args
 
-from trainkit.capability import restart_cause
 from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, EXIT_OK, EXIT_STOPPED, EXIT_STUCK
 from trainkit.formats import plural, time_text
 from trainkit.job.hangs import HangRecord
@@ -20,6 +19,7 @@ from trainkit.plan.launch import RequeuePolicy
 from trainkit.plan.workload import TRAINER, Workload
 from trainkit.run.end import RESUME_ACTIONS, Action, AttemptEnd, Cause, RankFailure
 from trainkit.run.tracebacks import is_quit
+from trainkit.shipped import restart_cause
 
 RESTART_SIGNAL = "SIGUSR2"
 """Asks a supervisor to save, stop and restart."""

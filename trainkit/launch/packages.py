@@ -16,7 +16,6 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from trainkit import __version__
-from trainkit.capability import launchers, load
 from trainkit.cluster.target import is_cluster_of_host
 from trainkit.config import RunConfig
 from trainkit.config.running import LaunchConfig
@@ -28,6 +27,7 @@ from trainkit.plan.facts import Environment, Interpreter
 from trainkit.plan.torch_build import ELSEWHERE, REQUIREMENT, TorchBuild, release_problem
 from trainkit.plan.workload import Workload
 from trainkit.quoting import quote
+from trainkit.shipped import launchers, load
 
 
 class NoAnswer(Exception):

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trainkit.capability import keys_of
 from trainkit.config import LoadedConfig, RunConfig, load_config, read_effective
 from trainkit.config.schema import flatten
 from trainkit.errors import UsageError
@@ -19,6 +18,7 @@ from trainkit.run.files import read_json
 from trainkit.run.record import CodeCopy, JobRecord, read_job
 from trainkit.run.registry import UnknownRun, find_run_or_group, one_run
 from trainkit.run.rundir import AttemptDir, RunDir
+from trainkit.shipped import keys_of
 
 REPLAY_FILE = "replay.json"
 """In the folder of a job of `trainkit replay`: which run and steps it computes again."""

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from trainkit import __version__
 from trainkit.backend import JobScript, backend_named
-from trainkit.capability import TASKS
 from trainkit.config import RunConfig
 from trainkit.errors import UsageError
 from trainkit.folders import shipped_templates
@@ -26,6 +25,7 @@ from trainkit.quoting import comment, directive, quote, words
 from trainkit.run.record import CodeCopy
 from trainkit.run.rundir import STARTS_FOLDER, RunDir
 from trainkit.run.submitted import SUBMITTED_VARIABLE
+from trainkit.shipped import TASKS
 
 if TYPE_CHECKING:
     from jinja2 import Environment

@@ -18,7 +18,6 @@ from pathlib import Path
 from stat import S_IMODE, S_ISLNK
 
 from trainkit import __version__
-from trainkit.capability import packages_of
 from trainkit.config import RunConfig
 from trainkit.errors import UsageError
 from trainkit.folders import ensure_folder, shown_path, user_name
@@ -33,6 +32,7 @@ from trainkit.run.files import to_json, utc_now, write_json
 from trainkit.run.git_copy import GIT, hash_size_of, repositories_below, write_index
 from trainkit.run.record import CodeCopy, JobRecord, changed_job
 from trainkit.run.rundir import RunDir
+from trainkit.shipped import packages_of
 
 MAX_BYTES = 500_000_000
 MAX_FILES = 50_000

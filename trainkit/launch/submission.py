@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainkit.backend import JobScript, backend_named
-from trainkit.capability import NodesChoice, node_chooser
+from trainkit.capability import NodesChoice
 from trainkit.config import RunConfig, dump_effective
 from trainkit.errors import ConfigError, Problem, UsageError
 from trainkit.formats import plural, shown, shown_value
@@ -29,6 +29,7 @@ from trainkit.run.files import difference
 from trainkit.run.group import Point
 from trainkit.run.rundir import RUNS_FOLDER, RunDir, next_name
 from trainkit.run.submitted import submitted_group_hash, submitted_hash
+from trainkit.shipped import node_chooser
 
 if TYPE_CHECKING:
     from trainkit.launch.repeat import RepeatedRun

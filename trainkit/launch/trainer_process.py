@@ -9,12 +9,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
-from trainkit.capability import TASK_CHECK
 from trainkit.config import LoadedConfig
 from trainkit.config.training import DECODER
 from trainkit.errors import KeyProblem, Problem, TrainkitError, UsageError
 from trainkit.job.processes import module_argv
 from trainkit.run.own_folders import own_environ
+from trainkit.shipped import TASK_CHECK
 
 CHECK_TIMEOUT_S = 60.0
 PREFIX = "problems: "

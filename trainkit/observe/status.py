@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainkit.backends.slurm.failed_starts import FailedStart, batch_log, failed_starts
-from trainkit.capability import Notice, Reading, ask_each, attended_in, load, placed
+from trainkit.capability import Notice, Reading
 from trainkit.errors import EXIT_STOPPED, TrainkitError
 from trainkit.formats import number, time_text
 from trainkit.observe.logs import clean, last_lines, printed_metrics
@@ -41,6 +41,7 @@ from trainkit.run.manifest import newest_checkpoint
 from trainkit.run.record import AttemptRecord, JobRecord
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.scheduler import JobInfo, JobState
+from trainkit.shipped import ask_each, attended_in, load, placed
 
 if TYPE_CHECKING:
     from trainkit.config import RunConfig

@@ -8,10 +8,11 @@ from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trainkit.capability import SHIPPED, Part, attended_in, files_of, keys_of, load, put_parts, take_parts
+from trainkit.capability import Part
 from trainkit.errors import UsageError
 from trainkit.plan.workload import TRAINER, Workload
 from trainkit.run.files import LEFT_OUT, OPTIONAL, difference, read_json, read_record, to_json
+from trainkit.shipped import SHIPPED, attended_in, files_of, keys_of, load, put_parts, take_parts
 
 PLAN_VERSION = 1
 _KEYS = (

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
-from trainkit.capability import Ranks, load
+from trainkit.capability import Ranks
 from trainkit.cluster.machine import Machine
 from trainkit.cluster.target import LOCAL, Target
 from trainkit.config.loaded import LoadedConfig
@@ -21,6 +21,7 @@ from trainkit.plan.launch import Batch, LaunchPlan, Layout, RequeuePolicy, Slurm
 from trainkit.plan.layout_rules import make_layout
 from trainkit.plan.workload import Workload, out_of_reach
 from trainkit.run.files import to_json
+from trainkit.shipped import load
 
 WORKERS_PER_CPU = 16
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from trainkit.backend import backend_named
-from trainkit.capability import load
 from trainkit.cluster.machine import Machine
 from trainkit.config.loaded import LoadedConfig
 from trainkit.config.schema import RunConfig, capabilities_of
@@ -24,6 +23,7 @@ from trainkit.plan.model_shape import resolve_model_shape, vocabulary_note
 from trainkit.plan.step_work import StepWork, work_of
 from trainkit.plan.workload import TRAINER, Workload
 from trainkit.run.files import to_json
+from trainkit.shipped import load
 
 
 def make_plan(loaded: LoadedConfig, facts: Facts, workload: Workload = TRAINER) -> LaunchPlan:

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from trainkit.backend import backend_named
-from trainkit.capability import load
 from trainkit.cluster.model import Cluster
 from trainkit.config.load import with_values
 from trainkit.config.loaded import LoadedConfig
@@ -17,6 +16,7 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.make_plan import make_plan
 from trainkit.plan.workload import TRAINER, Workload
 from trainkit.run.files import difference
+from trainkit.shipped import load
 
 KEY = "resources.nodes"
 BATCH = "train.global_batch_size"

@@ -10,7 +10,7 @@ from itertools import islice, pairwise, zip_longest
 from pathlib import Path
 from typing import TypeVar
 
-from trainkit.capability import OVER, Reader, is_notable, owner_of, take_parts
+from trainkit.capability import Reader
 from trainkit.run.end import RESUME_ACTIONS
 from trainkit.run.events import (
     WHOLE_BYTES,
@@ -35,6 +35,7 @@ from trainkit.run.files import (
     seconds_between,
 )
 from trainkit.run.rundir import AttemptDir, RunDir
+from trainkit.shipped import OVER, is_notable, owner_of, take_parts
 
 RECENT_RECORDS = 200
 NOTABLE_EVENTS = (

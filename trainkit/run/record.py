@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from trainkit.capability import files_of, take_parts
 from trainkit.run.files import (
     OPTIONAL,
     read_json,
@@ -26,6 +25,7 @@ from trainkit.run.files import (
 from trainkit.run.process import ProcessId, boot_id, own_host
 from trainkit.run.rundir import AttemptDir, RunDir, is_supervised
 from trainkit.scheduler import on_cluster, split_job
+from trainkit.shipped import files_of, take_parts
 from trainkit.slurm.environment import cluster_name, other_cluster
 from trainkit.trust import read_trusted
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from shlex import quote
 
-from trainkit.capability import ATTENDING
 from trainkit.errors import TrainkitError, UsageError
 from trainkit.folders import ensure_folder, shown_path
 from trainkit.locks import (
@@ -24,6 +23,7 @@ from trainkit.locks import (
     file_lock,
     is_locked,
 )
+from trainkit.shipped import ATTENDING
 
 STARTS_FOLDER = "starts"
 RUNS_FOLDER = "runs"

@@ -13,11 +13,11 @@ from functools import cache
 from hashlib import sha256
 from pathlib import Path
 
-from trainkit.capability import files_of, take_parts
 from trainkit.errors import UsageError
 from trainkit.run.files import changed, to_json
 from trainkit.run.group import Point, RunGroup, group_of, point_texts
 from trainkit.run.rundir import AttemptDir, RunDir
+from trainkit.shipped import files_of, take_parts
 from trainkit.trust import read_trusted
 
 SUBMITTED_VARIABLE = "TRAINKIT_JOB_SUBMITTED"

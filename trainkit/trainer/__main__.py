@@ -12,7 +12,6 @@ import traceback
 from collections.abc import Callable
 from functools import partial
 
-from trainkit.capability import Guard, in_ranks, worker_of
 from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, TrainkitError, UsageError, replace_unencodable
 from trainkit.folders import whole_paths
 from trainkit.job.signals import StopRequest
@@ -22,6 +21,7 @@ from trainkit.run.files import utc_now, write_json
 from trainkit.run.process import own_host
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.run.tracebacks import last_exception, users_line
+from trainkit.shipped import Guard, in_ranks, worker_of
 from trainkit.trainer.progress import CurrentPhase, Progress, RankInfo, Watchdog, write_flight_record
 
 

@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 
-from trainkit.capability import Guard, RankObserver, TimedRanks
+from trainkit.capability import RankObserver, TimedRanks
 from trainkit.plan.launch import LaunchPlan, Layout
 from trainkit.run.process import own_host
 from trainkit.run.rundir import AttemptDir
+from trainkit.shipped import Guard
 from trainkit.trainer.distributed import World, gather_from_all, record_event
 
 log = getLogger(__name__)

@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
-from trainkit.capability import TASKS
 from trainkit.config.schema import RunConfig
 from trainkit.errors import FatalError, Problem, TrainkitError
 from trainkit.run.record import copied_file, copied_folder
 from trainkit.run.rundir import RunDir
 from trainkit.run.tracebacks import is_of_user
+from trainkit.shipped import TASKS
 from trainkit.task import Task
 
 TRACEBACK_HINT = "run it in a Python shell to see the traceback"

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.adapters import adapted_layers, require
-from trainkit.capability import TRANSFORMERS_TASK
 from trainkit.config.schema import RunConfig
 from trainkit.data.dataset_file import TRAIN
 from trainkit.plan.launch import Batch
 from trainkit.run.manifest import BASE_FINGERPRINT
 from trainkit.run.rundir import RunDir
+from trainkit.shipped import TRANSFORMERS_TASK
 from trainkit.task import Samples, Stream, Task
 from trainkit.trainer.checkpoint.state import TrainingState
 from trainkit.trainer.distributed import World

@@ -26,7 +26,7 @@ from trainkit.backends.slurm.resubmit import (
 )
 from trainkit.backends.slurm.step import step_argv
 from trainkit.backends.slurm.termination import is_ending, is_nearly_over, is_taken, termination_cause
-from trainkit.capability import Guard, Hosts
+from trainkit.capability import Hosts
 from trainkit.cluster.bad_nodes import Kind, excluded, note_failure
 from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, TrainkitError
 from trainkit.job import processes
@@ -70,6 +70,7 @@ from trainkit.run.record import (
 from trainkit.run.rundir import AttemptDir, RunDir, RunLocked, run_lock
 from trainkit.run.submitted import read_submitted, require_submitted_group
 from trainkit.scheduler import JobInfo, JobState, expand_hosts
+from trainkit.shipped import Guard
 from trainkit.slurm.client import JOB_TIMEOUT_S, QUERY_PATIENCE_S, SlurmUnreachable
 from trainkit.slurm.control import cancel, cancel_waiting, requeue
 from trainkit.slurm.hosts import is_drained, is_unavailable, node_states

@@ -15,7 +15,6 @@ from pathlib import Path
 from trainkit.backends.slurm.failed_starts import FailedStart, batch_log, failed_starts
 from trainkit.capabilities.diagnose.signatures import Where
 from trainkit.capabilities.diagnose.texts import Evidence, Text, json_line, read_log
-from trainkit.capability import ask_each, owner_of
 from trainkit.observe.logs import clean, ranks_of_nodes
 from trainkit.run.end import AttemptEnd, is_end_line, read_end
 from trainkit.run.events import (
@@ -32,6 +31,7 @@ from trainkit.run.history import Attempt, OwnedEvents, read_plan
 from trainkit.run.record import JobRecord, read_job, read_rendezvous
 from trainkit.run.rundir import AttemptDir
 from trainkit.scheduler import JobInfo, JobState
+from trainkit.shipped import ask_each, owner_of
 
 MAX_LOGS = 256
 """How many logs of ranks are searched when no record says which rank failed first."""

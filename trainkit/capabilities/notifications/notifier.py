@@ -21,7 +21,6 @@ from urllib.parse import urlsplit
 
 from trainkit import __version__
 from trainkit.capabilities.notifications.policy import policy_of
-from trainkit.capability import restart_cause
 from trainkit.errors import TrainkitError
 from trainkit.formats import mask_secrets
 from trainkit.job.processes import log_line
@@ -32,6 +31,7 @@ from trainkit.run.files import Record, parse_time, read_object, utc_now, write_j
 from trainkit.run.record import read_job
 from trainkit.run.rundir import AttemptDir
 from trainkit.run.submitted import read_submitted
+from trainkit.shipped import restart_cause
 
 STATE_NAME = "notifications.json"
 SEND_TIMEOUT_S = 5.0

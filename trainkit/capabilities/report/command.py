@@ -7,7 +7,6 @@ from datetime import datetime, timezone
 from pathlib import Path
 from shlex import quote
 
-from trainkit.capability import measured_speeds
 from trainkit.cli.help import as_command, option, warn
 from trainkit.cli.options import PATH, json_option, run_argument
 from trainkit.cli.output import echo_result
@@ -16,6 +15,7 @@ from trainkit.observe.current import look_at, query_group
 from trainkit.run.files import to_json, write_atomic
 from trainkit.run.registry import find_run_or_group
 from trainkit.run.rundir import RunDir
+from trainkit.shipped import measured_speeds
 
 
 @as_command("trainkit report last", "trainkit report last --json")

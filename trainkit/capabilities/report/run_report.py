@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 from trainkit.capabilities.report.goodput import CATEGORIES, Curves, Point, read_curves
 from trainkit.capabilities.report.page import Chart, Line, line_chart, render_page
-from trainkit.capability import ask_each, placed
 from trainkit.observe.status import FlatConfig, RunStatus, failure_lines, flat_config, loss_text
 from trainkit.run.events import with_divergence
 from trainkit.run.files import LEFT_OUT, Record, numbers, read_object, to_json
@@ -23,6 +22,7 @@ from trainkit.run.history import (
     worker_hours,
 )
 from trainkit.run.manifest import ListedCheckpoint, list_checkpoints
+from trainkit.shipped import ask_each, placed
 
 TEMPLATE = "report.html.j2"
 TIME_MARGIN, MEMORY_MARGIN = 1.2, 1.25

@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from shlex import join, quote
 
-from trainkit.capability import HostView, Notice, Reading, ask_each, ask_one, owner_of, shown_by
+from trainkit.capability import HostView, Notice, Reading
 from trainkit.folders import relative_path
 from trainkit.formats import duration
 from trainkit.observe.logs import last_texts, log_of
@@ -19,6 +19,7 @@ from trainkit.run.files import LEFT_OUT, numbers, parse_time, read_record, secon
 from trainkit.run.history import CURVES, RunHistory, seconds_left, timestamp
 from trainkit.run.rundir import RunDir
 from trainkit.scheduler import JobInfo
+from trainkit.shipped import ask_each, ask_one, owner_of, shown_by
 
 MAX_NOTICES = 50
 TAIL_LINES = 20

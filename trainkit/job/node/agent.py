@@ -22,7 +22,7 @@ from dataclasses import replace
 from typing import IO
 
 from trainkit.backend import step_task
-from trainkit.capability import Companion, Guard
+from trainkit.capability import Companion
 from trainkit.cluster.machine import count_oom_kills
 from trainkit.errors import (
     EXIT_FAILED,
@@ -76,6 +76,7 @@ from trainkit.job.work_folder import WORK_DIR_VARIABLE
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.record import read_job, read_rendezvous, record_of
 from trainkit.run.rundir import AttemptDir, RunDir
+from trainkit.shipped import Guard
 
 POLL_S = 2.0
 RELAY_S = 0.1

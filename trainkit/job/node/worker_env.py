@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
-from trainkit.capability import Guard, in_ranks, with_launcher
 from trainkit.errors import UsageError
 from trainkit.job.node.rendezvous import Rendezvous
 from trainkit.job.processes import log_line, module_argv
@@ -35,6 +34,7 @@ from trainkit.run.own_folders import OwnFolders, own_folders
 from trainkit.run.process import own_host
 from trainkit.run.record import CodeCopy
 from trainkit.run.rundir import AttemptDir, RunDir
+from trainkit.shipped import Guard, in_ranks, with_launcher
 
 STARTUP_FOLDER = Path(__file__).parents[1] / "startup"
 ALLOCATOR_VARIABLES = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"}
