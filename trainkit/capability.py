@@ -1,6 +1,6 @@
 """The contract through which a capability brings what not every run needs; the core names none of them.
 
-A capability is a folder of `trainkit/capabilities/`, with a row in `trainkit/shipped.py`, or a class of another
+A capability is a folder of `trainkit/capabilities/`, with a row in `shipped.py`, or a class of another
 package whose metadata name it in the entry-point group `trainkit.capabilities`: it is imported only where a
 config, a plan or a command line names it.
 """

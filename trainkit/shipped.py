@@ -1,4 +1,4 @@
-"""The shipped capabilities by what is known of one before it is imported, and the way to one of another package."""
+"""The shipped capabilities, by what is known of one before it is imported, and those of other packages."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from trainkit.capabilities.layouts.choices import find_hardware
 from trainkit.cluster.machine import Machine
 from trainkit.cluster.model import Cluster, NodeKind, Partition
 from trainkit.cluster.target import LOCAL, Target
@@ -13,7 +14,6 @@ from trainkit.errors import UsageError
 from trainkit.formats import GIB, MIB
 from trainkit.plan.gpus import (
     find_gpu,
-    find_hardware,
     gpu_names,
     known_gpu,
     known_gpus,
