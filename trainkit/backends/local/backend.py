@@ -21,7 +21,6 @@ from trainkit.job.processes import PAUSE_SIGNALS, descendants, dies_with, module
 from trainkit.job.rank_env import TERMINAL_VARIABLE
 from trainkit.job.signals import NOTICE_SIGNALS
 from trainkit.plan.launch import LaunchPlan
-from trainkit.plan.launch_draft import LaunchDraft
 from trainkit.run.end import KILLED, is_over
 from trainkit.run.events import log_event, read_events
 from trainkit.run.group import RunGroup, group_of
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
     from trainkit.cluster.target import Target
     from trainkit.config.loaded import LoadedConfig
     from trainkit.job.allocation import Allocation
+    from trainkit.plan.launch_draft import LaunchDraft
     from trainkit.scheduler import JobInfo
 
 KILL_TIMEOUT_S = 10.0
@@ -55,6 +55,8 @@ class LocalBackend(Backend):
     ask_every_s = 0.5
 
     def draft(self, loaded: LoadedConfig, machine: Machine, target: Target) -> LaunchDraft:
+        from trainkit.plan.launch_draft import LaunchDraft  # which no supervisor and no list of runs needs
+
         return LaunchDraft(loaded, machine, target)
 
     def waiting_for(self, plan: LaunchPlan, names: Sequence[str], reason: str) -> LaunchPlan:
