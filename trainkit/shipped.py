@@ -59,7 +59,7 @@ class Shipped:
     once a person has come, its file ``rank`` says to which rank.
     """
     launchers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Launcher of a command -> packages, one of which must be installed."""
+    """Launcher of a command -> packages, one of which must be installed; `Capability.argv` starts it."""
     chooses_nodes: bool = False
     """Whether it chooses the number of nodes for `--nodes auto`."""
     events: Mapping[str, bool] = field(default_factory=dict)
