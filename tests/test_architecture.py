@@ -25,8 +25,8 @@ from trainkit.run.history import Attempt
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
 SIZES = {
-    "trainkit": (20, 5_095),
-    "trainkit/backends": (22, 4_206),
+    "trainkit": (20, 5_096),
+    "trainkit/backends": (22, 4_208),
     "trainkit/capabilities": (1, 1),
     "trainkit/capabilities/bench": (6, 1_328),
     "trainkit/capabilities/curves": (3, 697),
@@ -44,7 +44,7 @@ SIZES = {
     "trainkit/capabilities/multimodal": (2, 541),
     "trainkit/capabilities/notifications": (5, 509),
     "trainkit/capabilities/replay": (7, 1_534),
-    "trainkit/capabilities/report": (10, 1_780),
+    "trainkit/capabilities/report": (10, 1_881),
     "trainkit/capabilities/shell": (3, 190),
     "trainkit/capabilities/simulation": (4, 311),
     "trainkit/capabilities/slow_ranks": (8, 698),
@@ -65,8 +65,8 @@ SIZES = {
     "trainkit/plan": (16, 3_168),
     "trainkit/run": (16, 4_502),
     "trainkit/slurm": (8, 1_574),
-    "trainkit/trainer": (38, 8_691),
-    "tests": (405, 64_895),
+    "trainkit/trainer": (38, 8_713),
+    "tests": (405, 64_987),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)

@@ -44,9 +44,9 @@ assert file.read_bytes().startswith(b"\\x89PNG")
 """,
     "plot": """
 from pathlib import Path
-from trainkit.capabilities.report.plot import draw, save
-table = {"run": ["a", "a"], "step": [1, 2], "loss": [2.0, 1.0]}
-save(draw(table, [], ["loss"], "step", 0.0, None), Path("losses.pdf"))
+from trainkit.capabilities.report.plot import DrawnRun, draw, save
+runs = [DrawnRun("a", {}, {"loss": {1: (1.0, 2.0), 2: (2.0, 1.0)}})]
+save(draw(runs, [], ["loss"], "step", 0.0, None, on_gpu=False), Path("losses.pdf"))
 assert Path("losses.pdf").read_bytes().startswith(b"%PDF")
 """,
     "float8": """

@@ -416,7 +416,8 @@ def placed(output: str, own: Mapping[str, T], added: Mapping[str, T]) -> dict[st
     for key, before in ((key, before) for place in places for key, before in place.items()):
         if key in added:
             following.setdefault(before, {})[key] = added[key]
-    return {**in_order(own, following), **added}
+    # What another package calls as the core does would replace it.
+    return {**in_order(own, following), **{key: added[key] for key in added if key not in own}}
 
 
 def in_order(own: Mapping[str, T], following: Mapping[str, Mapping[str, T]]) -> dict[str, T]:

@@ -196,7 +196,8 @@ class Metrics:
         if validation is not None:
             more["val_loss"] = validation.loss
             more |= {f"val_{name}": value for name, value in _finite(validation.metrics).items()}
-        self._unwritten.append({**values, **observed, **more})  # after those that could not be written
+        # After those that could not be written; what a capability calls as the trainer does replaces nothing.
+        self._unwritten.append({**values, **observed, **values, **more})
         self.flush()
         log.info(self._line(values, more.get("val_loss")))
         if self.tensorboard is not None:

@@ -9,8 +9,9 @@ them.
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from logging import getLogger
 from typing import Any
 
@@ -132,12 +133,32 @@ class RankObservers:
     def add(self, step: int, times: Sequence[float], step_s: float) -> None:
         """Take in a step, and record the events that follow."""
         for name, observer in self._own:
-            # A generator fails only when it is read.
-            found = self._guard.call(name, lambda add=observer.add: list(add(step, times, step_s)))
-            for event, values in found or ():
+            for event, values in self._guard.call(name, _events, observer, step, times, step_s) or ():
                 record_event(self._attempt, event, **values)
 
     @property
     def values(self) -> dict[str, float | str]:
         """The values for the next record of the metrics."""
-        return {key: value for _, observer in self._own for key, value in observer.values.items()}
+        found: dict[str, float | str] = {}
+        for name, observer in self._own:
+            found |= self._guard.call(name, _values, observer) or {}
+        return found
+
+
+def _events(
+    observer: RankObserver, step: int, times: Sequence[float], step_s: float
+) -> list[tuple[str, Mapping[str, object]]]:
+    """The events of an observer; raises an error for one that cannot be recorded."""
+    found = [(event, dict(values)) for event, values in observer.add(step, times, step_s)]
+    json.dumps(found)
+    for event, values in found:
+        if reserved := {"time", "attempt", "event"} & values.keys():
+            raise ValueError(f"an event {event} has no {', '.join(sorted(reserved))} of its own")
+    return [*found]
+
+
+def _values(observer: RankObserver) -> dict[str, float | str]:
+    """The values of an observer; raises an error for those that cannot be recorded."""
+    found = dict(observer.values)
+    json.dumps(found)
+    return found

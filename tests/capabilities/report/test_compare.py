@@ -104,7 +104,7 @@ def test_a_config_that_cannot_be_read(place: Path, capsys: pytest.CaptureFixture
 def test_curves_go_into_a_table_and_a_figure(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["compare", "mine", "--curves", "loss,grad_norm", "--smooth", "0.5"]
     assert main([*argv, "--csv", "curves.csv", "--plot", "losses.svg"]) == 0
-    assert capsys.readouterr().out == "losses.svg\ncurves.csv\n"
+    assert capsys.readouterr().out == "curves.csv\nlosses.svg\n"
     rows = list(csv.DictReader((place / "curves.csv").open()))
     assert len(rows) == 6 * 20
     assert set(rows[0]) == {"run", "seed", "step", "tokens", "time_s", "gpu_hours", "loss", "grad_norm"}
@@ -121,14 +121,15 @@ def test_curves_are_shown_in_the_terminal(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("argv", "error"),
     [
-        (["--csv", "mine/1"], "--csv mine/1: the name of a table ends with .csv"),
+        (["--csv", "none/a.csv"], "--csv none/a.csv: there is no folder none"),
         (["--csv", "old.csv"], "--csv old.csv exists already"),
         (["--plot", "old.csv"], "--plot old.csv exists already"),
         (["--plot", "losses"], "losses: a figure cannot be without a suffix"),
-        (["--plot", "losses.docx"], "losses.docx: a figure cannot be docx"),
+        (["--plot", "losses.docx"], "losses.docx: a figure cannot be .docx"),
         (["--smooth", "0.9"], "--smooth is for a figure"),
         (["--curves", "perplexity"], "no run has logged perplexity"),
-        (["--plot", "a.pdf", "--by", "seed"], "the runs do not differ in seed"),
+        (["--plot", "a.pdf", "--by", "model"], "the runs do not differ in model"),
+        (["--plot", "a.pdf", "--csv", "none/a.csv"], "--csv none/a.csv: there is no folder none"),
     ],
 )
 def test_curves_that_cannot_be_written(
@@ -146,3 +147,10 @@ def test_curves_that_cannot_be_written(
 def test_curves_are_no_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", "mine", "--curves", "loss", "--json"]) == 2
     assert json.loads(capsys.readouterr().out)["error"] == "--json has no curves"
+    assert main(["compare", "mine", "--csv", "a.csv", "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["error"] == "--csv and --json are mutually exclusive"
+
+
+def test_csv_may_stand_before_the_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "--csv", "mine/0", "mine/1"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 3

@@ -13,8 +13,8 @@ import pytest
 from numpy import asarray
 
 from tests.support.sweeps import made_up_sweep, stamp
-from trainkit.capabilities.report.curves import Curves, curves
-from trainkit.capabilities.report.plot import COLORS, smoothed
+from trainkit.capabilities.report.curves import curves
+from trainkit.capabilities.report.plot import COLORS, DrawnRun, draw, save, smoothed
 from trainkit.errors import UsageError
 from trainkit.run.group import RunGroup
 from trainkit.run.rundir import RunDir
@@ -50,7 +50,7 @@ def test_a_table_has_a_row_per_step_and_the_keys_that_differ(sweep: RunGroup) ->
     assert table.num_rows == 6 * 20
     last = [row for row in table.rows() if row["run"] == "4"][-1]
     assert (last[LR], last["seed"], last["step"], last["time_s"]) == (1e-2, 1, 20, 40.0)
-    assert last["gpu_hours"] == pytest.approx(40.0 / 3600)  # no plan says more than one rank
+    assert last["gpu_hours"] is None  # no plan and no event says how many ranks there were
     assert last["loss"] == pytest.approx(2.0 + 0.05 + 3 * math.exp(-4))
 
 
@@ -136,13 +136,9 @@ def test_a_line_per_value_is_the_mean_over_seeds(sweep: RunGroup) -> None:
 def test_names_have_colors_of_the_palette_and_numbers_of_viridis(sweep: RunGroup) -> None:
     table = curves("mine")
     assert {line.get_color() for line in table.plot().axes[0].lines}.isdisjoint(COLORS)
-    named = Curves(["kind"], ["loss"])
-    for row in table.rows():
-        for column, value in {**row, "kind": f"lr {row[LR]}"}.items():
-            if column in named:
-                named[column].append(value)
-        named.keys_that_differ = ("kind",)
-    assert [line.get_color() for line in named.plot().axes[0].lines] == [*COLORS[:2]]
+    kinds = [DrawnRun(kind, {"kind": kind}, {"loss": {1: (1.0, 2.0)}}) for kind in ("a", "b")]
+    figure = draw(kinds, ["kind"], ["loss"], "step", 0.0, None, on_gpu=False)
+    assert [line.get_color() for line in figure.axes[0].lines] == [*COLORS[:2]]
 
 
 def test_a_wide_range_is_logarithmic(sweep: RunGroup) -> None:
@@ -167,8 +163,6 @@ def test_smoothing_has_no_bias_to_zero() -> None:
 
 @pytest.mark.parametrize("suffix", ["pdf", "svg", "png"])
 def test_the_same_data_are_the_same_file(sweep: RunGroup, tmp_path: Path, suffix: str) -> None:
-    from trainkit.capabilities.report.plot import save
-
     files = [tmp_path / f"{name}.{suffix}" for name in "ab"]
     for file in files:
         save(curves("mine").plot(x="time", smooth=0.5), file)
@@ -182,8 +176,9 @@ def test_the_same_data_are_the_same_file(sweep: RunGroup, tmp_path: Path, suffix
     [
         ({"x": "epoch"}, "unknown axis epoch"),
         ({"smooth": 1.0}, "smooth must be from 0 to below 1: 1.0"),
-        ({"by": "seed"}, "the runs do not differ in seed"),
-        ({"x": "tokens"}, "no run has loss by tokens"),
+        ({"by": "seed"}, "runs that differ in their seeds are one line"),
+        ({"by": "model"}, "the runs do not differ in model"),
+        ({"x": "tokens"}, "no run has numbers of loss by tokens"),
     ],
 )
 def test_a_figure_that_cannot_be_is_refused(
@@ -192,3 +187,92 @@ def test_a_figure_that_cannot_be_is_refused(
     with pytest.raises(UsageError) as refused:
         curves("mine").plot(**options)  # type: ignore[arg-type]
     assert refused.value.message == message
+
+
+def test_keys_are_columns_as_asked_and_lines_by_all_that_differ(sweep: RunGroup) -> None:
+    table = curves(sweep, [[sweep]], metrics="loss", keys=["seed"])  # also lists, and a single name
+    assert list(table)[:3] == ["run", "seed", "step"]
+    (axes,) = table.plot().axes
+    assert len(axes.lines) == 2
+    assert axes.get_title() == "mean and standard deviation of 3 runs"
+
+
+def test_a_seed_that_is_behind_cuts_no_line(sweep: RunGroup) -> None:
+    log(sweep.run(0), [step(n, n, loss=1.0) for n in (1, 2)])
+    log(sweep.run(1), [])
+    line = curves("mine/0", "mine/1", "mine/2").plot().axes[0].lines[0]
+    assert list(asarray(line.get_xdata())) == list(range(1, 21))
+
+
+def test_the_mean_ends_where_a_run_has_diverged(sweep: RunGroup) -> None:
+    log(sweep.run(0), [step(n, n, loss=1.0 if n < 4 else None) for n in (1, 2, 3, 4)])
+    line, cross = curves("mine/0", "mine/1").plot().axes[0].lines
+    assert asarray(line.get_xdata()).tolist() == [1.0, 2.0, 3.0]
+    assert asarray(cross.get_xdata()).tolist() == [4.0]
+
+
+def test_a_key_that_is_named_as_a_column_stays_one(sweep: RunGroup) -> None:
+    """A COMMAND may have `--sweep lr=…` and log `lr`."""
+    sweep_json = json.loads((sweep.path / "sweep.json").read_text())
+    for point in sweep_json["points"]:
+        point["values"] = {"grad_norm": f"m{point['index'] % 2}", "step": 10 * point["index"]}
+    (sweep.path / "sweep.json").write_text(json.dumps(sweep_json))
+    table = curves("mine/0", "mine/1", metrics=["grad_norm"])
+    assert {"config.grad_norm", "config.step", "grad_norm", "step"} < set(table)
+    assert dict.fromkeys(table["config.step"]) == {0: None, 10: None}
+    assert table["step"][:3] == [1, 2, 3]
+
+
+def test_runs_that_differ_in_a_secret_are_two_lines_that_do_not_show_it(sweep: RunGroup) -> None:
+    for index in (0, 1):
+        config = sweep.run(index).config_file
+        text = config.read_text().replace("seed: 1\n", "seed: 0\n")
+        config.write_text(text + f"launch:\n  env:\n    API_KEY: hunter2{index}\n")
+    table = curves("mine/0", "mine/1")
+    stream = io.StringIO()
+    table.write_csv(stream)
+    assert "hunter2" not in stream.getvalue()
+    axes = table.plot().axes[0]
+    assert len(axes.lines) == 2
+    assert all("hunter2" not in text.get_text() for text in axes.figure.legends[0].get_texts())
+
+
+def test_a_run_without_a_readable_config_is_a_line_of_its_own(sweep: RunGroup) -> None:
+    for index in (3, 4):
+        sweep.run(index).config_file.write_text("steps: [")
+    table = curves("mine")
+    assert table.unreadable == ("3", "4")
+    assert len(table.plot().axes[0].lines) == 4
+
+
+def test_a_command_that_was_restarted_has_no_steps_of_its_earlier_attempt(sweep: RunGroup) -> None:
+    first = [step(n, 10 * n, loss=1.0 * n) for n in range(1, 9)]
+    log(sweep.run(0), [*first, *(step(n, 100 + 10 * n, 2, loss=10.0 * n) for n in (5, 6))])
+    sweep.run(0).events_file.write_text("")
+    table = curves("mine/0")
+    assert table["step"] == [1, 2, 3, 4, 5, 6]
+    assert table["time_s"] == sorted(table["time_s"])
+
+
+def test_validations_of_a_command_are_on_its_curve(sweep: RunGroup) -> None:
+    log(sweep.run(0), [step(1, 1, loss=1.0), step(2, 2, loss=0.5), step(2, 2, acc=0.9)])
+    event = {"time": stamp(2), "attempt": 1, "event": "evaluated", "step": 2, "val_loss": 0.7}
+    sweep.run(0).events_file.write_text(json.dumps(event) + "\n")
+    table = curves("mine/0", metrics=["loss", "val_loss", "acc"])
+    assert (table["loss"], table["val_loss"], table["acc"]) == ([1.0, 0.5], [None, 0.7], [None, 0.9])
+
+
+def test_what_is_no_number_is_not_drawn(sweep: RunGroup) -> None:
+    odd = [step(n, n, loss=1.7e308, mfu=None, ok=True, name="x", tokens=5) for n in (1, 2)]
+    log(sweep.run(0), [*odd, {"step": 10**400, "loss": 1.0}, {"step": 3, "loss": 2.0}])
+    table = curves("mine/0", metrics=["loss", "mfu", "ok", "name"])
+    assert table["step"] == [1, 2, 3]
+    assert table["mfu"] == table["ok"] == table["name"] == [None, None, None]
+    assert [math.isnan(value) for value in table["loss"]] == [True, True, False]
+
+
+def test_hours_are_ticks_of_hours(sweep: RunGroup) -> None:
+    log(sweep.run(0), [step(n, 3600.0 * n, loss=1.0) for n in (0, 1, 2, 3)])
+    axes = curves("mine/0").plot(x="time").axes[0]
+    assert axes.get_xlabel() == "training time (h)"
+    assert max(asarray(axes.lines[0].get_xdata())) == pytest.approx(3.0, abs=0.01)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import math
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,9 +16,9 @@ from typing import TextIO
 import click
 
 from trainkit.capabilities.report.compared_runs import differing_keys, runs_named, short_names
-from trainkit.capabilities.report.curves import Curves
+from trainkit.capabilities.report.curves import Curves, new_file
 from trainkit.capabilities.report.curves import curves as read_curves
-from trainkit.capabilities.report.plot import AXES, save
+from trainkit.capabilities.report.plot import AXES, figure_kind, save
 from trainkit.capabilities.report.run_report import Report, read_report
 from trainkit.capabilities.watch.view_text import resampled, sparkline
 from trainkit.cli.choose_runs import command_values
@@ -75,95 +74,70 @@ def command(
     curves are compared: a figure has a line per value of the keys, with mean and standard deviation over
     seeds, and the table has a row per logged step.
     """
-    if csv_file not in (None, "-") and not csv_file.endswith(".csv"):
-        raise UsageError(
-            f"--csv {csv_file}: the name of a table ends with .csv", hint="write --csv after the runs"
-        )
-    if csv_file not in (None, "-"):
-        _refuse_existing("--csv", Path(csv_file))
+    if csv_file is not None and csv_file != "-" and not csv_file.endswith(".csv"):
+        names, csv_file = (csv_file, *names), "-"  # `--csv` without FILE, before the runs
+    table_file = None if csv_file in (None, "-") else new_file("--csv", Path(csv_file))
+    if csv_file is not None and as_json:
+        raise UsageError("--csv and --json are mutually exclusive", hint="give only one of them")
     if plot is not None:
-        _refuse_existing("--plot", plot)
-    elif (unused := {"--x": x, "--smooth": smooth, "--by": by}) and any(
-        value is not None for value in unused.values()
-    ):
-        name = next(name for name, value in unused.items() if value is not None)
-        raise UsageError(f"{name} is for a figure", hint="name its file: --plot losses.pdf")
-    if metrics is not None or plot is not None:
-        if as_json:
-            raise UsageError("--json has no curves", hint="--csv FILE writes them as a table")
-        _compare_curves(names, csv_file, (metrics or "loss").split(","), plot, x or "step", smooth or 0.0, by)
-    else:
-        _compare_runs(names, csv_file, as_json)
-
-
-def _refuse_existing(option: str, file: Path) -> None:
-    if os.path.lexists(file):
-        raise UsageError(f"{option} {file} exists already", hint="name a new file")
-
-
-@contextmanager
-def _new_table(csv_file: str) -> Iterator[TextIO]:
-    """Where a table is written: standard output for ``-``, or a file that does not exist yet."""
-    if csv_file == "-":
-        yield sys.stdout
+        figure_kind(new_file("--plot", plot))
+    for name, value in {"--x": x, "--smooth": smooth, "--by": by}.items():
+        if plot is None and value is not None:
+            raise UsageError(f"{name} is for a figure", hint="name its file: --plot losses.pdf")
+    if metrics is None and plot is None:
+        _compare_runs(names, csv_file is not None, table_file, as_json)
         return
-    try:
-        with open(csv_file, "x", encoding="utf-8", newline="") as stream:
-            yield stream
-    except OSError as error:
-        raise UsageError(f"--csv {csv_file}: {error.strerror or error}", hint="name another file") from error
-
-
-def _compare_curves(
-    names: Sequence[str],
-    csv_file: str | None,
-    metrics: Sequence[str],
-    plot: Path | None,
-    x: str,
-    smooth: float,
-    by: str | None,
-) -> None:
-    curves = read_curves(*names, metrics=metrics)
-    if plot is not None:
-        figure = curves.plot(x=x, smooth=smooth, by=by)
+    if as_json:
+        raise UsageError("--json has no curves", hint="--csv FILE writes them as a table")
+    wanted = [name.strip() for name in (metrics or "loss").split(",")]
+    curves = read_curves(*names, metrics=[name for name in wanted if name])
+    for name in curves.unreadable:
+        warn(f"{name}: its config cannot be read")
+    figure = None if plot is None else curves.plot(x=x or "step", smooth=smooth or 0.0, by=by)
+    if csv_file is not None:
+        with _table(table_file) as stream:
+            curves.write_csv(stream)
+    if plot is not None and figure is not None:
         try:
             save(figure, plot)
         except OSError as error:
             raise UsageError(f"--plot {plot}: {error.strerror or error}", hint="name another file") from error
-    if csv_file is not None:
-        with _new_table(csv_file) as stream:
-            curves.write_csv(stream)
-    for file in (plot, csv_file):
-        if file not in (None, "-"):
-            click.echo(file, err=csv_file == "-")
-    if plot is None and csv_file is None:
+        click.echo(plot, err=csv_file == "-")
+    elif csv_file is None:
         click.echo(_curve_table(curves))
+
+
+@contextmanager
+def _table(file: Path | None) -> Iterator[TextIO]:
+    """Where a table is written: standard output, or a new file whose name is then printed."""
+    if file is None:
+        yield sys.stdout
+        return
+    try:
+        with file.open("x", encoding="utf-8", newline="") as stream:
+            yield stream
+    except OSError as error:
+        raise UsageError(f"--csv {file}: {error.strerror or error}", hint="name another file") from error
+    click.echo(file)
 
 
 def _curve_table(curves: Curves) -> str:
     """A row for each run and metric: its last, lowest and highest value, and its curve."""
     rows: list[Sequence[str]] = [("RUN", "METRIC", "STEP", "LAST", "LOWEST", "HIGHEST", "CURVE")]
-    for run in dict.fromkeys(curves["run"]):
-        for metric in curves.metrics:
-            columns = zip(curves["run"], curves["step"], curves[metric], strict=True)
-            points = [(step, value) for name, step, value in columns if name == run and value is not None]
-            finite = [(step, value) for step, value in points if math.isfinite(value)]
+    for metric in curves.metrics:
+        for run, points in curves.points(metric):
+            finite = [(int(step), value) for step, value in points if math.isfinite(value)]
             values = [value for _, value in finite]
-            rows.append(
-                (
-                    run,
-                    metric,
-                    cell(points[-1][0] if points else None),
-                    cell(points[-1][1] if points else None, ".4f"),
-                    cell(min(values, default=None), ".4f"),
-                    cell(max(values, default=None), ".4f"),
-                    sparkline(resampled(finite, CURVE_WIDTH)),
-                )
-            )
+            last = (int(points[-1][0]), points[-1][1]) if points else (None, None)
+            figures = [
+                cell(value, ".4f")
+                for value in (last[1], min(values, default=None), max(values, default=None))
+            ]
+            rows.append((run, metric, cell(last[0]), *figures, sparkline(resampled(finite, CURVE_WIDTH))))
     return table(rows, fit=terminal_width())
 
 
-def _compare_runs(names: Sequence[str], csv_file: str | None, as_json: bool) -> None:
+def _compare_runs(names: Sequence[str], as_csv: bool, table_file: Path | None, as_json: bool) -> None:
     now = datetime.now(timezone.utc).timestamp()
     runs = runs_named(names)
     if len(runs) < 2:
@@ -179,8 +153,8 @@ def _compare_runs(names: Sequence[str], csv_file: str | None, as_json: bool) -> 
     if as_json:
         found = [{**run, "values": own} for run, own in zip(compared, differing, strict=True)]
         echo_json({"differ": keys, "runs": found})
-    elif csv_file is not None:
-        with _new_table(csv_file) as stream:
+    elif as_csv:
+        with _table(table_file) as stream:
             writer = csv.writer(stream)
             writer.writerow([*compared[0], *keys])
             for run, own in zip(compared, differing, strict=True):

@@ -6,9 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from trainkit.cli.choose_runs import command_values
-from trainkit.cli.output import masked
-from trainkit.errors import UsageError
-from trainkit.formats import did_you_mean, shown_value
+from trainkit.formats import shown_value
 from trainkit.observe.status import flat_config
 from trainkit.run.registry import find_run_or_group
 from trainkit.run.rundir import RunDir
@@ -16,12 +14,12 @@ from trainkit.run.rundir import RunDir
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """A run whose curves are read, under the name that tells it apart."""
+    """A run that is compared, under the name that tells it apart."""
 
     name: str
     run: RunDir
     values: Mapping[str, object]
-    """Key -> value, of the keys in which the runs that are compared differ."""
+    """What it was asked for by key; empty if its config cannot be read."""
 
 
 def runs_named(names: Iterable[str]) -> list[RunDir]:
@@ -55,23 +53,11 @@ def differing_keys(values: Iterable[Mapping[str, object]]) -> list[str]:
 def asked_values(run: RunDir) -> dict[str, object]:
     """What a run was asked for by key: its config without the name, and what was swept in its COMMAND."""
     config = {key: value for key, value in flat_config(run).items() if key != "name"}
-    return config | command_values(run)
+    return config and config | command_values(run)
 
 
-def compared_runs(names: Iterable[str], keys: Sequence[str] | None) -> tuple[list[ComparedRun], list[str]]:
-    """The runs of these names, and the keys in which they differ or which were asked for.
-
-    Raises UsageError for a run that does not exist, or a key that no run has.
-    """
+def compared_runs(names: Iterable[str]) -> list[ComparedRun]:
+    """The runs of these names. Raises UsageError for one that does not exist."""
     runs = runs_named(names)
-    values = [asked_values(run) for run in runs]
-    known = set[str]().union(*values)
-    for key in keys or ():
-        if key not in known:
-            hint = did_you_mean(key, known) or "`trainkit schema` lists the keys"
-            raise UsageError(f"no run has the key {key}", hint=hint)
-    shown = differing_keys(values) if keys is None else list(keys)
-    found = zip(short_names(runs), runs, values, strict=True)
-    return [
-        ComparedRun(name, run, {key: masked(own.get(key), key) for key in shown}) for name, run, own in found
-    ], shown
+    found = zip(short_names(runs), runs, map(asked_values, runs), strict=True)
+    return [ComparedRun(*one) for one in found]

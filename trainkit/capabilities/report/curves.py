@@ -9,11 +9,13 @@ from __future__ import annotations
 import csv
 import html
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from trainkit.capabilities.report.compared_runs import ComparedRun, compared_runs
-from trainkit.capabilities.report.plot import AXES, draw
+from trainkit.capabilities.report.compared_runs import ComparedRun, compared_runs, differing_keys
+from trainkit.capabilities.report.plot import AXES, LARGEST, DrawnRun, draw
+from trainkit.cli.output import masked
 from trainkit.errors import UsageError
 from trainkit.formats import did_you_mean, shown_value
 from trainkit.run.events import StepRecord, read_events, read_steps
@@ -24,8 +26,10 @@ from trainkit.run.rundir import RunDir
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+COLUMNS = ("run", *AXES.values())
 NOT_METRICS = frozenset({"step", "time", "attempt", "tokens"})
 """The keys of metrics.jsonl that say of which step a record is."""
+LAST_STEP = 2**53
 SHOWN_ROWS = 10
 
 
@@ -33,14 +37,34 @@ class Curves(dict[str, list[Any]]):
     """A table with a row per logged step of each run: column -> its values, of equal length.
 
     The columns are ``run``, the keys in which the runs differ, ``step``, ``tokens``, ``time_s``,
-    ``gpu_hours`` and the metrics. A value that was not logged is None, one that was not finite is nan.
-    `pandas.DataFrame(curves)` is the same table in pandas.
+    ``gpu_hours`` and the metrics; a key with the name of another column is ``config.NAME``. A value that
+    was not logged is None, one that was not finite is nan. `pandas.DataFrame(curves)` is the same table.
     """
 
-    def __init__(self, keys: Sequence[str], metrics: Sequence[str]) -> None:
-        self.keys_that_differ = tuple(keys)
+    def __init__(
+        self,
+        runs: Sequence[tuple[ComparedRun, Sequence[StepRecord]]],
+        metrics: Sequence[str],
+        keys: Sequence[str] | None = None,
+    ) -> None:
         self.metrics = tuple(metrics)
-        super().__init__({name: [] for name in ("run", *keys, *AXES.values(), *metrics)})
+        self.keys_that_differ = tuple(differing_keys(one.values for one, _ in runs))
+        """The keys in which the runs differ, also those that are no columns."""
+        self.unreadable = tuple(one.name for one, _ in runs if not one.values)
+        """The runs whose config cannot be read, so that their keys are unknown."""
+        shown = self.keys_that_differ if keys is None else keys
+        taken = {*COLUMNS, *metrics}
+        named = {key: f"config.{key}" if key in taken else key for key in shown}
+        super().__init__({name: [] for name in ("run", *named.values(), *COLUMNS[1:], *metrics)})
+        self._runs: list[tuple[ComparedRun, slice]] = []
+        self._on_gpu = all(read_plan(one.run).text("device") == "cuda" for one, _ in runs)
+        for one, records in runs:
+            values = {column: masked(one.values.get(key), key) for key, column in named.items()}
+            rows, begin = _rows(one.run, records, metrics), self.num_rows
+            for row in rows:
+                for name, value in {"run": one.name, **values, **row}.items():
+                    self[name].append(value)
+            self._runs.append((one, slice(begin, begin + len(rows))))
 
     @property
     def num_rows(self) -> int:
@@ -51,17 +75,19 @@ class Curves(dict[str, list[Any]]):
         """Each row as column -> value."""
         return (dict(zip(self, values, strict=True)) for values in zip(*self.values(), strict=True))
 
+    def points(self, metric: str, column: str = "step") -> Iterator[tuple[str, list[tuple[float, float]]]]:
+        """The points of a metric over a column, by the name of each run."""
+        for one, own in self._runs:
+            pairs = zip(self[column][own], self[metric][own], strict=True)
+            yield one.name, [(x, y) for x, y in pairs if x is not None and y is not None]
+
     def write_csv(self, stream: TextIO) -> None:
         """Write a line of columns and a line per row; a value that was not logged is empty."""
-        writer = csv.writer(stream, lineterminator="\n")
+        writer = csv.writer(stream)
         writer.writerow(self)
-        writer.writerows(
-            [
-                "" if value is None else shown_value(value) if isinstance(value, list | dict) else value
-                for value in row
-            ]
-            for row in zip(*self.values(), strict=True)
-        )
+        for row in zip(*self.values(), strict=True):
+            texts = (shown_value(value) if isinstance(value, list | dict) else value for value in row)
+            writer.writerow(["" if value is None else value for value in texts])
 
     def plot(self, *, x: str = "step", smooth: float = 0.0, by: str | None = None) -> Figure:
         """Draw each metric over `x`: a line per value of the keys, with mean and spread over seeds.
@@ -70,7 +96,27 @@ class Curves(dict[str, list[Any]]):
         mean, from 0 to below 1. Lines are coloured by the key `by`, or the first in which the runs differ.
         Raises UsageError for what the runs do not have, or where matplotlib is missing.
         """
-        return draw(self, self.keys_that_differ, self.metrics, x, smooth, by)
+        if x not in AXES:
+            raise UsageError(f"unknown axis {x}", hint=did_you_mean(x, AXES) or f"axes are {', '.join(AXES)}")
+        steps = self["step"]
+        runs = [
+            DrawnRun(
+                one.name,
+                {key: one.values.get(key) for key in self.keys_that_differ} if one.values else None,
+                {
+                    metric: {
+                        step: (at, value)
+                        for step, at, value in zip(
+                            steps[own], self[AXES[x]][own], self[metric][own], strict=True
+                        )
+                        if at is not None and value is not None
+                    }
+                    for metric in self.metrics
+                },
+            )
+            for one, own in self._runs
+        ]
+        return draw(runs, self.keys_that_differ, self.metrics, x, smooth, by, on_gpu=self._on_gpu)
 
     def _repr_html_(self) -> str:
         shown = [list(self), *zip(*(column[:SHOWN_ROWS] for column in self.values()), strict=True)]
@@ -79,54 +125,104 @@ class Curves(dict[str, list[Any]]):
         return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>{more}"
 
 
-def read_table(runs: Sequence[ComparedRun], metrics: Sequence[str], keys: Sequence[str]) -> Curves:
-    """Read the curves of runs; raises UsageError for a metric that none of them has logged."""
-    curves, logged = Curves(keys, metrics), set[str]()
-    for one in runs:
-        for record, time_s, gpu_hours in _kept_records(one.run):
-            logged |= record.values.keys()
-            row = {"run": one.name, **one.values, "step": record.step, "tokens": record.count("tokens")}
-            row |= {"time_s": time_s, "gpu_hours": gpu_hours}
-            row |= {name: _value(record, name) for name in metrics}
-            for name, column in curves.items():
-                column.append(row.get(name))
-    unknown = [name for name in metrics if name not in logged]
-    if unknown:
-        has = sorted(logged - NOT_METRICS)
-        hint = did_you_mean(unknown[0], has) or (f"they have logged {', '.join(has)}" if has else "")
-        raise UsageError(f"no run has logged {unknown[0]}", hint=hint or "they have logged nothing yet")
-    return curves
+def curves(*runs: object, metrics: Sequence[str] = ("loss",), keys: Sequence[str] | None = None) -> Curves:
+    """The curves of runs and groups: names, folders, or what `trainkit.submit` and `runs` have returned.
+
+    `metrics` are names in metrics.jsonl, of the trainer or of one's own. `keys` are config keys to have as
+    columns; by default those in which the runs differ. Raises UsageError for a run or metric that is unknown.
+    """
+    names = [str(getattr(run, "path", run)) for run in _flat(runs)]
+    if not names:
+        raise UsageError("no run is named", hint='name runs or groups: trainkit.curves("lr-sweep")')
+    wanted = [metrics] if isinstance(metrics, str) else list(metrics)
+    if not wanted:
+        raise UsageError("no metric is named", hint='name what was logged, such as metrics=["loss"]')
+    found = compared_runs(names)
+    known = set[str]().union(*(one.values for one in found))
+    for key in keys or ():
+        if key not in known:
+            hint = did_you_mean(key, known) or "`trainkit schema` lists the keys"
+            raise UsageError(f"no run has the key {key}", hint=hint)
+    read = [(one, _records(one.run)) for one in found]
+    logged = {name for _, records in read for record in records for name in record.values}
+    for name in wanted:
+        if name not in logged:
+            has = sorted(logged - NOT_METRICS)
+            hint = did_you_mean(name, has) or (f"they have logged {', '.join(has)}" if has else "")
+            raise UsageError(f"no run has logged {name}", hint=hint or "they have logged nothing yet")
+    return Curves(read, wanted, keys)
 
 
-def _value(record: StepRecord, name: str) -> float | None:
-    """A metric of a step: None if it was not logged, nan if it was not finite."""
-    if name not in record.values:
-        return None
-    value = record.number(name)
-    return math.nan if value is None else value
+def _flat(runs: Iterable[object]) -> Iterator[object]:
+    for run in runs:
+        if isinstance(run, list | tuple):
+            yield from _flat(run)
+        else:
+            yield run
 
 
-def _kept_records(run: RunDir) -> list[tuple[StepRecord, float | None, float | None]]:
-    """The steps that are part of a run's result, each with the time and GPU-hours until then.
+def _records(run: RunDir) -> list[StepRecord]:
+    """What was logged of each step of each attempt, in order, with the validations of a command."""
+    found: dict[tuple[int, int], dict[str, object]] = {}
+    attempt = 0  # of a record that names none: that before it
+    for record in read_steps(run):
+        attempt = attempt if record.attempt is None else record.attempt
+        if 0 <= record.step < LAST_STEP:
+            found.setdefault((attempt, record.step), {}).update(record.values, attempt=attempt)
+    for event in read_events(run, "evaluated"):
+        if (step := event.step) is not None and "val_loss" in event.values:
+            own: dict[str, object] = {"step": step, "time": event.time, "attempt": event.attempt or attempt}
+            found.setdefault((event.attempt or attempt, step), own).setdefault(
+                "val_loss", event.values["val_loss"]
+            )
+    return [StepRecord(found[place]) for place in sorted(found)]
+
+
+def _rows(run: RunDir, records: Iterable[StepRecord], metrics: Sequence[str]) -> list[dict[str, object]]:
+    """The steps that are part of a run's result: what is logged of each, and the time until then.
 
     Time counts while steps are computed: neither the queue nor start-up, and a step that was computed again
     counts twice.
     """
-    attempts = {
-        one.number: one for one in ended_attempts(attempts_of(read_events(run, "started", "training")), None)
-    }
+    events = read_events(run, "started", "training")
+    attempts = {one.number: one for one in ended_attempts(attempts_of(events), None)}
     size = read_plan(run).count("world_size")
-    kept: dict[int, tuple[StepRecord, float | None, float | None]] = {}
-    time_s, gpu_hours, before = 0.0, 0.0, None
-    for record in read_steps(run):
+    kept: dict[int, dict[str, object]] = {}
+    time_s, before = 0.0, None
+    gpu_hours: float | None = 0.0
+    for record in records:
         attempt = attempts.get(record.attempt or 0, Attempt(0))
-        spent_s = _seconds(record, before if before and before.attempt == record.attempt else None, attempt)
+        if before is not None and before.attempt != record.attempt:
+            for stale in [step for step in kept if step >= record.step]:  # this attempt computes them again
+                del kept[stale]
+            before = None
+        spent_s = _seconds(record, before, attempt)
         before = record
         time_s += spent_s
-        gpu_hours += spent_s * (attempt.world_size or size or 1) / 3600
+        num_ranks = attempt.world_size or size
+        gpu_hours = None if gpu_hours is None or num_ranks is None else gpu_hours + spent_s * num_ranks / 3600
         if record.step <= attempt.kept_step:
-            kept[record.step] = (record, round(time_s, 3), gpu_hours)
-    return [kept[step] for step in sorted(kept)]
+            row: dict[str, object] = {"step": record.step, "tokens": record.count("tokens")}
+            row |= {"time_s": round(time_s, 3), "gpu_hours": gpu_hours}
+            kept[record.step] = row | {name: _value(record, name) for name in metrics}
+    rows = [kept[step] for step in sorted(kept)]
+    for name in metrics:
+        # A metric that was never a number was not measured; a loss that never was one has diverged.
+        if not name.endswith("loss") and all(row[name] is None or row[name] != row[name] for row in rows):
+            for row in rows:
+                row[name] = None
+    return rows
+
+
+def _value(record: StepRecord, name: str) -> float | None:
+    """A metric of a step: None if it was not logged or is no number, nan if it was not finite."""
+    value: object = record.values.get(name)
+    if name not in record.values or isinstance(value, bool | str | list | dict):
+        return None
+    number = record.number(name)
+    return (
+        number if number is not None and abs(number) <= LARGEST else math.nan
+    )  # sums of larger ones are inf
 
 
 def _seconds(record: StepRecord, before: StepRecord | None, attempt: Attempt) -> float:
@@ -140,14 +236,12 @@ def _seconds(record: StepRecord, before: StepRecord | None, attempt: Attempt) ->
     return max(0.0, now.timestamp() - since) if since is not None else record.number("step_s") or 0.0
 
 
-def curves(*runs: object, metrics: Sequence[str] = ("loss",), keys: Sequence[str] | None = None) -> Curves:
-    """The curves of runs and groups: names, folders, or what `trainkit.submit` and `runs` have returned.
-
-    `metrics` are names in metrics.jsonl, of the trainer or of one's own. `keys` are config keys to have as
-    columns; by default those in which the runs differ. Raises UsageError for a run or metric that is unknown.
-    """
-    if not runs:
-        raise UsageError("no run is named", hint='name runs or groups: trainkit.curves("lr-sweep")')
-    names = [str(getattr(run, "path", run)) for run in runs]
-    found, differing = compared_runs(names, keys)
-    return read_table(found, metrics, differing)
+def new_file(option: str, file: Path) -> Path:
+    """A file that can be written, as typed for an option; UsageError if it exists or has no folder."""
+    if file.exists() or file.is_symlink():
+        raise UsageError(f"{option} {file} exists already", hint="name a new file")
+    if not file.parent.is_dir():
+        raise UsageError(
+            f"{option} {file}: there is no folder {file.parent}", hint="make it, or name another"
+        )
+    return file

@@ -6,13 +6,15 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
+from trainkit.cli.output import masked
 from trainkit.errors import UsageError
 from trainkit.extras import install_line
-from trainkit.formats import did_you_mean, shown_value
+from trainkit.formats import did_you_mean, short_keys, shown_value
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,10 +25,13 @@ AXES = {"step": "step", "tokens": "tokens", "time": "time_s", "gpu_hours": "gpu_
 """Axis that curves can be drawn over -> the column of its values."""
 SEED = "seed"
 """The key whose values are repetitions of the same run."""
-Columns = Mapping[str, Sequence[Any]]
 Color = str | tuple[float, float, float, float]
-WIDTH_IN, HEIGHT_IN = 3.4, 2.3
-"""The width of one column, and the height of the chart of one metric."""
+WIDTH_IN, HEIGHT_IN, ROW_IN = 3.4, 2.3, 0.15
+"""The width of one column, and the heights of the chart of one metric and of a row of the legend."""
+KINDS = ("pdf", "svg", "png")
+LARGEST = 1e300
+"""A larger value is no number that can be drawn."""
+MAX_LABEL = 44
 LOG_FROM = 50
 """An axis of positive values is logarithmic if the largest is more than this multiple of the smallest."""
 MAX_LEGEND = 12
@@ -37,8 +42,9 @@ DASHES: Sequence[Literal["-", "--", ":", "-."]] = ("-", "--", ":", "-.")
 LABELS = {
     "step": "step",
     "tokens": "tokens",
-    "time_s": "training time",
+    "time": "training time",
     "gpu_hours": "GPU-hours",
+    "worker_hours": "worker-hours",
     "loss": "training loss",
     "val_loss": "validation loss",
     "lr": "learning rate",
@@ -48,7 +54,6 @@ STYLE = {
     "font.size": 8,
     "axes.labelsize": 8,
     "legend.fontsize": 7,
-    "legend.title_fontsize": 7,
     "xtick.labelsize": 7,
     "ytick.labelsize": 7,
     "lines.linewidth": 1.2,
@@ -62,13 +67,24 @@ STYLE = {
 
 
 @dataclass(frozen=True)
+class DrawnRun:
+    """A run in a figure."""
+
+    name: str
+    values: Mapping[str, object] | None
+    """The value of each key in which the runs differ; None if they are unknown."""
+    points: Mapping[str, Mapping[int, tuple[float, float]]]
+    """Metric -> step -> place and value, nan where it was not finite."""
+
+
+@dataclass(frozen=True)
 class Line:
     """One metric of one run, or the mean of runs that differ in their seeds alone."""
 
     x: Sequence[float]
     y: Sequence[float]
     spread: Sequence[float] | None = None
-    """The standard deviation over seeds; None for a single run."""
+    """The standard deviation over the runs; None for a single run."""
     diverged_at: float | None = None
     """The first place from which on no value is finite."""
 
@@ -77,24 +93,37 @@ class Line:
 class Series:
     """The runs with the same values of all keys but the seed."""
 
-    values: Mapping[str, object]
-    runs: tuple[str, ...]
+    values: Mapping[str, object] | None
+    runs: tuple[DrawnRun, ...]
 
     def label(self, keys: Sequence[str]) -> str:
         """What tells the series apart; the name of the run where its keys do not."""
-        named = [f"{key.rpartition('.')[2]}={shown_value(self.values[key])}" for key in keys]
-        return ", ".join(named) or ", ".join(self.runs)
+        values = self.values or {}
+        named = [
+            f"{short}={shown_value(masked(values[key], key))}"
+            for short, key in zip(short_keys(keys), keys, strict=True)
+            if key in values
+        ]
+        text = ", ".join(named) or ", ".join(run.name for run in self.runs)
+        return text if len(text) <= MAX_LABEL else f"{text[: MAX_LABEL - 1]}…"
 
 
 def draw(
-    curves: Columns, keys: Sequence[str], metrics: Sequence[str], x: str, smooth: float, by: str | None
+    runs: Sequence[DrawnRun],
+    keys_that_differ: Sequence[str],
+    metrics: Sequence[str],
+    x: str,
+    smooth: float,
+    by: str | None,
+    *,
+    on_gpu: bool,
 ) -> Figure:
-    """Draw the metrics of a table, each in a chart of its own; see `Curves.plot`."""
-    if x not in AXES:
-        raise UsageError(f"unknown axis {x}", hint=did_you_mean(x, AXES) or f"axes are {', '.join(AXES)}")
+    """Draw the metrics, each in a chart of its own; see `Curves.plot`."""
     if not 0 <= smooth < 1:
         raise UsageError(f"smooth must be from 0 to below 1: {smooth}", hint="0.9 is a common value")
-    has_seeds, keys = SEED in keys, [key for key in keys if key != SEED]
+    keys = [key for key in keys_that_differ if key != SEED]
+    if by == SEED:
+        raise UsageError("runs that differ in their seeds are one line", hint="colour by another key")
     if by is not None and by not in keys:
         hint = did_you_mean(by, keys) or (f"they differ in {', '.join(keys)}" if keys else "leave it out")
         raise UsageError(f"the runs do not differ in {by}", hint=hint)
@@ -104,38 +133,62 @@ def draw(
         raise UsageError(
             "figures need matplotlib, which is not installed", hint=install_line("plot")
         ) from None
-    series = _series(curves, keys, has_seeds)
-    column = AXES[x]
+    for metric in metrics:
+        if not any(run.points[metric] for run in runs):
+            hint = "name another metric, or another axis: `step` is there for every run"
+            raise UsageError(f"no run has numbers of {metric} by {x}", hint=hint)
+    series = _series(runs, keys, SEED in keys_that_differ)
+    labels = [one.label(keys) for one in series]
+    num_columns = 2 if all(len(label) <= MAX_LABEL // 2 for label in labels) else 1
+    num_rows = -(-min(len(labels), MAX_LEGEND + 1) // num_columns) if len(labels) > 1 else 0
+    size = (WIDTH_IN, HEIGHT_IN * len(metrics) + ROW_IN * num_rows)
     with _style():
-        figure = Figure(figsize=(WIDTH_IN, HEIGHT_IN * len(metrics)), layout="constrained")
+        figure = Figure(figsize=size, layout="constrained")
         charts: list[Axes] = [*figure.subplots(len(metrics), 1, squeeze=False, sharex=True)[:, 0]]
-        styles = _styles(series, keys, by or (keys[0] if keys else None))
-        for axes, metric in zip(charts, metrics, strict=True):
-            lines = [_line(curves, one, column, metric) for one in series]
-            if not any(line.x for line in lines):
-                raise UsageError(f"no run has {metric} by {x}", hint="`--x step` is there for every run")
-            _draw_chart(axes, lines, styles, smooth)
+        by = by or (keys[0] if keys else None)
+        styles = _styles(series, keys, by)
+        drawn = [[_line(one, metric) for one in series] for metric in metrics]
+        unit, scale = "", 1.0
+        if x == "time":
+            places = (place for lines in drawn for line in lines for place in line.x)
+            unit, scale = _time_unit(max(places, default=0.0))
+        for axes, metric, lines in zip(charts, metrics, drawn, strict=True):
+            _draw_chart(axes, lines, styles, smooth, scale)
             axes.set_ylabel(LABELS.get(metric, metric.replace("_", " ")))
-        unit = _scale_time(charts) if column == "time_s" else ""
-        charts[-1].set_xlabel(LABELS[column] + unit)
-        _add_legend(figure, charts, series, styles, keys, by)
+        charts[-1].set_xlabel(LABELS[x if x != "gpu_hours" or on_gpu else "worker_hours"] + unit)
+        sizes = sorted({len(one.runs) for one in series})
+        if sizes[-1] > 1:
+            counts = f"{sizes[0]}–{sizes[-1]}" if len(sizes) > 1 else str(sizes[0])
+            charts[0].set_title(f"mean and standard deviation of {counts} runs", fontsize=7)
+        if len(series) > 1:
+            _add_legend(figure, charts, series, labels, styles, by if len(keys) == 1 else None, num_columns)
     return figure
 
 
 def save(figure: Figure, file: Path) -> None:
     """Write a figure in the format that the suffix of the file names, without the time; a file is kept.
 
-    Raises FileExistsError, and UsageError for a suffix that matplotlib does not know.
+    Raises FileExistsError, OSError if it cannot be written, and UsageError for another suffix.
     """
-    kind = file.suffix.removeprefix(".").lower()
-    known = figure.canvas.get_supported_filetypes()
-    if kind not in known:
-        raise UsageError(
-            f"{file}: a figure cannot be {kind or 'without a suffix'}", hint="name it .pdf, .svg or .png"
-        )
+    kind, content = figure_kind(file), BytesIO()
     stamps = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}
-    with file.open("xb") as stream, _style():
-        figure.savefig(stream, format=kind, dpi=300, metadata=stamps.get(kind))
+    with _style():
+        figure.savefig(content, format=kind, dpi=300, metadata=stamps.get(kind))
+    with file.open("xb") as stream:
+        try:
+            stream.write(content.getvalue())
+        except OSError:
+            file.unlink()
+            raise
+
+
+def figure_kind(file: Path) -> str:
+    """The format that the suffix of a file names; UsageError for another one."""
+    kind = file.suffix.removeprefix(".").lower()
+    if kind not in KINDS:
+        what = f".{kind}" if kind else "without a suffix"
+        raise UsageError(f"{file}: a figure cannot be {what}", hint="name it .pdf, .svg or .png")
+    return kind
 
 
 def _style() -> AbstractContextManager[None]:
@@ -144,52 +197,54 @@ def _style() -> AbstractContextManager[None]:
     return rc_context(STYLE)  # type: ignore[arg-type]
 
 
-def _series(curves: Columns, keys: Sequence[str], has_seeds: bool) -> list[Series]:
+def _series(runs: Sequence[DrawnRun], keys: Sequence[str], has_seeds: bool) -> list[Series]:
     """The runs by the values of their keys, in the order of these values where they are numbers."""
-    runs: dict[str, tuple[object, ...]] = {}
-    columns = [curves[key] for key in keys]
-    for index, run in enumerate(curves["run"]):
-        if run not in runs:
-            runs[run] = tuple(column[index] for column in columns)
-    if not keys and not has_seeds:
-        return [Series({}, (run,)) for run in runs]
-    grouped: dict[str, Series] = {}
-    for run, values in runs.items():
-        text = repr(values)
-        before = grouped[text].runs if text in grouped else ()
-        grouped[text] = Series(dict(zip(keys, values, strict=True)), (*before, run))
-    return sorted(grouped.values(), key=lambda one: [_order(one.values[key]) for key in keys])
+    grouped: dict[str, list[DrawnRun]] = {}
+    for run in runs:
+        if any(run.points.values()):
+            is_alone = run.values is None or not (keys or has_seeds)
+            same = run.name if is_alone else repr([run.values[key] for key in keys])  # type: ignore[index]
+            grouped.setdefault(same, []).append(run)
+    found = [Series(own[0].values, tuple(own)) for own in grouped.values()]
+    return sorted(found, key=lambda one: [_order((one.values or {}).get(key)) for key in keys])
 
 
 def _order(value: object) -> tuple[bool, float, str]:
+    number = _number(value)
+    return number is None, number or 0.0, str(value)
+
+
+def _number(value: object) -> float | None:
+    """A value as a number that can be drawn; None for another one."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return not is_number, float(value) if is_number else 0.0, str(value)  # type: ignore[arg-type]
+    return float(value) if is_number and abs(value) <= LARGEST else None  # type: ignore[arg-type]
 
 
-def _line(curves: Columns, series: Series, column: str, metric: str) -> Line:
-    """The mean of a series at the steps that all of its runs have, and its spread."""
-    by_run: dict[str, dict[int, tuple[float, float]]] = {run: {} for run in series.runs}
-    rows = zip(curves["run"], curves["step"], curves[column], curves[metric], strict=True)
-    for run, step, x, y in rows:
-        if run in by_run and x is not None and y is not None:
-            by_run[run][step] = (x, y)
-    common = sorted(set.intersection(*(set(points) for points in by_run.values())))
-    points = [[by_run[run][step] for run in series.runs] for step in common]
-    finite = [all(math.isfinite(y) for _, y in own) for own in points]
-    end = len(points)
-    while end and not finite[end - 1]:
-        end -= 1
-    # Within a curve a value that is not finite leaves a gap; at its end it is a divergence.
-    xs = [fmean(x for x, _ in own) for own in points[:end]]
-    ys = [fmean(y for _, y in own) for own in points[:end]]
-    spread = None
-    if len(series.runs) > 1:
-        spread = [
-            stdev([y for _, y in own]) if ok else math.nan
-            for own, ok in zip(points[:end], finite, strict=False)
-        ]
-    diverged_at = fmean(x for x, _ in points[end]) if end < len(points) else None
-    return Line(xs, ys, spread, diverged_at)
+def _line(series: Series, metric: str) -> Line:
+    """The mean of a series at each step that all of its runs have which got that far, and its spread.
+
+    It ends where a run has diverged: the mean of the others would look as if none had.
+    """
+    points = [run.points[metric] for run in series.runs if run.points[metric]]
+    steps = sorted(set().union(*points))
+    ends = [math.inf if not math.isfinite(own[max(own)][1]) else max(own) for own in points]
+    xs, ys, spread, diverged_at = list[float](), list[float](), list[float](), None
+    for step in steps:
+        there = [own.get(step) for own, end in zip(points, ends, strict=True) if step <= end]
+        own = [point for point in there if point is not None]
+        if len(own) < len(there):
+            if any(end == math.inf and step > max(one) for one, end in zip(points, ends, strict=True)):
+                break
+            continue
+        values = [y for _, y in own]
+        is_finite = all(map(math.isfinite, values))
+        xs.append(fmean(x for x, _ in own))
+        ys.append(fmean(values) if is_finite else math.nan)
+        spread.append(stdev(values) if is_finite and len(values) > 1 else math.nan)
+    while ys and math.isnan(ys[-1]):  # within a curve that is a gap
+        diverged_at = xs.pop()
+        ys.pop(), spread.pop()
+    return Line(xs, ys, spread if len(points) > 1 else None, diverged_at)
 
 
 def smoothed(values: Sequence[float], weight: float) -> list[float]:
@@ -215,24 +270,25 @@ class Style:
 
 def _styles(series: Sequence[Series], keys: Sequence[str], by: str | None) -> list[Style]:
     """Numbers get colours of viridis, names a palette of their own; further keys change the dashes."""
-    if by is None:
+    if by is None or any(one.values is None for one in series):
         return [
             Style(COLORS[index % len(COLORS)], DASHES[index // len(COLORS) % len(DASHES)])
             for index in range(len(series))
         ]
-    values = [one.values[by] for one in series]
-    others = list(dict.fromkeys(repr([one.values[key] for key in keys if key != by]) for one in series))
-    dashes = [
-        DASHES[others.index(repr([one.values[key] for key in keys if key != by])) % len(DASHES)]
-        for one in series
-    ]
+    known = [one.values or {} for one in series]
+    values = [own.get(by) for own in known]
+    others = [repr([own.get(key) for key in keys if key != by]) for own in known]
+    order = list(dict.fromkeys(others))
     places = number_places(values)
     if places is None:
         names = list(dict.fromkeys(map(repr, values)))
         colors: list[Color] = [COLORS[names.index(repr(value)) % len(COLORS)] for value in values]
     else:
         colors = list(map(viridis(), places))
-    return [Style(color, dash) for color, dash in zip(colors, dashes, strict=True)]
+    return [
+        Style(color, DASHES[order.index(other) % len(DASHES)])
+        for color, other in zip(colors, others, strict=True)
+    ]
 
 
 def viridis() -> Colormap:
@@ -245,8 +301,8 @@ def viridis() -> Colormap:
 
 def number_places(values: Sequence[object]) -> list[float] | None:
     """The places of numbers from 0 to 1, by their logarithm where they span much; None for other values."""
-    found = [float(one) for one in values if isinstance(one, int | float) and not isinstance(one, bool)]
-    if len(found) < len(values) or not all(map(math.isfinite, found)):
+    found = [number for one in values if (number := _number(one)) is not None]
+    if len(found) < len(values):
         return None
     if is_wide(found):
         found = [math.log(one) for one in found]
@@ -259,73 +315,64 @@ def is_wide(values: Sequence[float]) -> bool:
     return bool(values) and min(values) > 0 and max(values) / min(values) > LOG_FROM
 
 
-def _draw_chart(axes: Axes, lines: Sequence[Line], styles: Sequence[Style], smooth: float) -> None:
+def _draw_chart(
+    axes: Axes, lines: Sequence[Line], styles: Sequence[Style], smooth: float, scale: float
+) -> None:
     finite = [y for line in lines for y in line.y if math.isfinite(y)]
     if is_wide(finite):
         axes.set_yscale("log")
     for line, style in zip(lines, styles, strict=True):
-        ys = smoothed(line.y, smooth) if smooth else line.y
+        xs, ys = [place / scale for place in line.x], smoothed(line.y, smooth) if smooth else line.y
         few = "o" if len(line.x) < 3 else None  # a line of one point would be nothing
         if smooth:
-            axes.plot(line.x, line.y, color=style.color, alpha=0.25, linewidth=0.6)
-        axes.plot(line.x, ys, color=style.color, linestyle=style.dash, marker=few, markersize=3)
+            axes.plot(xs, line.y, color=style.color, alpha=0.25, linewidth=0.6)
+        axes.plot(xs, ys, color=style.color, linestyle=style.dash, marker=few, markersize=3)
         if line.spread is not None:
             pairs = list(zip(ys, line.spread, strict=True))
             low, high = [y - s for y, s in pairs], [y + s for y, s in pairs]
-            axes.fill_between(line.x, low, high, color=style.color, alpha=0.2, linewidth=0)
+            axes.fill_between(xs, low, high, color=style.color, alpha=0.2, linewidth=0)
     top = axes.get_ylim()[1]
     axes.set_ylim(top=top)
     for line, style in zip(lines, styles, strict=True):
         if line.diverged_at is not None:
-            axes.plot([line.diverged_at], [top], marker="x", color=style.color, clip_on=False, markersize=5)
+            place = line.diverged_at / scale
+            axes.plot([place], [top], marker="x", color=style.color, clip_on=False, markersize=5)
 
 
-def _scale_time(charts: Sequence[Axes]) -> str:
-    """Show seconds as the unit that fits; returns its name."""
-    from matplotlib.ticker import FuncFormatter
-
-    largest = max(axes.get_xlim()[1] for axes in charts)
-    unit, seconds = next(
-        (name, size)
-        for name, size in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
-        if largest >= 2 * size or size == 1
-    )
-    for axes in charts:
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / seconds:g}"))
-    return f" ({unit})"
+def _time_unit(largest_s: float) -> tuple[str, float]:
+    """The unit in which seconds up to the largest are shown, as the label says it, and its seconds."""
+    for name, size in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if largest_s >= 2 * size:
+            return f" ({name})", size
+    return " (s)", 1.0
 
 
 def _add_legend(
     figure: Figure,
     charts: Sequence[Axes],
     series: Sequence[Series],
+    labels: Sequence[str],
     styles: Sequence[Style],
-    keys: Sequence[str],
     by: str | None,
+    num_columns: int,
 ) -> None:
-    """Name the lines below the charts; where they are many and numbers, by a colour bar."""
+    """Name the lines below the charts; where they are many numbers of one key, by a colour bar."""
     from matplotlib.lines import Line2D
 
-    by = by or (keys[0] if keys else None)
-    if len(series) > MAX_LEGEND and by is not None and len(keys) == 1:
+    if len(series) > MAX_LEGEND and by is not None:
         from matplotlib.cm import ScalarMappable
         from matplotlib.colors import LogNorm, Normalize
 
-        values = [one.values[by] for one in series]
-        if number_places(values) is not None:
-            numbers: list[float] = [float(value) for value in values]  # type: ignore[arg-type]
+        numbers = [number for one in series if (number := _number((one.values or {}).get(by))) is not None]
+        if len(numbers) == len(series):
             norm = (LogNorm if is_wide(numbers) else Normalize)(min(numbers), max(numbers))
             figure.colorbar(ScalarMappable(norm, viridis()), ax=list(charts), label=by)
             return
     handles = [Line2D([], [], color=style.color, ls=style.dash) for style in styles][:MAX_LEGEND]
-    labels = [one.label(keys) for one in series][:MAX_LEGEND]
+    shown = list(labels[:MAX_LEGEND])
     if len(series) > MAX_LEGEND:
         handles.append(Line2D([], [], alpha=0))
-        labels.append(f"and {len(series) - MAX_LEGEND} more")
-    sizes = sorted({len(one.runs) for one in series})
-    seeds = f"{sizes[0]}–{sizes[-1]}" if len(sizes) > 1 else str(sizes[0])
-    title = f"mean and standard deviation of {seeds} seeds" if sizes[-1] > 1 else None
-    if len(series) > 1 or title:
-        figure.legend(
-            handles, labels, title=title, loc="outside lower center", ncols=2, frameon=False, handlelength=1.6
-        )
+        shown.append(f"and {len(series) - MAX_LEGEND} more")
+    figure.legend(
+        handles, shown, loc="outside lower center", ncols=num_columns, frameon=False, handlelength=1.6
+    )

@@ -119,7 +119,7 @@ def worker_environ(
     environ[RUN_DIR_VARIABLE] = str(attempt.run.path)
     environ[ATTEMPT_VARIABLE] = str(attempt.number)
     guard = Guard(in_ranks(plan.parts), log_line)
-    for _, given in guard.each(lambda own: own.environ(attempt, plan)):
+    for _, given in guard.each(lambda own: dict(own.environ(attempt, plan))):
         environ |= given
     at_start = filter(None, (one.at_start for one in guard.capabilities))
     environ[AT_START_VARIABLE] = os.pathsep.join(at_start)
