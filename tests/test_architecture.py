@@ -66,7 +66,7 @@ SIZES = {
     "trainkit/run": (16, 4_502),
     "trainkit/slurm": (8, 1_574),
     "trainkit/trainer": (38, 8_713),
-    "tests": (405, 64_987),
+    "tests": (405, 64_996),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)

@@ -276,3 +276,11 @@ def test_hours_are_ticks_of_hours(sweep: RunGroup) -> None:
     axes = curves("mine/0").plot(x="time").axes[0]
     assert axes.get_xlabel() == "training time (h)"
     assert max(asarray(axes.lines[0].get_xdata())) == pytest.approx(3.0, abs=0.01)
+
+
+@pytest.mark.parametrize(("device", "label"), [("cuda", "GPU-hours"), ("cpu", "worker-hours")])
+def test_hours_are_of_what_the_run_has(sweep: RunGroup, device: str, label: str) -> None:
+    sweep.run(0).plan_file.write_text(json.dumps({"device": device, "world_size": 8}))
+    table = curves("mine/0")
+    assert table["gpu_hours"][-1] == pytest.approx(40.0 * 8 / 3600)
+    assert table.plot(x="gpu_hours").axes[0].get_xlabel() == label
