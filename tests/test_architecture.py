@@ -25,7 +25,7 @@ from trainkit.run.history import Attempt
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
 SIZES = {
-    "trainkit": (20, 5_096),
+    "trainkit": (20, 5_098),
     "trainkit/backends": (22, 4_208),
     "trainkit/capabilities": (1, 1),
     "trainkit/capabilities/bench": (6, 1_328),
@@ -62,7 +62,7 @@ SIZES = {
     "trainkit/job": (31, 6_723),
     "trainkit/launch": (19, 3_656),
     "trainkit/observe": (5, 1_117),
-    "trainkit/plan": (16, 3_168),
+    "trainkit/plan": (16, 3_171),
     "trainkit/run": (16, 4_502),
     "trainkit/slurm": (8, 1_574),
     "trainkit/trainer": (38, 8_713),

@@ -10,12 +10,12 @@ from functools import cache
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from trainkit.capability import Capability
 from trainkit.errors import TrainkitError, UsageError
 
-if TYPE_CHECKING:  # the nouns of the floors above, for type checkers alone
+if TYPE_CHECKING:  # the contract too: a command that needs no capability does not load it
     from importlib.metadata import EntryPoint
 
+    from trainkit.capability import Capability
     from trainkit.config.section import Section
 
 T = TypeVar("T")
@@ -35,7 +35,7 @@ class RestartCause:
     """Whether the run restarts in its allocation where it can; else the job returns to the queue."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Shipped:
     """A folder of `trainkit/capabilities/`, by what is known of it before it is imported."""
 
@@ -199,6 +199,8 @@ def _loaded(name: str) -> Capability | None:
         found = entry.load()
     else:
         return None
+    from trainkit.capability import Capability
+
     own: Capability = found()
     if not isinstance(own, Capability) or own.name != name:
         raise UsageError(

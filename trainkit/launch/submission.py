@@ -21,7 +21,6 @@ from trainkit.formats import plural, shown, shown_value
 from trainkit.launch.disk import disk_forecast, lock_problem
 from trainkit.launch.plan_run import Gatherer, plan_run
 from trainkit.launch.secrets import refuse_leaks, secret_options
-from trainkit.launch.sweep import ArraySpec, LoadedPoint
 from trainkit.plan.launch import LaunchPlan, option_argv
 from trainkit.plan.sweep import filled_in, key_without_seed, names_key
 from trainkit.plan.workload import Workload
@@ -33,6 +32,7 @@ from trainkit.shipped import node_chooser
 
 if TYPE_CHECKING:
     from trainkit.launch.repeat import RepeatedRun
+    from trainkit.launch.sweep import ArraySpec, LoadedPoint
     from trainkit.run.record import CodeCopy
 
 MAX_SHOWN = 10

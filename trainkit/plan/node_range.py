@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from trainkit.backend import backend_named
-from trainkit.cluster.model import Cluster
 from trainkit.config.load import with_values
 from trainkit.config.loaded import LoadedConfig
 from trainkit.errors import ConfigError
@@ -17,6 +17,9 @@ from trainkit.plan.make_plan import make_plan
 from trainkit.plan.workload import TRAINER, Workload
 from trainkit.run.files import difference
 from trainkit.shipped import load
+
+if TYPE_CHECKING:  # a run on this machine has none
+    from trainkit.cluster.model import Cluster
 
 KEY = "resources.nodes"
 BATCH = "train.global_batch_size"
