@@ -49,7 +49,11 @@ MAX_CELL = 40
     flag_value="-",
 )
 @option("--curves METRICS", "Compare the curves of these metrics, such as loss,val_loss.", name="metrics")
-@option("--plot FILE", "Draw the curves as a new .pdf, .svg or .png; default of --curves: loss.", type=PATH)
+@option(
+    "--plot FILE",
+    "Draw the curves as a new .pdf, .svg or .png; without --curves, those of the loss.",
+    type=PATH,
+)
 @option(
     "--x AXIS",
     "Draw the curves over step, tokens, time or gpu_hours; default: step.",
