@@ -25,7 +25,7 @@ from trainkit.run.history import Attempt
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
 SIZES = {
-    "trainkit": (20, 5_098),
+    "trainkit": (20, 5_097),
     "trainkit/backends": (22, 4_208),
     "trainkit/capabilities": (1, 1),
     "trainkit/capabilities/bench": (6, 1_328),
@@ -66,7 +66,7 @@ SIZES = {
     "trainkit/run": (16, 4_502),
     "trainkit/slurm": (8, 1_574),
     "trainkit/trainer": (38, 8_713),
-    "tests": (405, 64_996),
+    "tests": (405, 64_993),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)

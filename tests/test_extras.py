@@ -33,7 +33,7 @@ assert code == 0, code
 """
 ADAPTERS = "model.lora={r: 2, target_modules: [q_proj, v_proj]}"
 USES = {
-    "bench": """
+    "plot": """
 from pathlib import Path
 from trainkit.capabilities.bench.summary import can_plot, write_plots
 from trainkit.capabilities.bench.summary import COLUMNS
@@ -41,9 +41,6 @@ assert can_plot()
 row = dict.fromkeys(COLUMNS) | {"layout": "dp_shard=2", "status": "finished", "tokens_per_s": 1.5}
 [file], _ = write_plots(["layout"], [row], Path("plots"))
 assert file.read_bytes().startswith(b"\\x89PNG")
-""",
-    "plot": """
-from pathlib import Path
 from trainkit.capabilities.report.plot import DrawnRun, draw, save
 runs = [DrawnRun("a", {}, {"loss": {1: (1.0, 2.0), 2: (2.0, 1.0)}})]
 save(draw(runs, [], ["loss"], "step", 0.0, None, on_gpu=False), Path("losses.pdf"))

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from shlex import quote
 
 PACKAGES: Mapping[str, tuple[str, ...]] = {
-    "bench": ("matplotlib>=3.8",),
     "plot": ("matplotlib>=3.8",),
     "float8": ("torchao>=0.18",),
     "hf": ("transformers>=5", "pyarrow>=17"),

@@ -201,7 +201,7 @@ PLOTS = {
     "exposed_comm_s": "exposed communication, seconds per step",
 }
 """Column -> label of its axis."""
-INSTALL_HINT = install_line("bench")
+INSTALL_HINT = install_line("plot")
 
 
 def can_plot() -> bool:
