@@ -25,7 +25,7 @@ from trainkit.run.history import Attempt
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
 SIZES = {
-    "trainkit": (20, 5_097),
+    "trainkit": (20, 5_330),
     "trainkit/backends": (22, 4_208),
     "trainkit/capabilities": (1, 1),
     "trainkit/capabilities/bench": (6, 1_328),
@@ -44,7 +44,7 @@ SIZES = {
     "trainkit/capabilities/multimodal": (2, 541),
     "trainkit/capabilities/notifications": (5, 509),
     "trainkit/capabilities/replay": (7, 1_534),
-    "trainkit/capabilities/report": (10, 1_885),
+    "trainkit/capabilities/report": (10, 1_887),
     "trainkit/capabilities/shell": (3, 190),
     "trainkit/capabilities/simulation": (4, 311),
     "trainkit/capabilities/slow_ranks": (8, 698),
@@ -54,19 +54,19 @@ SIZES = {
     "trainkit/capabilities/trackers": (5, 825),
     "trainkit/capabilities/transformers": (2, 303),
     "trainkit/capabilities/watch": (5, 1_195),
-    "trainkit/cli": (16, 3_379),
+    "trainkit/cli": (16, 3_377),
     "trainkit/cluster": (8, 1_834),
     "trainkit/config": (12, 2_983),
     "trainkit/control": (5, 783),
     "trainkit/data": (6, 891),
     "trainkit/job": (31, 6_723),
     "trainkit/launch": (19, 3_656),
-    "trainkit/observe": (5, 1_117),
-    "trainkit/plan": (16, 3_171),
+    "trainkit/observe": (6, 1_290),
+    "trainkit/plan": (16, 3_184),
     "trainkit/run": (16, 4_502),
     "trainkit/slurm": (8, 1_574),
     "trainkit/trainer": (38, 8_713),
-    "tests": (405, 64_993),
+    "tests": (406, 65_612),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)
@@ -213,7 +213,7 @@ ALLOWED = {
     "api": {
         "arguments",
         *("errors", "formats", "run", "config", "plan", "backend", "backends", "control", "observe"),
-        *("launch", "function"),
+        *("launch", "function", "shipped"),
     },
     # Commands and tasks that no run needs: the core names their modules, and imports none of them.
     "capabilities.doctor": {  # checks machines before there is a run
@@ -579,7 +579,7 @@ def test_what_was_read_is_passed_on(name: str) -> None:
     assert count <= READS[name], f"{count} places: pass what the caller has read"
 
 
-UNTYPED = {"objects": 77, "values": 293}
+UNTYPED = {"objects": 74, "values": 293}
 """Annotations without types, which are any value: a `JsonObject` or a container of `Any`; `Any` elsewhere."""
 
 
