@@ -60,13 +60,13 @@ SIZES = {
     "trainkit/control": (5, 783),
     "trainkit/data": (6, 891),
     "trainkit/job": (31, 6_723),
-    "trainkit/launch": (19, 3_656),
+    "trainkit/launch": (19, 3_660),
     "trainkit/observe": (5, 1_117),
     "trainkit/plan": (16, 3_171),
     "trainkit/run": (16, 4_502),
     "trainkit/slurm": (8, 1_574),
     "trainkit/trainer": (38, 8_713),
-    "tests": (405, 64_993),
+    "tests": (405, 65_008),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)
