@@ -25,13 +25,13 @@ from trainkit.run.history import Attempt
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
 SIZES = {
-    "trainkit": (20, 5_097),
-    "trainkit/backends": (22, 4_208),
+    "trainkit": (20, 5_086),
+    "trainkit/backends": (20, 4_197),
     "trainkit/capabilities": (1, 1),
     "trainkit/capabilities/bench": (6, 1_328),
     "trainkit/capabilities/curves": (3, 697),
     "trainkit/capabilities/debugger": (5, 627),
-    "trainkit/capabilities/diagnose": (7, 1_384),
+    "trainkit/capabilities/diagnose": (7, 1_392),
     "trainkit/capabilities/doctor": (6, 1_343),
     "trainkit/capabilities/drill": (5, 1_034),
     "trainkit/capabilities/export": (3, 407),
@@ -53,20 +53,20 @@ SIZES = {
     "trainkit/capabilities/texts": (9, 1_834),
     "trainkit/capabilities/trackers": (5, 825),
     "trainkit/capabilities/transformers": (2, 303),
-    "trainkit/capabilities/watch": (5, 1_195),
+    "trainkit/capabilities/watch": (5, 1_196),
     "trainkit/cli": (16, 3_379),
     "trainkit/cluster": (8, 1_834),
     "trainkit/config": (12, 2_983),
     "trainkit/control": (5, 783),
     "trainkit/data": (6, 891),
-    "trainkit/job": (31, 6_723),
-    "trainkit/launch": (19, 3_660),
+    "trainkit/job": (30, 6_723),
+    "trainkit/launch": (17, 3_641),
     "trainkit/observe": (5, 1_117),
     "trainkit/plan": (16, 3_171),
-    "trainkit/run": (16, 4_502),
+    "trainkit/run": (16, 4_505),
     "trainkit/slurm": (8, 1_574),
-    "trainkit/trainer": (38, 8_713),
-    "tests": (405, 65_008),
+    "trainkit/trainer": (37, 8_704),
+    "tests": (405, 65_024),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)
@@ -568,7 +568,7 @@ def test_the_code_does_not_grow(folder: str) -> None:
     assert all(map(ge, map(add, found, SLACK), SIZES[folder])), f"{found}: lower SIZES"
 
 
-READS = {"read_job": 35, "record_of": 5, "LaunchPlan.read": 10}
+READS = {"read_job": 30, "record_of": 5, "LaunchPlan.read": 10}
 """Function -> how many places of the package call it: whoever has read a record passes it on."""
 
 
