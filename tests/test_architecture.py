@@ -60,13 +60,13 @@ SIZES = {
     "trainkit/control": (5, 783),
     "trainkit/data": (6, 891),
     "trainkit/job": (31, 6_723),
-    "trainkit/launch": (19, 3_662),
+    "trainkit/launch": (19, 3_666),
     "trainkit/observe": (6, 1_168),
     "trainkit/plan": (16, 3_171),
     "trainkit/run": (17, 4_680),
     "trainkit/slurm": (8, 1_574),
     "trainkit/trainer": (38, 8_713),
-    "tests": (407, 65_524),
+    "tests": (407, 65_539),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)
