@@ -29,7 +29,7 @@ SIZES = {
     "trainkit/backends": (20, 4_197),
     "trainkit/capabilities": (1, 1),
     "trainkit/capabilities/bench": (6, 1_328),
-    "trainkit/capabilities/curves": (3, 697),
+    "trainkit/capabilities/curves": (4, 1_013),
     "trainkit/capabilities/debugger": (5, 627),
     "trainkit/capabilities/diagnose": (7, 1_392),
     "trainkit/capabilities/doctor": (6, 1_343),
@@ -66,7 +66,7 @@ SIZES = {
     "trainkit/run": (17, 4_683),
     "trainkit/slurm": (8, 1_574),
     "trainkit/trainer": (37, 8_704),
-    "tests": (407, 65_555),
+    "tests": (408, 65_877),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)
