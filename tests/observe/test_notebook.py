@@ -168,6 +168,7 @@ def group(num_points: int, num_keys: int = 1, state: str = "finished", **values:
             None,
             Best("val_loss", 1 / (index + 1), 5),
             f"/runs/{index}",
+            written={**dict.fromkeys(keys, index), **values},
         )
         for index in range(num_points)
     ]
