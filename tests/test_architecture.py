@@ -25,7 +25,7 @@ from trainkit.run.history import Attempt
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
 SIZES = {
-    "trainkit": (20, 5_356),
+    "trainkit": (20, 5_387),
     "trainkit/backends": (20, 4_197),
     "trainkit/capabilities": (1, 1),
     "trainkit/capabilities/bench": (6, 1_328),
@@ -66,7 +66,7 @@ SIZES = {
     "trainkit/run": (17, 4_683),
     "trainkit/slurm": (8, 1_574),
     "trainkit/trainer": (37, 8_704),
-    "tests": (409, 66_500),
+    "tests": (409, 66_514),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)
@@ -580,7 +580,7 @@ def test_what_was_read_is_passed_on(name: str) -> None:
     assert count <= READS[name], f"{count} places: pass what the caller has read"
 
 
-UNTYPED = {"objects": 74, "values": 293}
+UNTYPED = {"objects": 74, "values": 292}
 """Annotations without types, which are any value: a `JsonObject` or a container of `Any`; `Any` elsewhere."""
 
 

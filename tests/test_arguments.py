@@ -314,12 +314,26 @@ OTHERS: list[tuple[Callable[[], object], str]] = [
     (submits("quickstart", 1), "1 argument, but no function"),
     (submits("quickstart", 1, 2), "2 arguments, but no function"),
     (submits(["python", "a.py"]), "a program is command=['python', 'a.py']"),
-    (submits("quickstart", run_dir=""), "run_dir is empty"),
+    (submits("quickstart", run_dir=""), "run_dir cannot be ''\n\nhint: name one, or leave run_dir out"),
+    (submits("quickstart", run_dir=5), "run_dir cannot be 5"),
+    (submits(seeded, profile=5), "profile cannot be 5"),
+    (submits(""), "the config is empty"),
+    (submits(seeded, config=" "), "the config is empty"),
+    (submits("train.py"), "train.py is a script, not a config\n\nhint: write command=['python', 'train.py']"),
+    (submits("python train.py"), "hint: write command=['python', 'train.py']"),
+    (submits(seeded, config=Path("a/run.sh")), "hint: write command=['bash', 'a/run.sh']"),
+    (submits(seeded, after=5), "after has 5, which is no run"),
+    (submits(seeded, after=[None]), "after has None, which is no run"),
+    (submits(5), "a config cannot be 5"),
+    (submits(None), "there is nothing to run"),
+    (submits(function=seeded), "give a config or a function as the first argument"),
+    (lambda: next(api.as_completed("abc")), "'a' is no run\n\nhint: give a group, or a list of runs"),  # type: ignore[arg-type]
+    (lambda: next(api.as_completed(None)), "None is no run"),  # type: ignore[arg-type]
     (submits(seeded, after="x"), ""),
 ]
 
 
-@pytest.mark.parametrize(("start", "message"), OTHERS, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("start", "message"), OTHERS, ids=[text[:40] for _, text in OTHERS])
 def test_what_is_refused_of_other_arguments(
     start: Callable[[], object], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

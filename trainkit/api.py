@@ -207,12 +207,15 @@ def as_completed(runs: Iterable[Run[Value]], timeout_s: float | None = None) -> 
 
 def _rounds(runs: Iterable[Run[Value]]) -> Iterator[tuple[list[Run[Value]], float]]:
     """The runs that have ended since the round before, and the seconds until the next; 0 after the last."""
-    left = [(run, run._polls()) for run in runs]
+    found = list(runs) if isinstance(runs, Iterable) else [runs]
+    if wrong := [one for one in found if not isinstance(one, Run)]:
+        raise UsageError(f"{shown_value(wrong[0])} is no run", hint="give a group, or a list of runs")
+    left = [(run, run._polls()) for run in found]
     while left:
-        found = [(run, polls, next(polls, None)) for run, polls in left]
-        left = [(run, polls) for run, polls, poll_s in found if poll_s is not None]
-        ended = [run for run, _, poll_s in found if poll_s is None]
-        yield ended, min((poll_s for _, _, poll_s in found if poll_s is not None), default=0.0)
+        looks = [(run, polls, next(polls, None)) for run, polls in left]
+        left = [(run, polls) for run, polls, poll_s in looks if poll_s is not None]
+        ended = [run for run, _, poll_s in looks if poll_s is None]
+        yield ended, min((poll_s for _, _, poll_s in looks if poll_s is not None), default=0.0)
 
 
 def runs() -> list[Run | Group]:
@@ -596,27 +599,15 @@ def _given(
     from trainkit.launch.config_request import ConfigRequest
 
     function, argv, arguments = work if callable(work) else None, _words(command), None
-    if work is not None and argv:
-        what = "config" if function is None else "function"
-        hint = "leave one of them out" if function else f"config={shown_value(work)} is that of a command"
-        raise UsageError(f"there are two things to run, a {what} and a command", hint=hint)
-    if work is None and not argv:
-        hint = "give a config, a function or command=[…]; config= is that of a function or command"
-        raise UsageError("there is nothing to run", hint=hint)
-    if function is None and work is not None:
-        if config is not None:
-            hint = "give its keys as options, such as train={…}; config= is that of a function or command"
-            raise UsageError("there are two configs", hint=hint)
-        config = cast("Config", work)
-    if not isinstance(config, str | Path | Mapping | None):
-        hint = "give a path, the name of a shipped config, or a mapping of keys"
-        hint = f"a program is command={config!r}" if isinstance(config, list | tuple) else hint
-        raise UsageError(f"a config cannot be {shown_value(config)}", hint=hint)
+    config = _config_of(work, config, argv)
+    for place, value in {"profile": profile, "run_dir": run_dir}.items():
+        if value is not None and not (isinstance(value, str | Path) and str(value)):
+            raise UsageError(
+                f"{place} cannot be {shown_value(value)}", hint=f"name one, or leave {place} out"
+            )
     if limit is not None and (type(limit) is not int or limit < 1):
         raise UsageError(f"limit={limit!r} is no number of runs", hint="give 1 or more, or leave it out")
-    if run_dir is not None and not str(run_dir):
-        raise UsageError("run_dir is empty", hint="name a folder, or leave run_dir out for runs/NAME")
-    earlier = [after] if isinstance(after, str | Path | Run | Group) else [*after]
+    earlier = list(after) if isinstance(after, Iterable) and not isinstance(after, str | Group) else [after]
     if function is not None:
         own: dict[str, object] = {"config": config, "profile": profile, "run_dir": run_dir, "limit": limit}
         own |= {
@@ -637,9 +628,49 @@ def _given(
         named = getattr(function, "func", function)  # of a functools.partial
         name = (str(getattr(named, "__name__", type(named).__name__)).strip("<>_") + ".py",)
     request = ConfigRequest(path, profile, (), _flags(sections, options, arguments), name)
-    names = [str(one.path if isinstance(one, Run | Group) else one) for one in earlier]
     where = None if run_dir is None else Path(run_dir)
-    return _Given(request, workload, function, names, where, now)
+    return _Given(request, workload, function, [*map(_name_of_run, earlier)], where, now)
+
+
+def _config_of(work: Callable[..., object] | Config, config: Config, argv: Sequence[str]) -> Config:
+    """The config of a run, from the arguments of `submit`; raises UsageError unless there is one work."""
+    if work is not None and argv:
+        what, hint = "function", "leave one of them out"
+        if not callable(work):
+            what, hint = "config", f"config={shown_value(work)} is that of a command"
+        raise UsageError(f"there are two things to run, a {what} and a command", hint=hint)
+    if work is None and not argv:
+        hint = "give a config or a function as the first argument, or command=[…], which may have a config="
+        raise UsageError("there is nothing to run", hint=hint)
+    if not callable(work) and work is not None:
+        if config is not None:
+            hint = "give its keys as options, such as train={…}; config= is that of a function or command"
+            raise UsageError("there are two configs", hint=hint)
+        config = work
+    hint = "give a path, the name of a shipped config, or a mapping of keys"
+    if isinstance(config, str | Path):
+        from trainkit.config.layers import SCRIPTS
+
+        if program := SCRIPTS.get(Path(config).suffix):
+            words = str(config).split()
+            argv = words if len(words) > 1 else [program, *words]
+            raise UsageError(f"{config} is a script, not a config", hint=f"write command={argv!r}")
+        if not str(config).strip():
+            raise UsageError("the config is empty", hint=hint)
+    elif not isinstance(config, Mapping | None):
+        hint = f"a program is command={config!r}" if isinstance(config, list | tuple) else hint
+        raise UsageError(f"a config cannot be {shown_value(config)}", hint=hint)
+    return config
+
+
+def _name_of_run(run: object) -> str:
+    """A run or group as `--after` names it."""
+    if isinstance(run, Run | Group):
+        return str(run.path)
+    if not isinstance(run, str | Path):
+        hint = "give names, folders, or what `submit` returned"
+        raise UsageError(f"after has {shown_value(run)}, which is no run", hint=hint)
+    return str(run)
 
 
 def _words(command: Sequence[str | os.PathLike[str] | float]) -> tuple[str, ...]:
@@ -661,7 +692,7 @@ def _words(command: Sequence[str | os.PathLike[str] | float]) -> tuple[str, ...]
     return tuple(os.fsdecode(word) if isinstance(word, str | os.PathLike) else str(word) for word in command)
 
 
-def _workload(argv: tuple[str, ...], launcher: str, function: Callable[..., Any] | None) -> Workload:
+def _workload(argv: tuple[str, ...], launcher: str, function: Callable[..., object] | None) -> Workload:
     """What the ranks execute; raises UsageError for a launcher that cannot start it."""
     known = ("python", *launchers())
     if launcher not in known:
