@@ -25,7 +25,7 @@ from trainkit.run.history import Attempt
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
 SIZES = {
-    "trainkit": (20, 5_385),
+    "trainkit": (20, 5_399),
     "trainkit/backends": (20, 4_197),
     "trainkit/capabilities": (1, 1),
     "trainkit/capabilities/bench": (6, 1_328),
@@ -66,7 +66,7 @@ SIZES = {
     "trainkit/run": (17, 4_683),
     "trainkit/slurm": (8, 1_574),
     "trainkit/trainer": (37, 8_704),
-    "tests": (409, 66_520),
+    "tests": (409, 66_536),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)
