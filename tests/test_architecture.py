@@ -25,11 +25,11 @@ from trainkit.run.history import Attempt
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
 SIZES = {
-    "trainkit": (20, 5_086),
+    "trainkit": (20, 5_387),
     "trainkit/backends": (20, 4_197),
     "trainkit/capabilities": (1, 1),
     "trainkit/capabilities/bench": (6, 1_328),
-    "trainkit/capabilities/curves": (3, 697),
+    "trainkit/capabilities/curves": (4, 1_013),
     "trainkit/capabilities/debugger": (5, 627),
     "trainkit/capabilities/diagnose": (7, 1_392),
     "trainkit/capabilities/doctor": (6, 1_343),
@@ -44,7 +44,7 @@ SIZES = {
     "trainkit/capabilities/multimodal": (2, 541),
     "trainkit/capabilities/notifications": (5, 509),
     "trainkit/capabilities/replay": (7, 1_534),
-    "trainkit/capabilities/report": (10, 1_885),
+    "trainkit/capabilities/report": (10, 1_900),
     "trainkit/capabilities/shell": (3, 190),
     "trainkit/capabilities/simulation": (4, 311),
     "trainkit/capabilities/slow_ranks": (8, 698),
@@ -54,19 +54,19 @@ SIZES = {
     "trainkit/capabilities/trackers": (5, 825),
     "trainkit/capabilities/transformers": (2, 303),
     "trainkit/capabilities/watch": (5, 1_196),
-    "trainkit/cli": (16, 3_382),
+    "trainkit/cli": (16, 3_369),
     "trainkit/cluster": (8, 1_834),
     "trainkit/config": (12, 2_980),
     "trainkit/control": (5, 783),
     "trainkit/data": (6, 891),
     "trainkit/job": (30, 6_723),
-    "trainkit/launch": (17, 3_637),
-    "trainkit/observe": (5, 1_117),
-    "trainkit/plan": (16, 3_167),
-    "trainkit/run": (16, 4_504),
+    "trainkit/launch": (17, 3_647),
+    "trainkit/observe": (7, 1_341),
+    "trainkit/plan": (16, 3_180),
+    "trainkit/run": (17, 4_682),
     "trainkit/slurm": (8, 1_574),
     "trainkit/trainer": (37, 8_704),
-    "tests": (405, 65_009),
+    "tests": (409, 66_514),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)
@@ -154,6 +154,7 @@ ALLOWED = {
     "observe": {
         *("capability", "shipped", "errors", "run", "formats", "config", "plan", "scheduler", "slurm"),
         *("backend", "backends"),  # how the jobs of runs are
+        "function",  # whose command line is not what was asked for
     },
     # Acts on a run that is there.
     "control": {
@@ -213,7 +214,7 @@ ALLOWED = {
     "api": {
         "arguments",
         *("errors", "formats", "run", "config", "plan", "backend", "backends", "control", "observe"),
-        *("launch", "function"),
+        *("launch", "function", "shipped"),
     },
     # Commands and tasks that no run needs: the core names their modules, and imports none of them.
     "capabilities.doctor": {  # checks machines before there is a run
@@ -579,7 +580,7 @@ def test_what_was_read_is_passed_on(name: str) -> None:
     assert count <= READS[name], f"{count} places: pass what the caller has read"
 
 
-UNTYPED = {"objects": 77, "values": 293}
+UNTYPED = {"objects": 74, "values": 292}
 """Annotations without types, which are any value: a `JsonObject` or a container of `Any`; `Any` elsewhere."""
 
 

@@ -128,7 +128,9 @@ def parents(path: str) -> Iterator[str]:
 
 def _is_run(folder: str) -> bool:
     is_group = Path(folder, "sweep.json").is_file() and Path(folder, "logs").is_dir()
-    return is_group or (Path(folder, "job.json").is_file() and Path(folder, "attempts").is_dir())
+    # A run that never started has no attempts, and a loop by hand no plan.
+    is_known = Path(folder, "attempts").is_dir() or Path(folder, "plan.json").is_file()
+    return is_group or (is_known and Path(folder, "job.json").is_file())
 
 
 def find_tree(cwd: str, run_dir: str) -> SourceTree:
@@ -197,7 +199,9 @@ def _add_repository(tree: SourceTree, prefix: str, run_dir: str, runs_dir: str) 
             except (FileNotFoundError, NotADirectoryError):
                 continue  # deleted, but still in the index
             if S_ISDIR(found.st_mode):
-                if Path(tree.root, path, ".git").exists():
+                if tree.is_in_run(path):
+                    tree.apart.update(parents(path))  # the copy of the code that an earlier run uses
+                elif Path(tree.root, path, ".git").exists():
                     _add_repository(tree, f"{path}/", run_dir, runs_dir)
             elif is_tracked:
                 tree.add(path, found)
