@@ -25,7 +25,7 @@ from trainkit.run.history import Attempt
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
 SIZES = {
-    "trainkit": (20, 5_387),
+    "trainkit": (20, 5_385),
     "trainkit/backends": (20, 4_197),
     "trainkit/capabilities": (1, 1),
     "trainkit/capabilities/bench": (6, 1_328),
@@ -61,12 +61,12 @@ SIZES = {
     "trainkit/data": (6, 891),
     "trainkit/job": (30, 6_723),
     "trainkit/launch": (17, 3_647),
-    "trainkit/observe": (7, 1_341),
+    "trainkit/observe": (7, 1_345),
     "trainkit/plan": (16, 3_180),
     "trainkit/run": (17, 4_682),
     "trainkit/slurm": (8, 1_574),
     "trainkit/trainer": (37, 8_704),
-    "tests": (409, 66_514),
+    "tests": (409, 66_520),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)
