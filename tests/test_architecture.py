@@ -44,14 +44,14 @@ SIZES = {
     "trainkit/capabilities/multimodal": (2, 541),
     "trainkit/capabilities/notifications": (5, 509),
     "trainkit/capabilities/replay": (7, 1_534),
-    "trainkit/capabilities/report": (10, 1_885),
+    "trainkit/capabilities/report": (12, 2_599),
     "trainkit/capabilities/shell": (3, 190),
     "trainkit/capabilities/simulation": (4, 311),
     "trainkit/capabilities/slow_ranks": (8, 698),
     "trainkit/capabilities/stacks": (2, 126),
     "trainkit/capabilities/task_check": (2, 220),
     "trainkit/capabilities/texts": (9, 1_834),
-    "trainkit/capabilities/trackers": (5, 825),
+    "trainkit/capabilities/trackers": (5, 874),
     "trainkit/capabilities/transformers": (2, 303),
     "trainkit/capabilities/watch": (5, 1_195),
     "trainkit/cli": (16, 3_379),
@@ -66,7 +66,7 @@ SIZES = {
     "trainkit/run": (16, 4_502),
     "trainkit/slurm": (8, 1_574),
     "trainkit/trainer": (38, 8_713),
-    "tests": (405, 64_993),
+    "tests": (407, 65_831),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)
@@ -579,7 +579,7 @@ def test_what_was_read_is_passed_on(name: str) -> None:
     assert count <= READS[name], f"{count} places: pass what the caller has read"
 
 
-UNTYPED = {"objects": 77, "values": 293}
+UNTYPED = {"objects": 76, "values": 293}
 """Annotations without types, which are any value: a `JsonObject` or a container of `Any`; `Any` elsewhere."""
 
 
