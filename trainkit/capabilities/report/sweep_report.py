@@ -46,6 +46,7 @@ from trainkit.observe.group import (
     state_counts,
 )
 from trainkit.observe.status import ACTIVE_STATES, FlatConfig
+from trainkit.observe.values import with_effect
 from trainkit.run.end import Best
 from trainkit.run.events import StepRecord, read_events, steps_of
 from trainkit.run.files import (
@@ -177,7 +178,7 @@ def read_sweep(
         is_cuda=plan.text("device") == "cuda",
         worker_hours=sum(known_hours) if known_hours else None,
         curves=_read_curves(points, status.keys, objective),
-        config=dict(flatten(record.config)),
+        config=with_effect(dict(flatten(record.config)), plan),
         provenance=read_object(group.provenance_file),
     )
 
@@ -307,7 +308,7 @@ def render_sweep(report: SweepReport) -> str:
 
 def point_name(point: PointReport) -> str:
     """The name of a point: its values, else its number."""
-    return shown(point.values) or f"point {point.index}"
+    return shown(point.written) or f"point {point.index}"
 
 
 def _verdict(report: SweepReport) -> str:
