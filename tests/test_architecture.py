@@ -44,14 +44,14 @@ SIZES = {
     "trainkit/capabilities/multimodal": (2, 541),
     "trainkit/capabilities/notifications": (5, 509),
     "trainkit/capabilities/replay": (7, 1_534),
-    "trainkit/capabilities/report": (10, 1_900),
+    "trainkit/capabilities/report": (12, 2_614),
     "trainkit/capabilities/shell": (3, 190),
     "trainkit/capabilities/simulation": (4, 311),
     "trainkit/capabilities/slow_ranks": (8, 698),
     "trainkit/capabilities/stacks": (2, 126),
     "trainkit/capabilities/task_check": (2, 220),
     "trainkit/capabilities/texts": (9, 1_834),
-    "trainkit/capabilities/trackers": (5, 825),
+    "trainkit/capabilities/trackers": (5, 874),
     "trainkit/capabilities/transformers": (2, 303),
     "trainkit/capabilities/watch": (5, 1_196),
     "trainkit/cli": (16, 3_369),
@@ -66,7 +66,7 @@ SIZES = {
     "trainkit/run": (17, 4_682),
     "trainkit/slurm": (8, 1_574),
     "trainkit/trainer": (37, 8_704),
-    "tests": (409, 66_520),
+    "tests": (411, 67_358),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)
