@@ -25,7 +25,7 @@ from trainkit.run.history import Attempt
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
 SIZES = {
-    "trainkit": (20, 5_097),
+    "trainkit": (20, 5_153),
     "trainkit/backends": (22, 4_208),
     "trainkit/capabilities": (1, 1),
     "trainkit/capabilities/bench": (6, 1_328),
@@ -65,8 +65,8 @@ SIZES = {
     "trainkit/plan": (16, 3_171),
     "trainkit/run": (16, 4_502),
     "trainkit/slurm": (8, 1_574),
-    "trainkit/trainer": (38, 8_713),
-    "tests": (405, 64_993),
+    "trainkit/trainer": (39, 9_379),
+    "tests": (407, 65_437),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)
@@ -579,7 +579,7 @@ def test_what_was_read_is_passed_on(name: str) -> None:
     assert count <= READS[name], f"{count} places: pass what the caller has read"
 
 
-UNTYPED = {"objects": 77, "values": 293}
+UNTYPED = {"objects": 77, "values": 292}
 """Annotations without types, which are any value: a `JsonObject` or a container of `Any`; `Any` elsewhere."""
 
 

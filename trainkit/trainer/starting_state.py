@@ -24,7 +24,9 @@ from trainkit.run.rundir import AttemptDir
 from trainkit.trainer.build import AnyTask, BuiltModel
 from trainkit.trainer.checkpoint.loader import load_initial_weights, load_tensors, read_initial_weights
 from trainkit.trainer.checkpoint.state import StateTensors, TrainingState
+from trainkit.trainer.checkpoint.storage import SafeReader
 from trainkit.trainer.distributed import World, broadcast_from_main, record_event
+from trainkit.trainer.own_optimizers import OwnState, refuse_other_optimizers
 
 log = getLogger(__name__)
 
@@ -69,6 +71,7 @@ def resume(
     task: AnyTask,
     built: BuiltModel,
     tensors: StateTensors,
+    own: OwnState | None,
 ) -> TrainingState:
     """Load the chosen checkpoint, if there is one, and return its training state."""
     config, best_metric = task.config, None
@@ -83,8 +86,12 @@ def resume(
         tensors.copy_duplicates()
         return TrainingState(best_metric=best_metric)
     checkpoint, manifest = chosen
-    load_tensors(checkpoint, tensors.tensors, world)
+    refuse_other_optimizers(manifest, own, checkpoint.path.name)
+    wanted = {} if own is None else own.wanted(manifest, SafeReader(checkpoint.path))
+    load_tensors(checkpoint, {**tensors.tensors, **wanted}, world)
     tensors.copy_duplicates()
+    if own is not None:
+        own.load(manifest, wanted)
     state = TrainingState.from_json(manifest.progress)
     if manifest.val_fingerprint != val_fingerprint(task):
         log.warning("the validation data has changed: its losses cannot be compared with earlier ones")
