@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from textwrap import indent
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from tests.support import own_steps
 from tests.support.parity import Case, curve, run_cases, saved_tensors, worst_difference
 from tests.support.runs import fork_workers, make_attempt, train, wait_for, wait_until
+from tests.support.tasks import write_tutorial
 from trainkit.errors import FatalError
 from trainkit.run.events import read_metrics
 from trainkit.run.files import read_record
@@ -107,6 +109,47 @@ def test_killed_after_any_step(tmp_path: Path, num_procs: int) -> None:
 
 
 def test_what_cannot_be_sharded_is_refused_before_the_first_step(tmp_path: Path) -> None: ...
+
+
+DOCS = Path(__file__).parents[2] / "docs"
+METHODS = """
+import copy, math
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from curves import Frequency
+
+class Own(Frequency):
+"""
+EXAMPLES = {
+    "SGD with a cosine of your own": "cosine.py:Own",
+    "Which optimizers work": "muon.py:Own",
+    "Losses by turns: a GAN": "gan.py:GAN",
+    "A moving average of the weights": "average.py:Own",
+}
+
+
+@pytest.mark.slow
+def test_the_examples_of_the_docs_are_resumed_to_the_last_bit(tmp_path: Path) -> None:
+    write_tutorial(tmp_path)
+    cases = []
+    for section in (DOCS / "optimizers.md").read_text().split("\n## ")[1:]:
+        task = EXAMPLES.get(section.partition("\n")[0])
+        if task is None:
+            continue
+        code = section.partition("```python\n")[2].partition("```")[0]
+        file, _, name = task.partition(":")
+        (tmp_path / file).write_text(code if name == "GAN" else METHODS + indent(code, "    "))
+        cases.append(Case(Path(file).stem, 1, {}, (f"task={tmp_path / task}",)))
+    assert len(cases) == len(EXAMPLES)
+    common = ("train.steps=4", "train.eval_every=2", "optimizer.lr=1e-3")
+    run_cases(tmp_path, cases, common)
+    for stop in (("train.stop_at_step=2",), ()):
+        cut = [Case(f"cut-{case.name}", 1, {}, case.overrides) for case in cases]
+        run_cases(tmp_path, cut, (*common, *stop))
+    for case in cases:
+        same_everywhere(tmp_path / case.name, tmp_path / f"cut-{case.name}")
+        assert len({loss for _, loss, *_ in curve(tmp_path / case.name)}) == 4
 
 
 CONFIG = SimpleNamespace(

@@ -222,7 +222,7 @@ def build(
     Only the weights with `is_read` have no values yet.
     """
     if isinstance(task, UserTask):
-        return _build_task(task, plan, world, progress, local_gradient)
+        return build_for_task(task, world, progress, local_gradient)
     config, model_parts = task.config, build_model_parts(task, plan, world)
     # Offloaded parameters stay on the host: FSDP copies them to the device per block, but not the buffers.
     param_device = torch.device("cpu") if config.parallel.offload else world.device
@@ -344,7 +344,7 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 """Modules whose weights have the type of their statistics, float32."""
 
 
-def build_module(task: UserTask, plan: LaunchPlan, world: World) -> LossModule:
+def build_module(task: UserTask, world: World) -> LossModule:
     """The model of this rank on its device, wrapped for data parallelism."""
     config = task.config
     model, parallel, dtype = task.build_model(), config.parallel, DTYPES[config.precision.dtype]
@@ -353,9 +353,9 @@ def build_module(task: UserTask, plan: LaunchPlan, world: World) -> LossModule:
         layers = task.task.layers(model)
     module = LossModule(model, task.task, config)
     values: Mapping[str, Tensor] = {}
-    if plan.layout.tp > 1:
+    if world.layout.tp > 1:
         assert world.mesh is not None
-        styles = find_styles(task.task, config, model, plan.layout.tp)
+        styles = find_styles(task.task, config, model, world.layout.tp)
         values = split_model(config, model, styles, world.mesh["tp"])
     recompute_and_compile(
         layers,
@@ -371,7 +371,7 @@ def build_module(task: UserTask, plan: LaunchPlan, world: World) -> LossModule:
     apply_data_parallel(
         module,
         world.mesh,
-        plan.layout,
+        world.layout,
         dtype,
         layers=layers,
         float32=[item for item in model.modules() if isinstance(item, BATCH_NORMS)],
@@ -399,10 +399,11 @@ def check_same_weights(model: nn.Module, config: RunConfig, world: World) -> Non
         raise refusal(config, message, hint)
 
 
-def _build_task(
-    task: UserTask, plan: LaunchPlan, world: World, progress: Progress, local_gradient: LocalGradient
+def build_for_task(
+    task: UserTask, world: World, progress: Progress, local_gradient: LocalGradient
 ) -> BuiltModel:
-    config, module = task.config, build_module(task, plan, world)
+    """The model of a user's task on this rank; see `build`."""
+    config, module = task.config, build_module(task, world)
     model, dtype = module.model, DTYPES[config.precision.dtype]
     read_quantized(model, task.read_weight, world.device)
     module.train()

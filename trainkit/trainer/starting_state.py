@@ -27,6 +27,7 @@ from trainkit.trainer.checkpoint.state import StateTensors, TrainingState
 from trainkit.trainer.checkpoint.storage import SafeReader
 from trainkit.trainer.distributed import World, broadcast_from_main, record_event
 from trainkit.trainer.own_optimizers import OwnState, refuse_other_optimizers
+from trainkit.trainer.stream import WHOLE_HINT, StreamData
 
 log = getLogger(__name__)
 
@@ -35,10 +36,10 @@ def check_same_data(task: AnyTask, world: World) -> None:
     """Raise FatalError on ranks whose data differs from that of rank 0."""
     identity = [task.train_data.fingerprint, val_fingerprint(task)]
     if broadcast_from_main(identity, world) != identity:
-        raise FatalError(
-            f"the data of rank {world.rank} differs from the data of rank 0",
-            hint="put the data on a filesystem that all nodes share",
-        )
+        hint = "put the data on a filesystem that all nodes share"
+        if isinstance(task.train_data, StreamData):
+            hint = WHOLE_HINT
+        raise FatalError(f"the data of rank {world.rank} differs from the data of rank 0", hint=hint)
 
 
 def val_fingerprint(task: AnyTask) -> str:
