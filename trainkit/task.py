@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from trainkit.adapters import add_adapters as add_adapters  # what a task calls
+from trainkit.capability import Recorder
 from trainkit.config.schema import RunConfig
 from trainkit.config.training import DataConfig
 from trainkit.data.shards import open_dataset
@@ -107,6 +108,9 @@ class Task(ABC):
     ``super().__init__(config)``. The task is created on every rank, before the ranks are connected: neither
     the constructor nor a method may call a collective.
     """
+
+    _recorder = Recorder()
+    """Keeps what `log_image`, `log_histogram` and `log_text` log; the trainer sets that of rank 0."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
@@ -201,6 +205,24 @@ class Task(ABC):
         tensors |= {name: buffer for name, buffer in model.named_buffers() if name in saved}
         sizes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
         write_safetensors(folder / "model.safetensors", sizes, (item.detach() for item in tensors.values()))
+
+    def log_image(self, name: str, image: object, caption: str | None = None) -> None:
+        """Log an image of the current step; the report, TensorBoard, MLflow and W&B show it.
+
+        image: a tensor [height, width] or [channels, height, width], an array of numpy [height, width] or
+        [height, width, channels], or an image of PIL. Floats are from 0 to 1, whole numbers from 0 to 255.
+        Callable wherever the task is, on every rank: rank 0 keeps its own. In a step, the first of a name is
+        kept; in the validation it is called ``val_NAME``.
+        """
+        self._recorder.image(name, image, caption=caption)
+
+    def log_histogram(self, name: str, values: object) -> None:
+        """Log the histogram of the numbers in a tensor, an array or a list; otherwise as `log_image`."""
+        self._recorder.histogram(name, values)
+
+    def log_text(self, name: str, text: str) -> None:
+        """Log a text, such as a generated sample; otherwise as `log_image`."""
+        self._recorder.text(name, text)
 
     @property
     def flops_per_sample(self) -> float | None:
