@@ -8,17 +8,19 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cached_property
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from shlex import quote
 
 from trainkit.formats import shown, shown_value
+from trainkit.observe.notebook import MAX_KEYS, MAX_ROWS, Column, paragraph, table
 from trainkit.observe.status import ACTIVE_STATES, STATE_EVENTS, attempt_state
 from trainkit.run.end import AttemptEnd, Best, read_newest_end
 from trainkit.run.events import best_of, diverged_in, read_events, with_divergence
-from trainkit.run.files import OPTIONAL, read_object, seconds_between, to_json
+from trainkit.run.files import LEFT_OUT, OPTIONAL, read_object, seconds_between, to_json
 from trainkit.run.group import WAITS_FOR_ROOM, Point, RunGroup
 from trainkit.run.history import Attempt, PlanRecord, attempts_of
 from trainkit.run.record import AttemptRecord, attempt_of, is_alive
+from trainkit.run.trial import as_numbers
 from trainkit.scheduler import JobInfo, JobState, on_cluster
 
 NUM_READERS = 4
@@ -82,6 +84,7 @@ class PointStatus:
 
     index: int
     values: dict[str, object]
+    """The values of its trial, where a text that is a number is one."""
     state: str
     """As in `trainkit.observe.status.RunStatus.state`."""
     reason: str | None
@@ -93,6 +96,8 @@ class PointStatus:
     """The step from which on its loss is NaN or infinite, if it still is."""
     cluster: str | None = field(default=None, metadata=OPTIONAL)
     """The cluster of its job, if that is another one than here."""
+    written: dict[str, object] = field(default_factory=dict, metadata=LEFT_OUT)
+    """The values as they were written, for people."""
 
     @property
     def problem(self) -> str:
@@ -103,10 +108,10 @@ class PointStatus:
 
     def texts(self, keys: Sequence[str]) -> list[str]:
         """Its values of some keys."""
-        return [shown_value(self.values[key]) if key in self.values else "-" for key in keys]
+        return [shown_value(self.written[key]) if key in self.written else "-" for key in keys]
 
     def __str__(self) -> str:
-        return f"point {self.index}" + (f" ({shown(self.values)})" if self.values else "")
+        return f"point {self.index}" + (f" ({shown(self.written)})" if self.written else "")
 
 
 @dataclass(frozen=True)
@@ -143,6 +148,37 @@ class GroupStatus:
             if found:
                 return min(found, key=itemgetter(0))[1]
         return None
+
+    @property
+    def shown_points(self) -> list[PointStatus]:
+        """The points of a table in a notebook, in their order."""
+        return sorted(most_relevant(self.points, MAX_ROWS), key=attrgetter("index"))
+
+    def columns(self) -> list[Column]:
+        """What a notebook shows of its `shown_points`."""
+        points, keys = self.shown_points, self.keys[:MAX_KEYS]
+        texts = [point.texts(keys) for point in points]
+        return [
+            ("run", [point.index for point in points]),
+            *((key, [own[at] for own in texts]) for at, key in enumerate(keys)),
+            ("state", [point.state for point in points]),
+            ("best", [one.best and f"{one.best.metric} {one.best.value:.4g}" for one in points]),
+            ("reason", [point.problem or None for point in points]),
+        ]
+
+    def summary(self) -> str:
+        """Its name and states in a line, and how much of it `columns` leaves out."""
+        parts = [f"{self.name}: {state_counts(self.states) or 'no runs'}"]
+        for whole, limit, word in ((self.points, MAX_ROWS, "runs"), (self.keys, MAX_KEYS, "keys")):
+            if len(whole) > limit:
+                parts.append(f"{limit} of {len(whole):,} {word} are shown")
+        return "; ".join(parts)
+
+    def __repr__(self) -> str:
+        return f"<{self.summary()}>"
+
+    def _repr_html_(self) -> str:
+        return paragraph(self.summary()) + table(self.columns())
 
     def to_dict(self) -> dict[str, object]:
         own = to_json(self)
@@ -206,13 +242,14 @@ class GroupFiles:
             points=[
                 PointStatus(
                     files.point.index,
-                    files.point.values,
+                    as_numbers(files.point.values),
                     *self._state(files, jobs),
                     job_id=files.job_id,
                     best=files.best,
                     diverged_since=files.diverged_since,
                     run_dir=self.group.folder(files.point.index),
                     cluster=self._cluster(files),
+                    written=files.point.values,
                 )
                 for files in self.points
             ],
