@@ -62,7 +62,7 @@ SIZES = {
     "trainkit/data": (6, 891),
     "trainkit/job": (30, 6_723),
     "trainkit/launch": (17, 3_647),
-    "trainkit/observe": (7, 1_345),
+    "trainkit/observe": (7, 1_346),
     "trainkit/plan": (16, 3_180),
     "trainkit/run": (17, 4_682),
     "trainkit/slurm": (8, 1_574),
