@@ -25,7 +25,7 @@ from trainkit.run.history import Attempt
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
 SIZES = {
-    "trainkit": (20, 5_097),
+    "trainkit": (20, 5_107),
     "trainkit/backends": (22, 4_208),
     "trainkit/capabilities": (1, 1),
     "trainkit/capabilities/bench": (6, 1_328),
@@ -44,7 +44,7 @@ SIZES = {
     "trainkit/capabilities/multimodal": (2, 541),
     "trainkit/capabilities/notifications": (5, 509),
     "trainkit/capabilities/replay": (7, 1_534),
-    "trainkit/capabilities/report": (10, 1_885),
+    "trainkit/capabilities/report": (10, 1_933),
     "trainkit/capabilities/shell": (3, 190),
     "trainkit/capabilities/simulation": (4, 311),
     "trainkit/capabilities/slow_ranks": (8, 698),
@@ -54,19 +54,19 @@ SIZES = {
     "trainkit/capabilities/trackers": (5, 825),
     "trainkit/capabilities/transformers": (2, 303),
     "trainkit/capabilities/watch": (5, 1_195),
-    "trainkit/cli": (16, 3_379),
+    "trainkit/cli": (16, 3_436),
     "trainkit/cluster": (8, 1_834),
     "trainkit/config": (12, 2_983),
     "trainkit/control": (5, 783),
     "trainkit/data": (6, 891),
     "trainkit/job": (31, 6_723),
     "trainkit/launch": (19, 3_656),
-    "trainkit/observe": (5, 1_117),
+    "trainkit/observe": (6, 1_433),
     "trainkit/plan": (16, 3_171),
-    "trainkit/run": (16, 4_502),
+    "trainkit/run": (16, 4_511),
     "trainkit/slurm": (8, 1_574),
     "trainkit/trainer": (38, 8_713),
-    "tests": (405, 64_993),
+    "tests": (407, 65_501),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)
