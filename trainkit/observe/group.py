@@ -9,10 +9,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cached_property
+from operator import attrgetter
 from shlex import quote
 from typing import Any
 
 from trainkit.formats import cell, short_keys, shown, shown_value
+from trainkit.observe.notebook import MAX_KEYS, MAX_ROWS, Column, paragraph, table
 from trainkit.observe.ranking import (
     BEST_METRIC,
     BEST_MODE,
@@ -38,6 +40,7 @@ from trainkit.run.files import LEFT_OUT, OPTIONAL, Record, read_object, seconds_
 from trainkit.run.group import WAITS_FOR_ROOM, Point, RunGroup
 from trainkit.run.history import Attempt, PlanRecord, attempts_of
 from trainkit.run.record import AttemptRecord, attempt_of, is_alive
+from trainkit.run.trial import as_numbers
 from trainkit.scheduler import JobInfo, JobState, on_cluster
 
 POINTS_PER_TASK = 100
@@ -104,6 +107,7 @@ class PointStatus:
 
     index: int
     values: dict[str, object]
+    """The values of its trial, where a text that is a number is one."""
     state: str
     """As in `trainkit.observe.status.RunStatus.state`."""
     reason: str | None
@@ -115,6 +119,8 @@ class PointStatus:
     """The step from which on its loss, or what ranks the group, is NaN or infinite, if it still is."""
     cluster: str | None = field(default=None, metadata=OPTIONAL)
     """The cluster of its job, if that is another one than here."""
+    written: dict[str, object] = field(default_factory=dict, metadata=LEFT_OUT)
+    """The values as they were written, for people."""
     step: int | None = None
     """The newest step; of one that has ended, that at which it did."""
     age_s: float | None = None
@@ -134,10 +140,10 @@ class PointStatus:
 
     def texts(self, keys: Sequence[str]) -> list[str]:
         """Its values of some keys."""
-        return [shown_value(self.values[key]) if key in self.values else "-" for key in keys]
+        return [shown_value(self.written[key]) if key in self.written else "-" for key in keys]
 
     def __str__(self) -> str:
-        return f"point {self.index}" + (f" ({shown(self.values)})" if self.values else "")
+        return f"point {self.index}" + (f" ({shown(self.written)})" if self.written else "")
 
 
 @dataclass(frozen=True)
@@ -173,6 +179,37 @@ class GroupStatus:
         """The point with the best result; None without any."""
         found = [point for point in self.points if point.best is not None]
         return min(found, key=lambda point: self.ranking.order(point.score), default=None)
+
+    @property
+    def shown_points(self) -> list[PointStatus]:
+        """The points of a table in a notebook, in their order."""
+        return sorted(most_relevant(self, MAX_ROWS), key=attrgetter("index"))
+
+    def columns(self) -> list[Column]:
+        """What a notebook shows of its `shown_points`."""
+        points, keys = self.shown_points, self.keys[:MAX_KEYS]
+        texts = [point.texts(keys) for point in points]
+        return [
+            ("run", [point.index for point in points]),
+            *((key, [own[at] for own in texts]) for at, key in enumerate(keys)),
+            ("state", [point.state for point in points]),
+            (self.ranking.label, [cell(one.score, ".4g") for one in points]),
+            ("reason", [point.problem or None for point in points]),
+        ]
+
+    def summary(self) -> str:
+        """Its name and states in a line, and how much of it `columns` leaves out."""
+        parts = [f"{self.name}: {state_counts(self.states) or 'no runs'}"]
+        for whole, limit, word in ((self.points, MAX_ROWS, "runs"), (self.keys, MAX_KEYS, "keys")):
+            if len(whole) > limit:
+                parts.append(f"{limit} of {len(whole):,} {word} are shown")
+        return "; ".join(parts)
+
+    def __repr__(self) -> str:
+        return f"<{self.summary()}>"
+
+    def _repr_html_(self) -> str:
+        return paragraph(self.summary()) + table(self.columns())
 
     def to_dict(self) -> dict[str, object]:
         own = to_json(self)
@@ -251,7 +288,7 @@ class GroupFiles:
             points=[
                 PointStatus(
                     files.point.index,
-                    files.point.values,
+                    as_numbers(files.point.values),
                     *self._state(files, jobs),
                     job_id=files.job_id,
                     best=files.results.get(self.ranking.metric),
@@ -260,6 +297,7 @@ class GroupFiles:
                     cluster=self._cluster(files),
                     step=files.end.step if files.end is not None and files.is_over else files.step,
                     age_s=seconds_between(files.entry.submitted_at, now),
+                    written=files.point.values,
                 )
                 for files in self.points
             ],

@@ -9,19 +9,22 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
-from shlex import join
 from statistics import median
 from typing import TextIO
 
 import click
 
-from trainkit.capabilities.report.compared_runs import differing_keys, runs_named, short_names
+from trainkit.capabilities.report.compared_runs import (
+    compared_values,
+    differing_keys,
+    runs_named,
+    short_names,
+)
 from trainkit.capabilities.report.curves import Curves, new_file
 from trainkit.capabilities.report.curves import curves as read_curves
 from trainkit.capabilities.report.plot import AXES, figure_kind, save
 from trainkit.capabilities.report.run_report import Report, read_report
 from trainkit.capabilities.watch.view_text import resampled, sparkline
-from trainkit.cli.choose_runs import command_values
 from trainkit.cli.help import as_command, complete_run, option, terminal_width, warn
 from trainkit.cli.options import PATH, json_option
 from trainkit.cli.output import echo_json, masked
@@ -32,7 +35,7 @@ from trainkit.observe.group import column_of, value_order
 from trainkit.observe.ranking import Measured, Ranking, UnknownMetricError, asked_metric, config_ranking, rank
 from trainkit.observe.status import loss_text
 from trainkit.run.events import with_divergence
-from trainkit.run.rundir import RunDir
+from trainkit.run.trial import as_numbers
 
 CURVE_WIDTH = 24
 MAX_CELL = 40
@@ -166,7 +169,7 @@ def _compare_runs(
     if len(runs) < 2:
         raise UsageError("one run cannot be compared", hint="name another run, or a group of runs")
     reports = [read_report(*look_at(run, warn)[:2], now) for run in runs]
-    values = [_values(report) for report in reports]
+    values = [compared_values(report.config) for report in reports]
     keys = differing_keys(values)
     column = None if sort is None else column_of(sort, keys, SORTED_BY)
     by_metric = sort if column is None else None
@@ -184,20 +187,22 @@ def _compare_runs(
             warn(f"{run['run']}: its config cannot be read")
     rows = list(zip(compared, measured, reports, values, strict=True))
     if column is not None:
-        rows.sort(key=lambda row: value_order((row[0] if column in SORTED_BY else row[3]).get(column)))
+        rows.sort(
+            key=lambda row: value_order((row[0] if column in SORTED_BY else as_numbers(row[3])).get(column))
+        )
     elif sort is not None:
         rows.sort(key=lambda row: ranking.order(row[0]["result"]))
     compared = [run for run, *_ in rows]
     differing = [{key: masked(own.get(key), key) for key in keys} for *_, own in rows]
     if as_json:
-        found = [{**run, "values": own} for run, own in zip(compared, differing, strict=True)]
+        found = [{**run, "values": as_numbers(own)} for run, own in zip(compared, differing, strict=True)]
         echo_json({"differ": keys, "metric": ranking.metric, "mode": ranking.mode, "runs": found})
     elif as_csv:
         with _table(table_file) as stream:
             writer = csv.writer(stream)
             writer.writerow([*compared[0], *keys])
             for run, own in zip(compared, differing, strict=True):
-                shown = ["" if value is None else shown_value(value) for value in own.values()]
+                shown = ["" if value is None else shown_value(value) for value in as_numbers(own).values()]
                 writer.writerow([*run.values(), *shown])
     else:
         results = [_result(own, report) for _, own, report, _ in rows]
@@ -232,17 +237,6 @@ def _compared(name: str, report: Report, ranking: Ranking, measured: Measured) -
         "result": None if result is None else result.value,
         "result_step": None if result is None else result.step,
     }
-
-
-def _values(report: Report) -> dict[str, object]:
-    """What was asked for: the config without the name, and the COMMAND; empty without a readable config."""
-    if not report.config:
-        return {}
-    asked: dict[str, object] = {key: value for key, value in report.config.items() if key != "name"}
-    asked |= command_values(RunDir(report.status.run_dir))
-    if report.status.is_command:
-        asked["COMMAND"] = join(report.status.command or ())
-    return asked
 
 
 def _figures(
