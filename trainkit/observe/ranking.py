@@ -148,7 +148,7 @@ def _by_step(records: Iterable[Entry], metric: str) -> dict[int, float | None]:
 def asked_metric(metric: str | None, sort: str | None, columns: Sequence[str]) -> str | None:
     """The metric that ``--metric`` asks for, or ``--sort`` if it names none of the columns."""
     if None in (metric, sort) or metric == sort:
-        return metric or sort
+        return sort if metric is None else metric
     raise UsageError(
         f"--sort {sort} is not a column of runs that are ranked by {metric}",
         hint=f"it can be {', '.join((*columns, str(metric)))}",
