@@ -8,9 +8,9 @@ config, a plan or a command line names it.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from trainkit.errors import KeyProblem
 
@@ -33,6 +33,8 @@ if TYPE_CHECKING:  # the nouns of the floors above, for type checkers alone
     from trainkit.run.events import Event
     from trainkit.run.history import PlanRecord, RunHistory
     from trainkit.run.rundir import AttemptDir, RunDir
+    from trainkit.trainer.metrics import TensorBoardLog
+    from trainkit.trainer.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -47,17 +49,16 @@ class Part:
     """The name of the capability."""
 
 
-@dataclass(frozen=True)
-class Planned:
+class Planned(NamedTuple):
     """The result of `Capability.plan` and `plan_command`: a part of the plan, with reasons and warnings."""
 
     part: Part | None = None
     """None for a run that does not use it; of such a run its code is not imported."""
-    reasons: Mapping[str, str] = field(default_factory=dict)
+    reasons: Mapping[str, str] = {}
     """Derived value -> its reason, which a dry run prints."""
     warnings: tuple[str, ...] = ()
     """Messages about settings without effect, or that could not be checked, one sentence each."""
-    env: Mapping[str, str] = field(default_factory=dict)
+    env: Mapping[str, str] = {}
     """Environment variables of every worker, of `plan_command` only; launch.env comes before them."""
     keys: Collection[str] = ()
     """Keys of the config that have an effect on a command because of it, of `plan_command` only."""
@@ -65,8 +66,7 @@ class Planned:
     """The derived value after which the reasons of `plan` are printed; None for the last one."""
 
 
-@dataclass(frozen=True)
-class Ranks:
+class Ranks(NamedTuple):
     """The number of ranks and their device, before there is a plan."""
 
     world_size: int
@@ -97,8 +97,7 @@ class Companion:
         """End it; `is_finished` if all ranks of the agent have finished: else the job cannot wait."""
 
 
-@dataclass(frozen=True)
-class Hosts:
+class Hosts(NamedTuple):
     """The hosts of a job, as Slurm names them; none of an attempt on this machine."""
 
     all: Sequence[str] = ()
@@ -120,8 +119,7 @@ class Watch:
         return None
 
 
-@dataclass(frozen=True)
-class TimedRanks:
+class TimedRanks(NamedTuple):
     """The ranks of the built-in trainer, which report their times at the end of each window of steps."""
 
     layout: Layout
@@ -152,8 +150,7 @@ class RankObserver:
         return ()
 
 
-@dataclass(frozen=True)
-class Reading:
+class Reading(NamedTuple):
     """What was read of a run, for what a capability shows of it."""
 
     history: RunHistory
@@ -176,11 +173,10 @@ class Notice:
     rank: int | None = None
 
 
-@dataclass(frozen=True)
-class HostView:
+class HostView(NamedTuple):
     """What a capability says of a host in `watch`."""
 
-    values: Mapping[str, object] = field(default_factory=dict)
+    values: Mapping[str, object] = {}
     """Values of a row of the nodes, by the keys of `watch --json`."""
     problems: Sequence[tuple[int, str]] = ()
     """How bad each problem is, and the problem in a few words."""
@@ -194,6 +190,29 @@ class Reader:
 
     def update(self) -> None:
         """Read what was written since the last call, and no more. Raises OSError."""
+
+
+class Recorder:
+    """Keeps the images, histograms and texts that a rank logs; this one keeps none, as on other ranks than 0.
+
+    `step` is by default that of the training. Raises UsageError for what cannot be kept.
+    """
+
+    def image(self, name: str, image: object, step: int | None = None, caption: str | None = None) -> None:
+        """Keep a tensor, an array of numpy or an image of PIL, as it is now."""
+
+    def histogram(self, name: str, values: object, step: int | None = None) -> None:
+        """Keep the histogram of the numbers in a tensor, an array or a list."""
+
+    def text(self, name: str, text: str, step: int | None = None) -> None:
+        """Keep a text."""
+
+    def close(self) -> None:
+        """Wait for what is still being written."""
+
+
+MakeRecorder = Callable[["AttemptDir", "Progress", "TensorBoardLog | None"], Recorder]
+"""Makes the recorder of rank 0; what it keeps is in TensorBoard too, if the attempt writes to it."""
 
 
 class Choice:
@@ -302,6 +321,10 @@ class Capability:
         """Begin to look at the times of the ranks in the trainer; None for nothing."""
         return None
 
+    def recorder(self) -> MakeRecorder:
+        """What makes the recorder of rank 0, if the capability keeps images, histograms and texts."""
+        raise NotImplementedError
+
     def watch(self, attempt: AttemptDir, plan: LaunchPlan, hosts: Hosts) -> Watch | None:
         """Begin to watch an attempt from its supervisor, if its part is in the plan; None for nothing."""
         return None
@@ -366,4 +389,8 @@ class Capability:
 
     def report(self, history: RunHistory) -> Mapping[str, object]:
         """The keys that it adds to ``report --json``, and to what the page shows."""
+        return {}
+
+    def sections(self, history: RunHistory) -> Mapping[str, str]:
+        """The sections that it adds to the page of a report: title -> HTML, with all texts in it escaped."""
         return {}

@@ -46,7 +46,7 @@ MAX_COLUMN_WIDTH = 40
 )
 @option(
     "--task-smoke",
-    "Try your own task too: a few samples forward and backward on this machine's CPU.",
+    "Try your own task too: a few samples forward and backward, on one and two ranks, on this machine's CPU.",
     name="smoke",
 )
 @options.of_capabilities("check")
@@ -66,8 +66,8 @@ def command(
     """
     from trainkit.backends.slurm.queue_estimate import wait_lines
     from trainkit.config.schema import flatten, show_value
-    from trainkit.launch.disk import lock_problem
     from trainkit.launch.plan_run import gather, plan_run
+    from trainkit.launch.submission import lock_problem
     from trainkit.launch.trainer_process import task_problems
     from trainkit.plan.workload import TRAINER
 
