@@ -25,7 +25,7 @@ from trainkit.run.history import Attempt
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
 SIZES = {
-    "trainkit": (20, 5_486),
+    "trainkit": (20, 5_484),
     "trainkit/backends": (20, 4_197),
     "trainkit/capabilities": (1, 1),
     "trainkit/capabilities/bench": (6, 1_328),
@@ -45,29 +45,29 @@ SIZES = {
     "trainkit/capabilities/multimodal": (2, 541),
     "trainkit/capabilities/notifications": (5, 509),
     "trainkit/capabilities/replay": (7, 1_534),
-    "trainkit/capabilities/report": (10, 1_905),
+    "trainkit/capabilities/report": (12, 2_619),
     "trainkit/capabilities/shell": (3, 190),
     "trainkit/capabilities/simulation": (4, 311),
     "trainkit/capabilities/slow_ranks": (8, 698),
     "trainkit/capabilities/stacks": (2, 126),
     "trainkit/capabilities/task_check": (2, 220),
     "trainkit/capabilities/texts": (9, 1_834),
-    "trainkit/capabilities/trackers": (5, 897),
+    "trainkit/capabilities/trackers": (6, 1_030),
     "trainkit/capabilities/transformers": (2, 303),
     "trainkit/capabilities/watch": (5, 1_196),
-    "trainkit/cli": (16, 3_366),
+    "trainkit/cli": (16, 3_369),
     "trainkit/cluster": (8, 1_834),
-    "trainkit/config": (12, 2_983),
+    "trainkit/config": (12, 2_980),
     "trainkit/control": (5, 783),
     "trainkit/data": (6, 891),
     "trainkit/job": (30, 6_723),
     "trainkit/launch": (17, 3_647),
-    "trainkit/observe": (7, 1_341),
-    "trainkit/plan": (16, 3_184),
-    "trainkit/run": (17, 4_683),
+    "trainkit/observe": (7, 1_345),
+    "trainkit/plan": (16, 3_180),
+    "trainkit/run": (17, 4_682),
     "trainkit/slurm": (8, 1_574),
     "trainkit/trainer": (37, 8_742),
-    "tests": (411, 67_059),
+    "tests": (413, 67_969),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)
@@ -534,6 +534,7 @@ WORKERS = {
         "replay/items.py",
         "simulation/worker.py",
         "task_check/worker.py",
+        "trackers/board.py",
         "transformers/task.py",
     )
 }
@@ -587,7 +588,7 @@ def test_what_was_read_is_passed_on(name: str) -> None:
     assert count <= READS[name], f"{count} places: pass what the caller has read"
 
 
-UNTYPED = {"objects": 74, "values": 291}
+UNTYPED = {"objects": 73, "values": 291}
 """Annotations without types, which are any value: a `JsonObject` or a container of `Any`; `Any` elsewhere."""
 
 
