@@ -25,7 +25,7 @@ from trainkit.run.history import Attempt
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
 SIZES = {
-    "trainkit": (20, 5_484),
+    "trainkit": (20, 5_539),
     "trainkit/backends": (20, 4_197),
     "trainkit/capabilities": (1, 1),
     "trainkit/capabilities/bench": (6, 1_328),
@@ -50,7 +50,7 @@ SIZES = {
     "trainkit/capabilities/simulation": (4, 311),
     "trainkit/capabilities/slow_ranks": (8, 698),
     "trainkit/capabilities/stacks": (2, 126),
-    "trainkit/capabilities/task_check": (2, 220),
+    "trainkit/capabilities/task_check": (3, 406),
     "trainkit/capabilities/texts": (9, 1_834),
     "trainkit/capabilities/trackers": (6, 1_030),
     "trainkit/capabilities/transformers": (2, 303),
@@ -66,8 +66,8 @@ SIZES = {
     "trainkit/plan": (16, 3_180),
     "trainkit/run": (17, 4_682),
     "trainkit/slurm": (8, 1_574),
-    "trainkit/trainer": (37, 8_742),
-    "tests": (413, 67_969),
+    "trainkit/trainer": (38, 9_416),
+    "tests": (415, 68_609),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)
@@ -258,7 +258,9 @@ ALLOWED = {
         *("errors", "formats", "run", "config", "data.checks", "cluster", "plan", "cli", "job.processes"),
         *("launch.config_request", "launch.trainer_process", "trainer"),
     },
-    "capabilities.task_check": {"config", "errors", "task", "trainer"},
+    "capabilities.task_check": {
+        *("config", "data.dataset_file", "errors", "plan.launch", "run.manifest", "task", "trainer"),
+    },
     "capabilities.texts": {
         *(
             "capability",
@@ -533,6 +535,7 @@ WORKERS = {
         "replay/worker.py",
         "replay/items.py",
         "simulation/worker.py",
+        "task_check/two_ranks.py",
         "task_check/worker.py",
         "trackers/board.py",
         "transformers/task.py",
@@ -588,7 +591,7 @@ def test_what_was_read_is_passed_on(name: str) -> None:
     assert count <= READS[name], f"{count} places: pass what the caller has read"
 
 
-UNTYPED = {"objects": 73, "values": 291}
+UNTYPED = {"objects": 73, "values": 290}
 """Annotations without types, which are any value: a `JsonObject` or a container of `Any`; `Any` elsewhere."""
 
 
