@@ -52,7 +52,7 @@ SIZES = {
     "trainkit/capabilities/stacks": (2, 126),
     "trainkit/capabilities/task_check": (3, 406),
     "trainkit/capabilities/texts": (9, 1_836),
-    "trainkit/capabilities/trackers": (5, 946),
+    "trainkit/capabilities/trackers": (6, 1_030),
     "trainkit/capabilities/transformers": (2, 303),
     "trainkit/capabilities/watch": (5, 1_196),
     "trainkit/cli": (16, 3_512),
@@ -67,7 +67,7 @@ SIZES = {
     "trainkit/run": (17, 4_700),
     "trainkit/slurm": (8, 1_574),
     "trainkit/trainer": (38, 9_416),
-    "tests": (417, 69_134),
+    "tests": (417, 69_200),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)
@@ -537,6 +537,7 @@ WORKERS = {
         "simulation/worker.py",
         "task_check/two_ranks.py",
         "task_check/worker.py",
+        "trackers/board.py",
         "transformers/task.py",
     )
 }
