@@ -28,7 +28,7 @@ TINY = 1e-300
 """A smaller value is drawn as 0."""
 MAX_LOG_TICKS = 6
 MAX_X_LABELS = 6
-EDGE = 0.06
+EDGE = 0.08
 """Room next to the first and the last value of a key, for half of their label."""
 DENSE = 400
 """Points of a line that is drawn thin, since its ups and downs would touch."""
