@@ -25,7 +25,7 @@ from trainkit.run.history import Attempt
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
 SIZES = {
-    "trainkit": (20, 5_124),
+    "trainkit": (20, 5_441),
     "trainkit/backends": (20, 4_197),
     "trainkit/capabilities": (1, 1),
     "trainkit/capabilities/bench": (6, 1_328),
@@ -44,29 +44,29 @@ SIZES = {
     "trainkit/capabilities/multimodal": (2, 541),
     "trainkit/capabilities/notifications": (5, 509),
     "trainkit/capabilities/replay": (7, 1_534),
-    "trainkit/capabilities/report": (12, 2_637),
+    "trainkit/capabilities/report": (12, 2_639),
     "trainkit/capabilities/shell": (3, 190),
     "trainkit/capabilities/simulation": (4, 311),
     "trainkit/capabilities/slow_ranks": (8, 698),
     "trainkit/capabilities/stacks": (2, 126),
-    "trainkit/capabilities/task_check": (2, 220),
+    "trainkit/capabilities/task_check": (3, 406),
     "trainkit/capabilities/texts": (9, 1_834),
     "trainkit/capabilities/trackers": (5, 874),
     "trainkit/capabilities/transformers": (2, 303),
     "trainkit/capabilities/watch": (5, 1_196),
-    "trainkit/cli": (16, 3_368),
+    "trainkit/cli": (16, 3_369),
     "trainkit/cluster": (8, 1_834),
-    "trainkit/config": (12, 2_983),
+    "trainkit/config": (12, 2_980),
     "trainkit/control": (5, 783),
     "trainkit/data": (6, 891),
     "trainkit/job": (30, 6_723),
     "trainkit/launch": (17, 3_647),
-    "trainkit/observe": (6, 1_168),
-    "trainkit/plan": (16, 3_171),
-    "trainkit/run": (17, 4_683),
+    "trainkit/observe": (7, 1_345),
+    "trainkit/plan": (16, 3_180),
+    "trainkit/run": (17, 4_682),
     "trainkit/slurm": (8, 1_574),
-    "trainkit/trainer": (37, 8_704),
-    "tests": (410, 66_733),
+    "trainkit/trainer": (38, 9_378),
+    "tests": (413, 68_016),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)
@@ -214,7 +214,7 @@ ALLOWED = {
     "api": {
         "arguments",
         *("errors", "formats", "run", "config", "plan", "backend", "backends", "control", "observe"),
-        *("launch", "function"),
+        *("launch", "function", "shipped"),
     },
     # Commands and tasks that no run needs: the core names their modules, and imports none of them.
     "capabilities.doctor": {  # checks machines before there is a run
@@ -256,7 +256,9 @@ ALLOWED = {
         *("errors", "formats", "run", "config", "data.checks", "cluster", "plan", "cli", "job.processes"),
         *("launch.config_request", "launch.trainer_process", "trainer"),
     },
-    "capabilities.task_check": {"config", "errors", "task", "trainer"},
+    "capabilities.task_check": {
+        *("config", "data.dataset_file", "errors", "plan.launch", "run.manifest", "task", "trainer"),
+    },
     "capabilities.texts": {
         *(
             "capability",
@@ -526,6 +528,7 @@ WORKERS = {
         "replay/worker.py",
         "replay/items.py",
         "simulation/worker.py",
+        "task_check/two_ranks.py",
         "task_check/worker.py",
         "transformers/task.py",
     )
@@ -580,7 +583,7 @@ def test_what_was_read_is_passed_on(name: str) -> None:
     assert count <= READS[name], f"{count} places: pass what the caller has read"
 
 
-UNTYPED = {"objects": 76, "values": 293}
+UNTYPED = {"objects": 73, "values": 291}
 """Annotations without types, which are any value: a `JsonObject` or a container of `Any`; `Any` elsewhere."""
 
 
