@@ -29,6 +29,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import default_collate
 
 from trainkit.adapters import add_adapters as add_adapters  # what a task calls
+from trainkit.capability import Recorder
 from trainkit.config.schema import RunConfig
 from trainkit.config.training import DataConfig
 from trainkit.data.shards import open_dataset
@@ -112,6 +113,8 @@ class Task(ABC):
 
     step: int = 0
     """The number of the current step, from 1 on; of the last one in a validation, 0 before the first."""
+    _recorder = Recorder()
+    """Keeps what `log_image`, `log_histogram` and `log_text` log; the trainer sets that of rank 0."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
@@ -257,6 +260,24 @@ class Task(ABC):
         tensors |= {name: buffer for name, buffer in model.named_buffers() if name in saved}
         sizes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
         write_safetensors(folder / "model.safetensors", sizes, (item.detach() for item in tensors.values()))
+
+    def log_image(self, name: str, image: object, caption: str | None = None) -> None:
+        """Log an image of the current step; the report, TensorBoard, MLflow and W&B show it.
+
+        image: a tensor [height, width] or [channels, height, width], an array of numpy [height, width] or
+        [height, width, channels], or an image of PIL. Floats are from 0 to 1, whole numbers from 0 to 255.
+        Callable wherever the task is, on every rank: rank 0 keeps its own. In a step, the first of a name is
+        kept; in the validation it is called ``val_NAME``.
+        """
+        self._recorder.image(name, image, caption=caption)
+
+    def log_histogram(self, name: str, values: object) -> None:
+        """Log the histogram of the numbers in a tensor, an array or a list; otherwise as `log_image`."""
+        self._recorder.histogram(name, values)
+
+    def log_text(self, name: str, text: str) -> None:
+        """Log a text, such as a generated sample; otherwise as `log_image`."""
+        self._recorder.text(name, text)
 
     @property
     def flops_per_sample(self) -> float | None:

@@ -22,6 +22,7 @@ from trainkit.plan.launch import Batch, LaunchPlan
 from trainkit.plan.layout_rules import compiles
 from trainkit.run.process import own_host
 from trainkit.run.rundir import AttemptDir
+from trainkit.shipped import of_media
 from trainkit.trainer.build import AnyTask, BuiltModel, CompileCache, build
 from trainkit.trainer.checkpoint.loader import choose_checkpoint
 from trainkit.trainer.checkpoint.saver import CheckpointSaver, SaveRequest
@@ -49,6 +50,7 @@ from trainkit.trainer.step_sync import (
     join_turns,
     pack_report,
 )
+from trainkit.trainer.user_task import UserTask
 
 log = getLogger(__name__)
 GC_EVERY_STEPS = 100
@@ -177,6 +179,8 @@ class Trainer:
         self.evaluator = None if task.val_data is None else Evaluator(task, plan, world)
         dtype, flops = config.precision.dtype, task.flops_per_sample
         self.metrics = Metrics(attempt, world, dtype, self.total_steps, tensorboard, flops)
+        if isinstance(task, UserTask) and world.is_main:
+            task.task._recorder = of_media().recorder()(attempt, progress, tensorboard)
         self.profiler = ProfileWindow(config.profiler, attempt.profile_dir, world)
         self.manifest_record = manifest_record(plan, task)
         """The fields of every checkpoint manifest of this attempt, besides the training state."""
@@ -530,6 +534,8 @@ class Trainer:
             self.evaluator.close()
         self.saver.close()
         self.profiler.close()
+        if isinstance(self.task, UserTask):
+            self.task.task._recorder.close()
         self.metrics.close()
 
     def _end(self, reason: str = "") -> int:

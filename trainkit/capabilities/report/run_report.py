@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from dataclasses import dataclass, field
+from html import escape
 
 from trainkit.capabilities.report.charts import MAX_CHARTS, Chart, csv_command, run_charts
 from trainkit.capabilities.report.goodput import CATEGORIES, Curves, read_curves
@@ -70,6 +71,8 @@ class Report:
     provenance: dict[str, object]
     added: dict[str, object] = field(metadata=LEFT_OUT)
     """The keys that capabilities add."""
+    sections: dict[str, str] = field(metadata=LEFT_OUT)
+    """The sections that capabilities add to the page: title -> HTML."""
 
     def to_dict(self) -> dict[str, object]:
         return placed("report", {**to_json(self), "status": self.status.to_dict()}, to_json(self.added))
@@ -94,6 +97,7 @@ def read_report(history: RunHistory, status: RunStatus, now: float) -> Report:
     world_size = plan.count("world_size")
     answers = ask_each(plan.parts, lambda one: one.report(history), lambda name, text: {name: text})
     added = {key: value for own in answers.values() for key, value in own.items()}
+    pages = ask_each(plan.parts, lambda one: one.sections(history), lambda name, text: {name: escape(text)})
     config = asked_of(run, plan)
     times = [(item.submitted, item.started) for item in attempts]
     waits = [max(0.0, end - begin) for begin, end in times if begin is not None and end is not None]
@@ -120,6 +124,7 @@ def read_report(history: RunHistory, status: RunStatus, now: float) -> Report:
         layout={name: size for name, size in plan.record("layout").values.items() if isinstance(size, int)},
         provenance=read_object(run.provenance_file),
         added=added,
+        sections={title: html for own in pages.values() for title, html in own.items()},
     )
 
 
