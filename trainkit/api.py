@@ -453,6 +453,14 @@ class Group(Sequence[Run[Value]]):
         """What ``trainkit status`` shows of a group: the state and result of each run."""
         return query_group(self._group, warn_caller)
 
+    def best(self, metric: str | None = None) -> Run[Value] | None:
+        """The best run by `metric`, or as ``trainkit status`` ranks them; None without any result.
+
+        A run that has diverged is never the best. Raises UsageError for a metric that no run has logged.
+        """
+        best = query_group(self._group, warn_caller, metric).best
+        return None if best is None else Run(self._group.run(best.index))
+
     @overload
     def __getitem__(self, index: int) -> Run[Value]: ...
     @overload
