@@ -29,7 +29,7 @@ SIZES = {
     "trainkit/backends": (20, 4_197),
     "trainkit/capabilities": (1, 1),
     "trainkit/capabilities/bench": (6, 1_328),
-    "trainkit/capabilities/curves": (4, 1_019),
+    "trainkit/capabilities/curves": (4, 1_024),
     "trainkit/capabilities/debugger": (5, 627),
     "trainkit/capabilities/diagnose": (7, 1_392),
     "trainkit/capabilities/doctor": (6, 1_343),
@@ -41,7 +41,7 @@ SIZES = {
     "trainkit/capabilities/init": (3, 322),
     "trainkit/capabilities/launchers": (4, 500),
     "trainkit/capabilities/layouts": (5, 804),
-    "trainkit/capabilities/media": (6, 597),
+    "trainkit/capabilities/media": (6, 599),
     "trainkit/capabilities/multimodal": (2, 541),
     "trainkit/capabilities/notifications": (5, 509),
     "trainkit/capabilities/replay": (7, 1_534),
@@ -55,9 +55,9 @@ SIZES = {
     "trainkit/capabilities/trackers": (6, 1_030),
     "trainkit/capabilities/transformers": (2, 303),
     "trainkit/capabilities/watch": (5, 1_196),
-    "trainkit/cli": (16, 3_512),
+    "trainkit/cli": (16, 3_522),
     "trainkit/cluster": (8, 1_834),
-    "trainkit/config": (12, 3_074),
+    "trainkit/config": (12, 3_044),
     "trainkit/control": (5, 783),
     "trainkit/data": (6, 891),
     "trainkit/job": (30, 6_723),
@@ -67,7 +67,7 @@ SIZES = {
     "trainkit/run": (17, 4_700),
     "trainkit/slurm": (8, 1_574),
     "trainkit/trainer": (38, 9_416),
-    "tests": (417, 69_279),
+    "tests": (417, 69_313),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)
