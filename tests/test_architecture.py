@@ -62,12 +62,12 @@ SIZES = {
     "trainkit/data": (6, 891),
     "trainkit/job": (30, 6_723),
     "trainkit/launch": (17, 3_647),
-    "trainkit/observe": (8, 1_662),
+    "trainkit/observe": (8, 1_672),
     "trainkit/plan": (16, 3_180),
     "trainkit/run": (17, 4_691),
     "trainkit/slurm": (8, 1_574),
     "trainkit/trainer": (38, 9_416),
-    "tests": (417, 69_102),
+    "tests": (417, 69_116),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)
