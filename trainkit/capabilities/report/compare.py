@@ -26,7 +26,7 @@ from trainkit.cli.help import as_command, complete_run, option, terminal_width, 
 from trainkit.cli.options import PATH, json_option
 from trainkit.cli.output import echo_json, masked
 from trainkit.errors import UsageError
-from trainkit.formats import JsonObject, cell, duration, number, shown_value, table
+from trainkit.formats import JsonObject, cell, duration, hours_text, shown_value, table
 from trainkit.observe.current import look_at
 from trainkit.observe.status import loss_text
 from trainkit.run.rundir import RunDir
@@ -220,7 +220,7 @@ def _figures(runs: Sequence[JsonObject], reports: Sequence[Report]) -> str:
             "-" if run["best_val_loss"] is None else f"{run['best_val_loss']:.4f} at {run['best_step']}",
             cell(run["tokens_per_s"], ",.0f"),
             duration(run["allocated_s"]),
-            number(run["worker_hours"]),
+            hours_text(run["worker_hours"]),
             sparkline(resampled(curve, CURVE_WIDTH)),
         )
         for run, report, curve in zip(runs, reports, curves, strict=True)
