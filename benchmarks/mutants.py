@@ -71,7 +71,7 @@ MUTANTS = {
         "tests/data",
     ),
     "hosts-in-another-order": Mutant(
-        "slurm/hosts.py",
+        "scheduler.py",
         "for picked in product(*reversed(numbers[:-1]), *numbers[-1:]):",
         "for picked in product(*reversed(numbers[:-1]), *(sorted(last)[::-1] for last in numbers[-1:])):",
         "tests/slurm",

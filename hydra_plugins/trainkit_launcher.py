@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.singleton import Singleton
 from hydra.core.utils import JobReturn, JobStatus, filter_overrides, run_job, setup_globals
 from hydra.plugins.launcher import Launcher
@@ -49,8 +50,10 @@ ConfigStore.instance().store(
 
 @dataclass(frozen=True)
 class HydraJob:
-    """One job of a multirun."""
+    """One job of a multirun, which is a `trainkit.run.trial.Trial`."""
 
+    number: int
+    params: dict[str, object]
     context: HydraContext
     task: TaskFunction
     config: DictConfig
@@ -105,7 +108,22 @@ class TrainkitLauncher(Launcher):
         with open_dict(config):
             config.hydra.sweep.dir = str(Path(str(config.hydra.sweep.dir)).absolute())
             config.hydra.job.id, config.hydra.job.num = f"job_id_for_{number}", number
-        return HydraJob(self.context, self.task, config, Singleton.get_state())
+        return HydraJob(number, _params(overrides), self.context, self.task, config, Singleton.get_state())
+
+
+def _params(overrides: list[str]) -> dict[str, object]:
+    """What the overrides of a job set, by key: a number as it is written, and null for what they delete."""
+    from trainkit.run.trial import as_number
+
+    found: dict[str, object] = {}
+    for override in OverridesParser.create().parse_overrides(overrides):
+        if override.is_hydra_override():
+            continue
+        value = None if override.is_delete() else override.value()
+        if isinstance(value, int | float) and as_number(text := override.get_value_string().strip()) == value:
+            value = text
+        found[override.get_key_element().lstrip("+~")] = value
+    return found
 
 
 def _returned(one: "Run", job: HydraJob) -> JobReturn:

@@ -13,17 +13,22 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import trainkit
 from trainkit import api
+from trainkit.cli.status import points_rows
 from trainkit.errors import ConfigError, UsageError
 from trainkit.function import Call, Requeue, by_value, dumps, read_pickle
+from trainkit.launch.create import CreatedRun
+from trainkit.launch.submission import Submission
 from trainkit.run.files import read_json, write_atomic
 from trainkit.run.record import create_job
 from trainkit.run.registry import register
 from trainkit.run.rundir import RunDir
+from trainkit.run.trial import as_number, values_of
 
 ROOT = Path(__file__).resolve().parents[1]
 ONCE = {"max_crashes": 0}
@@ -224,6 +229,85 @@ def test_a_config_in_python() -> None:
         }
     with pytest.raises(ConfigError, match="unknown key"):
         api.submit(omegaconf.OmegaConf.create({"trian": {"steps": 1}}))
+
+
+def train(lr: float, *sizes: int, config: object = None, **more: object) -> None: ...
+
+
+class Asked:
+    """As a trial of Optuna."""
+
+    number = 3
+
+    def __init__(self, **params: object) -> None:
+        self.params = params
+
+
+@pytest.fixture
+def is_never_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(submission: Submission, created: CreatedRun, *, now: bool) -> None:
+        if submission.array is None:
+            created.run.attempt(1).create()
+
+    monkeypatch.setattr("trainkit.launch.create.start_submission", start)
+
+
+@pytest.mark.usefixtures("is_never_started")
+@pytest.mark.parametrize(
+    ("function", "args", "values"),
+    [
+        (train, (0.1,), {"lr": 0.1}),
+        (train, (0.1, 64, 32), {"lr": 0.1, "sizes.0": 64, "sizes.1": 32}),
+        (functools.partial(train, 0.1, seed=2), (), {"lr": 0.1, "seed": 2}),
+        (functools.partial(train, config={"depth": 2}), ("1e-4",), {"lr": "1e-4", "config.depth": 2}),
+        (train, (Asked(rate="1e-4", kind="b"),), {"rate": "1e-4", "kind": "b"}),
+        (functools.partial(train, **Asked(lr=0.5, n=1).params), (), {"lr": 0.5, "n": 1}),
+        (print, (3, 4), {"args.0": 3, "args.1": 4}),
+        (
+            functools.partial(train, 0.1, api_key="sk-abcdefghijklmnopqrstuv"),
+            (),
+            {"lr": 0.1, "api_key": "***"},
+        ),
+        (train, ("of a variable: 1234-5678-9",), {"lr": "***"}),
+        (train, (float("nan"),), {"lr": "nan"}),
+        (late, (), None),
+    ],
+)
+def test_a_run_has_the_values_of_its_arguments(
+    function: Any, args: tuple, values: dict | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "1234-5678-9")
+    run = RunDir(api.submit(function, *args, name="one").path)
+    assert values_of(run) == (values or {})
+    assert run.values_file.exists() == (values is not None)
+
+
+@pytest.mark.usefixtures("is_never_started")
+@pytest.mark.parametrize(
+    ("function", "items", "values"),
+    [
+        (train, [[0.1, 0.2]], [{"lr": 0.1}, {"lr": 0.2}]),
+        (train, [[0.1, 0.2], [7, 7]], [{"lr": 0.1, "sizes.0": 7}, {"lr": 0.2, "sizes.0": 7}]),
+        (functools.partial(train, 0.1), [[7, 8]], [{"sizes.0": 7}, {"sizes.0": 8}]),
+        (functools.partial(train, seed=3, config="a"), [[0.1, 0.2]], [{"lr": 0.1}, {"lr": 0.2}]),
+        (
+            lambda config: None,
+            [[{"lr": 0.1, "depth": 2}, {"lr": "1e-4", "depth": 2}]],
+            [{"config.lr": 0.1}, {"config.lr": "1e-4"}],
+        ),
+        (train, [[Asked(a=1), Asked(a=2)]], [{"a": 1}, {"a": 2}]),
+        (lambda call: call(), [[late, leave_first]], [{"call": "late"}, {"call": "leave_first"}]),
+    ],
+)
+def test_a_group_has_the_values_of_its_items(function: Any, items: list, values: list[dict]) -> None:
+    group = api.map_array(function, *items, name="many")
+    status = group.status
+    assert [point.values for point in status.points] == [
+        {key: as_number(value) for key, value in own.items()} for own in values
+    ]
+    assert status.keys == list(values[0])
+    rows = points_rows(status, status.points)
+    assert rows[1][2 : 2 + len(status.keys)] == [str(value) for value in values[0].values()]
 
 
 def test_a_partial_is_called_as_its_function(folder: Path) -> None:

@@ -25,13 +25,13 @@ from trainkit.run.history import Attempt
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
 SIZES = {
-    "trainkit": (21, 5_248),
-    "trainkit/backends": (22, 4_227),
+    "trainkit": (21, 5_275),
+    "trainkit/backends": (20, 4_216),
     "trainkit/capabilities": (1, 1),
     "trainkit/capabilities/bench": (6, 1_328),
-    "trainkit/capabilities/curves": (3, 697),
+    "trainkit/capabilities/curves": (4, 1_013),
     "trainkit/capabilities/debugger": (5, 627),
-    "trainkit/capabilities/diagnose": (7, 1_387),
+    "trainkit/capabilities/diagnose": (7, 1_395),
     "trainkit/capabilities/doctor": (6, 1_343),
     "trainkit/capabilities/drill": (5, 1_034),
     "trainkit/capabilities/export": (3, 407),
@@ -44,7 +44,7 @@ SIZES = {
     "trainkit/capabilities/multimodal": (2, 541),
     "trainkit/capabilities/notifications": (5, 509),
     "trainkit/capabilities/replay": (7, 1_534),
-    "trainkit/capabilities/report": (10, 1_895),
+    "trainkit/capabilities/report": (10, 1_908),
     "trainkit/capabilities/shell": (3, 190),
     "trainkit/capabilities/simulation": (4, 311),
     "trainkit/capabilities/slow_ranks": (8, 698),
@@ -53,20 +53,20 @@ SIZES = {
     "trainkit/capabilities/texts": (9, 1_834),
     "trainkit/capabilities/trackers": (5, 825),
     "trainkit/capabilities/transformers": (2, 303),
-    "trainkit/capabilities/watch": (5, 1_278),
-    "trainkit/cli": (16, 3_478),
+    "trainkit/capabilities/watch": (5, 1_279),
+    "trainkit/cli": (16, 3_467),
     "trainkit/cluster": (8, 1_848),
     "trainkit/config": (12, 2_983),
     "trainkit/control": (5, 783),
     "trainkit/data": (6, 891),
-    "trainkit/job": (31, 6_732),
-    "trainkit/launch": (19, 3_656),
-    "trainkit/observe": (5, 1_128),
+    "trainkit/job": (30, 6_732),
+    "trainkit/launch": (17, 3_647),
+    "trainkit/observe": (6, 1_179),
     "trainkit/plan": (16, 3_171),
-    "trainkit/run": (16, 4_517),
+    "trainkit/run": (17, 4_698),
     "trainkit/slurm": (8, 1_574),
-    "trainkit/trainer": (38, 8_713),
-    "tests": (408, 65_627),
+    "trainkit/trainer": (37, 8_704),
+    "tests": (411, 66_511),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)
@@ -155,6 +155,7 @@ ALLOWED = {
     "observe": {
         *("capability", "shipped", "errors", "run", "formats", "config", "plan", "scheduler", "slurm"),
         *("backend", "backends"),  # how the jobs of runs are
+        "function",  # whose command line is not what was asked for
     },
     # Acts on a run that is there.
     "control": {
@@ -572,7 +573,7 @@ def test_the_code_does_not_grow(folder: str) -> None:
     assert all(map(ge, map(add, found, SLACK), SIZES[folder])), f"{found}: lower SIZES"
 
 
-READS = {"read_job": 35, "record_of": 5, "LaunchPlan.read": 10}
+READS = {"read_job": 30, "record_of": 5, "LaunchPlan.read": 10}
 """Function -> how many places of the package call it: whoever has read a record passes it on."""
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.programs import run_program, wait_for
+from trainkit.capability import Capability
 from trainkit.run.events import read_events
 from trainkit.run.rundir import RunDir
-from trainkit.shipped import files_of, keys_of
+from trainkit.shipped import SHIPPED, files_of, keys_of, load
 
 ROOT = Path(__file__).resolve().parents[1]
 TOY = '''
@@ -246,3 +247,11 @@ def test_no_other_package_is_imported_without_its_section(tmp_path: Path, site: 
         (site / "away.py").rename(site / "toy_capability.py")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "capabilities" not in json.loads((tmp_path / "run" / "plan.json").read_text())
+
+
+@pytest.mark.parametrize("name", [name for name, own in SHIPPED.items() if own.has_class and own.by_command])
+def test_one_that_no_config_asks_for_has_nothing_to_say_of_it(name: str) -> None:
+    """A dry run does not import it."""
+    of_config = ("contradictions", "packages", "problems", "plan", "plan_command", "quiet", "other_keys")
+    kind = type(load(name))
+    assert [own for own in of_config if getattr(kind, own) is not getattr(Capability, own)] == []

@@ -13,6 +13,7 @@ from tests.support.programs import run_program
 from trainkit.run.group import RunGroup
 from trainkit.run.history import read_plan
 from trainkit.run.rundir import RunDir
+from trainkit.run.trial import trial_values
 
 ROOT = Path(__file__).resolve().parents[1]
 APP = """
@@ -55,6 +56,50 @@ def multirun(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return run_program(*argv, cwd=folder, env=environ(folder))
 
 
+@pytest.mark.parametrize(
+    ("override", "values"),
+    [
+        *(
+            ("lr=1e-4", {"lr": "1e-4"}),
+            ("n=10", {"n": "10"}),
+            ("n=1_000", {"n": 1000}),
+            ("x=nan", {"x": "nan"}),
+        ),
+        *(("model=big", {"model": "big"}), ("model/head@src=big", {"model/head@src": "big"})),
+        *(
+            ("+key=1", {"key": "1"}),
+            ("++a.b=c", {"a.b": "c"}),
+            ("~key", {"key": None}),
+            ("~key=1", {"key": None}),
+        ),
+        *(
+            ("a.b.c=true", {"a.b.c": True}),
+            ("a=null", {"a": None}),
+            ("a=", {"a": ""}),
+            ("a='b c'", {"a": "b c"}),
+        ),
+        *(("a='1'", {"a": "1"}), ("a=[1,2.5]", {"a": [1, 2.5]}), ("a={b:1,c:[d]}", {"a.b": 1, "a.c": ["d"]})),
+        *(
+            ("a=${b}", {"a": "${b}"}),
+            ("a='b=c'", {"a": "b=c"}),
+            ("a='模型'", {"a": "模型"}),
+            ("a=-0.5", {"a": "-0.5"}),
+        ),
+        *(
+            (line, {})
+            for line in ("hydra.job.name=x", "hydra/launcher=trainkit", "+hydra.launcher.overrides.seed=1")
+        ),
+        ("password=hunter2", {"password": "***"}),
+    ],
+)
+def test_an_override_is_a_value(override: str, values: dict[str, object]) -> None:
+    pytest.importorskip("hydra")
+    from hydra_plugins.trainkit_launcher import HydraJob, _params
+
+    job = HydraJob(0, _params([override]), None, None, None, {})  # type: ignore[arg-type]
+    assert trial_values({"job": job}) == values
+
+
 @pytest.mark.slow(seconds=15)
 def test_a_multirun_is_a_group(tmp_path: Path) -> None:
     pytest.importorskip("hydra")
@@ -67,6 +112,9 @@ def test_a_multirun_is_a_group(tmp_path: Path) -> None:
     assert logs == [f"rank {rank} x {x}\n" for x in (1, 1, 2, 2) for rank in (0, 1)]
     overrides = [(tmp_path / "out" / str(n) / ".hydra/overrides.yaml").read_text() for n in range(4)]
     assert overrides == [f"- x={x}\n- y={y}\n" for x in (1, 2) for y in (0.5, 2)]
+    assert [point.values for point in group.points.values()] == [
+        {"x": str(x), "y": str(y)} for x in (1, 2) for y in (0.5, 2)
+    ]
     once = "+hydra.launcher.overrides.requeue.max_crashes=0"
     failed = multirun(tmp_path, "x=9,1", once, "hydra.launcher.name=two")
     assert failed.returncode == 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 import html
 import itertools
 import math
+import os
 import shlex
 import sys
 import time
@@ -23,7 +24,7 @@ from trainkit.backend import backend_named
 from trainkit.backends.jobs import Waiting, liveness_probe
 from trainkit.control.cancel import cancel_group, cancel_run
 from trainkit.errors import ConfigError, Problem, TrainkitError, UsageError, print_note, warn_caller
-from trainkit.formats import rank_list, there_are
+from trainkit.formats import MASK, rank_list, there_are
 from trainkit.function import (
     ARGV,
     CALL_FILE,
@@ -43,13 +44,14 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.workload import TRAINER, Workload
 from trainkit.run.end import NO_RESULT, AttemptEnd, read_end
 from trainkit.run.events import read_metrics
-from trainkit.run.files import read_object, write_atomic
+from trainkit.run.files import read_object, write_atomic, write_json
 from trainkit.run.group import RunGroup, create_task_run, group_of
 from trainkit.run.history import read_plan
 from trainkit.run.owner import refuse_foreign
 from trainkit.run.record import read_job
 from trainkit.run.registry import find_run, find_run_or_group, iter_known_runs
 from trainkit.run.rundir import AttemptDir, RunDir
+from trainkit.run.trial import group_values, trial_values
 
 if TYPE_CHECKING:
     from trainkit.config import LoadedConfig
@@ -110,7 +112,8 @@ def submit(
     if args and given.function is None:
         raise UsageError(f"{len(args)} arguments, but no function", hint="they are those of a function")
     given, loaded = _loaded(given)
-    return Run(_start(given, [LoadedPoint(0, {}, loaded)], None, calls))
+    values = [trial_values(Arguments(call).given) for call in calls.values()]
+    return Run(_start(given, [LoadedPoint(0, {}, loaded)], None, calls, values))
 
 
 def sweep(
@@ -135,7 +138,7 @@ def sweep(
     calls = {index: _call(work, (), own) for index, own in enumerate(found)} if callable(work) else {}
     given = _given(work, config, profile, options, after, run_dir, limit=limit, calls=calls)
     if given.function is not None:
-        return _start_calls(given, calls, limit, found)
+        return _start_calls(given, calls, limit, group_values(found))
     from trainkit.launch.sweep import ArraySpec, swept
 
     array = ArraySpec(tuple(range(len(found))), limit)
@@ -161,7 +164,10 @@ def map_array(
         raise UsageError(f"{function!r} is no function", hint="`trainkit.sweep` starts the runs of a config")
     calls = {index: _call(function, args) for index, args in enumerate(zip(*iterables, strict=False))}
     given = _given(function, config, profile, options, after, run_dir, limit=limit, calls=calls)
-    return _start_calls(given, calls, limit)
+    common = Arguments(_call(function, ())).given  # of a functools.partial
+    items = [Arguments(call).given for call in calls.values()]
+    values = group_values([{key: own[key] for key in own if key not in common} for own in items])
+    return _start_calls(given, calls, limit, values)
 
 
 def runs() -> list[Run | Group]:
@@ -607,27 +613,26 @@ def _loaded(given: _Given) -> tuple[_Given, LoadedConfig]:
 
 
 def _start_calls(
-    given: _Given, calls: Mapping[int, Call], limit: int | None, values: Sequence[Mapping[str, object]] = ()
+    given: _Given, calls: Mapping[int, Call], limit: int | None, values: Sequence[dict[str, object]]
 ) -> Group:
-    """Start a group; `values` are those by which its tables name the calls of a sweep."""
+    """Start a group; `values` are those of each call, by which its tables name it."""
     from trainkit.launch.sweep import ArraySpec, LoadedPoint
 
     if not calls:
         raise UsageError("there is nothing to call", hint="each run is one call: give at least one item")
     given, loaded = _loaded(given)
-    shown: list[dict[str, object]] = [{key: _shown(value) for key, value in own.items()} for own in values]
-    points = [LoadedPoint(index, shown[index] if shown else {}, loaded) for index in calls]
-    return Group(_start(given, points, ArraySpec(tuple(calls), limit), calls))
-
-
-def _shown(value: object) -> str | int | float | bool | None:
-    return value if isinstance(value, str | int | float | bool | None) else repr(value)
+    points = [LoadedPoint(index, {}, loaded) for index in calls]
+    return Group(_start(given, points, ArraySpec(tuple(calls), limit), calls, values))
 
 
 def _start(
-    given: _Given, points: Iterable[LoadedPoint], array: ArraySpec | None, calls: Mapping[int, Call] = {}
+    given: _Given,
+    points: Iterable[LoadedPoint],
+    array: ArraySpec | None,
+    calls: Mapping[int, Call] = {},
+    values: Sequence[dict[str, object]] = (),
 ) -> Path:
-    """The folder of what was started."""
+    """The folder of what was started; `values` are those of each call, on which no plan depends."""
     from trainkit.launch.create import create_submission, start_submission
     from trainkit.launch.submission import plan_submission, submission_warnings
 
@@ -640,14 +645,28 @@ def _start(
     backend_named(submission.plan.backend).require_reachable(submission.plan)
     with nullcontext() if given.function is None else by_value(given.function):
         pickles = {index: dumps(call) for index, call in calls.items()}  # what cannot be leaves no folder
+    if values:
+        pairs = zip(submission.points, values, strict=True)
+        own = [replace(point, values=_without_leaks(one, point.config.secrets)) for point, one in pairs]
+        submission = replace(submission, points=own)
     created = create_submission(submission, [*sys.orig_argv], given.run_dir, "run_dir")
     folder = created.run.path
     if array is not None and pickles:
         (folder / CALLS_FOLDER).mkdir(mode=0o700)
     for index, content in pickles.items():
         write_atomic(folder / CALL_FILE if array is None else folder / CALLS_FOLDER / f"{index}.pkl", content)
+    if array is None and submission.points[0].values:
+        write_json(created.run.values_file, submission.points[0].values)
     start_submission(submission, created, now=given.now)
     return folder
+
+
+def _without_leaks(values: Mapping[str, object], secrets: Sequence[str]) -> dict[str, object]:
+    """The values, masked where they contain the value of a variable that is a secret."""
+    from trainkit.launch.secrets import leaked
+
+    found = {key: leaked(str(value), secrets, os.environ) for key, value in values.items()}
+    return {key: value if found[key] is None else MASK for key, value in values.items()}
 
 
 def _group_poll_s(group: RunGroup) -> float:

@@ -14,6 +14,7 @@ from trainkit.formats import near, slurm_memory, time_text
 from trainkit.function import Call
 
 MAX_SHOWN = 60
+_ANY = inspect.signature(lambda *args, **kwargs: None)
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _DEFERRED = (
     (inspect.iscoroutinefunction, "coroutine function", "asyncio.run"),
@@ -38,6 +39,24 @@ class Arguments:
     def _named(self) -> inspect.Signature | None:
         """The parameters that the function documents: below decorators; None of a builtin without any."""
         return _signature(self.call.function, follow_wrapped=True)
+
+    @property
+    def given(self) -> dict[str, object]:
+        """The arguments by parameter; further positional ones by the name of theirs and a number."""
+        signature = self._named or _ANY
+        try:
+            bound = signature.bind_partial(*self.call.args, **self.call.kwargs).arguments
+        except TypeError:  # of a decorator that gives the function arguments of its own
+            signature = _ANY
+            bound = {"args": self.call.args, "kwargs": self.call.kwargs}
+        found: dict[str, object] = {}
+        for name, value in bound.items():
+            kind = signature.parameters[name].kind
+            if kind is inspect.Parameter.VAR_POSITIONAL:
+                found |= {f"{name}.{index}": item for index, item in enumerate(value)}
+            else:
+                found |= value if kind is inspect.Parameter.VAR_KEYWORD else {name: value}
+        return found
 
     @property
     def names(self) -> list[str]:

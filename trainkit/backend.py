@@ -10,10 +10,9 @@ import signal
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from trainkit.errors import UsageError
 from trainkit.run.files import utc_now
@@ -36,8 +35,7 @@ SUPERVISOR_EXIT_S = 10.0
 """How long a supervisor may take to exit after it has recorded the end of its job."""
 
 
-@dataclass(frozen=True)
-class ScriptParts:
+class ScriptParts(NamedTuple):
     """The parts of a batch script that depend on the backend."""
 
     directives: Options
@@ -48,8 +46,7 @@ class ScriptParts:
     """How often in a row the script requeues a job that ended before its supervisor began."""
 
 
-@dataclass(frozen=True)
-class JobScript:
+class JobScript(NamedTuple):
     """A batch script and its parts."""
 
     text: str
@@ -63,8 +60,7 @@ class JobScript:
     """The argv prefix of Python for the supervisor."""
 
 
-@dataclass(frozen=True)
-class NewAttempt:
+class NewAttempt(NamedTuple):
     """The next attempt of a run, which `Backend.start` opens and starts."""
 
     config_text: str
@@ -87,8 +83,7 @@ class NewAttempt:
         return self.reason == "run"
 
 
-@dataclass(frozen=True)
-class JobStatus:
+class JobStatus(NamedTuple):
     """The newest job of a run, as far as this host can see it."""
 
     alive: bool | None
@@ -272,7 +267,7 @@ def backend_named(name: str) -> Backend:
 def step_task() -> Task:
     """The task of a scheduler's step that this process is; raises NotATask if it is none."""
     # Not by the class of a backend, whose imports every agent would wait for.
-    found: Task = import_module("trainkit.backends.slurm.rendezvous").step_task()
+    found: Task = import_module("trainkit.backends.slurm.step").step_task()
     return found
 
 

@@ -8,9 +8,9 @@ config, a plan or a command line names it.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from trainkit.errors import KeyProblem
 
@@ -47,17 +47,16 @@ class Part:
     """The name of the capability."""
 
 
-@dataclass(frozen=True)
-class Planned:
+class Planned(NamedTuple):
     """The result of `Capability.plan` and `plan_command`: a part of the plan, with reasons and warnings."""
 
     part: Part | None = None
     """None for a run that does not use it; of such a run its code is not imported."""
-    reasons: Mapping[str, str] = field(default_factory=dict)
+    reasons: Mapping[str, str] = {}
     """Derived value -> its reason, which a dry run prints."""
     warnings: tuple[str, ...] = ()
     """Messages about settings without effect, or that could not be checked, one sentence each."""
-    env: Mapping[str, str] = field(default_factory=dict)
+    env: Mapping[str, str] = {}
     """Environment variables of every worker, of `plan_command` only; launch.env comes before them."""
     keys: Collection[str] = ()
     """Keys of the config that have an effect on a command because of it, of `plan_command` only."""
@@ -65,8 +64,7 @@ class Planned:
     """The derived value after which the reasons of `plan` are printed; None for the last one."""
 
 
-@dataclass(frozen=True)
-class Ranks:
+class Ranks(NamedTuple):
     """The number of ranks and their device, before there is a plan."""
 
     world_size: int
@@ -97,8 +95,7 @@ class Companion:
         """End it; `is_finished` if all ranks of the agent have finished: else the job cannot wait."""
 
 
-@dataclass(frozen=True)
-class Hosts:
+class Hosts(NamedTuple):
     """The hosts of a job, as Slurm names them; none of an attempt on this machine."""
 
     all: Sequence[str] = ()
@@ -120,8 +117,7 @@ class Watch:
         return None
 
 
-@dataclass(frozen=True)
-class TimedRanks:
+class TimedRanks(NamedTuple):
     """The ranks of the built-in trainer, which report their times at the end of each window of steps."""
 
     layout: Layout
@@ -152,8 +148,7 @@ class RankObserver:
         return ()
 
 
-@dataclass(frozen=True)
-class Reading:
+class Reading(NamedTuple):
     """What was read of a run, for what a capability shows of it."""
 
     history: RunHistory
@@ -176,11 +171,10 @@ class Notice:
     rank: int | None = None
 
 
-@dataclass(frozen=True)
-class HostView:
+class HostView(NamedTuple):
     """What a capability says of a host in `watch`."""
 
-    values: Mapping[str, object] = field(default_factory=dict)
+    values: Mapping[str, object] = {}
     """Values of a row of the nodes, by the keys of `watch --json`."""
     problems: Sequence[tuple[int, str]] = ()
     """How bad each problem is, and the problem in a few words."""

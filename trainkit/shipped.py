@@ -5,10 +5,9 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from trainkit.errors import TrainkitError, UsageError
 
@@ -25,8 +24,7 @@ OF_THE_RUN = ("config.yaml", "plan.json", "job.json", "end.json", "submit.sbatch
 """Files in the folders of a run and its attempts that no capability may write."""
 
 
-@dataclass(frozen=True)
-class RestartCause:
+class RestartCause(NamedTuple):
     """Why a capability has a run restart; the attempts that end so do not count as ends without progress."""
 
     words: str
@@ -35,19 +33,18 @@ class RestartCause:
     """Whether the run restarts in its allocation where it can; else the job returns to the queue."""
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class Shipped:
+class Shipped(NamedTuple):
     """A folder of `trainkit/capabilities/`, by what is known of it before it is imported."""
 
     follows: str = ""
     """The key of plan.json after which its part is written; a second one is for plans without the first."""
-    keys: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
+    keys: Mapping[str, tuple[str, Any]] = {}
     """Key of plan.json -> the field of its part, and the value without a part or `LEFT_OUT`; or `WHOLE`."""
     within: tuple[str, ...] = ()
     """The fields of its part if they are the last ones of the record `follows`, which every plan has."""
-    commands: Mapping[str, str] = field(default_factory=dict)
+    commands: Mapping[str, str] = {}
     """Command, or a group and its command -> MODULE:NAME of a click command in the folder."""
-    options: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, str] = {}
     """Command -> MODULE:NAME of a decorator in the folder, which adds options to it, and a `Choice` of them
     to its `choices`. Its module is imported for the help of the command too."""
     in_ranks: bool = False
@@ -58,20 +55,22 @@ class Shipped:
     The folder of an attempt then has a folder NAME while a rank waits for a person, with a ``rank-*.json``;
     once a person has come, its file ``rank`` says to which rank.
     """
-    launchers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    launchers: Mapping[str, tuple[str, ...]] = {}
     """Launcher of a command -> packages, one of which must be installed; `Capability.argv` starts it."""
     chooses_nodes: bool = False
     """Whether it chooses the number of nodes for `--nodes auto`."""
-    events: Mapping[str, bool] = field(default_factory=dict)
+    events: Mapping[str, bool] = {}
     """Its events that people see -> whether also among the past warnings; see `owner_of`."""
-    shown: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    shown: Mapping[str, Mapping[str, str]] = {}
     """Where it adds something: `status`, `rows` or `report` -> key -> the key that it follows."""
-    causes: Mapping[str, RestartCause] = field(default_factory=dict)
+    causes: Mapping[str, RestartCause] = {}
     """Cause of its `Departure` -> what is known of it."""
     group_file: str | None = None
     """A file that only its groups of runs have; None if it has none."""
     reads_texts: bool = False
     """Whether it makes the data of a training from texts."""
+    by_command: bool = False
+    """Whether its commands alone give a run its part, and no key of a config."""
     worker: str | None = None
     """The module whose `run_worker` the ranks of a run with its part call; None for the trainer's."""
 
@@ -91,10 +90,11 @@ SHIPPED = {
         {"debug": WHOLE},
         in_ranks=True,
         attends="rank",
+        by_command=True,
         commands={"debug": "command:command"},
         options={"run": "run_options:run_options"},
     ),
-    "bench": Shipped(commands={"bench": "command:command"}, group_file="bench.json"),
+    "bench": Shipped(commands={"bench": "command:command"}, group_file="bench.json", by_command=True),
     "init": Shipped(commands={"init": "command:command"}),
     "shell": Shipped(commands={"shell": "command:shell", "attach": "command:attach"}),
     "stacks": Shipped(commands={"stacks": "command:command"}),
@@ -109,6 +109,7 @@ SHIPPED = {
         {"replay": ("steps", None)},
         commands={"replay": "command:command", "data show": "command:show"},
         worker="worker",
+        by_command=True,
     ),
     "report": Shipped(commands={"report": "command:command", "compare": "compare:command"}),
     "simulation": Shipped(options={"check": "check_options:simulation_options"}),
@@ -156,8 +157,7 @@ ATTENDING = tuple(name for name, shipped in SHIPPED.items() if shipped.attends)
 """The capabilities in which a person attends to a rank."""
 
 
-@dataclass(frozen=True)
-class ShippedTask:
+class ShippedTask(NamedTuple):
     """A task of `trainkit/capabilities/`, by what is known of it before it is imported."""
 
     place: str
@@ -225,8 +225,8 @@ def installed_section(name: str) -> type[Section] | None:
 
 
 def shipped_classes() -> list[str]:
-    """The shipped capabilities that have a class."""
-    return [name for name, shipped in SHIPPED.items() if shipped.has_class]
+    """The shipped capabilities with a class that a config may ask for."""
+    return [name for name, shipped in SHIPPED.items() if shipped.has_class and not shipped.by_command]
 
 
 def launchers() -> dict[str, tuple[str, ...]]:

@@ -24,7 +24,7 @@ from trainkit.run.end import Best, RankFailure, read_end
 from trainkit.run.events import best_result
 from trainkit.run.files import read_jsonl, read_jsonl_reversed, write_json
 from trainkit.run.history import RunHistory
-from trainkit.run.record import read_job
+from trainkit.run.record import AttemptRecord, read_job
 from trainkit.run.rundir import RunDir
 
 MANY = 20_000
@@ -82,7 +82,7 @@ def test_a_long_run_costs_no_more_than_a_short_one(
     write(run.events_file, [{"attempt": 1, "event": "checkpoint_begin", "step": step} for step in range(3)])
     write_json(run.job_file, {"attempts": [{"attempt": number}]})
     parsed = count_parsed(monkeypatch)
-    write_end(run.attempt(number), Outcome(), Decision("finished", "done", 0))
+    write_end(run.attempt(number), AttemptRecord(number), Outcome(), Decision("finished", "done", 0))
     end = read_end(run.attempt(number))
     assert end.step == MANY - 1
     assert end.best == Best("loss", 1.0, MANY - 1)
@@ -96,7 +96,7 @@ def test_an_end_says_whether_the_workers_saved_whatever_its_reason_is(
 ) -> None:
     what = "restarts without n1: ranks 5; 6 are slow"
     decision = Decision("requeue", what, 75, "slow_host", details="resumes (restart 1)")
-    end = write_end(run.attempt(1), Outcome(exits=list(enumerate(codes))), decision)
+    end = write_end(run.attempt(1), AttemptRecord(1), Outcome(exits=list(enumerate(codes))), decision)
     assert (end.reason, end.summary, end.saved) == (f"{what}; resumes (restart 1)", what, saved)
     assert read_end(run.attempt(1)) == end
     of_command = replace(PLAN, workload=Workload(("train",)))

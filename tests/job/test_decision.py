@@ -7,7 +7,7 @@ from datetime import datetime, timedelta, timezone
 
 import pytest
 
-from trainkit.backends.slurm.termination import termination_cause
+from trainkit.backends.slurm.attempt_watch import termination_cause
 from trainkit.job.decision import (
     Departure,
     Outcome,

@@ -14,7 +14,7 @@ from tests.support.nfs import FAST_S, nfs_clients
 from tests.support.runs import launch_plan
 from trainkit.backends.launcher import LaunchedRank
 from trainkit.backends.slurm.claim_attempt import claim_attempt
-from trainkit.backends.slurm.rendezvous import SlurmTask, await_port, publish_port
+from trainkit.backends.slurm.step import SlurmTask, await_port, publish_port
 from trainkit.job import hangs
 from trainkit.job.failure.records import first_exit_code
 from trainkit.job.hangs import HangRecord, HangWatch

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.runs import launch_plan
 from trainkit.backends.launcher import LaunchedRank
-from trainkit.backends.slurm.rendezvous import SlurmTask
+from trainkit.backends.slurm.step import SlurmTask
 from trainkit.errors import TrainkitError
 from trainkit.job import step_run
 from trainkit.job.failure.records import record_silent_death

@@ -156,7 +156,7 @@ def test_a_task_that_ended_as_asked_does_not_end_those_that_still_save(
 
 
 def test_a_step_whose_run_folder_is_deleted_is_ended(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainkit.job.attempt_watch.DELETED_AFTER_S", 0.3)
+    monkeypatch.setattr("trainkit.job.allocation.DELETED_AFTER_S", 0.3)
     watch = watch_of(run, monkeypatch)
     threading.Timer(0.3, shutil.rmtree, (run.attempt(1).path,)).start()
     watch.run()

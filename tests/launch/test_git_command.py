@@ -10,8 +10,8 @@ import pytest
 
 from tests.support.folders import git
 from trainkit.errors import UsageError
-from trainkit.launch.git_command import run_git
 from trainkit.launch.snapshot import git_state
+from trainkit.launch.source_tree import run_git
 
 
 @pytest.fixture

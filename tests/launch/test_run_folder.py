@@ -22,7 +22,7 @@ from trainkit.config.schema import RunConfig
 from trainkit.control.resume import copy_checkpoint
 from trainkit.errors import UsageError
 from trainkit.launch.create import create_run, new_folder
-from trainkit.launch.disk import disk_forecast
+from trainkit.launch.submission import disk_forecast
 from trainkit.locks import local_locks
 from trainkit.plan.launch import Batch, LaunchPlan, Layout
 from trainkit.plan.workload import Workload

@@ -68,6 +68,21 @@ def test_nothing_of_runs(repository: Path) -> None:
     ]
 
 
+def test_nothing_of_the_copy_of_the_code_of_another_run(repository: Path) -> None:
+    copy = make_run(repository / "out" / "first") / "code"
+    copy.mkdir()
+    git(copy, "init")
+    write(copy, "tracked.py")
+    git(copy, "add", ".")
+    git(copy, "commit", "-m", "copied")
+    assert sorted(known(repository).files) == IN_REPOSITORY
+
+
+def test_nothing_of_a_run_that_never_started(repository: Path) -> None:
+    write(repository, "out/held/job.json", "out/held/plan.json", "out/held/code/tracked.py")
+    assert sorted(known(repository).files) == IN_REPOSITORY
+
+
 def test_secrets_are_left_out_unless_they_are_tracked(repository: Path) -> None:
     write(repository, "certs/ca.pem", ".env.example")
     git(repository, "add", ".")

@@ -67,8 +67,8 @@ def command(
     """
     from trainkit.backends.slurm.queue_estimate import wait_lines
     from trainkit.config.schema import flatten, show_value
-    from trainkit.launch.disk import lock_problem
     from trainkit.launch.plan_run import gather, plan_run
+    from trainkit.launch.submission import lock_problem
     from trainkit.launch.trainer_process import task_problems
     from trainkit.plan.workload import TRAINER
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +12,12 @@ from trainkit.config.yamlfile import parse_value
 from trainkit.errors import UsageError
 from trainkit.formats import cell, did_you_mean, short_keys, shown_value
 from trainkit.observe.group import GroupStatus
-from trainkit.observe.status import FlatConfig, RunStatus, flat_config
-from trainkit.run.group import RunGroup, group_of
+from trainkit.observe.status import FlatConfig, RunStatus
+from trainkit.observe.values import asked_of, with_effect
+from trainkit.run.group import RunGroup
+from trainkit.run.history import PlanRecord
 from trainkit.run.rundir import RunDir
+from trainkit.run.trial import as_number
 
 FIGURES = ("loss", "val_loss", "tokens_per_s", "step", "age_s")
 TAGS = "tags"
@@ -63,11 +65,11 @@ class Choice:
         found = [run for run in found if any(map(self._matches, run.configs))]
         if self.sort_key is None:
             return found
-        return sorted(found, key=lambda run: _order(run.value(str(self.sort_key))))
+        return sorted(found, key=lambda run: _order(as_number(run.value(str(self.sort_key)))))
 
     def _matches(self, config: FlatConfig) -> bool:
         return set(self.tags) <= set(config.get(TAGS) or ()) and all(
-            key in config and config[key] == value for key, value in self.where
+            key in config and _is_same(config[key], value) for key, value in self.where
         )
 
 
@@ -118,33 +120,20 @@ def _unknown(where: str, path: tuple[str, ...], figures: Sequence[str] = ()) -> 
     return UsageError(f"{where}: unknown key {key}", hint=f"{hint}`trainkit schema` lists the keys")
 
 
+def _is_same(value: object, wanted: object) -> bool:
+    """Whether a value is the wanted one: that of a COMMAND is text as it was written."""
+    return as_number(value) == wanted or (isinstance(value, str) and value == shown_value(wanted))
+
+
 def _configs(status: RunStatus | GroupStatus) -> list[FlatConfig]:
     if isinstance(status, RunStatus):
-        run = RunDir(status.run_dir)
-        return [{**_with_entries(flat_config(run)), **command_values(run)}]
-    common = _with_entries(dict(flatten(RunGroup(status.run_dir).record.config)))
-    return [{**common, **_with_entries(read_values(point.values))} for point in status.points]
+        return [_with_entries(asked_of(RunDir(status.run_dir)))]
+    record = RunGroup(status.run_dir).record
+    common = _with_entries(with_effect(dict(flatten(record.config)), PlanRecord(record.plan)))
+    return [{**common, **_with_entries(point.written)} for point in status.points]
 
 
-def command_values(run: RunDir) -> FlatConfig:
-    """The values of the keys that are swept in the COMMAND of a run; empty without a group."""
-    found = group_of(run)
-    point = None if found is None else found[0].points.get(found[1])
-    values = {} if point is None else read_values(point.values)
-    return {key: value for key, value in values.items() if not is_known(tuple(key.split(".")))}
-
-
-def read_values(values: Mapping[str, object]) -> FlatConfig:
-    """The values of a point; those of its COMMAND, which are stored as typed, as YAML reads them."""
-    found = dict(values)
-    for key, value in values.items():
-        if isinstance(value, str) and not is_known(tuple(key.split("."))):
-            with suppress(ValueError):
-                found[key] = parse_value(value)
-    return found
-
-
-def _with_entries(config: FlatConfig) -> FlatConfig:
+def _with_entries(config: Mapping[str, object]) -> FlatConfig:
     """The config with the parts of its mappings and lists, such as those of launch.env, by dotted keys."""
     found = dict(config)
     for key, value in config.items():

@@ -15,7 +15,7 @@ import click
 
 from trainkit.backend import backend_of
 from trainkit.backends.launcher import LaunchedRank, find_launched_rank
-from trainkit.backends.slurm.rendezvous import SlurmTask, find_slurm_task, master_address, reason_not_a_task
+from trainkit.backends.slurm.step import SlurmTask, find_slurm_task, master_address, reason_not_a_task
 from trainkit.cli import options
 from trainkit.cli.help import as_command, option
 from trainkit.cli.logs import follow_run, kept_terminal, print_end, show_rank_0
@@ -72,8 +72,8 @@ def command(
     and `fg` continues it. A run also saves and stops when its terminal closes.
     """
     from trainkit.cluster.target import Target
-    from trainkit.launch.disk import disk_forecast
     from trainkit.launch.plan_run import gather, plan_run
+    from trainkit.launch.submission import disk_forecast
 
     workload = options.trailing_workload(launcher)
     task = launched_task()

@@ -25,7 +25,7 @@ from trainkit.run.end import KILLED, AttemptEnd, RankFailure, read_end
 from trainkit.run.events import Entry, best_result, log_event
 from trainkit.run.files import parse_time, read_jsonl_reversed, seconds_between, to_json, utc_now
 from trainkit.run.manifest import published
-from trainkit.run.record import AttemptRecord, JobRecord, read_job, record_of
+from trainkit.run.record import AttemptRecord, JobRecord, read_job
 from trainkit.run.rundir import AttemptDir
 
 LONG_ATTEMPT_S = 1800.0
@@ -45,7 +45,7 @@ def judge(live: Attempt, options: RestartOptions) -> Decision:
         outcome = without_cause(outcome)
     standing = Standing(
         previous=tuple(previous_ends(attempt, live.job).values()),
-        progress=progress_of(attempt),
+        progress=progress_of(attempt, entry),
         step=last_step(attempt, failure),
         workload=plan.workload,
         attended_in=plan.attended_in or attempt.attended_in,
@@ -79,7 +79,6 @@ def close_dead_attempts(
     `is_down` tells whether a host is down now; if it is not, the job may have been preempted without grace
     time.
     """
-    live.update()
     attempt, entries = live.folder, live.job.attempts
     job_ids = {entry.job_id for entry in entries if entry.attempt == attempt.number}
     refusal = None
@@ -94,20 +93,25 @@ def close_dead_attempts(
             failure = first_rank_failure(dead) if lost_host is None else None
             failure = failure or dead_host_failure(host, last_log_write(dead))
             outcome = dead_outcome(failure, lost_host)
-            standing = Standing(previous, progress_of(dead), last_step(dead, None))
+            standing = Standing(previous, progress_of(dead, entry), last_step(dead, None))
             decision = decide_dead(outcome, standing, policy)
-            write_end(dead, outcome, decision, guessed=lost_host is None)
+            write_end(dead, entry, outcome, decision, guessed=lost_host is None)
             refusal = decision if decision.action == "failed" else None
             live.outcome = NOT_RUN if refusal is None else outcome
     return refusal
 
 
 def write_end(
-    attempt: AttemptDir, outcome: Outcome, decision: Decision, *, guessed: bool = False
+    attempt: AttemptDir,
+    entry: AttemptRecord,
+    outcome: Outcome,
+    decision: Decision,
+    *,
+    guessed: bool = False,
 ) -> AttemptEnd:
     """Record how the attempt ended and what follows, in end.json and events.jsonl. Raises OSError.
 
-    `guessed` if the attempt left no record of its end.
+    `entry` is its entry in job.json, `guessed` if the attempt left no record of its end.
     """
     run, number = attempt.run, attempt.number
     failure = None
@@ -118,7 +122,7 @@ def write_end(
     with contextlib.suppress(OSError):  # end.json must be written even if the metrics cannot be read
         best = best_result(run)
     # end.json first: the events only repeat its content.
-    state = state_after(attempt, decision)
+    state = state_after(entry, decision)
     end = AttemptEnd(
         state=state,
         action=decision.action,
@@ -126,7 +130,7 @@ def write_end(
         exit_code=decision.exit_code,
         reason=decision.reason,
         verdict=failure,
-        mark=progress_of(attempt),
+        mark=progress_of(attempt, entry),
         step=last_step(attempt, failure),
         best=best,
         guessed=guessed,
@@ -149,13 +153,13 @@ def write_end(
     return end
 
 
-def state_after(attempt: AttemptDir, decision: Decision) -> str:
-    """The state of a run that such a decision ends or leaves."""
+def state_after(entry: AttemptRecord, decision: Decision) -> str:
+    """The state of a run that such a decision about its newest attempt ends or leaves."""
     if decision.action == "finished":
         return "finished"
     if decision.resumes:
         return "failed" if decision.cause in FAILURES else "stopped"
-    return "cancelled" if record_of(attempt).is_cancelled else str(decision.action)
+    return "cancelled" if entry.is_cancelled else str(decision.action)
 
 
 def previous_ends(attempt: AttemptDir, job: JobRecord | None = None) -> dict[int, AttemptEnd]:
@@ -170,18 +174,23 @@ def previous_ends(attempt: AttemptDir, job: JobRecord | None = None) -> dict[int
     for number in earlier[len(earlier) - job.num_auto_restarts :]:
         one = run.attempt(number)
         # Without an end, its host died before that could be written.
-        found[number] = read_end(one) or AttemptEnd(cause="node_fail", mark=progress_of(one))
+        if (end := read_end(one)) is None:
+            end = AttemptEnd(cause="node_fail", mark=progress_of(one, job.of_attempt(number)))
+        found[number] = end
     return found
 
 
-def progress_of(attempt: AttemptDir) -> int:
-    """The run's progress: the step of its newest checkpoint, else the number of long attempts."""
+def progress_of(attempt: AttemptDir, entry: AttemptRecord) -> int:
+    """The run's progress: the step of its newest checkpoint, else the number of long attempts.
+
+    `entry` is that of the attempt in job.json.
+    """
     checkpoints = published(attempt.run.checkpoints_dir)
     if checkpoints:
         return checkpoints[-1].step
     earlier = [number for number in attempt.run.attempt_numbers() if number < attempt.number]
     last = read_end(attempt.run.attempt(earlier[-1])) if earlier else None
-    return ((last and last.mark) or 0) + (_duration_s(attempt, record_of(attempt)) >= LONG_ATTEMPT_S)
+    return ((last and last.mark) or 0) + (_duration_s(attempt, entry) >= LONG_ATTEMPT_S)
 
 
 def reached_its_stop(attempt: AttemptDir) -> bool:

@@ -17,7 +17,7 @@ from types import FrameType
 
 from trainkit.errors import EXIT_INTERRUPTED, EXIT_NO_RESTART, EXIT_OK, EXIT_STOPPED
 from trainkit.job.spare_children import spare_children
-from trainkit.run.end import ENDING_SIGNALS
+from trainkit.run.process import ENDING_SIGNALS
 
 NOTICE_SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
 """SIGTERM: preempted, cancelled or out of time. SIGUSR2: early notice or requested restart. SIGINT: Ctrl-C.

@@ -140,7 +140,8 @@ def run_first_task(
     ended.set()
     printer.join()
     capabilities = AttemptCapabilities(attempt, plan)
-    capabilities.end(write_end(attempt, live.outcome, decision))
+    live.update()
+    capabilities.end(write_end(attempt, live.entry, live.outcome, decision))
     capabilities.close()
     return decision
 

@@ -4,7 +4,7 @@
 ``python -m trainkit.job.supervisor RUN_DIR --step srun … python -m trainkit.job.node.agent RUN_DIR``
 
 On one machine SIGTERM and SIGINT mean save and exit, SIGUSR2 save and restart; in a Slurm job the cause of
-the signal decides (`backends/slurm/termination.py`). Even when the run folder or its disk fails, the exit
+the signal decides (`backends/slurm/attempt_watch.py`). Even when the run folder or its disk fails, the exit
 code tells how the run ended: 0 finished, 75 saved and resumable, else failed.
 """
 
@@ -26,7 +26,7 @@ from trainkit.errors import (
 )
 from trainkit.folders import whole_paths
 from trainkit.job import processes
-from trainkit.job.allocation import CANCELLED, Allocation
+from trainkit.job.allocation import CANCELLED, Allocation, AttemptWatch
 from trainkit.job.attempt import Attempt, AttemptCapabilities
 from trainkit.job.attempt_end import (
     is_requeue_requested,
@@ -35,7 +35,6 @@ from trainkit.job.attempt_end import (
     state_after,
     write_end,
 )
-from trainkit.job.attempt_watch import AttemptWatch
 from trainkit.job.decision import FAILURES, Decision, decide_requested, decide_stranded
 from trainkit.job.outcome import only_observed
 from trainkit.job.processes import log_line, redirect_output, retry_on_disk_error
@@ -274,10 +273,11 @@ class Supervisor:
     def conclude(self, attempt: Attempt, decision: Decision) -> int:
         """Log, record and report how an attempt ended; returns its exit code."""
         log_line(end_line(attempt.number, decision.action, decision.reason))
-        state = state_after(attempt.folder, decision)
+        attempt.update()
+        state = state_after(attempt.entry, decision)
         end = AttemptEnd(state, decision.action, decision.cause, decision.exit_code, decision.reason)
         try:
-            end = write_end(attempt.folder, attempt.outcome, decision)
+            end = write_end(attempt.folder, attempt.entry, attempt.outcome, decision)
         except OSError as error:
             log_line(f"attempt {attempt.number}: its end could not be written ({error})")
         self._report_end(attempt, end)

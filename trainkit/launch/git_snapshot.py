@@ -15,8 +15,7 @@ from pathlib import Path
 from trainkit.errors import UsageError
 from trainkit.folders import ensure_folder
 from trainkit.formats import mask_secrets
-from trainkit.launch.git_command import run_git
-from trainkit.launch.source_tree import SourceTree
+from trainkit.launch.source_tree import SourceTree, run_git
 from trainkit.run.git_copy import GIT, OF_SHA256, index_entries, write_index, write_private
 
 MAX_COMMITS = 2_000

@@ -148,17 +148,23 @@ def _masked_assignment(match: re.Match[str]) -> str:
 def refuse_leaks(text: str, where: str, names: Sequence[str], environ: Mapping[str, str]) -> None:
     """Raise UsageError when a text that will be written contains the value of a named variable.
 
-    `where` names the text, for example ``submit.sbatch``. The value is searched for verbatim and as escaped
-    in scripts, JSON and URLs; the error contains only the name of the variable.
+    `where` names the text, for example ``submit.sbatch``. The error contains only the name of the variable.
     """
+    if (name := leaked(text, names, environ)) is not None:
+        raise UsageError(
+            f"the value of {name} would be written into {where}",
+            hint=f"remove it from config and command line: the job inherits {name} from this shell",
+        )
+
+
+def leaked(text: str, names: Sequence[str], environ: Mapping[str, str]) -> str | None:
+    """The first of the named variables whose value is in a text, verbatim or as in scripts, JSON and URLs."""
     for name in filter(environ.get, names):
         # A multi-line key may be indented in the text, so search for its longest line.
         line = max(environ[name].strip().splitlines() or [""], key=len)
         if len(line) >= MIN_SECRET_CHARS and any(spelling in text for spelling in _spellings(line)):
-            raise UsageError(
-                f"the value of {name} would be written into {where}",
-                hint=f"remove it from config and command line: the job inherits {name} from this shell",
-            )
+            return name
+    return None
 
 
 def refuse_secrets(command: Sequence[str], names: Sequence[str]) -> None:

@@ -21,11 +21,10 @@ from trainkit import __version__
 from trainkit.config import RunConfig
 from trainkit.errors import UsageError
 from trainkit.folders import ensure_folder, shown_path, user_name
-from trainkit.launch.git_command import run_git
 from trainkit.launch.git_snapshot import NoRepository, finish_repository, make_repository
 from trainkit.launch.packages import own_packages
 from trainkit.launch.secrets import mask_diff, refuse_leaks, without_secrets
-from trainkit.launch.source_tree import SourceTree, add_links, below, find_tree, parents, printable
+from trainkit.launch.source_tree import SourceTree, add_links, below, find_tree, parents, printable, run_git
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.workload import Workload
 from trainkit.run.files import to_json, utc_now, write_json

@@ -1,9 +1,16 @@
-"""The files of a project: those that are code, and those that a copy of the code links to."""
+"""The files of a project: those that are code, and those that a copy of the code links to.
+
+Git lists them in a folder that somebody else may have written: it starts no program that the repository
+names. A repository's own config can name programs for nearly everything that Git does: filters for the files
+that it compares, a monitor of the file system, hooks, a transport. Filters of the user's config do not run
+either: they may read the config of the repository in turn, as git-lfs does.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import translate
@@ -11,9 +18,9 @@ from functools import cache
 from pathlib import Path
 from shlex import quote
 from stat import S_ISDIR, S_ISLNK, S_ISREG
+from typing import Any
 
 from trainkit.errors import UsageError
-from trainkit.launch.git_command import run_git
 from trainkit.launch.secrets import looks_secret
 from trainkit.run.rundir import RUNS_FOLDER
 
@@ -121,7 +128,9 @@ def parents(path: str) -> Iterator[str]:
 
 def _is_run(folder: str) -> bool:
     is_group = Path(folder, "sweep.json").is_file() and Path(folder, "logs").is_dir()
-    return is_group or (Path(folder, "job.json").is_file() and Path(folder, "attempts").is_dir())
+    # A run that never started has no attempts, and a loop by hand no plan.
+    is_known = Path(folder, "attempts").is_dir() or Path(folder, "plan.json").is_file()
+    return is_group or (is_known and Path(folder, "job.json").is_file())
 
 
 def find_tree(cwd: str, run_dir: str) -> SourceTree:
@@ -190,7 +199,9 @@ def _add_repository(tree: SourceTree, prefix: str, run_dir: str, runs_dir: str) 
             except (FileNotFoundError, NotADirectoryError):
                 continue  # deleted, but still in the index
             if S_ISDIR(found.st_mode):
-                if Path(tree.root, path, ".git").exists():
+                if tree.is_in_run(path):
+                    tree.apart.update(parents(path))  # the copy of the code that an earlier run uses
+                elif Path(tree.root, path, ".git").exists():
                     _add_repository(tree, f"{path}/", run_dir, runs_dir)
             elif is_tracked:
                 tree.add(path, found)
@@ -300,3 +311,86 @@ def _may_be_linked(tree: SourceTree, path: str) -> bool:
             )
     except OSError:
         return True  # a file, or a folder that cannot be read
+
+
+GIT_LIMIT_S = 60.0
+_GIT_KEPT = re.compile(r"GIT_(?:EXEC_PATH|CEILING_DIRECTORIES|DISCOVERY_ACROSS_FILESYSTEM|CONFIG_\w+)")
+"""The variables of Git that reach it: where it is installed, where it looks, and the config of the user."""
+_GIT_OWN = {
+    "LC_ALL": "C",
+    "GIT_ALLOW_PROTOCOL": "",  # a partial clone would fetch what it lacks, by a program that it names
+    "GIT_NO_LAZY_FETCH": "1",
+    "GIT_TERMINAL_PROMPT": "0",
+}
+_GIT_OPTIONS = (
+    "--no-pager",
+    "--no-optional-locks",
+    "-c",
+    "core.fsmonitor=false",
+    "-c",
+    "core.hooksPath=/dev/null",
+)
+_COMPARING = {
+    "diff": ("--no-color", "--no-ext-diff", "--no-textconv", "--ignore-submodules=dirty"),
+    "status": ("--ignore-submodules=dirty",),
+}
+"""The commands that read the work tree, which the filters of its attributes convert, and what else they need.
+
+In a submodule with changed files another Git would run, with the filters that its own config names.
+"""
+
+
+def run_git(
+    folder: str, *args: str, timeout_s: float = GIT_LIMIT_S, content: bytes | None = None
+) -> subprocess.CompletedProcess[bytes]:
+    """Run git in a folder, whatever the environment says; raises UsageError after `timeout_s`.
+
+    `content` is its standard input. ``diff`` and ``status`` compare files as they are on the disk, without
+    the conversion of a filter; UsageError is also raised where a filter has a name that no option can have.
+    """
+    own = _without_filters(folder, timeout_s) if args[0] in _COMPARING else []
+    return _call_git(folder, [*own, args[0], *_COMPARING.get(args[0], ()), *args[1:]], timeout_s, content)
+
+
+def _call_git(
+    folder: str, args: list[str], timeout_s: float, content: bytes | None = None
+) -> subprocess.CompletedProcess[bytes]:
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("GIT_") or _GIT_KEPT.fullmatch(name)
+    }
+    given: dict[str, Any] = {"stdin": subprocess.DEVNULL} if content is None else {"input": content}
+    try:
+        return subprocess.run(
+            ["git", *_GIT_OPTIONS, "-C", folder, *args],
+            **given,
+            capture_output=True,
+            env={**inherited, **_GIT_OWN},
+            timeout=timeout_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise UsageError(
+            f"git took more than {timeout_s:g} s to read the repository of {folder}",
+            hint="add folders with many files to .gitignore, or use --no-snapshot",
+        ) from None
+
+
+def _without_filters(folder: str, timeout_s: float) -> list[str]:
+    """Options by which no filter that the config of a repository or a user defines is started."""
+    listed = _call_git(folder, ["config", "--includes", "-z", "--name-only", "--list"], timeout_s)
+    if listed.returncode:
+        reason = os.fsdecode(listed.stderr).strip()
+        raise UsageError(
+            f"git cannot read its config for {folder}: {reason}", hint="`git config --list` must work"
+        )
+    keys = dict.fromkeys(os.fsdecode(listed.stdout).split("\0"))
+    filters = dict.fromkeys(key.rpartition(".")[0] for key in keys if key.startswith("filter."))
+    if unnamed := next((name for name in filters if "=" in name), None):
+        raise UsageError(
+            f"{folder} has the filter {unnamed.removeprefix('filter.')!r}, which git cannot leave out",
+            hint="a filter needs a name without an equals sign",
+        )
+    values = ("clean=", "process=", "required=false")
+    return [word for name in filters for value in values for word in ("-c", f"{name}.{value}")]

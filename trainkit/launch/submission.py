@@ -7,36 +7,40 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainkit.backend import JobScript, backend_named
-from trainkit.capability import NodesChoice
+from trainkit.backend import backend_named
 from trainkit.config import RunConfig, dump_effective
 from trainkit.errors import ConfigError, Problem, UsageError
-from trainkit.formats import plural, shown, shown_value
-from trainkit.launch.disk import disk_forecast, lock_problem
+from trainkit.folders import shown_path
+from trainkit.formats import plural, shown, shown_value, size
 from trainkit.launch.plan_run import Gatherer, plan_run
 from trainkit.launch.secrets import refuse_leaks, secret_options
+from trainkit.locks import NEEDS_FLOCK, local_locks, unsupported
 from trainkit.plan.launch import LaunchPlan, option_argv
 from trainkit.plan.sweep import filled_in, key_without_seed, names_key
 from trainkit.plan.workload import Workload
 from trainkit.run.files import difference
-from trainkit.run.group import Point
 from trainkit.run.rundir import RUNS_FOLDER, RunDir, next_name
-from trainkit.run.submitted import submitted_group_hash, submitted_hash
 from trainkit.shipped import node_chooser
 
 if TYPE_CHECKING:
+    from trainkit.backend import JobScript
+    from trainkit.capability import NodesChoice
     from trainkit.launch.repeat import RepeatedRun
     from trainkit.launch.sweep import ArraySpec, LoadedPoint
+    from trainkit.run.group import Point
     from trainkit.run.record import CodeCopy
 
 MAX_SHOWN = 10
 """The maximum number of problems of a group that are listed."""
+PLENTY_SHARE = 0.05
+"""Checkpoints that take less of the free space are not worth a line."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,8 @@ class Submission:
     @cached_property
     def group_points(self) -> list[Point]:
         """The points as the record of a group has them."""
+        from trainkit.run.group import Point  # what reads runs is slow to import
+
         first = self.points[0]
         plan = first.plan.to_dict()
         return [
@@ -128,6 +134,7 @@ class Submission:
     def script(self, folder: RunDir, code: CodeCopy | None) -> JobScript:
         """The script of the job in its folder; raises UsageError when it would contain a secret."""
         from trainkit.launch.script import script_for
+        from trainkit.run.submitted import submitted_group_hash, submitted_hash
 
         config, own = self.points[0].config, self.points[0].plan.to_dict()
         if self.array is None:
@@ -223,6 +230,57 @@ def submission_warnings(
             "other users see it in the process list of a node; use an environment variable that "
             "launch.secrets names"
         )
+
+
+def lock_problem(folder: Path, on_other_hosts: bool) -> str | None:
+    """`local_locks` for a job on other hosts; raises UsageError where the file system has no locks at all."""
+    place = Path(os.path.realpath(folder))
+    reason = unsupported(next(path for path in (place, *place.parents) if path.is_dir()))
+    if reason is not None:
+        raise UsageError(
+            f"files in {folder} cannot be locked: {reason}",
+            hint=f"{NEEDS_FLOCK}; `submit --run-dir` chooses another folder",
+        )
+    return local_locks(folder) if on_other_hosts else None
+
+
+def disk_forecast(
+    folder: Path, plan: LaunchPlan, config: RunConfig, num_runs: int = 1, *, starts: bool = True
+) -> str | None:
+    """A line about the checkpoints of runs and the space for them; None where that is plenty, or unknown.
+
+    Raises UsageError if not even one fits and the runs are about to start.
+    """
+    place, kept, one = Path(os.path.realpath(folder)), config.checkpoint.keep_last, plan.checkpoint_bytes
+    if one is None:
+        return None
+    try:
+        free = shutil.disk_usage(next(path for path in (place, *place.parents) if path.is_dir())).free
+    except OSError:
+        return None  # what creates the folder says what is wrong with it
+    if one * num_runs > free and starts:
+        message = f"a checkpoint needs {size(one)}, but {shown_path(folder)} has only {size(free)} free"
+        if num_runs > 1:
+            message = f"{num_runs} runs with a checkpoint each need {size(one * num_runs)}: {message}"
+        raise UsageError(message, hint="free disk space, or choose a folder on another disk with --run-dir")
+    if kept is None:
+        every, steps = config.checkpoint.every_steps, config.train.steps
+        # More by epochs, by minutes and after validations.
+        count = -(-steps // every) if every and steps else 1
+        how_many, advice = "at least", "set checkpoint.keep_last (now null, which keeps all)"
+    else:
+        # One is being written, one is the best.
+        count = kept + 1 + (config.checkpoint.best_metric is not None)
+        how_many, advice = "up to", f"lower checkpoint.keep_last (now {kept})"
+    need = count * one * num_runs
+    if need < PLENTY_SHARE * free and kept is not None:
+        return None
+    whose = f"{num_runs} runs with " if num_runs > 1 else ""
+    where = f"{size(free)} free in {shown_path(folder)}"
+    text = f"{whose}{how_many} {plural(count, 'checkpoint')} of {size(one)}: {size(need)} of {where}"
+    if need > free:
+        return f"warning: {text}; {advice}, or free disk space"
+    return f"  disk                {text}"
 
 
 def checked(

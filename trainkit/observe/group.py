@@ -15,10 +15,11 @@ from trainkit.formats import shown, shown_value
 from trainkit.observe.status import ACTIVE_STATES, STATE_EVENTS, attempt_state
 from trainkit.run.end import AttemptEnd, Best, read_newest_end
 from trainkit.run.events import best_of, diverged_in, read_events, with_divergence
-from trainkit.run.files import OPTIONAL, read_object, seconds_between, to_json
+from trainkit.run.files import LEFT_OUT, OPTIONAL, read_object, seconds_between, to_json
 from trainkit.run.group import WAITS_FOR_ROOM, Point, RunGroup
 from trainkit.run.history import Attempt, PlanRecord, attempts_of
 from trainkit.run.record import AttemptRecord, attempt_of, is_alive
+from trainkit.run.trial import as_numbers
 from trainkit.scheduler import JobInfo, JobState, on_cluster
 
 NUM_READERS = 4
@@ -82,6 +83,7 @@ class PointStatus:
 
     index: int
     values: dict[str, object]
+    """The values of its trial, where a text that is a number is one."""
     state: str
     """As in `trainkit.observe.status.RunStatus.state`."""
     reason: str | None
@@ -93,6 +95,8 @@ class PointStatus:
     """The step from which on its loss is NaN or infinite, if it still is."""
     cluster: str | None = field(default=None, metadata=OPTIONAL)
     """The cluster of its job, if that is another one than here."""
+    written: dict[str, object] = field(default_factory=dict, metadata=LEFT_OUT)
+    """The values as they were written, for people."""
 
     @property
     def problem(self) -> str:
@@ -103,10 +107,10 @@ class PointStatus:
 
     def texts(self, keys: Sequence[str]) -> list[str]:
         """Its values of some keys."""
-        return [shown_value(self.values[key]) if key in self.values else "-" for key in keys]
+        return [shown_value(self.written[key]) if key in self.written else "-" for key in keys]
 
     def __str__(self) -> str:
-        return f"point {self.index}" + (f" ({shown(self.values)})" if self.values else "")
+        return f"point {self.index}" + (f" ({shown(self.written)})" if self.written else "")
 
 
 @dataclass(frozen=True)
@@ -206,13 +210,14 @@ class GroupFiles:
             points=[
                 PointStatus(
                     files.point.index,
-                    files.point.values,
+                    as_numbers(files.point.values),
                     *self._state(files, jobs),
                     job_id=files.job_id,
                     best=files.best,
                     diverged_since=files.diverged_since,
                     run_dir=self.group.folder(files.point.index),
                     cluster=self._cluster(files),
+                    written=files.point.values,
                 )
                 for files in self.points
             ],

@@ -19,6 +19,7 @@ from trainkit.run.files import (
     to_json,
     write_json,
 )
+from trainkit.run.process import ENDING_SIGNALS
 from trainkit.run.record import JobRecord, read_job
 from trainkit.run.rundir import AttemptDir
 from trainkit.run.tracebacks import CodeLine
@@ -39,8 +40,6 @@ NO_RESULT = "NoResult"
 """The type of failure of a rank that exited with 0 before its function returned."""
 SIGNALLED = 128
 """The exit code of a process that signal n killed is SIGNALLED + n."""
-ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
-"""Slurm and people end a process with one of these: a death by it says nothing about the host."""
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,13 @@ from __future__ import annotations
 import contextlib
 import os
 import pwd
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+"""Slurm and people end a process with one of these: a death by it says nothing about the host."""
 
 
 @dataclass(frozen=True)

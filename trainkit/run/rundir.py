@@ -113,6 +113,8 @@ class RunDir(RunFolder):
     """The folder in which a command runs, made from the snapshot at its first start."""
     work_file = Child("work.json")
     """Which snapshot the files in `work_dir` come from."""
+    values_file = Child("values.json")
+    """The values of its trial by key, if it is none of a group: see `trainkit.run.trial`."""
     input_file = Child("stdin")
     """The standard input of rank 0 of a command at each attempt, if the run keeps one."""
     events_file = Child("events.jsonl")

@@ -57,9 +57,8 @@ from trainkit.trainer.parallel.context import (
     repeat_kv_heads,
 )
 from trainkit.trainer.parallel.data_parallel import apply_data_parallel, gradient_switch, reduces_on_host
-from trainkit.trainer.parallel.float8_gather import Float8Gather
 from trainkit.trainer.parallel.tensor import apply_tensor_parallel, fill_shards, find_styles, split_model
-from trainkit.trainer.precision import DTYPES, apply_float8, cast_weights, require_float8
+from trainkit.trainer.precision import DTYPES, Float8Gather, apply_float8, cast_weights, require_float8
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.quantization import read_quantized
 from trainkit.trainer.stateless_random import fill_normal_

@@ -20,7 +20,7 @@ from trainkit.backends.local.queue import VISIBLE, QueuePlace
 from trainkit.plan.launch import LaunchPlan, WorkerEnvironment
 from trainkit.run.end import AttemptEnd
 from trainkit.run.group import create_task_run
-from trainkit.run.record import add_attempt, create_job
+from trainkit.run.record import add_attempt, create_job, record_of
 from trainkit.run.rundir import RunDir
 
 FAKE = Path(__file__).parents[2] / "support" / "fake_gpus"
@@ -29,7 +29,7 @@ _processes = multiprocessing.get_context("fork")
 
 
 def _answer(run: RunDir, plan: LaunchPlan, connection: Connection) -> None:
-    place = QueuePlace(run.attempt(1), plan)
+    place = QueuePlace(run.attempt(1), plan, record_of(run.attempt(1)).submitted_at)
     while True:
         connection.send((place.take(now=connection.recv()), os.environ.get(VISIBLE)))
 
@@ -197,7 +197,7 @@ def test_a_run_waits_only_for_a_queue_that_may_come_back(
     run, said = RunDir(tmp_path), list[str]()
     monkeypatch.setattr(allocation, "log_line", said.append)
     here = allocation.LocalAllocation(run, 1, now=now)
-    place = QueuePlace(run.attempt(1), ONE_GPU)
+    place = QueuePlace(run.attempt(1), ONE_GPU, None)
     while here._waits_for(place) is not None:
         said.append("waits")
     assert said[:-1] == ["waits"] * num_waits

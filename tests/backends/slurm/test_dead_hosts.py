@@ -26,6 +26,7 @@ from trainkit.run.record import (
     mark_cancelled,
     open_attempt,
     read_job,
+    record_of,
     set_follow_ups,
 )
 from trainkit.run.rundir import AttemptDir, RunDir
@@ -108,31 +109,37 @@ def close_as_the_next_start_does(run: RunDir, slurm: Slurm) -> None:
     from trainkit.job.attempt_end import close_dead_attempts
     from trainkit.plan.launch import LaunchPlan
 
-    newest = run.attempt(run.attempt_numbers()[-1])
-    policy = LaunchPlan.from_dict(read_json(newest.plan_file)).requeue
-    assert close_dead_attempts(Attempt(newest), policy, SlurmAllocation(run, "7", []).is_down) is None
+    live = Attempt(run.attempt(run.attempt_numbers()[-1]))
+    live.update()
+    policy = LaunchPlan.from_dict(read_json(live.folder.plan_file)).requeue
+    assert close_dead_attempts(live, policy, SlurmAllocation(run, "7", []).is_down) is None
 
 
 def test_the_queue_is_no_progress(run: RunDir) -> None:
     """Of a trainer without checkpoints only the time that it ran counts, not until it was started again."""
+
+    def progress() -> int:
+        return progress_of(run.attempt(1), record_of(run.attempt(1)))
+
     add_slurm_attempt(run, 1, "7", "submit", "sbatch")
     claim_attempt(run, "7")
     change_newest(run, started_at=as_utc(datetime.fromtimestamp(time.time() - 7200, timezone.utc)))
-    assert progress_of(run.attempt(1)) == 1  # it still runs
+    assert progress() == 1  # it still runs
     for log in (run.attempt(1).rank_log(0), run.attempt(1).supervisor_log):
         log.write_text("a line\n")
         os.utime(log, (time.time() - 7000, time.time() - 7000))
     claim_attempt(run, "7")
-    assert progress_of(run.attempt(1)) == 0
+    assert progress() == 0
     os.utime(run.attempt(1).rank_log(0), (time.time() - 3600, time.time() - 3600))
-    assert progress_of(run.attempt(1)) == 1
+    assert progress() == 1
 
 
 def test_a_follow_up_that_had_no_attempt_yet_when_the_run_was_cancelled(run: RunDir, slurm: Slurm) -> None:
     """Slurm had started it, so that its steps were signalled, and there was none."""
     add_slurm_attempt(run, 1, "6", "submit", "sbatch")
     set_follow_ups(run, ["7"])
-    write_end(run.attempt(1), Outcome(), Decision("follow_up", "saved after SIGUSR2", 75, "timeout"))
+    decision = Decision("follow_up", "saved after SIGUSR2", 75, "timeout")
+    write_end(run.attempt(1), record_of(run.attempt(1)), Outcome(), decision)
     mark_cancelled(run)
     assert supervise_job(run, PASS) == 0
     assert run.attempt_numbers() == [1]

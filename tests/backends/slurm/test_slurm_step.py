@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from trainkit.backends.slurm.rendezvous import find_slurm_task, reason_not_a_task
-from trainkit.backends.slurm.step import StepListener, slurm_job_id
+from trainkit.backends.slurm.step import StepListener, find_slurm_task, reason_not_a_task, slurm_job_id
 from trainkit.errors import UsageError
 from trainkit.job.processes import descendants
 from trainkit.job.signals import NOTICE_SIGNALS

@@ -11,8 +11,8 @@ import pytest
 
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.runs import launch_plan
-from trainkit.backends.slurm import rendezvous
-from trainkit.backends.slurm.rendezvous import SlurmTask, await_port, check_step, slurm_rendezvous, step_task
+from trainkit.backends.slurm import step
+from trainkit.backends.slurm.step import SlurmTask, await_port, check_step, slurm_rendezvous, step_task
 from trainkit.errors import EXIT_NO_RESTART, EXIT_STOPPED, TrainkitError
 from trainkit.job import processes
 from trainkit.job.node import agent
@@ -43,8 +43,8 @@ def task_of(node_rank: int = 0, local_task: int = 0, tasks: tuple[int, ...] = (2
 def resolvable(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """The names and addresses that resolve on this host."""
     names = {"host0", "host1"}
-    monkeypatch.setattr(rendezvous, "resolves", lambda name: name in names)
-    monkeypatch.setattr(rendezvous, "RESOLVE_PATIENCE_S", 0.0)
+    monkeypatch.setattr(step, "resolves", lambda name: name in names)
+    monkeypatch.setattr(step, "RESOLVE_PATIENCE_S", 0.0)
     return names
 
 

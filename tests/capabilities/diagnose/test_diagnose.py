@@ -39,7 +39,7 @@ def diagnosis_of(name: str, folder: Path) -> tuple[dict[str, object], Diagnosis]
 
 
 def newest(run: RunDir, job: SlurmJob | None = None) -> Diagnosis:
-    return diagnose(run.attempt(run.attempt_numbers()[-1]), slurm_job=job)
+    return diagnose(run.attempt(run.attempt_numbers()[-1]), read_job(run), slurm_job=job)
 
 
 def recorded_job(content: dict[str, Any]) -> SlurmJob | None:
@@ -254,7 +254,7 @@ def test_an_earlier_attempt_does_not_explain_a_later_one(tmp_path: Path) -> None
         write_json(second.end_file, {"state": action, "action": action, "verdict": verdict})
         found = newest(run)
         assert (found.attempt, found.state, found.name, len(found.earlier)) == (2, state, None, 1)
-    assert diagnose(run.attempt(1)).name == "cuda-oom"
+    assert diagnose(run.attempt(1), read_job(run)).name == "cuda-oom"
 
 
 def test_a_killed_rank_comes_with_the_memory_of_its_host(tmp_path: Path) -> None:
@@ -282,14 +282,14 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def test_a_running_attempt_has_no_failure(run: RunDir) -> None:
-    assert diagnose(run.attempt(1), alive=True).state == "nothing failed"
-    assert diagnose(run.attempt(1), alive=None).state == "unknown"
-    assert diagnose(run.attempt(1), alive=False).name is None
+    assert diagnose(run.attempt(1), read_job(run), alive=True).state == "nothing failed"
+    assert diagnose(run.attempt(1), read_job(run), alive=None).state == "unknown"
+    assert diagnose(run.attempt(1), read_job(run), alive=False).name is None
 
 
 def test_an_attempt_that_slurm_ended_without_a_record(run: RunDir) -> None:
     job = SlurmJob("7", JobState.REQUEUED, slurm_state="PENDING", reason="BeginTime", restarts=1)
-    found = diagnose(run.attempt(1), alive=True, slurm_job=job)
+    found = diagnose(run.attempt(1), read_job(run), alive=True, slurm_job=job)
     assert (found.state, found.name, found.rank, found.host) == ("failed", "interrupted", None, None)
     assert "`sacct -j 7 --duplicates" in found.advice[0]
 
@@ -370,7 +370,7 @@ def test_a_command_that_finds_no_file_learns_where_it_runs(
     for file in (run.plan_file, run.attempt(1).plan_file):
         write_json(file, {"command": ["python", "t.py"]})
     write_json(run.config_file, {})
-    found = diagnose(run.attempt(1))
+    found = diagnose(run.attempt(1), read_job(run))
     assert found.name == "missing-file"
     assert any(one.startswith(advice.format(above=tmp_path, run=run.path)) for one in found.advice)
     assert not any("from which the run was submitted" in one for one in found.advice)

@@ -17,6 +17,7 @@ from trainkit.capabilities.diagnose.diagnose import Diagnosis, diagnose
 from trainkit.observe.logs import log_of
 from trainkit.run.files import write_json
 from trainkit.run.history import read_plan
+from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
 
 OOM = b"torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
@@ -81,7 +82,7 @@ def test_files_that_are_cut_off_or_of_another_form(tmp_path: Path, seed: int) ->
                         "other": b'{"rank": "x", "hosts": 3, "node_sizes": "y", "verdict": [], "time": 5}',
                     }[damage]
                 )
-        found = diagnose(run.attempt(run.attempt_numbers()[-1]))
+        found = diagnose(run.attempt(run.attempt_numbers()[-1]), read_job(run))
         assert "\n".join(diagnosis_lines(found))
 
 
@@ -104,7 +105,7 @@ def diagnosed(folder: Path, output: str, *records: dict[str, Any], num_ranks: in
         write_json(attempt.rank_error(num_ranks * record["node_rank"]), record)
     attempt.rank_log(num_ranks).write_text(output)
     write_json(attempt.end_file, {"state": "failed", "cause": "crash", "verdict": records[0]})
-    return diagnose(attempt)
+    return diagnose(attempt, read_job(attempt.run))
 
 
 @pytest.mark.parametrize(
@@ -177,11 +178,11 @@ def test_the_first_of_several_launchers_is_the_one_that_reports_the_earliest_fai
     attempt.rank_log(2).write_text(torchrun(3, "KeyError: 'label'", 10, -9 if killed else 1))
     if has_end:
         write_json(attempt.end_file, {"state": "failed", "cause": "crash", "verdict": first})
-    found = diagnose(attempt)
+    found = diagnose(attempt, read_job(attempt.run))
     assert (found.rank, found.host) == (3, "n2"), found
     # Without the time of one, those of the records count.
     attempt.rank_log(2).write_text("")
-    assert diagnose(attempt).rank == 1
+    assert diagnose(attempt, read_job(attempt.run)).rank == 1
 
 
 def test_the_first_failure_is_that_of_the_verdict(tmp_path: Path) -> None:

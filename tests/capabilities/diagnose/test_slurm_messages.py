@@ -11,7 +11,7 @@ import pytest
 from trainkit.capabilities.diagnose.diagnose import Diagnosis, diagnose
 from trainkit.run.end import Action, end_line, is_end_line
 from trainkit.run.files import as_utc, write_json
-from trainkit.run.record import add_slurm_attempt, create_job
+from trainkit.run.record import add_slurm_attempt, create_job, read_job
 from trainkit.run.rundir import RunDir
 from trainkit.scheduler import JobState
 from trainkit.slurm.jobs import SlurmJob
@@ -62,7 +62,7 @@ def named(run: RunDir, attempt: int) -> str | None:
 
 
 def found_in(run: RunDir, attempt: int) -> Diagnosis:
-    return diagnose(run.attempt(attempt))
+    return diagnose(run.attempt(attempt), read_job(run))
 
 
 @pytest.mark.parametrize("why", ["", *REASONS])
@@ -99,7 +99,7 @@ def test_an_attempt_without_an_end_of_its_own_is_explained_by_what_slurm_wrote_w
     assert found_in(run, 3).evidence[0].place == "attempts/001/logs/supervisor.log:2"
     assert (found_in(run, 3).rank, found_in(run, 3).host) == (None, None), "it is about the job"
     requeued = SlurmJob("7", JobState.REQUEUED, slurm_state="REQUEUED")
-    found = diagnose(run.attempt(1), slurm_job=requeued)
+    found = diagnose(run.attempt(1), read_job(run), slurm_job=requeued)
     assert found.name == "preempted", "accounting has no reason"
 
 

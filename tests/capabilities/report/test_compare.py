@@ -3,14 +3,20 @@
 import csv
 import io
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.benches import made_up_bench, train_made_up
-from tests.support.sweeps import made_up_sweep
+from tests.support.sweeps import made_up_sweep, train_made_up_point
 from trainkit.backends import jobs
+from trainkit.capabilities.report.curves import curves
 from trainkit.cli.main import main
+from trainkit.config import RunConfig
+from trainkit.run.files import write_json
+from trainkit.run.rundir import RunDir
 
 
 @pytest.fixture(autouse=True)
@@ -78,6 +84,100 @@ def test_the_same_config_and_a_single_run(place: Path, capsys: pytest.CaptureFix
     assert out.endswith("their configs are the same\n")
     assert main(["compare", "mine/0", "mine/0"]) == 2
     assert "one run cannot be compared" in capsys.readouterr().err
+
+
+def made(folder: Path, config: dict[str, object], command: list[str] | None = None, **values: object) -> None:
+    """A run that has ended, of the trainer or of a COMMAND."""
+    run = RunDir(folder)
+    train_made_up_point(run, RunConfig.model_validate({"name": "made", **config}), 3, 1.0, 0, False)
+    write_json(run.plan_file, {"command": command})
+    if values:
+        write_json(run.values_file, values)
+
+
+def differences(capsys: pytest.CaptureFixture[str], *names: str) -> dict[str, list[str]]:
+    """The rows of the keys that differ, as they are shown."""
+    assert main(["compare", *names]) == 0
+    _, *rows = capsys.readouterr().out.split("\n\n")[1].splitlines()
+    return {cells[0]: cells[1:] for cells in (re.split(r" {2,}", row) for row in rows)}
+
+
+SCRIPT = ["python", "a.py"]
+FUNCTION = ["python", "-m", "trainkit.function"]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        # A COMMAND has none of the keys of the trainer, and those with their default are no difference.
+        (
+            {"config": {}, "command": SCRIPT},
+            {"config": {"task": "ring.py:Ring", "optimizer": {"lr": 0.01}}},
+            {"COMMAND": ["python a.py", "-"], "optimizer.lr": ["-", "0.01"], "task": ["-", "ring.py:Ring"]},
+        ),
+        (
+            {"config": {}, "command": SCRIPT},
+            {"config": {"seed": 3}, "command": [*SCRIPT, "--lr", "1e-4"]},
+            {"COMMAND": ["python a.py", "python a.py --lr 1e-4"]},
+        ),
+        # Of its environment, the variables that it was given, masked.
+        (
+            {"config": {"launch": {"env": {"A": "1", "API_KEY": "abc123def"}}}, "command": SCRIPT},
+            {"config": {"launch": {"env": {"A": "2"}}}, "command": SCRIPT},
+            {"launch.env.A": ["1", "2"], "launch.env.API_KEY": ["***", "-"]},
+        ),
+        # The values of a trial, a text that is a number as it was written.
+        (
+            {"config": {}, "command": FUNCTION, "lr": "1e-4", "device": "a"},
+            {"config": {}, "command": FUNCTION, "lr": 0.0001, "device": "b"},
+            {"device": ["a", "b"]},
+        ),
+        (
+            {"config": {}, "command": FUNCTION, "lr": "1e-4"},
+            {"config": {}, "command": FUNCTION, "width": 3},
+            {"lr": ["1e-4", "-"], "width": ["-", "3"]},
+        ),
+        (
+            {"config": {}, "command": FUNCTION, "run": "007"},
+            {"config": {}, "command": FUNCTION, "run": "7"},
+            {"run": ["007", "7"]},
+        ),
+        (
+            {"config": {}, "command": SCRIPT},
+            {"config": {}, "command": FUNCTION, "lr": 0.1},
+            {"COMMAND": ["python a.py", "-"], "lr": ["-", "0.1"]},
+        ),
+    ],
+)
+def test_runs_of_two_kinds(
+    place: Path,
+    capsys: pytest.CaptureFixture[str],
+    one: dict[str, Any],
+    other: dict[str, Any],
+    expected: dict[str, list[str]],
+) -> None:
+    made(place / "one", **one)
+    made(place / "other", **other)
+    assert differences(capsys, "one", "other") == expected
+    assert main(["compare", "one", "other", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["differ"] == list(expected)
+
+
+def test_numbers_are_numbers_where_programs_read_them(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for index, lr in enumerate(("0.1", "0.01", "1e-3")):
+        made(place / f"run{index}", {}, FUNCTION, lr=lr)
+    names = [f"run{index}" for index in range(3)]
+    assert main(["compare", *names, "--json"]) == 0
+    assert [run["values"]["lr"] for run in json.loads(capsys.readouterr().out)["runs"]] == [0.1, 0.01, 0.001]
+    assert main(["compare", *names, "--csv"]) == 0
+    assert [row["lr"] for row in csv.DictReader(io.StringIO(capsys.readouterr().out))] == [
+        "0.1",
+        "0.01",
+        "0.001",
+    ]
+    assert list(dict.fromkeys(curves(*names)["lr"])) == [0.1, 0.01, 0.001]
 
 
 def test_a_bench(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -56,6 +56,19 @@ def test_the_page_names_the_best_and_is_escaped(tmp_path: Path) -> None:
     assert "2 runs, 2 finished. Best validation loss: 2.05" in text
 
 
+def test_numbers_that_are_written_as_text_are_in_their_order(tmp_path: Path) -> None:
+    group = made_up_sweep(tmp_path / "mine", {"lr": ["0.1", "0.01", "1e-3"]})
+    report = report_of(group)
+    values = {point.index: (point.values["lr"], point.texts(["lr"])) for point in report.points}
+    assert values == {0: (0.1, ["0.1"]), 1: (0.01, ["0.01"]), 2: (0.001, ["1e-3"])}
+    assert {point["values"]["lr"] for point in to_json(report)["points"]} == {0.1, 0.01, 0.001}
+    text = render_sweep(report)
+    assert "<td>1e-3<td>" in text
+    chart = dot_chart("Loss by lr", "lr", [point.values["lr"] for point in report.points], [1.0, 2.0, 3.0])
+    assert chart is not None
+    assert [label for _, label in chart.x_labels] == ["0.001", "0.01", "0.1"]
+
+
 def test_a_failure_comes_with_the_next_command(tmp_path: Path) -> None:
     report = report_of(made_up_sweep(tmp_path / "mine", {"seed": [1, 2]}, failed=0))
     assert f"trainkit diagnose {report.points[0].run_dir}</code>" in render_sweep(report)

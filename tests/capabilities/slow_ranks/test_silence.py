@@ -276,14 +276,14 @@ def test_a_run_behind_a_lock_that_was_left(start_job: Callable[..., Job], tmp_pa
     [warning] = status.warnings
     assert f"and none before; rank 0 on {os.uname().nodename} " in warning
     assert f"wait for the lock file {lock} of " in warning.replace("waits", "wait")
-    found = diagnose(attempt, alive=True)
+    found = diagnose(attempt, read_job(attempt.run), alive=True)
     assert (found.state, found.name, found.rank) == ("running", "lock-file", 0)
     assert f"`fuser {lock}` on {os.uname().nodename} shows which process has it open" in found.advice[0]
     assert f"`rm {lock}`, then `trainkit resume {run.path}`" in found.advice[1]
     lock.unlink()
     wait_for(lambda: "silent_over" in events())
     assert read_status(RunHistory(run), read_job(run), True, now).warnings == []
-    assert diagnose(attempt, alive=True).state == "nothing failed"
+    assert diagnose(attempt, read_job(attempt.run), alive=True).state == "nothing failed"
     (run.path / "go").touch()
     job.wait()
     assert not attempt.stacks_dir.exists() or list(attempt.stacks_dir.iterdir()) == []
@@ -296,22 +296,22 @@ def test_a_lock_is_the_cause_of_a_hang_and_a_hint_at_a_time_limit(attempt: Attem
     plan = replace(PLAN, num_nodes=1, workers_per_node=1)
     end = {"state": "failed", "cause": "hang", "verdict": to_json(hang_failure(attempt, plan, [record]))}
     write_json(attempt.end_file, end)
-    found = diagnose(attempt)
+    found = diagnose(attempt, read_job(attempt.run))
     assert (found.state, found.name, found.rank, found.host) == ("failed", "lock-file", 0, "a")
     assert found.cause == silence.text
     reason = f"no output for 610 s, and none before; {silence.text}"
     log_event(attempt.run, 1, "silent", rank=0, host="a", lock=silence.lock, reason=reason)
     write_json(attempt.end_file, {"state": "stopped", "cause": "timeout", "reason": "killed after SIGTERM"})
-    found = diagnose(attempt)
+    found = diagnose(attempt, read_job(attempt.run))
     assert (found.name, found.advice[0]) == ("time-limit", reason)
     log_event(attempt.run, 1, "silent_over")
-    assert reason not in diagnose(attempt).advice
+    assert reason not in diagnose(attempt, read_job(attempt.run)).advice
 
 
 def test_silence_without_a_lock_is_no_cause_of_an_end(attempt: AttemptDir) -> None:
     reason = "no output for 610 s, and none before; rank 0 on a is in read (disk.py:3)"
     log_event(attempt.run, 1, "silent", rank=0, host="a", reason=reason)
-    found = diagnose(attempt, alive=True)
+    found = diagnose(attempt, read_job(attempt.run), alive=True)
     assert (found.state, found.name, found.cause) == ("running", "no-output", reason)
     write_json(attempt.end_file, {"state": "failed", "cause": "crash", "reason": "a worker ended"})
-    assert diagnose(attempt).name is None
+    assert diagnose(attempt, read_job(attempt.run)).name is None

@@ -132,7 +132,7 @@ def test_a_metric_fills_the_screen_below_the_numbers(folder: Path, size: tuple[i
     run = watched_runs.running(folder / "runs" / "running")
 
     async def use(pilot: Pilot[Any], app: WatchApp) -> None:
-        await wait_for(pilot, lambda: view_of(app), "no view")
+        await shows(pilot, "step 640 of 2,000")
         before = screen_text(app)
         for key, name in zip("mmmmM", ("loss", "grad norm", "lr", "tokens/s", "lr"), strict=True):
             await pilot.press(key)

@@ -13,9 +13,8 @@ from datetime import datetime, timezone
 from trainkit.backends.local.queue import QueuePlace
 from trainkit.errors import EXIT_FAILED, EXIT_STOPPED
 from trainkit.job import processes
-from trainkit.job.allocation import CANCELLED, Allocation, refused
+from trainkit.job.allocation import CANCELLED, SIGNAL_RECORD_S, Allocation, AttemptWatch, refused
 from trainkit.job.attempt import Attempt
-from trainkit.job.attempt_watch import SIGNAL_RECORD_S, AttemptWatch
 from trainkit.job.decision import (
     RESTART_SIGNAL,
     Decision,
@@ -32,7 +31,7 @@ from trainkit.run.record import (
     AUTO_RESTART,
     AttemptRecord,
     add_attempt,
-    read_job,
+    record_of,
 )
 from trainkit.run.rundir import AttemptDir, RunDir, refuse_missing, run_lock
 
@@ -180,7 +179,7 @@ class LocalAllocation(Allocation):
         refuse_missing(self.run)
         # The command that started this process holds the lock until it has recorded the attempt.
         with run_lock(self.run):
-            entry = read_job(self.run).of_attempt(self._number)
+            entry = record_of(self.run.attempt(self._number))
         if (entry.pid, entry.host) != (os.getpid(), os.uname().nodename):
             reason = (
                 f"attempt {self._number} is not in {self.run.job_file}: the command that started it was"
@@ -203,7 +202,7 @@ class LocalAllocation(Allocation):
     def wait_for_turn(self, attempt: Attempt) -> Decision | None:
         if self._place is not None:
             return None
-        self._place, said = QueuePlace(attempt.folder, attempt.plan), ""
+        self._place, said = QueuePlace(attempt.folder, attempt.plan, attempt.entry.submitted_at), ""
         while (reason := self._waits_for(self._place)) is not None:
             if reason != said:
                 said = reason

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 from trainkit.backend import SUPERVISOR_EXIT_S, Backend, JobStatus, NewAttempt, write_cancelled
 from trainkit.errors import TrainkitError, UsageError
 from trainkit.job.processes import PAUSE_SIGNALS, descendants, dies_with, module_argv, signal_all
-from trainkit.job.rank_env import TERMINAL_VARIABLE
 from trainkit.job.signals import NOTICE_SIGNALS
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import KILLED, is_over
@@ -120,6 +119,8 @@ class LocalBackend(Backend):
         environ = {SUBMITTED_VARIABLE: submitted_hash(new.config_text, json.loads(new.plan_text))}
         environ |= {} if point is None else {"SLURM_ARRAY_TASK_ID": str(point[1])}
         if new.foreground and os.isatty(0):
+            from trainkit.job.rank_env import TERMINAL_VARIABLE  # which a dry run does not need
+
             environ[TERMINAL_VARIABLE] = os.ttyname(0)
         log, cwd = attempt.supervisor_log, new.job.cwd
         return _start_process(argv, log, cwd, environ, foreground=new.foreground).pid

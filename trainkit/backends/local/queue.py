@@ -23,7 +23,7 @@ from trainkit.locks import LockBusy, acquire_lock, file_lock, is_locked, owner_o
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import read_newest_end
 from trainkit.run.group import RunGroup, group_of
-from trainkit.run.record import is_alive, read_job, record_of
+from trainkit.run.record import is_alive, read_job
 from trainkit.run.rundir import AttemptDir, RunDir
 
 LOCK_TIMEOUT_S = 10.0
@@ -46,6 +46,8 @@ class QueuePlace:
 
     attempt: AttemptDir
     plan: LaunchPlan
+    submitted_at: str | None
+    """When the attempt was submitted, which says who is first."""
     folder: Path = field(default_factory=lambda: state_folder() / "queue" / os.uname().nodename)
     _ticket: tuple[Path, int] | None = None
 
@@ -92,8 +94,7 @@ class QueuePlace:
     def _ahead(self) -> str | None:
         """The run before this one, which enters the queue if it is not in it; None if this is the first."""
         if self._ticket is None:
-            entry = record_of(self.attempt)
-            path = self.folder / f"{self.plan.device}-{entry.submitted_at}-{os.getpid():08d}"
+            path = self.folder / f"{self.plan.device}-{self.submitted_at}-{os.getpid():08d}"
             self._ticket = path, acquire_lock(path, 0.0, owner=str(self.attempt.run.path))
         ahead = None
         for path in sorted(self.folder.glob(f"{self.plan.device}-*")):

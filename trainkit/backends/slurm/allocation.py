@@ -13,7 +13,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from trainkit.backends.slurm.attempt_watch import SlurmAttemptWatch, signal_of_ranks
+from trainkit.backends.slurm.attempt_watch import (
+    SlurmAttemptWatch,
+    is_ending,
+    is_nearly_over,
+    is_taken,
+    signal_of_ranks,
+    termination_cause,
+)
 from trainkit.backends.slurm.claim_attempt import claim_attempt, register_start
 from trainkit.backends.slurm.failed_starts import close_failed_starts, forget_start
 from trainkit.backends.slurm.group_parts import submit_parts
@@ -25,12 +32,11 @@ from trainkit.backends.slurm.resubmit import (
     start_host_watch,
 )
 from trainkit.backends.slurm.step import step_argv
-from trainkit.backends.slurm.termination import is_ending, is_nearly_over, is_taken, termination_cause
 from trainkit.capability import Hosts
 from trainkit.cluster.bad_nodes import Kind, excluded, note_failure
 from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, TrainkitError
 from trainkit.job import processes
-from trainkit.job.allocation import CANCELLED, Allocation, refused
+from trainkit.job.allocation import CANCELLED, Allocation, AttemptWatch, refused
 from trainkit.job.attempt import Attempt
 from trainkit.job.attempt_end import (
     close_dead_attempts,
@@ -40,7 +46,6 @@ from trainkit.job.attempt_end import (
     reached_its_stop,
     write_end,
 )
-from trainkit.job.attempt_watch import AttemptWatch
 from trainkit.job.decision import (
     RESTART_SIGNAL,
     Decision,
@@ -65,6 +70,7 @@ from trainkit.run.record import (
     AUTO_RESTART,
     JobRecord,
     read_job,
+    record_of,
     write_plan,
 )
 from trainkit.run.rundir import AttemptDir, RunDir, RunLocked, run_lock
@@ -138,9 +144,9 @@ class SlurmAllocation(Allocation):
     def claim(self) -> AttemptDir | Decision:
         refresh_listing(self.run.attempts_dir)  # else a resume may not be listed yet
         if (numbers := self.run.attempt_numbers()) and self.run.exists():
-            newest = read_job(self.run).newest
-            is_own = newest is not None and newest.job_id == self.job_id and newest.attempt == numbers[-1]
-            refusal = refused(self.run.attempt(numbers[-1]), newest if is_own else None)
+            newest = self.run.attempt(numbers[-1])
+            entry = record_of(newest)
+            refusal = refused(newest, entry if entry.job_id == self.job_id else None)
             if refusal is not None:
                 return refusal
         elif (found := group_of(self.run)) is not None:  # only the run of an array task can be missing
@@ -148,13 +154,12 @@ class SlurmAllocation(Allocation):
             create_task_run(self.run, self.job_id)
         attempt = retry_on_disk_error(lambda: claim_attempt(self.run, self.job_id, self.lock_timeout_s))
         if isinstance(attempt, AttemptDir):
-            now = JobInfo(self.job_id, JobState.RUNNING, restarts=self.restarts)
-            close_failed_starts(self.run, now, os.environ.get("SLURM_CLUSTER_NAME", ""), log_line)
             return attempt
         log_line(f"nothing to do for job {self.job_id}: {attempt.reason}")
         if attempt.cancelled is not None:
             with contextlib.suppress(OSError):
-                write_end(attempt.cancelled, NOT_RUN, Decision("stopped", CANCELLED, EXIT_STOPPED))
+                decision = Decision("stopped", CANCELLED, EXIT_STOPPED)
+                write_end(attempt.cancelled, record_of(attempt.cancelled), NOT_RUN, decision)
         return Decision("stopped", attempt.reason, EXIT_OK)
 
     def register(self, attempt: AttemptDir) -> str:
@@ -162,8 +167,11 @@ class SlurmAllocation(Allocation):
         return self.job_id
 
     def close_dead_attempts(self, attempt: Attempt) -> Decision | None:
+        now = JobInfo(self.job_id, JobState.RUNNING, restarts=self.restarts)
+        cluster = os.environ.get("SLURM_CLUSTER_NAME", "")
         # An attempt that cannot be read fails with its reason when it is run.
         with contextlib.suppress(OSError, ValueError, TrainkitError):
+            close_failed_starts(self.run, attempt.job, now, cluster, log_line)
             return close_dead_attempts(attempt, attempt.plan.requeue, self.is_down)
         return None
 
@@ -442,7 +450,7 @@ class SlurmAllocation(Allocation):
             if decision.action == "resubmit":
                 resubmit(self.run, self.job_id, self.hosts_to_exclude(), self.lock_timeout_s)
             elif decision.action == "requeue":
-                self._request_requeue()
+                self._request_requeue(attempt)
                 self._leave_requeued(attempt.plan)
         except TrainkitError as error:
             # An administrator forbids it, or the controller was unavailable for minutes.
@@ -452,7 +460,7 @@ class SlurmAllocation(Allocation):
             return decide_stranded(decision, attempt.outcome, problem)
         return decision
 
-    def _request_requeue(self) -> None:
+    def _request_requeue(self, attempt: Attempt) -> None:
         """Requeue the job, unless that would undo what somebody has done; with the lock held.
 
         `trainkit cancel` comes before that or after it. While Slurm does not answer, it need not wait.
@@ -461,16 +469,17 @@ class SlurmAllocation(Allocation):
         while not self.is_being_requeued:
             try:
                 with run_lock(self.run, self.lock_timeout_s):
-                    self._refuse_unwanted()
+                    self._refuse_unwanted(attempt)
                     return requeue(self.job_id, patience_s=QUERY_PATIENCE_S)
             except SlurmUnreachable:
                 if time.monotonic() > give_up_s:
                     raise
                 self.job = query_job(self.job_id) or self.job  # the answer alone may have been lost
 
-    def _refuse_unwanted(self) -> None:
+    def _refuse_unwanted(self, attempt: Attempt) -> None:
         """Raise TrainkitError where a requeue would undo what somebody has done meanwhile."""
-        newest = read_job(self.run).newest
+        attempt.update()
+        newest = attempt.job.newest
         if newest is not None and newest.job_id != self.job_id:
             raise TrainkitError(f"job {newest.job_id} has taken the run over")
         if (newest is not None and newest.is_cancelled) or self.was_cancelled_meanwhile():

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING
 from trainkit.backend import Backend, JobStatus, NewAttempt, ScriptParts, write_cancelled
 from trainkit.backends.slurm.failed_starts import note_bad_hosts
 from trainkit.backends.slurm.group_parts import clusters_of, submit_parts
-from trainkit.backends.slurm.rendezvous import find_slurm_task
 from trainkit.backends.slurm.resubmit import excludable
-from trainkit.backends.slurm.step import slurm_job_id
+from trainkit.backends.slurm.step import find_slurm_task, slurm_job_id
 from trainkit.errors import TrainkitError, UsageError, print_note
 from trainkit.job.signals import AGENT_SIGNAL
 from trainkit.plan.launch import LaunchPlan, Options, SlurmRequest, with_excluded

@@ -16,7 +16,7 @@ from trainkit.job.signals import describe_exit, is_death_by_notice, signal_exit_
 from trainkit.run.events import log_event
 from trainkit.run.files import read_json
 from trainkit.run.group import group_of
-from trainkit.run.record import JobRecord, read_job
+from trainkit.run.record import JobRecord
 from trainkit.run.rundir import STARTS_FOLDER, RunDir
 from trainkit.scheduler import JobInfo, JobState, base_id, is_job_id
 
@@ -132,9 +132,10 @@ def note_bad_hosts(
     return starts, hosts
 
 
-def close_failed_starts(run: RunDir, job: JobInfo, cluster: str, notify: Callable[[str], None]) -> None:
+def close_failed_starts(
+    run: RunDir, record: JobRecord, job: JobInfo, cluster: str, notify: Callable[[str], None]
+) -> None:
     """`note_bad_hosts` of a supervisor that begins; writes events in the place of the records."""
-    record = read_job(run)
     for start in note_bad_hosts(run, record, job, cluster, notify)[0]:
         try:
             number, known = _attempt_of(run, record, start.job_id), {"exit_code": start.exit_code}

@@ -1,4 +1,9 @@
-"""The step of a Slurm job: its argv, and whom Slurm signals."""
+"""The step of a Slurm job: its argv, its tasks and their rendezvous, and whom Slurm signals.
+
+At the rendezvous the first task publishes the port on which rank 0 listens. The batch shell has
+SLURM_PROCID=0 too, but it is not a task of a step: only SLURM_STEP_ID tells them apart. Before Slurm 26.05 it
+has none; since then the shells of a job have the numbers of their special steps.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +11,45 @@ import contextlib
 import os
 import select
 import signal
+import socket
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path, PurePath
 
-from trainkit.errors import TrainkitError
+from trainkit.errors import FatalError, TrainkitError, UsageError
+from trainkit.formats import plural
 from trainkit.job import processes
+from trainkit.job.node.rendezvous import (
+    LOCAL_ADDR,
+    RENDEZVOUS_TIMEOUT_S,
+    NotATask,
+    PauseUntilFailure,
+    Rendezvous,
+    Task,
+    choose_port,
+    new_nonce,
+    pause,
+)
 from trainkit.job.signals import NOTICE_SIGNALS
 from trainkit.plan.launch import LaunchPlan
+from trainkit.run.files import read_record, wait_for_json, write_json_in_place
+from trainkit.run.record import RendezvousRecord
+from trainkit.run.rundir import AttemptDir
+from trainkit.scheduler import expand_hosts
+from trainkit.slurm.control import kill_steps
+from trainkit.slurm.hosts import node_addr, tasks_per_node
+
+FIRST_SPECIAL_STEP = -16
+"""Step numbers from here to -1 are batch, extern and interactive steps, whose only process is not a rank.
+
+They are 32 bits long: Slurm 26.05 writes -6 where older versions write 4294967290.
+"""
+BATCH_STEP = -5
+RESOLVE_PATIENCE_S = 20.0
+RESOLVE_RETRY_S = 2.0
+PATIENCE_S = 0.5
+"""How long after the agent its ranks may receive a signal that Slurm sends to both."""
 
 
 def slurm_job_id(environ: Mapping[str, str] = os.environ) -> str | None:
@@ -55,10 +91,6 @@ def step_argv(
     return [*step[: srun + 1], *options, *step[srun + 1 :]]
 
 
-PATIENCE_S = 0.5
-"""How long after the agent its ranks may receive a signal that Slurm sends to both."""
-
-
 class StepListener:
     """A child of the agent that notes the notices it receives: its ranks have received the same.
 
@@ -94,3 +126,267 @@ class StepListener:
                     return False  # it was killed
                 self._heard.update(received)
         return number in self._heard
+
+
+@dataclass(frozen=True)
+class SlurmTask(Task):
+    """One task of a step."""
+
+    job_id: str
+    """``123``, or ``123_4`` for a task of an array."""
+    step_id: str
+    restart_count: int
+    task: int
+    """Index of the task in the step (SLURM_PROCID)."""
+    node_rank: int
+    local_task: int
+    tasks: tuple[int, ...]
+    """Number of tasks on each node."""
+    hosts: tuple[str, ...]
+    """By node rank; not necessarily in alphabetical order."""
+    launcher_port: str = ""
+    """The port of the step's srun: distinguishes steps even after Slurm has reset its job ids."""
+
+    @property
+    def rank(self) -> int:
+        # Counted node by node, whatever the order of srun's tasks.
+        return sum(self.tasks[: self.node_rank]) + self.local_task
+
+    @property
+    def first(self) -> str:
+        return f"task 0 of step {self.job_id}.{self.step_id}"
+
+    @property
+    def key(self) -> str:
+        return f"{self.job_id}.{self.step_id}.{self.restart_count}.{self.launcher_port}"
+
+    def meet(self, attempt: AttemptDir, plan: LaunchPlan) -> Rendezvous:
+        return slurm_rendezvous(attempt, plan, self)
+
+    def end_step(self) -> None:
+        """End all tasks of the step; raises TrainkitError if Slurm does not."""
+        kill_steps([(self.job_id, self.step_id)], "TERM")
+
+    def listen(self) -> StepListener:
+        return StepListener()
+
+
+def reason_not_a_task(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Why this process is not a task of a Slurm step; None when it is one.
+
+    Raises UsageError when the number of the step is not one.
+    """
+    if "SLURM_JOB_ID" not in environ:
+        return "this process is not in a Slurm job"
+    step = _number(environ, "SLURM_STEP_ID") if "SLURM_STEP_ID" in environ else BATCH_STEP
+    step -= 2**32 if step >= 2**31 else 0
+    if step == BATCH_STEP:
+        return "this is the batch shell of a Slurm job, not a task of a step: srun starts tasks"
+    if FIRST_SPECIAL_STEP <= step < 0:
+        return "this is the interactive shell of an allocation: srun starts tasks from it"
+    return None
+
+
+def find_slurm_task(environ: Mapping[str, str] = os.environ) -> SlurmTask | None:
+    """The step task that this process runs as; None if it is not one.
+
+    Raises UsageError when Slurm's variables are incomplete, contradict each other, or describe a step across
+    components of a heterogeneous job.
+    """
+    if reason_not_a_task(environ) is not None:
+        return None
+    if int(environ.get("SLURM_HET_SIZE") or 1) > 1 and not _is_in_one_component(environ):
+        raise UsageError(
+            "this step spans components of a heterogeneous job, which trainkit does not support",
+            hint="request nodes of one kind, or start the ranks in one component with srun --het-group=0",
+        )
+    tasks = tuple(tasks_per_node(_text(environ, "SLURM_STEP_TASKS_PER_NODE")))
+    found = SlurmTask(
+        job_id=str(slurm_job_id(environ)),
+        step_id=_text(environ, "SLURM_STEP_ID"),
+        restart_count=int(environ.get("SLURM_RESTART_COUNT") or 0),
+        task=_number(environ, "SLURM_PROCID"),
+        node_rank=_number(environ, "SLURM_NODEID"),
+        local_task=_number(environ, "SLURM_LOCALID"),
+        tasks=tasks,
+        hosts=tuple(expand_hosts(_text(environ, "SLURM_STEP_NODELIST"))),
+        launcher_port=environ.get("SLURM_STEP_LAUNCHER_PORT", ""),
+    )
+    num_tasks = _number(environ, "SLURM_STEP_NUM_TASKS")
+    fits = (
+        found.node_rank < found.num_nodes
+        and found.local_task < tasks[found.node_rank]
+        and found.task < num_tasks
+    )
+    if found.num_tasks != num_tasks or len(found.hosts) != found.num_nodes or not fits:
+        raise UsageError(
+            f"Slurm's variables contradict each other: {num_tasks} tasks, SLURM_STEP_TASKS_PER_NODE="
+            f"{environ['SLURM_STEP_TASKS_PER_NODE']} on {environ['SLURM_STEP_NODELIST']}, and this is task "
+            f"{found.task}, node {found.node_rank}, local task {found.local_task}",
+            hint="variables of another job may have been exported into this one",
+        )
+    return found
+
+
+def step_task() -> SlurmTask:
+    """The step task that this process runs as; raises NotATask, and UsageError as `find_slurm_task` does."""
+    if (task := find_slurm_task()) is None:
+        raise NotATask(f"this is not a task of a Slurm step: {reason_not_a_task()}")
+    return task
+
+
+def _is_in_one_component(environ: Mapping[str, str]) -> bool:
+    """Whether all nodes of this step belong to one component of the heterogeneous job."""
+    hosts = expand_hosts(_text(environ, "SLURM_STEP_NODELIST"))
+    components = [
+        expand_hosts(nodes) for name, nodes in environ.items() if name.startswith("SLURM_NODELIST_HET_GROUP_")
+    ]
+    # Components can share a node, which a step across them lists twice.
+    return len(set(hosts)) == len(hosts) and any(set(hosts) <= set(nodes) for nodes in components)
+
+
+def _text(environ: Mapping[str, str], name: str) -> str:
+    if not environ.get(name):
+        raise UsageError(
+            f"SLURM_STEP_ID is set, but {name} is not",
+            hint="variables of another job may have been exported into this one",
+        )
+    return environ[name]
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    text = _text(environ, name)
+    if not text.removeprefix("-").isdigit():
+        raise UsageError(
+            f"{name}={text!r} is not a whole number",
+            hint="variables of another job may have been exported into this one",
+        )
+    return int(text)
+
+
+def slurm_rendezvous(attempt: AttemptDir, plan: LaunchPlan, task: SlurmTask) -> Rendezvous:
+    """The rendezvous of an agent that is a task of a Slurm step; waits for rank 0's port.
+
+    Raises TrainkitError when the step does not match the plan or no port is published in time, and
+    StopSignalReceived when a notice signal arrives meanwhile.
+    """
+    check_step(plan, task)
+    per_gpu = plan.per == "gpu"
+    local_ranks = (task.local_task,) if per_gpu else tuple(range(plan.workers_of(task.node_rank)))
+    if task.task == 0:
+        record = publish_port(attempt, task, master_address(task))
+    else:
+        record = await_port(attempt, task, is_supervised=plan.has_supervisor)
+    assert record.port is not None
+    addr = master_address(task, record.addr)
+    peer = None if task.num_nodes == 1 else addr if task.node_rank else _peer_address(task.hosts[1])
+    return Rendezvous(task.node_rank, local_ranks, addr, record.port, peer, record.nonce or "", task)
+
+
+def resolves(name: str) -> bool:
+    """Whether a name or address has an address here."""
+    try:
+        return bool(socket.getaddrinfo(name, None))
+    except (OSError, UnicodeError):
+        return False
+
+
+def master_address(task: SlurmTask, published: str | None = None) -> str:
+    """The name or address of the step's first host: its NodeName if that resolves here, else its NodeAddr.
+
+    `published` is the address that the first task uses, which saves a request to Slurm's controller. Raises
+    TrainkitError when neither resolves, and StopSignalReceived when a notice signal arrives meanwhile.
+    """
+    if task.num_nodes == 1:
+        return LOCAL_ADDR
+    name = task.hosts[0]
+    if resolves(name):
+        return name
+    if published not in (None, name) and resolves(str(published)):
+        return str(published)
+    addr, problem = None, ""
+    try:
+        addr = node_addr(name)
+    except TrainkitError as error:
+        problem = f", and Slurm does not give its NodeAddr: {error.message}"
+    if addr is not None:
+        problem = f", and neither does its NodeAddr {addr}" if addr != name else ", which is its NodeAddr too"
+    # The name server may be unavailable for a moment.
+    deadline_s = time.monotonic() + RESOLVE_PATIENCE_S
+    while True:
+        for candidate in (addr, name):
+            if candidate is not None and resolves(candidate):
+                return candidate
+        if time.monotonic() >= deadline_s:
+            raise TrainkitError(
+                f"the node name {name} does not resolve on {socket.gethostname()}{problem}",
+                hint=f"`getent hosts {name}` and `scontrol show node {name}` there must give an address",
+            )
+        pause(RESOLVE_RETRY_S)
+
+
+def _peer_address(name: str) -> str:
+    """The address of another host, to find the interface towards it; its name when none is known."""
+    if resolves(name):
+        return name
+    try:
+        return node_addr(name)
+    except TrainkitError as error:
+        processes.log_line(f"cannot query the NodeAddr of {name}: {error.message}")
+        return name
+
+
+def check_step(plan: LaunchPlan, task: SlurmTask) -> None:
+    """Raise FatalError when the step does not match the plan."""
+    planned = tuple(plan.workers_of(node) if plan.per == "gpu" else 1 for node in range(plan.num_nodes))
+    if task.tasks != planned:
+        raise FatalError(
+            f"the plan needs {_shape(planned)} (--per {plan.per}), but Slurm started {_shape(task.tasks)}: "
+            f"step {task.job_id}.{task.step_id} on {','.join(task.hosts)}",
+            hint="use the srun line that trainkit writes: it starts the tasks of plan.json",
+        )
+
+
+def _shape(tasks: tuple[int, ...]) -> str:
+    is_even = len(set(tasks)) == 1
+    counts = f"{plural(tasks[0], 'task')} each" if is_even else f"{','.join(map(str, tasks))} tasks"
+    return f"{plural(len(tasks), 'node')} with {counts}"
+
+
+def publish_port(attempt: AttemptDir, task: SlurmTask, addr: str) -> RendezvousRecord:
+    """Choose a free port on this host, on which rank 0 runs, and publish it to the other tasks.
+
+    Only the user can read the file.
+    """
+    port = choose_port()
+    record = RendezvousRecord(task.key, task.step_id, addr, port, new_nonce(), list(task.hosts))
+    write_json_in_place(attempt.rendezvous_file, asdict(record))
+    return record
+
+
+def await_port(
+    attempt: AttemptDir,
+    task: SlurmTask,
+    timeout_s: float = RENDEZVOUS_TIMEOUT_S,
+    *,
+    is_supervised: bool = True,
+) -> RendezvousRecord:
+    """Wait for the port that the first task of the step publishes; returns the rendezvous file's content.
+
+    Raises TrainkitError after the timeout and, in a step without a supervisor, when another task has failed.
+    """
+    try:
+        record = wait_for_json(
+            attempt.rendezvous_file,
+            timeout_s,
+            accept=lambda record: bool(record["step"] == task.key),  # not from an earlier start
+            pause=pause if is_supervised else PauseUntilFailure(attempt),
+            creates=True,
+        )
+    except TimeoutError:
+        raise TrainkitError(
+            f"the first task of step {task.job_id}.{task.step_id}, on {task.hosts[0]}, "
+            f"has not published {attempt.rendezvous_file} within {timeout_s:g} s",
+            hint=f"check {attempt.node_log(0)}; all nodes must share the filesystem of the run folder",
+        ) from None
+    return read_record(RendezvousRecord, record)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +88,8 @@ class SubmititBackend(SbatchBackend):
             slurm_stderr_to_stdout=True,
         )
         maker: Any = executor._executor
-        return replace(script, text=str(maker._make_submission_file_text(maker._submitit_command_str, "")))
+        text = str(maker._make_submission_file_text(maker._submitit_command_str, ""))
+        return script._replace(text=text)
 
     def array_problem(self) -> tuple[str, str]:
         return "trainkit does not submit arrays through submitit", "add --backend sbatch"

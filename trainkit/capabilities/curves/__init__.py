@@ -1,4 +1,4 @@
-"""The curve of a COMMAND: its step and loss, which the agent of rank 0 finds in what that rank prints."""
+"""The curve of a COMMAND: its steps and metrics, which the agent of rank 0 finds in what that rank prints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes the curve that rank 0 of a COMMAND prints to metrics.jsonl, where `trainkit.loop` writes its own."""
+"""Writes the metrics that rank 0 of a COMMAND prints to metrics.jsonl, where `trainkit.loop` writes too."""
 
 from __future__ import annotations
 
@@ -6,12 +6,20 @@ import math
 import os
 import re
 import signal
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from types import FrameType
 
-from trainkit.capabilities.curves.printed_curve import CONTROL, MAX_LINE, Found, PrintedCurve, shown_lines
+from trainkit.capabilities.curves.printed_curve import (
+    CONTROL,
+    MAX_LINE,
+    MAX_NAMES,
+    Found,
+    PrintedCurve,
+    shown_lines,
+)
 from trainkit.capability import Companion
 from trainkit.job.processes import log_line
 from trainkit.plan.launch import LaunchPlan
@@ -24,7 +32,9 @@ SOURCE = "log"
 READ_BYTES = 2**17
 """The maximum that is read of a log at once: its end."""
 MAX_RECORDS = 100
-"""The maximum that is written at once: evenly spaced ones of more steps."""
+"""The maximum that is written at once: evenly spaced ones of more steps, and those with a rare metric."""
+RARE = 10
+"""A metric that so few of the steps have is kept with all of them."""
 FEW_LOSSES = 20
 """Lines with a loss, but without a step, after which it is logged that there is no curve."""
 MATCH_S = 1.0
@@ -46,6 +56,9 @@ class LogCurve(Companion):
         self._curve, self._has_begun = PrintedCurve(is_shared=self._is_shared), False
         self._names: tuple[str, ...] = ()
         self._said: tuple[object, ...] | None = None
+        self._step: int | None = None
+        """The newest one that the pattern of a user has found."""
+        self._has_warned = False
         self._is_off, self._size = False, 0
 
     def _begin(self) -> None:
@@ -88,6 +101,7 @@ class LogCurve(Companion):
         if self._curve.records or self._curve.evaluations:
             self._write()
         self._announce(is_over)
+        self._warn_of_names()
 
     def _new_lines(self, is_over: bool) -> list[str]:
         with self._log.open("rb") as stream:
@@ -121,13 +135,17 @@ class LogCurve(Companion):
         values = {name: _number(text) for name, text in groups.items() if text is not None}
         step, val_loss = values.pop("step", None), values.pop("val_loss", None)
         known = {name: value for name, value in values.items() if value is not None}
-        if step is None or not step.is_integer():
+        if groups.get("step") is not None:
+            if step is None or not step.is_integer():
+                return
+            self._step = int(step)
+        elif self._step is None:
             return
         if val_loss is not None:
-            self._curve.evaluations.append((int(step), val_loss))
-        if known:
-            self._curve.records[int(step)] = known
-            self._names = tuple(dict.fromkeys((*self._names, *known)))
+            self._curve.evaluations.append((self._step, val_loss))
+            self._curve.join(self._step, {"val_loss": val_loss})
+        self._curve.join(self._step, known)
+        self._names = tuple(dict.fromkeys((*self._names, *known)))
 
     def _write(self) -> None:
         if self._metrics_size() != self._size:
@@ -136,7 +154,12 @@ class LogCurve(Companion):
         run, number, now = self._attempt.run, self._attempt.number, utc_now()
         found = list(self._curve.records.items())
         if len(found) > MAX_RECORDS:
-            found = [found[(index + 1) * len(found) // MAX_RECORDS - 1] for index in range(MAX_RECORDS)]
+            counts = Counter(name for _, values in found for name in values)
+            rare = {name for name, count in counts.items() if count <= RARE}
+            chosen = {(index + 1) * len(found) // MAX_RECORDS - 1 for index in range(MAX_RECORDS)}
+            found = [
+                item for index, item in enumerate(found) if index in chosen or not rare.isdisjoint(item[1])
+            ]
         records = [
             {
                 **{"step": step, "time": now, "attempt": number},
@@ -161,31 +184,46 @@ class LogCurve(Companion):
         said: tuple[object, ...]
         if self._is_off:
             return
+        losses = self._curve.ambiguous
+        which = f"which of {', '.join(losses)} is the loss" if losses else "the step of the loss"
+        unknown = f"{which} is unknown; set logging.pattern with step and loss"
         if found is not None:
-            said = found.kind, found.total_steps, found.length is not None
+            has_loss = "loss" in found.names or not losses
+            said = found.kind, found.total_steps, found.length is not None, has_loss
             values = {"total_steps": found.total_steps, "made_of": asdict(found)}
             step = "step" if found.kind == "step" else f"step ({found.kind})"
             step += "" if found.length is None else f", counted on after {found.length}"
-            reason = f"from the log: {step}, {', '.join(found.names)}; logging.pattern changes it"
+            reason = f"from the log: {', '.join((step, *found.names, *found.metrics))}; "
+            reason += "logging.pattern changes it" if has_loss else unknown
         elif self._names:
             said, reason = self._names, f"from the log by logging.pattern: step, {', '.join(self._names)}"
         elif self._curve.num_losses >= FEW_LOSSES or (is_over and self._curve.num_losses > 1):
-            said = losses = self._curve.ambiguous
-            which = f"which of {', '.join(losses)} is the loss" if losses else "the step of the loss"
-            reason = f"none from the log: {which} is unknown; set logging.pattern with step and loss"
+            said, reason = losses, f"none from the log: {unknown}"
         else:
             return
         if said != self._said:
             self._said = said
             log_event(self._attempt.run, self._attempt.number, "curve", **values, reason=reason)
 
+    def _warn_of_names(self) -> None:
+        """Say once that the script prints more metrics than a curve has."""
+        name = self._curve.left_out
+        if name is None or self._has_warned:
+            return
+        self._has_warned = True
+        problem = f"the log has more than {MAX_NAMES} metrics: {name} and others are left out; "
+        problem += "logging.pattern names those that you want"
+        log_line(f"warning: {problem}")
+        log_event(self._attempt.run, self._attempt.number, "curve", reason=problem)
+
     def _metrics_size(self) -> int:
         return self._file.stat().st_size if self._file.exists() else 0
 
 
 def _number(text: str) -> float | None:
+    """The number in a text, which may have commas and a ``%`` after it; None if it is none."""
     try:
-        return float(text.replace(",", ""))
+        return float(text.rstrip("%").replace(",", ""))
     except ValueError:
         return None  # the pattern matches other text too
 

@@ -1,4 +1,4 @@
-"""Finds the curve in what a COMMAND prints: its steps, their loss, learning rate, gradient norm and speed.
+"""Finds the curve in what a COMMAND prints: its steps, their loss, learning rate and all other metrics.
 
 A number belongs to the words before it, as in ``step 10/100 | train loss: 2.31``, or is the position of a
 progress bar. Of several numbers that may be the step, the one that grows is; one that begins again, as in
@@ -9,8 +9,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+
+from trainkit.capabilities.curves.metric_names import (
+    NO_LOSS,
+    OF_VALIDATION,
+    Label,
+    is_of_part,
+    metric_of,
+    of_part,
+    read_label,
+)
 
 MAX_LINE = 1000
 """Characters of a line that are read: the end of a longer one."""
@@ -26,8 +36,7 @@ _COUNTS = {
 _PARTS_OF_A_COUNT = frozenset(
     {"global", "train", "training", "num", "optim", "optimizer", "current", "cur", "idx", "index"}
 )
-_VALIDATION = frozenset({"val", "valid", "validation", "eval", "evaluation", "dev"})
-_NOT_OF_A_STEP = _VALIDATION | {
+_NOT_OF_A_STEP = OF_VALIDATION | {
     "micro",
     "num",
     "number",
@@ -67,10 +76,6 @@ _PLAIN = frozenset(
     }
 )
 """Words next to ``loss`` that do not make it one of several losses."""
-_NO_LOSS = frozenset(
-    {"stop", "packet", "frame", "weight", "scale", "scaler", "best", "min", "lowest", "no", "test", "fn"}
-)
-_FILLERS = frozenset({"is", "was", "of", "at", "now", "value", "idx", "index", "no", "tensor"})
 _VALUES = {
     **dict.fromkeys(("lr", "learning rate"), "lr"),
     **dict.fromkeys(("grad norm", "gradient norm", "gnorm"), "grad_norm"),
@@ -81,11 +86,11 @@ _VALUES = {
 _FACTORS = {"": 1, "k": 1_000, "m": 1_000_000}
 
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
-_MAY_SAY_SOMETHING = re.compile(r"loss|epoch|\d/\s*\d", re.IGNORECASE)
+_OF_TWO = re.compile(r"\d/\s*\d")
 _RANK = re.compile(r"\s*\[(?:rank|default|Rank )(\d+)\]")
 """How torchrun and DeepSpeed mark the lines of a rank."""
 _NUMBER = re.compile(
-    r"(?<![\w.])(?P<value>[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d*)?(?:e[-+]?\d+)?|[-+]?\.\d+(?:e[-+]?\d+)?"
+    r"(?<![\w.@])(?<!\w-)(?P<value>[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d*)?(?:e[-+]?\d+)?|[-+]?\.\d+(?:e[-+]?\d+)?"
     r"|[-+]?(?:nan|inf)\b)(?:\s{0,9}/\s{0,9}(?P<total>\d+)(?![\d/.]))?(?P<unit>%|[a-z]*)",
     re.IGNORECASE,
 )
@@ -93,15 +98,16 @@ _DECIMAL_COMMA = re.compile(r",\d")
 """What follows a number of which only a part was read, as in ``loss 1,45``."""
 _SEPARATOR = re.compile(r"[|,;{}()\t]|\s-\s|\s{4}|\]\s")
 """What ends the words that belong to the number before."""
+NO_LABEL = read_label("")
 _BEFORE_A_NUMBER = " \t:=\"'[(#"
-_WORD = re.compile(r"[A-Za-z][A-Za-z0-9_./-]*")
-_PART = re.compile(r"[a-z]+")
+_IN_A_LIST = re.compile(r"[\[(#]")
 _BAR = re.compile(r"[━╸╺█▏▎▍▌▋▊▉|]\s*$"), re.compile(r"\s*\[\d+:\d\d|\s+[\d-]+:")
 _POSITION = re.compile(r"(?:\[|^)\s*$"), re.compile(r"\s*\[\d+:\d\d|\s*[━█#=>]{3}|\s+-\s|\s*\]|\s*\(\d")
 """What precedes and follows the position of a bar of tqdm or rich, and of Keras and in brackets."""
 _BEGINS_VALIDATION = re.compile(
     r"\W*(?:val|valid|validation|validating|eval|evaluation|evaluating)\b(?!.*epoch)", re.I
 )
+_BEGINS_TEST = re.compile(r"\W*(?:test|testing)\b", re.I)
 _EPOCH_AND_BATCH = re.compile(r"\s*\[\s*(\d+),\s*(\d+)\]")
 """As the first tutorial of PyTorch prints it."""
 
@@ -121,13 +127,21 @@ class Reading:
     """The training losses by what they are called: ``""``, ``train`` for any plain word, or another word."""
     val_loss: float | None = None
     values: dict[str, float] = field(default_factory=dict)
-    """Other values, by their names in metrics.jsonl."""
+    """The learning rate and others that every loop has, by their names in metrics.jsonl."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """All other metrics and training losses, by their names as printed."""
+    called: dict[str, str] = field(default_factory=dict)
+    """What a loss is called in `losses` -> its name in `metrics`."""
+    is_telling: bool = False
+    """Whether one of the metrics says that the line is about a training, as a loss does."""
 
 
 def read_line(line: str) -> Reading:
     """The positions and values in a line; nothing of one that another rank than 0 has printed."""
-    found = Reading()
-    if not _MAY_SAY_SOMETHING.search(line):
+    found, text = Reading(), line.lower()
+    # A chain of substrings is several times as fast as a pattern with these choices.
+    says_something = "loss" in text or "step" in text or "epoch" in text or "iter" in text or "val" in text
+    if not (says_something or "test" in text or _OF_TWO.search(text)):
         return found
     line = CONTROL.sub("", line)[-MAX_LINE:]
     rank = _RANK.match(line)
@@ -141,10 +155,11 @@ def read_line(line: str) -> Reading:
         before = line[end : number.start()]
         label = before.rstrip(_BEFORE_A_NUMBER)
         is_label = label[-1:].isalnum() and "==" not in before[len(label) :]
-        words = _WORD.findall(_SEPARATOR.split(label)[-1].lower()) if is_label else []
-        while words and words[-1] in _FILLERS:
-            words.pop()
-        if number["value"].lower() == "nan" and not (words and words[-1].endswith(("loss", "norm"))):
+        named = read_label(_SEPARATOR.split(label)[-1].lower()) if is_label else NO_LABEL
+        words, between = named.words, before[len(label) :]
+        is_assigned = ":" in between or "=" in between or named.is_tensor
+        is_nan = number["value"].lower() == "nan"
+        if is_nan and not (words and (is_assigned or words[-1].endswith(("loss", "norm")))):
             continue  # a word, as in "number of nan iterations: 0"
         end = number.end()
         begins, ends = _POSITION if not words and not _BAR[0].search(before) else _BAR
@@ -152,24 +167,38 @@ def read_line(line: str) -> Reading:
         if is_position and begins.search(before) and ends.match(line, end):
             found.positions.setdefault("progress bar", (int(number["value"]), int(number["total"])))
         elif words and not _DECIMAL_COMMA.match(line, end):
-            _read_named(found, number, words)
+            num_losses = len(found.losses)
+            if not _read_named(found, number, named) or (_IN_A_LIST.search(between) and not named.is_tensor):
+                continue
+            is_loss = len(found.losses) > num_losses
+            metric = metric_of(named, number, is_assigned=is_assigned or is_loss)
+            if metric is not None and metric[0] not in found.metrics:
+                found.metrics[metric[0]] = metric[1]
+                found.is_telling |= named.is_telling
+                if is_loss:
+                    found.called[next(reversed(found.losses))] = metric[0]
+    if _BEGINS_TEST.match(line) and found.positions.keys() <= {"epoch", "progress bar"}:
+        found.losses.clear()
+        found.is_part |= "progress bar" in found.positions
+        found.metrics = of_part(found.metrics, "test")
+    elif found.is_validation:
+        found.metrics = of_part(found.metrics, "val")
     return found
 
 
-def _read_named(found: Reading, number: re.Match[str], words: Sequence[str]) -> None:
-    """Add a number with words before it, the last of which say what it is."""
+def _read_named(found: Reading, number: re.Match[str], label: Label) -> bool:
+    """Add a number with a label, whose last words say what it is; whether it may be a metric too."""
     text, unit = number["value"].replace(",", ""), number["unit"].lower()
-    parts = [part for word in words[-3:] for part in _PART.findall(word)]
-    own = _PART.findall(words[-1])
+    parts, own = label.parts, label.own
     if not own or unit == "%":
-        return
+        return not {"loss", "losses", *_COUNTS}.intersection(own)
     kind = _COUNTS.get(own[-1])
     if kind is not None and {*own[:-1]} <= _PARTS_OF_A_COUNT:
         if not text.isdigit() or unit not in _FACTORS:
             found.has_part_of_epoch |= kind == "epoch"
-            return
+            return False
         context = {*parts[: -len(own)]}
-        found.is_validation |= bool(_VALIDATION & context)
+        found.is_validation |= bool(OF_VALIDATION & context)
         # As in Megatron's "validation loss at iteration 100 | lm loss value: 2.31".
         if not _NOT_OF_A_STEP & context or (found.is_validation and "loss" in context):
             kind = "global step" if kind == "step" and "global" in parts else kind
@@ -177,21 +206,27 @@ def _read_named(found: Reading, number: re.Match[str], words: Sequence[str]) -> 
             found.positions.setdefault(kind, (int(text) * _FACTORS[unit], total))
         elif found.is_validation and kind != "epoch":
             found.is_part = True
-        return
+        return False
     value = float(text) * _FACTORS.get(unit, 1)
     near = parts if len(own) == 1 else own
     if {"loss", "losses"} & {*near[-2:]}:
         others = [part for part in near if part not in ("loss", "losses")]
-        if found.is_validation or _VALIDATION & {*others}:
-            found.val_loss = value if found.val_loss is None else found.val_loss
-        elif not _NO_LOSS & {*others}:
+        if found.is_validation or OF_VALIDATION & {*others}:
+            if found.val_loss is not None:
+                return True
+            found.val_loss = value
+            return False
+        if not NO_LOSS & {*others}:
             special = [part for part in others if part not in _PLAIN]
             found.losses.setdefault(special[-1] if special else "train" if others else "", value)
-        return
+        return True
     for length in (1, 2, 3):
         name = _VALUES.get(" ".join(parts[-length:]))
-        if name is not None and math.isfinite(value):
-            found.values.setdefault(name, value)
+        if name is not None:
+            if math.isfinite(value):
+                found.values.setdefault(name, value)
+            return False
+    return True
 
 
 @dataclass
@@ -216,6 +251,12 @@ class _Counter:
 
 _Key = tuple[str, int, int | None]
 """The kind of a position, how plainly the loss is called, and the total."""
+_WITHOUT_LOSS = 3
+"""In place of how plainly the loss is called, of lines that have other metrics alone."""
+MAX_NAMES = 64
+"""Names of metrics that a curve has; what is printed under others is left out."""
+MAX_ROWS = 256
+"""The newest steps, whose records later lines can add to."""
 
 
 @dataclass
@@ -237,6 +278,8 @@ class Found:
     length: int | None
     """Steps of an epoch, where the step is counted on."""
     first_epoch: int | None
+    metrics: tuple[str, ...] = ()
+    """The names of the other metrics, as printed."""
 
 
 class PrintedCurve:
@@ -251,6 +294,11 @@ class PrintedCurve:
         """Step -> its values; whoever writes them takes them out."""
         self.evaluations: list[tuple[int, float]] = []
         """Steps and their validation losses."""
+        self.left_out: str | None = None
+        """The first metric beyond `MAX_NAMES`."""
+        self._names: dict[str, None] = {}
+        self._rows: dict[int, dict[str, float]] = {}
+        """The newest steps with all that is known of them."""
         self._val_loss: float | None = None
         """The newest one: a progress bar shows it until the next."""
         self.found: Found | None = None
@@ -279,27 +327,33 @@ class PrintedCurve:
         if self._ignores_epochs:
             reading.positions.pop("epoch", None)
         self._note_epoch(reading)
-        has_value = bool(reading.losses) or reading.val_loss is not None
+        has_loss = bool(reading.losses) or reading.val_loss is not None
+        has_value = has_loss or reading.is_telling
         has_bar = "progress bar" in reading.positions
         if has_value and (reading.is_part or (has_bar and reading.is_validation)):
             return
-        self.num_losses += has_value
+        self.num_losses += has_loss
         if self._waiting is not None and has_bar and not has_value:
             reading = replace(self._waiting, positions=reading.positions)
             has_value, self._waiting = True, None
         self.finish()
-        if has_value and reading.positions:
+        if reading.positions and (has_value or (reading.metrics and self._primary is not None)):
             self._take(reading)
         elif has_value:
             self._waiting = reading
             if self._primary is not None and self._primary[0] != "progress bar":
-                self._add_validation(reading, self._step)
+                self._add_evaluation(reading)
 
     def finish(self) -> None:
         """Add a validation loss that no redraw of a bar has taken, as the last one of a log."""
         waiting, self._waiting = self._waiting, None
         if waiting is not None and self._primary is not None and self._primary[0] == "progress bar":
-            self._add_validation(waiting, self._step)
+            self._add_evaluation(waiting)
+
+    def _add_evaluation(self, reading: Reading) -> None:
+        """Add what a line without a position says of a validation or test to the newest step."""
+        self._add_validation(reading, self._step)
+        self.join(self._step, self._own({n: v for n, v in reading.metrics.items() if is_of_part(n)}))
 
     def _note_epoch(self, reading: Reading) -> None:
         if "epoch" in reading.positions:
@@ -321,14 +375,62 @@ class PrintedCurve:
         counter = counters[kind]
         is_own = kind != "epoch" or self._primary is None or self._primary[0] == "epoch"
         self._add_validation(reading, counter.step if is_own else self._step)
-        loss = self._loss_of(reading)
-        if loss is not None:
-            (rank, value), total = loss, reading.positions[kind][1]
+        loss, total = self._loss_of(reading), reading.positions[kind][1]
+        if loss is None:
+            self._add_without_loss(reading, kind, counter)
+        else:
+            rank, value, called = loss
             if self._primary is not None and self._primary[0] in own and self._primary[0] != kind:
                 # What was taken for the step has begun again, and this has not.
                 self._primary = kind, rank, total
                 self._sources[self._primary] = _Source(is_curve=True)
-            self._add((kind, rank, total), counter, {"loss": value, **reading.values})
+            values = {
+                "loss": value,
+                **reading.values,
+                **self._own(reading.metrics, reading.called.get(called)),
+            }
+            self._add((kind, rank, total), counter, values)
+
+    def _add_without_loss(self, reading: Reading, kind: str, counter: _Counter) -> None:
+        """Add the metrics of a line to the step that it names, or after an epoch to the newest one."""
+        values = {**reading.values, **self._own(reading.metrics)}
+        primary = self._primary
+        if primary is None or primary[1] == _WITHOUT_LOSS:
+            if reading.is_telling:
+                self._add((kind, _WITHOUT_LOSS, reading.positions[kind][1]), counter, values)
+        elif primary[0] in reading.positions:
+            value, total = reading.positions[primary[0]]
+            if total == primary[2] or None in (total, primary[2]):
+                self.join(self._counters[primary[0], primary[2]].offset + value, values)
+        elif kind == "epoch":
+            self.join(self._step, values)
+
+    def _own(self, metrics: Mapping[str, float], loss: str | None = None) -> dict[str, float]:
+        """The metrics that the curve has, without the one that is its loss."""
+        for name in metrics:
+            if name in self._names or name in (loss, "loss", "val_loss"):
+                continue
+            if len(self._names) < MAX_NAMES:
+                self._names[name] = None
+            elif self.left_out is None:
+                self.left_out = name
+        return {name: value for name, value in metrics.items() if name != loss and name in self._names}
+
+    def join(self, step: int | None, values: Mapping[str, float]) -> None:
+        """Add values to what is known of a step; nothing without a step."""
+        if step is None or not values:
+            return
+        row = self._rows.get(step)
+        if row is None:
+            if len(self._rows) == MAX_ROWS:
+                oldest = next(iter(self._rows))
+                if step < oldest:
+                    return  # what it had is not known any more
+                del self._rows[oldest]
+            row = {}
+        # Of several ranks, the first to print a value counts.
+        row = {**values, **row} if self._is_shared else {**row, **values}
+        self._rows[step] = self.records[step] = row
 
     def _continue_epochs(self, reading: Reading) -> None:
         """Count on in an epoch that is longer or shorter than the one before."""
@@ -349,16 +451,21 @@ class PrintedCurve:
         if step is not None and reading.val_loss is not None and reading.val_loss != self._val_loss:
             self._val_loss = reading.val_loss
             self.evaluations.append((step, reading.val_loss))
+            self.join(step, {"val_loss": reading.val_loss})
 
-    def _loss_of(self, reading: Reading) -> tuple[int, float] | None:
-        """How plainly the loss is called, 0 for the most, and its value; None without one or in doubt."""
+    def _loss_of(self, reading: Reading) -> tuple[int, float, str] | None:
+        """How plainly the loss is called, 0 for the most, its value, and what it is called.
+
+        None without one or in doubt.
+        """
         losses = reading.losses
         for rank, called in enumerate(("", "train")):
             if called in losses:
-                return rank, losses[called]
+                return rank, losses[called], called
         if len(losses) > 1:
             self.ambiguous = tuple(f"{called}_loss" for called in losses)
-        return (2, next(iter(losses.values()))) if len(losses) == 1 else None
+        called = next(iter(losses), "")
+        return (2, losses[called], called) if len(losses) == 1 else None
 
     def _count(self, kind: str, value: int, total: int | None) -> int | None:
         """Follow one number; returns its step, None for one that another rank has printed late."""
@@ -400,6 +507,9 @@ class PrintedCurve:
         new = [(step, values)]
         if self._primary is None or _order(key) < _order(self._primary):
             new, self._primary, self._step = source.records or new, key, None
+            if key[1] != _WITHOUT_LOSS:
+                for at, others in self._sources.pop((key[0], _WITHOUT_LOSS, key[2]), _Source()).records:
+                    self.join(at, others)
         source.records = []
         if key != self._primary:
             return
@@ -413,23 +523,27 @@ class PrintedCurve:
             return
         if self._repeated > 1 and is_bar:
             return  # what `for … in tqdm` shows then is of later steps: it moves ten times a second
+        if self._step is not None and step < self._step:
+            # The script has gone back to a checkpoint.
+            self._rows = {other: row for other, row in self._rows.items() if other < step}
         self._step = step
-        self.records[step] = values
+        self.join(step, values)
 
     def _describe(self, kind: str, counter: _Counter, values: Mapping[str, float], total: int | None) -> None:
-        names = (*values, *(("val_loss",) if self.evaluations else ()))
+        known = (name for name in values if name not in self._names)
+        names = (*known, *(("val_loss",) if self.evaluations else ()))
         if self.found is not None:
             names = tuple(dict.fromkeys((*self.found.names, *names)))
         in_epochs = counter.length is not None or self._epoch is not None
         if total is not None and in_epochs:
             total = None if self._num_epochs is None or counter.length is None else total * self._num_epochs
-        self.found = Found(kind, names, total, counter.length, self._first_epoch)
+        self.found = Found(kind, names, total, counter.length, self._first_epoch, tuple(self._names))
 
 
-def _order(key: _Key) -> tuple[bool, int, int]:
-    """Which source is the curve: rather one of steps than of epochs, and a plain loss."""
+def _order(key: _Key) -> tuple[bool, bool, int, int]:
+    """Which source is the curve: rather one with a loss, of steps than of epochs, and a plain loss."""
     kind, rank, _ = key
-    return kind == "epoch", rank, KINDS.index(kind)
+    return rank == _WITHOUT_LOSS, kind == "epoch", rank, KINDS.index(kind)
 
 
 _ENDS = re.compile(rb"[\r\n]|\x08+")

@@ -28,7 +28,7 @@ from trainkit.run.events import (
 )
 from trainkit.run.files import open_file, parse_records, parse_time
 from trainkit.run.history import Attempt, OwnedEvents, read_plan
-from trainkit.run.record import JobRecord, read_job, read_rendezvous
+from trainkit.run.record import JobRecord, read_rendezvous
 from trainkit.run.rundir import AttemptDir
 from trainkit.scheduler import JobInfo, JobState
 from trainkit.shipped import ask_each, owner_of
@@ -42,9 +42,9 @@ RANK_FILE = re.compile(r"(?:rank|node)-(\d+)")
 class AttemptFiles:
     """Reads the files of an attempt; a file that is missing or damaged reads as empty."""
 
-    def __init__(self, attempt: AttemptDir, slurm_job: JobInfo | None) -> None:
-        self.attempt, self.run, self.slurm_job = attempt, attempt.run, slurm_job
-        self.job, end = read_job(attempt.run), read_end(attempt)
+    def __init__(self, attempt: AttemptDir, job: JobRecord, slurm_job: JobInfo | None) -> None:
+        self.attempt, self.run, self.job, self.slurm_job = attempt, attempt.run, job, slurm_job
+        end = read_end(attempt)
         self.plan = read_plan(attempt)
         self.has_ended, self.end = end is not None, end or AttemptEnd()
 

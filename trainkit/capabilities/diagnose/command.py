@@ -47,10 +47,10 @@ def command(run_name: str, number: int | None, as_json: bool) -> None:
     run = find_run(run_name)
     attempt = find_attempt(run, number)
     is_newest = attempt.number == run.attempt_numbers()[-1]
-    status = JobStatus(False)
-    if is_newest:
-        status = read_job_status(run, lambda ids: query_jobs_or_warn(ids, warn))[1]
-    found = diagnose(attempt, status.alive, status.job)
+    job, status = read_job_status(run, lambda ids: query_jobs_or_warn(ids, warn) if is_newest else {})
+    if not is_newest:
+        status = JobStatus(False)
+    found = diagnose(attempt, job, status.alive, status.job)
     echo_result(asdict(found), "\n".join(map(painted, diagnosis_lines(found))), as_json)
 
 

@@ -30,6 +30,7 @@ from trainkit.formats import rank_list
 from trainkit.job.failure.launcher_report import first_exit
 from trainkit.observe.logs import clean
 from trainkit.run.end import SIGNALLED, RankFailure, first_of, rank_failures, read_end, signal_name
+from trainkit.run.record import JobRecord
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.run.tracebacks import CodeLine, exception_of, users_line
 from trainkit.scheduler import JobInfo, JobState
@@ -75,9 +76,14 @@ class Diagnosis:
     """The failures of earlier attempts, one line each."""
 
 
-def diagnose(attempt: AttemptDir, alive: bool | None = False, slurm_job: JobInfo | None = None) -> Diagnosis:
-    """Diagnose an attempt; `alive` and `slurm_job` are the liveness and the state in Slurm of its job."""
-    return _Case(attempt, alive, slurm_job).diagnosis()
+def diagnose(
+    attempt: AttemptDir, job: JobRecord, alive: bool | None = False, slurm_job: JobInfo | None = None
+) -> Diagnosis:
+    """Diagnose an attempt of the run that has this job.json.
+
+    `alive` and `slurm_job` are the liveness and the state in Slurm of its job.
+    """
+    return _Case(attempt, job, alive, slurm_job).diagnosis()
 
 
 @dataclass
@@ -121,10 +127,12 @@ class _First:
 
 
 class _Case:
-    def __init__(self, attempt: AttemptDir, alive: bool | None, slurm_job: JobInfo | None) -> None:
+    def __init__(
+        self, attempt: AttemptDir, job: JobRecord, alive: bool | None, slurm_job: JobInfo | None
+    ) -> None:
         self.attempt, self.run = attempt, attempt.run
         self.alive, self.slurm_job = alive, slurm_job
-        self.files = AttemptFiles(attempt, slurm_job)
+        self.files = AttemptFiles(attempt, job, slurm_job)
         self.end = self.files.end
         self.has_ended = self.files.has_ended
         self.records = self._records()

@@ -9,19 +9,22 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
-from shlex import join
 from statistics import median
 from typing import TextIO
 
 import click
 
-from trainkit.capabilities.report.compared_runs import differing_keys, runs_named, short_names
+from trainkit.capabilities.report.compared_runs import (
+    compared_values,
+    differing_keys,
+    runs_named,
+    short_names,
+)
 from trainkit.capabilities.report.curves import Curves, new_file
 from trainkit.capabilities.report.curves import curves as read_curves
 from trainkit.capabilities.report.plot import AXES, figure_kind, save
 from trainkit.capabilities.report.run_report import Report, read_report
 from trainkit.capabilities.watch.view_text import resampled, sparkline
-from trainkit.cli.choose_runs import command_values
 from trainkit.cli.help import as_command, complete_run, option, terminal_width, warn
 from trainkit.cli.options import PATH, json_option
 from trainkit.cli.output import echo_json, masked
@@ -29,7 +32,7 @@ from trainkit.errors import UsageError
 from trainkit.formats import JsonObject, cell, duration, hours_text, shown_value, table
 from trainkit.observe.current import look_at
 from trainkit.observe.status import loss_text
-from trainkit.run.rundir import RunDir
+from trainkit.run.trial import as_numbers
 
 CURVE_WIDTH = 24
 MAX_CELL = 40
@@ -148,21 +151,21 @@ def _compare_runs(names: Sequence[str], as_csv: bool, table_file: Path | None, a
         raise UsageError("one run cannot be compared", hint="name another run, or a group of runs")
     reports = [read_report(*look_at(run, warn)[:2], now) for run in runs]
     compared = [_compared(name, report) for name, report in zip(short_names(runs), reports, strict=True)]
-    values = [_values(report) for report in reports]
+    values = [compared_values(report.config) for report in reports]
     for run, own in zip(compared, values, strict=True):
         if not own:
             warn(f"{run['run']}: its config cannot be read")
     keys = differing_keys(values)
     differing = [{key: masked(own.get(key), key) for key in keys} for own in values]
     if as_json:
-        found = [{**run, "values": own} for run, own in zip(compared, differing, strict=True)]
+        found = [{**run, "values": as_numbers(own)} for run, own in zip(compared, differing, strict=True)]
         echo_json({"differ": keys, "runs": found})
     elif as_csv:
         with _table(table_file) as stream:
             writer = csv.writer(stream)
             writer.writerow([*compared[0], *keys])
             for run, own in zip(compared, differing, strict=True):
-                shown = ["" if value is None else shown_value(value) for value in own.values()]
+                shown = ["" if value is None else shown_value(value) for value in as_numbers(own).values()]
                 writer.writerow([*run.values(), *shown])
     else:
         click.echo(_figures(compared, reports))
@@ -192,17 +195,6 @@ def _compared(name: str, report: Report) -> JsonObject:
         "worker_hours": report.worker_hours,
         "run_dir": report.status.run_dir,
     }
-
-
-def _values(report: Report) -> dict[str, object]:
-    """What was asked for: the config without the name, and the COMMAND; empty without a readable config."""
-    if not report.config:
-        return {}
-    asked: dict[str, object] = {key: value for key, value in report.config.items() if key != "name"}
-    asked |= command_values(RunDir(report.status.run_dir))
-    if report.status.is_command:
-        asked["COMMAND"] = join(report.status.command or ())
-    return asked
 
 
 def _figures(runs: Sequence[JsonObject], reports: Sequence[Report]) -> str:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from trainkit.cli.choose_runs import command_values
+from trainkit.config.schema import default_values
 from trainkit.formats import shown_value
-from trainkit.observe.status import flat_config
+from trainkit.observe.values import asked_of
 from trainkit.run.registry import find_run_or_group
 from trainkit.run.rundir import RunDir
+from trainkit.run.trial import as_number
+
+VARIABLES = "launch.env"
 
 
 @dataclass(frozen=True)
@@ -19,7 +22,7 @@ class ComparedRun:
     name: str
     run: RunDir
     values: Mapping[str, object]
-    """What it was asked for by key; empty if its config cannot be read."""
+    """What it was asked for by key, as it was written; empty if its config cannot be read."""
 
 
 def runs_named(names: Iterable[str]) -> list[RunDir]:
@@ -45,19 +48,32 @@ def short_names(runs: Sequence[RunDir]) -> list[str]:
 
 
 def differing_keys(values: Iterable[Mapping[str, object]]) -> list[str]:
-    """The keys that do not have the same value in all runs, in alphabetical order."""
-    texts = [{key: shown_value(value) for key, value in own.items()} for own in values if own]
-    return [key for key in sorted(set().union(*texts)) if len({own.get(key) for own in texts}) > 1]
+    """The keys that do not have the same value in all runs, in alphabetical order.
+
+    A key that some runs lack, such as those of the trainer in a comparison with a COMMAND, is left out where
+    the others have its default.
+    """
+    texts = [{key: shown_value(as_number(value)) for key, value in own.items()} for own in values if own]
+    usual = {key: shown_value(value) for key, value in default_values().items()}
+
+    def differs(key: str) -> bool:
+        found = {own[key] for own in texts if key in own}
+        return len(found) > 1 or (found != {usual.get(key)} and not all(key in own for own in texts))
+
+    return [key for key in sorted(set().union(*texts)) if differs(key)]
 
 
-def asked_values(run: RunDir) -> dict[str, object]:
-    """What a run was asked for by key: its config without the name, and what was swept in its COMMAND."""
-    config = {key: value for key, value in flat_config(run).items() if key != "name"}
-    return config and config | command_values(run)
+def compared_values(asked: Mapping[str, object]) -> dict[str, object]:
+    """What `asked_of` a run by key, without its name, and with a key for each variable of `launch.env`."""
+    found = {key: value for key, value in asked.items() if key not in ("name", VARIABLES)}
+    variables = asked.get(VARIABLES)
+    if isinstance(variables, dict):
+        found |= {f"{VARIABLES}.{name}": value for name, value in variables.items()}
+    return found
 
 
 def compared_runs(names: Iterable[str]) -> list[ComparedRun]:
     """The runs of these names. Raises UsageError for one that does not exist."""
     runs = runs_named(names)
-    found = zip(short_names(runs), runs, map(asked_values, runs), strict=True)
+    found = zip(short_names(runs), runs, (compared_values(asked_of(run)) for run in runs), strict=True)
     return [ComparedRun(*one) for one in found]

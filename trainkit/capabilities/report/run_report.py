@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from trainkit.capabilities.report.goodput import CATEGORIES, Curves, Point, read_curves
 from trainkit.capabilities.report.page import Chart, Line, line_chart, render_page
 from trainkit.formats import GIB, size
-from trainkit.observe.status import FlatConfig, RunStatus, failure_lines, flat_config, loss_text
+from trainkit.observe.status import FlatConfig, RunStatus, failure_lines, loss_text
+from trainkit.observe.values import asked_of
 from trainkit.run.events import with_divergence
 from trainkit.run.files import LEFT_OUT, Record, numbers, read_object, to_json
 from trainkit.run.history import (
@@ -100,7 +101,7 @@ def read_report(history: RunHistory, status: RunStatus, now: float) -> Report:
     world_size = plan.count("world_size")
     answers = ask_each(plan.parts, lambda one: one.report(history), lambda name, text: {name: text})
     added = {key: value for own in answers.values() for key, value in own.items()}
-    config = flat_config(run)
+    config = asked_of(run, plan)
     times = [(item.submitted, item.started) for item in attempts]
     waits = [max(0.0, end - begin) for begin, end in times if begin is not None and end is not None]
     goodput = spent["productive"] / allocated_s if allocated_s > 0 and curves.is_measured else None

@@ -28,6 +28,7 @@ from trainkit.observe.group import (
     state_counts,
 )
 from trainkit.observe.status import ACTIVE_STATES, FlatConfig
+from trainkit.observe.values import with_effect
 from trainkit.run.end import Best
 from trainkit.run.events import StepRecord, read_events, steps_of
 from trainkit.run.files import (
@@ -148,7 +149,7 @@ def read_sweep(
         best=min(results, key=lambda point: _rank(point, objective), default=None),
         is_cuda=plan.text("device") == "cuda",
         worker_hours=sum(known_hours) if known_hours else None,
-        config=dict(flatten(record.config)),
+        config=with_effect(dict(flatten(record.config)), plan),
         provenance=read_object(group.provenance_file),
     )
 
@@ -246,7 +247,7 @@ def render_sweep(report: SweepReport) -> str:
 
 def point_name(point: PointReport) -> str:
     """The name of a point: its values, else its number."""
-    return shown(point.values) or f"point {point.index}"
+    return shown(point.written) or f"point {point.index}"
 
 
 def _verdict(report: SweepReport) -> str:

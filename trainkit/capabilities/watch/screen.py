@@ -40,6 +40,7 @@ from trainkit.observe.status import RunStatus, read_status
 from trainkit.run.group import RunGroup
 from trainkit.run.history import RunHistory
 from trainkit.run.owner import refuse_foreign
+from trainkit.run.record import JobRecord
 from trainkit.run.registry import find_attempt
 from trainkit.run.rundir import RunDir
 from trainkit.terminal import BAD, DIM, TITLE, state_style
@@ -167,7 +168,7 @@ class RunScreen(ReadingScreen):
         super().__init__(self._read_view, interval_s)
         self.run_dir, self._interval_s, self._poller, self._clock = run, interval_s, poller, clock
         self._history = RunHistory(run)
-        self._job = JobStatus(None)
+        self._record, self._job = JobRecord(), JobStatus(None)
         self._metric: str | None = None
         """The one whose chart is shown in the place of all below the progress."""
 
@@ -177,7 +178,7 @@ class RunScreen(ReadingScreen):
         run.path.stat()
         history.update()
         record, job = read_job_status(run, self._poller.jobs)
-        self._job, now = job, self._clock()
+        self._record, self._job, now = record, job, self._clock()
         status = read_status(history, record, job.alive, now, job.job)
         return read_view(history, status, now, job.job, Path.cwd())
 
@@ -224,7 +225,7 @@ class RunScreen(ReadingScreen):
         from trainkit.capabilities.diagnose.diagnose import diagnose
 
         job, attempt = self._job, find_attempt(self.run_dir, None)
-        found = diagnose(attempt, job.alive, job.job)
+        found = diagnose(attempt, self._record, job.alive, job.job)
         return [Text(line, getattr(line, "style", "")) for line in diagnosis_lines(found)]
 
     def action_cancel(self) -> None:

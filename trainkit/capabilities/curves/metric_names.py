@@ -1,0 +1,164 @@
+"""Which numbers of a progress line are metrics, and how they are called: as the script prints them.
+
+A name is in lower case, and its words are joined by ``_``; ``/``, ``.``, ``-`` and ``@`` stay. Times, dates,
+sizes of memory, versions, counts and positions are no metrics.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import dropwhile
+
+MAX_NAME = 64
+"""Characters of a name; a longer one is none."""
+MAX_WORDS = 3
+"""More words before a number are prose."""
+OF_VALIDATION = frozenset({"val", "valid", "validation", "eval", "evaluation", "dev"})
+
+
+def _set(words: str) -> frozenset[str]:
+    return frozenset(words.split())
+
+
+TELLING = _set(
+    """
+    acc accuracy ap auc auroc bleu bpb bpc cer dice elbo entropy f fid iou kl map mae miou mse nll perplexity
+    ppl precision psnr recall return returns reward rewards rmse rouge score ssim wer
+    """
+)
+"""Words of a name that is hardly one of anything but a training: with it, a line may begin a curve."""
+NO_LOSS = frozenset(
+    {"stop", "packet", "frame", "weight", "scale", "scaler", "best", "min", "lowest", "no", "test", "fn"}
+)
+"""Words next to ``loss`` with which the number is not the loss of a training step."""
+_NEVER = _set(
+    """
+    time times timestamp ts eta elapsed remaining runtime duration date wall walltime memory mem ram vram
+    version port pid seed best lowest highest packet frame stop
+    """
+)
+"""Words of names that are none of metrics."""
+_SELDOM = _set(
+    """
+    day days hour hours minute minutes min sec secs second seconds ms us dt mib gib mb gb
+    cpu cpus gpu gpus device devices node nodes host rank ranks worker workers thread threads
+    torch python cuda epoch epochs step steps iter iters iteration iterations batch batches update updates
+    sample samples example examples item items token tokens file files line lines page shard shards
+    size sizes bsz wpb num number count counts total len length dim dims param params parameters id index idx
+    last next previous every warmup skipped nan code exit consumed data attempt retry
+    took saved loaded wrote read done found got using used try
+    in on to for by with from after at of and or than about over under until within since this that the a an
+    """
+)
+"""Words of counts and of prose, which are none of a metric unless another word is in `TELLING`."""
+_PROSE = frozenset({"and", "then", "with", "the", "a", "an", "of", "for", "to", "in", "on", "at", "this"})
+"""Words that begin no name."""
+_UNITS = frozenset({"", "%", "k", "m", "x", "db", "nat", "nats", "bit", "bits"})
+"""What may follow a number at once: no unit of a time or of memory."""
+_FACTORS = {"k": 1_000, "m": 1_000_000}
+_OTHER = re.compile(
+    r"[:/.-]\d|\|[^A-Za-z]|\s(?:[kmgt]i?b|ms|us|s|secs?|seconds?|mins?|minutes?|h|hours?|it/s|days?)\b(?!\s?[:=])",
+    re.I,
+)
+"""What follows the first number of a date, a time of day or a version, the percents of a progress bar, or a
+number with a unit of its own."""
+_OF_A_PART = OF_VALIDATION | {"test", "testing", "train", "training"}
+_IN_A_ROW = re.compile(
+    r"\s*(?:$|[|,;)\]}])|\s+[(|-]|\s+[A-Za-z][\w./@-]*(?:\s[A-Za-z][\w./@-]*)?\s?[:=]?\s?(?:[-+.]?\d|nan\b|inf\b)",
+    re.I,
+)
+"""What follows a number whose name has only a space before it, in ``step 3 loss 0.5 acc 0.91``."""
+_FILLERS = frozenset({"is", "was", "of", "at", "now", "value", "idx", "index", "no", "tensor"})
+_WORD = re.compile(r"[^\W\d_][\w./@-]*")
+_PART = re.compile(r"[a-z]+")
+_SENTENCE = re.compile(r"[.!?]\s+|[:=]")
+
+
+@dataclass(frozen=True)
+class Label:
+    """The text before a number."""
+
+    words: tuple[str, ...]
+    """Without those at its end that say nothing."""
+    parts: tuple[str, ...]
+    """The letters of its last three words, without digits and signs."""
+    own: tuple[str, ...]
+    """The letters of its last word."""
+    name: str | None
+    """The name of a metric with this label; None if it is none."""
+    is_telling: bool
+    """Whether the name says that the line is about a training."""
+    is_tensor: bool
+    """Whether the number is in the text of a tensor, such as ``tensor(0.5)``."""
+
+
+@lru_cache(4096)
+def read_label(text: str) -> Label:
+    """Read the text before a number, in lower case; the lines of a loop repeat the same ones."""
+    words, own = _words(text), _words(_SENTENCE.split(text)[-1])
+    own = list(dropwhile(_PROSE.__contains__, own))
+    parts = [_PART.findall(word) for word in words[-3:]]
+    of_name = [part for word in own for part in _PART.findall(word)]
+    is_loss = not {"loss", "losses"}.isdisjoint(of_name) and NO_LOSS.isdisjoint(of_name)
+    is_telling = is_loss or not TELLING.isdisjoint(of_name)
+    is_metric = (
+        1 <= len(own) <= MAX_WORDS
+        and _NEVER.isdisjoint(of_name)
+        and (is_telling or _SELDOM.isdisjoint(of_name))
+        and not (of_name and _OF_A_PART.issuperset(of_name))  # as in "Train: 0 [50/1251]"
+    )
+    name = "_".join(own).strip("./-")
+    return Label(
+        words=tuple(words),
+        parts=tuple(part for found in parts for part in found),
+        own=tuple(parts[-1]) if parts else (),
+        name=name if is_metric and len(name) <= MAX_NAME else None,
+        is_telling=is_telling,
+        is_tensor=text.endswith("tensor"),
+    )
+
+
+def _words(text: str) -> list[str]:
+    words = _WORD.findall(text)
+    while words and words[-1] in _FILLERS:
+        words.pop()
+    return words
+
+
+def metric_of(label: Label, number: re.Match[str], *, is_assigned: bool) -> tuple[str, float] | None:
+    """The name and value of a number with a label; None if it is no metric.
+
+    `is_assigned`, whether ``:`` or ``=`` is between them; else the number is one only in a row of them.
+    """
+    name, unit, end = label.name, number["unit"].lower(), number.end()
+    if name is None or unit not in _UNITS or _OTHER.match(number.string, end):
+        return None
+    is_short = len(label.words) == 1 or label.is_telling
+    if not is_assigned and not (is_short and _IN_A_ROW.match(number.string, end)):
+        return None
+    value = _value(name, number, unit, is_telling=label.is_telling)
+    return None if value is None else (name, value)
+
+
+def _value(name: str, number: re.Match[str], unit: str, *, is_telling: bool) -> float | None:
+    """The value as it is printed, also in percent; an MFU as a share, ``9845/10000`` as a quotient."""
+    value = float(number["value"].replace(",", ""))
+    if number["total"] is not None:
+        total = float(number["total"])
+        return value / total if is_telling and total else None
+    if name == "mfu" and (unit == "%" or value > 1):
+        return round(value / 100, 6)
+    return value * _FACTORS.get(unit, 1)
+
+
+def of_part(metrics: Mapping[str, float], part: str) -> dict[str, float]:
+    """The metrics of a line about the validation or a test, with ``val_`` or ``test_`` before their names."""
+    return {name if is_of_part(name) else f"{part}_{name}": value for name, value in metrics.items()}
+
+
+def is_of_part(name: str) -> bool:
+    """Whether a metric is one of the validation or of a test."""
+    return not {*_PART.findall(name)}.isdisjoint(OF_VALIDATION | {"test"})

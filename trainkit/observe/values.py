@@ -1,0 +1,46 @@
+"""What a run was asked for, by key: its config, its COMMAND, and the values of its trial."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from shlex import join
+
+from trainkit.function import ARGV
+from trainkit.observe.status import FlatConfig, flat_config
+from trainkit.plan.workload import Workload
+from trainkit.run.files import Record, read_object
+from trainkit.run.history import PlanRecord, read_plan
+from trainkit.run.rundir import RunDir
+from trainkit.run.trial import values_of
+
+COMMAND = "COMMAND"
+"""The key of the command line."""
+
+
+def asked_of(run: RunDir, plan: PlanRecord | None = None) -> FlatConfig:
+    """What a run was asked for, without keys that have no effect on it; empty if its config cannot be read.
+
+    Numbers of a COMMAND and of Hydra are texts, as they were written: see `as_number`.
+    """
+    from trainkit.config.schema import is_known
+
+    config, plan = flat_config(run), plan or read_plan(run)
+    if not config:
+        return {}
+    own, config = values_of(run), with_effect(config, plan)
+    command = plan.command
+    if not command:
+        return config | {key: value for key, value in own.items() if not is_known(tuple(key.split(".")))}
+    if command[1:] == [*ARGV[1:]]:  # the parameters of a function may be named like keys
+        return config | own
+    # A point of a sweep has the command of its group, filled in with its values.
+    typed = Record(read_object(run.provenance_file)).texts("argv") if own else []
+    words = typed[typed.index("--") + 1 :] if "--" in typed else command
+    return {**own, **config, COMMAND: join(words)}
+
+
+def with_effect(config: Mapping[str, object], plan: PlanRecord) -> FlatConfig:
+    """The keys of a config that have an effect on a run with this plan: a COMMAND has none of training."""
+    workload = Workload(tuple(plan.command or ()))
+    passed = {key for part in plan.parts.values() for key in part.texts("keys")}
+    return {key: value for key, value in config.items() if workload.uses(key) or key in passed}

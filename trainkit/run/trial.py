@@ -1,0 +1,176 @@
+"""The values of a trial: what tells a run from others by key, wherever that was said.
+
+`--sweep` and `--array` say it of config keys and of words in a COMMAND, `trainkit.submit`, `sweep` and
+`map_array` of the parameters of a function, and Hydra and Optuna of their trials. A group keeps the values
+of its runs in sweep.json, a run of its own in values.json, both as they were written.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import reprlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from itertools import islice
+from pathlib import PurePath
+from types import SimpleNamespace
+from typing import Protocol, runtime_checkable
+
+from trainkit.formats import mask_secrets
+from trainkit.run.files import read_object
+from trainkit.run.group import group_of
+from trainkit.run.rundir import RunDir
+
+MAX_TEXT = 100
+MAX_DEPTH = 8
+MAX_BITS = 128
+"""A larger integer is shortened, and so is a list of more items or lists in lists of lists."""
+MAX_ITEMS, LIST_DEPTH = 20, 2
+MAX_PARTS = 1000
+"""An argument with more parts is one value."""
+LONGEST_NUMBER = 40
+_NUMBER = re.compile(r"[-+]?(?:(?:0|[1-9]\d*)(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?", re.ASCII)
+"""Without zeros in front: 007 is a name."""
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+", re.IGNORECASE)
+
+
+@runtime_checkable
+class Trial(Protocol):
+    """What a sweeper asks for: a trial of Optuna, or a job of Hydra. Its values are its `params`."""
+
+    @property
+    def number(self) -> int: ...
+    @property
+    def params(self) -> Mapping[str, object]: ...
+
+
+def as_number(value: object) -> object:
+    """A text that is a number as that number; any other value as it is."""
+    if not isinstance(value, str) or len(value) > LONGEST_NUMBER or not _NUMBER.fullmatch(value):
+        return value
+    if value.lstrip("+-").isdigit():
+        return int(value)
+    number = float(value)
+    return number if math.isfinite(number) else value
+
+
+def as_numbers(values: Mapping[str, object]) -> dict[str, object]:
+    """The values with the numbers that texts are."""
+    return {key: as_number(value) for key, value in values.items()}
+
+
+def values_of(run: RunDir) -> dict[str, object]:
+    """The values of a run's trial by key, as they were written; empty if it has none.
+
+    Raises UsageError for a run of a group whose sweep.json cannot be read.
+    """
+    found = group_of(run)
+    if found is None:
+        return read_object(run.values_file)
+    point = found[0].points.get(found[1])
+    return {} if point is None else point.values
+
+
+def trial_values(arguments: Mapping[str, object]) -> dict[str, object]:
+    """What JSON can have of the arguments of a call: a value each, and one for each part of a mapping.
+
+    The parts of ``config`` are ``config.lr`` and so on, those of a `Trial` have their own names. What looks
+    like a secret is masked, and what is no plain value is its shortened `repr`.
+    """
+    found: dict[str, object] = {}
+    for name, value in _named(arguments):
+        parts = dict(islice(_leaves(name, value, MAX_DEPTH), MAX_PARTS + 1))
+        found |= parts if len(parts) <= MAX_PARTS else {name: _text(value)}
+    return {key: _masked(key, value) for key, value in found.items()}
+
+
+def group_values(trials: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
+    """The `trial_values` of each trial of a group: of the parts of an argument only those that differ."""
+    found = list(map(trial_values, trials))
+    first, *others = found or [{}]
+    same = {key for key, value in first.items() if others and all(own.get(key) == value for own in others)}
+    whole = (
+        {name for name, value in _named(trial) if isinstance(value, str | int | float | list | tuple | None)}
+        for trial in trials
+    )
+    return [
+        {key: value for key, value in own.items() if key not in same or key in names}
+        for own, names in zip(found, whole, strict=True)
+    ]
+
+
+def _named(arguments: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    """The arguments by name, and the values of a `Trial` in its place."""
+    for name, value in arguments.items():
+        yield from value.params.items() if isinstance(value, Trial) else [(name, value)]
+
+
+def _leaves(name: str, value: object, depth: int) -> Iterator[tuple[str, object]]:
+    parts = _parts(value) if depth else None
+    if parts is None:
+        yield name, _json(value)
+        return
+    for key, inner in parts.items():
+        yield from _leaves(f"{name}.{key}", inner, depth - 1)
+
+
+def _parts(value: object) -> Mapping[object, object] | None:
+    """The parts of a value that has named ones; None of another."""
+    if type(value).__module__.startswith("omegaconf."):
+        from omegaconf import OmegaConf
+
+        value = OmegaConf.to_container(value)  # interpolations as they are written
+    found: object = None
+    if isinstance(value, Mapping):
+        found = None if value is os.environ else value
+    elif isinstance(value, SimpleNamespace) or type(value).__module__ == "argparse":
+        found = vars(value)
+    elif isinstance(value, tuple) and hasattr(value, "_asdict"):
+        found = value._asdict()
+    elif is_dataclass(value) and not isinstance(value, type):
+        found = {field.name: getattr(value, field.name, None) for field in fields(value)}
+    return found if isinstance(found, Mapping) else None
+
+
+def _json(value: object, depth: int = LIST_DEPTH) -> object:
+    """A value as JSON has it, if it is a plain one or a short list of such; else its text."""
+    if isinstance(value, Enum):
+        return value.name
+    if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
+        value = as_number(str(value))  # 0.1 of 32 bits is 0.1
+    if isinstance(value, bool | None):
+        return value
+    if isinstance(value, int) and value.bit_length() <= MAX_BITS:
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else str(float(value))
+    if isinstance(value, str | PurePath):
+        return _shortened(str(value))
+    if isinstance(value, list | tuple) and len(value) <= MAX_ITEMS and depth:
+        return [_json(item, depth - 1) for item in value]
+    return _text(value)
+
+
+_REPR = reprlib.Repr()
+_REPR.maxother = _REPR.maxstring = MAX_TEXT
+_REPR.maxdict = _REPR.maxlist = _REPR.maxtuple = MAX_ITEMS
+
+
+def _text(value: object) -> str:
+    name = getattr(value, "__qualname__", None)  # of a function or class
+    return _shortened(_ADDRESS.sub("", name if isinstance(name, str) else _REPR.repr(value)))
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT - 1]}…"
+
+
+def _masked(key: str, value: object) -> object:
+    """A value whose text is masked, also by the name of its key."""
+    if isinstance(value, list):
+        return [_masked("", item) for item in value]
+    before = f"{key}: "
+    return mask_secrets(before + value).removeprefix(before) if isinstance(value, str) else value
