@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 import os
 import pickle
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +24,14 @@ import pytest
 import trainkit
 from trainkit import api
 from trainkit.cli.status import points_rows
-from trainkit.errors import ConfigError, UsageError
-from trainkit.function import Call, Requeue, by_value, dumps, read_pickle
+from trainkit.errors import ConfigError, Problem, TrainkitError, UsageError
+from trainkit.function import Call, Requeue, Result, by_value, dumps, read_pickle
 from trainkit.launch.create import CreatedRun
 from trainkit.launch.submission import Submission
-from trainkit.run.files import read_json, write_atomic
-from trainkit.run.record import create_job
+from trainkit.run.files import read_json, write_atomic, write_json
+from trainkit.run.record import add_attempt, create_job
 from trainkit.run.registry import register
-from trainkit.run.rundir import RunDir
+from trainkit.run.rundir import RunDir, run_lock
 from trainkit.run.trial import as_number, values_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -194,9 +198,7 @@ def test_what_cannot_be_pickled_leaves_no_folder() -> None:
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [
-        ((), {}, "not one thing to run, but none or several"),
-        ((add,), {"command": ["true"]}, "not one thing to run, but none or several"),
-        (("quickstart", 1), {}, "1 arguments, but no function"),
+        ((), {}, "there is nothing to run"),
         (("quickstart",), {"train": {"stepz": 5}}, "train.stepz=5: train.stepz: unknown key"),
         (("quickstart",), {"nodez": 2}, "nodez=2: nodez: unknown argument\n\nhint: did you mean nodes?"),
         (("quickstart",), {"gpus": 2}, "did you mean gpus_per_node?"),
@@ -214,6 +216,39 @@ def test_what_is_refused(arguments: tuple, options: dict, message: str) -> None:
         api.submit(*arguments, **options)
     assert message in error.value.render()
     assert not Path("runs").exists()
+
+
+PROBLEMS: list[tuple[TrainkitError, str, str]] = [
+    # an error, its text and its hint
+    (
+        ConfigError([Problem("seed", "is odd", "x.yaml:3", "make it even")]),
+        "x.yaml:3: seed: is odd",
+        "make it even",
+    ),
+    (
+        ConfigError([Problem("a", "x", hint="do 1"), Problem("b", "y"), Problem("c", "z", hint="do 2")]),
+        "3 problems\n\na: x",
+        "do 1\ndo 2",
+    ),
+    (ConfigError([Problem("a", "x", hint="do 1"), Problem("b", "y", hint="do 1")]), "2 problems", "do 1"),
+    (ConfigError([Problem("a", "x")]), "a: x", ""),
+    (ConfigError([]), "", ""),
+    (UsageError("no such file", hint="name one"), "no such file", "name one"),
+    (trainkit.SlurmError("no answer"), "no answer", ""),
+    (trainkit.RunError("läuft nicht", hint="<b>\n{x}"), "läuft nicht", "<b>\n{x}"),
+]
+
+
+@pytest.mark.parametrize(("error", "text", "hint"), PROBLEMS, ids=str)
+def test_every_error_has_its_hint(error: TrainkitError, text: str, hint: str) -> None:
+    for one in (error, pickle.loads(pickle.dumps(error))):
+        assert str(one).startswith(text)
+        assert one.hint == hint
+        printed = "".join(traceback.format_exception(one))
+        if sys.version_info >= (3, 11):
+            assert all(line in printed for line in hint.splitlines())
+            assert ("hint: " in printed) == bool(hint)
+        assert one.render().count("hint: ") == printed.count("hint: ")
 
 
 def test_a_config_in_python() -> None:
@@ -325,17 +360,76 @@ def test_a_function_is_called_by_the_interpreter_of_its_environment(folder: Path
         assert found.workload.argv == (python, "-m", "trainkit.function")
 
 
+TYPED = """\
+import functools
+from pathlib import Path
+import trainkit
+
+def add(one: int, other: int = 1) -> int: return one
+def many(text: str, *rest: str, upper: bool = False) -> list[float]: return []
+def nothing() -> None: ...
+
+class Counts:
+    def __init__(self, start: int) -> None: ...
+    def __call__(self, upto: int) -> bytes: return b""
+    def method(self, x: float) -> complex: return 1j
+
+async def wait(run: trainkit.Run[int]) -> None:
+    reveal_type(await run)  #: int
+
+def options(run: trainkit.Run, group: trainkit.Group) -> None:
+    reveal_type(run.result())  #: Any
+    reveal_type(group[0])  #: trainkit.api.Run[Any]
+
+reveal_type(trainkit.submit(add, 1, 2).result())  #: int
+reveal_type(trainkit.submit(add, 1, nodes=2).results())  #: list[int]
+reveal_type(trainkit.submit(add, 1).wait().exception())  #: Exception | None
+reveal_type(trainkit.submit(many, "a").result())  #: list[float]
+reveal_type(trainkit.submit(many, "a", "b", "c").result())  #: list[float]
+reveal_type(trainkit.submit(nothing))  #: trainkit.api.Run[None]
+reveal_type(trainkit.submit(functools.partial(add, other=2), 1).result())  #: int
+reveal_type(trainkit.submit(lambda x: str(x), 1).result())  #: str
+reveal_type(trainkit.submit(Counts(1), 2).result())  #: bytes
+reveal_type(trainkit.submit(Counts(1).method, 2).result())  #: complex
+reveal_type(trainkit.submit(Counts, 1).result())  #: typed.Counts
+reveal_type(trainkit.submit(len, "abc").result())  #: int
+reveal_type(trainkit.submit(max, 1, 2).resume().result())  #: int
+trained = trainkit.submit("quickstart", nodes=2, train={"steps": 3})
+reveal_type(trained)  #: trainkit.api.Run[Never]
+reveal_type(trainkit.submit({"seed": 1}).status.state)  #: str
+later = trainkit.submit(command=["a", 0.1, Path("b")], launcher="torchrun", after=trained)
+reveal_type(later)  #: trainkit.api.Run[Never]
+reveal_type(trainkit.map_array(add, [1, 2]).results())  #: list[int]
+reveal_type(trainkit.map_array(add, [1], [2])[0])  #: trainkit.api.Run[int]
+reveal_type(trainkit.sweep(add, {"one": [1]}, limit=2)[:1])  #: list[trainkit.api.Run[int]]
+reveal_type(trainkit.sweep("quickstart", {"seed": range(3)}))  #: trainkit.api.Group[Never]
+reveal_type(next(trainkit.as_completed(trainkit.map_array(add, [1]))))  #: trainkit.api.Run[int]
+reveal_type(next(trainkit.as_completed([trainkit.submit(add, 1)], 5)).result())  #: int
+reveal_type(trainkit.Run("add"))  #: trainkit.api.Run[Any]
+known: trainkit.Run[int] = trainkit.Run("add")
+reveal_type(trainkit.Group("lr").wait())  #: trainkit.api.Group[Any]
+reveal_type(trainkit.ConfigError([]).hint)  #: str
+trainkit.map_array(add, [1], partitoin="gpu")  #: Unexpected keyword argument "partitoin" for "map_array"
+trainkit.sweep("quickstart", {}, time=5)  #: Argument "time" to "sweep" has incompatible type "int"
+trainkit.submit(add, "1")  #: Argument 1 to "submit" has incompatible type
+trainkit.submit(add)  #: Argument 1 to "submit" has incompatible type
+trainkit.submit(add, 1, 2, 3)  #: Argument 1 to "submit" has incompatible type
+trainkit.submit(5)  #: Argument 1 to "submit" has incompatible type "int"
+"""
+"""Lines, with what a type checker says of them."""
+
+
 @pytest.mark.slow(seconds=10)
-def test_editors_and_type_checkers_know_the_options(folder: Path) -> None:
-    text = "import trainkit\ntrainkit.submit('quickstart', nodes=2, train={'steps': 3})\n"
-    text += "trainkit.map_array(print, [1], partitoin='gpu')\ntrainkit.sweep('quickstart', {}, time=5)\n"
-    (folder / "typed.py").write_text(text)
-    argv = [sys.executable, "-m", "mypy", "--follow-imports", "silent", "typed.py"]
+def test_editors_and_type_checkers_know_types_and_options(folder: Path) -> None:
+    (folder / "typed.py").write_text(TYPED)
+    argv = [sys.executable, "-m", "mypy", "--strict", "--follow-imports", "silent", "typed.py"]
     checked = subprocess.run(argv, capture_output=True, text=True)
-    assert re.findall(r"typed.py:(\d): error: (.*?)[;\[]", checked.stdout) == [
-        ("3", 'Unexpected keyword argument "partitoin" for "map_array"'),
-        ("4", 'Argument "time" to "sweep" has incompatible type "int"'),
-    ]
+    said = re.findall(r"typed.py:(\d+): (?:note: Revealed type is|error:) (.*)", checked.stdout)
+    found = {int(line): text.strip('"').replace("builtins.", "") for line, text in said}
+    lines = enumerate(TYPED.splitlines(), 1)
+    expected = {number: line.partition("  #: ")[2] for number, line in lines if "  #: " in line}
+    assert {line: found[line][: len(text)] for line, text in expected.items()} == expected
+    assert found.keys() == expected.keys(), checked.stdout
     jedi = pytest.importorskip("jedi")
     for start in ("submit(print, gpus", "sweep('x', {}, gpus", "map_array(print, gpus"):
         names = jedi.Script(f"import trainkit\ntrainkit.{start}").complete()
@@ -351,6 +445,124 @@ def test_a_name_of_several_runs_is_refused(folder: Path) -> None:
     for kind in (api.Run, api.Group):
         with pytest.raises(UsageError, match="2 runs are called same"):
             kind("same")
+
+
+class Ends(api.Run[int]):
+    """A run that has ended when it was looked at some times."""
+
+    def __init__(self, label: str, looks: float) -> None:
+        self.label, self.looks = label, looks
+
+    def _polls(self) -> Iterator[float]:
+        while self.looks:
+            self.looks -= 1
+            yield 0.001
+
+
+@pytest.mark.parametrize(
+    ("looks", "labels"),
+    [
+        ({}, []),
+        ({"a": 0}, ["a"]),
+        ({"late": 5, "soon": 1, "now": 0, "too": 1}, ["now", "soon", "too", "late"]),
+        ({"now": 0, "never": math.inf}, ["now", "TimeoutError"]),
+    ],
+)
+def test_runs_as_they_end(looks: dict[str, float], labels: list[str]) -> None:
+    found = []
+    try:
+        for run in api.as_completed((Ends(*item) for item in looks.items()), 0.05):
+            assert isinstance(run, Ends)
+            found.append(run.label)
+    except TimeoutError:
+        found.append("TimeoutError")
+    assert found == labels
+
+
+def ended_run(folder: Path, content: bytes | None = None, state: str = "finished") -> api.Run[object]:
+    """A run of a function whose rank 0 has left this file."""
+    run = RunDir(folder / "runs" / "made")
+    run.path.mkdir(parents=True)
+    attempt = run.attempt(1)
+    attempt.create()
+    create_job(run, backend="local", name="<made>", cwd=str(folder), code=None)
+    with run_lock(run):
+        add_attempt(run, 1, os.getpid(), "a test")
+    write_json(attempt.end_file, {"state": state, "action": "stop", "exit_code": 0, "reason": None})
+    if content is not None:
+        attempt.rank_result(0).parent.mkdir(mode=0o700)
+        write_atomic(attempt.rank_result(0), content)
+    return api.Run(run)
+
+
+class Broken:
+    """A value that is pickled and cannot be loaded."""
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return __import__, ("no_such_module_anywhere",)
+
+
+@pytest.mark.parametrize(
+    ("content", "state", "shown"),
+    [
+        (dumps(Result({"loss": 0.5})), "finished", "<td>{&#x27;loss&#x27;: 0.5}</td>"),
+        (dumps(Result("<b>&")), "finished", "<td>&#x27;&lt;b&gt;&amp;&#x27;</td>"),
+        (dumps(Result("hf_" + "a" * 30)), "finished", "<td>&#x27;***&#x27;</td>"),
+        (dumps(Result(None)), "finished", "<td>None</td>"),
+        (dumps(Result(bytes(2**20))), "finished", "<td>1.0 MiB, which result() loads</td>"),
+        (dumps(Result(Broken())), "finished", "<td>cannot be shown: the result of rank 0 of "),
+        (b"", "finished", "<td>cannot be shown: "),
+        (dumps(Result(3))[:-9], "finished", "<td>cannot be shown: "),
+        (None, "finished", None),
+        (dumps(Result(error=LookupError("x"), traceback="y")), "failed", None),
+    ],
+    ids=range(10),
+)
+def test_what_a_table_shows_of_a_result(
+    folder: Path, content: bytes | None, state: str, shown: str | None
+) -> None:
+    table = ended_run(folder, content, state)._repr_html_()
+    assert f"<th>state</th><td>{state}</td>" in table
+    assert "<td>&lt;made&gt;</td>" in table
+    assert (shown or "</table>") in table
+    assert ("<th>result</th>" in table) == (shown is not None)
+
+
+METRICS: list[tuple[str, str, bool]] = [
+    # lines of metrics.jsonl, what the table has, and whether it has a curve
+    ("", "</table>", False),
+    ('{"step": 1, "loss": 2.5}\n', "<td>2.5</td>", False),
+    ('{"step": 1, "loss": 2.5}\n{"step": 2, "loss": 1.5}\n', "<td>1.5</td>", True),
+    ('{"step": 1, "loss": 2.5}\n{"step": 2, "loss": null}\n', "diverged since step 2", False),
+    ('{"step": 1, "loss": 2.5}\n{"step": 2, "loss": 1e999}\n', "diverged since step 2", False),
+    ('{"step": 1, "loss": 2.5}\n{"step": 2, "lo', "<td>2.5</td>", False),
+    ('{"step": 1, "accuracy": 0.5}\n', "<td>1 of -</td>", False),
+    ("not json\n\x00\n[]\n{}\n", "</table>", False),
+    ('{"step": -1, "loss": -2.5}\n{"step": 2, "loss": -3}\n', "<td>-3</td>", True),
+    (
+        "".join(f'{{"step": {step}, "loss": {1 / step}}}\n' for step in range(1, 5000)),
+        "<td>0.0002</td>",
+        True,
+    ),
+]
+
+
+@pytest.mark.parametrize(("lines", "shown", "has_curve"), METRICS, ids=lambda value: str(value)[:30])
+def test_what_a_table_shows_of_the_metrics(folder: Path, lines: str, shown: str, has_curve: bool) -> None:
+    run = ended_run(folder)
+    (run.path / "metrics.jsonl").write_text(lines)
+    table = run._repr_html_()
+    assert shown in table
+    assert ("<svg" in table) == has_curve
+    assert len(table) < 5000
+
+
+def test_a_table_says_what_cannot_be_read(folder: Path) -> None:
+    run = ended_run(folder)
+    shutil.rmtree(run.path)
+    assert "incomplete" in run._repr_html_()
+    run.path.write_text("a file")
+    assert "<th>error</th>" in run._repr_html_()
 
 
 def test_a_warning_names_the_line_of_the_caller() -> None:
@@ -373,7 +585,11 @@ def test_a_function(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     )
     assert run.logs(1) == "adds 1 2\n"
     assert run.exception() is None
-    assert "<td>finished</td>" in run._repr_html_()
+    table = run._repr_html_()
+    assert "<th>state</th><td>finished</td>" in table
+    assert "<th>result</th><td>(3, &#x27;0&#x27;)</td>" in table
+    assert "<td>finished</td>" in run.status._repr_html_()
+    assert repr(run.status).startswith("<run add, state finished, ")
     assert api.Run("add").result() == (3, "0")
     assert [again.path for again in api.runs()] == [run.path]
     failed = trainkit.submit(functools.partial(fail, what="luck"), requeue=ONCE, name="unlucky")
@@ -437,6 +653,11 @@ def test_an_array_of_eight_and_a_sweep() -> None:
     assert group.status.states == {"finished": 8}
     assert api.Group("eight").path == group.path
     assert {one.name for one in api.runs()} == {"eight"}
+    assert (
+        "<tr><td>7</td><td>7</td><td>10</td><td>finished</td><td>(17, &#x27;0&#x27;)</td></tr>"
+        in group._repr_html_()
+    )
+    assert sorted(run.result()[0] for run in api.as_completed(group, LIMIT_S)) == [*range(10, 18)]
     swept = api.sweep(add, {"one": [1, 2], "other": [3, 4]}, limit=4)
     assert [value for value, _ in swept.results(LIMIT_S)] == [4, 5, 5, 6]
     assert [point.values for point in swept.status.points][1] == {"one": 1, "other": 4}
@@ -496,6 +717,18 @@ def test_the_examples_of_the_docs(folder: Path) -> None:
             subprocess.run(argv, check=True, capture_output=True, text=True, timeout=LIMIT_S).stdout
         )
     assert printed == ["12\n[11, 22, 33]\n"] * 2
+
+
+@pytest.mark.slow(seconds=10)
+def test_the_page_about_python(folder: Path) -> None:
+    text = (ROOT / "docs" / "python.md").read_text()
+    [block] = re.findall(r"```python run\n(.*?)```", text, re.DOTALL)
+    (folder / "page.py").write_text(block)
+    argv = [sys.executable, "page.py"]
+    printed = subprocess.run(argv, check=True, capture_output=True, text=True, timeout=LIMIT_S).stdout
+    first, *rest = printed.splitlines()
+    assert float(first) == pytest.approx(0.9**10)
+    assert sorted(line.split()[0] for line in rest) == ["train-2/0", "train-2/1", "train-2/2"]
 
 
 @pytest.mark.slow(seconds=15)

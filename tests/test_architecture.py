@@ -25,7 +25,7 @@ from trainkit.run.history import Attempt
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
 SIZES = {
-    "trainkit": (21, 5_275),
+    "trainkit": (21, 5_539),
     "trainkit/backends": (20, 4_216),
     "trainkit/capabilities": (1, 1),
     "trainkit/capabilities/bench": (6, 1_328),
@@ -44,7 +44,7 @@ SIZES = {
     "trainkit/capabilities/multimodal": (2, 541),
     "trainkit/capabilities/notifications": (5, 509),
     "trainkit/capabilities/replay": (7, 1_534),
-    "trainkit/capabilities/report": (10, 1_908),
+    "trainkit/capabilities/report": (10, 1_910),
     "trainkit/capabilities/shell": (3, 190),
     "trainkit/capabilities/simulation": (4, 311),
     "trainkit/capabilities/slow_ranks": (8, 698),
@@ -54,19 +54,19 @@ SIZES = {
     "trainkit/capabilities/trackers": (5, 825),
     "trainkit/capabilities/transformers": (2, 303),
     "trainkit/capabilities/watch": (5, 1_279),
-    "trainkit/cli": (16, 3_467),
+    "trainkit/cli": (16, 3_465),
     "trainkit/cluster": (8, 1_848),
     "trainkit/config": (12, 2_983),
     "trainkit/control": (5, 783),
     "trainkit/data": (6, 891),
     "trainkit/job": (30, 6_732),
     "trainkit/launch": (17, 3_647),
-    "trainkit/observe": (6, 1_179),
-    "trainkit/plan": (16, 3_171),
+    "trainkit/observe": (7, 1_352),
+    "trainkit/plan": (16, 3_184),
     "trainkit/run": (17, 4_698),
     "trainkit/slurm": (8, 1_574),
     "trainkit/trainer": (37, 8_704),
-    "tests": (411, 66_511),
+    "tests": (412, 67_148),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)
@@ -216,7 +216,7 @@ ALLOWED = {
     "api": {
         "arguments",
         *("errors", "formats", "run", "config", "plan", "backend", "backends", "control", "observe"),
-        *("launch", "function"),
+        *("launch", "function", "shipped"),
     },
     # Commands and tasks that no run needs: the core names their modules, and imports none of them.
     "capabilities.doctor": {  # checks machines before there is a run
@@ -584,7 +584,7 @@ def test_what_was_read_is_passed_on(name: str) -> None:
     assert count <= READS[name], f"{count} places: pass what the caller has read"
 
 
-UNTYPED = {"objects": 77, "values": 293}
+UNTYPED = {"objects": 74, "values": 292}
 """Annotations without types, which are any value: a `JsonObject` or a container of `Any`; `Any` elsewhere."""
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -65,6 +68,20 @@ class Callables:
 
     @staticmethod
     def static(seed: int) -> None: ...
+
+
+class AsyncCallable:
+    async def __call__(self) -> None: ...
+    async def method(self) -> None: ...
+
+
+class Made:
+    def __init__(self, size: int, *sizes: int, scale: float = 1.0) -> None: ...
+
+
+def keywords(*, a: int, b: int, c: object = "x" * 100) -> None: ...
+def secretive(key: str = "hf_" + "b" * 20, /) -> None: ...
+def nothing() -> None: ...
 
 
 class Accepted(Exception):
@@ -125,22 +142,62 @@ CASES: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = [
         named,
         (),
         {},
-        "named cannot be called as named(): missing a required argument: 'x'\n\nhint: `functools.partial(",
+        "named cannot be called as named(): missing a required argument: 'x'\n\n"
+        "hint: its signature is named(x, name='a'); `functools.partial(named, x=…)` gives it keyword",
     ),
     (named, (1, 2, 3), {}, "named cannot be called as named(1, 2, 3): too many positional arguments"),
     (
         PARTIAL(named, 1, y=2),
         (),
         {},
-        "got an unexpected keyword argument 'y'\n\nhint: it has the parameters x, name",
+        "got an unexpected keyword argument 'y'\n\nhint: its signature is named(x, name='a')",
     ),
     (PARTIAL(named, 1), (2, 3), {}, "named(1, 2, 3): too many"),
     (Callables(), (), {}, "`functools.partial(Callables, seed=…)` gives it keyword arguments"),
     (without_gradients, (1, 2), {}, ""),
     (injected, (), {}, ""),
-    (placed, (), {"seed": 3}, "missing a required argument: 'seed'\n\nhint: it has the parameters seed"),
+    (
+        placed,
+        (),
+        {"seed": 3},
+        "missing a required argument: 'seed'\n\nhint: its signature is placed(seed, /)",
+    ),
     (coroutine, (), {}, "coroutine is a coroutine function: a rank would call it without running it"),
     (generator, (), {}, "hint: submit a function that does: `lambda: list(generator(…))`"),
+    (AsyncCallable(), (), {}, "AsyncCallable is a coroutine function"),
+    (AsyncCallable, (), {}, ""),  # makes one
+    (AsyncCallable().method, (), {}, "`lambda: asyncio.run(AsyncCallable.method(…))`"),
+    (PARTIAL(coroutine), (), {}, "coroutine is a coroutine function"),
+    (lambda: (yield), (), {}, "<lambda> is a generator function"),
+    # Everything that can be called.
+    (Made, (1,), {}, ""),
+    (Made, (), {}, "hint: its signature is Made(size, *sizes, scale=1.0); `functools.partial(Made, size=…)`"),
+    (Made, (1, 2, 3), {}, ""),
+    (Made, (1,), {"scale": 2}, "scale: is a parameter of Made"),
+    (Callables.method, (1,), {}, "missing a required argument: 'seed'"),
+    (keywords, (), {}, "`functools.partial(keywords, a=…, b=…)` gives it keyword arguments"),
+    (PARTIAL(keywords, a=1, b=2), (), {}, ""),
+    (
+        PARTIAL(keywords, a=1, bb=2),
+        (),
+        {},
+        "argument: 'b'\n\nhint: did you mean b? its signature is keywords(",
+    ),
+    (PARTIAL(seeded, 1, seed=2), (), {}, "multiple values for argument 'seed'"),
+    (PARTIAL(print, 1, sep=""), (), {}, ""),
+    (len, (), {}, "len cannot be called as len(): missing a required argument: 'obj'"),
+    (max, (1, 2), {}, ""),
+    (dict, (1, 2, 3), {}, ""),  # has no signature
+    ("{}".format, (1,), {}, ""),
+    (
+        secretive,
+        ("hf_" + "a" * 20, 2),
+        {},
+        "secretive('***', 2): too many positional arguments\n\nhint: its signature is secretive(key='***'",
+    ),
+    (PARTIAL(nothing, api_token="hunter22"), (), {}, "nothing(api_token='***'): got an unexpected"),
+    (nothing, (list(range(10**4)),), {}, "14, 15, 16, …): too many"),
+    (nothing, (math.nan, "ü" * 3), {}, "nothing(nan, 'üüü'): too many positional arguments"),
 ]
 
 
@@ -160,26 +217,163 @@ def test_what_is_meant_for_a_function(
     assert not Path("runs").exists()
 
 
-def test_a_sweep_and_an_array_have_the_same_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+def submits(*args: Any, **options: Any) -> Callable[[], object]:
+    return lambda: api.submit(*args, **options)
+
+
+def sweeps(*args: Any, **options: Any) -> Callable[[], object]:
+    return lambda: api.sweep(*args, **options)
+
+
+def maps(*args: Any, **options: Any) -> Callable[[], object]:
+    return lambda: api.map_array(*args, **options)
+
+
+LIST = "write a list: command="
+OTHERS: list[tuple[Callable[[], object], str]] = [
+    # The same rules for the calls of a group.
+    (sweeps(seeded, {"seed": [1, 2]}, name="x"), ""),
+    (sweeps(seeded, {"seed": [1, 2]}, seed=4), "seed=4: seed: is a parameter of seeded"),
+    (sweeps(named, {"x": [1, 2]}, name="z"), "name: is a parameter of named"),
+    (sweeps(seeded, {"lr": [1, 2]}), "seeded(lr=1): got an unexpected keyword argument 'lr'"),
+    (sweeps(seeded, {"sed": [1, 2]}), "hint: did you mean seed? its signature is seeded(seed=1)"),
+    (sweeps(named, {"name": ["a"]}), "`functools.partial(named, x=…)` gives it keyword arguments"),
+    (maps(seeded, [1, 2], seed=4), "seed=4: seed: is a parameter of seeded"),
+    (maps(named, [1, 2], ["a", "b"], name="x"), ""),
+    (maps(limited, [1], limit=1), ""),
+    (sweeps(limited, {}, limit=4), "limit=4: limit: is a parameter of limited"),
+    (maps(seeded, [1], [2]), "seeded(1, 2): too many positional arguments"),
+    (maps(named, [[], [1]]), ""),
+    (maps(keywords, [1]), "keywords(1): too many positional arguments"),
+    (maps("quickstart", [1]), "'quickstart' is no function"),
+    (maps(seeded, [], seed=4), "seed=4: seed: is a parameter of seeded"),
+    (maps(seeded, 5), "5 is one value, not several\n\nhint: give a list"),
+    (maps(seeded, itertools.count()), "more than 100,000 runs"),
+    (maps(coroutine, [1]), "coroutine is a coroutine function"),
+    # The values of a sweep.
+    (
+        sweeps(seeded, {"seed": 5}),
+        "the values of seed are 5, which is one value\n\nhint: give a list: {'seed': [5]}",
+    ),
+    (sweeps(seeded, {"seed": "12"}), "give a list: {'seed': ['12']}"),
+    (sweeps(seeded, {"seed": {1: 2}}), "give a list: {'seed': [{1: 2}]}"),
+    (sweeps(seeded, {"seed": []}), "seed has no values"),
+    (sweeps(seeded, {"seed": itertools.count()}), "more than 100,000 runs"),
+    (sweeps(seeded, {"seed": range(400), "other": range(400)}), "more than 100,000 runs"),
+    (sweeps(seeded, {5: [1]}), "5 is no key"),
+    (sweeps(seeded, [("seed", [1])]), "has no keys\n\nhint: give a mapping"),
+    (
+        sweeps("quickstart", {"optimizer.lrr": [1]}),
+        "sweep of optimizer.lrr: unknown key optimizer.lrr\n\nhint: did you",
+    ),
+    (
+        sweeps("quickstart", {"name": ["a", "b"]}),
+        "name cannot be swept: every point has the name of its group",
+    ),
+    (sweeps("quickstart", {"seed": [1, 2, 1]}), "1 appears twice"),
+    (sweeps("quickstart", {"seed": [object]}), "seed cannot be <class 'object'>"),
+    (sweeps("quickstart", {"train.steps": ["many"]}), "must be a whole number"),
+    (sweeps("quickstart", {"seed": [1]}, command=["true"]), "`submit` takes it; from a shell,"),
+    (sweeps("quickstart", {"seed": [1]}, now=True), "leave it out: the runs of a group share what is free"),
+    (sweeps("quickstart", {"seed": [1]}, limit=0), "limit=0 is no number of runs"),
+    (maps(seeded, [1], limit=-1), "limit=-1 is no number of runs"),
+    (maps(seeded, [1], limit=True), "limit=True is no number of runs"),
+    (maps(seeded, [1], limit=2.0), "limit=2.0 is no number of runs"),
+    (maps(seeded, [1], limit="2"), "limit='2' is no number of runs"),
+    (submits(seeded, limit=2), "`map_array` and `sweep` take it"),
+    # A command.
+    (submits(command="python train.py"), f"{LIST}['python', 'train.py']"),
+    (submits(command="python train.py --name 'a b'"), f"{LIST}['python', 'train.py', '--name', 'a b']"),
+    (submits(command="python 'train.py"), 'command="python \'train.py": No closing quotation'),
+    (submits(command=""), f"{LIST}[]"),
+    (submits(command=b"true"), "command=b'true' is no list of words"),
+    (submits(command={"true"}), "command={'true'} is no list of words"),
+    (submits(command=Path("train.sh")), "is no list of words"),
+    (submits(command=["true", None]), "command has None, which is no word"),
+    (submits(command=[["true"]]), "command has ['true'], which is no word"),
+    (submits(command=["true", True]), "command has True, which is no word"),
+    (submits(command=["true", b"x"]), "command has b'x', which is no word"),
+    (submits(command=["true", 0.1, 2, Path("a"), numpy.int64(3), numpy.float32(0.5)]), ""),
+    (submits(command=["python", "a.py"], launcher="torchrun"), "leave it out: command=['a.py']"),
+    (submits(command=["python3.11"], launcher="accelerate"), "leave it out: command=['train.py']"),
+    (submits(command=["/usr/bin/python3", "a.py"], launcher="torchrun"), ""),
+    (
+        submits(command=["train.py"], launcher="torchrum"),
+        "did you mean torchrun? launchers are python, torchrun",
+    ),
+    (submits(command=["train.py"], launcher=None), "launcher=None is unknown"),
+    # What would have no effect.
+    (submits("quickstart", launcher="torchrun"), "launcher='torchrun' has no effect on a config"),
+    (submits(seeded, launcher="torchrun"), "launcher='torchrun' has no effect on a function"),
+    (submits("quickstart", config="other"), "there are two configs"),
+    (submits("quickstart", command=["true"]), "two things to run, a config and a command"),
+    (submits({"seed": 1}, command=["true"]), "config={'seed': 1} is that of a command"),
+    (submits(seeded, command=["true"]), "two things to run, a function and a command"),
+    (submits(config="quickstart"), "there is nothing to run"),
+    (submits(launcher="torchrun"), "there is nothing to run"),
+    (submits("quickstart", 1), "1 argument, but no function"),
+    (submits("quickstart", 1, 2), "2 arguments, but no function"),
+    (submits(["python", "a.py"]), "a program is command=['python', 'a.py']"),
+    (submits("quickstart", run_dir=""), "run_dir cannot be ''\n\nhint: name one, or leave run_dir out"),
+    (submits("quickstart", run_dir=5), "run_dir cannot be 5"),
+    (submits(seeded, profile=5), "profile cannot be 5"),
+    (submits(""), "the config is empty"),
+    (submits(seeded, config=" "), "the config is empty"),
+    (submits("train.py"), "train.py is a script, not a config\n\nhint: write command=['python', 'train.py']"),
+    (submits("python train.py"), "hint: write command=['python', 'train.py']"),
+    (submits(seeded, config=Path("a/run.sh")), "hint: write command=['bash', 'a/run.sh']"),
+    (submits(seeded, after=5), "after has 5, which is no run"),
+    (submits(seeded, after=[None]), "after has None, which is no run"),
+    (submits(5), "a config cannot be 5"),
+    (submits(None), "there is nothing to run"),
+    (submits(function=seeded), "give a config or a function as the first argument"),
+    (lambda: next(api.as_completed("abc")), "'a' is no run\n\nhint: give a group, or a list of runs"),  # type: ignore[arg-type]
+    (lambda: next(api.as_completed(None)), "None is no run"),  # type: ignore[arg-type]
+    (submits(seeded, after="x"), ""),
+]
+
+
+@pytest.mark.parametrize(("start", "message"), OTHERS, ids=[text[:40] for _, text in OTHERS])
+def test_what_is_refused_of_other_arguments(
+    start: Callable[[], object], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(api, "_loaded", accept)
-    for start, message in [
-        (lambda: api.sweep(seeded, {"seed": [1, 2]}, name="x"), ""),
-        (lambda: api.sweep(seeded, {"seed": [1, 2]}, seed=4), "seed=4: seed: is a parameter of seeded"),
-        (lambda: api.sweep(named, {"x": [1, 2]}, name="z"), "name: is a parameter of named"),
-        (lambda: api.sweep(seeded, {"lr": [1, 2]}), "seeded(lr=1): got an unexpected keyword argument 'lr'"),
-        (lambda: api.map_array(seeded, [1, 2], seed=4), "seed=4: seed: is a parameter of seeded"),
-        (lambda: api.map_array(named, [1, 2], ["a", "b"], name="x"), ""),
-        (lambda: api.map_array(limited, [1], limit=1), ""),
-        (lambda: api.sweep(limited, {}, limit=4), "limit=4: limit: is a parameter of limited"),
-        (lambda: api.map_array(seeded, [1], [2]), "seeded(1, 2): too many positional arguments"),
-        (lambda: api.map_array("quickstart", [1]), "'quickstart' is no function"),  # type: ignore[arg-type]
-        (lambda: api.map_array(seeded, [], seed=4), "seed=4: seed: is a parameter of seeded"),
-        (lambda: api.submit(command="python train.py"), "write a list: command=['python', 'train.py']"),
-    ]:
-        with pytest.raises(UsageError if message else Accepted) as error:
-            start()
-        if isinstance(error.value, UsageError):
-            assert message in error.value.render()
+    with pytest.raises(UsageError if message else Accepted) as error:
+        start()
+    if isinstance(error.value, UsageError):
+        assert message in error.value.render()
+        assert error.value.hint
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("after", "names"),
+    [
+        ("first", ["first"]),
+        (["first", Path("runs/second")], ["first", "runs/second"]),
+        (Path("runs/second"), ["runs/second"]),
+        ((name for name in ("a", "b")), ["a", "b"]),
+        ((), []),
+    ],
+)
+def test_the_runs_that_one_waits_for(after: Any, names: list[str]) -> None:
+    assert api._given("quickstart", None, None, {}, after).after == names
+
+
+@pytest.mark.parametrize(
+    ("value", "plain"),
+    [
+        (numpy.int64(3), 3),
+        (numpy.float32(0.5), 0.5),
+        (numpy.array([1, 2]), [1, 2]),
+        ({"a": (numpy.int8(1), Path("b"))}, {"a": [1, "b"]}),
+        ("text", "text"),
+        (None, None),
+    ],
+)
+def test_a_value_of_a_config(value: object, plain: object) -> None:
+    found = api._plain(value)
+    assert (found, type(found)) == (plain, type(plain))
 
 
 def test_a_parameter_by_position_alone_has_no_name() -> None:

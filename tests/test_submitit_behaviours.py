@@ -446,10 +446,8 @@ def _(both: Both) -> None:
 
 @row("`helpers.as_completed(jobs)`")
 def _(both: Both) -> None:
-    async def first() -> Any:
-        return await next(asyncio.as_completed([both.runs["add"]]))
-
-    assert asyncio.run(first()) == next(iter(helpers.as_completed([both.jobs["add"]]))).result()
+    first = next(trainkit.as_completed([both.runs["add"]], LIMIT_S))
+    assert first.result() == next(iter(helpers.as_completed([both.jobs["add"]]))).result()
 
 
 @row("`await job.awaitable().result()`, `results()`")

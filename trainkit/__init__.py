@@ -4,7 +4,7 @@ __version__ = "0.1.0"
 
 # For type checkers, __init__.pyi says where each name comes from.
 _MODULES = {
-    "trainkit.api": ("Group", "Run", "RunError", "map_array", "runs", "submit", "sweep"),
+    "trainkit.api": ("Group", "Run", "RunError", "as_completed", "map_array", "runs", "submit", "sweep"),
     "trainkit.capabilities.report.curves": ("Curves", "curves"),
     "trainkit.errors": ("ConfigError", "SlurmError", "TrainkitError", "UsageError"),
     "trainkit.function": ("Requeue",),
@@ -20,6 +20,7 @@ __all__ = [
     "TrainkitError",
     "UsageError",
     "__version__",
+    "as_completed",
     "curves",
     "map_array",
     "runs",

@@ -5,8 +5,8 @@ They are the runs of the command line, in the same folders: ``trainkit status`` 
 
 from __future__ import annotations
 
-import html
 import itertools
+import json
 import math
 import os
 import shlex
@@ -16,15 +16,16 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast, overload
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar, cast, overload
 
-from trainkit.arguments import Arguments, meant_of_submitit, shown_argument
+from trainkit.arguments import Arguments, meant_of_submitit, shown_argument, shown_value
 from trainkit.backend import backend_named
 from trainkit.backends.jobs import Waiting, liveness_probe
 from trainkit.control.cancel import cancel_group, cancel_run
 from trainkit.errors import ConfigError, Problem, TrainkitError, UsageError, print_note, warn_caller
-from trainkit.formats import MASK, rank_list, there_are
+from trainkit.formats import MASK, did_you_mean, plural, rank_list, size, there_are
 from trainkit.function import (
     ARGV,
     CALL_FILE,
@@ -39,35 +40,48 @@ from trainkit.function import (
 from trainkit.observe.current import look_at, query_group
 from trainkit.observe.group import GroupStatus, PointStatus, state_counts
 from trainkit.observe.logs import log_of, ranks_of_nodes, run_is_over
+from trainkit.observe.notebook import details, paragraph, shortened, sparkline, table
 from trainkit.observe.status import ACTIVE_STATES, RunStatus
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.workload import TRAINER, Workload
 from trainkit.run.end import NO_RESULT, AttemptEnd, read_end
-from trainkit.run.events import read_metrics
+from trainkit.run.events import best_result, read_metrics
 from trainkit.run.files import read_object, write_atomic, write_json
 from trainkit.run.group import RunGroup, create_task_run, group_of
-from trainkit.run.history import read_plan
+from trainkit.run.history import MetricsHistory, read_plan
 from trainkit.run.owner import refuse_foreign
 from trainkit.run.record import read_job
 from trainkit.run.registry import find_run, find_run_or_group, iter_known_runs
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.run.trial import group_values, trial_values
+from trainkit.shipped import launchers
 
 if TYPE_CHECKING:
+    import typing_extensions as types  # for defaults; nothing imports it when this runs
+
     from trainkit.config import LoadedConfig
     from trainkit.launch.config_request import ConfigRequest
     from trainkit.launch.sweep import ArraySpec, LoadedPoint
 
+    Args = types.TypeVarTuple("Args")
+    Returned = types.TypeVar("Returned", default=types.Never)
+    """The type that a function returns; a run of anything else has no result."""
+    Value = types.TypeVar("Value", covariant=True, default=Any)
+else:
+    Value = TypeVar("Value", covariant=True)
+
 Config = str | Path | Mapping[str, Any] | None
 """A file, the name of a shipped config, or its sections: a dictionary or OmegaConf's ``DictConfig``."""
-Work = Config | Callable[..., Any]
-
+After: TypeAlias = "str | Path | Run | Iterable[str | Path | Run]"
+"""Runs and groups that must have finished before, by their names, folders or objects."""
 POLL_S = 0.2
 REASON_AFTER_S = 5.0
 """How long is waited before the reason of a wait is printed to stderr."""
 GROUP_POLL_S = 2.0
 SLURM_POLL_S = 10.0
 """Between two questions to Slurm about a group."""
+MAX_SHOWN_BYTES = 2**20
+"""A larger result is not loaded for a table."""
 
 
 class RunError(TrainkitError):
@@ -82,59 +96,61 @@ class RemoteTraceback(Exception):
 
 
 def submit(
-    work: Work = None,
+    work: Callable[[types.Unpack[Args]], Returned] | Config = None,
     /,
-    *args: Any,
+    *args: types.Unpack[Args],
     config: Config = None,
-    command: Sequence[str] = (),
+    command: Sequence[str | os.PathLike[str] | float] = (),
     launcher: str = "python",
     run_dir: str | Path | None = None,
     profile: str | None = None,
-    after: Iterable[str | Path | Run] = (),
+    after: After = (),
     now: bool = False,
     **options: Any,
-) -> Run:
+) -> Run[Returned]:
     """Start a run on Slurm, or in the background on this machine, as ``trainkit submit`` does.
 
     `work` is a config, which the built-in trainer trains, or a function, which each rank calls with `args`
     and whose value `Run.result` returns; `functools.partial` gives it keyword arguments, and an option that
-    is a parameter of the function is refused. `command` runs a program instead. A function or a command may
-    have a `config` for its job.
+    is a parameter of the function is refused. `command` runs a program instead, also through a `launcher`
+    such as ``torchrun``. A function or a command may have a `config` for its job. The run waits for those
+    that `after` names, a run or several.
 
     `options` are those of the command line, such as ``nodes=2``, ``gpus_per_node=4``, ``time="1:00:00"``,
     ``name``, ``note`` and ``tags``, and sections of the config, as ``train={"steps": 50}``. Raises
-    UsageError, ConfigError and SlurmError, each with a hint.
+    UsageError, ConfigError and SlurmError, each with a `hint`, before anything starts.
     """
     calls = {0: _call(work, args)} if callable(work) else {}
     given = _given(work, config, profile, options, after, run_dir, command, launcher, now, calls=calls)
     from trainkit.launch.sweep import LoadedPoint
 
     if args and given.function is None:
-        raise UsageError(f"{len(args)} arguments, but no function", hint="they are those of a function")
+        hint = "a function takes arguments; submit(function, 1, 2) calls function(1, 2)"
+        raise UsageError(f"{plural(len(args), 'argument')}, but no function", hint=hint)
     given, loaded = _loaded(given)
     values = [trial_values(Arguments(call).given) for call in calls.values()]
     return Run(_start(given, [LoadedPoint(0, {}, loaded)], None, calls, values))
 
 
 def sweep(
-    work: Work,
-    values: Mapping[str, Sequence[object]],
+    work: Callable[..., Returned] | Config,
+    values: Mapping[str, Iterable[object]],
     /,
     *,
     limit: int | None = None,
     config: Config = None,
     run_dir: str | Path | None = None,
-    after: Iterable[str | Path | Run] = (),
+    after: After = (),
     profile: str | None = None,
     **options: Any,
-) -> Group:
+) -> Group[Returned]:
     """Start a run for each combination of `values`, at most `limit` at once, as ``submit --sweep`` does.
 
     They are values of config keys, or the keyword arguments of a function. Without a `limit` Slurm decides,
     and on this machine the runs start one after another. Raises what `submit` raises.
     """
-    points = itertools.product(*values.values())
-    found = [dict(zip(values, point, strict=True)) for point in points]
+    axes = _axes(values, of_function=callable(work))
+    found = [dict(zip(axes, point, strict=True)) for point in itertools.product(*axes.values())]
     calls = {index: _call(work, (), own) for index, own in enumerate(found)} if callable(work) else {}
     given = _given(work, config, profile, options, after, run_dir, limit=limit, calls=calls)
     if given.function is not None:
@@ -146,23 +162,31 @@ def sweep(
 
 
 def map_array(
-    function: Callable[..., Any],
+    function: Callable[..., Returned],
     /,
     *iterables: Iterable[Any],
     limit: int | None = None,
     config: Config = None,
     run_dir: str | Path | None = None,
-    after: Iterable[str | Path | Run] = (),
+    after: After = (),
     profile: str | None = None,
     **options: Any,
-) -> Group:
+) -> Group[Returned]:
     """Start a run of a function for each item of `iterables`, at most `limit` at once, as one group.
 
     Like `map`, it stops with the shortest of them. Raises what `submit` raises.
     """
     if not callable(function):
         raise UsageError(f"{function!r} is no function", hint="`trainkit.sweep` starts the runs of a config")
-    calls = {index: _call(function, args) for index, args in enumerate(zip(*iterables, strict=False))}
+    for one in iterables:
+        if not isinstance(one, Iterable):
+            what = f"{shown_value(one)} is one value, not several"
+            raise UsageError(what, hint="give a list: an item for each run; `submit` starts a single run")
+    from trainkit.plan.sweep import MAX_POINTS
+
+    found = list(itertools.islice(zip(*iterables, strict=False), MAX_POINTS + 1))
+    _refuse_too_many(len(found), MAX_POINTS)
+    calls = {index: _call(function, args) for index, args in enumerate(found)}
     given = _given(function, config, profile, options, after, run_dir, limit=limit, calls=calls)
     common = Arguments(_call(function, ())).given  # of a functools.partial
     items = [Arguments(call).given for call in calls.values()]
@@ -170,15 +194,42 @@ def map_array(
     return _start_calls(given, calls, limit, values)
 
 
+def as_completed(runs: Iterable[Run[Value]], timeout_s: float | None = None) -> Iterator[Run[Value]]:
+    """The runs of a group or a list, each once it has ended, those that end first before the others.
+
+    Raises TimeoutError if one has not ended after `timeout_s` in all.
+    """
+    until_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+    for ended, poll_s in runs._rounds() if isinstance(runs, Group) else _rounds(runs):
+        yield from ended
+        if time.monotonic() > until_s and poll_s:
+            raise TimeoutError(f"not all runs have ended after {timeout_s} s")
+        time.sleep(max(0.0, min(poll_s, until_s - time.monotonic())))
+
+
+def _rounds(runs: Iterable[Run[Value]]) -> Iterator[tuple[list[Run[Value]], float]]:
+    """The runs that have ended since the round before, and the seconds until the next; 0 after the last."""
+    found = list(runs) if isinstance(runs, Iterable) else [runs]
+    if wrong := [one for one in found if not isinstance(one, Run)]:
+        raise UsageError(f"{shown_value(wrong[0])} is no run", hint="give a group, or a list of runs")
+    left = [(run, run._polls()) for run in found]
+    while left:
+        looks = [(run, polls, next(polls, None)) for run, polls in left]
+        left = [(run, polls) for run, polls, poll_s in looks if poll_s is not None]
+        ended = [run for run, _, poll_s in looks if poll_s is None]
+        yield ended, min((poll_s for _, _, poll_s in looks if poll_s is not None), default=0.0)
+
+
 def runs() -> list[Run | Group]:
     """All runs and groups that are known on this machine, the newest first."""
     return [(Group if isinstance(known, RunGroup) else Run)(known.path) for known in iter_known_runs()]
 
 
-class Run:
+class Run(Generic[Value]):
     """A run, by its folder or job id, or by its name or ``last`` one of the current folder.
 
-    Raises UsageError if there is none, or several.
+    A run of a function that returns an int is a ``Run[int]``, and its `result` an int. Raises UsageError if
+    there is none, or several.
     """
 
     def __init__(self, run: str | Path | RunDir) -> None:
@@ -200,23 +251,26 @@ class Run:
 
         ``progress`` has ``step`` and ``loss``, ``place`` the host and the number of nodes.
         """
-        status, point = look_at(self._folder, warn_caller)[1], self._point()
+        return self._status(warn_caller)
+
+    def _status(self, warn: Callable[[str], None]) -> RunStatus:
+        status, point = look_at(self._folder, warn)[1], self._point(warn)
         if point is None:
             return status
         return replace(status, state=point.state, reason=point.reason, job_id=point.job_id)
 
-    def _point(self) -> PointStatus | None:
+    def _point(self, warn: Callable[[str], None] = warn_caller) -> PointStatus | None:
         """What its group says of it, until it starts."""
         found = None if self._folder.attempt_numbers() else group_of(self._folder)
         if found is None:
             return None
-        return next(point for point in query_group(found[0], warn_caller).points if point.index == found[1])
+        return next(point for point in query_group(found[0], warn).points if point.index == found[1])
 
     def done(self) -> bool:
         """Whether it has ended and does not restart by itself."""
         return not self.status.is_active
 
-    def wait(self, timeout_s: float | None = None) -> Run:
+    def wait(self, timeout_s: float | None = None) -> Run[Value]:
         """Wait until it has ended, after all its restarts; raises TimeoutError."""
         _wait(self._polls(), timeout_s, self.path)
         return self
@@ -253,7 +307,7 @@ class Run:
         refuse_foreign(self._folder.path, "`trainkit cancel --trust` acts on what it says all the same")
         cancel_run(create_task_run(self._folder), now=now, wait=wait, warn=warn_caller)
 
-    def resume(self, *, new_code: bool = False, now: bool = False, **options: Any) -> Run:
+    def resume(self, *, new_code: bool = False, now: bool = False, **options: Any) -> Run[Value]:
         """Start its next attempt from the newest intact checkpoint, with `options` as those of `submit`."""
         from trainkit.control.resume import planned_resume, resume_run
 
@@ -265,7 +319,7 @@ class Run:
             resume_run(run, found.loaded.config, found.plan, new_code=new_code, now=now)
         return self
 
-    def result(self, timeout_s: float | None = None) -> Any:
+    def result(self, timeout_s: float | None = None) -> Value:
         """The value of its function, that of rank 0, once it has ended.
 
         Raises what the function raised, with its traceback as the cause, RunError if the run ended
@@ -273,7 +327,7 @@ class Run:
         """
         return self.results(timeout_s)[0]
 
-    def results(self, timeout_s: float | None = None) -> list[Any]:
+    def results(self, timeout_s: float | None = None) -> list[Value]:
         """The values of all ranks; raises like `result`."""
         self.wait(timeout_s)
         if not (numbers := self._folder.attempt_numbers()):
@@ -336,27 +390,52 @@ class Run:
             return RunError(what, hint=f"`trainkit diagnose {word}` names the cause")
         return RunError(what, hint=f"`trainkit resume {word}`, or its method resume, continues it")
 
-    def __await__(self) -> Generator[Any, None, Any]:
+    def __await__(self) -> Generator[Any, None, Value]:
         return _after(self._polls(), self.result).__await__()
 
     def __repr__(self) -> str:
         return f"Run({str(self._folder.path)!r})"
 
     def _repr_html_(self) -> str:
-        status, progress = self.status, self.status.progress
-        values = {
-            "run": status.name,
-            "state": status.state,
-            "step": progress.step and f"{progress.step} of {progress.total_steps or '?'}",
-            "loss": None if progress.loss is None else f"{progress.loss:.4g}",
-            "why": status.reason,
-            "folder": str(self._folder.path),
-        }
-        return _table([[name, value] for name, value in values.items() if value is not None])
+        warnings = list[str]()
+        try:
+            status = self._status(warnings.append)
+            best = best_result(self._folder)
+            shown = status.shown()
+            return details(
+                {
+                    **{name: shown[name] for name in ("run", "state", "step", "loss")},
+                    "curve": _curve(self._folder),
+                    "val_loss": shown["val_loss"],
+                    "best": best and f"{best.metric} {best.value:.4g} at step {best.step}",
+                    "result": self._shown_result(status.state),
+                    **{name: shown[name] for name in ("reason", "folder")},
+                    "warning": "; ".join(warnings) or None,
+                }
+            )
+        except (OSError, TrainkitError) as error:
+            return details({"folder": str(self.path), "error": str(error)})
+
+    def _shown_result(self, state: str) -> str | None:
+        """The value of its function for a table: of rank 0, and unless it is large."""
+        numbers = self._folder.attempt_numbers() if state == "finished" else []
+        file = self._folder.attempt(numbers[-1]).rank_result(0) if numbers else None
+        if file is None or not file.exists():
+            return None
+        if file.stat().st_size > MAX_SHOWN_BYTES:
+            return f"{size(file.stat().st_size)}, which result() loads"
+        try:
+            refuse_foreign(self._folder.path, "")
+            return shortened(self._loaded(self._folder.attempt(numbers[-1]), 0, file).value)
+        except (OSError, TrainkitError) as error:
+            return f"cannot be shown: {error}"
 
 
-class Group(Sequence[Run]):
-    """A group of runs, by its folder or name: a sequence of `Run`. Raises UsageError if there is none."""
+class Group(Sequence[Run[Value]]):
+    """A group of runs, by its folder or name: a sequence of `Run`, which are typed as it is.
+
+    Raises UsageError if there is none.
+    """
 
     def __init__(self, group: str | Path) -> None:
         found = find_run_or_group(str(group), acts=True)
@@ -381,10 +460,10 @@ class Group(Sequence[Run]):
         return query_group(self._group, warn_caller)
 
     @overload
-    def __getitem__(self, index: int) -> Run: ...
+    def __getitem__(self, index: int) -> Run[Value]: ...
     @overload
-    def __getitem__(self, index: slice) -> list[Run]: ...
-    def __getitem__(self, index: int | slice) -> Run | list[Run]:
+    def __getitem__(self, index: slice) -> list[Run[Value]]: ...
+    def __getitem__(self, index: int | slice) -> Run[Value] | list[Run[Value]]:
         chosen = self._indices[index]
         if isinstance(chosen, int):
             return Run(self._group.run(chosen))
@@ -393,7 +472,7 @@ class Group(Sequence[Run]):
     def __len__(self) -> int:
         return len(self._indices)
 
-    def wait(self, timeout_s: float | None = None) -> Group:
+    def wait(self, timeout_s: float | None = None) -> Group[Value]:
         """Wait until all runs have ended; raises TimeoutError."""
         _wait(self._polls(), timeout_s, self.path)
         return self
@@ -404,7 +483,17 @@ class Group(Sequence[Run]):
             waiting.look(_queued(status))
             yield _group_poll_s(self._group)
 
-    def results(self, timeout_s: float | None = None) -> list[Any]:
+    def _rounds(self) -> Iterator[tuple[list[Run[Value]], float]]:
+        """As `_rounds`, with one question about all of its runs."""
+        left, waiting = {*self._indices}, Waiting(print_note, REASON_AFTER_S)
+        while left:
+            waiting.look(_queued(status := self.status))
+            over = [one.index for one in status.points if one.state not in ACTIVE_STATES]
+            ended = [index for index in over if index in left]
+            left.difference_update(ended)
+            yield [Run(self._group.run(one)) for one in ended], _group_poll_s(self._group) if left else 0.0
+
+    def results(self, timeout_s: float | None = None) -> list[Value]:
         """The value of each run, in their order; raises like `Run.result` for the first that has none."""
         self.wait(timeout_s)
         return [run.result() for run in self]
@@ -413,7 +502,7 @@ class Group(Sequence[Run]):
         """Cancel all runs that have not ended."""
         cancel_group(self._group, now=now, wait=wait)
 
-    def resume(self) -> Group:
+    def resume(self) -> Group[Value]:
         """Run what has not finished, on this machine; on Slurm submit what has not been submitted."""
         from trainkit.control.resume import resume_group
 
@@ -422,16 +511,71 @@ class Group(Sequence[Run]):
         resume_group(self._group)
         return self
 
-    def __await__(self) -> Generator[Any, None, list[Any]]:
+    def __await__(self) -> Generator[Any, None, list[Value]]:
         return _after(self._polls(), self.results).__await__()
 
     def __repr__(self) -> str:
         return f"Group({str(self.path)!r})"
 
     def _repr_html_(self) -> str:
-        status = self.status
-        rows = [[point.index, *point.texts(status.keys), point.state] for point in status.points]
-        return _table([["run", *status.keys, "state"], *rows])
+        warnings = list[str]()
+        try:
+            status = query_group(self._group, warnings.append)
+            runs = [(Run(self._group.run(one.index)), one.state) for one in status.shown_points]
+            *own, reasons = status.columns()
+            curves = ("loss", [_curve(run._folder) for run, _ in runs])
+            results = ("result", [run._shown_result(state) for run, state in runs])
+            lines = [paragraph(text) for text in (status.summary(), *warnings)]
+            return "".join(lines) + table([*own, curves, results, reasons])
+        except (OSError, TrainkitError) as error:
+            return details({"folder": str(self.path), "error": str(error)})
+
+
+def _curve(run: RunDir) -> str | None:
+    """The loss of a run as a small picture."""
+    metrics = MetricsHistory(run.metrics_file)
+    metrics.update()
+    return sparkline(metrics.curve("loss"), "loss")
+
+
+def _axes(values: Mapping[str, Iterable[object]], *, of_function: bool) -> dict[str, list[object]]:
+    """The values of each key of a sweep; raises UsageError for what names no run."""
+    from trainkit.plan.sweep import MAX_POINTS, refuse_axis
+
+    if not isinstance(values, Mapping):
+        hint = 'give a mapping, such as {"optimizer.lr": [1e-4, 3e-4]}'
+        raise UsageError(f"{shown_value(values)} has no keys", hint=hint)
+    axes = dict[str, list[object]]()
+    for key, own in values.items():
+        if not isinstance(key, str):
+            raise UsageError(f"{key!r} is no key", hint="give a key of the config, or a parameter, as text")
+        if not isinstance(own, Iterable) or isinstance(own, str | bytes | Mapping):
+            hint = f"give a list: {{{key!r}: [{shown_value(own)}]}}"
+            raise UsageError(f"the values of {key} are {shown_value(own)}, which is one value", hint=hint)
+        axes[key] = list(itertools.islice(own, MAX_POINTS + 1))
+        if not axes[key]:
+            raise UsageError(f"{key} has no values", hint="give at least one, or leave it out")
+        if not of_function:
+            axes[key] = [_written(key, value) for value in axes[key]]
+            refuse_axis(key, axes[key], f"sweep of {key}")
+    _refuse_too_many(math.prod(map(len, axes.values())), MAX_POINTS)
+    return axes
+
+
+def _written(key: str, value: object) -> object:
+    """A value of a config; raises UsageError for what a file cannot have."""
+    plain = _plain(value)
+    try:
+        json.dumps(plain)
+    except (TypeError, ValueError):
+        hint = "give texts, numbers, lists and mappings; a function takes any object"
+        raise UsageError(f"{key} cannot be {shown_value(value)}", hint=hint) from None
+    return plain
+
+
+def _refuse_too_many(count: int, limit: int) -> None:
+    if count > limit:
+        raise UsageError(f"more than {limit:,} runs", hint="give fewer values, or let each run do more")
 
 
 class _Given(NamedTuple):
@@ -446,13 +590,13 @@ class _Given(NamedTuple):
 
 
 def _given(
-    work: Work,
+    work: Callable[..., Any] | Config,
     config: Config,
     profile: str | None,
     options: Mapping[str, object],
-    after: Iterable[str | Path | Run] = (),
+    after: After = (),
     run_dir: str | Path | None = None,
-    command: Sequence[str] = (),
+    command: Sequence[str | os.PathLike[str] | float] = (),
     launcher: str = "python",
     now: bool = False,
     limit: int | None = None,
@@ -461,25 +605,20 @@ def _given(
 ) -> _Given:
     from trainkit.launch.config_request import ConfigRequest
 
-    function = work if callable(work) else None
-    if sum((function is not None, bool(command), not callable(work) and work is not None)) != 1:
-        raise UsageError(
-            "there is not one thing to run, but none or several",
-            hint="give a config, a function or command=; config= is that of a function or command",
-        )
-    if not callable(work) and work is not None:
-        config = work
-    if not isinstance(config, str | Path | Mapping | None):
-        hint = "give a path, the name of a shipped config, or a mapping of keys"
-        raise UsageError(f"a config cannot be {config!r}", hint=hint)
-    if isinstance(command, str):
-        hint = f"write a list: command={shlex.split(command)!r}"
-        raise UsageError(f"command={command!r} is text, not a list of words", hint=hint)
-    argv, arguments = ARGV if function is not None else tuple(map(str, command)), None
+    function, argv, arguments = work if callable(work) else None, _words(command), None
+    config = _config_of(work, config, argv)
+    for place, value in {"profile": profile, "run_dir": run_dir}.items():
+        if value is not None and not (isinstance(value, str | Path) and str(value)):
+            raise UsageError(
+                f"{place} cannot be {shown_value(value)}", hint=f"name one, or leave {place} out"
+            )
+    if limit is not None and (type(limit) is not int or limit < 1):
+        raise UsageError(f"limit={limit!r} is no number of runs", hint="give 1 or more, or leave it out")
+    earlier = list(after) if isinstance(after, Iterable) and not isinstance(after, str | Group) else [after]
     if function is not None:
         own: dict[str, object] = {"config": config, "profile": profile, "run_dir": run_dir, "limit": limit}
         own |= {
-            "after": after or None,
+            "after": earlier or None,
             "now": now or None,
             "launcher": None if launcher == "python" else launcher,
         }
@@ -488,6 +627,7 @@ def _given(
         _refuse_meant_for_function(arguments, options, own)
         for call in calls.values():
             Arguments(call).refuse()
+    workload = _workload(argv, launcher, function)
     path = str(config) if isinstance(config, str | Path) else ""
     sections = {} if isinstance(config, str | Path | None) else config
     name = argv
@@ -495,9 +635,87 @@ def _given(
         named = getattr(function, "func", function)  # of a functools.partial
         name = (str(getattr(named, "__name__", type(named).__name__)).strip("<>_") + ".py",)
     request = ConfigRequest(path, profile, (), _flags(sections, options, arguments), name)
-    names = [str(one.path if isinstance(one, Run) else one) for one in after]
     where = None if run_dir is None else Path(run_dir)
-    return _Given(request, Workload(argv, launcher) if argv else TRAINER, function, names, where, now)
+    return _Given(request, workload, function, [*map(_name_of_run, earlier)], where, now)
+
+
+def _config_of(work: Callable[..., object] | Config, config: Config, argv: Sequence[str]) -> Config:
+    """The config of a run, from the arguments of `submit`; raises UsageError unless there is one work."""
+    if work is not None and argv:
+        what, hint = "function", "leave one of them out"
+        if not callable(work):
+            what, hint = "config", f"config={shown_value(work)} is that of a command"
+        raise UsageError(f"there are two things to run, a {what} and a command", hint=hint)
+    if work is None and not argv:
+        hint = "give a config or a function as the first argument, or command=[…], which may have a config="
+        raise UsageError("there is nothing to run", hint=hint)
+    if not callable(work) and work is not None:
+        if config is not None:
+            hint = "give its keys as options, such as train={…}; config= is that of a function or command"
+            raise UsageError("there are two configs", hint=hint)
+        config = work
+    hint = "give a path, the name of a shipped config, or a mapping of keys"
+    if isinstance(config, str | Path):
+        from trainkit.config.layers import SCRIPTS
+
+        if program := SCRIPTS.get(Path(config).suffix):
+            words = str(config).split()
+            argv = words if len(words) > 1 else [program, *words]
+            raise UsageError(f"{config} is a script, not a config", hint=f"write command={argv!r}")
+        if not str(config).strip():
+            raise UsageError("the config is empty", hint=hint)
+    elif not isinstance(config, Mapping | None):
+        hint = f"a program is command={config!r}" if isinstance(config, list | tuple) else hint
+        raise UsageError(f"a config cannot be {shown_value(config)}", hint=hint)
+    return config
+
+
+def _name_of_run(run: object) -> str:
+    """A run or group as `--after` names it."""
+    if isinstance(run, Run | Group):
+        return str(run.path)
+    if not isinstance(run, str | Path):
+        hint = "give names, folders, or what `submit` returned"
+        raise UsageError(f"after has {shown_value(run)}, which is no run", hint=hint)
+    return str(run)
+
+
+def _words(command: Sequence[str | os.PathLike[str] | float]) -> tuple[str, ...]:
+    """The words of a command; raises UsageError for what is no list of them."""
+    if isinstance(command, str):
+        try:
+            words = shlex.split(command)
+        except ValueError as error:  # a quote without its end
+            raise UsageError(f"command={command!r}: {error}", hint="give a list of words") from None
+        hint = f"write a list: command={words!r}"
+        raise UsageError(f"command={command!r} is text, not a list of words", hint=hint)
+    if not isinstance(command, Sequence) or isinstance(command, bytes):
+        hint = 'write a list: command=["python", "train.py"]'
+        raise UsageError(f"command={shown_value(command)} is no list of words", hint=hint)
+    for word in command:
+        if not isinstance(word, str | os.PathLike | Real) or isinstance(word, bool):
+            hint = "give texts, numbers and paths; str(…) makes a text of any value"
+            raise UsageError(f"command has {shown_value(word)}, which is no word", hint=hint)
+    return tuple(os.fsdecode(word) if isinstance(word, str | os.PathLike) else str(word) for word in command)
+
+
+def _workload(argv: tuple[str, ...], launcher: str, function: Callable[..., object] | None) -> Workload:
+    """What the ranks execute; raises UsageError for a launcher that cannot start it."""
+    known = ("python", *launchers())
+    if launcher not in known:
+        hint = f"{did_you_mean(str(launcher), known)}launchers are {', '.join(known)}"
+        raise UsageError(f"launcher={launcher!r} is unknown", hint=hint)
+    if not argv:
+        if launcher != "python":
+            what = "a config" if function is None else "a function"
+            hint = 'leave it out, or give command=["train.py"], which it starts'
+            raise UsageError(f"launcher={launcher!r} has no effect on {what}", hint=hint)
+        return TRAINER if function is None else Workload(ARGV)
+    workload = Workload(argv, launcher)
+    if workload.has_two_pythons:
+        hint = f"leave it out: command={[*argv[1:]] or ['train.py']!r}"
+        raise UsageError(f"{launcher} starts Python itself, but the command begins with {argv[0]}", hint=hint)
+    return workload
 
 
 def _refuse_meant_for_function(
@@ -558,12 +776,22 @@ def _flags(
     return flags | {key: (f"{key}={value!r}", value) for key, value in _keys(named)}
 
 
+_OF_OTHERS = {
+    "limit": "`map_array` and `sweep` take it: it is how many of their runs run at once",
+    "now": "leave it out: the runs of a group share what is free",
+    **dict.fromkeys(
+        ("command", "launcher"), "`submit` takes it; from a shell, `trainkit submit --sweep` sweeps a command"
+    ),
+}
+"""An argument of some functions -> what to do in the others."""
+
+
 def _meant_argument(name: str, value: object, arguments: Arguments | None) -> str:
     """The hint of an unknown argument: what was meant, as it is written in Python."""
     from trainkit.config.schema import meant
     from trainkit.launch.config_request import FLAGS
 
-    if (written := meant_of_submitit(name, value)) is not None:
+    if (written := _OF_OTHERS.get(name) or meant_of_submitit(name, value)) is not None:
         return written
     if arguments is not None and (parameter := arguments.near(name)) is not None:
         return f"did you mean `{arguments.bound({parameter: value})}`?"
@@ -587,7 +815,9 @@ def _keys(values: Mapping[str, object]) -> Iterator[tuple[str, Any]]:
 
 
 def _plain(value: object) -> object:
-    """A value as YAML has it: paths as text, tuples as lists."""
+    """A value as YAML has it: paths as text, tuples as lists, numbers and arrays of numpy as Python's."""
+    if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
+        value = value.tolist()
     if isinstance(value, Mapping):
         return {str(key): _plain(one) for key, one in value.items()}
     if isinstance(value, tuple | list):
@@ -697,8 +927,3 @@ async def _after(polls: Iterator[float], result: Callable[[], Any]) -> Any:
     while (poll_s := await asyncio.to_thread(next, polls, None)) is not None:
         await asyncio.sleep(poll_s)
     return await asyncio.to_thread(result)
-
-
-def _table(rows: Iterable[Iterable[object]]) -> str:
-    lines = ("".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) for row in rows)
-    return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"

@@ -10,12 +10,13 @@ from functools import cached_property
 from typing import Any
 
 from trainkit.errors import Problem, UsageError
-from trainkit.formats import near, slurm_memory, time_text
+from trainkit.formats import mask_secrets, near, slurm_memory, time_text
 from trainkit.function import Call
 
 MAX_SHOWN = 60
 _ANY = inspect.signature(lambda *args, **kwargs: None)
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _DEFERRED = (
     (inspect.iscoroutinefunction, "coroutine function", "asyncio.run"),
     (inspect.isasyncgenfunction, "asynchronous generator function", "…"),
@@ -110,11 +111,23 @@ class Arguments:
         """The parameter whose name is like another one."""
         return near(name, self.names)
 
+    @property
+    def signature(self) -> str:
+        """The function with its parameters and their defaults, as in ``train(lr, *, seed=0)``."""
+        documented = () if self._named is None else self._named.parameters.values()
+        shown = [
+            one.replace(annotation=inspect.Parameter.empty)
+            if one.default is inspect.Parameter.empty
+            else one.replace(annotation=inspect.Parameter.empty, default=_Text(shown_value(one.default)))
+            for one in documented
+        ]
+        return f"{self.name}{inspect.Signature(shown)}"
+
     def refuse(self) -> None:
         """Raise UsageError if the function cannot be called so, or would return before its body has run."""
         function = self.call.function
         for is_one, kind, runs in _DEFERRED:
-            if is_one(function):
+            if is_one(function) or is_one(type(function).__call__):
                 message = f"{self.name} is a {kind}: a rank would call it without running it"
                 raise UsageError(
                     message, hint=f"submit a function that does: `lambda: {runs}({self.name}(…))`"
@@ -128,14 +141,30 @@ class Arguments:
         except TypeError as error:
             shown = [shown_value(one) for one in self.call.args]
             shown += [shown_argument(*item) for item in self.call.kwargs.items()]
-            free = [f"{name}=…" for name in self.names if f"argument: '{name}'" in str(error)]
-            known = ", ".join(() if self._named is None else self._named.parameters)
-            hint = f"`{self._partial(free)}` gives it keyword arguments" if free else ""
-            hint = hint or (f"it has the parameters {known}" if known else "it has no parameters")
-            raise UsageError(
-                f"{self.name} cannot be called as {self.name}({', '.join(shown)}): {error}",
-                hint=hint,
-            ) from None
+            message = f"{self.name} cannot be called as {self.name}({', '.join(shown)}): {error}"
+            raise UsageError(message, hint=self._hint(signature)) from None
+
+    def _hint(self, signature: inspect.Signature) -> str:
+        """How the function is called instead, by what its arguments lack or have too much."""
+        hint = f"its signature is {self.signature}"
+        ordered = [one for one in signature.parameters.values() if one.kind in _BY_POSITION]
+        given = {one.name for one in ordered[: len(self.call.args)]} | self.call.kwargs.keys()
+        needed = [one.name for one in signature.parameters.values() if one.default is one.empty]
+        free = [f"{name}=…" for name in self.names if name in needed and name not in given]
+        unknown = next((name for name in self.call.kwargs if name not in self.names), None)
+        if unknown is not None and (match := self.near(unknown)) is not None:
+            return f"did you mean {match}? {hint}"
+        return f"{hint}; `{self._partial(free)}` gives it keyword arguments" if free else hint
+
+
+class _Text:
+    """A default as it is shown."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __repr__(self) -> str:
+        return self.text
 
 
 def _signature(function: Callable[..., Any], *, follow_wrapped: bool) -> inspect.Signature | None:
@@ -146,14 +175,17 @@ def _signature(function: Callable[..., Any], *, follow_wrapped: bool) -> inspect
 
 
 def shown_value(value: object) -> str:
-    """A value in a message, shortened."""
-    text = repr(value)
-    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 1]}…"
+    """A value in a message: masked if it looks secret, and shortened."""
+    return _shortened(mask_secrets(repr(value)))
 
 
 def shown_argument(name: str, value: object) -> str:
-    """A keyword argument in a message."""
-    return f"{name}={shown_value(value)}"
+    """A keyword argument in a message, masked also by its name."""
+    return f"{name}={_shortened(mask_secrets(f'{name}={value!r}').removeprefix(f'{name}='))}"
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 1]}…"
 
 
 # What submitit calls them

@@ -35,7 +35,10 @@ EXIT_INTERRUPTED = 130
 
 
 class TrainkitError(Exception):
-    """The base class: `message` says what happened, `hint` what to do about it."""
+    """The base class: `message`, also ``str(error)``, says what happened, `hint` what to do about it.
+
+    A traceback ends with both, except in Python 3.10, which prints no notes.
+    """
 
     exit_code = EXIT_FAILED
 
@@ -43,6 +46,8 @@ class TrainkitError(Exception):
         super().__init__(message)
         self.message = message
         self.hint = hint
+        if hint:
+            self.__notes__ = [f"hint: {hint}"]
         if exit_code is not None:
             self.exit_code = exit_code
 
@@ -107,7 +112,7 @@ KeyProblem = tuple[str, str, str]
 
 
 class ConfigError(UsageError):
-    """All problems of a config."""
+    """All problems of a config: its message lists them with their hints, `hint` has the hints alone."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = list(problems)
@@ -116,11 +121,12 @@ class ConfigError(UsageError):
         if count > 1:
             message = f"{count} problems\n\n{message}"
         super().__init__(message)
+        self.hint = "\n".join(dict.fromkeys(problem.hint for problem in self.problems if problem.hint))
 
     def render(self) -> str:
         if len(self.problems) != 1:
-            return super().render()
-        return UsageError(self.problems[0].statement, self.problems[0].hint).render()
+            return f"error: {self.message}"
+        return UsageError(self.problems[0].statement, self.hint).render()
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[list[Problem]]]:
         return type(self), (self.problems,)  # by default an exception is pickled with its message only

@@ -215,8 +215,7 @@ def _report(error: TrainkitError, as_json: bool) -> int:
     if as_json:
         problems = error.problems if isinstance(error, ConfigError) else []
         message = problems[0].statement if len(problems) == 1 else error.message
-        hint = error.hint or "\n".join(dict.fromkeys(item.hint for item in problems if item.hint))
-        value: dict[str, object] = {"error": message, "hint": hint, "exit_code": error.exit_code}
+        value: dict[str, object] = {"error": message, "hint": error.hint, "exit_code": error.exit_code}
         if problems:
             value["problems"] = [item.to_dict() for item in problems]
         try:

@@ -369,8 +369,7 @@ def trailing_workload(launcher: str) -> Workload:
     if argv is None and launcher != "python":
         raise UsageError(f"--launcher {launcher} needs a COMMAND", hint="add: -- train.py …")
     workload = Workload(argv or (), launcher)
-    # A path says with which interpreter (`command_python`).
-    if workload.has_launcher and re.match(r"python[\d.]*$", workload.argv[0]):
+    if workload.has_two_pythons:
         raise UsageError(
             f"--launcher {launcher} starts Python itself, but the COMMAND begins with {workload.argv[0]}",
             hint=f"leave it out: -- {shlex.join(workload.argv[1:]) or 'train.py …'}",

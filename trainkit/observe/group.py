@@ -8,10 +8,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cached_property
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from shlex import quote
 
 from trainkit.formats import shown, shown_value
+from trainkit.observe.notebook import MAX_KEYS, MAX_ROWS, Column, paragraph, table
 from trainkit.observe.status import ACTIVE_STATES, STATE_EVENTS, attempt_state
 from trainkit.run.end import AttemptEnd, Best, read_newest_end
 from trainkit.run.events import best_of, diverged_in, read_events, with_divergence
@@ -147,6 +148,37 @@ class GroupStatus:
             if found:
                 return min(found, key=itemgetter(0))[1]
         return None
+
+    @property
+    def shown_points(self) -> list[PointStatus]:
+        """The points of a table in a notebook, in their order."""
+        return sorted(most_relevant(self.points, MAX_ROWS), key=attrgetter("index"))
+
+    def columns(self) -> list[Column]:
+        """What a notebook shows of its `shown_points`."""
+        points, keys = self.shown_points, self.keys[:MAX_KEYS]
+        texts = [point.texts(keys) for point in points]
+        return [
+            ("run", [point.index for point in points]),
+            *((key, [own[at] for own in texts]) for at, key in enumerate(keys)),
+            ("state", [point.state for point in points]),
+            ("best", [one.best and f"{one.best.metric} {one.best.value:.4g}" for one in points]),
+            ("reason", [point.problem or None for point in points]),
+        ]
+
+    def summary(self) -> str:
+        """Its name and states in a line, and how much of it `columns` leaves out."""
+        parts = [f"{self.name}: {state_counts(self.states) or 'no runs'}"]
+        for whole, limit, word in ((self.points, MAX_ROWS, "runs"), (self.keys, MAX_KEYS, "keys")):
+            if len(whole) > limit:
+                parts.append(f"{limit} of {len(whole):,} {word} are shown")
+        return "; ".join(parts)
+
+    def __repr__(self) -> str:
+        return f"<{self.summary()}>"
+
+    def _repr_html_(self) -> str:
+        return paragraph(self.summary()) + table(self.columns())
 
     def to_dict(self) -> dict[str, object]:
         own = to_json(self)

@@ -64,18 +64,25 @@ def parse_axis(text: str, command: Sequence[str] = ()) -> tuple[str, list[object
     if is_list and is_known(path) and not isinstance(default_values().get(key), list):
         hint = f"without the brackets: --sweep {key}={raw.strip()[1:-1]}"
         raise UsageError(f"{origin}: {key} takes no list", hint=hint)
+    hint = f"write {{{key}}} in the COMMAND where its value belongs" if command else ""
+    refuse_axis(key, values, origin, is_placeholder=is_placeholder, hint=hint)
+    return key, values
+
+
+def refuse_axis(
+    key: str, values: Sequence[object], origin: str, *, is_placeholder: bool = False, hint: str = ""
+) -> None:
+    """Raise UsageError if a key cannot be swept over these values; `hint` is for an unknown key."""
     if key in NOT_SWEPT:
         raise UsageError(f"{origin}: {key} cannot be swept: {NOT_SWEPT[key]}", hint="remove it")
+    path = tuple(key.split("."))
     if not is_known(path) and not is_placeholder:
         match = meant(path)
-        hint = f"did you mean {match}?" if match else "`trainkit schema` lists the keys"
-        if command:
-            hint = f"write {{{key}}} in the COMMAND where its value belongs"
-        raise UsageError(f"{origin}: unknown key {key}", hint=hint)
+        found = f"did you mean {match}?" if match else "`trainkit schema` lists the keys"
+        raise UsageError(f"{origin}: unknown key {key}", hint=hint or found)
     twice = _first_twice([json.dumps(value) for value in values])
     if twice is not None:
         raise UsageError(f"{origin}: {twice} appears twice", hint="give each value once")
-    return key, values
 
 
 def names_key(command: Sequence[str], key: str) -> bool:

@@ -100,6 +100,12 @@ class Workload:
         return self.launcher not in PER_RANK
 
     @property
+    def has_two_pythons(self) -> bool:
+        """Whether the command begins with the interpreter that its launcher starts itself."""
+        # A path says with which interpreter (`command_python`).
+        return self.has_launcher and re.fullmatch(r"python[\d.]*", self.argv[0]) is not None
+
+    @property
     def reads_input(self) -> bool:
         """Whether its command line says that it reads standard input: a ``-``, or a program without a script.
 

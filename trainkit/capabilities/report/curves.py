@@ -7,7 +7,6 @@ pandas.DataFrame(table).groupby("optimizer.lr")["val_loss"].min()
 from __future__ import annotations
 
 import csv
-import html
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -17,7 +16,8 @@ from trainkit.capabilities.report.compared_runs import ComparedRun, compared_run
 from trainkit.capabilities.report.plot import AXES, LARGEST, DrawnRun, draw
 from trainkit.cli.output import masked
 from trainkit.errors import UsageError
-from trainkit.formats import did_you_mean, shown_value
+from trainkit.formats import cell, did_you_mean, plural, shown_value
+from trainkit.observe.notebook import paragraph, table
 from trainkit.run.events import StepRecord, read_events, read_steps
 from trainkit.run.files import parse_time
 from trainkit.run.history import Attempt, attempts_of, ended_attempts, read_plan
@@ -121,11 +121,13 @@ class Curves(dict[str, list[Any]]):
         ]
         return draw(runs, self.keys_that_differ, self.metrics, x, smooth, by, on_gpu=self._on_gpu)
 
+    def __repr__(self) -> str:
+        return f"<curves of {plural(len(self._runs), 'run')}, {self.num_rows:,} rows: {', '.join(self)}>"
+
     def _repr_html_(self) -> str:
-        shown = [list(self), *zip(*(column[:SHOWN_ROWS] for column in self.values()), strict=True)]
-        lines = ("".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) for row in shown)
-        more = f"<p>{self.num_rows} rows</p>" if self.num_rows > SHOWN_ROWS else ""
-        return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>{more}"
+        columns = [(name, [cell(one) for one in own[:SHOWN_ROWS]]) for name, own in self.items()]
+        more = paragraph(f"{self.num_rows:,} rows") if self.num_rows > SHOWN_ROWS else ""
+        return table(columns) + more
 
 
 def curves(*runs: object, metrics: Sequence[str] = ("loss",), keys: Sequence[str] | None = None) -> Curves:

@@ -1,0 +1,212 @@
+"""Tables of a notebook: escaped, masked, small, and never an exception."""
+
+from __future__ import annotations
+
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from tests.support.groups import make_group
+from trainkit.observe.group import GroupStatus, PointStatus
+from trainkit.observe.notebook import (
+    HEIGHT,
+    MAX_CELL,
+    MAX_KEYS,
+    MAX_ROWS,
+    WIDTH,
+    details,
+    shortened,
+    sparkline,
+    table,
+)
+from trainkit.run.end import Best
+
+KEY = "sk-" + "a1B2" * 8
+
+
+class Cells(HTMLParser):
+    """The texts of a table, and the names of all elements."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.texts, self.names = list[str](), set[str]()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        self.names.add(tag)
+        if tag in ("td", "th"):
+            self.texts.append("")
+
+    def handle_data(self, data: str) -> None:
+        if self.texts:
+            self.texts[-1] += data
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("finished", "finished"),
+        ("<script>alert(1)</script>", "<script>alert(1)</script>"),
+        ("\"a\" & 'b' </td>", "\"a\" & 'b' </td>"),
+        ("läuft ✓ 走る", "läuft ✓ 走る"),
+        ("two\nlines\tand  spaces", "two lines and spaces"),
+        ("\x1b[31mred\x1b[0m\x00", "red"),
+        ("\udcff", "?"),
+        ("x" * 300, "x" * (MAX_CELL - 1) + "…"),
+        (f"failed with {KEY}", "failed with ***"),
+        ("password=hunter22", "password=***"),
+        ("x" * (MAX_CELL - 10) + " " + KEY, "x" * (MAX_CELL - 10) + " ***"),
+        (0, "0"),
+        (math.nan, "nan"),
+        (-math.inf, "-inf"),
+        ("", ""),
+        (False, "False"),
+        ([1, "<b>"], "[1, '<b>']"),
+    ],
+)
+def test_a_cell(value: object, shown: str) -> None:
+    for text in (details({"reason": value}), table([("reason", [value])])):
+        found = Cells(text)
+        assert found.texts == ["reason", shown]
+        assert found.names == {"table", "tr", "th", "td"}
+
+
+def test_what_is_none_is_left_out() -> None:
+    assert Cells(details({"run": "a", "loss": None})).texts == ["run", "a"]
+    assert Cells(table([("run", [0, 1]), ("best", [None, None]), ("loss", [None, 2])])).texts == [
+        *("run", "loss"),
+        *("0", ""),
+        *("1", "2"),
+    ]
+    assert Cells(table([])).texts == []
+
+
+def test_a_value_is_masked_by_the_name_of_its_column() -> None:
+    assert Cells(table([("api_key", ["hunter22"])])).texts == ["api_key", "***"]
+
+
+CURVES: list[list[tuple[float, float]]] = [
+    [(1, 1.0), (2, 0.5)],
+    [(1, 1.0), (2, 1.0), (3, 1.0)],
+    [(7, 2.0), (7, 3.0)],
+    [(0, -1e308), (1, 1e308)],
+    [(0, 0.0), (1, 5e-324)],
+    [(step, math.sin(step)) for step in range(1200)],
+    [(2**53, -1.0), (2**53 + 2, -2.0)],
+    [(step, 10.0**-step) for step in range(300)],
+]
+
+
+@pytest.mark.parametrize("points", CURVES)
+def test_a_curve_stays_in_its_picture(points: list[tuple[float, float]]) -> None:
+    drawn = str(sparkline(points, "loss"))
+    found = re.search(r'points="([^"]*)"', drawn)
+    assert found is not None
+    pairs = [tuple(map(float, pair.split(","))) for pair in found[1].split()]
+    assert 2 <= len(pairs) <= WIDTH + 1
+    assert all(0 <= x <= WIDTH and 0 <= y <= HEIGHT for x, y in pairs)
+    assert sorted(pairs) == pairs or points[0][0] == points[-1][0]
+    assert "currentColor" in drawn  # of the page, light or dark
+
+
+def test_a_curve_falls_from_the_top_to_the_bottom() -> None:
+    assert 'points="2.0,2.0 118.0,22.0"' in str(sparkline([(1, 9.0), (2, 1.0)], "loss"))
+    assert "loss from 9 to 1" in str(sparkline([(1, 9.0), (2, 1.0)], "loss"))
+
+
+@pytest.mark.parametrize("points", [[], [(1, 1.0)]])
+def test_less_than_two_points_are_no_curve(points: list[tuple[float, float]]) -> None:
+    assert sparkline(points, "loss") is None
+
+
+class Raises:
+    def __repr__(self) -> str:
+        raise RuntimeError("no repr")
+
+
+class Quotes:
+    def __repr__(self) -> str:
+        return "<b>" * 1000
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (3, "3"),
+        (None, "None"),
+        ("text", "'text'"),
+        ({"loss": 0.5, "n": [1, 2]}, "{'loss': 0.5, 'n': [1, 2]}"),
+        (list(range(1000)), "[0, 1, 2, 3, 4, 5, 6, 7, ...]"),
+        (KEY, "'***'"),
+        ({"note": [KEY + "x" * 500]}, "{'note': ['***']}"),
+        (math.nan, "nan"),
+        (10**50, "100000000000000000...0000000000000000000"),
+    ],
+)
+def test_a_result(value: object, shown: str) -> None:
+    assert shortened(value) == shown
+
+
+def test_a_result_whose_repr_is_broken_or_long_leaves_the_table() -> None:
+    assert "Raises" in shortened(Raises())
+    assert len(shortened(Quotes())) < 2 * MAX_CELL
+    found = Cells(details({"result": shortened(Quotes())}))
+    assert found.names == {"table", "tr", "th", "td"}
+
+
+def group(num_points: int, num_keys: int = 1, state: str = "finished", **values: object) -> GroupStatus:
+    keys = [f"key{number}" for number in range(num_keys)]
+    points = [
+        PointStatus(
+            index,
+            {**dict.fromkeys(keys, index), **values},
+            "failed" if index == num_points - 1 else state,
+            "rank 0: <b>LookupError</b>" if index == num_points - 1 else None,
+            None,
+            Best("val_loss", 1 / (index + 1), 5),
+            f"/runs/{index}",
+            written={**dict.fromkeys(keys, index), **values},
+        )
+        for index in range(num_points)
+    ]
+    return GroupStatus("lr <sweep>", "/runs", None, "", [*keys, *values], 1, 1, None, points)
+
+
+def test_a_group() -> None:
+    found = group(3)
+    assert repr(found) == "<lr <sweep>: 1 failed, 2 finished>"
+    cells = Cells(found._repr_html_())
+    assert cells.texts == [
+        *("run", "key0", "state", "best", "reason"),
+        *("0", "0", "finished", "val_loss 1", ""),
+        *("1", "1", "finished", "val_loss 0.5", ""),
+        *("2", "2", "failed", "val_loss 0.3333", "rank 0: <b>LookupError</b>"),
+    ]
+    assert cells.names == {"p", "table", "tr", "th", "td"}
+    assert "lr &lt;sweep&gt;: 1 failed, 2 finished" in found._repr_html_()
+
+
+def test_a_large_group_shows_its_failures_and_says_what_it_leaves_out() -> None:
+    found = group(1000, 1000)
+    text = found._repr_html_()
+    cells = Cells(text)
+    assert len(cells.texts) == (1 + MAX_ROWS) * (4 + MAX_KEYS)
+    assert cells.texts[-5 - MAX_KEYS + 1] == "999"
+    assert f"{MAX_ROWS} of 1,000 runs are shown; {MAX_KEYS} of 1,000 keys are shown" in text
+    assert len(repr(found)) < 200
+
+
+def test_keys_that_are_called_as_a_column_keep_their_own() -> None:
+    texts = Cells(group(1, 0, run="r", best="s", loss=2)._repr_html_()).texts
+    assert texts[:6] == ["run", "run", "best", "loss", "state", "best"]
+    assert texts[7:12] == ["0", "r", "s", "2", "failed"]
+
+
+def test_a_group_that_has_not_started(tmp_path: Path) -> None:
+    from trainkit.observe.current import read_group
+
+    found = read_group(make_group(tmp_path, {0: {"optimizer.lr": 0.1}}), lambda ids: None)
+    assert Cells(found._repr_html_()).texts[:3] == ["run", "optimizer.lr", "state"]
