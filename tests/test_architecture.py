@@ -53,7 +53,7 @@ SIZES = {
     "trainkit/capabilities/texts": (9, 1_834),
     "trainkit/capabilities/trackers": (5, 825),
     "trainkit/capabilities/transformers": (2, 303),
-    "trainkit/capabilities/watch": (5, 1_279),
+    "trainkit/capabilities/watch": (5, 1_285),
     "trainkit/cli": (16, 3_465),
     "trainkit/cluster": (8, 1_848),
     "trainkit/config": (12, 2_983),
@@ -66,7 +66,7 @@ SIZES = {
     "trainkit/run": (17, 4_698),
     "trainkit/slurm": (8, 1_574),
     "trainkit/trainer": (37, 8_704),
-    "tests": (412, 67_148),
+    "tests": (412, 67_183),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)

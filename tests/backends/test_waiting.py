@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from trainkit.api import _queued
 from trainkit.backend import JobStatus
 from trainkit.backends import jobs
+from trainkit.observe.group import GroupStatus, PointStatus
 from trainkit.run.events import log_event
 from trainkit.run.record import AttemptRecord, JobRecord
 from trainkit.run.rundir import RunDir
@@ -66,3 +68,28 @@ def test_a_run_on_this_machine_waits_for_its_turn(tmp_path: Path, monkeypatch: p
     log_event(run, 2, "waiting", reason="waits again")
     probe()
     assert said[2:] == [f"{tmp_path} waits again"]
+
+
+@pytest.mark.parametrize(
+    ("states", "said"),
+    [
+        ([("pending", "waits for the runs before it")], "sweep: 1 pending: waits for the runs before it"),
+        ([("pending", None)], ""),
+        (
+            [("finished", "done"), ("pending", "Priority\nof others")],
+            "sweep: 1 pending, 1 finished: Priority of others",
+        ),
+        ([("pending", None), ("requeueing", "BeginTime")], "sweep: 1 requeueing, 1 pending: BeginTime"),
+        ([("running", None), ("pending", "Priority")], ""),
+        ([("stopping", None), ("pending", "Priority")], ""),
+        ([("finished", "done"), ("failed", "why")], ""),
+        ([], ""),
+    ],
+)
+def test_a_group_waits_while_none_of_its_runs_runs(states: list[tuple[str, str | None]], said: str) -> None:
+    points = [
+        PointStatus(index, {}, state, reason, "12", None, "/x")
+        for index, (state, reason) in enumerate(states)
+    ]
+    group = GroupStatus("sweep", "/x", "12", "0-1", [], 1, 1, 1.0, points)
+    assert _queued(group) == said

@@ -11,8 +11,7 @@ from tests.support import watched_runs
 from tests.support.watched_runs import NOW, Watched, ago, running_job
 from trainkit.capabilities.watch.run_view import RunView, event_text, read_view
 from trainkit.capabilities.watch.screen import joined
-from trainkit.capabilities.watch.view_text import Size, charted, resampled, sparkline, view_lines
-from trainkit.formats import number
+from trainkit.capabilities.watch.view_text import BLOCKS, Size, charted, resampled, sparkline, view_lines
 from trainkit.observe.status import read_status
 from trainkit.run.events import Event
 from trainkit.run.files import write_json
@@ -162,9 +161,18 @@ def test_a_tall_screen_has_charts_of_all_metrics(tmp_path: Path, width: int) -> 
     assert shown == ["loss", "grad norm", "lr", "tokens/s"]
     assert len(lines) > 45
     assert not any(", steps " in line.plain for line in view_lines(view, Size(width)))  # printed once
-    low, high = (number(pick(value for _, value in view.curves["loss"])) for pick in (min, max))
-    assert any(line.startswith(f"{high} ") for line in lines)
-    assert any(line.startswith(f"{low} ") for line in lines)
+
+
+def test_a_chart_shows_means_and_names_what_is_highest_and_lowest(tmp_path: Path) -> None:
+    usual = view_of(watched_runs.running(tmp_path / "run"))
+    # 100 steps in 32 columns, then a gap without steps, in which the last value stays.
+    points = [(step, -1.0 if step % 2 else 3.0) for step in range(100)] + [(200, 2.0)]
+    lines = [line.plain for line in view_lines(replace(usual, curves={"loss": points}), Size(40, 24), "loss")]
+    chart = lines[lines.index(next(line for line in lines if ", steps 0 to 200" in line)) + 1 :]
+    assert [line.split()[0] for line in (chart[0], chart[-1])] == ["2", "0.7143"]
+    assert all(set(line[8:]) <= {" ", *BLOCKS} for line in chart)
+    assert " " not in chart[-1][8:]
+    assert {len(line) for line in chart} == {40}
 
 
 def test_resampled_is_the_mean_of_equal_ranges() -> None:

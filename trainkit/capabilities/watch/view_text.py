@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from textwrap import wrap
 
@@ -28,6 +29,8 @@ MIN_CHARTS, LAST_LINES = 12, 7
 """Rows of a tall screen: those of the charts at least, and those of the log below them."""
 CHART_WIDTH, CHART_HEIGHT = 56, (4, 12)
 """The columns of a chart at least, and the rows of its curve at least and at most."""
+CHART_LABEL = 7
+"""The columns of the values next to a chart at least."""
 CURVE_NAMES = {"loss": "loss", "grad_norm": "grad norm", "lr": "lr", "tokens_per_s": "tokens/s"}
 
 
@@ -324,18 +327,21 @@ def _charts(view: RunView, names: Sequence[str], size: Size, space: int) -> list
 
 
 def _chart(view: RunView, name: str, size: Size) -> list[Text]:
-    """A heading and the rows of a curve, all of the same width, with its highest and lowest value."""
+    """A heading and the rows of a curve, all of the same width, with what is highest and lowest in it.
+
+    Each column is the mean of its steps, or the value before it if it has none.
+    """
     points, height = view.curves[name], size.height or 1
-    values = [value for _, value in points]
+    ends = (number(pick(value for _, value in points)) for pick in (min, max))
+    label = 1 + max(CHART_LABEL, *map(len, ends))
+    width = max(1, size.width - label)
+    means = list(accumulate(resampled(points, width), lambda before, mean: before if mean is None else mean))
+    values = [value for value in means if value is not None]
     low, high = min(values), max(values)
-    label = max(len(number(low)), len(number(high))) + 1
-    width = size.width - label
-    columns = resampled(points, width)
-    columns = [columns[index * len(columns) // width] for index in range(width)]  # wider if they are few
+    columns = (values[index * len(values) // width] for index in range(width))  # wider if they are few
     span = high / 2 - low / 2 or 1.0  # the difference of two numbers may be too large for one
-    shares = (None if value is None else min(1.0, (value / 2 - low / 2) / span) for value in columns)
     most = height * len(BLOCKS) - 1
-    levels = [0 if share is None else 1 + round(share * most) for share in shares]
+    levels = [1 + round(min(1.0, (value / 2 - low / 2) / span) * most) for value in columns]
     title = cut(metric_name(view, name), size.width // 2)
     lines = [_rule(f"{title}, steps {points[0][0]:,} to {points[-1][0]:,}", size)]
     for row in reversed(range(height)):
