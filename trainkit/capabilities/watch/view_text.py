@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from textwrap import wrap
 
@@ -335,8 +334,9 @@ def _chart(view: RunView, name: str, size: Size) -> list[Text]:
     ends = (number(pick(value for _, value in points)) for pick in (min, max))
     label = 1 + max(CHART_LABEL, *map(len, ends))
     width = max(1, size.width - label)
-    means = list(accumulate(resampled(points, width), lambda before, mean: before if mean is None else mean))
-    values = [value for value in means if value is not None]
+    values: list[float] = []
+    for mean in resampled(points, width):
+        values += [mean] if mean is not None else values[-1:]
     low, high = min(values), max(values)
     columns = (values[index * len(values) // width] for index in range(width))  # wider if they are few
     span = high / 2 - low / 2 or 1.0  # the difference of two numbers may be too large for one
