@@ -69,6 +69,8 @@ class Shipped(NamedTuple):
     """A file that only its groups of runs have; None if it has none."""
     reads_texts: bool = False
     """Whether it makes the data of a training from texts."""
+    keeps_media: bool = False
+    """Whether it keeps the images, histograms and texts that a rank logs."""
     by_command: bool = False
     """Whether its commands alone give a run its part, and no key of a config."""
     worker: str | None = None
@@ -77,7 +79,7 @@ class Shipped(NamedTuple):
     @property
     def has_class(self) -> bool:
         """Whether its module has a `CAPABILITY`, which one with commands alone does not need."""
-        return bool(self.follows or self.group_file or self.reads_texts)
+        return bool(self.follows or self.group_file or self.reads_texts or self.keeps_media)
 
 
 LEFT_OUT = object()
@@ -145,6 +147,7 @@ SHIPPED = {
     "health": Shipped(
         "log_pattern", {"health_every_s": ("every_s", None)}, shown={"report": {"nodes": "slowdowns"}}
     ),
+    "media": Shipped(keeps_media=True, shown={"report": {"media": "slowdowns"}}),
     "trackers": Shipped(
         "slurm",
         {"trackers": ("names", [])},
@@ -247,6 +250,11 @@ def node_chooser() -> Capability:
 def of_texts() -> Capability:
     """The capability that makes the data of a training from texts."""
     return load(next(name for name, shipped in SHIPPED.items() if shipped.reads_texts))
+
+
+def of_media() -> Capability:
+    """The capability that keeps the images, histograms and texts that a rank logs."""
+    return load(next(name for name, shipped in SHIPPED.items() if shipped.keeps_media))
 
 
 def measured_speeds(group: Path) -> Mapping[int, float | None] | None:

@@ -226,7 +226,7 @@ def test_what_several_attempts_took(run):
     view = read_view(history, status, NOW)
     assert f"used       {used}" in [line.plain for line in view_lines(view, Size(100))]
     page = render_report(read_report(history, status, NOW.timestamp()))
-    assert '<b>24.00</b><span class="dim">GPU-hours</span>' in page
+    assert '<b>24</b><span class="dim">GPU-hours</span>' in page
     assert '<th class="n">Nodes<' in page
     assert '<td>2<td class="n">2<td class="n">30m00s<' in page
 

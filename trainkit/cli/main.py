@@ -22,7 +22,6 @@ from trainkit import __version__
 from trainkit.cli.output import EscapedStream, colours, echo_error, echo_json, escaped_output
 from trainkit.cli.usage import CommandGroup, from_click
 from trainkit.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, TrainkitError, UsageError
-from trainkit.shipped import installed_command, shipped_command
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -83,6 +82,8 @@ _IN_FILE = {
 
 def load_command(name: str) -> click.Command:
     """Import one of `COMMANDS`, or another one that a shipped capability has."""
+    from trainkit.shipped import shipped_command  # which --help does not need
+
     own = f"trainkit.cli.{_IN_FILE[name]}:{name}" if name in _IN_FILE else f"trainkit.cli.{name}:command"
     return _imported(*(shipped_command(name) or own).split(":"))
 
@@ -106,6 +107,8 @@ class CommandTable(CommandGroup):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name in COMMANDS:
             return load_command(cmd_name)
+        from trainkit.shipped import installed_command
+
         found = installed_command(cmd_name)
         return None if found is None else _imported(*found.split(":"))
 

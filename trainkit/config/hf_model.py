@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import NamedTuple, get_args
 
 from trainkit.config.training import DECODER, TRANSFORMERS, RopeKey
 from trainkit.errors import UsageError
@@ -29,8 +28,7 @@ MISTRAL_WINDOW = 4096
 ROPE_KEYS: tuple[str, ...] = get_args(RopeKey)
 
 
-@dataclass(frozen=True)
-class HFModel:
+class HFModel(NamedTuple):
     """A Hugging Face model on disk."""
 
     folder: Path

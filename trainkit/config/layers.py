@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from shlex import quote
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainkit.config import schema
 from trainkit.config.running import WEBHOOK_VARIABLE
@@ -70,8 +70,7 @@ def _value_hint(path: tuple[str, ...]) -> str:
     return "text with a colon, a bracket, # or ${…} needs quotes"
 
 
-@dataclass(frozen=True)
-class Edit:
+class Edit(NamedTuple):
     """What a flag does to the value of a key."""
 
     path: tuple[str, ...]

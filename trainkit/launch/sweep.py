@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from trainkit.config import LoadedConfig
 from trainkit.config.load import with_values
@@ -19,8 +20,7 @@ from trainkit.scheduler import array_indices, array_spec
 _LIMIT = re.compile(r"[1-9][0-9]*", re.ASCII)
 
 
-@dataclass(frozen=True)
-class ArraySpec:
+class ArraySpec(NamedTuple):
     """The parsed form of ``0-9,20%4``."""
 
     indices: tuple[int, ...]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from trainkit.config.loaded import LoadedConfig
 from trainkit.config.running import ParallelConfig
@@ -24,8 +23,7 @@ NEAR = 1 / 8
 """Largest relative change of an adapted global batch that is preferred to a smaller device batch."""
 
 
-@dataclass(frozen=True)
-class BatchRequest:
+class BatchRequest(NamedTuple):
     """The batch sizes of a config; those that the user did not set are adapted to the layout."""
 
     device_batch_size: int

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from trainkit.errors import KeyProblem
 from trainkit.formats import MIB
@@ -24,8 +23,7 @@ USABLE = 0.92
 """Fraction of a GPU's memory for tensors; CUDA, NCCL and allocator fragmentation take the rest."""
 
 
-@dataclass(frozen=True)
-class Gpu:
+class Gpu(NamedTuple):
     """A type of GPU."""
 
     name: str

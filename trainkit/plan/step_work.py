@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from trainkit.config.running import ParallelConfig, PipelineSchedule
 from trainkit.config.schema import RunConfig
@@ -231,8 +232,7 @@ DEFERRED_WEIGHT_GRADS: tuple[PipelineSchedule, ...] = ("interleaved_zero_bubble"
 `SPLIT_BACKWARD` do so only at the ends of a step."""
 
 
-@dataclass(frozen=True)
-class InFlight:
+class InFlight(NamedTuple):
     """The passes and gradients that a rank of a pipeline holds at a possible memory peak."""
 
     whole: int

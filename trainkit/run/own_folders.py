@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from trainkit.errors import print_note
 from trainkit.folders import ensure_folder, make_private, state_folder, user_name
@@ -23,8 +23,7 @@ _TORCH_REPLACES = re.compile(r'[\\/:*?"<>|]')
 """What torch replaces in the name of a user to name its folder."""
 
 
-@dataclass(frozen=True)
-class OwnFolders:
+class OwnFolders(NamedTuple):
     """The folders of this user on this host."""
 
     temporary: str

@@ -12,13 +12,13 @@ import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 """Slurm and people end a process with one of these: a death by it says nothing about the host."""
 
 
-@dataclass(frozen=True)
-class ProcessStat:
+class ProcessStat(NamedTuple):
     """A process as the kernel describes it in ``/proc/PID/stat``."""
 
     state: str
