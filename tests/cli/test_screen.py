@@ -53,6 +53,7 @@ SHOWN = {
     "status runs/crashed": [f"state       {RED}failed - ", RED + "rank "],
     "status runs/finished": [f"state       {GREEN}finished - "],
     "status runs/sweep": [f"best        {BOLD}"],
+    "compare runs/sweep": [f"{RED}failed\x1b[0m", f"{BOLD}5.4928 at 6\x1b[0m"],
     "diagnose runs/crashed": [f"{RED}attempt ", f"{BOLD}what to do:\x1b[0m"],
 }
 

@@ -28,11 +28,13 @@ from trainkit.capabilities.watch.view_text import resampled, sparkline
 from trainkit.cli.help import as_command, complete_run, option, terminal_width, warn
 from trainkit.cli.options import PATH, json_option
 from trainkit.cli.output import echo_json, masked
+from trainkit.cli.status import styled_state
 from trainkit.errors import UsageError
 from trainkit.formats import JsonObject, cell, duration, hours_text, shown_value, table
 from trainkit.observe.current import look_at
 from trainkit.observe.status import loss_text
 from trainkit.run.trial import as_numbers
+from trainkit.terminal import TITLE, Styled
 
 CURVE_WIDTH = 24
 MAX_CELL = 40
@@ -199,17 +201,21 @@ def _compared(name: str, report: Report) -> JsonObject:
 
 def _figures(runs: Sequence[JsonObject], reports: Sequence[Report]) -> str:
     hours = "GPU-HOURS" if all(report.status.place.device == "cuda" for report in reports) else "WORKER-HOURS"
-    heading = ("RUN", "STATE", "STEP", "LOSS", "VAL LOSS", "BEST", "TOKENS/S", "TIME", hours, "CURVE")
+    speeds = [report.status.progress for report in reports if report.status.progress.tokens_per_s is not None]
+    counts_samples = bool(speeds) and all(one.samples_per_s is not None for one in speeds)
+    per_s = "SAMPLES/S" if counts_samples else "TOKENS/S"
+    heading = ("RUN", "STATE", "STEP", "LOSS", "VAL LOSS", "BEST", per_s, "TIME", hours, "CURVE")
+    best = min((run["best_val_loss"] for run in runs if run["best_val_loss"] is not None), default=None)
     points = ([point for own in report.curves["loss"].values() for point in own] for report in reports)
     curves = (sorted({int(step): loss for step, loss in found}.items()) for found in points)
     rows = [
         (
             run["run"],
-            run["state"],
+            styled_state(report.status),
             cell(run["step"]),
             loss_text(report.status, cell(run["loss"], ".4f")),
             cell(run["val_loss"], ".4f"),
-            "-" if run["best_val_loss"] is None else f"{run['best_val_loss']:.4f} at {run['best_step']}",
+            _best(run, is_best=run["best_val_loss"] == best),
             cell(run["tokens_per_s"], ",.0f"),
             duration(run["allocated_s"]),
             hours_text(run["worker_hours"]),
@@ -220,6 +226,13 @@ def _figures(runs: Sequence[JsonObject], reports: Sequence[Report]) -> str:
     columns = zip(heading, *rows, strict=True)
     filled = [column for column in columns if set(column[1:]) - {"", "-"}]
     return table(list(zip(*filled, strict=True)), fit=terminal_width())
+
+
+def _best(run: JsonObject, is_best: bool) -> str:
+    if run["best_val_loss"] is None:
+        return "-"
+    text = f"{run['best_val_loss']:.4f} at {run['best_step']}"
+    return Styled(text, TITLE) if is_best else text
 
 
 def _differences(keys: Sequence[str], runs: Sequence[tuple[str, dict[str, object]]]) -> str:
