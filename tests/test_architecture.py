@@ -67,7 +67,7 @@ SIZES = {
     "trainkit/run": (17, 4_697),
     "trainkit/slurm": (8, 1_574),
     "trainkit/trainer": (38, 9_416),
-    "tests": (418, 69_214),
+    "tests": (418, 69_216),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)

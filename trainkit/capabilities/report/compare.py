@@ -215,7 +215,7 @@ def _figures(runs: Sequence[JsonObject], reports: Sequence[Report]) -> str:
             cell(run["step"]),
             loss_text(report.status, cell(run["loss"], ".4f")),
             cell(run["val_loss"], ".4f"),
-            _best(run, is_best=run["best_val_loss"] == best),
+            _best(run["best_val_loss"], run["best_step"], best),
             cell(run["tokens_per_s"], ",.0f"),
             duration(run["allocated_s"]),
             hours_text(run["worker_hours"]),
@@ -228,11 +228,11 @@ def _figures(runs: Sequence[JsonObject], reports: Sequence[Report]) -> str:
     return table(list(zip(*filled, strict=True)), fit=terminal_width())
 
 
-def _best(run: JsonObject, is_best: bool) -> str:
-    if run["best_val_loss"] is None:
+def _best(value: float | None, step: int | None, best: float | None) -> str:
+    if value is None:
         return "-"
-    text = f"{run['best_val_loss']:.4f} at {run['best_step']}"
-    return Styled(text, TITLE) if is_best else text
+    text = f"{value:.4f} at {step}"
+    return Styled(text, TITLE) if value == best else text
 
 
 def _differences(keys: Sequence[str], runs: Sequence[tuple[str, dict[str, object]]]) -> str:
