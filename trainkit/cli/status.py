@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from shlex import join, quote
 from typing import TYPE_CHECKING
@@ -19,16 +20,28 @@ from trainkit.errors import UsageError
 from trainkit.folders import relative_path, shown_path
 from trainkit.formats import GAP, cell, duration, short_keys, table
 from trainkit.observe.current import look_at, query_group, read_all
-from trainkit.observe.group import GroupStatus, PointStatus, most_relevant, state_counts
+from trainkit.observe.group import (
+    FIGURES,
+    GroupStatus,
+    PointStatus,
+    column_of,
+    most_relevant,
+    sorted_points,
+    state_counts,
+)
+from trainkit.observe.ranking import UnknownMetricError, asked_metric, config_ranking, rank
 from trainkit.observe.status import (
     Progress,
     RunStatus,
     capability_rows,
     failure_lines,
+    flat_config,
     loss_text,
     reading_of,
 )
 from trainkit.run.end import Best
+from trainkit.run.events import with_divergence
+from trainkit.run.files import to_json
 from trainkit.run.group import RunGroup
 from trainkit.run.history import Restart
 from trainkit.run.registry import find_run_or_group
@@ -59,13 +72,23 @@ MINOR = (HEADING.index("ATTEMPT"), HEADING.index("WORKERS"), HEADING.index("TOKE
 """The columns of the runs that say least, from the least on."""
 
 
-@as_command("trainkit status", "trainkit status --all", "trainkit status last --json")
+@as_command(
+    "trainkit status",
+    "trainkit status --all",
+    "trainkit status last --json",
+    "trainkit status lr-sweep --metric val_accuracy",
+)
 @click.argument("run_name", metavar="[RUN]", required=False, shell_complete=complete_run)
 @option("--all", "Show every run instead of the newest ones.", name="show_all")
 @option("--here", "Show only the runs in ./runs.", name="only_here")
 @option("--where KEY=VALUE", "Show all runs with this value; repeatable.", multiple=True)
 @option("--tag TAG", "Show all runs with this tag; repeatable.", name="tags", multiple=True)
-@option("--sort KEY", "Sort all runs by loss, val_loss, tokens_per_s or a config key.", name="sort_key")
+@option(
+    "--sort KEY",
+    "Sort all runs by loss, val_loss, tokens_per_s or a config key; a group by a metric or a column.",
+    name="sort_key",
+)
+@option("--metric NAME", "Show the result of RUN by this metric, and rank the runs of a group by it.")
 @json_option
 def command(
     run_name: str | None,
@@ -74,6 +97,7 @@ def command(
     where: tuple[str, ...],
     tags: tuple[str, ...],
     sort_key: str | None,
+    metric: str | None,
     as_json: bool,
 ) -> None:
     """Show active runs and the 15 newest other runs, or RUN in detail.
@@ -82,40 +106,70 @@ def command(
     RUN, its runs are counted and listed, failures first. RUN can also be a bench, whose runs are listed.
     --json always prints all runs, newest first.
     """
-    chooses = bool(where or tags) or sort_key is not None
-    if run_name is not None and (chooses or only_here):
-        text = f"--where, --tag, --sort and --here choose among all runs, but {run_name} is named"
+    if run_name is None and metric is not None:
+        raise UsageError(f"--metric {metric} is for a run or a group", hint="name it")
+    if run_name is not None and (where or tags or only_here):
+        text = f"--where, --tag and --here choose among all runs, but {run_name} is named"
         raise UsageError(text, hint="leave one of them out")
     below = Path(RUNS_FOLDER) if only_here else None
-    if chooses:
+    if where or tags or (sort_key is not None and run_name is None):
         from trainkit.cli.choose_runs import parse_choice  # what knows the config is slow to import
 
         _show_chosen(parse_choice(where, tags, sort_key), below, as_json)
         return
     found = None if run_name is None else find_run_or_group(run_name)
     if isinstance(found, RunDir):
+        if sort_key is not None:
+            raise UsageError(f"--sort {sort_key}: {found.shown} is one run", hint="leave it out")
         history, status, _ = look_at(found, warn)
         rows = capability_rows(reading_of(history, status))
         # The values of shipped ones have keys of their own.
         others = {name: own for name, own in rows.items() if name not in SHIPPED}
         value = {**status.to_dict(), **({"rows": others} if others else {})}
+        if metric is not None:
+            ranking, (measured,) = rank([found], metric, config_ranking([flat_config(found)]))
+            since, result = measured.diverged_since, measured.result
+            value |= {"metric": ranking.metric, "mode": ranking.mode, "result": to_json(result)}
+            shown = "" if result is None else f"{result.value:.4f} at step {cell(result.step)}"
+            rows = {**rows, "": {ranking.label: with_divergence(None, since) or shown}}
         echo_result(value, run_details(status, rows), as_json)
     else:
-        show_runs(found, show_all, as_json, below)
+        show_runs(found, show_all, as_json, metric, sort_key, below)
 
 
-def show_runs(found: RunGroup | None, show_all: bool, as_json: bool, below: Path | None = None) -> None:
+def show_runs(
+    found: RunGroup | None,
+    show_all: bool,
+    as_json: bool,
+    metric: str | None = None,
+    sort_key: str | None = None,
+    below: Path | None = None,
+) -> None:
     """Print the runs of a group; for None all runs, or active ones and the newest others.
 
-    Of all runs, only those in a folder `below`, if it is given.
+    Those of a group are ranked by `metric`, and sorted by a column or a metric; of all runs, only those in a
+    folder `below` are printed, if it is given.
     """
     if found is None:
         _show_all_runs(show_all, as_json, below)
         return
-    status = query_group(found, warn)
+    keys = found.record.keys
+    column = None if sort_key is None else column_of(sort_key, keys)
+    by_metric = sort_key if column is None else None
+    columns = (*FIGURES, *keys)
+    asked = asked_metric(metric, by_metric, columns)
+    try:
+        status = query_group(found, warn, asked)
+    except UnknownMetricError as error:
+        raise error if by_metric is None else error.as_sort_key(columns) from None
+    if sort_key is not None:
+        status = replace(status, points=sorted_points(status, column))
+    if as_json:
+        echo_json(status.to_dict())
+        return
     job = ", ".join(found.job_ids) or "-"
     place = f" on {found.record.elsewhere}" if found.record.elsewhere else ""
-    best, value = status.best, status.to_dict()
+    best = status.best
     lines = {
         "group": status.name,
         "folder": status.run_dir,
@@ -123,11 +177,11 @@ def show_runs(found: RunGroup | None, show_all: bool, as_json: bool, below: Path
         "runs": f"{len(status.points):,}: {state_counts(status.states)}",
         "best": Styled(f"{best}: {_result(best.best)}", TITLE) if best and best.best else "-",
     }
-    if as_json:
-        echo_json(value)
-        return
-    shown = status.points if show_all else most_relevant(status.points, MAX_POINTS)
-    rows = points_rows(status, shown)
+    num_shown = len(status.points) if show_all else MAX_POINTS
+    shown = most_relevant(status, num_shown) if sort_key is None else status.points[:num_shown]
+    if show_all and sort_key is None:
+        shown = status.points
+    rows = points_rows(status, shown, [column] if column in ("step", "age") else [])
     click.echo(f"{_details(lines)}\n\n{table(rows, fit=terminal_width(), cuts=True)}")
     if len(shown) < len(status.points):
         click.echo(_not_shown(len(status.points) - len(shown)))
@@ -222,6 +276,8 @@ def _row(status: RunStatus | GroupStatus, cwd: Path, usual: str) -> Sequence[str
     if isinstance(status, GroupStatus):
         workers = f"{cell(status.num_nodes)} x {cell(status.workers_per_node)}"
         best = "-" if status.best is None else _best(status.best)
+        if status.best is not None and status.ranking.metric != "loss":
+            best = f"{status.ranking.metric} {best}"
         return place, state, "-", workers, "-", best, "-", age
     loss, (value, unit) = loss_text(status, cell(status.progress.loss, ".4f")), speed(status.progress)
     shown = cell(value, ",.0f") if unit == usual or value is None else f"{value:,.0f} {unit}"
@@ -308,15 +364,20 @@ def _details(lines: Mapping[str, str]) -> str:
     return "\n".join(f"{key:<10}  {painted(value)}" for key, value in lines.items() if value)
 
 
-def points_rows(status: GroupStatus, points: Sequence[PointStatus]) -> list[Sequence[str]]:
-    """A heading, and a row per run of a group."""
+def points_rows(
+    status: GroupStatus, points: Sequence[PointStatus], more: Sequence[str] = ()
+) -> list[Sequence[str]]:
+    """A heading, and a row per run of a group; `more` are other columns that it has: ``step`` and ``age``."""
     keys = [key.upper() for key in short_keys(status.keys)]
-    rows: list[Sequence[str]] = [["POINT", "STATE", *keys, "BEST", "REASON"]]
+    own = [key.upper() for key in more]
+    rows: list[Sequence[str]] = [["POINT", "STATE", *own, *keys, status.ranking.heading, "REASON"]]
     for point in points:
         short = point.problem if len(point.problem) <= MAX_REASON else point.problem[: MAX_REASON - 1] + "…"
         name = os.path.relpath(point.run_dir, status.run_dir)
+        figures = {"step": cell(point.step), "age": duration(point.age_s)}
+        own = [figures[key] for key in more]
         best = Styled(_best(point), TITLE) if point is status.best else _best(point)
-        rows.append([name, styled_state(point), *point.texts(status.keys), best, short])
+        rows.append([name, styled_state(point), *own, *point.texts(status.keys), best, short])
     return rows
 
 
