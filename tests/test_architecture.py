@@ -62,12 +62,12 @@ SIZES = {
     "trainkit/data": (6, 891),
     "trainkit/job": (30, 6_723),
     "trainkit/launch": (17, 3_647),
-    "trainkit/observe": (7, 1_345),
+    "trainkit/observe": (7, 1_346),
     "trainkit/plan": (16, 3_208),
     "trainkit/run": (17, 4_691),
     "trainkit/slurm": (8, 1_574),
     "trainkit/trainer": (38, 9_416),
-    "tests": (415, 68_575),
+    "tests": (415, 68_576),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)
