@@ -55,7 +55,7 @@ SIZES = {
     "trainkit/capabilities/trackers": (5, 946),
     "trainkit/capabilities/transformers": (2, 303),
     "trainkit/capabilities/watch": (5, 1_196),
-    "trainkit/cli": (16, 3_455),
+    "trainkit/cli": (16, 3_449),
     "trainkit/cluster": (8, 1_834),
     "trainkit/config": (12, 3_074),
     "trainkit/control": (5, 783),

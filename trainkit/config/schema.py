@@ -207,7 +207,7 @@ OTHER_KEYS = {
     **dict.fromkeys(("num_processes", "nproc_per_node", "tasks_per_node"), "resources.gpus_per_node"),
     **dict.fromkeys(("num_machines", "nnodes"), "resources.nodes"),
     **dict.fromkeys(("lr_scheduler_type", "scheduler"), "schedule.name"),
-    **{"optim": "optimizer.name", "report_to": "logging.wandb", "seed_everything": "seed"},
+    **{"optim": "optimizer.name", "seed_everything": "seed"},
     **dict.fromkeys(("adam_beta1", "adam_beta2"), "optimizer.betas"),
     **{"adam_epsilon": "optimizer.eps", "dataloader_num_workers": "data.num_workers"},
     **dict.fromkeys(("gradient_clip_val", "clip_grad_norm"), "train.grad_clip"),
