@@ -25,7 +25,7 @@ from trainkit.run.history import Attempt
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
 SIZES = {
-    "trainkit": (20, 5_539),
+    "trainkit": (20, 5_563),
     "trainkit/backends": (20, 4_197),
     "trainkit/capabilities": (1, 1),
     "trainkit/capabilities/bench": (6, 1_328),
@@ -45,29 +45,29 @@ SIZES = {
     "trainkit/capabilities/multimodal": (2, 541),
     "trainkit/capabilities/notifications": (5, 509),
     "trainkit/capabilities/replay": (7, 1_534),
-    "trainkit/capabilities/report": (12, 2_619),
+    "trainkit/capabilities/report": (12, 2_694),
     "trainkit/capabilities/shell": (3, 190),
     "trainkit/capabilities/simulation": (4, 311),
     "trainkit/capabilities/slow_ranks": (8, 698),
     "trainkit/capabilities/stacks": (2, 126),
     "trainkit/capabilities/task_check": (3, 406),
     "trainkit/capabilities/texts": (9, 1_836),
-    "trainkit/capabilities/trackers": (5, 946),
+    "trainkit/capabilities/trackers": (6, 1_030),
     "trainkit/capabilities/transformers": (2, 303),
     "trainkit/capabilities/watch": (5, 1_196),
-    "trainkit/cli": (16, 3_449),
+    "trainkit/cli": (16, 3_506),
     "trainkit/cluster": (8, 1_834),
     "trainkit/config": (12, 3_074),
     "trainkit/control": (5, 783),
     "trainkit/data": (6, 891),
     "trainkit/job": (30, 6_723),
     "trainkit/launch": (17, 3_647),
-    "trainkit/observe": (7, 1_346),
+    "trainkit/observe": (8, 1_663),
     "trainkit/plan": (16, 3_208),
-    "trainkit/run": (17, 4_691),
+    "trainkit/run": (17, 4_700),
     "trainkit/slurm": (8, 1_574),
     "trainkit/trainer": (38, 9_416),
-    "tests": (415, 68_576),
+    "tests": (417, 69_280),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)
@@ -537,6 +537,7 @@ WORKERS = {
         "simulation/worker.py",
         "task_check/two_ranks.py",
         "task_check/worker.py",
+        "trackers/board.py",
         "transformers/task.py",
     )
 }

@@ -44,9 +44,9 @@ MOVES = "a run is a folder: once it has ended, `mv` and `cp -r` move and copy it
 DELETES = "a run is a folder: `rm -r` deletes one that has ended, `trainkit cancel RUN` ends one that runs"
 RESUMES = "`trainkit resume {run}` starts a run again from its newest checkpoint"
 RESUME_OPTIONS = (
-    "--resume --resume-from --resume-from-checkpoint --resume-run --resume-path --auto-resume --ckpt --ckpt-path"
-    " --checkpoint --from-checkpoint --load --load-checkpoint --load-from-checkpoint --restore --restart"
-    " --continue --continue-from"
+    "--resume --resume-from --resume-from-checkpoint --resume-run --resume-path --auto-resume --ckpt"
+    " --ckpt-path --checkpoint --from-checkpoint --load --load-checkpoint --load-from-checkpoint --restore"
+    " --restart --continue --continue-from"
 )
 """Options of other programs for a run that continues."""
 KEEPS_LOGS = "`trainkit logs RUN` shows what a run prints; the files are in its run folder"

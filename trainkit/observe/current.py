@@ -33,17 +33,20 @@ def look_at(run: RunDir, warn: Callable[[str], None]) -> tuple[RunHistory, RunSt
     return history, read_status(history, record, job.alive, datetime.now(timezone.utc), job.job), job.job
 
 
-def query_group(group: RunGroup, warn: Callable[[str], None]) -> GroupStatus:
-    """The status of a group; looks its job up if Slurm has not acknowledged it."""
+def query_group(group: RunGroup, warn: Callable[[str], None], metric: str | None = None) -> GroupStatus:
+    """The status of a group; looks its job up if Slurm has not acknowledged it.
+
+    `metric` is what ranks its runs, by default the one of its config. UsageError if no run has logged it.
+    """
     from trainkit.backends.slurm.group_parts import recover_parts  # most runs are in no group
 
     recover_parts(group)
-    return read_group(group, lambda ids: query_jobs_or_warn(ids, warn))
+    return read_group(group, lambda ids: query_jobs_or_warn(ids, warn), metric)
 
 
-def read_group(group: RunGroup, query: JobQuery) -> GroupStatus:
-    """The status of a group, with one `query` of Slurm for its jobs."""
-    files = GroupFiles(group)
+def read_group(group: RunGroup, query: JobQuery, metric: str | None = None) -> GroupStatus:
+    """The status of a group, with one `query` of Slurm for its jobs; `metric` as in `query_group`."""
+    files = GroupFiles(group, metric)
     return files.status(query(files.open_ids), datetime.now(timezone.utc))
 
 
