@@ -451,7 +451,7 @@ def _names_config(typed: str, value: str | None) -> bool:
 
 def _key_hint(typed: str, value: str | None, args: Sequence[str], known: Sequence[str]) -> str:
     """The key of the config for an option of another program, with a value that it takes."""
-    from trainkit.config.schema import OTHER_KEYS, all_keys, sections
+    from trainkit.config.schema import all_keys, other_names, sections
     from trainkit.config.suggest import accepts, nearest, other_key_says
 
     name = SBATCH_SHORT.get(typed, typed.lstrip("-"))
@@ -469,7 +469,7 @@ def _key_hint(typed: str, value: str | None, args: Sequence[str], known: Sequenc
     if said := other_key_says(word) or other_key_says(word.removeprefix("use_")):
         return said
     keys = [*all_keys(), *sections()]
-    key = OTHER_KEYS.get(word) or next(
+    key = other_names().get(word) or next(
         (key for key in keys if key in (word, f"{key.partition('.')[0]}.{word}")), None
     )
     if key is None:
