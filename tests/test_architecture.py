@@ -45,7 +45,7 @@ SIZES = {
     "trainkit/capabilities/multimodal": (2, 541),
     "trainkit/capabilities/notifications": (5, 509),
     "trainkit/capabilities/replay": (7, 1_534),
-    "trainkit/capabilities/report": (12, 2_717),
+    "trainkit/capabilities/report": (12, 2_722),
     "trainkit/capabilities/shell": (3, 190),
     "trainkit/capabilities/simulation": (4, 311),
     "trainkit/capabilities/slow_ranks": (8, 698),

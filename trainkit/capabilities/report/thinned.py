@@ -11,6 +11,8 @@ from itertools import chain, groupby, islice
 from operator import itemgetter
 from typing import BinaryIO
 
+from pydantic_core import from_json
+
 from trainkit.capabilities.report.curves import LAST_STEP, NOT_METRICS
 from trainkit.capabilities.report.plot import LARGEST
 from trainkit.run.events import read_events
@@ -191,7 +193,10 @@ def _records(lines: Sequence[bytes]) -> Iterable[dict[str, object]]:
     """The records in some lines; in one pass, which is faster, if all are whole."""
     text = b"[%b]" % b",".join(lines)
     try:
-        found = [] if b"\\ud" in text.lower() else json.loads(text, parse_constant=lambda name: None)
+        if b"NaN" in text or b"Infinity" in text:
+            found = json.loads(text, parse_constant=lambda name: None)
+        else:
+            found = [] if b"\\ud" in text.lower() else from_json(text, cache_strings="keys")
     except (ValueError, RecursionError):
         return parse_records(lines)
     whole = [record for record in found if isinstance(record, dict)]
