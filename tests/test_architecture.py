@@ -25,7 +25,7 @@ from trainkit.run.history import Attempt
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
 SIZES = {
-    "trainkit": (20, 5_414),
+    "trainkit": (20, 5_411),
     "trainkit/backends": (20, 4_223),
     "trainkit/capabilities": (1, 1),
     "trainkit/capabilities/bench": (6, 1_328),
@@ -61,12 +61,12 @@ SIZES = {
     "trainkit/data": (6, 891),
     "trainkit/job": (30, 6_723),
     "trainkit/launch": (17, 3_645),
-    "trainkit/observe": (7, 1_341),
+    "trainkit/observe": (7, 1_371),
     "trainkit/plan": (16, 3_180),
-    "trainkit/run": (17, 4_686),
+    "trainkit/run": (17, 4_700),
     "trainkit/slurm": (8, 1_574),
     "trainkit/trainer": (37, 8_704),
-    "tests": (409, 66_562),
+    "tests": (409, 66_577),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)

@@ -31,7 +31,7 @@ from trainkit.observe.status import (
 from trainkit.run.end import Best
 from trainkit.run.group import RunGroup
 from trainkit.run.history import Restart
-from trainkit.run.registry import find_run_or_group
+from trainkit.run.registry import find_to_read
 from trainkit.run.rundir import RunDir
 from trainkit.shipped import SHIPPED, placed, restart_cause
 
@@ -73,7 +73,7 @@ def command(
             raise UsageError(text, hint="leave one of them out")
         _show_chosen(parse_choice(where, tags, sort_key), as_json)
         return
-    found = None if run_name is None else find_run_or_group(run_name)
+    found = None if run_name is None else find_to_read(run_name)
     if isinstance(found, RunDir):
         history, status, _ = look_at(found, warn)
         rows = capability_rows(reading_of(history, status))
