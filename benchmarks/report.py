@@ -1,15 +1,19 @@
-"""Measures how long `trainkit report` takes for a long run, and how large its page is.
+"""Measures how long `trainkit report` takes for a long run or a group of them, and how large its page is.
 
     python -m benchmarks.report [--lines 1000000] [--repeats 3]
+    python -m benchmarks.report --runs 12 --lines 100000
 
 The run is made up: a record a step, an evaluation every 500 steps and a resume in the middle. For comparison,
 the time to parse the same lines as JSON in one process, which does nothing with them.
+With `--runs`, each run of a sweep has `--lines`, and a headless Chromium opens the page: until it is loaded,
+and until the script has drawn every line again.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -19,6 +23,8 @@ import time
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
+from tests.support.browser import Browser, browser
+from tests.support.sweeps import made_up_sweep
 from trainkit.config import RunConfig, dump_effective
 from trainkit.run.files import as_utc, write_json
 from trainkit.run.rundir import RunDir
@@ -26,7 +32,7 @@ from trainkit.run.rundir import RunDir
 BEGAN = datetime(2026, 1, 1, tzinfo=timezone.utc)
 STARTUP_S, STEP_S, EVAL_EVERY = 10.0, 0.5, 500
 MIB = 1024**2
-GOAL_S, GOAL_MB = 5.0, 3.0
+GOAL_S, GOAL_MB, GOAL_OPEN_S = 5.0, 3.0, 1.0
 
 
 def main() -> int:
@@ -35,19 +41,70 @@ def main() -> int:
     )
     parser.add_argument("--lines", type=int, default=1_000_000, metavar="N")
     parser.add_argument("--repeats", type=int, default=3, metavar="N")
+    parser.add_argument("--runs", type=int, default=0, metavar="N", help="measure a sweep of this many runs")
     args = parser.parse_args()
+    if args.runs:
+        return measure_group(args.runs, args.lines, args.repeats)
     with tempfile.TemporaryDirectory(prefix="trainkit-report-") as folder:
         run = RunDir(Path(folder) / "long")
         write_run(run, args.lines)
         size_mib = run.metrics_file.stat().st_size / MIB
         print(f"{args.lines:,} lines, {size_mib:.0f} MiB, {len(os.sched_getaffinity(0))} CPUs")
-        seconds = statistics.median(report_s(run) for _ in range(args.repeats))
+        seconds = statistics.median(report_s(run.path) for _ in range(args.repeats))
         parse_s = statistics.median(json_s(run) for _ in range(args.repeats))
         page_mb = (run.path / "report.html").stat().st_size / 1e6
         print(f"trainkit report: {seconds:.2f} s, median of {args.repeats} (goal: {GOAL_S:.0f} s)")
         print(f"parsing the JSON alone: {parse_s:.2f} s; ratio {seconds / parse_s:.2f}")
         print(f"page: {page_mb:.3f} MB (goal: {GOAL_MB:.0f} MB)")
         return int(seconds > GOAL_S or page_mb > GOAL_MB)
+
+
+def measure_group(num_runs: int, num_lines: int, repeats: int) -> int:
+    """Print how long a sweep's report takes to make and to open, and its size; 1 if a goal is missed."""
+    with tempfile.TemporaryDirectory(prefix="trainkit-report-") as folder:
+        group = Path(folder) / "sweep"
+        write_group(group, num_runs, num_lines)
+        size_mib = sum(file.stat().st_size for file in group.glob("*/metrics.jsonl")) / MIB
+        print(
+            f"{num_runs} runs of {num_lines:,} lines, {size_mib:.0f} MiB, {len(os.sched_getaffinity(0))} CPUs"
+        )
+        seconds = statistics.median(report_s(group) for _ in range(repeats))
+        page = group / "report.html"
+        page_mb = page.stat().st_size / 1e6
+        with browser(Path(folder) / "profile") as chromium:
+            chromium.open(page, 1400)  # the first page of a browser waits for its start
+            opened = [open_s(chromium, page) for _ in range(repeats)]
+        open_median_s, draw_s = (statistics.median(times) for times in zip(*opened, strict=True))
+        print(f"trainkit report: {seconds:.2f} s, median of {repeats} (goal: {GOAL_S:.0f} s)")
+        print(f"page: {page_mb:.2f} MB (goal: {GOAL_MB:.0f} MB)")
+        print(
+            f"opened in {open_median_s:.2f} s (goal: {GOAL_OPEN_S:.0f} s); all drawn again in {draw_s:.2f} s"
+        )
+        return int(seconds > GOAL_S or page_mb > GOAL_MB or open_median_s > GOAL_OPEN_S)
+
+
+def write_group(folder: Path, num_runs: int, num_lines: int) -> None:
+    """Write a sweep over the learning rate whose runs are copies of one, each with losses of its own."""
+    group = made_up_sweep(
+        folder, {"optimizer.lr": [1e-4 * 2**index for index in range(num_runs)]}, num_steps=2
+    )
+    for index in range(num_runs):
+        with group.run(index).metrics_file.open("w") as stream:
+            for step in range(1, num_lines + 1):
+                values = record(step, num_lines, num_lines)
+                values["loss"] = (
+                    2 + index / 10 + 3 * math.exp(-4 * step / num_lines) + step * 7919 % 101 / 500
+                )
+                stream.write(json.dumps(values) + "\n")
+
+
+def open_s(chromium: Browser, page: Path) -> tuple[float, float]:
+    """The seconds until a page is loaded, and then to draw each of its charts anew."""
+    begin = time.perf_counter()
+    chromium.open(page, 1400)
+    loaded = time.perf_counter()
+    chromium.evaluate("for (const plot of plots) plot.reset(); document.body.offsetHeight")
+    return loaded - begin, time.perf_counter() - loaded
 
 
 def write_run(run: RunDir, num_lines: int) -> None:
@@ -117,9 +174,9 @@ def stamp(seconds: float) -> str:
     return as_utc(BEGAN + timedelta(seconds=seconds))
 
 
-def report_s(run: RunDir) -> float:
+def report_s(folder: Path) -> float:
     begin = time.perf_counter()
-    argv = [sys.executable, "-m", "trainkit", "report", str(run.path)]
+    argv = [sys.executable, "-m", "trainkit", "report", str(folder)]
     subprocess.run(argv, check=True, stdout=subprocess.DEVNULL)
     return time.perf_counter() - begin
 

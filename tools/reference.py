@@ -364,7 +364,7 @@ def _documented(node: ast.AST, owner: str = "") -> Iterator[str]:
     if isinstance(node, ast.FunctionDef) and "property" not in decorators:
         node.args.args = [item for item in node.args.args if item.arg != "self"]
         returns = "" if node.returns is None else f" -> {ast.unparse(node.returns)}"
-        name += f"({ast.unparse(node.args)}){returns}"
+        name += re.sub(r"types\.Unpack\[(\w+)\]", r"*\1", f"({ast.unparse(node.args)}){returns}")
     yield f"{'####' if owner else '###'} `{name}`\n"
     if "abstractmethod" in decorators:
         yield "Required.\n"

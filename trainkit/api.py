@@ -25,7 +25,7 @@ from trainkit.backend import backend_named
 from trainkit.backends.jobs import liveness_probe
 from trainkit.control.cancel import cancel_group, cancel_run
 from trainkit.errors import ConfigError, Problem, TrainkitError, UsageError, warn_caller
-from trainkit.formats import MASK, did_you_mean, plural, rank_list, size, there_are
+from trainkit.formats import MASK, did_you_mean, plural, rank_list, shown, size, there_are
 from trainkit.function import (
     ARGV,
     CALL_FILE,
@@ -53,8 +53,8 @@ from trainkit.run.owner import refuse_foreign
 from trainkit.run.record import read_job
 from trainkit.run.registry import find_run, find_run_or_group, iter_known_runs
 from trainkit.run.rundir import AttemptDir, RunDir
-from trainkit.run.trial import group_values, trial_values
-from trainkit.shipped import launchers
+from trainkit.run.trial import group_values, trial_values, values_of
+from trainkit.shipped import in_order, launchers
 
 if TYPE_CHECKING:
     import typing_extensions as types  # for defaults; nothing imports it when this runs
@@ -394,18 +394,16 @@ class Run(Generic[Value]):
         try:
             status = self._status(warnings.append)
             best = best_result(self._folder)
-            shown = status.shown()
-            return details(
-                {
-                    **{name: shown[name] for name in ("run", "state", "step", "loss")},
-                    "curve": _curve(self._folder),
-                    "val_loss": shown["val_loss"],
+            after: dict[str, dict[str, object]] = {
+                "state": {"values": shown(values_of(self._folder)) or None},
+                "loss": {"curve": _curve(self._folder)},
+                "val_loss": {
                     "best": best and f"{best.metric} {best.value:.4g} at step {best.step}",
                     "result": self._shown_result(status.state),
-                    **{name: shown[name] for name in ("reason", "folder")},
-                    "warning": "; ".join(warnings) or None,
-                }
-            )
+                },
+                "folder": {"warning": "; ".join(warnings) or None},
+            }
+            return details(in_order(status.shown(), after))
         except (OSError, TrainkitError) as error:
             return details({"folder": str(self.path), "error": str(error)})
 

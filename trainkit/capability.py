@@ -31,6 +31,8 @@ if TYPE_CHECKING:  # the nouns of the floors above, for type checkers alone
     from trainkit.run.events import Event
     from trainkit.run.history import PlanRecord, RunHistory
     from trainkit.run.rundir import AttemptDir, RunDir
+    from trainkit.trainer.metrics import TensorBoardLog
+    from trainkit.trainer.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -188,6 +190,29 @@ class Reader:
         """Read what was written since the last call, and no more. Raises OSError."""
 
 
+class Recorder:
+    """Keeps the images, histograms and texts that a rank logs; this one keeps none, as on other ranks than 0.
+
+    `step` is by default that of the training. Raises UsageError for what cannot be kept.
+    """
+
+    def image(self, name: str, image: object, step: int | None = None, caption: str | None = None) -> None:
+        """Keep a tensor, an array of numpy or an image of PIL, as it is now."""
+
+    def histogram(self, name: str, values: object, step: int | None = None) -> None:
+        """Keep the histogram of the numbers in a tensor, an array or a list."""
+
+    def text(self, name: str, text: str, step: int | None = None) -> None:
+        """Keep a text."""
+
+    def close(self) -> None:
+        """Wait for what is still being written."""
+
+
+MakeRecorder = Callable[["AttemptDir", "Progress", "TensorBoardLog | None"], Recorder]
+"""Makes the recorder of rank 0; what it keeps is in TensorBoard too, if the attempt writes to it."""
+
+
 class Choice:
     """What was typed of the options that a capability adds to `trainkit run` or `trainkit check`."""
 
@@ -278,6 +303,10 @@ class Capability:
         """Begin to look at the times of the ranks in the trainer; None for nothing."""
         return None
 
+    def recorder(self) -> MakeRecorder:
+        """What makes the recorder of rank 0, if the capability keeps images, histograms and texts."""
+        raise NotImplementedError
+
     def watch(self, attempt: AttemptDir, plan: LaunchPlan, hosts: Hosts) -> Watch | None:
         """Begin to watch an attempt from its supervisor, if its part is in the plan; None for nothing."""
         return None
@@ -329,4 +358,8 @@ class Capability:
 
     def report(self, history: RunHistory) -> Mapping[str, object]:
         """The keys that it adds to ``report --json``, and to what the page shows."""
+        return {}
+
+    def sections(self, history: RunHistory) -> Mapping[str, str]:
+        """The sections that it adds to the page of a report: title -> HTML, with all texts in it escaped."""
         return {}

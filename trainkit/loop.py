@@ -48,6 +48,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 from trainkit import __version__
+from trainkit.capability import Recorder
+from trainkit.config import read_effective
 from trainkit.data.order import sample_index
 from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, FatalError
 from trainkit.folders import ensure_folder
@@ -61,6 +63,7 @@ from trainkit.run.files import utc_now, write_atomic
 from trainkit.run.process import own_host
 from trainkit.run.record import add_attempt, create_job
 from trainkit.run.rundir import AttemptDir, RunDir, run_lock
+from trainkit.shipped import of_media
 from trainkit.trainer.__main__ import record_failure
 from trainkit.trainer.checkpoint.loader import choose_checkpoint, load_tensors
 from trainkit.trainer.checkpoint.saver import CheckpointSaver, SaveRequest
@@ -76,7 +79,7 @@ from trainkit.trainer.distributed import (
     record_event,
     select_device,
 )
-from trainkit.trainer.metrics import write_pending
+from trainkit.trainer.metrics import TensorBoardLog, write_pending
 from trainkit.trainer.progress import Progress, RankInfo, Watchdog
 from trainkit.trainer.stateless_random import stable_key
 
@@ -206,6 +209,12 @@ class Attached:
         self._values: dict[str, float | Tensor] = {}
         self._records: deque[dict[str, object]] = deque(maxlen=10_000)
         """What metrics.jsonl will get at the next write."""
+        self._board: TensorBoardLog | None = None
+        self._recorder = Recorder()
+        if self.is_main:
+            if plan is None or read_effective(attempt.config_file).logging.tensorboard is not False:
+                self._board = TensorBoardLog(attempt.run, 1)
+            self._recorder = of_media().recorder()(attempt, self._progress, self._board)
         # For small collectives: saves use the group of the checkpoints.
         self._group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
         self._stops: tuple[Tensor, dist.Work] | None = None
@@ -266,6 +275,8 @@ class Attached:
             values = {"step": step, "total_steps": total, "samples_seen": None, "num_samples": None}
             record_event(self._attempt, "training", **values)
         first = step + 1
+        if self._board is not None:
+            self._board.first_step = first
         while step < total:
             step += 1
             self._progress.begin_step(step)
@@ -324,6 +335,26 @@ class Attached:
         """
         self._values |= values
 
+    def log_image(
+        self, name: str, image: object, step: int | None = None, caption: str | None = None
+    ) -> None:
+        """Log an image; the report, TensorBoard, MLflow and W&B show it.
+
+        image: a tensor [height, width] or [channels, height, width], an array of numpy [height, width] or
+        [height, width, channels], or an image of PIL. Floats are from 0 to 1, whole numbers from 0 to 255.
+        step: by default the current one, of which the first image of a name is kept.
+        Callable on every rank, or on some: rank 0 keeps its own. Raises UsageError for what is no image.
+        """
+        self._recorder.image(name, image, step, caption)
+
+    def log_histogram(self, name: str, values: object, step: int | None = None) -> None:
+        """Log the histogram of the numbers in a tensor, an array or a list; otherwise as `log_image`."""
+        self._recorder.histogram(name, values, step)
+
+    def log_text(self, name: str, text: str, step: int | None = None) -> None:
+        """Log a text, such as a generated sample; otherwise as `log_image`."""
+        self._recorder.text(name, text, step)
+
     def sample_indices(
         self, step: int, num_samples: int, batch_size: int, *, seed: int = 0, shuffle: bool = True
     ) -> list[int]:
@@ -363,6 +394,8 @@ class Attached:
         record["step_s"] = round(step_s, 6)
         self._records.append(record)
         write_pending(self._attempt.run.metrics_file, self._records)
+        if self._board is not None:
+            self._board.write(step, {**means, "step_s": round(step_s, 6)})
 
     def _save(self, step: int, reason: str, *, blocking: bool) -> None:
         if not self._tracked:
@@ -395,6 +428,9 @@ class Attached:
     def _close(self) -> None:
         """Release what this process holds; when Python exits."""
         self._saver.close()
+        self._recorder.close()
+        if self._board is not None:
+            self._board.close()
         if self._is_by_hand and self.is_main:
             self._record_end()
         self._watchdog.close()

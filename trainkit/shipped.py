@@ -77,15 +77,17 @@ class Shipped(NamedTuple):
     """A file that only its groups of runs have; None if it has none."""
     functions: Mapping[str, str] = {}
     """Function of which the core has no other one -> MODULE:NAME in the folder."""
-    by_command: bool = False
-    """Whether its commands alone give a run its part, and no key of a config."""
+    keeps_media: bool = False
+    """Whether it keeps the images, histograms and texts that a rank logs."""
+    without_keys: bool = False
+    """Whether no key of a config is about it: a config is checked and planned without its class."""
     worker: str | None = None
     """The module whose `run_worker` the ranks of a run with its part call; None for the trainer's."""
 
     @property
     def has_class(self) -> bool:
         """Whether its module has a `CAPABILITY`, which one with commands alone does not need."""
-        return bool(self.follows or self.group_file)
+        return bool(self.follows or self.group_file or self.keeps_media)
 
 
 LEFT_OUT = object()
@@ -98,11 +100,11 @@ SHIPPED = {
         {"debug": WHOLE},
         in_ranks=True,
         attends="rank",
-        by_command=True,
+        without_keys=True,
         commands={"debug": "command:command"},
         options={"run": "run_options:run_options"},
     ),
-    "bench": Shipped(commands={"bench": "command:command"}, group_file="bench.json", by_command=True),
+    "bench": Shipped(commands={"bench": "command:command"}, group_file="bench.json", without_keys=True),
     "init": Shipped(commands={"init": "command:command"}),
     "shell": Shipped(commands={"shell": "command:shell", "attach": "command:attach"}),
     "stacks": Shipped(commands={"stacks": "command:command"}),
@@ -117,7 +119,7 @@ SHIPPED = {
         {"replay": ("steps", None)},
         commands={"replay": "command:command", "data show": "command:show"},
         worker="worker",
-        by_command=True,
+        without_keys=True,
     ),
     "report": Shipped(commands={"report": "command:command", "compare": "compare:command"}),
     "simulation": Shipped(options={"check": "check_options:simulation_options"}),
@@ -156,6 +158,7 @@ SHIPPED = {
     "health": Shipped(
         "log_pattern", {"health_every_s": ("every_s", None)}, shown={"report": {"nodes": "slowdowns"}}
     ),
+    "media": Shipped(keeps_media=True, without_keys=True, shown={"report": {"media": "slowdowns"}}),
     "trackers": Shipped(
         "slurm",
         {"trackers": ("names", [])},
@@ -237,7 +240,7 @@ def installed_section(name: str) -> type[Section] | None:
 
 def shipped_classes() -> list[str]:
     """The shipped capabilities with a class that a config may ask for."""
-    return [name for name, shipped in SHIPPED.items() if shipped.has_class and not shipped.by_command]
+    return [name for name, shipped in SHIPPED.items() if shipped.has_class and not shipped.without_keys]
 
 
 def launchers() -> dict[str, tuple[str, ...]]:
@@ -283,6 +286,11 @@ def text_preparer() -> TextPreparer:
     It gets the config, and whether it compares the sizes of shards that are there.
     """
     return cast("TextPreparer", _function("prepare_texts"))
+
+
+def of_media() -> Capability:
+    """The capability that keeps the images, histograms and texts that a rank logs."""
+    return load(next(name for name, shipped in SHIPPED.items() if shipped.keeps_media))
 
 
 def measured_speeds(group: Path) -> Mapping[int, float | None] | None:

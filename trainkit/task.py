@@ -16,7 +16,7 @@ precision, validation, checkpoints and resuming, works as for the built-in task.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,9 +24,12 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import default_collate
 
 from trainkit.adapters import add_adapters as add_adapters  # what a task calls
+from trainkit.capability import Recorder
 from trainkit.config.schema import RunConfig
 from trainkit.config.training import DataConfig
 from trainkit.data.shards import open_dataset
@@ -108,6 +111,11 @@ class Task(ABC):
     the constructor nor a method may call a collective.
     """
 
+    step: int = 0
+    """The number of the current step, from 1 on; of the last one in a validation, 0 before the first."""
+    _recorder = Recorder()
+    """Keeps what `log_image`, `log_histogram` and `log_text` log; the trainer sets that of rank 0."""
+
     def __init__(self, config: RunConfig) -> None:
         self.config = config
 
@@ -154,13 +162,64 @@ class Task(ABC):
         """Join items to a batch of tensors; runs in the data workers and must not use the GPU."""
         return default_collate(items)
 
-    @abstractmethod
     def loss(self, model: nn.Module, batch: Any) -> Loss:
         """Compute the loss of a batch, whose tensors are on the model's device.
 
         The last batch of an epoch or of the validation may be smaller than the others. For validation,
-        ``model.training`` is false and there are no gradients.
+        ``model.training`` is false and there are no gradients. Only a task with `turns` and without
+        validation does without it.
         """
+        raise NotImplementedError(f"{type(self).__name__} does not define loss, which validation needs")
+
+    def optimizers(
+        self, parameters: Mapping[str, nn.Parameter]
+    ) -> Optimizer | LRScheduler | Mapping[str, Optimizer | LRScheduler]:
+        """The optimizers of the parameters by their names, each with its scheduler if it has one.
+
+        Optional: the default is AdamW of the config's ``optimizer`` section. The parameters are those that
+        require a gradient, in float32; of a sharded one, the shard of this rank. Every one belongs to one
+        optimizer. A scheduler stands for its optimizer, and takes a step after each step of the training.
+        Without one, the config's ``schedule`` multiplies the learning rates of the groups, by 0 to 1.
+
+        With ``dp_shard`` or ``tp``, the update must be by element, as those of SGD and Adam are. An
+        optimizer that is not one of torch says so with an attribute ``by_element = True``.
+        """
+        raise NotImplementedError
+
+    def turns(self) -> Sequence[str]:
+        """The names of the optimizers that take turns in the current step, in their order.
+
+        Each turn computes the gradient of `loss_for` over the samples of the step, and updates the parameters
+        of that optimizer alone. Without any, all optimizers minimise `loss` together. It may depend on
+        `step`, but not on the rank.
+        """
+        return ()
+
+    def loss_for(self, optimizer: str, model: nn.Module, batch: Any) -> Loss:
+        """Compute the loss that an optimizer minimises in its turn; validation calls `loss`.
+
+        It is logged as ``NAME_loss``; the ``loss`` of the step is the sum over the optimizers.
+        """
+        raise NotImplementedError
+
+    def after_step(self, model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
+        """Do something after the update of a step, without gradients; on every rank.
+
+        `parameters` are all of the model by their names, frozen ones too, in float32; of a sharded one, the
+        shard of this rank. Change them in place: the model and its checkpoints then have the new values.
+        """
+        return None
+
+    def state_dict(self) -> Mapping[str, object]:
+        """What a checkpoint keeps besides the model and the optimizers; the same on every rank.
+
+        Tensors, numbers, strings, None, and lists, tuples and dictionaries of them.
+        """
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Take in what `state_dict` returned, when a run is resumed."""
+        return None
 
     def layers(self, model: nn.Module) -> list[nn.Module]:
         """The units of sharding, recomputation and compilation, in the order of the forward pass.
@@ -201,6 +260,24 @@ class Task(ABC):
         tensors |= {name: buffer for name, buffer in model.named_buffers() if name in saved}
         sizes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
         write_safetensors(folder / "model.safetensors", sizes, (item.detach() for item in tensors.values()))
+
+    def log_image(self, name: str, image: object, caption: str | None = None) -> None:
+        """Log an image of the current step; the report, TensorBoard, MLflow and W&B show it.
+
+        image: a tensor [height, width] or [channels, height, width], an array of numpy [height, width] or
+        [height, width, channels], or an image of PIL. Floats are from 0 to 1, whole numbers from 0 to 255.
+        Callable wherever the task is, on every rank: rank 0 keeps its own. In a step, the first of a name is
+        kept; in the validation it is called ``val_NAME``.
+        """
+        self._recorder.image(name, image, caption=caption)
+
+    def log_histogram(self, name: str, values: object) -> None:
+        """Log the histogram of the numbers in a tensor, an array or a list; otherwise as `log_image`."""
+        self._recorder.histogram(name, values)
+
+    def log_text(self, name: str, text: str) -> None:
+        """Log a text, such as a generated sample; otherwise as `log_image`."""
+        self._recorder.text(name, text)
 
     @property
     def flops_per_sample(self) -> float | None:

@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,6 +98,38 @@ class Browser:
             "return [b.left, b.top + scrollY, b.right, b.bottom + scrollY].map(Math.round)})"
         )
         return [(left, top, right, bottom) for left, top, right, bottom in rows]
+
+    def mouse(self, kind: str, x: float, y: float, clicks: int = 1) -> None:
+        """Move, press or release the left button at a place of the window."""
+        held = int(kind != "mouseReleased")
+        self._call(
+            "Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", buttons=held, clickCount=clicks
+        )
+
+    def click(self, x: float, y: float, clicks: int = 1) -> None:
+        """Click at a place of the window."""
+        for number in range(1, clicks + 1):
+            self.mouse("mousePressed", x, y, number)
+            self.mouse("mouseReleased", x, y, number)
+
+    def press(self, key: str) -> None:
+        """Press and release a key, by its name in a KeyboardEvent."""
+        more = {"text": key} if len(key) == 1 else {"text": "\r"} if key == "Enter" else {}
+        self._call("Input.dispatchKeyEvent", type="keyDown", key=key, code=key, **more)
+        self._call("Input.dispatchKeyEvent", type="keyUp", key=key, code=key)
+
+    def download(self, start: Callable[[], object], folder: Path) -> Path:
+        """The file that a page saves after a click."""
+        self._call(
+            "Browser.setDownloadBehavior", behavior="allow", downloadPath=str(folder), eventsEnabled=True
+        )
+        start()
+        while (message := self._read()).get("method") != "Browser.downloadProgress" or (
+            message["params"]["state"] != "completed"
+        ):
+            pass
+        [file] = folder.iterdir()
+        return file
 
     def pdf(self) -> bytes:
         """The printed page."""

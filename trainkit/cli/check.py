@@ -46,7 +46,7 @@ MAX_COLUMN_WIDTH = 40
 )
 @option(
     "--task-smoke",
-    "Try your own task too: a few samples forward and backward on this machine's CPU.",
+    "Try your own task too: a few samples forward and backward, on one and two ranks, on this machine's CPU.",
     name="smoke",
 )
 @options.of_capabilities("check")

@@ -16,6 +16,8 @@ MAX_MASKED = 10_000
 MAX_KEYS = 12
 """Columns for the keys in which the runs of a group differ."""
 MAX_ROWS = 20
+LEFT = ' style="text-align:left"'
+"""Notebooks align cells for numbers."""
 WIDTH, HEIGHT = 120, 24
 """Pixels of a curve."""
 MARGIN = 2
@@ -34,10 +36,10 @@ Column = tuple[str, Sequence[object]]
 def table(columns: Iterable[Column]) -> str:
     """A table of columns of equal length; one with nothing but None is left out."""
     shown = [(name, cells) for name, cells in columns if any(one is not None for one in cells)]
-    head = "".join(f"<th>{_text(name)}</th>" for name, _ in shown)
+    head = "".join(f"<th{LEFT}>{_text(name)}</th>" for name, _ in shown)
     names = [name for name, _ in shown]
     rows = (
-        "".join(f"<td>{_cell(name, one)}</td>" for name, one in zip(names, row, strict=True))
+        "".join(f"<td{LEFT}>{_cell(name, one)}</td>" for name, one in zip(names, row, strict=True))
         for row in zip(*(cells for _, cells in shown), strict=True)
     )
     return f"<table><tr>{head}</tr>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
@@ -46,7 +48,7 @@ def table(columns: Iterable[Column]) -> str:
 def details(values: Mapping[str, object]) -> str:
     """A table of names and values, without those that are None."""
     rows = (
-        f"<tr><th>{_text(name)}</th><td>{_cell(name, value)}</td></tr>"
+        f"<tr><th{LEFT}>{_text(name)}</th><td{LEFT}>{_cell(name, value)}</td></tr>"
         for name, value in values.items()
         if value is not None
     )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from trainkit.backends.slurm.failed_starts import FailedStart, batch_log, failed_starts
 from trainkit.capability import Notice, Reading
 from trainkit.errors import EXIT_STOPPED, TrainkitError
-from trainkit.formats import cell, number, time_text
+from trainkit.formats import cell, mask_secrets, number, time_text
 from trainkit.observe.logs import clean, last_lines, printed_metrics
 from trainkit.observe.notebook import details
 from trainkit.run.end import (
@@ -207,19 +207,21 @@ class RunStatus:
     def shown(self) -> dict[str, object]:
         """What a notebook shows of it, None where there is nothing."""
         step, progress = self.progress.step, self.progress
+        of = "" if progress.total_steps is None else f" of {progress.total_steps:,}"
         return {
             "run": self.name,
             "state": self.state,
-            "step": None if step is None else f"{step:,} of {cell(progress.total_steps, ',')}",
+            "step": None if step is None else f"{step:,}{of}",
             "loss": None if step is None else loss_text(self, cell(progress.loss, ".4g")),
             "val_loss": progress.val_loss and cell(progress.val_loss, ".4g"),
+            "failure": None if self.failure is None else self.failure.line,
             "reason": self.reason,
             "folder": self.run_dir,
         }
 
     def __repr__(self) -> str:
         said = [f"{name} {value}" for name, value in self.shown().items() if value is not None]
-        return f"<{', '.join(said)}>"
+        return mask_secrets(f"<{', '.join(said)}>")
 
     def _repr_html_(self) -> str:
         return details(self.shown())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from logging import getLogger
@@ -26,6 +26,7 @@ from trainkit.plan.layout_rules import compiles
 from trainkit.plan.step_work import attends_in_blocks, loss_chunks
 from trainkit.run.files import open_private, write_atomic
 from trainkit.run.rundir import RunDir
+from trainkit.task import Task
 from trainkit.trainer.causal_lm import CausalLM
 from trainkit.trainer.checkpoint.state import StateBuffers
 from trainkit.trainer.distributed import World, gather_from_all
@@ -61,9 +62,9 @@ from trainkit.trainer.parallel.tensor import apply_tensor_parallel, fill_shards,
 from trainkit.trainer.precision import DTYPES, Float8Gather, apply_float8, cast_weights, require_float8
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.quantization import read_quantized
-from trainkit.trainer.stateless_random import fill_normal_
-from trainkit.trainer.task_batches import digest_of
-from trainkit.trainer.torch_private import ATTENTION_OPS, REDUCTION_OPS, compiled_anew
+from trainkit.trainer.stateless_random import fill_normal_, stable_key
+from trainkit.trainer.task_batches import digest_of, seed_generators
+from trainkit.trainer.torch_private import ATTENTION_OPS, REDUCTION_OPS, compiled_anew, copy_each
 from trainkit.trainer.user_code import errors_of_user, refusal
 from trainkit.trainer.user_task import UserTask
 
@@ -209,6 +210,8 @@ class BuiltModel:
     """Sums the gradients of an embedding and a head that are tied, but in different stages of a pipeline."""
     update_scales: Callable[[], None] = lambda: None
     """Computes the scales of weights that are gathered in float8; call whenever the weights have changed."""
+    after_step: Callable[[], None] = lambda: None
+    """Calls `Task.after_step`."""
 
 
 def build(
@@ -219,7 +222,7 @@ def build(
     Only the weights with `is_read` have no values yet.
     """
     if isinstance(task, UserTask):
-        return _build_task(task, plan, world, progress, local_gradient)
+        return build_for_task(task, world, progress, local_gradient)
     config, model_parts = task.config, build_model_parts(task, plan, world)
     # Offloaded parameters stay on the host: FSDP copies them to the device per block, but not the buffers.
     param_device = torch.device("cpu") if config.parallel.offload else world.device
@@ -341,7 +344,7 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 """Modules whose weights have the type of their statistics, float32."""
 
 
-def build_module(task: UserTask, plan: LaunchPlan, world: World) -> LossModule:
+def build_module(task: UserTask, world: World) -> LossModule:
     """The model of this rank on its device, wrapped for data parallelism."""
     config = task.config
     model, parallel, dtype = task.build_model(), config.parallel, DTYPES[config.precision.dtype]
@@ -350,9 +353,9 @@ def build_module(task: UserTask, plan: LaunchPlan, world: World) -> LossModule:
         layers = task.task.layers(model)
     module = LossModule(model, task.task, config)
     values: Mapping[str, Tensor] = {}
-    if plan.layout.tp > 1:
+    if world.layout.tp > 1:
         assert world.mesh is not None
-        styles = find_styles(task.task, config, model, plan.layout.tp)
+        styles = find_styles(task.task, config, model, world.layout.tp)
         values = split_model(config, model, styles, world.mesh["tp"])
     recompute_and_compile(
         layers,
@@ -368,7 +371,7 @@ def build_module(task: UserTask, plan: LaunchPlan, world: World) -> LossModule:
     apply_data_parallel(
         module,
         world.mesh,
-        plan.layout,
+        world.layout,
         dtype,
         layers=layers,
         float32=[item for item in model.modules() if isinstance(item, BATCH_NORMS)],
@@ -396,10 +399,11 @@ def check_same_weights(model: nn.Module, config: RunConfig, world: World) -> Non
         raise refusal(config, message, hint)
 
 
-def _build_task(
-    task: UserTask, plan: LaunchPlan, world: World, progress: Progress, local_gradient: LocalGradient
+def build_for_task(
+    task: UserTask, world: World, progress: Progress, local_gradient: LocalGradient
 ) -> BuiltModel:
-    config, module = task.config, build_module(task, plan, world)
+    """The model of a user's task on this rank; see `build`."""
+    config, module = task.config, build_module(task, world)
     model, dtype = module.model, DTYPES[config.precision.dtype]
     read_quantized(model, task.read_weight, world.device)
     module.train()
@@ -408,10 +412,38 @@ def _build_task(
     weights = []
     # Whether frozen parameters have the same values at every start, and checkpoints do not need them.
     is_reread = bool(getattr(task.task, "rereads_frozen", False))
+    is_changed = type(task.task).after_step is not Task.after_step
     for name, param in model.named_parameters():
         master, cast_param = (masters[param], param) if param in masters else (param, None)
         options, is_read = task.task.parameter_options(name, param), name in module.read_names
-        weights.append(Weight(name, master, False, cast_param, options, is_read, is_reread))
+        weights.append(Weight(name, master, False, cast_param, options, is_read, is_reread, is_changed))
     switch = gradient_switch(module, world, config.parallel, masters, local_gradient)
     passes = TaskForwardBackward(switch, progress, module, config, world)
-    return BuiltModel([module], weights, passes, StateBuffers(model), task.read_weight)
+    built = BuiltModel([module], weights, passes, StateBuffers(model), task.read_weight)
+    return (
+        replace(built, after_step=AfterStep(module, weights, config, world.device)) if is_changed else built
+    )
+
+
+class AfterStep:
+    """Calls `Task.after_step` with the parameters of this rank in float32, and casts what it has changed."""
+
+    def __init__(
+        self, module: LossModule, weights: Sequence[Weight], config: RunConfig, device: torch.device
+    ) -> None:
+        self._module, self._config, self._device = module, config, device
+        self._parameters = {weight.name: local_tensor(weight.param.detach()) for weight in weights}
+        self._casts = {
+            weight.name: local_tensor(weight.cast.detach()) for weight in weights if weight.cast is not None
+        }
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        task, dtype = self._module.task, DTYPES[self._config.precision.dtype]
+        seed = stable_key(self._config.seed, "after_step", task.step)
+        seed_generators(seed)
+        torch.manual_seed(seed)  # on the device too
+        with torch.autocast(self._device.type, dtype, enabled=dtype != torch.float32):
+            task.after_step(self._module.model, dict(self._parameters))
+        if self._casts:
+            copy_each(list(self._casts.values()), [self._parameters[name] for name in self._casts])

@@ -11,7 +11,7 @@ import copy
 from collections import deque
 from collections.abc import Iterator, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -91,6 +91,16 @@ class StepBatch:
     """Valid samples on all ranks together."""
     stream: StreamState | None = None
     """The position of a user's stream after the step, on rank 0."""
+
+    def of_turn(self, number: int, turn: str) -> StepBatch:
+        """The same samples for the loss of one of several optimizers, with random numbers of its own."""
+        if not turn:
+            return self
+        micros = [
+            replace(micro, optimizer=turn, seed=stable_key(micro.seed, number, turn))
+            for micro in self.microbatches
+        ]
+        return replace(self, microbatches=micros)
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,14 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from trainkit.config.schema import RunConfig
-from trainkit.task import Loss, Task
+from trainkit.task import Loss, Number, Task
 from trainkit.trainer.causal_lm import Microbatch, to_device
 from trainkit.trainer.distributed import World, gather_from_all
 from trainkit.trainer.metrics import RECORD_KEYS
 from trainkit.trainer.models.model import local_tensor
 from trainkit.trainer.precision import DTYPES
 from trainkit.trainer.progress import Progress
+from trainkit.trainer.step_sync import LOSS_OF
 from trainkit.trainer.task_batches import TaskBatch, seed_generators
 from trainkit.trainer.user_code import listed, refusal
 
@@ -45,6 +46,10 @@ class ForwardBackward(Protocol[M]):
     def metric_names(self) -> tuple[str, ...]:
         """The names of the metrics in the sums of the last pass."""
         return ()
+
+    def begin_step(self, step: int) -> None:
+        """Note which step the next passes are of."""
+        return None
 
     def accumulate_gradient(self, microbatches: Sequence[M], scale: Tensor, on_loss: OnLoss) -> None:
         """Add the gradient of the summed loss x `scale`, a float32 [] on the device.
@@ -225,13 +230,15 @@ class LossModule(nn.Module):
         self.model = model
         self.read_names = frozenset(name for name, param in model.named_parameters() if param.is_meta)
         """The parameters whose initial values are read, once each rank has its shard."""
-        self._task = task
+        self.task = task
         self._config = config
 
-    def forward(self, data: Any) -> tuple[Tensor, Any, Mapping[str, object]]:
-        loss = self._task.loss(self.model, data)
+    def forward(self, data: object, optimizer: str = "") -> tuple[Tensor, Number, Mapping[str, object]]:
+        task, model = self.task, self.model
+        loss = task.loss_for(optimizer, model, data) if optimizer else task.loss(model, data)
         if not isinstance(loss, Loss):
-            message = f"loss() returned a {type(loss).__name__}"
+            method = "loss_for" if optimizer else "loss"
+            message = f"{method}() returned a {type(loss).__name__}"
             raise refusal(self._config, message, "return a trainkit.task.Loss")
         return loss.total, loss.count, loss.metrics
 
@@ -246,7 +253,9 @@ class TaskForwardBackward(OneByOne[TaskBatch]):
 
     def __post_init__(self) -> None:
         self._dtype = DTYPES[self.config.precision.dtype]
-        self._names: dict[bool, tuple[str, ...]] = {}
+        self._names: dict[tuple[bool, str], tuple[str, ...]] = {}
+        self._pass = True, ""
+        """Whether the last pass was of the training, and whose loss it computed."""
         self._has_passed = False
         # Not the group of the checkpoints, which a save may be using in its thread.
         self._group = dist.new_group(backend="gloo") if self.world.distributed else None
@@ -254,7 +263,10 @@ class TaskForwardBackward(OneByOne[TaskBatch]):
     @property
     def metric_names(self) -> tuple[str, ...]:
         """The names of the metrics that the last pass returned, in training or validation."""
-        return self._names.get(self.module.training, ())
+        return self._names.get(self._pass, ())
+
+    def begin_step(self, step: int) -> None:
+        self.module.task.step = step
 
     def accumulate_gradient(self, microbatches: Sequence[TaskBatch], scale: Tensor, on_loss: OnLoss) -> None:
         super().accumulate_gradient(microbatches, scale, on_loss)
@@ -268,14 +280,14 @@ class TaskForwardBackward(OneByOne[TaskBatch]):
         seed_generators(micro.seed)
         torch.manual_seed(micro.seed)  # on the device too
         with torch.autocast(device.type, self._dtype, enabled=self._dtype != torch.float32):
-            total, count, metrics = self.module(micro.data)
+            total, count, metrics = self.module(micro.data, micro.optimizer)
         if total.numel() != 1:
             message = f"the total of its loss has shape {list(total.shape)}"
             raise refusal(self.config, message, "sum it: total.sum()")
         if torch.is_grad_enabled() and not total.requires_grad:
             raise refusal(self.config, "the total of its loss has no gradient", "do not detach it")
         total = total.view(()).float()
-        self.check_names(metrics)
+        self.check_names(metrics, micro.optimizer)
         numbers = [total, count]
         for value in (metrics[name] for name in self.metric_names):
             numbers += list(value) if isinstance(value, tuple) else [value, count]
@@ -284,13 +296,15 @@ class TaskForwardBackward(OneByOne[TaskBatch]):
         counts = micro.weight and self.world.counts_samples
         return total * micro.weight, found if counts else torch.zeros_like(found)
 
-    def check_names(self, metrics: Collection[str]) -> None:
-        """Raise TaskError unless the metrics are the same on all ranks and in all batches."""
-        names, mode = tuple(sorted(metrics)), self.module.training
+    def check_names(self, metrics: Collection[str], optimizer: str = "") -> None:
+        """Raise TaskError unless the metrics are the same on all ranks and in all batches of a loss."""
+        names, mode = tuple(sorted(metrics)), (self.module.training, optimizer)
+        self._pass = mode
         if mode not in self._names:
             taken = sorted(set(names) & RECORD_KEYS)
             if taken:
                 raise refusal(self.config, f"a metric is called {taken[0]}", "every record has that key")
+            self._refuse_same_name(mode, names)
             others = gather_from_all(list(names), self.world, self._group)
             self._names[mode] = names
             if any(other != others[0] for other in others):
@@ -301,6 +315,19 @@ class TaskForwardBackward(OneByOne[TaskBatch]):
             before, now = ", ".join(self._names[mode]) or "none", ", ".join(names) or "none"
             message = f"the metrics of its loss changed from {before} to {now}"
             raise refusal(self.config, message, "return the same ones for every batch")
+
+    def _refuse_same_name(self, mode: tuple[bool, str], names: Sequence[str]) -> None:
+        """Raise TaskError if the losses of two optimizers have a metric of the same name."""
+        found = {**self._names, mode: names}
+        turns = [turn for is_training, turn in found if turn and is_training == mode[0]]
+        logged = [
+            *(LOSS_OF.format(turn) for turn in turns),
+            *(n for turn in turns for n in found[mode[0], turn]),
+        ]
+        twice = next((name for name in logged if logged.count(name) > 1), None)
+        if twice is not None:
+            message = f"{twice} is logged by more than one of the losses of {', '.join(turns)}"
+            raise refusal(self.config, message, "give each metric of loss_for() a name of its own")
 
 
 def _number(value: Any, device: torch.device) -> Tensor:

@@ -22,13 +22,15 @@ from trainkit.plan.launch import Batch, LaunchPlan
 from trainkit.plan.layout_rules import compiles
 from trainkit.run.process import own_host
 from trainkit.run.rundir import AttemptDir
+from trainkit.shipped import of_media
 from trainkit.trainer.build import AnyTask, BuiltModel, CompileCache, build
 from trainkit.trainer.checkpoint.loader import choose_checkpoint
 from trainkit.trainer.checkpoint.saver import CheckpointSaver, SaveRequest
 from trainkit.trainer.checkpoint.state import StateTensors, TrainingState
 from trainkit.trainer.distributed import World, record_event
 from trainkit.trainer.metrics import LocalGradient, Metrics, RankRecords, TensorBoardLog
-from trainkit.trainer.optimizer import ShardedAdamW
+from trainkit.trainer.optimizer import ShardedAdamW, ShardedOptimizer
+from trainkit.trainer.own_optimizers import OwnState, make_own_optimizers, make_own_state
 from trainkit.trainer.precision import LossScale
 from trainkit.trainer.profiler import ProfileWindow
 from trainkit.trainer.progress import Progress
@@ -45,8 +47,10 @@ from trainkit.trainer.step_sync import (
     StepReport,
     all_reduce_sum,
     any_rank,
+    join_turns,
     pack_report,
 )
+from trainkit.trainer.user_task import UserTask
 
 log = getLogger(__name__)
 GC_EVERY_STEPS = 100
@@ -121,6 +125,8 @@ class Trainer:
     _published_best: tuple[float | None, int | None] = (None, None)
     """Value and step of the best checkpoint known to be published."""
     _last_save_s = 0.0
+    _own: OwnState | None = None
+    """What a checkpoint has of a user's task besides its model."""
 
     def __init__(
         self,
@@ -147,12 +153,17 @@ class Trainer:
         self.compile_cache = CompileCache(attempt.run) if compiled else None
         if self.compile_cache is not None and world.rank % plan.workers_per_node == 0:
             self.compile_cache.load()  # before the collective that all ranks begin with
-        self.optimizer = ShardedAdamW(self.built.weights, config.optimizer, layout, compiled=compiled)
+        own = make_own_optimizers(task, self.built.weights, layout)
+        self.optimizer: ShardedOptimizer = own or ShardedAdamW(
+            self.built.weights, config.optimizer, layout, compiled=compiled
+        )
         tensors = StateTensors(self.built.weights, self.optimizer, self.built.buffers)
+        self._whole_state, self._own = tensors.tensors, make_own_state(task, own, world)
         self.saver = CheckpointSaver(attempt, world, tensors.tensors, config.checkpoint.keep_last)
         self.loss_scale = LossScale(config.precision, world.device)
         progress.enter("load")
-        self.state = resume(chosen, attempt, world, task, self.built, tensors)
+        self.state = resume(chosen, attempt, world, task, self.built, tensors, self._own)
+        self.built.forward_backward.begin_step(self.state.step)
         self.built.update_scales()
         self.loss_scale.load(self.state.loss_scale)
         self.saver.last_step = None if chosen is None else self.state.step
@@ -160,12 +171,16 @@ class Trainer:
         tensorboard = None
         if world.is_main:
             announce(attempt, plan, world, task, self.state, self.total_steps)
+            if own is not None:
+                log.info(own.describe())
             if config.logging.tensorboard:
                 tensorboard = TensorBoardLog(attempt.run, self.state.step + 1)
         self.batches = task.batches(TRAIN, plan.batch, world, self.state, self.end_position)
         self.evaluator = None if task.val_data is None else Evaluator(task, plan, world)
         dtype, flops = config.precision.dtype, task.flops_per_sample
         self.metrics = Metrics(attempt, world, dtype, self.total_steps, tensorboard, flops)
+        if isinstance(task, UserTask) and world.is_main:
+            task.task._recorder = of_media().recorder()(attempt, progress, tensorboard)
         self.profiler = ProfileWindow(config.profiler, attempt.profile_dir, world)
         self.manifest_record = manifest_record(plan, task)
         """The fields of every checkpoint manifest of this attempt, besides the training state."""
@@ -227,17 +242,24 @@ class Trainer:
         """One optimizer step; never waits for the device before the update is enqueued."""
         step = self.state.step + 1
         lr = learning_rate(step, self.total_steps, self.plan.lr, self.config.schedule)
+        shown_lr = self.optimizer.begin_step(lr)
+        self.built.forward_backward.begin_step(step)
         self.progress.begin_step(step)
         self.profiler.before(step)
         started = time.monotonic()
         batch = next(self.batches)
         data_wait_s = time.monotonic() - started
-        self.clock.begin_step(data_wait_s)
         if self.built.buffers is not None and self.built.buffers.tensors:
             # A forward pass may change them.
             self._await_staging()
-        totals, square_sum = self._compute_gradient(batch, data_wait_s)
-        report = self._apply_gradient(totals, square_sum, lr)
+        turns, reports = self.optimizer.turns(), list[tuple[str, StepReport]]()
+        for number, turn in enumerate(turns):
+            self.clock.begin_step(data_wait_s if number == 0 else 0.0)
+            totals, square_sum = self._compute_gradient(batch.of_turn(number, turn), turn, data_wait_s)
+            is_last = number == len(turns) - 1
+            reports.append((turn, self._apply_gradient(totals, square_sum, lr, is_last=is_last)))
+        self.optimizer.end_step()
+        report = join_turns(reports)
         self._update_state(batch, report)
         self.progress.end_step()
         self.observers.add(step, report.rank_times, self.progress.last_step_s)
@@ -245,10 +267,10 @@ class Trainer:
         if step % GC_EVERY_STEPS == 0:
             # On all ranks at the same step: at random times, all would wait for the rank that collects.
             gc.collect(1)
-        return report, lr
+        return report, shown_lr
 
-    def _compute_gradient(self, batch: Any, data_wait_s: float) -> tuple[Tensor, Tensor]:
-        """Compute this step's gradient, divided by the nominal count of the loss, for the optimizer.
+    def _compute_gradient(self, batch: Any, turn: str, data_wait_s: float) -> tuple[Tensor, Tensor]:
+        """Compute the gradient of a turn, divided by the nominal count of the loss, for the optimizer.
 
         Returns the sums of `pack_report` over all ranks and at the end of a window the times of each, float64
         [5 + 2 x metrics (+ 2 x ranks)], and the gradient's sum of squares, float64 [].
@@ -277,7 +299,7 @@ class Trainer:
 
         self.built.forward_backward.accumulate_gradient(batch.microbatches, scale, on_loss)
         self.built.sum_tied_gradients()
-        self.optimizer.collect_gradients()
+        self.optimizer.collect_gradients(turn)
         square_sum = self.optimizer.square_sum()
         self.rank_records.keep_gradient(square_sum, self.world.device)
         assert local_report is not None
@@ -289,8 +311,8 @@ class Trainer:
         sums = all_reduce_sum(local, self.world)
         return sums[:-1], sums[-1]
 
-    def _apply_gradient(self, totals: Tensor, square_sum: Tensor, lr: float) -> StepReport:
-        """Clip and apply the gradient, or skip it on all ranks if it is not finite."""
+    def _apply_gradient(self, totals: Tensor, square_sum: Tensor, lr: float, *, is_last: bool) -> StepReport:
+        """Clip and apply the gradient of a turn, or skip it on all ranks if it is not finite."""
         self.progress.enter("update")
         divisor = (totals[1] / self.nominal_count).float() * self.loss_scale.value
         grad_norm = square_sum.sqrt().float() / divisor
@@ -307,6 +329,8 @@ class Trainer:
         self.clock.end_update()
         self.built.update_scales()
         self.loss_scale.update(skip)
+        if is_last:
+            self.built.after_step()
         if self.built.buffers is not None:
             self.built.buffers.settle(self.world)
         report = readback.finish()
@@ -490,6 +514,10 @@ class Trainer:
         self._confirm_best()
         self.state.loss_scale = self.loss_scale.state() if self.loss_scale.enabled else {}
         record = {**self.manifest_record, "progress": asdict(self.state)}
+        if self._own is not None:
+            self.saver.finish()  # its tensors may not change before
+            record["state"], tensors = self._own.collect()
+            self.saver.tensors = {**self._whole_state, **tensors}
         self.saver.save(SaveRequest(self.state.step, record, self._is_best, reason), blocking)
         if self._is_best:
             self._best_in_flight = self.state.step
@@ -506,6 +534,8 @@ class Trainer:
             self.evaluator.close()
         self.saver.close()
         self.profiler.close()
+        if isinstance(self.task, UserTask):
+            self.task.task._recorder.close()
         self.metrics.close()
 
     def _end(self, reason: str = "") -> int:

@@ -13,12 +13,13 @@ import math
 import resource
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from logging import getLogger
 from pathlib import Path
-from typing import Any
+from threading import Lock
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -32,6 +33,9 @@ from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.trainer.checkpoint.state import TrainingState
 from trainkit.trainer.distributed import World
 from trainkit.trainer.step_sync import StepReport
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 log = getLogger(__name__)
 
@@ -66,38 +70,66 @@ RECORD_KEYS = frozenset(
 
 
 class TensorBoardLog:
-    """Writes scalars in a thread, so that no step waits for the import or the disk."""
+    """Writes scalars in a thread, so that no step waits for the import or the disk.
+
+    Everything else is written by the thread that calls.
+    """
 
     def __init__(self, run: RunDir, first_step: int) -> None:
         self._run = run
-        self._first_step = first_step
-        self._writer: Any = None
+        self.first_step = first_step
+        """Of this attempt."""
+        self._writer: SummaryWriter | None = None
         self._is_missing = False
+        self._lock = Lock()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="tensorboard")
 
     def write(self, step: int, scalars: Mapping[str, float | None]) -> None:
         """Add the values of one step that are known."""
-        self._pool.submit(self._add, step, scalars)
 
-    def _add(self, step: int, scalars: Mapping[str, float | None]) -> None:
+        def add(writer: SummaryWriter) -> None:
+            for name, value in scalars.items():
+                if value is not None:
+                    writer.add_scalar(name, value, step)
+
+        self._pool.submit(self._add, step, add)
+
+    def image(self, name: str, pixels: Tensor, step: int) -> None:
+        """Add an image, uint8 [height, width, channels]."""
+        self._add(step, lambda writer: writer.add_image(name, pixels, step, dataformats="HWC"))
+
+    def text(self, name: str, text: str, step: int) -> None:
+        """Add a text."""
+        self._add(step, lambda writer: writer.add_text(name, text, step))
+
+    def histogram(self, name: str, sums: Sequence[float], counts: Sequence[float], step: int) -> None:
+        """Add the counts of bins of equal width; `sums` has the ends, the sum and the sum of squares."""
+        low, high, total, square_sum = sums
+        limits = [low + (high - low) * (index + 1) / len(counts) for index in range(len(counts))]
+        values = low, high, sum(counts), total, square_sum, limits, list(counts)
+        self._add(step, lambda writer: writer.add_histogram_raw(name, *values, step))
+
+    def _add(self, step: int, add: Callable[[SummaryWriter], None]) -> None:
         if self._is_missing:
             return
         try:
-            if self._writer is None:
-                from torch.utils.tensorboard import SummaryWriter
-
-                folder = self._run.tensorboard_dir
-                ensure_folder(folder)  # the writer would also make the folder of a run that was moved
-                # purge_step hides steps that an earlier attempt computed after its last checkpoint.
-                self._writer = SummaryWriter(str(folder), purge_step=self._first_step)
-            for name, value in scalars.items():
-                if value is not None:
-                    self._writer.add_scalar(name, value, step)
+            with self._lock:
+                add(self._opened())
         except ImportError as error:
             self._is_missing = True
             log.info(f"writes no TensorBoard files: {error} (`{install_line('tensorboard')}` adds it)")
         except Exception as error:  # nobody reads the result of this thread
             log.error(f"cannot write step {step} to TensorBoard ({error})")
+
+    def _opened(self) -> SummaryWriter:
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            folder = self._run.tensorboard_dir
+            ensure_folder(folder)  # the writer would also make the folder of a run that was moved
+            # purge_step hides steps that an earlier attempt computed after its last checkpoint.
+            self._writer = SummaryWriter(str(folder), purge_step=self.first_step)
+        return self._writer
 
     def close(self) -> None:
         """Write pending records and close the log."""

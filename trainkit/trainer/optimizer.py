@@ -1,12 +1,13 @@
 """AdamW over local shards, with clipping and skipping fused into its single pass over the parameters.
 
-The optimizer never sees a DTensor: an element-wise update does not depend on the sharding, and plain tensors
+An optimizer never sees a DTensor: an element-wise update does not depend on the sharding, and plain tensors
 have a fraction of the dispatch overhead. Only the global gradient norm depends on the sharding.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -36,18 +37,10 @@ PIECE_ELEMENTS = 1 << 24
 """Elements whose running averages are in float32 at a time, where they are kept in bf16 or 8 bits."""
 
 
-class ShardedAdamW:
-    """AdamW (arXiv 1711.05101) on this rank's shards of a model's parameters."""
+class ShardedOptimizer(ABC):
+    """What updates this rank's shards of the parameters that are trained: their gradients and its norm."""
 
-    def __init__(
-        self,
-        weights: Sequence[Weight],
-        config: OptimizerConfig,
-        layout: Layout = ONE_PROCESS,
-        *,
-        compiled: bool = False,
-    ) -> None:
-        """With `compiled`, a GPU updates large shards, and averages not in float32, in compiled kernels."""
+    def __init__(self, weights: Sequence[Weight], layout: Layout) -> None:
         weights = [weight for weight in weights if weight.param.requires_grad]
         self._weights = weights
         self._params = [weight.param for weight in weights]
@@ -57,32 +50,6 @@ class ShardedAdamW:
             for shard, weight in zip(self._locals, weights, strict=True)
             if weight.cast is not None
         }
-        groups: dict[tuple[float, float], list[nn.Parameter]] = defaultdict(list)
-        for shard, weight in zip(self._locals, weights, strict=True):
-            decay, options = weight.options.weight_decay, weight.options
-            if decay is None:
-                # One-dimensional parameters are norm weights and biases, which have no weight decay.
-                decay = config.weight_decay if weight.param.dim() > 1 else 0.0
-            groups[options.lr_scale, decay].append(shard)
-        self._adamw = torch.optim.AdamW(
-            [
-                {"params": shards, "lr_scale": lr_scale, "weight_decay": decay}
-                for (lr_scale, decay), shards in groups.items()
-            ],
-            lr=0.0,
-            betas=config.betas,
-            eps=config.eps,
-            fused=True,
-        )
-        self._is_rounded = config.name == "adamw_8bit" or config.state_dtype != "fp32"
-        is_compiled = compiled and self._locals[0].device.type in COMPILED_DEVICES
-        self._compiled = _compiled_update() if is_compiled else None
-        values = {"exp_avg": code_values(is_signed=True), "exp_avg_sq": code_values(is_signed=False)}
-        for shard, weight in zip(self._locals, weights, strict=True):
-            self._adamw.state[shard] = {
-                "step": torch.zeros((), dtype=torch.float32, device=shard.device),
-                **{kind: _zero_average(shard, weight, config, values[kind]) for kind in values},
-            }
         self._by_share = self._group_by_share(layout.world_size // layout.pp)
         self.has_whole_gradient = set(self._by_share) == {1.0 / layout.world_size}
         """Whether this rank has the whole gradient and can compute its global norm without communication."""
@@ -104,9 +71,17 @@ class ShardedAdamW:
             groups[0.0 if weight.is_copy else num_shards / stage_size].append(index)
         return dict(groups)
 
+    def begin_step(self, lr: float) -> float:
+        """Begin a step with the learning rate of the config's schedule; the one that is shown."""
+        return lr
+
+    def turns(self) -> Sequence[str]:
+        """The optimizers that take turns in this step, each with a loss of its own; "" for one loss."""
+        return ("",)
+
     @torch.no_grad()
-    def collect_gradients(self) -> None:
-        """Hand the gradients to the optimizer; call once per step, after the last backward pass."""
+    def collect_gradients(self, turn: str = "") -> None:
+        """Hand the gradients to the optimizer; call once per turn, after its last backward pass."""
         for shard, param in zip(self._locals, self._params, strict=True):
             shard.grad = None if param.grad is None else local_tensor(param.grad)
 
@@ -122,12 +97,69 @@ class ShardedAdamW:
                 total += norms.double().square().sum() * share
         return total
 
-    @torch.no_grad()
+    @abstractmethod
     def step(self, lr: float, divisor: Tensor, skip: Tensor) -> None:
         """Update the parameters with gradient / divisor, or change nothing if skip is 1.
 
-        divisor, skip: float32 [] on the device, so that the host never waits for their values.
+        divisor, skip: float32 [] on the device, so that the host need not wait for their values.
         """
+
+    def end_step(self) -> None:
+        """End a step, after the update of its last turn."""
+        return None
+
+    def zero_grad(self) -> None:
+        for shard, param in zip(self._locals, self._params, strict=True):
+            shard.grad = None
+            param.grad = None
+
+    @abstractmethod
+    def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor) of the optimizer state, sharded like the parameters; loading fills them in place."""
+
+
+class ShardedAdamW(ShardedOptimizer):
+    """AdamW (arXiv 1711.05101) on this rank's shards of a model's parameters."""
+
+    def __init__(
+        self,
+        weights: Sequence[Weight],
+        config: OptimizerConfig,
+        layout: Layout = ONE_PROCESS,
+        *,
+        compiled: bool = False,
+    ) -> None:
+        """With `compiled`, a GPU updates large shards, and averages not in float32, in compiled kernels."""
+        super().__init__(weights, layout)
+        groups: dict[tuple[float, float], list[nn.Parameter]] = defaultdict(list)
+        for shard, weight in zip(self._locals, self._weights, strict=True):
+            decay, options = weight.options.weight_decay, weight.options
+            if decay is None:
+                # One-dimensional parameters are norm weights and biases, which have no weight decay.
+                decay = config.weight_decay if weight.param.dim() > 1 else 0.0
+            groups[options.lr_scale, decay].append(shard)
+        self._adamw = torch.optim.AdamW(
+            [
+                {"params": shards, "lr_scale": lr_scale, "weight_decay": decay}
+                for (lr_scale, decay), shards in groups.items()
+            ],
+            lr=0.0,
+            betas=config.betas,
+            eps=config.eps,
+            fused=True,
+        )
+        self._is_rounded = config.name == "adamw_8bit" or config.state_dtype != "fp32"
+        is_compiled = compiled and self._locals[0].device.type in COMPILED_DEVICES
+        self._compiled = _compiled_update() if is_compiled else None
+        values = {"exp_avg": code_values(is_signed=True), "exp_avg_sq": code_values(is_signed=False)}
+        for shard, weight in zip(self._locals, self._weights, strict=True):
+            self._adamw.state[shard] = {
+                "step": torch.zeros((), dtype=torch.float32, device=shard.device),
+                **{kind: _zero_average(shard, weight, config, values[kind]) for kind in values},
+            }
+
+    @torch.no_grad()
+    def step(self, lr: float, divisor: Tensor, skip: Tensor) -> None:
         for group in self._adamw.param_groups:
             group["lr"] = lr * group["lr_scale"]
         # Offloaded parameters are on the host, to which torch would copy these asynchronously, before they
@@ -201,13 +233,7 @@ class ShardedAdamW:
                 _round(average, updated, skip)
         state["step"].copy_(step)
 
-    def zero_grad(self) -> None:
-        for shard, param in zip(self._locals, self._params, strict=True):
-            shard.grad = None
-            param.grad = None
-
     def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) of the optimizer state, sharded like the parameters; loading fills them in place."""
         for weight, shard in zip(self._weights, self._locals, strict=True):
             state, name = self._adamw.state[shard], weight.name
             for kind in ("exp_avg", "exp_avg_sq"):

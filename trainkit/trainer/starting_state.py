@@ -24,7 +24,10 @@ from trainkit.run.rundir import AttemptDir
 from trainkit.trainer.build import AnyTask, BuiltModel
 from trainkit.trainer.checkpoint.loader import load_initial_weights, load_tensors, read_initial_weights
 from trainkit.trainer.checkpoint.state import StateTensors, TrainingState
+from trainkit.trainer.checkpoint.storage import SafeReader
 from trainkit.trainer.distributed import World, broadcast_from_main, record_event
+from trainkit.trainer.own_optimizers import OwnState, refuse_other_optimizers
+from trainkit.trainer.stream import WHOLE_HINT, StreamData
 
 log = getLogger(__name__)
 
@@ -33,10 +36,10 @@ def check_same_data(task: AnyTask, world: World) -> None:
     """Raise FatalError on ranks whose data differs from that of rank 0."""
     identity = [task.train_data.fingerprint, val_fingerprint(task)]
     if broadcast_from_main(identity, world) != identity:
-        raise FatalError(
-            f"the data of rank {world.rank} differs from the data of rank 0",
-            hint="put the data on a filesystem that all nodes share",
-        )
+        hint = "put the data on a filesystem that all nodes share"
+        if isinstance(task.train_data, StreamData):
+            hint = WHOLE_HINT
+        raise FatalError(f"the data of rank {world.rank} differs from the data of rank 0", hint=hint)
 
 
 def val_fingerprint(task: AnyTask) -> str:
@@ -69,6 +72,7 @@ def resume(
     task: AnyTask,
     built: BuiltModel,
     tensors: StateTensors,
+    own: OwnState | None,
 ) -> TrainingState:
     """Load the chosen checkpoint, if there is one, and return its training state."""
     config, best_metric = task.config, None
@@ -83,8 +87,12 @@ def resume(
         tensors.copy_duplicates()
         return TrainingState(best_metric=best_metric)
     checkpoint, manifest = chosen
-    load_tensors(checkpoint, tensors.tensors, world)
+    refuse_other_optimizers(manifest, own, checkpoint.path.name)
+    wanted = {} if own is None else own.wanted(manifest, SafeReader(checkpoint.path))
+    load_tensors(checkpoint, {**tensors.tensors, **wanted}, world)
     tensors.copy_duplicates()
+    if own is not None:
+        own.load(manifest, wanted)
     state = TrainingState.from_json(manifest.progress)
     if manifest.val_fingerprint != val_fingerprint(task):
         log.warning("the validation data has changed: its losses cannot be compared with earlier ones")

@@ -7,14 +7,18 @@ other communication.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from trainkit.trainer.distributed import World
+
+LOSS_OF = "{}_loss"
+"""The metric with the loss of an optimizer that takes turns."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,29 @@ class StepReport:
     """The metrics of a user's task, each divided by its count."""
     rank_times: tuple[float, ...] = ()
     """The terms of `StepClock.report` of all ranks; empty without any."""
+
+
+def join_turns(turns: Sequence[tuple[str, StepReport]]) -> StepReport:
+    """The report of a step from those of the optimizers that took turns in it.
+
+    Its loss is the sum of their losses, which are metrics too; its gradient has the parameters of them all.
+    """
+    name, first = turns[0]
+    if not name:
+        return first
+    last, reports = dict(turns), [report for _, report in turns]
+    metrics = {LOSS_OF.format(name): report.loss for name, report in last.items()}
+    for report in reports:
+        metrics |= report.metrics
+    return replace(
+        first,
+        loss=sum(report.loss for report in last.values()),
+        grad_norm=math.hypot(*(report.grad_norm for report in last.values())),
+        finite=all(report.finite for report in reports),
+        stop=any(report.stop for report in reports),
+        save=any(report.save for report in reports),
+        metrics=metrics,
+    )
 
 
 def all_reduce_sum(values: Tensor, world: World) -> Tensor:

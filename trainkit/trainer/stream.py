@@ -19,6 +19,7 @@ from torch.utils.data import IterableDataset
 
 from trainkit.config.schema import RunConfig
 from trainkit.errors import Problem, TrainkitError
+from trainkit.job.rank_env import find_rank_env
 from trainkit.task import Stream
 from trainkit.trainer.checkpoint.state import StreamState
 from trainkit.trainer.stateless_random import stable_key
@@ -36,6 +37,10 @@ from trainkit.trainer.user_code import TRACEBACK_HINT, TaskError, describe, line
 log = getLogger(__name__)
 NUM_FIRST = 3
 """Samples in the fingerprint of a stream."""
+WHOLE_HINT = (
+    "every rank must read the whole stream, which trainkit divides: a library must not divide it by rank, so "
+    "give a WebDataset nodesplitter=lambda src: src"
+)
 
 
 def is_stream(data: object) -> bool:
@@ -97,7 +102,8 @@ def _first_digests(data: StreamData) -> tuple[list[str], Problem | None]:
     except TaskError as error:
         return [], error.problem
     except RuntimeError as error:
-        return [], refusal(data.config, f"in train_dataset() {error}", TRACEBACK_HINT).problem
+        hint = WHOLE_HINT if find_rank_env().world_size > 1 else TRACEBACK_HINT
+        return [], refusal(data.config, f"in train_dataset() {error}", hint).problem
     return found, None
 
 

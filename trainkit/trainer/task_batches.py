@@ -53,6 +53,8 @@ class TaskBatch:
     """Seed of the random number generators during the pass."""
     weight: float = 1.0
     """Factor of the loss: 0 for a batch that only lets this rank take part in the collectives of a pass."""
+    optimizer: str = ""
+    """The optimizer that minimises the loss, where several take turns."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 from trainkit.config.schema import RunConfig
+from trainkit.config.training import OptimizerConfig
 from trainkit.errors import FatalError, Problem, TrainkitError
 from trainkit.run.record import copied_file, copied_folder
 from trainkit.run.rundir import RunDir
@@ -123,6 +124,8 @@ def load_task_class(config: RunConfig, run: RunDir | None = None) -> type[Task]:
         hint = "a task is a subclass of trainkit.task.Task"
         raise refusal(config, f"{where} has no class {class_name} that is a Task", hint)
     missing = sorted(getattr(found, "__abstractmethods__", ()))
+    if found.loss is Task.loss and found.turns is Task.turns:
+        missing.append("loss")
     if missing:
         place = f"{where}:{inspect.getsourcelines(found)[1]}"
         raise refusal(config, f"{class_name} does not define {', '.join(missing)}", f"see {place}")
@@ -155,6 +158,18 @@ def _check(config: RunConfig, found: type[Task]) -> None:
         message = f"is {tp}, but {found.__name__} does not define tensor_plan"
         hint = "it names the modules to split, see docs/own-task.md; or remove parallel.tp and use dp_shard"
         raise TaskError("parallel.tp", message, hint)
+    for name, needs in (
+        ("turns", "optimizers"),
+        ("turns", "loss_for"),
+        ("state_dict", "load_state_dict"),
+        ("load_state_dict", "state_dict"),
+    ):
+        if getattr(found, name) is not getattr(Task, name) and getattr(found, needs) is getattr(Task, needs):
+            message = f"{found.__name__} defines {name}() and not {needs}()"
+            raise refusal(config, message, f"define {needs}(), or remove {name}()")
+    if found.optimizers is not Task.optimizers and config.optimizer.name != OptimizerConfig().name:
+        message = f"is {config.optimizer.name}, but {found.__name__} has optimizers of its own"
+        raise TaskError("optimizer.name", message, "remove optimizer.name, or remove optimizers()")
     signature = inspect.signature(found)
     try:
         signature.bind(config, **config.task_args)

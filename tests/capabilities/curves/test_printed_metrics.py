@@ -167,6 +167,10 @@ CURVES = {
     "without a loss": ("step {n} acc 0.9\nstep {n} f1 0.8", {"acc": 0.9, "f1": 0.8}),
     "no total": ("step {n}/9 loss 0.5\nstep {n} acc 0.9", {"loss": 0.5, "acc": 0.9}),
     "GAN": ("step {n} d_loss 0.4 g_loss 1.2", {"d_loss": 0.4, "g_loss": 1.2}),
+    "GAN with JSON": (
+        'step {n}/3 d_loss 0.4 g_loss 1.2\n{{"step": {n}, "fid": 9.5}}\nstep {n} is odd: 1',
+        {"d_loss": 0.4, "g_loss": 1.2, "fid": 9.5, "is_odd": 1.0},
+    ),
     "several losses": (
         "step {n} loss 3 loss_cls 2 loss_box 1",
         {"loss": 3.0, "loss_cls": 2.0, "loss_box": 1.0},

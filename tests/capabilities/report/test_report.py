@@ -9,7 +9,6 @@ from benchmarks.report import write_run
 from trainkit.capabilities.health.samples import health_file
 from trainkit.capabilities.report import goodput
 from trainkit.capabilities.report.goodput import NUM_BUCKETS, read_curves
-from trainkit.capabilities.report.page import line_chart, nice_ticks
 from trainkit.capabilities.report.run_report import read_report, render_report
 from trainkit.config import dump_effective
 from trainkit.config.schema import RunConfig
@@ -177,7 +176,7 @@ def test_of_a_large_file_a_part_is_read(tmp_path, monkeypatch):
 
 def test_the_size_of_a_page_does_not_grow_with_the_run(tmp_path):
     sizes = []
-    for count in (20_000, 60_000):
+    for count in (15_000, 60_000):  # with as many buckets
         run = RunDir(tmp_path / str(count))
         write_run(run, count)
         sizes.append(len(render_report(report_of(run))))
@@ -192,11 +191,12 @@ class Page(HTMLParser):
 
     def __init__(self):
         super().__init__()
-        self.open, self.tags, self.links = [], [], []
+        self.open, self.tags, self.links, self.scripts = [], [], [], []
 
     def handle_starttag(self, tag, attrs):
         self.tags.append(tag)
         self.links += [value for name, value in attrs if name in ("src", "href")]
+        self.scripts += [dict(attrs).get("type")] if tag == "script" else []
         if tag not in self.VOID + self.OPTIONAL:
             self.open.append(tag)
 
@@ -215,16 +215,11 @@ def test_the_page_is_well_formed_escaped_and_refers_to_nothing(run):
     page.feed(text)
     assert page.open == []
     assert page.links == ["data:,"]
-    assert "script" not in page.tags
+    assert page.scripts == ["application/json"] * 6 + [None]  # the data of the charts, and the page's own
     assert "&lt;script&gt;alert(1)" in text
     assert "url(" not in text
     assert "@import" not in text
     assert page.tags.count("path") >= 4
-
-
-def test_charts_keep_the_ends_of_their_values():
-    assert line_chart("empty", []) is None
-    assert nice_ticks(0.3, 9.6, 4) == [0.0, 5.0, 10.0]
 
 
 def test_an_interruption_is_marked_in_the_time_line(run):

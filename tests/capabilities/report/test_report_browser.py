@@ -1,6 +1,8 @@
 """The pages of `trainkit report` in a real browser: drawn, readable on a phone and printed, and silent."""
 
 import contextlib
+import csv
+import json
 import re
 import zlib
 from datetime import datetime, timezone
@@ -23,8 +25,8 @@ from trainkit.run.rundir import RunDir
 
 NOW = datetime(2026, 1, 2, tzinfo=timezone.utc)
 COLORS = {
-    "light": {"c0": "2463b4", "c1": "c2571a", "c2": "2e8b57", "page": "ffffff"},
-    "dark": {"c0": "6ea8f0", "c1": "f09a5e", "c2": "63c48d", "page": "14181e"},
+    "light": {"c0": "0072b2", "c1": "d55e00", "v0": "440154", "v1": "a9db33", "page": "ffffff"},
+    "dark": {"c0": "4ba3dc", "c1": "ff8a45", "v0": "3b528a", "v1": "fde725", "page": "14181e"},
 }
 NODE = "a-node-with-a-rather-long-name-0001.cluster.example.org"
 pytestmark = [pytest.mark.slow(seconds=1), pytest.mark.xdist_group("browser")]
@@ -78,9 +80,9 @@ def report_of(run: RunDir):
 
 
 CHARTS = {
-    "run": [["c0", "c1"], ["c0"], ["c0"], ["c0"]],
-    "one key": [["c0", "c1"], ["c0"], ["c0"]],
-    "two keys": [["c0", "c1"], ["c0", "c1"], ["c0"], ["c0"]],
+    "run": [["c0", "c1"], *[["c0"]] * 5],
+    "one key": [["c0", "c1"], *[["v1"]] * 6],
+    "two keys": [["c0", "c1"], ["c0", "c1"], ["v1"], ["v0"], *[["v1"]] * 5],
 }
 """Page -> the colours of lines and dots in each of its charts."""
 
@@ -114,7 +116,7 @@ def close_to(pixels, color: str):
 @pytest.mark.parametrize("name", list(CHARTS))
 def test_a_phone_shows_all_text_of_the_charts(chromium: Browser, pages: dict[str, Path], name: str) -> None:
     chromium.open(pages[name], 390)
-    labels = chromium.boxes(".x, .y, .mark, .key, h1, h2, h3, p, .figures b, pre")
+    labels = chromium.boxes(".x, .y, .mark, .key, .csv, h1, h2, h3, p, .figures b, pre")
     assert labels
     assert [box for box in labels if box[0] < 0 or box[2] > 390] == []
 
@@ -148,3 +150,130 @@ def test_the_pages_forbid_requests(chromium: Browser, pages: dict[str, Path], tm
     file.write_text(text.replace("</main>", '<img src="http://127.0.0.1:9/x.png"><script>1</script></main>'))
     page = chromium.open(file, 390)
     assert len([text for text in page.messages if "Content Security Policy" in text]) == 2
+    assert chromium.evaluate("plots.length") > 1  # the script of the page itself is allowed
+
+
+def plot_box(chromium: Browser, index: int) -> tuple[float, float, float, float]:
+    """Left, top, width and height of a chart in the window, after scrolling to it."""
+    left, top, width, height = chromium.evaluate(
+        f"(() => {{ const plot = document.querySelectorAll('.plot')[{index}];"
+        "plot.scrollIntoView({ block: 'center' }); const box = plot.getBoundingClientRect();"
+        "return [box.left, box.top, box.width, box.height] })()"
+    )
+    return left, top, width, height
+
+
+def text_of(chromium: Browser, selector: str) -> list[str]:
+    found: list[str] = chromium.evaluate(
+        f"[...document.querySelectorAll({selector!r})].map(one => one.textContent)"
+    )
+    return found
+
+
+def axes_of(chromium: Browser, index: int) -> str:
+    """The labels of a chart, their places and its lines."""
+    found: str = chromium.evaluate(
+        f"(() => {{ const root = document.querySelectorAll('.chart')[{index}];"
+        "return [...root.querySelectorAll('.axes span')].map(one => one.className + one.textContent"
+        " + parseFloat(one.style.left || one.style.top).toFixed(1)).sort().join() })()"
+    )
+    return found
+
+
+@pytest.mark.parametrize("name", list(CHARTS))
+def test_the_script_draws_what_was_drawn_before(chromium: Browser, pages: dict[str, Path], name: str) -> None:
+    chromium.open(pages[name], 1400)
+    before = [axes_of(chromium, index) for index in range(len(CHARTS[name]))]
+    pixels = chromium.pixels()
+    chromium.evaluate("for (const plot of plots) plot.reset()")
+    assert [axes_of(chromium, index) for index in range(len(CHARTS[name]))] == before
+    assert (np.abs(chromium.pixels() - pixels) > 0.3).any(axis=-1).mean() < 0.002
+
+
+def test_a_chart_shows_values_zooms_and_hides_lines(chromium: Browser, pages: dict[str, Path]) -> None:
+    page = chromium.open(pages["run"], 1400)
+    left, top, width, height = plot_box(chromium, 0)
+    whole = axes_of(chromium, 0)
+    chromium.mouse("mouseMoved", left + width / 2, top + height / 2)
+    tip = text_of(chromium, ".chart:first-of-type .tip div")
+    assert tip[0].startswith("step 1")
+    assert [text.rstrip("0123456789.") for text in tip[1:]] in (["val_loss", "loss"], ["loss", "val_loss"])
+    chromium.mouse("mousePressed", left + width / 4, top + 50)
+    chromium.mouse("mouseMoved", left + width / 2, top + 50)
+    chromium.mouse("mouseReleased", left + width / 2, top + 50)
+    assert axes_of(chromium, 0) != whole
+    zoomed = chromium.evaluate("plots[0].view")
+    assert 1 < zoomed[0] < zoomed[1] < 20
+    chromium.click(left + width / 2, top + 50, clicks=2)
+    assert axes_of(chromium, 0) == whole
+    chromium.evaluate("document.querySelector('button.key').focus()")
+    chromium.press("Enter")
+    assert chromium.evaluate("plots[0].groups.map(group => group.style.display)") == ["none", ""]
+    assert chromium.evaluate("document.querySelector('button.key').getAttribute('aria-pressed')") == "false"
+    assert page.messages == []
+
+
+def test_a_chart_can_be_used_by_the_keyboard_alone(chromium: Browser, pages: dict[str, Path]) -> None:
+    chromium.open(pages["run"], 1400)
+    chromium.evaluate("document.querySelector('.plot').focus()")
+    seen = []
+    for _ in range(3):
+        chromium.press("ArrowRight")
+        seen.append(text_of(chromium, ".tip div")[0])
+    assert seen == ["step 1", "step 2", "step 3"]
+    chromium.press("ArrowLeft")
+    assert text_of(chromium, ".tip div")[0] == "step 2"
+    chromium.press("+")
+    assert chromium.evaluate("plots[0].view[1]") < 20
+    chromium.press("Escape")
+    assert chromium.evaluate("[plots[0].view[1], plots[0].tip.hidden]") == [20, True]
+    assert chromium.evaluate("document.activeElement.className") == "plot"
+
+
+def test_the_points_of_a_chart_can_be_saved(
+    chromium: Browser, pages: dict[str, Path], tmp_path: Path
+) -> None:
+    page = chromium.open(pages["run"], 1400)
+    file = chromium.download(lambda: chromium.evaluate("document.querySelector('.csv').click()"), tmp_path)
+    assert file.name == "Loss.csv"
+    rows = list(csv.reader(file.open()))
+    assert rows[0] == ["line", "step", "value"]
+    assert rows[1][:2] == ["loss", "1"]
+    assert float(rows[1][2]) == pytest.approx(4.606, abs=0.01)
+    assert rows[-1] == ["val_loss", "20", "4"]
+    assert page.requests == [pages["run"].as_uri()]  # the file is made by the page itself
+
+
+def test_a_name_of_a_user_is_text_everywhere(chromium: Browser, tmp_path: Path) -> None:
+    hostile = "</script><script>document.title='x'</script><img src=x onerror=alert(1)>"
+    group = made_up_sweep(tmp_path / "mine", {"data.source": [hostile, 'a"b,c']})
+    file = tmp_path / "page.html"
+    for index in range(2):
+        run = group.run(index)
+        lines = run.metrics_file.read_text().splitlines()
+        run.metrics_file.write_text(
+            "".join(f"{line[:-1]}, {json.dumps(hostile)}: {n}}}\n" for n, line in enumerate(lines))
+        )
+    file.write_text(render_sweep(read_sweep(group, GroupFiles(group).status({}, NOW), NOW.timestamp())))
+    page = chromium.open(file, 1400)
+    assert chromium.evaluate("document.title") == "mine: report"
+    assert hostile in text_of(chromium, "h3 > :first-child, h3")[-1] or hostile in "".join(
+        text_of(chromium, "h3")
+    )
+    left, top, width, height = plot_box(chromium, 1)
+    chromium.mouse("mouseMoved", left + width / 2, top + height / 2)
+    assert "source=" in "".join(text_of(chromium, ".tip span"))
+    assert chromium.evaluate("document.images.length") == 0
+    assert page.messages == []
+
+
+def test_without_its_script_a_page_has_all_charts(
+    chromium: Browser, pages: dict[str, Path], tmp_path: Path
+) -> None:
+    file = tmp_path / "page.html"
+    file.write_text(pages["two keys"].read_text().replace("script-src", "object-src"))
+    chromium.open(file, 400)
+    assert chromium.evaluate("typeof plots") == "undefined"
+    assert len(chromium.boxes(".plot path")) > 20
+    assert len(text_of(chromium, ".key")) == 6
+    assert chromium.evaluate("document.documentElement.scrollWidth <= innerWidth")

@@ -13,14 +13,17 @@ import pytest
 
 from tests.support.sweeps import made_up_sweep
 from trainkit.capabilities.report import sweep_report
-from trainkit.capabilities.report.page import dot_chart
+from trainkit.capabilities.report.charts import Chart
 from trainkit.capabilities.report.sweep_report import (
     NUM_SAMPLES,
     SweepReport,
+    _curve_charts,
+    _key_charts,
     read_sweep,
     render_sweep,
     sample_records,
 )
+from trainkit.capabilities.report.thinned import MAX_BUCKETS
 from trainkit.observe.group import GroupFiles
 from trainkit.run.files import to_json, write_json
 from trainkit.run.group import RunGroup
@@ -50,8 +53,9 @@ def test_points_that_have_not_started_are_pending_not_failed(tmp_path: Path) -> 
 def test_the_page_names_the_best_and_is_escaped(tmp_path: Path) -> None:
     group = made_up_sweep(tmp_path / "mine", {"data.source": ["<script>alert(1)</script>", "b.txt"]})
     text = render_sweep(report_of(group))
-    assert "<script" not in text
+    assert "<script>alert" not in text
     assert "&lt;script&gt;alert(1)" in text
+    assert "\\u003cscript\\u003ealert(1)" in text  # in the data of its chart
     assert "trainkit submit mine.yaml --sweep &#39;a b=1,2&#39;" in text
     assert "2 runs, 2 finished. Best validation loss: 2.05" in text
 
@@ -64,9 +68,8 @@ def test_numbers_that_are_written_as_text_are_in_their_order(tmp_path: Path) -> 
     assert {point["values"]["lr"] for point in to_json(report)["points"]} == {0.1, 0.01, 0.001}
     text = render_sweep(report)
     assert "<td>1e-3<td>" in text
-    chart = dot_chart("Loss by lr", "lr", [point.values["lr"] for point in report.points], [1.0, 2.0, 3.0])
-    assert chart is not None
-    assert [label for _, label in chart.x_labels] == ["0.001", "0.01", "0.1"]
+    [chart] = _key_charts(report, ["lr"])
+    assert [label.text for label in chart.x_labels] == ["0.001", "0.01", "0.1"]
 
 
 def test_a_failure_comes_with_the_next_command(tmp_path: Path) -> None:
@@ -78,8 +81,11 @@ def test_a_failure_comes_with_the_next_command(tmp_path: Path) -> None:
 def test_many_curves_are_thinned_out_and_rows_are_limited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    report = report_of(made_up_sweep(tmp_path / "mine", {"seed": list(range(60))}, num_steps=5))
-    assert render_sweep(report).count('class="thin"') == 2 * 39 + 2 + 1  # curves, their key and the medians
+    axes = {"optimizer.lr": [index / 1000 for index in range(1, 61)]}
+    report = report_of(made_up_sweep(tmp_path / "mine", axes, num_steps=5))
+    text = render_sweep(report)
+    assert text.count('<button type="button" class="key') == len(report.curves) == 40
+    assert "The 40 best of 60." in text
     monkeypatch.setattr(sweep_report, "MAX_ROWS", 10)
     monkeypatch.setattr(sweep_report, "OPEN_ROWS", 4)
     text = render_sweep(report)
@@ -108,21 +114,91 @@ def test_what_is_read_of_a_point_does_not_grow_with_its_curve(tmp_path: Path) ->
     whole = report_of(made_up_sweep(tmp_path / "short", {"seed": [1]}, num_steps=200))
     sampled = report_of(made_up_sweep(tmp_path / "long", {"seed": [1]}, num_steps=20_000))
     assert RunDir(sampled.points[0].run_dir).metrics_file.stat().st_size > 2_000_000
-    assert len(sampled.points[0].curves["loss"]) <= 2 * NUM_SAMPLES
+    assert len(sampled.curves[0].points("loss")) <= 2 * MAX_BUCKETS
     assert sampled.points[0].step == 20_000
-    assert len(whole.points[0].curves["loss"]) >= NUM_SAMPLES
+    assert len(whole.curves[0].points("loss")) == 200
 
 
-def test_values_are_at_equal_distances_and_numbers_in_their_order() -> None:
-    chart = dot_chart("by lr", "lr", [1e-3, 1e-4, 1e-2], [2.0, 3.0, 4.0], best=0)
-    assert chart is not None
-    assert [text for _, text in chart.x_labels] == ["0.0001", "0.001", "0.01"]
-    assert [round(place) for place, _ in chart.x_labels] == [2, 50, 98]
-    assert [color for color, _ in chart.paths] == ["thin", "c0 dot", "c0 dot", "c1 dot"]
-    (place, text), *_ = dot_chart("by lr", "lr", [0.1 + 0.2], [3.0]).x_labels
-    assert (place, text) == (50, "0.3")
-    chart = dot_chart("by name", "name", ["sgd", True, "sgd"], [3.0, 2.0, 4.0], best=0)
-    assert chart is not None
-    assert chart.x_labels == [(2.0, "sgd"), (98.0, "true")]
-    assert [color for color, _ in chart.paths] == ["c0 dot", "c0 dot", "c1 dot"]
-    assert dot_chart("nothing", "lr", [], []) is None
+def write_metrics(run: RunDir, values: dict[str, list[float | None]]) -> None:
+    """Replace what a run has logged: a value of each metric per step."""
+    rows = zip(*values.values(), strict=True)
+    records = [
+        {"step": step, "attempt": 1, "time": "2026-01-01T00:00:20Z", **dict(zip(values, row, strict=True))}
+        for step, row in enumerate(rows, 1)
+    ]
+    run.metrics_file.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def test_runs_that_differ_in_their_seeds_are_one_line(tmp_path: Path) -> None:
+    group = made_up_sweep(tmp_path / "mine", {"optimizer.lr": [0.1, 0.01], "seed": [1, 2, 3]}, num_steps=3)
+    for index in range(6):
+        write_metrics(group.run(index), {"loss": [3.0, 2.0 + index % 3, 1.0], "d_loss": [1.0, -1.0, 0.5]})
+    report = report_of(group)
+    charts, names = _curve_charts(report)
+    assert [chart.title for chart in charts] == ["Loss", "d_loss"]
+    assert [item.line for item in names] == ["lr=0.01", "lr=0.1"]
+    lines = data_of(charts[0])
+    assert [line["y"] for line in lines] == [[3, 3, 1]] * 2
+    assert [line["spread"] for line in lines] == [[0, 1, 0]] * 2
+    assert "A line is the mean of runs that differ in their seeds" in render_sweep(report)
+
+
+def data_of(chart: Chart) -> list[dict[str, Any]]:
+    lines: Any = chart.data["lines"]
+    return list(lines)
+
+
+LINES: dict[str, tuple[list[dict[str, list[float | None]]], list[list[float | None]]]] = {
+    "one diverges": ([{"loss": [1, None]}, {"loss": [2, 1]}], [[1, None], [2, 1]]),
+    "one has no metrics": ([{}, {"loss": [2, 1]}], [[2, 1]]),
+    "one has another metric": ([{"acc": [0, 1]}, {"loss": [2, 1]}], [[2, 1]]),
+    "one step only": ([{"loss": [5]}, {"loss": [4]}], [[5], [4]]),
+    "never finite": ([{"loss": [None, None]}, {"loss": [2, 1]}], [[None, None], [2, 1]]),
+    "negative": ([{"loss": [-5, -6]}, {"loss": [4, 3]}], [[-5, -6], [4, 3]]),
+    "of other lengths": ([{"loss": [5, 4, 3]}, {"loss": [4]}], [[5, 4, 3], [4]]),
+}
+"""Kind of sweep -> what each run logs, and the lines of the first chart that has a loss."""
+
+
+@pytest.mark.parametrize("kind", LINES)
+def test_any_runs_are_drawn_together(tmp_path: Path, kind: str) -> None:
+    logged, wanted = LINES[kind]
+    group = made_up_sweep(tmp_path / "mine", {"optimizer.lr": [0.1, 0.2]}, num_steps=2)
+    for index, values in enumerate(logged):
+        write_metrics(group.run(index), values)
+    report = report_of(group)
+    [chart] = [chart for chart in _curve_charts(report)[0] if chart.title == "Loss"]
+    assert [line["y"] for line in data_of(chart)] == wanted
+    assert render_sweep(report)
+
+
+def test_a_seed_that_diverges_ends_the_mean_of_its_trial(tmp_path: Path) -> None:
+    group = made_up_sweep(tmp_path / "mine", {"seed": [1, 2]}, num_steps=3)
+    write_metrics(group.run(0), {"loss": [3.0, 2.0, 1.0]})
+    write_metrics(group.run(1), {"loss": [3.0, None, None]})
+    charts, names = _curve_charts(report_of(group))
+    assert [line["y"] for line in data_of(charts[0])] == [[3, None]]
+    assert [label.text for label in charts[0].crosses] == ["seed=1, 2: not finite from 2"] or charts[
+        0
+    ].crosses
+    assert names == []
+
+
+@pytest.mark.parametrize(
+    ("axes", "kinds"),
+    [
+        ({"optimizer.lr": [0.1, 0.2]}, ["", " best"]),
+        ({"optimizer.lr": [0.1, 0.2], "optimizer.name": ["adamw", "sgd"]}, ["", "d1", "", "d1"]),
+        ({"optimizer.name": ["a", "b", "c"]}, ["", "", ""]),
+    ],
+)
+def test_a_color_is_one_key_and_a_dash_the_others(
+    tmp_path: Path, axes: dict[str, list[Any]], kinds: list[str]
+) -> None:
+    report = report_of(made_up_sweep(tmp_path / "mine", axes, num_steps=2))
+    _, names = _curve_charts(report)
+    assert [item.kind.replace("best", "").strip() for item in names] == [
+        kind.replace("best", "").strip() for kind in kinds
+    ]
+    assert sum("best" in item.kind for item in names) == 1
+    assert len({item.style for item in names}) == len(next(iter(axes.values())))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.capabilities.task_check.worker import Smoke
+from trainkit.capabilities.task_check.worker import Smoke, smoke
 from trainkit.config import load_config
 from trainkit.config.schema import RunConfig
 from trainkit.trainer.task_check import definite_problem
@@ -36,7 +36,43 @@ DATASET = "        return [(torch.randn(3), torch.ones(1)) for _ in range(10)]"
 MODEL = "        return nn.Sequential(nn.Linear(3, self.width), nn.Linear(self.width, 1))"
 LOSS = '        return Loss(error.sum(), error.numel(), {"worst": error.max()})'
 
+TURNS = """
+
+    def turns(self):
+        return ["all"]
+
+    def loss_for(self, optimizer, model, batch):
+        return self.loss(model, batch)
+"""
+OWN_STEP = """
+
+    def optimizers(self, parameters):
+        return {"all": torch.optim.SGD(parameters.values(), lr=0.1)}
+
+    def after_step(self, model, parameters):
+        parameters["0.weight"].clamp_(-1, 1)
+        self.seen = self.step
+
+    def state_dict(self):
+        return {"seen": getattr(self, "seen", None)}
+
+    def load_state_dict(self, state):
+        self.seen = state["seen"]
+"""
 AT_SUBMIT = {
+    "turns": (LOSS, LOSS + TURNS, "Mine defines turns() and not optimizers()", "remove turns()"),
+    "no loss of a turn": (
+        LOSS,
+        LOSS + OWN_STEP + TURNS.replace("loss_for", "loss_of"),
+        "Mine defines turns() and not loss_for()",
+        "define loss_for()",
+    ),
+    "half a state": (
+        LOSS,
+        LOSS + "\n\n    def state_dict(self):\n        return {}",
+        "Mine defines state_dict() and not load_state_dict()",
+        "define load_state_dict()",
+    ),
     "no class": (
         "class Mine",
         "class Other",
@@ -103,6 +139,39 @@ IN_A_SMOKE_TEST = {
     "not a number": ("error.sum()", "error.sum() / 0", "returned total inf", "finite"),
     "wrong shape": ("model(x)", "model(x[:, :2])", "shapes cannot be multiplied", ""),
     "taken name": ('"worst"', '"lr"', "a metric is called lr", ""),
+    "optimizer": (
+        LOSS,
+        LOSS
+        + """
+
+    def optimizers(self, parameters):
+        return torch.optim.SGD([parameters["0.weight"]], lr=0.1)
+""",
+        "optimizers() has no optimizer for 0.bias, 1.weight, 1.bias",
+        "freeze it",
+    ),
+    "after a step": (
+        LOSS,
+        LOSS + "\n\n    def after_step(self, model, parameters):\n        parameters['2.weight'].zero_()",
+        "after_step() at",
+        "traceback",
+    ),
+    "unsaved": (
+        LOSS,
+        LOSS
+        + "\n\n    def state_dict(self):\n        return {'task': self}"
+        + "\n\n    def load_state_dict(self, state):\n        pass",
+        "task.task cannot be saved: it is a Mine",
+        "tensors, numbers",
+    ),
+    "not loaded": (
+        LOSS,
+        LOSS
+        + "\n\n    def state_dict(self):\n        return {'a': 1}"
+        + "\n\n    def load_state_dict(self, state):\n        self.a = state['b']",
+        "load_state_dict() failed: KeyError: 'b'",
+        "traceback",
+    ),
     "overlap": (
         LOSS,
         LOSS + "\n\n    def layers(self, model):\n        return [model, model[0]]",
@@ -177,6 +246,12 @@ def test_a_good_task() -> None:
     assert list(Smoke(config_of(CODE.replace(DATASET, "        return Stream()"))).problems()) == []
 
 
+def test_steps_of_its_own() -> None:
+    assert Smoke(config_of(CODE.replace(LOSS, LOSS + OWN_STEP))).problems() == []
+    by_turns = CODE.replace(LOSS, LOSS + OWN_STEP + TURNS).replace("def loss(", "def loss_of(")
+    assert Smoke(config_of(by_turns.replace("self.loss(", "self.loss_of("))).problems() == []
+
+
 @pytest.mark.parametrize("case", AT_SUBMIT)
 def test_found_by_submit(case: str) -> None:
     before, after, message, hint = AT_SUBMIT[case]
@@ -231,3 +306,78 @@ def test_an_error_only_here_does_not_stop_a_submission() -> None:
     [problem] = Smoke(config).problems()
     assert "FileNotFoundError" in problem.message
     assert "mine.py:8" in problem.message
+
+
+SHARDS = """
+import os
+
+class Shards(torch.utils.data.IterableDataset):
+    # As a WebDataset, which divides its files by rank or refuses to be read by several.
+    def __init__(self, nodesplitter=None):
+        self.nodesplitter = nodesplitter
+    def __iter__(self):
+        if self.nodesplitter is None and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            raise ValueError("you need to add an explicit nodesplitter to your input pipeline")
+        for file in range(6) if self.nodesplitter is None else self.nodesplitter(range(6)):
+            for _ in range(3):
+                yield torch.full((3,), float(file)), torch.ones(1)
+"""
+BY_RANK = 'int(os.environ.get("RANK", 0))'
+ON_TWO_RANKS = {
+    "a good task": (MODEL, MODEL, "", ""),
+    "own steps": (LOSS, LOSS + OWN_STEP + TURNS, "", ""),
+    "whole stream": (DATASET, "        return Shards(nodesplitter=lambda src: src)", "", ""),
+    "no splitter": (
+        DATASET,
+        "        return Shards()",
+        "sample 0 cannot be read: ValueError: you need to add an explicit nodesplitter",
+        "nodesplitter=lambda src: src",
+    ),
+    "split": (
+        DATASET,
+        f"        return Shards(nodesplitter=lambda src: list(src)[{BY_RANK}::2])",
+        "the data of rank 1 differs from the data of rank 0",
+        "nodesplitter=lambda src: src",
+    ),
+    "model by rank": (
+        MODEL,
+        f"        torch.manual_seed({BY_RANK})\n" + MODEL,
+        "build_model() returned another model on rank 1",
+        "do not seed",
+    ),
+    "metric by rank": (
+        '{"worst"',
+        f"{{'worst_' + str({BY_RANK})",
+        "the ranks have different metrics",
+        "worst_0 | worst_1",
+    ),
+    "error on a rank": (
+        "x, y = batch",
+        f"x, y = batch\n        assert {BY_RANK} == 0, 'only here'",
+        "rank 1 of 2 failed: AssertionError: only here",
+        "traceback",
+    ),
+    "end of a rank": (
+        "x, y = batch",
+        f"x, y = batch\n        {BY_RANK} and os._exit(3)",
+        "rank 1 of 2 ended without an answer",
+        "ends Python",
+    ),
+    "state by rank": (
+        LOSS,
+        LOSS + OWN_STEP.replace('getattr(self, "seen", None)', BY_RANK),
+        "state_dict() has other values on rank 1 than on rank 0",
+        "samples",
+    ),
+}
+
+
+@pytest.mark.slow(seconds=3)
+@pytest.mark.parametrize("case", ON_TWO_RANKS)
+def test_found_by_two_ranks(case: str) -> None:
+    """What one rank does not show."""
+    before, after, message, hint = ON_TWO_RANKS[case]
+    assert before in CODE
+    problems = smoke(config_of(CODE.replace(before, after) + SHARDS))
+    assert len(problems) == bool(message), problems
+    assert all(message in item.message and hint in item.hint for item in problems), problems

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.runs import make_attempt
+from trainkit.capabilities.media.items import index_file, media_dir
 from trainkit.capabilities.trackers import sync, trackers_dir
 from trainkit.capabilities.trackers.clients import Facts, Sample, read_facts
 from trainkit.capabilities.trackers.sync import RunTracker, Sent, read_position, state_of, sync_run
@@ -197,3 +198,32 @@ def test_facts_name_the_code_without_the_diff(run: RunDir) -> None:
 def test_offline_is_written_as_a_whole(run: RunDir) -> None:
     assert RunTracker(run, "wandb", WandbConfig(mode="offline")).writes_once
     assert not RunTracker(run, "wandb", WandbConfig()).writes_once
+
+
+def test_images_histograms_and_texts_are_sent_with_their_steps(run: RunDir, memory: Memory) -> None:
+    train(run, 1, range(1, 4))
+    png = media_dir(run) / "a.png"
+    png.parent.mkdir()
+    png.write_bytes(b"\x89PNG\r\n\x1a\n")
+    kept = {"attempt": 1, "time": "2026-01-01T00:00:02.000Z"}
+    rows: list[dict[str, object]] = [
+        {"step": 2, "name": "a@1", "kind": "image", "file": "a.png", "caption": "it"},
+        {"step": 2, "name": "gone", "kind": "image", "file": "../job.json"},
+        {"step": 2, "name": "t", "kind": "text", "text": "<b>"},
+        {"step": 5, "name": "h", "kind": "histogram", "low": 0.0, "high": 2.0, "counts": [1, 3]},
+        {"step": 5, "name": "nan", "kind": "histogram", "low": None, "high": None, "counts": [0, 0]},
+        {"step": 9, "name": "t", "kind": "text", "text": "not saved"},
+    ]
+    append_jsonl(index_file(run), *({**kept, **row} for row in rows))
+    save(run, 7)
+    sender = tracker(run)
+    assert sender.update("running").num_sent == 4
+    assert [sample.step for sample in memory.samples] == [1, 2, 3, 5]
+    image, text = memory.samples[1].media
+    assert (image.name, image.file, image.text) == ("a_1", png, "it")
+    assert (text.name, text.kind, text.text) == ("t", "text", "<b>")
+    assert (memory.samples[3].values, len(memory.samples[3].media)) == ({}, 1)
+    [histogram] = memory.samples[3].media
+    assert (histogram.counts, histogram.ends) == ([1, 3], (0, 2))
+    assert sender.update("running").num_sent == 0
+    assert sender.update("finished").num_sent == 1

@@ -1,6 +1,7 @@
 """The page of a tracker: bound to this host, with the ssh line for another."""
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -10,10 +11,13 @@ import pytest
 
 from tests.support.programs import run_program
 from tests.support.runs import free_port, make_attempt
+from tests.support.sweeps import made_up_sweep
 from trainkit.capabilities.trackers import command
 from trainkit.cli import options
 from trainkit.cli.main import main
 from trainkit.extras import install_line
+from trainkit.run.files import write_json
+from trainkit.run.group import GroupRecord, Point, RunGroup
 
 
 class Started(Exception):
@@ -56,6 +60,82 @@ def test_tensorboard(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert url == f"http://127.0.0.1:{port}"
     assert ssh.startswith(f"ssh -L {port}:127.0.0.1:{port} ")
     assert ssh.endswith(f"@{socket.gethostname()}")
+
+
+def group_of_three(folder: Path) -> RunGroup:
+    """A sweep of three runs, whose last one has not started."""
+    group = made_up_sweep(folder, {"optimizer.lr": [0.1, 0.01, 0.001]}, num_steps=1)
+    shutil.rmtree(group.run(2).path)
+    for index in (0, 1):
+        group.run(index).tensorboard_dir.mkdir()
+    return group
+
+
+def test_the_runs_of_a_group_are_named_by_their_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    group = group_of_three(tmp_path / "sweep")
+    before = sorted(group.path.rglob("*"))
+    argv = start(str(group.path), "--port", str(free_port()))
+    folder = Path(argv[argv.index("--logdir") + 1])
+    assert {link.name: link.readlink() for link in folder.iterdir()} == {
+        f"lr={lr}": group.run(index).tensorboard_dir for index, lr in enumerate((0.1, 0.01, 0.001))
+    }
+    assert argv[argv.index("--host") + 1] == "127.0.0.1"
+    assert sorted(group.path.rglob("*")) == before
+    run_program(*argv[:3], "--logdir", str(folder), "--help", cwd=tmp_path)
+    assert not folder.exists()  # its links are removed at the end
+    assert group.run(0).tensorboard_dir.is_dir()
+
+
+NAMES: dict[str, tuple[list[dict[str, object]], list[str]]] = {
+    "two keys": ([{"a.lr": 0.1, "b.seed": 1}], ["lr=0.1, seed=1"]),
+    "two keys with one last part": ([{"a.lr": 0.1, "b.lr": 1}], ["a.lr=0.1, b.lr=1"]),
+    "no values": ([{}, {}], ["0", "1"]),
+    "a path": ([{"data.source": "/data/a/b"}], ["source=_data_a_b"]),
+    "dots": ([{"x": ".."}], ["x=.."]),
+    "the same": ([{"x": 1}, {"x": 1}], ["1 x=1", "x=1"]),
+    "long": ([{"x": "é" * 500}, {"x": "é" * 501}], ["1 x=" + "é" * 58, "x=" + "é" * 58]),
+    "a comma and a colon": ([{"x": "a,b:c"}], ["x=a,b:c"]),
+    "NUL": ([{"x": "a\0b"}], ["x=a_b"]),
+    "a secret": ([{"api_key": "sk-0123456789abcdefghij"}], ["api_key=***"]),
+    "some have none": ([{}, {"x": None}], ["0", "x=null"]),
+}
+"""Kind of values -> those of each point, and the names of their runs."""
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_any_values_are_names(tmp_path: Path, kind: str) -> None:
+    values, names = NAMES[kind]
+    write_json(
+        tmp_path / "sweep.json", GroupRecord(name="mine").to_dict(map(Point, range(len(values)), values))
+    )
+    folder = command.link_runs(RunGroup(tmp_path), tmp_path)
+    assert sorted(link.name for link in folder.iterdir()) == names
+
+
+@pytest.mark.parametrize(
+    ("is_command", "why"),
+    [(False, "the built-in trainer writes it from its first record on"), (True, "for its own trainer only")],
+)
+def test_a_group_without_tensorboard(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], is_command: bool, why: str
+) -> None:
+    group = made_up_sweep(tmp_path / "sweep", {"seed": [1, 2]}, num_steps=1)
+    if is_command:
+        write_json(group.run(1).plan_file, {"command": ["python", "a.py"]})
+    assert main(["ui", str(group.path)]) == 2
+    said = capfd.readouterr().err
+    assert f"none of the runs of {group.path} has a tensorboard/" in said
+    assert why in said
+    assert f"`trainkit report {group.path}` has its curves" in said
+
+
+def test_mlflow_of_a_group_that_has_not_started(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write_json(tmp_path / "sweep.json", GroupRecord(name="mine").to_dict([Point(0)]))
+    assert main(["ui", str(tmp_path), "--tool", "mlflow"]) == 2
+    assert "none of its runs has started" in capfd.readouterr().err
 
 
 def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -394,13 +394,13 @@ class PrintedCurve:
     def _add_without_loss(self, reading: Reading, kind: str, counter: _Counter) -> None:
         """Add the metrics of a line to the step that it names, or after an epoch to the newest one."""
         values = {**reading.values, **self._own(reading.metrics)}
-        primary = self._primary
-        if primary is None or primary[1] == _WITHOUT_LOSS:
-            if reading.is_telling:
-                self._add((kind, _WITHOUT_LOSS, reading.positions[kind][1]), counter, values)
+        primary, key = self._primary, (kind, _WITHOUT_LOSS, reading.positions[kind][1])
+        if primary is None or key == primary or _order(key) < _order(primary):
+            if reading.is_telling or key == primary:
+                self._add(key, counter, values)
         elif primary[0] in reading.positions:
             value, total = reading.positions[primary[0]]
-            if total == primary[2] or None in (total, primary[2]):
+            if _is_one_count(total, primary[2]):
                 self.join(self._counters[primary[0], primary[2]].offset + value, values)
         elif kind == "epoch":
             self.join(self._step, values)
@@ -507,9 +507,10 @@ class PrintedCurve:
         new = [(step, values)]
         if self._primary is None or _order(key) < _order(self._primary):
             new, self._primary, self._step = source.records or new, key, None
-            if key[1] != _WITHOUT_LOSS:
-                for at, others in self._sources.pop((key[0], _WITHOUT_LOSS, key[2]), _Source()).records:
-                    self.join(at, others)
+            for (kind, rank, total), other in self._sources.items():
+                if (kind, rank) == (key[0], _WITHOUT_LOSS) and _is_one_count(total, key[2]):
+                    for at, others in other.records:
+                        self.join(at, others)
         source.records = []
         if key != self._primary:
             return
@@ -544,6 +545,11 @@ def _order(key: _Key) -> tuple[bool, bool, int, int]:
     """Which source is the curve: rather one with a loss, of steps than of epochs, and a plain loss."""
     kind, rank, _ = key
     return rank == _WITHOUT_LOSS, kind == "epoch", rank, KINDS.index(kind)
+
+
+def _is_one_count(total: int | None, other: int | None) -> bool:
+    """Whether two numbers of a kind count the same, of which one may be printed without its total."""
+    return total == other or None in (total, other)
 
 
 _ENDS = re.compile(rb"[\r\n]|\x08+")

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
-from operator import itemgetter
 from pathlib import Path
 from typing import BinaryIO
 
+from trainkit.capabilities.report.thinned import Point, Thinned, joined
 from trainkit.run.events import StepRecord, steps_of
 from trainkit.run.files import MAX_RECORD_BYTES, MAX_SAMPLE_BYTES, forward_lines, open_file, parse_records
 from trainkit.run.history import CURVES, Attempt, timestamp
@@ -32,28 +33,43 @@ CATEGORIES = {
 NUM_BUCKETS = 800
 WHOLE_BYTES, PART_BYTES = 2**26, 2**16
 """Up to this size a file is read as a whole; of a larger one, so much of each bucket."""
-Point = tuple[float, float]
 
 
 @dataclass
 class Curves:
     """Downsampled curves, and the time of each category by attempt."""
 
-    series: dict[str, dict[int, list[Point]]]
-    """Name -> attempt -> points by step; the lowest and highest value of each bucket are kept."""
     spent: dict[int, dict[str, float]]
     """Attempt -> category -> seconds; they add up to its allocated time."""
     num_records: int
     num_steps_lost: int
     is_measured: bool = False
     """Whether the records of an attempt say how long its steps took."""
+    thinned: dict[int, Thinned] = field(default_factory=dict)
+    """Attempt -> what it logged of the steps that count."""
+
+    @property
+    def series(self) -> dict[str, dict[int, list[Point]]]:
+        """Each of `CURVES` -> attempt -> the finite points by step."""
+        return {
+            name: {
+                number: [point for point in own.points(name) if math.isfinite(point[1])]
+                for number, own in self.thinned.items()
+            }
+            for name in CURVES
+        }
+
+    @property
+    def metrics(self) -> dict[str, list[Point]]:
+        """Each metric that was logged -> its points by step, nan where it was not finite."""
+        return joined(own for _, own in sorted(self.thinned.items()))
 
 
 def read_curves(path: Path, attempts: Sequence[Attempt]) -> Curves:
     """Read metrics.jsonl once: its curves and, with the attempts' events, where the time went."""
     by_number = {attempt.number: attempt for attempt in attempts}
     spent = {number: dict.fromkeys(CATEGORIES, 0.0) for number in by_number}
-    curves = Curves({name: {} for name in CURVES}, spent, 0, 0)
+    curves = Curves(spent, 0, 0)
     clocks: dict[int, tuple[float, int]] = {}
     """Attempt -> the time and step up to which its time has been divided."""
     for records, num_lines in _buckets(path):
@@ -63,8 +79,7 @@ def read_curves(path: Path, attempts: Sequence[Attempt]) -> Curves:
             if attempt is None:
                 continue
             kept = [record for record in own if record.step <= attempt.kept_step]
-            for name, points in curves.series.items():
-                points.setdefault(number, []).extend(_extremes(kept, name))
+            curves.thinned.setdefault(number, Thinned()).add(record.values for record in kept)
             begin = attempt.training or attempt.started
             is_timed = number in clocks or any(record.number("step_s") is not None for record in own)
             if begin is None or attempt.ended is None or not is_timed:
@@ -127,12 +142,6 @@ def _add_ends(spent: dict[str, float], attempt: Attempt, clock: tuple[float, int
         return
     spent["startup"] += max(0.0, (attempt.training or attempt.started) - attempt.started)
     spent["shutdown"] += max(0.0, attempt.ended - clock[0])
-
-
-def _extremes(records: Sequence[StepRecord], name: str) -> list[Point]:
-    """The points with the lowest and the highest value, in order."""
-    points = [(record.step, value) for record in records if (value := record.number(name)) is not None]
-    return sorted({min(points, key=itemgetter(1)), max(points, key=itemgetter(1))}) if points else []
 
 
 def _by_attempt(records: Sequence[StepRecord]) -> dict[int, list[StepRecord]]:

@@ -137,7 +137,7 @@ def draw(
         if not any(run.points[metric] for run in runs):
             hint = "name another metric, or another axis: `step` is there for every run"
             raise UsageError(f"no run has numbers of {metric} by {x}", hint=hint)
-    series = _series(runs, keys, SEED in keys_that_differ)
+    series = series_of(runs, keys, SEED in keys_that_differ)
     labels = [one.label(keys) for one in series]
     num_columns = 2 if all(len(label) <= MAX_LABEL // 2 for label in labels) else 1
     num_rows = -(-min(len(labels), MAX_LEGEND + 1) // num_columns) if len(labels) > 1 else 0
@@ -147,7 +147,7 @@ def draw(
         charts: list[Axes] = [*figure.subplots(len(metrics), 1, squeeze=False, sharex=True)[:, 0]]
         by = by or (keys[0] if keys else None)
         styles = _styles(series, keys, by)
-        drawn = [[_line(one, metric) for one in series] for metric in metrics]
+        drawn = [[mean_line(one, metric) for one in series] for metric in metrics]
         unit, scale = "", 1.0
         if x == "time":
             places = (place for lines in drawn for line in lines for place in line.x)
@@ -197,7 +197,7 @@ def _style() -> AbstractContextManager[None]:
     return rc_context(STYLE)  # type: ignore[arg-type]
 
 
-def _series(runs: Sequence[DrawnRun], keys: Sequence[str], has_seeds: bool) -> list[Series]:
+def series_of(runs: Sequence[DrawnRun], keys: Sequence[str], has_seeds: bool) -> list[Series]:
     """The runs by the values of their keys, in the order of these values where they are numbers."""
     grouped: dict[str, list[DrawnRun]] = {}
     for run in runs:
@@ -220,7 +220,7 @@ def _number(value: object) -> float | None:
     return float(value) if is_number and abs(value) <= LARGEST else None  # type: ignore[arg-type]
 
 
-def _line(series: Series, metric: str) -> Line:
+def mean_line(series: Series, metric: str) -> Line:
     """The mean of a series at each step that all of its runs have which got that far, and its spread.
 
     It ends where a run has diverged: the mean of the others would look as if none had.

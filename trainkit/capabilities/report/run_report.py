@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 import shlex
 from dataclasses import dataclass, field
+from html import escape
 
-from trainkit.capabilities.report.goodput import CATEGORIES, Curves, Point, read_curves
-from trainkit.capabilities.report.page import Chart, Line, line_chart, render_page
+from trainkit.capabilities.report.charts import MAX_CHARTS, Chart, csv_command, run_charts
+from trainkit.capabilities.report.goodput import CATEGORIES, Curves, read_curves
+from trainkit.capabilities.report.page import render_page
+from trainkit.capabilities.report.thinned import Point
 from trainkit.observe.status import FlatConfig, RunStatus, failure_lines, loss_text
 from trainkit.observe.values import asked_of
 from trainkit.run.events import with_divergence
 from trainkit.run.files import LEFT_OUT, Record, numbers, read_object, to_json
 from trainkit.run.history import (
-    CURVES,
     Attempt,
     RunHistory,
     ended_attempts,
@@ -27,12 +29,6 @@ from trainkit.shipped import ask_each, placed
 
 TEMPLATE = "report.html.j2"
 TIME_MARGIN, MEMORY_MARGIN = 1.2, 1.25
-TITLES = {
-    "loss": "Loss",
-    "grad_norm": "Gradient norm",
-    "lr": "Learning rate",
-    "tokens_per_s": "Tokens per second",
-}
 
 
 @dataclass(frozen=True)
@@ -65,6 +61,8 @@ class Report:
     num_records: int
     num_steps_lost: int
     curves: dict[str, dict[int, list[Point]]] = field(metadata=LEFT_OUT)
+    metrics: dict[str, list[Point]] = field(metadata=LEFT_OUT)
+    """Each metric that was logged -> its points, nan where it was not finite."""
     val_loss: list[Point] = field(metadata=LEFT_OUT)
     advice: list[Advice]
     checkpoints: list[ListedCheckpoint]
@@ -73,6 +71,8 @@ class Report:
     provenance: dict[str, object]
     added: dict[str, object] = field(metadata=LEFT_OUT)
     """The keys that capabilities add."""
+    sections: dict[str, str] = field(metadata=LEFT_OUT)
+    """The sections that capabilities add to the page: title -> HTML."""
 
     def to_dict(self) -> dict[str, object]:
         return placed("report", {**to_json(self), "status": self.status.to_dict()}, to_json(self.added))
@@ -97,6 +97,7 @@ def read_report(history: RunHistory, status: RunStatus, now: float) -> Report:
     world_size = plan.count("world_size")
     answers = ask_each(plan.parts, lambda one: one.report(history), lambda name, text: {name: text})
     added = {key: value for own in answers.values() for key, value in own.items()}
+    pages = ask_each(plan.parts, lambda one: one.sections(history), lambda name, text: {name: escape(text)})
     config = asked_of(run, plan)
     times = [(item.submitted, item.started) for item in attempts]
     waits = [max(0.0, end - begin) for begin, end in times if begin is not None and end is not None]
@@ -115,6 +116,7 @@ def read_report(history: RunHistory, status: RunStatus, now: float) -> Report:
         num_records=curves.num_records,
         num_steps_lost=curves.num_steps_lost,
         curves=curves.series,
+        metrics=curves.metrics,
         val_loss=sorted(events.val_losses.items()),
         advice=_advice(config, attempts, Record(to_json(added)), status, curves),
         checkpoints=checkpoints,
@@ -122,12 +124,13 @@ def read_report(history: RunHistory, status: RunStatus, now: float) -> Report:
         layout={name: size for name, size in plan.record("layout").values.items() if isinstance(size, int)},
         provenance=read_object(run.provenance_file),
         added=added,
+        sections={title: html for own in pages.values() for title, html in own.items()},
     )
 
 
 def render_report(report: Report) -> str:
     """The page of a report."""
-    failed = report.status.failure
+    failed, charts = report.status.failure, _charts(report)
     return render_page(
         TEMPLATE,
         title=report.status.name,
@@ -136,7 +139,9 @@ def render_report(report: Report) -> str:
         failure=[] if failed is None else failure_lines(failed, shlex.quote(report.status.run_dir)),
         loss_text=loss_text,
         labels=CATEGORIES,
-        charts=_charts(report),
+        charts=charts[:MAX_CHARTS],
+        num_more=len(charts[MAX_CHARTS:]),
+        all_points=csv_command(report.status.run_dir, report.metrics),
         timeline=_timeline(report),
         command=shlex.join(Record(report.provenance).texts("argv")),
     )
@@ -146,14 +151,10 @@ def _charts(report: Report) -> list[Chart]:
     marks = [
         (float(item.start_step), str(item.number)) for item in report.attempts if item.training is not None
     ]
-    charts = []
-    for curve in CURVES:
-        curves = enumerate(report.curves[curve].values())
-        lines = [Line(points, "c0", "" if index else report.status.name) for index, points in curves]
-        if curve == "loss":
-            lines.append(Line(report.val_loss, "c1", "validation"))
-        charts.append(line_chart(TITLES[curve], lines, marks))
-    return [chart for chart in charts if chart is not None]
+    series = report.metrics
+    if report.val_loss and "val_loss" not in series:  # a script logs its validations as events
+        series = {**series, "val_loss": report.val_loss}
+    return run_charts(series, marks)
 
 
 def _timeline(report: Report) -> list[dict[str, object]]:

@@ -5,17 +5,35 @@ A sweep can have thousands of runs, so what is read of each is bounded: records 
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from itertools import islice
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice
 from pathlib import Path
 from statistics import median
 
-from trainkit.capabilities.report.goodput import Point
-from trainkit.capabilities.report.page import Chart, Line, dot_chart, line_chart, render_page
+from trainkit.capabilities.report.charts import (
+    MAX_CHARTS,
+    PALETTE,
+    TITLES,
+    Chart,
+    Color,
+    Dot,
+    Drawn,
+    Line,
+    colors_of,
+    csv_command,
+    dash,
+    dot_chart,
+    line_chart,
+    metric_order,
+)
+from trainkit.capabilities.report.page import render_page
+from trainkit.capabilities.report.plot import SEED, DrawnRun, Series, mean_line, series_of
+from trainkit.capabilities.report.thinned import MAX_BUCKETS, Thinned, Wanted, read_all
 from trainkit.config.schema import flatten
 from trainkit.formats import plural, shown, shown_value
 from trainkit.observe.group import (
@@ -43,7 +61,6 @@ from trainkit.run.files import (
 )
 from trainkit.run.group import RunGroup
 from trainkit.run.history import (
-    Attempt,
     PlanRecord,
     attempts_of,
     ended_attempts,
@@ -54,8 +71,14 @@ from trainkit.run.rundir import RunDir
 
 TEMPLATE = "sweep_report.html.j2"
 MAX_LINES = 40
-"""Curves that are drawn: more would cover each other."""
-MAX_NAMED_LINES = 4
+"""Trials whose curves are drawn: more would cover each other."""
+MAX_DRAWN = 400
+"""Runs whose curves are read, several of a trial."""
+NUM_BUCKETS = 6000
+"""Buckets of all curves of a metric, so that a page does not grow with its runs."""
+MIN_BUCKETS = 64
+CURVE_BYTES = 2**29
+"""Read of all curves together: seconds of work. Of more, evenly spaced parts are read."""
 OPEN_ROWS = 100
 """Runs that the page lists unfolded."""
 MAX_ROWS = 2000
@@ -66,6 +89,8 @@ WHOLE_BYTES = 65_536
 """Curves up to this size are read whole."""
 EVENTS = ("submitted", "started", "training", "first_step", "requeue_decision", "stopped", "finished")
 REPEAT = "repeat"
+REPETITIONS = (SEED, REPEAT)
+"""Keys whose values are repetitions of the same trial."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +122,8 @@ class PointReport(PointStatus):
     tokens_per_s: float | None
     """The median of the records that were read."""
     worker_hours: float | None
-    curves: dict[str, list[Point]] = field(default_factory=dict, metadata=LEFT_OUT)
+    kept: dict[int, float] = field(default_factory=dict, metadata=LEFT_OUT)
+    """Attempt -> the last step that is part of the run's result."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +140,8 @@ class SweepReport:
     best: PointReport | None
     is_cuda: bool
     worker_hours: float | None
+    curves: dict[int, Thinned] = field(metadata=LEFT_OUT)
+    """The curves that are drawn, by the index of their point."""
     config: FlatConfig = field(metadata=LEFT_OUT)
     provenance: dict[str, object] = field(metadata=LEFT_OUT)
 
@@ -149,6 +177,7 @@ def read_sweep(
         best=min(results, key=lambda point: _rank(point, objective), default=None),
         is_cuda=plan.text("device") == "cuda",
         worker_hours=sum(known_hours) if known_hours else None,
+        curves=_read_curves(points, status.keys, objective),
         config=with_effect(dict(flatten(record.config)), plan),
         provenance=read_object(group.provenance_file),
     )
@@ -196,7 +225,7 @@ def _read_point(
         result=result,
         tokens_per_s=tokens_per_s,
         worker_hours=worker_hours(attempts, world_size) if attempts else None,
-        curves={name: _curve(attempts, records, name) for name in ("loss", "tokens_per_s")},
+        kept={attempt.number: attempt.kept_step for attempt in attempts},
     )
 
 
@@ -213,20 +242,45 @@ def sample_records(path: Path) -> list[StepRecord]:
     return list(steps_of(parse_records(lines)))
 
 
-def _curve(attempts: Sequence[Attempt], records: Sequence[StepRecord], name: str) -> list[Point]:
-    """The points of a curve by step; a step that was computed twice has the value that counts."""
-    kept = {attempt.number: attempt.kept_step for attempt in attempts}
-    points: dict[float, float] = {
-        item.step: float(value)
-        for item in records
-        if (value := item.number(name)) is not None and item.step <= kept.get(item.attempt or 0, float("inf"))
-    }
-    return sorted(points.items())[:: max(1, len(points) // (2 * NUM_SAMPLES))]
+def _trials(
+    points: Sequence[PointReport], keys: Sequence[str], objective: Objective
+) -> list[list[PointReport]]:
+    """The points that differ in their repetitions alone, the trial with the best of them first."""
+    own = [key for key in keys if key not in REPETITIONS]
+    found: dict[str, list[PointReport]] = {}
+    for point in sorted(points, key=lambda point: (_rank(point, objective), point.index)):
+        same = repr([point.values.get(key) for key in own]) if keys else str(point.index)
+        found.setdefault(same, []).append(point)
+    return list(found.values())
+
+
+def _read_curves(
+    points: Sequence[PointReport], keys: Sequence[str], objective: Objective
+) -> dict[int, Thinned]:
+    """The curves of the best trials, each file read once; of very long ones, parts."""
+    started = [point for point in points if point.step is not None]
+    trials = _trials(started, keys, objective)[:MAX_LINES]
+    chosen = [point for trial in trials for point in trial][:MAX_DRAWN]
+    if not chosen:
+        return {}
+    most = max(MIN_BUCKETS, min(MAX_BUCKETS, NUM_BUCKETS // len(trials)))
+    most_bytes = CURVE_BYTES // len(chosen)
+    wanted = [Wanted(point.run_dir, point.kept, most, most_bytes) for point in chosen]
+    sizes = [RunDir(point.run_dir).metrics_file.stat().st_size for point in chosen]
+    read = read_all(wanted, sum(min(size, most_bytes) for size in sizes))
+    found = {point.index: thinned for point, thinned in zip(chosen, read, strict=True)}
+    for trial in trials:
+        own = [found[point.index] for point in trial if point.index in found]
+        for thinned in own:
+            thinned.widen(max(one.width for one in own))  # their mean is taken bucket by bucket
+    return found
 
 
 def render_sweep(report: SweepReport) -> str:
     """The page of a sweep."""
     keys = [key for key in report.keys if key != REPEAT]
+    curves, names = _curve_charts(report)
+    trials = _trials(report.points, report.keys, report.objective)
     return render_page(
         TEMPLATE,
         title=report.name,
@@ -238,8 +292,15 @@ def render_sweep(report: SweepReport) -> str:
         failed=FAILED,
         value=shown_value,
         quote=shlex.quote,
-        curves=_curve_charts(report),
-        by_key=_key_charts(report, keys[:MAX_AXIS_KEYS]),
+        curves=curves[:MAX_CHARTS],
+        num_more=len(curves[MAX_CHARTS:]),
+        names=names,
+        all_points=csv_command(
+            report.run_dir, chain.from_iterable(own.names for own in report.curves.values())
+        ),
+        has_means=any(len(trial) > 1 for trial in trials),
+        num_trials=len(trials),
+        by_key=_key_charts(report, sorted(keys, key=SEED.__eq__)[:MAX_AXIS_KEYS]),
         max_lines=MAX_LINES,
         command=shlex.join(Record(report.provenance).texts("argv")),
     )
@@ -258,37 +319,67 @@ def _verdict(report: SweepReport) -> str:
     return f"{text}. {label}: {report.best.result:,.5g} with {point_name(report.best)}."
 
 
-def _curve_charts(report: SweepReport) -> list[Chart]:
-    """The curves of the best points over each other; of many, only the best one has a name."""
-    drawn = [point for point in report.points if point.curves["loss"]]
-    drawn = sorted(drawn, key=lambda point: _rank(point, report.objective))[:MAX_LINES]
+def _curve_charts(report: SweepReport) -> tuple[list[Chart], list[Drawn]]:
+    """A chart for each metric, with a line per trial, and the names of the lines."""
+    keys = [key for key in report.keys if key not in REPETITIONS]
+    by_name = {f"point {index}": thinned for index, thinned in report.curves.items()}
+    metrics = metric_order(dict.fromkeys(name for own in by_name.values() for name in own.names))
+    points = {point.index: point for point in report.points}
+    runs = []
+    for index, own in report.curves.items():
+        values = {key: points[index].values.get(key) for key in keys}
+        runs.append(DrawnRun(f"point {index}", values, {name: own.means(name) for name in metrics}))
+    series = series_of(runs, keys, len(keys) < len(report.keys))
+    best = None if report.best is None else f"point {report.best.index}"
+    styles = []
+    for one, (color, kind) in zip(series, _styles(series, keys), strict=True):
+        is_best = any(run.name == best for run in one.runs)
+        styles.append(Line([], color, one.label(keys), kind=f"{kind} best".strip() if is_best else kind))
     charts = []
-    for name, title in (("loss", "Loss"), ("tokens_per_s", "Tokens per second")):
+    for metric in metrics:
         lines = []
-        for number, point in reversed(list(enumerate(drawn))):
-            has_name = len(drawn) <= MAX_NAMED_LINES or number == 0
-            color = f"c{number}" if has_name else "thin"
-            is_best = number == 0 and point.result is not None
-            label = point_name(point) + (" (best)" if is_best else "")
-            lines.append(
-                Line(point.curves[name], f"{color} best" if is_best else color, label if has_name else "")
-            )
-        if len(drawn) > MAX_NAMED_LINES and lines:
-            lines.append(Line(lines[0].points[:1], "thin", "other points"))
-        chart = line_chart(title, lines)
-        if chart is not None:
-            charts.append(chart)
-    return charts
+        for one, style in zip(series, styles, strict=True):
+            if len(one.runs) == 1:
+                lines.append(replace(style, points=by_name[one.runs[0].name].points(metric)))
+                continue
+            mean = mean_line(one, metric)
+            found = [(round(x), y) for x, y in zip(mean.x, mean.y, strict=True)]
+            spread = None if mean.spread is None else list(mean.spread)
+            if mean.diverged_at is not None:
+                found.append((round(mean.diverged_at), math.nan))
+                spread = None if spread is None else [*spread, math.nan]
+            lines.append(replace(style, points=found, spread=spread))
+        charts.append(line_chart(TITLES.get(metric, metric), lines, has_names=False))
+    names = [Drawn(line.kind, line.style, line.name) for line in styles]
+    return [chart for chart in charts if chart is not None], names if len(names) > 1 else []
+
+
+def _styles(series: Sequence[Series], keys: Sequence[str]) -> list[tuple[Color, str]]:
+    """The colour of each line by the first key in which the trials differ, and a dash by the other ones."""
+    known = [one.values or {} for one in series]
+    by = next((key for key in keys if len({repr(own.get(key)) for own in known}) > 1), None)
+    if by is None:
+        return [(PALETTE[index % len(PALETTE)], dash(index // len(PALETTE))) for index in range(len(series))]
+    others = [repr([own.get(key) for key in keys if key != by]) for own in known]
+    order = list(dict.fromkeys(others))
+    colors = colors_of([own.get(by) for own in known])
+    return [(color, dash(order.index(other))) for color, other in zip(colors, others, strict=True)]
 
 
 def _key_charts(report: SweepReport, keys: Sequence[str]) -> list[Chart]:
-    """The results by each key."""
-    known = [point for point in report.points if point.result is not None]
-    results = [float(point.result or 0.0) for point in known]
-    best = None if report.best is None else known.index(report.best)
+    """The results by each key; a run that has diverged has none, and is shown as such."""
+    known = [point for point in report.points if point.result is not None or point.diverged_since is not None]
+    best = None if report.best is None else report.best.index
     label = report.objective.label.capitalize()
     charts = [
-        dot_chart(f"{label} by {key}", key, [point.values.get(key) for point in known], results, best)
+        dot_chart(
+            f"{label} by {key}",
+            key,
+            [
+                Dot(point.values.get(key), point.result, point_name(point), point.index == best)
+                for point in known
+            ],
+        )
         for key in keys
     ]
     return [chart for chart in charts if chart is not None]

@@ -12,6 +12,7 @@ import pickle
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from itertools import permutations
 from typing import Any, cast
@@ -19,12 +20,17 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from trainkit.capabilities.task_check.two_ranks import TwoRanks
 from trainkit.config.schema import RunConfig, config_class
 from trainkit.errors import Problem, TrainkitError
+from trainkit.run.manifest import Manifest
 from trainkit.task import ParameterOptions, Stream, Task
+from trainkit.trainer.build import AfterStep
 from trainkit.trainer.checkpoint.state import StreamState
 from trainkit.trainer.distributed import World
 from trainkit.trainer.forward_backward import LossModule, TaskForwardBackward
+from trainkit.trainer.models.model import Weight
+from trainkit.trainer.own_optimizers import OwnOptimizers, make_own_optimizers, make_own_state
 from trainkit.trainer.parallel.tensor import find_styles
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.stateless_random import stable_key
@@ -88,10 +94,19 @@ class Smoke:
         config = self._config.model_copy(update={"precision": precision})
         module = LossModule(model, self._user.task, config)
         alone = World(0, 1, torch.device("cpu"), None, None)
+        weights = [Weight(*item) for item in model.named_parameters()]
+        optimizers = make_own_optimizers(self._user, weights, alone.layout)
+        module.task.step = 1
+        turns = ("",) if optimizers is None else optimizers.turns()
         for batches in reversed(halves):  # whose metrics may differ
             passes = TaskForwardBackward(lambda enabled: None, Progress(), module, config, alone)
-            self._check_losses(module, passes, batches, validates=batches is not halves[0])
-        self._check_gradients(module, passes, halves[0][2])
+            validates = batches is not halves[0]
+            for turn in ("",) if validates else turns:
+                own = [replace(batch, optimizer=turn) for batch in batches]
+                self._check_losses(module, passes, own, validates=validates)
+        self._check_gradients(module, passes, [replace(halves[0][2], optimizer=turn) for turn in turns])
+        if not self._found:
+            self._check_update(module, weights, optimizers, config, alone)
 
     def _batches(self, method: str, data: Any) -> list[TaskBatch]:
         """Two batches, and both of them as one."""
@@ -158,13 +173,13 @@ class Smoke:
     ) -> None:
         """The loss of two batches must be that of both as one, in evaluation mode, without dropout."""
         module.eval()
-        found = []
+        found, method = [], _loss_of(batches[0])
         for batch in batches:
-            with torch.no_grad(), self._errors("loss", "failed"):
+            with torch.no_grad(), self._errors(method, "failed"):
                 total, count, *_ = passes.loss_sums(batch).tolist()
             if not math.isfinite(total) or not math.isfinite(count) or count < 0:
                 message = f"returned total {total:g} and count {count:g}"
-                self._add("loss", message, "both must be finite, and the count at least 0")
+                self._add(method, message, "both must be finite, and the count at least 0")
                 return
             found.append((total, count))
         if validates:
@@ -175,15 +190,18 @@ class Smoke:
         mean = (first * of_first + second * of_second) / max(of_both, 1e-9)
         if is_sum and not adds_up:
             message = f"has count {of_both:g} instead of {of_first + of_second:g} for two batches as one"
-            self._add("loss", message, "count what the total sums: samples or tokens, not batches")
+            self._add(method, message, "count what the total sums: samples or tokens, not batches")
         elif adds_up and not is_sum and is_near(mean, both):
             message = f"has total {both:g} for two batches of {first:g} and {second:g}: that is a mean"
-            self._add("loss", message, 'return the sum, for example with reduction="sum"')
+            self._add(method, message, 'return the sum, for example with reduction="sum"')
 
-    def _check_gradients(self, module: nn.Module, passes: TaskForwardBackward, batch: TaskBatch) -> None:
+    def _check_gradients(
+        self, module: nn.Module, passes: TaskForwardBackward, batches: list[TaskBatch]
+    ) -> None:
         module.train()
-        with self._errors("loss", "failed in the backward pass"):
-            passes.accumulate_gradient([batch], torch.ones(()), lambda sums: None)
+        for batch in batches:
+            with self._errors(_loss_of(batch), "failed in the backward pass"):
+                passes.accumulate_gradient([batch], torch.ones(()), lambda sums: None)
         without = [
             name.removeprefix("model.")
             for name, param in module.named_parameters()
@@ -192,6 +210,28 @@ class Smoke:
         if without:
             hint = "use them, or freeze them in build_model: parameter.requires_grad_(False)"
             self._add("loss", f"gives no gradient to {listed(without)}", hint)
+
+    def _check_update(
+        self,
+        module: LossModule,
+        weights: list[Weight],
+        optimizers: OwnOptimizers | None,
+        config: RunConfig,
+        alone: World,
+    ) -> None:
+        """Update the parameters with the task's own optimizers, and save and load what it keeps itself."""
+        if optimizers is not None:
+            optimizers.begin_step(config.optimizer.lr)
+            optimizers.collect_gradients()
+            with self._errors("optimizers", "failed in their update"):
+                optimizers.step(config.optimizer.lr, torch.ones(()), torch.zeros(()))
+        if type(module.task).after_step is not Task.after_step:
+            with self._errors("after_step", "failed"):
+                AfterStep(module, weights, config, alone.device)()
+        state = make_own_state(self._user, optimizers, alone)
+        if state is not None:
+            values, tensors = state.collect()
+            state.load(Manifest(state=values), tensors)
 
     def _errors(self, method: str, failed: str) -> AbstractContextManager[None]:
         """Raise TaskError, with file and line, for whatever a method of the task raises."""
@@ -208,11 +248,22 @@ class Smoke:
         return f"{method}(){'' if function is getattr(Task, method, None) else line_of(function)}"
 
 
+def _loss_of(batch: TaskBatch) -> str:
+    """The method of the task that computes the loss of a batch."""
+    return "loss_for" if batch.optimizer else "loss"
+
+
+def smoke(config: RunConfig) -> list[Problem]:
+    """The problems of a task on one rank, or if there are none, on two."""
+    with TwoRanks(config) as two:
+        return Smoke(config).problems() or two.problems()
+
+
 def main() -> None:
     """Print the problems of the config on stdin."""
     values = json.load(sys.stdin)
     config = config_class(values).model_validate(values)
-    print_problems(Smoke(config).problems() if "--smoke" in sys.argv else unreadable_samples(config))
+    print_problems(smoke(config) if "--smoke" in sys.argv else unreadable_samples(config))
 
 
 if __name__ == "__main__":

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -29,6 +31,8 @@ STORE_FILE = "mlflow.db"
 DEFAULT_PROJECT = "trainkit"
 FOLDER = "wandb"
 INIT_TIMEOUT_S = 30.0
+_NOT_IN_A_PATH = re.compile(r"[^\w./ -]|\.\.")
+"""What the folder of an artifact cannot have."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,22 @@ class Sample:
     step: int
     time_ms: int
     values: dict[str, float]
+    media: Sequence[Media] = ()
+
+
+@dataclass(frozen=True)
+class Media:
+    """An image, histogram or text of a step."""
+
+    name: str
+    kind: str
+    file: Path | None = None
+    """Of an image."""
+    text: str = ""
+    """Of a text, and the caption of an image."""
+    counts: Sequence[float] = ()
+    ends: tuple[float, float] = (0.0, 1.0)
+    """Of a histogram with bins of equal width."""
 
 
 @dataclass(frozen=True)
@@ -177,6 +197,20 @@ class MlflowRun:
         ]
         for start in range(0, len(metrics), MAX_METRICS):
             self._client.log_batch(self._run_id, metrics=metrics[start : start + MAX_METRICS])
+        for sample in batch:
+            for item in sample.media:
+                self._send_media(item, sample.step)
+
+    def _send_media(self, item: Media, step: int) -> None:
+        """Send an image, histogram or text as an artifact; one that is there is replaced."""
+        folder = f"media/{_NOT_IN_A_PATH.sub('_', item.name)}"
+        if item.file is not None:
+            self._client.log_artifact(self._run_id, str(item.file), folder)
+        elif item.kind == "text":
+            self._client.log_text(self._run_id, item.text, f"{folder}/step-{step:08d}.txt")
+        else:
+            values = {"low": item.ends[0], "high": item.ends[1], "counts": list(item.counts)}
+            self._client.log_dict(self._run_id, values, f"{folder}/step-{step:08d}.json")
 
     def close(self, state: str) -> None:
         if state != "running":
@@ -238,7 +272,21 @@ class WandbRun:
 
     def send(self, batch: Sequence[Sample]) -> None:
         for sample in batch:
-            self._run.log({**sample.values, "_timestamp": sample.time_ms / 1000}, step=sample.step)
+            media = {item.name: self._of(item) for item in sample.media}
+            self._run.log({**sample.values, **media, "_timestamp": sample.time_ms / 1000}, step=sample.step)
+
+    def _of(self, item: Media) -> object:
+        """An image, histogram or text as W&B shows it."""
+        import wandb
+
+        if item.file is not None:
+            return wandb.Image(str(item.file), caption=item.text or None)
+        if item.kind == "text":
+            return wandb.Html(f"<pre>{escape(item.text)}</pre>", inject=False)
+        low, high = item.ends
+        num_bins = len(item.counts)
+        edges = [low + (high - low) * index / num_bins for index in range(num_bins + 1)]
+        return wandb.Histogram(np_histogram=(list(item.counts), edges))
 
     def close(self, state: str) -> None:
         self._run.finish(exit_code=1 if state == "failed" else 0)

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import TYPE_CHECKING
 
 import click
 
@@ -19,10 +24,15 @@ from trainkit.cli.options import (
     trust_option,
     yes_option,
 )
-from trainkit.cli.output import json_text
+from trainkit.cli.output import json_text, masked
 from trainkit.errors import EXIT_FAILED, EXIT_OK, UsageError
 from trainkit.extras import install_line
 from trainkit.folders import user_name
+from trainkit.formats import short_keys, shown
+
+if TYPE_CHECKING:
+    from trainkit.run.group import RunGroup
+    from trainkit.run.rundir import RunDir
 
 HOST = "127.0.0.1"
 PORTS = {"tensorboard": 6006, "mlflow": 5000}
@@ -34,6 +44,10 @@ _TENSORBOARD = (
     "page.configure(sys.argv); sys.exit(page.main())"
 )
 """As its own program does, which first says that it finds no TensorFlow."""
+_OF_LINKS = f"import atexit, shutil, sys; atexit.register(shutil.rmtree, sys.argv[2], True); {_TENSORBOARD}"
+"""The same, which removes its folder of links at the end."""
+MAX_NAME = 60
+"""Characters of the name of a run: a file name has at most 255 bytes."""
 
 
 @as_command("trainkit sync last", "trainkit sync last --json")
@@ -67,55 +81,90 @@ def sync(run_name: str, as_json: bool) -> int:
     return EXIT_FAILED if any(sent.problem for sent in found) else EXIT_OK
 
 
-@as_command("trainkit ui last", "trainkit ui last --tool mlflow --port 5001")
+@as_command("trainkit ui last", "trainkit ui lr-sweep", "trainkit ui last --tool mlflow --port 5001")
 @run_argument
 @option("--tool", "The program to start.", type=click.Choice(list(PORTS)), default="tensorboard")
 @option("--port", "Port; by default that of the program.", type=click.IntRange(1, 65535))
 @yes_option
 def ui(run_name: str, tool: str, port: int | None) -> None:
-    """Show the curves of RUN in a browser.
+    """Show the curves of RUN in a browser, or in TensorBoard all runs of a group by their values.
 
     The page has no password, and other hosts cannot open it: the printed ssh line, run on your own, brings it
     there. Other users of this host can open it: where somebody else has processes, it takes --yes.
     """
     from trainkit.run.own_folders import own_environ
-    from trainkit.run.registry import find_run
+    from trainkit.run.registry import find_run_or_group
+    from trainkit.run.rundir import RunDir
 
-    run = find_run(run_name)
+    found = find_run_or_group(run_name)
     port = port or PORTS[tool]
     if find_spec(tool) is None:
         raise UsageError(f"the package {tool} is not installed", hint=f"`{install_line(tool)}`")
     place = ["--host", HOST, "--port", str(port)]
-    if tool == "tensorboard":
-        if not run.tensorboard_dir.is_dir():
-            from trainkit.config import read_effective
-            from trainkit.run.history import read_plan
-
-            hint = f"`trainkit report {run.word}` has its curves"
-            why = "the built-in trainer writes it from its first record on, if it has tensorboard"
-            if read_plan(run).is_command:
-                why = "trainkit writes it for its own trainer only"
-            elif (
-                run.config_file.exists()
-                and read_effective(run.config_file, executes=False).logging.tensorboard is False
-            ):
-                why = "logging.tensorboard is false"
-            raise UsageError(f"{run.shown} has no tensorboard/: {why}", hint=hint)
-        # The fast loader introduces itself in three lines.
-        argv = ["--logdir", str(run.tensorboard_dir), "--load_fast", "false", *place]
-        start = _TENSORBOARD
-    else:
+    runs = [found] if isinstance(found, RunDir) else [found.run(index) for index in found.created()]
+    if tool == "mlflow":
         from trainkit.capabilities.trackers.clients import local_store
 
-        store = local_store(run)
+        if not runs:
+            raise UsageError(f"{found.shown}: none of its runs has started", hint="wait for the first one")
+        store = local_store(runs[0])
         argv = ["mlflow", "server", "--backend-store-uri", store, "--workers", "1", *place]
-        start = _MODULE
-    refuse_shared_host(f"{tool}'s page", f"`trainkit report {run.word}` makes a file for you alone")
+    elif not any(run.tensorboard_dir.is_dir() for run in runs):
+        raise _no_tensorboard(found, runs)
+    refuse_shared_host(f"{tool}'s page", f"`trainkit report {found.word}` makes a file for you alone")
     _refuse_busy(port)
+    environ, start = own_environ(), _MODULE
+    if tool == "tensorboard":
+        if isinstance(found, RunDir):
+            start, folder = _TENSORBOARD, found.tensorboard_dir
+        else:
+            start, folder = _OF_LINKS, link_runs(found, Path(environ["TMPDIR"]))
+        # The fast loader introduces itself in three lines.
+        argv = ["--logdir", str(folder), "--load_fast", "false", *place]
     click.echo(f"http://{HOST}:{port}")
     click.echo(f"ssh -L {port}:{HOST}:{port} {user_name()}@{socket.gethostname()}")
     sys.stdout.flush()
-    os.execve(sys.executable, [sys.executable, "-c", start, *argv], own_environ())
+    os.execve(sys.executable, [sys.executable, "-c", start, *argv], environ)
+
+
+def _no_tensorboard(found: RunDir | RunGroup, runs: Sequence[RunDir]) -> UsageError:
+    """Why there is nothing to show of a run, or of the runs of a group."""
+    from trainkit.config import read_effective
+    from trainkit.run.history import read_plan
+
+    what = f"{found.shown} has no tensorboard/"
+    if not runs or runs[0].path != found.path:
+        what = f"none of the runs of {found.shown} has a tensorboard/"
+    why = "the built-in trainer writes it from its first record on, if it has tensorboard"
+    if any(read_plan(run).is_command for run in runs):
+        why = "trainkit writes it for its own trainer only"
+    elif any(
+        run.config_file.exists()
+        and read_effective(run.config_file, executes=False).logging.tensorboard is False
+        for run in runs
+    ):
+        why = "logging.tensorboard is false"
+    return UsageError(f"{what}: {why}", hint=f"`trainkit report {found.word}` has its curves")
+
+
+def link_runs(group: RunGroup, temporary: Path) -> Path:
+    """Make a folder of links to the TensorBoard files of a group's runs, named by the values of their points.
+
+    A run that has not started yet is shown as soon as it has.
+    """
+    folder = Path(mkdtemp(prefix="trainkit-ui-", dir=temporary))
+    points = group.points
+    keys = list(dict.fromkeys(key for point in points.values() for key in point.values))
+    short = dict(zip(keys, short_keys(keys), strict=True))
+    names = set[str]()
+    for index, point in sorted(points.items()):
+        values = {short[key]: masked(value, key) for key, value in point.values.items()}
+        # Of a name with a slash, TensorBoard would show a folder.
+        name = re.sub(r"[/\0]", "_", shown(values)).lstrip(".")[:MAX_NAME] or str(index)
+        name = name if name not in names else f"{index} {name}"
+        names.add(name)
+        (folder / name).symlink_to(group.run(index).tensorboard_dir.absolute())
+    return folder
 
 
 def _refuse_busy(port: int) -> None:

@@ -18,8 +18,9 @@ import time
 import uuid
 from dataclasses import asdict, dataclass, replace
 
+from trainkit.capabilities.media.items import Item, image_file, read_items
 from trainkit.capabilities.trackers import trackers_dir
-from trainkit.capabilities.trackers.clients import Facts, MlflowRun, Sample, WandbRun, read_facts
+from trainkit.capabilities.trackers.clients import Facts, Media, MlflowRun, Sample, WandbRun, read_facts
 from trainkit.config import read_effective
 from trainkit.config.running import MlflowConfig, WandbConfig
 from trainkit.errors import TrainkitError, UsageError
@@ -88,18 +89,41 @@ def read_position(run: RunDir, name: str) -> Position:
 
 
 def samples(run: RunDir, after: int, up_to: float) -> list[Sample]:
-    """The metrics of the steps above `after`, up to `up_to`, each step once and in order."""
-    return [_sample(record) for record in training_curve(run) if after < record.step <= up_to]
+    """The metrics and images of the steps above `after`, up to `up_to`, each step once and in order."""
+    records = {record.step: record for record in training_curve(run)}
+    media: dict[int, list[Item]] = {}
+    for item in read_items(run):
+        media.setdefault(item.step, []).append(item)
+        records.setdefault(item.step, StepRecord({"step": item.step, "time": item.time}))
+    return [
+        _sample(records[step], tuple(filter(None, (_media(run, item) for item in media.get(step, [])))))
+        for step in sorted(records)
+        if after < step <= up_to
+    ]
 
 
-def _sample(record: StepRecord) -> Sample:
+def _media(run: RunDir, item: Item) -> Media | None:
+    """What a tracker gets of an item; None for an image that is missing and a histogram without values."""
+    name = _NOT_ALLOWED.sub("_", item.name)
+    if item.kind == "image":
+        file = image_file(run, item)
+        return None if file is None else Media(name, item.kind, file, item.text("caption") or "")
+    if item.kind == "text":
+        return Media(name, item.kind, text=item.text("text") or "")
+    low, high = item.number("low"), item.number("high")
+    return (
+        None if low is None or high is None else Media(name, item.kind, counts=item.counts, ends=(low, high))
+    )
+
+
+def _sample(record: StepRecord, media: tuple[Media, ...]) -> Sample:
     time = parse_time(record.time)
     values = {
         _NOT_ALLOWED.sub("_", name): float(value)
         for name, value in record.values.items()
         if name != "step" and isinstance(value, int | float) and not isinstance(value, bool)
     }
-    return Sample(record.step, 0 if time is None else round(time.timestamp() * 1000), values)
+    return Sample(record.step, 0 if time is None else round(time.timestamp() * 1000), values, media)
 
 
 @dataclass(frozen=True)

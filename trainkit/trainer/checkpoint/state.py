@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from trainkit.errors import FatalError
 from trainkit.trainer.distributed import World
 from trainkit.trainer.models.model import Weight, local_tensor
-from trainkit.trainer.optimizer import ShardedAdamW
+from trainkit.trainer.optimizer import ShardedOptimizer
 from trainkit.trainer.step_sync import copy_from_main
 
 
@@ -20,7 +20,7 @@ class StateTensors:
     """This rank's shards of the weights and of the optimizer's state."""
 
     def __init__(
-        self, weights: Sequence[Weight], optimizer: ShardedAdamW, buffers: StateBuffers | None = None
+        self, weights: Sequence[Weight], optimizer: ShardedOptimizer, buffers: StateBuffers | None = None
     ) -> None:
         self.tensors: dict[str, Tensor] = {}
         self.duplicates: list[tuple[Tensor, Tensor]] = []
@@ -133,6 +133,16 @@ def encode(path: str, value: Any, tensors: dict[str, Tensor]) -> Any:
         f"{path} cannot be saved: it is a {type(value).__name__}",
         hint="let every tracked state_dict consist of tensors, numbers, strings, lists and dictionaries",
     )
+
+
+def tensor_paths(value: object) -> Iterator[str]:
+    """The paths of the tensors in a state that `encode` wrote."""
+    if isinstance(value, dict):
+        [(kind, content)] = value.items()
+        if kind == "tensor":
+            yield content
+        for item in [] if kind == "tensor" else content:
+            yield from tensor_paths(item[1] if kind == "items" else item)
 
 
 def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:

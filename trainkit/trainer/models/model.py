@@ -165,11 +165,14 @@ class Weight:
     """Whether its initial value is read from files, by `BuiltModel.read_weight`."""
     is_reread: bool = False
     """Whether a start finds it as it is, if it never changes."""
+    is_changed: bool = False
+    """Whether something else than the optimizer may change it."""
 
     @property
     def is_saved(self) -> bool:
         """Whether a checkpoint has it: what never changes is read from the files again."""
-        return self.param.requires_grad or not (self.is_read or self.is_reread)
+        may_change = self.param.requires_grad or self.is_changed
+        return may_change or not (self.is_read or self.is_reread)
 
 
 def weights_of(

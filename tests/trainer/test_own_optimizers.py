@@ -1,0 +1,400 @@
+"""A task's own optimizers, turns, EMA and state: on every layout, and to the last bit after any end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from textwrap import indent
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler
+
+from tests.support import own_steps
+from tests.support.parity import Case, curve, run_cases, saved_tensors, worst_difference
+from tests.support.runs import fork_workers, make_attempt, train, wait_for, wait_until
+from tests.support.tasks import write_tutorial
+from trainkit.errors import FatalError
+from trainkit.run.events import read_metrics
+from trainkit.run.files import read_record
+from trainkit.run.manifest import published
+from trainkit.run.rundir import RunDir
+from trainkit.trainer.distributed import ONE_PROCESS
+from trainkit.trainer.models.model import Weight
+from trainkit.trainer.own_optimizers import OwnOptimizers, SavedOptimizer
+from trainkit.trainer.user_code import TaskError
+
+TASK = f"task={Path(own_steps.__file__)}:Adversaries"
+COMMON = (TASK, "train.steps=6", "train.eval_every=3", "checkpoint.every_steps=2", "train.grad_clip=0.5")
+LAYOUTS = [Case("alone", 1, {}), Case("ddp", 2, {"dp_replicate": 2}), Case("fsdp", 2, {"dp_shard": 2})]
+Parameters = Mapping[str, nn.Parameter]
+Made = Optimizer | LRScheduler | Mapping[str, Optimizer | LRScheduler]
+
+
+def logged(run: Path) -> list[dict[str, Any]]:
+    """What the losses of the turns log, of each step."""
+    names = {"d_loss", "g_loss", "real", "spread"}
+    return [{name: record[name] for name in names & record.keys()} for record in read_metrics(RunDir(run))]
+
+
+def same_everywhere(one: Path, other: Path) -> None:
+    """The curves, their metrics and every tensor of the last checkpoint are equal to the last bit."""
+    assert curve(one) == curve(other)
+    assert logged(one) == logged(other)
+    first, second = saved_tensors(one), saved_tensors(other)
+    assert first.keys() == second.keys()
+    assert [name for name in first if not torch.equal(first[name], second[name])] == []
+    states = [published(RunDir(run).checkpoints_dir)[-1].manifest().state for run in (one, other)]
+    assert states[0] == states[1]
+
+
+@pytest.mark.slow
+def test_turns_on_every_layout_and_after_every_stop(tmp_path: Path) -> None:
+    """Whole, stopped and resumed; moved from one layout to the next; with accumulation and validation."""
+    run_cases(tmp_path, LAYOUTS, COMMON)
+    for stop in (("train.stop_at_step=1",), ("train.stop_at_step=4",), ()):
+        cut = [Case(f"cut-{case.name}", case.num_procs, case.parallel, stop) for case in LAYOUTS]
+        run_cases(tmp_path, cut, COMMON)
+    for case in LAYOUTS:
+        same_everywhere(tmp_path / case.name, tmp_path / f"cut-{case.name}")
+    found = logged(tmp_path / "alone")
+    assert all(item.keys() == {"d_loss", "g_loss", "real", "spread"} for item in found)
+    losses = [loss for _, loss, *_ in curve(tmp_path / "alone")]
+    assert losses == pytest.approx([item["d_loss"] + item["g_loss"] for item in found])
+    assert len({*losses}) == 6
+    saved = saved_tensors(tmp_path / "fsdp")
+    assert {"optimizer.d.0.weight.exp_avg", "optimizer.g.0.weight.momentum_buffer", "task.history"} <= {
+        *saved
+    }
+    assert not torch.equal(saved["model.average.0.weight"], saved["model.g.0.weight"])
+    assert saved["model.d.0.weight"].abs().max() <= 0.3
+
+
+@pytest.mark.slow
+def test_a_chain_of_layouts_and_a_step_without_all_turns(tmp_path: Path) -> None:
+    common = (*COMMON, "task_args.every=2", "precision.dtype=bf16")
+    alone, ddp, fsdp = LAYOUTS
+    run_cases(tmp_path, [alone], common)
+    for number, case in enumerate((fsdp, alone, ddp), 1):
+        stop = (f"train.stop_at_step={2 * number}",) if number < 3 else ()
+        run_cases(tmp_path, [Case("chain", case.num_procs, case.parallel, stop)], common)
+    assert worst_difference(tmp_path / "chain", tmp_path / "alone") < 2e-2
+    assert [("g_loss" in item) for item in logged(tmp_path / "chain")] == [False, True] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_procs", [1, 2])
+def test_killed_after_any_step(tmp_path: Path, num_procs: int) -> None:
+    """With SIGKILL, right after a checkpoint was published, again and again."""
+    options = [
+        *(TASK, "train.steps=7", "checkpoint.every_steps=1", "checkpoint.async=true", "data.num_workers=0"),
+        f"parallel.dp_shard={num_procs}",
+    ]
+    train(tmp_path / "whole", options, num_procs)
+    run = RunDir(tmp_path / "killed")
+    for step in (1, 3, 4):
+        attempt = make_attempt(run.path, options, num_procs)
+        workers = fork_workers(attempt, num_procs)
+        wait_until(lambda step=step: any(item.step >= step for item in published(run.checkpoints_dir)))
+        for worker in workers:
+            worker.kill()
+        wait_for(workers)
+    train(run.path, options, num_procs)
+    same_everywhere(tmp_path / "whole", run.path)
+
+
+def test_what_cannot_be_sharded_is_refused_before_the_first_step(tmp_path: Path) -> None: ...
+
+
+DOCS = Path(__file__).parents[2] / "docs"
+METHODS = """
+import copy, math
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from curves import Frequency
+
+class Own(Frequency):
+"""
+EXAMPLES = {
+    "SGD with a cosine of your own": "cosine.py:Own",
+    "Which optimizers work": "muon.py:Own",
+    "Losses by turns: a GAN": "gan.py:GAN",
+    "A moving average of the weights": "average.py:Own",
+}
+
+
+@pytest.mark.slow
+def test_the_examples_of_the_docs_are_resumed_to_the_last_bit(tmp_path: Path) -> None:
+    write_tutorial(tmp_path)
+    cases = []
+    for section in (DOCS / "optimizers.md").read_text().split("\n## ")[1:]:
+        task = EXAMPLES.get(section.partition("\n")[0])
+        if task is None:
+            continue
+        code = section.partition("```python\n")[2].partition("```")[0]
+        file, _, name = task.partition(":")
+        (tmp_path / file).write_text(code if name == "GAN" else METHODS + indent(code, "    "))
+        cases.append(Case(Path(file).stem, 1, {}, (f"task={tmp_path / task}",)))
+    assert len(cases) == len(EXAMPLES)
+    common = ("train.steps=4", "train.eval_every=2", "optimizer.lr=1e-3")
+    run_cases(tmp_path, cases, common)
+    for stop in (("train.stop_at_step=2",), ()):
+        cut = [Case(f"cut-{case.name}", 1, {}, case.overrides) for case in cases]
+        run_cases(tmp_path, cut, (*common, *stop))
+    for case in cases:
+        same_everywhere(tmp_path / case.name, tmp_path / f"cut-{case.name}")
+        assert len({loss for _, loss, *_ in curve(tmp_path / case.name)}) == 4
+
+
+CONFIG = SimpleNamespace(
+    task="mine.py:Mine",
+    uses_transformers=False,
+    model=SimpleNamespace(hf=None),
+    optimizer=SimpleNamespace(lr=0.01),
+)
+
+
+class Tiny(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(3, 4)
+        self.b = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.b(self.a(x).relu())
+        return found
+
+
+def tiny() -> Tiny:
+    torch.manual_seed(3)
+    return Tiny()
+
+
+def own(model: nn.Module, make: Callable[[Parameters], Any], turns: tuple[str, ...] = ()) -> OwnOptimizers:
+    task: Any = SimpleNamespace(task=SimpleNamespace(optimizers=make, turns=lambda: turns), config=CONFIG)
+    return OwnOptimizers(task, [Weight(*item) for item in model.named_parameters()], ONE_PROCESS)
+
+
+def step_of(
+    optimizers: OwnOptimizers, model: nn.Module, step: int, lr: float = 0.01, skip: float = 0.0
+) -> float:
+    shown = optimizers.begin_step(lr)
+    torch.manual_seed(step)
+    model(torch.randn(5, 3)).square().mean().backward()
+    optimizers.collect_gradients()
+    optimizers.step(lr, torch.tensor(2.0), torch.tensor(skip))
+    optimizers.zero_grad()
+    optimizers.end_step()
+    return shown
+
+
+def through_a_checkpoint(optimizers: OwnOptimizers, other: OwnOptimizers) -> None:
+    """Give another one the state, as JSON and copied tensors."""
+    saved, tensors = optimizers.collect_state()
+    text = json.dumps({name: vars(item) for name, item in saved.items()})
+    values = {name: read_record(SavedOptimizer, item) for name, item in json.loads(text).items()}
+    other.load(values, {name: tensor.clone() for name, tensor in tensors.items()})
+
+
+class Counted(optim.SGD):
+    """Keeps numbers in a group and in a state that is of no parameter, as some optimizers do."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        group = self.param_groups[0]
+        group["k"] = group.get("k", 0) + 1
+        self.state["all"] = {"sum": self.state.get("all", {"sum": 0.0})["sum"] + group["k"] / 3}
+        group["lr"] /= 1.0 + self.state["all"]["sum"]
+        super().step()
+
+
+def one(kind: Callable[..., Optimizer], **options: Any) -> Callable[[Parameters], Optimizer]:
+    return lambda parameters: kind(parameters.values(), **options)
+
+
+def scheduled(kind: Callable[..., Any], *args: Any, **options: Any) -> Callable[[Parameters], LRScheduler]:
+    return lambda parameters: kind(optim.SGD(parameters.values(), lr=0.1, momentum=0.9), *args, **options)
+
+
+def in_sequence(parameters: Parameters) -> LRScheduler:
+    adam = optim.Adam(parameters.values(), lr=0.02)
+    parts = [lr_scheduler.LinearLR(adam, 0.1, total_iters=3), lr_scheduler.CosineAnnealingLR(adam, 9)]
+    return lr_scheduler.SequentialLR(adam, parts, milestones=[3])
+
+
+KINDS: dict[str, Callable[[Parameters], Any]] = {
+    "sgd": one(optim.SGD, lr=0.1),
+    "nesterov": one(optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "dampened": one(optim.SGD, lr=0.1, momentum=0.9, dampening=0.5),
+    "adam": one(optim.Adam, lr=0.01, amsgrad=True),
+    "fused": one(optim.AdamW, lr=0.01, fused=True),
+    "tensor lr": lambda parameters: optim.AdamW(parameters.values(), lr=torch.tensor(0.01)),
+    "nadam": one(optim.NAdam, lr=0.01),
+    "radam": one(optim.RAdam, lr=0.01),
+    "rprop": one(optim.Rprop, lr=0.01),
+    "asgd": one(optim.ASGD, lr=0.01),
+    "adagrad": one(optim.Adagrad, lr=0.01),
+    "rmsprop": one(optim.RMSprop, lr=0.01, centered=True, momentum=0.9),
+    "muon": lambda parameters: {
+        "matrices": optim.Muon([p for p in parameters.values() if p.ndim == 2], lr=0.01),
+        "rest": optim.AdamW([p for p in parameters.values() if p.ndim != 2], lr=0.01),
+    },
+    "counted": one(Counted, lr=0.1),
+    "lambda": scheduled(lr_scheduler.LambdaLR, lambda step: 1 / (step + 1)),
+    "one cycle": scheduled(lr_scheduler.OneCycleLR, max_lr=0.3, total_steps=20),
+    "cosine": scheduled(lr_scheduler.CosineAnnealingLR, 7),
+    "restarts": scheduled(lr_scheduler.CosineAnnealingWarmRestarts, 2),
+    "multi": scheduled(lr_scheduler.MultiStepLR, [2, 4, 4]),
+    "cyclic": scheduled(lr_scheduler.CyclicLR, 0.01, 0.1, step_size_up=2),
+    "sequence": in_sequence,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_saved_and_loaded_after_any_step(kind: str) -> None:
+    whole = tiny()
+    optimizers = own(whole, KINDS[kind])
+    shown = []
+    for step in range(1, 7):
+        shown.append(step_of(optimizers, whole, step, lr=0.01 / step, skip=float(step == 3)))
+        again = tiny()
+        resumed = own(again, KINDS[kind])
+        again.load_state_dict(whole.state_dict())
+        through_a_checkpoint(optimizers, resumed)
+        # Each step is then the first one after a resume.
+        whole, optimizers = again, resumed
+    expected = tiny()
+    plain = own(expected, KINDS[kind])
+    lrs = [step_of(plain, expected, n, lr=0.01 / n, skip=float(n == 3)) for n in range(1, 7)]
+    assert shown == lrs
+    assert [*map(torch.equal, whole.parameters(), expected.parameters())] == [True] * 4
+    assert not torch.equal(tiny().a.weight, whole.a.weight)
+
+
+def test_as_torch_does_it_and_with_the_schedule_of_the_config() -> None:
+    mine, theirs = tiny(), tiny()
+    optimizers = own(mine, one(optim.SGD, lr=0.3, momentum=0.9))
+    expected = optim.SGD(theirs.parameters(), lr=0.3, momentum=0.9)
+    for step, factor in enumerate((0.5, 1.0, 0.25), 1):
+        assert step_of(optimizers, mine, step, lr=0.01 * factor) == pytest.approx(0.3 * factor)
+        torch.manual_seed(step)
+        theirs(torch.randn(5, 3)).square().mean().backward()
+        expected.param_groups[0]["lr"] = 0.3 * factor
+        for param in theirs.parameters():
+            param.grad /= 2
+        expected.step()
+        expected.zero_grad()
+    for a, b in zip(mine.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_turn_updates_its_own_parameters_alone() -> None:
+    def make(parameters: Parameters) -> Made:
+        return {name: optim.SGD([parameters[f"{name}.weight"], parameters[f"{name}.bias"]]) for name in "ab"}
+
+    model = tiny()
+    optimizers = own(model, make, turns=("b", "a"))
+    assert optimizers.turns() == ("b", "a")
+    before = {name: param.clone() for name, param in model.named_parameters()}
+    optimizers.begin_step(0.01)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizers.collect_gradients("b")
+    norm = torch.cat([p.grad.flatten() for p in model.b.parameters()]).norm()
+    assert optimizers.square_sum().sqrt().item() == pytest.approx(norm.item())
+    optimizers.step(0.01, torch.ones(()), torch.zeros(()))
+    optimizers.zero_grad()
+    changed = [name for name, param in model.named_parameters() if not torch.equal(param, before[name])]
+    assert changed == ["b.weight", "b.bias"]
+    assert all(param.grad is None for param in model.parameters())
+
+
+def test_what_the_task_changes_between_attempts_counts() -> None:
+    def make(lr: float, period: int, momentum: float) -> Callable[[Parameters], LRScheduler]:
+        sgd = one(optim.SGD, lr=lr, momentum=momentum)
+        return lambda parameters: lr_scheduler.CosineAnnealingLR(sgd(parameters), period)
+
+    model = tiny()
+    optimizers = own(model, make(0.1, 10, 0.9))
+    for step in range(1, 6):
+        step_of(optimizers, model, step)
+    halved = own(tiny(), make(0.05, 10, 0.8))
+    through_a_checkpoint(optimizers, halved)
+    [values] = [item.values for item in halved.collect_state()[0].values()]
+    text = json.dumps(values)
+    assert '["momentum", 0.8]' in text
+    assert halved.begin_step(0.01) == pytest.approx(0.5 * optimizers.begin_step(0.01))
+    longer = own(tiny(), make(0.1, 100, 0.9))
+    through_a_checkpoint(optimizers, longer)
+    assert '["T_max", 100]' in json.dumps(longer.collect_state()[0][""].values)
+    assert longer.begin_step(0.01) == optimizers.begin_step(0.01)
+
+
+class Wanting(optim.SGD):
+    def step(self, loss: Tensor) -> None:  # type: ignore[override]
+        pass
+
+
+REFUSED: dict[str, tuple[Callable[[Parameters], Any], str, str]] = {
+    "nothing": (lambda p: None, "returned a NoneType", "return an Optimizer"),
+    "empty": (lambda p: {}, "returned no optimizer", "return an Optimizer"),
+    "as lightning": (lambda p: ([optim.SGD(p.values())], []), "returned a tuple", "a dictionary of them"),
+    "class": (lambda p: {"d": optim.SGD}, "returned a type", "return an Optimizer"),
+    "number": (lambda p: {1: optim.SGD(p.values())}, "named an optimizer 1", "letters"),
+    "space": (lambda p: {"the d": optim.SGD(p.values())}, "named an optimizer 'the d'", "letters"),
+    "unicode dot": (lambda p: {"d.é": optim.SGD(p.values())}, "named an optimizer 'd.é'", "letters"),
+    "val": (lambda p: {"val": optim.SGD(p.values())}, "named an optimizer 'val'", 'not "val"'),
+    "no name": (
+        lambda p: {"": optim.SGD([p["a.weight"]]), "b": optim.SGD([p["b.weight"]])},
+        "named an optimizer ''",
+        "letters",
+    ),
+    "forgotten": (
+        lambda p: optim.SGD([p["a.weight"], p["a.bias"]]),
+        "has no optimizer for b.weight, b.bias",
+        "freeze it",
+    ),
+    "twice": (
+        lambda p: {"a": optim.SGD(p.values()), "b": optim.SGD([p["b.bias"]])},
+        "has two optimizers for b.bias",
+        "one",
+    ),
+    "foreign": (
+        lambda p: optim.SGD([*p.values(), nn.Parameter(torch.ones(1))]),
+        "a tensor that is not one of its parameters",
+        "from the argument",
+    ),
+    "lbfgs": (lambda p: optim.LBFGS(p.values()), "returned LBFGS, whose step() needs closure", "Adam"),
+    "step": (lambda p: Wanting(p.values()), "returned Wanting, whose step() needs loss", "Adam"),
+    "sparse": (lambda p: optim.SparseAdam(p.values()), "needs sparse gradients", "Adam"),
+    "plateau": (
+        lambda p: lr_scheduler.ReduceLROnPlateau(optim.SGD(p.values())),
+        "needs a metric in each step",
+        "number of steps",
+    ),
+    "raises": (lambda p: optim.SGD(p["c.weight"]), "optimizers() failed: KeyError: 'c.weight'", "traceback"),
+    "negative": (lambda p: optim.SGD(p.values(), lr=-1.0), "ValueError: Invalid learning rate", "traceback"),
+    "callable": (
+        lambda p: optim.SGD([{"params": [*p.values()], "wrap": print}]),
+        "cannot be saved: it is a builtin_function_or_method",
+        "tensors, numbers",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_before_the_first_step(case: str) -> None:
+    make, message, hint = REFUSED[case]
+    with pytest.raises(FatalError) as raised:
+        own(tiny(), make)
+    assert message in raised.value.message
+    assert hint in raised.value.hint
+
+
+def test_turns_name_optimizers() -> None:
+    with pytest.raises(TaskError, match=r"turns\(\) has no optimizer 'g' to name"):
+        own(tiny(), one(optim.SGD), turns=("g",)).turns()

@@ -1,0 +1,38 @@
+"""Images, histograms and texts that a task or a loop logs: files in the run folder, and an index of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from trainkit.capability import Capability, MakeRecorder
+
+if TYPE_CHECKING:
+    from trainkit.run.history import RunHistory
+
+
+class Media(Capability):
+    """The capability: rank 0 writes what is logged, and the report shows it."""
+
+    name = "media"
+
+    def recorder(self) -> MakeRecorder:
+        from trainkit.capabilities.media.recorder import MediaRecorder
+
+        return MediaRecorder
+
+    def report(self, history: RunHistory) -> Mapping[str, object]:
+        from trainkit.capabilities.media.items import read_items, summary
+
+        found = summary(read_items(history.run))
+        return {"media": found} if found else {}
+
+    def sections(self, history: RunHistory) -> Mapping[str, str]:
+        from trainkit.capabilities.media.items import read_items
+        from trainkit.capabilities.media.section import render
+
+        items = read_items(history.run)
+        return {"Images, histograms and texts": render(history.run, items)} if items else {}
+
+
+CAPABILITY = Media

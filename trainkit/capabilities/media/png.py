@@ -1,0 +1,25 @@
+"""Writes PNG files: 8 bits per channel, without a library for images."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+
+SIGNATURE = b"\x89PNG\r\n\x1a\n"
+COLOR_TYPES = {1: 0, 3: 2, 4: 6}
+"""Channels -> the number with which PNG names grey, RGB and RGBA."""
+
+
+def encode_png(pixels: bytes, width: int, height: int, channels: int) -> bytes:
+    """The PNG of an image with bytes [height x width x channels]; channels are a key of `COLOR_TYPES`."""
+    length = width * channels
+    rows = b"".join(b"\0" + pixels[start : start + length] for start in range(0, len(pixels), length))
+    header = struct.pack(">IIBBBBB", width, height, 8, COLOR_TYPES[channels], 0, 0, 0)
+    return SIGNATURE + b"".join(
+        _chunk(kind, data)
+        for kind, data in ((b"IHDR", header), (b"IDAT", zlib.compress(rows, 6)), (b"IEND", b""))
+    )
+
+
+def _chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))

@@ -1,0 +1,183 @@
+"""Writes images, histograms and texts on rank 0, in a thread: the file first, then its line of the index."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from logging import getLogger
+from threading import BoundedSemaphore
+
+from trainkit.capabilities.media.items import index_file, media_dir
+from trainkit.capabilities.media.png import encode_png
+from trainkit.capabilities.media.staging import Staged, stage_histogram, stage_image
+from trainkit.capability import Recorder
+from trainkit.errors import UsageError
+from trainkit.folders import ensure_folder
+from trainkit.run.events import log_event
+from trainkit.run.files import Record, append_jsonl, read_jsonl, utc_now, write_atomic
+from trainkit.run.rundir import AttemptDir
+from trainkit.trainer.metrics import TensorBoardLog
+from trainkit.trainer.progress import Progress
+
+log = getLogger(__name__)
+
+MAX_ITEMS, MAX_BYTES = 10_000, 2**30
+"""What a run keeps: no more items, and no more bytes of images."""
+MAX_NAME, MAX_CAPTION, MAX_TEXT = 128, 1_000, 65_536
+"""Characters; of a longer caption or text the beginning is kept."""
+MAX_PENDING = 32
+"""Items that wait to be written; the next one waits for a place."""
+_NOT_IN_A_FILE_NAME = re.compile(r"[^\w.-]+", re.ASCII)
+
+
+class MediaRecorder(Recorder):
+    """Of a name, the first item of a step counts: others, as of further microbatches, are not kept.
+
+    During the validation of the trainer, ``val_`` is put before a name, as for metrics.
+    """
+
+    def __init__(self, attempt: AttemptDir, progress: Progress, board: TensorBoardLog | None) -> None:
+        self._attempt, self._progress, self._board = attempt, progress, board
+        self._pool = ThreadPoolExecutor(
+            1, thread_name_prefix="media"
+        )  # its thread starts with the first item
+        self._places = BoundedSemaphore(MAX_PENDING)
+        self._step, self._names = -1, set[str]()
+        self._num_items: int | None = None
+        """Of this run so far; None before the first one."""
+        self._num_bytes = 0
+        self._is_full = self._has_failed = False
+
+    def image(self, name: str, image: object, step: int | None = None, caption: str | None = None) -> None:
+        place = self._place(name, step)
+        if place is None:
+            return
+        if caption is not None and not isinstance(caption, str):
+            hint = "give caption a text"
+            raise UsageError(f"the caption of image {name!r} is a {type(caption).__name__}", hint=hint)
+        staged = stage_image(f"image {name!r}", image)
+        self._submit(lambda: self._write_image(*place, staged, caption))
+
+    def histogram(self, name: str, values: object, step: int | None = None) -> None:
+        place = self._place(name, step)
+        if place is None:
+            return
+        staged = stage_histogram(f"histogram {name!r}", values)
+        self._submit(lambda: self._write_histogram(*place, staged))
+
+    def text(self, name: str, text: str, step: int | None = None) -> None:
+        place = self._place(name, step)
+        if place is None:
+            return
+        if not isinstance(text, str):
+            hint = "log a text: str(…)"
+            raise UsageError(f"text {name!r} is a {type(text).__name__}", hint=hint)
+        self._submit(lambda: self._write_text(*place, _cut(text, MAX_TEXT)))
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+    def _place(self, name: str, step: int | None) -> tuple[str, int] | None:
+        """The name and step of an item; None if it is not kept. Raises UsageError for what cannot be one."""
+        if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable():
+            raise UsageError(
+                f"an image, histogram or text is called {str(name)[:MAX_NAME]!r}",
+                hint=f"a name is one line of 1 to {MAX_NAME} characters",
+            )
+        current = self._progress.current
+        step = (current.step or 0) if step is None else step
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            raise UsageError(f"{name!r} is logged for step {step!r}", hint="steps are 0, 1, 2 and so on")
+        if current.phase == "evaluate":
+            name = f"val_{name}"
+        if step != self._step:
+            self._step, self._names = step, set()
+        if self._is_full or name in self._names or not self._has_room(step):
+            return None
+        self._names.add(name)
+        return name, step
+
+    def _has_room(self, step: int) -> bool:
+        """Whether the run may have another item, which is counted."""
+        if self._num_items is None:
+            before = [Record(record) for record in read_jsonl(index_file(self._attempt.run))]
+            self._num_items = len(before)
+            self._num_bytes = sum(record.count("bytes") or 0 for record in before)
+        if self._num_items >= MAX_ITEMS or self._num_bytes >= MAX_BYTES:
+            self._is_full = True
+            problem = (
+                f"the run has {self._num_items:,} images, histograms and texts with "
+                f"{self._num_bytes / 2**20:,.0f} MiB: no more are kept; log them less often"
+            )
+            log.warning(problem)
+            log_event(self._attempt.run, self._attempt.number, "media", step=step, reason=problem)
+            return False
+        self._num_items += 1
+        return True
+
+    def _submit(self, write: Callable[[], None]) -> None:
+        self._places.acquire()
+        self._pool.submit(self._run, write)
+
+    def _run(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except Exception as error:  # nobody reads the result of this thread, and the training continues
+            if not self._has_failed:
+                self._has_failed = True
+                log.error(f"cannot write images, histograms and texts ({error})")
+        finally:
+            self._places.release()
+
+    def _write_image(self, name: str, step: int, staged: Staged, caption: str | None) -> None:
+        pixels = staged.wait()
+        height, width, channels = pixels.shape
+        data = encode_png(pixels.numpy().tobytes(), width, height, channels)
+        run, number = self._attempt.run, self._attempt.number
+        ensure_folder(media_dir(run), 0o700)
+        # Names that differ in other characters alone have files of their own.
+        slug, digest = _NOT_IN_A_FILE_NAME.sub("_", name)[:40], hashlib.sha256(name.encode()).hexdigest()[:8]
+        file = f"step-{step:08d}-{slug}-{digest}-{number:03d}.png"
+        write_atomic(media_dir(run) / file, data)
+        self._num_bytes += len(data)
+        values: dict[str, object] = {"file": file, "width": width, "height": height, "bytes": len(data)}
+        if caption:
+            values["caption"] = _cut(caption, MAX_CAPTION)
+        self._index(name, "image", step, values)
+        if self._board is not None:
+            self._board.image(name, pixels, step)
+
+    def _write_histogram(self, name: str, step: int, staged: Staged) -> None:
+        low, high, total, square_sum, num_other, *counts = staged.wait().tolist()
+        is_known = math.isfinite(low) and math.isfinite(high)
+        values = {
+            "low": low if is_known else None,
+            "high": high if is_known else None,
+            "counts": [int(count) for count in counts],
+            "not_finite": int(num_other),
+        }
+        self._index(name, "histogram", step, values)
+        if self._board is not None and is_known:
+            self._board.histogram(name, (low, high, total, square_sum), counts, step)
+
+    def _write_text(self, name: str, step: int, text: str) -> None:
+        self._index(name, "text", step, {"text": text})
+        if self._board is not None:
+            self._board.text(name, text, step)
+
+    def _index(self, name: str, kind: str, step: int, values: dict[str, object]) -> None:
+        record = {
+            "step": step,
+            "time": utc_now(),
+            "attempt": self._attempt.number,
+            "name": name,
+            "kind": kind,
+        }
+        append_jsonl(index_file(self._attempt.run), {**record, **values})
+
+
+def _cut(text: str, length: int) -> str:
+    return text if len(text) <= length else f"{text[:length]}… ({len(text) - length:,} more characters)"

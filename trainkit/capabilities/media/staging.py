@@ -1,0 +1,141 @@
+"""Takes images and values as they are now, and copies them to the host without a wait for the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainkit.capabilities.media.png import COLOR_TYPES
+from trainkit.errors import UsageError
+
+MAX_SIDE = 4096
+"""Pixels of the longer side of an image."""
+NUM_BINS = 64
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A tensor on its way to the host."""
+
+    host: Tensor
+    copied: torch.cuda.Event | None = None
+
+    def wait(self) -> Tensor:
+        """The tensor on the host; waits for the copy."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        return self.host
+
+
+def _stage(tensor: Tensor) -> Staged:
+    """Begin to copy a tensor that nobody else changes."""
+    if tensor.device.type != "cuda":
+        return Staged(tensor.cpu())
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    copied.record()
+    return Staged(host, copied)
+
+
+@torch.no_grad()
+def stage_image(what: str, image: object) -> Staged:
+    """An image as uint8 [height, width, channels].
+
+    image: a tensor [height, width] or [channels, height, width], an array of numpy [height, width] or
+    [height, width, channels], or an image of PIL. Floats are from 0 to 1, whole numbers from 0 to 255; what
+    is outside is clipped. `what` names it in errors. Raises UsageError.
+    """
+    pixels = _pixels(what, image)
+    height, width, _ = pixels.shape
+    if not (0 < height <= MAX_SIDE and 0 < width <= MAX_SIDE):
+        raise UsageError(
+            f"{what} has {width:,} x {height:,} pixels, of at least 1 and at most {MAX_SIDE:,} a side",
+            hint="log a smaller one: torch.nn.functional.interpolate, or a part of it",
+        )
+    if pixels.is_floating_point():
+        pixels = (pixels.float().nan_to_num(0.0).clamp(0, 1) * 255).round()
+    elif pixels.dtype == torch.bool:
+        pixels = pixels * 255
+    else:
+        pixels = pixels.clamp(0, 255)
+    # A copy: the next step may change the original.
+    return _stage(pixels.to(torch.uint8).clone(memory_format=torch.contiguous_format))
+
+
+def _pixels(what: str, image: object) -> Tensor:
+    """An image as a tensor [height, width, channels]."""
+    convert, mode = getattr(image, "convert", None), getattr(image, "mode", None)
+    if isinstance(mode, str) and callable(convert):  # of PIL
+        image = np.asarray(image if mode in ("L", "RGB", "RGBA") else convert("RGB"))
+    if isinstance(image, np.ndarray):
+        found = _tensor(what, image)
+        found = found[:, :, None] if found.dim() == 2 else found
+        order = "[height, width] or [height, width, channels]"
+    elif isinstance(image, Tensor):
+        found = _local(what, image)
+        found = found[:, :, None] if found.dim() == 2 else found
+        found = found.permute(1, 2, 0) if image.dim() == 3 else found
+        order = "[height, width] or [channels, height, width]"
+    else:
+        raise UsageError(
+            f"{what} is a {type(image).__name__}",
+            hint="log a tensor, an array of numpy or an image of PIL",
+        )
+    if found.dim() != 3 or found.shape[2] not in COLOR_TYPES or found.is_complex():
+        raise UsageError(
+            f"{what} has shape {list(image.shape)} and type {image.dtype}",
+            hint=f"it must be {order}, with 1, 3 or 4 channels; torchvision.utils.make_grid joins several",
+        )
+    return found
+
+
+def _tensor(what: str, values: object) -> Tensor:
+    """Numbers as a tensor."""
+    try:
+        return torch.from_numpy(np.array(values))  # a copy: it may be read-only, or reversed
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"{what} has no numbers: {error}", hint="log a tensor or a list of numbers"
+        ) from None
+
+
+def _local(what: str, values: Tensor) -> Tensor:
+    if hasattr(
+        values, "to_local"
+    ):  # operations on it are collectives, for which the other ranks would not come
+        raise UsageError(
+            f"{what} is a DTensor, of which this rank has a part",
+            hint="call full_tensor() on every rank, and log its result",
+        )
+    return values.detach()
+
+
+@torch.no_grad()
+def stage_histogram(what: str, values: object) -> Staged:
+    """The histogram of some numbers, float64 [5 + NUM_BINS].
+
+    Its two ends, the sum and the sum of squares of the numbers, how many are not finite, and the counts of
+    bins of equal width. `what` names it in errors. Raises UsageError.
+    """
+    found = _local(what, values) if isinstance(values, Tensor) else _tensor(what, values)
+    if found.numel() == 0 or found.is_complex():
+        raise UsageError(
+            f"{what} has {found.numel()} values of type {found.dtype}",
+            hint="log at least one number; of complex ones the real part or the absolute value",
+        )
+    flat = found.reshape(-1)
+    flat = flat.float() if flat.dtype in (torch.float16, torch.bfloat16, torch.float32) else flat.double()
+    is_finite = flat.isfinite()
+    low = flat.where(is_finite, torch.inf).min()
+    high = flat.where(is_finite, -torch.inf).max()
+    finite = flat.where(is_finite, low)
+    place = ((finite - low) / (high - low).clamp(min=torch.finfo(flat.dtype).tiny) * NUM_BINS).nan_to_num(0.0)
+    counts = torch.zeros(NUM_BINS, dtype=torch.int64, device=flat.device)
+    counts.scatter_add_(0, place.long().clamp(0, NUM_BINS - 1), is_finite.long())
+    kept = flat.where(is_finite, 0.0).double()
+    sums = [low.double(), high.double(), kept.sum(), kept.square().sum(), (~is_finite).sum().double()]
+    return _stage(torch.cat((torch.stack(sums), counts.double())))

@@ -1,0 +1,513 @@
+"""Charts of a report as inline SVG, with their data for the script of the page, which zooms and shows values.
+
+The labels are HTML, so that they stay readable at any width. `templates/charts.js` draws a part of a chart by
+the same rules: what is changed here is changed there.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from shlex import join
+from statistics import median
+from typing import NamedTuple
+
+from trainkit.capabilities.report.plot import COLORS, DASHES, LARGEST, is_wide, number_places
+from trainkit.formats import shown_value
+
+WIDTH, HEIGHT = 2000, 500
+"""The units of the SVG, which is as wide and high as its box."""
+Point = tuple[float, float]
+"""A place on the horizontal axis, and a value that is nan where it was not finite."""
+MAX_CROSSES = 20
+"""Crosses of one line: more would be a bar."""
+TINY = 1e-300
+"""A smaller value is drawn as 0."""
+MAX_LOG_TICKS = 6
+MAX_X_LABELS = 6
+MAX_LABEL = 14
+MAX_CHARTS = 40
+MAX_LISTED = 20
+"""Metrics that a command line names."""
+TITLES = {
+    "loss": "Loss",
+    "val_loss": "Validation loss",
+    "tokens_per_s": "Tokens per second",
+    "samples_per_s": "Samples per second",
+    "tokens_per_s_per_gpu": "Tokens per second and rank",
+    "mfu": "Model FLOPs utilisation",
+    "step_s": "Step (s)",
+    "data_wait_s": "Wait for data (s)",
+    "lr": "Learning rate",
+    "grad_norm": "Gradient norm",
+    "mem_gib_peak": "Peak memory (GiB)",
+}
+"""Metric of the trainer -> its title. Metrics of one's own keep their names, and come after the losses."""
+_PART = re.compile(r"(?:train|training|val|valid|validation|eval|evaluation|test)[_/.](.+)")
+
+
+class Color(NamedTuple):
+    """A colour on white and on black."""
+
+    light: str
+    dark: str
+
+
+PALETTE = [
+    Color(light, dark)
+    for light, dark in zip(
+        COLORS, ("#4BA3DC", "#FF8A45", "#2FC79B", "#E9A3CB", "#F2B632", "#9AD7F7", "#E4E8EE"), strict=True
+    )
+]
+"""Lines of different names; people with any colour vision can distinguish them."""
+BEST, OTHER, MEDIAN = PALETTE[1], PALETTE[0], Color("#9AA3AF", "#6B7686")
+VIRIDIS = (
+    "440154", "482475", "414487", "355F8D", "2A788E", "21918C", "22A884", "44BF70", "7AD151",
+    "BDDF26", "FDE725",
+)  # fmt: skip
+"""The colormap viridis at 0, 0.1 … 1."""
+
+
+def viridis(place: float) -> Color:
+    """The colour of a place from 0 to 1: without the lightest ones on white, and the darkest on black."""
+    return Color(_viridis(0.87 * place), _viridis(0.25 + 0.75 * place))
+
+
+def _viridis(place: float) -> str:
+    index = min(int(place * 10), 9)
+    low, high = ([int(text[i : i + 2], 16) for i in (0, 2, 4)] for text in VIRIDIS[index : index + 2])
+    share = place * 10 - index
+    return "#" + "".join(f"{round(a + (b - a) * share):02X}" for a, b in zip(low, high, strict=True))
+
+
+def colors_of(values: Sequence[object]) -> list[Color]:
+    """The colours of values: of numbers those of viridis, logarithmic where they span much; else by name."""
+    numbers = [as_number(value) for value in values]
+    places = number_places(numbers)
+    if places is not None:
+        return list(map(viridis, places))
+    names = list(dict.fromkeys(map(repr, values)))
+    return [PALETTE[names.index(repr(value)) % len(PALETTE)] for value in values]
+
+
+def as_number(value: object) -> float | None:
+    """A value that is a number, also as text such as 1e-4; None for another one."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return number if abs(number) <= LARGEST else None
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a chart."""
+
+    points: Sequence[Point]
+    color: Color
+    name: str = ""
+    spread: Sequence[float] | None = None
+    """The standard deviation at each point; nan where there is none."""
+    kind: str = ""
+    """CSS classes: ``best``, ``median``, ``dot``, ``d1`` to ``d3`` for dashes."""
+
+    @property
+    def style(self) -> str:
+        """The variables of its colours in CSS."""
+        return f"--l:{self.color.light};--d:{self.color.dark}"
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A drawn line: its CSS class and style, the path, and that of its spread."""
+
+    kind: str
+    style: str
+    line: str
+    band: str = ""
+
+
+@dataclass(frozen=True)
+class Label:
+    """A text at a place of an axis in percent."""
+
+    place: float
+    text: str
+    style: str = ""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart for the template."""
+
+    title: str
+    over: str
+    """What the horizontal axis is."""
+    paths: list[Drawn]
+    y_labels: list[Label]
+    x_labels: list[Label]
+    data: dict[str, object]
+    """What the script of the page reads."""
+    names: list[Drawn] = field(default_factory=list)
+    """The names of its lines, as `line`."""
+    crosses: list[Label] = field(default_factory=list)
+    """Where values are not finite."""
+    marks: list[Label] = field(default_factory=list)
+    """Where attempts began."""
+
+    @property
+    def alt(self) -> str:
+        """What it shows, for those who do not see it."""
+        return f"{self.title} over {self.over}"
+
+
+class Scale(NamedTuple):
+    """An axis: the values at its ends, and its ticks."""
+
+    low: float
+    high: float
+    ticks: list[float]
+    is_log: bool = False
+
+    def place(self, value: float) -> float:
+        """The place of a value from 0 to 1."""
+        if not self.is_log:
+            return (value - self.low) / (self.high - self.low)
+        return math.log(value / self.low) / math.log(self.high / self.low)
+
+    def labels(self) -> Iterator[tuple[float, str]]:
+        """The place and the text of each tick."""
+        step = self.ticks[1] - self.ticks[0] if len(self.ticks) > 1 else self.high - self.low
+        largest = max(map(abs, self.ticks), default=0.0)
+        for tick in self.ticks:
+            text = tick_text(tick, tick, tick) if self.is_log else tick_text(tick, step, largest)
+            yield self.place(tick), text
+
+
+def scale_of(values: Iterable[float]) -> Scale:
+    """The axis of some values, logarithmic where they are positive and span much."""
+    found = list(values)
+    low, high = min(found, default=0.0), max(found, default=1.0)
+    if is_wide(found):
+        return _log_scale(low, high)
+    if (size := max(abs(low), abs(high))) < TINY:
+        low, high = 0.0, 1.0
+    elif high - low <= 1e-9 * size:
+        low, high = low - 0.1 * size, high + 0.1 * size
+    ticks = nice_ticks(low, high, 4)
+    return Scale(min(low, ticks[0]), max(high, ticks[-1]), ticks)
+
+
+def nice_ticks(low: float, high: float, count: int) -> list[float]:
+    """About `count` round numbers from at most `low` to at least `high`."""
+    raw = (high - low) / count
+    base = 10.0 ** math.floor(math.log10(raw))
+    step = next((base * factor for factor in (1, 2, 5, 10) if base * factor >= raw), base * 10)
+    first, last = math.floor(low / step), math.ceil(high / step)
+    return [index * step for index in range(first, last + 1)]
+
+
+def _log_scale(low: float, high: float) -> Scale:
+    """A logarithmic axis from 1, 2 or 5 times a power of ten to another; of many decades, some have ticks."""
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    round_ones = [factor * 10.0**power for power in range(first, last + 1) for factor in (1, 2, 5)]
+    below = max(tick for tick in round_ones if tick <= low * (1 + 1e-9))
+    above = min(tick for tick in round_ones if tick >= high * (1 - 1e-9))
+    ticks = [tick for tick in round_ones if below <= tick <= above]
+    if len(ticks) > MAX_LOG_TICKS:
+        every = math.ceil((last - first) / MAX_LOG_TICKS)
+        powers = [10.0**power for power in range(first, last + 1) if power % every == 0]
+        ticks = [tick for tick in powers if below <= tick <= above]
+    return Scale(below, above, ticks, is_log=True)
+
+
+def tick_text(value: float, step: float, largest: float) -> str:
+    """A tick with the digits that distinguish it from the next one: ``0.25``, ``20k``, ``3e-4``."""
+    if value == 0:
+        return "0"
+    step = abs(step)
+    if largest >= 1e9 or largest < 1e-3:
+        digits = min(12, max(0, math.ceil(math.log10(abs(value) / step) - 1e-9)))
+        mantissa, _, power = f"{value:.{digits}e}".partition("e")
+        mantissa = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
+        return f"{mantissa}e{int(power)}"
+    unit, name = (1e6, "M") if largest >= 1e6 else (1e3, "k") if largest >= 1e4 else (1.0, "")
+    digits = min(12, max(0, -math.floor(math.log10(step / unit) + 1e-9)))
+    return f"{value / unit:.{digits}f}{name}"
+
+
+def line_chart(
+    title: str,
+    lines: Sequence[Line],
+    marks: Sequence[tuple[float, str]] = (),
+    over: str = "step",
+    has_names: bool = True,
+) -> Chart | None:
+    """A chart of lines; None when there is nothing to draw."""
+    lines = [line for line in lines if line.points]
+    if not lines:
+        return None
+    xs = [x for line in lines for x, _ in line.points]
+    left, right = min(xs), max(xs)
+    right = right if right > left else left + 1
+    y = scale_of(_heights(lines))
+    ticks = [tick for tick in nice_ticks(left, right, 4) if tick == round(tick)]
+    x = Scale(left, right, [tick for tick in ticks if left <= tick <= right])
+    named = [line for line in lines if line.name and has_names]
+    return Chart(
+        title=title,
+        over=over,
+        paths=[Drawn(_kind(line), line.style, _path(line.points, x, y), _band(line, x, y)) for line in lines],
+        names=[Drawn(line.kind, line.style, line.name) for line in named] if len(named) > 1 else [],
+        y_labels=_y_labels(y) if any(math.isfinite(v) for line in lines for _, v in line.points) else [],
+        x_labels=[Label(100 * place, text) for place, text in x.labels()],
+        crosses=[
+            Label(100 * x.place(at), f"{line.name or title}: not finite from {at:,.0f}", line.style)
+            for line in lines
+            for at in _breaks(line.points)
+        ],
+        marks=[Label(100 * x.place(at), text) for at, text in marks if left <= at <= right],
+        data={
+            "title": title,
+            "over": over,
+            "log": y.is_log,
+            "marks": [[at, text] for at, text in marks if left <= at <= right],
+            "lines": [_data(line) for line in lines],
+        },
+    )
+
+
+def _heights(lines: Iterable[Line]) -> Iterator[float]:
+    """The values that an axis must have room for: those of lines, and the ends of their spread."""
+    values = [value for line in lines for _, value in line.points if math.isfinite(value)]
+    yield from values
+    if is_wide(values):
+        return  # the lower end of a spread may be negative, which has no logarithm
+    for line in lines:
+        for (_, value), size in zip(line.points, line.spread or (), strict=False):
+            if math.isfinite(value) and math.isfinite(size):
+                yield from (value - size, value + size)
+
+
+def _y_labels(y: Scale) -> list[Label]:
+    return [Label(100 - 100 * place, text) for place, text in y.labels()]
+
+
+def _kind(line: Line) -> str:
+    """The CSS classes of a line; one of a single point is a dot."""
+    is_dot = sum(math.isfinite(y) for _, y in line.points) == 1
+    return f"{line.kind} dot".strip() if is_dot else line.kind
+
+
+def _breaks(points: Sequence[Point]) -> list[float]:
+    """Where values begin not to be finite."""
+    before = [False, *(math.isnan(y) for _, y in points)]
+    begun = [x for (x, y), was in zip(points, before, strict=False) if math.isnan(y) and not was]
+    return begun[: MAX_CROSSES - 1] + begun[-1:] if len(begun) > MAX_CROSSES else begun
+
+
+def _pieces(points: Iterable[tuple[float, float, float]]) -> Iterator[list[tuple[float, float, float]]]:
+    """The runs of points whose values are finite."""
+    piece: list[tuple[float, float, float]] = []
+    for point in points:
+        if math.isfinite(point[1]):
+            piece.append(point)
+        elif piece:
+            yield piece
+            piece = []
+    if piece:
+        yield piece
+
+
+def _path(points: Sequence[Point], x: Scale, y: Scale) -> str:
+    """The SVG path of a line, which is interrupted where its values are not finite."""
+    pieces = _pieces((at, value, 0.0) for at, value in points)
+    return "".join(_drawn([(x.place(at), y.place(value)) for at, value, _ in piece]) for piece in pieces)
+
+
+def _band(line: Line, x: Scale, y: Scale) -> str:
+    """The SVG path around the spread of a line."""
+    if line.spread is None:
+        return ""
+    text = ""
+    for piece in _pieces(
+        (at, value, size) for (at, value), size in zip(line.points, line.spread, strict=True)
+    ):
+        spread = [(x.place(at), value, 0.0 if math.isnan(size) else size) for at, value, size in piece]
+        upper = [(at, _within(value + size, y)) for at, value, size in spread]
+        lower = [(at, _within(value - size, y)) for at, value, size in spread]
+        text += f"{_drawn([*upper, *lower[::-1]])}z"
+    return text
+
+
+def _within(value: float, y: Scale) -> float:
+    """The place of an end of a spread, which may be outside a logarithmic axis."""
+    return y.place(min(max(value, y.low), y.high))
+
+
+def _drawn(places: Sequence[Point]) -> str:
+    """A path through places from 0 to 1, each relative to the one before, which is short."""
+    found = [(round(x * WIDTH), round((1 - y) * HEIGHT)) for x, y in places]
+    (left, top), *_ = found
+    steps = [
+        (x - before_x, y - before_y)
+        for (before_x, before_y), (x, y) in pairwise(found)
+        if (x, y) != (before_x, before_y)
+    ]
+    text = " ".join(f"{dx} {dy}" for dx, dy in steps).replace(" -", "-")  # a sign separates too
+    return f"M{left} {top}" + (f"l{text}" if steps else "h0")
+
+
+def _data(line: Line) -> dict[str, object]:
+    """A line for the script: steps as differences, six digits of each value, null for what is not finite."""
+    steps = [x for x, _ in line.points]
+    found: dict[str, object] = {
+        "name": line.name,
+        "style": line.style,
+        "x": [_short(b - a) for a, b in zip([0.0, *steps], steps, strict=False)],
+        "y": [_short(y) for _, y in line.points],
+    }
+    return found if line.spread is None else {**found, "spread": list(map(_short, line.spread))}
+
+
+def _short(value: float) -> float | int | None:
+    if not math.isfinite(value):
+        return None
+    rounded = value if isinstance(value, int) else float(f"{value:.6g}")
+    return int(rounded) if rounded == int(rounded) and abs(rounded) < 2**53 else rounded
+
+
+@dataclass(frozen=True)
+class Dot:
+    """The result of a run for one value of a key."""
+
+    value: object
+    result: float | None
+    """None if it is not finite."""
+    name: str
+    is_best: bool = False
+
+
+def dot_chart(title: str, key: str, dots: Sequence[Dot]) -> Chart | None:
+    """A dot for each result by the value of a key, and a line through the medians of numbers.
+
+    The best one stands out, and a run without a finite result is a cross at the edge. None when no run has a
+    result.
+    """
+    results = [dot.result for dot in dots if dot.result is not None]
+    if not results:
+        return None
+    numbers = [as_number(dot.value) for dot in dots]
+    are_numbers = None not in numbers
+    places, y = _places([dot.value for dot in dots]), scale_of(results)
+    x = Scale(0.0, 1.0, [])
+    by_place: dict[float, list[float]] = {place: [] for place in sorted(set(places.values()))}
+    lines = []
+    for dot in sorted(dots, key=lambda dot: dot.is_best):  # the best one on top of the others
+        if dot.result is not None:
+            place = places[shown_value(dot.value)]
+            by_place[place].append(dot.result)
+            lines.append(Line([(place, dot.result)], BEST if dot.is_best else OTHER, dot.name, kind="big"))
+    if len(places) > 1 and are_numbers:
+        middle = [(place, median(own)) for place, own in by_place.items() if own]
+        lines.insert(0, Line(middle, MEDIAN, kind="median"))
+    return Chart(
+        title=title,
+        over=key,
+        paths=[Drawn(_kind(line), line.style, _path(line.points, x, y)) for line in lines],
+        y_labels=_y_labels(y),
+        x_labels=[Label(100 * place, text) for place, text in _value_labels(places)],
+        crosses=[
+            Label(100 * places[shown_value(dot.value)], f"{dot.name}: diverged", Line([], OTHER).style)
+            for dot in dots
+            if dot.result is None
+        ],
+        data={
+            "title": title,
+            "over": key,
+            "dots": [
+                [round(places[shown_value(dot.value)], 4), shown_value(dot.value), dot.result, dot.name]
+                for dot in dots
+            ],
+            "log": y.is_log,
+        },
+    )
+
+
+def _places(values: Sequence[object]) -> dict[str, float]:
+    """Text of a value -> its place from 0 to 1, at equal distances: numbers in their order, then names."""
+
+    def order(value: object) -> tuple[bool, float]:
+        number = as_number(value)
+        return number is None, number or 0.0
+
+    texts = list(dict.fromkeys(map(shown_value, sorted(values, key=order))))
+    length = len(texts) - 1
+    return {text: 0.02 + 0.96 * index / length if length else 0.5 for index, text in enumerate(texts)}
+
+
+def _value_labels(places: Mapping[str, float]) -> list[tuple[float, str]]:
+    """The values as labels, but none that would touch the label before it."""
+    labels: list[tuple[float, str]] = []
+    for text, place in places.items():
+        if not labels or place - labels[-1][0] >= 1 / MAX_X_LABELS:
+            if len(text) > MAX_LABEL:
+                number = as_number(text)
+                text = f"{text[: MAX_LABEL - 1]}…" if number is None else f"{number:.4g}"
+            labels.append((place, text))
+    return labels
+
+
+def metric_order(names: Iterable[str]) -> list[str]:
+    """Metrics in the order of their charts: losses, those of one's own, then speed, rate, norm and memory."""
+    own = list(names)
+    shown = list(TITLES)
+
+    def order(name: str) -> tuple[int, int]:
+        if name in ("loss", "val_loss"):
+            return 0, shown.index(name)
+        if base_of(name) == "loss":
+            return 0, len(shown)
+        return (2, shown.index(name)) if name in TITLES else (1, own.index(name))
+
+    return sorted(own, key=order)
+
+
+def base_of(name: str) -> str:
+    """The metric without the part of the data: ``loss`` for ``val_loss`` and ``train/loss``."""
+    found = _PART.fullmatch(name)
+    return found[1] if found else name
+
+
+def run_charts(series: Mapping[str, Sequence[Point]], marks: Sequence[tuple[float, str]]) -> list[Chart]:
+    """A chart for each metric of a run; of training and validation data in one."""
+    together: dict[str, list[str]] = {}
+    for name in metric_order(series):
+        together.setdefault(base_of(name), []).append(name)
+    charts = []
+    for base, names in together.items():
+        lines = [
+            Line(series[name], PALETTE[index % len(PALETTE)], name, kind=dash(index // len(PALETTE)))
+            for index, name in enumerate(names)
+        ]
+        title = TITLES.get(base, base) if len(names) > 1 else TITLES.get(names[0], names[0])
+        charts.append(line_chart(title, lines, marks))
+    return [chart for chart in charts if chart is not None]
+
+
+def csv_command(folder: str, metrics: Iterable[str]) -> str:
+    """The command that writes all points of some metrics, of the first ones if they are many."""
+    names = [name for name in dict.fromkeys(metrics) if "," not in name][:MAX_LISTED]
+    return join(
+        ["trainkit", "compare", folder, "--curves", ",".join(metric_order(names)), "--csv", "curves.csv"]
+    )
+
+
+def dash(number: int) -> str:
+    """The CSS class of a dash, of which there are as many as in figures."""
+    return f"d{number % len(DASHES)}" if number % len(DASHES) else ""

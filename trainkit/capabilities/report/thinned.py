@@ -1,0 +1,234 @@
+"""The metrics of a run in buckets of steps: few enough to draw, with every spike and what is not finite."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, groupby, islice
+from operator import itemgetter
+from typing import BinaryIO
+
+from trainkit.capabilities.report.curves import LAST_STEP, NOT_METRICS
+from trainkit.capabilities.report.plot import LARGEST
+from trainkit.run.events import read_events
+from trainkit.run.files import MAX_SAMPLE_BYTES, forward_lines, opened, parse_records
+from trainkit.run.rundir import RunDir
+
+MAX_BUCKETS = 512
+"""Of a curve; with more, the buckets become twice as wide."""
+MAX_METRICS = 128
+"""Metrics of one run that are kept, in the order in which they were logged first."""
+POSITIONS = NOT_METRICS | {"epoch", "samples_seen"}
+"""Numbers that say where a record is, not what was measured."""
+NUMBERS = frozenset({int, float})
+CHUNK = 1024
+NUM_PARTS = 512
+"""Parts of a file that is too large to be read as a whole."""
+Point = tuple[float, float]
+"""A step, and a value that is nan where it was not finite."""
+
+
+@dataclass(slots=True)
+class Bucket:
+    """One metric over some steps."""
+
+    low: Point
+    high: Point
+    total: float
+    count: int
+    """The number of finite values; without one, `low` and `high` mean nothing."""
+    last: int
+    """The last step."""
+    broken: int | None
+    """The first step whose value is not finite."""
+
+    @property
+    def mean(self) -> Point:
+        """The last step and the mean of the finite values; nan without one."""
+        return self.last, self.total / self.count if self.count else math.nan
+
+    def merge(self, other: Bucket) -> None:
+        """Take in the steps of another bucket."""
+        if other.count and self.count:
+            self.low, self.high = (
+                min(self.low, other.low, key=itemgetter(1)),
+                max(self.high, other.high, key=itemgetter(1)),
+            )
+        elif other.count:
+            self.low, self.high = other.low, other.high
+        self.total, self.count = self.total + other.total, self.count + other.count
+        self.last = max(self.last, other.last)
+        broken = [step for step in (self.broken, other.broken) if step is not None]
+        self.broken = min(broken, default=None)
+
+
+class Thinned:
+    """The metrics of a run, or of one of its attempts, in buckets of equal width."""
+
+    def __init__(self, most: int = MAX_BUCKETS) -> None:
+        self.most = most
+        self.width = 1
+        """Steps of a bucket, a power of two: runs of the same length have the same buckets."""
+        self.buckets: dict[str, dict[int, Bucket]] = {}
+        """Metric -> step // `width` -> bucket."""
+
+    def add(self, records: Iterable[Mapping[str, object]]) -> None:
+        """Take in some records of metrics.jsonl; of one step, the newest value of each metric counts."""
+        for place, own in groupby(records, lambda record: record["step"] // self.width):  # type: ignore[operator]
+            self._add(place, list(own))
+        while max(map(len, self.buckets.values()), default=0) > self.most:
+            self.widen(2 * self.width)
+
+    def _add(self, place: int, records: Sequence[Mapping[str, object]]) -> None:
+        for name in dict.fromkeys(chain.from_iterable(records)):
+            if name in POSITIONS or (name not in self.buckets and len(self.buckets) == MAX_METRICS):
+                continue
+            having = [record for record in records if name in record]
+            having = having if self.width > 1 else having[-1:]
+            found = _bucket([record["step"] for record in having], [record[name] for record in having])
+            if found is None:
+                continue
+            own = self.buckets.setdefault(name, {})
+            if place in own and self.width > 1:
+                own[place].merge(found)
+            else:
+                own[place] = found
+
+    def widen(self, width: int) -> None:
+        """Merge the buckets into wider ones."""
+        factor, self.width = width // self.width, width
+        for name, narrow in self.buckets.items() if factor > 1 else ():
+            wide: dict[int, Bucket] = {}
+            for place, bucket in narrow.items():
+                if (known := wide.setdefault(place // factor, bucket)) is not bucket:
+                    known.merge(bucket)
+            self.buckets[name] = wide
+
+    @property
+    def names(self) -> list[str]:
+        """The metrics; one that never was a number was not measured, but a loss has diverged."""
+        return [
+            name
+            for name, own in self.buckets.items()
+            if name.endswith("loss") or any(bucket.count for bucket in own.values())
+        ]
+
+    def points(self, name: str) -> list[Point]:
+        """The lowest and highest value of each bucket, and nan at the first step that has no finite value."""
+        found = list[Point]()
+        for _, bucket in sorted(self.buckets.get(name, {}).items()):
+            own = {bucket.low, bucket.high} if bucket.count else set()
+            if bucket.broken is not None:
+                own.add((bucket.broken, math.nan))
+            found += sorted(own, key=itemgetter(0))
+        return found
+
+    def means(self, name: str) -> dict[int, Point]:
+        """The mean of each bucket by its number, at its last step; nan where no value was finite."""
+        return {place: bucket.mean for place, bucket in sorted(self.buckets.get(name, {}).items())}
+
+
+def _bucket(steps: Sequence[object], values: Sequence[object]) -> Bucket | None:
+    """The bucket of a metric's values at some steps; None where none is a number or null."""
+    finite: Sequence[float] = values  # type: ignore[assignment]
+    at: Sequence[int] = steps  # type: ignore[assignment]
+    broken = None
+    low = high = math.inf
+    if set(map(type, values)) <= NUMBERS:
+        low, high = min(finite), max(finite)
+    if not -LARGEST <= low <= high <= LARGEST:
+        pairs = [pair for pair in zip(at, values, strict=True) if pair[1] is None or type(pair[1]) in NUMBERS]
+        good = [(step, value) for step, value in pairs if value is not None and abs(value) <= LARGEST]  # type: ignore[arg-type]
+        broken = next((step for step, value in pairs if value is None or abs(value) > LARGEST), None)  # type: ignore[arg-type]
+        if not good:
+            last = max((step for step, _ in pairs), default=0)
+            return None if broken is None else Bucket((0, math.nan), (0, math.nan), 0.0, 0, last, broken)
+        at, finite = zip(*good, strict=True)
+        low, high = min(finite), max(finite)
+    return Bucket(
+        (at[finite.index(low)], low),
+        (at[finite.index(high)], high),
+        math.fsum(finite),
+        len(finite),
+        at[-1],
+        broken,
+    )
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A run whose metrics are to be drawn."""
+
+    folder: str
+    kept: Mapping[int, float]
+    """Attempt -> the last step that is part of the run's result."""
+    most_buckets: int
+    most_bytes: int
+    """A larger metrics.jsonl is read in evenly spaced parts."""
+
+
+def read_thinned(wanted: Wanted) -> Thinned:
+    """Read the metrics of a run once, with the validations of a command."""
+    run, found = RunDir(wanted.folder), Thinned(wanted.most_buckets)
+    with opened(run.metrics_file) as stream:
+        lines = iter(()) if stream is None else _lines(stream, wanted.most_bytes)
+        while part := list(islice(lines, CHUNK)):
+            found.add(_kept(parse_records(part), wanted.kept))
+    if "val_loss" not in found.buckets:
+        events = (event.values for event in read_events(run, "evaluated") if event.step is not None)
+        found.add(
+            {"step": values["step"], "val_loss": values["val_loss"]}
+            for values in _kept(events, wanted.kept)
+            if "val_loss" in values
+        )
+    return found
+
+
+def _kept(
+    records: Iterable[Mapping[str, object]], kept: Mapping[int, float]
+) -> Iterator[Mapping[str, object]]:
+    """The records whose steps no later attempt has computed again."""
+    for record in records:
+        step, attempt = record.get("step"), record.get("attempt")
+        last = kept.get(attempt, math.inf) if isinstance(attempt, int) else math.inf
+        if type(step) is int and abs(step) < LAST_STEP and step <= last:
+            yield record
+
+
+def _lines(stream: BinaryIO, most_bytes: int) -> Iterator[bytes]:
+    """The lines of a file; of a larger one than `most_bytes`, those in evenly spaced parts, and the last."""
+    size = os.fstat(stream.fileno()).st_size
+    if size <= most_bytes:
+        yield from forward_lines(stream)
+        return
+    length = most_bytes // NUM_PARTS
+    for number in range(NUM_PARTS + 1):
+        begin = (size - length) * number // NUM_PARTS
+        stream.seek(begin)
+        if begin:
+            stream.readline(MAX_SAMPLE_BYTES)
+        while stream.tell() < begin + length and (line := stream.readline(MAX_SAMPLE_BYTES)):
+            yield line
+
+
+def read_all(wanted: Sequence[Wanted], num_bytes: int) -> list[Thinned]:
+    """The metrics of runs whose files have `num_bytes` in all, by a process per core where that is faster."""
+    cores = len(os.sched_getaffinity(0))
+    if num_bytes < 2**24 or min(cores, len(wanted)) < 2:
+        return list(map(read_thinned, wanted))
+    from concurrent.futures import ProcessPoolExecutor
+    from multiprocessing import get_context
+
+    with ProcessPoolExecutor(min(cores, len(wanted)), get_context("fork")) as readers:
+        return list(readers.map(read_thinned, wanted))
+
+
+def joined(attempts: Iterable[Thinned]) -> dict[str, list[Point]]:
+    """The points of each metric over all attempts of a run."""
+    found = dict[str, list[Point]]()
+    for thinned in attempts:
+        for name in thinned.names:
+            found.setdefault(name, []).extend(thinned.points(name))
+    return {name: sorted(points, key=itemgetter(0)) for name, points in found.items()}

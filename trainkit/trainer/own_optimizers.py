@@ -1,0 +1,484 @@
+"""The optimizers, schedules and state that a user's task brings itself, and their part of a checkpoint."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from copy import deepcopy
+from dataclasses import asdict, dataclass
+from itertools import chain
+from logging import getLogger
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn, optim
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from trainkit.errors import FatalError
+from trainkit.plan.launch import Layout
+from trainkit.run.files import read_record
+from trainkit.run.manifest import Manifest
+from trainkit.task import Task
+from trainkit.trainer.causal_lm import CausalLM
+from trainkit.trainer.checkpoint.state import decode, encode, tensor_paths
+from trainkit.trainer.checkpoint.storage import SafeReader
+from trainkit.trainer.distributed import World, gather_from_all
+from trainkit.trainer.metrics import RECORD_KEYS
+from trainkit.trainer.models.model import Weight, as_shard_of, local_tensor
+from trainkit.trainer.optimizer import ShardedOptimizer
+from trainkit.trainer.step_sync import LOSS_OF
+from trainkit.trainer.task_batches import digest_of
+from trainkit.trainer.torch_private import copy_each
+from trainkit.trainer.user_code import TaskError, errors_of_user, listed, refusal
+from trainkit.trainer.user_task import UserTask
+
+log = getLogger(__name__)
+ADAMS = {optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam}
+BY_ELEMENT = ADAMS | {optim.SGD, optim.RMSprop, optim.Adagrad, optim.Adadelta, optim.ASGD, optim.Rprop}
+"""Optimizers of torch whose update of an element depends on that element alone, so that a shard is enough."""
+OPTIMIZERS, TASK, ON_HOST = "optimizers", "task", "on_host"
+"""Keys of a manifest's ``state``: the last one has the paths of tensors that are not on the device."""
+NAME = re.compile(r"[A-Za-z]\w*")
+SavedTensors = Mapping[str, TensorStorageMetadata]
+
+
+@dataclass(frozen=True)
+class SavedOptimizer:
+    """An optimizer in a manifest; all but `kind` as `encode` writes it."""
+
+    kind: str
+    """Its class."""
+    parameters: dict[str, object]
+    """The state of each parameter by its name; none before its first update."""
+    rest: object
+    """The state that is of no parameter."""
+    values: object
+    """The values of its groups, and the state of its scheduler."""
+    initial: object
+    """The same as the task had made it."""
+    num_groups: int = 1
+
+    @property
+    def encoded(self) -> Iterator[object]:
+        """All that may have tensors."""
+        yield from (*self.parameters.values(), self.rest, self.values, self.initial)
+
+
+def make_own_optimizers(
+    task: CausalLM | UserTask, weights: Sequence[Weight], layout: Layout
+) -> OwnOptimizers | None:
+    """The optimizers of a task that has some of its own; raises TaskError if they cannot be used."""
+    if not isinstance(task, UserTask) or type(task.task).optimizers is Task.optimizers:
+        return None
+    return OwnOptimizers(task, weights, layout)
+
+
+class OwnOptimizers(ShardedOptimizer):
+    """The optimizers of a user's task on this rank's shards of the parameters.
+
+    The host waits for the norm of the gradient before the update: most optimizers cannot skip one that is not
+    finite by themselves.
+    """
+
+    def __init__(self, task: UserTask, weights: Sequence[Weight], layout: Layout) -> None:
+        super().__init__(weights, layout)
+        self._task, self._config = task.task, task.config
+        shards = {weight.name: shard for weight, shard in zip(self._weights, self._locals, strict=True)}
+        with errors_of_user(task.config, "optimizers() failed"):
+            found: object = self._task.optimizers(shards)
+        named = found if isinstance(found, Mapping) else {"": found}
+        self._schedulers: dict[str, LRScheduler] = {}
+        self._optimizers: dict[str, Optimizer] = {}
+        for name, item in named.items():
+            if isinstance(item, LRScheduler):
+                self._schedulers[name] = item
+            optimizer = item.optimizer if isinstance(item, LRScheduler) else item
+            self._optimizers[name] = cast(Optimizer, optimizer)
+        self._refuse(found)
+        self._active = list(self._optimizers)
+        self._initial = {name: deepcopy(self._values(name)) for name in self._optimizers}
+        """Values as the task has made them."""
+        self._lrs = {
+            name: [float(group["lr"]) for group in optimizer.param_groups]
+            for name, optimizer in self._optimizers.items()
+        }
+        self.collect_state()  # raises an error for what could not be saved
+
+    @property
+    def kinds(self) -> dict[str, str]:
+        """The class of each optimizer."""
+        return {name: type(optimizer).__name__ for name, optimizer in self._optimizers.items()}
+
+    def describe(self) -> str:
+        shown = []
+        for name, kind in self.kinds.items():
+            by = type(self._schedulers[name]).__name__ if name in self._schedulers else "`schedule`"
+            shown.append(f"{f'{name}: ' * bool(name)}{kind} with lr {self._lrs[name][0]:g} and {by}")
+        return f"the task's own optimizer: {'; '.join(shown)}"
+
+    def _refuse(self, found: object) -> None:
+        """Raise TaskError for what cannot be trained with."""
+        items = found.values() if isinstance(found, Mapping) else [found]
+        wrong = [item for item in items if not isinstance(item, Optimizer | LRScheduler)]
+        if wrong or not self._optimizers:
+            message = f"returned {'no optimizer' if not wrong else f'a {type(wrong[0]).__name__}'}"
+            raise self._error(message, "return an Optimizer, a scheduler of one, or a dictionary of them")
+        for name, optimizer in self._optimizers.items():
+            self._refuse_name(name)
+            self._refuse_kind(optimizer, self._schedulers.get(name))
+        self._refuse_parameters()
+
+    def _refuse_name(self, name: object) -> None:
+        if name == "" and len(self._optimizers) == 1:
+            return
+        if not isinstance(name, str) or not NAME.fullmatch(name) or LOSS_OF.format(name) in RECORD_KEYS:
+            hint = 'take names such as "generator", of letters, digits and _; not "val"'
+            raise self._error(f"named an optimizer {name!r}", hint)
+
+    def _refuse_kind(self, optimizer: Optimizer, scheduler: LRScheduler | None) -> None:
+        kind = type(optimizer).__name__
+        _, *takes = inspect.signature(type(optimizer).step).parameters.values()
+        needs = [at.name for at in takes if at.default is at.empty and at.kind is at.POSITIONAL_OR_KEYWORD]
+        if needs:
+            hint = "take one that needs the gradient of a step alone, such as Adam"
+            raise self._error(f"returned {kind}, whose step() needs {needs[0]}", hint)
+        if isinstance(optimizer, optim.SparseAdam):
+            raise self._error(f"returned {kind}, which needs sparse gradients", "take Adam")
+        if isinstance(scheduler, ReduceLROnPlateau):
+            hint = "take a scheduler that depends on the number of steps"
+            raise self._error("returned ReduceLROnPlateau, which needs a metric in each step", hint)
+        if any("lr" not in group for group in optimizer.param_groups):
+            raise self._error(f"returned {kind}, which has a group without lr", "give each group an lr")
+        is_by_element = type(optimizer) in BY_ELEMENT or getattr(optimizer, "by_element", False)
+        sharded = [weight.name for weight in self._weights if _is_sharded(weight)]
+        if sharded and not is_by_element:
+            message = f"returned {kind}, but this rank has only a shard of {listed(sharded)}"
+            hint = (
+                "train with dp_replicate alone, or take SGD or Adam; if it updates each element by its own "
+                "gradient alone, set by_element = True on it"
+            )
+            raise self._error(message, hint)
+
+    def _refuse_parameters(self) -> None:
+        """Raise TaskError unless each parameter belongs to one optimizer."""
+        owners: dict[int, list[str]] = {id(shard): [] for shard in self._locals}
+        for name, optimizer in self._optimizers.items():
+            for param in _params(optimizer):
+                if id(param) not in owners:
+                    message = f"gave {type(optimizer).__name__} a tensor that is not one of its parameters"
+                    hint = "take them from the argument, not from the model, whose parameters may be sharded"
+                    raise self._error(message, hint)
+                owners[id(param)].append(name)
+        names = dict(zip(owners, (weight.name for weight in self._weights), strict=True))
+        none = [names[key] for key, found in owners.items() if not found]
+        several = [names[key] for key, found in owners.items() if len(found) > 1]
+        if none:
+            hint = "give each parameter one, or freeze it in build_model: parameter.requires_grad_(False)"
+            raise self._error(f"has no optimizer for {listed(none)}", hint)
+        if several:
+            raise self._error(f"has two optimizers for {listed(several)}", "give each parameter one")
+
+    def _error(self, message: str, hint: str) -> TaskError:
+        return refusal(self._config, f"optimizers() {message}", hint)
+
+    def begin_step(self, lr: float) -> float:
+        factor = lr / self._config.optimizer.lr
+        for name in self._optimizers.keys() - self._schedulers.keys():
+            for group, initial in zip(self._optimizers[name].param_groups, self._lrs[name], strict=True):
+                _set(group, "lr", initial * factor)
+        return float(next(iter(self._optimizers.values())).param_groups[0]["lr"])
+
+    def turns(self) -> Sequence[str]:
+        with errors_of_user(self._config, "turns() failed"):
+            found = tuple(self._task.turns())
+        unknown = [turn for turn in found if turn not in self._optimizers or not turn]
+        if unknown:
+            hint = f"its optimizers() are {', '.join(filter(None, self._optimizers)) or 'one without a name'}"
+            raise refusal(self._config, f"turns() has no optimizer {unknown[0]!r} to name", hint)
+        return found or ("",)
+
+    @torch.no_grad()
+    def collect_gradients(self, turn: str = "") -> None:
+        super().collect_gradients()
+        self._active = [turn] if turn else list(self._optimizers)
+        for name in self._optimizers.keys() - self._active:
+            # What the loss of one optimizer gives to the parameters of another is not applied.
+            for shard in _params(self._optimizers[name]):
+                shard.grad = None
+
+    @torch.no_grad()
+    def step(self, lr: float, divisor: Tensor, skip: Tensor) -> None:
+        if skip.item():
+            return
+        divisor = divisor.to(self._locals[0].device)
+        for shard in self._locals:
+            if shard.grad is not None:
+                shard.grad /= divisor
+        for name in self._active:
+            self._optimizers[name].step()
+        if self._casts:
+            copy_each(list(self._casts.values()), [shard.detach() for shard in self._casts])
+
+    def end_step(self) -> None:
+        for scheduler in self._schedulers.values():
+            scheduler.step()
+
+    def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield from ()  # most of it exists after the first update only: see `collect_state`
+
+    def collect_state(self) -> tuple[dict[str, SavedOptimizer], dict[str, Tensor]]:
+        """The state of all optimizers, and its tensors, split like their parameters."""
+        tensors: dict[str, Tensor] = {}
+        values: dict[str, SavedOptimizer] = {}
+        for name, optimizer in self._optimizers.items():
+            params, rest = {}, {**optimizer.state}
+            for weight, shard in self._owned(optimizer):
+                if (state := rest.pop(shard, None)) is not None:
+                    found: dict[str, Tensor] = {}
+                    params[weight.name] = encode(f"optimizer.{weight.name}", state, found)
+                    for path, item in found.items():
+                        tensors[path] = self._as_saved(path, item, weight, shard)
+            place = f"optimizers.{name or 'task'}"
+            values[name] = SavedOptimizer(
+                kind=type(optimizer).__name__,
+                parameters=params,
+                rest=encode(f"{place}.rest", rest, tensors),
+                values=encode(f"{place}.values", self._values(name), tensors),
+                initial=encode(f"{place}.initial", self._initial[name], tensors),
+                num_groups=len(optimizer.param_groups),
+            )
+        return values, tensors
+
+    def _values(self, name: str) -> dict[str, object]:
+        """The values of the groups of an optimizer, and the state of its scheduler."""
+        groups = [
+            {key: _number(value) for key, value in group.items() if key != "params"}
+            for group in self._optimizers[name].param_groups
+        ]
+        scheduler = self._schedulers.get(name)
+        return {"groups": groups, "scheduler": {} if scheduler is None else scheduler.state_dict()}
+
+    def _owned(self, optimizer: Optimizer) -> Iterator[tuple[Weight, nn.Parameter]]:
+        """The parameters of an optimizer, with their shards."""
+        own = {id(param) for param in _params(optimizer)}
+        for weight, shard in zip(self._weights, self._locals, strict=True):
+            if id(shard) in own:
+                yield weight, shard
+
+    def _as_saved(self, path: str, item: Tensor, weight: Weight, shard: Tensor) -> Tensor:
+        """A tensor of the state of a parameter, split like it if it has a value for each element."""
+        if item.shape == shard.shape:
+            return as_shard_of(item, weight.param)
+        if _is_sharded(weight) and item.numel() != 1:
+            raise self._error(
+                f"returned an optimizer whose {path} has shape {list(item.shape)}, but this rank's shard of "
+                f"{weight.name} has shape {list(shard.shape)}",
+                "its update is not by element: train with dp_replicate alone",
+            )
+        return item
+
+    def wanted(self, values: Mapping[str, SavedOptimizer], saved: SavedTensors) -> dict[str, Tensor]:
+        """The tensors of the parameters' state in a checkpoint: memory for what this rank has of them."""
+        tensors: dict[str, Tensor] = {}
+        for name, optimizer in self._optimizers.items():
+            params = values[name].parameters
+            owned = {weight.name: (weight, shard) for weight, shard in self._owned(optimizer)}
+            if moved := sorted(params.keys() - owned.keys()):
+                message = f"gave {listed(moved)} to another optimizer than in the checkpoint"
+                raise self._error(message, "give it to the one that it had, or start a new run")
+            for param, state in params.items():
+                weight, shard = owned[param]
+                for path in tensor_paths(state):
+                    size, dtype = saved[path].size, saved[path].properties.dtype
+                    if size == weight.param.shape:
+                        own = torch.empty(shard.shape, dtype=dtype, device=shard.device)
+                        tensors[path] = as_shard_of(own, weight.param)
+                    elif _is_sharded(weight) and size.numel() != 1:
+                        message = f"returned {type(optimizer).__name__}, whose {path} cannot be sharded"
+                        raise self._error(message, "resume with dp_replicate alone")
+        return tensors
+
+    def load(self, values: Mapping[str, SavedOptimizer], tensors: Mapping[str, Tensor]) -> None:
+        """Take in the state of a checkpoint."""
+        for name, optimizer in self._optimizers.items():
+            value = values[name]
+            if value.num_groups != len(optimizer.param_groups):
+                message = f"returned {value.kind} with {len(optimizer.param_groups)} groups"
+                hint = f"the checkpoint has {value.num_groups}: return as many, or start a new run"
+                raise self._error(message, hint)
+            optimizer.state.update(decode(value.rest, tensors))
+            for weight, shard in self._owned(optimizer):
+                if weight.name in value.parameters:
+                    optimizer.state[shard] = decode(value.parameters[weight.name], tensors)
+            self._load_values(name, decode(value.initial, tensors), decode(value.values, tensors))
+
+    def _load_values(self, name: str, initial: object, values: object) -> None:
+        """Continue with the values of a checkpoint, but for those that the task has changed since."""
+        optimizer, changed = self._optimizers[name], list[str]()
+        merged = cast(Any, _merged("", self._initial[name], initial, values, changed))
+        for group, found in zip(optimizer.param_groups, merged["groups"], strict=True):
+            for key, value in found.items():
+                _set(group, key, value)
+        if name in self._schedulers:
+            self._schedulers[name].load_state_dict(merged["scheduler"])
+        for text in changed:
+            log.warning(f"{type(optimizer).__name__} of the task: {text}")
+
+
+def _is_sharded(weight: Weight) -> bool:
+    """Whether this rank has only a part of a parameter."""
+    param = weight.param
+    if not isinstance(param, DTensor):
+        return False
+    mesh = param.device_mesh
+    return any(mesh.size(dim) > 1 and not at.is_replicate() for dim, at in enumerate(param.placements))
+
+
+def _params(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _merged(path: str, now: object, before: object, saved: object, changed: list[str]) -> object:
+    """What was saved, or what the task makes now where it made something else before; adds that to `changed`.
+
+    The learning rate of a group keeps the factor that it has reached.
+    """
+    match now, before, saved:
+        case dict(), dict(), dict():
+            both = now.keys() & before.keys() & saved.keys()
+            items = {key: (f"{path}.{key}", now[key], before[key], saved[key]) for key in both}
+            return {**now, **saved, **{key: _merged(*item, changed) for key, item in items.items()}}
+        case [*_], [*_], [*_] if len(now) == len(before) == len(saved):
+            rows = enumerate(zip(now, before, saved, strict=True))
+            merged = [_merged(f"{path}.{index}", *row, changed) for index, row in rows]
+            return tuple(merged) if isinstance(now, tuple) else merged
+    if _is_same(now, before):
+        return saved
+    changed.append(f"{path.removeprefix('.')} is {now}, was {before}")
+    match now, before, saved:
+        case float(), float(), float() if before and re.fullmatch(r"\.groups\.\d+\.lr", path):
+            return saved * now / before
+    return now
+
+
+def _is_same(one: object, other: object) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return type(one) is type(other) and one == other
+
+
+def _number(value: object) -> object:
+    return value.item() if isinstance(value, Tensor) and value.dim() == 0 else value
+
+
+def _set(group: MutableMapping[str, object], key: str, value: object) -> None:
+    """Set a value of a group, in place where it is a tensor."""
+    if isinstance(tensor := group.get(key), Tensor) and isinstance(value, float | int):
+        tensor.fill_(value)
+    else:
+        group[key] = value
+
+
+class OwnState:
+    """What a user's task has in a checkpoint besides its model: its optimizers, and `Task.state_dict`."""
+
+    def __init__(self, task: UserTask, optimizers: OwnOptimizers | None, world: World) -> None:
+        self._task, self._config, self._world = task.task, task.config, world
+        self._has_state = type(task.task).state_dict is not Task.state_dict
+        self.optimizers = optimizers
+
+    def collect(self) -> tuple[dict[str, object], dict[str, Tensor]]:
+        """The state as JSON, and its tensors; on every rank.
+
+        Raises TaskError if that of the task is not the same on all of them, FatalError for what no checkpoint
+        can have.
+        """
+        values, tensors = dict[str, object](), dict[str, Tensor]()
+        if self.optimizers is not None:
+            saved, tensors = self.optimizers.collect_state()
+            values[OPTIMIZERS] = {name: asdict(item) for name, item in saved.items()}
+        if self._has_state:
+            found: dict[str, Tensor] = {}
+            with errors_of_user(self._config, "state_dict() failed"):
+                state = self._task.state_dict()
+            values[TASK] = encode(TASK, state, found)
+            digests = gather_from_all(digest_of(state), self._world)
+            other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+            if other is not None:
+                message = f"state_dict() has other values on rank {other} than on rank 0"
+                raise refusal(
+                    self._config, message, "keep in it what does not depend on a rank's own samples"
+                )
+            # Copied, since the task may change them while they are being written.
+            tensors |= {path: item.clone() for path, item in found.items()}
+        on_host = [path for path, item in tensors.items() if item.device != self._world.device]
+        return ({**values, ON_HOST: on_host} if on_host else values), tensors
+
+    def wanted(self, manifest: Manifest, reader: SafeReader) -> dict[str, Tensor]:
+        """The tensors in a checkpoint that `load` needs, to be filled."""
+        saved = cast(SavedTensors, reader.read_metadata().state_dict_metadata)
+        state, optimizers = manifest.state, _saved_optimizers(manifest)
+        tensors = {} if self.optimizers is None else self.optimizers.wanted(optimizers, saved)
+        encoded = [item for value in optimizers.values() for item in value.encoded]
+        on_host = state.get(ON_HOST)
+        for path in {*tensor_paths(state.get(TASK)), *chain(*map(tensor_paths, encoded))} - tensors.keys():
+            is_on_host = isinstance(on_host, list) and path in on_host
+            device = torch.device("cpu") if is_on_host else self._world.device
+            tensors[path] = torch.empty(saved[path].size, dtype=saved[path].properties.dtype, device=device)
+        return tensors
+
+    def load(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
+        """Take in the state of a checkpoint, whose tensors are those of `wanted`."""
+        tensors = {path: local_tensor(item) for path, item in tensors.items()}
+        if self.optimizers is not None:
+            self.optimizers.load(_saved_optimizers(manifest), tensors)
+        if not self._has_state:
+            return
+        if TASK not in manifest.state:
+            log.warning("the checkpoint has no state_dict() of the task: it begins with the one it has")
+            return
+        with errors_of_user(self._config, "load_state_dict() failed"):
+            self._task.load_state_dict(decode(manifest.state[TASK], tensors))
+
+
+def make_own_state(
+    task: CausalLM | UserTask, optimizers: OwnOptimizers | None, world: World
+) -> OwnState | None:
+    """What a task adds to its checkpoints; None if that is nothing.
+
+    A collective. Raises TaskError or FatalError if no checkpoint could have it.
+    """
+    if not isinstance(task, UserTask):
+        return None
+    if optimizers is None and type(task.task).state_dict is Task.state_dict:
+        return None
+    found = OwnState(task, optimizers, world)
+    found.collect()
+    return found
+
+
+def _saved_optimizers(manifest: Manifest) -> dict[str, SavedOptimizer]:
+    """The optimizers of a task in a checkpoint; none if they are those of the config."""
+    found = manifest.state.get(OPTIMIZERS, {})
+    assert isinstance(found, dict)
+    return {name: read_record(SavedOptimizer, value) for name, value in found.items()}
+
+
+def refuse_other_optimizers(manifest: Manifest, own: OwnState | None, name: str) -> None:
+    """Raise FatalError if a checkpoint is of other classes of optimizers than those of the task."""
+    before = {key: item.kind for key, item in _saved_optimizers(manifest).items()}
+    now = {} if own is None or own.optimizers is None else own.optimizers.kinds
+    if before == now:
+        return
+    shown = [
+        ", ".join(f"{f'{key}: ' * bool(key)}{kind}" for key, kind in kinds.items()) or "that of the config"
+        for kinds in (now, before)
+    ]
+    raise FatalError(
+        f"the optimizer of the task is {shown[0]}, was {shown[1]}: checkpoint {name} cannot be resumed",
+        hint="restore optimizers(), or start a new run with model.init_from",
+    )
