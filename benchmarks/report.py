@@ -68,7 +68,10 @@ def measure_group(num_runs: int, num_lines: int, repeats: int) -> int:
         print(
             f"{num_runs} runs of {num_lines:,} lines, {size_mib:.0f} MiB, {len(os.sched_getaffinity(0))} CPUs"
         )
+        before = os.times()
         seconds = statistics.median(report_s(group) for _ in range(repeats))
+        after = os.times()
+        cpu_s = after.children_user + after.children_system - before.children_user - before.children_system
         page = group / "report.html"
         page_mb = page.stat().st_size / 1e6
         with browser(Path(folder) / "profile") as chromium:
@@ -76,6 +79,7 @@ def measure_group(num_runs: int, num_lines: int, repeats: int) -> int:
             opened = [open_s(chromium, page) for _ in range(repeats)]
         open_median_s, draw_s = (statistics.median(times) for times in zip(*opened, strict=True))
         print(f"trainkit report: {seconds:.2f} s, median of {repeats} (goal: {GOAL_S:.0f} s)")
+        print(f"processor time of one: {cpu_s / repeats:.2f} s, in a process per core")
         print(f"page: {page_mb:.2f} MB (goal: {GOAL_MB:.0f} MB)")
         print(
             f"opened in {open_median_s:.2f} s (goal: {GOAL_OPEN_S:.0f} s); all drawn again in {draw_s:.2f} s"

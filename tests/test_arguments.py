@@ -306,6 +306,22 @@ OTHERS: list[tuple[Callable[[], object], str]] = [
     (submits("quickstart", launcher="torchrun"), "launcher='torchrun' has no effect on a config"),
     (submits(seeded, launcher="torchrun"), "launcher='torchrun' has no effect on a function"),
     (submits("quickstart", config="other"), "there are two configs"),
+    (
+        submits("quickstart", nodes=2, resources={"nodes": 4}),
+        "resources={'nodes': 4}: resources.nodes: is given by nodes too\n\nhint: give it once",
+    ),
+    (submits("quickstart", train={"steps": 1}, **{"train.steps": 1}), "train.steps: is given by train too"),
+    (
+        submits(seeded, 1, time="1:00:00", **{"resources.time": "2:00:00"}),
+        "resources.time: is given by time too",
+    ),
+    (submits("quickstart", train={"steps": 1}, **{"train.log_every": 1}), ""),
+    (submits({"train": {"steps": 3}}, train={"steps": 1}), ""),
+    (sweeps("quickstart", {"seed": [1, 2]}, seed=5), "seed is an option and has values"),
+    (
+        sweeps("quickstart", {"train.steps": [1]}, train={"steps": 5}),
+        "train.steps is an option and has values",
+    ),
     (submits("quickstart", command=["true"]), "two things to run, a config and a command"),
     (submits({"seed": 1}, command=["true"]), "config={'seed': 1} is that of a command"),
     (submits(seeded, command=["true"]), "two things to run, a function and a command"),

@@ -153,6 +153,8 @@ def sweep(
     given = _given(work, config, profile, options, after, run_dir, limit=limit, calls=calls)
     if given.function is not None:
         return _start_calls(given, calls, limit, group_values(found))
+    if twice := [key for key, _, _ in _keys_of(options) if key in axes]:
+        raise UsageError(f"{twice[0]} is an option and has values", hint="leave one of them out")
     from trainkit.launch.sweep import ArraySpec, swept
 
     array = ArraySpec(tuple(range(len(found))), limit)
@@ -450,6 +452,14 @@ class Group(Sequence[Run[Value]]):
         """What ``trainkit status`` shows of a group: the state and result of each run."""
         return query_group(self._group, warn_caller)
 
+    def best(self, metric: str | None = None) -> Run[Value] | None:
+        """The best run by `metric`, or as ``trainkit status`` ranks them; None without any result.
+
+        A run that has diverged is never the best. Raises UsageError for a metric that no run has logged.
+        """
+        best = query_group(self._group, warn_caller, metric).best
+        return None if best is None else Run(self._group.run(best.index))
+
     @overload
     def __getitem__(self, index: int) -> Run[Value]: ...
     @overload
@@ -741,8 +751,6 @@ def _flags(
 
     `arguments` are those of a function.
     """
-    from trainkit.launch.config_request import FLAGS
-
     if type(config).__module__.startswith("omegaconf."):
         from omegaconf import OmegaConf
 
@@ -758,10 +766,24 @@ def _flags(
     if options.get("gpus_per_node") == 0:  # as submitit takes it
         hint = meant_of_submitit("gpus_per_node", 0) or ""
         problems.append(Problem("gpus_per_node", "a node has at least one rank", "gpus_per_node=0", hint))
+    found = _keys_of(options)
+    first = {key: name for key, _, name in reversed(found)}
+    problems += [
+        Problem(key, f"is given by {first[key]} too", shown_argument(name, options[name]), "give it once")
+        for key, _, name in found
+        if name != first[key]
+    ]
     if problems:
         raise ConfigError(problems)
-    named = {FLAGS.get(name, name): value for name, value in options.items()}
-    return flags | {key: (f"{key}={value!r}", value) for key, value in _keys(named)}
+    return flags | {key: (f"{key}={value!r}", value) for key, value, _ in found}
+
+
+def _keys_of(options: Mapping[str, object]) -> list[tuple[str, object, str]]:
+    """The dotted keys that options set, each with its value and the name of the option."""
+    from trainkit.launch.config_request import FLAGS
+
+    pairs = ((name, _keys({FLAGS.get(name, name): value})) for name, value in options.items())
+    return [(key, value, name) for name, found in pairs for key, value in found]
 
 
 _OF_OTHERS = {

@@ -390,6 +390,8 @@ class Attached:
             name: mean if math.isfinite(mean) else None
             for name, mean in zip(names, (sums / self.world_size).tolist(), strict=True)
         }
+        if "val_loss" in means:
+            record_event(self._attempt, "evaluated", step=step, val_loss=means["val_loss"])
         record = {"step": step, "time": utc_now(), "attempt": self.attempt, **means}
         record["step_s"] = round(step_s, 6)
         self._records.append(record)

@@ -71,7 +71,11 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("logs finished", 0, ("\nwarning: diverged since step 4\n",)),
         ("logs finished -f", 0, ("\nfinished: diverged since step 4; all workers finished\n",)),
         ("compare finished sweep/0", 0, ("diverged since step 4",)),
-        ("status sweep", 0, ("0.01   -       diverged since step 3; all", "best        point 0 (")),
+        (
+            "status sweep",
+            0,
+            ("BEST VAL_LOSS", "0.01   -              diverged since step 3; all", "best        point 0 ("),
+        ),
         ("diagnose sweep/1", 0, ("diverged since step 2: loss or gradient was not finite in 5",)),
     ],
 )

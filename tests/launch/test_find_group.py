@@ -50,7 +50,7 @@ def test_who_only_reads_makes_no_folder(group: RunGroup) -> None:
     for text in ("12_4", "group/4", str(group.path / "4")):
         assert find_to_read(text).path == group.run(4).path
         status = look_at(group.run(4), print)[1]
-        assert (status.name, status.attempt, status.job_id) == ("small/4", None, "12_4")
+        assert (status.name, status.attempt, status.job_id) == ("small/4", 1, "12_4")
         assert status.state in UNFINISHED_STATES or status.state == "unknown"
         assert status.place.num_nodes == 1
     assert not group.run(4).path.exists()

@@ -93,7 +93,7 @@ def test_points_that_run_and_that_have_ended(tmp_path: Path) -> None:
     assert seen.states == {"failed": 1, "running": 1, "requeueing": 1, "finished": 1}
     assert (seen.best.index, seen.best.best) == (1, Best("val_loss", 2.25, 7))
     assert seen.age_s == 30.0
-    assert [point.index for point in most_relevant(seen.points, 3)] == [3, 1, 2]
+    assert [point.index for point in most_relevant(seen, 3)] == [3, 1, 2]
     assert GroupFiles(group).open_ids == ["12_1", "12_2"]
 
 

@@ -22,6 +22,7 @@ from trainkit.observe.notebook import (
     sparkline,
     table,
 )
+from trainkit.observe.ranking import Ranking
 from trainkit.run.end import Best
 
 KEY = "sk-" + "a1B2" * 8
@@ -172,7 +173,8 @@ def group(num_points: int, num_keys: int = 1, state: str = "finished", **values:
         )
         for index in range(num_points)
     ]
-    return GroupStatus("lr <sweep>", "/runs", None, "", [*keys, *values], 1, 1, None, points)
+    named = [*keys, *values]
+    return GroupStatus("lr <sweep>", "/runs", None, "", named, 1, 1, None, points, Ranking("val_loss"))
 
 
 def test_a_group() -> None:
@@ -180,10 +182,10 @@ def test_a_group() -> None:
     assert repr(found) == "<lr <sweep>: 1 failed, 2 finished>"
     cells = Cells(found._repr_html_())
     assert cells.texts == [
-        *("run", "key0", "state", "best", "reason"),
-        *("0", "0", "finished", "val_loss 1", ""),
-        *("1", "1", "finished", "val_loss 0.5", ""),
-        *("2", "2", "failed", "val_loss 0.3333", "rank 0: <b>LookupError</b>"),
+        *("run", "key0", "state", "best val_loss", "reason"),
+        *("0", "0", "finished", "1", ""),
+        *("1", "1", "finished", "0.5", ""),
+        *("2", "2", "failed", "0.3333", "rank 0: <b>LookupError</b>"),
     ]
     assert cells.names == {"p", "table", "tr", "th", "td"}
     assert "lr &lt;sweep&gt;: 1 failed, 2 finished" in found._repr_html_()
@@ -201,7 +203,7 @@ def test_a_large_group_shows_its_failures_and_says_what_it_leaves_out() -> None:
 
 def test_keys_that_are_called_as_a_column_keep_their_own() -> None:
     texts = Cells(group(1, 0, run="r", best="s", loss=2)._repr_html_()).texts
-    assert texts[:6] == ["run", "run", "best", "loss", "state", "best"]
+    assert texts[:6] == ["run", "run", "best", "loss", "state", "best val_loss"]
     assert texts[7:12] == ["0", "r", "s", "2", "failed"]
 
 

@@ -14,7 +14,7 @@ from trainkit.config.schema import RunConfig
 from trainkit.observe.logs import ranks_of_nodes
 from trainkit.observe.status import capability_rows, read_status, reading_of
 from trainkit.run.events import Event, log_event
-from trainkit.run.files import append_jsonl, write_json
+from trainkit.run.files import append_jsonl, read_json, write_json
 from trainkit.run.history import PlanRecord, RunHistory, attempts_of, find_restarts
 from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
@@ -363,3 +363,43 @@ def test_of_a_damaged_plan_no_ranks_are_known(damage: dict[str, object]) -> None
     whole = {"num_nodes": 2, "workers_per_node": 2}
     assert ranks_of_nodes(PlanRecord(whole)) == [range(2), range(2, 4)]
     assert ranks_of_nodes(PlanRecord({**whole, **damage})) == []
+
+
+@pytest.mark.parametrize(
+    ("state", "logged", "ended", "shown"),
+    [
+        ("finished", 40, 50, "50/50"),  # its last steps were not logged
+        ("finished", 45, 45, "45/50"),
+        ("finished", 45, None, "45/50"),
+        ("finished", 0, 0, "0/50"),
+        ("stopped", 40, 43, "43/50"),
+        ("failed", 40, 43, "40/50"),  # step 43 is not done
+        ("cancelled", 40, 43, "40/50"),
+    ],
+)
+def test_the_last_step_of_a_run_that_has_ended(run, state, logged, ended, shown):
+    append_jsonl(run.metrics_file, {"step": logged, "time": ago(9), "attempt": 1, "loss": 1.0})
+    write_json(run.attempt(1).end_file, {"state": state, "action": state, "step": ended})
+    assert f"\nstep        {shown}, last metrics" in run_details(status_of(run, False))
+
+
+@pytest.mark.parametrize(
+    ("val_losses", "attempt", "since"),
+    [
+        ([2.0, None, None], 1, 20),
+        ([None], 1, 10),
+        ([None, 2.0], 1, None),
+        ([2.0, None], 2, None),  # the new attempt has not validated yet
+        ([], 1, None),
+    ],
+)
+def test_only_the_validation_loss_is_not_finite(run, val_losses, attempt, since):
+    metrics(run, 30, 20, 10)
+    for index, value in enumerate(val_losses, 1):
+        log_event(run, 1, "evaluated", step=10 * index, val_loss=value)
+    if attempt == 2:
+        job = read_json(run.job_file)
+        write_json(run.job_file, {**job, "attempts": [*job["attempts"], {"attempt": 2, "job_id": "local-8"}]})
+    found = status_of(run, True)
+    assert found.progress.diverged_since == since
+    assert (found.reason or "").startswith("" if since is None else f"diverged since step {since}")

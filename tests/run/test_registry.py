@@ -6,6 +6,7 @@ import pytest
 
 from tests.support.groups import make_group
 from trainkit.capabilities.bench.run_bench import BENCH_FILE
+from trainkit.cli.usage import as_typed
 from trainkit.errors import UsageError
 from trainkit.observe.current import read_all
 from trainkit.run import registry
@@ -218,16 +219,19 @@ def test_a_run_behind_a_symlink_is_one_run(tmp_path):
     assert [item.name for item in iter_known_runs()] == ["x"]
 
 
-def test_a_command_that_acts_takes_no_name_of_another_folder(tmp_path, monkeypatch):
+def test_a_command_that_acts_takes_no_name_of_another_folder(tmp_path, monkeypatch, capsys):
     for name in ("there", "out"):
         (tmp_path / name).mkdir()
     run = make_run(tmp_path / "there/runs/exp", "exp")
     register(run, "exp")
     for text in ("exp", "last"):
         assert find_run(text).path == run.path
+        assert capsys.readouterr().err == f"note: {text} is a run of another folder: {run.path}\n"
         with pytest.raises(UsageError, match=f"is not a run of this folder: it is {run.path}") as caught:
             find_run(text, acts=True)
         assert caught.value.hint == f"type its folder to act on it: {run.path}"
+        typed = as_typed(caught.value, ["cancel", text, "--now"])
+        assert typed.hint == f"`trainkit cancel {run.path} --now` acts on it"
     for text in (str(run.path), "local-exp"):
         assert find_run(text, acts=True).path == run.path
     with pytest.raises(UsageError, match="unknown run 'exq'"):
@@ -240,7 +244,10 @@ def test_a_command_that_acts_takes_no_name_of_another_folder(tmp_path, monkeypat
     assert (find_run("last").path, find_run("last", acts=True).path) == (run.path, mine.path)
     assert find_run("mine", acts=True).path == mine.path
     monkeypatch.chdir(tmp_path / "there")
+    capsys.readouterr()
     assert find_run("exp", acts=True).path == find_run("last", acts=True).path == run.path
+    assert find_run("exp").path == find_run("last").path == run.path
+    assert capsys.readouterr().err == ""
 
 
 def test_a_folder_whose_submission_was_interrupted_is_named(tmp_path):

@@ -10,7 +10,7 @@ from tests.support.programs import run_program
 from tests.support.ranks import ForkedWorker, start_script
 from tests.support.runs import free_port, wait_for
 from trainkit.cli.main import main
-from trainkit.run.end import read_end
+from trainkit.run.end import Best, read_end
 from trainkit.run.events import diverged_since, read_metrics
 from trainkit.run.manifest import published
 from trainkit.run.rundir import RunDir
@@ -192,18 +192,27 @@ def test_groups_that_do_not_end_are_not_waited_for(tmp_path: Path, last: str, co
     assert read_end(RunDir(tmp_path / "runs/attached").attempt(1)).exit_code == code
 
 
-def test_a_loss_that_is_nan_does_not_end_the_loop(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("values", "losses", "since", "best"),
+    [
+        ("loss=float('nan') if step > 2 else 1.0", [1.0, 1.0, None, None], 3, None),
+        ("loss=1.0, val_loss=1.0 / step", [1.0] * 4, None, Best("val_loss", 0.25, 4)),
+    ],
+)
+def test_a_loss_that_is_nan_does_not_end_the_loop(
+    tmp_path: Path, values: str, losses: list[float | None], since: int | None, best: Best | None
+) -> None:
     (tmp_path / "train.py").write_text(
         "from trainkit.loop import attach\n"
         "run = attach('run')\n"
         "for step in run.steps(4, log_every=1):\n"
-        "    run.log(loss=float('nan') if step > 2 else 1.0)\n"
+        f"    run.log({values})\n"
     )
     assert run_program(sys.executable, "train.py", cwd=tmp_path, timeout=60).returncode == 0
     run = RunDir(tmp_path / "run")
-    assert [record["loss"] for record in read_metrics(run)] == [1.0, 1.0, None, None]
-    assert diverged_since(run) == 3
-    assert read_end(run.attempt(1)).best is None
+    assert [record["loss"] for record in read_metrics(run)] == losses
+    assert diverged_since(run) == since
+    assert read_end(run.attempt(1)).best == best
 
 
 def test_a_value_of_one_rank_alone_is_refused(tmp_path: Path) -> None:

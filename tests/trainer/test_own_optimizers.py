@@ -12,19 +12,21 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn, optim
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from tests.support import own_steps
 from tests.support.parity import Case, curve, run_cases, saved_tensors, worst_difference
-from tests.support.runs import fork_workers, make_attempt, train, wait_for, wait_until
+from tests.support.runs import fork_workers, make_attempt, run_ranks, train, wait_for, wait_until
 from tests.support.tasks import write_tutorial
 from trainkit.errors import FatalError
+from trainkit.plan.launch import Layout
 from trainkit.run.events import read_metrics
-from trainkit.run.files import read_record
+from trainkit.run.files import read_jsonl, read_record
 from trainkit.run.manifest import published
 from trainkit.run.rundir import RunDir
-from trainkit.trainer.distributed import ONE_PROCESS
+from trainkit.trainer.distributed import ONE_PROCESS, World
 from trainkit.trainer.models.model import Weight
 from trainkit.trainer.own_optimizers import OwnOptimizers, SavedOptimizer
 from trainkit.trainer.user_code import TaskError
@@ -126,6 +128,7 @@ EXAMPLES = {
     "Which optimizers work": "muon.py:Own",
     "Losses by turns: a GAN": "gan.py:GAN",
     "A moving average of the weights": "average.py:Own",
+    "An image each hundred steps": "image.py:Own",
 }
 
 
@@ -137,7 +140,7 @@ def test_the_examples_of_the_docs_are_resumed_to_the_last_bit(tmp_path: Path) ->
         task = EXAMPLES.get(section.partition("\n")[0])
         if task is None:
             continue
-        code = section.partition("```python\n")[2].partition("```")[0]
+        code = section.partition("```python\n")[2].partition("```")[0].replace("100", "2")
         file, _, name = task.partition(":")
         (tmp_path / file).write_text(code if name == "GAN" else METHODS + indent(code, "    "))
         cases.append(Case(Path(file).stem, 1, {}, (f"task={tmp_path / task}",)))
@@ -150,6 +153,38 @@ def test_the_examples_of_the_docs_are_resumed_to_the_last_bit(tmp_path: Path) ->
     for case in cases:
         same_everywhere(tmp_path / case.name, tmp_path / f"cut-{case.name}")
         assert len({loss for _, loss, *_ in curve(tmp_path / case.name)}) == 4
+    images = read_jsonl(tmp_path / "image" / "media.jsonl")
+    assert {(item["name"], item["step"]) for item in images} >= {("curve", 2), ("curve", 4), ("val_curve", 4)}
+
+
+def refuse_shards(world: World) -> None:
+    """As each of two ranks that have half of a matrix."""
+    whole = torch.arange(8.0).view(4, 2)
+    matrix = nn.Parameter(distribute_tensor(whole, world.mesh["dp_shard"], [Shard(0)]))
+    layout = Layout(dp_shard=2)
+
+    def made(make: Callable[[Parameters], Any]) -> OwnOptimizers:
+        task: Any = SimpleNamespace(task=SimpleNamespace(optimizers=make), config=CONFIG)
+        return OwnOptimizers(task, [Weight("w", matrix)], layout)
+
+    with pytest.raises(TaskError) as raised:
+        made(one(optim.Muon, lr=0.1))
+    assert "returned Muon, but this rank has only a shard of w" in raised.value.message
+    assert "dp_replicate" in raised.value.hint
+    with pytest.raises(TaskError, match="Counted"):
+        made(one(Counted, lr=0.1))
+    optimizers = made(one(ByElement, lr=0.1))
+    matrix.grad = distribute_tensor(torch.ones(4, 2), world.mesh["dp_shard"], [Shard(0)])
+    optimizers.collect_gradients()
+    optimizers.step(0.1, torch.ones(()), torch.zeros(()))
+    assert torch.equal(matrix.to_local(), whole.chunk(2)[world.rank] - 0.1)
+    with pytest.raises(TaskError, match=r"optimizer\.w\.rows has shape \[7\]"):
+        optimizers.collect_state()
+
+
+@pytest.mark.slow(seconds=4)
+def test_what_cannot_be_sharded_is_refused() -> None:
+    run_ranks(refuse_shards, 2)
 
 
 CONFIG = SimpleNamespace(
@@ -332,6 +367,16 @@ def test_what_the_task_changes_between_attempts_counts() -> None:
     through_a_checkpoint(optimizers, longer)
     assert '["T_max", 100]' in json.dumps(longer.collect_state()[0][""].values)
     assert longer.begin_step(0.01) == optimizers.begin_step(0.01)
+
+
+class ByElement(optim.SGD):
+    """Says that it is, and then keeps something else."""
+
+    by_element = True
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        self.state[self.param_groups[0]["params"][0]]["rows"] = torch.zeros(7)
 
 
 class Wanting(optim.SGD):

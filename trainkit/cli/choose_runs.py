@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,7 @@ from trainkit.config.schema import flatten, is_known, meant
 from trainkit.config.yamlfile import parse_value
 from trainkit.errors import UsageError
 from trainkit.formats import cell, did_you_mean, short_keys, shown_value
-from trainkit.observe.group import GroupStatus
+from trainkit.observe.group import GroupStatus, value_order
 from trainkit.observe.status import FlatConfig, RunStatus
 from trainkit.observe.values import asked_of, with_effect
 from trainkit.run.group import RunGroup
@@ -65,7 +64,7 @@ class Choice:
         found = [run for run in found if any(map(self._matches, run.configs))]
         if self.sort_key is None:
             return found
-        return sorted(found, key=lambda run: _order(as_number(run.value(str(self.sort_key)))))
+        return sorted(found, key=lambda run: value_order(as_number(run.value(str(self.sort_key)))))
 
     def _matches(self, config: FlatConfig) -> bool:
         return set(self.tags) <= set(config.get(TAGS) or ()) and all(
@@ -141,9 +140,3 @@ def _with_entries(config: Mapping[str, object]) -> FlatConfig:
             parts = value.items() if isinstance(value, dict) else enumerate(value)
             found |= _with_entries({f"{key}.{name}": inner for name, inner in parts})
     return found
-
-
-def _order(value: Any) -> tuple[bool, bool, float, str]:
-    """Numbers, then texts, then what has no value."""
-    is_number = isinstance(value, (int, float)) and not math.isnan(value)
-    return value is None, not is_number, value if is_number else 0.0, cell(value)

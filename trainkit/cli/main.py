@@ -20,7 +20,7 @@ import click
 
 from trainkit import __version__
 from trainkit.cli.output import EscapedStream, echo_json, escaped_output
-from trainkit.cli.usage import CommandGroup, from_click
+from trainkit.cli.usage import CommandGroup, as_typed, from_click
 from trainkit.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, TrainkitError, UsageError
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ def _main(argv: Sequence[str] | None) -> int:
     debug = "--debug" in itertools.takewhile(lambda arg: arg.startswith("-"), args)
     as_json = "--json" in itertools.takewhile(lambda arg: arg != "--", args)
     try:
-        result = cli.main(args=args, prog_name="trainkit", standalone_mode=False)
+        result = cli.main(args=args, prog_name="trainkit", standalone_mode=False, obj=args)
         sys.stdout.flush()
         return result if isinstance(result, int) else EXIT_OK
     except (KeyboardInterrupt, click.Abort):
@@ -194,7 +194,7 @@ def _main(argv: Sequence[str] | None) -> int:
             raise
         if isinstance(error, click.ClickException):
             error = from_click(error, args)
-        return _report(error, as_json)
+        return _report(as_typed(error, args), as_json)
     except Exception as error:
         if debug:
             raise

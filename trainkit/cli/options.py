@@ -23,6 +23,7 @@ from trainkit.cli.help import (
     complete_setting,
     option,
 )
+from trainkit.cli.usage import cut_setting
 from trainkit.errors import ConfigError, Problem, UsageError
 from trainkit.folders import QUICKSTART, default_config, typed_path
 from trainkit.launch.config_request import FLAGS, ConfigRequest
@@ -262,6 +263,8 @@ def _request_options(function: Function, *place: Callable[[Any], Any], unless: s
         if config is None and others.get(unless) is None:
             config = choose_config(argv)
         request = None
+        if (error := cut_setting(click.get_current_context().find_root().obj or (), config)) is not None:
+            raise error
         if config is not None and config.endswith(".py"):
             named = "run" if click.get_current_context().info_name == "run" else "submit"
             is_line = " " in config and not Path(config).exists()

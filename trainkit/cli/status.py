@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from shlex import join, quote
 from typing import TYPE_CHECKING
@@ -19,16 +20,28 @@ from trainkit.errors import UsageError
 from trainkit.folders import relative_path, shown_path
 from trainkit.formats import cell, duration, short_keys, table
 from trainkit.observe.current import look_at, query_group, read_all
-from trainkit.observe.group import GroupStatus, PointStatus, most_relevant, state_counts
+from trainkit.observe.group import (
+    FIGURES,
+    GroupStatus,
+    PointStatus,
+    column_of,
+    most_relevant,
+    sorted_points,
+    state_counts,
+)
+from trainkit.observe.ranking import UnknownMetricError, asked_metric, config_ranking, rank
 from trainkit.observe.status import (
     Progress,
     RunStatus,
     capability_rows,
     failure_lines,
+    flat_config,
     loss_text,
     reading_of,
 )
 from trainkit.run.end import Best
+from trainkit.run.events import with_divergence
+from trainkit.run.files import to_json
 from trainkit.run.group import RunGroup
 from trainkit.run.history import Restart
 from trainkit.run.registry import find_to_read
@@ -44,12 +57,22 @@ MAX_POINTS = 20
 MAX_REASON = 60
 
 
-@as_command("trainkit status", "trainkit status --all", "trainkit status last --json")
+@as_command(
+    "trainkit status",
+    "trainkit status --all",
+    "trainkit status last --json",
+    "trainkit status lr-sweep --metric val_accuracy",
+)
 @click.argument("run_name", metavar="[RUN]", required=False, shell_complete=complete_run)
 @option("--all", "Show every run instead of the newest ones.", name="show_all")
 @option("--where KEY=VALUE", "Show all runs with this value; repeatable.", multiple=True)
 @option("--tag TAG", "Show all runs with this tag; repeatable.", name="tags", multiple=True)
-@option("--sort KEY", "Sort all runs by loss, val_loss, tokens_per_s or a config key.", name="sort_key")
+@option(
+    "--sort KEY",
+    "Sort all runs by loss, val_loss, tokens_per_s or a config key; a group by a metric or a column.",
+    name="sort_key",
+)
+@option("--metric NAME", "Show the result of RUN by this metric, and rank the runs of a group by it.")
 @json_option
 def command(
     run_name: str | None,
@@ -57,6 +80,7 @@ def command(
     where: tuple[str, ...],
     tags: tuple[str, ...],
     sort_key: str | None,
+    metric: str | None,
     as_json: bool,
 ) -> None:
     """Show active runs and the 15 newest other runs, or RUN in detail.
@@ -65,35 +89,67 @@ def command(
     RUN, its runs are counted and listed, failures first. RUN can also be a bench, whose runs are listed.
     --json always prints all runs, newest first.
     """
-    if where or tags or sort_key is not None:
+    if run_name is None and metric is not None:
+        raise UsageError(f"--metric {metric} is for a run or a group", hint="name it")
+    if where or tags or (sort_key is not None and run_name is None):
         from trainkit.cli.choose_runs import parse_choice  # what knows the config is slow to import
 
         if run_name is not None:
-            text = f"--where, --tag and --sort choose among all runs, but {run_name} is named"
+            text = f"--where and --tag choose among all runs, but {run_name} is named"
             raise UsageError(text, hint="leave one of them out")
         _show_chosen(parse_choice(where, tags, sort_key), as_json)
         return
     found = None if run_name is None else find_to_read(run_name)
     if isinstance(found, RunDir):
+        if sort_key is not None:
+            raise UsageError(f"--sort {sort_key}: {found.shown} is one run", hint="leave it out")
         history, status, _ = look_at(found, warn)
         rows = capability_rows(reading_of(history, status))
         # The values of shipped ones have keys of their own.
         others = {name: own for name, own in rows.items() if name not in SHIPPED}
         value = {**status.to_dict(), **({"rows": others} if others else {})}
+        if metric is not None:
+            ranking, (measured,) = rank([found], metric, config_ranking([flat_config(found)]))
+            since, result = measured.diverged_since, measured.result
+            value |= {"metric": ranking.metric, "mode": ranking.mode, "result": to_json(result)}
+            shown = "" if result is None else f"{result.value:.4f} at step {cell(result.step)}"
+            rows = {**rows, "": {ranking.label: with_divergence(None, since) or shown}}
         echo_result(value, run_details(status, rows), as_json)
     else:
-        show_runs(found, show_all, as_json)
+        show_runs(found, show_all, as_json, metric, sort_key)
 
 
-def show_runs(found: RunGroup | None, show_all: bool, as_json: bool) -> None:
-    """Print the runs of a group; for None all runs, or active ones and the newest others."""
+def show_runs(
+    found: RunGroup | None,
+    show_all: bool,
+    as_json: bool,
+    metric: str | None = None,
+    sort_key: str | None = None,
+) -> None:
+    """Print the runs of a group; for None all runs, or active ones and the newest others.
+
+    Those of a group are ranked by `metric`, and sorted by a column or a metric.
+    """
     if found is None:
         _show_all_runs(show_all, as_json)
         return
-    status = query_group(found, warn)
+    keys = found.record.keys
+    column = None if sort_key is None else column_of(sort_key, keys)
+    by_metric = sort_key if column is None else None
+    columns = (*FIGURES, *keys)
+    asked = asked_metric(metric, by_metric, columns)
+    try:
+        status = query_group(found, warn, asked)
+    except UnknownMetricError as error:
+        raise error if by_metric is None else error.as_sort_key(columns) from None
+    if sort_key is not None:
+        status = replace(status, points=sorted_points(status, column))
+    if as_json:
+        echo_json(status.to_dict())
+        return
     job = ", ".join(found.job_ids) or "-"
     place = f" on {found.record.elsewhere}" if found.record.elsewhere else ""
-    best, value = status.best, status.to_dict()
+    best = status.best
     lines = {
         "group": status.name,
         "folder": status.run_dir,
@@ -101,11 +157,12 @@ def show_runs(found: RunGroup | None, show_all: bool, as_json: bool) -> None:
         "runs": f"{len(status.points):,}: {state_counts(status.states)}",
         "best": f"{best}: {_result(best.best)}" if best and best.best else "-",
     }
-    if as_json:
-        echo_json(value)
-        return
-    shown = status.points if show_all else most_relevant(status.points, MAX_POINTS)
-    click.echo(f"{_details(lines)}\n\n{table(points_rows(status, shown), fit=terminal_width())}")
+    num_shown = len(status.points) if show_all else MAX_POINTS
+    shown = most_relevant(status, num_shown) if sort_key is None else status.points[:num_shown]
+    if show_all and sort_key is None:
+        shown = status.points
+    more = [column] if column in ("step", "age") else []
+    click.echo(f"{_details(lines)}\n\n{table(points_rows(status, shown, more), fit=terminal_width())}")
     if len(shown) < len(status.points):
         click.echo(_not_shown(len(status.points) - len(shown)))
 
@@ -161,6 +218,8 @@ def _row(status: RunStatus | GroupStatus, cwd: Path) -> Sequence[str]:
     if isinstance(status, GroupStatus):
         workers = f"{cell(status.num_nodes)} x {cell(status.workers_per_node)}"
         best = "-" if status.best is None else _best(status.best)
+        if status.best is not None and status.ranking.metric != "loss":
+            best = f"{status.ranking.metric} {best}"
         return place, state_counts(status.states), "-", workers, "-", best, "-", age
     loss, speed = loss_text(status, cell(status.progress.loss, ".4f")), status.progress.tokens_per_s
     workers = f"{cell(status.place.num_nodes)} x {cell(status.place.workers_per_node)}"
@@ -234,14 +293,19 @@ def _details(lines: Mapping[str, str]) -> str:
     return "\n".join(f"{key:<10}  {value}" for key, value in lines.items() if value)
 
 
-def points_rows(status: GroupStatus, points: Sequence[PointStatus]) -> list[Sequence[str]]:
-    """A heading, and a row per run of a group."""
+def points_rows(
+    status: GroupStatus, points: Sequence[PointStatus], more: Sequence[str] = ()
+) -> list[Sequence[str]]:
+    """A heading, and a row per run of a group; `more` are other columns that it has: ``step`` and ``age``."""
     keys = [key.upper() for key in short_keys(status.keys)]
-    rows: list[Sequence[str]] = [["POINT", "STATE", *keys, "BEST", "REASON"]]
+    own = [key.upper() for key in more]
+    rows: list[Sequence[str]] = [["POINT", "STATE", *own, *keys, status.ranking.heading, "REASON"]]
     for point in points:
         short = point.problem if len(point.problem) <= MAX_REASON else point.problem[: MAX_REASON - 1] + "…"
         name = os.path.relpath(point.run_dir, status.run_dir)
-        rows.append([name, point.state, *point.texts(status.keys), _best(point), short])
+        figures = {"step": cell(point.step), "age": duration(point.age_s)}
+        own = [figures[key] for key in more]
+        rows.append([name, point.state, *own, *point.texts(status.keys), _best(point), short])
     return rows
 
 

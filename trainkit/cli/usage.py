@@ -10,7 +10,7 @@ from shlex import join, quote
 
 import click
 
-from trainkit.errors import EXIT_FAILED, TrainkitError, UsageError
+from trainkit.errors import EXIT_FAILED, EXIT_USAGE, ConfigError, TrainkitError, UsageError
 
 SIMILAR = 0.75
 """`sumbit` is like `submit` (0.83); `wait` is not like `watch` (0.67)."""
@@ -40,20 +40,39 @@ OTHER_COMMANDS = {
     **{"--help": ("help", "man", "usage", "?", "/?", "/help"), "--version": ("version", "ver")},
 }
 """Command -> those of other programs that mean the same."""
+MOVES = "a run is a folder: once it has ended, `mv` and `cp -r` move and copy it"
 DELETES = "a run is a folder: `rm -r` deletes one that has ended, `trainkit cancel RUN` ends one that runs"
-RESUMES = "`trainkit resume RUN` starts a run again from its newest checkpoint"
+RESUMES = "`trainkit resume {run}` starts a run again from its newest checkpoint"
+RESUME_OPTIONS = (
+    *(
+        "--resume",
+        "--resume-from",
+        "--resume-from-checkpoint",
+        "--resume-run",
+        "--resume-path",
+        "--auto-resume",
+    ),
+    *("--ckpt", "--ckpt-path", "--checkpoint", "--from-checkpoint", "--load", "--load-checkpoint"),
+    *("--load-from-checkpoint", "--restore", "--restart", "--continue", "--continue-from"),
+)
 KEEPS_LOGS = "`trainkit logs RUN` shows what a run prints; the files are in its run folder"
 HERE = "a run works in the folder in which it is submitted: `cd` there first"
+IS_SET = "trainkit sets it itself: leave it out"
+IS_HERE = "`trainkit run` is on this machine: leave it out"
 ASKS_NOTHING = "trainkit asks nothing: leave it out"
 RENDEZVOUS = "trainkit chooses address, port and ranks itself: leave it out"
 BY_HAND = "leave it out; on several hosts without Slurm, start `torchrun … -m trainkit run CONFIG` on each"
 OTHER_WAYS = {
-    **dict.fromkeys(("--resume", "--ckpt_path", "--ckpt-path", "--continue", "--restart"), RESUMES),
-    **dict.fromkeys(("--resume_from_checkpoint", "--resume-from-checkpoint"), RESUMES),
     **dict.fromkeys(("--output", "--error", "-o", "-e", "--log-dir", "--logdir"), KEEPS_LOGS),
     **dict.fromkeys(("--local", "--here"), "did you mean --backend local?"),
     **dict.fromkeys(("--dependency", "-d"), "`--after RUN` waits for another run"),
-    **dict.fromkeys(("-v", "-V"), "did you mean --version?"),
+    **dict.fromkeys(("-v", "-V", "--v"), "did you mean `trainkit --version`?"),
+    "--parsable": "`--json` prints the job id as a value",
+    "--pty": "`trainkit shell` starts a shell in an allocation",
+    "--input": "`trainkit submit -- COMMAND < FILE` gives a COMMAND its standard input",
+    "--export": "`--set launch.env.NAME=VALUE` sets a variable of the job",
+    "--nodefile": "`--set resources.extra.nodelist=NODE,NODE` names the nodes",
+    **dict.fromkeys(("--open-mode", "--label", "--multi-prog", "--kill-on-bad-exit", "--overlap"), IS_SET),
     **dict.fromkeys(("--chdir", "-D", "--workdir", "--cwd", "--working-dir"), HERE),
     **dict.fromkeys(("--yes", "-y", "--force", "--overwrite", "--no-input"), ASKS_NOTHING),
     **dict.fromkeys(("--wait", "-W"), "`--follow` stays until the run has ended"),
@@ -74,34 +93,24 @@ OTHER_WAYS = {
 }
 """Option of other programs -> what to type instead, where that is no option of the same command."""
 SBATCH_OPTIONS = (
-    "begin",
-    "bb",
-    "contiguous",
-    "core-spec",
-    "deadline",
-    "delay-boot",
-    "distribution",
-    "exclusive",
-    "gres-flags",
-    "hold",
-    "licenses",
-    "mem-per-cpu",
-    "mem-per-gpu",
-    "mincpus",
-    "nice",
-    "nodelist",
-    "priority",
-    "switches",
-    "threads-per-core",
-    "tmp",
-    "wckey",
+    "acctg-freq batch bb bbf begin cluster-constraint container contiguous core-spec cores-per-socket"
+    " deadline delay-boot distribution exclusive extra-node-info get-user-env gid gres-flags hint hold"
+    " kill-on-invalid-dep licenses mcs-label mem-per-cpu mem-per-gpu mincpus nice nodelist ntasks-per-core"
+    " ntasks-per-socket overcommit oversubscribe power prefer priority propagate reboot sockets-per-node"
+    " spread-job switches thread-spec threads-per-core tmp uid use-min-nodes wckey"
 )
 """Options of sbatch that have no key of their own: `resources.extra` takes them."""
+SRUN_OPTIONS = (
+    "accel-bind bcast compress cpu-bind gpu-bind mem-bind mpi network task-epilog task-prolog unbuffered"
+)
+"""Options of srun that have no key of their own: `launch.srun_extra` takes them."""
 KILLS = ("-9", "-f", "--force", "--kill", "-s", "--signal")
 """Options of `kill` and `scancel` for a run that has not ended otherwise."""
 SBATCH_SHORT = {"-w": "nodelist", "-L": "licenses", "-H": "hold", "-b": "begin", "-s": "oversubscribe"}
 SBATCH_KEYS = {"-x": "exclude", "-M": "clusters"}
 """Short options of sbatch, by the long one or the key."""
+SLURM_ALONE = ("--time", "--partition", "--account", "--qos", "--constraint", "--mem", "--exclusive")
+"""Options of a job, which have no effect on what runs here."""
 WORD_IS_VALUE = ("bf16", "fp16", "fp32")
 """Options of other programs that say the value of a key."""
 OTHER_NAMES = {
@@ -157,8 +166,10 @@ def _command_hint(args: Sequence[str], known: Sequence[str], program: str) -> st
     from trainkit.formats import near
 
     name, is_top = args[0].lower(), "submit" in known
-    if name in ("rm", "delete", "remove") and "prune" not in known:
+    if name in ("rm", "rmdir", "delete", "del", "remove", "erase", "purge", "trash") and "prune" not in known:
         return DELETES
+    if is_top and name in ("mv", "move", "rename", "cp", "copy"):
+        return MOVES
     if "prune" in known and name not in OTHER_COMMANDS["prune"] and _is_run(args[0]):
         return f"did you mean `{program} ls {quote(args[0])}`?"
     if name == program:
@@ -263,21 +274,25 @@ def _name(param: click.Parameter) -> str:
 def _word_hint(args: Sequence[str]) -> str:
     """A word of the command line that is an option or a setting, written in another way."""
     rest = args[1:]
-    if rest and rest[-1] == "help":
-        return f"did you mean `trainkit {join(args[:-1])} --help`?"
+    if (cut := _cut_setting(args)) is not None:
+        return cut[2]
     if args[:1] in (["cancel"], ["watch"], ["logs"], ["diagnose"], ["resume"]) and all(map(_is_run, rest)):
         return f"one run at a time: `trainkit {join(args[:2])}`"
-    if args[:1] == ["status"] and len(rest) > 1 and not any(word.startswith("-") for word in rest):
+    if (
+        args[:1] in (["status"], ["report"])
+        and len(rest) > 1
+        and not any(word.startswith("-") for word in rest)
+    ):
         return f"`trainkit compare {join(rest)}` shows several runs side by side"
-    if args[:1] == ["init"] and len(rest) == 1 and rest[0].isidentifier():
-        return f"did you mean --task {rest[0]}?"
+    if args[:1] == ["init"] and len(rest) == 1 and (task := _task_name(rest[0])).isidentifier():
+        return f"did you mean --task {task}?"
     if sum(word.endswith((".yaml", ".yml")) for word in rest) > 1:
         files = [word for word in rest if word.endswith((".yaml", ".yml"))]
         return f"a config that contains `extends: [{', '.join(files)}]` combines them"
     from trainkit.config.schema import all_keys, meant
 
     for word, value in itertools.pairwise(rest):
-        if word in all_keys():
+        if word in all_keys() and not value.startswith("-"):
             return f"did you mean --set {quote(f'{word}={value}')}?"
     for word in rest:
         key, equals, value = word.partition("=")
@@ -289,6 +304,67 @@ def _word_hint(args: Sequence[str]) -> str:
         if (found := SETTING.fullmatch(word)) is not None:
             return _setting_hint(found)
     return ""
+
+
+def _task_name(word: str) -> str:
+    return "" if word.startswith("-") else re.sub(r"\W+", "_", word.removesuffix(".py").lower())
+
+
+_LOOSE = re.compile(r"=|=?(?:[-+]?[\d.]+(?:[eE][-+]?\d+)?,*)+|[a-z_.]+=\S+")
+"""A value, or values, behind a space."""
+
+
+def _cut_setting(args: Sequence[str]) -> tuple[str, str, str] | None:
+    """The first word behind a ``--set`` or ``--sweep`` that was meant to be a part of it, all, and a hint."""
+    for at, word in enumerate(args):
+        option, equals, text = word.partition("=")
+        if option not in ("--set", "--sweep"):
+            continue
+        rest = list(args[at + 1 :] if equals else args[at + 2 :])
+        text = text if equals else next(iter(args[at + 1 :]), "")
+        key, _, value = text.partition("=")
+        if not rest or rest[0].startswith("-") or not key:
+            continue
+        whole = " ".join([option, text, rest[0]])
+        if not value:  # --set KEY VALUE, --set KEY= VALUE, --set KEY =VALUE, --set KEY = VALUE
+            found = next((one.lstrip("=") for one in rest[:2] if one.lstrip("=")), "")
+            return (rest[0], whole, f"did you mean {option} {quote(f'{key}={found}')}?") if found else None
+        loose = list(itertools.takewhile(_LOOSE.fullmatch, rest))
+        if loose and "=" in loose[0].lstrip("="):
+            return loose[0], whole, f"did you mean {option} {quote(loose[0])}?"
+        if loose:
+            several = ",".join(part for one in (value, *loose) for part in one.split(",") if part)
+            return loose[0], whole, f"did you mean --sweep {quote(f'{key}={several}')}?"
+    return None
+
+
+def cut_setting(args: Sequence[str], config: str | None) -> TrainkitError | None:
+    """The error of a CONFIG that is ``help``, or a part of the setting before it; None of another."""
+    if config == "help" and args[-1:] == ["help"]:
+        return UsageError("help: no such file or shipped config", hint=_help_hint(args))
+    found = _cut_setting(args[: args.index("--")] if "--" in args else args)
+    if found is None or found[0] != config:
+        return None
+    return UsageError(
+        f"{found[1]}: a setting is one word, and its values are joined by commas", hint=found[2]
+    )
+
+
+def as_typed(error: TrainkitError, args: Sequence[str]) -> TrainkitError:
+    """An error with a hint that is the command line as it should have been."""
+    from trainkit.run.registry import RunElsewhere
+
+    if isinstance(error, RunElsewhere) and error.only is not None:
+        words = [str(error.only) if word == error.typed else word for word in args]
+        return UsageError(error.message, hint=f"`{join(['trainkit', *words])}` acts on it")
+    asks_help = len(args) > 1 and args[-1] == "help" and "--" not in args
+    if asks_help and error.exit_code == EXIT_USAGE and not isinstance(error, ConfigError):
+        return UsageError(error.message, hint=_help_hint(args))
+    return error
+
+
+def _help_hint(args: Sequence[str]) -> str:
+    return f"did you mean `{join(['trainkit', *args[:-1]])} --help`?"
 
 
 def _setting_hint(found: re.Match[str], known: Sequence[str] = ("--set",)) -> str:
@@ -322,7 +398,12 @@ def _option_hint(error: click.NoSuchOption, args: Sequence[str]) -> str:
         return f"CONFIG has no option: `{program} {quote(value or 'CONFIG')}`"
     if typed in ("--env", "-e", "--export") and "--set" in known and "=" in (value or ""):
         return f"did you mean --set {quote(f'launch.env.{value}')}?"
-    if typed in OTHER_WAYS and (typed not in ("-v", "-V") or "--version" in known):
+    if typed.replace("_", "-") in RESUME_OPTIONS and args[0] in ("submit", "run"):
+        is_run = value is not None and not value.startswith("-") and _is_run(value)
+        return RESUMES.format(run=quote(value) if is_run else "RUN")  # type: ignore[arg-type]
+    if args[0] == "run" and typed in ("--local", "--here", "--backend", *SLURM_ALONE):
+        return IS_HERE
+    if typed in OTHER_WAYS:
         return OTHER_WAYS[typed]
     if typed == "--dry-run" and args[0] == "run":
         return "`trainkit submit --backend local --dry-run …` shows what would run"
@@ -379,8 +460,10 @@ def _key_hint(typed: str, value: str | None, args: Sequence[str], known: Sequenc
     from trainkit.config.schema import OTHER_KEYS, all_keys, sections
     from trainkit.config.suggest import accepts, nearest, other_key_says
 
-    if typed.lstrip("-") in SBATCH_OPTIONS or typed in SBATCH_SHORT:
-        extra = f"resources.extra.{SBATCH_SHORT.get(typed, typed.lstrip('-'))}"
+    name = SBATCH_SHORT.get(typed, typed.lstrip("-"))
+    is_of_sbatch = name in SBATCH_OPTIONS.split()
+    if is_of_sbatch or name in SRUN_OPTIONS.split():
+        extra = f"{'resources.extra' if is_of_sbatch else 'launch.srun_extra'}.{name}"
         is_flag = value is None or value.startswith("-")
         return f"did you mean --set {quote(extra + '=' + ('true' if is_flag else str(value)))}?"
     loose = (

@@ -190,8 +190,6 @@ class Layers:
         if path.suffix in SCRIPTS:
             hint = f"`trainkit submit -- {SCRIPTS[path.suffix]} {quote(name)}` runs a script of your own"
             return Problem("", "no such config", name, hint)
-        if name == "help":
-            return Problem("", "no such file or shipped config", name, "--help lists the options")
         if _NUMBER.fullmatch(name):
             hint = f"a number is no CONFIG: write --set KEY={name}, or --sweep KEY=VALUE,{name}"
             return Problem("", "no such file or shipped config", name, hint)

@@ -201,6 +201,22 @@ OTHER_KEYS = {
     **dict.fromkeys(("fp32", "torch_dtype"), "precision.dtype"),
     **dict.fromkeys(("image", "container_image", "singularity", "apptainer"), "launch.container"),
     **dict.fromkeys(("warmup", "num_warmup_steps"), "schedule.warmup_steps"),
+    **dict.fromkeys(
+        ("val_check_interval", "check_val_every_n_epoch", "evaluation_strategy"), "train.eval_every"
+    ),
+    **dict.fromkeys(("num_processes", "nproc_per_node", "tasks_per_node"), "resources.gpus_per_node"),
+    **dict.fromkeys(("num_machines", "nnodes"), "resources.nodes"),
+    **dict.fromkeys(("lr_scheduler_type", "scheduler"), "schedule.name"),
+    **{"optim": "optimizer.name", "seed_everything": "seed"},
+    **dict.fromkeys(("adam_beta1", "adam_beta2"), "optimizer.betas"),
+    **{"adam_epsilon": "optimizer.eps", "dataloader_num_workers": "data.num_workers"},
+    **dict.fromkeys(("gradient_clip_val", "clip_grad_norm"), "train.grad_clip"),
+    **dict.fromkeys(("max_length", "block_size", "n_ctx", "max_position_embeddings"), "data.seq_len"),
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "hidden_dim"), "model.dim"),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers"), "model.num_layers"),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads"), "model.num_heads"),
+    **{"num_key_value_heads": "model.num_kv_heads", "intermediate_size": "model.ffn_dim"},
+    **{"pretrained": "model.init_from", "zero_stage": "parallel.zero", "stage": "parallel.zero"},
 }
 """A key as other trainers and Slurm call it, and as it is called here."""
 SIMILAR = 0.75
@@ -215,6 +231,8 @@ def meant(path: tuple[str, ...]) -> str | None:
         return dotted
     if leaf in OTHER_KEYS:
         return OTHER_KEYS[leaf]
+    if leaf in ("type", "class", "kind") and (named := f"{path[0]}.name") in all_keys():
+        return named
     same = [key for key in all_keys() if key.endswith(f".{leaf}")]
     if len(same) == 1:
         return same[0]

@@ -24,13 +24,15 @@ from trainkit.config.schema import (
 )
 from trainkit.config.yamlfile import WHOLE, Entry, parse_value
 from trainkit.errors import Problem
-from trainkit.formats import near, plural, time_text
+from trainkit.formats import near, plural, time_limit_s, time_text
 from trainkit.shipped import load, shipped_classes
 
 WORDS = {
     **{"yes": "true", "on": "true", "1": "true", "no": "false", "off": "false", "0": "false"},
     **{"gpu": "cuda", "slurm": "sbatch", "7": "7b", "8": "8b", "13": "13b", "70": "70b"},
     **{"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"},
+    **{"bf16-mixed": "bf16", "bf16-true": "bf16", "16-mixed": "fp16", "16-true": "fp16", "16": "fp16"},
+    **{"32-true": "fp32", "32": "fp32"},
     **dict.fromkeys(("never", "none", "nil"), "null"),
     **dict.fromkeys(("pytorch", "torch", "torch.distributed.run", "torch.distributed.launch"), "torchrun"),
 }
@@ -41,20 +43,25 @@ _DECIMAL_COMMA = re.compile(r"[-+]?\d+,\d+([eE][-+]?\d+)?")
 _RANGE = re.compile(r"(\d+) *(?:-|:|\.{2,3}|\N{EN DASH}) *(\d+)")
 _WHOLE = re.compile(r"[-+]?\d+\.0*|[-+]?\d+(\.\d+)?[eE]\+?\d+")
 _DURATION = re.compile(
-    r"(?=\d)(?:(?P<d>[\d.]+)\s*d(?:ays?)?)?\s*(?:(?P<h>[\d.]+)\s*h(?:(?:ou)?rs?)?)?\s*"
+    r"(?=\d)(?:(?P<w>[\d.]+)\s*w(?:eeks?)?)?\s*(?:(?P<d>[\d.]+)\s*d(?:ays?)?)?\s*(?:(?P<h>[\d.]+)\s*h(?:(?:ou)?rs?)?)?\s*"
     r"(?:(?P<m>\d+)\s*m(?:in(?:ute)?s?)?)?\s*(?:(?P<s>\d+)\s*s(?:ec(?:ond)?s?)?)?"
 )
+_CLOCK = re.compile(r"(?:(?:(\d+)[-:])?(\d+):)?(\d+):(\d+)")
+"""Days, hours, minutes and seconds, of which Slurm takes no more than 59 and a dash behind the days."""
+_TIMES = re.compile(r"(.*\d.*?)\s*(?:-|\.\.|\bto\b|\N{EN DASH})\s*(.*\d.*)")
+"""A range of times."""
 _THOUSAND = re.compile(r"(\d+(?:\.\d+)?)\s*([km])")
 _SETTINGS = re.compile(r"[,;]\s*(?=[a-z_]+(?:\.[a-z_]+)*=)")
 """What stands between two settings that were typed as one."""
 _FACTORS = {"k": 1000, "m": 10**6}
 MAX_WHOLE = 10**18
-_UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+_UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+INTERPOLATION = re.compile(r"\$\{[^{}]+\}")
 MEMORY = ("resources", "mem")
 GPU_TYPE = ("resources", "gpu_type")
 TIME = ("resources", "time")
+TIMES = (TIME, ("resources", "slice"), ("resources", "time_min"))
 OPTIMIZER = ("optimizer", "name")
-OTHER_OPTIMIZERS = "another optimizer needs a loop of your own: docs/own-script.md, trainkit.loop"
 _MEMORY = re.compile(r"(\d+)(?:[.,](\d+))?\s*([kmgtp])(?:[a-z]*ytes?|ig[as]?|b)?")
 GRES = re.compile(r"(?:gpus?:)?(?!gpus?\b)([A-Za-z][\w.-]*?)(?::(\d+))?", re.ASCII)
 """GPUs as --gres and --gpus-per-node of sbatch take them: their type, and their number."""
@@ -70,11 +77,20 @@ _ACCUMULATES = (
     " processes"
 )
 _SHARDS = "parallel.dp_shard: -1 shards over all processes, as FSDP does; it is the default"
+_OPTIMIZER = "another optimizer needs a loop of your own: docs/own-script.md, trainkit.loop"
+_LAUNCHES = "trainkit plans that: `--launcher accelerate` gives accelerate its config"
+_FOLDER = "`--run-dir DIR` names the folder of a run, which has all that it writes"
+_HYDRA = "`python app.py -m hydra/launcher=trainkit KEY=VALUE,VALUE` submits an application of Hydra"
 _SWEEPS = "`trainkit submit CONFIG --sweep KEY=VALUE,VALUE` runs a config with several values"
 OTHER_KEYS_SAY = {
     **dict.fromkeys(("batch_size", "batchsize", "bs", "batch"), _BATCH),
     **dict.fromkeys(("fsdp", "strategy", "fsdp_config", "sharding_strategy", "ddp"), _SHARDS),
-    **dict.fromkeys(("program", "method", "parameters"), _SWEEPS),
+    **dict.fromkeys(("program", "method", "parameters", "metric", "early_terminate", "run_cap"), _SWEEPS),
+    **dict.fromkeys(("compute_environment", "distributed_type", "main_training_function"), _LAUNCHES),
+    **dict.fromkeys(("machine_rank", "main_process_ip", "main_process_port", "rdzv_backend"), _LAUNCHES),
+    **dict.fromkeys(("output_dir", "save_dir", "log_dir", "logging_dir", "default_root_dir"), _FOLDER),
+    **dict.fromkeys(("hydra", "_target_", "_partial_", "_recursive_", "_self_"), _HYDRA),
+    **dict.fromkeys(("momentum", "nesterov"), _OPTIMIZER),
     **dict.fromkeys(("gradient_accumulation_steps", "grad_accum", "accumulate_grad_batches"), _ACCUMULATES),
     "defaults": "extends: [FILE, …] lists the configs that this one changes",
     "gres": "did you mean resources.gpus_per_node? resources.extra takes other options of sbatch",
@@ -161,9 +177,6 @@ def readings(text: str, words: Iterable[str] = ()) -> Iterator[str]:
         yield WORDS[small]
     if (match := near(small, words)) is not None:
         yield match
-    if (duration := _DURATION.fullmatch(small)) is not None:
-        with suppress(ValueError):  # 1.2.3h
-            yield time_text(round(sum(float(duration[unit] or 0) * s for unit, s in _UNIT_S.items())))
     if (short := _THOUSAND.fullmatch(small)) is not None:
         yield str(int(Decimal(short[1]) * _FACTORS[short[2]]))
     if (memory := _MEMORY.fullmatch(re.sub(r",(?=\d{3}\D)", "", small))) is not None:
@@ -171,11 +184,42 @@ def readings(text: str, words: Iterable[str] = ()) -> Iterator[str]:
     yield f"[{bare}]"
 
 
+def times(text: str) -> Iterator[str]:
+    """The times that a typed text may have meant, as Slurm takes them."""
+    bare = text.strip().strip(_QUOTES).strip().lower()
+    yield bare
+    if (duration := _DURATION.fullmatch(bare)) is not None:
+        with suppress(ValueError):  # 1.2.3h
+            yield time_text(round(sum(float(duration[unit] or 0) * s for unit, s in _UNIT_S.items())))
+    if (clock := _CLOCK.fullmatch(bare)) is not None:
+        days, *rest = (int(part or 0) for part in clock.groups())
+        yield time_text(
+            days * _UNIT_S["d"] + sum(part * s for part, s in zip(rest, (3600, 60, 1), strict=True))
+        )
+
+
+def _time_range(text: str) -> tuple[str, str] | None:
+    """The ends of a range of times, in order; None of another text."""
+    found = _TIMES.fullmatch(text.strip().strip(_QUOTES).lower())
+    if found is None:
+        return None
+    first, last = found.groups()
+    if (unit := re.search("[a-z]+$", last)) is not None and first.isdigit():
+        first += unit[0]  # 1-2h
+    ends = [
+        next((one for one in times(end) if ":" in one and accepts(TIME, one)), None) for end in (first, last)
+    ]
+    known = sorted(filter(None, ends), key=lambda end: time_limit_s(end) or 0)
+    return (known[0], known[1]) if len(known) == 2 else None
+
+
 def value_hint(path: tuple[str, ...], found: Entry, origin: str) -> str:
     """How to write the value of a key that was refused."""
     value = found.plain()
     if path == WHOLE and isinstance(value, dict):
         return "give each source a weight, such as {web: 0.7, code: 0.3}; their sum does not matter"
+    if len(path) == 1 and isinstance(value, list) and value and all(isinstance(one, dict) for one in value):
+        return "write its keys without the dashes in front of them"
     if isinstance(value, list | dict):
         return _default_hint(path)
     typed = value if isinstance(value, str) else found.typed or show_value(value)
@@ -183,14 +227,19 @@ def value_hint(path: tuple[str, ...], found: Entry, origin: str) -> str:
         return f"that is the memory of a CPU: resources.extra takes {{mem-per-cpu: {of_cpu[1]}}}"
     if path == TIME and typed.lower() in ("unlimited", "infinite"):
         return 'a time of "0" sets no limit'
+    if path == TIME and (ends := _time_range(typed)) is not None:
+        if origin.startswith("--time "):
+            return f"did you mean --time-min {ends[0]} --time {ends[1]}? Slurm then chooses a time between"
+        return f"did you mean time: {ends[1]} with time_min: {ends[0]}? Slurm then chooses a time between"
     if path == GPU_TYPE and (gres := GRES.fullmatch(typed)):
         count = f" The number of GPUs, {gres[2]}, is resources.gpus_per_node" if gres[2] else ""
         return f"did you mean {_written(path, gres[1], origin)}?{count}"
+    if typed == "???":
+        return "??? is a missing value of Hydra: write one, or leave the key out for its default"
     if path[0] in sections() and len(path) == 1:
         return _section_hint(path[0], typed, origin)
-    if "${" in typed and "}" in typed:
-        variable = f"TRAINKIT_{'__'.join(path).upper()}"
-        return f"the interpolation of Hydra is not evaluated; the variable {variable} sets this key"
+    if INTERPOLATION.search(typed):
+        return f"the interpolation of Hydra is not evaluated; the variable {variable_of(path)} sets this key"
     if path == ("name",):
         letters = normalize("NFKD", typed.replace("ß", "ss"))
         plain = "".join(one for one in letters if not combining(one))  # é is e
@@ -199,7 +248,8 @@ def value_hint(path: tuple[str, ...], found: Entry, origin: str) -> str:
             return f"job ids are reserved; add a letter, such as run-{name}"
         if not accepts(path, name):  # YAML reads it as a number or as true
             name = name and f'"{name}"'
-        return f"did you mean {_written(path, name, origin)}?" if name else _default_hint(path)
+        begins = "" if letters[:1].isalnum() else " A name begins with a letter or a digit"
+        return f"did you mean {_written(path, name, origin)}?{begins}" if name else _default_hint(path)
     meant = nearest(path, typed)
     if meant is not None:
         unit = " Without a unit, Slurm reads MB" if path == MEMORY and typed.isdigit() else ""
@@ -216,9 +266,14 @@ def value_hint(path: tuple[str, ...], found: Entry, origin: str) -> str:
     return _default_hint(path)
 
 
+def variable_of(path: tuple[str, ...]) -> str:
+    """The variable of the environment that sets a key."""
+    return f"TRAINKIT_{'__'.join(path).upper()}"
+
+
 def nearest(path: tuple[str, ...], typed: str) -> str | None:
     """What a typed text probably means for a key, in a form that it takes; None if nothing is near."""
-    found = readings(typed, _words(path))
+    found = times(typed) if path in TIMES else readings(typed, _words(path))
     if path == MEMORY and re.fullmatch(r"\d+(\.\d+)?", typed):
         # Of Slurm's users, few mean MB by a number this small.
         found = iter((f"{typed}{'G' if float(typed) < 1000 else 'M'}",) if float(typed) else ())
@@ -227,9 +282,9 @@ def nearest(path: tuple[str, ...], typed: str) -> str | None:
 
 def _section_hint(section: str, typed: str, origin: str) -> str:
     """A value in place of a section: ``model: 7b``, or a key of it without the space behind its colon."""
-    key, _, rest = typed.partition(":")
+    key, sign, rest = re.match(r"([^:=\s]*)\s*([:=]?)\s*(.*)", typed, re.DOTALL).groups()  # type: ignore[union-attr]
     if rest and key in sections()[section]:
-        return f"write a space after the colon: {key}: {rest}"
+        return f"write a {'space after the colon' if sign == ':' else 'colon'}: {key}: {rest}"
     for key in sections()[section]:
         path = (section, key)
         if (meant := nearest(path, typed)) is not None:
@@ -270,7 +325,7 @@ def _default_hint(path: tuple[str, ...]) -> str:
         key = sections()[path[0]][0]
         return f"for example {path[0]}: {{{key}: {show_value(default_values()[f'{path[0]}.{key}'])}}}"
     if path == OPTIMIZER:
-        return OTHER_OPTIMIZERS
+        return _OPTIMIZER
     if path == MEMORY:
         return "for example 64G, 3.5G or 512M; 0 is all memory of a node"
     default = default_values().get(".".join(path))

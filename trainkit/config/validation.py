@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from trainkit.config.loaded import LoadedConfig
 from trainkit.config.schema import RunConfig, capabilities_of
+from trainkit.config.suggest import INTERPOLATION
 from trainkit.config.training import DECODER, TRANSFORMERS
 from trainkit.errors import KeyProblem, Problem
 from trainkit.formats import NO_TOKENIZER, RESERVED_NAME, plural, time_limit_s
@@ -173,6 +174,11 @@ def doubts(loaded: LoadedConfig, trains: bool) -> Iterator[str]:
         )
     if re.fullmatch(r"[1-9]\d{0,2}", mem := config.resources.mem or ""):
         yield f"resources.mem is {mem}, which Slurm reads as {mem} MB; {mem}G is {mem} GB"
+    texts = {"note": config.note, **{f"launch.env.{name}": text for name, text in config.launch.env.items()}}
+    texts |= {f"resources.{name}": value for name, value in config.resources if isinstance(value, str)}
+    for key, text in texts.items():
+        if (found := INTERPOLATION.search(text or "")) is not None:
+            yield f"{key} has {found[0]}, which stays as it is written: nothing evaluates it"
     if not trains:
         return
     if steps is not None and warmup > steps and loaded.set_by_user("schedule.warmup_steps"):

@@ -187,13 +187,7 @@ def read_yaml_file(path: Path, shown: str, *, executes: bool = False) -> Entry:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         origin = f"{shown}:{mark.line + 1}" if mark else shown
-        opened = error.context_mark if "flow" in str(error.context) else None
-        hint = f"close the bracket of line {opened.line + 1}; " if opened else ""
-        hint += "text with a colon, a bracket, # or ${…} needs quotes"
-        if re.search(r"^\s*\t", text, re.MULTILINE):
-            hint = "indent with spaces: YAML does not allow tabs"
-        elif mark is not None and (above := _shallower_line(text, mark.line)) is not None:
-            hint = f"line {mark.line + 1} is indented deeper than line {above + 1}, which has a value already"
+        hint = _syntax_hint(text, error, None if mark is None else mark.line)
         raise ConfigError([Problem("", f"invalid YAML: {_reason(error)}", origin, hint)]) from None
     except yaml.YAMLError as error:
         hint = "a config is a text file in YAML"
@@ -237,14 +231,37 @@ def parse_value(text: str, path: tuple[str, ...] = ()) -> Any:
     return value
 
 
-def _shallower_line(text: str, number: int) -> int | None:
-    """The line with ``key: value`` before a line that is indented deeper; None if there is no such line."""
+def _syntax_hint(text: str, error: yaml.MarkedYAMLError, number: int | None) -> str:
+    """What to change where a file is no YAML; `number` is that of the line, from 0."""
     lines = text.splitlines()
-    above = next((index for index in range(number - 1, -1, -1) if lines[index].strip()), None)
-    if above is None or number >= len(lines) or not re.match(r"\s*[\w.]+:\s+[^|>&\s#]", lines[above]):
-        return None
-    indents = [len(lines[index]) - len(lines[index].lstrip()) for index in (above, number)]
-    return above if indents[0] < indents[1] else None
+    if re.search(r"^\s*\t", text, re.MULTILINE):
+        return "indent with spaces: YAML does not allow tabs"
+    if error.context_mark is not None and "quoted" in str(error.context):
+        return f"close the quote of line {error.context_mark.line + 1}"
+    if number is not None and number < len(lines):
+        line, before = lines[number], [index for index in range(number) if lines[index].strip()]
+        before = [index for index in before if not lines[index].lstrip().startswith("#")]
+        indents = [_indent(lines[index]) for index in before]
+        own = _indent(line)
+        if before and indents[-1] < own and re.match(r"\s*[\w.]+:\s+[^|>&\s#]", lines[before[-1]]):
+            above = before[-1] + 1
+            return f"line {number + 1} is indented deeper than line {above}, which has a value already"
+        if before and indents[-1] < own and re.fullmatch(r"\s*[\w.]+\s*", lines[before[-1]]):
+            return f"write a colon at the end of line {before[-1] + 1}: {lines[before[-1]].strip()}:"
+        if before and own < indents[-1] and own not in indents:
+            known = " or ".join(map(str, sorted(set(indents))))
+            return f"line {number + 1} is indented by {own}, and the lines above it by {known}"
+        if (setting := re.match(r"\s*([\w.]+)\s*=\s*(.+)", line)) is not None:
+            return f"write {setting[1]}: {setting[2]}"
+        if (value := re.match(r"\s*[\w.]+:\s+([*@`%&!])", line)) is not None:
+            return f"text that begins with {value[1]} needs quotes"
+    opened = error.context_mark if "flow" in str(error.context) else None
+    hint = f"close the bracket of line {opened.line + 1}; " if opened else ""
+    return hint + "text with a colon, a bracket, # or ${…} needs quotes"
+
+
+def _indent(line: str) -> int:
+    return len(line) - len(line.lstrip())
 
 
 def _reason(error: yaml.YAMLError) -> str:

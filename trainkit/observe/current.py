@@ -56,6 +56,7 @@ def _as_point(status: RunStatus, group: RunGroup, index: int, warn: Callable[[st
         name=f"{group.name}/{index}",
         state=known.state,
         reason=known.reason,
+        attempt=None if known.job_id is None else 1,  # which its task makes when it starts
         job_id=known.job_id,
         place=place,
         command=plan.command,
@@ -63,17 +64,20 @@ def _as_point(status: RunStatus, group: RunGroup, index: int, warn: Callable[[st
     )
 
 
-def query_group(group: RunGroup, warn: Callable[[str], None]) -> GroupStatus:
-    """The status of a group; looks its job up if Slurm has not acknowledged it."""
+def query_group(group: RunGroup, warn: Callable[[str], None], metric: str | None = None) -> GroupStatus:
+    """The status of a group; looks its job up if Slurm has not acknowledged it.
+
+    `metric` is what ranks its runs, by default the one of its config. UsageError if no run has logged it.
+    """
     from trainkit.backends.slurm.group_parts import recover_parts  # most runs are in no group
 
     recover_parts(group)
-    return read_group(group, lambda ids: query_jobs_or_warn(ids, warn))
+    return read_group(group, lambda ids: query_jobs_or_warn(ids, warn), metric)
 
 
-def read_group(group: RunGroup, query: JobQuery) -> GroupStatus:
-    """The status of a group, with one `query` of Slurm for its jobs."""
-    files = GroupFiles(group)
+def read_group(group: RunGroup, query: JobQuery, metric: str | None = None) -> GroupStatus:
+    """The status of a group, with one `query` of Slurm for its jobs; `metric` as in `query_group`."""
+    files = GroupFiles(group, metric)
     return files.status(query(files.open_ids), datetime.now(timezone.utc))
 
 

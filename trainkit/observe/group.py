@@ -2,31 +2,51 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cached_property
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from shlex import quote
+from typing import Any
 
-from trainkit.formats import shown, shown_value
+from trainkit.formats import cell, short_keys, shown, shown_value
 from trainkit.observe.notebook import MAX_KEYS, MAX_ROWS, Column, paragraph, table
+from trainkit.observe.ranking import (
+    BEST_METRIC,
+    BEST_MODE,
+    LOSS,
+    NUM_READERS,
+    Ranking,
+    UnknownMetricError,
+    candidates,
+    config_ranking,
+    measure,
+)
 from trainkit.observe.status import ACTIVE_STATES, STATE_EVENTS, attempt_state
 from trainkit.run.end import AttemptEnd, Best, read_newest_end
-from trainkit.run.events import best_of, diverged_in, read_events, with_divergence
-from trainkit.run.files import LEFT_OUT, OPTIONAL, read_object, seconds_between, to_json
+from trainkit.run.events import (
+    best_of,
+    diverged_in,
+    diverged_since,
+    newest_step,
+    read_events,
+    with_divergence,
+)
+from trainkit.run.files import LEFT_OUT, OPTIONAL, Record, read_object, seconds_between, to_json
 from trainkit.run.group import WAITS_FOR_ROOM, Point, RunGroup
 from trainkit.run.history import Attempt, PlanRecord, attempts_of
 from trainkit.run.record import AttemptRecord, attempt_of, is_alive
 from trainkit.run.trial import as_numbers
 from trainkit.scheduler import JobInfo, JobState, on_cluster
 
-NUM_READERS = 4
-"""Threads that read points in parallel: a network filesystem takes about a millisecond per file."""
 POINTS_PER_TASK = 100
 NOT_CREATED = AttemptRecord()
+IN_END = ("val_loss", "loss")
+"""The metrics of which end.json has the best result, or the last one."""
 FAILED = ("failed", "died", "unknown")
 """States that need attention, worst first."""
 ORDER = (
@@ -68,8 +88,11 @@ class PointFiles:
     end: AttemptEnd | None = None
     seen: Attempt | None = None
     """What the `STATE_EVENTS` of that attempt say, unless it is over."""
-    best: Best | None = None
+    results: Mapping[str, Best | None] = field(default_factory=dict)
+    """What it has of the metrics that may rank the group, by their names; None if it has diverged."""
     diverged_since: int | None = None
+    step: int | None = None
+    """The newest step of one that is not over."""
     has_metrics: bool = False
 
     @property
@@ -90,14 +113,23 @@ class PointStatus:
     reason: str | None
     job_id: str | None
     best: Best | None
-    """The best result so far."""
+    """The result so far, of the metric that ranks the group; None too if it has diverged."""
     run_dir: str
     diverged_since: int | None = None
-    """The step from which on its loss is NaN or infinite, if it still is."""
+    """The step from which on its loss, or what ranks the group, is NaN or infinite, if it still is."""
     cluster: str | None = field(default=None, metadata=OPTIONAL)
     """The cluster of its job, if that is another one than here."""
     written: dict[str, object] = field(default_factory=dict, metadata=LEFT_OUT)
     """The values as they were written, for people."""
+    step: int | None = None
+    """The newest step; of one that has ended, that at which it did."""
+    age_s: float | None = None
+    """Seconds since its newest attempt was submitted."""
+
+    @property
+    def score(self) -> float | None:
+        """The value of its result."""
+        return None if self.best is None else self.best.value
 
     @property
     def problem(self) -> str:
@@ -129,6 +161,8 @@ class GroupStatus:
     age_s: float | None
     """Seconds since it was submitted."""
     points: list[PointStatus]
+    ranking: Ranking = field(default=LOSS, metadata=LEFT_OUT)
+    """What decides which of them is the best."""
 
     @property
     def states(self) -> dict[str, int]:
@@ -142,17 +176,14 @@ class GroupStatus:
 
     @property
     def best(self) -> PointStatus | None:
-        """The point with the lowest validation loss, else with the lowest loss; None without either."""
-        for metric in ("val_loss", "loss"):
-            found = [(one.best.value, one) for one in self.points if one.best and one.best.metric == metric]
-            if found:
-                return min(found, key=itemgetter(0))[1]
-        return None
+        """The point with the best result; None without any."""
+        found = [point for point in self.points if point.best is not None]
+        return min(found, key=lambda point: self.ranking.order(point.score), default=None)
 
     @property
     def shown_points(self) -> list[PointStatus]:
         """The points of a table in a notebook, in their order."""
-        return sorted(most_relevant(self.points, MAX_ROWS), key=attrgetter("index"))
+        return sorted(most_relevant(self, MAX_ROWS), key=attrgetter("index"))
 
     def columns(self) -> list[Column]:
         """What a notebook shows of its `shown_points`."""
@@ -162,7 +193,7 @@ class GroupStatus:
             ("run", [point.index for point in points]),
             *((key, [own[at] for own in texts]) for at, key in enumerate(keys)),
             ("state", [point.state for point in points]),
-            ("best", [one.best and f"{one.best.metric} {one.best.value:.4g}" for one in points]),
+            (self.ranking.label, [cell(one.score, ".4g") for one in points]),
             ("reason", [point.problem or None for point in points]),
         ]
 
@@ -183,16 +214,31 @@ class GroupStatus:
     def to_dict(self) -> dict[str, object]:
         own = to_json(self)
         points = own.pop("points")
-        best = to_json(self.best)
-        return {**own, "num_points": len(points), "states": self.states, "best": best, "points": points}
+        ranking, best = to_json(self.ranking), to_json(self.best)
+        return {
+            **own,
+            "num_points": len(points),
+            "states": self.states,
+            **ranking,
+            "best": best,
+            "points": points,
+        }
 
 
 class GroupFiles:
     """The files of a group's points, read once; `status` adds what Slurm knows."""
 
-    def __init__(self, group: RunGroup) -> None:
+    def __init__(self, group: RunGroup, metric: str | None = None) -> None:
+        """`metric` is what ranks the points, if that is asked for; UsageError if no point has logged it."""
         self.group = group
-        self.points = _read_points(group)
+        rankings = candidates(metric, _configured(group))
+        read = [ranking for ranking in rankings if metric is not None or ranking.metric not in IN_END]
+        self.points = _read_points(group, read)
+        found = [item for files in self.points for item in files.results.items()]
+        known = {name for name, result in found if result is not None or metric is not None}
+        self.ranking = next((ranking for ranking in rankings if ranking.metric in known), LOSS)
+        if metric is not None and metric not in known:
+            raise UnknownMetricError(metric, [group.run(index) for index in group.created()])
         self._elsewhere: dict[str | None, str | None] = {}
         """By cluster name: thousands of points are on the same one."""
         self.jobs = {
@@ -245,14 +291,17 @@ class GroupFiles:
                     as_numbers(files.point.values),
                     *self._state(files, jobs),
                     job_id=files.job_id,
-                    best=files.best,
+                    best=files.results.get(self.ranking.metric),
                     diverged_since=files.diverged_since,
                     run_dir=self.group.folder(files.point.index),
                     cluster=self._cluster(files),
+                    step=files.end.step if files.end is not None and files.is_over else files.step,
+                    age_s=seconds_between(files.entry.submitted_at, now),
                     written=files.point.values,
                 )
                 for files in self.points
             ],
+            ranking=self.ranking,
         )
 
     def _state(self, files: PointFiles, jobs: Mapping[str, JobInfo] | None) -> tuple[str, str | None]:
@@ -298,7 +347,16 @@ class GroupFiles:
         return None if process is None else process.alive()
 
 
-def _read_points(group: RunGroup) -> list[PointFiles]:
+def _configured(group: RunGroup) -> Ranking | None:
+    """The ranking that the configs of all points ask for."""
+    own = Record(group.record.config).record("checkpoint")
+    common = {BEST_METRIC: own.text("best_metric"), BEST_MODE: own.text("best_mode")}
+    others = (point.config for point in group.points.values() if not point.config.keys().isdisjoint(common))
+    return config_ranking([common, *({**common, **config} for config in others)])
+
+
+def _read_points(group: RunGroup, rankings: Sequence[Ranking]) -> list[PointFiles]:
+    """Read the files of all points; `rankings` are those whose results their metrics.jsonl has to give."""
     points = group.points
     created = group.created()
     found = {index: PointFiles(point, group.task_id(index)) for index, point in points.items()}
@@ -306,44 +364,85 @@ def _read_points(group: RunGroup) -> list[PointFiles]:
     from concurrent.futures import ThreadPoolExecutor  # slow to load, and most runs are in no group
 
     with ThreadPoolExecutor(NUM_READERS) as readers:
-        for share in readers.map(lambda share: [_read(group, index) for index in share], shares):
+        for share in readers.map(lambda share: [_read(group, index, rankings) for index in share], shares):
             found |= {files.point.index: files for files in share}
     return list(found.values())
 
 
-def _read(group: RunGroup, index: int) -> PointFiles:
+def _read(group: RunGroup, index: int, rankings: Sequence[Ranking]) -> PointFiles:
     # By text and with no more than the newest attempt: there may be ten thousand points.
     folder = group.folder(index)
     attempts = read_object(f"{folder}/job.json").get("attempts")
     entry = attempt_of(attempts[-1]) if isinstance(attempts, list) and attempts else None
     entry, end = entry or NOT_CREATED, read_newest_end(folder)
     job_id = entry.job_id or group.task_id(index)
+    best = None if end is None or end.resumes else end.best
     # One file that cannot be read must not hide the other points.
     since = None
-    if entry.attempt:
+    if best is not None:  # its validations had not diverged when it ended, or there would be none
         with suppress(OSError):
-            since = diverged_in(f"{folder}/metrics.jsonl")
-    best = None if end is None or since is not None else end.best
-    files = PointFiles(group.points[index], job_id, entry, end, best=best, diverged_since=since)
-    if not entry.attempt or files.is_over:
+            since = diverged_in(f"{folder}/metrics.jsonl", "loss")
+    results = {} if best is None else {best.metric: None if since is not None else best}
+    files = PointFiles(group.points[index], job_id, entry, end, results=results, diverged_since=since)
+    if not entry.attempt or (best is not None and not rankings):
         return files
     run = group.run(index)
     with suppress(OSError):
-        events = list(read_events(run, *STATE_EVENTS, "evaluated"))
-        # Rank 0 of a COMMAND need not write metrics.
-        is_command = PlanRecord(group.record.plan).is_command
-        is_printing = is_command and run.attempt(entry.attempt).rank_log(0).exists()
-        has_metrics = run.metrics_file.exists() or is_printing
-        best = None if since is not None else best_of(run, events)
-        return replace(files, seen=attempts_of(events).get(entry.attempt), best=best, has_metrics=has_metrics)
+        events = [] if files.is_over else list(read_events(run, *STATE_EVENTS, "evaluated"))
+        if best is None:
+            since = diverged_since(run)
+        if since is None and not files.is_over and (best := best_of(run, events)) is not None:
+            results = {best.metric: best}
+        for ranking in rankings:
+            own = measure(run, ranking)
+            since = own.diverged_since
+            if own.is_logged:
+                results[ranking.metric] = own.result
+        files = replace(files, results=results, diverged_since=since)
+        if not files.is_over:
+            # Rank 0 of a COMMAND need not write metrics.
+            is_command = PlanRecord(group.record.plan).is_command
+            is_printing = is_command and run.attempt(entry.attempt).rank_log(0).exists()
+            has_metrics = run.metrics_file.exists() or is_printing
+            seen = attempts_of(events).get(entry.attempt)
+            files = replace(files, seen=seen, step=newest_step(run), has_metrics=has_metrics)
     return files
 
 
-def most_relevant(points: Sequence[PointStatus], count: int) -> list[PointStatus]:
-    """The `count` most relevant points: by state, failures first, then by best result."""
+def most_relevant(status: GroupStatus, count: int) -> list[PointStatus]:
+    """The `count` most relevant points: by state, failures first, then by result."""
 
-    def key(point: PointStatus) -> tuple[int, float, int]:
-        value = point.best.value if point.best else float("inf")
-        return ORDER.index(point.state) if point.state in ORDER else 0, value, point.index
+    def key(point: PointStatus) -> tuple[int, tuple[bool, float], int]:
+        state = ORDER.index(point.state) if point.state in ORDER else 0
+        return state, status.ranking.order(point.score), point.index
 
-    return sorted(points, key=key)[:count]
+    return sorted(status.points, key=key)[:count]
+
+
+FIGURES = ("point", "state", "step", "age")
+"""What a table of points can be sorted by, next to the keys and the metric that ranks them."""
+
+
+def column_of(name: str, keys: Sequence[str], figures: Iterable[str] = FIGURES) -> str | None:
+    """The column of a table that is called so: one of its figures, or of its keys, in full or short."""
+    columns = {**dict(zip(short_keys(keys), keys, strict=True)), **{one: one for one in (*keys, *figures)}}
+    return columns.get(name) or {short.lower(): column for short, column in columns.items()}.get(name.lower())
+
+
+def sorted_points(status: GroupStatus, column: str | None) -> list[PointStatus]:
+    """The points by one of their columns, the smallest first; for None by their results, the best first."""
+    if column is None:
+        return sorted(status.points, key=lambda point: status.ranking.order(point.score))
+
+    def value(point: PointStatus) -> object:
+        state = ORDER.index(point.state) if point.state in ORDER else 0
+        figures = zip(FIGURES, (point.index, state, point.step, point.age_s), strict=True)
+        return {**point.values, **dict(figures)}.get(column)
+
+    return sorted(status.points, key=lambda point: value_order(value(point)))
+
+
+def value_order(value: Any) -> tuple[bool, bool, float, str]:
+    """The key by which values are sorted: numbers, then texts, then what has no value."""
+    is_number = isinstance(value, (int, float)) and not math.isnan(value)
+    return value is None, not is_number, value if is_number else 0.0, cell(value)

@@ -124,7 +124,8 @@ class Progress:
     metrics_age_s: float | None = None
     """Seconds since the last record in metrics.jsonl."""
     diverged_since: int | None = None
-    """The step from which on the loss is NaN or infinite, if it still is; the reason says it too."""
+    """The step from which on the loss, or the validation loss, is NaN or infinite, if it still is; the reason
+    says it too."""
 
 
 @dataclass(frozen=True)
@@ -274,7 +275,8 @@ def read_status(
         reason = "; ".join(filter(None, (reason, load(attended).waits(plan))))
     since = None
     with suppress(OSError):  # `_unreadable` says so
-        since = None if not metrics or loss is not None else diverged_since(run, attempt)
+        if (metrics and loss is None) or events.has_lost_val_loss:
+            since = diverged_since(run, attempt)
     # While the job starts on another node, that one counts.
     dead = starts[-1] if starts and state not in ("starting", "running") else None
     file = None if dead is None else batch_log(run, job, dead.job_id)
@@ -305,7 +307,7 @@ def read_status(
         ),
         command=plan.command,
         progress=Progress(
-            step=step,
+            step=_last_step(step, end),
             total_steps=_total_steps(run, events.total_steps, plan),
             loss=loss,
             val_loss=events.val_loss,
@@ -472,6 +474,13 @@ def _slurm_end(job: JobInfo) -> str:
     if job.reason and job.reason != "NonZeroExitCode":
         words.append(f"the job {job.explanation}")
     return "; ".join(words)
+
+
+def _last_step(logged: int | None, end: AttemptEnd | None) -> int | None:
+    """The newest step: of a run that has ended in order, its last one, which need not be logged."""
+    if end is None or end.step is None or end.state not in ("finished", "stopped"):
+        return logged
+    return max(end.step, logged or 0)
 
 
 def _total_steps(run: RunDir, logged: int | None, plan: PlanRecord) -> int | None:

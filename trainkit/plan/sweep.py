@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from trainkit.config.schema import default_values, is_known, meant
+from trainkit.config.suggest import accepts
 from trainkit.config.yamlfile import VARIABLES, parse_value
 from trainkit.errors import UsageError
 from trainkit.formats import shown_value
@@ -21,8 +22,34 @@ NOT_SWEPT = {
 }
 
 
-_SPAN = re.compile(r"(?P<first>\d+)\.\.(?P<last>\d+)|range\((?:(?P<start>\d+), *)?(?P<end>\d+)\)")
-"""A range as shells and Python write it."""
+_SPAN = re.compile(
+    r"(?P<first>\d+)(?:\.\.|-|:)(?P<last>\d+)"
+    r"|range\((?:(?P<start>\d+), *)?(?P<end>\d+)(?:, *(?P<step>[1-9]\d*))?\)"
+)
+"""A range as shells, Slurm, Hydra and Python write it; one with a colon has no end, as in Python."""
+_WRAPPED = re.compile(r"choice\(([^()]*)\)|\(([^()]*)\)|\{([^{}:]*)\}")
+_DRAWN = re.compile(r"(?:interval|uniform|log_?uniform|log|normal|tag|glob|sort|shuffle)\(.*\)")
+"""Values that Hydra or a search chooses."""
+_SEPARATED = re.compile(r"[-+\d.eE]+(?:[\s;]+[-+\d.eE]+)+")
+MAX_LISTED = 20
+
+
+def _meant_values(path: tuple[str, ...], raw: str) -> str | None:
+    """The values that were meant in another form than a list with commas; None of what is read as it is."""
+    if accepts(path, raw):
+        return None
+    if (wrapped := _WRAPPED.fullmatch(raw)) is not None:
+        return ",".join(part.strip() for part in next(filter(None, wrapped.groups()), "").split(","))
+    if _DRAWN.fullmatch(raw):
+        return "VALUE,VALUE,…"
+    if (span := _SPAN.fullmatch(raw)) is not None:
+        first, last = int(span["first"] or span["start"] or 0), int(span["last"] or span["end"])
+        is_closed = span["last"] is not None and ":" not in raw
+        numbers = range(first, last + 1 if is_closed else last, int(span["step"] or 1))
+        return ",".join(map(str, numbers)) if 1 < len(numbers) < MAX_LISTED else "VALUE,VALUE,…"
+    if _SEPARATED.fullmatch(raw):
+        return ",".join(re.split(r"[\s;]+", raw))
+    return None
 
 
 def parse_axis(text: str, command: Sequence[str] = ()) -> tuple[str, list[object]]:
@@ -36,15 +63,16 @@ def parse_axis(text: str, command: Sequence[str] = ()) -> tuple[str, list[object
     key = key.strip()
     path = tuple(key.split("."))
     if not equals or not all(path):
+        name, colon, values_typed = text.partition(":")
+        is_colon = bool(colon) and is_known(tuple(name.split(".")))
         raise UsageError(
             f"{origin}: must have the form section.key=VALUE,VALUE,…",
-            hint="for example --sweep optimizer.lr=1e-4,3e-4",
+            hint=f"did you mean --sweep {name}={values_typed}?"
+            if is_colon
+            else "for example --sweep optimizer.lr=1e-4,3e-4",
         )
     is_placeholder = not is_known(path) and names_key(command, key)
-    if (span := _SPAN.fullmatch(raw)) is not None and not is_placeholder:
-        first, last = int(span["first"] or span["start"] or 0), int(span["last"] or span["end"])
-        numbers = range(first, last + 1 if span["last"] else last)
-        values_hint = ",".join(map(str, numbers)) if 1 < len(numbers) < 20 else "VALUE,VALUE,…"
+    if not is_placeholder and is_known(path) and (values_hint := _meant_values(path, raw)) is not None:
         raise UsageError(
             f"{origin}: {raw} is no list of values", hint=f"write each: --sweep {key}={values_hint}"
         )

@@ -25,8 +25,8 @@ from trainkit.run.rundir import RunDir
 SAVE_EVENTS = ("checkpoint_commit", "checkpoint_failed")
 NOT_FINITE = (None, math.inf, -math.inf)
 """The losses of a step that has diverged; NaN is null in JSON, and Infinity as 1e999 is read as a number."""
-MAX_WITHOUT_LOSS = 200
-"""The records of other metrics alone after which no loss is searched for."""
+MAX_WITHOUT = 200
+"""The records without a metric after which it is not searched for."""
 FAILED_SAVES = 2
 """So many saves that fail in a row are reported: one may fail for a moment."""
 
@@ -214,6 +214,11 @@ def steps_of(records: Iterable[Mapping[str, object]]) -> Iterator[StepRecord]:
     return (StepRecord(record) for record in records if type(record.get("step")) is int)
 
 
+def newest_step(run: RunDir) -> int | None:
+    """The step of the last record of a run; None without one."""
+    return next((record.step for record in steps_of(read_jsonl_reversed(run.metrics_file))), None)
+
+
 def training_curve(run: RunDir) -> list[StepRecord]:
     """The steps of a run in their order, the last record of one that was computed twice."""
     by_step = {record.step: record for record in read_steps(run)}
@@ -226,26 +231,27 @@ def read_metrics(run: RunDir) -> list[dict[str, object]]:
 
 
 def diverged_since(run: RunDir, attempt: int | None = None) -> int | None:
-    """The step from which on all losses of a run are NaN or infinite; see `diverged_in`."""
-    return diverged_in(run.metrics_file, attempt)
+    """The step from which on all losses of a run, else all its validation losses, are NaN or infinite.
 
-
-def diverged_in(metrics_file: str | Path, attempt: int | None = None) -> int | None:
-    """The step from which on all losses in a metrics.jsonl are NaN or infinite; None if the newest is not.
-
-    With `attempt`, None too if the newest loss is that of another one.
+    None if the newest are not. With `attempt`, None too if they are those of another one.
     """
+    since = diverged_in(run.metrics_file, "loss", attempt)
+    return diverged_in(run.events_file, "val_loss", attempt) if since is None else since
+
+
+def diverged_in(file: str | Path, metric: str, attempt: int | None = None) -> int | None:
+    """Do what `diverged_since` does, for one metric in a file of records."""
     since: int | None = None
     num_without = 0
-    for record in steps_of(read_jsonl_reversed(metrics_file)):
-        if "loss" not in record.values:
+    for record in steps_of(read_jsonl_reversed(file)):
+        if metric not in record.values:
             num_without += 1
-            if num_without > MAX_WITHOUT_LOSS:
+            if num_without > MAX_WITHOUT:
                 break
             continue
         if since is None and attempt is not None and record.attempt not in (None, attempt):
             return None
-        if record.values["loss"] not in NOT_FINITE:
+        if record.values[metric] not in NOT_FINITE:
             break
         since = record.step if since is None else min(since, record.step)  # a step may be computed twice
     return since

@@ -347,6 +347,8 @@ class EventHistory:
         """Step -> its validation loss."""
         self.first_val_loss: float | None = None
         self.val_loss: float | None = None
+        self.has_lost_val_loss = False
+        """Whether the newest one is not finite."""
         self.total_steps: int | None = None
         """As the trainer logged it last."""
         self.saved: Event | None = None
@@ -389,6 +391,7 @@ class EventHistory:
 
     def _evaluated(self, event: Event) -> None:
         self.val_loss = event.number("val_loss")
+        self.has_lost_val_loss = self.val_loss is None and "val_loss" in event.values
         if self.first_val_loss is None:
             self.first_val_loss = self.val_loss
         if event.step is not None and self.val_loss is not None:

@@ -213,6 +213,8 @@ def find_to_read(text: str, *, to_change: bool = False, acts: bool = False) -> R
     if acts and not matches:
         _refuse_elsewhere(text)
     newest = _newest(text, matches, to_change)
+    if len(matches) == 1 and not acts and not is_job_id(job_id) and not _is_of_this_folder(newest):
+        print_note(f"note: {text} is a run of another folder: {newest.shown}")
     if isinstance(newest, RunGroup) and is_job_id(job_id) and "_" in job_id:
         return _run_of(newest, int(job_id.partition("_")[2]))
     return newest
@@ -272,12 +274,19 @@ def _refuse_elsewhere(text: str) -> None:
     found = list(islice(iter_known_runs(), 1)) if text == "last" else _matching_name(text)
     if not found:
         return
-    words = ", ".join(item.word for item in found)
-    what = "the newest run" if text == "last" else text
-    raise UsageError(
-        f"{what} is not a run of this folder: it is {', '.join(item.shown for item in found)}",
-        hint=f"type its folder to act on it: {words}",
-    )
+    raise RunElsewhere(text, found)
+
+
+class RunElsewhere(UsageError):
+    """A name, or `last`, that is none of this folder's runs."""
+
+    def __init__(self, typed: str, found: Sequence[RunDir | RunGroup]) -> None:
+        what = "the newest run" if typed == "last" else typed
+        super().__init__(
+            f"{what} is not a run of this folder: it is {', '.join(item.shown for item in found)}",
+            hint=f"type its folder to act on it: {', '.join(item.word for item in found)}",
+        )
+        self.typed, self.only = typed, found[0].path if len(found) == 1 else None
 
 
 class UnknownRun(UsageError):

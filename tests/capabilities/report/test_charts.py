@@ -252,7 +252,7 @@ def test_values_are_at_equal_distances_and_numbers_in_their_order() -> None:
     chart = dots([1e-3, 1e-4, 1e-2], [2.0, 3.0, 4.0], best=0)
     assert chart is not None
     assert [label.text for label in chart.x_labels] == ["0.0001", "0.001", "0.01"]
-    assert [round(label.place) for label in chart.x_labels] == [2, 50, 98]
+    assert [round(label.place) for label in chart.x_labels] == [8, 50, 92]
     assert [item.kind for item in chart.paths] == ["median", "big dot", "big dot", "big dot"]
     assert chart.paths[-1].style != chart.paths[1].style  # the best one, on top
     long = dots([0.1 + 0.2], [3.0])
@@ -260,7 +260,7 @@ def test_values_are_at_equal_distances_and_numbers_in_their_order() -> None:
     assert [(label.place, label.text) for label in long.x_labels] == [(50, "0.3")]
     named = dots(["sgd", True, "sgd"], [3.0, 2.0, 4.0])
     assert named is not None
-    assert [(label.place, label.text) for label in named.x_labels] == [(2.0, "sgd"), (98.0, "true")]
+    assert [(label.place, label.text) for label in named.x_labels] == [(8.0, "sgd"), (92.0, "true")]
     assert dots([], []) is None
     assert dots([1, 2], [None, None]) is None
 
@@ -285,7 +285,7 @@ def test_numbers_are_in_order_also_as_text(values: list[object], order: list[str
 def test_a_run_that_diverged_is_a_cross_at_its_value() -> None:
     chart = dots([0.01, 0.1, 0.3], [1.0, 2.0, None])
     assert chart is not None
-    assert [(label.place, label.text) for label in chart.crosses] == [(98.0, "point 2: diverged")]
+    assert [(label.place, label.text) for label in chart.crosses] == [(92.0, "point 2: diverged")]
     assert [label.text for label in chart.x_labels] == ["0.01", "0.1", "0.3"]
 
 

@@ -101,6 +101,17 @@ def test_a_step_computed_twice_is_drawn_once(run):
     }
 
 
+def test_a_run_that_failed_before_its_first_checkpoint_has_a_curve(run):
+    run.metrics_file.write_text("")
+    write_json(run.attempt(2).end_file, {"state": "failed", "action": "failed", "reason": "crashed"})
+    for record in (step(44, 2, 3), step(46, 2, 4, loss=None), step(46, 2, 5, loss=None)):
+        append_jsonl(run.metrics_file, record)
+    report = report_of(run)
+    assert (report.goodput, report.num_steps_lost) == (0.0, 3)
+    assert [x for x, _ in report.metrics["loss"]] == [3, 4, 5]
+    assert "loss: not finite from 4" in render_report(report)
+
+
 def test_a_requeue_gives_the_allocation_back():
     decision = event(33, 1, "requeue_decision", action="requeue", cause="preempted")
     events = [decision if record["event"] == "requeue_decision" else record for record in EVENTS]

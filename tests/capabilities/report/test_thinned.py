@@ -175,6 +175,12 @@ FILES: dict[str, tuple[tuple[str, ...], list[tuple[float, float]]]] = {
     "a step beyond what a browser counts": ((line(2**53, loss=3), line(2, loss=2)), [(2, 2)]),
     "NaN as Python writes it": (('{"step": 1, "attempt": 1, "loss": NaN}\n',), [(1, NAN)]),
     "no object": (("[1, 2]\n", "3\n", line(1, loss=1)), [(1, 1)]),
+    "half of a surrogate pair": (('{"step": 1, "attempt": 1, "loss": 1, "\\ud800": 2}\n',), [(1, 1)]),
+    "records that share a line": (
+        ('{"step": 1, "loss": 1}, {"step": 2, "loss": 2}\n', line(3, 2, loss=3)),
+        [(3, 3)],
+    ),
+    "nested too deeply": (("[" * 100_000 + "\n", line(1, loss=1)), [(1, 1)]),
     "no metric": ((line(1), line(2)), []),
 }
 
@@ -184,6 +190,7 @@ def test_any_file_is_read(tmp_path: Path, kind: str) -> None:
     lines, points = FILES[kind]
     found = read_thinned(write(tmp_path / "run", *lines))
     assert repr(found.points("loss")) == repr(points)
+    "".join(found.names).encode()
 
 
 def test_a_run_without_a_file_and_one_with_a_pipe_have_no_metrics(tmp_path: Path) -> None:

@@ -1,23 +1,26 @@
 """The page of a tracker: bound to this host, with the ssh line for another."""
 
+import json
 import os
 import shutil
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.support.programs import run_program
 from tests.support.runs import free_port, make_attempt
 from tests.support.sweeps import made_up_sweep
-from trainkit.capabilities.trackers import command
+from trainkit.capabilities.trackers import board, command
 from trainkit.cli import options
 from trainkit.cli.main import main
 from trainkit.extras import install_line
-from trainkit.run.files import write_json
+from trainkit.run.files import append_jsonl, write_json
 from trainkit.run.group import GroupRecord, Point, RunGroup
+from trainkit.run.rundir import RunDir
 
 
 class Started(Exception):
@@ -117,7 +120,10 @@ def test_any_values_are_names(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("is_command", "why"),
-    [(False, "the built-in trainer writes it from its first record on"), (True, "for its own trainer only")],
+    [
+        (False, "the built-in trainer writes it from its first record on"),
+        (True, "no metrics were found in what its script prints"),
+    ],
 )
 def test_a_group_without_tensorboard(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], is_command: bool, why: str
@@ -125,11 +131,70 @@ def test_a_group_without_tensorboard(
     group = made_up_sweep(tmp_path / "sweep", {"seed": [1, 2]}, num_steps=1)
     if is_command:
         write_json(group.run(1).plan_file, {"command": ["python", "a.py"]})
+        group.run(1).metrics_file.unlink()
     assert main(["ui", str(group.path)]) == 2
     said = capfd.readouterr().err
     assert f"none of the runs of {group.path} has a tensorboard/" in said
     assert why in said
     assert f"`trainkit report {group.path}` has its curves" in said
+
+
+def script(folder: Path) -> RunDir:
+    """A run of a script with three records, the last of which was cut."""
+    run = make_attempt(folder).run
+    write_json(run.plan_file, {"command": ["python", "a.py"]})
+    rows = [{"step": n, "time": "2026-01-01T00:00:00Z", "attempt": 1, "train/acc": n / 4} for n in (1, 2)]
+    rows[1] |= {"loss": None, "d_loss": 1e999, "name": "x", "done": True, "own": 3}
+    run.metrics_file.write_text("".join(f"{json.dumps(row)}\n" for row in rows) + '{"step": 3, "tra')
+    return run
+
+
+def test_the_metrics_of_a_script_are_shown_under_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    run = script(tmp_path / "mine")
+    before = sorted(run.path.rglob("*"))
+    argv = start(str(run.path), "--port", str(free_port()))
+    folder = Path(argv[argv.index("--logdir") + 1])
+    monkeypatch.setattr(board, "Thread", lambda **values: SimpleNamespace(start=lambda: None))
+    board.follow(str(folder))
+    found = EventAccumulator(str(folder / "mine"))
+    found.Reload()
+    assert sorted(found.Tags()["scalars"]) == ["own", "train/acc"]
+    assert [(event.step, event.value) for event in found.Scalars("train/acc")] == [(1, 0.25), (2, 0.5)]
+    assert sorted(run.path.rglob("*")) == before
+    run_program(*argv[:3], "--logdir", str(folder), "--help", cwd=tmp_path)
+    assert not folder.exists()
+    assert run.metrics_file.is_file()
+
+
+def test_new_records_of_a_script_are_added(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = script(tmp_path / "mine")
+    update = board._writer(run.metrics_file)
+    update()
+    append_jsonl(run.metrics_file, {"step": 4, "train/acc": 1.0})
+    update()
+    found = EventAccumulator(str(run.path))
+    found.Reload()
+    assert [event.step for event in found.Scalars("train/acc")] == [1, 2, 4]
+
+
+def test_the_scripts_of_a_group_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    group = group_of_three(tmp_path / "sweep")
+    shutil.rmtree(group.run(0).tensorboard_dir)
+    for index in (0, 1):
+        write_json(group.run(index).plan_file, {"command": ["python", "a.py"]})
+    argv = start(str(group.path), "--port", str(free_port()))
+    folder = Path(argv[argv.index("--logdir") + 1])
+    assert (folder / "lr=0.01").readlink() == group.run(1).tensorboard_dir  # the script writes its own
+    for index, lr in ((0, 0.1), (2, 0.001)):
+        assert (folder / f"lr={lr}" / "metrics.jsonl").readlink() == group.run(index).metrics_file
 
 
 def test_mlflow_of_a_group_that_has_not_started(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -234,7 +234,7 @@ def test_a_sweep_is_one_line_and_opens(folder: Path) -> None:
         await pilot.press("enter")
         await shows(pilot, "small: 30 runs: 30 pending")
         heading = next(line for line in screen_text(app).splitlines() if line.startswith(" POINT"))
-        assert heading.split() == ["POINT", "STATE", "LR", "BEST", "REASON"]
+        assert heading.split() == ["POINT", "STATE", "LR", "LAST", "LOSS", "REASON"]
         await pilot.press("ctrl+end")
         await shows(pilot, " 29     pending")
         await pilot.press("enter")

@@ -7,6 +7,7 @@ import re
 import sys
 from dataclasses import asdict
 from datetime import date
+from importlib.util import find_spec
 from pathlib import Path
 from shlex import quote
 
@@ -86,18 +87,28 @@ def command(name: str | None, folder: str, task: str | None, as_json: bool) -> N
     click.echo(f"next: trainkit check {quote(str(run_config))}", err=True)
 
 
+def _is_installed(name: str, folder: Path) -> bool:
+    """Whether a package of this name is found anywhere but in the folder."""
+    spec = find_spec(name)
+    return (
+        spec is not None
+        and spec.origin is not None
+        and not Path(spec.origin).is_relative_to(folder.absolute())
+    )
+
+
 def _write_task(name: str, folder: Path, as_json: bool) -> None:
     """Write the files of a new task, all of them or none."""
     from trainkit.capabilities.init.init_files import task_texts, write_new
 
     if not TASK_NAME.fullmatch(name) or keyword.iskeyword(name):
-        meant = re.sub(r"\W+", "_", name.lower()).lstrip("0123456789_")
+        meant = re.sub(r"\W+", "_", name.lower().removesuffix(".py")).lstrip("0123456789_")
         is_usable = TASK_NAME.fullmatch(meant) and not keyword.iskeyword(meant)
         hint = f"did you mean --task {meant}? " if is_usable else ""
         hint += f"{name} is a keyword of Python; " if keyword.iskeyword(name) else ""
         hint += "use lower-case letters, digits and underscores: the name becomes NAME.py"
         raise UsageError(f"--task {name}: not a valid name of a Python module", hint=hint)
-    if name in sys.stdlib_module_names:
+    if name in sys.stdlib_module_names or _is_installed(name, folder):
         message = f"--task {name}: Python has a module of that name, which {name}.py would hide"
         raise UsageError(message, hint=f"for example --task my_{name}")
     texts = {folder / file: text for file, text in task_texts(name).items()}

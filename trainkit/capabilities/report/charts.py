@@ -15,7 +15,7 @@ from shlex import join
 from statistics import median
 from typing import NamedTuple
 
-from trainkit.capabilities.report.plot import COLORS, DASHES, LARGEST, is_wide, number_places
+from trainkit.capabilities.report.plot import COLORS, DASHES, LARGEST, is_wide
 from trainkit.formats import shown_value
 
 WIDTH, HEIGHT = 2000, 500
@@ -28,6 +28,10 @@ TINY = 1e-300
 """A smaller value is drawn as 0."""
 MAX_LOG_TICKS = 6
 MAX_X_LABELS = 6
+EDGE = 0.08
+"""Room next to the first and the last value of a key, for half of their label."""
+DENSE = 400
+"""Points of a line that is drawn thin, since its ups and downs would touch."""
 MAX_LABEL = 14
 MAX_CHARTS = 40
 MAX_LISTED = 20
@@ -84,11 +88,11 @@ def _viridis(place: float) -> str:
 
 
 def colors_of(values: Sequence[object]) -> list[Color]:
-    """The colours of values: of numbers those of viridis, logarithmic where they span much; else by name."""
-    numbers = [as_number(value) for value in values]
-    places = number_places(numbers)
-    if places is not None:
-        return list(map(viridis, places))
+    """The colours of values: of numbers along viridis, at equal distances in their order; else by name."""
+    numbers = [number for value in values if (number := as_number(value)) is not None]
+    if len(numbers) == len(values):
+        order = sorted(set(numbers))
+        return [viridis(order.index(number) / max(1, len(order) - 1)) for number in numbers]
     names = list(dict.fromkeys(map(repr, values)))
     return [PALETTE[names.index(repr(value)) % len(PALETTE)] for value in values]
 
@@ -301,7 +305,8 @@ def _y_labels(y: Scale) -> list[Label]:
 def _kind(line: Line) -> str:
     """The CSS classes of a line; one of a single point is a dot."""
     is_dot = sum(math.isfinite(y) for _, y in line.points) == 1
-    return f"{line.kind} dot".strip() if is_dot else line.kind
+    more = "dot" if is_dot else "dense" if len(line.points) > DENSE else ""
+    return f"{line.kind} {more}".strip()
 
 
 def _breaks(points: Sequence[Point]) -> list[float]:
@@ -448,7 +453,9 @@ def _places(values: Sequence[object]) -> dict[str, float]:
 
     texts = list(dict.fromkeys(map(shown_value, sorted(values, key=order))))
     length = len(texts) - 1
-    return {text: 0.02 + 0.96 * index / length if length else 0.5 for index, text in enumerate(texts)}
+    return {
+        text: EDGE + (1 - 2 * EDGE) * index / length if length else 0.5 for index, text in enumerate(texts)
+    }
 
 
 def _value_labels(places: Mapping[str, float]) -> list[tuple[float, str]]:

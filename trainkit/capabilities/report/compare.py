@@ -31,11 +31,16 @@ from trainkit.cli.output import echo_json, masked
 from trainkit.errors import UsageError
 from trainkit.formats import JsonObject, cell, duration, number, shown_value, table
 from trainkit.observe.current import look_at
+from trainkit.observe.group import column_of, value_order
+from trainkit.observe.ranking import Measured, Ranking, UnknownMetricError, asked_metric, config_ranking, rank
 from trainkit.observe.status import loss_text
+from trainkit.run.events import with_divergence
 from trainkit.run.trial import as_numbers
 
 CURVE_WIDTH = 24
 MAX_CELL = 40
+SORTED_BY = ("run", "state", "step", "loss", "tokens_per_s", "allocated_s", "worker_hours")
+"""The columns that runs can be sorted by, next to the keys in which they differ and what ranks them."""
 
 
 @as_command(
@@ -63,6 +68,8 @@ MAX_CELL = 40
     type=click.Choice(list(AXES)),
 )
 @option("--smooth WEIGHT", "Draw a moving mean with this weight of the past, such as 0.9.", type=float)
+@option("--metric NAME", "Compare the results by this metric; default: that of their configs, else val_loss.")
+@option("--sort NAME", "Sort the runs by a column, a config key in which they differ, or a metric.")
 @option("--by KEY", "Colour the curves by this config key; default: the first in which the runs differ.")
 @json_option
 def command(
@@ -72,6 +79,8 @@ def command(
     plot: Path | None,
     x: str | None,
     smooth: float | None,
+    metric: str | None,
+    sort: str | None,
     by: str | None,
     as_json: bool,
 ) -> None:
@@ -92,8 +101,11 @@ def command(
         if plot is None and value is not None:
             raise UsageError(f"{name} is for a figure", hint="name its file: --plot losses.pdf")
     if metrics is None and plot is None:
-        _compare_runs(names, csv_file is not None, table_file, as_json)
+        _compare_runs(names, csv_file is not None, table_file, as_json, metric, sort)
         return
+    for name, value in {"--metric": metric, "--sort": sort}.items():
+        if value is not None:
+            raise UsageError(f"{name} is for a table of runs", hint="--curves names the metrics of curves")
     if as_json:
         raise UsageError("--json has no curves", hint="--csv FILE writes them as a table")
     wanted = [name.strip() for name in (metrics or "loss").split(",")]
@@ -144,22 +156,47 @@ def _curve_table(curves: Curves) -> str:
     return table(rows, fit=terminal_width())
 
 
-def _compare_runs(names: Sequence[str], as_csv: bool, table_file: Path | None, as_json: bool) -> None:
+def _compare_runs(
+    names: Sequence[str],
+    as_csv: bool,
+    table_file: Path | None,
+    as_json: bool,
+    metric: str | None,
+    sort: str | None,
+) -> None:
     now = datetime.now(timezone.utc).timestamp()
     runs = runs_named(names)
     if len(runs) < 2:
         raise UsageError("one run cannot be compared", hint="name another run, or a group of runs")
     reports = [read_report(*look_at(run, warn)[:2], now) for run in runs]
-    compared = [_compared(name, report) for name, report in zip(short_names(runs), reports, strict=True)]
     values = [compared_values(report.config) for report in reports]
+    keys = differing_keys(values)
+    column = None if sort is None else column_of(sort, keys, SORTED_BY)
+    by_metric = sort if column is None else None
+    asked = asked_metric(metric, by_metric, (*SORTED_BY, *keys))
+    try:
+        ranking, measured = rank(runs, asked, config_ranking(report.config for report in reports))
+    except UnknownMetricError as error:
+        raise error if by_metric is None else error.as_sort_key((*SORTED_BY, *keys)) from None
+    compared = [
+        _compared(name, report, ranking, own)
+        for name, report, own in zip(short_names(runs), reports, measured, strict=True)
+    ]
     for run, own in zip(compared, values, strict=True):
         if not own:
             warn(f"{run['run']}: its config cannot be read")
-    keys = differing_keys(values)
-    differing = [{key: masked(own.get(key), key) for key in keys} for own in values]
+    rows = list(zip(compared, measured, reports, values, strict=True))
+    if column is not None:
+        rows.sort(
+            key=lambda row: value_order((row[0] if column in SORTED_BY else as_numbers(row[3])).get(column))
+        )
+    elif sort is not None:
+        rows.sort(key=lambda row: ranking.order(row[0]["result"]))
+    compared = [run for run, *_ in rows]
+    differing = [{key: masked(own.get(key), key) for key in keys} for *_, own in rows]
     if as_json:
         found = [{**run, "values": as_numbers(own)} for run, own in zip(compared, differing, strict=True)]
-        echo_json({"differ": keys, "runs": found})
+        echo_json({"differ": keys, "metric": ranking.metric, "mode": ranking.mode, "runs": found})
     elif as_csv:
         with _table(table_file) as stream:
             writer = csv.writer(stream)
@@ -168,16 +205,18 @@ def _compare_runs(names: Sequence[str], as_csv: bool, table_file: Path | None, a
                 shown = ["" if value is None else shown_value(value) for value in as_numbers(own).values()]
                 writer.writerow([*run.values(), *shown])
     else:
-        click.echo(_figures(compared, reports))
-        columns = zip(compared, differing, values, strict=True)
-        click.echo(f"\n{_differences(keys, [(run['run'], own) for run, own, known in columns if known])}")
+        results = [_result(own, report) for _, own, report, _ in rows]
+        click.echo(_figures(compared, [report for *_, report, _ in rows], ranking.heading, results))
+        shown_of = [(run["run"], own) for (run, *_, known), own in zip(rows, differing, strict=True) if known]
+        click.echo(f"\n{_differences(keys, shown_of)}")
 
 
-def _compared(name: str, report: Report) -> JsonObject:
+def _compared(name: str, report: Report, ranking: Ranking, measured: Measured) -> JsonObject:
     """What one run reached, with a `name` as short as it tells the runs apart; None where it is unknown."""
     progress = report.status.progress
     found = [] if progress.diverged_since is not None else report.val_loss
     best_step, best = min(found, key=lambda point: point[1], default=(None, None))
+    result = measured.result
     speeds = [speed for own in report.curves["tokens_per_s"].values() for _, speed in own]
     return {
         "run": name,
@@ -185,7 +224,7 @@ def _compared(name: str, report: Report) -> JsonObject:
         "step": progress.step,
         "total_steps": progress.total_steps,
         "loss": progress.loss,
-        "diverged_since": progress.diverged_since,
+        "diverged_since": measured.diverged_since,
         "val_loss": progress.val_loss,
         "best_val_loss": best,
         "best_step": None if best_step is None else int(best_step),
@@ -194,12 +233,17 @@ def _compared(name: str, report: Report) -> JsonObject:
         "allocated_s": round(report.allocated_s, 3),
         "worker_hours": report.worker_hours,
         "run_dir": report.status.run_dir,
+        "metric": ranking.metric,
+        "result": None if result is None else result.value,
+        "result_step": None if result is None else result.step,
     }
 
 
-def _figures(runs: Sequence[JsonObject], reports: Sequence[Report]) -> str:
+def _figures(
+    runs: Sequence[JsonObject], reports: Sequence[Report], ranked_by: str, results: Sequence[str]
+) -> str:
     hours = "GPU-HOURS" if all(report.status.place.device == "cuda" for report in reports) else "WORKER-HOURS"
-    heading = ("RUN", "STATE", "STEP", "LOSS", "VAL LOSS", "BEST", "TOKENS/S", "TIME", hours, "CURVE")
+    heading = ("RUN", "STATE", "STEP", "LOSS", "VAL LOSS", ranked_by, "TOKENS/S", "TIME", hours, "CURVE")
     points = ([point for own in report.curves["loss"].values() for point in own] for report in reports)
     curves = (sorted({int(step): loss for step, loss in found}.items()) for found in points)
     rows = [
@@ -209,17 +253,25 @@ def _figures(runs: Sequence[JsonObject], reports: Sequence[Report]) -> str:
             cell(run["step"]),
             loss_text(report.status, cell(run["loss"], ".4f")),
             cell(run["val_loss"], ".4f"),
-            "-" if run["best_val_loss"] is None else f"{run['best_val_loss']:.4f} at {run['best_step']}",
+            result,
             cell(run["tokens_per_s"], ",.0f"),
             duration(run["allocated_s"]),
             number(run["worker_hours"]),
             sparkline(resampled(curve, CURVE_WIDTH)),
         )
-        for run, report, curve in zip(runs, reports, curves, strict=True)
+        for run, report, curve, result in zip(runs, reports, curves, results, strict=True)
     ]
     columns = zip(heading, *rows, strict=True)
     filled = [column for column in columns if set(column[1:]) - {"", "-"}]
     return table(list(zip(*filled, strict=True)), fit=terminal_width())
+
+
+def _result(measured: Measured, report: Report) -> str:
+    """The result of a run and its step, or since when only what ranks it has none."""
+    if measured.result is not None:
+        return f"{measured.result.value:.4f} at {cell(measured.result.step)}"
+    is_said = report.status.progress.diverged_since is not None
+    return (None if is_said else with_divergence(None, measured.diverged_since)) or "-"
 
 
 def _differences(keys: Sequence[str], runs: Sequence[tuple[str, dict[str, object]]]) -> str:

@@ -46,7 +46,7 @@ class Curves:
     is_measured: bool = False
     """Whether the records of an attempt say how long its steps took."""
     thinned: dict[int, Thinned] = field(default_factory=dict)
-    """Attempt -> what it logged of the steps that count."""
+    """Attempt -> what it logged, without the steps that a later one computed again."""
 
     @property
     def series(self) -> dict[str, dict[int, list[Point]]]:
@@ -69,7 +69,7 @@ def read_curves(path: Path, attempts: Sequence[Attempt]) -> Curves:
     """Read metrics.jsonl once: its curves and, with the attempts' events, where the time went."""
     by_number = {attempt.number: attempt for attempt in attempts}
     spent = {number: dict.fromkeys(CATEGORIES, 0.0) for number in by_number}
-    curves = Curves(spent, 0, 0)
+    curves, newest = Curves(spent, 0, 0), max(by_number, default=0)
     clocks: dict[int, tuple[float, int]] = {}
     """Attempt -> the time and step up to which its time has been divided."""
     for records, num_lines in _buckets(path):
@@ -78,8 +78,11 @@ def read_curves(path: Path, attempts: Sequence[Attempt]) -> Curves:
             attempt = by_number.get(number)
             if attempt is None:
                 continue
-            kept = [record for record in own if record.step <= attempt.kept_step]
-            curves.thinned.setdefault(number, Thinned()).add(record.values for record in kept)
+            # What the last attempt has not saved is lost, but nothing else shows why it failed.
+            drawn = (
+                own if number == newest else [record for record in own if record.step <= attempt.kept_step]
+            )
+            curves.thinned.setdefault(number, Thinned()).add(record.values for record in drawn)
             begin = attempt.training or attempt.started
             is_timed = number in clocks or any(record.number("step_s") is not None for record in own)
             if begin is None or attempt.ended is None or not is_timed:

@@ -38,13 +38,13 @@ from trainkit.config.schema import flatten
 from trainkit.formats import plural, shown, shown_value
 from trainkit.observe.group import (
     FAILED,
-    NUM_READERS,
     ORDER,
     GroupStatus,
     PointStatus,
     count_states,
     state_counts,
 )
+from trainkit.observe.ranking import NUM_READERS, Ranking
 from trainkit.observe.status import ACTIVE_STATES, FlatConfig
 from trainkit.observe.values import with_effect
 from trainkit.run.end import Best
@@ -102,11 +102,14 @@ class Objective:
     is_lowest_best: bool
 
 
-OBJECTIVES = {
-    "val_loss": Objective("val_loss", "best validation loss", True),
-    "loss": Objective("loss", "last loss", True),
-    "tokens_per_s": Objective("tokens_per_s", "tokens per second", False),
-}
+SPEED = Objective("tokens_per_s", "tokens per second", False)
+"""How the points of a bench are compared."""
+
+
+def objective_of(ranking: Ranking) -> Objective:
+    """The objective of a sweep whose runs are ranked by a metric."""
+    label = "best validation loss" if ranking.metric == "val_loss" else ranking.label
+    return Objective(ranking.metric, label, ranking.mode == "min")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +119,7 @@ class PointReport(PointStatus):
     job_id: str | None = field(metadata=LEFT_OUT)
     best: Best | None = field(metadata=LEFT_OUT)
     cluster: str | None = field(default=None, metadata=LEFT_OUT)
+    age_s: float | None = field(default=None, metadata=LEFT_OUT)
     step: int | None
     result: float | None
     """Its value of the objective."""
@@ -154,13 +158,11 @@ def read_sweep(
     `speeds` are those that a bench has measured, by the index of a point: points are compared by them.
     """
     record, plan = group.record, PlanRecord(group.record.plan)
-    metrics = {point.best.metric for point in status.points if point.best}
-    name = "val_loss" if "val_loss" in metrics else "loss"
-    objective = OBJECTIVES[name if speeds is None else "tokens_per_s"]
+    objective = objective_of(status.ranking) if speeds is None else SPEED
 
     def read(point: PointStatus) -> PointReport:
         size = group.points[point.index].plan.get("world_size", plan.count("world_size"))
-        return _read_point(point, size if isinstance(size, int) else None, objective, now, speeds)
+        return _read_point(point, size if isinstance(size, int) else None, now, speeds)
 
     with ThreadPoolExecutor(NUM_READERS) as readers:
         found = list(readers.map(read, status.points))
@@ -204,7 +206,6 @@ def _rank(point: PointReport, objective: Objective) -> float:
 def _read_point(
     status: PointStatus,
     world_size: int | None,
-    objective: Objective,
     now: float,
     measured: Mapping[int, float | None] | None,
 ) -> PointReport:
@@ -212,17 +213,14 @@ def _read_point(
     records = sample_records(run.metrics_file)
     end = now if status.state in ACTIVE_STATES else timestamp(records[-1].time) if records else None
     attempts = ended_attempts(attempts_of(read_events(run, *EVENTS)), end)
-    speeds, best = numbers(records, "tokens_per_s"), status.best
+    speeds = numbers(records, "tokens_per_s")
     tokens_per_s = median(speeds) if speeds else None
     if measured is not None:
         tokens_per_s = measured[status.index]
-    result = tokens_per_s
-    if objective.name != "tokens_per_s":
-        result = float(best.value) if best is not None and best.metric == objective.name else None
+    result = None if status.best is None else float(status.best.value)
     return PointReport(
-        **vars(status),
-        step=records[-1].step if records else None,
-        result=result,
+        **vars(status) | {"step": records[-1].step if records else None},
+        result=result if measured is None else tokens_per_s,
         tokens_per_s=tokens_per_s,
         worker_hours=worker_hours(attempts, world_size) if attempts else None,
         kept={attempt.number: attempt.kept_step for attempt in attempts},

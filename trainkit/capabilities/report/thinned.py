@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -175,7 +176,7 @@ def read_thinned(wanted: Wanted) -> Thinned:
     with opened(run.metrics_file) as stream:
         lines = iter(()) if stream is None else _lines(stream, wanted.most_bytes)
         while part := list(islice(lines, CHUNK)):
-            found.add(_kept(parse_records(part), wanted.kept))
+            found.add(_kept(_records(part), wanted.kept))
     if "val_loss" not in found.buckets:
         events = (event.values for event in read_events(run, "evaluated") if event.step is not None)
         found.add(
@@ -186,14 +187,28 @@ def read_thinned(wanted: Wanted) -> Thinned:
     return found
 
 
+def _records(lines: Sequence[bytes]) -> Iterable[dict[str, object]]:
+    """The records in some lines; in one pass, which is faster, if all are whole."""
+    text = b"[%b]" % b",".join(lines)
+    try:
+        found = [] if b"\\ud" in text.lower() else json.loads(text, parse_constant=lambda name: None)
+    except (ValueError, RecursionError):
+        return parse_records(lines)
+    whole = [record for record in found if isinstance(record, dict)]
+    return whole if len(whole) == len(lines) else parse_records(lines)
+
+
 def _kept(
     records: Iterable[Mapping[str, object]], kept: Mapping[int, float]
 ) -> Iterator[Mapping[str, object]]:
     """The records whose steps no later attempt has computed again."""
+    limits = {attempt: step for attempt, step in kept.items() if step < LAST_STEP}
     for record in records:
-        step, attempt = record.get("step"), record.get("attempt")
-        last = kept.get(attempt, math.inf) if isinstance(attempt, int) else math.inf
-        if type(step) is int and abs(step) < LAST_STEP and step <= last:
+        step = record.get("step")
+        if type(step) is not int or not -LAST_STEP < step < LAST_STEP:
+            continue
+        attempt = record.get("attempt") if limits else None
+        if type(attempt) is not int or step <= limits.get(attempt, LAST_STEP):
             yield record
 
 

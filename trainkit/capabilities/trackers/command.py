@@ -44,8 +44,11 @@ _TENSORBOARD = (
     "page.configure(sys.argv); sys.exit(page.main())"
 )
 """As its own program does, which first says that it finds no TensorFlow."""
-_OF_LINKS = f"import atexit, shutil, sys; atexit.register(shutil.rmtree, sys.argv[2], True); {_TENSORBOARD}"
-"""The same, which removes its folder of links at the end."""
+_OF_LINKS = (
+    f"import atexit, shutil; {_START}atexit.register(shutil.rmtree, sys.argv[2], True); "
+    f"from trainkit.capabilities.trackers.board import follow; follow(sys.argv[2]); {_TENSORBOARD}"
+)
+"""The same, which writes the files of scripts, and removes its folder at the end."""
 MAX_NAME = 60
 """Characters of the name of a run: a file name has at most 255 bytes."""
 
@@ -109,16 +112,20 @@ def ui(run_name: str, tool: str, port: int | None) -> None:
             raise UsageError(f"{found.shown}: none of its runs has started", hint="wait for the first one")
         store = local_store(runs[0])
         argv = ["mlflow", "server", "--backend-store-uri", store, "--workers", "1", *place]
-    elif not any(run.tensorboard_dir.is_dir() for run in runs):
+    elif not any(run.tensorboard_dir.is_dir() or _is_script(run) for run in runs):
         raise _no_tensorboard(found, runs)
     refuse_shared_host(f"{tool}'s page", f"`trainkit report {found.word}` makes a file for you alone")
     _refuse_busy(port)
     environ, start = own_environ(), _MODULE
     if tool == "tensorboard":
-        if isinstance(found, RunDir):
+        start = _OF_LINKS
+        if not isinstance(found, RunDir):
+            folder = link_runs(found, Path(environ["TMPDIR"]))
+        elif found.tensorboard_dir.is_dir():
             start, folder = _TENSORBOARD, found.tensorboard_dir
         else:
-            start, folder = _OF_LINKS, link_runs(found, Path(environ["TMPDIR"]))
+            folder = _new_folder(Path(environ["TMPDIR"]))
+            _link(folder / found.name, found, is_script=True)
         # The fast loader introduces itself in three lines.
         argv = ["--logdir", str(folder), "--load_fast", "false", *place]
     click.echo(f"http://{HOST}:{port}")
@@ -137,7 +144,7 @@ def _no_tensorboard(found: RunDir | RunGroup, runs: Sequence[RunDir]) -> UsageEr
         what = f"none of the runs of {found.shown} has a tensorboard/"
     why = "the built-in trainer writes it from its first record on, if it has tensorboard"
     if any(read_plan(run).is_command for run in runs):
-        why = "trainkit writes it for its own trainer only"
+        why = "no metrics were found in what its script prints"
     elif any(
         run.config_file.exists()
         and read_effective(run.config_file, executes=False).logging.tensorboard is False
@@ -152,8 +159,8 @@ def link_runs(group: RunGroup, temporary: Path) -> Path:
 
     A run that has not started yet is shown as soon as it has.
     """
-    folder = Path(mkdtemp(prefix="trainkit-ui-", dir=temporary))
-    points = group.points
+    folder, points = _new_folder(temporary), group.points
+    is_script = any(map(_is_script, map(group.run, group.created())))
     keys = list(dict.fromkeys(key for point in points.values() for key in point.values))
     short = dict(zip(keys, short_keys(keys), strict=True))
     names = set[str]()
@@ -163,8 +170,28 @@ def link_runs(group: RunGroup, temporary: Path) -> Path:
         name = re.sub(r"[/\0]", "_", shown(values)).lstrip(".")[:MAX_NAME] or str(index)
         name = name if name not in names else f"{index} {name}"
         names.add(name)
-        (folder / name).symlink_to(group.run(index).tensorboard_dir.absolute())
+        _link(folder / name, group.run(index), is_script=is_script)
     return folder
+
+
+def _new_folder(temporary: Path) -> Path:
+    return Path(mkdtemp(prefix="trainkit-ui-", dir=temporary))
+
+
+def _link(place: Path, run: RunDir, *, is_script: bool) -> None:
+    """Make a link to the files of a run, or of a script without any to what they are written from."""
+    if is_script and not run.tensorboard_dir.is_dir():
+        place.mkdir()
+        (place / run.metrics_file.name).symlink_to(run.metrics_file.absolute())
+    else:
+        place.symlink_to(run.tensorboard_dir.absolute())
+
+
+def _is_script(run: RunDir) -> bool:
+    """Whether a run is one of a COMMAND with metrics."""
+    from trainkit.run.history import read_plan
+
+    return run.metrics_file.is_file() and read_plan(run).is_command
 
 
 def _refuse_busy(port: int) -> None:

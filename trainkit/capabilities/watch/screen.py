@@ -278,7 +278,7 @@ class ListScreen(ReadingScreen):
     def _listing(self) -> tuple[str, list[Sequence[str]]]:
         """The title, and the rows of the runs with their heading."""
         if isinstance(self.result, GroupStatus):  # failures first
-            count, points = len(self.result.points), most_relevant(self.result.points, MAX_POINTS)
+            count, points = len(self.result.points), most_relevant(self.result, MAX_POINTS)
             self._runs, rows = points, points_rows(self.result, points)
             title = f"{self.result.name}: {count:,} runs: {state_counts(self.result.states)}"
             num_hidden, what = count - len(points), ""

@@ -1,0 +1,175 @@
+"""`--metric` and `--sort` of `trainkit status` and `trainkit compare`, as they are typed."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+import trainkit
+from tests.golden.__main__ import HERE as GOLDEN
+from tests.golden.__main__ import unpack_run
+from trainkit.cli.main import main
+from trainkit.run.rundir import RunDir
+
+ACCURACIES = {"0": [0.5, 0.75, 0.7], "1": [], "2": [0.25, 0.5]}
+
+
+@pytest.fixture(autouse=True)
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a sweep of a point that has failed and two that have finished, which log an accuracy."""
+    sweep = unpack_run(GOLDEN / "folders" / "sweep", tmp_path, os.uname().nodename)
+    for index, values in ACCURACIES.items():
+        file = RunDir(sweep / index).metrics_file
+        lines = file.read_text().splitlines()
+        for place, value in enumerate(values):
+            lines[place] = json.dumps({**json.loads(lines[place]), "acc": value})
+        file.write_text("\n".join(lines) + "\n")
+    monkeypatch.chdir(sweep.parent)
+    return sweep
+
+
+def points(out: str) -> list[list[str]]:
+    """The rows of a table of points, with its heading."""
+    return [line.split() for line in out.split("\n\n")[-1].splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("options", "heading", "order"),
+    [
+        ("", "POINT STATE LR BEST VAL_LOSS REASON", "120"),
+        ("--metric acc", "POINT STATE LR BEST ACC (max) REASON", "102"),
+        ("--metric loss", "POINT STATE LR LAST LOSS REASON", "120"),
+        ("--sort acc", "POINT STATE LR BEST ACC (max) REASON", "021"),
+        ("--sort acc --metric acc", "POINT STATE LR BEST ACC (max) REASON", "021"),
+        ("--sort val_loss", "POINT STATE LR BEST VAL_LOSS REASON", "201"),
+        ("--sort STEP", "POINT STATE STEP LR BEST VAL_LOSS REASON", "012"),
+        ("--sort AGE --metric acc", "POINT STATE AGE LR BEST ACC (max) REASON", "012"),
+        ("--sort point", "POINT STATE LR BEST VAL_LOSS REASON", "012"),
+        ("--sort State", "POINT STATE LR BEST VAL_LOSS REASON", "102"),
+        ("--sort LR", "POINT STATE LR BEST VAL_LOSS REASON", "021"),
+        ("--sort optimizer.lr", "POINT STATE LR BEST VAL_LOSS REASON", "021"),
+    ],
+)
+def test_status_of_a_group(
+    capsys: pytest.CaptureFixture[str], options: str, heading: str, order: str
+) -> None:
+    assert main(["status", "sweep", *options.split()]) == 0
+    first, *rows = points(capsys.readouterr().out)
+    assert " ".join(first) == heading
+    assert "".join(row[0] for row in rows) == order
+
+
+def test_what_does_not_have_it_has_no_value(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "sweep", "--metric", "acc"]) == 0
+    out = capsys.readouterr().out
+    assert "best        point 0 (optimizer.lr=0.001): acc 0.7500 at step 2\n" in out
+    assert [row[3] for row in points(out)[1:]] == ["-", "0.7500", "0.5000"]
+
+
+def test_status_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "sweep", "--sort", "acc", "--json"]) == 0
+    value = json.loads(capsys.readouterr().out)
+    assert (value["metric"], value["mode"], value["best"]["index"]) == ("acc", "max", 0)
+    assert [point["index"] for point in value["points"]] == [0, 2, 1]
+    assert value["points"][0]["best"] == {"metric": "acc", "value": 0.75, "step": 2}
+    assert main(["status", "--json"]) == 0
+    assert [(one["metric"], one["mode"]) for one in json.loads(capsys.readouterr().out)] in (
+        [],
+        [("val_loss", "min")],
+    )
+
+
+def test_status_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "sweep/0", "--metric", "acc"]) == 0
+    assert "\nbest acc (max)  0.7500 at step 2\n" in capsys.readouterr().out
+    assert main(["status", "sweep/0", "--metric", "acc", "--json"]) == 0
+    value = json.loads(capsys.readouterr().out)
+    assert (value["metric"], value["mode"], value["result"]["value"]) == ("acc", "max", 0.75)
+    assert main(["status", "sweep/1", "--metric", "loss"]) == 0
+    assert "\nlast loss   diverged since step 2\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "heading", "order"),
+    [
+        ("", "BEST VAL_LOSS", "012"),
+        ("--metric acc", "BEST ACC (max)", "012"),
+        ("--metric acc --sort acc", "BEST ACC (max)", "021"),
+        ("--sort acc", "BEST ACC (max)", "021"),
+        ("--sort val_loss", "BEST VAL_LOSS", "201"),
+        ("--sort loss", "BEST VAL_LOSS", "201"),
+        ("--sort lr", "BEST VAL_LOSS", "021"),
+        ("--sort State", "BEST VAL_LOSS", "102"),
+    ],
+)
+def test_compare(capsys: pytest.CaptureFixture[str], options: str, heading: str, order: str) -> None:
+    assert main(["compare", "sweep", *options.split()]) == 0
+    figures = capsys.readouterr().out.split("\n\n")[0].splitlines()
+    assert f"  {heading}  " in figures[0]
+    assert "".join(line.split()[0] for line in figures[1:]) == order
+
+
+def test_compare_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "sweep", "--sort", "acc", "--json"]) == 0
+    value = json.loads(capsys.readouterr().out)
+    assert (value["metric"], value["mode"]) == ("acc", "max")
+    assert [(run["result"], run["result_step"]) for run in value["runs"]] == [
+        (0.75, 2),
+        (0.5, 2),
+        (None, None),
+    ]
+    assert main(["compare", "sweep", "--sort", "acc", "--csv"]) == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert [(row["metric"], row["result"], row["optimizer.lr"]) for row in rows] == [
+        ("acc", "0.75", "0.001"),
+        ("acc", "0.5", "0.01"),
+        ("acc", "", "1e+30"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("typed", "error", "hint"),
+    [
+        ("status sweep --metric ac", "no run has logged ac", "did you mean acc? they have logged acc, "),
+        (
+            "status sweep --sort stpe",
+            "--sort stpe: no column and no metric",
+            "did you mean step? it can be point",
+        ),
+        (
+            "status sweep --sort seed",
+            "--sort seed: no column and no metric",
+            "it can be point, state, step, age",
+        ),
+        (
+            "status sweep --metric acc --sort lor",
+            "--sort lor is not a column of runs that are ranked by acc",
+            "acc",
+        ),
+        ("status sweep/0 --sort step", "--sort step: sweep/0 is one run", "leave it out"),
+        ("status sweep/0 --metric nope", "no run has logged nope", "they have logged acc, "),
+        ("status --metric acc", "--metric acc is for a run or a group", "name it"),
+        ("status sweep --tag x --metric acc", "--where and --tag choose among all runs", "leave one"),
+        ("compare sweep --metric ac", "no run has logged ac", "did you mean acc? "),
+        ("compare sweep --sort stat", "--sort stat: no column and no metric", "did you mean state? "),
+        ("compare sweep --metric acc --curves loss", "--metric is for a table of runs", "--curves names"),
+    ],
+)
+def test_what_is_refused(capsys: pytest.CaptureFixture[str], typed: str, error: str, hint: str) -> None:
+    assert main(typed.split()) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert error in err
+    assert f"hint: {hint}" in " ".join(err.split()) or hint in err.partition("hint:")[2]
+
+
+def test_from_python(project: Path) -> None:
+    group = trainkit.Group(project)
+    assert [str(group.best().path.name), group.best("acc").path.name] == ["2", "0"]
+    with pytest.raises(trainkit.UsageError, match="no run has logged f1"):
+        group.best("f1")
