@@ -1,7 +1,7 @@
 "use strict";
 // What a chart of a report does in a browser: values at the pointer, zoom, lines to hide, and its data as CSV.
 // The axes follow the rules of trainkit/capabilities/report/charts.py, which has drawn them first.
-const WIDTH = 2000, HEIGHT = 500, LOG_FROM = 50, TINY = 1e-300, MAX_LOG_TICKS = 6, MAX_ROWS = 12, MIN_DRAG = 6;
+const WIDTH = 2000, HEIGHT = 500, LOG_FROM = 50, TINY = 1e-300, FAR = 10, MAX_LOG_TICKS = 6, MAX_ROWS = 12, MIN_DRAG = 6;
 const near = (a, b) => b * (1 + 1e-9 * a);
 
 function niceTicks(low, high, count) {
@@ -27,7 +27,7 @@ function scaleOf(values) {
   let low = Infinity, high = -Infinity;
   for (const value of values) { if (value < low) low = value; if (value > high) high = value; }
   if (low > high) [low, high] = [0, 1];
-  if (low > 0 && high / low > LOG_FROM) return logScale(low, high);
+  if (low >= TINY && high / low > LOG_FROM) return logScale(low, high);
   const size = Math.max(Math.abs(low), Math.abs(high));
   if (size < TINY) [low, high] = [0, 1];
   else if (high - low <= 1e-9 * size) [low, high] = [low - 0.1 * size, high + 0.1 * size];
@@ -51,8 +51,8 @@ function logScale(low, high) {
   let ticks = round.filter(within);
   if (ticks.length > MAX_LOG_TICKS)
     ticks = powers.filter(power => power % every === 0).map(power => Number(`1e${power}`)).filter(within);
-  const size = Math.log(above / below);
-  return { low: below, high: above, ticks, place: value => Math.log(value / below) / size, text: tick => tickText(tick, tick, tick) };
+  const size = Math.log(above) - Math.log(below);
+  return { low: below, high: above, ticks, place: value => value > 0 ? (Math.log(value) - Math.log(below)) / size : -FAR, text: tick => tickText(tick, tick, tick) };
 }
 
 const shown = value => value === null ? "not finite" : Math.abs(value) >= 1e5 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(5)));
@@ -149,7 +149,7 @@ class Plot {
   }
 
   paths({ x: steps, y: values, spread }, x) {
-    const at = i => Math.round(WIDTH * x.place(steps[i])), down = value => Math.round(HEIGHT * (1 - this.y.place(value)));
+    const at = i => Math.round(WIDTH * x.place(steps[i])), down = value => Math.round(HEIGHT * (1 - Math.min(FAR, Math.max(-FAR, this.y.place(value)))));
     const within = value => down(Math.min(Math.max(value, this.y.low), this.y.high));
     let line = "", band = "";
     for (let begin = 0; begin < steps.length; begin++) {

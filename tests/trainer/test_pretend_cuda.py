@@ -497,6 +497,7 @@ OLD, NO_GPU, VIRTUAL, SHARED = (
     "test_distributed.py::test_a_virtual_gpu_without_expandable_segments",
     "test_distributed.py::test_two_tasks_that_see_the_same_gpu",
 )
+IMAGES = "../capabilities/media/test_media.py::test_a_value_on_a_gpu_is_copied_without_a_wait"
 ELSEWHERE = {
     ("generate", "raise UsageError("): "test_generate, on a CPU",
     ("select_device", "driver = driver_cuda(library)"): OLD,
@@ -511,6 +512,12 @@ ELSEWHERE = {
     ("join_world", "refuse_shared_gpu(env, gpu, store)"): SHARED,
     ("refuse_shared_gpu", 'if (_read(env, store, _arrival(other)) or "").endswith(f" {gpu}"):'): SHARED,
     ("refuse_shared_gpu", "raise FatalError("): SHARED,
+    ("_stage", 'if tensor.device.type != "cuda":'): IMAGES,
+    ("_stage", "host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)"): IMAGES,
+    ("_stage", "host.copy_(tensor, non_blocking=True)"): IMAGES,
+    ("_stage", "copied = torch.cuda.Event()  # type: ignore[no-untyped-call]"): IMAGES,
+    ("_stage", "copied.record()"): IMAGES,
+    ("_stage", "return Staged(host, copied)"): IMAGES,
 }
 """The statements that no run here comes to, by function, and what runs them, or why nothing can."""
 PLANNED = {

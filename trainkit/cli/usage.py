@@ -43,17 +43,27 @@ OTHER_COMMANDS = {
 MOVES = "a run is a folder: once it has ended, `mv` and `cp -r` move and copy it"
 DELETES = "a run is a folder: `rm -r` deletes one that has ended, `trainkit cancel RUN` ends one that runs"
 RESUMES = "`trainkit resume {run}` starts a run again from its newest checkpoint"
-RESUME_OPTIONS = (
-    *(
-        "--resume",
-        "--resume-from",
-        "--resume-from-checkpoint",
-        "--resume-run",
-        "--resume-path",
-        "--auto-resume",
-    ),
-    *("--ckpt", "--ckpt-path", "--checkpoint", "--from-checkpoint", "--load", "--load-checkpoint"),
-    *("--load-from-checkpoint", "--restore", "--restart", "--continue", "--continue-from"),
+RESUME_OPTIONS = tuple(
+    f"--{name}"
+    for name in [
+        "resume",
+        "resume-from",
+        "resume-from-checkpoint",
+        "resume-run",
+        "resume-path",
+        "auto-resume",
+        "ckpt",
+        "ckpt-path",
+        "checkpoint",
+        "from-checkpoint",
+        "load",
+        "load-checkpoint",
+        "load-from-checkpoint",
+        "restore",
+        "restart",
+        "continue",
+        "continue-from",
+    ]
 )
 KEEPS_LOGS = "`trainkit logs RUN` shows what a run prints; the files are in its run folder"
 HERE = "a run works in the folder in which it is submitted: `cd` there first"
@@ -457,7 +467,7 @@ def _names_config(typed: str, value: str | None) -> bool:
 
 def _key_hint(typed: str, value: str | None, args: Sequence[str], known: Sequence[str]) -> str:
     """The key of the config for an option of another program, with a value that it takes."""
-    from trainkit.config.schema import OTHER_KEYS, all_keys, sections
+    from trainkit.config.schema import all_keys, other_names, sections
     from trainkit.config.suggest import accepts, nearest, other_key_says
 
     name = SBATCH_SHORT.get(typed, typed.lstrip("-"))
@@ -475,7 +485,7 @@ def _key_hint(typed: str, value: str | None, args: Sequence[str], known: Sequenc
     if said := other_key_says(word) or other_key_says(word.removeprefix("use_")):
         return said
     keys = [*all_keys(), *sections()]
-    key = OTHER_KEYS.get(word) or next(
+    key = other_names().get(word) or next(
         (key for key in keys if key in (word, f"{key.partition('.')[0]}.{word}")), None
     )
     if key is None:

@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from functools import cache
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, create_model
@@ -178,49 +179,18 @@ def is_known(path: tuple[str, ...]) -> bool:
     return len(path) == 1 or path[1] in sections()[path[0]]
 
 
-OTHER_KEYS = {
-    **{"learning_rate": "optimizer.lr", "max_grad_norm": "train.grad_clip", "size": "model.preset"},
-    **dict.fromkeys(("max_steps", "num_steps"), "train.steps"),
-    **dict.fromkeys(("max_epochs", "num_epochs", "num_train_epochs"), "train.epochs"),
-    **dict.fromkeys(("micro_batch_size", "per_device_train_batch_size"), "train.device_batch_size"),
-    **{"model_name": "model.hf", "model_name_or_path": "model.hf", "max_seq_length": "data.seq_len"},
-    **dict.fromkeys(("fp16", "bf16", "mixed_precision"), "precision.dtype"),
-    **{"lr_scheduler": "schedule.name", "gradient_checkpointing": "parallel.activation_checkpointing"},
-    **{"save_steps": "checkpoint.every_steps", "save_total_limit": "checkpoint.keep_last"},
-    **{"eval_steps": "train.eval_every", "logging_steps": "train.log_every"},
-    **{"num_nodes": "resources.nodes", "walltime": "resources.time", "queue": "resources.partition"},
-    **{"save_every": "checkpoint.every_steps", "slurm": "resources"},
-    **dict.fromkeys(("dataset", "data_path"), "data.source"),
-    **{"mem_gb": "resources.mem", "memory": "resources.mem", "accelerator": "device"},
-    **{"timeout_min": "resources.time", "cpus_per_task": "resources.cpus_per_gpu"},
-    **dict.fromkeys(("gpus", "devices", "num_gpus"), "resources.gpus_per_node"),
-    **dict.fromkeys(("tensor_parallel", "tensor_parallel_size", "tensor_model_parallel_size"), "parallel.tp"),
-    **dict.fromkeys(("pipeline_parallel_size", "pipeline_model_parallel_size"), "parallel.pp"),
-    **dict.fromkeys(("context_parallel", "context_parallel_size"), "parallel.cp"),
-    **dict.fromkeys(("train_data", "data_dir", "dataset_path"), "data.source"),
-    **dict.fromkeys(("fp32", "torch_dtype"), "precision.dtype"),
-    **dict.fromkeys(("image", "container_image", "singularity", "apptainer"), "launch.container"),
-    **dict.fromkeys(("warmup", "num_warmup_steps"), "schedule.warmup_steps"),
-    **dict.fromkeys(
-        ("val_check_interval", "check_val_every_n_epoch", "evaluation_strategy"), "train.eval_every"
-    ),
-    **dict.fromkeys(("num_processes", "nproc_per_node", "tasks_per_node"), "resources.gpus_per_node"),
-    **dict.fromkeys(("num_machines", "nnodes"), "resources.nodes"),
-    **dict.fromkeys(("lr_scheduler_type", "scheduler"), "schedule.name"),
-    **{"optim": "optimizer.name", "seed_everything": "seed"},
-    **dict.fromkeys(("adam_beta1", "adam_beta2"), "optimizer.betas"),
-    **{"adam_epsilon": "optimizer.eps", "dataloader_num_workers": "data.num_workers"},
-    **dict.fromkeys(("gradient_clip_val", "clip_grad_norm"), "train.grad_clip"),
-    **dict.fromkeys(("max_length", "block_size", "n_ctx", "max_position_embeddings"), "data.seq_len"),
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "hidden_dim"), "model.dim"),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers"), "model.num_layers"),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads"), "model.num_heads"),
-    **{"num_key_value_heads": "model.num_kv_heads", "intermediate_size": "model.ffn_dim"},
-    **{"pretrained": "model.init_from", "zero_stage": "parallel.zero", "stage": "parallel.zero"},
-}
-"""A key as other trainers and Slurm call it, and as it is called here."""
+OTHER_NAMES = Path(__file__).with_name("other_names.yaml")
 SIMILAR = 0.75
 """`learningrate` is like no key; `model_name` is not like `model.norm_eps` (0.67)."""
+
+
+@cache
+def other_names() -> dict[str, str]:
+    """The keys by the names that other trainers and Slurm have for them."""
+    from trainkit.config.yamlfile import read_yaml_file  # only to explain an error
+
+    named = read_yaml_file(OTHER_NAMES, OTHER_NAMES.name).plain()
+    return {name: key for key, names in named.items() for name in names}
 
 
 def meant(path: tuple[str, ...]) -> str | None:
@@ -229,8 +199,8 @@ def meant(path: tuple[str, ...]) -> str | None:
     dotted = re.sub("[/:]|__", ".", ".".join(path))
     if dotted in all_keys():
         return dotted
-    if leaf in OTHER_KEYS:
-        return OTHER_KEYS[leaf]
+    if known := other_names().get(leaf):
+        return known
     if leaf in ("type", "class", "kind") and (named := f"{path[0]}.name") in all_keys():
         return named
     same = [key for key in all_keys() if key.endswith(f".{leaf}")]

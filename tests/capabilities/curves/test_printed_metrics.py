@@ -148,6 +148,7 @@ NOISE = {
     "expression": "step 3 loss 0.5 and x > 0.5 or y < 3",
     "file": "step 3 loss 0.5 wrote out/model-3.pt, sha 12ab",
     "fraction": "step 3 loss 0.5 done: 3/4",
+    "line of code": "2026-11-26 10:00:05 | INFO | train:main:42 - [train.py:42] step 3 loss 0.5",
     "decimal comma": "step 3 loss 0.5 acc: 0,95",
 }
 

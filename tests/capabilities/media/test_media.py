@@ -10,6 +10,7 @@ import torch
 
 from tests.support.runs import make_attempt
 from trainkit.capabilities.media import recorder as recorder_module
+from trainkit.capabilities.media import staging
 from trainkit.capabilities.media.items import (
     image_file,
     index_file,
@@ -390,3 +391,28 @@ def test_a_page_with_many_names_and_large_images_is_bounded(attempt):
     assert len(page) < 30_000_000
     assert page.count("base64") == 2
     assert "12 more names are in media.jsonl" in page
+
+
+def test_a_value_on_a_gpu_is_copied_without_a_wait(monkeypatch):
+    done = []
+
+    class Event:
+        def record(self) -> None:
+            done.append("record")
+
+        def synchronize(self) -> None:
+            done.append("wait")
+
+    class OnGpu:
+        device, shape, dtype = torch.device("cuda"), (2,), torch.uint8
+
+    class Host:
+        def copy_(self, tensor: object, *, non_blocking: bool) -> None:
+            done.append(("copy", isinstance(tensor, OnGpu), non_blocking))
+
+    monkeypatch.setattr(torch, "empty", lambda shape, *, dtype, pin_memory: Host() if pin_memory else None)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    staged = staging._stage(OnGpu())
+    assert done == [("copy", True, True), "record"]
+    assert isinstance(staged.wait(), Host)
+    assert done[2:] == ["wait"]

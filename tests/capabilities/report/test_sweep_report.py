@@ -72,6 +72,15 @@ def test_numbers_that_are_written_as_text_are_in_their_order(tmp_path: Path) -> 
     assert [label.text for label in chart.x_labels] == ["0.001", "0.01", "0.1"]
 
 
+def test_a_secret_is_masked_before_its_text_is_shortened(tmp_path: Path) -> None:
+    group = made_up_sweep(
+        tmp_path / "mine", {"api_key": ["sk-0123456789abcdefghijkl", "sk-abcdefghij0123456789"]}
+    )
+    text = render_sweep(report_of(group))
+    assert "sk-0" not in text
+    assert "sk-a" not in text
+
+
 def test_a_failure_comes_with_the_next_command(tmp_path: Path) -> None:
     report = report_of(made_up_sweep(tmp_path / "mine", {"seed": [1, 2]}, failed=0))
     assert f"trainkit diagnose {report.points[0].run_dir}</code>" in render_sweep(report)

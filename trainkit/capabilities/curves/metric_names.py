@@ -37,7 +37,7 @@ NO_LOSS = frozenset(
 _NEVER = _set(
     """
     time times timestamp ts eta elapsed remaining runtime duration date wall walltime memory mem ram vram
-    version port pid seed best lowest highest packet frame stop
+    version port pid seed best lowest highest packet frame stop py cpp cu cc
     """
 )
 """Words of names that are none of metrics."""
@@ -93,6 +93,8 @@ class Label:
     """Whether the name says that the line is about a training."""
     is_tensor: bool
     """Whether the number is in the text of a tensor, such as ``tensor(0.5)``."""
+    has_colon: bool
+    """Whether a ``:`` right before the number makes it a line of code, as in ``module:function:42``."""
 
 
 @lru_cache(4096)
@@ -118,6 +120,7 @@ def read_label(text: str) -> Label:
         name=name if is_metric and len(name) <= MAX_NAME else None,
         is_telling=is_telling,
         is_tensor=text.endswith("tensor"),
+        has_colon=":" in text,
     )
 
 

@@ -170,6 +170,8 @@ def read_line(line: str) -> Reading:
             num_losses = len(found.losses)
             if not _read_named(found, number, named) or (_IN_A_LIST.search(between) and not named.is_tensor):
                 continue
+            if between == ":" and named.has_colon:
+                continue
             is_loss = len(found.losses) > num_losses
             metric = metric_of(named, number, is_assigned=is_assigned or is_loss)
             if metric is not None and metric[0] not in found.metrics:

@@ -16,15 +16,15 @@ MAX_NAMES = 32
 MAX_INLINE_BYTES = 2**24
 """Images of a page; of others there is the name of the file."""
 MAX_STEPS = 40
-WIDTH, HEIGHT = 256, 96
+WIDTH, HEIGHT, SMALL = 256, 96, 128
 _BLOCK = "display:inline-block;vertical-align:top;margin:0 16px 16px 0;max-width:100%"
 
 
 def render(run: RunDir, items: Sequence[Item]) -> str:
     """The newest items of each name, and at which steps there are others."""
     parts, left = [], MAX_INLINE_BYTES
-    names = by_name(items)
-    for name, own in list(names.items())[:MAX_NAMES]:
+    names = sorted(by_name(items).items(), key=lambda item: (item[0].removeprefix("val_"), item[0]))
+    for name, own in names[:MAX_NAMES]:
         parts.append(f"<h3>{escape(name)}</h3><div>")
         for item in own[-NUM_LAST:]:
             shown, size = _item(run, item, left)
@@ -49,8 +49,10 @@ def _item(run: RunDir, item: Item, left: int) -> tuple[str, int]:
     if len(data) > left:
         return f'<span class="dim">media/{escape(item.text("file") or "")}</span>', 0
     source = b64encode(data).decode()
-    # A small image is enlarged, with pixels that stay sharp.
-    size = "width:256px;image-rendering:pixelated" if (item.count("width") or 0) < 128 else "max-width:320px"
+    longer = max(item.count("width") or 1, item.count("height") or 1)
+    size = "max-width:min(320px,100%)"
+    if longer < SMALL:  # it is enlarged, with pixels that stay sharp
+        size = f"width:{WIDTH * (item.count('width') or 1) / longer:.0f}px;image-rendering:pixelated"
     return f'<img alt="{escape(item.name)}" src="data:image/png;base64,{source}" style="{size}">', len(data)
 
 

@@ -182,7 +182,7 @@ class Scale(NamedTuple):
         """The place of a value from 0 to 1."""
         if not self.is_log:
             return (value - self.low) / (self.high - self.low)
-        return math.log(value / self.low) / math.log(self.high / self.low)
+        return (math.log(value) - math.log(self.low)) / (math.log(self.high) - math.log(self.low))
 
     def labels(self) -> Iterator[tuple[float, str]]:
         """The place and the text of each tick."""
@@ -197,7 +197,7 @@ def scale_of(values: Iterable[float]) -> Scale:
     """The axis of some values, logarithmic where they are positive and span much."""
     found = list(values)
     low, high = min(found, default=0.0), max(found, default=1.0)
-    if is_wide(found):
+    if low >= TINY and is_wide(found):
         return _log_scale(low, high)
     if (size := max(abs(low), abs(high))) < TINY:
         low, high = 0.0, 1.0

@@ -34,6 +34,7 @@ from trainkit.capabilities.report.charts import (
 from trainkit.capabilities.report.page import render_page
 from trainkit.capabilities.report.plot import SEED, DrawnRun, Series, mean_line, series_of
 from trainkit.capabilities.report.thinned import MAX_BUCKETS, Thinned, Wanted, read_all
+from trainkit.cli.output import masked
 from trainkit.config.schema import flatten
 from trainkit.formats import plural, shown, shown_value
 from trainkit.observe.group import (
@@ -374,7 +375,7 @@ def _key_charts(report: SweepReport, keys: Sequence[str]) -> list[Chart]:
             f"{label} by {key}",
             key,
             [
-                Dot(point.values.get(key), point.result, point_name(point), point.index == best)
+                Dot(masked(point.values.get(key), key), point.result, point_name(point), point.index == best)
                 for point in known
             ],
         )
