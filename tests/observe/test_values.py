@@ -38,10 +38,11 @@ def test_a_command_had_its_words_and_its_job(tmp_path: Path) -> None:
 
 
 def test_a_launcher_had_what_it_was_given(tmp_path: Path) -> None:
-    plan = {"command": SCRIPT, "capabilities": {"launchers": {"keys": ["precision.dtype"]}}}
-    found = asked_of(made(tmp_path / "one", plan))
-    assert "precision.dtype" in found
-    assert "precision.dtype" not in asked_of(made(tmp_path / "two", {"command": SCRIPT}))
+    part = {"keys": ["precision.dtype"], "files": {"accelerate.yaml": "mixed_precision: bf16"}}
+    plan = {"command": SCRIPT, "capabilities": {"launchers": part}}
+    assert "precision.dtype" in asked_of(made(tmp_path / "one", plan))
+    del part["files"]  # nothing was made of what the user had set
+    assert "precision.dtype" not in asked_of(made(tmp_path / "two", plan))
 
 
 @pytest.mark.parametrize(

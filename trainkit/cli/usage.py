@@ -43,28 +43,12 @@ OTHER_COMMANDS = {
 MOVES = "a run is a folder: once it has ended, `mv` and `cp -r` move and copy it"
 DELETES = "a run is a folder: `rm -r` deletes one that has ended, `trainkit cancel RUN` ends one that runs"
 RESUMES = "`trainkit resume {run}` starts a run again from its newest checkpoint"
-RESUME_OPTIONS = tuple(
-    f"--{name}"
-    for name in [
-        "resume",
-        "resume-from",
-        "resume-from-checkpoint",
-        "resume-run",
-        "resume-path",
-        "auto-resume",
-        "ckpt",
-        "ckpt-path",
-        "checkpoint",
-        "from-checkpoint",
-        "load",
-        "load-checkpoint",
-        "load-from-checkpoint",
-        "restore",
-        "restart",
-        "continue",
-        "continue-from",
-    ]
+RESUME_OPTIONS = (
+    "--resume --resume-from --resume-from-checkpoint --resume-run --resume-path --auto-resume --ckpt"
+    " --ckpt-path --checkpoint --from-checkpoint --load --load-checkpoint --load-from-checkpoint --restore"
+    " --restart --continue --continue-from"
 )
+"""Options of other programs for a run that continues."""
 KEEPS_LOGS = "`trainkit logs RUN` shows what a run prints; the files are in its run folder"
 HERE = "a run works in the folder in which it is submitted: `cd` there first"
 IS_SET = "trainkit sets it itself: leave it out"
@@ -408,7 +392,7 @@ def _option_hint(error: click.NoSuchOption, args: Sequence[str]) -> str:
         return f"CONFIG has no option: `{program} {quote(value or 'CONFIG')}`"
     if typed in ("--env", "-e", "--export") and "--set" in known and "=" in (value or ""):
         return f"did you mean --set {quote(f'launch.env.{value}')}?"
-    if typed.replace("_", "-") in RESUME_OPTIONS and args[0] in ("submit", "run"):
+    if typed.replace("_", "-") in RESUME_OPTIONS.split() and args[0] in ("submit", "run"):
         is_run = value is not None and not value.startswith("-") and _is_run(value)
         return RESUMES.format(run=quote(value) if is_run else "RUN")  # type: ignore[arg-type]
     if args[0] == "run" and typed in ("--local", "--here", "--backend", *SLURM_ALONE):

@@ -42,5 +42,6 @@ def asked_of(run: RunDir, plan: PlanRecord | None = None) -> FlatConfig:
 def with_effect(config: Mapping[str, object], plan: PlanRecord) -> FlatConfig:
     """The keys of a config that have an effect on a run with this plan: a COMMAND has none of training."""
     workload = Workload(tuple(plan.command or ()))
-    passed = {key for part in plan.parts.values() for key in part.texts("keys")}
+    launched = [part for part in plan.parts.values() if part.record("files").values]
+    passed = {key for part in launched for key in part.texts("keys")}
     return {key: value for key, value in config.items() if workload.uses(key) or key in passed}

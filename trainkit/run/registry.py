@@ -213,7 +213,7 @@ def find_to_read(text: str, *, to_change: bool = False, acts: bool = False) -> R
     if acts and not matches:
         _refuse_elsewhere(text)
     newest = _newest(text, matches, to_change)
-    if len(matches) == 1 and not acts and not is_job_id(job_id) and not _is_of_this_folder(newest):
+    if len(matches) == 1 and not to_change and not is_job_id(job_id) and not _is_of_this_folder(newest):
         print_note(f"note: {text} is a run of another folder: {newest.shown}")
     if isinstance(newest, RunGroup) and is_job_id(job_id) and "_" in job_id:
         return _run_of(newest, int(job_id.partition("_")[2]))
