@@ -256,17 +256,14 @@ class Run(Generic[Value]):
         return self._status(warn_caller)
 
     def _status(self, warn: Callable[[str], None]) -> RunStatus:
-        status, point = look_at(self._folder, warn)[1], self._point(warn)
-        if point is None:
-            return status
-        return replace(status, state=point.state, reason=point.reason, job_id=point.job_id)
+        return look_at(self._folder, warn)[1]
 
-    def _point(self, warn: Callable[[str], None] = warn_caller) -> PointStatus | None:
+    def _point(self) -> PointStatus | None:
         """What its group says of it, until it starts."""
         found = None if self._folder.attempt_numbers() else group_of(self._folder)
         if found is None:
             return None
-        return next(point for point in query_group(found[0], warn).points if point.index == found[1])
+        return next(point for point in query_group(found[0], warn_caller).points if point.index == found[1])
 
     def done(self) -> bool:
         """Whether it has ended and does not restart by itself."""

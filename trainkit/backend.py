@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # the nouns of the floors above, for type checkers alone
     from trainkit.cluster.model import Cluster
     from trainkit.cluster.target import Target
     from trainkit.config.loaded import LoadedConfig
+    from trainkit.config.schema import RunConfig
     from trainkit.job.allocation import Allocation
     from trainkit.job.node.rendezvous import Task
     from trainkit.plan.launch import LaunchPlan, Options
@@ -92,6 +93,23 @@ class JobStatus(NamedTuple):
     """Slurm's information; None for a local run, and when Slurm cannot be queried."""
 
 
+class StartEstimates(ABC):
+    """When a job would start, by the place in which it would run."""
+
+    @abstractmethod
+    def to_list(self) -> list[dict[str, object]]:
+        """The estimates as JSON."""
+
+    @abstractmethod
+    def lines(self, fit: int | None = None) -> Iterable[str]:
+        """The lines of a table of at most `fit` characters, if that is possible."""
+
+    @property
+    @abstractmethod
+    def refusal(self) -> str | None:
+        """Why the scheduler would reject the job; None if it would not."""
+
+
 class Backend(ABC):
     """A way to execute attempts: it starts them, says how their jobs are, and signals or kills them."""
 
@@ -142,6 +160,10 @@ class Backend(ABC):
 
     def expected_start(self, plan: LaunchPlan, script: str) -> str:
         """The scheduler's sentence about when a job with this script would start."""
+        raise NotImplementedError
+
+    def start_estimates(self, plan: LaunchPlan, config: RunConfig, cluster: Cluster) -> StartEstimates:
+        """When a job of this plan would start, in what it asks for and elsewhere. Raises SlurmError."""
         raise NotImplementedError
 
     @abstractmethod

@@ -21,8 +21,6 @@ if TYPE_CHECKING:  # the nouns of the floors above, for type checkers alone
     from trainkit.config.loaded import LoadedConfig
     from trainkit.config.schema import RunConfig
     from trainkit.config.section import Section
-    from trainkit.config.training import DataConfig
-    from trainkit.data.dataset_file import TokenizerIdentity
     from trainkit.job.decision import Departure
     from trainkit.job.node.rendezvous import Rendezvous
     from trainkit.job.rank_env import RankEnv
@@ -246,7 +244,7 @@ class Capability:
     commands: ClassVar[Mapping[str, str]] = {}
     """Command -> MODULE:NAME of a click command. Of another package it is named NAME or NAME-…."""
     quiet: ClassVar[Mapping[str, str]] = {}
-    """Key that is null in a short training, such as one of a bench -> why; ``{what}`` is its name there."""
+    """Key that is null in a replay and in a short training, as of a bench -> why; ``{what}`` is its name."""
     may_be_secret: ClassVar[tuple[str, ...]] = ()
     """Keys whose values no error shows."""
     other_keys: ClassVar[Mapping[str, str]] = {}
@@ -282,22 +280,6 @@ class Capability:
 
     def argv(self, plan: LaunchPlan, rank: RankEnv, run: RunDir) -> tuple[str, ...]:
         """The command line with which an agent starts a command, if its launcher is of the capability."""
-        raise NotImplementedError
-
-    def choose_nodes(
-        self,
-        loaded: LoadedConfig,
-        workload: Workload,
-        *,
-        code_dir: Path | None = None,
-        facts: Facts | None = None,
-        before: LaunchPlan | None = None,
-        left: float = 1.0,
-    ) -> tuple[LoadedConfig, LaunchPlan, NodesChoice]:
-        """For `--nodes auto`, the config with all numbers of nodes, the plan for the chosen one, and why.
-
-        Of a run that resumes, `before` is the plan so far, and `left` the share of its steps that is left.
-        """
         raise NotImplementedError
 
     def environ(self, attempt: AttemptDir, plan: LaunchPlan) -> Mapping[str, str]:
@@ -348,19 +330,6 @@ class Capability:
 
     def waits(self, plan: PlanRecord) -> str:
         """What `status` says of a run in which a rank waits for a person, or may wait by its plan."""
-        raise NotImplementedError
-
-    def inspect_texts(
-        self, config: DataConfig, tokenizer: TokenizerIdentity | None
-    ) -> tuple[list[KeyProblem], Mapping[str, float] | None]:
-        """The problems of the texts of a config, and at most how many tokens each split has; None if unknown.
-
-        `tokenizer` is None if that of the config cannot be read.
-        """
-        raise NotImplementedError
-
-    def prepare_texts(self, config: DataConfig, checks_sizes: bool) -> Path:
-        """The folder of token shards of a config's texts, made first if necessary."""
         raise NotImplementedError
 
     def rows(self, reading: Reading) -> Mapping[str, str]:

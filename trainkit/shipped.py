@@ -7,15 +7,25 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cache
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from trainkit.errors import TrainkitError, UsageError
 
 if TYPE_CHECKING:  # the contract too: a command that needs no capability does not load it
     from importlib.metadata import EntryPoint
 
-    from trainkit.capability import Capability
+    from trainkit.capability import Capability, NodesChoice
+    from trainkit.config.loaded import LoadedConfig
     from trainkit.config.section import Section
+    from trainkit.config.training import DataConfig
+    from trainkit.data.dataset_file import TokenizerIdentity
+    from trainkit.errors import KeyProblem
+    from trainkit.plan.launch import LaunchPlan
+
+    NodeChooser = Callable[..., tuple[LoadedConfig, LaunchPlan, NodesChoice]]
+    Tokens = Mapping[str, float] | None
+    TextInspector = Callable[[DataConfig, TokenizerIdentity | None], tuple[list[KeyProblem], Tokens]]
+    TextPreparer = Callable[[DataConfig, bool], Path]
 
 T = TypeVar("T")
 GROUP = "trainkit.capabilities"
@@ -57,8 +67,6 @@ class Shipped(NamedTuple):
     """
     launchers: Mapping[str, tuple[str, ...]] = {}
     """Launcher of a command -> packages, one of which must be installed; `Capability.argv` starts it."""
-    chooses_nodes: bool = False
-    """Whether it chooses the number of nodes for `--nodes auto`."""
     events: Mapping[str, bool] = {}
     """Its events that people see -> whether also among the past warnings; see `owner_of`."""
     shown: Mapping[str, Mapping[str, str]] = {}
@@ -67,19 +75,19 @@ class Shipped(NamedTuple):
     """Cause of its `Departure` -> what is known of it."""
     group_file: str | None = None
     """A file that only its groups of runs have; None if it has none."""
-    reads_texts: bool = False
-    """Whether it makes the data of a training from texts."""
+    functions: Mapping[str, str] = {}
+    """Function of which the core has no other one -> MODULE:NAME in the folder."""
     keeps_media: bool = False
     """Whether it keeps the images, histograms and texts that a rank logs."""
-    by_command: bool = False
-    """Whether its commands alone give a run its part, and no key of a config."""
+    without_keys: bool = False
+    """Whether no key of a config is about it: a config is checked and planned without its class."""
     worker: str | None = None
     """The module whose `run_worker` the ranks of a run with its part call; None for the trainer's."""
 
     @property
     def has_class(self) -> bool:
         """Whether its module has a `CAPABILITY`, which one with commands alone does not need."""
-        return bool(self.follows or self.group_file or self.reads_texts or self.keeps_media)
+        return bool(self.follows or self.group_file or self.keeps_media)
 
 
 LEFT_OUT = object()
@@ -92,11 +100,11 @@ SHIPPED = {
         {"debug": WHOLE},
         in_ranks=True,
         attends="rank",
-        by_command=True,
+        without_keys=True,
         commands={"debug": "command:command"},
         options={"run": "run_options:run_options"},
     ),
-    "bench": Shipped(commands={"bench": "command:command"}, group_file="bench.json", by_command=True),
+    "bench": Shipped(commands={"bench": "command:command"}, group_file="bench.json", without_keys=True),
     "init": Shipped(commands={"init": "command:command"}),
     "shell": Shipped(commands={"shell": "command:shell", "attach": "command:attach"}),
     "stacks": Shipped(commands={"stacks": "command:command"}),
@@ -111,11 +119,14 @@ SHIPPED = {
         {"replay": ("steps", None)},
         commands={"replay": "command:command", "data show": "command:show"},
         worker="worker",
-        by_command=True,
+        without_keys=True,
     ),
     "report": Shipped(commands={"report": "command:command", "compare": "compare:command"}),
     "simulation": Shipped(options={"check": "check_options:simulation_options"}),
-    "texts": Shipped(commands={"data": "command:command"}, reads_texts=True),
+    "texts": Shipped(
+        commands={"data": "command:command"},
+        functions={"inspect_texts": "checks:inspect_texts", "prepare_texts": "cache:prepare_texts"},
+    ),
     "watch": Shipped(commands={"watch": "command:command"}),
     "launchers": Shipped(
         "launcher",
@@ -138,7 +149,7 @@ SHIPPED = {
     "growth": Shipped(
         "sizes checkpoint_bytes",
         {"grow": ("grow", LEFT_OUT)},
-        chooses_nodes=True,
+        functions={"choose_nodes": "earliest_end:choose_nodes"},
         events={"growth": False},
         shown={"status": {"growth": "gpu_type"}, "rows": {"growth": "used"}},
     ),
@@ -147,7 +158,7 @@ SHIPPED = {
     "health": Shipped(
         "log_pattern", {"health_every_s": ("every_s", None)}, shown={"report": {"nodes": "slowdowns"}}
     ),
-    "media": Shipped(keeps_media=True, shown={"report": {"media": "slowdowns"}}),
+    "media": Shipped(keeps_media=True, without_keys=True, shown={"report": {"media": "slowdowns"}}),
     "trackers": Shipped(
         "slurm",
         {"trackers": ("names", [])},
@@ -229,7 +240,7 @@ def installed_section(name: str) -> type[Section] | None:
 
 def shipped_classes() -> list[str]:
     """The shipped capabilities with a class that a config may ask for."""
-    return [name for name, shipped in SHIPPED.items() if shipped.has_class and not shipped.by_command]
+    return [name for name, shipped in SHIPPED.items() if shipped.has_class and not shipped.without_keys]
 
 
 def launchers() -> dict[str, tuple[str, ...]]:
@@ -242,14 +253,39 @@ def with_launcher(name: str) -> Capability:
     return load(next((folder for folder, shipped in SHIPPED.items() if name in shipped.launchers), name))
 
 
-def node_chooser() -> Capability:
-    """The capability that chooses the number of nodes of a run."""
-    return load(next(name for name, shipped in SHIPPED.items() if shipped.chooses_nodes))
+def _function(name: str) -> object:
+    """The function of this name, which one of the shipped capabilities has."""
+    folder, place = next(
+        (folder, shipped.functions[name]) for folder, shipped in SHIPPED.items() if name in shipped.functions
+    )
+    module, _, own = place.partition(":")
+    return getattr(importlib.import_module(f"trainkit.capabilities.{folder}.{module}"), own)
 
 
-def of_texts() -> Capability:
-    """The capability that makes the data of a training from texts."""
-    return load(next(name for name, shipped in SHIPPED.items() if shipped.reads_texts))
+def node_chooser() -> NodeChooser:
+    """The function that chooses the number of nodes of a run for `--nodes auto`.
+
+    It gets the config and the workload, and by name `code_dir`, `facts` and, of a run that resumes, `before`,
+    its plan so far, and `left`, the share of its steps that is left. It returns the config with all numbers
+    of nodes, the plan for the chosen one, and why.
+    """
+    return cast("NodeChooser", _function("choose_nodes"))
+
+
+def text_inspector() -> TextInspector:
+    """The function for the problems of the texts of a config, and at most how many tokens each split has.
+
+    It gets the config and its tokenizer, None if that cannot be read; its numbers are None if unknown.
+    """
+    return cast("TextInspector", _function("inspect_texts"))
+
+
+def text_preparer() -> TextPreparer:
+    """The function for the folder of token shards of the texts of a config, which it makes if necessary.
+
+    It gets the config, and whether it compares the sizes of shards that are there.
+    """
+    return cast("TextPreparer", _function("prepare_texts"))
 
 
 def of_media() -> Capability:

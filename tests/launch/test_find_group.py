@@ -7,9 +7,11 @@ import pytest
 
 from tests.support.groups import make_group
 from trainkit.errors import UsageError
+from trainkit.observe.current import look_at
+from trainkit.run.end import UNFINISHED_STATES
 from trainkit.run.group import RunGroup
 from trainkit.run.record import add_slurm_attempt
-from trainkit.run.registry import find_run, find_run_or_group, iter_known_runs, register
+from trainkit.run.registry import find_run, find_run_or_group, find_to_read, iter_known_runs, register
 from trainkit.run.rundir import RunDir, run_lock
 
 POINTS: dict[int, dict[str, Any]] = {index: {"seed": index} for index in (3, 4)}
@@ -42,6 +44,19 @@ def test_a_run_of_a_group_is_made_when_it_is_named(group: RunGroup) -> None:
         assert run.path == group.run(4).path
         assert run.exists()
     assert not group.run(3).exists()
+
+
+def test_who_only_reads_makes_no_folder(group: RunGroup) -> None:
+    for text in ("12_4", "group/4", str(group.path / "4")):
+        assert find_to_read(text).path == group.run(4).path
+        status = look_at(group.run(4), print)[1]
+        assert (status.name, status.attempt, status.job_id) == ("small/4", 1, "12_4")
+        assert status.state in UNFINISHED_STATES or status.state == "unknown"
+        assert status.place.num_nodes == 1
+    assert not group.run(4).path.exists()
+    for text in ("12_5", "group/5", str(group.path / "5"), "group/04"):
+        with pytest.raises(UsageError, match=r"has no point 5|does not contain a run"):
+            find_to_read(text)
 
 
 def test_a_group_is_not_one_run(group: RunGroup) -> None:

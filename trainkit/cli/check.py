@@ -20,7 +20,7 @@ from trainkit.terminal import GOOD, WATCH, Styled, painted
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from trainkit.backends.slurm.queue_estimate import Wait
+    from trainkit.backend import StartEstimates
     from trainkit.capability import Choice
     from trainkit.cluster.model import Cluster
     from trainkit.config import RunConfig
@@ -65,7 +65,6 @@ def command(
     Prints every derived value with its reason and, on a cluster, when the job would start. If there are
     problems, lists all of them and exits with 2.
     """
-    from trainkit.backends.slurm.queue_estimate import wait_lines
     from trainkit.config.schema import flatten, show_value
     from trainkit.launch.plan_run import gather, plan_run
     from trainkit.launch.submission import lock_problem
@@ -74,7 +73,7 @@ def command(
 
     loaded, choice = request.load_to_plan(), None
     if request.chooses_nodes:
-        loaded, plan, choice = node_chooser().choose_nodes(loaded, TRAINER)
+        loaded, plan, choice = node_chooser()(loaded, TRAINER)
         cluster = None
     else:
         facts = gather(loaded)
@@ -94,7 +93,7 @@ def command(
         echo_error(f"warning: {problem}")
     if as_json:
         config = loaded.config.model_dump(mode="json", by_alias=True)
-        shown = None if waits is None else [item.to_dict() for item in waits]
+        shown = None if waits is None else waits.to_list()
         value: dict[str, object] = {"config": config, "origins": loaded.origins, "plan": plan.to_dict()}
         value |= {"wait": shown, **({} if choice is None else choice.to_dict())}
         click.echo(json_text(value))
@@ -107,8 +106,8 @@ def command(
         click.echo(f"{name}: {reason}")
     if choice is not None:
         click.echo("\n" + "\n".join(choice.lines(plan, terminal_width())))
-    if waits:
-        click.echo("\n" + "\n".join(wait_lines(waits, fit=terminal_width())))
+    if waits is not None and (lines := [*waits.lines(terminal_width())]):
+        click.echo("\n" + "\n".join(lines))
     for text in plan.warnings:
         warn(text)
     and_warnings = f", {plural(len(plan.warnings), 'warning')}" if plan.warnings else ""
@@ -128,24 +127,23 @@ def schema() -> None:
     click.echo(json_text(RunConfig.model_json_schema(), indent=2))
 
 
-def _waits(plan: LaunchPlan, config: RunConfig, cluster: Cluster, must: bool) -> list[Wait] | None:
+def _waits(plan: LaunchPlan, config: RunConfig, cluster: Cluster, must: bool) -> StartEstimates | None:
     """Slurm's estimate of the start time; None if Slurm does not answer, unless it `must`.
 
     Raises UsageError if Slurm would reject the job.
     """
-    from trainkit.backends.slurm.queue_estimate import estimate_waits
+    from trainkit.backend import backend_named
 
     try:
         if cluster.error:  # do not wait for the same timeout again
             raise SlurmError(cluster.error, hint="`trainkit check` without --estimate does not need it")
-        waits = estimate_waits(plan, config, cluster)
+        waits = backend_named(plan.backend).start_estimates(plan, config, cluster)
     except TrainkitError as error:
         if must:
             raise
         click.echo(f"the start time is unknown: {error.message.splitlines()[0]}", err=True)
         return None
-    asked = [wait for wait in waits if wait.is_asked]
-    if asked and all(wait.answer.refused for wait in asked):
+    if waits.refusal is not None:
         hint = "`trainkit submit --dry-run` shows its options"
-        raise UsageError(f"Slurm would reject the job: {asked[0].answer.remark}", hint=hint)
+        raise UsageError(f"Slurm would reject the job: {waits.refusal}", hint=hint)
     return waits

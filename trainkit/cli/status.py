@@ -44,7 +44,7 @@ from trainkit.run.events import with_divergence
 from trainkit.run.files import to_json
 from trainkit.run.group import RunGroup
 from trainkit.run.history import Restart
-from trainkit.run.registry import find_run_or_group
+from trainkit.run.registry import find_to_read
 from trainkit.run.rundir import RUNS_FOLDER, RunDir
 from trainkit.shipped import SHIPPED, placed, restart_cause
 from trainkit.terminal import (
@@ -117,7 +117,7 @@ def command(
 
         _show_chosen(parse_choice(where, tags, sort_key), below, as_json)
         return
-    found = None if run_name is None else find_run_or_group(run_name)
+    found = None if run_name is None else find_to_read(run_name)
     if isinstance(found, RunDir):
         if sort_key is not None:
             raise UsageError(f"--sort {sort_key}: {found.shown} is one run", hint="leave it out")

@@ -303,6 +303,11 @@ Values = dict[str, tuple[Any, str]]
 """Dotted key -> the value that a command sets, and why."""
 
 
+def quiet_keys(config: RunConfig) -> dict[str, str]:
+    """The keys of capabilities that are null in a run which nobody follows -> why, as `Capability.quiet`."""
+    return {key: why for name in capabilities_of(config) for key, why in load(name).quiet.items()}
+
+
 def short_training(config: RunConfig, num_steps: int, what: str) -> Values:
     """The values of a run of `num_steps` steps that logs every step; `what` names it in reasons."""
     schedule, length = config.schedule, f"train.steps sets the length of the {what}"
@@ -313,8 +318,7 @@ def short_training(config: RunConfig, num_steps: int, what: str) -> Values:
         "train.log_every": (1, f"the {what} uses every step"),
         "train.eval_every": (None, f"the {what} needs no validation"),
     }
-    for name in capabilities_of(config):
-        values |= {key: (None, why.format(what=what)) for key, why in load(name).quiet.items()}
+    values |= {key: (None, why.format(what=what)) for key, why in quiet_keys(config).items()}
     if schedule.decay_steps is not None and schedule.warmup_steps + schedule.decay_steps > num_steps:
         values["schedule.decay_steps"] = None, f"the schedule is longer than the {what}"
     return values

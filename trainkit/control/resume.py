@@ -87,7 +87,7 @@ def planned_resume(
         choice = None
         if chooses_nodes:
             left = 1.0 if workload.is_command else share_left(so_far, loaded.config.train.steps)
-            loaded, plan, choice = node_chooser().choose_nodes(
+            loaded, plan, choice = node_chooser()(
                 loaded, workload, code_dir=code_dir, facts=facts, before=lr_of, left=left
             )
         else:

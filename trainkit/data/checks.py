@@ -30,7 +30,7 @@ from trainkit.data.sources import (
     refuse_val_source,
 )
 from trainkit.errors import KeyProblem, UsageError
-from trainkit.shipped import of_texts
+from trainkit.shipped import text_inspector
 
 ANY_VOCABULARY = 1
 """Vocabulary size used if the data cannot be read, so that the other sizes are still checked."""
@@ -98,7 +98,7 @@ def _inspect_source(
         collect(problems, "data.val_source", lambda: refuse_val_source(config, folder))
         return problems + _length_problems(config, made, made[VAL] > 0), file.tokenizer
     problems += unknown
-    found, counts = of_texts().inspect_texts(config, tokenizer)
+    found, counts = text_inspector()(config, tokenizer)
     problems += found
     if counts is not None:
         has_val = bool(listed(config.val_source) or config.val_fraction)

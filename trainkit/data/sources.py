@@ -14,7 +14,7 @@ from typing import cast
 from trainkit.config.training import DataConfig
 from trainkit.data.dataset_file import VAL, check_made_by, identify, is_dataset, read_dataset_file
 from trainkit.errors import UsageError
-from trainkit.shipped import of_texts
+from trainkit.shipped import text_preparer
 
 STDLIB = "stdlib"
 """The source available on every machine: the Python sources of the interpreter."""
@@ -107,7 +107,7 @@ def ensure_prepared(config: DataConfig, checks_sizes: bool = True) -> Path:
     """
     folder = prepared_folder(config)
     if folder is None:
-        return of_texts().prepare_texts(config, checks_sizes)
+        return text_preparer()(config, checks_sizes)
     refuse_val_source(config, folder)
     wanted, used = identify(config.tokenizer), read_dataset_file(folder).tokenizer
     check_made_by(config.tokenizer, wanted, folder, used)

@@ -191,9 +191,7 @@ def plan_submission(
                 ):
                     raise UsageError(*problem)
                 if chooses_nodes:
-                    loaded, plans[key], choice = node_chooser().choose_nodes(
-                        loaded, own, code_dir=code_dir, facts=facts
-                    )
+                    loaded, plans[key], choice = node_chooser()(loaded, own, code_dir=code_dir, facts=facts)
                 else:
                     plans[key] = plan_run(loaded, facts, own, code_dir=code_dir)
             except ConfigError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -18,8 +19,8 @@ from trainkit.errors import UsageError
 from trainkit.observe.group import GroupFiles, GroupStatus
 from trainkit.observe.status import RunStatus, read_status
 from trainkit.run.end import read_newest_end
-from trainkit.run.group import RunGroup
-from trainkit.run.history import RunHistory
+from trainkit.run.group import RunGroup, group_of
+from trainkit.run.history import PlanRecord, RunHistory
 from trainkit.run.record import JobRecord, read_job
 from trainkit.run.registry import record_over, starts
 from trainkit.run.rundir import RunDir
@@ -27,10 +28,40 @@ from trainkit.scheduler import JobInfo
 
 
 def look_at(run: RunDir, warn: Callable[[str], None]) -> tuple[RunHistory, RunStatus, JobInfo | None]:
-    """The history of a run, its status, and its job in Slurm; `warn` says why Slurm does not answer."""
+    """The history of a run, its status, and its job in Slurm; `warn` says why Slurm does not answer.
+
+    The run of a group that has not started need not have a folder.
+    """
     record, job = read_job_status(run, lambda ids: query_jobs_or_warn(ids, warn))
     history = RunHistory(run)
-    return history, read_status(history, record, job.alive, datetime.now(timezone.utc), job.job), job.job
+    status = read_status(history, record, job.alive, datetime.now(timezone.utc), job.job)
+    if record.newest is None and (found := group_of(run)) is not None:
+        status = _as_point(status, *found, warn)
+    return history, status, job.job
+
+
+def _as_point(status: RunStatus, group: RunGroup, index: int, warn: Callable[[str], None]) -> RunStatus:
+    """The status of a run that has not started, as its group knows it."""
+    seen, point, plan = query_group(group, warn), group.point(index), PlanRecord(group.record.plan)
+    known = next(one for one in seen.points if one.index == point.index)
+    place = replace(
+        status.place,
+        cluster=group.record.elsewhere,
+        num_nodes=seen.num_nodes,
+        workers_per_node=seen.workers_per_node,
+        device=plan.text("device"),
+    )
+    return replace(
+        status,
+        name=f"{group.name}/{index}",
+        state=known.state,
+        reason=known.reason,
+        attempt=None if known.job_id is None else 1,  # which its task makes when it starts
+        job_id=known.job_id,
+        place=place,
+        command=plan.command,
+        age_s=seen.age_s,
+    )
 
 
 def query_group(group: RunGroup, warn: Callable[[str], None], metric: str | None = None) -> GroupStatus:

@@ -186,10 +186,14 @@ class RunGroup(RunFolder):
             )
         return record, {point.index: point for point in points}
 
+    def read_again(self) -> None:
+        """Have `record` and `points` read `sweep.json` again, which another process may have written."""
+        self.__dict__.pop("_content", None)
+
     def update(self, **changes: Any) -> None:
         """Write changed values into `sweep.json`; other changes since it was read are kept."""
         with file_lock(self.path / ".lock"):
-            self.__dict__.pop("_content", None)
+            self.read_again()
             record, points = replace(self.record, **changes), self.points
             write_json(self.sweep_file, record.to_dict(points.values()))
         self.__dict__["_content"] = record, points

@@ -26,7 +26,7 @@ from trainkit.errors import UsageError, print_note
 from trainkit.folders import ensure_folder, state_folder, typed_path
 from trainkit.formats import did_you_mean, there_are
 from trainkit.run.files import append_jsonl, read_jsonl, utc_now
-from trainkit.run.group import RunGroup, group_of, is_index, task_run
+from trainkit.run.group import RunGroup, create_task_run, group_of, is_index
 from trainkit.run.record import HasCluster, read_job
 from trainkit.run.rundir import RUNS_FOLDER, AttemptDir, RunDir
 from trainkit.scheduler import base_id, is_job_id, split_job
@@ -162,12 +162,21 @@ def find_attempt(run: RunDir, number: int | None) -> AttemptDir:
 
 
 def find_run_or_group(text: str, *, to_change: bool = False, acts: bool = False) -> RunDir | RunGroup:
+    """The run or group of `find_to_read`, after making the folder of an array task that has not started.
+
+    Raises UsageError as `find_to_read` and `create_task_run` do.
+    """
+    found = find_to_read(text, to_change=to_change, acts=acts)
+    return create_task_run(found) if isinstance(found, RunDir) else found
+
+
+def find_to_read(text: str, *, to_change: bool = False, acts: bool = False) -> RunDir | RunGroup:
     """The run or group that RUN refers to: by name the one in ./runs, else the newest one.
 
-    Makes the folder of an array task that has not started. Raises UsageError when there is none, and when it
-    is `to_change` and several runs elsewhere have that name, or jobs with that id on several clusters. For a
-    command that `acts` on it, a name and `last` are those of a run in ./runs or submitted from this folder:
-    the one of another folder is named in the error, and has to be typed.
+    The folder of a run of a group may not exist before it starts. Raises UsageError when there is none, and
+    when it is `to_change` and several runs elsewhere have that name, or jobs with that id on several
+    clusters. For a command that `acts` on it, a name and `last` are those of a run in ./runs or submitted
+    from this folder: the one of another folder is named in the error, and has to be typed.
     """
     if not text.strip():
         raise UsageError("RUN is empty", hint="name a run, its folder or job, or `last`")
@@ -184,7 +193,7 @@ def find_run_or_group(text: str, *, to_change: bool = False, acts: bool = False)
             f"{text} cannot be read: {error.strerror}", hint="only the owner of a run can read it"
         ) from None
     if point is not None:
-        return task_run(*point)
+        return _run_of(*point)
     head, separator, tail = text.rpartition(os.sep)
     if separator:
         typed_path(text, Path())
@@ -192,7 +201,7 @@ def find_run_or_group(text: str, *, to_change: bool = False, acts: bool = False)
         raise UnknownRun(f"{text} does not contain a run", hint=_path_hint(Path(text)))
     if separator:
         groups = [item for item in _matching_name(head, acts) if isinstance(item, RunGroup)]
-        return task_run(_newest(head, groups, to_change), int(tail))
+        return _run_of(_newest(head, groups, to_change), int(tail))
     job_id, cluster = split_job(text)
     if text == "last":
         known = iter_known_runs()
@@ -207,8 +216,13 @@ def find_run_or_group(text: str, *, to_change: bool = False, acts: bool = False)
     if len(matches) == 1 and not to_change and not is_job_id(job_id) and not _is_of_this_folder(newest):
         print_note(f"note: {text} is a run of another folder: {newest.shown}")
     if isinstance(newest, RunGroup) and is_job_id(job_id) and "_" in job_id:
-        return task_run(newest, int(job_id.partition("_")[2]))
+        return _run_of(newest, int(job_id.partition("_")[2]))
     return newest
+
+
+def _run_of(group: RunGroup, index: int) -> RunDir:
+    """The run of a point; raises UsageError if the group has no such point."""
+    return group.run(group.point(index).index)
 
 
 def _matching_job(job_id: str, cluster: str, *, on_all_clusters: bool) -> list[RunDir | RunGroup]:

@@ -103,6 +103,27 @@ def test_one_array_where_it_fits(tmp_path: Path, connect: Any) -> None:
     assert (len(slurm.jobs), group.left, group.task_id(4)) == (1, [], "100_4")
 
 
+def test_a_look_at_a_group_writes_nothing(tmp_path: Path, connect: Any) -> None:
+    """Neither while it is known what was submitted, nor while Slurm does not know of it."""
+    connect(Slurm(1001, 10_000))
+    group = group_of(tmp_path, 5)
+    before = group.sweep_file.stat()
+    recover_parts(group)
+    assert submit_parts(group, print) == 5
+    submitted = group.sweep_file.stat()
+    for seen in (group, RunGroup(group.path)):
+        recover_parts(seen)
+        assert (submit_parts(seen, print), seen.left) == (0, [])
+    assert before.st_mtime_ns < submitted.st_mtime_ns == group.sweep_file.stat().st_mtime_ns
+
+
+def test_what_another_process_has_submitted_is_read(tmp_path: Path, connect: Any) -> None:
+    slurm, group = connect(Slurm(1001, 10_000)), group_of(tmp_path, 5)
+    assert group.left == [*range(5)]
+    submit_parts(RunGroup(group.path), print)
+    assert (submit_parts(group, print), len(slurm.jobs), group.left) == (0, 1, [])
+
+
 def test_an_array_that_cannot_be_recorded_is_named_by_its_id(
     tmp_path: Path, connect: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

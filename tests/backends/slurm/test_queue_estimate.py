@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.fake_slurm import FakeSlurm
-from trainkit.backends.slurm.queue_estimate import Wait, estimate_waits, wait_lines, when
+from trainkit.backends.slurm.queue_estimate import SlurmEstimates, Wait, estimate_waits, wait_lines, when
 from trainkit.cluster.machine import Machine
 from trainkit.cluster.model import Cluster, NodeKind, Partition
 from trainkit.cluster.target import Target
@@ -112,6 +112,30 @@ def test_table() -> None:
         f"high             {later}  on a, … and f (6 nodes)",
         f"debug            {'no'.ljust(len(later))}  never",
     ]
+
+
+STARTS, BUSY, REFUSED = Answer(START), Answer(remark="busy"), Answer(remark="no account", refused=True)
+
+
+@pytest.mark.parametrize(
+    ("asked", "others", "refusal"),
+    [
+        ([], [], None),
+        ([STARTS], [], None),
+        ([BUSY], [], None),
+        ([REFUSED], [], "no account"),
+        ([REFUSED, STARTS], [], None),
+        ([REFUSED, BUSY], [REFUSED], None),
+        ([REFUSED, replace(REFUSED, remark="no time")], [STARTS], "no account"),
+        ([], [REFUSED], None),
+    ],
+)
+def test_refused_wherever_it_asks(asked: list[Answer], others: list[Answer], refusal: str | None) -> None:
+    answers = [(True, answer) for answer in asked] + [(False, answer) for answer in others]
+    found = SlurmEstimates([Wait(f"p{at}", own, answer) for at, (own, answer) in enumerate(answers)])
+    assert found.refusal == refusal
+    assert len([*found.lines(80)]) == (len(answers) + 1 if answers else 0)
+    assert [one["partition"] for one in found.to_list()] == [f"p{at}" for at in range(len(answers))]
 
 
 def test_how_long() -> None:

@@ -83,12 +83,15 @@ def test_other_layouts_keep_the_global_batch_and_the_learning_rate(run: RunDir) 
         planned(run, 9, layout="tpp=2")
 
 
-def test_a_replay_reports_to_no_tracker_and_never_restarts(run: RunDir) -> None:
-    run.attempt(1).config_file.write_text(CONFIG + "logging: {mlflow: true}\nrequeue: {follow_ups: 2}\n")
-    run.attempt(1).plan_file.write_text(replace(SMALL, parts={"trackers": {"names": ["mlflow"]}}).to_text())
+def test_a_replay_reports_to_nobody_and_never_restarts(run: RunDir) -> None:
+    also = "logging: {mlflow: true}\nnotify: {webhook: HOOK}\nrequeue: {follow_ups: 2}\n"
+    run.attempt(1).config_file.write_text(CONFIG + also)
+    parts = {"trackers": {"names": ["mlflow"]}, "notifications": {"on": ["finished"], "webhook": "HOOK"}}
+    run.attempt(1).plan_file.write_text(replace(SMALL, parts=parts).to_text())
     for layout in ("same", "single"):
         found = planned(run, 9, layout=layout)
-        assert ("trackers" in found.plan.parts, found.plan.requeue.on) == (False, ())
+        assert ({*parts} & {*found.plan.parts}, found.plan.requeue.on) == (set(), ())
+        assert found.config.notify.webhook is None
         assert (found.config.logging.trackers, found.config.requeue.follow_ups) == ({}, 0)
 
 

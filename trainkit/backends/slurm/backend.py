@@ -46,10 +46,12 @@ from trainkit.slurm.jobs import query_jobs
 from trainkit.slurm.submit import cancel_command, find_by_token, query_start, submit_script
 
 if TYPE_CHECKING:
+    from trainkit.backends.slurm.queue_estimate import SlurmEstimates
     from trainkit.cluster.machine import Machine
     from trainkit.cluster.model import Cluster
     from trainkit.cluster.target import Target
     from trainkit.config.loaded import LoadedConfig
+    from trainkit.config.schema import RunConfig
     from trainkit.job.allocation import Allocation
     from trainkit.plan.launch_draft import LaunchDraft
 
@@ -67,6 +69,11 @@ class SlurmBackend(Backend):
         from trainkit.backends.slurm.slurm_draft import SlurmDraft
 
         return SlurmDraft(loaded, machine, target)
+
+    def start_estimates(self, plan: LaunchPlan, config: RunConfig, cluster: Cluster) -> SlurmEstimates:
+        from trainkit.backends.slurm.queue_estimate import SlurmEstimates, estimate_waits
+
+        return SlurmEstimates(estimate_waits(plan, config, cluster))
 
     def in_one_job(self, plans: Sequence[LaunchPlan], cluster: Cluster) -> list[LaunchPlan]:
         from trainkit.backends.slurm.slurm_draft import in_one_job

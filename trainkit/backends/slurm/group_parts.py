@@ -64,7 +64,7 @@ def submit_parts(
     """
     try:
         with file_lock(group.path / LOCK, 0.0):
-            group.update()  # reads what another process has submitted
+            group.read_again()  # what another process has submitted
             return _submit(group, notify, size, time.monotonic() + patience_s)
     except LockBusy:
         return 0
@@ -170,7 +170,7 @@ def recover_parts(group: RunGroup) -> None:
     if group.record.process is not None or (group.parts and group.parts[-1].job_id is not None):
         return
     with suppress(LockBusy, PermissionError), file_lock(group.path / LOCK, 0.0):
-        group.update()
+        group.read_again()
         _recover_last(group)
 
 

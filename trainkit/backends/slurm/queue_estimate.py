@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 
+from trainkit.backend import StartEstimates
 from trainkit.cluster.limits import ResourceRequest, partition_problems
 from trainkit.cluster.model import Cluster
 from trainkit.config import RunConfig
@@ -32,6 +33,24 @@ class Wait:
     def to_dict(self) -> dict[str, object]:
         """Plain data, the time in ISO 8601."""
         return {**to_json(self), **to_json(self.answer)}
+
+
+@dataclass(frozen=True)
+class SlurmEstimates(StartEstimates):
+    """The estimates for several partitions."""
+
+    waits: Sequence[Wait]
+
+    def to_list(self) -> list[dict[str, object]]:
+        return [wait.to_dict() for wait in self.waits]
+
+    def lines(self, fit: int | None = None) -> Iterable[str]:
+        return wait_lines(self.waits, fit=fit) if self.waits else ()
+
+    @property
+    def refusal(self) -> str | None:
+        asked = [wait.answer for wait in self.waits if wait.is_asked]
+        return asked[0].remark if asked and all(answer.refused for answer in asked) else None
 
 
 def request_of(plan: LaunchPlan, config: RunConfig, cluster: Cluster) -> ResourceRequest:

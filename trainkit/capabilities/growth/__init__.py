@@ -13,13 +13,10 @@ from typing import TYPE_CHECKING
 from trainkit.capability import Capability, Part, Planned, Watch
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from trainkit.capability import Hosts, NodesChoice, Reading
+    from trainkit.capability import Hosts, Reading
     from trainkit.config.loaded import LoadedConfig
     from trainkit.plan.facts import Facts
     from trainkit.plan.launch import LaunchPlan
-    from trainkit.plan.workload import Workload
     from trainkit.run.rundir import AttemptDir
 
 
@@ -44,20 +41,6 @@ class Growth(Capability):
         note = f"resources.grow has no effect: resources.nodes is {resources.nodes}"
         part = None if draft.slurm is None else GrowthPlan()
         return Planned(part, warnings=() if has_range else (note,))
-
-    def choose_nodes(
-        self,
-        loaded: LoadedConfig,
-        workload: Workload,
-        *,
-        code_dir: Path | None = None,
-        facts: Facts | None = None,
-        before: LaunchPlan | None = None,
-        left: float = 1.0,
-    ) -> tuple[LoadedConfig, LaunchPlan, NodesChoice]:
-        from trainkit.capabilities.growth.earliest_end import choose_nodes
-
-        return choose_nodes(loaded, workload, code_dir=code_dir, facts=facts, before=before, left=left)
 
     def watch(self, attempt: AttemptDir, plan: LaunchPlan, hosts: Hosts) -> Watch | None:
         part, can_requeue = plan.part(GrowthPlan), shutil.which("scontrol") is not None

@@ -19,6 +19,7 @@ from trainkit.capabilities.replay.steps import RunStep, attempt_starts, find_ste
 from trainkit.cluster.machine import Machine, detect_machine
 from trainkit.cluster.target import LOCAL
 from trainkit.config import dump_effective, load_config
+from trainkit.config.load import quiet_keys
 from trainkit.config.schema import RunConfig
 from trainkit.control.changed_config import changes
 from trainkit.control.resume import copy_checkpoint
@@ -43,6 +44,7 @@ from trainkit.run.files import parse_time, read_json, write_atomic, write_json
 from trainkit.run.manifest import find_damage, published
 from trainkit.run.record import AttemptRecord, CodeCopy, create_job
 from trainkit.run.rundir import AttemptDir, RunDir
+from trainkit.shipped import load
 
 SAME, SINGLE = "same", "single"
 ORIGIN = "trainkit replay"
@@ -58,15 +60,13 @@ WITHOUT_EXTRAS: Mapping[str, object] = {
     "checkpoint.best_metric": None,
     "checkpoint.async": False,
     "logging.tensorboard": False,
-    "logging.mlflow": None,
-    "logging.wandb": None,
     "profiler.start_step": None,
     "resources.spare_nodes": 0,
     "resources.slice": None,
     "requeue.on": [],
     "requeue.follow_ups": 0,
 }
-"""A replay does nothing that does not change its steps; it logs every one."""
+"""A replay does nothing that does not change its steps; it logs every one. `quiet_keys` are null too."""
 IRRELEVANT = (
     "name:",
     "resources.",
@@ -149,7 +149,7 @@ def plan_replay(
     start_step = _start_step(run, first)
     _refuse_changes(run, at, start_step)
     if layout == SAME and not flags and not submits:  # for ranks on this machine, whatever started it
-        values = _flags({**WITHOUT_EXTRAS, "device": at.plan.device})
+        values = _flags({**_without_extras(at.config), "device": at.plan.device})
         config = load_config(at.attempt.config_file, flags=values, layers=False).config
         plan = replace(at.plan, slurm=None)
     else:
@@ -157,7 +157,7 @@ def plan_replay(
     if at.began.threads is not None and plan.layout == at.plan.layout:
         # On CPUs, another number rounds differently.
         plan = replace(plan, threads_per_worker=at.began.threads)
-    parts = {name: part for name, part in plan.parts.items() if name != "trackers"}
+    parts = {name: part for name, part in plan.parts.items() if not load(name).quiet}
     plan = replace(plan, requeue=replace(plan.requeue, on=()), parts=parts)
     plan = plan.with_part(ReplayPart((first, last)))
     if not plan.is_job:
@@ -236,7 +236,7 @@ def _planned(at: RunStep, layout: str, flags: Flags, submits: bool) -> tuple[Run
     """The config and plan for another layout or for a job."""
     backend = at.config.launch.backend
     values = {
-        **WITHOUT_EXTRAS,
+        **_without_extras(at.config),
         **_layout_values(at.plan, layout),
         "device": at.plan.device,
         "train.global_batch_size": at.plan.batch.global_batch_size,
@@ -252,6 +252,10 @@ def _planned(at: RunStep, layout: str, flags: Flags, submits: bool) -> tuple[Run
         facts = gather(loaded, target=None if submits else LOCAL, resumes=True)
         plan = plan_run(loaded, facts, code_dir=code_dir)
     return loaded.config, replace(plan, lr=at.plan.lr)
+
+
+def _without_extras(config: RunConfig) -> dict[str, object]:
+    return {**WITHOUT_EXTRAS, **dict.fromkeys(quiet_keys(config))}
 
 
 def _layout_values(plan: LaunchPlan, layout: str) -> dict[str, object]:
