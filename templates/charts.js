@@ -1,7 +1,7 @@
 "use strict";
 // What a chart of a report does in a browser: values at the pointer, zoom, lines to hide, and its data as CSV.
 // The axes follow the rules of trainkit/capabilities/report/charts.py, which has drawn them first.
-const WIDTH = 2000, HEIGHT = 500, LOG_FROM = 50, TINY = 1e-300, FAR = 10, MAX_LOG_TICKS = 6, MAX_ROWS = 12, MIN_DRAG = 6;
+const WIDTH = 2000, HEIGHT = 500, LOG_FROM = 50, TINY = 1e-300, FAR = 10, MAX_LOG_TICKS = 6, MAX_ROWS = 8, MIN_DRAG = 6;
 const near = (a, b) => b * (1 + 1e-9 * a);
 
 function niceTicks(low, high, count) {
@@ -211,7 +211,7 @@ class Plot {
     const rows = [...found].sort((a, b) => height === null ? 0 : Math.abs(high(a) - height) - Math.abs(high(b) - height)).slice(0, MAX_ROWS).sort((a, b) => high(b) - high(a));
     const place = (nearest.x - left) / (right - left);
     this.say(place, `${this.data.over} ${nearest.x.toLocaleString("en")}`, rows.map(({ line, i, x, y }) => {
-      const spread = line.spread?.[i] ? ` ± ${shown(line.spread[i])}` : "", where = x === nearest.x ? "" : ` at ${x.toLocaleString("en")}`;
+      const spread = line.spread?.[i] ? ` ± ${Number(line.spread[i].toPrecision(2))}` : "", where = x === nearest.x ? "" : ` at ${x.toLocaleString("en")}`;
       return [line.style, line.name || this.data.title, shown(y) + spread + where];
     }), found.length - rows.length);
   }
@@ -229,8 +229,7 @@ class Plot {
     });
     if (more) lines.push(element("div", { class: "dim" }, `and ${more} more`));
     this.tip.replaceChildren(element("div", { class: "dim" }, head), ...lines);
-    this.tip.style.left = place > 0.5 ? "" : `calc(${100 * place}% + 12px)`;
-    this.tip.style.right = place > 0.5 ? `calc(${100 - 100 * place}% + 12px)` : "";
+    [this.tip.style.left, this.tip.style.right] = place > 0.5 ? ["6px", ""] : ["", "6px"];
     this.cursor.style.left = `${100 * place}%`;
     this.tip.hidden = this.cursor.hidden = false;
   }

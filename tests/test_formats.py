@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from trainkit.formats import (
     duration,
+    hours_text,
     mask_secrets,
     memory_mib,
     memory_text,
@@ -19,6 +20,7 @@ from trainkit.formats import (
     time_limit_s,
     time_text,
     version_text,
+    worker_time,
 )
 
 
@@ -44,7 +46,24 @@ SHOWN = [
     # Two units at most.
     (duration, {None: "-", 0: "0s", 59.9: "59s", 61: "1m01s", 3_600: "1h00m", 90_000: "1d01h"}),
     # Four digits that matter.
-    (number, {None: "-", math.nan: "-", 0.0: "0", 2.54112: "2.541", 12345.6: "12,346", 3e-4: "0.0003"}),
+    (
+        number,
+        {
+            None: "-",
+            math.nan: "-",
+            0.0: "0",
+            2.54112: "2.541",
+            12345.6: "12,346",
+            -1e300: "-1e+300",
+            3e-4: "0.0003",
+        },
+    ),
+    # Of less than 0.1 hours, what a person would say.
+    (
+        hours_text,
+        {None: "-", 0.0: "0.0 s", 0.0004669: "1.7 s", 0.0166: "59.8 s", 0.05: "3.0 min", 0.1: "0.1"},
+    ),
+    (hours_text, {0.0999: "6.0 min", 2.54112: "2.54", 123456.7: "123,457"}),
     (size, {0: "0 bytes", 1023: "1023 bytes", 1536: "1.5 KiB", 5 * 2**40: "5.0 TiB"}),
     (time_limit_s, {"90": 5400, "10:30": 630, "01:00:00": 3600, "0": None, "0:00": None}),
     (time_limit_s, {"1-0": 86400, "1-02": 93600, "1-02:30": 95400, "2-12:00:01": 216001}),
@@ -103,3 +122,16 @@ def test_no_amounts_of_memory(text: str) -> None:
 def test_what_is_shown_is_read_back(value: int) -> None:
     assert time_limit_s(time_text(value)) == value
     assert memory_mib(memory_text(value)) == value
+
+
+@pytest.mark.parametrize(
+    ("hours", "text"),
+    [
+        (3.2, "3.2 GPU-hours"),
+        (0.075, "4.5 GPU-minutes"),
+        (0.0004669, "1.7 GPU-seconds"),
+        (0, "0.0 GPU-seconds"),
+    ],
+)
+def test_the_time_of_workers(hours: float, text: str) -> None:
+    assert worker_time(hours, "GPU") == text

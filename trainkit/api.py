@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar, 
 
 from trainkit.arguments import Arguments, meant_of_submitit, shown_argument, shown_value
 from trainkit.backend import backend_named
-from trainkit.backends.jobs import liveness_probe
+from trainkit.backends.jobs import Waiting, liveness_probe
 from trainkit.control.cancel import cancel_group, cancel_run
-from trainkit.errors import ConfigError, Problem, TrainkitError, UsageError, warn_caller
+from trainkit.errors import ConfigError, Problem, TrainkitError, UsageError, print_note, warn_caller
 from trainkit.formats import MASK, did_you_mean, plural, rank_list, shown, size, there_are
 from trainkit.function import (
     ARGV,
@@ -38,7 +38,7 @@ from trainkit.function import (
     read_pickle,
 )
 from trainkit.observe.current import look_at, query_group
-from trainkit.observe.group import GroupStatus, PointStatus
+from trainkit.observe.group import GroupStatus, PointStatus, state_counts
 from trainkit.observe.logs import log_of, ranks_of_nodes, run_is_over
 from trainkit.observe.notebook import details, paragraph, shortened, sparkline, table
 from trainkit.observe.status import ACTIVE_STATES, RunStatus
@@ -75,6 +75,8 @@ Config = str | Path | Mapping[str, Any] | None
 After: TypeAlias = "str | Path | Run | Iterable[str | Path | Run]"
 """Runs and groups that must have finished before, by their names, folders or objects."""
 POLL_S = 0.2
+REASON_AFTER_S = 5.0
+"""How long is waited before the reason of a wait is printed to stderr."""
 GROUP_POLL_S = 2.0
 SLURM_POLL_S = 10.0
 """Between two questions to Slurm about a group."""
@@ -277,11 +279,13 @@ class Run(Generic[Value]):
 
     def _polls(self) -> Iterator[float]:
         """The seconds until its state is read again, until it has ended."""
+        waiting = Waiting(print_note, REASON_AFTER_S)
         while (point := self._point()) is not None:
             if point.state not in ACTIVE_STATES:
                 return
+            waiting.look(point.problem and f"{self._folder.shown} {point.state}: {point.problem}")
             yield _group_poll_s(RunGroup(self.path.parent))
-        is_alive = liveness_probe(self._folder)
+        is_alive = liveness_probe(self._folder, print_note, REASON_AFTER_S)
         while not run_is_over(self._folder, is_alive()):
             yield POLL_S
 
@@ -482,14 +486,17 @@ class Group(Sequence[Run[Value]]):
         return self
 
     def _polls(self) -> Iterator[float]:
-        while self.status.is_active:
+        waiting = Waiting(print_note, REASON_AFTER_S)
+        while (status := self.status).is_active:
+            waiting.look(_queued(status))
             yield _group_poll_s(self._group)
 
     def _rounds(self) -> Iterator[tuple[list[Run[Value]], float]]:
         """As `_rounds`, with one question about all of its runs."""
-        left = {*self._indices}
+        left, waiting = {*self._indices}, Waiting(print_note, REASON_AFTER_S)
         while left:
-            over = [one.index for one in self.status.points if one.state not in ACTIVE_STATES]
+            waiting.look(_queued(status := self.status))
+            over = [one.index for one in status.points if one.state not in ACTIVE_STATES]
             ended = [index for index in over if index in left]
             left.difference_update(ended)
             yield [Run(self._group.run(one)) for one in ended], _group_poll_s(self._group) if left else 0.0
@@ -914,6 +921,15 @@ def _without_leaks(values: Mapping[str, object], secrets: Sequence[str]) -> dict
 
 def _group_poll_s(group: RunGroup) -> float:
     return SLURM_POLL_S if group.record.process is None else GROUP_POLL_S
+
+
+def _queued(status: GroupStatus) -> str:
+    """Why no run of a group runs; empty if one does, or the reason is unknown."""
+    queued = [point for point in status.points if point.state in ("pending", "requeueing")]
+    reason = next((point.problem for point in queued if point.problem), "")
+    if not reason or status.states.keys() & {"starting", "running", "paused", "stopping", "restarting"}:
+        return ""
+    return f"{status.name}: {state_counts(status.states)}: {reason}"
 
 
 def _wait(polls: Iterator[float], timeout_s: float | None, path: Path) -> None:

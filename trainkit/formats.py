@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from itertools import zip_longest
-from textwrap import wrap
 from typing import Any
+
+from trainkit.terminal import Styled, cut, cut_in_the_middle, painted, plain, text_width, wrapped
 
 JsonObject = dict[str, Any]
 """An object of a document that others define: a config.json, a JSON schema, a user's YAML or row of data.
@@ -31,20 +32,22 @@ def table(
     *,
     fit: int | None = None,
     num_keys: int = 1,
+    cuts: bool = False,
 ) -> str:
     """Format rows as aligned columns, one line per row; the first row can be a heading.
 
     Columns whose indices are in `right` are right-aligned. A cell longer than `max_width` characters
     overflows instead of widening its column. In a table that would be wider than `fit` characters, the widest
-    columns are narrowed, and their cells wrapped; if that is not enough, the last columns follow in a table
-    below, which repeats the first `num_keys` columns.
+    columns are narrowed, and their cells wrapped, or with `cuts` shortened: those of the first `num_keys`
+    columns in the middle. If that is not enough, the last columns follow in a table below, which repeats the
+    first `num_keys` columns. The styles of cells are escape sequences, which `click.echo` leaves out.
     """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    widths = [max(text_width(plain(cell)) for cell in column) for column in zip(*rows, strict=True)]
     if fit is None:
         if max_width is not None:
             widths = [min(width, max_width) for width in widths[:-1]] + widths[-1:]
         return "\n".join(_line(row, widths, right) for row in rows)
-    for columns in (range(num_keys, len(widths)), range(len(widths))):
+    for columns in (range(0 if cuts else num_keys, len(widths)), range(len(widths))):
         while columns and _width(widths) > fit and max(widths[index] for index in columns) > MIN_COLUMN:
             widths[max(columns, key=lambda index: widths[index])] -= 1
     here = len(widths)
@@ -52,15 +55,24 @@ def table(
         here -= 1
     lines = []
     for row in rows:
-        pairs = zip(row[:here], widths, strict=False)
-        cells = [wrap(one, width, break_on_hyphens=False) or [""] for one, width in pairs]
+        cells = [
+            _fitted(cell, width, (cut_in_the_middle if index < num_keys else cut) if cuts else None)
+            for index, (cell, width) in enumerate(zip(row[:here], widths, strict=False))
+        ]
         lines += [_line(line, widths, right) for line in zip_longest(*cells, fillvalue="")]
     if here < len(widths):
         rest = [*range(num_keys), *range(here, len(widths))]
         below = [[row[index] for index in rest] for row in rows]
         own = {place for place, index in enumerate(rest) if index in right}
-        lines += ["", table(below, own, fit=fit, num_keys=num_keys)]
+        lines += ["", table(below, own, fit=fit, num_keys=num_keys, cuts=cuts)]
     return "\n".join(lines)
+
+
+def _fitted(cell: str, width: int, shorten: Callable[[str, int], str] | None) -> list[str]:
+    """The lines of a cell in a column, of its style: one that is shortened, or all of its text."""
+    text = plain(cell)
+    lines = wrapped(text, width) if shorten is None else [shorten(text, width)]
+    return [Styled(line, cell.style) for line in lines] if isinstance(cell, Styled) else lines
 
 
 def _width(widths: Sequence[int]) -> int:
@@ -68,10 +80,10 @@ def _width(widths: Sequence[int]) -> int:
 
 
 def _line(cells: Sequence[str], widths: Sequence[int], right: Container[int]) -> str:
-    aligned = [
-        cell.rjust(width) if index in right else cell.ljust(width)
-        for index, (cell, width) in enumerate(zip(cells, widths, strict=False))
-    ]
+    aligned = []
+    for index, (cell, width) in enumerate(zip(cells, widths, strict=False)):
+        space = " " * (width - text_width(plain(cell)))
+        aligned.append(space + painted(cell) if index in right else painted(cell) + space)
     return GAP.join(aligned).rstrip()
 
 
@@ -206,6 +218,28 @@ def duration(seconds: float | None) -> str:
     return f"{whole // _DAY_S}d{whole % _DAY_S // 3600:02d}h"
 
 
+def _time_of_workers(hours: float) -> tuple[str, str]:
+    """The time of all workers, in hours, minutes or seconds: an amount, and its unit."""
+    for unit, amount in (("hour", hours), ("minute", 60 * hours)):
+        if amount >= (0.1 if unit == "hour" else 1):
+            return (number(round(amount, 2)) if unit == "hour" else f"{amount:.1f}"), unit
+    return f"{3600 * hours:.1f}", "second"
+
+
+def hours_text(hours: float | None) -> str:
+    """Hours in a table that names them: ``12.5``, or ``4.2 min`` and ``1.7 s`` of less than 0.1 hours."""
+    if hours is None:
+        return "-"
+    amount, unit = _time_of_workers(hours)
+    return amount if unit == "hour" else f"{amount} {'min' if unit == 'minute' else 's'}"
+
+
+def worker_time(hours: float, worker: str) -> str:
+    """The time of all workers: ``12.5 GPU-hours``, ``4.2 GPU-minutes``, ``1.7 GPU-seconds``."""
+    amount, unit = _time_of_workers(hours)
+    return f"{amount} {worker}-{unit}s"
+
+
 def plural(count: int | None, noun: str) -> str:
     """``1 node``, ``2 nodes``, ``1,200 processes``."""
     ending = "" if count == 1 else "es" if noun.endswith("s") else "s"
@@ -261,10 +295,10 @@ def size(num_bytes: float) -> str:
 
 
 def number(value: float | None) -> str:
-    """A number with four digits that matter, and all of a large one; ``-`` for None and for no number."""
+    """A number with four digits that matter, and all of one up to 1e12; ``-`` for None and for no number."""
     if value is None or not math.isfinite(value):
         return "-"
-    return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
+    return f"{value:,.0f}" if 10_000 <= abs(value) < 1e12 else f"{value:.4g}"
 
 
 def near(word: str, words: Iterable[str], similar: float = 0.6) -> str | None:
@@ -342,11 +376,6 @@ def memory_text(mib: float) -> str:
             return f"{number}{unit}"
         number //= 1024
     return f"{number}T"
-
-
-def gib(num_bytes: float) -> str:
-    """Format a number of bytes in GiB."""
-    return f"{num_bytes / GIB:.1f} GiB"
 
 
 def version_text(version: tuple[int, ...]) -> str:

@@ -154,7 +154,7 @@ def test_compare_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
         ("status sweep/0 --sort step", "--sort step: sweep/0 is one run", "leave it out"),
         ("status sweep/0 --metric nope", "no run has logged nope", "they have logged acc, "),
         ("status --metric acc", "--metric acc is for a run or a group", "name it"),
-        ("status sweep --tag x --metric acc", "--where and --tag choose among all runs", "leave one"),
+        ("status sweep --tag x --metric acc", "--where, --tag and --here choose among all runs", "leave one"),
         ("compare sweep --metric ac", "no run has logged ac", "did you mean acc? "),
         ("compare sweep --sort stat", "--sort stat: no column and no metric", "did you mean state? "),
         ("compare sweep --metric acc --curves loss", "--metric is for a table of runs", "--curves names"),

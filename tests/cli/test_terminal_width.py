@@ -51,6 +51,8 @@ def test_a_table_fits_the_terminal(
     lines = [one for one in fitted.splitlines() if not one.startswith(NO_TABLE)]
     too_long = [one for one in lines if len(one) > 80]
     assert too_long == [], fitted
+    if line.startswith("status"):  # a run is one line, without the columns that say least
+        return
     words = [re.sub(r"\s", "", text) for text in (whole, fitted)]
     assert sorted(set(words[0])) == sorted(set(words[1]))
 

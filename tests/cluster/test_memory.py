@@ -19,7 +19,9 @@ USED = f"{3 << 29}\n"
             1.5,
             None,
         ),
-        ("0::/user.slice", "user.slice/memory.current", USED, 1.5, None),
+        # A login, whose control group has the pages of every file that its user has read.
+        ("0::/user.slice", "user.slice/memory.current", USED, None, None),
+        ("0::/user.slice/my_job_7", "user.slice/my_job_7/memory.current", USED, None, None),
         ("4:memory:/slurm/job_7", "memory/slurm/job_7/memory.usage_in_bytes", USED, 1.5, None),
         (
             "0::/a/job_7/b",
@@ -60,3 +62,29 @@ def test_the_control_group_of_a_job(
     monkeypatch.setattr(memory, "PROC", tmp_path)
     monkeypatch.setattr(memory, "CGROUPS", tmp_path / "sys")
     assert (memory.job_memory_gib(), memory.count_oom_kills()) == (memory_gib, oom_kills)
+
+
+MIB = "55d0c-7ffd ---p 00000000 00:00 0    [rollup]\nRss: 999999 kB\nPss:  {} kB\nPss_Anon: 7 kB\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "memory_gib"),
+    [
+        ({}, None),
+        ({1: ""}, None),
+        ({1: None}, None),  # of another user
+        ({1: MIB.format(1 << 20)}, 1.0),
+        ({1: MIB.format(1 << 20), 2: None, 3: MIB.format(1 << 19)}, 1.5),
+        ({1: MIB.format(0)}, 0.0),
+        ({1: MIB.format(300 << 10), 2: "Pss"}, 0.293),
+    ],
+)
+def test_the_memory_of_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[int, str | None], memory_gib: float | None
+) -> None:
+    for pid, text in files.items():
+        (tmp_path / f"{pid}").mkdir()
+        if text is not None:
+            (tmp_path / f"{pid}" / "smaps_rollup").write_text(text)
+    monkeypatch.setattr(memory, "PROC", tmp_path)
+    assert memory.memory_of_gib([*files, 99]) == memory_gib

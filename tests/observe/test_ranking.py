@@ -15,6 +15,7 @@ from trainkit.observe.group import GroupFiles, GroupStatus, most_relevant
 from trainkit.observe.ranking import (
     LESS,
     MAX_NAMED,
+    MAX_NAMES,
     MORE,
     Ranking,
     UnknownMetricError,
@@ -307,6 +308,19 @@ def test_a_metric_that_no_run_has_is_refused_with_those_that_they_have(tmp_path:
     with pytest.raises(UnknownMetricError) as error:
         GroupFiles(empty, "loss")
     assert error.value.hint == "they have logged nothing yet"
+
+
+def test_the_hint_shows_some_names_without_what_moves_a_cursor_and_secrets(tmp_path: Path) -> None:
+    names = {f"m{index:04}": "1" for index in range(1000)}
+    group = group_of(tmp_path, [{"\x1b[31mred": "1", "api_key=sk-abcdefghijklmnop1234": "1", **names}])
+    with pytest.raises(UnknownMetricError) as error:
+        GroupFiles(group, "zzz")
+    hint = str(error.value.hint)
+    assert hint.startswith("they have logged ")
+    assert hint.endswith(f" and {1002 - MAX_NAMES:,} more")
+    assert "\x1b" not in hint
+    assert "sk-abc" not in hint
+    assert "m0001, m0002" in hint
 
 
 def test_the_hint_of_an_unknown_metric_reads_no_thousand_runs(

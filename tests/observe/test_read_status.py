@@ -1,4 +1,5 @@
 import shutil
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from trainkit.cli.status import restarts_line, run_details, runs_rows
 from trainkit.config import dump_effective
 from trainkit.config.schema import RunConfig
 from trainkit.observe.logs import ranks_of_nodes
-from trainkit.observe.status import capability_rows, read_status, reading_of
+from trainkit.observe.status import Progress, capability_rows, read_status, reading_of
 from trainkit.run.events import Event, log_event
 from trainkit.run.files import append_jsonl, read_json, write_json
 from trainkit.run.history import PlanRecord, RunHistory, attempts_of, find_restarts
@@ -225,7 +226,7 @@ def test_what_several_attempts_took(run):
     view = read_view(history, status, NOW)
     assert f"used       {used}" in [line.plain for line in view_lines(view, Size(100))]
     page = render_report(read_report(history, status, NOW.timestamp()))
-    assert '<b>24.00</b><span class="dim">GPU-hours</span>' in page
+    assert '<b>24</b><span class="dim">GPU-hours</span>' in page
     assert '<th class="n">Nodes<' in page
     assert '<td>2<td class="n">2<td class="n">30m00s<' in page
 
@@ -240,6 +241,42 @@ def test_runs_of_one_name_are_distinguished_by_their_folder(run, tmp_path):
     below, elsewhere = (runs_rows([status], cwd)[1] for cwd in (tmp_path.parent, Path("/x")))
     assert below == (tmp_path.name, "starting", "1", "2 x 4", "-/50", "-", "-", "10m00s")
     assert elsewhere[0] == str(tmp_path)
+
+
+SPEEDS = [
+    # The losses of a language model count tokens, those of most tasks samples, some neither.
+    ({"tokens_per_s": 10.0, "tokens": 640, "samples_seen": 10}, (10.0, None), "tokens/s    10"),
+    ({"tokens_per_s": 10.0, "tokens": 640, "samples_seen": 640}, (10.0, 10.0), "samples/s   10"),
+    ({"tokens_per_s": 10.0, "tokens": 7, "samples_seen": 640}, (10.0, None), "tokens/s    10"),
+    ({"samples_per_s": 12345.6}, (None, 12345.6), "samples/s   12,346"),
+    ({"samples_per_s": "fast"}, (None, None), "tokens/s    -"),
+    ({"tokens_per_s": None, "tokens": 0, "samples_seen": 0}, (None, None), "tokens/s    -"),
+    ({"tokens": None, "samples_seen": None, "tokens_per_s": 3.0}, (3.0, None), "tokens/s    3"),
+    ({}, (None, None), "tokens/s    -"),
+]
+
+
+@pytest.mark.parametrize(("record", "speeds", "line"), SPEEDS)
+def test_samples_are_counted_where_there_are_no_tokens(run, record, speeds, line):
+    append_jsonl(run.metrics_file, {"step": 1, "time": ago(1), "attempt": 1, "loss": 1.0, **record})
+    status = status_of(run, True)
+    assert (status.progress.tokens_per_s, status.progress.samples_per_s) == speeds
+    assert line in run_details(status).splitlines()
+    shown = status.to_dict()
+    assert (shown["tokens_per_s"], shown["samples_per_s"]) == speeds
+    heading, row = runs_rows([status], run.path.parent)
+    unit, _, value = line.replace("/s", "").partition(" ")
+    assert (heading[6], row[6]) == (f"{unit.upper()}/S", value.strip())
+    other = replace(status, progress=Progress(tokens_per_s=5.0))
+    mixed = [one[6] for one in runs_rows([status, other], run.path.parent)]
+    assert (mixed[0], mixed[2]) == ("TOKENS/S", "5")
+    assert mixed[1] == (f"{value.strip()} samples" if unit == "samples" else value.strip())
+
+
+def test_a_command_that_prints_no_speed_has_no_line_for_it(run):
+    write_json(run.plan_file, {"num_nodes": 1, "workers_per_node": 1, "device": "cpu", "command": ["train"]})
+    append_jsonl(run.metrics_file, {"step": 1, "time": ago(1), "attempt": 1, "loss": 1.0})
+    assert "/s" not in run_details(status_of(run, True))
 
 
 @pytest.mark.parametrize(

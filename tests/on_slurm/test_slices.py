@@ -44,7 +44,7 @@ def test_slices_end_with_their_total(login: Login) -> None:
     assert status["total_s"] == 80
     assert 80 - 2 * GRACE_S <= status["slices_s"] <= 80
     shown = login.trainkit("status", str(run.path)).stdout
-    assert f"worker-hours in {len(ends)} attempts; slices 00:0" in shown
+    assert f" in {len(ends)} attempts; slices 00:0" in shown
     assert f"on cpu, partition {status['partition']}" in shown
 
 

@@ -12,6 +12,7 @@ from shlex import quote
 from trainkit.backend import SUPERVISOR_EXIT_S, JobStatus, backend_of, is_known
 from trainkit.errors import SlurmError, UsageError, print_note
 from trainkit.run.end import is_over
+from trainkit.run.events import read_events
 from trainkit.run.group import RunGroup, group_of
 from trainkit.run.history import read_plan
 from trainkit.run.record import AttemptRecord, JobRecord, add_slurm_attempt, read_job
@@ -271,24 +272,42 @@ class SlurmPoller:
         self._answer = set(ids), jobs
 
 
+class Waiting:
+    """Notifies whoever waits why, after some seconds and whenever the reason changes."""
+
+    def __init__(self, notify: Callable[[str], None], after_s: float = 0.0) -> None:
+        self._notify, self._from_s, self._said = notify, time.monotonic() + after_s, ""
+
+    def look(self, reason: str) -> None:
+        """Take in the present reason; empty for none."""
+        if reason != self._said and time.monotonic() >= self._from_s:
+            self._said = reason
+            if reason:
+                self._notify(reason)
+
+
 def liveness_probe(
-    run: RunDir, notify: Callable[[str], None] = lambda text: None
+    run: RunDir, notify: Callable[[str], None] = lambda text: None, after_s: float = 0.0
 ) -> Callable[[], bool | None]:
     """A function that polls whether a run's newest job is alive, None if unknown.
 
-    `notify` is called whenever the reason why the job is pending, or why Slurm does not say, changes.
+    `notify` is called whenever the reason why the job is pending, or why Slurm does not say, changes, and not
+    before `after_s` have passed.
     """
-    poller, notified = SlurmPoller(), ""
+    poller, waiting, started = SlurmPoller(), Waiting(notify, after_s), set[int]()
 
     def probe() -> bool | None:
-        nonlocal notified
-        status = read_job_status(run, poller.jobs)[1]
-        job, reason = status.job, poller.problem or ""
+        record, status = read_job_status(run, poller.jobs)
+        job, entry, reason = status.job, record.newest, poller.problem or ""
         if job is not None and job.state.is_waiting and job.sentence:
             reason = f"{job.job_id} is pending: {job.sentence}"
-        if reason not in ("", notified):
-            notify(reason)
-        notified = reason
+        elif entry is not None and entry.backend is None and entry.attempt not in started:
+            events = list(read_events(run, "waiting", "started", attempt=entry.attempt))
+            if any(event.name == "started" for event in events):
+                started.add(entry.attempt)
+            elif events:
+                reason = f"{run.shown} {events[-1].reason}"
+        waiting.look(reason)
         return status.alive
 
     return probe

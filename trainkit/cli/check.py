@@ -9,12 +9,13 @@ import click
 
 from trainkit.cli import options
 from trainkit.cli.help import as_command, option, terminal_width, warn
-from trainkit.cli.output import json_text
+from trainkit.cli.output import echo_error, json_text
 from trainkit.errors import ConfigError, SlurmError, TrainkitError, UsageError
 from trainkit.formats import plural, table
 from trainkit.launch.config_request import ConfigRequest
 from trainkit.run.rundir import RUNS_FOLDER
 from trainkit.shipped import node_chooser
+from trainkit.terminal import GOOD, WATCH, Styled, painted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -90,7 +91,7 @@ def command(
     if plan.is_job and estimate is not False and cluster is not None:
         waits = _waits(plan, loaded.config, cluster, must=bool(estimate))
     if (problem := lock_problem(Path(RUNS_FOLDER), plan.is_job)) is not None:
-        click.echo(f"warning: {problem}", err=True)
+        echo_error(f"warning: {problem}")
     if as_json:
         config = loaded.config.model_dump(mode="json", by_alias=True)
         shown = None if waits is None else [item.to_dict() for item in waits]
@@ -111,7 +112,8 @@ def command(
     for text in plan.warnings:
         warn(text)
     and_warnings = f", {plural(len(plan.warnings), 'warning')}" if plan.warnings else ""
-    click.echo(f"{request.path}: no problems{and_warnings}", err=True)
+    verdict = Styled(f"{request.path}: no problems{and_warnings}", WATCH if plan.warnings else GOOD)
+    click.echo(painted(verdict), err=True)
 
 
 @as_command("trainkit schema > trainkit.schema.json", "trainkit schema | head -n 20")

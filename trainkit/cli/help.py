@@ -12,6 +12,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
+from trainkit.cli.output import echo_error
 from trainkit.cli.usage import CommandGroup
 from trainkit.folders import shipped_config_names, shipped_configs
 from trainkit.shipped import shipped_subcommands
@@ -41,6 +42,7 @@ SECTIONS = {
         "--node",
         "--attempt",
         "--all",
+        "--here",
         "--list",
         "--keep-last",
         "--tokenizer",
@@ -149,7 +151,7 @@ def terminal_width() -> int | None:
 
 def warn(text: str) -> None:
     """Print a warning to stderr."""
-    click.echo(f"warning: {text}", err=True)
+    echo_error(f"warning: {text}")
 
 
 Function = Callable[..., Any]

@@ -18,7 +18,7 @@ from trainkit.backends.jobs import liveness_probe
 from trainkit.backends.slurm.failed_starts import batch_log
 from trainkit.cli.help import as_command, option
 from trainkit.cli.options import COUNT, INDEX, run_argument
-from trainkit.cli.output import escaped
+from trainkit.cli.output import echo_error, escaped
 from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, UsageError
 from trainkit.folders import is_full, shown_path
 from trainkit.formats import there_are
@@ -71,7 +71,8 @@ def command(
     logs_of = partial(_logs_of, rank=rank, node=node, all_ranks=all_ranks)
     named = node is not None or all_ranks
     if following:
-        for source, text in follow(run, attempt.number, logs_of, liveness_probe(run), lines):
+        is_alive = liveness_probe(run, lambda reason: click.echo(reason, err=True))
+        for source, text in follow(run, attempt.number, logs_of, is_alive, lines):
             click.echo(f"{source} | {text}" if named else text)
     job = read_job(run)
     entry, newest = job.of_attempt(attempt.number), job.newest or AttemptRecord()
@@ -97,7 +98,7 @@ def command(
             message = f"{shown_path(path)} cannot be read: {error.strerror}"
             if len(paths) == 1:
                 raise UsageError(message, hint="--rank, --node and --all print other logs") from None
-            click.echo(f"warning: {message}", err=True)
+            echo_error(f"warning: {message}")
             continue
         with stream:
             stream.seek(0 if lines is None else start_of_last(stream, lines, unfinished=True))
@@ -107,7 +108,7 @@ def command(
     if following:
         return print_end(run, newest)
     if (said := with_divergence(None, diverged_since(run, attempt.number))) is not None:
-        click.echo(f"warning: {said}", err=True)
+        echo_error(f"warning: {said}")
     if (read_end(attempt) or AttemptEnd()).state == "failed":
         which = f"{run.word} --attempt {attempt.number}"
         click.echo(f"hint: `trainkit diagnose {which}` names the cause of its failure", err=True)
@@ -150,7 +151,7 @@ def follow_run(
         on_poll()
         if not is_notified and is_full(run.path):
             is_notified = True
-            click.echo(f"warning: the disk of {run.shown} is full", err=True)
+            echo_error(f"warning: the disk of {run.shown} is full")
         run.follow()
         events.path = run.events_file
         if shows_log:
@@ -212,6 +213,7 @@ def follow_detachable(run: RunDir, attempt: int, to_stderr: bool) -> int:
 
 
 LOGGED_EVENTS = {
+    "waiting",
     "rendezvous",
     "training",
     "resumed",
@@ -222,7 +224,7 @@ LOGGED_EVENTS = {
     "checkpoint_rejected",
     "checkpoint_failed",
 }
-"""Events of the trainer that rank 0's log also contains."""
+"""Events that are shown otherwise: those of the trainer are in rank 0's log."""
 
 
 def _print_events(events: Tail, attempt: int) -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import click
 
 from trainkit import __version__
-from trainkit.cli.output import EscapedStream, echo_json, escaped_output
+from trainkit.cli.output import EscapedStream, colours, echo_error, echo_json, escaped_output
 from trainkit.cli.usage import CommandGroup, as_typed, from_click
 from trainkit.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, TrainkitError, UsageError
 
@@ -157,8 +157,7 @@ def cli(ctx: click.Context, debug: bool, no_color: bool) -> None:
     """Train PyTorch models with one YAML config, from a laptop to a cluster."""
     if no_color:
         os.environ["NO_COLOR"] = "1"
-    if os.environ.get("NO_COLOR"):
-        ctx.color = False
+    ctx.color = colours()
     try:
         Path.cwd()
     except FileNotFoundError:
@@ -228,7 +227,7 @@ def _report(error: TrainkitError, as_json: bool) -> int:
         except OSError:
             _discard_stdout()
     with contextlib.suppress(OSError):  # stderr may be on the same disk
-        print(error.render(), file=sys.stderr)
+        echo_error(error.render())
     return error.exit_code
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -16,11 +17,10 @@ from typing import Any, TextIO
 
 import click
 
-_COLOUR = r"\x1b\[[0-9;]*m"
-_CONTROL = r"[\x00-\x07\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]"
-"""C0 but for what moves within a line, C1 and bidirectional marks."""
-_ESCAPED = re.compile(f"({_COLOUR})|{_CONTROL}")
-_REPLACED = re.compile(_CONTROL)
+from trainkit.terminal import BAD, COLOUR, CONTROL, TITLE, WATCH, Styled, painted
+
+_ESCAPED = re.compile(f"({COLOUR})|{CONTROL}")
+_REPLACED = re.compile(CONTROL)
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -44,6 +44,25 @@ def encodable(text: str, stream: TextIO) -> str:
     except UnicodeEncodeError:
         return text.encode(encoding, "replace").decode(encoding)
     return text
+
+
+def colours() -> bool | None:
+    """What click needs: False where nobody wants colours, else None, by which a terminal has them."""
+    return False if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" else None
+
+
+def echo_error(text: str) -> None:
+    """Print what an error, a warning or a hint says to stderr; its first word has the style of its kind."""
+    lines = [_said(line) for line in text.split("\n")]
+    click.echo("\n".join(lines), err=True, color=colours())
+
+
+def _said(line: str) -> str:
+    for word, style in (("error:", BAD), ("warning:", WATCH), ("hint:", TITLE)):
+        before, found, rest = line.partition(word)
+        if found and not before.strip():
+            return before + painted(Styled(word, style)) + re.sub(COLOUR, "", rest)
+    return re.sub(COLOUR, "", line)
 
 
 class EscapedStream:

@@ -12,7 +12,7 @@ from trainkit.backends.launcher import find_launched_rank
 from trainkit.cli import options
 from trainkit.cli.help import as_command, option, warn
 from trainkit.cli.logs import follow_detachable
-from trainkit.cli.output import echo_result
+from trainkit.cli.output import echo_error, echo_result
 from trainkit.cli.run import (
     join_step,
     launched_target,
@@ -121,7 +121,7 @@ def command(
                 click.echo(f"  time                about {duration(time_s)} {left}", err=True)
         if plan.workload.reads_input and not source.input_file.exists():
             words = f"{plan.workload.argv[0]} reads standard input"
-            click.echo(f"warning: {words}, which this run has not kept: it gets an empty one", err=True)
+            echo_error(f"warning: {words}, which this run has not kept: it gets an empty one")
         if fork is None and (missing := missing_save(so_far)):
             click.echo(f"  checkpoint          {missing}", err=True)
         if task is not None:

@@ -18,7 +18,7 @@ from trainkit.cli.options import json_option
 from trainkit.cli.output import echo_json, echo_result
 from trainkit.errors import UsageError
 from trainkit.folders import relative_path, shown_path
-from trainkit.formats import cell, duration, short_keys, table
+from trainkit.formats import GAP, cell, duration, short_keys, table
 from trainkit.observe.current import look_at, query_group, read_all
 from trainkit.observe.group import (
     FIGURES,
@@ -45,8 +45,19 @@ from trainkit.run.files import to_json
 from trainkit.run.group import RunGroup
 from trainkit.run.history import Restart
 from trainkit.run.registry import find_run_or_group
-from trainkit.run.rundir import RunDir
+from trainkit.run.rundir import RUNS_FOLDER, RunDir
 from trainkit.shipped import SHIPPED, placed, restart_cause
+from trainkit.terminal import (
+    BAD,
+    GOOD,
+    TITLE,
+    WATCH,
+    Styled,
+    cut_in_the_middle,
+    painted,
+    state_style,
+    text_width,
+)
 
 if TYPE_CHECKING:
     from trainkit.cli.choose_runs import Choice
@@ -55,6 +66,10 @@ HEADING = ("RUN", "STATE", "ATTEMPT", "WORKERS", "STEP", "LOSS", "TOKENS/S", "AG
 MAX_ENDED_RUNS = 15
 MAX_POINTS = 20
 MAX_REASON = 60
+MIN_NAME = 24
+"""Columns that a name or another text gets before others are left out."""
+MINOR = (HEADING.index("ATTEMPT"), HEADING.index("WORKERS"), HEADING.index("TOKENS/S"))
+"""The columns of the runs that say least, from the least on."""
 
 
 @as_command(
@@ -65,6 +80,7 @@ MAX_REASON = 60
 )
 @click.argument("run_name", metavar="[RUN]", required=False, shell_complete=complete_run)
 @option("--all", "Show every run instead of the newest ones.", name="show_all")
+@option("--here", "Show only the runs in ./runs.", name="only_here")
 @option("--where KEY=VALUE", "Show all runs with this value; repeatable.", multiple=True)
 @option("--tag TAG", "Show all runs with this tag; repeatable.", name="tags", multiple=True)
 @option(
@@ -77,6 +93,7 @@ MAX_REASON = 60
 def command(
     run_name: str | None,
     show_all: bool,
+    only_here: bool,
     where: tuple[str, ...],
     tags: tuple[str, ...],
     sort_key: str | None,
@@ -91,13 +108,14 @@ def command(
     """
     if run_name is None and metric is not None:
         raise UsageError(f"--metric {metric} is for a run or a group", hint="name it")
+    if run_name is not None and (where or tags or only_here):
+        text = f"--where, --tag and --here choose among all runs, but {run_name} is named"
+        raise UsageError(text, hint="leave one of them out")
+    below = Path(RUNS_FOLDER) if only_here else None
     if where or tags or (sort_key is not None and run_name is None):
         from trainkit.cli.choose_runs import parse_choice  # what knows the config is slow to import
 
-        if run_name is not None:
-            text = f"--where and --tag choose among all runs, but {run_name} is named"
-            raise UsageError(text, hint="leave one of them out")
-        _show_chosen(parse_choice(where, tags, sort_key), as_json)
+        _show_chosen(parse_choice(where, tags, sort_key), below, as_json)
         return
     found = None if run_name is None else find_run_or_group(run_name)
     if isinstance(found, RunDir):
@@ -116,7 +134,7 @@ def command(
             rows = {**rows, "": {ranking.label: with_divergence(None, since) or shown}}
         echo_result(value, run_details(status, rows), as_json)
     else:
-        show_runs(found, show_all, as_json, metric, sort_key)
+        show_runs(found, show_all, as_json, metric, sort_key, below)
 
 
 def show_runs(
@@ -125,13 +143,15 @@ def show_runs(
     as_json: bool,
     metric: str | None = None,
     sort_key: str | None = None,
+    below: Path | None = None,
 ) -> None:
     """Print the runs of a group; for None all runs, or active ones and the newest others.
 
-    Those of a group are ranked by `metric`, and sorted by a column or a metric.
+    Those of a group are ranked by `metric`, and sorted by a column or a metric; of all runs, only those in a
+    folder `below` are printed, if it is given.
     """
     if found is None:
-        _show_all_runs(show_all, as_json)
+        _show_all_runs(show_all, as_json, below)
         return
     keys = found.record.keys
     column = None if sort_key is None else column_of(sort_key, keys)
@@ -155,40 +175,41 @@ def show_runs(
         "folder": status.run_dir,
         "job": status.array and f"{job} [{status.array}]{place}, submitted {duration(status.age_s)} ago",
         "runs": f"{len(status.points):,}: {state_counts(status.states)}",
-        "best": f"{best}: {_result(best.best)}" if best and best.best else "-",
+        "best": Styled(f"{best}: {_result(best.best)}", TITLE) if best and best.best else "-",
     }
     num_shown = len(status.points) if show_all else MAX_POINTS
     shown = most_relevant(status, num_shown) if sort_key is None else status.points[:num_shown]
     if show_all and sort_key is None:
         shown = status.points
-    more = [column] if column in ("step", "age") else []
-    click.echo(f"{_details(lines)}\n\n{table(points_rows(status, shown, more), fit=terminal_width())}")
+    rows = points_rows(status, shown, [column] if column in ("step", "age") else [])
+    click.echo(f"{_details(lines)}\n\n{table(rows, fit=terminal_width(), cuts=True)}")
     if len(shown) < len(status.points):
         click.echo(_not_shown(len(status.points) - len(shown)))
 
 
-def _show_all_runs(show_all: bool, as_json: bool) -> None:
+def _show_all_runs(show_all: bool, as_json: bool, below: Path | None) -> None:
     max_ended = None if show_all or as_json else MAX_ENDED_RUNS
-    statuses, num_hidden = read_all(max_ended, lambda ids: query_jobs_or_warn(ids, warn), {}, warn)
+    statuses, num_hidden = read_all(max_ended, lambda ids: query_jobs_or_warn(ids, warn), {}, warn, below)
     if as_json:
         _echo_json_of(statuses)
         return
     if not statuses:
-        click.echo("no runs yet: `trainkit submit` starts one", err=True)
+        where = "" if below is None else f" in {below}"
+        click.echo(f"no runs yet{where}: `trainkit submit` starts one", err=True)
         return
     statuses.sort(key=lambda status: not status.is_active)
     num_shown = len(statuses)
     if not show_all:
         num_shown = min(num_shown, MAX_ENDED_RUNS + sum(status.is_active for status in statuses))
-    click.echo(table(runs_rows(statuses[:num_shown], Path.cwd()), fit=terminal_width()))
+    click.echo(_runs_table(runs_rows(statuses[:num_shown], Path.cwd()), terminal_width()))
     num_hidden += len(statuses) - num_shown
     if num_hidden:
         click.echo(_not_shown(num_hidden))
 
 
-def _show_chosen(choice: Choice, as_json: bool) -> None:
+def _show_chosen(choice: Choice, below: Path | None, as_json: bool) -> None:
     """Print the runs of a choice, with a column for each key that was asked for."""
-    chosen = choice.apply(read_all(None, lambda ids: query_jobs_or_warn(ids, warn), {}, warn)[0])
+    chosen = choice.apply(read_all(None, lambda ids: query_jobs_or_warn(ids, warn), {}, warn, below)[0])
     statuses = [run.status for run in chosen]
     if as_json:
         _echo_json_of(statuses)
@@ -197,7 +218,7 @@ def _show_chosen(choice: Choice, as_json: bool) -> None:
     else:
         more = [choice.headings, *(run.texts(choice.columns) for run in chosen)]
         rows = zip(runs_rows(statuses, Path.cwd()), more, strict=True)
-        click.echo(table([[*row, *own] for row, own in rows], fit=terminal_width()))
+        click.echo(_runs_table([[*row, *own] for row, own in rows], terminal_width()))
 
 
 def _echo_json_of(statuses: Sequence[RunStatus | GroupStatus]) -> None:
@@ -208,23 +229,70 @@ def _echo_json_of(statuses: Sequence[RunStatus | GroupStatus]) -> None:
     echo_json(values)
 
 
+def _runs_table(rows: Sequence[Sequence[str]], fit: int | None) -> str:
+    """The table of runs, each of them on one line of a terminal of that width.
+
+    Where it is too narrow, folders that all runs share are above the table, and columns that say least are
+    left out: `trainkit status RUN` has them.
+    """
+    if fit is None:
+        return table(rows)
+    places = [Path(name) for name, *_ in rows[1:]]
+    folders = {place.parent for place in places}
+    shared = folders.pop() if len(folders) == 1 else Path()
+    if shared.is_absolute():
+        rows = [rows[0], *([place.name, *own] for place, (_, *own) in zip(places, rows[1:], strict=True))]
+    widths = [min(MIN_NAME, max(map(text_width, cells))) for cells in zip(*rows, strict=True)]
+    kept = list(range(len(widths)))
+    for index in MINOR:
+        if sum(widths[one] + len(GAP) for one in kept) <= fit + len(GAP):
+            break
+        kept.remove(index)
+    text = table([[row[index] for index in kept] for row in rows], fit=fit, cuts=True)
+    return f"in {cut_in_the_middle(str(shared), fit - 4)}:\n{text}" if shared.is_absolute() else text
+
+
 def runs_rows(statuses: Sequence[RunStatus | GroupStatus], cwd: Path) -> list[Sequence[str]]:
     """A heading, and a row per run or group, which its folder identifies: names need not be unique."""
-    return [HEADING, *(_row(status, cwd) for status in statuses)]
+    speeds = [speed(one.progress) for one in statuses if isinstance(one, RunStatus)]
+    units = {unit for value, unit in speeds if value is not None}
+    if units != {"samples"}:
+        return [HEADING, *(_row(status, cwd, "tokens") for status in statuses)]
+    headings = ["SAMPLES/S" if one == "TOKENS/S" else one for one in HEADING]
+    return [headings, *(_row(status, cwd, "samples") for status in statuses)]
 
 
-def _row(status: RunStatus | GroupStatus, cwd: Path) -> Sequence[str]:
+def speed(progress: Progress) -> tuple[float | None, str]:
+    """The speed of a run per second, and its unit: samples where its losses count those, else tokens."""
+    if progress.samples_per_s is not None:
+        return progress.samples_per_s, "samples"
+    return progress.tokens_per_s, "tokens"
+
+
+def _row(status: RunStatus | GroupStatus, cwd: Path, usual: str) -> Sequence[str]:
+    """The row of a run or group; `usual` is the unit of the speeds that are shown without one."""
     place, age = relative_path(status.run_dir, cwd), duration(status.age_s)
+    state = styled_state(status)
     if isinstance(status, GroupStatus):
         workers = f"{cell(status.num_nodes)} x {cell(status.workers_per_node)}"
         best = "-" if status.best is None else _best(status.best)
         if status.best is not None and status.ranking.metric != "loss":
             best = f"{status.ranking.metric} {best}"
-        return place, state_counts(status.states), "-", workers, "-", best, "-", age
-    loss, speed = loss_text(status, cell(status.progress.loss, ".4f")), status.progress.tokens_per_s
+        return place, state, "-", workers, "-", best, "-", age
+    loss, (value, unit) = loss_text(status, cell(status.progress.loss, ".4f")), speed(status.progress)
+    shown = cell(value, ",.0f") if unit == usual or value is None else f"{value:,.0f} {unit}"
     workers = f"{cell(status.place.num_nodes)} x {cell(status.place.workers_per_node)}"
     done = _steps(status.progress)
-    return place, status.state, cell(status.attempt), workers, done, loss, cell(speed, ",.0f"), age
+    return place, state, cell(status.attempt), workers, done, loss, shown, age
+
+
+def styled_state(status: RunStatus | GroupStatus | PointStatus) -> Styled:
+    """The state of a run, or the number of runs of a group in each state, in the style of the worst one."""
+    if isinstance(status, GroupStatus):
+        return Styled(state_counts(status.states), state_style(next(iter(status.states), "")))
+    since = status.progress.diverged_since if isinstance(status, RunStatus) else status.diverged_since
+    style = state_style(status.state)
+    return Styled(status.state, WATCH if since is not None and style == GOOD else style)
 
 
 def run_details(status: RunStatus, rows: Mapping[str, Mapping[str, str]] = {}) -> str:
@@ -240,7 +308,7 @@ def run_details(status: RunStatus, rows: Mapping[str, Mapping[str, str]] = {}) -
         "run": status.name,
         "folder": status.run_dir,
         "command": join(status.command or ()),
-        "state": f"{status.state}{reason}",
+        "state": Styled(f"{status.state}{reason}", styled_state(status).style),
         "attempt": f"{cell(status.attempt)} as {job}, started {duration(status.age_s)} ago",
         "workers": workers,
         "used": status.used.text(place.device),
@@ -251,8 +319,10 @@ def run_details(status: RunStatus, rows: Mapping[str, Mapping[str, str]] = {}) -
             "step": f"{_steps(progress)}, last metrics {duration(progress.metrics_age_s)} ago",
             "loss": loss_text(status, cell(progress.loss, ".4f")),
             "val loss": cell(progress.val_loss, ".4f") + ("" if first is None else f" (first: {first:.4f})"),
-            "tokens/s": cell(progress.tokens_per_s, ",.0f"),
         }
+        per_s, unit = speed(progress)
+        if per_s is not None or not status.is_command:
+            lines[f"{unit}/s"] = cell(per_s, ",.0f")
     if not status.is_command or status.checkpoint is not None:
         saved = status.checkpoint
         lines["checkpoint"] = cell(saved and shown_path(saved))
@@ -265,8 +335,9 @@ def run_details(status: RunStatus, rows: Mapping[str, Mapping[str, str]] = {}) -
         "diagnosis": f"`trainkit diagnose {run}` names the cause" if is_failed and not failed else "",
     }
     text = [] if failed is None else [*failure_lines(failed, run), ""]
+    text[:1] = [painted(Styled(line, BAD)) for line in text[:1]]
     text.append(_details(lines))
-    text += [f"warning: {warning}" for warning in status.warnings]
+    text += [painted(Styled(f"warning: {warning}", WATCH)) for warning in status.warnings]
     if status.batch_log:
         text += ["", "last lines of the batch script:", *(f"  {line}" for line in status.batch_log)]
     return "\n".join(text)
@@ -290,7 +361,7 @@ def restarts_line(restarts: Sequence[Restart]) -> str:
 
 def _details(lines: Mapping[str, str]) -> str:
     """One value per line, without those that are empty."""
-    return "\n".join(f"{key:<10}  {value}" for key, value in lines.items() if value)
+    return "\n".join(f"{key:<10}  {painted(value)}" for key, value in lines.items() if value)
 
 
 def points_rows(
@@ -305,7 +376,8 @@ def points_rows(
         name = os.path.relpath(point.run_dir, status.run_dir)
         figures = {"step": cell(point.step), "age": duration(point.age_s)}
         own = [figures[key] for key in more]
-        rows.append([name, point.state, *own, *point.texts(status.keys), _best(point), short])
+        best = Styled(_best(point), TITLE) if point is status.best else _best(point)
+        rows.append([name, styled_state(point), *own, *point.texts(status.keys), best, short])
     return rows
 
 

@@ -6,7 +6,7 @@ import contextlib
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -196,13 +196,27 @@ def _memory_cgroups() -> Iterator[tuple[Path, Path, bool]]:
 
 
 def job_memory_gib() -> float | None:
-    """The memory that the kernel accounts to this job, or else to this process's control group, in GiB."""
+    """The memory that the kernel accounts to the job of Slurm that this process is of, in GiB.
+
+    None outside a job, or in one without a control group of its own: that of a login has the pages of all
+    files that its user has read.
+    """
     for root, own, is_new in _memory_cgroups():
-        job = next((folder for folder in (own, *own.parents) if folder.name.startswith("job_")), own)
-        found = kernel_lines(root / job / ("memory.current" if is_new else "memory.usage_in_bytes"))
-        if found:
+        job = next((folder for folder in (own, *own.parents) if folder.name.startswith("job_")), None)
+        name = "memory.current" if is_new else "memory.usage_in_bytes"
+        if job is not None and (found := kernel_lines(root / job / name)):
             return round(int(found[0][0]) / GIB, 3)
     return None
+
+
+def memory_of_gib(pids: Iterable[int]) -> float | None:
+    """The memory of processes in GiB: each counts its share of the pages that it shares with others (PSS).
+
+    Without those that have ended or are another user's; None if there is no other.
+    """
+    files = (kernel_lines(PROC / str(pid) / "smaps_rollup") for pid in pids)
+    kib = [int(words[1]) for lines in files for words in lines if words[0] == "Pss:" and len(words) > 1]
+    return round(sum(kib) / 2**20, 3) if kib else None
 
 
 def count_oom_kills() -> int | None:

@@ -51,16 +51,24 @@ def read_group(group: RunGroup, query: JobQuery, metric: str | None = None) -> G
 
 
 def read_all(
-    max_ended: int | None, query: JobQuery, histories: dict[Path, RunHistory], warn: Callable[[str], None]
+    max_ended: int | None,
+    query: JobQuery,
+    histories: dict[Path, RunHistory],
+    warn: Callable[[str], None],
+    below: Path | None = None,
 ) -> tuple[list[RunStatus | GroupStatus], int]:
     """The status of known runs and groups, newest first, with one `query` of Slurm for all of them.
 
     With `max_ended`, only that many of those that are over for certain; the second value counts the others.
     `histories` keeps what was read of each run for the next call; `warn` names groups that cannot be read.
+    With `below`, only what is in that folder.
     """
     known: list[tuple[RunDir, JobRecord] | GroupFiles] = []
     seen, newly_over, num_over, num_hidden = set(), [], 0, 0
+    inside = None if below is None else Path(os.path.realpath(below))
     for start in starts():
+        if inside is not None and not Path(os.path.realpath(start.folder)).is_relative_to(inside):
+            continue
         is_full = max_ended is not None and num_over >= max_ended
         if is_full and start.is_over:
             num_hidden += 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -118,5 +117,7 @@ def _cell(name: str, value: object) -> str:
 
 def _text(text: str) -> str:
     """A text as HTML, on one line, without what an encoder refuses."""
+    import html  # which is slow to load, and commands show no HTML
+
     line = clean(" ".join(text.split())).encode("utf-8", "replace").decode()
     return html.escape(line if len(line) <= MAX_CELL else f"{line[: MAX_CELL - 1]}…")

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trainkit.errors import UsageError
-from trainkit.formats import did_you_mean
+from trainkit.formats import did_you_mean, mask_secrets
+from trainkit.observe.logs import clean
 from trainkit.run.end import Best
 from trainkit.run.events import Entry, best_of, diverged_since, read_events, read_steps, steps_of
 from trainkit.run.files import Record, read_jsonl
@@ -34,6 +35,8 @@ NUM_READERS = 4
 """Threads that read runs in parallel: a network filesystem takes about a millisecond per file."""
 MAX_NAMED = 20
 """Runs that are searched for the names of their metrics, for the hint of an error."""
+MAX_NAMES = 40
+"""Names in a hint."""
 
 
 def mode_of(metric: str) -> Mode:
@@ -179,8 +182,9 @@ class UnknownMetricError(UsageError):
     """No run has logged a metric that was asked for."""
 
     def __init__(self, metric: str, runs: Sequence[RunDir]) -> None:
-        self.names = sorted(logged_names(runs[:MAX_NAMED]))
-        logged = f"they have logged {', '.join(self.names)}" if self.names else "they have logged nothing yet"
+        # Programs of others chose the names.
+        self.names = sorted(clean(mask_secrets(name)) for name in logged_names(runs[:MAX_NAMED]))
+        logged = f"they have logged {_some(self.names)}" if self.names else "they have logged nothing yet"
         super().__init__(f"no run has logged {metric}", hint=did_you_mean(metric, self.names) + logged)
         self.metric = metric
 
@@ -189,8 +193,14 @@ class UnknownMetricError(UsageError):
         known = (*columns, *self.names)
         return UsageError(
             f"--sort {self.metric}: no column and no metric has this name",
-            hint=f"{did_you_mean(self.metric, known)}it can be {', '.join(known)}",
+            hint=f"{did_you_mean(self.metric, known)}it can be {_some(known)}",
         )
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first names of many, in a hint."""
+    more = f" and {len(names) - MAX_NAMES:,} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(names[:MAX_NAMES]) + more
 
 
 def logged_names(runs: Iterable[RunDir]) -> set[str]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from trainkit.backends.slurm.failed_starts import FailedStart, batch_log, failed_starts
 from trainkit.capability import Notice, Reading
 from trainkit.errors import EXIT_STOPPED, TrainkitError
-from trainkit.formats import cell, mask_secrets, number, time_text
+from trainkit.formats import cell, mask_secrets, time_text, worker_time
 from trainkit.observe.logs import clean, last_lines, printed_metrics
 from trainkit.observe.notebook import details
 from trainkit.run.end import (
@@ -121,6 +121,8 @@ class Progress:
     """The newest validation loss."""
     first_val_loss: float | None = None
     tokens_per_s: float | None = None
+    samples_per_s: float | None = None
+    """The same for what counts samples; None for what counts tokens."""
     metrics_age_s: float | None = None
     """Seconds since the last record in metrics.jsonl."""
     diverged_since: int | None = None
@@ -147,8 +149,8 @@ class Used:
         """What several attempts took together, on GPUs if `device` is ``cuda``; empty for a single one."""
         parts, sizes = [], self.attempt_nodes
         if self.num_starts > 1 and self.worker_hours is not None:
-            unit = "GPU-hours" if device == "cuda" else "worker-hours"
-            parts.append(f"{number(self.worker_hours)} {unit} in {self.num_starts} attempts")
+            time = worker_time(self.worker_hours, "GPU" if device == "cuda" else "worker")
+            parts.append(f"{time} in {self.num_starts} attempts")
         if len(set(sizes)) > 1:
             shown = [*(["…"] if len(sizes) > MAX_SIZES else []), *map(str, sizes[-MAX_SIZES:])]
             parts.append(f"nodes: {', '.join(shown)}")
@@ -313,6 +315,7 @@ def read_status(
             val_loss=events.val_loss,
             first_val_loss=events.first_val_loss,
             tokens_per_s=last.number("tokens_per_s"),
+            samples_per_s=last.samples_per_s,
             metrics_age_s=metrics_age_s,
             diverged_since=since,
         ),

@@ -12,7 +12,7 @@ from trainkit.config.schema import RunConfig, capabilities_of
 from trainkit.config.training import DECODER
 from trainkit.data.checks import DataFacts
 from trainkit.errors import ConfigError, KeyProblem, Problem
-from trainkit.formats import gib, memory_mib
+from trainkit.formats import memory_mib, size
 from trainkit.plan.facts import Facts
 from trainkit.plan.gpus import gpu_names, gpu_problems, known_gpu, unchecked_memory
 from trainkit.plan.launch import LaunchPlan
@@ -151,8 +151,8 @@ def _check_model(
         return plan, [*batch_problems(work)]
     if found := [*layout_problems(work)]:
         return plan, found
-    size = checkpoint_bytes(work)
-    plan = replace(plan, checkpoint_bytes=size)
+    saved = checkpoint_bytes(work)
+    plan = replace(plan, checkpoint_bytes=saved)
     if plan.device != "cuda":
         return plan, [*_host_problems(config, plan, work, machine)]
     gpu = known_gpu(gpus, config.resources)
@@ -163,23 +163,23 @@ def _check_model(
         plan = replace(plan, reasons={**plan.reasons, "memory": reason})
         if problem is not None:
             return plan, [problem]
-    return plan, [*_staging_problems(config, plan, size, machine)]
+    return plan, [*_staging_problems(config, plan, saved, machine)]
 
 
-def _staging_problems(config: RunConfig, plan: LaunchPlan, size: int, machine: Machine) -> Iterator[Problem]:
-    """The problem if a node has too little memory for asynchronous saves of checkpoints of this `size`."""
+def _staging_problems(config: RunConfig, plan: LaunchPlan, saved: int, machine: Machine) -> Iterator[Problem]:
+    """The problem if a node has too little memory for asynchronous saves of checkpoints of `saved` bytes."""
     resources, layout = config.resources, plan.layout
-    need = size * plan.workers_per_node * layout.dp_replicate / layout.world_size
+    need = saved * plan.workers_per_node * layout.dp_replicate / layout.world_size
     if not plan.is_job:
         key, have = "checkpoint.async", machine.memory
-        value = f"is true, and this machine has {gib(have or 0)}"
+        value = f"is true, and this machine has {size(have or 0)}"
     else:
         # Without resources.mem a job gets the partition's default, which is not known here.
         mib = memory_mib(resources.mem or "0")
         key, have = "resources.mem", None if mib is None else int(mib * 2**20)
         value = f"is {resources.mem}"
     if config.checkpoint.async_save and have is not None and need > have:
-        message = f"{value}, but saving in the background needs {gib(need)} of memory per node"
+        message = f"{value}, but saving in the background needs {size(need)} of memory per node"
         yield Problem(key, message, hint="checkpoint.async: false saves without copies in memory")
 
 
@@ -195,8 +195,8 @@ def _host_problems(
     if not plan.is_here:
         state //= plan.num_nodes  # the others are other machines
     if not plan.is_job and machine.memory is not None and state > machine.memory:
-        what = f"is {config.model.preset}: weights, gradients and optimizer state take {gib(state)}"
-        message = f"{what}, but this machine has {gib(machine.memory)}"
+        what = f"is {config.model.preset}: weights, gradients and optimizer state take {size(state)}"
+        message = f"{what}, but this machine has {size(machine.memory)}"
         yield Problem(
             "model.preset", message, hint="`trainkit plan --gpus N --gpu-type T` shows what would fit"
         )

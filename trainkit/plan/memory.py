@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from trainkit.config.running import PipelineSchedule
 from trainkit.errors import Problem
-from trainkit.formats import gib
+from trainkit.formats import size
 from trainkit.plan.gpus import Gpu
 from trainkit.plan.launch import Layout
 from trainkit.plan.model_shape import ModelShape, num_params, num_params_between_embeddings
@@ -199,21 +199,21 @@ def check_gpu_memory(work: StepWork, gpu: Gpu) -> tuple[str, Problem | None]:
     """
     memory = memory_of(work)
     peak, worst = memory.peak, memory.phases[memory.worst_phase]
-    text = f"about {gib(peak)} of the {gib(gpu.memory)} of each {gpu.name} ({peak / gpu.memory:.0%})"
+    text = f"about {size(peak)} of the {size(gpu.memory)} of each {gpu.name} ({peak / gpu.memory:.0%})"
     if peak <= gpu.most_memory:
         return text if peak <= gpu.usable else f"{text}: little headroom is left", None
     # The key that affects the largest part.
     state = worst.params + worst.gradients + worst.optimizer
     if state > gpu.most_memory or state > worst.total / 2:
         key, value = "parallel.dp_shard", work.layout.dp_shard
-        most = f"{gib(state)} for weights, gradients and optimizer state"
+        most = f"{size(state)} for weights, gradients and optimizer state"
     else:
         key, value = "train.device_batch_size", work.device_batch_size
-        most = f"{gib(worst.activations + worst.loss)} for activations and loss"
-    limit = f"{gpu.name} has {gib(gpu.memory)}"
+        most = f"{size(worst.activations + worst.loss)} for activations and loss"
+    limit = f"{gpu.name} has {size(gpu.memory)}"
     if gpu.most_memory > gpu.memory:
-        limit = f"even the largest GPU with that name has {gib(gpu.most_memory)}"
-    message = f"is {value}: each GPU needs about {gib(peak)} ({most}), but {limit}"
+        limit = f"even the largest GPU with that name has {size(gpu.most_memory)}"
+    message = f"is {value}: each GPU needs about {size(peak)} ({most}), but {limit}"
     hint = "`trainkit plan` lists the settings that fit, and with --gpus N those on more GPUs"
     return text, Problem(key, message, hint=hint)
 

@@ -203,6 +203,16 @@ class StepRecord(Entry):
         assert isinstance(step, int)
         return step
 
+    @property
+    def samples_per_s(self) -> float | None:
+        """The samples per second, of a task whose losses count samples instead of tokens; else None.
+
+        The speed of such a task is ``tokens_per_s`` too, as what its losses count is unknown to the trainer.
+        """
+        counted, seen = self.count("tokens"), self.count("samples_seen")
+        counts_samples = counted is not None and counted == seen
+        return self.number("tokens_per_s" if counts_samples else "samples_per_s")
+
 
 def read_steps(run: RunDir) -> Iterator[StepRecord]:
     """Every logged step of a run, in order of computation; a step computed twice appears twice."""

@@ -491,6 +491,11 @@ class PlanRecord(Record):
         return bool(self.command)
 
     @property
+    def is_job(self) -> bool:
+        """Whether a scheduler runs it as a job, or that is unknown; else it runs where it is started."""
+        return self.values.get("slurm", {}) is not None
+
+    @property
     def parts(self) -> dict[str, Record]:
         """The parts of the capabilities that the run uses, by their names."""
         found = take_parts(self.values) if isinstance(self.values.get("capabilities", {}), dict) else {}

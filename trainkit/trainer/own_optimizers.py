@@ -326,7 +326,7 @@ class OwnOptimizers(ShardedOptimizer):
         if name in self._schedulers:
             self._schedulers[name].load_state_dict(merged["scheduler"])
         for text in changed:
-            log.warning(f"{type(optimizer).__name__} of the task: {text}")
+            log.warning(f"{f'{name}: ' * bool(name)}{type(optimizer).__name__} of the task: {text}")
 
 
 def _is_sharded(weight: Weight) -> bool:

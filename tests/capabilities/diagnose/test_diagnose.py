@@ -15,7 +15,7 @@ import yaml
 
 from tests.on_slurm import broken_runs as on_slurm
 from tests.support.broken_runs import BROKEN, FOLDER, HOST, is_real, make, unpack
-from trainkit.capabilities.diagnose.command import diagnosis_text
+from trainkit.capabilities.diagnose.command import diagnosis_lines
 from trainkit.capabilities.diagnose.diagnose import Diagnosis, diagnose
 from trainkit.capabilities.diagnose.texts import read_log
 from trainkit.capabilities.health.samples import health_file
@@ -105,7 +105,7 @@ def test_evidence_is_the_line_of_the_file(tmp_path: Path) -> None:
     assert first.line is not None
     line = (tmp_path / first.file).read_text().splitlines()[first.line - 1]
     assert first.text.partition(": ")[2] in line
-    assert f"  {first.file}:{first.line}\n    {first.text}" in diagnosis_text(found)
+    assert f"  {first.file}:{first.line}\n    {first.text}" in "\n".join(diagnosis_lines(found))
 
 
 def failed(folder: Path, log: bytes, message: str = "ended with exit code 1", kind: str = "exit") -> RunDir:
@@ -162,7 +162,7 @@ def test_an_exception_of_the_user_comes_before_those_that_noticed_it(tmp_path: P
     found = newest(run)
     assert (found.name, found.rank) == ("exception", 1)
     assert found.cause == "rank 1 raised an exception at train.py:3: KeyError: 'x'"
-    assert "in your code: train.py:3\n    f(x)\n" in diagnosis_text(found)
+    assert "in your code: train.py:3\n    f(x)\n" in "\n".join(diagnosis_lines(found))
 
 
 def test_an_exception_that_is_known_is_not_explained_by_other_lines(tmp_path: Path) -> None:
@@ -391,7 +391,7 @@ def test_a_signal_explains_only_what_follows_it(tmp_path: Path) -> None:
     assert found.evidence[0].place == "events.jsonl:5"
     cause = f"the job received SIGUSR2, after which rank 0 on {HOST} failed: ended with exit code 1"
     assert found.cause == cause
-    assert "  5: 00:00:09  signal  signal=SIGUSR2" in diagnosis_text(found)
+    assert "  5: 00:00:09  signal  signal=SIGUSR2" in "\n".join(diagnosis_lines(found))
 
 
 TEN = "2026-01-01T00:00:10.000Z"

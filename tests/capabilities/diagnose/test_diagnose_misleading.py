@@ -12,7 +12,7 @@ import yaml
 from tests.capabilities.diagnose.test_diagnose import RECORDED, failed, newest
 from tests.job.failure.test_launcher_report import OUTPUT
 from tests.support.broken_runs import FOLDER, unpack
-from trainkit.capabilities.diagnose.command import diagnosis_text
+from trainkit.capabilities.diagnose.command import diagnosis_lines
 from trainkit.capabilities.diagnose.diagnose import Diagnosis, diagnose
 from trainkit.observe.logs import log_of
 from trainkit.run.files import write_json
@@ -57,8 +57,8 @@ def test_binary_output(tmp_path: Path) -> None:
     noise = random.Random(18).randbytes(300_000)
     found = newest(failed(tmp_path, noise + b"\n" + TRACEBACK + OOM))
     assert found.name == "cuda-oom"
-    assert diagnosis_text(found).isprintable() is False  # it has lines
-    assert all(text.isprintable() for text in diagnosis_text(found).splitlines())
+    assert "\n".join(diagnosis_lines(found)).isprintable() is False  # it has lines
+    assert all(text.isprintable() for text in diagnosis_lines(found))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -83,7 +83,7 @@ def test_files_that_are_cut_off_or_of_another_form(tmp_path: Path, seed: int) ->
                     }[damage]
                 )
         found = diagnose(run.attempt(run.attempt_numbers()[-1]), read_job(run))
-        assert diagnosis_text(found)
+        assert "\n".join(diagnosis_lines(found))
 
 
 LOST = {
@@ -127,7 +127,7 @@ def test_in_a_folder_of_an_older_version(
         found = diagnosed(tmp_path / str(number), OUTPUT[name], *records, num_ranks=num_ranks)
         assert (found.name, found.rank, found.host) == ("killed", rank, "n2"), found
         assert "killed by SIGKILL" in found.cause
-        assert f"exit code {code}" not in diagnosis_text(found).partition("evidence")[0]
+        assert f"exit code {code}" not in "\n".join(diagnosis_lines(found)).partition("evidence")[0]
 
 
 def test_the_agent_has_recorded_which_rank_it_was(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 import json
 import os
+import signal
+import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -15,11 +17,13 @@ from tests.support.programs import wait_for
 from trainkit.capabilities.health import sampler as health
 from trainkit.capabilities.health.sampler import HealthSampler, thin_out
 from trainkit.cluster import machine as memory_module
+from trainkit.job.processes import descendants
 from trainkit.run.files import read_jsonl
 from trainkit.run.rundir import RunDir
 
 KEYS = {
     *("time", "attempt", "host", "cpu_percent", "load_1m", "mem_used_gib", "mem_total_gib", "job_mem_gib"),
+    "job_mem_by",
     *("net_rx_mib_s", "net_tx_mib_s", "disk_read_mib_s", "disk_write_mib_s", "gpus"),
 }
 
@@ -66,6 +70,38 @@ def test_rates_are_those_since_the_sample_before(tmp_path: Path, monkeypatch: py
     assert (found["net_rx_mib_s"], found["net_tx_mib_s"]) == (10.0, 20.0)
     assert (found["disk_read_mib_s"], found["disk_write_mib_s"]) == (10.0, 30.0)
     assert (found["mem_used_gib"], found["mem_total_gib"]) == (3.0, 4.0)
+
+
+def test_the_memory_of_a_run_on_this_machine_is_what_its_processes_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank below a launcher counts, and what it shares with others once; files that were read do not."""
+    monkeypatch.setattr(memory_module, "CGROUPS", tmp_path)
+    monkeypatch.setattr(health.os, "getppid", os.getpid)
+    before = health._Counters()._job_memory()
+    rank = "import sys, time; own = b'1' * (200 << 20); print(1, flush=True); time.sleep(60)"
+    launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}])"
+    with subprocess.Popen([sys.executable, "-c", launcher], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        found = health._Counters()._job_memory()
+        for pid in (*descendants(child.pid), child.pid):
+            os.kill(pid, signal.SIGKILL)
+    assert found["job_mem_by"] == "processes"
+    grown = float(found["job_mem_gib"] or 0) - float(before["job_mem_gib"] or 0)
+    assert 0.19 < grown < 0.35
+
+
+def test_the_memory_of_a_job_is_that_of_its_control_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self/cgroup").write_text("0::/job_7/step_0\n")
+    (tmp_path / "job_7").mkdir()
+    (tmp_path / "job_7/memory.current").write_text(f"{5 << 29}\n")
+    for name in ("PROC", "CGROUPS"):
+        monkeypatch.setattr(memory_module, name, tmp_path)
+    assert health._Counters()._job_memory() == {"job_mem_gib": 2.5, "job_mem_by": "cgroup"}
 
 
 def test_what_cannot_be_read_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -281,3 +281,55 @@ def test_gpus_that_wait_are_no_reason_to_ask_for_more(run, percents, used, follo
     append_jsonl(health_file(run, "a"), {"gpus": [{"util_percent": percent} for percent in percents]})
     *_, found = report_of(run).advice
     assert (found.resource, found.used, found.next_time) == ("GPUs", used, following)
+
+
+NOT_ASKED = "nothing: only a job that is submitted to Slurm asks for it"
+MEASURED = "25 % above the peak sampled"
+
+
+@pytest.mark.parametrize(
+    ("slurm", "samples", "used", "following"),
+    [
+        # A run of 0.34 GiB on this machine is not to ask for anything.
+        (
+            None,
+            [{"job_mem_gib": 0.34, "job_mem_by": "processes"}],
+            "348.2 MiB (peak sampled of its processes)",
+            NOT_ASKED,
+        ),
+        (None, [], "unknown", NOT_ASKED),
+        ({}, [], "unknown", "unknown: not measured"),
+        ({}, [{"job_mem_gib": None}], "unknown", "unknown: not measured"),
+        (
+            {},
+            [{"job_mem_gib": 3.0, "job_mem_by": "cgroup"}, {"job_mem_gib": 2.0, "job_mem_by": "cgroup"}],
+            "3.0 GiB (peak sampled of the job's control group)",
+            f"--set resources.mem=4G ({MEASURED})",
+        ),
+        (
+            {},
+            [{"job_mem_gib": 0.34, "job_mem_by": "processes"}],
+            "348.2 MiB (peak sampled of its processes)",
+            f"--set resources.mem=1G ({MEASURED})",
+        ),
+        (
+            {},
+            [{"job_mem_gib": 0.0, "job_mem_by": "processes"}],
+            "0 bytes (peak sampled of its processes)",
+            None,
+        ),
+        ({}, [{"job_mem_gib": 1500.0}], "1.5 TiB (peak sampled)", f"--set resources.mem=1875G ({MEASURED})"),
+    ],
+)
+def test_advice_on_memory(run, slurm, samples, used, following):
+    plan = {"num_nodes": 1, "workers_per_node": 2, "world_size": 2, "device": "cpu", "slurm": slurm}
+    write_json(run.plan_file, plan)
+    (run.path / "health").mkdir()
+    for sample in samples:
+        append_jsonl(health_file(run, "a"), sample)
+    time, memory = report_of(run).advice
+    assert (memory.resource, memory.used) == ("Memory a node", used)
+    assert following in (None, memory.next_time)
+    assert (memory.asked == time.asked == "nothing") == (slurm is None)
+    assert (time.next_time == NOT_ASKED) == (slurm is None)
+    assert memory.next_time.startswith("--set resources.mem=0") is False

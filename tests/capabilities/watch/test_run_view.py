@@ -5,11 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.cells import cell_len
 
 from tests.support import watched_runs
 from tests.support.watched_runs import NOW, Watched, ago, running_job
 from trainkit.capabilities.watch.run_view import RunView, event_text, read_view
-from trainkit.capabilities.watch.view_text import Size, resampled, sparkline, view_lines
+from trainkit.capabilities.watch.screen import joined
+from trainkit.capabilities.watch.view_text import BLOCKS, Size, charted, resampled, sparkline, view_lines
 from trainkit.observe.status import read_status
 from trainkit.run.events import Event
 from trainkit.run.files import write_json
@@ -113,6 +115,64 @@ def test_the_title_names_another_cluster(tmp_path: Path) -> None:
 )
 def test_sparkline(values: Sequence[float | None], line: str) -> None:
     assert sparkline(values) == line
+
+
+CURVES: dict[str, dict[str, list[tuple[int, float]]]] = {
+    "none": {},
+    "one step": {"loss": [(1, 1.0)]},
+    "two steps": {"loss": [(1, 1.0), (2, 0.5)]},
+    "constant": {"loss": [(step, 2.0) for step in range(50)]},
+    "negative": {"reward": [(step, -step / 3) for step in range(900)]},
+    "huge and tiny": {"a": [(1, 1.7e308), (9, -1.7e308)], "b": [(1, 1e-300), (10**9, 2e-300)]},
+    "gaps": {"loss": [(1, 1.0), (10**6, 2.0), (10**6 + 1, 3.0)]},
+    "hostile names": {
+        "\x1b[31mred": [(1, 1.0), (2, 2.0)],
+        "学習率" * 30: [(1, 1.0), (2, 2.0)],
+        "a\nb": [(1, 1.0), (2, 2.0)],
+    },
+    "a thousand": {f"metric-{index}": [(1, 1.0), (2, float(index))] for index in range(1000)},
+}
+
+
+@pytest.mark.parametrize("name", CURVES)
+def test_charts_fit_any_terminal(tmp_path: Path, name: str) -> None:
+    usual = view_of(watched_runs.running(tmp_path / "run"))
+    view = replace(usual, curves={**{key: [] for key in usual.curves}, **CURVES[name]})
+    drawn = charted(view)
+    assert drawn == [metric for metric, points in CURVES[name].items() if len(points) > 1]
+    for width, height in ((20, 5), (60, 16), (80, 24), (80, 50), (120, 50), (200, 60), (400, 100)):
+        for metric in (None, *drawn[:2], "of another run"):
+            lines = joined(view_lines(view, Size(width, height), metric), width).plain.split("\n")
+            assert len(lines) <= height
+            assert max(map(cell_len, lines)) <= width
+            if width == 200 and metric is None and 0 < len(drawn) < 9:
+                assert sum(line.count(", steps ") for line in lines) == len(drawn)
+
+
+@pytest.mark.parametrize("width", [80, 120, 200])
+def test_a_tall_screen_has_charts_of_all_metrics(tmp_path: Path, width: int) -> None:
+    view = view_of(watched_runs.running(tmp_path / "run"))
+    lines = [line.plain for line in view_lines(view, Size(width, 50))]
+    shown = [
+        metric
+        for metric in ("loss", "grad norm", "lr", "tokens/s")
+        if f"── {metric}, steps" in "".join(lines)
+    ]
+    assert shown == ["loss", "grad norm", "lr", "tokens/s"]
+    assert len(lines) > 45
+    assert not any(", steps " in line.plain for line in view_lines(view, Size(width)))  # printed once
+
+
+def test_a_chart_shows_means_and_names_what_is_highest_and_lowest(tmp_path: Path) -> None:
+    usual = view_of(watched_runs.running(tmp_path / "run"))
+    # 100 steps in 32 columns, then a gap without steps, in which the last value stays.
+    points = [(step, -1.0 if step % 2 else 3.0) for step in range(100)] + [(200, 2.0)]
+    lines = [line.plain for line in view_lines(replace(usual, curves={"loss": points}), Size(40, 24), "loss")]
+    chart = lines[lines.index(next(line for line in lines if ", steps 0 to 200" in line)) + 1 :]
+    assert [line.split()[0] for line in (chart[0], chart[-1])] == ["2", "0.7143"]
+    assert all(set(line[8:]) <= {" ", *BLOCKS} for line in chart)
+    assert " " not in chart[-1][8:]
+    assert {len(line) for line in chart} == {40}
 
 
 def test_resampled_is_the_mean_of_equal_ranges() -> None:

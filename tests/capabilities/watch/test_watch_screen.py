@@ -127,6 +127,44 @@ def test_keys_lead_to_texts_and_back(folder: Path) -> None:
     assert drive(run, use, size=(80, 50)).return_value == 0
 
 
+@pytest.mark.parametrize("size", [(80, 24), (60, 16), (200, 50)])
+def test_a_metric_fills_the_screen_below_the_numbers(folder: Path, size: tuple[int, int]) -> None:
+    run = watched_runs.running(folder / "runs" / "running")
+
+    async def use(pilot: Pilot[Any], app: WatchApp) -> None:
+        await shows(pilot, "step 640 of 2,000")
+        before = screen_text(app)
+        for key, name in zip("mmmmM", ("loss", "grad norm", "lr", "tokens/s", "lr"), strict=True):
+            await pilot.press(key)
+            await shows(pilot, f"── {name}, steps ")
+            assert screen_text(app).count(", steps ") == 1
+            assert max(map(len, screen_text(app).splitlines())) <= size[0]
+        for key in "mm":
+            await pilot.press(key)
+        await wait_for(pilot, lambda: screen_text(app) == before, "another screen than the first")
+
+    drive(run, use, size=size)
+
+
+def test_all_keys_are_listed(folder: Path) -> None:
+    run = watched_runs.running(folder / "runs" / "running")
+
+    async def use(pilot: Pilot[Any], app: WatchApp) -> None:
+        await wait_for(pilot, lambda: view_of(app), "no view")
+        await pilot.press("question_mark")
+        await shows(pilot, "Next metric")
+        shown = [line.split()[0] for line in screen_text(app).splitlines()[1:] if line.strip()]
+        assert shown[:-1] == [*"ldnwcrmMq", "escape", "?"]
+        await pilot.press("escape")
+        await wait_for(pilot, lambda: view_of(app), "not back")
+        await pilot.press("escape")
+        await shows(pilot, "1 active, 0 ended")
+        await pilot.press("question_mark")
+        await shows(pilot, "enter     Open")
+
+    drive(run, use)
+
+
 def test_nothing_is_done_without_a_yes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, cancelled = watched_runs.running(folder / "runs" / "running"), []
 

@@ -208,7 +208,11 @@ def test_out_of_memory(attempt):
     record_silent_death(attempt, 0, 0, 137, out_of_memory=True)
     value = read_json(attempt.rank_error(0))
     assert (value["type"], value["message"]) == ("OutOfMemory", "killed by SIGKILL: out of memory")
-    assert "resources.mem" in value["hint"]
+    assert value["hint"] == "raise resources.mem, or lower the batch size or the number of loader processes"
+    # Where no scheduler runs it, that key has no effect.
+    record_silent_death(attempt, 1, 0, 137, out_of_memory=True, is_job=False)
+    hint = "lower the batch size or the number of loader processes"
+    assert read_json(attempt.rank_error(1))["hint"] == hint
 
 
 def test_a_rank_that_left_because_it_hung(attempt):

@@ -15,6 +15,7 @@ from trainkit.cli.options import COUNT, json_option, run_argument
 from trainkit.cli.output import echo_result
 from trainkit.folders import shown_path
 from trainkit.run.registry import find_attempt, find_run
+from trainkit.terminal import TITLE, Styled, painted, state_style
 
 if TYPE_CHECKING:
     from trainkit.capabilities.diagnose.diagnose import Diagnosis
@@ -50,20 +51,22 @@ def command(run_name: str, number: int | None, as_json: bool) -> None:
     if not is_newest:
         status = JobStatus(False)
     found = diagnose(attempt, job, status.alive, status.job)
-    echo_result(asdict(found), diagnosis_text(found), as_json)
+    echo_result(asdict(found), "\n".join(map(painted, diagnosis_lines(found))), as_json)
 
 
-def diagnosis_text(found: Diagnosis) -> str:
-    """A diagnosis for a terminal."""
+def diagnosis_lines(found: Diagnosis) -> list[str]:
+    """A diagnosis for a terminal, in styles: what has failed, the line of the user's code, and headings."""
     if found.state == "nothing failed":
         lines = _wrapped(f"nothing failed in attempt {found.attempt}: {found.cause}")
     else:
         sure = "" if found.confidence == "certain" else f"  ({found.confidence})" if found.name else ""
-        lines = [f"attempt {found.attempt} {found.state}: {found.title}{sure}", *_wrapped(found.cause)]
+        title = f"attempt {found.attempt} {found.state}: {found.title}{sure}"
+        lines = [Styled(title, state_style(found.state)), *_wrapped(found.cause)]
         if place := _place(found):
             lines.append(f"{'where' if found.state in ('running', 'finished') else 'first failure'}: {place}")
         if found.code is not None:
-            lines += [f"in your code: {found.code.place}", *filter(None, [f"    {found.code.text}".rstrip()])]
+            own = Styled(f"in your code: {found.code.place}", TITLE)
+            lines += [own, *filter(None, [f"    {found.code.text}".rstrip()])]
     evidence = [line for item in found.evidence for line in _evidence(item)]
     lines += _section(f"evidence, in {shown_path(found.run_dir)}", evidence)
     lines += _section("what to do", [line for item in found.advice for line in _wrapped(item, "- ", "  ")])
@@ -75,7 +78,7 @@ def diagnosis_text(found: Diagnosis) -> str:
         tail = [item.text if item.line is None else f"{item.line}: {item.text}" for item in found.tail]
         lines += _section(f"{whose}, in {found.tail[0].file}", tail)
     lines += _section("earlier failures, which --attempt explains", found.earlier)
-    return "\n".join(lines)
+    return lines
 
 
 def _place(found: Diagnosis) -> str:
@@ -87,7 +90,7 @@ def _place(found: Diagnosis) -> str:
 
 
 def _section(title: str, lines: Sequence[str]) -> list[str]:
-    return ["", f"{title}:", *(f"  {line}" for line in lines)] if lines else []
+    return ["", Styled(f"{title}:", TITLE), *(f"  {line}" for line in lines)] if lines else []
 
 
 def _evidence(item: Evidence) -> list[str]:

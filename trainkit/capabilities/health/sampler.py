@@ -12,10 +12,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from trainkit.capabilities.health.samples import health_file
+from trainkit.capabilities.health.samples import BY_CGROUP, BY_PROCESSES, health_file
 from trainkit.capability import Companion
 from trainkit.cluster.machine import (
     PROC,
@@ -24,11 +25,12 @@ from trainkit.cluster.machine import (
     host_memory_gib,
     job_memory_gib,
     kernel_lines,
+    memory_of_gib,
     nvml,
 )
 from trainkit.folders import ensure_folder
 from trainkit.job.preflight import unknown_values
-from trainkit.job.processes import log_line
+from trainkit.job.processes import descendants, log_line, tree_of
 from trainkit.job.rank_env import visible_gpus
 from trainkit.run.files import append_jsonl, utc_now, write_atomic
 from trainkit.run.rundir import AttemptDir
@@ -112,8 +114,10 @@ class _Counters:
 
     def __init__(self) -> None:
         self._read_s, self._before = time.monotonic(), _counters()
+        self._parent = os.getppid()
+        """What has started this agent and the others here: the supervisor, Slurm's step, or a launcher."""
 
-    def sample(self) -> dict[str, float | None]:
+    def sample(self) -> dict[str, float | str | None]:
         now_s, now = time.monotonic(), _counters()
         elapsed_s = max(1e-3, now_s - self._read_s)
         grown = {name: now[name] - self._before[name] for name in now.keys() & self._before.keys()}
@@ -125,12 +129,20 @@ class _Counters:
             "load_1m": round(os.getloadavg()[0], 2),
             "mem_used_gib": used_gib,
             "mem_total_gib": total_gib,
-            "job_mem_gib": job_memory_gib(),
+            **self._job_memory(),
             **{
                 f"{name}_mib_s": round(max(0, grown[name]) / elapsed_s / MIB, 2) if name in grown else None
                 for name in ("net_rx", "net_tx", "disk_read", "disk_write")
             },
         }
+
+    def _job_memory(self) -> dict[str, float | str | None]:
+        """The memory of the job, and by what it is known."""
+        if (used_gib := job_memory_gib()) is not None:
+            return {"job_mem_gib": used_gib, "job_mem_by": BY_CGROUP}
+        trees = (descendants(pid, tree_of(pid)) for pid in (self._parent, os.getpid()))
+        used_gib = memory_of_gib({self._parent, os.getpid(), *chain.from_iterable(trees)})
+        return {"job_mem_gib": used_gib, "job_mem_by": None if used_gib is None else BY_PROCESSES}
 
 
 def _counters() -> dict[str, int]:

@@ -11,6 +11,9 @@ from trainkit.run.events import Entry
 from trainkit.run.files import Record, read_jsonl_reversed
 from trainkit.run.rundir import RunDir
 
+BY_CGROUP, BY_PROCESSES = "cgroup", "processes"
+"""What ``job_mem_gib`` is: of the control group of the job, or the sum over its processes (PSS)."""
+
 
 def health_dir(run: RunDir) -> Path:
     """The folder with a file of samples for each host."""

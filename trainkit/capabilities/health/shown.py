@@ -105,6 +105,8 @@ class NodeUse:
     num_samples: int
     cpu_mean_percent: float | None
     job_mem_peak_gib: float | None
+    job_mem_by: str | None
+    """What that is: ``cgroup`` or ``processes``."""
     mem_total_gib: float | None
     gpu_mean_percent: float | None
     gpu_mem_peak_gib: float | None
@@ -128,6 +130,7 @@ def read_nodes(run: RunDir) -> list[NodeUse]:
                 num_samples=len(samples),
                 cpu_mean_percent=mean(samples, "cpu_percent"),
                 job_mem_peak_gib=max(numbers(samples, "job_mem_gib"), default=None),
+                job_mem_by=samples[-1].text("job_mem_by") if samples else None,
                 mem_total_gib=max(numbers(samples, "mem_total_gib"), default=None),
                 gpu_mean_percent=mean(gpus, "util_percent"),
                 gpu_mem_peak_gib=max(numbers(gpus, "mem_used_gib"), default=None),

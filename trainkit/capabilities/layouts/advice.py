@@ -8,7 +8,7 @@ from operator import attrgetter
 
 from trainkit.capabilities.layouts.choices import Choice, Hardware, choose
 from trainkit.config.schema import RunConfig
-from trainkit.formats import GIB, gib, plural, table
+from trainkit.formats import GIB, MIB, plural, size, table
 from trainkit.plan.layout_rules import DEGREES, describe_layout, yaml_text
 from trainkit.plan.memory import state_bytes
 from trainkit.plan.step_work import StepWork
@@ -61,11 +61,11 @@ def headline(best: Choice) -> str:
     """Describe whether the model must be sharded, and why."""
     work, gpu = best.work, best.hardware.gpu
     state = state_bytes(work)
-    what = f"weights, gradients and optimizer state take {gib(state)}"
+    what = f"weights, gradients and optimizer state take {size(state)}"
     if best.hardware.num_gpus == 1:
-        return f"{what} of the {gib(gpu.memory)} of one {gpu.name}"
+        return f"{what} of the {size(gpu.memory)} of one {gpu.name}"
     if state > gpu.usable:
-        return f"{what}, more than the usable {gib(gpu.usable)} of one {gpu.name}: they must be sharded"
+        return f"{what}, more than the usable {size(gpu.usable)} of one {gpu.name}: they must be sharded"
     if work.shards * work.layout.tp * work.layout.pp == 1:
         return f"{what}, which fits one {gpu.name}: replicas are simplest and exchange only gradients"
     return f"{what}, which fits one {gpu.name}; sharding leaves more room for activations"
@@ -164,13 +164,18 @@ def _row(choice: Choice, is_configured: bool, best: Choice | None) -> tuple[str,
         "-" if work.shards == 1 or layout.pp > 1 else str(work.parallel.zero),
         work.parallel.activation_checkpointing,
         f"{work.samples_per_pass} x {work.passes_per_step}",
-        *(f"{part / GIB:.1f}" for part in (*memory, choice.memory.peak)),
+        *map(_amount, (*memory, choice.memory.peak)),
         choice.fit,
         f"{choice.cost.bubble:.0%}",
-        f"{sum(choice.cost.sent.values()) / GIB:.1f}",
+        _amount(sum(choice.cost.sent.values())),
         f"{relative_time(choice, best):.2f}" if best is not None else "",
         reason(choice),
     )
+
+
+def _amount(num_bytes: float) -> str:
+    """GiB in a table, or MiB, which are marked, of less than one."""
+    return f"{num_bytes / GIB:.1f}" if num_bytes >= GIB or not num_bytes else f"{num_bytes / MIB:.0f}M"
 
 
 def relative_time(choice: Choice, best: Choice) -> float:

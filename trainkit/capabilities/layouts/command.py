@@ -21,7 +21,7 @@ from trainkit.cli.options import COUNT, config_options, json_option
 from trainkit.cli.output import json_text
 from trainkit.cluster.machine import detect_machine
 from trainkit.errors import EXIT_FAILED, EXIT_OK, ConfigError, UsageError
-from trainkit.formats import gib, plural
+from trainkit.formats import plural, size
 from trainkit.launch.config_request import ConfigRequest
 from trainkit.plan.gpus import RESTART_S
 
@@ -75,10 +75,10 @@ def command(
 ) -> int:
     """List the parallel layouts that can train the model of CONFIG, fastest first.
 
-    Memory is in GiB on the GPU that needs the most: the maximum of each part, and the peak, which is less
-    than their sum because the maxima do not coincide. Batch is samples per pass x passes per step; sent is
-    GiB sent per GPU and step; time is an estimate relative to the first row. The global batch size is the
-    same for all layouts. A star marks the config's layout. Exits with 1 if no layout fits.
+    Memory is in GiB, or M for MiB, on the GPU that needs the most: the maximum of each part, and the peak,
+    which is less than their sum because the maxima do not coincide. Batch is samples per pass x passes per
+    step; sent is what a GPU sends in a step; time is an estimate relative to the first row. The global batch
+    size is the same for all layouts. A star marks the config's layout. Exits with 1 if no layout fits.
     """
     if gpus is not None and {"resources.nodes", "resources.gpus_per_node"} <= set(request.flags):
         raise UsageError("--gpus conflicts with --nodes and --gpus-per-node", hint="use only one of them")
@@ -180,8 +180,8 @@ class _Planned:
         gpu = hardware.gpu
         nodes = plural(hardware.num_nodes, "node")
         click.echo(
-            f"{self.request.path} on {nodes} x {hardware.node_size} {gpu.name}: {gib(gpu.memory)} each, "
-            f"{gib(gpu.usable)} of it usable",
+            f"{self.request.path} on {nodes} x {hardware.node_size} {gpu.name}: {size(gpu.memory)} each, "
+            f"{size(gpu.usable)} of it usable",
             err=True,
         )
         click.echo("\n".join(table_lines(listed, self.own, self.best, terminal_width())))
@@ -189,7 +189,7 @@ class _Planned:
             click.echo(f"the config's layout is not possible:\n{problem.render()}", err=True)
         if self.own is not None:
             verdict = {"fits": "fits", "tight": "fits barely", "no": "does not fit"}[self.own.fit]
-            click.echo(f"* the config's layout {verdict}: peak {gib(self.own.memory.peak)}", err=True)
+            click.echo(f"* the config's layout {verdict}: peak {size(self.own.memory.peak)}", err=True)
         if self.best is not None:
             click.echo(f"recommended: {reason(self.best)}\n  {headline(self.best)}", err=True)
             click.echo(f"to use it: {self._flags(self.best)}", err=True)
@@ -198,7 +198,7 @@ class _Planned:
             return
         click.echo("no layout fits" if self.choices else "no layout divides the batch evenly", err=True)
         for what, choice in self.advice():
-            peak = gib(choice.memory.peak)
+            peak = size(choice.memory.peak)
             click.echo(f"would fit with {peak}: {what}: {self._flags(choice)}", err=True)
 
     def _flags(self, choice: Choice) -> str:

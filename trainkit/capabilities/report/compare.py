@@ -28,14 +28,16 @@ from trainkit.capabilities.watch.view_text import resampled, sparkline
 from trainkit.cli.help import as_command, complete_run, option, terminal_width, warn
 from trainkit.cli.options import PATH, json_option
 from trainkit.cli.output import echo_json, masked
+from trainkit.cli.status import styled_state
 from trainkit.errors import UsageError
-from trainkit.formats import JsonObject, cell, duration, number, shown_value, table
+from trainkit.formats import JsonObject, cell, duration, hours_text, shown_value, table
 from trainkit.observe.current import look_at
 from trainkit.observe.group import column_of, value_order
 from trainkit.observe.ranking import Measured, Ranking, UnknownMetricError, asked_metric, config_ranking, rank
 from trainkit.observe.status import loss_text
 from trainkit.run.events import with_divergence
 from trainkit.run.trial import as_numbers
+from trainkit.terminal import TITLE, Styled
 
 CURVE_WIDTH = 24
 MAX_CELL = 40
@@ -205,7 +207,9 @@ def _compare_runs(
                 shown = ["" if value is None else shown_value(value) for value in as_numbers(own).values()]
                 writer.writerow([*run.values(), *shown])
     else:
-        results = [_result(own, report) for _, own, report, _ in rows]
+        best = min((run["result"] for run in compared), key=ranking.order)
+        texts = ((run["result"], _result(own, report)) for run, own, report, _ in rows)
+        results = [Styled(text, TITLE) if value == best is not None else text for value, text in texts]
         click.echo(_figures(compared, [report for *_, report, _ in rows], ranking.heading, results))
         shown_of = [(run["run"], own) for (run, *_, known), own in zip(rows, differing, strict=True) if known]
         click.echo(f"\n{_differences(keys, shown_of)}")
@@ -243,20 +247,23 @@ def _figures(
     runs: Sequence[JsonObject], reports: Sequence[Report], ranked_by: str, results: Sequence[str]
 ) -> str:
     hours = "GPU-HOURS" if all(report.status.place.device == "cuda" for report in reports) else "WORKER-HOURS"
-    heading = ("RUN", "STATE", "STEP", "LOSS", "VAL LOSS", ranked_by, "TOKENS/S", "TIME", hours, "CURVE")
+    speeds = [report.status.progress for report in reports if report.status.progress.tokens_per_s is not None]
+    counts_samples = bool(speeds) and all(one.samples_per_s is not None for one in speeds)
+    per_s = "SAMPLES/S" if counts_samples else "TOKENS/S"
+    heading = ("RUN", "STATE", "STEP", "LOSS", "VAL LOSS", ranked_by, per_s, "TIME", hours, "CURVE")
     points = ([point for own in report.curves["loss"].values() for point in own] for report in reports)
     curves = (sorted({int(step): loss for step, loss in found}.items()) for found in points)
     rows = [
         (
             run["run"],
-            run["state"],
+            styled_state(report.status),
             cell(run["step"]),
             loss_text(report.status, cell(run["loss"], ".4f")),
             cell(run["val_loss"], ".4f"),
             result,
             cell(run["tokens_per_s"], ",.0f"),
             duration(run["allocated_s"]),
-            number(run["worker_hours"]),
+            hours_text(run["worker_hours"]),
             sparkline(resampled(curve, CURVE_WIDTH)),
         )
         for run, report, curve, result in zip(runs, reports, curves, results, strict=True)

@@ -7,11 +7,16 @@ from hashlib import sha256
 from typing import Any
 
 from trainkit.folders import shipped_templates
-from trainkit.formats import duration, mask_secrets
+from trainkit.formats import GIB, duration, hours_text, mask_secrets, size, worker_time
 
 REPORT_FILE = "report.html"
 PLACE = "<script></script>"
 """Where the script goes in a page; no value can be that, since it is escaped."""
+
+
+def _gib(amount: float | None) -> str:
+    """An amount of memory that is in GiB, in the unit that suits it."""
+    return "unknown" if amount is None else size(amount * GIB)
 
 
 def render_page(template: str, **values: Any) -> str:
@@ -26,7 +31,7 @@ def render_page(template: str, **values: Any) -> str:
         lstrip_blocks=True,
     )
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
-    environment.filters.update(duration=duration)
+    environment.filters.update(duration=duration, hours=hours_text, worker_time=worker_time, gib=_gib)
     script = (shipped_templates() / "charts.js").read_text(encoding="utf-8")
     allowed = b64encode(sha256(script.encode()).digest()).decode()
     page = environment.get_template(template).render(**values, script_hash=allowed)

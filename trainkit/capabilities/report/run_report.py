@@ -11,12 +11,14 @@ from trainkit.capabilities.report.charts import MAX_CHARTS, Chart, csv_command, 
 from trainkit.capabilities.report.goodput import CATEGORIES, Curves, read_curves
 from trainkit.capabilities.report.page import render_page
 from trainkit.capabilities.report.thinned import Point
+from trainkit.formats import GIB, size
 from trainkit.observe.status import FlatConfig, RunStatus, failure_lines, loss_text
 from trainkit.observe.values import asked_of
 from trainkit.run.events import with_divergence
 from trainkit.run.files import LEFT_OUT, Record, numbers, read_object, to_json
 from trainkit.run.history import (
     Attempt,
+    PlanRecord,
     RunHistory,
     ended_attempts,
     idle_gaps,
@@ -29,6 +31,8 @@ from trainkit.shipped import ask_each, placed
 
 TEMPLATE = "report.html.j2"
 TIME_MARGIN, MEMORY_MARGIN = 1.2, 1.25
+NOTHING, NOT_ASKED = "nothing", "nothing: only a job that is submitted to Slurm asks for it"
+BY = {"cgroup": " of the job's control group", "processes": " of its processes"}
 
 
 @dataclass(frozen=True)
@@ -118,7 +122,7 @@ def read_report(history: RunHistory, status: RunStatus, now: float) -> Report:
         curves=curves.series,
         metrics=curves.metrics,
         val_loss=sorted(events.val_losses.items()),
-        advice=_advice(config, attempts, Record(to_json(added)), status, curves),
+        advice=_advice(config, attempts, Record(to_json(added)), status, curves, plan),
         checkpoints=checkpoints,
         config=config,
         layout={name: size for name, size in plan.record("layout").values.items() if isinstance(size, int)},
@@ -215,9 +219,14 @@ def _verdict(status: RunStatus, goodput: float | None, attempts: list[Attempt]) 
 
 
 def _advice(
-    config: FlatConfig, attempts: list[Attempt], added: Record, status: RunStatus, curves: Curves
+    config: FlatConfig,
+    attempts: list[Attempt],
+    added: Record,
+    status: RunStatus,
+    curves: Curves,
+    plan: PlanRecord,
 ) -> list[Advice]:
-    found = []
+    found, asks = [], plan.is_job
     longest_s = max((attempt.allocated_s for attempt in attempts), default=0.0)
     if longest_s:
         following = "unknown: the run did not finish"
@@ -231,15 +240,16 @@ def _advice(
         longest = f"{minutes:,} min {seconds:02d} s" if longest_s >= 60 else f"{longest_s:.1f} s"
         asked = str(config.get("resources.slice") or config.get("resources.time"))
         used = f"{longest} (longest attempt)"
-        found.append(Advice("Time", asked, used, following))
+        found.append(Advice("Time", *((asked, used, following) if asks else (NOTHING, used, NOT_ASKED))))
     asked = str(config.get("resources.mem") or "the cluster's default")
     used, following = unknown = "unknown", "unknown: not measured"
     nodes = added.records("nodes")
     if peaks := numbers(nodes, "job_mem_peak_gib"):
-        used = f"{max(peaks):.1f} GiB (peak sampled)"
+        by = {BY.get(node.text("job_mem_by") or "", "") for node in nodes}
+        used = f"{size(max(peaks) * GIB)} (peak sampled{', '.join(sorted(by))})"
         ask_for = max(1, math.ceil(max(peaks) * MEMORY_MARGIN))
         following = f"--set resources.mem={ask_for}G (25 % above the peak sampled)"
-    found.append(Advice("Memory a node", asked, used, following))
+    found.append(Advice("Memory a node", *((asked, used, following) if asks else (NOTHING, used, NOT_ASKED))))
     if status.place.device == "cuda":
         used, following = unknown
         if busy := numbers(nodes, "gpu_mean_percent"):

@@ -12,7 +12,7 @@ from trainkit.cluster.target import Target
 from trainkit.config import LoadedConfig, dump_effective
 from trainkit.data.checks import inspect_data
 from trainkit.errors import ConfigError, Problem, UsageError
-from trainkit.formats import plural
+from trainkit.formats import plural, size
 from trainkit.job.processes import module_argv
 from trainkit.launch.trainer_process import output_of
 from trainkit.plan.facts import Facts
@@ -70,10 +70,10 @@ def simulation_lines(found: Simulation) -> list[str]:
     """The result of a simulation as text."""
     peak = dict(found.peak_bytes)
     total = peak.pop("total")
-    kinds = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in peak.items() if size)
+    kinds = ", ".join(f"{name} {size(amount)}" for name, amount in peak.items() if amount)
     collectives = ", ".join(f"{count} {kind}" for kind, count in found.collectives.items())
     return [
         f"rank {found.rank} of {found.world_size}: {found.num_params:,} parameters on this rank",
-        f"peak memory {total / 2**30:.2f} GiB ({kinds})",
+        f"peak memory {size(total)} ({kinds})",
         f"collectives per step: {collectives or 'none'}",
     ]

@@ -25,18 +25,9 @@ from textual.widgets import DataTable, Footer, Static
 
 from trainkit.backend import JobStatus
 from trainkit.backends.jobs import SlurmPoller, read_job_status, utc_clock
-from trainkit.capabilities.diagnose.command import diagnosis_text
+from trainkit.capabilities.diagnose.command import diagnosis_lines
 from trainkit.capabilities.watch.run_view import RunView, read_view
-from trainkit.capabilities.watch.view_text import (
-    BAD,
-    DIM,
-    TITLE,
-    Size,
-    nodes_lines,
-    notices_lines,
-    state_style,
-    view_lines,
-)
+from trainkit.capabilities.watch.view_text import Size, charted, nodes_lines, notices_lines, view_lines
 from trainkit.cli.help import warn
 from trainkit.cli.output import replaced
 from trainkit.cli.status import MAX_ENDED_RUNS, points_rows, runs_rows
@@ -52,6 +43,7 @@ from trainkit.run.owner import refuse_foreign
 from trainkit.run.record import JobRecord
 from trainkit.run.registry import find_attempt
 from trainkit.run.rundir import RunDir
+from trainkit.terminal import BAD, DIM, TITLE, state_style
 
 LOG_LINES = 200
 MAX_POINTS = 200
@@ -101,6 +93,7 @@ class ReadingScreen(Screen[None]):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("q", "app.quit", "Quit"),
         Binding("escape", "app.leave", "Back"),
+        Binding("question_mark", "keys", "Keys", key_display="?"),
     ]
 
     def __init__(self, read: Callable[[], object], interval_s: float) -> None:
@@ -135,6 +128,14 @@ class ReadingScreen(Screen[None]):
     def on_resize(self) -> None:
         self.show()
 
+    def action_keys(self) -> None:
+        """List the keys of this screen."""
+        own = (kind for kind in type(self).__mro__ if kind.__module__ == __name__)
+        found = [one for kind in own for one in vars(kind).get("BINDINGS", ()) if isinstance(one, Binding)]
+        shown = ((one.key_display or one.key, one.tooltip or one.description) for one in found)
+        lines = [Text("Keys", TITLE), *(Text(f"{key:<8}  {text}") for key, text in shown)]
+        self.app.push_screen(TextScreen(lambda: lines, 24 * 3600.0))
+
     def show(self) -> None:
         raise NotImplementedError
 
@@ -157,6 +158,8 @@ class RunScreen(ReadingScreen):
         Binding("w", "warnings", "Warnings"),
         Binding("c", "cancel", "Cancel"),
         Binding("r", "requeue", "Requeue"),
+        Binding("m", "metric(1)", "Metric", show=False, tooltip="Next metric as a large chart"),
+        Binding("M", "metric(-1)", "Metric", show=False, tooltip="Previous metric as a large chart"),
     ]
 
     def __init__(
@@ -166,6 +169,8 @@ class RunScreen(ReadingScreen):
         self.run_dir, self._interval_s, self._poller, self._clock = run, interval_s, poller, clock
         self._history = RunHistory(run)
         self._record, self._job = JobRecord(), JobStatus(None)
+        self._metric: str | None = None
+        """The one whose chart is shown in the place of all below the progress."""
 
     def _read_view(self) -> RunView:
         """The view; raises OSError if the folder cannot be read."""
@@ -185,9 +190,16 @@ class RunScreen(ReadingScreen):
         width, height = self.app.size.width, self.app.size.height - 1
         lines = problem_lines(self.problem or self._poller.problem, width)
         if self.result is not None:
-            lines += view_lines(self.result, Size(width, height - len(lines)))
+            lines += view_lines(self.result, Size(width, height - len(lines)), self._metric)
         if lines:
             self.query_one("#body", Static).update(joined(lines, width))
+
+    def action_metric(self, step: int) -> None:
+        """Show the chart of the next metric, after the last one all of the screen again."""
+        choices = [None, *(() if self.result is None else charted(self.result))]
+        at = choices.index(self._metric) if self._metric in choices else 0
+        self._metric = choices[(at + step) % len(choices)]
+        self.show()
 
     def action_log(self) -> None:
         if self.result is not None and self.result.log is not None:
@@ -214,7 +226,7 @@ class RunScreen(ReadingScreen):
 
         job, attempt = self._job, find_attempt(self.run_dir, None)
         found = diagnose(attempt, self._record, job.alive, job.job)
-        return [Text(line) for line in diagnosis_text(found).splitlines()]
+        return [Text(line, getattr(line, "style", "")) for line in diagnosis_lines(found)]
 
     def action_cancel(self) -> None:
         self._confirm(f"Cancel {self.run_dir.name}? It saves and ends.", self._cancel)

@@ -11,9 +11,11 @@ from rich.text import Text
 
 from trainkit.capabilities.watch.run_view import NodeRow, RunView
 from trainkit.capability import Notice
-from trainkit.formats import cell, duration, number, plural, table
+from trainkit.formats import GAP, GIB, cell, duration, number, plural, table, worker_time
+from trainkit.formats import size as data_size
 from trainkit.observe.logs import clean
 from trainkit.observe.status import FAILURE_LOG_LINES, loss_text
+from trainkit.terminal import BAD, DIM, GOOD, TITLE, WATCH, cut, plain, state_style
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 DOT = " · "
@@ -22,9 +24,12 @@ VALUE = 34
 MIN_NOTICES = 2
 WIDE, TALL = 120, 40
 MAX_SPARKLINE = 200
-GOOD, BAD, WATCH, DIM, TITLE = "green", "bold red", "yellow", "dim", "bold"
-STATE_STYLES = {"running": GOOD, "finished": GOOD, "failed": BAD, "died": BAD, "unknown": BAD}
-"""State -> style; the others are in `WATCH`. The state is always named too."""
+MIN_CHARTS, LAST_LINES = 12, 7
+"""Rows of a tall screen: those of the charts at least, and those of the log below them."""
+CHART_WIDTH, CHART_HEIGHT = 56, (4, 12)
+"""The columns of a chart at least, and the rows of its curve at least and at most."""
+CHART_LABEL = 7
+"""The columns of the values next to a chart at least."""
 CURVE_NAMES = {"loss": "loss", "grad_norm": "grad norm", "lr": "lr", "tokens_per_s": "tokens/s"}
 
 
@@ -44,35 +49,42 @@ class Size:
         return self.height is None or self.height >= TALL
 
 
-def view_lines(view: RunView, size: Size) -> list[Text]:
-    """The lines of a view, at most `size.height` of them, none longer than `size.width`."""
-    tail_first = view.failure and size.is_tall
-    lines = [
-        _title(view, size),
-        *_sentence(view, size),
-        *(_tail_lines(view, size, 1 + FAILURE_LOG_LINES) if tail_first else []),
-        Text(),
-        *_progress(view, size),
-        *_numbers(view, size),
-    ]
-    num_nodes, num_notices = len(view.nodes), len(view.notices)
-    if size.height is not None:
-        # Three headings; the nodes get what the warnings leave.
-        left = size.height - len(lines) - 3
-        num_notices = min(num_notices, max(MIN_NOTICES, left // 3))
-        num_nodes = max(1, left - num_notices)
-    lines += nodes_lines(view.nodes, size, num_nodes, view.num_hosts)
-    lines += notices_lines(view.notices, size, num_notices)
-    if not tail_first:
-        lines += _tail_lines(view, size, 0 if size.height is None else size.height - len(lines))
+def view_lines(view: RunView, size: Size, metric: str | None = None) -> list[Text]:
+    """The lines of a view, at most `size.height` of them, none longer than `size.width`.
+
+    With a `metric`, its chart is in the place of what is below the progress.
+    """
+    lines = [_title(view, size), *_sentence(view, size)]
+    charts = charted(view)
+    if metric in charts and size.height is not None:
+        lines += _progress(view, size)
+        lines += _charts(view, [metric], size, size.height - len(lines))
+    else:
+        lines = _all_lines(lines, view, size, charts if size.is_tall else [])
     for line in lines:
         line.truncate(size.width, overflow="ellipsis")
     return lines if size.height is None else lines[: size.height]
 
 
-def state_style(state: str) -> str:
-    """The style of a state."""
-    return STATE_STYLES.get(state, WATCH)
+def _all_lines(lines: list[Text], view: RunView, size: Size, charts: Sequence[str]) -> list[Text]:
+    """The first `lines` and all that follows: numbers, nodes, warnings, these charts and the log."""
+    tail_first = bool(view.failure) and size.is_tall
+    lines += _tail_lines(view, size, 1 + FAILURE_LOG_LINES) if tail_first else []
+    lines += [Text(), *_progress(view, size), *_numbers(view, size)]
+    num_nodes, num_notices = len(view.nodes), len(view.notices)
+    if size.height is not None:
+        # Three headings, and what charts need at least; the nodes get what the warnings leave.
+        left = size.height - len(lines) - 3 - (MIN_CHARTS if charts else 0)
+        num_notices = min(num_notices, max(MIN_NOTICES, left // 3))
+        num_nodes = max(1, left - num_notices)
+    lines += nodes_lines(view.nodes, size, num_nodes, view.num_hosts)
+    lines += notices_lines(view.notices, size, num_notices)
+    if charts and size.height is not None:
+        num_last = 0 if tail_first or not view.log_tail else LAST_LINES
+        lines += _charts(view, charts, size, size.height - len(lines) - num_last)
+    if not tail_first:
+        lines += _tail_lines(view, size, 0 if size.height is None else size.height - len(lines))
+    return lines
 
 
 def _title(view: RunView, size: Size) -> Text:
@@ -150,7 +162,7 @@ def _numbers(view: RunView, size: Size) -> list[Text]:
     """A line per number, with its curve if there is one."""
     is_command = view.status.is_command
     lines = []
-    for name, label in CURVE_NAMES.items():
+    for name in CURVE_NAMES:
         curve = view.curves[name]
         has_loss = view.status.progress.loss is not None or view.status.progress.diverged_since is not None
         if is_command and not curve and not (name == "loss" and has_loss):
@@ -160,7 +172,7 @@ def _numbers(view: RunView, size: Size) -> list[Text]:
         if len(curve) > 1 and width >= 10:
             value.pad_right(max(1, VALUE - len(value)))
             value.append(sparkline(resampled(curve, min(width, MAX_SPARKLINE))), "cyan")
-        lines.append(_line(label, value))
+        lines.append(_line(metric_name(view, name), value))
     if is_command and not view.curves["tokens_per_s"]:
         return lines
     waits = "" if view.data_wait_share is None else f"{DOT}waits for data {view.data_wait_share:.1%}"
@@ -195,8 +207,9 @@ def _memory(view: RunView) -> str:
     unit = "a GPU" if view.has_gpus else "a process"
     if view.mem_gib_peak is None:
         return "-"
-    total = "" if not view.has_gpus or view.mem_gib_total is None else f" of {view.mem_gib_total:.1f}"
-    return f"peak {view.mem_gib_peak:.2f}{total} GiB {unit}"
+    total = view.mem_gib_total if view.has_gpus else None
+    of_all = "" if total is None else f" of {data_size(total * GIB)}"
+    return f"peak {data_size(view.mem_gib_peak * GIB)}{of_all} {unit}"
 
 
 def _checkpoint(view: RunView) -> Text:
@@ -212,11 +225,9 @@ def _checkpoint(view: RunView) -> Text:
 
 
 def _hours(view: RunView) -> str:
-    """`` = 3.20 GPU-hours``; in minutes if that is less than 6 of them."""
+    """The time that the steps at risk took: `` = 3.2 GPU-hours``."""
     hours, unit = view.hours_at_risk, "GPU" if view.has_gpus else "process"
-    if hours is None:
-        return ""
-    return f" = {hours:,.2f} {unit}-hours" if hours >= 0.1 else f" = {60 * hours:.1f} {unit}-minutes"
+    return "" if hours is None else f" = {worker_time(hours, unit)}"
 
 
 def nodes_lines(nodes: Sequence[NodeRow], size: Size, most: int, expected: int | None) -> list[Text]:
@@ -285,6 +296,70 @@ def notice_line(notice: Notice) -> Text:
     return Text.assemble((clock.ljust(8), DIM), "  ", (place + text, WATCH if notice.time is None else ""))
 
 
+def charted(view: RunView) -> list[str]:
+    """The metrics that can be drawn as charts."""
+    return [name for name, points in view.curves.items() if len(points) > 1]
+
+
+def metric_name(view: RunView, name: str) -> str:
+    """A metric as people call it."""
+    counts_samples = name == "tokens_per_s" and view.status.progress.samples_per_s is not None
+    return "samples/s" if counts_samples else CURVE_NAMES.get(name, plain(name))
+
+
+def _charts(view: RunView, names: Sequence[str], size: Size, space: int) -> list[Text]:
+    """Charts next to each other and in rows, as many of them as there is space for."""
+    least, most = CHART_HEIGHT
+    num_rows = -(-len(names) // max(1, size.width // CHART_WIDTH))
+    num_columns = -(-len(names) // num_rows)
+    num_rows = min(num_rows, space // (1 + least))
+    if num_rows < 1:
+        return []
+    height = space // num_rows - 1 if len(names) == 1 else min(most, space // num_rows - 1)
+    width = (size.width - len(GAP) * (num_columns - 1)) // num_columns
+    lines = []
+    for row in range(num_rows):
+        own = names[row * num_columns : (row + 1) * num_columns]
+        charts = [_chart(view, name, Size(width, height)) for name in own]
+        lines += [Text(GAP).join(parts) for parts in zip(*charts, strict=True)]
+    return lines
+
+
+def _chart(view: RunView, name: str, size: Size) -> list[Text]:
+    """A heading and the rows of a curve, all of the same width, with what is highest and lowest in it.
+
+    Each column is the mean of its steps, or the value before it if it has none.
+    """
+    points, height = view.curves[name], size.height or 1
+    ends = (number(pick(value for _, value in points)) for pick in (min, max))
+    label = 1 + max(CHART_LABEL, *map(len, ends))
+    width = max(1, size.width - label)
+    values: list[float] = []
+    for mean in resampled(points, width):
+        values += [mean] if mean is not None else values[-1:]
+    low, high = min(values), max(values)
+    columns = (values[index * len(values) // width] for index in range(width))  # wider if they are few
+    span = high / 2 - low / 2 or 1.0  # the difference of two numbers may be too large for one
+    most = height * len(BLOCKS) - 1
+    levels = [1 + round(min(1.0, (value / 2 - low / 2) / span) * most) for value in columns]
+    title = cut(metric_name(view, name), size.width // 2)
+    lines = [_rule(f"{title}, steps {points[0][0]:,} to {points[-1][0]:,}", size)]
+    for row in reversed(range(height)):
+        text = "".join(_block(level - row * len(BLOCKS)) for level in levels)
+        edge = number(high) if row == height - 1 else number(low) if row == 0 else ""
+        lines.append(Text.assemble((f"{edge:>{label - 1}} ", DIM), (text, "cyan")))
+    return [_exactly(line, size.width) for line in lines]
+
+
+def _block(level: int) -> str:
+    return " " if level <= 0 else BLOCKS[min(level, len(BLOCKS)) - 1]
+
+
+def _exactly(line: Text, width: int) -> Text:
+    line.truncate(width, overflow="ellipsis", pad=True)
+    return line
+
+
 def resampled(points: Sequence[tuple[int, float]], width: int) -> list[float | None]:
     """The mean value in each of `width` equal ranges of steps, or every point if there are fewer."""
     if not points:
@@ -325,4 +400,6 @@ def _percent(value: float | None) -> str:
 
 
 def _used(used: float | None, total: float | None) -> str:
-    return "-" if used is None or total is None else f"{used:.0f}/{total:.0f}G"
+    if used is None or total is None:
+        return "-"
+    return f"{used:.0f}/{total:.0f}G" if used >= 1 or not used else f"{1024 * used:.0f}M/{total:.0f}G"

@@ -75,6 +75,7 @@ def record_silent_death(
     exit_code: int,
     out_of_memory: bool = False,
     killed: RankExit | None = None,
+    is_job: bool = True,
 ) -> None:
     """Write the failure record of a worker that wrote none itself: killed, out of memory, or a COMMAND.
 
@@ -83,7 +84,7 @@ def record_silent_death(
     """
     if attempt.rank_error(worker).exists():
         return
-    death = _out_of_memory(exit_code) if out_of_memory else _death(attempt, worker, exit_code)
+    death = _out_of_memory(exit_code, is_job) if out_of_memory else _death(attempt, worker, exit_code)
     rank = killed.rank if killed is not None else worker if death.rank is None else death.rank
     kind = death.type if killed is None or out_of_memory else "RankKilled"
     _write(attempt, worker, replace(death, rank=rank, node_rank=node_rank, type=kind, exit_code=exit_code))
@@ -109,9 +110,11 @@ def _write(attempt: AttemptDir, worker: int, failure: RankFailure) -> None:
     write_json(attempt.rank_error(worker), {**record, "traceback": None})
 
 
-def _out_of_memory(exit_code: int) -> RankFailure:
+def _out_of_memory(exit_code: int, is_job: bool) -> RankFailure:
     """The failure of a process that the kernel killed to free memory."""
-    hint = "raise resources.mem, or lower the batch size or the number of loader processes"
+    hint = "lower the batch size or the number of loader processes"
+    if is_job:
+        hint = f"raise resources.mem, or {hint}"
     message = f"killed by {describe_exit(exit_code)}: out of memory"
     return RankFailure(type="OutOfMemory", message=message, hint=hint)
 
@@ -301,7 +304,7 @@ def _killed_agent_failure(attempt: AttemptDir, plan: LaunchPlan, node_rank: int 
     number = signal.SIGTERM if was_terminated(attempt) else signal.SIGKILL
     failure = agent_failure(node_rank, "its agent was killed", signal_exit_code(number))
     if ran_out_of_memory(attempt):
-        oom = _out_of_memory(signal_exit_code(signal.SIGKILL))
+        oom = _out_of_memory(signal_exit_code(signal.SIGKILL), plan.is_job)
         failure = replace(failure, type=oom.type, message=oom.message, hint=oom.hint)
     hosts = read_rendezvous(attempt).hosts
     return replace(failure, host=hosts[node_rank]) if node_rank < len(hosts) else failure

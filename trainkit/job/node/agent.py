@@ -293,7 +293,13 @@ class Agent(ProcessGroup):
             print(f"rank {which} ended with {describe_exit(code)}", flush=True)
             out_of_memory = self._ran_out_of_memory(code)
             record_silent_death(
-                self.attempt, rank, self.rendezvous.node_rank, code, out_of_memory, killed=dead
+                self.attempt,
+                rank,
+                self.rendezvous.node_rank,
+                code,
+                out_of_memory,
+                killed=dead,
+                is_job=self.plan.is_job,
             )
 
     def _killed_rank(self, worker: int, code: int) -> RankExit | None:

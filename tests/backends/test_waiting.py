@@ -1,0 +1,95 @@
+"""Why a waiting command waits: said after some seconds, and again when it changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trainkit.api import _queued
+from trainkit.backend import JobStatus
+from trainkit.backends import jobs
+from trainkit.observe.group import GroupStatus, PointStatus
+from trainkit.run.events import log_event
+from trainkit.run.record import AttemptRecord, JobRecord
+from trainkit.run.rundir import RunDir
+
+
+@pytest.mark.parametrize(
+    ("after_s", "reasons", "said"),
+    [
+        (0.0, [], []),
+        (0.0, ["", ""], []),
+        (0.0, ["a", "a", "a"], ["a"]),
+        (0.0, ["a", "b", "a"], ["a", "b", "a"]),
+        (0.0, ["a", "", "a"], ["a", "a"]),
+        (2.0, ["a", "a", "a", "a"], ["a"]),
+        (2.0, ["a", "b"], []),  # over before it is worth a line
+        (2.0, ["a", "b", "c"], ["c"]),
+        (2.0, ["a", "a", "", ""], []),
+    ],
+)
+def test_a_reason_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, after_s: float, reasons: list[str], said: list[str]
+) -> None:
+    """A second passes from one call to the next; the first is made at once."""
+    now_s = 0.0
+    monkeypatch.setattr(jobs.time, "monotonic", lambda: now_s)
+    found: list[str] = []
+    waiting = jobs.Waiting(found.append, after_s)
+    for reason in reasons:
+        waiting.look(reason)
+        now_s += 1.0
+    assert found == said
+
+
+def test_a_run_on_this_machine_waits_for_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, said = RunDir(tmp_path), list[str]()
+    record = JobRecord(attempts=[AttemptRecord(attempt=1)])
+    monkeypatch.setattr(jobs, "read_job_status", lambda *_: (record, JobStatus(True)))
+    probe = jobs.liveness_probe(run, said.append)
+    assert (probe(), said) == (True, [])
+    log_event(run, 1, "submitted")
+    assert (probe(), said) == (True, [])
+    log_event(run, 1, "waiting", reason="waits for 1 CPU core (0 free, in use by other)")
+    assert (probe(), probe(), said) == (
+        True,
+        True,
+        [f"{tmp_path} waits for 1 CPU core (0 free, in use by other)"],
+    )
+    log_event(run, 1, "waiting", reason="waits behind another")
+    probe()
+    assert said[1:] == [f"{tmp_path} waits behind another"]
+    log_event(run, 1, "started")
+    probe()
+    log_event(run, 1, "waiting", reason="of a run that has started")
+    probe()
+    record.attempts.append(AttemptRecord(attempt=2))
+    log_event(run, 2, "waiting", reason="waits again")
+    probe()
+    assert said[2:] == [f"{tmp_path} waits again"]
+
+
+@pytest.mark.parametrize(
+    ("states", "said"),
+    [
+        ([("pending", "waits for the runs before it")], "sweep: 1 pending: waits for the runs before it"),
+        ([("pending", None)], ""),
+        (
+            [("finished", "done"), ("pending", "Priority\nof others")],
+            "sweep: 1 pending, 1 finished: Priority of others",
+        ),
+        ([("pending", None), ("requeueing", "BeginTime")], "sweep: 1 requeueing, 1 pending: BeginTime"),
+        ([("running", None), ("pending", "Priority")], ""),
+        ([("stopping", None), ("pending", "Priority")], ""),
+        ([("finished", "done"), ("failed", "why")], ""),
+        ([], ""),
+    ],
+)
+def test_a_group_waits_while_none_of_its_runs_runs(states: list[tuple[str, str | None]], said: str) -> None:
+    points = [
+        PointStatus(index, {}, state, reason, "12", None, "/x")
+        for index, (state, reason) in enumerate(states)
+    ]
+    group = GroupStatus("sweep", "/x", "12", "0-1", [], 1, 1, 1.0, points)
+    assert _queued(group) == said

@@ -1,0 +1,159 @@
+"""What `status`, `diagnose` and errors look like in a terminal: colours, one line per run, any width."""
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+import pytest
+
+from benchmarks.mutated_runs import make_project
+from trainkit.cli.main import main
+from trainkit.run.registry import register
+from trainkit.run.rundir import RunDir
+from trainkit.terminal import text_width
+
+RED, YELLOW, GREEN, BOLD = "\x1b[1;31m", "\x1b[33m", "\x1b[32m", "\x1b[1m"
+Show = Callable[..., tuple[str, str]]
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with runs that have finished and failed, and a group."""
+    folder = tmp_path / "project"
+    make_project(folder, ["finished", "crashed", "sweep"])
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PATH", str(folder / "bin"))
+    return folder
+
+
+@pytest.fixture
+def show(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Show:
+    """What a command prints to stdout and stderr, both of them a terminal of that width, or neither."""
+
+    def run(line: str, *, columns: int | None = 100) -> tuple[str, str]:
+        for stream in (sys.stdout, sys.stderr):
+            monkeypatch.setattr(stream, "isatty", lambda: columns is not None)
+        size = os.terminal_size((columns or 80, 24))
+        monkeypatch.setattr("shutil.get_terminal_size", lambda *_, **__: size)
+        with monkeypatch.context() as environment:
+            environment.setenv("NO_COLOR", os.environ.get("NO_COLOR", ""))  # which --no-color sets
+            main(line.split())
+        captured = capsys.readouterr()
+        return captured.out, captured.err
+
+    return run
+
+
+SHOWN = {
+    "status": [f"{RED}failed\x1b[0m", f"{GREEN}finished\x1b[0m"],
+    "status runs/crashed": [f"state       {RED}failed - ", RED + "rank "],
+    "status runs/finished": [f"state       {GREEN}finished - "],
+    "status runs/sweep": [f"best        {BOLD}"],
+    "compare runs/sweep": [f"{RED}failed\x1b[0m", f"{BOLD}5.4928 at 6\x1b[0m"],
+    "diagnose runs/crashed": [f"{RED}attempt ", f"{BOLD}what to do:\x1b[0m"],
+}
+
+
+@pytest.mark.parametrize("line", SHOWN)
+def test_states_have_colours_in_a_terminal(project: Path, show: Show, line: str) -> None:
+    shown, _ = show(line)
+    for text in SHOWN[line]:
+        assert text in shown, shown
+    # Never by colour alone.
+    assert click.unstyle(shown) == show(f"--no-color {line}")[0]
+
+
+@pytest.mark.parametrize("name", ["NO_COLOR", "TERM", "--no-color", "a pipe", "json"])
+def test_nobody_gets_colours_who_wants_none(
+    project: Path, show: Show, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    if name in ("NO_COLOR", "TERM"):
+        monkeypatch.setenv(name, {"NO_COLOR": "1", "TERM": "dumb"}[name])
+    before, after = "--no-color " * (name == "--no-color"), " --json" * (name == "json")
+    for line in (*SHOWN, "compare runs/finished runs/crashed", "status nothing", "check"):
+        out, err = show(f"{before}{line}{after}", columns=None if name == "a pipe" else 100)
+        # A terminal shows an error after --json on stdout, as the result.
+        assert "\x1b" not in out + err, line
+        if name == "json":
+            json.loads(out)
+
+
+def test_an_error_names_its_kind_in_colour(project: Path, show: Show) -> None:
+    _, said = show("status nothing")
+    assert said.startswith(f"{RED}error:\x1b[0m unknown run 'nothing'\n\n{BOLD}hint:\x1b[0m ")
+    _, said = show("status \x1b[31mred")
+    assert "\x1b[31m" not in said
+    assert show("status nothing", columns=None)[1] == click.unstyle(show("status nothing")[1])
+
+
+NAMES = (
+    "short",
+    "a-run-with-a-name-that-is-longer-than-the-terminal-is-wide-" * 3,
+    "学習率の実験-とても長い名前のもの-もっと長い名前のもの",
+    "\x1b[31mred",
+    "two\nlines",
+    "\N{ROCKET}" * 30,
+    "--json",
+)
+
+
+@pytest.mark.parametrize("columns", [80, 100, 120])
+@pytest.mark.parametrize("where", ["here", "elsewhere", "both"])
+def test_a_run_is_one_line_whatever_its_name(
+    project: Path, show: Show, tmp_path: Path, columns: int, where: str
+) -> None:
+    here, deep = project / "runs", tmp_path / "a-folder-of-another-project" / "below" / "others" / "runs"
+    deep.mkdir(parents=True)
+    for index, name in enumerate(NAMES):
+        folder = here if where == "here" or (where == "both" and index % 2) else deep
+        register(RunDir(shutil.copytree(here / "finished", folder / name)), "small")
+    if where == "elsewhere":
+        here.rename(tmp_path / "away")
+    known = json.loads(show("status --json")[0])
+    lines = click.unstyle(show("status --all", columns=columns)[0]).removesuffix("\n").split("\n")
+    if where == "elsewhere":
+        title, *lines = lines
+        assert title.startswith("in /")
+        assert title.endswith("/runs:")
+    assert len(lines) == 1 + len(known)
+    assert all(text_width(line) <= columns for line in lines), lines
+    assert lines[0].split()[:2] == ["RUN", "STATE"]
+    # Shortened in the middle: what tells two runs of a kind apart is at the end of the name.
+    assert any(line.startswith("runs/short ") for line in lines) == (where == "here")
+    assert any(line.startswith("short ") for line in lines) == (where == "elsewhere")
+    at = lines[0].index("STATE")
+    states = {run["state"] for run in known if "states" not in run}
+    assert sum(_column(line, at).startswith(tuple(states)) for line in lines) >= len(NAMES)
+
+
+def _column(line: str, at: int) -> str:
+    """What begins at a column of a terminal."""
+    used = 0
+    for index, char in enumerate(line):
+        if used >= at:
+            return line[index:]
+        used += text_width(char)
+    return ""
+
+
+def test_only_the_runs_of_this_folder(
+    project: Path, show: Show, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = RunDir(shutil.copytree(project / "runs" / "finished", tmp_path / "other"))
+    register(other, "small")
+    (project / "runs" / "link").symlink_to(project / "runs" / "finished")
+    outputs = (json.loads(show(f"status --json{option}")[0]) for option in ("", " --here"))
+    shown, here = ([run["run_dir"] for run in runs] for runs in outputs)
+    assert [folder for folder in shown if folder != str(other.path)] == here
+    assert len(here) == len(shown) - 1
+    assert str(other.path) in show("status --all", columns=None)[0]
+    assert str(other.path) not in show("status --here --all", columns=None)[0]
+    assert "other" not in show("status --here --sort loss", columns=None)[0]
+    assert "but finished is named" in show("status finished --here")[1]
+    (project / "empty").mkdir()
+    monkeypatch.chdir(project / "empty")
+    assert "no runs yet in runs" in show("status --here")[1]

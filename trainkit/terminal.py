@@ -1,0 +1,107 @@
+"""What a terminal shows of a text: its style, its width, and nothing that controls the terminal. Pure."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from itertools import accumulate
+
+COLOUR = r"\x1b\[[0-9;]*m"
+CONTROL = r"[\x00-\x07\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]"
+"""C0 but for what moves within a line, C1 and bidirectional marks."""
+_SGR = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33"}
+"""Word of a style -> its code in an escape sequence."""
+
+
+class Styled(str):
+    """A text that a terminal shows in a style, such as ``bold red``; everywhere else it is that text."""
+
+    style: str
+
+    def __new__(cls, text: str, style: str) -> Styled:
+        own = super().__new__(cls, text)
+        own.style = style
+        return own
+
+
+def plain(text: str) -> str:
+    """A text as one line that does not control a terminal: with a sign for each control character."""
+    if text.isprintable():
+        return text
+    line = re.sub(r"[\x08-\x0a\x0d]", " ", re.sub(COLOUR, "", text))
+    return re.sub(CONTROL, "\N{REPLACEMENT CHARACTER}", line)
+
+
+def painted(text: str) -> str:
+    """A line with the escape sequences of its style if it is `Styled`, and without any of its own."""
+    codes = ";".join(_SGR[word] for word in text.style.split()) if isinstance(text, Styled) else ""
+    return f"\x1b[{codes}m{plain(text)}\x1b[0m" if codes else plain(text)
+
+
+def text_width(text: str) -> int:
+    """The columns of a terminal that a text takes: two for a wide character, none for a combining one."""
+    return len(text) if text.isascii() else sum(map(_columns, text))
+
+
+def _columns(char: str) -> int:
+    from unicodedata import category, east_asian_width  # most texts are in ASCII
+
+    return 0 if category(char) in ("Mn", "Me", "Cf") else 2 if east_asian_width(char) in "WF" else 1
+
+
+def _beginning(text: str, room: int) -> str:
+    """As many characters from the start of a text as fit `room` columns."""
+    if text.isascii():
+        return text[: max(0, room)]
+    used = list(accumulate(map(_columns, text)))
+    return text[: bisect_right(used, room)]
+
+
+def cut(text: str, room: int) -> str:
+    """A text that fits `room` columns, with ``…`` at its end if not all of it does."""
+    return text if text_width(text) <= room else f"{_beginning(text, room - 1)}…"
+
+
+def cut_in_the_middle(text: str, room: int) -> str:
+    """A text that fits `room` columns, if necessary with ``…`` in it; the last part of a path stays whole.
+
+    A last part that does not fit itself is shortened too.
+    """
+    if text_width(text) <= room:
+        return text
+    folder, slash, name = text.rpartition("/")
+    left = room - text_width(slash + name)
+    if slash and left > 2:
+        return f"{cut_in_the_middle(folder, left)}{slash}{name}"
+    begin = _beginning(text, room // 2)
+    end = _beginning(text[::-1], room - 1 - text_width(begin))[::-1]
+    return f"{begin}…{end}"
+
+
+def wrapped(text: str, room: int) -> list[str]:
+    """The lines of a text, each of which fits; words are broken only if they do not."""
+    if text.isascii():
+        from textwrap import wrap
+
+        return wrap(text, room, break_on_hyphens=False) or [""]
+    lines = [""]
+    for word in text.split():
+        if text_width(f"{lines[-1]} {word}") <= room and lines[-1]:
+            lines[-1] += f" {word}"
+            continue
+        while text_width(word) > room:
+            begin = _beginning(word, max(2, room))
+            lines.append(begin)
+            word = word.removeprefix(begin)
+        lines.append(word)
+    return lines[1:] or [""]
+
+
+GOOD, BAD, WATCH, DIM, TITLE = "green", "bold red", "yellow", "dim", "bold"
+STATE_STYLES = {"running": GOOD, "finished": GOOD, "failed": BAD, "died": BAD, "unknown": BAD}
+"""State of a run -> style; the others are in `WATCH`. The state is always named too."""
+
+
+def state_style(state: str) -> str:
+    """The style of a state."""
+    return STATE_STYLES.get(state, WATCH)
