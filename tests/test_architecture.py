@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
 SIZES = {
     "trainkit": (21, 5_739),
-    "trainkit/backends": (20, 4_242),
+    "trainkit/backends": (20, 4_245),
     "trainkit/capabilities": (1, 1),
     "trainkit/capabilities/bench": (6, 1_328),
     "trainkit/capabilities/curves": (4, 1_024),
@@ -55,7 +55,7 @@ SIZES = {
     "trainkit/capabilities/trackers": (6, 1_030),
     "trainkit/capabilities/transformers": (2, 303),
     "trainkit/capabilities/watch": (5, 1_285),
-    "trainkit/cli": (16, 3_600),
+    "trainkit/cli": (16, 3_601),
     "trainkit/cluster": (8, 1_848),
     "trainkit/config": (12, 3_048),
     "trainkit/control": (5, 783),

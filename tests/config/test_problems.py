@@ -95,7 +95,8 @@ launch.env={A: [1]}
             (
                 f"name={json.dumps(name)}",
                 f"name: must be {A_NAME}, not {json.dumps(name, ensure_ascii=False)}"
-                + (f"\n  hint: did you mean --set name={meant}?" if meant else ""),
+                + (f"\n  hint: did you mean --set name={meant}?" if meant else "")
+                + (" A name begins with a letter or a digit" if meant and not name[0].isalnum() else ""),
             )
             for name, meant in {
                 **{"": "", "..": "", "* ?": "", "../x": "x", "-x": "x", "a b": "a-b"},

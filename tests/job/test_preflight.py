@@ -51,7 +51,7 @@ def check(attempt: AttemptDir, **environ: str) -> None:
 
 @contextmanager
 def failing(match: str, is_node: bool = True) -> Iterator[pytest.ExceptionInfo[PreflightFailed]]:
-    with pytest.raises(PreflightFailed, match=match) as caught:
+    with pytest.raises(PreflightFailed, match=f"(?m){match}") as caught:
         yield caught
     assert caught.value.is_node is is_node
     assert caught.value.hint

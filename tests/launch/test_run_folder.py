@@ -330,7 +330,7 @@ def test_a_folder_whose_name_is_not_utf_8(tmp_path, monkeypatch, is_cwd):
     if is_cwd:
         folder.mkdir()
         monkeypatch.chdir(folder)
-    refused = pytest.raises(UsageError, match=r"the name of .*caf\\xe9 is not UTF-8$")
+    refused = pytest.raises(UsageError, match=r"(?m)the name of .*caf\\xe9 is not UTF-8$")
     with refused as caught, new_folder("a", None if is_cwd else folder):
         pass
     assert caught.value.hint.startswith("rename it")

@@ -2,7 +2,6 @@
 
 import subprocess
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -103,7 +102,7 @@ def test_the_shell_of_submitit_outlives_a_signal_that_its_supervisor_handles(
     for file in bin_folder.iterdir():
         file.chmod(0o755)
     monkeypatch.setenv("PATH", f"{bin_folder}:/usr/bin:/bin")
-    given = replace(script(tmp_path), host_python=(str(supervisor),), setup="")
+    given = script(tmp_path)._replace(host_python=(str(supervisor),), setup="")
     file = tmp_path / "submission.sh"  # of `bash -c` the last command replaces the shell
     (tmp_path / "runs/mine/submitit").mkdir(parents=True)
     file.write_text(backend_named("submitit").finish_script(RunDir(tmp_path / "runs/mine"), given).text)

@@ -55,7 +55,7 @@ def test_refused(fake: FakeSlurm) -> None:
     fake.add(
         "sbatch", "echo 'sbatch: error: Batch job submission failed: Invalid qos specification' >&2; exit 1"
     )
-    with pytest.raises(SlurmRefused, match=r"^sbatch: Invalid qos specification$") as caught:
+    with pytest.raises(SlurmRefused, match=r"(?m)^sbatch: Invalid qos specification$") as caught:
         run_slurm(["sbatch"], 60, environ=fake.environ)
     assert caught.value.exit_code == 2
     assert caught.value.sentence == "Invalid qos specification"

@@ -151,7 +151,7 @@ def test_a_driver_that_is_too_old_for_torch(cuda: FakeCuda, monkeypatch: pytest.
     library = SimpleNamespace(nvmlInit=lambda: None, nvmlShutdown=lambda: None, NVMLError=OSError)
     library.nvmlSystemGetCudaDriverVersion_v2 = lambda: 12040
     monkeypatch.setitem(sys.modules, "pynvml", library)
-    with pytest.raises(TrainkitError, match=r"needs a driver for CUDA 13, and has one for 12.4$") as caught:
+    with pytest.raises(TrainkitError, match=r"(?m)driver for CUDA 13, and has one for 12.4$") as caught:
         select_device("cuda", 0)
     assert caught.value.exit_code == EXIT_NO_RESTART
     assert "/cu126` installs a build for CUDA 12.6" in caught.value.hint
@@ -409,7 +409,7 @@ def in_thread(function: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]
 
 
 def test_one_that_does_not_come_is_named(port: int) -> None:
-    with pytest.raises(TrainkitError, match=r"1 of 2 ranks did not start within .*: rank 1$"):
+    with pytest.raises(TrainkitError, match=r"(?m)1 of 2 ranks did not start within .*: rank 1$"):
         startup_barrier(rank(0, port), StopRequest(), SOON)
 
 
@@ -417,7 +417,7 @@ def test_one_that_does_not_come_is_named(port: int) -> None:
 def test_ranks_of_one_machine_meet_in_a_file(number: int, port: int, tmp_path: Path) -> None:
     """Nothing listens, what another attempt has left there is not read, and each rank names a missing one."""
     file, minute = tmp_path / "store", timedelta(seconds=60)
-    with pytest.raises(TrainkitError, match=rf"1 of 2 ranks did not start within .*: rank {1 - number}$"):
+    with pytest.raises(TrainkitError, match=rf"(?m)1 of 2 ranks did not start within .*: rank {1 - number}$"):
         startup_barrier(rank(number, port, "b"), StopRequest(), SOON, file=file)
     thread, got = in_thread(lambda: startup_barrier(rank(number, port), StopRequest(), minute, file=file))
     while file.read_bytes().count(b"num_arrived") < 2:

@@ -25,6 +25,7 @@ SECTIONS = {
         "--note",
         "--tag",
         "--where",
+        "--metric",
         "--sort",
         "--sweep",
         "--array",

@@ -169,9 +169,12 @@ class SlurmAllocation(Allocation):
     def close_dead_attempts(self, attempt: Attempt) -> Decision | None:
         now = JobInfo(self.job_id, JobState.RUNNING, restarts=self.restarts)
         cluster = os.environ.get("SLURM_CLUSTER_NAME", "")
+        try:
+            close_failed_starts(self.run, attempt.job, now, cluster, log_line)
+        except OSError as error:
+            log_line(f"cannot record the starts of earlier jobs that failed ({error})")
         # An attempt that cannot be read fails with its reason when it is run.
         with contextlib.suppress(OSError, ValueError, TrainkitError):
-            close_failed_starts(self.run, attempt.job, now, cluster, log_line)
             return close_dead_attempts(attempt, attempt.plan.requeue, self.is_down)
         return None
 

@@ -304,7 +304,7 @@ def _killed_agent_failure(attempt: AttemptDir, plan: LaunchPlan, node_rank: int 
     number = signal.SIGTERM if was_terminated(attempt) else signal.SIGKILL
     failure = agent_failure(node_rank, "its agent was killed", signal_exit_code(number))
     if ran_out_of_memory(attempt):
-        oom = _out_of_memory(signal_exit_code(signal.SIGKILL), plan.is_job)
+        oom = _out_of_memory(signal_exit_code(signal.SIGKILL), is_job=True)  # srun says so of a job alone
         failure = replace(failure, type=oom.type, message=oom.message, hint=oom.hint)
     hosts = read_rendezvous(attempt).hosts
     return replace(failure, host=hosts[node_rank]) if node_rank < len(hosts) else failure
