@@ -135,6 +135,14 @@ def test_a_spread_is_an_area_within_the_axis() -> None:
     assert [label.text for label in chart.y_labels] == ["-2", "0", "2", "4"]
 
 
+@pytest.mark.parametrize("kind", [int, float])
+def test_the_steps_of_a_long_run_stay_exact(kind: type[float]) -> None:
+    chart = line_chart("Loss", [Line([(kind(1_234_567), 1.0), (kind(2_469_137), 0.5)], PALETTE[0])])
+    assert chart is not None
+    (line,) = json.loads(json.dumps(chart.data["lines"]))
+    assert line["x"] == [1_234_567, 1_234_570]
+
+
 def test_data_are_short_and_complete() -> None:
     chart = line_chart(
         "x",

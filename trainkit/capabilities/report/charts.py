@@ -369,12 +369,12 @@ def _drawn(places: Sequence[Point]) -> str:
 
 
 def _data(line: Line) -> dict[str, object]:
-    """A line for the script: steps as differences, six digits of each value, null for what is not finite."""
+    """A line for the script: steps as exact differences, six digits of each value, null for no finite one."""
     steps = [x for x, _ in line.points]
     found: dict[str, object] = {
         "name": line.name,
         "style": line.style,
-        "x": [_short(b - a) for a, b in zip([0.0, *steps], steps, strict=False)],
+        "x": [_whole(b - a) for a, b in zip([0, *steps], steps, strict=False)],
         "y": [_short(y) for _, y in line.points],
     }
     return found if line.spread is None else {**found, "spread": list(map(_short, line.spread))}
@@ -383,8 +383,12 @@ def _data(line: Line) -> dict[str, object]:
 def _short(value: float) -> float | int | None:
     if not math.isfinite(value):
         return None
-    rounded = value if isinstance(value, int) else float(f"{value:.6g}")
-    return int(rounded) if rounded == int(rounded) and abs(rounded) < 2**53 else rounded
+    return _whole(value if isinstance(value, int) else float(f"{value:.6g}"))
+
+
+def _whole(value: float) -> float | int:
+    """A number, without a decimal point if it needs none."""
+    return int(value) if value == int(value) and abs(value) < 2**53 else value
 
 
 @dataclass(frozen=True)
