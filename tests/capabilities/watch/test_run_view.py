@@ -111,7 +111,15 @@ def test_the_title_names_another_cluster(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("values", "line"),
-    [([], ""), ([1.0], "▁"), ([2.0, 2.0], "▁▁"), ([0.0, 7.0, 3.5], "▁█▅"), ([0.0, None, 1.0], "▁ █")],
+    [
+        ([], ""),
+        ([1.0], "▁"),
+        ([2.0, 2.0], "▁▁"),
+        ([0.0, 7.0, 3.5], "▁█▅"),
+        ([0.0, None, 1.0], "▁ █"),
+        ([0.0, 1e-310], "▁█"),
+        ([-1.7e308, 1.7e308], "▁█"),
+    ],
 )
 def test_sparkline(values: Sequence[float | None], line: str) -> None:
     assert sparkline(values) == line
