@@ -142,3 +142,20 @@ def test_any_difference_leads_from_one_to_the_other(base: dict[str, Any], other:
     assert json.dumps(changed(base, difference(base, other)), sort_keys=True) == json.dumps(
         other, sort_keys=True
     )
+
+
+@pytest.mark.parametrize(
+    ("command", "hint"),
+    [
+        ((), "for example --sweep data.source=…"),
+        (
+            ("python", "{data}"),
+            "write another name: --sweep data_value=/a,/b, and {data_value} in the COMMAND",
+        ),
+    ],
+)
+def test_a_section_is_no_axis(command: tuple[str, ...], hint: str) -> None:
+    with pytest.raises(UsageError, match=r"data is a section of the config") as raised:
+        parse_axis("data=/a,/b", command)
+    assert raised.value.hint == hint
+    assert parse_axis("data={source: /a},{source: /b}")[1] == [{"source": "/a"}, {"source": "/b"}]

@@ -195,3 +195,16 @@ def test_a_refresh_of_1024_ranks_takes_little_time(tmp_path: Path) -> None:
     assert view.status.progress.step == 660
     assert len(view.nodes) == 128
     assert sorted(spent)[len(spent) // 2] < 0.05
+
+
+def test_the_names_of_the_curves_are_bounded(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    for step in (1, 2):
+        append_jsonl(file, {"step": step, **{f"m{index}": index for index in range(500)}, "loss": 2.0})
+    history = MetricsHistory(file)
+    history.update()
+    curves = history.curves()
+    assert len(curves) == history_module.MAX_CURVES
+    assert curves["m0"] == [(1, 0.0), (2, 0.0)]
+    assert curves["loss"] == [(1, 2.0), (2, 2.0)]
+    assert len(history.points[0].values) <= history_module.MAX_CURVES + 1

@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
-from trainkit.config.schema import default_values, is_known, meant
+from trainkit.config.schema import default_values, is_known, meant, sections
 from trainkit.config.suggest import accepts
 from trainkit.config.yamlfile import VARIABLES, parse_value
 from trainkit.errors import UsageError
@@ -88,6 +88,12 @@ def parse_axis(text: str, command: Sequence[str] = ()) -> tuple[str, list[object
         )
     if not values:
         raise UsageError(f"{origin}: there are no values", hint=f"for example --sweep {key}=1,2,3")
+    own = sections().get(key)
+    if own and not all(value is None or isinstance(value, dict) for value in values):
+        hint = f"for example --sweep {key}.{own[0]}=…"
+        if command:
+            hint = f"write another name: --sweep {key}_value={raw}, and {{{key}_value}} in the COMMAND"
+        raise UsageError(f"{origin}: {key} is a section of the config", hint=hint)
     is_list = len(values) == 1 and isinstance(values[0], list)
     if is_list and is_known(path) and not isinstance(default_values().get(key), list):
         hint = f"without the brackets: --sweep {key}={raw.strip()[1:-1]}"

@@ -53,6 +53,10 @@ MAX_POINTS = 600
 SAMPLED_BYTES = 2 * 2**20
 """Up to this many new bytes are read; of more, `MAX_POINTS` evenly spaced lines and the newest ones."""
 CURVES = ("loss", "grad_norm", "lr", "tokens_per_s")
+MAX_CURVES = 40
+"""Names whose numbers are kept, in the order in which they were logged first; after them only `CURVES`."""
+NOT_CURVES = frozenset({"step", "attempt", "tokens", "samples_seen", "epoch", "slowest_rank"})
+"""Numbers that say where a record is, not what was measured."""
 
 
 @dataclass
@@ -423,7 +427,8 @@ class MetricsHistory:
         self._tail.position = 0
         self.recent: deque[StepRecord] = deque(maxlen=RECENT_RECORDS)
         self.points: list[StepRecord] = []
-        """`CURVES` of some records, by step."""
+        """The numbers of some records, by step."""
+        self._names = dict.fromkeys(CURVES)
         self._every = 1
         """Of new records, every how many become a point."""
         self._count = 0
@@ -456,10 +461,27 @@ class MetricsHistory:
         while self.points and self.points[-1].step >= step:
             self.points.pop()  # computed again by a later attempt
         if is_point:
-            self.points.append(StepRecord({name: record.values.get(name) for name in ("step", *CURVES)}))
+            self.points.append(StepRecord({"step": step, **self._numbers(record)}))
         if len(self.points) >= 2 * MAX_POINTS:
             self.points = self.points[1::2]
             self._every *= 2
+
+    def _numbers(self, record: StepRecord) -> dict[str, object]:
+        """The numbers of a record by name, as far as names are kept."""
+        found = {}
+        for name, value in record.values.items():
+            if type(value) not in (int, float) or name in NOT_CURVES:
+                continue
+            if name not in self._names:
+                if len(self._names) >= MAX_CURVES:
+                    continue
+                self._names[name] = None
+            found[name] = value
+        return found
+
+    def curves(self) -> dict[str, list[tuple[int, float]]]:
+        """The curves of all metrics, first `CURVES`."""
+        return {name: self.curve(name) for name in self._names}
 
     def curve(self, name: str) -> list[tuple[int, float]]:
         """The finite points of a curve, with the newest record as the last one."""

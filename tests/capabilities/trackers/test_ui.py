@@ -6,6 +6,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ from trainkit.capabilities.trackers import board, command
 from trainkit.cli import options
 from trainkit.cli.main import main
 from trainkit.extras import install_line
+from trainkit.run.events import StepRecord
 from trainkit.run.files import append_jsonl, write_json
 from trainkit.run.group import GroupRecord, Point, RunGroup
 from trainkit.run.rundir import RunDir
@@ -184,6 +186,68 @@ def test_new_records_of_a_script_are_added(tmp_path: Path) -> None:
     assert [event.step for event in found.Scalars("train/acc")] == [1, 2, 4]
 
 
+def scalars_of(folder: Path, name: str) -> list[tuple[int, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(folder))
+    found.Reload()
+    return [(event.step, event.value) for event in found.Scalars(name)]
+
+
+@pytest.mark.parametrize("attempt", [1, 2])
+def test_a_resumed_script_has_one_curve(tmp_path: Path, attempt: int) -> None:
+    run = make_attempt(tmp_path / "run").run
+    for step in (1, 2, 3, 4):
+        append_jsonl(run.metrics_file, {"step": step, "attempt": 1, "acc": 0.0})
+        append_jsonl(run.metrics_file, {"step": step, "attempt": 1, "val": 0.0})  # of the same step
+    for step in (3, 4):
+        append_jsonl(run.metrics_file, {"step": step, "attempt": attempt, "acc": 1.0})
+    board._writer(run.metrics_file)()
+    assert scalars_of(run.path, "acc") == [(1, 0.0), (2, 0.0), (3, 1.0), (4, 1.0)]
+
+
+def test_a_number_that_is_too_large_for_a_step(tmp_path: Path) -> None:
+    run = make_attempt(tmp_path / "run").run
+    for step in (1, 2**63, -(2**63), 2**53, 2):
+        append_jsonl(run.metrics_file, {"step": step, "acc": 0.5})
+    board._writer(run.metrics_file)()
+    assert scalars_of(run.path, "acc") == [(1, 0.5), (2, 0.5)]
+
+
+def test_a_script_that_starts_later_is_added(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    group = group_of_three(tmp_path / "sweep")
+    for index in (0, 1):
+        shutil.rmtree(group.run(index).tensorboard_dir)
+        write_json(group.run(index).plan_file, {"command": ["python", "a.py"]})
+    folder = command.link_runs(group, tmp_path)
+    later, unreadable = folder / "lr=0.001", folder / "lr=0.01"
+    usual = board.steps_of
+
+    def steps_of(records: Iterable[Mapping[str, object]]) -> Iterator[StepRecord]:
+        for record in usual(records):
+            if record.values.get("acc") == 0.25:
+                raise OSError(5, "Input/output error")
+            yield record
+
+    monkeypatch.setattr(board, "steps_of", steps_of)
+    append_jsonl(group.run(1).metrics_file, {"step": 5, "acc": 0.25})
+    updates = {one: board._writer(one / "metrics.jsonl") for one in (unreadable, later)}
+    said = set[Path]()
+    board._update(updates, said)
+    assert not list(later.glob("events.*"))
+    group.run(2).path.mkdir()
+    append_jsonl(group.run(2).metrics_file, {"step": 1, "acc": 0.5})
+    append_jsonl(group.run(1).metrics_file, {"step": 6, "acc": 0.25})
+    board._update(updates, said)
+    assert scalars_of(later, "acc") == [(1, 0.5)]
+    assert capsys.readouterr().err == (
+        "warning: the curves of lr=0.01 are not complete: [Errno 5] Input/output error\n"
+    )
+
+
 def test_the_scripts_of_a_group_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     group = group_of_three(tmp_path / "sweep")
@@ -195,6 +259,12 @@ def test_the_scripts_of_a_group_are_shown(tmp_path: Path, monkeypatch: pytest.Mo
     assert (folder / "lr=0.01").readlink() == group.run(1).tensorboard_dir  # the script writes its own
     for index, lr in ((0, 0.1), (2, 0.001)):
         assert (folder / f"lr={lr}" / "metrics.jsonl").readlink() == group.run(index).metrics_file
+    kept: list[dict[Path, object]] = []
+    monkeypatch.setattr(
+        board, "Thread", lambda args, **values: SimpleNamespace(start=lambda: kept.append(args[0]))
+    )
+    board.follow(str(folder))
+    assert list(kept[0]) == [folder / "lr=0.001", folder / "lr=0.1"]  # also the one that has not started
 
 
 def test_mlflow_of_a_group_that_has_not_started(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from trainkit.capabilities.watch.screen import joined
 from trainkit.capabilities.watch.view_text import BLOCKS, Size, charted, resampled, sparkline, view_lines
 from trainkit.observe.status import read_status
 from trainkit.run.events import Event
-from trainkit.run.files import write_json
+from trainkit.run.files import append_jsonl, write_json
 from trainkit.run.history import RunHistory
 from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
@@ -111,7 +111,15 @@ def test_the_title_names_another_cluster(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("values", "line"),
-    [([], ""), ([1.0], "▁"), ([2.0, 2.0], "▁▁"), ([0.0, 7.0, 3.5], "▁█▅"), ([0.0, None, 1.0], "▁ █")],
+    [
+        ([], ""),
+        ([1.0], "▁"),
+        ([2.0, 2.0], "▁▁"),
+        ([0.0, 7.0, 3.5], "▁█▅"),
+        ([0.0, None, 1.0], "▁ █"),
+        ([0.0, 1e-310], "▁█"),
+        ([-1.7e308, 1.7e308], "▁█"),
+    ],
 )
 def test_sparkline(values: Sequence[float | None], line: str) -> None:
     assert sparkline(values) == line
@@ -147,6 +155,24 @@ def test_charts_fit_any_terminal(tmp_path: Path, name: str) -> None:
             assert max(map(cell_len, lines)) <= width
             if width == 200 and metric is None and 0 < len(drawn) < 9:
                 assert sum(line.count(", steps ") for line in lines) == len(drawn)
+
+
+def test_own_metrics_and_the_validation_loss_can_be_drawn(tmp_path: Path) -> None:
+    run = watched_runs.running(tmp_path / "run")
+    for step in (10_001, 10_002):
+        more = {"acc": step / 20_000, "loss": 1.0, "note": "x", "done": True}
+        append_jsonl(run.metrics_file, {"step": step, "time": ago(1), **more})
+    for step in (500, 1000):
+        evaluated = {"event": "evaluated", "step": step, "val_loss": 3.0 - step / 1000}
+        append_jsonl(run.events_file, {"time": ago(9), **evaluated})
+    view = view_of(run)
+    drawn = charted(view)
+    assert drawn[:5] == ["loss", "grad_norm", "lr", "tokens_per_s", "val_loss"]
+    assert view.curves["val_loss"][-2:] == [(500, 2.5), (1000, 2.0)]
+    assert view.curves["acc"] == [(10_001, 0.50005), (10_002, 0.5001)]
+    assert not {"step", "tokens", "attempt", "note", "done"} & view.curves.keys()
+    chart = "\n".join(line.plain for line in view_lines(view, Size(80, 24), "acc"))
+    assert "── acc, steps 10,001 to 10,002" in chart
 
 
 @pytest.mark.parametrize("width", [80, 120, 200])

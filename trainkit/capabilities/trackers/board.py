@@ -2,51 +2,83 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from threading import Thread
 
 from trainkit.run.events import StepRecord, steps_of
 from trainkit.run.files import Tail
 from trainkit.run.history import timestamp
+from trainkit.run.rundir import RunDir
 
 POLL_S = 5.0
+LAST_STEP = 2**53
+"""A number from here on is no step: TensorBoard has none that is much larger."""
 NOT_SCALARS = ("step", "time", "attempt")
 """Keys of every record."""
 
 
 def follow(folder: str) -> None:
-    """Write the files next to each ``*/metrics.jsonl`` of a folder; a thread adds what is new."""
-    updates = [_writer(file) for file in sorted(Path(folder).glob("*/metrics.jsonl"))]
-    for update in updates:
-        update()
-    Thread(target=_keep, args=(updates,), daemon=True).start()
+    """Write the files next to each ``*/metrics.jsonl`` of a folder; a thread adds what is new.
+
+    What is a link to a file that does not exist yet is read as soon as it does.
+    """
+    updates = {
+        one: _writer(RunDir(one).metrics_file)
+        for one in sorted(Path(folder).iterdir())
+        if not one.is_symlink()
+    }
+    said = set[Path]()
+    _update(updates, said)
+    Thread(target=_keep, args=(updates, said), daemon=True).start()
 
 
-def _keep(updates: list[Callable[[], None]]) -> None:
+def _keep(updates: Mapping[Path, Callable[[], None]], said: set[Path]) -> None:
     while True:
         time.sleep(POLL_S)
-        for update in updates:
+        _update(updates, said)
+
+
+def _update(updates: Mapping[Path, Callable[[], None]], said: set[Path]) -> None:
+    """Add what is new to each run; of one that cannot be read or written, say once why."""
+    for place, update in updates.items():
+        try:
             update()
+        except OSError as error:
+            if place not in said:
+                said.add(place)
+                print(f"warning: the curves of {place.name} are not complete: {error}", file=sys.stderr)
 
 
 def _writer(file: Path) -> Callable[[], None]:
-    """What writes the records of a metrics.jsonl that are new."""
-    from tensorboard.compat.proto.event_pb2 import Event
+    """What writes the records of a metrics.jsonl that are new, once it exists."""
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-    writer, tail = EventFileWriter(str(file.parent)), Tail(file)
+    tail, writers = Tail(file), list[EventFileWriter]()
+    last_step, last_attempt = -LAST_STEP, 0
 
     def update() -> None:
+        nonlocal last_step, last_attempt
+        if not writers:
+            if not file.exists():
+                return
+            writers.append(EventFileWriter(str(file.parent)))
         for record in steps_of(tail.records()):
+            step, attempt, at = record.step, record.attempt or last_attempt, timestamp(record.time) or 0.0
+            if abs(step) >= LAST_STEP:
+                continue
+            if step < last_step or attempt > last_attempt > 0:
+                # Hides the steps from here on that were computed before, as purge_step does.
+                again = SessionLog(status=SessionLog.START)
+                writers[0].add_event(Event(wall_time=at, step=step, session_log=again))
+            last_step, last_attempt = step, attempt
             values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars(record).items()]
-            summary = Summary(value=values)
-            writer.add_event(
-                Event(wall_time=timestamp(record.time) or 0.0, step=record.step, summary=summary)
-            )
-        writer.flush()
+            writers[0].add_event(Event(wall_time=at, step=step, summary=Summary(value=values)))
+        writers[0].flush()
 
     return update
 

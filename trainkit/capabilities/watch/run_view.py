@@ -194,8 +194,17 @@ def read_view(
         hint=_hint(status, cwd),
         log=None if log is None else str(log),
         log_tail=[] if log is None else last_texts(log, TAIL_LINES),
-        curves={name: metrics.curve(name) for name in CURVES},
+        curves=_curves(history),
     )
+
+
+def _curves(history: RunHistory) -> dict[str, list[tuple[int, float]]]:
+    """The curves of all metrics; that of the validation loss is in the events of the built-in trainer."""
+    curves = history.metrics.curves()
+    if val_losses := sorted(history.events.val_losses.items()):
+        curves["val_loss"] = [(step, float(value)) for step, value in val_losses]
+    first = (*CURVES, "val_loss")
+    return {name: curves[name] for name in dict.fromkeys((*first, *curves)) if name in curves}
 
 
 def sentence(status: RunStatus) -> str:

@@ -377,8 +377,9 @@ def sparkline(values: Sequence[float | None]) -> str:
     """Values as blocks of eight heights, from the lowest to the highest; a space where there is none."""
     known = [value for value in values if value is not None]
     low, high = min(known, default=0.0), max(known, default=0.0)
-    scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(" " if value is None else BLOCKS[round((value - low) * scale)] for value in values)
+    span = high / 2 - low / 2 or 1.0  # as in `_chart`; a scale would be infinite for a tiny one
+    levels = (None if value is None else (value / 2 - low / 2) / span for value in values)
+    return "".join(" " if level is None else BLOCKS[round(level * (len(BLOCKS) - 1))] for level in levels)
 
 
 def _line(label: str, value: Text) -> Text:
