@@ -7,8 +7,12 @@ import pytest
 
 from tests.support.sweeps import made_up_sweep
 from trainkit.backends import jobs
+from trainkit.cli.choose_runs import _configs
 from trainkit.cli.main import main
 from trainkit.config import load_config
+from trainkit.function import ARGV
+from trainkit.observe.current import look_at
+from trainkit.run.files import write_json
 from trainkit.run.rundir import RunDir
 
 
@@ -36,6 +40,22 @@ def test_by_tag(capsys: pytest.CaptureFixture[str]) -> None:
     assert sorted(listed(capsys, "--tag", "ablation")) == ["run-0", "run-1"]
     assert listed(capsys, "--tag", "ablation", "--tag", "wide") == ["run-1"]
     assert listed(capsys, "--tag", "unknown") == []
+
+
+@pytest.mark.parametrize("value", [5, ["ablation"], "ablation"])
+def test_a_parameter_called_tags_is_no_tag(
+    value: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    group = made_up_sweep(tmp_path / "runs" / "of-function", {"tags": [value], "name": ["other"]})
+    sweep_file = group.path / "sweep.json"
+    record, plan = json.loads(sweep_file.read_text()), {"command": ["python", *ARGV[1:]]}
+    sweep_file.write_text(json.dumps({**record, "plan": {**record["plan"], **plan}}))
+    write_json(group.run(0).plan_file, plan)
+    assert sorted(listed(capsys, "--tag", "ablation")) == ["run-0", "run-1"]
+    assert listed(capsys, "--where", "name=other") == []
+    assert "of-function" in listed(capsys, "--where", "name=mine")
+    own = _configs(look_at(group.run(0), print)[1])[0]
+    assert (own["tags"], own["name"]) == ([], "mine")
 
 
 def test_by_value_also_of_a_point(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from trainkit.capabilities.report.compared_runs import compared_values
 from trainkit.config import RunConfig, dump_effective
 from trainkit.observe.values import asked_of
 from trainkit.run.files import write_json
@@ -73,6 +74,14 @@ def test_a_function_on_its_own_had_its_arguments(tmp_path: Path) -> None:
     write_json(run.values_file, {"lr": 0.1})
     found = asked_of(run)
     assert (found["lr"], "COMMAND" in found, found.keys() & TRAINERS) == (0.1, False, set())
+
+
+def test_a_parameter_may_be_called_name(tmp_path: Path) -> None:
+    run = made(tmp_path / "one", {"command": FUNCTION})
+    assert "name" not in asked_of(run)
+    write_json(run.values_file, {"name": "bert"})
+    assert asked_of(run)["name"] == "bert"
+    assert compared_values(asked_of(run))["name"] == "bert"
 
 
 def test_an_unreadable_config_is_nothing(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from trainkit.config.yamlfile import parse_value
 from trainkit.errors import UsageError
 from trainkit.formats import cell, did_you_mean, short_keys, shown_value
 from trainkit.observe.group import GroupStatus, value_order
-from trainkit.observe.status import FlatConfig, RunStatus
-from trainkit.observe.values import asked_of, with_effect
+from trainkit.observe.status import FlatConfig, RunStatus, flat_config
+from trainkit.observe.values import asked_of, is_function, with_effect
 from trainkit.run.group import RunGroup
 from trainkit.run.history import PlanRecord
 from trainkit.run.rundir import RunDir
@@ -20,6 +20,8 @@ from trainkit.run.trial import as_number
 
 FIGURES = ("loss", "val_loss", "tokens_per_s", "step", "age_s")
 TAGS = "tags"
+OF_CONFIG = ("name", TAGS)
+"""Keys that are those of the config, even where a parameter of a function is called so."""
 EXAMPLE = "for example optimizer.lr=1e-3"
 
 
@@ -126,10 +128,18 @@ def _is_same(value: object, wanted: object) -> bool:
 
 def _configs(status: RunStatus | GroupStatus) -> list[FlatConfig]:
     if isinstance(status, RunStatus):
-        return [_with_entries(asked_of(RunDir(status.run_dir)))]
+        run = RunDir(status.run_dir)
+        config = flat_config(run)
+        own = {key: config[key] for key in OF_CONFIG if key in config}
+        return [_with_entries({**asked_of(run, config=config), **own})]
     record = RunGroup(status.run_dir).record
-    common = _with_entries(with_effect(dict(flatten(record.config)), PlanRecord(record.plan)))
-    return [{**common, **_with_entries(point.written)} for point in status.points]
+    plan = PlanRecord(record.plan)
+    common = _with_entries(with_effect(dict(flatten(record.config)), plan))
+    kept = OF_CONFIG if is_function(plan) else ()
+    return [
+        {**common, **_with_entries({key: value for key, value in point.written.items() if key not in kept})}
+        for point in status.points
+    ]
 
 
 def _with_entries(config: Mapping[str, object]) -> FlatConfig:

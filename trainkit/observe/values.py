@@ -17,26 +17,34 @@ COMMAND = "COMMAND"
 """The key of the command line."""
 
 
-def asked_of(run: RunDir, plan: PlanRecord | None = None) -> FlatConfig:
-    """What a run was asked for, without keys that have no effect on it; empty if its config cannot be read.
+def asked_of(run: RunDir, plan: PlanRecord | None = None, config: FlatConfig | None = None) -> FlatConfig:
+    """What a run was asked for, without its name, and without keys that have no effect on it.
 
-    Numbers of a COMMAND and of Hydra are texts, as they were written: see `as_number`.
+    Empty if its config cannot be read; `config` is what `flat_config` has read already. Numbers of a COMMAND and
+    of Hydra are texts, as they were written: see `as_number`.
     """
     from trainkit.config.schema import is_known
 
-    config, plan = flat_config(run), plan or read_plan(run)
+    config, plan = flat_config(run) if config is None else config, plan or read_plan(run)
     if not config:
         return {}
     own, config = values_of(run), with_effect(config, plan)
+    config.pop("name", None)  # of the run; that of a trial is a parameter
     command = plan.command
     if not command:
         return config | {key: value for key, value in own.items() if not is_known(tuple(key.split(".")))}
-    if command[1:] == [*ARGV[1:]]:  # the parameters of a function may be named like keys
+    if is_function(plan):  # the parameters of a function may be named like keys
         return config | own
     # A point of a sweep has the command of its group, filled in with its values.
     typed = Record(read_object(run.provenance_file)).texts("argv") if own else []
     words = typed[typed.index("--") + 1 :] if "--" in typed else command
     return {**own, **config, COMMAND: join(words)}
+
+
+def is_function(plan: PlanRecord) -> bool:
+    """Whether a run with this plan calls a function."""
+    command = plan.command
+    return command is not None and command[1:] == [*ARGV[1:]]
 
 
 def with_effect(config: Mapping[str, object], plan: PlanRecord) -> FlatConfig:

@@ -64,8 +64,8 @@ def differing_keys(values: Iterable[Mapping[str, object]]) -> list[str]:
 
 
 def compared_values(asked: Mapping[str, object]) -> dict[str, object]:
-    """What `asked_of` a run by key, without its name, and with a key for each variable of `launch.env`."""
-    found = {key: value for key, value in asked.items() if key not in ("name", VARIABLES)}
+    """What `asked_of` a run by key, with a key for each variable of `launch.env`."""
+    found = {key: value for key, value in asked.items() if key != VARIABLES}
     variables = asked.get(VARIABLES)
     if isinstance(variables, dict):
         found |= {f"{VARIABLES}.{name}": value for name, value in variables.items()}
