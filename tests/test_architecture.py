@@ -55,7 +55,7 @@ SIZES = {
     "trainkit/capabilities/trackers": (6, 1_030),
     "trainkit/capabilities/transformers": (2, 303),
     "trainkit/capabilities/watch": (5, 1_285),
-    "trainkit/cli": (16, 3_605),
+    "trainkit/cli": (16, 3_606),
     "trainkit/cluster": (8, 1_848),
     "trainkit/config": (12, 3_048),
     "trainkit/control": (5, 783),
@@ -67,7 +67,7 @@ SIZES = {
     "trainkit/run": (17, 4_733),
     "trainkit/slurm": (8, 1_574),
     "trainkit/trainer": (38, 9_416),
-    "tests": (420, 70_094),
+    "tests": (421, 70_115),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)
