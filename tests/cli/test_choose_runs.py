@@ -88,6 +88,20 @@ def test_by_a_key_of_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "--where beta=1: unknown key beta" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("where", ["flag=True", "flag=true", "id=007", "id=7", "id=008", "mode=[x"])
+def test_by_a_text_of_a_command_as_typed_or_as_yaml_reads_it(
+    where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    swept = {"flag": ["True", "False"], "id": ["007", "008"], "mode": ["[x", "[y"]}
+    for key, values in swept.items():
+        made_up_sweep(tmp_path / "runs" / f"of-{key}", {key: values})
+    key = where.partition("=")[0]
+    if key == "mode":
+        assert listed(capsys, "--where", "mode=x") == []
+        return
+    assert listed(capsys, "--where", where) == [f"of-{key}"]
+
+
 def test_by_an_item_of_a_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(listed(capsys, "--where", "optimizer.betas.0=0.9")) == 4
     assert listed(capsys, "--where", "tags.1=wide") == ["run-1"]

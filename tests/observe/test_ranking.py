@@ -280,6 +280,9 @@ def test_configs_that_differ_choose_nothing(
             "min",
         ),
         ("accelerate mapping scored x größe 1 _", "min"),
+        ("IoU mIoU val/mIoU F1Score f1score rouge1 rouge2 rougeL mAP50 mAP50-95 bleu4 top-1", "max"),
+        ("exact_match val_exact-match mrr ndcg ndcg@10 success_rate spearman pearson mcc recall@5", "max"),
+        ("RMSE valLoss loss1 top1_error mse2", "min"),
     ],
 )
 def test_names_of_which_more_is_better(names: str, mode: str) -> None:

@@ -123,7 +123,12 @@ def _unknown(where: str, path: tuple[str, ...], figures: Sequence[str] = ()) -> 
 
 def _is_same(value: object, wanted: object) -> bool:
     """Whether a value is the wanted one: that of a COMMAND is text as it was written."""
-    return as_number(value) == wanted or (isinstance(value, str) and value == shown_value(wanted))
+    if as_number(value) == wanted or not isinstance(value, str):
+        return as_number(value) == wanted
+    try:
+        return value == shown_value(wanted) or parse_value(value) == wanted
+    except ValueError:  # no YAML: no value that can be asked for reads the same
+        return False
 
 
 def _configs(status: RunStatus | GroupStatus) -> list[FlatConfig]:

@@ -304,7 +304,8 @@ def _task_name(word: str) -> str:
     return "" if word.startswith("-") else re.sub(r"\W+", "_", word.removesuffix(".py").lower())
 
 
-_LOOSE = re.compile(r"=|=?(?:[-+]?[\d.]+(?:[eE][-+]?\d+)?,*)+|[a-z_.]+=\S+")
+_NUMBER = r"[-+]?[\d.]+(?:[eE][-+]?\d+)?"
+_LOOSE = re.compile(rf"=|=?{_NUMBER}(?:,+{_NUMBER})*,*|[a-z_.]+=\S+")
 """A value, or values, behind a space."""
 
 

@@ -27,8 +27,8 @@ NOT_METRICS = frozenset({"step", "time", "attempt", "tokens"})
 LESS = "loss err error nll ppl perplexity wer cer mse rmse mae fid"
 """The parts of the name of a metric of which less is better, whatever else is in it."""
 MORE = (
-    "acc accuracy acc1 acc5 top1 top5 f1 auc auroc ap map precision recall bleu rouge iou miou dice psnr ssim"
-    " r2 reward return score mfu per_s"
+    "acc accuracy top f1 f1score auc auroc ap map precision recall bleu rouge rougel iou miou dice psnr ssim"
+    " r2 exact_match mrr ndcg success_rate spearman pearson mcc reward return score mfu per_s"
 )
 """The parts of the name of a metric of which more is better, as in ``val_top1`` and ``tokens_per_s``."""
 NUM_READERS = 4
@@ -41,8 +41,11 @@ MAX_NAMES = 40
 
 def mode_of(metric: str) -> Mode:
     """Whether less or more of a metric is better, by the parts of its name."""
-    name = re.sub(r"[^a-z0-9]+", "_", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", metric).lower())
-    less, more = (any(f"_{part}_" in f"_{name}_" for part in parts.split()) for parts in (LESS, MORE))
+    spelled = (re.sub(r"(?<=[a-z])(?=[A-Z])", "_", metric), metric)
+    names = " ".join(f"_{re.sub(r'[^a-z0-9]+', '_', name.lower())}_" for name in spelled)
+    less, more = (
+        re.search(rf"_(?:{parts.replace(' ', '|')})\d*_", names) is not None for parts in (LESS, MORE)
+    )
     return "max" if more and not less else "min"
 
 
