@@ -39,6 +39,7 @@ TRIM = """(() => {
         const title = chart.querySelector("h3").textContent
         if (/per|Step|Wait|Peak|norm/.test(title)) chart.style.display = "none"
     }
+    return document.body.offsetHeight
 })()"""
 """Leaves the curves and images of a report, without the charts that every run has."""
 CHARTS_WIDTH = 1240

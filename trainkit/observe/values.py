@@ -20,8 +20,8 @@ COMMAND = "COMMAND"
 def asked_of(run: RunDir, plan: PlanRecord | None = None, config: FlatConfig | None = None) -> FlatConfig:
     """What a run was asked for, without its name, and without keys that have no effect on it.
 
-    Empty if its config cannot be read; `config` is what `flat_config` has read already. Numbers of a COMMAND and
-    of Hydra are texts, as they were written: see `as_number`.
+    Empty if its config cannot be read; `config` is what `flat_config` has read already. Numbers of a COMMAND
+    and of Hydra are texts, as they were written: see `as_number`.
     """
     from trainkit.config.schema import is_known
 
