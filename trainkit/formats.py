@@ -199,6 +199,12 @@ def mask_secrets(text: str) -> str:
     return text
 
 
+def masked_value(value: object, key: str) -> str:
+    """One value of a key as a user would type it, with `***` for what looks like a secret under that name."""
+    before = f"{key}: "
+    return mask_secrets(before + shown_value(value)).removeprefix(before)
+
+
 def cell(value: object, spec: str = "") -> str:
     """A value in a table; ``-`` for None."""
     return "-" if value is None else format(value, spec)

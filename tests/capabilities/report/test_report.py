@@ -194,6 +194,12 @@ def test_the_size_of_a_page_does_not_grow_with_the_run(tmp_path):
     assert sizes[1] < 1.1 * sizes[0] < 500_000
 
 
+def test_a_secret_of_the_config_is_masked_by_the_name_of_its_key(run):
+    text = render_report(replace(report_of(run), config={"launch.env.API_KEY": "hunter2", "train.steps": 4}))
+    assert "<td>launch.env.API_KEY<td>***</tr>" in text
+    assert "<td>train.steps<td>4</tr>" in text
+
+
 class Page(HTMLParser):
     """Collects what a page refers to, and fails on a tag that is closed but not open."""
 

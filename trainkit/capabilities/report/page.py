@@ -7,7 +7,7 @@ from hashlib import sha256
 from typing import Any
 
 from trainkit.folders import shipped_templates
-from trainkit.formats import GIB, duration, hours_text, mask_secrets, size, worker_time
+from trainkit.formats import GIB, duration, hours_text, mask_secrets, masked_value, size, worker_time
 
 REPORT_FILE = "report.html"
 PLACE = "<script></script>"
@@ -31,6 +31,7 @@ def render_page(template: str, **values: Any) -> str:
         lstrip_blocks=True,
     )
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
+    environment.filters["masked"] = masked_value
     environment.filters.update(duration=duration, hours=hours_text, worker_time=worker_time, gib=_gib)
     script = (shipped_templates() / "charts.js").read_text(encoding="utf-8")
     allowed = b64encode(sha256(script.encode()).digest()).decode()

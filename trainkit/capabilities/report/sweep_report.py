@@ -36,7 +36,7 @@ from trainkit.capabilities.report.plot import SEED, DrawnRun, Series, mean_line,
 from trainkit.capabilities.report.thinned import MAX_BUCKETS, Thinned, Wanted, read_all
 from trainkit.cli.output import masked
 from trainkit.config.schema import flatten
-from trainkit.formats import plural, shown, shown_value
+from trainkit.formats import plural, shown
 from trainkit.observe.group import (
     FAILED,
     ORDER,
@@ -289,7 +289,6 @@ def render_sweep(report: SweepReport) -> str:
         num_open=OPEN_ROWS,
         num_hidden=max(0, len(report.points) - MAX_ROWS),
         failed=FAILED,
-        value=shown_value,
         quote=shlex.quote,
         curves=curves[:MAX_CHARTS],
         num_more=len(curves[MAX_CHARTS:]),
