@@ -304,7 +304,7 @@ def number(value: float | None) -> str:
     """A number with four digits that matter, and all of one up to 1e12; ``-`` for None and for no number."""
     if value is None or not math.isfinite(value):
         return "-"
-    return f"{value:,.0f}" if 10_000 <= abs(value) < 1e12 else f"{value:.4g}"
+    return f"{value:,.0f}" if 10_000 <= abs(float(f"{value:.4g}")) < 1e12 else f"{value:.4g}"
 
 
 def near(word: str, words: Iterable[str], similar: float = 0.6) -> str | None:
