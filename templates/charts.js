@@ -1,7 +1,7 @@
 "use strict";
 // What a chart of a report does in a browser: values at the pointer, zoom, lines to hide, and its data as CSV.
 // The axes follow the rules of trainkit/capabilities/report/charts.py, which has drawn them first.
-const WIDTH = 2000, HEIGHT = 500, LOG_FROM = 50, TINY = 1e-300, FAR = 10, MAX_LOG_TICKS = 6, MAX_ROWS = 8, MIN_DRAG = 6;
+const WIDTH = 2000, HEIGHT = 500, LOG_FROM = 50, TINY = 1e-300, FAR = 10, MAX_LOG_TICKS = 6, MAX_ROWS = 8, MIN_DRAG = 6, MAX_CROSSES = 20;
 const near = (a, b) => b * (1 + 1e-9 * a);
 
 function niceTicks(low, high, count) {
@@ -129,9 +129,9 @@ class Plot {
       const top = `top:${(100 - 100 * this.y.place(tick)).toFixed(2)}%`;
       labels.push(element("span", { class: "grid", style: top }), element("span", { class: "y", style: top }, this.y.text(tick)));
     }
-    const across = (kind, at, text, style = "") => {
+    const across = (kind, at, text, style = "", more = {}) => {
       const place = 100 * x.place(at), side = kind !== "x" ? "" : place < 4 ? " first" : place > 92 ? " last" : "";
-      if (place >= 0 && place <= 100) labels.push(element("span", { class: kind + side, style: `left:${place.toFixed(2)}%;${style}` }, text));
+      if (place >= 0 && place <= 100) labels.push(element("span", { class: kind + side, style: `left:${place.toFixed(2)}%;${style}`, ...more }, text));
     };
     for (const tick of x.ticks) across("x", tick, x.text(tick));
     for (const [at, text] of data.marks) across("mark", at, text);
@@ -140,9 +140,10 @@ class Plot {
       const group = this.groups[index];
       group.style.display = isHidden ? "none" : "";
       for (const [name, text] of [[".band", band], [".line", path]]) group.querySelector(name)?.setAttribute("d", text);
-      line.y.forEach((y, i) => {
-        if (y === null && (i === 0 || line.y[i - 1] !== null) && !isHidden) across("cross", line.x[i], "×", line.style);
-      });
+      if (isHidden) return;
+      const begun = line.x.filter((at, i) => line.y[i] === null && (i === 0 || line.y[i - 1] !== null) && left <= at && at <= right);
+      const crosses = begun.length > MAX_CROSSES ? [...begun.slice(0, MAX_CROSSES - 1), begun.at(-1)] : begun;
+      for (const at of crosses) across("cross", at, "×", line.style, { title: `${line.name || data.title}: not finite from ${Math.round(at).toLocaleString("en")}` });
     });
     this.axes.replaceChildren(...labels);
     this.root.classList.toggle("zoomed", left !== this.ends[0] || right !== this.ends[1]);

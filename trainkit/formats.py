@@ -135,7 +135,7 @@ _SECRETS = (
         r"(?:[\w+/=\\:,.()\s-]+?(?=-----END )|[\w+/=\\:,.()\s-]+)",
     ),
     # The password of a URL, or a key in place of a user; Oracle's has a slash.
-    ("@", r"(?i)(\b[a-z][a-z0-9+.-]{1,20}://[^\s/:@<>]{0,100}:)[^\s/<>]{1,200}(?=@)"),
+    ("@", r"(?i)(\b[a-z][a-z0-9+.-]{1,20}://[^\s/:@<>\"]{0,100}:)[^\s/<>\"]{1,200}(?=@)"),
     ("@", r"(\b[a-z][a-z0-9+.-]{1,20}://)(?=[\w-]*\d)[\w-]{20,}(?=@)"),
     ("jdbc:oracle", r"(?i)(\bjdbc:oracle:\w+:[^\s/@]{1,100}/)[^\s/@]{1,100}(?=@)"),
     (
@@ -197,6 +197,12 @@ def mask_secrets(text: str) -> str:
         if not words or any(word in lowered for word in words.split()):
             text = re.sub(pattern, rf"\1{MASK}", text)
     return text
+
+
+def masked_value(value: object, key: str) -> str:
+    """One value of a key as a user would type it, with `***` for what looks like a secret under that name."""
+    before = f"{key}: "
+    return mask_secrets(before + shown_value(value)).removeprefix(before)
 
 
 def cell(value: object, spec: str = "") -> str:
@@ -298,7 +304,7 @@ def number(value: float | None) -> str:
     """A number with four digits that matter, and all of one up to 1e12; ``-`` for None and for no number."""
     if value is None or not math.isfinite(value):
         return "-"
-    return f"{value:,.0f}" if 10_000 <= abs(value) < 1e12 else f"{value:.4g}"
+    return f"{value:,.0f}" if 10_000 <= abs(float(f"{value:.4g}")) < 1e12 else f"{value:.4g}"
 
 
 def near(word: str, words: Iterable[str], similar: float = 0.6) -> str | None:

@@ -56,6 +56,7 @@ class Cells(HTMLParser):
         ("two\nlines\tand  spaces", "two lines and spaces"),
         ("\x1b[31mred\x1b[0m\x00", "red"),
         ("\udcff", "?"),
+        ("a\u202eb\x9b31mc", "a\N{REPLACEMENT CHARACTER}b\N{REPLACEMENT CHARACTER}31mc"),
         ("x" * 300, "x" * (MAX_CELL - 1) + "…"),
         (f"failed with {KEY}", "failed with ***"),
         ("password=hunter22", "password=***"),

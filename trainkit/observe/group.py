@@ -13,7 +13,7 @@ from operator import attrgetter
 from shlex import quote
 from typing import Any
 
-from trainkit.formats import cell, short_keys, shown, shown_value
+from trainkit.formats import cell, masked_value, short_keys, shown
 from trainkit.observe.notebook import MAX_KEYS, MAX_ROWS, Column, paragraph, table
 from trainkit.observe.ranking import (
     BEST_METRIC,
@@ -140,10 +140,11 @@ class PointStatus:
 
     def texts(self, keys: Sequence[str]) -> list[str]:
         """Its values of some keys."""
-        return [shown_value(self.written[key]) if key in self.written else "-" for key in keys]
+        return [masked_value(self.written[key], key) if key in self.written else "-" for key in keys]
 
     def __str__(self) -> str:
-        return f"point {self.index}" + (f" ({shown(self.written)})" if self.written else "")
+        own = {key: masked_value(value, key) for key, value in self.written.items()}
+        return f"point {self.index}" + (f" ({shown(own)})" if own else "")
 
 
 @dataclass(frozen=True)

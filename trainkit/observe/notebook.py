@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from trainkit.formats import mask_secrets
 from trainkit.observe.logs import clean
+from trainkit.terminal import plain
 
 MAX_CELL = 200
 """Characters of a cell."""
@@ -119,5 +120,5 @@ def _text(text: str) -> str:
     """A text as HTML, on one line, without what an encoder refuses."""
     import html  # which is slow to load, and commands show no HTML
 
-    line = clean(" ".join(text.split())).encode("utf-8", "replace").decode()
+    line = plain(clean(" ".join(text.split()))).encode("utf-8", "replace").decode()
     return html.escape(line if len(line) <= MAX_CELL else f"{line[: MAX_CELL - 1]}…")

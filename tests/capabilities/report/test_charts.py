@@ -299,12 +299,16 @@ def test_a_run_that_diverged_is_a_cross_at_its_value() -> None:
     assert [label.text for label in chart.x_labels] == ["0.01", "0.1", "0.3"]
 
 
+MANY = [f"own_{number}" for number in range(30)]
+
+
 @pytest.mark.parametrize(
     ("folder", "metrics", "command"),
     [
         ("/runs/a b", ["loss"], "trainkit compare '/runs/a b' --curves loss --csv curves.csv"),
         ("/r", ["x;rm -rf", "a,b"], "trainkit compare /r --curves 'x;rm -rf' --csv curves.csv"),
         ("/r", ["lr", "loss", "lr"], "trainkit compare /r --curves loss,lr --csv curves.csv"),
+        ("/r", MANY, f"trainkit compare /r --curves {','.join(MANY)} --csv curves.csv"),
     ],
 )
 def test_the_command_for_all_points_can_be_pasted(folder: str, metrics: list[str], command: str) -> None:

@@ -14,7 +14,7 @@ from numpy import asarray
 
 from tests.support.sweeps import made_up_sweep, stamp
 from trainkit.capabilities.report.curves import curves
-from trainkit.capabilities.report.plot import COLORS, DrawnRun, draw, save, smoothed
+from trainkit.capabilities.report.plot import COLORS, DrawnRun, Series, draw, labels_of, save, smoothed
 from trainkit.errors import UsageError
 from trainkit.run.group import RunGroup
 from trainkit.run.rundir import RunDir
@@ -235,6 +235,17 @@ def test_runs_that_differ_in_a_secret_are_two_lines_that_do_not_show_it(sweep: R
     axes = table.plot().axes[0]
     assert len(axes.lines) == 2
     assert all("hunter2" not in text.get_text() for text in axes.figure.legends[0].get_texts())
+
+
+def test_long_labels_are_cut_in_the_middle_and_equal_ones_are_numbered() -> None:
+    folder = f"/scratch/{'x' * 60}"
+    texts = [f"{folder}/a-train", f"{folder}/b-train", f"{'x' * 60}1{'x' * 60}", f"{'x' * 60}2{'x' * 60}"]
+    series = [Series({"data.corpus": text}, ()) for text in texts]
+    first, second, *equal = labels_of(series, ["data.corpus"])
+    assert first.startswith("corpus=")
+    assert (first[-8:], second[-8:]) == ("/a-train", "/b-train")
+    assert [label[-4:] for label in equal] == [" (1)", " (2)"]
+    assert len({label[:-4] for label in equal}) == 1
 
 
 def test_a_run_without_a_readable_config_is_a_line_of_its_own(sweep: RunGroup) -> None:

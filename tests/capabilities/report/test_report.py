@@ -12,6 +12,7 @@ from trainkit.capabilities.report.goodput import NUM_BUCKETS, read_curves
 from trainkit.capabilities.report.run_report import read_report, render_report
 from trainkit.config import dump_effective
 from trainkit.config.schema import RunConfig
+from trainkit.formats import mask_secrets
 from trainkit.observe.status import read_status
 from trainkit.run.events import events_of
 from trainkit.run.files import append_jsonl, write_json
@@ -192,6 +193,22 @@ def test_the_size_of_a_page_does_not_grow_with_the_run(tmp_path):
         write_run(run, count)
         sizes.append(len(render_report(report_of(run))))
     assert sizes[1] < 1.1 * sizes[0] < 500_000
+
+
+def test_a_secret_of_the_config_is_masked_by_the_name_of_its_key(run):
+    text = render_report(replace(report_of(run), config={"launch.env.API_KEY": "hunter2", "train.steps": 4}))
+    assert "<td>launch.env.API_KEY<td>***</tr>" in text
+    assert "<td>train.steps<td>4</tr>" in text
+
+
+def test_a_password_is_masked_up_to_the_end_of_its_text_and_an_image_not_at_all(run):
+    image = '<img src="data:image/png;base64,AKIAIOSFODNN7EXAMPLE">'
+    report = replace(report_of(run), provenance={"host": "AKIAIOSFODNN7EXAMPLE"}, sections={"Media": image})
+    text = render_report(report)
+    assert image in text
+    assert text.count("AKIAIOSFODNN7EXAMPLE") == 1
+    names = json.dumps(["db://a:b", "c@d", "db://a:secret@d"], separators=(",", ":"))
+    assert mask_secrets(names) == '["db://a:b","c@d","db://a:***@d"]'
 
 
 class Page(HTMLParser):

@@ -230,6 +230,22 @@ def test_a_chart_can_be_used_by_the_keyboard_alone(chromium: Browser, pages: dic
     assert chromium.evaluate("document.activeElement.className") == "plot"
 
 
+def test_a_chart_that_is_drawn_again_has_the_same_crosses(chromium: Browser, tmp_path: Path) -> None:
+    group = made_up_sweep(tmp_path / "mine", {"seed": [1]}, num_steps=120)
+    run = group.run(0)
+    lines = [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
+    broken = [{**line, "loss": float("nan")} if index % 2 else line for index, line in enumerate(lines)]
+    run.metrics_file.write_text("".join(json.dumps(line) + "\n" for line in broken))
+    file = tmp_path / "page.html"
+    file.write_text(render_sweep(read_sweep(group, GroupFiles(group).status({}, NOW), NOW.timestamp())))
+    chromium.open(file, 1400)
+    crosses = "[...document.querySelectorAll('.chart .cross')].map(cross => cross.title)"
+    before = chromium.evaluate(crosses)
+    assert len(before) >= 20
+    chromium.evaluate("plots.forEach(plot => plot.reset())")
+    assert chromium.evaluate(crosses) == before
+
+
 def test_the_points_of_a_chart_can_be_saved(
     chromium: Browser, pages: dict[str, Path], tmp_path: Path
 ) -> None:

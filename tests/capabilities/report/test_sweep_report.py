@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,17 @@ def test_a_secret_is_masked_before_its_text_is_shortened(tmp_path: Path) -> None
     text = render_sweep(report_of(group))
     assert "sk-0" not in text
     assert "sk-a" not in text
+
+
+def test_a_secret_is_masked_by_the_name_of_its_key(tmp_path: Path) -> None:
+    report = report_of(made_up_sweep(tmp_path / "mine", {"api_key": ["hunter2abc", "hunter2def"]}))
+    text = render_sweep(replace(report, config={"launch.env.API_KEY": "hunter2ghi"}))
+    assert "hunter2" not in text
+    assert "<td>***<td>" in text
+    assert "<td>launch.env.API_KEY<td>***" in text
+    for point in report.points:
+        assert point.texts(["api_key"]) == ["***"]
+        assert str(point) == f"point {point.index} (api_key=***)"
 
 
 def test_a_failure_comes_with_the_next_command(tmp_path: Path) -> None:

@@ -34,8 +34,6 @@ DENSE = 400
 """Points of a line that is drawn thin, since its ups and downs would touch."""
 MAX_LABEL = 14
 MAX_CHARTS = 40
-MAX_LISTED = 20
-"""Metrics that a command line names."""
 TITLES = {
     "loss": "Loss",
     "val_loss": "Validation loss",
@@ -512,8 +510,8 @@ def run_charts(series: Mapping[str, Sequence[Point]], marks: Sequence[tuple[floa
 
 
 def csv_command(folder: str, metrics: Iterable[str]) -> str:
-    """The command that writes all points of some metrics, of the first ones if they are many."""
-    names = [name for name in dict.fromkeys(metrics) if "," not in name][:MAX_LISTED]
+    """The command that writes all points of some metrics."""
+    names = [name for name in dict.fromkeys(metrics) if "," not in name]
     return join(
         ["trainkit", "compare", folder, "--curves", ",".join(metric_order(names)), "--csv", "curves.csv"]
     )

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from base64 import b64encode
 from hashlib import sha256
 from typing import Any
 
 from trainkit.folders import shipped_templates
-from trainkit.formats import GIB, duration, hours_text, mask_secrets, size, worker_time
+from trainkit.formats import GIB, duration, hours_text, mask_secrets, masked_value, size, worker_time
 
 REPORT_FILE = "report.html"
 PLACE = "<script></script>"
 """Where the script goes in a page; no value can be that, since it is escaped."""
+
+_IMAGE = re.compile('((?<=src=")data:image/png;base64,[A-Za-z0-9+/=]*(?="))')
+"""An image in a page; no value can be that with its quotes, which are escaped."""
 
 
 def _gib(amount: float | None) -> str:
@@ -31,9 +35,17 @@ def render_page(template: str, **values: Any) -> str:
         lstrip_blocks=True,
     )
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
+    environment.filters["masked"] = masked_value
     environment.filters.update(duration=duration, hours=hours_text, worker_time=worker_time, gib=_gib)
     script = (shipped_templates() / "charts.js").read_text(encoding="utf-8")
     allowed = b64encode(sha256(script.encode()).digest()).decode()
     page = environment.get_template(template).render(**values, script_hash=allowed)
     # The script last, as it is in its file: the policy of the page has its hash.
-    return mask_secrets(page).replace(PLACE, f"<script>{script}</script>", 1)
+    return _masked(page).replace(PLACE, f"<script>{script}</script>", 1)
+
+
+def _masked(page: str) -> str:
+    """A page with `***` for what looks like a secret; images, which are much text, are not searched."""
+    parts = _IMAGE.split(page)
+    parts[::2] = map(mask_secrets, parts[::2])
+    return "".join(parts)

@@ -15,6 +15,7 @@ from trainkit.cli.output import masked
 from trainkit.errors import UsageError
 from trainkit.extras import install_line
 from trainkit.formats import did_you_mean, short_keys, shown_value
+from trainkit.terminal import cut_in_the_middle
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -105,7 +106,16 @@ class Series:
             if key in values
         ]
         text = ", ".join(named) or ", ".join(run.name for run in self.runs)
-        return text if len(text) <= MAX_LABEL else f"{text[: MAX_LABEL - 1]}…"
+        return cut_in_the_middle(text, MAX_LABEL)
+
+
+def labels_of(series: Sequence[Series], keys: Sequence[str]) -> list[str]:
+    """The label of each series, with a number where some are equal."""
+    labels = [one.label(keys) for one in series]
+    return [
+        f"{label} ({labels[: index + 1].count(label)})" if labels.count(label) > 1 else label
+        for index, label in enumerate(labels)
+    ]
 
 
 def draw(
@@ -138,7 +148,7 @@ def draw(
             hint = "name another metric, or another axis: `step` is there for every run"
             raise UsageError(f"no run has numbers of {metric} by {x}", hint=hint)
     series = series_of(runs, keys, SEED in keys_that_differ)
-    labels = [one.label(keys) for one in series]
+    labels = labels_of(series, keys)
     num_columns = 2 if all(len(label) <= MAX_LABEL // 2 for label in labels) else 1
     num_rows = -(-min(len(labels), MAX_LEGEND + 1) // num_columns) if len(labels) > 1 else 0
     size = (WIDTH_IN, HEIGHT_IN * len(metrics) + ROW_IN * num_rows)

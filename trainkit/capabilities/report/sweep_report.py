@@ -32,11 +32,11 @@ from trainkit.capabilities.report.charts import (
     metric_order,
 )
 from trainkit.capabilities.report.page import render_page
-from trainkit.capabilities.report.plot import SEED, DrawnRun, Series, mean_line, series_of
+from trainkit.capabilities.report.plot import SEED, DrawnRun, Series, labels_of, mean_line, series_of
 from trainkit.capabilities.report.thinned import MAX_BUCKETS, Thinned, Wanted, read_all
 from trainkit.cli.output import masked
 from trainkit.config.schema import flatten
-from trainkit.formats import plural, shown, shown_value
+from trainkit.formats import plural, shown
 from trainkit.observe.group import (
     FAILED,
     ORDER,
@@ -289,7 +289,6 @@ def render_sweep(report: SweepReport) -> str:
         num_open=OPEN_ROWS,
         num_hidden=max(0, len(report.points) - MAX_ROWS),
         failed=FAILED,
-        value=shown_value,
         quote=shlex.quote,
         curves=curves[:MAX_CHARTS],
         num_more=len(curves[MAX_CHARTS:]),
@@ -331,9 +330,10 @@ def _curve_charts(report: SweepReport) -> tuple[list[Chart], list[Drawn]]:
     series = series_of(runs, keys, len(keys) < len(report.keys))
     best = None if report.best is None else f"point {report.best.index}"
     styles = []
-    for one, (color, kind) in zip(series, _styles(series, keys), strict=True):
+    labels = labels_of(series, keys)
+    for one, label, (color, kind) in zip(series, labels, _styles(series, keys), strict=True):
         is_best = any(run.name == best for run in one.runs)
-        styles.append(Line([], color, one.label(keys), kind=f"{kind} best".strip() if is_best else kind))
+        styles.append(Line([], color, label, kind=f"{kind} best".strip() if is_best else kind))
     charts = []
     for metric in metrics:
         lines = []
