@@ -67,7 +67,7 @@ SIZES = {
     "trainkit/run": (17, 4_761),
     "trainkit/slurm": (8, 1_574),
     "trainkit/trainer": (38, 9_416),
-    "tests": (420, 70_203),
+    "tests": (420, 70_214),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)
