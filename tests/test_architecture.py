@@ -55,7 +55,7 @@ SIZES = {
     "trainkit/capabilities/trackers": (6, 1_062),
     "trainkit/capabilities/transformers": (2, 303),
     "trainkit/capabilities/watch": (5, 1_295),
-    "trainkit/cli": (16, 3_617),
+    "trainkit/cli": (16, 3_632),
     "trainkit/cluster": (8, 1_848),
     "trainkit/config": (12, 3_048),
     "trainkit/control": (5, 783),
@@ -64,10 +64,10 @@ SIZES = {
     "trainkit/launch": (17, 3_645),
     "trainkit/observe": (8, 1_729),
     "trainkit/plan": (16, 3_214),
-    "trainkit/run": (17, 4_755),
+    "trainkit/run": (17, 4_761),
     "trainkit/slurm": (8, 1_574),
     "trainkit/trainer": (38, 9_416),
-    "tests": (421, 70_341),
+    "tests": (421, 70_352),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)

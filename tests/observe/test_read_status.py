@@ -440,3 +440,14 @@ def test_only_the_validation_loss_is_not_finite(run, val_losses, attempt, since)
     found = status_of(run, True)
     assert found.progress.diverged_since == since
     assert (found.reason or "").startswith("" if since is None else f"diverged since step {since}")
+
+
+def test_a_terminal_has_a_short_last_event(run, monkeypatch):
+    log_event(run, 1, "note", text="x" * 300)
+    status = status_of(run, True)
+    whole = next(one for one in run_details(status).splitlines() if one.startswith("last event"))
+    monkeypatch.setattr("trainkit.cli.status.terminal_width", lambda: 80)
+    short = next(one for one in run_details(status).splitlines() if one.startswith("last event"))
+    assert len(whole) > 300
+    assert len(short) == 80
+    assert short.endswith("…")

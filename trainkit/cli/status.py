@@ -53,8 +53,10 @@ from trainkit.terminal import (
     TITLE,
     WATCH,
     Styled,
+    cut,
     cut_in_the_middle,
     painted,
+    plain,
     state_style,
     text_width,
 )
@@ -68,6 +70,10 @@ MAX_POINTS = 20
 MAX_REASON = 60
 MIN_NAME = 24
 """Columns that a name or another text gets before others are left out."""
+LABEL = 12
+"""Columns before the value of a detail."""
+SHORTENED = {"best": cut_in_the_middle, "last event": cut}
+"""Details that a terminal shows on one line; `--json` has the whole of them."""
 MINOR = (HEADING.index("ATTEMPT"), HEADING.index("WORKERS"), HEADING.index("TOKENS/S"))
 """The columns of the runs that say least, from the least on."""
 
@@ -360,8 +366,17 @@ def restarts_line(restarts: Sequence[Restart]) -> str:
 
 
 def _details(lines: Mapping[str, str]) -> str:
-    """One value per line, without those that are empty."""
-    return "\n".join(f"{key:<10}  {painted(value)}" for key, value in lines.items() if value)
+    """One value per line, without those that are empty; a terminal has short forms of `SHORTENED` ones."""
+    fit = terminal_width()
+    shown = dict(lines) if fit is None else {key: _fitted(key, text, fit) for key, text in lines.items()}
+    return "\n".join(f"{key:<10}  {painted(value)}" for key, value in shown.items() if value)
+
+
+def _fitted(key: str, value: str, fit: int) -> str:
+    if (shorten := SHORTENED.get(key)) is None:
+        return value
+    short = shorten(plain(value), fit - LABEL)
+    return Styled(short, value.style) if isinstance(value, Styled) else short
 
 
 def points_rows(
