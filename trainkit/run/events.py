@@ -27,6 +27,8 @@ NOT_FINITE = (None, math.inf, -math.inf)
 """The losses of a step that has diverged; NaN is null in JSON, and Infinity as 1e999 is read as a number."""
 MAX_WITHOUT = 200
 """The records without a metric after which it is not searched for."""
+MAX_OTHERS = 100 * MAX_WITHOUT
+"""The events of which it is not expected, such as saves, after which it is not searched for."""
 FAILED_SAVES = 2
 """So many saves that fail in a row are reported: one may fail for a moment."""
 
@@ -252,11 +254,13 @@ def diverged_since(run: RunDir, attempt: int | None = None) -> int | None:
 def diverged_in(file: str | Path, metric: str, attempt: int | None = None) -> int | None:
     """Do what `diverged_since` does, for one metric in a file of records."""
     since: int | None = None
-    num_without = 0
+    num_without = num_others = 0
     for record in steps_of(read_jsonl_reversed(file)):
         if metric not in record.values:
-            num_without += 1
-            if num_without > MAX_WITHOUT:
+            is_expected = record.values.get("event", "evaluated") == "evaluated"
+            num_without += is_expected
+            num_others += not is_expected
+            if num_without > MAX_WITHOUT or num_others > MAX_OTHERS:
                 break
             continue
         if since is None and attempt is not None and record.attempt not in (None, attempt):
