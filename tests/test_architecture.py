@@ -62,12 +62,12 @@ SIZES = {
     "trainkit/data": (6, 891),
     "trainkit/job": (30, 6_732),
     "trainkit/launch": (17, 3_645),
-    "trainkit/observe": (8, 1_719),
+    "trainkit/observe": (8, 1_704),
     "trainkit/plan": (16, 3_208),
-    "trainkit/run": (17, 4_737),
+    "trainkit/run": (17, 4_749),
     "trainkit/slurm": (8, 1_574),
     "trainkit/trainer": (38, 9_416),
-    "tests": (421, 70_124),
+    "tests": (421, 70_130),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)

@@ -298,6 +298,12 @@ def test_a_validation_loss_that_diverged_is_found_behind_many_saves(tmp_path: Pa
     assert diverged_since(run) is None
 
 
+def test_the_best_result_is_that_of_the_newest_computation_of_a_step(tmp_path: Path) -> None:
+    run = started(make_group(tmp_path, {0: {"seed": 0}}), 0, {"loss": "1 1", "val_loss": ". 0.1"})
+    log(run, {"val_loss": "0.2 0.3"}, attempt=2, first=2)
+    assert best_result(run) == measure(run, Ranking("val_loss")).result == Best("val_loss", 0.2, 2)
+
+
 def test_the_docs_have_the_names_of_which_more_is_better() -> None:
     text = (Path(__file__).parents[2] / "docs/slurm.md").read_text()
     more, less = text.partition("\nMore is better, ")[2].partition("\n\n")[0].split("and none is")

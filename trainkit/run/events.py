@@ -279,6 +279,21 @@ def with_divergence(reason: str | None, since: int | None) -> str | None:
     return f"{said}; {reason}" if reason else said
 
 
+def by_step(records: Iterable[Entry], metric: str) -> dict[int, float | None]:
+    """Step -> the value of a metric, None for one that is not finite; of a step computed twice, the last."""
+    found: dict[int, float | None] = {}
+    attempt = None
+    for record in records:
+        if record.attempt != attempt:
+            attempt, step = record.attempt, record.count("step")
+            for stale in [one for one in found if step is not None and one >= step]:
+                del found[stale]  # this attempt computes them again
+        value, step = record.values.get(metric, ""), record.count("step")
+        if step is not None and (value is None or type(value) in (int, float)):
+            found[step] = record.number(metric)
+    return dict(sorted(found.items()))
+
+
 def best_result(run: RunDir) -> Best | None:
     """The lowest validation loss of a run, else its newest; None without, and of one that has diverged."""
     return None if diverged_since(run) is not None else best_of(run, read_events(run, "evaluated"))
@@ -286,11 +301,8 @@ def best_result(run: RunDir) -> Best | None:
 
 def best_of(run: RunDir, events: Iterable[Event]) -> Best | None:
     """The best result of a run that has not diverged, whose ``evaluated`` events are among these."""
-    evaluated = [
-        Best("val_loss", value, event.step)
-        for event in events
-        if event.name == "evaluated" and (value := event.number("val_loss")) is not None
-    ]
+    values = by_step((event for event in events if event.name == "evaluated"), "val_loss")
+    evaluated = [Best("val_loss", value, step) for step, value in values.items() if value is not None]
     if evaluated:
         return min(evaluated, key=lambda best: best.value)
     for record in map(Record, read_jsonl_reversed(run.metrics_file, ["loss"])):
