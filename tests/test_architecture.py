@@ -25,7 +25,7 @@ from trainkit.run.history import Attempt
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
 SIZES = {
-    "trainkit": (21, 5_745),
+    "trainkit": (21, 5_750),
     "trainkit/backends": (20, 4_245),
     "trainkit/capabilities": (1, 1),
     "trainkit/capabilities/bench": (6, 1_328),
@@ -62,12 +62,12 @@ SIZES = {
     "trainkit/data": (6, 891),
     "trainkit/job": (30, 6_732),
     "trainkit/launch": (17, 3_645),
-    "trainkit/observe": (8, 1_729),
+    "trainkit/observe": (8, 1_714),
     "trainkit/plan": (16, 3_214),
-    "trainkit/run": (17, 4_761),
+    "trainkit/run": (17, 4_777),
     "trainkit/slurm": (8, 1_574),
     "trainkit/trainer": (38, 9_416),
-    "tests": (421, 70_352),
+    "tests": (421, 70_373),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)

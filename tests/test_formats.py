@@ -14,6 +14,7 @@ from trainkit.formats import (
     memory_text,
     number,
     plural,
+    result_text,
     size,
     slurm_memory,
     table,
@@ -137,3 +138,8 @@ def test_what_is_shown_is_read_back(value: int) -> None:
 )
 def test_the_time_of_workers(hours: float, text: str) -> None:
     assert worker_time(hours, "GPU") == text
+
+
+def test_a_result_that_is_small_keeps_the_digits_that_matter():
+    shown = [result_text(value) for value in (9e-07, -9e-07, 0.0, 0.001, 2.5, 12345.678, float("nan"), None)]
+    assert shown == ["9e-07", "-9e-07", "0.0000", "0.0010", "2.5000", "12345.6780", "nan", "-"]

@@ -307,6 +307,11 @@ def number(value: float | None) -> str:
     return f"{value:,.0f}" if 10_000 <= abs(float(f"{value:.4g}")) < 1e12 else f"{value:.4g}"
 
 
+def result_text(value: float | None) -> str:
+    """A result with four decimals, and a smaller one with the digits that matter; ``-`` for None."""
+    return number(value) if value and abs(value) < 0.001 else cell(value, ".4f")
+
+
 def near(word: str, words: Iterable[str], similar: float = 0.6) -> str | None:
     """The word closest to the given one, or None if none is `similar`, from 0 to 1 for equal words."""
     from difflib import get_close_matches

@@ -26,7 +26,7 @@ from trainkit.observe.ranking import (
     rank,
 )
 from trainkit.run.end import Best
-from trainkit.run.events import best_result, log_event
+from trainkit.run.events import MAX_WITHOUT, best_result, diverged_since, log_event
 from trainkit.run.files import append_jsonl, to_json, write_json
 from trainkit.run.group import RunGroup, create_task_run
 from trainkit.run.record import claim_entry
@@ -287,6 +287,21 @@ def test_configs_that_differ_choose_nothing(
 )
 def test_names_of_which_more_is_better(names: str, mode: str) -> None:
     assert {name: mode_of(name) for name in names.split()} == dict.fromkeys(names.split(), mode)
+
+
+def test_a_validation_loss_that_diverged_is_found_behind_many_saves(tmp_path: Path) -> None:
+    run = started(make_group(tmp_path, {0: {"seed": 0}}), 0, {"val_loss": "1 nan"})
+    for step in range(3, 3 + 2 * MAX_WITHOUT):
+        log_event(run, 1, "checkpoint_commit", step=step)
+    assert diverged_since(run) == 2
+    log_event(run, 1, "evaluated", step=1000, val_loss=1.0)
+    assert diverged_since(run) is None
+
+
+def test_the_best_result_is_that_of_the_newest_computation_of_a_step(tmp_path: Path) -> None:
+    run = started(make_group(tmp_path, {0: {"seed": 0}}), 0, {"loss": "1 1", "val_loss": ". 0.1"})
+    log(run, {"val_loss": "0.2 0.3"}, attempt=2, first=2)
+    assert best_result(run) == measure(run, Ranking("val_loss")).result == Best("val_loss", 0.2, 2)
 
 
 def test_the_docs_have_the_names_of_which_more_is_better() -> None:

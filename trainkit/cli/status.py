@@ -18,7 +18,7 @@ from trainkit.cli.options import json_option
 from trainkit.cli.output import echo_json, echo_result
 from trainkit.errors import UsageError
 from trainkit.folders import relative_path, shown_path
-from trainkit.formats import GAP, cell, duration, short_keys, table
+from trainkit.formats import GAP, cell, duration, result_text, short_keys, table
 from trainkit.observe.current import look_at, query_group, read_all
 from trainkit.observe.group import (
     FIGURES,
@@ -136,7 +136,7 @@ def command(
             ranking, (measured,) = rank([found], metric, config_ranking([flat_config(found)]))
             since, result = measured.diverged_since, measured.result
             value |= {"metric": ranking.metric, "mode": ranking.mode, "result": to_json(result)}
-            shown = "" if result is None else f"{result.value:.4f} at step {cell(result.step)}"
+            shown = "" if result is None else f"{result_text(result.value)} at step {cell(result.step)}"
             rows = {**rows, "": {ranking.label: with_divergence(None, since) or shown}}
         echo_result(value, run_details(status, rows), as_json)
     else:
@@ -409,8 +409,8 @@ def _steps(progress: Progress) -> str:
 
 
 def _best(point: PointStatus) -> str:
-    return cell(point.best and point.best.value, ".4f")
+    return result_text(point.score)
 
 
 def _result(best: Best) -> str:
-    return f"{best.metric} {best.value:.4f} at step {cell(best.step)}"
+    return f"{best.metric} {result_text(best.value)} at step {cell(best.step)}"

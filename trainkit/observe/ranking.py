@@ -16,7 +16,7 @@ from trainkit.errors import UsageError
 from trainkit.formats import did_you_mean, mask_secrets
 from trainkit.observe.logs import clean
 from trainkit.run.end import Best
-from trainkit.run.events import Entry, best_of, diverged_since, read_events, read_steps, steps_of
+from trainkit.run.events import Entry, best_of, by_step, diverged_since, read_events, read_steps, steps_of
 from trainkit.run.files import Record, read_jsonl
 from trainkit.run.rundir import RunDir
 
@@ -119,11 +119,11 @@ def measure(run: RunDir, ranking: Ranking) -> Measured:
         last = best_of(run, ())
         return Measured(None if since is not None else last, since, since is not None or last is not None)
     records: Iterable[Entry] = read_events(run, "evaluated") if metric == "val_loss" else ()
-    values = _by_step(records, metric)
+    values = by_step(records, metric)
     if not values:
         # Not by the line alone: another program may write a name with escapes.
         words = [metric] if json.dumps(metric) == f'"{metric}"' else []
-        values = _by_step(steps_of(read_jsonl(run.metrics_file, words)), metric)
+        values = by_step(steps_of(read_jsonl(run.metrics_file, words)), metric)
     finite = [Best(metric, value, step) for step, value in values.items() if value is not None]
     # A metric that was never a number was not measured; a loss that never was one has diverged.
     is_logged = bool(finite) or (bool(values) and metric.endswith("loss"))
@@ -134,21 +134,6 @@ def measure(run: RunDir, ranking: Ranking) -> Measured:
             since = step
     best = min(finite, key=lambda one: ranking.order(one.value), default=None)
     return Measured(None if since is not None else best, since, is_logged)
-
-
-def _by_step(records: Iterable[Entry], metric: str) -> dict[int, float | None]:
-    """Step -> the value of a metric, None for one that is not finite; of a step computed twice, the last."""
-    found: dict[int, float | None] = {}
-    attempt = None
-    for record in records:
-        if record.attempt != attempt:
-            attempt, step = record.attempt, record.count("step")
-            for stale in [one for one in found if step is not None and one >= step]:
-                del found[stale]  # this attempt computes them again
-        value, step = record.values.get(metric, ""), record.count("step")
-        if step is not None and (value is None or type(value) in (int, float)):
-            found[step] = record.number(metric)
-    return dict(sorted(found.items()))
 
 
 def asked_metric(metric: str | None, sort: str | None, columns: Sequence[str]) -> str | None:

@@ -27,6 +27,8 @@ NOT_FINITE = (None, math.inf, -math.inf)
 """The losses of a step that has diverged; NaN is null in JSON, and Infinity as 1e999 is read as a number."""
 MAX_WITHOUT = 200
 """The records without a metric after which it is not searched for."""
+MAX_OTHERS = 100 * MAX_WITHOUT
+"""The events of which it is not expected, such as saves, after which it is not searched for."""
 FAILED_SAVES = 2
 """So many saves that fail in a row are reported: one may fail for a moment."""
 
@@ -252,11 +254,13 @@ def diverged_since(run: RunDir, attempt: int | None = None) -> int | None:
 def diverged_in(file: str | Path, metric: str, attempt: int | None = None) -> int | None:
     """Do what `diverged_since` does, for one metric in a file of records."""
     since: int | None = None
-    num_without = 0
+    num_without = num_others = 0
     for record in steps_of(read_jsonl_reversed(file)):
         if metric not in record.values:
-            num_without += 1
-            if num_without > MAX_WITHOUT:
+            is_expected = record.values.get("event", "evaluated") == "evaluated"
+            num_without += is_expected
+            num_others += not is_expected
+            if num_without > MAX_WITHOUT or num_others > MAX_OTHERS:
                 break
             continue
         if since is None and attempt is not None and record.attempt not in (None, attempt):
@@ -275,6 +279,21 @@ def with_divergence(reason: str | None, since: int | None) -> str | None:
     return f"{said}; {reason}" if reason else said
 
 
+def by_step(records: Iterable[Entry], metric: str) -> dict[int, float | None]:
+    """Step -> the value of a metric, None for one that is not finite; of a step computed twice, the last."""
+    found: dict[int, float | None] = {}
+    attempt = None
+    for record in records:
+        if record.attempt != attempt:
+            attempt, step = record.attempt, record.count("step")
+            for stale in [one for one in found if step is not None and one >= step]:
+                del found[stale]  # this attempt computes them again
+        value, step = record.values.get(metric, ""), record.count("step")
+        if step is not None and (value is None or type(value) in (int, float)):
+            found[step] = record.number(metric)
+    return dict(sorted(found.items()))
+
+
 def best_result(run: RunDir) -> Best | None:
     """The lowest validation loss of a run, else its newest; None without, and of one that has diverged."""
     return None if diverged_since(run) is not None else best_of(run, read_events(run, "evaluated"))
@@ -282,11 +301,8 @@ def best_result(run: RunDir) -> Best | None:
 
 def best_of(run: RunDir, events: Iterable[Event]) -> Best | None:
     """The best result of a run that has not diverged, whose ``evaluated`` events are among these."""
-    evaluated = [
-        Best("val_loss", value, event.step)
-        for event in events
-        if event.name == "evaluated" and (value := event.number("val_loss")) is not None
-    ]
+    values = by_step((event for event in events if event.name == "evaluated"), "val_loss")
+    evaluated = [Best("val_loss", value, step) for step, value in values.items() if value is not None]
     if evaluated:
         return min(evaluated, key=lambda best: best.value)
     for record in map(Record, read_jsonl_reversed(run.metrics_file, ["loss"])):

@@ -30,7 +30,7 @@ from trainkit.cli.options import PATH, json_option
 from trainkit.cli.output import echo_json, masked
 from trainkit.cli.status import styled_state
 from trainkit.errors import UsageError
-from trainkit.formats import JsonObject, cell, duration, hours_text, shown_value, table
+from trainkit.formats import JsonObject, cell, duration, hours_text, result_text, shown_value, table
 from trainkit.observe.current import look_at
 from trainkit.observe.group import column_of, value_order
 from trainkit.observe.ranking import Measured, Ranking, UnknownMetricError, asked_metric, config_ranking, rank
@@ -276,7 +276,7 @@ def _figures(
 def _result(measured: Measured, report: Report) -> str:
     """The result of a run and its step, or since when only what ranks it has none."""
     if measured.result is not None:
-        return f"{measured.result.value:.4f} at {cell(measured.result.step)}"
+        return f"{result_text(measured.result.value)} at {cell(measured.result.step)}"
     is_said = report.status.progress.diverged_since is not None
     return (None if is_said else with_divergence(None, measured.diverged_since)) or "-"
 
