@@ -171,7 +171,7 @@ def _compare_runs(
     if len(runs) < 2:
         raise UsageError("one run cannot be compared", hint="name another run, or a group of runs")
     reports = [read_report(*look_at(run, warn)[:2], now) for run in runs]
-    values = [compared_values(report.config) for report in reports]
+    values = [compared_values(run, report.config) for run, report in zip(runs, reports, strict=True)]
     keys = differing_keys(values)
     column = None if sort is None else column_of(sort, keys, SORTED_BY)
     by_metric = sort if column is None else None
