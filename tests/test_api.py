@@ -212,6 +212,8 @@ def test_what_cannot_be_pickled_leaves_no_folder() -> None:
         (("quickstart",), {"time": "soon"}, "resources.time: must be a time such as"),
         (("no-such-config",), {}, "no-such-config"),
         ((3,), {}, "a config cannot be 3"),
+        ((Path("my dir/train.py"),), {}, "write command=['python', 'my dir/train.py']"),
+        (("train.py --lr=1 a.py",), {}, "write command=['train.py', '--lr=1', 'a.py']"),
     ],
 )
 def test_what_is_refused(arguments: tuple, options: dict, message: str) -> None:

@@ -55,7 +55,7 @@ SIZES = {
     "trainkit/capabilities/trackers": (6, 1_030),
     "trainkit/capabilities/transformers": (2, 303),
     "trainkit/capabilities/watch": (5, 1_285),
-    "trainkit/cli": (16, 3_610),
+    "trainkit/cli": (16, 3_618),
     "trainkit/cluster": (8, 1_848),
     "trainkit/config": (12, 3_048),
     "trainkit/control": (5, 783),
@@ -63,11 +63,11 @@ SIZES = {
     "trainkit/job": (30, 6_732),
     "trainkit/launch": (17, 3_645),
     "trainkit/observe": (8, 1_723),
-    "trainkit/plan": (16, 3_208),
+    "trainkit/plan": (16, 3_209),
     "trainkit/run": (17, 4_746),
     "trainkit/slurm": (8, 1_574),
     "trainkit/trainer": (38, 9_416),
-    "tests": (420, 70_175),
+    "tests": (420, 70_190),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)

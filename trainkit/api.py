@@ -682,7 +682,7 @@ def _config_of(work: Callable[..., object] | Config, config: Config, argv: Seque
         from trainkit.config.layers import SCRIPTS
 
         if program := SCRIPTS.get(Path(config).suffix):
-            words = str(config).split()
+            words = config.split() if isinstance(config, str) else [str(config)]
             argv = words if len(words) > 1 else [program, *words]
             raise UsageError(f"{config} is a script, not a config", hint=f"write command={argv!r}")
         if not str(config).strip():
