@@ -45,7 +45,7 @@ SIZES = {
     "trainkit/capabilities/multimodal": (2, 541),
     "trainkit/capabilities/notifications": (5, 509),
     "trainkit/capabilities/replay": (7, 1_538),
-    "trainkit/capabilities/report": (12, 2_723),
+    "trainkit/capabilities/report": (12, 2_721),
     "trainkit/capabilities/shell": (3, 190),
     "trainkit/capabilities/simulation": (4, 311),
     "trainkit/capabilities/slow_ranks": (8, 698),
@@ -62,12 +62,12 @@ SIZES = {
     "trainkit/data": (6, 891),
     "trainkit/job": (30, 6_732),
     "trainkit/launch": (17, 3_645),
-    "trainkit/observe": (8, 1_723),
+    "trainkit/observe": (8, 1_726),
     "trainkit/plan": (16, 3_209),
     "trainkit/run": (17, 4_746),
     "trainkit/slurm": (8, 1_574),
     "trainkit/trainer": (38, 9_416),
-    "tests": (420, 70_190),
+    "tests": (420, 70_205),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)
