@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import traceback
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from trainkit.launch.create import CreatedRun
 from trainkit.launch.submission import Submission
 from trainkit.observe.notebook import LEFT
 from trainkit.run.files import read_json, write_atomic, write_json
+from trainkit.run.group import GroupRecord, Point, RunGroup
 from trainkit.run.record import add_attempt, create_job
 from trainkit.run.registry import register
 from trainkit.run.rundir import RunDir, run_lock
@@ -210,6 +212,8 @@ def test_what_cannot_be_pickled_leaves_no_folder() -> None:
         (("quickstart",), {"time": "soon"}, "resources.time: must be a time such as"),
         (("no-such-config",), {}, "no-such-config"),
         ((3,), {}, "a config cannot be 3"),
+        ((Path("my dir/train.py"),), {}, "write command=['python', 'my dir/train.py']"),
+        (("train.py --lr=1 a.py",), {}, "write command=['train.py', '--lr=1', 'a.py']"),
     ],
 )
 def test_what_is_refused(arguments: tuple, options: dict, message: str) -> None:
@@ -454,7 +458,7 @@ class Ends(api.Run[int]):
     def __init__(self, label: str, looks: float) -> None:
         self.label, self.looks = label, looks
 
-    def _polls(self) -> Iterator[float]:
+    def _polls(self, ask: object = None) -> Iterator[float]:
         while self.looks:
             self.looks -= 1
             yield 0.001
@@ -478,6 +482,24 @@ def test_runs_as_they_end(looks: dict[str, float], labels: list[str]) -> None:
     except TimeoutError:
         found.append("TimeoutError")
     assert found == labels
+
+
+def test_a_group_is_asked_once_a_round_and_no_faster_than_it_is_due(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Path] = []
+    points = [types.SimpleNamespace(index=index, state="pending", problem="") for index in range(5)]
+
+    def query(group: RunGroup, *args: object, **kwargs: object) -> object:
+        asked.append(group.path)
+        return types.SimpleNamespace(points=points)
+
+    write_json(folder / "sweep.json", GroupRecord(name="one").to_dict(map(Point, range(5))))
+    monkeypatch.setattr(api, "query_group", query)
+    of_group = [api.Run(RunGroup(folder).run(index)) for index in range(5)]
+    with pytest.raises(TimeoutError):
+        list(api.as_completed([*of_group, Ends("quick", math.inf)], 0.1))
+    assert len(asked) == 2, "at first, and when the time was over"
 
 
 def plain(shown: Any) -> str:

@@ -25,7 +25,7 @@ from trainkit.run.history import Attempt
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
 SIZES = {
-    "trainkit": (21, 5_750),
+    "trainkit": (21, 5_768),
     "trainkit/backends": (20, 4_245),
     "trainkit/capabilities": (1, 1),
     "trainkit/capabilities/bench": (6, 1_328),
@@ -45,7 +45,7 @@ SIZES = {
     "trainkit/capabilities/multimodal": (2, 541),
     "trainkit/capabilities/notifications": (5, 509),
     "trainkit/capabilities/replay": (7, 1_538),
-    "trainkit/capabilities/report": (12, 2_746),
+    "trainkit/capabilities/report": (12, 2_745),
     "trainkit/capabilities/shell": (3, 190),
     "trainkit/capabilities/simulation": (4, 311),
     "trainkit/capabilities/slow_ranks": (8, 698),
@@ -55,19 +55,19 @@ SIZES = {
     "trainkit/capabilities/trackers": (6, 1_062),
     "trainkit/capabilities/transformers": (2, 303),
     "trainkit/capabilities/watch": (5, 1_295),
-    "trainkit/cli": (16, 3_632),
+    "trainkit/cli": (16, 3_640),
     "trainkit/cluster": (8, 1_848),
     "trainkit/config": (12, 3_048),
     "trainkit/control": (5, 783),
     "trainkit/data": (6, 891),
     "trainkit/job": (30, 6_732),
     "trainkit/launch": (17, 3_645),
-    "trainkit/observe": (8, 1_714),
-    "trainkit/plan": (16, 3_214),
-    "trainkit/run": (17, 4_777),
+    "trainkit/observe": (8, 1_716),
+    "trainkit/plan": (16, 3_215),
+    "trainkit/run": (17, 4_790),
     "trainkit/slurm": (8, 1_574),
     "trainkit/trainer": (38, 9_416),
-    "tests": (421, 70_373),
+    "tests": (421, 70_472),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)

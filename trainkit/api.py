@@ -202,24 +202,41 @@ def as_completed(runs: Iterable[Run[Value]], timeout_s: float | None = None) -> 
     Raises TimeoutError if one has not ended after `timeout_s` in all.
     """
     until_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
-    for ended, poll_s in runs._rounds() if isinstance(runs, Group) else _rounds(runs):
+    for ended, poll_s in runs._rounds() if isinstance(runs, Group) else _rounds(runs, until_s):
         yield from ended
         if time.monotonic() > until_s and poll_s:
             raise TimeoutError(f"not all runs have ended after {timeout_s} s")
         time.sleep(max(0.0, min(poll_s, until_s - time.monotonic())))
 
 
-def _rounds(runs: Iterable[Run[Value]]) -> Iterator[tuple[list[Run[Value]], float]]:
-    """The runs that have ended since the round before, and the seconds until the next; 0 after the last."""
+def _rounds(runs: Iterable[Run[Value]], until_s: float) -> Iterator[tuple[list[Run[Value]], float]]:
+    """The runs that have ended since the round before, and the seconds until the next; 0 after the last.
+
+    Each run is looked at when it is due, and once more when `until_s` is over; a group is asked once a round.
+    """
+    asked: dict[Path, GroupStatus] = {}
+
+    def ask(group: RunGroup) -> GroupStatus:
+        if group.path not in asked:
+            asked[group.path] = query_group(group, warn_caller)
+        return asked[group.path]
+
     found = list(runs) if isinstance(runs, Iterable) else [runs]
     if wrong := [one for one in found if not isinstance(one, Run)]:
         raise UsageError(f"{shown_value(wrong[0])} is no run", hint="give a group, or a list of runs")
-    left = [(run, run._polls()) for run in found]
+    left = [(run, run._polls(ask), 0.0) for run in found]
     while left:
-        looks = [(run, polls, next(polls, None)) for run, polls in left]
-        left = [(run, polls) for run, polls, poll_s in looks if poll_s is not None]
-        ended = [run for run, _, poll_s in looks if poll_s is None]
-        yield ended, min((poll_s for _, _, poll_s in looks if poll_s is not None), default=0.0)
+        asked.clear()
+        now, ended, others = time.monotonic(), [], []
+        for run, polls, due_s in left:
+            if now < min(due_s, until_s):
+                others.append((run, polls, due_s))
+            elif (poll_s := next(polls, None)) is None:
+                ended.append(run)
+            else:
+                others.append((run, polls, now + poll_s))
+        left = others
+        yield ended, max(1e-3, min(due_s for _, _, due_s in left) - now) if left else 0.0
 
 
 def runs() -> list[Run | Group]:
@@ -258,12 +275,12 @@ class Run(Generic[Value]):
     def _status(self, warn: Callable[[str], None]) -> RunStatus:
         return look_at(self._folder, warn)[1]
 
-    def _point(self) -> PointStatus | None:
+    def _point(self, ask: Callable[[RunGroup], GroupStatus]) -> PointStatus | None:
         """What its group says of it, until it starts."""
         found = None if self._folder.attempt_numbers() else group_of(self._folder)
         if found is None:
             return None
-        return next(point for point in query_group(found[0], warn_caller).points if point.index == found[1])
+        return next(point for point in ask(found[0]).points if point.index == found[1])
 
     def done(self) -> bool:
         """Whether it has ended and does not restart by itself."""
@@ -274,10 +291,11 @@ class Run(Generic[Value]):
         _wait(self._polls(), timeout_s, self.path)
         return self
 
-    def _polls(self) -> Iterator[float]:
-        """The seconds until its state is read again, until it has ended."""
+    def _polls(self, ask: Callable[[RunGroup], GroupStatus] | None = None) -> Iterator[float]:
+        """The seconds until its state is read again, until it has ended; `ask` asks its group."""
+        ask = ask or partial(query_group, warn=warn_caller)
         waiting = Waiting(print_note, REASON_AFTER_S)
-        while (point := self._point()) is not None:
+        while (point := self._point(ask)) is not None:
             if point.state not in ACTIVE_STATES:
                 return
             waiting.look(point.problem and f"{self._folder.shown} {point.state}: {point.problem}")
@@ -664,7 +682,7 @@ def _config_of(work: Callable[..., object] | Config, config: Config, argv: Seque
         from trainkit.config.layers import SCRIPTS
 
         if program := SCRIPTS.get(Path(config).suffix):
-            words = str(config).split()
+            words = config.split() if isinstance(config, str) else [str(config)]
             argv = words if len(words) > 1 else [program, *words]
             raise UsageError(f"{config} is a script, not a config", hint=f"write command={argv!r}")
         if not str(config).strip():

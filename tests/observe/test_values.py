@@ -78,10 +78,11 @@ def test_a_function_on_its_own_had_its_arguments(tmp_path: Path) -> None:
 
 def test_a_parameter_may_be_called_name(tmp_path: Path) -> None:
     run = made(tmp_path / "one", {"command": FUNCTION})
-    assert "name" not in asked_of(run)
+    assert asked_of(run)["name"] == "one"
+    assert "name" not in compared_values(run, asked_of(run))
     write_json(run.values_file, {"name": "bert"})
     assert asked_of(run)["name"] == "bert"
-    assert compared_values(asked_of(run))["name"] == "bert"
+    assert compared_values(run, asked_of(run))["name"] == "bert"
 
 
 def test_an_unreadable_config_is_nothing(tmp_path: Path) -> None:

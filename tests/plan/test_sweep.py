@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainkit.cli.usage import _cut_setting
 from trainkit.errors import UsageError
 from trainkit.formats import short_keys, shown
-from trainkit.plan.sweep import filled_in, parse_axis, sweep_points
+from trainkit.plan.sweep import _meant_values, filled_in, parse_axis, sweep_points
 from trainkit.run.files import changed, difference
 
 
@@ -32,6 +33,16 @@ def test_values_are_those_of_a_yaml_list(text: str, values: tuple[Any, ...]) -> 
     key, found = parse_axis(text)
     assert (key, found) == (text.partition("=")[0], [*values])
     assert [type(value) for value in found] == [type(value) for value in values]
+
+
+@pytest.mark.parametrize("raw", ["()", "choice()", "{ }"])
+def test_no_hint_is_a_list_of_nothing(raw: str) -> None:
+    assert _meant_values(("optimizer", "lr"), raw) is None
+    assert _cut_setting(["submit", "--set", "lr", "0.1"]) == (
+        "0.1",
+        "--set lr 0.1",
+        "did you mean --set optimizer.lr=0.1?",
+    )
 
 
 @pytest.mark.parametrize(

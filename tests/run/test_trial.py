@@ -5,9 +5,11 @@ import math
 import os
 import types
 from collections import OrderedDict, namedtuple
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -158,6 +160,52 @@ def test_omegaconf() -> None:
 def test_secrets_are_masked() -> None:
     found = trial_values({"api_key": "abcdef123", "config": {"password": "hunter2", "lr": 0.1}})
     assert found == {"api_key": "***", "config.password": "***", "config.lr": 0.1}
+
+
+def test_secrets_are_masked_before_they_are_shortened() -> None:
+    url = f"https://me:{'p4ssw0rd' * 12}@host/"
+    held = types.SimpleNamespace(url=url)
+    found = trial_values({"url": url, "several": [url], "wide": [url] * 30, "deep": [[[url]]], "held": held})
+    assert "p4ssw0rd" not in str(found)
+    assert trial_values({"password": ["hunter2", "hunter3"]}) == {"password": ["***", "***"]}
+
+
+@pytest.mark.parametrize("params", [None, [1, 2], (), "lr"])
+def test_what_has_a_number_and_params_of_another_kind_is_no_trial(params: object) -> None:
+    found = trial_values({"layer": types.SimpleNamespace(number=3, params=params), "lr": 0.1})
+    assert (found["layer.number"], found["lr"]) == (3, 0.1)
+
+
+class Raises:
+    """An object that answers no question."""
+
+    def __getattr__(self, name: str) -> object:
+        raise RuntimeError(name)
+
+
+class Lost(dict):
+    """A mapping that cannot be read."""
+
+    def items(self) -> object:
+        raise RuntimeError("no items")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Raises,
+        lambda: [Raises()],
+        lambda: {"a": Raises()},
+        Lost,
+        MagicMock,
+    ],
+)
+def test_any_object_has_some_text(make: Callable[[], object]) -> None:
+    value = make()
+    found = trial_values({"x": value, "lr": 0.1})
+    assert found.pop("lr") == 0.1
+    assert found
+    assert group_values([{"x": value}])
 
 
 def test_what_is_huge_or_contains_itself_is_short() -> None:

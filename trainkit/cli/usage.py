@@ -323,6 +323,10 @@ def _cut_setting(args: Sequence[str]) -> tuple[str, str, str] | None:
         whole = " ".join([option, text, rest[0]])
         if not value:  # --set KEY VALUE, --set KEY= VALUE, --set KEY =VALUE, --set KEY = VALUE
             found = next((one.lstrip("=") for one in rest[:2] if one.lstrip("=")), "")
+            from trainkit.config.schema import is_known, meant
+
+            path = tuple(key.split("."))
+            key = key if is_known(path) else meant(path) or key
             return (rest[0], whole, f"did you mean {option} {quote(f'{key}={found}')}?") if found else None
         loose = list(itertools.takewhile(_LOOSE.fullmatch, rest))
         if loose and "=" in loose[0].lstrip("="):
@@ -350,7 +354,11 @@ def as_typed(error: TrainkitError, args: Sequence[str]) -> TrainkitError:
     from trainkit.run.registry import RunElsewhere
 
     if isinstance(error, RunElsewhere) and error.only is not None:
-        words = [str(error.only) if word == error.typed else word for word in args]
+        words, end = list(args), args.index("--") if "--" in args else len(args)
+        at = max((at for at in range(1, end) if args[at] == error.typed), default=None)
+        if at is None:
+            return error
+        words[at] = str(error.only)
         return UsageError(error.message, hint=f"`{join(['trainkit', *words])}` acts on it")
     asks_help = len(args) > 1 and args[-1] == "help" and "--" not in args
     if asks_help and error.exit_code == EXIT_USAGE and not isinstance(error, ConfigError):

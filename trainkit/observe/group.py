@@ -425,20 +425,23 @@ FIGURES = ("point", "state", "step", "age")
 
 
 def column_of(name: str, keys: Sequence[str], figures: Iterable[str] = FIGURES) -> str | None:
-    """The column of a table that is called so: one of its figures, or of its keys, in full or short."""
+    """The column of a table that is called so: one of its keys, in full or short, or of its figures."""
     columns = {**dict(zip(short_keys(keys), keys, strict=True)), **{one: one for one in (*keys, *figures)}}
     return columns.get(name) or {short.lower(): column for short, column in columns.items()}.get(name.lower())
 
 
 def sorted_points(status: GroupStatus, column: str | None) -> list[PointStatus]:
-    """The points by one of their columns, the smallest first; for None by their results, the best first."""
+    """The points by one of their columns, the smallest first; for None by their results, the best first.
+
+    A key is the column of its name, also where a figure is called so.
+    """
     if column is None:
         return sorted(status.points, key=lambda point: status.ranking.order(point.score))
 
     def value(point: PointStatus) -> object:
         state = ORDER.index(point.state) if point.state in ORDER else 0
         figures = zip(FIGURES, (point.index, state, point.step, point.age_s), strict=True)
-        return {**point.values, **dict(figures)}.get(column)
+        return {**dict(figures), **point.values}.get(column)
 
     return sorted(status.points, key=lambda point: value_order(value(point)))
 

@@ -18,7 +18,7 @@ COMMAND = "COMMAND"
 
 
 def asked_of(run: RunDir, plan: PlanRecord | None = None, config: FlatConfig | None = None) -> FlatConfig:
-    """What a run was asked for, without its name, and without keys that have no effect on it.
+    """What a run was asked for, without keys that have no effect on it.
 
     Empty if its config cannot be read; `config` is what `flat_config` has read already. Numbers of a COMMAND
     and of Hydra are texts, as they were written: see `as_number`.
@@ -29,7 +29,6 @@ def asked_of(run: RunDir, plan: PlanRecord | None = None, config: FlatConfig | N
     if not config:
         return {}
     own, config = values_of(run), with_effect(config, plan)
-    config.pop("name", None)  # of the run; that of a trial is a parameter
     command = plan.command
     if not command:
         return config | {key: value for key, value in own.items() if not is_known(tuple(key.split(".")))}

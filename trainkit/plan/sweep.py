@@ -39,7 +39,8 @@ def _meant_values(path: tuple[str, ...], raw: str) -> str | None:
     if accepts(path, raw):
         return None
     if (wrapped := _WRAPPED.fullmatch(raw)) is not None:
-        return ",".join(part.strip() for part in next(filter(None, wrapped.groups()), "").split(","))
+        parts = [part.strip() for part in next(filter(None, wrapped.groups()), "").split(",")]
+        return ",".join(parts) if any(parts) else None
     if _DRAWN.fullmatch(raw):
         return "VALUE,VALUE,…"
     if (span := _SPAN.fullmatch(raw)) is not None:

@@ -25,6 +25,8 @@ from trainkit.run.group import group_of
 from trainkit.run.rundir import RunDir
 
 MAX_TEXT = 100
+MAX_MASKED = 2**16
+"""How much of a text is searched for secrets, before it is shortened."""
 MAX_DEPTH = 8
 MAX_BITS = 128
 """A larger integer is shortened, and so is a list of more items or lists in lists of lists."""
@@ -82,9 +84,12 @@ def trial_values(arguments: Mapping[str, object]) -> dict[str, object]:
     """
     found: dict[str, object] = {}
     for name, value in _named(arguments):
-        parts = dict(islice(_leaves(name, value, MAX_DEPTH), MAX_PARTS + 1))
-        found |= parts if len(parts) <= MAX_PARTS else {name: _text(value)}
-    return {key: _masked(key, value) for key, value in found.items()}
+        try:
+            parts = dict(islice(_leaves(name, value, MAX_DEPTH), MAX_PARTS + 1))
+        except Exception:  # whatever the user's object raises: it has a text all the same
+            parts = {name: _text(name, value)}
+        found |= parts if len(parts) <= MAX_PARTS else {name: _text(name, value)}
+    return found
 
 
 def group_values(trials: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
@@ -105,13 +110,23 @@ def group_values(trials: Sequence[Mapping[str, object]]) -> list[dict[str, objec
 def _named(arguments: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     """The arguments by name, and the values of a `Trial` in its place."""
     for name, value in arguments.items():
-        yield from value.params.items() if isinstance(value, Trial) else [(name, value)]
+        params = _params(value)
+        yield from [(name, value)] if params is None else params.items()
+
+
+def _params(value: object) -> Mapping[str, object] | None:
+    """The values of a `Trial`; None of what is none, such as a module of parameters, or cannot be asked."""
+    try:
+        params = value.params if isinstance(value, Trial) else None
+        return dict(params) if isinstance(params, Mapping) else None
+    except Exception:  # whatever the user's object raises
+        return None
 
 
 def _leaves(name: str, value: object, depth: int) -> Iterator[tuple[str, object]]:
     parts = _parts(value) if depth else None
     if parts is None:
-        yield name, _json(value)
+        yield name, _json(name, value)
         return
     for key, inner in parts.items():
         yield from _leaves(f"{name}.{key}", inner, depth - 1)
@@ -135,7 +150,7 @@ def _parts(value: object) -> Mapping[object, object] | None:
     return found if isinstance(found, Mapping) else None
 
 
-def _json(value: object, depth: int = LIST_DEPTH) -> object:
+def _json(key: str, value: object, depth: int = LIST_DEPTH) -> object:
     """A value as JSON has it, if it is a plain one or a short list of such; else its text."""
     if isinstance(value, Enum):
         return value.name
@@ -148,29 +163,27 @@ def _json(value: object, depth: int = LIST_DEPTH) -> object:
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else str(float(value))
     if isinstance(value, str | PurePath):
-        return _shortened(str(value))
+        return _masked(key, str(value))
     if isinstance(value, list | tuple) and len(value) <= MAX_ITEMS and depth:
-        return [_json(item, depth - 1) for item in value]
-    return _text(value)
+        return [_json(key, item, depth - 1) for item in value]
+    return _text(key, value)
 
 
 _REPR = reprlib.Repr()
-_REPR.maxother = _REPR.maxstring = MAX_TEXT
+_REPR.maxother = _REPR.maxstring = MAX_MASKED
 _REPR.maxdict = _REPR.maxlist = _REPR.maxtuple = MAX_ITEMS
 
 
-def _text(value: object) -> str:
-    name = getattr(value, "__qualname__", None)  # of a function or class
-    return _shortened(_ADDRESS.sub("", name if isinstance(name, str) else _REPR.repr(value)))
+def _text(key: str, value: object) -> str:
+    try:
+        name = getattr(value, "__qualname__", None)  # of a function or class
+    except Exception:  # whatever the user's object raises
+        name = None
+    return _masked(key, _ADDRESS.sub("", name if isinstance(name, str) else _REPR.repr(value)))
 
 
-def _shortened(text: str) -> str:
-    return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT - 1]}…"
-
-
-def _masked(key: str, value: object) -> object:
-    """A value whose text is masked, also by the name of its key."""
-    if isinstance(value, list):
-        return [_masked("", item) for item in value]
+def _masked(key: str, text: str) -> str:
+    """A text that is masked, also by the name of its key, and then shortened."""
     before = f"{key}: "
-    return mask_secrets(before + value).removeprefix(before) if isinstance(value, str) else value
+    text = mask_secrets(before + text[:MAX_MASKED]).removeprefix(before)
+    return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT - 1]}…"

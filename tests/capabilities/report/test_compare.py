@@ -15,6 +15,7 @@ from trainkit.backends import jobs
 from trainkit.capabilities.report.curves import curves
 from trainkit.cli.main import main
 from trainkit.config import RunConfig
+from trainkit.observe.group import GroupStatus, PointStatus, sorted_points
 from trainkit.run.files import write_json
 from trainkit.run.rundir import RunDir
 
@@ -48,6 +49,20 @@ def test_a_slow_last_step_is_not_the_speed_of_a_run(place: Path, capsys: pytest.
     metrics.write_text("\n".join([*lines, json.dumps({**json.loads(last), "tokens_per_s": 1.0})]) + "\n")
     assert main(["compare", "mine/0", "mine/1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["runs"][0]["tokens_per_s"] > before / 2
+
+
+def test_a_parameter_may_be_called_like_a_figure(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    group = made_up_sweep(place / "odd", {"loss": [3, 1, 2]})
+    assert main(["compare", "odd", "--csv", "--sort", "loss"]) == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert [row["values.loss"] for row in rows] == ["1", "2", "3"]
+    assert all("." in row["loss"] for row in rows)
+    points = [
+        PointStatus(index, {"step": value}, "finished", None, None, None, "", step=index)
+        for index, value in enumerate([3, 1, 2])
+    ]
+    status = GroupStatus("odd", str(group.path), None, "", ["step"], None, None, None, points)
+    assert [point.index for point in sorted_points(status, "step")] == [1, 2, 0]
 
 
 def test_a_group_stands_for_its_runs(capsys: pytest.CaptureFixture[str]) -> None:

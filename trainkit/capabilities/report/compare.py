@@ -171,7 +171,7 @@ def _compare_runs(
     if len(runs) < 2:
         raise UsageError("one run cannot be compared", hint="name another run, or a group of runs")
     reports = [read_report(*look_at(run, warn)[:2], now) for run in runs]
-    values = [compared_values(report.config) for report in reports]
+    values = [compared_values(run, report.config) for run, report in zip(runs, reports, strict=True)]
     keys = differing_keys(values)
     column = None if sort is None else column_of(sort, keys, SORTED_BY)
     by_metric = sort if column is None else None
@@ -189,9 +189,7 @@ def _compare_runs(
             warn(f"{run['run']}: its config cannot be read")
     rows = list(zip(compared, measured, reports, values, strict=True))
     if column is not None:
-        rows.sort(
-            key=lambda row: value_order((row[0] if column in SORTED_BY else as_numbers(row[3])).get(column))
-        )
+        rows.sort(key=lambda row: value_order((as_numbers(row[3]) if column in keys else row[0]).get(column)))
     elif sort is not None:
         rows.sort(key=lambda row: ranking.order(row[0]["result"]))
     compared = [run for run, *_ in rows]
@@ -202,7 +200,7 @@ def _compare_runs(
     elif as_csv:
         with _table(table_file) as stream:
             writer = csv.writer(stream)
-            writer.writerow([*compared[0], *keys])
+            writer.writerow([*compared[0], *(f"values.{key}" if key in compared[0] else key for key in keys)])
             for run, own in zip(compared, differing, strict=True):
                 shown = ["" if value is None else shown_value(value) for value in as_numbers(own).values()]
                 writer.writerow([*run.values(), *shown])

@@ -10,7 +10,7 @@ from trainkit.formats import shown_value
 from trainkit.observe.values import asked_of
 from trainkit.run.registry import find_run_or_group
 from trainkit.run.rundir import RunDir
-from trainkit.run.trial import as_number
+from trainkit.run.trial import as_number, values_of
 
 VARIABLES = "launch.env"
 
@@ -63,9 +63,10 @@ def differing_keys(values: Iterable[Mapping[str, object]]) -> list[str]:
     return [key for key in sorted(set().union(*texts)) if differs(key)]
 
 
-def compared_values(asked: Mapping[str, object]) -> dict[str, object]:
-    """What `asked_of` a run by key, with a key for each variable of `launch.env`."""
-    found = {key: value for key, value in asked.items() if key != VARIABLES}
+def compared_values(run: RunDir, asked: Mapping[str, object]) -> dict[str, object]:
+    """What `asked_of` a run by key, without its config's name, with a key for each of `launch.env`."""
+    dropped = (VARIABLES,) if "name" in values_of(run) else ("name", VARIABLES)
+    found = {key: value for key, value in asked.items() if key not in dropped}
     variables = asked.get(VARIABLES)
     if isinstance(variables, dict):
         found |= {f"{VARIABLES}.{name}": value for name, value in variables.items()}
@@ -75,5 +76,5 @@ def compared_values(asked: Mapping[str, object]) -> dict[str, object]:
 def compared_runs(names: Iterable[str]) -> list[ComparedRun]:
     """The runs of these names. Raises UsageError for one that does not exist."""
     runs = runs_named(names)
-    found = zip(short_names(runs), runs, (compared_values(asked_of(run)) for run in runs), strict=True)
+    found = zip(short_names(runs), runs, (compared_values(run, asked_of(run)) for run in runs), strict=True)
     return [ComparedRun(*one) for one in found]
