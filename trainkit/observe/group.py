@@ -194,7 +194,7 @@ class GroupStatus:
             ("run", [point.index for point in points]),
             *((key, [own[at] for own in texts]) for at, key in enumerate(keys)),
             ("state", [point.state for point in points]),
-            (self.ranking.label, [cell(one.score, ".4g") for one in points]),
+            (self.ranking.label, [None if one.score is None else f"{one.score:.4g}" for one in points]),
             ("reason", [point.problem or None for point in points]),
         ]
 
