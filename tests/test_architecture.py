@@ -64,10 +64,10 @@ SIZES = {
     "trainkit/launch": (17, 3_645),
     "trainkit/observe": (8, 1_716),
     "trainkit/plan": (16, 3_215),
-    "trainkit/run": (17, 4_790),
+    "trainkit/run": (17, 4_800),
     "trainkit/slurm": (8, 1_574),
     "trainkit/trainer": (38, 9_416),
-    "tests": (421, 70_472),
+    "tests": (421, 70_473),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)
@@ -157,6 +157,7 @@ ALLOWED = {
         *("capability", "shipped", "errors", "run", "formats", "config", "plan", "scheduler", "slurm"),
         *("backend", "backends"),  # how the jobs of runs are
         "function",  # whose command line is not what was asked for
+        "terminal",  # which characters may be shown
     },
     # Acts on a run that is there.
     "control": {

@@ -57,9 +57,19 @@ MAX_CURVES = 40
 """Names whose numbers are kept, in the order in which they were logged first; after them only `CURVES`."""
 NOT_CURVES = frozenset(
     {
-        *("step", "attempt", "tokens", "samples_seen", "epoch"),
-        *("step_s", "data_wait_s", "mfu", "mem_gib_peak", "tokens_per_s_per_gpu"),
-        *("slowest_rank", "slowest_rank_s", "other_ranks_s"),
+        "step",
+        "attempt",
+        "tokens",
+        "samples_seen",
+        "epoch",
+        "step_s",
+        "data_wait_s",
+        "mfu",
+        "mem_gib_peak",
+        "tokens_per_s_per_gpu",
+        "slowest_rank",
+        "slowest_rank_s",
+        "other_ranks_s",
     }
 )
 """Numbers that say where a record is, or which `trainkit watch` shows elsewhere as numbers."""
