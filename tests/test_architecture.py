@@ -25,7 +25,7 @@ from trainkit.run.history import Attempt
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
 SIZES = {
-    "trainkit": (21, 5_739),
+    "trainkit": (21, 5_744),
     "trainkit/backends": (20, 4_242),
     "trainkit/capabilities": (1, 1),
     "trainkit/capabilities/bench": (6, 1_328),
@@ -66,8 +66,8 @@ SIZES = {
     "trainkit/plan": (16, 3_208),
     "trainkit/run": (17, 4_733),
     "trainkit/slurm": (8, 1_574),
-    "trainkit/trainer": (38, 9_416),
-    "tests": (420, 70_077),
+    "trainkit/trainer": (38, 9_420),
+    "tests": (420, 70_083),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)

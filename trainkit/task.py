@@ -285,6 +285,11 @@ class Task(ABC):
         return None
 
 
+def record_with(task: Task, recorder: Recorder) -> None:
+    """Keep what a task logs with a recorder; for the trainer."""
+    task._recorder = recorder
+
+
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
     """Give the parameters of modules created within the block no memory; buffers have their values.

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainkit.capability import Recorder
 from trainkit.data.dataset_file import TRAIN, VAL
 from trainkit.errors import EXIT_OK, EXIT_STOPPED, DivergedError, FatalError
 from trainkit.job.signals import StopRequest
@@ -23,6 +24,7 @@ from trainkit.plan.layout_rules import compiles
 from trainkit.run.process import own_host
 from trainkit.run.rundir import AttemptDir
 from trainkit.shipped import of_media
+from trainkit.task import record_with
 from trainkit.trainer.build import AnyTask, BuiltModel, CompileCache, build
 from trainkit.trainer.checkpoint.loader import choose_checkpoint
 from trainkit.trainer.checkpoint.saver import CheckpointSaver, SaveRequest
@@ -127,6 +129,8 @@ class Trainer:
     _last_save_s = 0.0
     _own: OwnState | None = None
     """What a checkpoint has of a user's task besides its model."""
+    _recorder = Recorder()
+    """Keeps what a user's task logs besides numbers."""
 
     def __init__(
         self,
@@ -180,7 +184,8 @@ class Trainer:
         dtype, flops = config.precision.dtype, task.flops_per_sample
         self.metrics = Metrics(attempt, world, dtype, self.total_steps, tensorboard, flops)
         if isinstance(task, UserTask) and world.is_main:
-            task.task._recorder = of_media().recorder()(attempt, progress, tensorboard)
+            self._recorder = of_media().recorder()(attempt, progress, tensorboard)
+            record_with(task.task, self._recorder)
         self.profiler = ProfileWindow(config.profiler, attempt.profile_dir, world)
         self.manifest_record = manifest_record(plan, task)
         """The fields of every checkpoint manifest of this attempt, besides the training state."""
@@ -534,8 +539,7 @@ class Trainer:
             self.evaluator.close()
         self.saver.close()
         self.profiler.close()
-        if isinstance(self.task, UserTask):
-            self.task.task._recorder.close()
+        self._recorder.close()
         self.metrics.close()
 
     def _end(self, reason: str = "") -> int:
