@@ -50,7 +50,7 @@ SIZES = {
     "trainkit/capabilities/simulation": (4, 311),
     "trainkit/capabilities/slow_ranks": (8, 698),
     "trainkit/capabilities/stacks": (2, 126),
-    "trainkit/capabilities/task_check": (3, 406),
+    "trainkit/capabilities/task_check": (3, 409),
     "trainkit/capabilities/texts": (9, 1_803),
     "trainkit/capabilities/trackers": (6, 1_030),
     "trainkit/capabilities/transformers": (2, 303),
@@ -66,8 +66,8 @@ SIZES = {
     "trainkit/plan": (16, 3_208),
     "trainkit/run": (17, 4_733),
     "trainkit/slurm": (8, 1_574),
-    "trainkit/trainer": (38, 9_420),
-    "tests": (420, 70_083),
+    "trainkit/trainer": (38, 9_444),
+    "tests": (420, 70_126),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)

@@ -79,7 +79,7 @@ def test_turns_on_every_layout_and_after_every_stop(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_chain_of_layouts_and_a_step_without_all_turns(tmp_path: Path) -> None:
-    common = (*COMMON, "task_args.every=2", "precision.dtype=bf16")
+    common = (*COMMON, "task_args.every=2", "precision.dtype=bf16", "checkpoint.best_metric=g_loss")
     alone, ddp, fsdp = LAYOUTS
     run_cases(tmp_path, [alone], common)
     for number, case in enumerate((fsdp, alone, ddp), 1):
@@ -438,6 +438,27 @@ def test_refused_before_the_first_step(case: str) -> None:
         own(tiny(), make)
     assert message in raised.value.message
     assert hint in raised.value.hint
+
+
+def test_a_scheduler_with_a_start_factor_keeps_the_factor_that_it_has_reached(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def make(lr: float, start: float) -> Callable[[Parameters], LRScheduler]:
+        return lambda parameters: lr_scheduler.LinearLR(
+            optim.SGD(parameters.values(), lr=lr), start, total_iters=10
+        )
+
+    model = tiny()
+    optimizers = own(model, make(0.1, 0.1))
+    for step in range(1, 11):
+        step_of(optimizers, model, step)
+    for lr, start, said in ((0.1, 0.5, "start_factor"), (0.2, 0.1, "initial_lr"), (0.2, 0.5, "initial_lr")):
+        caplog.clear()
+        resumed = own(tiny(), make(lr, start))
+        through_a_checkpoint(optimizers, resumed)
+        assert resumed.begin_step(0.01) == pytest.approx(lr)
+        assert said in caplog.text
+        assert "_last_lr" not in caplog.text
 
 
 def test_turns_name_optimizers() -> None:

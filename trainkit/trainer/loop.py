@@ -404,7 +404,8 @@ class Trainer:
         if self._steps_done == 1:
             if self._saves_in_background:
                 self.saver.allocate_buffers()
-            self._require_best_metric(("loss", *report.metrics), of_validation=False)
+            if self._own is None or self._own.has_all_turns(report.metrics):
+                self._require_best_metric(("loss", *report.metrics), of_validation=False)
             if self.world.is_main:
                 compiled = {}
                 if self.compile_cache is not None:
