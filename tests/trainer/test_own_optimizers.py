@@ -26,6 +26,7 @@ from trainkit.run.events import read_metrics
 from trainkit.run.files import read_jsonl, read_record
 from trainkit.run.manifest import published
 from trainkit.run.rundir import RunDir
+from trainkit.trainer.checkpoint.state import encode
 from trainkit.trainer.distributed import ONE_PROCESS, World
 from trainkit.trainer.models.model import Weight
 from trainkit.trainer.own_optimizers import OwnOptimizers, SavedOptimizer
@@ -438,6 +439,14 @@ def test_refused_before_the_first_step(case: str) -> None:
         own(tiny(), make)
     assert message in raised.value.message
     assert hint in raised.value.hint
+
+
+@pytest.mark.parametrize(
+    "state", [{"a": {"b": torch.zeros(1)}, "a.b": torch.ones(1)}, {0: torch.zeros(1), "0": torch.ones(1)}]
+)
+def test_two_tensors_of_one_name_are_not_saved(state: object) -> None:
+    with pytest.raises(FatalError, match="cannot be saved: two tensors of the state have this name"):
+        encode("task", state, {})
 
 
 def test_a_scheduler_with_a_start_factor_keeps_the_factor_that_it_has_reached(
