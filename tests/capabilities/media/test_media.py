@@ -334,6 +334,15 @@ def test_a_run_keeps_no_more_than_its_bounds(attempt, monkeypatch, caplog):
     assert caplog.messages == [problem]
 
 
+def test_texts_count_in_the_bytes_of_a_run(attempt, monkeypatch):
+    monkeypatch.setattr(recorder_module, "MAX_BYTES", 10)
+    for step, expected in ((1, [1]), (2, [1, 2]), (3, [1, 2])):
+        own = recorder(attempt)
+        own.text("a", "xéé", step)
+        own.close()
+        assert [item.step for item in read_items(attempt.run)] == expected
+
+
 def test_a_disk_that_cannot_be_written_ends_no_training(attempt, caplog):
     media_dir(attempt.run).write_text("a file")
     own = recorder(attempt)
