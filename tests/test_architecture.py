@@ -41,7 +41,7 @@ SIZES = {
     "trainkit/capabilities/init": (3, 322),
     "trainkit/capabilities/launchers": (4, 500),
     "trainkit/capabilities/layouts": (5, 809),
-    "trainkit/capabilities/media": (6, 601),
+    "trainkit/capabilities/media": (6, 608),
     "trainkit/capabilities/multimodal": (2, 541),
     "trainkit/capabilities/notifications": (5, 509),
     "trainkit/capabilities/replay": (7, 1_538),
@@ -67,7 +67,7 @@ SIZES = {
     "trainkit/run": (17, 4_733),
     "trainkit/slurm": (8, 1_574),
     "trainkit/trainer": (38, 9_473),
-    "tests": (420, 70_173),
+    "tests": (420, 70_184),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)

@@ -87,6 +87,10 @@ def test_a_chain_of_layouts_and_a_step_without_all_turns(tmp_path: Path) -> None
         stop = (f"train.stop_at_step={2 * number}",) if number < 3 else ()
         run_cases(tmp_path, [Case("chain", case.num_procs, case.parallel, stop)], common)
     assert worst_difference(tmp_path / "chain", tmp_path / "alone") < 2e-2
+    records = read_jsonl(RunDir(tmp_path / "alone").attempt(1).rank_record(0))
+    steps = [record["step"] for record in records]
+    assert steps == [*dict.fromkeys(steps)]
+    assert {1, 2} <= {*steps}
     assert [("g_loss" in item) for item in logged(tmp_path / "chain")] == [False, True] * 3
 
 

@@ -339,7 +339,8 @@ class Trainer:
         if self.built.buffers is not None:
             self.built.buffers.settle(self.world)
         report = readback.finish()
-        self.rank_records.add(self.state.step + 1, report.grad_norm, readback.own)
+        if is_last:  # one record of each step
+            self.rank_records.add(self.state.step + 1, report.grad_norm, readback.own)
         return report
 
     def _is_logged(self, step: int) -> bool:

@@ -209,6 +209,11 @@ class OwnOptimizers(ShardedOptimizer):
         if unknown:
             hint = f"its optimizers() are {', '.join(filter(None, self._optimizers)) or 'one without a name'}"
             raise refusal(self._config, f"turns() has no optimizer {unknown[0]!r} to name", hint)
+        if not found and getattr(type(self._task), "loss", None) is Task.loss:
+            message = (
+                f"turns() named none in step {self._task.step}, and {type(self._task).__name__} does not"
+            )
+            raise refusal(self._config, f"{message} define loss", "name an optimizer, or define loss()")
         return found or ("",)
 
     @torch.no_grad()

@@ -269,6 +269,18 @@ def test_an_optimizer_without_a_turn_in_the_first_step() -> None:
         return Loss(out.square().sum(), out.numel())
 """
     assert Smoke(config_of(CODE.replace(LOSS, LOSS + step))).problems() == []
+    none = step.replace('["a0"]\n', "[]\n")
+    without = CODE.replace(LOSS, LOSS + none).replace("def loss(", "def other(")
+    [problem] = Smoke(config_of(without)).problems()
+    assert "turns() named none in step 1, and Mine does not define loss" in problem.message
+    both = config_of(
+        CODE.replace(LOSS, LOSS + step), "optimizer.state_dtype=bf16", "optimizer.betas=[0.9,0.95]"
+    )
+    [problem] = Smoke(both).problems()
+    assert (problem.key, problem.hint) == (
+        "optimizer.state_dtype",
+        "remove optimizer.state_dtype, or remove optimizers()",
+    )
     unused = step.replace("model[0](batch[0])", "(model[0].weight * 2)")
     [problem] = Smoke(config_of(CODE.replace(LOSS, LOSS + unused))).problems()
     assert "gives no gradient to 0.bias" in problem.message
