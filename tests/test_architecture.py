@@ -25,7 +25,7 @@ from trainkit.run.history import Attempt
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
 SIZES = {
-    "trainkit": (21, 5_768),
+    "trainkit": (21, 5_773),
     "trainkit/backends": (20, 4_245),
     "trainkit/capabilities": (1, 1),
     "trainkit/capabilities/bench": (6, 1_328),
@@ -41,7 +41,7 @@ SIZES = {
     "trainkit/capabilities/init": (3, 322),
     "trainkit/capabilities/launchers": (4, 500),
     "trainkit/capabilities/layouts": (5, 809),
-    "trainkit/capabilities/media": (6, 599),
+    "trainkit/capabilities/media": (6, 608),
     "trainkit/capabilities/multimodal": (2, 541),
     "trainkit/capabilities/notifications": (5, 509),
     "trainkit/capabilities/replay": (7, 1_538),
@@ -50,7 +50,7 @@ SIZES = {
     "trainkit/capabilities/simulation": (4, 311),
     "trainkit/capabilities/slow_ranks": (8, 698),
     "trainkit/capabilities/stacks": (2, 126),
-    "trainkit/capabilities/task_check": (3, 406),
+    "trainkit/capabilities/task_check": (3, 409),
     "trainkit/capabilities/texts": (9, 1_803),
     "trainkit/capabilities/trackers": (6, 1_062),
     "trainkit/capabilities/transformers": (2, 303),
@@ -66,8 +66,8 @@ SIZES = {
     "trainkit/plan": (16, 3_215),
     "trainkit/run": (17, 4_800),
     "trainkit/slurm": (8, 1_574),
-    "trainkit/trainer": (38, 9_416),
-    "tests": (421, 70_473),
+    "trainkit/trainer": (38, 9_473),
+    "tests": (421, 70_580),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)

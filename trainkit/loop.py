@@ -213,7 +213,7 @@ class Attached:
         self._recorder = Recorder()
         if self.is_main:
             if plan is None or read_effective(attempt.config_file).logging.tensorboard is not False:
-                self._board = TensorBoardLog(attempt.run, 1)
+                self._board = TensorBoardLog(attempt.run, None)
             self._recorder = of_media().recorder()(attempt, self._progress, self._board)
         # For small collectives: saves use the group of the checkpoints.
         self._group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
@@ -276,7 +276,7 @@ class Attached:
             record_event(self._attempt, "training", **values)
         first = step + 1
         if self._board is not None:
-            self._board.first_step = first
+            self._board.begin(first)
         while step < total:
             step += 1
             self._progress.begin_step(step)

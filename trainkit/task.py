@@ -203,7 +203,7 @@ class Task(ABC):
         raise NotImplementedError
 
     def after_step(self, model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
-        """Do something after the update of a step, without gradients; on every rank.
+        """Do something after the update of a step, also of a skipped one, without gradients; on every rank.
 
         `parameters` are all of the model by their names, frozen ones too, in float32; of a sharded one, the
         shard of this rank. Change them in place: the model and its checkpoints then have the new values.
@@ -283,6 +283,11 @@ class Task(ABC):
     def flops_per_sample(self) -> float | None:
         """FLOPs of training on one sample, forward and backward; None if unknown: then there is no MFU."""
         return None
+
+
+def record_with(task: Task, recorder: Recorder) -> None:
+    """Keep what a task logs with a recorder; for the trainer."""
+    task._recorder = recorder
 
 
 @contextmanager

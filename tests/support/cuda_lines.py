@@ -134,8 +134,8 @@ class _OnCpu:
             for name in ("body", "orelse", "finalbody"):
                 if not isinstance(statement, ast.If) or test is not (name == "orelse"):
                     yield from self.reached(getattr(statement, name, []))
-            for handler in getattr(statement, "handlers", []):
-                yield from self.reached(handler.body)
+            for inner in (*getattr(statement, "handlers", []), *getattr(statement, "cases", [])):
+                yield from self.reached(inner.body)
             if isinstance(statement, ast.If) and test and isinstance(statement.body[-1], LEAVING):
                 return
             if isinstance(statement, LEAVING):

@@ -211,6 +211,26 @@ def test_a_resume_hides_the_steps_that_are_done_again(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("first_step", [4, None])
+def test_what_is_added_before_the_first_step_is_known_hides_nothing(
+    tmp_path: Path, first_step: int | None
+) -> None:
+    first = TensorBoardLog(RunDir(tmp_path), 1)
+    for step in range(1, 6):
+        first.write(step, scalars(step, loss=10.0 + step))
+    first.close()
+    second = TensorBoardLog(RunDir(tmp_path), None)
+    second.text("config", "lr 0.1", 0)
+    if first_step is not None:
+        second.begin(first_step)
+    second.close()
+    steps = [step for step, _ in curve(tmp_path / "tensorboard", "loss")]
+    assert steps == ([1, 2, 3] if first_step else [1, 2, 3, 4, 5])
+    reader = EventAccumulator(str(tmp_path / "tensorboard"))
+    reader.Reload()
+    assert [event.step for event in reader.Tensors("config/text_summary")] == [0]
+
+
 def test_without_tensorboard_one_line_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -26,6 +26,7 @@ from trainkit.run.events import read_metrics
 from trainkit.run.files import read_jsonl, read_record
 from trainkit.run.manifest import published
 from trainkit.run.rundir import RunDir
+from trainkit.trainer.checkpoint.state import encode
 from trainkit.trainer.distributed import ONE_PROCESS, World
 from trainkit.trainer.models.model import Weight
 from trainkit.trainer.own_optimizers import OwnOptimizers, SavedOptimizer
@@ -79,13 +80,17 @@ def test_turns_on_every_layout_and_after_every_stop(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_chain_of_layouts_and_a_step_without_all_turns(tmp_path: Path) -> None:
-    common = (*COMMON, "task_args.every=2", "precision.dtype=bf16")
+    common = (*COMMON, "task_args.every=2", "precision.dtype=bf16", "checkpoint.best_metric=g_loss")
     alone, ddp, fsdp = LAYOUTS
     run_cases(tmp_path, [alone], common)
     for number, case in enumerate((fsdp, alone, ddp), 1):
         stop = (f"train.stop_at_step={2 * number}",) if number < 3 else ()
         run_cases(tmp_path, [Case("chain", case.num_procs, case.parallel, stop)], common)
     assert worst_difference(tmp_path / "chain", tmp_path / "alone") < 2e-2
+    records = read_jsonl(RunDir(tmp_path / "alone").attempt(1).rank_record(0))
+    steps = [record["step"] for record in records]
+    assert steps == [*dict.fromkeys(steps)]
+    assert {1, 2} <= {*steps}
     assert [("g_loss" in item) for item in logged(tmp_path / "chain")] == [False, True] * 3
 
 
@@ -438,6 +443,35 @@ def test_refused_before_the_first_step(case: str) -> None:
         own(tiny(), make)
     assert message in raised.value.message
     assert hint in raised.value.hint
+
+
+@pytest.mark.parametrize(
+    "state", [{"a": {"b": torch.zeros(1)}, "a.b": torch.ones(1)}, {0: torch.zeros(1), "0": torch.ones(1)}]
+)
+def test_two_tensors_of_one_name_are_not_saved(state: object) -> None:
+    with pytest.raises(FatalError, match="cannot be saved: two tensors of the state have this name"):
+        encode("task", state, {})
+
+
+def test_a_scheduler_with_a_start_factor_keeps_the_factor_that_it_has_reached(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def make(lr: float, start: float) -> Callable[[Parameters], LRScheduler]:
+        return lambda parameters: lr_scheduler.LinearLR(
+            optim.SGD(parameters.values(), lr=lr), start, total_iters=10
+        )
+
+    model = tiny()
+    optimizers = own(model, make(0.1, 0.1))
+    for step in range(1, 11):
+        step_of(optimizers, model, step)
+    for lr, start, said in ((0.1, 0.5, "start_factor"), (0.2, 0.1, "initial_lr"), (0.2, 0.5, "initial_lr")):
+        caplog.clear()
+        resumed = own(tiny(), make(lr, start))
+        through_a_checkpoint(optimizers, resumed)
+        assert resumed.begin_step(0.01) == pytest.approx(lr)
+        assert said in caplog.text
+        assert "_last_lr" not in caplog.text
 
 
 def test_turns_name_optimizers() -> None:

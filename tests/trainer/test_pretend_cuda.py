@@ -563,6 +563,12 @@ def update(device, tensors):
     if host:
         return one_by_one(tensors)
     return at_once(tensors)
+
+def count(tensors):
+    match tensors:
+        case []:
+            return 0
+    return len(tensors)
 """
 OF_A_PLAN = """
 def unit(plan):

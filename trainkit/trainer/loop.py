@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainkit.capability import Recorder
 from trainkit.data.dataset_file import TRAIN, VAL
 from trainkit.errors import EXIT_OK, EXIT_STOPPED, DivergedError, FatalError
 from trainkit.job.signals import StopRequest
@@ -23,6 +24,7 @@ from trainkit.plan.layout_rules import compiles
 from trainkit.run.process import own_host
 from trainkit.run.rundir import AttemptDir
 from trainkit.shipped import of_media
+from trainkit.task import record_with
 from trainkit.trainer.build import AnyTask, BuiltModel, CompileCache, build
 from trainkit.trainer.checkpoint.loader import choose_checkpoint
 from trainkit.trainer.checkpoint.saver import CheckpointSaver, SaveRequest
@@ -127,6 +129,8 @@ class Trainer:
     _last_save_s = 0.0
     _own: OwnState | None = None
     """What a checkpoint has of a user's task besides its model."""
+    _recorder = Recorder()
+    """Keeps what a user's task logs besides numbers."""
 
     def __init__(
         self,
@@ -180,7 +184,8 @@ class Trainer:
         dtype, flops = config.precision.dtype, task.flops_per_sample
         self.metrics = Metrics(attempt, world, dtype, self.total_steps, tensorboard, flops)
         if isinstance(task, UserTask) and world.is_main:
-            task.task._recorder = of_media().recorder()(attempt, progress, tensorboard)
+            self._recorder = of_media().recorder()(attempt, progress, tensorboard)
+            record_with(task.task, self._recorder)
         self.profiler = ProfileWindow(config.profiler, attempt.profile_dir, world)
         self.manifest_record = manifest_record(plan, task)
         """The fields of every checkpoint manifest of this attempt, besides the training state."""
@@ -334,7 +339,8 @@ class Trainer:
         if self.built.buffers is not None:
             self.built.buffers.settle(self.world)
         report = readback.finish()
-        self.rank_records.add(self.state.step + 1, report.grad_norm, readback.own)
+        if is_last:  # one record of each step
+            self.rank_records.add(self.state.step + 1, report.grad_norm, readback.own)
         return report
 
     def _is_logged(self, step: int) -> bool:
@@ -399,7 +405,8 @@ class Trainer:
         if self._steps_done == 1:
             if self._saves_in_background:
                 self.saver.allocate_buffers()
-            self._require_best_metric(("loss", *report.metrics), of_validation=False)
+            if self._own is None or self._own.has_all_turns(report.metrics):
+                self._require_best_metric(("loss", *report.metrics), of_validation=False)
             if self.world.is_main:
                 compiled = {}
                 if self.compile_cache is not None:
@@ -534,8 +541,7 @@ class Trainer:
             self.evaluator.close()
         self.saver.close()
         self.profiler.close()
-        if isinstance(self.task, UserTask):
-            self.task.task._recorder.close()
+        self._recorder.close()
         self.metrics.close()
 
     def _end(self, reason: str = "") -> int:

@@ -75,10 +75,13 @@ class TensorBoardLog:
     Everything else is written by the thread that calls.
     """
 
-    def __init__(self, run: RunDir, first_step: int) -> None:
+    def __init__(self, run: RunDir, first_step: int | None) -> None:
+        """`first_step`: of this attempt; None holds what is added until `begin` or `close`."""
         self._run = run
-        self.first_step = first_step
-        """Of this attempt."""
+        self._first_step = first_step
+        self._held: list[tuple[int, Callable[[SummaryWriter], None]]] | None = (
+            [] if first_step is None else None
+        )
         self._writer: SummaryWriter | None = None
         self._is_missing = False
         self._lock = Lock()
@@ -114,12 +117,23 @@ class TensorBoardLog:
             return
         try:
             with self._lock:
-                add(self._opened())
+                if self._held is not None:
+                    self._held.append((step, add))
+                else:
+                    add(self._opened())
         except ImportError as error:
             self._is_missing = True
             log.info(f"writes no TensorBoard files: {error} (`{install_line('tensorboard')}` adds it)")
         except Exception as error:  # nobody reads the result of this thread
             log.error(f"cannot write step {step} to TensorBoard ({error})")
+
+    def begin(self, first_step: int | None) -> None:
+        """Write what was held, and what is added from now on, as of an attempt with this first step."""
+        with self._lock:
+            held, self._held = self._held or [], None
+            self._first_step = first_step
+        for item in held:
+            self._pool.submit(self._add, *item)
 
     def _opened(self) -> SummaryWriter:
         if self._writer is None:
@@ -128,11 +142,13 @@ class TensorBoardLog:
             folder = self._run.tensorboard_dir
             ensure_folder(folder)  # the writer would also make the folder of a run that was moved
             # purge_step hides steps that an earlier attempt computed after its last checkpoint.
-            self._writer = SummaryWriter(str(folder), purge_step=self.first_step)
+            self._writer = SummaryWriter(str(folder), purge_step=self._first_step)
         return self._writer
 
     def close(self) -> None:
         """Write pending records and close the log."""
+        if self._held is not None:
+            self.begin(None)  # no step was computed again
         self._pool.shutdown()
         try:
             if self._writer is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from itertools import chain
@@ -113,6 +113,16 @@ class OwnOptimizers(ShardedOptimizer):
         """The class of each optimizer."""
         return {name: type(optimizer).__name__ for name, optimizer in self._optimizers.items()}
 
+    @property
+    def may_take_turns(self) -> bool:
+        """Whether the task says which optimizers take turns in a step."""
+        return type(self._task).turns is not Task.turns
+
+    def updated_by(self, turns: Collection[str]) -> set[str]:
+        """The names of the parameters that some turns update; "" updates all of them."""
+        chosen = self._optimizers.keys() if "" in turns else turns
+        return {weight.name for name in chosen for weight, _ in self._owned(self._optimizers[name])}
+
     def describe(self) -> str:
         shown = []
         for name, kind in self.kinds.items():
@@ -199,6 +209,11 @@ class OwnOptimizers(ShardedOptimizer):
         if unknown:
             hint = f"its optimizers() are {', '.join(filter(None, self._optimizers)) or 'one without a name'}"
             raise refusal(self._config, f"turns() has no optimizer {unknown[0]!r} to name", hint)
+        if not found and getattr(type(self._task), "loss", None) is Task.loss:
+            message = (
+                f"turns() named none in step {self._task.step}, and {type(self._task).__name__} does not"
+            )
+            raise refusal(self._config, f"{message} define loss", "name an optimizer, or define loss()")
         return found or ("",)
 
     @torch.no_grad()
@@ -350,6 +365,12 @@ def _merged(path: str, now: object, before: object, saved: object, changed: list
     match now, before, saved:
         case dict(), dict(), dict():
             both = now.keys() & before.keys() & saved.keys()
+            if re.fullmatch(r"\.groups\.\d+", path) and "initial_lr" in both:
+                # A scheduler has multiplied `lr` already when the task has made it.
+                both -= {"lr"}
+                if before["initial_lr"]:
+                    factor = now["initial_lr"] / before["initial_lr"]
+                    saved = {**saved, "lr": saved["lr"] * factor}
             items = {key: (f"{path}.{key}", now[key], before[key], saved[key]) for key in both}
             return {**now, **saved, **{key: _merged(*item, changed) for key, item in items.items()}}
         case [*_], [*_], [*_] if len(now) == len(before) == len(saved):
@@ -358,7 +379,8 @@ def _merged(path: str, now: object, before: object, saved: object, changed: list
             return tuple(merged) if isinstance(now, tuple) else merged
     if _is_same(now, before):
         return saved
-    changed.append(f"{path.removeprefix('.')} is {now}, was {before}")
+    if not re.search(r"\._\w+(\.\d+)*$", path):  # what a scheduler keeps for itself follows from the rest
+        changed.append(f"{path.removeprefix('.')} is {now}, was {before}")
     match now, before, saved:
         case float(), float(), float() if before and re.fullmatch(r"\.groups\.\d+\.lr", path):
             return saved * now / before
@@ -390,6 +412,12 @@ class OwnState:
         self._task, self._config, self._world = task.task, task.config, world
         self._has_state = type(task.task).state_dict is not Task.state_dict
         self.optimizers = optimizers
+
+    def has_all_turns(self, metrics: Collection[str]) -> bool:
+        """Whether a step with these metrics has those of each optimizer that may take turns in another."""
+        if self.optimizers is None or not self.optimizers.may_take_turns:
+            return True
+        return all(LOSS_OF.format(name) in metrics for name in self.optimizers.kinds)
 
     def collect(self) -> tuple[dict[str, object], dict[str, Tensor]]:
         """The state as JSON, and its tensors; on every rank.

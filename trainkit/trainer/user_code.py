@@ -167,9 +167,11 @@ def _check(config: RunConfig, found: type[Task]) -> None:
         if getattr(found, name) is not getattr(Task, name) and getattr(found, needs) is getattr(Task, needs):
             message = f"{found.__name__} defines {name}() and not {needs}()"
             raise refusal(config, message, f"define {needs}(), or remove {name}()")
-    if found.optimizers is not Task.optimizers and config.optimizer.name != OptimizerConfig().name:
-        message = f"is {config.optimizer.name}, but {found.__name__} has optimizers of its own"
-        raise TaskError("optimizer.name", message, "remove optimizer.name, or remove optimizers()")
+    for key in ("name", "state_dtype") if found.optimizers is not Task.optimizers else ():
+        value = getattr(config.optimizer, key)
+        if value != getattr(OptimizerConfig(), key):
+            message = f"is {value}, but {found.__name__} has optimizers of its own"
+            raise TaskError(f"optimizer.{key}", message, f"remove optimizer.{key}, or remove optimizers()")
     signature = inspect.signature(found)
     try:
         signature.bind(config, **config.task_args)

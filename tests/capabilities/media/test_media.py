@@ -72,6 +72,8 @@ IMAGES = {
     "bool": (torch.ones(2, 3, dtype=torch.bool), 1, [255]),
     "int64": (torch.full((2, 3), 300), 1, [255]),
     "negative int": (torch.full((2, 3), -300), 1, [0]),
+    "uint16": (torch.full((2, 3), 300, dtype=torch.uint16), 1, [255]),
+    "numpy uint32": (np.full((2, 3), 7, dtype=np.uint32), 1, [7]),
     "bf16": (torch.full((2, 3), 0.5, dtype=torch.bfloat16), 1, [128]),
     "with gradient": (torch.ones(2, 3, requires_grad=True), 1, [255]),
     "not contiguous": (COLOURS.to(torch.uint8).flip(1).transpose(1, 2).transpose(1, 2), 3, [3, 9, 15]),
@@ -99,6 +101,7 @@ def test_images_of_pil(mode, channels):
 NO_IMAGES = {
     "HWC as a tensor": (torch.ones(20, 20, 3), "has shape [20, 20, 3] and type torch.float32"),
     "a batch": (torch.ones(8, 3, 2, 2), "has shape [8, 3, 2, 2]"),
+    "sparse": (torch.ones(2, 3).to_sparse(), "is a sparse tensor"),
     "a number": (torch.tensor(1.0), "has shape []"),
     "two channels": (torch.ones(2, 9, 9), "has shape [2, 9, 9]"),
     "numpy CHW": (np.ones((3, 20, 20)), "has shape [3, 20, 20]"),
@@ -329,6 +332,15 @@ def test_a_run_keeps_no_more_than_its_bounds(attempt, monkeypatch, caplog):
     problem = "the run has 3 images, histograms and texts with 0 MiB: no more are kept; log them less often"
     assert [event.reason for event in read_events(attempt.run, "media")] == [problem]
     assert caplog.messages == [problem]
+
+
+def test_texts_count_in_the_bytes_of_a_run(attempt, monkeypatch):
+    monkeypatch.setattr(recorder_module, "MAX_BYTES", 10)
+    for step, expected in ((1, [1]), (2, [1, 2]), (3, [1, 2])):
+        own = recorder(attempt)
+        own.text("a", "xéé", step)
+        own.close()
+        assert [item.step for item in read_items(attempt.run)] == expected
 
 
 def test_a_disk_that_cannot_be_written_ends_no_training(attempt, caplog):

@@ -252,6 +252,40 @@ def test_steps_of_its_own() -> None:
     assert Smoke(config_of(by_turns.replace("self.loss(", "self.loss_of("))).problems() == []
 
 
+def test_an_optimizer_without_a_turn_in_the_first_step() -> None:
+    step = """
+
+    def optimizers(self, parameters):
+        return {
+            name: torch.optim.SGD([p for key, p in parameters.items() if key.startswith(name[1])], lr=0.1)
+            for name in ("a0", "a1")
+        }
+
+    def turns(self):
+        return ["a0", "a1"] if self.step % 2 == 0 else ["a0"]
+
+    def loss_for(self, optimizer, model, batch):
+        out = model[0](batch[0]) if optimizer == "a0" else model(batch[0])
+        return Loss(out.square().sum(), out.numel())
+"""
+    assert Smoke(config_of(CODE.replace(LOSS, LOSS + step))).problems() == []
+    none = step.replace('["a0"]\n', "[]\n")
+    without = CODE.replace(LOSS, LOSS + none).replace("def loss(", "def other(")
+    [problem] = Smoke(config_of(without)).problems()
+    assert "turns() named none in step 1, and Mine does not define loss" in problem.message
+    both = config_of(
+        CODE.replace(LOSS, LOSS + step), "optimizer.state_dtype=bf16", "optimizer.betas=[0.9,0.95]"
+    )
+    [problem] = Smoke(both).problems()
+    assert (problem.key, problem.hint) == (
+        "optimizer.state_dtype",
+        "remove optimizer.state_dtype, or remove optimizers()",
+    )
+    unused = step.replace("model[0](batch[0])", "(model[0].weight * 2)")
+    [problem] = Smoke(config_of(CODE.replace(LOSS, LOSS + unused))).problems()
+    assert "gives no gradient to 0.bias" in problem.message
+
+
 @pytest.mark.parametrize("case", AT_SUBMIT)
 def test_found_by_submit(case: str) -> None:
     before, after, message, hint = AT_SUBMIT[case]

@@ -29,7 +29,7 @@ class Memory:
         self.states: list[str] = []
 
     def newest_step(self, place: str, step: int) -> int:
-        return step if place == self.place else 0
+        return step if place == self.place else -1
 
     def send(self, batch: Sequence[Sample]) -> None:
         if self.away:
@@ -207,6 +207,7 @@ def test_images_histograms_and_texts_are_sent_with_their_steps(run: RunDir, memo
     png.write_bytes(b"\x89PNG\r\n\x1a\n")
     kept = {"attempt": 1, "time": "2026-01-01T00:00:02.000Z"}
     rows: list[dict[str, object]] = [
+        {"step": 0, "name": "start", "kind": "text", "text": "x"},
         {"step": 2, "name": "a@1", "kind": "image", "file": "a.png", "caption": "it"},
         {"step": 2, "name": "gone", "kind": "image", "file": "../job.json"},
         {"step": 2, "name": "t", "kind": "text", "text": "<b>"},
@@ -217,13 +218,13 @@ def test_images_histograms_and_texts_are_sent_with_their_steps(run: RunDir, memo
     append_jsonl(index_file(run), *({**kept, **row} for row in rows))
     save(run, 7)
     sender = tracker(run)
-    assert sender.update("running").num_sent == 4
-    assert [sample.step for sample in memory.samples] == [1, 2, 3, 5]
-    image, text = memory.samples[1].media
+    assert sender.update("running").num_sent == 5
+    assert [sample.step for sample in memory.samples] == [0, 1, 2, 3, 5]
+    image, text = memory.samples[2].media
     assert (image.name, image.file, image.text) == ("a_1", png, "it")
     assert (text.name, text.kind, text.text) == ("t", "text", "<b>")
-    assert (memory.samples[3].values, len(memory.samples[3].media)) == ({}, 1)
-    [histogram] = memory.samples[3].media
+    assert (memory.samples[4].values, len(memory.samples[4].media)) == ({}, 1)
+    [histogram] = memory.samples[4].media
     assert (histogram.counts, histogram.ends) == ([1, 3], (0, 2))
     assert sender.update("running").num_sent == 0
     assert sender.update("finished").num_sent == 1

@@ -47,7 +47,7 @@ def facts(folder: Path) -> Facts:
     return Facts(RunDir(folder), "n", 2, {"seed": 1}, {"commit": "abc"}, {"tp": 2})
 
 
-@pytest.mark.parametrize(("newest", "known"), [(None, 0), (7, 7)])
+@pytest.mark.parametrize(("newest", "known"), [(None, -1), (7, 7)])
 def test_the_server_knows_its_newest_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, newest: int | None, known: int
 ) -> None:

@@ -25,7 +25,7 @@ from trainkit.trainer.progress import Progress
 log = getLogger(__name__)
 
 MAX_ITEMS, MAX_BYTES = 10_000, 2**30
-"""What a run keeps: no more items, and no more bytes of images."""
+"""What a run keeps: no more items, and no more bytes of images and texts."""
 MAX_NAME, MAX_CAPTION, MAX_TEXT = 128, 1_000, 65_536
 """Characters; of a longer caption or text the beginning is kept."""
 MAX_PENDING = 32
@@ -105,7 +105,9 @@ class MediaRecorder(Recorder):
         if self._num_items is None:
             before = [Record(record) for record in read_jsonl(index_file(self._attempt.run))]
             self._num_items = len(before)
-            self._num_bytes = sum(record.count("bytes") or 0 for record in before)
+            self._num_bytes = sum(
+                (record.count("bytes") or 0) + _num_bytes(record.text("text") or "") for record in before
+            )
         if self._num_items >= MAX_ITEMS or self._num_bytes >= MAX_BYTES:
             self._is_full = True
             problem = (
@@ -164,6 +166,7 @@ class MediaRecorder(Recorder):
             self._board.histogram(name, (low, high, total, square_sum), counts, step)
 
     def _write_text(self, name: str, step: int, text: str) -> None:
+        self._num_bytes += _num_bytes(text)
         self._index(name, "text", step, {"text": text})
         if self._board is not None:
             self._board.text(name, text, step)
@@ -177,6 +180,10 @@ class MediaRecorder(Recorder):
             "kind": kind,
         }
         append_jsonl(index_file(self._attempt.run), {**record, **values})
+
+
+def _num_bytes(text: str) -> int:
+    return len(text.encode(errors="replace"))
 
 
 def _cut(text: str, length: int) -> str:

@@ -60,8 +60,8 @@ def stage_image(what: str, image: object) -> Staged:
         pixels = (pixels.float().nan_to_num(0.0).clamp(0, 1) * 255).round()
     elif pixels.dtype == torch.bool:
         pixels = pixels * 255
-    else:
-        pixels = pixels.clamp(0, 255)
+    elif pixels.dtype != torch.uint8:
+        pixels = pixels.to(torch.int64).clamp(0, 255)  # torch has no clamp for uint16 and uint32
     # A copy: the next step may change the original.
     return _stage(pixels.to(torch.uint8).clone(memory_format=torch.contiguous_format))
 
@@ -111,6 +111,8 @@ def _local(what: str, values: Tensor) -> Tensor:
             f"{what} is a DTensor, of which this rank has a part",
             hint="call full_tensor() on every rank, and log its result",
         )
+    if values.layout != torch.strided:
+        raise UsageError(f"{what} is a sparse tensor", hint="log its to_dense()")
     return values.detach()
 
 

@@ -104,7 +104,9 @@ class Smoke:
             for turn in ("",) if validates else turns:
                 own = [replace(batch, optimizer=turn) for batch in batches]
                 self._check_losses(module, passes, own, validates=validates)
-        self._check_gradients(module, passes, [replace(halves[0][2], optimizer=turn) for turn in turns])
+        updated = {item.name for item in weights} if optimizers is None else optimizers.updated_by(turns)
+        own = [replace(halves[0][2], optimizer=turn) for turn in turns]
+        self._check_gradients(module, passes, own, updated)
         if not self._found:
             self._check_update(module, weights, optimizers, config, alone)
 
@@ -196,16 +198,17 @@ class Smoke:
             self._add(method, message, 'return the sum, for example with reduction="sum"')
 
     def _check_gradients(
-        self, module: nn.Module, passes: TaskForwardBackward, batches: list[TaskBatch]
+        self, module: LossModule, passes: TaskForwardBackward, batches: list[TaskBatch], updated: set[str]
     ) -> None:
+        """Each parameter that the turns of these batches update must have a gradient."""
         module.train()
         for batch in batches:
             with self._errors(_loss_of(batch), "failed in the backward pass"):
                 passes.accumulate_gradient([batch], torch.ones(()), lambda sums: None)
         without = [
-            name.removeprefix("model.")
-            for name, param in module.named_parameters()
-            if param.requires_grad and param.grad is None
+            name
+            for name, param in module.model.named_parameters()
+            if name in updated and param.requires_grad and param.grad is None
         ]
         if without:
             hint = "use them, or freeze them in build_model: parameter.requires_grad_(False)"

@@ -187,7 +187,7 @@ class MlflowRun:
     def newest_step(self, place: str, step: int) -> int:
         """The newest step that the tracker has; `place` and `step` are those of the last time."""
         # A new one has none, as when somebody deleted the run.
-        return 0 if self._is_new or place != self.place else step
+        return -1 if self._is_new or place != self.place else step
 
     def send(self, batch: Sequence[Sample]) -> None:
         metrics = [
@@ -267,8 +267,8 @@ class WandbRun:
         self.place = url if self._whole is None else f"wandb sync {self._whole}"
 
     def newest_step(self, place: str, step: int) -> int:
-        # The step that would be next: 0 for a new run, and so for one that is written as a whole.
-        return max(0, int(self._run.step) - 1)
+        # Of the step that would be next: 0 for a new run, and so for one that is written as a whole.
+        return int(self._run.step) - 1
 
     def send(self, batch: Sequence[Sample]) -> None:
         for sample in batch:

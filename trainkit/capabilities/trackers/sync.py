@@ -45,8 +45,8 @@ class Position:
     """Identifies the run in the tracker, over all attempts."""
     place: str = ""
     """Where the run is: a URL or a folder. A run that is sent elsewhere is sent from its first step."""
-    step: int = 0
-    """The newest step that the tracker has."""
+    step: int = -1
+    """The newest step that the tracker has; what is logged before the first is of step 0."""
     time: str = ""
     problem: str = ""
     """Why the last attempt to send failed."""
@@ -77,7 +77,7 @@ def settled_step(run: RunDir, is_finished: bool) -> float:
         return math.inf
     refresh_listing(run.checkpoints_dir)
     checkpoints = published(run.checkpoints_dir)
-    return checkpoints[-1].step if checkpoints else 0
+    return checkpoints[-1].step if checkpoints else -1
 
 
 def read_position(run: RunDir, name: str) -> Position:
@@ -200,7 +200,7 @@ class RunTracker:
         """Send the settled steps; returns their number."""
         position = self._known_position()
         if self._tracker is None:
-            if not samples(self.run, 0, limit):
+            if not samples(self.run, -1, limit):
                 return 0  # nothing yet: not even a name
             self._record(position)  # a run must be found again by its key
             self._tracker = open_tracker(self.settings, read_facts(self.run), position.key)

@@ -120,6 +120,11 @@ def encode(path: str, value: Any, tensors: dict[str, Tensor]) -> Any:
     Raises TrainkitError for what JSON cannot represent.
     """
     if isinstance(value, Tensor):
+        if path in tensors:
+            raise FatalError(
+                f"{path} cannot be saved: two tensors of the state have this name",
+                hint="let no key contain a dot that makes it equal to another path, nor be both 0 and '0'",
+            )
         tensors[path] = value.detach()
         return {"tensor": path}
     if isinstance(value, Mapping):
