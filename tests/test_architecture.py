@@ -66,8 +66,8 @@ SIZES = {
     "trainkit/plan": (16, 3_208),
     "trainkit/run": (17, 4_733),
     "trainkit/slurm": (8, 1_574),
-    "trainkit/trainer": (38, 9_473),
-    "tests": (420, 70_184),
+    "trainkit/trainer": (38, 9_478),
+    "tests": (420, 70_185),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)
