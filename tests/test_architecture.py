@@ -52,7 +52,7 @@ SIZES = {
     "trainkit/capabilities/stacks": (2, 126),
     "trainkit/capabilities/task_check": (3, 409),
     "trainkit/capabilities/texts": (9, 1_803),
-    "trainkit/capabilities/trackers": (6, 1_030),
+    "trainkit/capabilities/trackers": (6, 1_034),
     "trainkit/capabilities/transformers": (2, 303),
     "trainkit/capabilities/watch": (5, 1_285),
     "trainkit/cli": (16, 3_600),
@@ -67,7 +67,7 @@ SIZES = {
     "trainkit/run": (17, 4_733),
     "trainkit/slurm": (8, 1_574),
     "trainkit/trainer": (38, 9_478),
-    "tests": (420, 70_185),
+    "tests": (420, 70_197),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)
