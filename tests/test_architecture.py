@@ -52,7 +52,7 @@ SIZES = {
     "trainkit/capabilities/stacks": (2, 126),
     "trainkit/capabilities/task_check": (3, 409),
     "trainkit/capabilities/texts": (9, 1_803),
-    "trainkit/capabilities/trackers": (6, 1_062),
+    "trainkit/capabilities/trackers": (6, 1_066),
     "trainkit/capabilities/transformers": (2, 303),
     "trainkit/capabilities/watch": (5, 1_295),
     "trainkit/cli": (16, 3_640),
@@ -66,8 +66,8 @@ SIZES = {
     "trainkit/plan": (16, 3_215),
     "trainkit/run": (17, 4_800),
     "trainkit/slurm": (8, 1_574),
-    "trainkit/trainer": (38, 9_473),
-    "tests": (421, 70_580),
+    "trainkit/trainer": (38, 9_478),
+    "tests": (421, 70_593),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)

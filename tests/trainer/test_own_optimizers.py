@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from tests.support import own_steps
 from tests.support.parity import Case, curve, run_cases, saved_tensors, worst_difference
-from tests.support.runs import fork_workers, make_attempt, run_ranks, train, wait_for, wait_until
+from tests.support.runs import fork_workers, log_text, make_attempt, run_ranks, train, wait_for, wait_until
 from tests.support.tasks import write_tutorial
 from trainkit.errors import FatalError
 from trainkit.plan.launch import Layout
@@ -91,6 +91,7 @@ def test_a_chain_of_layouts_and_a_step_without_all_turns(tmp_path: Path) -> None
     steps = [record["step"] for record in records]
     assert steps == [*dict.fromkeys(steps)]
     assert {1, 2} <= {*steps}
+    assert "peak lr" not in log_text(RunDir(tmp_path / "alone").attempt(1))
     assert [("g_loss" in item) for item in logged(tmp_path / "chain")] == [False, True] * 3
 
 

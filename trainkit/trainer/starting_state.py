@@ -21,6 +21,7 @@ from trainkit.formats import plural
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.manifest import BASE_FINGERPRINT, Checkpoint, Manifest
 from trainkit.run.rundir import AttemptDir
+from trainkit.task import Task
 from trainkit.trainer.build import AnyTask, BuiltModel
 from trainkit.trainer.checkpoint.loader import load_initial_weights, load_tensors, read_initial_weights
 from trainkit.trainer.checkpoint.state import StateTensors, TrainingState
@@ -28,6 +29,7 @@ from trainkit.trainer.checkpoint.storage import SafeReader
 from trainkit.trainer.distributed import World, broadcast_from_main, record_event
 from trainkit.trainer.own_optimizers import OwnState, refuse_other_optimizers
 from trainkit.trainer.stream import WHOLE_HINT, StreamData
+from trainkit.trainer.user_task import UserTask
 
 log = getLogger(__name__)
 
@@ -155,10 +157,13 @@ def announce(
         if config.precision.tf32:
             log.info("matrices are multiplied in TF32 (precision.tf32)")
     log.info(f"data {task.describe_data()}")
+    # A task's own optimizers have rates of their own.
+    is_own = isinstance(task, UserTask) and type(task.task).optimizers is not Task.optimizers
+    peak_lr = "" if is_own else f"; peak lr {plan.lr:g}"
     log.info(
         f"batch {plan.batch.global_batch_size} = {plan.batch.device_batch_size}"
         f" x {plural(plan.layout.dp, 'rank')}"
-        f" x {plan.batch.accumulation_steps} accumulated; {plural(total_steps, 'step')}; peak lr {plan.lr:g}"
+        f" x {plan.batch.accumulation_steps} accumulated; {plural(total_steps, 'step')}{peak_lr}"
     )
     record_event(
         attempt,

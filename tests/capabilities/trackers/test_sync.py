@@ -195,6 +195,18 @@ def test_facts_name_the_code_without_the_diff(run: RunDir) -> None:
     assert facts.config["model.preset"] == "nano"
 
 
+def test_a_poll_reads_the_steps_once(run: RunDir, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(run, 1, range(1, 4))
+    save(run, 2)
+    sender = tracker(run)
+    sender.update("running")
+    reads: list[int] = []
+    read = sync.read_items
+    monkeypatch.setattr(sync, "read_items", lambda run: reads.append(1) or read(run))
+    assert sender.update("running").num_held == 1
+    assert reads == [1]
+
+
 def test_offline_is_written_as_a_whole(run: RunDir) -> None:
     assert RunTracker(run, "wandb", WandbConfig(mode="offline")).writes_once
     assert not RunTracker(run, "wandb", WandbConfig()).writes_once

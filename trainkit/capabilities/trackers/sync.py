@@ -174,8 +174,9 @@ class RunTracker:
             ensure_folder(trackers_dir(self.run), 0o700)
             self._lock = acquire_lock(trackers_dir(self.run) / f".{self.name}.lock", 0.0)
         num_sent, problem = 0, ""
+        left: list[Sample] | None = None
         try:
-            num_sent = self._send(limit)
+            num_sent, left = self._send(limit)
             if closes and self._tracker is not None:
                 self._tracker.close(state)
                 self.release()
@@ -186,7 +187,8 @@ class RunTracker:
             problem = one_line(error)
             self._tracker = None
         position = self._known_position()
-        left = samples(self.run, position.step, math.inf)
+        if left is None:
+            left = samples(self.run, position.step, math.inf)
         try:
             if num_sent or problem != position.problem:
                 self._record(replace(position, time=utc_now(), problem=problem))
@@ -196,22 +198,24 @@ class RunTracker:
         num_pending = sum(item.step <= limit for item in left)
         return Sent(self.name, num_sent, num_pending, len(left) - num_pending, position.place, problem)
 
-    def _send(self, limit: float) -> int:
-        """Send the settled steps; returns their number."""
+    def _send(self, limit: float) -> tuple[int, list[Sample]]:
+        """Send the settled steps; returns their number, and the other steps."""
         position = self._known_position()
         if self._tracker is None:
-            if not samples(self.run, -1, limit):
-                return 0  # nothing yet: not even a name
+            found = samples(self.run, -1, math.inf)
+            if not any(item.step <= limit for item in found):
+                return 0, found  # nothing yet: not even a name
             self._record(position)  # a run must be found again by its key
             self._tracker = open_tracker(self.settings, read_facts(self.run), position.key)
             step = self._tracker.newest_step(position.place, position.step)
             position = replace(position, place=self._tracker.place, step=step)
             self._record(position)
-        batch = samples(self.run, position.step, limit)
+        found = samples(self.run, position.step, math.inf)
+        batch = [item for item in found if item.step <= limit]
         if batch:
             self._tracker.send(batch)
             self._record(replace(position, step=batch[-1].step, time=utc_now(), problem=""))
-        return len(batch)
+        return len(batch), found[len(batch) :]
 
     def _known_position(self) -> Position:
         return self._position or read_position(self.run, self.name)
