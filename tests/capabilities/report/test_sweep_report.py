@@ -15,6 +15,7 @@ import pytest
 from tests.support.sweeps import made_up_sweep
 from trainkit.capabilities.report import sweep_report
 from trainkit.capabilities.report.charts import Chart
+from trainkit.capabilities.report.page import result_figure
 from trainkit.capabilities.report.sweep_report import (
     NUM_SAMPLES,
     SweepReport,
@@ -71,6 +72,27 @@ def test_numbers_that_are_written_as_text_are_in_their_order(tmp_path: Path) -> 
     assert "<td>1e-3<td>" in text
     [chart] = _key_charts(report, ["lr"])
     assert [label.text for label in chart.x_labels] == ["0.001", "0.01", "0.1"]
+
+
+def test_the_speed_of_tasks_whose_losses_count_samples_is_in_samples(tmp_path: Path) -> None:
+    group = made_up_sweep(tmp_path / "mine", {"seed": [1, 2]})
+    for index in (0, 1):
+        file = group.run(index).metrics_file
+        records = [json.loads(line) for line in file.read_text().splitlines()]
+        assert "Tokens/s" in render_sweep(report_of(group))  # until all runs count samples
+        counted = ({**record, "tokens": 4 * record["step"]} for record in records)
+        file.write_text("".join(json.dumps({**one, "samples_seen": one["tokens"]}) + "\n" for one in counted))
+    text = render_sweep(report_of(group))
+    assert "Samples/s" in text
+    assert "Samples per second" in text
+    assert "okens" not in text.partition("<h2>Config")[0].replace("tokens_per_s", "")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(None, "unknown"), (2.10449, "2.1045"), (123456.7, "123,457"), (1e300, "1e+300")]
+)
+def test_a_result_has_its_digits(value: float | None, text: str) -> None:
+    assert result_figure(value) == text
 
 
 def test_a_secret_is_masked_before_its_text_is_shortened(tmp_path: Path) -> None:

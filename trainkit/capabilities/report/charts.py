@@ -493,7 +493,16 @@ def base_of(name: str) -> str:
     return found[1] if found else name
 
 
-def run_charts(series: Mapping[str, Sequence[Point]], marks: Sequence[tuple[float, str]]) -> list[Chart]:
+def title_of(name: str, counts_samples: bool) -> str:
+    """The title of a chart; the ``tokens_per_s`` of a task whose losses count samples are samples."""
+    title = TITLES.get(name, name)
+    is_speed = counts_samples and name.startswith("tokens_per_s")
+    return title.replace("Tokens", "Samples") if is_speed else title
+
+
+def run_charts(
+    series: Mapping[str, Sequence[Point]], marks: Sequence[tuple[float, str]], counts_samples: bool = False
+) -> list[Chart]:
     """A chart for each metric of a run; of training and validation data in one."""
     together: dict[str, list[str]] = {}
     for name in metric_order(series):
@@ -504,7 +513,7 @@ def run_charts(series: Mapping[str, Sequence[Point]], marks: Sequence[tuple[floa
             Line(series[name], PALETTE[index % len(PALETTE)], name, kind=dash(index // len(PALETTE)))
             for index, name in enumerate(names)
         ]
-        title = TITLES.get(base, base) if len(names) > 1 else TITLES.get(names[0], names[0])
+        title = title_of(base if len(names) > 1 else names[0], counts_samples)
         charts.append(line_chart(title, lines, marks))
     return [chart for chart in charts if chart is not None]
 

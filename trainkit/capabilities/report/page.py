@@ -8,7 +8,7 @@ from hashlib import sha256
 from typing import Any
 
 from trainkit.folders import shipped_templates
-from trainkit.formats import GIB, duration, hours_text, mask_secrets, masked_value, size, worker_time
+from trainkit.formats import GIB, duration, hours_text, mask_secrets, masked_value, number, size, worker_time
 
 REPORT_FILE = "report.html"
 PLACE = "<script></script>"
@@ -23,6 +23,13 @@ def _gib(amount: float | None) -> str:
     return "unknown" if amount is None else size(amount * GIB)
 
 
+def result_figure(value: float | None) -> str:
+    """A result with five digits, and a large one with all digits before the point."""
+    if value is None:
+        return "unknown"
+    return f"{value:,.5g}" if abs(value) < 99_999.5 else number(value)
+
+
 def render_page(template: str, **values: Any) -> str:
     """The page of a template; everything in `values` is escaped, also in the data of its charts."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -35,8 +42,8 @@ def render_page(template: str, **values: Any) -> str:
         lstrip_blocks=True,
     )
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
-    environment.filters["masked"] = masked_value
-    environment.filters.update(duration=duration, hours=hours_text, worker_time=worker_time, gib=_gib)
+    environment.filters.update(masked=masked_value, figure=result_figure, gib=_gib)
+    environment.filters.update(duration=duration, hours=hours_text, worker_time=worker_time)
     script = (shipped_templates() / "charts.js").read_text(encoding="utf-8")
     allowed = b64encode(sha256(script.encode()).digest()).decode()
     page = environment.get_template(template).render(**values, script_hash=allowed)

@@ -158,7 +158,7 @@ def _charts(report: Report) -> list[Chart]:
     series = report.metrics
     if report.val_loss and "val_loss" not in series:  # a script logs its validations as events
         series = {**series, "val_loss": report.val_loss}
-    return run_charts(series, marks)
+    return run_charts(series, marks, report.status.progress.samples_per_s is not None)
 
 
 def _timeline(report: Report) -> list[dict[str, object]]:

@@ -18,7 +18,6 @@ from statistics import median
 from trainkit.capabilities.report.charts import (
     MAX_CHARTS,
     PALETTE,
-    TITLES,
     Chart,
     Color,
     Dot,
@@ -30,8 +29,9 @@ from trainkit.capabilities.report.charts import (
     dot_chart,
     line_chart,
     metric_order,
+    title_of,
 )
-from trainkit.capabilities.report.page import render_page
+from trainkit.capabilities.report.page import render_page, result_figure
 from trainkit.capabilities.report.plot import SEED, DrawnRun, Series, labels_of, mean_line, series_of
 from trainkit.capabilities.report.thinned import MAX_BUCKETS, Thinned, Wanted, read_all
 from trainkit.cli.output import masked
@@ -127,6 +127,8 @@ class PointReport(PointStatus):
     tokens_per_s: float | None
     """The median of the records that were read."""
     worker_hours: float | None
+    counts_samples: bool = field(default=False, metadata=LEFT_OUT)
+    """Whether its ``tokens_per_s`` are samples."""
     kept: dict[int, float] = field(default_factory=dict, metadata=LEFT_OUT)
     """Attempt -> the last step that is part of the run's result."""
 
@@ -149,6 +151,12 @@ class SweepReport:
     """The curves that are drawn, by the index of their point."""
     config: FlatConfig = field(metadata=LEFT_OUT)
     provenance: dict[str, object] = field(metadata=LEFT_OUT)
+
+    @property
+    def counts_samples(self) -> bool:
+        """Whether the speeds of its runs are samples per second."""
+        known = [point.counts_samples for point in self.points if point.tokens_per_s is not None]
+        return bool(known) and all(known)
 
 
 def read_sweep(
@@ -224,6 +232,7 @@ def _read_point(
         result=result if measured is None else tokens_per_s,
         tokens_per_s=tokens_per_s,
         worker_hours=worker_hours(attempts, world_size) if attempts else None,
+        counts_samples=bool(records) and records[-1].samples_per_s is not None,
         kept={attempt.number: attempt.kept_step for attempt in attempts},
     )
 
@@ -314,7 +323,7 @@ def _verdict(report: SweepReport) -> str:
     if report.best is None or report.best.result is None:
         return f"{text}; no results yet."
     label = report.objective.label.capitalize()
-    return f"{text}. {label}: {report.best.result:,.5g} with {point_name(report.best)}."
+    return f"{text}. {label}: {result_figure(report.best.result)} with {point_name(report.best)}."
 
 
 def _curve_charts(report: SweepReport) -> tuple[list[Chart], list[Drawn]]:
@@ -334,7 +343,7 @@ def _curve_charts(report: SweepReport) -> tuple[list[Chart], list[Drawn]]:
     for one, label, (color, kind) in zip(series, labels, _styles(series, keys), strict=True):
         is_best = any(run.name == best for run in one.runs)
         styles.append(Line([], color, label, kind=f"{kind} best".strip() if is_best else kind))
-    charts = []
+    charts, counts_samples = [], report.counts_samples
     for metric in metrics:
         lines = []
         for one, style in zip(series, styles, strict=True):
@@ -348,7 +357,7 @@ def _curve_charts(report: SweepReport) -> tuple[list[Chart], list[Drawn]]:
                 found.append((round(mean.diverged_at), math.nan))
                 spread = None if spread is None else [*spread, math.nan]
             lines.append(replace(style, points=found, spread=spread))
-        charts.append(line_chart(TITLES.get(metric, metric), lines, has_names=False))
+        charts.append(line_chart(title_of(metric, counts_samples), lines, has_names=False))
     names = [Drawn(line.kind, line.style, line.name) for line in styles]
     return [chart for chart in charts if chart is not None], names if len(names) > 1 else []
 
