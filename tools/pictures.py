@@ -19,6 +19,7 @@ from pathlib import Path
 
 import trainkit
 from tests.support.browser import browser
+from trainkit.capabilities.report.plot import save
 from trainkit.capabilities.watch.screen import RunScreen, WatchApp
 from trainkit.run.registry import find_run
 
@@ -57,8 +58,8 @@ def main() -> None:
         file.write_text(asyncio.run(watch_screen(options.run)))
     elif options.picture == "figure":
         file = IMAGES / "figure.png"
-        figure = trainkit.curves(options.run, metrics=["loss", "val_loss"]).plot()
-        figure.savefig(file, dpi=220)
+        file.unlink(missing_ok=True)
+        save(trainkit.curves(options.run, metrics=["loss", "val_loss"]).plot(), file)
     elif options.picture == "report":
         file = IMAGES / "report.png"
         draw_report(options.run, file)
