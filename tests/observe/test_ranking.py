@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 
 from tests.support.groups import make_group
+from trainkit.observe import ranking
 from trainkit.observe.group import GroupFiles, GroupStatus, most_relevant
 from trainkit.observe.ranking import (
     LESS,
     MAX_NAMED,
     MAX_NAMES,
     MORE,
+    Measured,
     Ranking,
     UnknownMetricError,
     asked_metric,
@@ -238,6 +240,23 @@ def test_the_best_metric_of_the_config_ranks(tmp_path: Path) -> None:
     assert (found.ranking, found.best and found.best.index) == (Ranking("val_accuracy", "max"), 1)
     assert [point.index for point in most_relevant(found, 3)] == [1, 0, 2]
     assert status(RunGroup(found.run_dir), "val_loss").ranking == Ranking("val_loss")
+
+
+def test_the_metric_of_an_ended_run_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = group_of(tmp_path, [{"f1": ".1 .9"}, {"f1": ".2"}], best_metric="f1", best_mode="max")
+    read: list[Path] = []
+
+    def counted(run: RunDir, ranking: Ranking) -> Measured:
+        read.append(run.path)
+        return measure(run, ranking)
+
+    monkeypatch.setattr(ranking, "measure", counted)
+    for _ in range(3):
+        assert [point.best for point in status(group).points] == [Best("f1", 0.9, 2), Best("f1", 0.2, 1)]
+    assert sorted(read) == [group.run(index).path for index in (0, 1)]
+    with group.run(1).metrics_file.open("a") as stream:
+        stream.write('{"step": 2, "f1": 0.95}\n')
+    assert status(group).points[1].best == Best("f1", 0.95, 2)
 
 
 def test_no_run_has_the_best_metric_of_the_config_yet(tmp_path: Path) -> None:

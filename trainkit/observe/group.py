@@ -25,6 +25,7 @@ from trainkit.observe.ranking import (
     candidates,
     config_ranking,
     measure,
+    measure_ended,
 )
 from trainkit.observe.status import ACTIVE_STATES, STATE_EVENTS, attempt_state
 from trainkit.run.end import AttemptEnd, Best, read_newest_end
@@ -395,7 +396,7 @@ def _read(group: RunGroup, index: int, rankings: Sequence[Ranking]) -> PointFile
         if since is None and not files.is_over and (best := best_of(run, events)) is not None:
             results = {best.metric: best}
         for ranking in rankings:
-            own = measure(run, ranking)
+            own = (measure_ended if files.is_over else measure)(run, ranking)
             since = own.diverged_since
             if own.is_logged:
                 results[ranking.metric] = own.result

@@ -10,6 +10,8 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 from typing import Literal
 
 from trainkit.errors import UsageError
@@ -33,6 +35,8 @@ MORE = (
 """The parts of the name of a metric of which more is better, as in ``val_top1`` and ``tokens_per_s``."""
 NUM_READERS = 4
 """Threads that read runs in parallel: a network filesystem takes about a millisecond per file."""
+MAX_MEASURED = 16_384
+"""Results of ended runs that are kept."""
 MAX_NAMED = 20
 """Runs that are searched for the names of their metrics, for the hint of an error."""
 MAX_NAMES = 40
@@ -134,6 +138,19 @@ def measure(run: RunDir, ranking: Ranking) -> Measured:
             since = step
     best = min(finite, key=lambda one: ranking.order(one.value), default=None)
     return Measured(None if since is not None else best, since, is_logged)
+
+
+def measure_ended(run: RunDir, ranking: Ranking) -> Measured:
+    """`measure` a run that has ended, again only if its files have changed, as `watch` looks each second."""
+    files = (run.metrics_file, run.events_file)
+    found = [file.stat() if file.exists() else None for file in files]
+    stamps = tuple((one.st_mtime_ns, one.st_size) if one is not None else None for one in found)
+    return _measured(run.path, ranking, stamps)
+
+
+@lru_cache(maxsize=MAX_MEASURED)
+def _measured(folder: Path, ranking: Ranking, stamps: tuple[object, ...]) -> Measured:
+    return measure(RunDir(folder), ranking)
 
 
 def asked_metric(metric: str | None, sort: str | None, columns: Sequence[str]) -> str | None:
