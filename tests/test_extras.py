@@ -212,7 +212,7 @@ for line in ("check quickstart --set logging.tensorboard=true", "ui last"):
 assert os.waitstatus_to_exitcode(pty.spawn([sys.executable, "-m", "trainkit", "watch", "last"])) == 2
 """
     shown = execute(python, code, tmp_path)
-    assert "error: the package textual is not installed" in shown
+    assert "the package textual is not installed" in shown  # its `error:` is red
     assert "hint: `pip install 'textual>=8,<9'`; `trainkit watch --once` and `trainkit status` do" in shown
     log = (tmp_path / "runs/quickstart/attempts/001/logs/rank-0000.log").read_text()
     [line] = [line for line in log.splitlines() if "tensorboard" in line.lower()]
