@@ -61,13 +61,13 @@ SIZES = {
     "trainkit/control": (5, 783),
     "trainkit/data": (6, 891),
     "trainkit/job": (30, 6_732),
-    "trainkit/launch": (17, 3_645),
+    "trainkit/launch": (17, 3_668),
     "trainkit/observe": (8, 1_734),
     "trainkit/plan": (16, 3_215),
     "trainkit/run": (17, 4_800),
     "trainkit/slurm": (8, 1_574),
     "trainkit/trainer": (38, 9_478),
-    "tests": (421, 70_634),
+    "tests": (421, 70_653),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)

@@ -183,8 +183,27 @@ def check(folder: Path, run: RunDir, copied: list[str], linked: list[str]) -> No
 
 def test_data_between_the_code(project: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source_tree, "MAX_LINKS", 2)
+    monkeypatch.setattr(source_tree, "MAX_WRITTEN", 2)
     for number in range(3):
         (project / f"{number}.jpg").touch()
     with pytest.raises(UsageError, match=r"has 3 files besides its code"):
         copy_code(project, run, Workload(("true",)))
     assert copy_code(project, run, TRAINER).num_files == 0
+
+
+def test_small_files_that_a_script_may_write_again_are_copied(project: Path, run: RunDir) -> None:
+    """Through a link, each run of a sweep would write into the picture of the first try."""
+    (project / "out.png").write_bytes(b"first")
+    (project / "Metrics.CSV").write_text("step,loss\n")
+    (project / "data.csv").write_bytes(bytes(source_tree.MAX_WRITTEN_BYTES + 1))
+    (project / "train.bin").touch()
+    (project / "images").mkdir()
+    for number in range(source_tree.MAX_WRITTEN + 1):
+        (project / "images" / f"{number}.png").touch()
+    (project / "images" / "README.md").touch()  # a folder with code, so that its files are looked at
+    found = copy_code(project, run, Workload(("true",)))
+    assert found.num_bytes == len(b"first") + len("step,loss\n")
+    linked = [path.name for path in run.code_dir.iterdir() if path.is_symlink()]
+    assert sorted(linked) == ["data.csv", "train.bin"]
+    assert all(path.is_symlink() for path in (run.code_dir / "images").glob("*.png"))
+    assert (run.code_dir / "out.png").read_bytes() == b"first"

@@ -211,6 +211,8 @@ def plan_copy(cwd: Path, run: RunDir, workload: Workload) -> tuple[CodeCopy, Sou
     folder, run_dir = os.path.realpath(cwd), os.path.realpath(run.path)
     tree = find_tree(folder, run_dir)
     tree.subfolder = below(tree.root, folder)
+    if workload.is_command:
+        add_links(tree, folder, run_dir)
     num_bytes = sum(found.st_size for found in tree.files.values() if not S_ISLNK(found.st_mode))
     if num_bytes > MAX_BYTES or len(tree.files) > MAX_FILES:
         largest = sorted(tree.files, key=lambda path: tree.files[path].st_size, reverse=True)[:5]
@@ -220,10 +222,7 @@ def plan_copy(cwd: Path, run: RunDir, workload: Workload) -> tuple[CodeCopy, Sou
             f"is {MAX_FILES:,} files and {_size(MAX_BYTES)}; the largest: {named}",
             hint="add data to .gitignore or move it, or use the files in place with --no-snapshot",
         )
-    missing: list[str] = []
-    if workload.is_command:
-        add_links(tree, folder, run_dir)
-        missing = list(_missing_paths(workload.argv, tree))
+    missing = list(_missing_paths(workload.argv, tree)) if workload.is_command else []
     import_path, notes = find_import_path(tree, str(run.code_dir), os.environ.get("PYTHONPATH", ""))
     by_reason: dict[str, list[str]] = {}
     for path, reason in tree.left_out:

@@ -46,6 +46,12 @@ _OUTPUT_FOLDER = _matcher(
     "out output outputs results runs saves checkpoint checkpoints ckpt ckpts log logs tensorboard tb_logs"
     " lightning_logs wandb mlruns"
 )
+_WRITTEN = _matcher(
+    "*.png *.jpg *.jpeg *.gif *.svg *.pdf *.html *.csv *.tsv *.log *.out *.err *.npy *.npz *.pkl *.pickle"
+)
+"""What scripts often write next to themselves: with a link to it, a run would write into the original."""
+MAX_WRITTEN, MAX_WRITTEN_BYTES = 100, 1_000_000
+"""More files of these kinds in a folder are data, which is linked, and so is a larger one."""
 _NO_SOURCES = _matcher(".* __pycache__ node_modules runs checkpoints wandb mlruns lightning_logs")
 """Folders that the search by pattern skips, besides environments."""
 IS_SECRET = "looks like a secret"
@@ -273,26 +279,44 @@ def add_links(tree: SourceTree, cwd: str, run_dir: str) -> None:
     """Add what a copy of the code links to: what is next to the copied files and was not copied.
 
     Keys, passwords, run folders, outputs and Python caches are not linked; outputs are added to
-    `tree.left_out`. Raises UsageError when there are more than `MAX_LINKS`.
+    `tree.left_out`, and small files that a script may write again to `tree.files`, which are copied. Raises
+    UsageError when there are more than `MAX_LINKS`.
     """
     folders, known = tree.folders, {path for path, _ in tree.left_out} | tree.files.keys()
     runs = [below(tree.root, place) for place in (run_dir, f"{cwd}/{RUNS_FOLDER}")]
     # A link to a folder of outputs would let one run read and replace those of another.
     known |= folders | tree.apart | {place for run in runs for place in (run, *parents(run))}
     entries = (below(tree.root, str(entry)) for name in folders for entry in Path(tree.root, name).iterdir())
+    small: dict[str, dict[str, os.stat_result]] = {}
     for path in sorted(path for path in entries if path not in known):
         if not _may_be_linked(tree, path) or any(_is_in(path, place) for place in runs):
             continue
         if looks_like_output(path):
             tree.left_out.append((path, IS_OUTPUT))
+        elif (written := _small_output(tree, path)) is not None:
+            small.setdefault(path.rpartition("/")[0], {})[path] = written
         else:
             tree.links.append(path)
+    for own in small.values():
+        if len(own) > MAX_WRITTEN:
+            tree.links += own
+        else:
+            tree.files |= own
+    tree.links.sort()
     if len(tree.links) > MAX_LINKS:
         raise UsageError(
             f"{tree.root} has {len(tree.links):,} files besides its code; at most {MAX_LINKS:,} can be "
             "linked into the copy of the code",
             hint="move them to a separate folder, or use --no-snapshot",
         )
+
+
+def _small_output(tree: SourceTree, path: str) -> os.stat_result | None:
+    """The status of a small file that a script may have written and may write again; None for another."""
+    if not _WRITTEN.match(path.rpartition("/")[2].lower()):
+        return None
+    found = os.lstat(f"{tree.root}/{path}")
+    return found if S_ISREG(found.st_mode) and found.st_size <= MAX_WRITTEN_BYTES else None
 
 
 def _may_be_linked(tree: SourceTree, path: str) -> bool:
