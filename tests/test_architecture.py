@@ -29,7 +29,7 @@ SIZES = {
     "trainkit/backends": (20, 4_245),
     "trainkit/capabilities": (1, 1),
     "trainkit/capabilities/bench": (6, 1_328),
-    "trainkit/capabilities/curves": (4, 1_024),
+    "trainkit/capabilities/curves": (4, 1_025),
     "trainkit/capabilities/debugger": (5, 627),
     "trainkit/capabilities/diagnose": (7, 1_395),
     "trainkit/capabilities/doctor": (6, 1_343),
@@ -67,7 +67,7 @@ SIZES = {
     "trainkit/run": (17, 4_800),
     "trainkit/slurm": (8, 1_574),
     "trainkit/trainer": (38, 9_478),
-    "tests": (421, 70_653),
+    "tests": (421, 70_658),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)

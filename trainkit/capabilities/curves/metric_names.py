@@ -67,7 +67,7 @@ _OTHER = re.compile(
 number with a unit of its own."""
 _OF_A_PART = OF_VALIDATION | {"test", "testing", "train", "training"}
 _IN_A_ROW = re.compile(
-    r"\s*(?:$|[|,;)\]}])|\s+[(|-]|\s+[A-Za-z][\w./@-]*(?:\s[A-Za-z][\w./@-]*)?\s?[:=]?\s?(?:[-+.]?\d|nan\b|inf\b)",
+    r"\s*(?:$|[|,;)\]}])|\s+[(|-]|\s+[A-Za-z][\w./@-]*(?:\s[A-Za-z][\w./@-]*)?\s?[:=]?\s?[-+]?(?:\.?\d|nan\b|inf\b)",
     re.I,
 )
 """What follows a number whose name has only a space before it, in ``step 3 loss 0.5 acc 0.91``."""

@@ -159,7 +159,8 @@ def read_line(line: str) -> Reading:
         words, between = named.words, before[len(label) :]
         is_assigned = ":" in between or "=" in between or named.is_tensor
         is_nan = number["value"].lower() == "nan"
-        if is_nan and not (words and (is_assigned or words[-1].endswith(("loss", "norm")))):
+        is_in_row = bool(found.metrics) and before.lower().split() == [*words]
+        if is_nan and not (words and (is_assigned or is_in_row or words[-1].endswith(("loss", "norm")))):
             continue  # a word, as in "number of nan iterations: 0"
         end = number.end()
         begins, ends = _POSITION if not words and not _BAR[0].search(before) else _BAR
