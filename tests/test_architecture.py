@@ -45,7 +45,7 @@ SIZES = {
     "trainkit/capabilities/multimodal": (2, 541),
     "trainkit/capabilities/notifications": (5, 509),
     "trainkit/capabilities/replay": (7, 1_538),
-    "trainkit/capabilities/report": (12, 2_770),
+    "trainkit/capabilities/report": (12, 2_775),
     "trainkit/capabilities/shell": (3, 190),
     "trainkit/capabilities/simulation": (4, 311),
     "trainkit/capabilities/slow_ranks": (8, 698),
@@ -67,7 +67,7 @@ SIZES = {
     "trainkit/run": (17, 4_800),
     "trainkit/slurm": (8, 1_574),
     "trainkit/trainer": (38, 9_478),
-    "tests": (421, 70_658),
+    "tests": (421, 70_665),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)

@@ -88,6 +88,13 @@ def test_the_speed_of_tasks_whose_losses_count_samples_is_in_samples(tmp_path: P
     assert "okens" not in text.partition("<h2>Config")[0].replace("tokens_per_s", "")
 
 
+def test_runs_of_a_script_without_a_speed_have_no_column_of_it(tmp_path: Path) -> None:
+    group = made_up_sweep(tmp_path / "mine", {"seed": [1, 2]})
+    for index in (0, 1):
+        group.run(index).metrics_file.write_text('{"step": 1, "loss": 2.0}\n')
+    assert "okens/s" not in render_sweep(report_of(group))
+
+
 @pytest.mark.parametrize(
     ("value", "text"), [(None, "unknown"), (2.10449, "2.1045"), (123456.7, "123,457"), (1e300, "1e+300")]
 )

@@ -153,6 +153,11 @@ class SweepReport:
     provenance: dict[str, object] = field(metadata=LEFT_OUT)
 
     @property
+    def has_speed(self) -> bool:
+        """Whether the speed of any run is known."""
+        return any(point.tokens_per_s is not None for point in self.points)
+
+    @property
     def counts_samples(self) -> bool:
         """Whether the speeds of its runs are samples per second."""
         known = [point.counts_samples for point in self.points if point.tokens_per_s is not None]
