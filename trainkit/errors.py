@@ -45,7 +45,7 @@ class TrainkitError(Exception):
     def __init__(self, message: str, hint: str = "", exit_code: int | None = None) -> None:
         super().__init__(message)
         self.message = message
-        self.hint = hint
+        self.hint = hint = hint.rstrip()  # `did_you_mean` ends with a blank
         if hint:
             self.__notes__ = [f"hint: {hint}"]
         if exit_code is not None:

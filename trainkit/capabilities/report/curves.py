@@ -98,7 +98,7 @@ class Curves(dict[str, list[Any]]):
         Raises UsageError for what the runs do not have, or where matplotlib is missing.
         """
         if x not in AXES:
-            raise UsageError(f"unknown axis {x}", hint=did_you_mean(x, AXES).strip() or f"axes are {', '.join(AXES)}")
+            raise UsageError(f"unknown axis {x}", hint=did_you_mean(x, AXES) or f"axes are {', '.join(AXES)}")
         steps = self["step"]
         runs = [
             DrawnRun(
@@ -146,14 +146,14 @@ def curves(*runs: object, metrics: Sequence[str] = ("loss",), keys: Sequence[str
     known = set[str]().union(*(one.values for one in found))
     for key in keys or ():
         if key not in known:
-            hint = did_you_mean(key, known).strip() or "`trainkit schema` lists the keys"
+            hint = did_you_mean(key, known) or "`trainkit schema` lists the keys"
             raise UsageError(f"no run has the key {key}", hint=hint)
     read = [(one, _records(one.run)) for one in found]
     logged = {name for _, records in read for record in records for name in record.values}
     for name in wanted:
         if name not in logged:
             has = sorted(logged - NOT_METRICS)
-            hint = did_you_mean(name, has).strip() or (f"they have logged {', '.join(has)}" if has else "")
+            hint = did_you_mean(name, has) or (f"they have logged {', '.join(has)}" if has else "")
             raise UsageError(f"no run has logged {name}", hint=hint or "they have logged nothing yet")
     return Curves(read, wanted, keys)
 

@@ -135,7 +135,7 @@ def draw(
     if by == SEED:
         raise UsageError("runs that differ in their seeds are one line", hint="colour by another key")
     if by is not None and by not in keys:
-        hint = did_you_mean(by, keys).strip() or (f"they differ in {', '.join(keys)}" if keys else "leave it out")
+        hint = did_you_mean(by, keys) or (f"they differ in {', '.join(keys)}" if keys else "leave it out")
         raise UsageError(f"the runs do not differ in {by}", hint=hint)
     try:
         from matplotlib.figure import Figure
