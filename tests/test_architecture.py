@@ -67,7 +67,7 @@ SIZES = {
     "trainkit/run": (17, 4_800),
     "trainkit/slurm": (8, 1_574),
     "trainkit/trainer": (38, 9_478),
-    "tests": (421, 70_665),
+    "tests": (421, 70_666),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)

@@ -43,7 +43,7 @@ def sources() -> Iterator[Path]:
         if (ROOT / name).exists():
             yield ROOT / name
     for folder in ("trainkit", "hydra_plugins", "configs", "templates"):
-        suffixes = (".py", ".pyi", ".yaml", ".j2", ".typed")
+        suffixes = (".py", ".pyi", ".yaml", ".j2", ".js", ".typed")
         yield from (item for item in (ROOT / folder).rglob("*") if item.suffix in suffixes)
 
 
@@ -96,11 +96,12 @@ def test_wheel_contains_all_modules_configs_and_templates(wheel: Path) -> None:
         licences = [name for name in packed.namelist() if name.endswith("/LICENSE")]
     packages = [*(ROOT / "trainkit").rglob("*.py*"), *(ROOT / "hydra_plugins").rglob("*.py")]
     modules = {path.relative_to(ROOT) for path in packages if path.suffix in (".py", ".pyi")}
-    shipped = [*(ROOT / "configs").rglob("*.yaml"), *(ROOT / "templates").rglob("*.j2")]
+    shipped = [*(ROOT / "configs").rglob("*.yaml"), *(ROOT / "templates").rglob("*.j[2s]")]
     shipped += [path for path in (ROOT / "templates" / "task").iterdir() if path.is_file()]
     expected = {str(path) for path in modules}
     expected |= {f"trainkit/_shipped/{path.relative_to(ROOT)}" for path in shipped}
-    assert packed_files == expected | {"trainkit/py.typed", "trainkit/capabilities/diagnose/signatures.yaml"}
+    data = {"trainkit/py.typed", "trainkit/config/other_names.yaml"}
+    assert packed_files == expected | data | {"trainkit/capabilities/diagnose/signatures.yaml"}
     assert len(licences) == 1
 
 
