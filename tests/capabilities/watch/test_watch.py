@@ -118,7 +118,7 @@ def test_a_live_run_in_a_terminal(run: RunDir, tmp_path: Path, width: int, heigh
         terminal.resize(100, 30)
         terminal.wait_for(rf"^── warnings: none ─{{{100 - 18}}}$")
         terminal.keys("l")
-        terminal.wait_for(r"^q Quit esc Back *$")
+        terminal.wait_for(r"^q Quit esc Back \? Keys *$")
         terminal.wait_for(r"^iter \d+: loss")
         terminal.keys("Escape")
         terminal.wait_for(r"^── warnings")
