@@ -31,6 +31,7 @@ from tests.support.broken_runs import TRAINER
 from trainkit.capabilities.diagnose.diagnose import diagnose
 from trainkit.formats import rank_list, table
 from trainkit.run.end import read_end
+from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
 
 DOORS = ("loop", "plain", "trainer")
@@ -183,7 +184,7 @@ class Case:
         end = read_end(run.attempt(1))
         if end is None or end.verdict is None:
             return "wrong", f"no verdict: {end and end.reason}"
-        verdict, found = end.verdict, diagnose(run.attempt(1))
+        verdict, found = end.verdict, diagnose(run.attempt(1), read_job(run))
         text = f"{verdict.type}: {verdict.message} | {found.cause}"
         if verdict.rank is None or found.rank is None:
             return "unknown", text
