@@ -342,7 +342,7 @@ class Attached:
 
         image: a tensor [height, width] or [channels, height, width], an array of numpy [height, width] or
         [height, width, channels], or an image of PIL. Floats are from 0 to 1, whole numbers from 0 to 255.
-        step: by default the current one, of which the first image of a name is kept.
+        step: by default the current one. A step keeps the first image of each name.
         Callable on every rank, or on some: rank 0 keeps its own. Raises UsageError for what is no image.
         """
         self._recorder.image(name, image, step, caption)

@@ -181,7 +181,7 @@ class Task(ABC):
         optimizer. A scheduler stands for its optimizer, and takes a step after each step of the training.
         Without one, the config's ``schedule`` multiplies the learning rates of the groups, by 0 to 1.
 
-        With ``dp_shard`` or ``tp``, the update must be by element, as those of SGD and Adam are. An
+        With ``dp_shard`` or ``tp``, the update must be by element, as in SGD and Adam. An
         optimizer that is not one of torch says so with an attribute ``by_element = True``.
         """
         raise NotImplementedError

@@ -18,6 +18,7 @@ from trainkit.cli.output import masked
 from trainkit.errors import UsageError
 from trainkit.formats import cell, did_you_mean, plural, shown_value
 from trainkit.observe.notebook import paragraph, table
+from trainkit.observe.ranking import NOT_METRICS
 from trainkit.run.events import StepRecord, read_events, read_steps
 from trainkit.run.files import parse_time
 from trainkit.run.history import Attempt, attempts_of, ended_attempts, read_plan
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLUMNS = ("run", *AXES.values())
-NOT_METRICS = frozenset({"step", "time", "attempt", "tokens"})
-"""The keys of metrics.jsonl that say of which step a record is."""
 LAST_STEP = 2**53
 SHOWN_ROWS = 10
 

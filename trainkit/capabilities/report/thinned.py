@@ -13,8 +13,9 @@ from typing import BinaryIO
 
 from pydantic_core import from_json
 
-from trainkit.capabilities.report.curves import LAST_STEP, NOT_METRICS
+from trainkit.capabilities.report.curves import LAST_STEP
 from trainkit.capabilities.report.plot import LARGEST
+from trainkit.observe.ranking import NOT_METRICS
 from trainkit.run.events import read_events
 from trainkit.run.files import MAX_SAMPLE_BYTES, forward_lines, opened, parse_records
 from trainkit.run.rundir import RunDir
