@@ -53,10 +53,14 @@ def isolated_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
 
 @pytest.fixture(autouse=True)
 def home_of_its_own(isolated_environment: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """An empty home for each test: none sees the runs or the config of another."""
+    """Give each test its own home and environment: no test sees the runs or variables of another."""
+    before = dict(os.environ)
     with pytest.MonkeyPatch.context() as patch:
         _move_in(tmp_path_factory.getbasetemp() / "homes" / str(next(_numbers)), patch)
         yield
+    # Commands run in this process, and some of them set a variable, such as `--no-color`.
+    os.environ.clear()
+    os.environ.update(before)
 
 
 def _move_in(home: Path, patch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,7 @@ def show(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
         size = os.terminal_size((columns or 80, 24))
         monkeypatch.setattr("shutil.get_terminal_size", lambda *_, **__: size)
         with monkeypatch.context() as environment:
-            environment.setenv("NO_COLOR", os.environ.get("NO_COLOR", ""))  # which --no-color sets
+            environment.setenv("NO_COLOR", os.environ.get("NO_COLOR", ""))  # `--no-color` sets it
             main(line.split())
         captured = capsys.readouterr()
         return captured.out, captured.err
