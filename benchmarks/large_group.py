@@ -1,9 +1,9 @@
-"""Runs a group of more points than the cluster takes in one array and of one user, and cancels another.
+"""Runs a group of more trials than the cluster takes in one array and of one user, and cancels another.
 
-    python -m benchmarks.large_group               # 300 points, MaxArraySize 100, 20 jobs at once
-    python -m benchmarks.large_group --points 30 --array-size 12 --jobs 8
+    python -m benchmarks.large_group               # 300 trials, MaxArraySize 100, 20 jobs at once
+    python -m benchmarks.large_group --trials 30 --array-size 12 --jobs 8
 
-Starts a Slurm cluster of four hosts on this machine (as root; see tools/slurm_cluster). Each point of the
+Starts a Slurm cluster of four hosts on this machine (as root; see tools/slurm_cluster). Each trial of the
 first group writes its number; all must have run once, in one group. The second group is cancelled while two
 of it run. Exits with 1 if something was not as it must be.
 """
@@ -28,26 +28,26 @@ from trainkit.run.group import RunGroup
 PATIENCE_S = 1800.0
 
 
-def all_run(login: Login, num_points: int) -> None:
-    """Submit a group, and wait until every point has run."""
+def all_run(login: Login, num_trials: int) -> None:
+    """Submit a group, and wait until every trial has run."""
     rpcs(login.cluster)
     began_s = time.monotonic()
     ran = login.folder / "ran"
     append = 'echo "$SLURM_ARRAY_TASK_ID" >> "$0"'
-    group = submit(login, "--array", f"0-{num_points - 1}", "--", "sh", "-c", append, str(ran))
-    print(f"submitted after {time.monotonic() - began_s:.1f} s; {len(group.left)} points wait for room")
+    group = submit(login, "--array", f"0-{num_trials - 1}", "--", "sh", "-c", append, str(ran))
+    print(f"submitted after {time.monotonic() - began_s:.1f} s; {len(group.left)} trials wait for room")
 
     def is_over() -> bool:
         return not RunGroup(group.path).left and not login.jobs()
 
-    wait_for(is_over, f"{num_points} points", PATIENCE_S, poll_s=5.0)
+    wait_for(is_over, f"{num_trials} points", PATIENCE_S, poll_s=5.0)
     took_s = time.monotonic() - began_s
     parts = RunGroup(group.path).parts
     print(f"all have run after {took_s:.0f} s, as {len(parts)} arrays of one group")
     print(f"RPCs: {words(rpcs(login.cluster))}")
     numbers = sorted(map(int, ran.read_text().split()))
-    assert numbers == list(range(num_points)), numbers
-    assert status(login, group)["states"] == {"finished": num_points}
+    assert numbers == list(range(num_trials)), numbers
+    assert status(login, group)["states"] == {"finished": num_trials}
 
 
 def main() -> int:
@@ -64,9 +64,9 @@ def main() -> int:
         limit(cluster, args.jobs)
         with tempfile.TemporaryDirectory() as folder:
             login = Login(cluster, Path(folder))
-            all_run(login, args.points)
+            all_run(login, args.trials)
             began_s = time.monotonic()
-            cancelled_as_one(login, args.points, args.jobs)
+            cancelled_as_one(login, args.trials, args.jobs)
             print(f"another was submitted, and cancelled as one, in {time.monotonic() - began_s:.0f} s")
     except AssertionError as error:
         print(error, file=sys.stderr)

@@ -24,14 +24,14 @@ import pytest
 
 import trainkit
 from trainkit import api
-from trainkit.cli.status import points_rows
+from trainkit.cli.status import trial_rows
 from trainkit.errors import ConfigError, Problem, TrainkitError, UsageError
 from trainkit.function import Call, Requeue, Result, by_value, dumps, read_pickle
 from trainkit.launch.create import CreatedRun
 from trainkit.launch.submission import Submission
 from trainkit.observe.notebook import LEFT
 from trainkit.run.files import read_json, write_atomic, write_json
-from trainkit.run.group import GroupRecord, Point, RunGroup
+from trainkit.run.group import GroupRecord, RunGroup, Trial
 from trainkit.run.record import add_attempt, create_job
 from trainkit.run.registry import register
 from trainkit.run.rundir import RunDir, run_lock
@@ -342,11 +342,11 @@ def test_a_run_has_the_values_of_its_arguments(
 def test_a_group_has_the_values_of_its_items(function: Any, items: list, values: list[dict]) -> None:
     group = api.map_array(function, *items, name="many")
     status = group.status
-    assert [point.values for point in status.points] == [
+    assert [trial.values for trial in status.trials] == [
         {key: as_number(value) for key, value in own.items()} for own in values
     ]
     assert status.keys == list(values[0])
-    rows = points_rows(status, status.points)
+    rows = trial_rows(status, status.trials)
     assert rows[1][2 : 2 + len(status.keys)] == [str(value) for value in values[0].values()]
 
 
@@ -488,13 +488,13 @@ def test_a_group_is_asked_once_a_round_and_no_faster_than_it_is_due(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Path] = []
-    points = [types.SimpleNamespace(index=index, state="pending", problem="") for index in range(5)]
+    trials = [types.SimpleNamespace(index=index, state="pending", problem="") for index in range(5)]
 
     def query(group: RunGroup, *args: object, **kwargs: object) -> object:
         asked.append(group.path)
-        return types.SimpleNamespace(points=points)
+        return types.SimpleNamespace(trials=trials)
 
-    write_json(folder / "sweep.json", GroupRecord(name="one").to_dict(map(Point, range(5))))
+    write_json(folder / "sweep.json", GroupRecord(name="one").to_dict(map(Trial, range(5))))
     monkeypatch.setattr(api, "query_group", query)
     of_group = [api.Run(RunGroup(folder).run(index)) for index in range(5)]
     with pytest.raises(TimeoutError):
@@ -688,7 +688,7 @@ def test_an_array_of_eight_and_a_sweep() -> None:
     assert sorted(run.result()[0] for run in api.as_completed(group, LIMIT_S)) == [*range(10, 18)]
     swept = api.sweep(add, {"one": [1, 2], "other": [3, 4]}, limit=4)
     assert [value for value, _ in swept.results(LIMIT_S)] == [4, 5, 5, 6]
-    assert [point.values for point in swept.status.points][1] == {"one": 1, "other": 4}
+    assert [trial.values for trial in swept.status.trials][1] == {"one": 1, "other": 4}
     assert api.submit(sys.exit, 0).result(LIMIT_S) is None
     with pytest.raises(UsageError, match="is one run, not a group"):
         api.Group(group[0].path)

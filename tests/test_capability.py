@@ -23,7 +23,7 @@ import click
 
 from trainkit.capability import Capability, Companion, Part, Planned, Watch
 from trainkit.config.section import Section, key
-from trainkit.job.decision import Departure
+from trainkit.job.decision import PlannedStop
 from trainkit.run.events import log_event
 
 
@@ -51,7 +51,7 @@ class Clock(Companion):
 
 class Restarts(Watch):
     def poll(self):
-        return Departure("asked", "the toy restarts the run")
+        return PlannedStop("asked", "the toy restarts the run")
 
 
 class Careless(Watch):
@@ -222,7 +222,7 @@ def test_a_watch_that_answers_with_anything_else_ends_nothing(tmp_path: Path, si
     done = submit(tmp_path, site, "toy.ticks=5")
     assert done.returncode == 0, done.stdout + done.stderr
     log = RunDir(tmp_path / "run").attempt(1).supervisor_log.read_text()
-    assert log.count("TypeError: poll of Careless has returned 'soon', which is no Departure") == 1
+    assert log.count("TypeError: poll of Careless has returned 'soon', which is no PlannedStop") == 1
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ def test_a_multirun_is_a_group(tmp_path: Path) -> None:
     assert logs == [f"rank {rank} x {x}\n" for x in (1, 1, 2, 2) for rank in (0, 1)]
     overrides = [(tmp_path / "out" / str(n) / ".hydra/overrides.yaml").read_text() for n in range(4)]
     assert overrides == [f"- x={x}\n- y={y}\n" for x in (1, 2) for y in (0.5, 2)]
-    assert [point.values for point in group.points.values()] == [
+    assert [trial.values for trial in group.trials.values()] == [
         {"x": str(x), "y": str(y)} for x in (1, 2) for y in (0.5, 2)
     ]
     once = "+hydra.launcher.overrides.requeue.max_crashes=0"

@@ -73,7 +73,6 @@ PHRASES = {
     "a word": r"\b(?:without|said|says|say|left|leaves|leave) (?:\w+ )?a word\b|\ba word (?:about|for)\b",
     "the same again": r"\bthe same again\b",
     "as it stands": r"\bas (?:it|they) stands?\b",
-    "Return, in place of what is returned": r'"""(?:Return|Yield)s?\b',
     "That of a neighbour": r'"""(?:That|Those|Ditto|Likewise)\b',
 }
 """What the phrase is, and a pattern for it; a space matches any white space, also a line break in a comment.

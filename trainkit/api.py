@@ -38,7 +38,7 @@ from trainkit.function import (
     read_pickle,
 )
 from trainkit.observe.current import look_at, query_group
-from trainkit.observe.group import GroupStatus, PointStatus, state_counts
+from trainkit.observe.group import GroupStatus, TrialStatus, state_counts
 from trainkit.observe.logs import log_of, ranks_of_nodes, run_is_over
 from trainkit.observe.notebook import details, paragraph, shortened, sparkline, table
 from trainkit.observe.status import ACTIVE_STATES, RunStatus
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
     from trainkit.config import LoadedConfig
     from trainkit.launch.config_request import ConfigRequest
-    from trainkit.launch.sweep import ArraySpec, LoadedPoint
+    from trainkit.launch.sweep import ArraySpec, LoadedTrial
 
     Args = types.TypeVarTuple("Args")
     Returned = types.TypeVar("Returned", default=types.Never)
@@ -122,14 +122,14 @@ def submit(
     """
     calls = {0: _call(work, args)} if callable(work) else {}
     given = _given(work, config, profile, options, after, run_dir, command, launcher, now, calls=calls)
-    from trainkit.launch.sweep import LoadedPoint
+    from trainkit.launch.sweep import LoadedTrial
 
     if args and given.function is None:
         hint = "a function takes arguments; submit(function, 1, 2) calls function(1, 2)"
         raise UsageError(f"{plural(len(args), 'argument')}, but no function", hint=hint)
     given, loaded = _loaded(given)
     values = [trial_values(Arguments(call).given) for call in calls.values()]
-    return Run(_start(given, [LoadedPoint(0, {}, loaded)], None, calls, values))
+    return Run(_start(given, [LoadedTrial(0, {}, loaded)], None, calls, values))
 
 
 def sweep(
@@ -150,7 +150,7 @@ def sweep(
     and on this machine the runs start one after another. Raises what `submit` raises.
     """
     axes = _axes(values, of_function=callable(work))
-    found = [dict(zip(axes, point, strict=True)) for point in itertools.product(*axes.values())]
+    found = [dict(zip(axes, trial, strict=True)) for trial in itertools.product(*axes.values())]
     calls = {index: _call(work, (), own) for index, own in enumerate(found)} if callable(work) else {}
     given = _given(work, config, profile, options, after, run_dir, limit=limit, calls=calls)
     if given.function is not None:
@@ -184,10 +184,10 @@ def map_array(
         if not isinstance(one, Iterable):
             what = f"{shown_value(one)} is one value, not several"
             raise UsageError(what, hint="give a list: an item for each run; `submit` starts a single run")
-    from trainkit.plan.sweep import MAX_POINTS
+    from trainkit.plan.sweep import MAX_TRIALS
 
-    found = list(itertools.islice(zip(*iterables, strict=False), MAX_POINTS + 1))
-    _refuse_too_many(len(found), MAX_POINTS)
+    found = list(itertools.islice(zip(*iterables, strict=False), MAX_TRIALS + 1))
+    _refuse_too_many(len(found), MAX_TRIALS)
     calls = {index: _call(function, args) for index, args in enumerate(found)}
     given = _given(function, config, profile, options, after, run_dir, limit=limit, calls=calls)
     common = Arguments(_call(function, ())).given  # of a functools.partial
@@ -275,12 +275,12 @@ class Run(Generic[Value]):
     def _status(self, warn: Callable[[str], None]) -> RunStatus:
         return look_at(self._folder, warn)[1]
 
-    def _point(self, ask: Callable[[RunGroup], GroupStatus]) -> PointStatus | None:
+    def _trial(self, ask: Callable[[RunGroup], GroupStatus]) -> TrialStatus | None:
         """What its group says of it, until it starts."""
         found = None if self._folder.attempt_numbers() else group_of(self._folder)
         if found is None:
             return None
-        return next(point for point in ask(found[0]).points if point.index == found[1])
+        return next(trial for trial in ask(found[0]).trials if trial.index == found[1])
 
     def done(self) -> bool:
         """Whether it has ended and does not restart by itself."""
@@ -295,10 +295,10 @@ class Run(Generic[Value]):
         """The seconds until its state is read again, until it has ended; `ask` asks its group."""
         ask = ask or partial(query_group, warn=warn_caller)
         waiting = Waiting(print_note, REASON_AFTER_S)
-        while (point := self._point(ask)) is not None:
-            if point.state not in ACTIVE_STATES:
+        while (trial := self._trial(ask)) is not None:
+            if trial.state not in ACTIVE_STATES:
                 return
-            waiting.look(point.problem and f"{self._folder.shown} {point.state}: {point.problem}")
+            waiting.look(trial.problem and f"{self._folder.shown} {trial.state}: {trial.problem}")
             yield _group_poll_s(RunGroup(self.path.parent))
         is_alive = liveness_probe(self._folder, print_note, REASON_AFTER_S)
         while not run_is_over(self._folder, is_alive()):
@@ -457,7 +457,7 @@ class Group(Sequence[Run[Value]]):
         if not isinstance(found, RunGroup):
             raise UsageError(f"{found.path} is one run, not a group", hint="Run(…) opens it")
         self._group = found
-        self._indices = sorted(found.points)
+        self._indices = sorted(found.trials)
 
     @property
     def path(self) -> Path:
@@ -511,7 +511,7 @@ class Group(Sequence[Run[Value]]):
         left, waiting = {*self._indices}, Waiting(print_note, REASON_AFTER_S)
         while left:
             waiting.look(_queued(status := self.status))
-            over = [one.index for one in status.points if one.state not in ACTIVE_STATES]
+            over = [one.index for one in status.trials if one.state not in ACTIVE_STATES]
             ended = [index for index in over if index in left]
             left.difference_update(ended)
             yield [Run(self._group.run(one)) for one in ended], _group_poll_s(self._group) if left else 0.0
@@ -544,7 +544,7 @@ class Group(Sequence[Run[Value]]):
         warnings = list[str]()
         try:
             status = query_group(self._group, warnings.append)
-            runs = [(Run(self._group.run(one.index)), one.state) for one in status.shown_points]
+            runs = [(Run(self._group.run(one.index)), one.state) for one in status.shown_trials]
             *own, reasons = status.columns()
             curves = ("loss", [_curve(run._folder) for run, _ in runs])
             results = ("result", [run._shown_result(state) for run, state in runs])
@@ -563,7 +563,7 @@ def _curve(run: RunDir) -> str | None:
 
 def _axes(values: Mapping[str, Iterable[object]], *, of_function: bool) -> dict[str, list[object]]:
     """The values of each key of a sweep; raises UsageError for what names no run."""
-    from trainkit.plan.sweep import MAX_POINTS, refuse_axis
+    from trainkit.plan.sweep import MAX_TRIALS, refuse_axis
 
     if not isinstance(values, Mapping):
         hint = 'give a mapping, such as {"optimizer.lr": [1e-4, 3e-4]}'
@@ -575,13 +575,13 @@ def _axes(values: Mapping[str, Iterable[object]], *, of_function: bool) -> dict[
         if not isinstance(own, Iterable) or isinstance(own, str | bytes | Mapping):
             hint = f"give a list: {{{key!r}: [{shown_value(own)}]}}"
             raise UsageError(f"the values of {key} are {shown_value(own)}, which is one value", hint=hint)
-        axes[key] = list(itertools.islice(own, MAX_POINTS + 1))
+        axes[key] = list(itertools.islice(own, MAX_TRIALS + 1))
         if not axes[key]:
             raise UsageError(f"{key} has no values", hint="give at least one, or leave it out")
         if not of_function:
             axes[key] = [_written(key, value) for value in axes[key]]
             refuse_axis(key, axes[key], f"sweep of {key}")
-    _refuse_too_many(math.prod(map(len, axes.values())), MAX_POINTS)
+    _refuse_too_many(math.prod(map(len, axes.values())), MAX_TRIALS)
     return axes
 
 
@@ -881,18 +881,18 @@ def _start_calls(
     given: _Given, calls: Mapping[int, Call], limit: int | None, values: Sequence[dict[str, object]]
 ) -> Group:
     """Start a group; `values` are those of each call, by which its tables name it."""
-    from trainkit.launch.sweep import ArraySpec, LoadedPoint
+    from trainkit.launch.sweep import ArraySpec, LoadedTrial
 
     if not calls:
         raise UsageError("there is nothing to call", hint="each run is one call: give at least one item")
     given, loaded = _loaded(given)
-    points = [LoadedPoint(index, {}, loaded) for index in calls]
-    return Group(_start(given, points, ArraySpec(tuple(calls), limit), calls, values))
+    trials = [LoadedTrial(index, {}, loaded) for index in calls]
+    return Group(_start(given, trials, ArraySpec(tuple(calls), limit), calls, values))
 
 
 def _start(
     given: _Given,
-    points: Iterable[LoadedPoint],
+    trials: Iterable[LoadedTrial],
     array: ArraySpec | None,
     calls: Mapping[int, Call] = {},
     values: Sequence[dict[str, object]] = (),
@@ -901,7 +901,7 @@ def _start(
     from trainkit.launch.create import create_submission, start_submission
     from trainkit.launch.submission import plan_submission, submission_warnings
 
-    submission = plan_submission(points, array, given.workload, after=given.after, warn=warn_caller)
+    submission = plan_submission(trials, array, given.workload, after=given.after, warn=warn_caller)
     if given.now and submission.plan.is_job:
         raise UsageError("now is for a run on this machine, and this one is for Slurm", hint="leave it out")
     found = submission_warnings(submission, given.run_dir, given.workload, starts=True)
@@ -911,17 +911,17 @@ def _start(
     with nullcontext() if given.function is None else by_value(given.function):
         pickles = {index: dumps(call) for index, call in calls.items()}  # what cannot be leaves no folder
     if values:
-        pairs = zip(submission.points, values, strict=True)
-        own = [replace(point, values=_without_leaks(one, point.config.secrets)) for point, one in pairs]
-        submission = replace(submission, points=own)
+        pairs = zip(submission.trials, values, strict=True)
+        own = [replace(trial, values=_without_leaks(one, trial.config.secrets)) for trial, one in pairs]
+        submission = replace(submission, trials=own)
     created = create_submission(submission, [*sys.orig_argv], given.run_dir, "run_dir")
     folder = created.run.path
     if array is not None and pickles:
         (folder / CALLS_FOLDER).mkdir(mode=0o700)
     for index, content in pickles.items():
         write_atomic(folder / CALL_FILE if array is None else folder / CALLS_FOLDER / f"{index}.pkl", content)
-    if array is None and submission.points[0].values:
-        write_json(created.run.values_file, submission.points[0].values)
+    if array is None and submission.trials[0].values:
+        write_json(created.run.values_file, submission.trials[0].values)
     start_submission(submission, created, now=given.now)
     return folder
 
@@ -940,8 +940,8 @@ def _group_poll_s(group: RunGroup) -> float:
 
 def _queued(status: GroupStatus) -> str:
     """Why no run of a group runs; empty if one does, or the reason is unknown."""
-    queued = [point for point in status.points if point.state in ("pending", "requeueing")]
-    reason = next((point.problem for point in queued if point.problem), "")
+    queued = [trial for trial in status.trials if trial.state in ("pending", "requeueing")]
+    reason = next((trial.problem for trial in queued if trial.problem), "")
     if not reason or status.states.keys() & {"starting", "running", "paused", "stopping", "restarting"}:
         return ""
     return f"{status.name}: {state_counts(status.states)}: {reason}"

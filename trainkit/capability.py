@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # the nouns of the floors above, for type checkers alone
     from trainkit.config.loaded import LoadedConfig
     from trainkit.config.schema import RunConfig
     from trainkit.config.section import Section
-    from trainkit.job.decision import Departure
+    from trainkit.job.decision import PlannedStop
     from trainkit.job.node.rendezvous import Rendezvous
     from trainkit.job.rank_env import RankEnv
     from trainkit.plan.facts import Facts
@@ -109,7 +109,7 @@ class Watch:
     while_stopping: ClassVar[bool] = True
     """Whether it is polled after the ranks were asked to save and exit too."""
 
-    def poll(self) -> Departure | None:
+    def poll(self) -> PlannedStop | None:
         """Look around, every few seconds; the supervisor waits for it.
 
         What it returns makes the ranks save and exit, and the run restart, unless they are stopping already.

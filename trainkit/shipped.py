@@ -72,7 +72,7 @@ class Shipped(NamedTuple):
     shown: Mapping[str, Mapping[str, str]] = {}
     """Where it adds something: `status`, `rows` or `report` -> key -> the key that it follows."""
     causes: Mapping[str, RestartCause] = {}
-    """Cause of its `Departure` -> what is known of it."""
+    """Cause of its `PlannedStop` -> what is known of it."""
     group_file: str | None = None
     """A file that only its groups of runs have; None if it has none."""
     functions: Mapping[str, str] = {}

@@ -9,7 +9,7 @@ import pytest
 from trainkit.api import _queued
 from trainkit.backend import JobStatus
 from trainkit.backends import jobs
-from trainkit.observe.group import GroupStatus, PointStatus
+from trainkit.observe.group import GroupStatus, TrialStatus
 from trainkit.run.events import log_event
 from trainkit.run.record import AttemptRecord, JobRecord
 from trainkit.run.rundir import RunDir
@@ -87,9 +87,9 @@ def test_a_run_on_this_machine_waits_for_its_turn(tmp_path: Path, monkeypatch: p
     ],
 )
 def test_a_group_waits_while_none_of_its_runs_runs(states: list[tuple[str, str | None]], said: str) -> None:
-    points = [
-        PointStatus(index, {}, state, reason, "12", None, "/x")
+    trials = [
+        TrialStatus(index, {}, state, reason, "12", None, "/x")
         for index, (state, reason) in enumerate(states)
     ]
-    group = GroupStatus("sweep", "/x", "12", "0-1", [], 1, 1, 1.0, points)
+    group = GroupStatus("sweep", "/x", "12", "0-1", [], 1, 1, 1.0, trials)
     assert _queued(group) == said

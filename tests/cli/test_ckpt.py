@@ -11,7 +11,7 @@ from tests.run.test_manifest import change, flip, make, shard
 from trainkit.cli.main import main
 from trainkit.run.events import log_event
 from trainkit.run.files import read_json, write_json
-from trainkit.run.manifest import point_best_at, published, set_aside
+from trainkit.run.manifest import published, set_aside, trial_best_at
 from trainkit.run.record import add_attempt
 from trainkit.run.rundir import RunDir
 
@@ -28,7 +28,7 @@ def run(tmp_path: Path) -> RunDir:
         change(checkpoint, layout={"dp_shard": 2, "tp": 1}, world_size=2)
         log_event(run, 1, "checkpoint_commit", step=step, reason="every_steps")
         if step == 20:
-            point_best_at(checkpoint)
+            trial_best_at(checkpoint)
     return run
 
 

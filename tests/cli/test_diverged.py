@@ -34,7 +34,7 @@ def diverge(run: Path, since: int) -> None:
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that has finished, one that still runs, and a sweep whose best point has diverged."""
+    """A run that has finished, one that still runs, and a sweep whose best trial has diverged."""
     folder = tmp_path_factory.mktemp("project")
     host = os.uname().nodename
     diverge(unpack_run(GOLDEN / "folders" / "finished", folder, host), 4)
@@ -74,7 +74,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (
             "status sweep",
             0,
-            ("BEST VAL_LOSS", "0.01   -              diverged since step 3; all", "best        point 0 ("),
+            ("BEST VAL_LOSS", "0.01   -              diverged since step 3; all", "best        trial 0 ("),
         ),
         ("diagnose sweep/1", 0, ("diverged since step 2: loss or gradient was not finite in 5",)),
     ],
@@ -104,8 +104,8 @@ def test_it_has_no_best_value(project: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.chdir(project)
     compared = json.loads(typed("trainkit compare finished sweep/0 --json")[1])["runs"]
     assert [run["best_val_loss"] is None for run in compared] == [True, False]
-    points = json.loads(typed("trainkit status sweep --json")[1])["points"]
-    assert [(point["best"] is None, point["diverged_since"]) for point in points] == [
+    trials = json.loads(typed("trainkit status sweep --json")[1])["points"]
+    assert [(trial["best"] is None, trial["diverged_since"]) for trial in trials] == [
         (False, None),
         (True, 2),
         (True, 3),

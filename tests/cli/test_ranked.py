@@ -21,7 +21,7 @@ ACCURACIES = {"0": [0.5, 0.75, 0.7], "1": [], "2": [0.25, 0.5]}
 
 @pytest.fixture(autouse=True)
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a sweep of a point that has failed and two that have finished, which log an accuracy."""
+    """A folder with a sweep of a trial that has failed and two that have finished, which log an accuracy."""
     sweep = unpack_run(GOLDEN / "folders" / "sweep", tmp_path, os.uname().nodename)
     for index, values in ACCURACIES.items():
         file = RunDir(sweep / index).metrics_file
@@ -33,33 +33,33 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return sweep
 
 
-def points(out: str) -> list[list[str]]:
-    """The rows of a table of points, with its heading."""
+def trials(out: str) -> list[list[str]]:
+    """The rows of a table of trials, with its heading."""
     return [line.split() for line in out.split("\n\n")[-1].splitlines()]
 
 
 @pytest.mark.parametrize(
     ("options", "heading", "order"),
     [
-        ("", "POINT STATE LR BEST VAL_LOSS REASON", "120"),
-        ("--metric acc", "POINT STATE LR BEST ACC (max) REASON", "102"),
-        ("--metric loss", "POINT STATE LR LAST LOSS REASON", "120"),
-        ("--sort acc", "POINT STATE LR BEST ACC (max) REASON", "021"),
-        ("--sort acc --metric acc", "POINT STATE LR BEST ACC (max) REASON", "021"),
-        ("--sort val_loss", "POINT STATE LR BEST VAL_LOSS REASON", "201"),
-        ("--sort STEP", "POINT STATE STEP LR BEST VAL_LOSS REASON", "012"),
-        ("--sort AGE --metric acc", "POINT STATE AGE LR BEST ACC (max) REASON", "012"),
-        ("--sort point", "POINT STATE LR BEST VAL_LOSS REASON", "012"),
-        ("--sort State", "POINT STATE LR BEST VAL_LOSS REASON", "102"),
-        ("--sort LR", "POINT STATE LR BEST VAL_LOSS REASON", "021"),
-        ("--sort optimizer.lr", "POINT STATE LR BEST VAL_LOSS REASON", "021"),
+        ("", "TRIAL STATE LR BEST VAL_LOSS REASON", "120"),
+        ("--metric acc", "TRIAL STATE LR BEST ACC (max) REASON", "102"),
+        ("--metric loss", "TRIAL STATE LR LAST LOSS REASON", "120"),
+        ("--sort acc", "TRIAL STATE LR BEST ACC (max) REASON", "021"),
+        ("--sort acc --metric acc", "TRIAL STATE LR BEST ACC (max) REASON", "021"),
+        ("--sort val_loss", "TRIAL STATE LR BEST VAL_LOSS REASON", "201"),
+        ("--sort STEP", "TRIAL STATE STEP LR BEST VAL_LOSS REASON", "012"),
+        ("--sort AGE --metric acc", "TRIAL STATE AGE LR BEST ACC (max) REASON", "012"),
+        ("--sort trial", "TRIAL STATE LR BEST VAL_LOSS REASON", "012"),
+        ("--sort State", "TRIAL STATE LR BEST VAL_LOSS REASON", "102"),
+        ("--sort LR", "TRIAL STATE LR BEST VAL_LOSS REASON", "021"),
+        ("--sort optimizer.lr", "TRIAL STATE LR BEST VAL_LOSS REASON", "021"),
     ],
 )
 def test_status_of_a_group(
     capsys: pytest.CaptureFixture[str], options: str, heading: str, order: str
 ) -> None:
     assert main(["status", "sweep", *options.split()]) == 0
-    first, *rows = points(capsys.readouterr().out)
+    first, *rows = trials(capsys.readouterr().out)
     assert " ".join(first) == heading
     assert "".join(row[0] for row in rows) == order
 
@@ -67,15 +67,15 @@ def test_status_of_a_group(
 def test_what_does_not_have_it_has_no_value(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "sweep", "--metric", "acc"]) == 0
     out = capsys.readouterr().out
-    assert "best        point 0 (optimizer.lr=0.001): acc 0.7500 at step 2\n" in out
-    assert [row[3] for row in points(out)[1:]] == ["-", "0.7500", "0.5000"]
+    assert "best        trial 0 (optimizer.lr=0.001): acc 0.7500 at step 2\n" in out
+    assert [row[3] for row in trials(out)[1:]] == ["-", "0.7500", "0.5000"]
 
 
 def test_status_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "sweep", "--sort", "acc", "--json"]) == 0
     value = json.loads(capsys.readouterr().out)
     assert (value["metric"], value["mode"], value["best"]["index"]) == ("acc", "max", 0)
-    assert [point["index"] for point in value["points"]] == [0, 2, 1]
+    assert [trial["index"] for trial in value["points"]] == [0, 2, 1]
     assert value["points"][0]["best"] == {"metric": "acc", "value": 0.75, "step": 2}
     assert main(["status", "--json"]) == 0
     assert [(one["metric"], one["mode"]) for one in json.loads(capsys.readouterr().out)] in (
@@ -139,12 +139,12 @@ def test_compare_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
         (
             "status sweep --sort stpe",
             "--sort stpe: no column and no metric",
-            "did you mean step? it can be point",
+            "did you mean step? it can be trial",
         ),
         (
             "status sweep --sort seed",
             "--sort seed: no column and no metric",
-            "it can be point, state, step, age",
+            "it can be trial, state, step, age",
         ),
         (
             "status sweep --metric acc --sort lor",

@@ -202,7 +202,7 @@ def test_accelerate_gets_what_the_dry_run_shows_and_after_a_resume_what_was_set(
         (["--sweep", "seed=1,1"], "1 appears twice"),
         (["--array", "3-x"], "not the indices of a job array: '3-x'"),
         (["--array", "%3"], "limits how many tasks run at once, but names no tasks"),
-        (["--sweep", "seed=1,2", "--array", "0-1"], "--sweep numbers its points itself"),
+        (["--sweep", "seed=1,2", "--array", "0-1"], "--sweep numbers its trials itself"),
         (["--sweep", "seed=1,2", "--follow"], "--follow follows one run"),
         (["--sweep", "seed=1,2", "--now"], "--now starts one run, not a group"),
         (["--after", "nobody"], "unknown run 'nobody'"),

@@ -87,7 +87,7 @@ def test_a_sweep_survives_whatever_is_killed_and_runs_each_point_once(workstatio
     (desk.folder / "end-0").touch()
     wait_for(lambda: has_begun(two))
 
-    # A rank: its supervisor restarts it. A supervisor: the next point takes its GPU.
+    # A rank: its supervisor restarts it. A supervisor: the next trial takes its GPU.
     (rank,) = ranks_below(read_job(one).newest.pid)
     os.kill(rank, signal.SIGKILL)
     wait_for(lambda: has_begun(one, attempt=2))

@@ -16,7 +16,7 @@ from trainkit.backends.local.allocation import LocalAllocation, LocalAttemptWatc
 from trainkit.control.changed_config import missing_save
 from trainkit.job.attempt import Attempt
 from trainkit.job.attempt_end import last_step, write_end
-from trainkit.job.decision import Decision, Departure, Outcome
+from trainkit.job.decision import Decision, Outcome, PlannedStop
 from trainkit.observe.status import read_status
 from trainkit.plan.workload import Workload
 from trainkit.run import files as jsonl
@@ -66,7 +66,7 @@ def test_what_a_person_asks_for_overrides_what_the_supervisor_wants(
     watch = LocalAttemptWatch(live)
     monkeypatch.setattr(watch, "forward_signal", lambda number: None)
     monkeypatch.setattr(watch, "running", {0: None})
-    watch.leave(Departure("slow_host", "restarts without b"))
+    watch.leave(PlannedStop("slow_host", "restarts without b"))
     for name in received:
         watch.on_signal(signal.Signals[name])
     live.observed.exits.append((0, 75))

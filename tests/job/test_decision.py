@@ -9,8 +9,8 @@ import pytest
 
 from trainkit.backends.slurm.attempt_watch import termination_cause
 from trainkit.job.decision import (
-    Departure,
     Outcome,
+    PlannedStop,
     RestartOptions,
     Standing,
     decide,
@@ -234,8 +234,8 @@ def test_who_asks_gets_it_whatever_the_config_says():
     ],
 )
 def test_what_the_supervisor_itself_wants_is_the_reason(cause, options, action):
-    departure = Departure(cause, "restarts without node3: rank 5 slow")
-    end = ended([75, 75], "SIGUSR2", cause, departure=departure)
+    planned_stop = PlannedStop(cause, "restarts without node3: rank 5 slow")
+    end = ended([75, 75], "SIGUSR2", cause, planned_stop=planned_stop)
     decision = after(end, policy=RequeuePolicy(on=()), options=options)
     assert (decision.action, decision.cause, decision.exit_code) == (action, cause, 75)
     assert decision.reason == "restarts without node3: rank 5 slow; resumes (restart 1)"

@@ -19,7 +19,7 @@ from trainkit.job.attempt import Attempt
 from trainkit.job.supervisor import Supervisor, supervise_job
 from trainkit.plan.launch import LaunchPlan, resized
 from trainkit.run.files import read_json
-from trainkit.run.group import RunGroup, create_point_run
+from trainkit.run.group import RunGroup, create_trial_run
 from trainkit.run.record import add_slurm_attempt
 from trainkit.run.rundir import RunDir
 from trainkit.run.submitted import (
@@ -164,23 +164,23 @@ def test_a_task_of_an_array_runs_what_its_group_was_submitted_with(
 ) -> None:
     group = make_group(tmp_path, {0: {}, 1: {"seed": 5}})
     record = group.record
-    named = submitted_group_hash(record.config, record.plan, group.points.values())
+    named = submitted_group_hash(record.config, record.plan, group.trials.values())
     monkeypatch.setenv(SUBMITTED_VARIABLE, named)
     group.update(job_id="12", cancelled_at=None)  # what changes while the array waits
     require_submitted_group(RunGroup(group.path))
-    create_point_run(group, group.point(1))
+    create_trial_run(group, group.trial(1))
     assert read_submitted(group.run(1))["num_nodes"] == record.plan["num_nodes"]
     plan_file = group.run(1).plan_file
     plan_file.write_text(json.dumps({**read_json(plan_file), "command": ["planted"]}))
     with pytest.raises(NotSubmitted, match=r"1/plan.json is not what"):
         read_submitted(group.run(1))
-    point = replace(group.point(1), plan={"command": ["planted"]})
+    trial = replace(group.trial(1), plan={"command": ["planted"]})
     content = read_json(group.sweep_file)
-    content["points"][1] |= {"plan": point.plan}
+    content["points"][1] |= {"plan": trial.plan}
     group.sweep_file.write_text(json.dumps(content))
     with pytest.raises(NotSubmitted, match=r"sweep.json is not what"):
         require_submitted_group(RunGroup(group.path))
-    # Resumed by itself, a point has a script of its own.
+    # Resumed by itself, a trial has a script of its own.
     own = group.run(1)
     monkeypatch.setenv(SUBMITTED_VARIABLE, submitted_hash(own.config_file.read_text(), read_json(plan_file)))
     read_submitted(own)

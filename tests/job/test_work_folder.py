@@ -75,12 +75,12 @@ def test_the_points_of_a_sweep_share_no_outputs(project: Path, tmp_path: Path) -
     group.path.mkdir()
     submit(project, group, "pkg")
     for index in range(2):
-        point = RunDir(group.path / str(index))
-        point.path.mkdir()
-        point.code_dir.symlink_to("../code")
-        point.job_file.write_bytes(group.job_file.read_bytes())
-        work = prepare_work_folder(point, read_job(point))
-        assert work.is_relative_to(point.path)
+        trial = RunDir(group.path / str(index))
+        trial.path.mkdir()
+        trial.code_dir.symlink_to("../code")
+        trial.job_file.write_bytes(group.job_file.read_bytes())
+        work = prepare_work_folder(trial, read_job(trial))
+        assert work.is_relative_to(trial.path)
         assert not (work / "ckpt.pt").exists()
         (work / "ckpt.pt").write_text(str(index))
 

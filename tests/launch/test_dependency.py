@@ -9,7 +9,7 @@ from tests.support.groups import make_group
 from trainkit.errors import UsageError
 from trainkit.launch import dependency
 from trainkit.launch.dependency import dependencies, dependency_ids, with_dependency
-from trainkit.observe.group import PointStatus
+from trainkit.observe.group import TrialStatus
 from trainkit.plan.launch import Batch, LaunchPlan, Layout, SlurmRequest
 from trainkit.run.files import write_json
 from trainkit.run.group import create_task_run
@@ -34,11 +34,11 @@ def plan(slurm: SlurmRequest | None) -> LaunchPlan:
     )
 
 
-def run(folder: str, state: str, job_id: str | None, reason: str | None = None) -> PointStatus:
-    return PointStatus(0, {}, state, reason, job_id, None, folder)
+def run(folder: str, state: str, job_id: str | None, reason: str | None = None) -> TrialStatus:
+    return TrialStatus(0, {}, state, reason, job_id, None, folder)
 
 
-def tasks(*states: str) -> list[PointStatus]:
+def tasks(*states: str) -> list[TrialStatus]:
     return [run(f"runs/g/{index}", state, f"12_{index}") for index, state in enumerate(states)]
 
 
@@ -79,7 +79,7 @@ RESUME = "resume it first: `trainkit resume 'runs/my first'`"
         ),
     ],
 )
-def test_what_cannot_finish_is_refused(runs: list[PointStatus], message: str, hint: str) -> None:
+def test_what_cannot_finish_is_refused(runs: list[TrialStatus], message: str, hint: str) -> None:
     with pytest.raises(UsageError) as caught:
         dependency_ids("name", runs, ["12"])
     assert caught.value.message == f"--after name: runs/{message}"
@@ -118,7 +118,7 @@ def test_a_point_on_another_cluster_may_have_the_id_of_its_array(
     monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
     monkeypatch.delenv("SLURM_CLUSTERS", raising=False)
     group = make_group(tmp_path, {0: {"seed": 1}, 1: {"seed": 2}}, cluster="east")
-    for index in group.points:
+    for index in group.trials:
         create_task_run(group.run(index))
         if index not in open_points:
             write_json(group.run(index).attempt(1).end_file, {"state": "finished", "action": "finished"})

@@ -55,7 +55,7 @@ def test_who_only_reads_makes_no_folder(group: RunGroup) -> None:
         assert status.place.num_nodes == 1
     assert not group.run(4).path.exists()
     for text in ("12_5", "group/5", str(group.path / "5"), "group/04"):
-        with pytest.raises(UsageError, match=r"has no point 5|does not contain a run"):
+        with pytest.raises(UsageError, match=r"has no trial 5|does not contain a run"):
             find_to_read(text)
 
 
@@ -68,7 +68,7 @@ def test_a_group_is_not_one_run(group: RunGroup) -> None:
 
 @pytest.mark.parametrize("text", ["12_5", "group/5"])
 def test_no_such_point(group: RunGroup, text: str) -> None:
-    with pytest.raises(UsageError, match="has no point 5"):
+    with pytest.raises(UsageError, match="has no trial 5"):
         find_run(text)
 
 

@@ -1,4 +1,4 @@
-"""Points are checked before anything is written, and one script serves all of them."""
+"""Trials are checked before anything is written, and one script serves all of them."""
 
 import json
 import subprocess
@@ -20,8 +20,8 @@ from trainkit.launch import submission
 from trainkit.launch.config_request import ConfigRequest
 from trainkit.launch.create import create_submission, start_group
 from trainkit.launch.plan_run import Gatherer, plan_run
-from trainkit.launch.submission import PlannedPoint, Submission, plan_submission
-from trainkit.launch.sweep import ArraySpec, LoadedPoint, group_points
+from trainkit.launch.submission import PlannedTrial, Submission, plan_submission
+from trainkit.launch.sweep import ArraySpec, LoadedTrial, group_trials
 from trainkit.plan.workload import TRAINER
 from trainkit.run.files import difference, read_json
 from trainkit.run.group import RunGroup
@@ -30,28 +30,28 @@ from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
 LRS: dict[int, dict[str, Any]] = {index: {"optimizer.lr": 0.1 * (index + 1)} for index in range(3)}
 
 
-def problems(folder: Path, points: dict[int, dict[str, Any]]) -> list[str]:
+def problems(folder: Path, trials: dict[int, dict[str, Any]]) -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        planned(folder, points)
+        planned(folder, trials)
     return [problem.render() for problem in caught.value.problems]
 
 
 def test_a_bad_value_names_its_point(tmp_path: Path) -> None:
     found = problems(tmp_path, {0: {"optimizer.lr": 0.1}, 1: {"optimizer.lr": -1}, 2: {"optimizer.lr": "x"}})
     assert found == [
-        "point 1 (optimizer.lr=-1): --sweep optimizer.lr=-1: optimizer.lr: must be a number above 0, not -1\n"
+        "trial 1 (optimizer.lr=-1): --sweep optimizer.lr=-1: optimizer.lr: must be a number above 0, not -1\n"
         "  hint: the default is 0.0003",
-        'point 2 (optimizer.lr=x): --sweep optimizer.lr=x: optimizer.lr: must be a number above 0, not "x"\n'
+        'trial 2 (optimizer.lr=x): --sweep optimizer.lr=x: optimizer.lr: must be a number above 0, not "x"\n'
         "  hint: the default is 0.0003",
     ]
 
 
 def test_what_several_points_have_in_common_is_said_once(tmp_path: Path) -> None:
-    points = {
+    trials = {
         index: {"seed": index, "train.device_batch_size": size} for index, size in enumerate((1, 3, 3, 3))
     }
-    (found,) = problems(tmp_path, points)
-    assert found.startswith("point 1 (seed=1, train.device_batch_size=3) and 2 more: small.yaml:4: train.")
+    (found,) = problems(tmp_path, trials)
+    assert found.startswith("trial 1 (seed=1, train.device_batch_size=3) and 2 more: small.yaml:4: train.")
     assert "which is not a multiple of 3 (" in found
 
 
@@ -80,14 +80,14 @@ def test_problems_are_cut_off(tmp_path: Path) -> None:
 def test_an_array_is_one_script(tmp_path: Path, values: dict[str, Any], what: str) -> None:
     with pytest.raises(UsageError) as caught:
         planned(tmp_path, {0: {"seed": 1}, 1: {"seed": 2, **values}})
-    assert "point 1 (seed=2, " in caught.value.message
-    assert "needs a different job than point 0" in caught.value.message
+    assert "trial 1 (seed=2, " in caught.value.message
+    assert "needs a different job than trial 0" in caught.value.message
     assert what in caught.value.message
 
 
 def test_layouts_may_differ_where_the_job_does_not(tmp_path: Path) -> None:
-    points = {0: {"parallel.dp_shard": 1}, 1: {"parallel.dp_shard": -1}, 2: {"launch.network": "lo"}}
-    assert [point.plan.layout.dp_shard for point in planned(tmp_path, points)] == [1, 1, 1]
+    trials = {0: {"parallel.dp_shard": 1}, 1: {"parallel.dp_shard": -1}, 2: {"launch.network": "lo"}}
+    assert [trial.plan.layout.dp_shard for trial in planned(tmp_path, trials)] == [1, 1, 1]
 
 
 def test_the_script_finds_the_run_of_its_task(tmp_path: Path) -> None:
@@ -124,20 +124,20 @@ def test_a_backslash_would_give_all_tasks_one_log(tmp_path: Path) -> None:
 
 
 def test_variables_that_differ_are_not_in_the_script(tmp_path: Path) -> None:
-    points = {index: {"launch.env": {"SAME": "1", "OWN": str(index)}} for index in range(2)}
-    group = make_group(tmp_path, points)
+    trials = {index: {"launch.env": {"SAME": "1", "OWN": str(index)}} for index in range(2)}
+    group = make_group(tmp_path, trials)
     text = group.script_file.read_text()
     assert "export SAME=1" in text
     assert "OWN" not in text
-    assert [group.points[index].config for index in range(2)] == [{}, {"launch.env.OWN": "1"}]
-    assert group.points[1].plan == {"env.OWN": "1"}
+    assert [group.trials[index].config for index in range(2)] == [{}, {"launch.env.OWN": "1"}]
+    assert group.trials[1].plan == {"env.OWN": "1"}
 
 
 def test_the_record_is_what_was_asked(tmp_path: Path) -> None:
     record = read_json(make_group(tmp_path, LRS).sweep_file)
     assert (record["version"], record["name"], record["job_id"]) == (1, "small", "12")
     assert record["keys"] == ["optimizer.lr"]
-    assert [point["values"] for point in record["points"]] == list(LRS.values())
+    assert [trial["values"] for trial in record["points"]] == list(LRS.values())
     assert record["points"][0] == {"index": 0, "values": {"optimizer.lr": 0.1}}
 
 
@@ -188,16 +188,16 @@ def test_a_group_that_slurm_does_not_take_leaves_no_trace(
 
 
 def test_ten_thousand_points_are_four_files(tmp_path: Path) -> None:
-    (point,) = planned(tmp_path, {0: {"seed": 0}})
-    many = [PlannedPoint(index, {"seed": index}, point.config, point.plan) for index in range(10_000)]
+    (trial,) = planned(tmp_path, {0: {"seed": 0}})
+    many = [PlannedTrial(index, {"seed": index}, trial.config, trial.plan) for index in range(10_000)]
     made = Submission(many, ArraySpec(tuple(range(10_000)), None))
     group = RunGroup(create_submission(made, ["trainkit"], tmp_path / "group").run.path)
     assert len([path for path in group.path.iterdir() if path.name != ".lock"]) == 4
     assert len(json.loads(group.sweep_file.read_text())["points"]) == 10_000
 
 
-def plan(points: Iterable[LoadedPoint], array: ArraySpec | None) -> Submission:
-    return plan_submission(points, array, TRAINER, after=(), warn=print)
+def plan(trials: Iterable[LoadedTrial], array: ArraySpec | None) -> Submission:
+    return plan_submission(trials, array, TRAINER, after=(), warn=print)
 
 
 @pytest.fixture
@@ -238,32 +238,32 @@ def test_points_that_differ_only_in_the_seed_are_planned_once(
 
     count(submission, "plan_run")
     count(ConfigRequest, "load")
-    spec, found = group_points(request_of_config, TRAINER, sweeps, array)
-    loaded = [point for point in found if point.values.get("optimizer.lr") != -1]
+    spec, found = group_trials(request_of_config, TRAINER, sweeps, array)
+    loaded = [trial for trial in found if trial.values.get("optimizer.lr") != -1]
     assert calls["load"] == num_loads
     made = plan(loaded, spec)
-    points = made.points
+    trials = made.trials
     assert calls["plan_run"] == num_plans
-    assert [point.values for point in points] == [point.values for point in loaded]
-    for point in points[:: len(points) - 1]:
-        flags = {key: (f"--sweep {key}={value}", value) for key, value in point.values.items()}
+    assert [trial.values for trial in trials] == [trial.values for trial in loaded]
+    for trial in trials[:: len(trials) - 1]:
+        flags = {key: (f"--sweep {key}={value}", value) for key, value in trial.values.items()}
         alone = load_config("run.yaml", flags=flags, environ={})
-        assert point.config == alone.config
-        assert point.plan == plan_run(alone, Gatherer().facts(alone))
+        assert trial.config == alone.config
+        assert trial.plan == plan_run(alone, Gatherer().facts(alone))
     group_made = RunGroup(create_submission(made, ["trainkit"], Path("group").absolute()).run.path)
-    base, own = group_made.record.config, points[-1].config.model_dump(mode="json", by_alias=True)
-    assert group_made.points[points[-1].index].config == difference(base, own)
+    base, own = group_made.record.config, trials[-1].config.model_dump(mode="json", by_alias=True)
+    assert group_made.trials[trials[-1].index].config == difference(base, own)
 
 
 def test_each_bad_point_is_reported_however_points_are_loaded(request_of_config: ConfigRequest) -> None:
-    array, points = group_points(request_of_config, TRAINER, ("optimizer.lr=0.1,-1", "seed=1,-2"), None)
+    array, trials = group_trials(request_of_config, TRAINER, ("optimizer.lr=0.1,-1", "seed=1,-2"), None)
     with pytest.raises(ConfigError) as caught:
-        plan(points, array)
+        plan(trials, array)
     lr = "--sweep optimizer.lr=-1: optimizer.lr: must be a number above 0, not -1"
     lr += "\n  hint: the default is 0.0003"
     seed = "--sweep seed=-2: seed: must be a whole number of at least 0 and below 9.22337e+18, not -2"
     seed += "\n  hint: the default is 0"
     assert [problem.render() for problem in caught.value.problems] == [
-        f"point 1 (optimizer.lr=0.1, seed=-2) and 1 more: {seed}",
-        f"point 2 (optimizer.lr=-1, seed=1) and 1 more: {lr}",
+        f"trial 1 (optimizer.lr=0.1, seed=-2) and 1 more: {seed}",
+        f"trial 2 (optimizer.lr=-1, seed=1) and 1 more: {lr}",
     ]

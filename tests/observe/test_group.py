@@ -19,7 +19,7 @@ from trainkit.observe.group import GroupFiles, GroupStatus, most_relevant
 from trainkit.run.end import Best
 from trainkit.run.events import log_event
 from trainkit.run.files import append_jsonl, read_json, to_json, write_json
-from trainkit.run.group import Point, RunGroup, create_task_run
+from trainkit.run.group import RunGroup, Trial, create_task_run
 from trainkit.run.record import add_slurm_attempt, claim_entry
 from trainkit.run.rundir import RunDir, run_lock
 from trainkit.scheduler import JobState
@@ -42,11 +42,11 @@ def status(group: RunGroup, known: dict[str, SlurmJob] | None) -> GroupStatus:
 
 
 def states(group: RunGroup, known: dict[str, SlurmJob] | None) -> list[str]:
-    return [point.state for point in status(group, known).points]
+    return [trial.state for trial in status(group, known).trials]
 
 
 def started(group: RunGroup, index: int) -> RunDir:
-    """A point whose task has started."""
+    """A trial whose task has started."""
     run = group.run(index)
     create_task_run(run)
     claim_entry(run, 1, 1)
@@ -63,11 +63,11 @@ def test_points_without_a_folder_are_what_slurm_says(tmp_path: Path) -> None:
     group = make_group(tmp_path, LRS)
     known = jobs(_0=JobState.PENDING, _1=JobState.RUNNING, _2=JobState.FAILED, _3=JobState.CANCELLED)
     assert states(group, known) == ["pending", "starting", "died", "cancelled"]
-    assert [point.job_id for point in status(group, known).points] == ["12_0", "12_1", "12_2", "12_3"]
+    assert [trial.job_id for trial in status(group, known).trials] == ["12_0", "12_1", "12_2", "12_3"]
     assert states(group, None) == ["unknown"] * 4
     assert list(group.path.glob("[0-9]*")) == []
     known = {"12_0": SlurmJob("12_0", JobState.PENDING, "PENDING", "DependencyNeverSatisfied")}
-    assert "will never start" in str(status(group, known).points[0].reason)
+    assert "will never start" in str(status(group, known).trials[0].reason)
 
 
 def test_what_is_forgotten_is_not_taken_for_finished(tmp_path: Path) -> None:
@@ -89,11 +89,11 @@ def test_points_that_run_and_that_have_ended(tmp_path: Path) -> None:
     ended(started(group, 3), "failed", None)
     known = jobs(_1=JobState.RUNNING, _2=JobState.REQUEUED)
     seen = status(group, known)
-    assert [point.state for point in seen.points] == ["finished", "running", "requeueing", "failed"]
+    assert [trial.state for trial in seen.trials] == ["finished", "running", "requeueing", "failed"]
     assert seen.states == {"failed": 1, "running": 1, "requeueing": 1, "finished": 1}
     assert (seen.best.index, seen.best.best) == (1, Best("val_loss", 2.25, 7))
     assert seen.age_s == 30.0
-    assert [point.index for point in most_relevant(seen, 3)] == [3, 1, 2]
+    assert [trial.index for trial in most_relevant(seen, 3)] == [3, 1, 2]
     assert GroupFiles(group).open_ids == ["12_1", "12_2"]
 
 
@@ -112,7 +112,7 @@ def test_points_that_have_run_for_long_take_no_longer(
 
     monkeypatch.setattr(json, "loads", counting)
     seen = status(group, jobs(**{f"_{index}": JobState.RUNNING for index in LRS}))
-    assert [point.best for point in seen.points] == [Best("loss", 2.5, 4999)] * 4
+    assert [trial.best for trial in seen.trials] == [Best("loss", 2.5, 4999)] * 4
     assert len(parsed) < 100
 
 
@@ -150,8 +150,8 @@ def test_a_point_that_was_started_again_on_its_own(tmp_path: Path) -> None:
         add_slurm_attempt(run, 2, "99", "requeue", "sbatch")
     look = GroupFiles(group)
     assert look.open_ids == ["99", "12_1", "12_2", "12_3"]
-    point = look.status({"99": SlurmJob("99", JobState.PENDING)}, NOW).points[0]
-    assert (point.state, point.job_id) == ("pending", "99")
+    trial = look.status({"99": SlurmJob("99", JobState.PENDING)}, NOW).trials[0]
+    assert (trial.state, trial.job_id) == ("pending", "99")
 
 
 def test_damaged_files_are_passed_over(tmp_path: Path) -> None:
@@ -194,8 +194,8 @@ def test_ten_thousand_points_cost_little_more_than_reading_them(
     # Of threads that wait for each other the processor time says nothing.
     monkeypatch.setattr("trainkit.observe.group.NUM_READERS", 1)
     group = make_group(tmp_path, {0: {"seed": 0}})
-    points = [Point(index, {"seed": index}) for index in range(10_000)]
-    write_json(group.sweep_file, group.record.to_dict(points))
+    trials = [Trial(index, {"seed": index}) for index in range(10_000)]
+    write_json(group.sweep_file, group.record.to_dict(trials))
     best = {"metric": "val_loss", "value": 2.5, "step": 5}
     end = json.dumps({"state": "finished", "action": "finished", "reason": "x" * 80, "best": best}, indent=2)
     for index in range(num_ended):
@@ -224,7 +224,7 @@ def test_ten_thousand_points_cost_little_more_than_reading_them(
         began_s = time.process_time()
         json.loads(json.dumps(json.loads(text), indent=2))
         answer_s = time.process_time() - began_s
-        # Little more than reading the two files of each point, which nobody can do without, and the answer.
+        # Little more than reading the two files of each trial, which nobody can do without, and the answer.
         least_s.append(3 * answer_s + 1.5 * reading_s)
     assert min(took_s) < min(least_s), (took_s, least_s)
     assert seen.states == ({"finished": 10_000} if num_ended else {"pending": 10_000})
@@ -242,16 +242,16 @@ def test_a_group_on_another_cluster_is_asked_of_that_one(
     started(group, 0)
     group.update(cluster="east")
     names = ["12_0", "12_1;east", "12_2;east", "12_3;east"]
-    assert GroupFiles(group).open_ids == names, "the first point was started here"
+    assert GroupFiles(group).open_ids == names, "the first trial was started here"
     # Its ids exist here too, as those of other jobs.
     here = jobs(_0=JobState.RUNNING, _1=JobState.RUNNING, _2=JobState.RUNNING)
     assert states(group, here)[1:] == ["unknown"] * 3
     there = {f"{job};east": info for job, info in jobs(_1=JobState.RUNNING, _2=JobState.PENDING).items()}
     there["12_3;east"] = SlurmJob("12_3", JobState.UNKNOWN)
     assert states(group, here | there) == ["starting", "starting", "pending", "died"]
-    points = to_json(GroupFiles(group).status(here | there, NOW).points)
-    assert [point.get("cluster") for point in points] == [None, "east", "east", "east"]
-    assert "cluster" not in points[0]
+    trials = to_json(GroupFiles(group).status(here | there, NOW).trials)
+    assert [trial.get("cluster") for trial in trials] == [None, "east", "east", "east"]
+    assert "cluster" not in trials[0]
     done: list[tuple[str, Sequence[str]]] = []
     away: list[str] = []
 
@@ -266,7 +266,7 @@ def test_a_group_on_another_cluster_is_asked_of_that_one(
         monkeypatch.setattr(control_cancel, name, lambda ids, name=name: done.append((name, ids)))
     monkeypatch.setattr(control_cancel, "send_signal", lambda ids, signal: done.append((signal, ids)))
     cancel_group(group, now=False, wait=False)
-    # The first point, as one that was resumed, has a job that is none of the group's array.
+    # The first trial, as one that was resumed, has a job that is none of the group's array.
     assert done == [("cancel_waiting", ["12;east", "12_0"]), ("SIGTERM", ["12;east", "12_0"])]
     for away[:], jobs_there in ((["east"], ["12_0"]), ([""], ["12;east"]), (["", "east"], [])):
         done.clear()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.groups import make_group
-from trainkit.observe.group import GroupStatus, PointStatus
+from trainkit.observe.group import GroupStatus, TrialStatus
 from trainkit.observe.notebook import (
     HEIGHT,
     MAX_CELL,
@@ -159,20 +159,20 @@ def test_a_result_whose_repr_is_broken_or_long_leaves_the_table() -> None:
     assert found.names == {"table", "tr", "th", "td"}
 
 
-def group(num_points: int, num_keys: int = 1, state: str = "finished", **values: object) -> GroupStatus:
+def group(num_trials: int, num_keys: int = 1, state: str = "finished", **values: object) -> GroupStatus:
     keys = [f"key{number}" for number in range(num_keys)]
     points = [
-        PointStatus(
+        TrialStatus(
             index,
             {**dict.fromkeys(keys, index), **values},
-            "failed" if index == num_points - 1 else state,
-            "rank 0: <b>LookupError</b>" if index == num_points - 1 else None,
+            "failed" if index == num_trials - 1 else state,
+            "rank 0: <b>LookupError</b>" if index == num_trials - 1 else None,
             None,
             Best("val_loss", 1 / (index + 1), 5),
             f"/runs/{index}",
             written={**dict.fromkeys(keys, index), **values},
         )
-        for index in range(num_points)
+        for index in range(num_trials)
     ]
     named = [*keys, *values]
     return GroupStatus("lr <sweep>", "/runs", None, "", named, 1, 1, None, points, Ranking("val_loss"))

@@ -162,9 +162,9 @@ def test_one_metric_ranks_a_group(
 ) -> None:
     found = status(group_of(tmp_path, runs), asked)
     assert found.ranking.heading == heading
-    assert [point.score for point in found.points] == results
-    ranked = sorted(found.points, key=lambda point: found.ranking.order(point.score))
-    assert "".join(str(point.index) for point in ranked) == order
+    assert [trial.score for trial in found.trials] == results
+    ranked = sorted(found.trials, key=lambda trial: found.ranking.order(trial.score))
+    assert "".join(str(trial.index) for trial in ranked) == order
     best = found.best
     assert (best and str(best.index)) == (order[0] if any(one is not None for one in results) else None)
     value = found.to_dict()
@@ -191,18 +191,18 @@ def test_since_when_it_has_diverged(
     tmp_path: Path, curves: Curves, asked: str | None, since: int | None
 ) -> None:
     group = group_of(tmp_path, [curves, {"loss": "5", "accuracy": "0"}])
-    point = status(group, asked).points[0]
-    assert (point.state, point.diverged_since) == ("finished", since)
+    trial = status(group, asked).trials[0]
+    assert (trial.state, trial.diverged_since) == ("finished", since)
     said = "it finished" if since is None else f"diverged since step {since}; it finished"
-    assert point.reason == said
-    assert point.problem == ("" if since is None else said)
+    assert trial.reason == said
+    assert trial.problem == ("" if since is None else said)
 
 
 def test_a_run_that_still_runs_and_one_that_has_not_started(tmp_path: Path) -> None:
     group = group_of(tmp_path, [{"loss": "3"}, None, None])
     started(group, 1, {"loss": "1 nan", "val_loss": "0.5"})
-    points = status(group).points
-    assert [(point.score, point.diverged_since, point.step) for point in points] == [
+    trials = status(group).trials
+    assert [(trial.score, trial.diverged_since, trial.step) for trial in trials] == [
         (3.0, None, None),
         (None, 2, 2),
         (None, None, None),
@@ -217,7 +217,7 @@ def test_lines_that_are_cut_off_and_other_types(tmp_path: Path) -> None:
         )
         stream.write('{"step": 5, "f1": 0.25}\n{"step": 6, "f1": 0.5')
     found = status(group, "f1")
-    assert [point.best for point in found.points] == [Best("f1", 0.25, 5), None]
+    assert [trial.best for trial in found.trials] == [Best("f1", 0.25, 5), None]
 
 
 def test_steps_that_a_later_attempt_computed_again(tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_the_best_metric_of_the_config_ranks(tmp_path: Path) -> None:
     ]
     found = status(group_of(tmp_path, runs, best_metric="val_accuracy", best_mode="max"))
     assert (found.ranking, found.best and found.best.index) == (Ranking("val_accuracy", "max"), 1)
-    assert [point.index for point in most_relevant(found, 3)] == [1, 0, 2]
+    assert [trial.index for trial in most_relevant(found, 3)] == [1, 0, 2]
     assert status(RunGroup(found.run_dir), "val_loss").ranking == Ranking("val_loss")
 
 
@@ -252,11 +252,11 @@ def test_the_metric_of_an_ended_run_is_read_once(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(ranking, "measure", counted)
     for _ in range(3):
-        assert [point.best for point in status(group).points] == [Best("f1", 0.9, 2), Best("f1", 0.2, 1)]
+        assert [trial.best for trial in status(group).trials] == [Best("f1", 0.9, 2), Best("f1", 0.2, 1)]
     assert sorted(read) == [group.run(index).path for index in (0, 1)]
     with group.run(1).metrics_file.open("a") as stream:
         stream.write('{"step": 2, "f1": 0.95}\n')
-    assert status(group).points[1].best == Best("f1", 0.95, 2)
+    assert status(group).trials[1].best == Best("f1", 0.95, 2)
 
 
 def test_no_run_has_the_best_metric_of_the_config_yet(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from trainkit.capabilities.report.compared_runs import compared_values
 from trainkit.config import RunConfig, dump_effective
 from trainkit.observe.values import asked_of
 from trainkit.run.files import write_json
-from trainkit.run.group import GroupRecord, Point
+from trainkit.run.group import GroupRecord, Trial
 from trainkit.run.rundir import RunDir
 
 FUNCTION = ["/usr/bin/python3", "-m", "trainkit.function"]
@@ -49,7 +49,7 @@ def test_a_launcher_had_what_it_was_given(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "values", "expected"),
     [
-        # The words of a point are those of its group.
+        # The words of a trial are those of its group.
         (SCRIPT, {"lr": "1e-4"}, {"lr": "1e-4", "COMMAND": "python train.py --lr '{lr}'"}),
         (SCRIPT, {"seed": 3, "resources.nodes": 1}, {"seed": 3, "resources.nodes": 2}),
         # Parameters may be named like keys of the config.
@@ -62,7 +62,7 @@ def test_a_point_had_its_values(
 ) -> None:
     group = tmp_path / "group"
     run = made(group / "0", {"command": command}, {"resources": {"nodes": 2}})
-    write_json(group / "sweep.json", GroupRecord(name="group").to_dict([Point(0, values)]))
+    write_json(group / "sweep.json", GroupRecord(name="group").to_dict([Trial(0, values)]))
     argv = ["trainkit", "submit", "--sweep", "lr=1e-4", "--", "python", "train.py", "--lr", "{lr}"]
     write_json(run.provenance_file, {"argv": argv})
     found = asked_of(run)

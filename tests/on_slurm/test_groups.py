@@ -45,7 +45,7 @@ def status(login: Login, group: RunGroup, **more: Any) -> dict[str, Any]:
 def wait_for_states(
     login: Login, group: RunGroup, timeout_s: float = 240.0, **expected: int
 ) -> dict[str, Any]:
-    """The status of a group when its points are in these states."""
+    """The status of a group when its trials are in these states."""
 
     def seen() -> dict[str, Any] | None:
         now = status(login, group)
@@ -69,8 +69,8 @@ def counting_calls(login: Login) -> tuple[dict[str, str], Path]:
 
 def test_a_sweep_trains_each_point_as_a_run_of_its_own(login: Login) -> None:
     fast = ["--gpus-per-node", "1", *settings(*FAST, *TRAINED)]
-    points = ["--sweep", "optimizer.lr=1e-3,1e-2", "--sweep", "train.device_batch_size=4"]
-    args = [*fast, "--name", "fast", *points]
+    trials = ["--sweep", "optimizer.lr=1e-3,1e-2", "--sweep", "train.device_batch_size=4"]
+    args = [*fast, "--name", "fast", *trials]
     shown = login.trainkit("submit", str(login.config), *args, "--dry-run")
     assert shown.returncode == 0, shown.stderr
     assert "2 runs: optimizer.lr=0.001,0.01 x train.device_batch_size=4" in shown.stderr
@@ -80,12 +80,12 @@ def test_a_sweep_trains_each_point_as_a_run_of_its_own(login: Login) -> None:
     assert group.script_file.read_text() == shown.stdout
     assert login.cluster.batch_script(group.job_id).decode() == shown.stdout
     seen = wait_for_states(login, group, 400.0, finished=2)
-    assert [point["values"]["optimizer.lr"] for point in seen["points"]] == [1e-3, 1e-2]
-    assert [point["job_id"] for point in seen["points"]] == [f"{group.job_id}_0", f"{group.job_id}_1"]
+    assert [trial["values"]["optimizer.lr"] for trial in seen["points"]] == [1e-3, 1e-2]
+    assert [trial["job_id"] for trial in seen["points"]] == [f"{group.job_id}_0", f"{group.job_id}_1"]
     assert seen["best"]["index"] == 1
     assert seen["best"]["best"] == {
         "metric": "val_loss",
-        "value": min(point["best"]["value"] for point in seen["points"]),
+        "value": min(trial["best"]["value"] for trial in seen["points"]),
         "step": 3,
     }
     here = [*fast, *settings("optimizer.lr=0.01"), "--name", "one", "--backend", "local", "--follow"]
@@ -120,13 +120,13 @@ def test_a_point_is_steered_alone(login: Login) -> None:
     assert "2 runs ended" in done.stderr
     assert status(login, group)["states"] == {"cancelled": 3}
     assert "asked by" in (runs[5].attempt(1).rank_log(0)).read_text()
-    # A point continues as a job of its own, and the group knows.
+    # A trial continues as a job of its own, and the group knows.
     again = login.trainkit("requeue", "small/5", "--json")
     assert again.returncode == 0, again.stderr
     own_job = json.loads(again.stdout)["job_id"]
     login.wait_for_log(runs[5], "attempt 2 rank 0", attempt=2)
-    point = status(login, group)["points"][2]
-    assert (point["state"], point["job_id"]) == (login.status(runs[5])["state"], own_job)
+    trial = status(login, group)["points"][2]
+    assert (trial["state"], trial["job_id"]) == (login.status(runs[5])["state"], own_job)
     assert login.trainkit("cancel", "small").returncode == 0
     wait_for_states(login, group, cancelled=3)
 

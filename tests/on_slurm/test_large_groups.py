@@ -39,7 +39,7 @@ def limit(cluster: Cluster, max_jobs: int) -> None:
 def test_all_run_and_each_once(login: Login) -> None:
     waits = 'while [ ! -e "$0/go" ]; do sleep 0.2; done; echo "$SLURM_ARRAY_TASK_ID" >> "$0/ran"'
     group = submit(login, "--array", "0-12", "--", "sh", "-c", waits, str(login.folder))
-    assert 1 <= len(group.points) - len(group.left) <= MAX_JOBS
+    assert 1 <= len(group.trials) - len(group.left) <= MAX_JOBS
     shown = login.trainkit("status", str(group.path))
     assert "Slurm takes no more jobs of this user at once" in shown.stdout
     (login.folder / "go").touch()
@@ -52,28 +52,28 @@ def test_all_run_and_each_once(login: Login) -> None:
     report = json.loads(login.trainkit("report", str(group.path), "--json", check=True).stdout)
     assert report["states"] == {"finished": 13}
     assert len(report["points"]) == 13
-    points = {point["index"]: Path(point["run_dir"]).name for point in report["points"]}
-    assert points == {index: group.run(index).path.name for index in range(13)}
+    trials = {trial["index"]: Path(trial["run_dir"]).name for trial in report["points"]}
+    assert trials == {index: group.run(index).path.name for index in range(13)}
     assert report["worker_hours"] > 0
     logs = [group.run(index).attempt(1).supervisor_log.read_text() for index in (0, 12)]
     assert all("finished" in log for log in logs)
 
 
 def test_it_is_cancelled_as_one(login: Login) -> None:
-    cancelled_as_one(login, num_points=15, max_jobs=MAX_JOBS)
+    cancelled_as_one(login, num_trials=15, max_jobs=MAX_JOBS)
 
 
-def cancelled_as_one(login: Login, num_points: int, max_jobs: int) -> None:
+def cancelled_as_one(login: Login, num_trials: int, max_jobs: int) -> None:
     """Cancel a group of which two run and most are not submitted yet."""
-    group = submit(login, "--array", f"0-{num_points - 1}%2", "--", "python", "listens.py")
+    group = submit(login, "--array", f"0-{num_trials - 1}%2", "--", "python", "listens.py")
     wait_for(lambda: status(login, group)["states"].get("running", 0) == 2, "two of them run")
     done = login.trainkit("cancel", str(group.path), "--wait")
     assert done.returncode == 0, done.stderr
     now = status(login, group)
     assert set(now["states"]) <= {"cancelled", "stopped"}, now["states"]
-    assert sum(now["states"].values()) == num_points
+    assert sum(now["states"].values()) == num_trials
     assert login.jobs() == []
-    assert len(RunGroup(group.path).left) >= num_points - max_jobs
+    assert len(RunGroup(group.path).left) >= num_trials - max_jobs
 
 
 def test_what_is_left_is_submitted_by_hand(login: Login, cluster: Cluster, tmp_path: Path) -> None:

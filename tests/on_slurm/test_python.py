@@ -88,9 +88,9 @@ def test_job_environment_on_slurm(login: Login) -> None:
     assert done.returncode == 0, done.stderr
     found = [line.partition(" ") for line in done.stdout.splitlines()]
     log = "in the log\\n"
-    *points, (job_id, _, per_node) = found
-    assert len({one for one, *_ in points}) == 4
-    for index, (one, _, shown) in enumerate(points):
+    *trials, (job_id, _, per_node) = found
+    assert len({one for one, *_ in trials}) == 4
+    for index, (one, _, shown) in enumerate(trials):
         array, _, task = one.partition("_")
         assert task == str(index % 2)
         assert shown == " ".join(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from trainkit.cli.usage import _cut_setting
 from trainkit.errors import UsageError
 from trainkit.formats import short_keys, shown
-from trainkit.plan.sweep import _meant_values, filled_in, parse_axis, sweep_points
+from trainkit.plan.sweep import _meant_values, filled_in, parse_axis, sweep_trials
 from trainkit.run.files import changed, difference
 
 
@@ -55,7 +55,7 @@ def test_no_hint_is_a_list_of_nothing(raw: str) -> None:
         ("seed=1 # 2", "is not a list of YAML values", ""),
         ("seed=1,2,1", "1 appears twice", "give each value once"),
         ("optimizer.lrr=1", "unknown key optimizer.lrr", "did you mean optimizer.lr?"),
-        ("name=a,b", "name cannot be swept: every point has the name of its group", ""),
+        ("name=a,b", "name cannot be swept: every trial has the name of its group", ""),
     ],
 )
 def test_what_is_no_sweep(text: str, message: str, hint: str) -> None:
@@ -76,9 +76,9 @@ def test_environment_variables_get_values_as_they_are_written() -> None:
 
 def test_a_command_can_contain_swept_values() -> None:
     command = ("python", "train.py", "--lr={lr}", '{"lr": {lr}}', "{optimizer.lr}", "{other}")
-    points = sweep_points(["lr=1e-4,3e-4", "optimizer.lr=0.5"], command)
-    assert points == [{"lr": "1e-4", "optimizer.lr": 0.5}, {"lr": "3e-4", "optimizer.lr": 0.5}]
-    assert filled_in(command, points[1]) == (
+    trials = sweep_trials(["lr=1e-4,3e-4", "optimizer.lr=0.5"], command)
+    assert trials == [{"lr": "1e-4", "optimizer.lr": 0.5}, {"lr": "3e-4", "optimizer.lr": 0.5}]
+    assert filled_in(command, trials[1]) == (
         "python",
         "train.py",
         "--lr=3e-4",
@@ -87,12 +87,12 @@ def test_a_command_can_contain_swept_values() -> None:
         "{other}",
     )
     with pytest.raises(UsageError, match="unknown key rate") as caught:
-        sweep_points(["rate=1,2"], command)
+        sweep_trials(["rate=1,2"], command)
     assert caught.value.hint == "write {rate} in the COMMAND where its value belongs"
 
 
 def test_every_combination_the_last_key_fastest() -> None:
-    assert sweep_points(["optimizer.lr=1e-4,3e-4", "seed=1,2"]) == [
+    assert sweep_trials(["optimizer.lr=1e-4,3e-4", "seed=1,2"]) == [
         {"optimizer.lr": 1e-4, "seed": 1},
         {"optimizer.lr": 1e-4, "seed": 2},
         {"optimizer.lr": 3e-4, "seed": 1},
@@ -102,13 +102,13 @@ def test_every_combination_the_last_key_fastest() -> None:
 
 def test_a_key_has_one_axis() -> None:
     with pytest.raises(UsageError, match="--sweep seed appears twice"):
-        sweep_points(["seed=1", "seed=2"])
+        sweep_trials(["seed=1", "seed=2"])
 
 
 def test_a_typing_error_does_not_make_a_million_runs() -> None:
     hundred = ",".join(map(str, range(100)))
     with pytest.raises(UsageError, match="1,000,000 combinations; the maximum is 100,000"):
-        sweep_points([f"seed={hundred}", f"train.steps={hundred}", f"data.seq_len={hundred}"])
+        sweep_trials([f"seed={hundred}", f"train.steps={hundred}", f"data.seq_len={hundred}"])
 
 
 def test_for_people() -> None:

@@ -1,4 +1,4 @@
-"""The run folder of a point: made late, made once, and as complete as any."""
+"""The run folder of a trial: made late, made once, and as complete as any."""
 
 import os
 import threading
@@ -25,7 +25,7 @@ POINTS = {
 
 @pytest.mark.parametrize("index", POINTS)
 def test_a_point_has_the_config_and_plan_that_were_checked(tmp_path: Path, index: int) -> None:
-    checked = {point.index: point for point in planned(tmp_path, POINTS)}
+    checked = {trial.index: trial for trial in planned(tmp_path, POINTS)}
     group = make_group(tmp_path, POINTS)
     run = group.run(index)
     create_task_run(run)
@@ -65,12 +65,12 @@ def test_a_point_is_a_complete_run(tmp_path: Path) -> None:
     assert (run.path.stat().st_mode & 0o777) == 0o700
 
 
-@pytest.mark.parametrize("points", [[{}], [{"index": "0"}], [3], "0", None])
-def test_a_group_whose_points_are_damaged(tmp_path: Path, points: object) -> None:
+@pytest.mark.parametrize("trials", [[{}], [{"index": "0"}], [3], "0", None])
+def test_a_group_whose_points_are_damaged(tmp_path: Path, trials: object) -> None:
     group = make_group(tmp_path, POINTS)
-    write_json(group.sweep_file, {**read_json(group.sweep_file), "points": points})
+    write_json(group.sweep_file, {**read_json(group.sweep_file), "points": trials})
     with pytest.raises(UsageError, match=r"sweep\.json was not written by trainkit"):
-        _ = RunGroup(group.path).points
+        _ = RunGroup(group.path).trials
 
 
 def test_what_slurm_logs_is_the_log_of_the_supervisor(tmp_path: Path) -> None:
@@ -130,9 +130,9 @@ def test_runs_that_are_no_points_are_left_alone(tmp_path: Path) -> None:
     for path in (tmp_path / "other", tmp_path / "5", group.path / "logs", group.path / "07"):
         create_task_run(RunDir(path))
         assert not (path / "attempts").exists()
-    with pytest.raises(UsageError, match="has no point 3") as caught:
+    with pytest.raises(UsageError, match="has no trial 3") as caught:
         create_task_run(group.run(3))
-    assert caught.value.hint == "its points are 0 to 7"
+    assert caught.value.hint == "its trials are 0 to 7"
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from trainkit.run.files import write_json
-from trainkit.run.group import GroupRecord, Point
+from trainkit.run.group import GroupRecord, Trial
 from trainkit.run.rundir import RunDir
-from trainkit.run.trial import MAX_PARTS, Trial, as_number, group_values, trial_values, values_of
+from trainkit.run.trial import MAX_PARTS, SweeperTrial, as_number, group_values, trial_values, values_of
 
 Pair = namedtuple("Pair", "lr betas")
 
@@ -128,7 +128,7 @@ def test_parts_of_parts() -> None:
 
 def test_a_trial_has_the_names_that_it_gives() -> None:
     trial = Asked(4, {"lr": "1e-4", "optimizer.name": "sgd", "layers": {"depth": 2}})
-    assert isinstance(trial, Trial)
+    assert isinstance(trial, SweeperTrial)
     values = {"lr": "1e-4", "optimizer.name": "sgd", "layers.depth": 2}
     assert trial_values({"trial": trial}) == values
     assert trial_values({"trial": Asked(0, {})}) == {}
@@ -248,6 +248,6 @@ def test_the_values_of_a_run_and_of_one_of_a_group(tmp_path: Path) -> None:
     assert values_of(run) == {}
     group = tmp_path / "group"
     group.mkdir()
-    write_json(group / "sweep.json", GroupRecord(name="group").to_dict([Point(0, {"lr": 0.1})]))
+    write_json(group / "sweep.json", GroupRecord(name="group").to_dict([Trial(0, {"lr": 0.1})]))
     assert values_of(RunDir(group / "0")) == {"lr": 0.1}
     assert values_of(RunDir(group / "1")) == {}

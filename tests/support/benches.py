@@ -12,7 +12,7 @@ from trainkit.capabilities.bench.run_bench import LAYOUT, Bench, BenchLength, Be
 from trainkit.plan.launch import Layout
 from trainkit.plan.layout_rules import DEGREES, layout_name
 from trainkit.run.files import append_jsonl, write_json
-from trainkit.run.group import GroupRecord, Point
+from trainkit.run.group import GroupRecord, Trial
 from trainkit.run.process import ProcessId, own_host
 from trainkit.run.rundir import RunDir
 
@@ -23,18 +23,18 @@ TWO = (Layout(1, 2), Layout(1, 1, tp=2))
 def made_up_bench(folder: Path, layouts: tuple[Layout, ...] = TWO, repeats: int = 1) -> Bench:
     """A bench of layouts on this machine that was cancelled before anything started."""
     folder.mkdir(exist_ok=True)
-    runs, points = [], []
+    runs, trials = [], []
     for index, (repeat, layout) in enumerate(product(range(1, repeats + 1), layouts)):
         values = {LAYOUT: layout_name(layout, {})}
         degrees = {degree: getattr(layout, degree) for degree in DEGREES}
         runs.append(BenchRun(str(index), values, repeat, degrees, 4, 4, []))
-        points.append(Point(index, {**values, "repeat": repeat} if repeats > 1 else values))
-    keys = list(points[0].values)
+        trials.append(Trial(index, {**values, "repeat": repeat} if repeats > 1 else values))
+    keys = list(trials[0].values)
     ended = ProcessId(own_host(), "an earlier one", 1)
     record = GroupRecord(
         name="small-layouts", backend="local", keys=keys, process=ended, cancelled_at=stamp(0)
     )
-    write_json(folder / "sweep.json", record.to_dict(points))
+    write_json(folder / "sweep.json", record.to_dict(trials))
     bench = Bench(
         *("layouts", "small.yaml", "local", "cpu", LENGTH, repeats, [LAYOUT], [], runs, {}, [], folder)
     )

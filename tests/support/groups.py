@@ -11,8 +11,8 @@ from trainkit.cluster.target import Target
 from trainkit.config import load_config
 from trainkit.errors import ConfigError
 from trainkit.launch.create import create_submission
-from trainkit.launch.submission import PlannedPoint, Submission, checked
-from trainkit.launch.sweep import ArraySpec, LoadedPoint
+from trainkit.launch.submission import PlannedTrial, Submission, checked
+from trainkit.launch.sweep import ArraySpec, LoadedTrial
 from trainkit.plan.facts import Facts
 from trainkit.plan.make_plan import make_plan
 from trainkit.plan.workload import Workload
@@ -29,34 +29,34 @@ LOGIN_NODE = Machine(4, 0, (), "a login node")
 
 
 def planned(
-    folder: Path, points: dict[int, dict[str, Any]], command: tuple[str, ...] | None = None
-) -> list[PlannedPoint]:
-    """Points of a config in a folder; ConfigError and UsageError as `trainkit submit` gives them."""
+    folder: Path, trials: dict[int, dict[str, Any]], command: tuple[str, ...] | None = None
+) -> list[PlannedTrial]:
+    """Trials of a config in a folder; ConfigError and UsageError as `trainkit submit` gives them."""
     config_file = folder / "small.yaml"
     config_file.write_text(CONFIG)
 
     target = Target("sbatch", "a test", Cluster("unknown"))
     result, refused = [], []
-    for index, values in points.items():
+    for index, values in trials.items():
         flags = {key: (f"--sweep {key}={value}", value) for key, value in values.items()}
         try:
             loaded = load_config(config_file, flags=flags, environ={}, cwd=folder)
             plan = make_plan(loaded, Facts(LOGIN_NODE, target), Workload(command or ()))
-            result.append(PlannedPoint(index, values, loaded.config, plan))
+            result.append(PlannedTrial(index, values, loaded.config, plan))
         except ConfigError as error:
-            refused.append(LoadedPoint(index, values, error))
-    return checked(result, refused, ArraySpec(tuple(points), None)).points
+            refused.append(LoadedTrial(index, values, error))
+    return checked(result, refused, ArraySpec(tuple(trials), None)).trials
 
 
 def make_group(
     folder: Path,
-    points: dict[int, dict[str, Any]],
+    trials: dict[int, dict[str, Any]],
     job_id: str | None = "12",
     command: tuple[str, ...] | None = None,
     **record: Any,
 ) -> RunGroup:
     """A group at ``folder/group`` whose array is said to be a job, and what is changed in its sweep.json."""
-    submission = Submission(planned(folder, points, command), ArraySpec(tuple(points), None))
+    submission = Submission(planned(folder, trials, command), ArraySpec(tuple(trials), None))
     group = RunGroup(create_submission(submission, ["trainkit", "submit"], folder / "group").run.path)
     group.update(job_id=job_id, submitted_at=SUBMITTED_AT, **record)
     return group

@@ -13,7 +13,7 @@ from typing import Any
 
 from trainkit.config import RunConfig, dump_effective
 from trainkit.run.files import write_json
-from trainkit.run.group import GroupRecord, Point, RunGroup
+from trainkit.run.group import GroupRecord, RunGroup, Trial
 from trainkit.run.rundir import RunDir
 
 BEGAN = datetime(2026, 1, 1, tzinfo=timezone.utc)
@@ -28,21 +28,21 @@ def stamp(seconds: float) -> str:
 def made_up_sweep(
     folder: Path, axes: Mapping[str, Sequence[Any]], num_steps: int = 20, failed: int = -1
 ) -> RunGroup:
-    """A sweep that has ended; the point with index `failed` crashed.
+    """A sweep that has ended; the trial with index `failed` crashed.
 
-    Its best point is the one with the values nearest to the middle of each axis.
+    Its best trial is the one with the values nearest to the middle of each axis.
     """
     folder.mkdir()
     config = RunConfig.model_validate({"name": "mine", "train": {"steps": num_steps}})
-    points = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+    trials = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
     plan = {"num_nodes": 1, "workers_per_node": 2, "world_size": 2, "device": "cpu", "backend": "sbatch"}
     record = GroupRecord(name="mine", backend="sbatch", job_id="77", keys=list(axes), plan=plan)
     record = replace(record, config=config.model_dump(mode="json", by_alias=True))
-    write_json(folder / "sweep.json", record.to_dict(map(Point, range(len(points)), points)))
+    write_json(folder / "sweep.json", record.to_dict(map(Trial, range(len(trials)), trials)))
     argv = ["trainkit", "submit", "mine.yaml", "--sweep", "a b=1,2"]
     write_json(folder / "provenance.json", {"argv": argv})
     group = RunGroup(folder)
-    for index, values in enumerate(points):
+    for index, values in enumerate(trials):
         away = sum(
             abs(list(axes[key]).index(value) - (len(axes[key]) - 1) / 2) for key, value in values.items()
         )

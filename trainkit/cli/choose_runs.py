@@ -142,8 +142,8 @@ def _configs(status: RunStatus | GroupStatus) -> list[FlatConfig]:
     common = _with_entries(with_effect(dict(flatten(record.config)), plan))
     kept = OF_CONFIG if is_function(plan) else ()
     return [
-        {**common, **_with_entries({key: value for key, value in point.written.items() if key not in kept})}
-        for point in status.points
+        {**common, **_with_entries({key: value for key, value in trial.written.items() if key not in kept})}
+        for trial in status.trials
     ]
 
 

@@ -23,10 +23,10 @@ from trainkit.observe.current import look_at, query_group, read_all
 from trainkit.observe.group import (
     FIGURES,
     GroupStatus,
-    PointStatus,
+    TrialStatus,
     column_of,
     most_relevant,
-    sorted_points,
+    sorted_trials,
     state_counts,
 )
 from trainkit.observe.ranking import UnknownMetricError, asked_metric, config_ranking, rank
@@ -66,7 +66,7 @@ if TYPE_CHECKING:
 
 HEADING = ("RUN", "STATE", "ATTEMPT", "WORKERS", "STEP", "LOSS", "TOKENS/S", "AGE")
 MAX_ENDED_RUNS = 15
-MAX_POINTS = 20
+MAX_TRIALS = 20
 MAX_REASON = 60
 MIN_NAME = 24
 """Columns that a name or another text gets before others are left out."""
@@ -169,7 +169,7 @@ def show_runs(
     except UnknownMetricError as error:
         raise error if by_metric is None else error.as_sort_key(columns) from None
     if sort_key is not None:
-        status = replace(status, points=sorted_points(status, column))
+        status = replace(status, trials=sorted_trials(status, column))
     if as_json:
         echo_json(status.to_dict())
         return
@@ -180,17 +180,17 @@ def show_runs(
         "group": status.name,
         "folder": status.run_dir,
         "job": status.array and f"{job} [{status.array}]{place}, submitted {duration(status.age_s)} ago",
-        "runs": f"{len(status.points):,}: {state_counts(status.states)}",
+        "runs": f"{len(status.trials):,}: {state_counts(status.states)}",
         "best": Styled(f"{best}: {_result(best.best)}", TITLE) if best and best.best else "-",
     }
-    num_shown = len(status.points) if show_all else MAX_POINTS
-    shown = most_relevant(status, num_shown) if sort_key is None else status.points[:num_shown]
+    num_shown = len(status.trials) if show_all else MAX_TRIALS
+    shown = most_relevant(status, num_shown) if sort_key is None else status.trials[:num_shown]
     if show_all and sort_key is None:
-        shown = status.points
-    rows = points_rows(status, shown, [column] if column in ("step", "age") else [])
+        shown = status.trials
+    rows = trial_rows(status, shown, [column] if column in ("step", "age") else [])
     click.echo(f"{_details(lines)}\n\n{table(rows, fit=terminal_width(), cuts=True)}")
-    if len(shown) < len(status.points):
-        click.echo(_not_shown(len(status.points) - len(shown)))
+    if len(shown) < len(status.trials):
+        click.echo(_not_shown(len(status.trials) - len(shown)))
 
 
 def _show_all_runs(show_all: bool, as_json: bool, below: Path | None) -> None:
@@ -228,7 +228,7 @@ def _show_chosen(choice: Choice, below: Path | None, as_json: bool) -> None:
 
 
 def _echo_json_of(statuses: Sequence[RunStatus | GroupStatus]) -> None:
-    """Print the runs of a list as JSON, groups without their points."""
+    """Print the runs of a list as JSON, groups without their trials."""
     values = [status.to_dict() for status in statuses]
     for value in values:
         value.pop("points", None)
@@ -292,7 +292,7 @@ def _row(status: RunStatus | GroupStatus, cwd: Path, usual: str) -> Sequence[str
     return place, state, cell(status.attempt), workers, done, loss, shown, age
 
 
-def styled_state(status: RunStatus | GroupStatus | PointStatus) -> Styled:
+def styled_state(status: RunStatus | GroupStatus | TrialStatus) -> Styled:
     """The state of a run, or the number of runs of a group in each state, in the style of the worst one."""
     if isinstance(status, GroupStatus):
         return Styled(state_counts(status.states), state_style(next(iter(status.states), "")))
@@ -379,20 +379,20 @@ def _fitted(key: str, value: str, fit: int) -> str:
     return Styled(short, value.style) if isinstance(value, Styled) else short
 
 
-def points_rows(
-    status: GroupStatus, points: Sequence[PointStatus], more: Sequence[str] = ()
+def trial_rows(
+    status: GroupStatus, trials: Sequence[TrialStatus], more: Sequence[str] = ()
 ) -> list[Sequence[str]]:
     """A heading, and a row per run of a group; `more` are other columns that it has: ``step`` and ``age``."""
     keys = [key.upper() for key in short_keys(status.keys)]
     own = [key.upper() for key in more]
-    rows: list[Sequence[str]] = [["POINT", "STATE", *own, *keys, status.ranking.heading, "REASON"]]
-    for point in points:
-        short = point.problem if len(point.problem) <= MAX_REASON else point.problem[: MAX_REASON - 1] + "…"
-        name = os.path.relpath(point.run_dir, status.run_dir)
-        figures = {"step": cell(point.step), "age": duration(point.age_s)}
+    rows: list[Sequence[str]] = [["TRIAL", "STATE", *own, *keys, status.ranking.heading, "REASON"]]
+    for trial in trials:
+        short = trial.problem if len(trial.problem) <= MAX_REASON else trial.problem[: MAX_REASON - 1] + "…"
+        name = os.path.relpath(trial.run_dir, status.run_dir)
+        figures = {"step": cell(trial.step), "age": duration(trial.age_s)}
         own = [figures[key] for key in more]
-        best = Styled(_best(point), TITLE) if point is status.best else _best(point)
-        rows.append([name, styled_state(point), *own, *point.texts(status.keys), best, short])
+        best = Styled(_best(trial), TITLE) if trial is status.best else _best(trial)
+        rows.append([name, styled_state(trial), *own, *trial.texts(status.keys), best, short])
     return rows
 
 
@@ -408,8 +408,8 @@ def _steps(progress: Progress) -> str:
     return f"{cell(progress.step)}/{progress.total_steps}"
 
 
-def _best(point: PointStatus) -> str:
-    return result_text(point.score)
+def _best(trial: TrialStatus) -> str:
+    return result_text(trial.score)
 
 
 def _result(best: Best) -> str:

@@ -86,7 +86,7 @@ def command(
     string, [1,2],[3,4] are two lists.
     """
     from trainkit.launch.submission import plan_submission, submission_warnings
-    from trainkit.launch.sweep import group_points
+    from trainkit.launch.sweep import group_trials
 
     is_group, workload = bool(sweeps) or array is not None, options.trailing_workload(launcher)
     folder = options.named_folder(run_dir)
@@ -111,9 +111,9 @@ def command(
             "start is unknown",
             hint="name a number, or several as in --nodes 2-8",
         )
-    spec, points = group_points(request, workload, sweeps, array)
+    spec, trials = group_trials(request, workload, sweeps, array)
     submission = plan_submission(
-        points, spec, workload, after=after, warn=warn, chooses_nodes=request.chooses_nodes, repeats=repeated
+        trials, spec, workload, after=after, warn=warn, chooses_nodes=request.chooses_nodes, repeats=repeated
     )
     print_choice(submission.choice, submission.plan)
     from trainkit.launch.standard_input import kept_input
@@ -127,7 +127,7 @@ def command(
         raise UsageError("--now is for a run on this machine, and this one is for Slurm", hint="remove --now")
     # Of a run on this machine, this is what a dry run shows: there is no script.
     is_shown = dry_run and not plan.is_job and not as_json
-    click.echo(describe_plan(plan, next_name(submission.points[0].config.name, folder)), err=not is_shown)
+    click.echo(describe_plan(plan, next_name(submission.trials[0].config.name, folder)), err=not is_shown)
     for line in (
         *([] if repeated is None or is_group else _changes(repeated, submission, request)),
         *submission_warnings(submission, folder, workload, starts=not dry_run),
@@ -138,7 +138,7 @@ def command(
     if not dry_run:
         backend_named(plan.backend).require_reachable(plan)
     if dry_run or test_only:
-        refuse_place(submission.points[0].config.name, folder)
+        refuse_place(submission.trials[0].config.name, folder)
         return _show(submission, folder, test_only, as_json)
     from trainkit.launch.create import create_submission, start_submission
 
@@ -152,7 +152,7 @@ def command(
         "job_id": job_id,
         **({} if attempt is None else {"attempt": attempt}),
         "backend": plan.backend,
-        **({} if spec is None else {"array": spec.directive, "num_points": len(submission.points)}),
+        **({} if spec is None else {"array": spec.directive, "num_points": len(submission.trials)}),
         "warnings": list(plan.warnings),
         **({} if submission.choice is None else submission.choice.to_dict()),
     }
@@ -161,7 +161,7 @@ def command(
         from trainkit.cli.logs import follow_detachable  # what reads runs is slow to import
 
         return follow_detachable(run, attempt, to_stderr=as_json)
-    first = submission.points[0].index
+    first = submission.trials[0].index
     hint = f"`trainkit status {shown}` shows all runs, `trainkit logs {shown}/{first} -f` follows one"
     if spec is None:
         hint = f"`trainkit logs {shown} -f` follows its log, `trainkit cancel {shown}` cancels it"
@@ -193,26 +193,26 @@ def _changes(repeated: RepeatedRun, submission: Submission, request: ConfigReque
     from trainkit.control.changed_config import changes
 
     found = [key for key, (origin, _) in request.flags.items() if origin == str(repeated.run.plan_file)]
-    for change in changes(repeated.config, submission.points[0].config, found):
+    for change in changes(repeated.config, submission.trials[0].config, found):
         yield f"  changed             {change}"
 
 
 def _notes(submission: Submission, workload: Workload, is_sweep: bool) -> Iterator[str]:
-    """What to know of the points of a group."""
-    from trainkit.launch.submission import describe_points, reaches_command
+    """What to know of the trials of a group."""
+    from trainkit.launch.submission import describe_trials, reaches_command
 
-    points = submission.points
-    yield f"  {'points':<18}  {describe_points(submission, is_sweep)}"
+    trials = submission.trials
+    yield f"  {'trials':<18}  {describe_trials(submission, is_sweep)}"
     if workload.argv and is_sweep:
-        generated = {json.dumps(item.plan.files) for item in points}
-        if len(generated) == 1 and not reaches_command(points, workload.argv):
+        generated = {json.dumps(item.plan.files) for item in trials}
+        if len(generated) == 1 and not reaches_command(trials, workload.argv):
             yield (
                 "  note: a COMMAND sees only {KEY} in its words and swept launch.env.NAME; the other values "
                 "are in config.yaml of the run folder, $TRAINKIT_JOB_RUN_DIR"
             )
-        if not points[0].config.launch.snapshot:
+        if not trials[0].config.launch.snapshot:
             others = "relative outputs of one overwrite those of another"
-            yield f"  note: all points run in {Path.cwd()}: {others}"
+            yield f"  note: all trials run in {Path.cwd()}: {others}"
 
 
 def _show(submission: Submission, folder: Path | None, test_only: bool, as_json: bool) -> int:

@@ -138,29 +138,29 @@ def cancel_group(group: RunGroup, *, now: bool, wait: bool) -> CancelResult:
             f"cannot tell whether {group.shown} was submitted: {shown_path(group.sweep_file)} has no job id",
             hint="`squeue --me` lists your jobs",
         )
-    points = GroupFiles(group)
-    jobs, problems = query_clusters(points.open_ids)
+    trials = GroupFiles(group)
+    jobs, problems = query_clusters(trials.open_ids)
     if problems and not jobs:
         raise next(iter(problems.values()))
 
     def answers(job: str) -> bool:
         return split_job(job)[1] not in problems
 
-    status = points.status(jobs, datetime.now(timezone.utc))
+    status = trials.status(jobs, datetime.now(timezone.utc))
     alive = [
-        point
-        for point in status.points
-        if point.state in UNFINISHED_STATES and point.job_id is not None and answers(points.jobs[point.index])
+        trial
+        for trial in status.trials
+        if trial.state in UNFINISHED_STATES and trial.job_id is not None and answers(trials.jobs[trial.index])
     ]
-    pending = [point.index for point in alive if jobs[points.jobs[point.index]].state.is_waiting]
-    running = [point.index for point in alive if point.index not in set(pending)]
-    job_ids = [points.jobs[point.index] for point in alive]
+    pending = [trial.index for trial in alive if jobs[trials.jobs[trial.index]].state.is_waiting]
+    running = [trial.index for trial in alive if trial.index not in set(pending)]
+    job_ids = [trials.jobs[trial.index] for trial in alive]
     left = [] if group.record.cancelled_at else group.left
     if alive or left:
         refuse_copied_group(group, "cancel")
-        # A resumed point has its own job outside the arrays.
+        # A resumed trial has its own job outside the arrays.
         own = [job for job in job_ids if base_id(job) not in group.jobs]
-        _cancel_points(group, running, pending, [*filter(answers, group.jobs), *own], now)
+        _cancel_trials(group, running, pending, [*filter(answers, group.jobs), *own], now)
         pending += left
     state = "cancelled" if alive or left else "ended"
     if running and not now:
@@ -181,7 +181,7 @@ def _cancel_here(group: RunGroup, process: ProcessId, now: bool, wait: bool) -> 
             f"cannot tell from here whether {group.shown} is running: it was started on {process.host}",
             hint=f"run `trainkit cancel {quote(str(group.path))}` on that host",
         )
-    found = GroupFiles(group).status({}, datetime.now(timezone.utc)).points
+    found = GroupFiles(group).status({}, datetime.now(timezone.utc)).trials
     group.update(cancelled_at=utc_now())
     # Of a copy of the folder, the process belongs to the original: a lock is that of one folder.
     while process.alive() and group.has_process():
@@ -189,9 +189,9 @@ def _cancel_here(group: RunGroup, process: ProcessId, now: bool, wait: bool) -> 
             os.kill(process.pid, signal.SIGTERM)
             os.kill(process.pid, signal.SIGCONT)  # one that is stopped would not see it
         time.sleep(POLL_S)
-    pending = {point.index for point in found if point.state == "pending"}
+    pending = {trial.index for trial in found if trial.state == "pending"}
     results, problems = dict[int, CancelResult](), list[Exception]()
-    for index in group.points:
+    for index in group.trials:
         if group.run(index).exists():
             try:
                 results[index] = cancel_run(group.run(index), now=now, wait=False, warn=print_note)
@@ -238,10 +238,10 @@ def _group_result(group: RunGroup, num_running: int, num_pending: int, now: bool
     return CancelResult(state, _naming(group, message + shown), facts)
 
 
-def _cancel_points(
+def _cancel_trials(
     group: RunGroup, running: Sequence[int], pending: Sequence[int], jobs: Sequence[str], now: bool
 ) -> None:
-    """Cancel points by index; `jobs` are their arrays, and the jobs of points that run outside of these."""
+    """Cancel trials by index; `jobs` are their arrays, and the jobs of trials that run outside of these."""
     group.update(cancelled_at=utc_now())
     created = [group.run(index) for index in (*running, *pending) if group.run(index).exists()]
     entries: list[tuple[RunDir, AttemptRecord]] = []

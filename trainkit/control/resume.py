@@ -145,7 +145,7 @@ def resume_group(group: RunGroup) -> str:
         raise UsageError(
             f"{group.shown} is running as {group.job_id}", hint=f"`trainkit cancel {path}` cancels its runs"
         )
-    ends = (read_newest_end(group.run(index).path) for index in group.points)
+    ends = (read_newest_end(group.run(index).path) for index in group.trials)
     if all(end is not None and end.state == "finished" for end in ends):
         raise UsageError(
             f"all runs of {group.shown} have finished", hint=f"`trainkit status {path}` shows them"

@@ -21,8 +21,8 @@ from trainkit.job.attempt_end import (
 from trainkit.job.decision import (
     RESTART_SIGNAL,
     Decision,
-    Departure,
     Outcome,
+    PlannedStop,
     RestartOptions,
 )
 from trainkit.job.hangs import HangWatch
@@ -146,7 +146,7 @@ class Allocation:
         """The outcome of an attempt whose processes have ended, from the state of the job and its hosts."""
         observed, cause = attempt.observed, None
         if observed.stop_signal == RESTART_SIGNAL:
-            cause = "asked" if observed.departure is None else observed.departure.cause
+            cause = "asked" if observed.planned_stop is None else observed.planned_stop.cause
         return outcome_of(attempt.folder, attempt.plan, observed, cause=cause)
 
     def record_suspect(self, attempt: Attempt, failure: RankFailure | None) -> bool:
@@ -206,9 +206,9 @@ class AttemptWatch(ProcessGroup):
             return
         self._poll_processes()
         if self.capabilities is not None:
-            departure = self.capabilities.poll(is_stopping=self.observed.stop_signal is not None)
-            if departure is not None:
-                self.leave(departure)
+            planned_stop = self.capabilities.poll(is_stopping=self.observed.stop_signal is not None)
+            if planned_stop is not None:
+                self.leave(planned_stop)
         if not self.observed.hangs and (hangs := self._hangs.poll()):
             self.observed.hangs = hangs
             self.end_all()
@@ -231,14 +231,14 @@ class AttemptWatch(ProcessGroup):
         """Have the ranks save and exit, as if this signal had come: by default the run stops."""
         raise NotImplementedError
 
-    def leave(self, departure: Departure) -> None:
+    def leave(self, planned_stop: PlannedStop) -> None:
         """Have the ranks save and exit, and the run restart, unless they are stopping already."""
         if self.observed.stop_signal is None and self.running:
-            log_line(f"attempt {self.attempt.number}: {departure.why}")
+            log_line(f"attempt {self.attempt.number}: {planned_stop.why}")
             try:
                 self.stop_ranks(RESTART_SIGNAL)
             finally:
-                self.observed.departure = departure
+                self.observed.planned_stop = planned_stop
 
     def collect(self) -> None:
         """Complete `observed` from the run folder. May raise OSError; can then be called again."""

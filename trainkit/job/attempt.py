@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trainkit.capability import Capability, Hosts, Watch
-from trainkit.job.decision import Departure, Observed, Outcome
+from trainkit.job.decision import Observed, Outcome, PlannedStop
 from trainkit.job.outcome import NOT_RUN
 from trainkit.job.processes import log_line
 from trainkit.plan.launch import LaunchPlan, damaged_plan
@@ -65,12 +65,12 @@ class Attempt:
         self._plan = plan
 
 
-def _polled(watch: Watch) -> Departure | None:
+def _polled(watch: Watch) -> PlannedStop | None:
     """Poll a watch, which may be of another package; raises TypeError if it returns something else."""
     found: object = watch.poll()
-    if found is None or isinstance(found, Departure):
+    if found is None or isinstance(found, PlannedStop):
         return found
-    raise TypeError(f"poll of {type(watch).__name__} has returned {found!r}, which is no Departure")
+    raise TypeError(f"poll of {type(watch).__name__} has returned {found!r}, which is no PlannedStop")
 
 
 class AttemptCapabilities:
@@ -90,7 +90,7 @@ class AttemptCapabilities:
         """Begin to watch the attempt, which starts."""
         self._watches = self._guard.each(lambda one: one.watch(self._attempt, self._plan, hosts))
 
-    def poll(self, *, is_stopping: bool) -> Departure | None:
+    def poll(self, *, is_stopping: bool) -> PlannedStop | None:
         """Poll the watches; why the ranks are to end, None if they are not."""
         polled = [(name, watch) for name, watch in self._watches if watch.while_stopping or not is_stopping]
         found = [self._guard.call(name, _polled, watch) for name, watch in polled]

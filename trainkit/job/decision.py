@@ -58,7 +58,7 @@ MAX_STARTS = 10
 
 
 @dataclass(frozen=True)
-class Departure:
+class PlannedStop:
     """Why the ranks are to end, as the supervisor itself wants it, or because a host is taken away."""
 
     cause: str
@@ -78,7 +78,7 @@ class Observed:
     """The signal that asked the job to stop; None without one."""
     supervisor_was_signalled: bool = False
     """Whether the supervisor got it too (never for SIGUSR2); at a preemption Slurm tells only the steps."""
-    departure: Departure | None = None
+    planned_stop: PlannedStop | None = None
     """What made the supervisor have the ranks save; None otherwise."""
     hangs: list[HangRecord] = field(default_factory=list)
     """The reports of hanging ranks, read before the ranks were killed: a rank that a peer's death unblocks
@@ -109,7 +109,7 @@ class Outcome:
     """The signal that asked the job to stop; None without one."""
     cause: str | None = None
     """The reason for the signal; None if a person cancelled the job."""
-    departure: Departure | None = None
+    planned_stop: PlannedStop | None = None
     """What made the supervisor have the ranks save, or the host that is taken away; None otherwise."""
     had_failed: bool = False
     """Whether the ranks had failed before the signal, which came while the run waited to restart."""
@@ -315,11 +315,11 @@ def _after_request(
     cause = result.cause
     if cause is None:
         return Decision("stopped", summary, EXIT_STOPPED)
-    departure = result.departure
-    is_drained = departure is not None and departure.cause == cause == "preempted"
-    summary += f" while {departure.why}" if departure and is_drained else _BECAUSE.get(cause, "")
-    if departure is not None and is_of_capability(cause):
-        summary = departure.why if saved else f"{departure.why}; {summary}"
+    planned_stop = result.planned_stop
+    is_drained = planned_stop is not None and planned_stop.cause == cause == "preempted"
+    summary += f" while {planned_stop.why}" if planned_stop and is_drained else _BECAUSE.get(cause, "")
+    if planned_stop is not None and is_of_capability(cause):
+        summary = planned_stop.why if saved else f"{planned_stop.why}; {summary}"
     limit = _total_limit(run, policy) or restarts_limit(run.previous, policy)
     if cause not in ("asked", *policy.on) and not is_of_capability(cause):
         limit = f"requeue.on does not include {cause}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from dataclasses import replace
 
-from trainkit.job.decision import Departure, Observed, Outcome
+from trainkit.job.decision import Observed, Outcome, PlannedStop
 from trainkit.job.failure.records import find_first_failure
 from trainkit.job.signals import signal_exit_code
 from trainkit.plan.launch import LaunchPlan
@@ -24,7 +24,7 @@ def outcome_of(
     observed: Observed,
     *,
     cause: str | None = None,
-    departure: Departure | None = None,
+    planned_stop: PlannedStop | None = None,
     lost_nodes: tuple[str, ...] = (),
     launch_error: str | None = None,
     failure: RankFailure | None = None,
@@ -32,14 +32,15 @@ def outcome_of(
 ) -> Outcome:
     """The outcome of an attempt whose processes were seen to end.
 
-    The arguments are what else is known of it: `failure` if it was looked for, `departure` if it is not the
-    one that was seen. May raise OSError.
+    Pass `failure` if it was searched for, and `planned_stop` if it differs from the one in `observed`.
+
+    May raise OSError.
     """
     failure = failure or find_first_failure(attempt, plan, observed, lost_nodes, launch_error)
     return replace(
         only_observed(observed),
         cause=cause,
-        departure=departure or observed.departure,
+        planned_stop=planned_stop or observed.planned_stop,
         had_failed=had_failed,
         launch_error=launch_error,
         lost_nodes=lost_nodes,
@@ -53,7 +54,7 @@ def only_observed(observed: Observed) -> Outcome:
     return Outcome(
         exits=tuple(observed.exits),
         stop_signal=observed.stop_signal,
-        departure=observed.departure,
+        planned_stop=observed.planned_stop,
         out_of_time=observed.out_of_time,
         moved_to=observed.moved_to,
         hung=bool(observed.hangs),

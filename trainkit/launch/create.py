@@ -65,7 +65,7 @@ def create_submission(
     `option` is the command-line option of `run_dir`. Raises UsageError when `run_dir` is not empty or cannot
     be written, or a secret would be written.
     """
-    config, plan = submission.points[0].config, submission.points[0].plan
+    config, plan = submission.trials[0].config, submission.trials[0].plan
     if submission.array is None:
         return create_run(config, plan, argv, run_dir, submission.code_from, submission.stdin)
     with new_folder(config.name, run_dir, option) as (folder, name):
@@ -123,7 +123,7 @@ def start_submission(
     """
     if submission.array is not None:
         return start_group(RunGroup(created.run.path)), None
-    first = submission.points[0]
+    first = submission.trials[0]
     entry = start_run(created.run, created.job, first.config, first.plan, "submit", now=now)
     return entry.job_id, entry.attempt
 
@@ -193,7 +193,7 @@ def _group_record(
     folder: Path, name: str, submission: Submission, code: CodeCopy | None
 ) -> dict[str, object]:
     assert submission.array is not None
-    first = submission.points[0]
+    first = submission.trials[0]
     record = GroupRecord(
         name=name,
         backend=first.plan.backend,
@@ -201,14 +201,14 @@ def _group_record(
         # Of several clusters Slurm chooses one, which the answer of sbatch names.
         cluster=None if first.plan.clusters else cluster_name(),
         array=submission.array.directive,
-        keys=list(dict.fromkeys(key for point in submission.points for key in point.values)),
+        keys=list(dict.fromkeys(key for trial in submission.trials for key in trial.values)),
         code=code,
         config=submission.group_config,
         plan=first.plan.to_dict(),
         folder=str(folder.absolute()),
         inode=folder.stat().st_ino,
     )
-    return record.to_dict(submission.group_points)
+    return record.to_dict(submission.group_trials)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from trainkit.config import read_effective
 from trainkit.errors import UsageError
 from trainkit.folders import shown_path
 from trainkit.observe.current import look_at
-from trainkit.observe.group import GroupFiles, PointStatus
+from trainkit.observe.group import GroupFiles, TrialStatus
 from trainkit.observe.status import RunStatus
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import UNFINISHED_STATES
@@ -24,7 +24,7 @@ from trainkit.scheduler import base_id, by_cluster, on_cluster
 from trainkit.slurm.environment import other_cluster
 from trainkit.slurm.jobs import query_jobs
 
-Dependency = RunStatus | PointStatus
+Dependency = RunStatus | TrialStatus
 """A run that a job waits for; its job id is None if it was never submitted."""
 
 
@@ -38,7 +38,7 @@ def open_runs(text: str, runs: Sequence[Dependency]) -> list[Dependency]:
         if len(runs) > 1:
             more = f"; {len(wrong):,} of {len(runs):,} runs will not finish"
         is_here = any(str(run.job_id).startswith("local-") for run in runs)
-        whole = isinstance(first, PointStatus) and is_here
+        whole = isinstance(first, TrialStatus) and is_here
         place, named = shown_path(first.run_dir), Path(first.run_dir)
         again = quote(shown_path(named.parent if whole else named))
         hint = f"resume it first: `trainkit resume {again}`"
@@ -104,10 +104,10 @@ def dependencies(names: Sequence[str], warn: Callable[[str], None], *, on_slurm:
             run = _run(found, warn, on_slurm)
             runs = [replace(run, job_id=run.job_id and on_cluster(run.job_id, run.place.cluster))]
         else:
-            points = GroupFiles(found)
-            status = points.status(query_jobs(points.open_ids), datetime.now(timezone.utc))
+            trials = GroupFiles(found)
+            status = trials.status(query_jobs(trials.open_ids), datetime.now(timezone.utc))
             # The jobs of two clusters may have the same id.
-            runs = [replace(point, job_id=points.jobs.get(point.index)) for point in status.points]
+            runs = [replace(trial, job_id=trials.jobs.get(trial.index)) for trial in status.trials]
             arrays = found.jobs
         if on_slurm:
             waits_for += dependency_ids(name, runs, arrays)

@@ -36,7 +36,7 @@ _EXPERIMENTAL = {"conda": "conda", "container": "Apptainer or pyxis"}
 
 
 class Gatherer:
-    """Gathers the facts of configs that share a place and mostly the data, such as the points of a group."""
+    """Gathers the facts of configs that share a place and mostly the data, such as the trials of a group."""
 
     def __init__(self, target: Target | None = None, code_dir: Path | None = None) -> None:
         self._target = target

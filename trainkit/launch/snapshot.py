@@ -335,7 +335,7 @@ def _copy_files(tree: SourceTree, folders: set[str], target: str) -> None:
         with suppress(FileNotFoundError):  # deleted since it was listed
             reading = os.open(f"{tree.root}/{path}", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             with open(reading, "rb", 0) as old, open(f"{target}/{path}", "xb") as new:
-                # Read-only: a sweep's points share it, and outputs belong into the run's working folder.
+                # Read-only: a sweep's trials share it, and outputs belong into the run's working folder.
                 os.fchmod(new.fileno(), S_IMODE(tree.files[path].st_mode) & 0o555 | 0o400)
                 found = os.fstat(reading)
                 shutil.copyfileobj(old, new)

@@ -1,6 +1,6 @@
-"""What one command submits: a run, or the points of a sweep or array as one group.
+"""What one command submits: a run, or the trials of a sweep or array as one group.
 
-A run is a group of one. All points are checked before anything is written, which `create.py` does.
+A run is a group of one. All trials are checked before anything is written, which `create.py` does.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from trainkit.backend import JobScript
     from trainkit.capability import NodesChoice
     from trainkit.launch.repeat import RepeatedRun
-    from trainkit.launch.sweep import ArraySpec, LoadedPoint
-    from trainkit.run.group import Point
+    from trainkit.launch.sweep import ArraySpec, LoadedTrial
+    from trainkit.run.group import Trial
     from trainkit.run.record import CodeCopy
 
 MAX_SHOWN = 10
@@ -44,7 +44,7 @@ PLENTY_SHARE = 0.05
 
 
 @dataclass(frozen=True)
-class PlannedPoint:
+class PlannedTrial:
     """One run to submit, with its config and plan."""
 
     index: int
@@ -55,9 +55,9 @@ class PlannedPoint:
 
 @dataclass(frozen=True)
 class Submission:
-    """The points that one job runs: a run, or those of a group, which share the script of the `array`."""
+    """The trials that one job runs: a run, or those of a group, which share the script of the `array`."""
 
-    points: list[PlannedPoint]
+    trials: list[PlannedTrial]
     array: ArraySpec | None = None
     """None for a run."""
     choice: NodesChoice | None = None
@@ -69,16 +69,16 @@ class Submission:
 
     @cached_property
     def plan(self) -> LaunchPlan:
-        """The plan of the first point; its reasons note where others differ, its warnings are of all."""
-        first = self.points[0].plan
-        others = [point.plan.reasons for point in self.points[1:]]
+        """The plan of the first trial; its reasons note where others differ, its warnings are of all."""
+        first = self.trials[0].plan
+        others = [trial.plan.reasons for trial in self.trials[1:]]
         reasons = {
             key: text
             if all(other.get(key) == text for other in others)
-            else f"differs; for the first point: {text}"
+            else f"differs; for the first trial: {text}"
             for key, text in first.reasons.items()
         }
-        warnings = dict.fromkeys(text for point in self.points for text in point.plan.warnings)
+        warnings = dict.fromkeys(text for trial in self.trials for text in trial.plan.warnings)
         return replace(first, reasons=reasons, warnings=tuple(warnings))
 
     def preview(self, run_dir: Path | None) -> tuple[str, dict[Path, str]]:
@@ -86,11 +86,11 @@ class Submission:
 
         Of a run on this machine, its plan as a line of JSON. Raises UsageError if it would contain a secret.
         """
-        config, plan = self.points[0].config, self.points[0].plan
+        config, plan = self.trials[0].config, self.trials[0].plan
         run = RunDir(run_dir or Path(RUNS_FOLDER, next_name(config.name, None)))
         files: dict[Path, str] = {}
-        for place, point in self._distinct_runs(run):
-            files |= {place.path / name: text for name, text in point.plan.files.items()}
+        for place, trial in self._distinct_runs(run):
+            files |= {place.path / name: text for name, text in trial.plan.files.items()}
         if not plan.is_job:
             return json.dumps(plan.to_dict(), ensure_ascii=False) + "\n", files
         from trainkit.launch.snapshot import future_code  # only of what has a script
@@ -101,34 +101,34 @@ class Submission:
                 refuse_leaks(text, where, config.secrets, os.environ)
         return script.text, files
 
-    def _distinct_runs(self, folder: RunDir) -> Iterator[tuple[RunDir, PlannedPoint]]:
+    def _distinct_runs(self, folder: RunDir) -> Iterator[tuple[RunDir, PlannedTrial]]:
         """The runs in the folder, and of those with the same files of a plan only the first."""
         seen: list[Mapping[str, str]] = []
-        for point in self.points:
-            if point.plan.files not in seen:
-                seen.append(point.plan.files)
-                yield folder if self.array is None else RunDir(folder.path / str(point.index)), point
+        for trial in self.trials:
+            if trial.plan.files not in seen:
+                seen.append(trial.plan.files)
+                yield folder if self.array is None else RunDir(folder.path / str(trial.index)), trial
 
     @cached_property
     def group_config(self) -> dict[str, object]:
-        """The config of the first point, from which those of the others differ in `group_points`."""
-        return _config_dict(self.points[0].config)
+        """The config of the first trial, from which those of the others differ in `group_trials`."""
+        return _config_dict(self.trials[0].config)
 
     @cached_property
-    def group_points(self) -> list[Point]:
-        """The points as the record of a group has them."""
-        from trainkit.run.group import Point  # what reads runs is slow to import
+    def group_trials(self) -> list[Trial]:
+        """The trials as the record of a group has them."""
+        from trainkit.run.group import Trial  # what reads runs is slow to import
 
-        first = self.points[0]
+        first = self.trials[0]
         plan = first.plan.to_dict()
         return [
-            Point(
-                point.index,
-                point.values,
-                _config_difference(first.config, point.config),
-                {} if point.plan == first.plan else difference(plan, point.plan.to_dict()),
+            Trial(
+                trial.index,
+                trial.values,
+                _config_difference(first.config, trial.config),
+                {} if trial.plan == first.plan else difference(plan, trial.plan.to_dict()),
             )
-            for point in self.points
+            for trial in self.trials
         ]
 
     def script(self, folder: RunDir, code: CodeCopy | None) -> JobScript:
@@ -136,21 +136,21 @@ class Submission:
         from trainkit.launch.script import script_for
         from trainkit.run.submitted import submitted_group_hash, submitted_hash
 
-        config, own = self.points[0].config, self.points[0].plan.to_dict()
+        config, own = self.trials[0].config, self.trials[0].plan.to_dict()
         if self.array is None:
             array, submitted = None, submitted_hash(dump_effective(config), own)
         else:
             array = self.array.directive
-            submitted = submitted_group_hash(self.group_config, own, self.group_points)
-        # Variables that differ are set by the agents of each point.
-        plan = self.points[0].plan
-        common = _common(point.plan.environment.variables for point in self.points)
+            submitted = submitted_group_hash(self.group_config, own, self.group_trials)
+        # Variables that differ are set by the agents of each trial.
+        plan = self.trials[0].plan
+        common = _common(trial.plan.environment.variables for trial in self.trials)
         plan = replace(plan, environment=replace(plan.environment, variables=common))
         return script_for(folder, 1, plan, config, Path.cwd(), code, submitted, array)
 
 
 def plan_submission(
-    points: Iterable[LoadedPoint],
+    trials: Iterable[LoadedTrial],
     array: ArraySpec | None,
     workload: Workload,
     *,
@@ -159,28 +159,28 @@ def plan_submission(
     chooses_nodes: bool = False,
     repeats: RepeatedRun | None = None,
 ) -> Submission:
-    """Plan a run or every point of a group, which starts when the runs that `after` names have finished.
+    """Plan a run or every trial of a group, which starts when the runs that `after` names have finished.
 
-    An array that exceeds the limits of the cluster is refused before any point is planned. `chooses_nodes`
+    An array that exceeds the limits of the cluster is refused before any trial is planned. `chooses_nodes`
     takes the number of nodes that is expected to finish first, for a run without `after`. With `repeats` the
-    run has the code of that one, and its reasons name it. Raises ConfigError with the problems of all points,
+    run has the code of that one, and its reasons name it. Raises ConfigError with the problems of all trials,
     UsageError when one array cannot run them.
     """
     code_from = None if repeats is None else repeats.code
     code_dir = None if code_from is None else Path(code_from.workdir)
     gatherer = Gatherer(code_dir=code_dir)
-    planned: list[PlannedPoint] = []
-    refused: list[LoadedPoint] = []
+    planned: list[PlannedTrial] = []
+    refused: list[LoadedTrial] = []
     choice: NodesChoice | None = None
     # By values without the seed, on which no plan depends unless the command names it.
     plans: dict[tuple[str, tuple[str, ...] | None], LaunchPlan | ConfigError] = {}
-    for point in points:
-        loaded = point.loaded
+    for trial in trials:
+        loaded = trial.loaded
         if isinstance(loaded, ConfigError):
-            refused.append(point)
+            refused.append(trial)
             continue
-        own = replace(workload, argv=filled_in(workload.argv, point.values))
-        key = (key_without_seed(point.values), own.argv)
+        own = replace(workload, argv=filled_in(workload.argv, trial.values))
+        key = (key_without_seed(trial.values), own.argv)
         if key not in plans:
             try:
                 facts = gatherer.facts(loaded, own)
@@ -198,11 +198,11 @@ def plan_submission(
                 plans[key] = error
         plan = plans[key]
         if isinstance(plan, LaunchPlan):
-            planned.append(PlannedPoint(point.index, point.values, loaded.config, plan))
+            planned.append(PlannedTrial(trial.index, trial.values, loaded.config, plan))
         else:
-            refused.append(replace(point, loaded=plan))
+            refused.append(replace(trial, loaded=plan))
     submission = replace(checked(planned, refused, array), choice=choice, code_from=code_from)
-    runs = submission.points
+    runs = submission.trials
     if after:
         from trainkit.launch.dependency import dependencies, with_dependency  # what reads runs is slow
 
@@ -210,17 +210,17 @@ def plan_submission(
         runs = [replace(item, plan=with_dependency(item.plan, after, waits_for)) for item in runs]
     if repeats is not None:
         runs = [replace(item, plan=repeats.described(item.plan)) for item in runs]
-    return replace(submission, points=runs)
+    return replace(submission, trials=runs)
 
 
 def submission_warnings(
     submission: Submission, folder: Path | None, workload: Workload, *, starts: bool
 ) -> Iterator[str]:
     """Warnings about the folder and the command; raises UsageError for a folder without locks or space."""
-    plan, points, folder = submission.plan, submission.points, folder or Path(RUNS_FOLDER)
+    plan, trials, folder = submission.plan, submission.trials, folder or Path(RUNS_FOLDER)
     if (problem := lock_problem(folder, plan.is_job)) is not None:
         yield f"warning: {problem}"
-    if (forecast := disk_forecast(folder, plan, points[0].config, len(points), starts=starts)) is not None:
+    if (forecast := disk_forecast(folder, plan, trials[0].config, len(trials), starts=starts)) is not None:
         yield forecast
     if found := dict.fromkeys(secret_options(workload.argv)):
         yield (
@@ -282,15 +282,15 @@ def disk_forecast(
 
 
 def checked(
-    planned: list[PlannedPoint], refused: Sequence[LoadedPoint], array: ArraySpec | None
+    planned: list[PlannedTrial], refused: Sequence[LoadedTrial], array: ArraySpec | None
 ) -> Submission:
-    """The submission of points that must all have a plan and fit one array.
+    """The submission of trials that must all have a plan and fit one array.
 
-    Raises ConfigError with the problems of all points, each with its first point, and UsageError when the
-    points need different jobs.
+    Raises ConfigError with the problems of all trials, each with its first trial, and UsageError when the
+    trials need different jobs.
     """
     if refused:
-        raise ConfigError(list(_with_points(refused, len(planned) + len(refused))))
+        raise ConfigError(list(_with_trials(refused, len(planned) + len(refused))))
     first = planned[0]
     if not first.plan.is_job:
         return Submission(planned, array)
@@ -300,10 +300,10 @@ def checked(
             hint="set it to 0: follow-up jobs wait for a job, not for a task of an array",
         )
     job_of_first = _job_of(first)
-    for point in planned[1:]:
-        if point.plan is first.plan and point.config.launch is first.config.launch:
+    for trial in planned[1:]:
+        if trial.plan is first.plan and trial.config.launch is first.config.launch:
             continue
-        job = _job_of(point)
+        job = _job_of(trial)
         differing = ", ".join(
             f"{job_of_first.get(name, f'no {name}')} or {job.get(name, f'no {name}')}"
             for name in {**job_of_first, **job}
@@ -311,7 +311,7 @@ def checked(
         )
         if differing:
             raise UsageError(
-                f"point {point.index} ({shown(point.values)}) needs a different job than point "
+                f"trial {trial.index} ({shown(trial.values)}) needs a different job than trial "
                 f"{first.index}: {differing}",
                 hint="all tasks of an array have one script and size: "
                 "submit a run or a sweep for each of these",
@@ -319,54 +319,54 @@ def checked(
     return Submission(planned, array)
 
 
-def _with_points(refused: Sequence[LoadedPoint], num_points: int) -> Iterator[Problem]:
-    """The problems with their points; a problem of all points is shown without them."""
-    found: dict[Problem, list[LoadedPoint]] = {}
-    for point in refused:
-        for problem in point.loaded.problems if isinstance(point.loaded, ConfigError) else ():
-            found.setdefault(problem, []).append(point)
-    limit = MAX_SHOWN if num_points > 1 else len(found)
-    for problem, points in list(found.items())[:limit]:
-        if len(points) == num_points:
+def _with_trials(refused: Sequence[LoadedTrial], num_trials: int) -> Iterator[Problem]:
+    """The problems with their trials; a problem of all trials is shown without them."""
+    found: dict[Problem, list[LoadedTrial]] = {}
+    for trial in refused:
+        for problem in trial.loaded.problems if isinstance(trial.loaded, ConfigError) else ():
+            found.setdefault(problem, []).append(trial)
+    limit = MAX_SHOWN if num_trials > 1 else len(found)
+    for problem, trials in list(found.items())[:limit]:
+        if len(trials) == num_trials:
             yield problem
             continue
-        others = f" and {len(points) - 1:,} more" if len(points) > 1 else ""
-        text = f"point {points[0].index} ({shown(points[0].values)}){others}"
+        others = f" and {len(trials) - 1:,} more" if len(trials) > 1 else ""
+        text = f"trial {trials[0].index} ({shown(trials[0].values)}){others}"
         yield replace(problem, origin=f"{text}: {problem.origin}" if problem.origin else text)
     if len(found) > limit:
         yield Problem("", f"and {len(found) - limit:,} more problems")
 
 
-def reaches_command(points: Sequence[PlannedPoint], command: Sequence[str]) -> bool:
+def reaches_command(trials: Sequence[PlannedTrial], command: Sequence[str]) -> bool:
     """Whether a COMMAND sees all swept values, as arguments or environment variables."""
-    keys = {key for point in points for key in point.values}
+    keys = {key for trial in trials for key in trial.values}
     return all(key.startswith("launch.env.") or names_key(command, key) for key in keys)
 
 
-def describe_points(submission: Submission, is_sweep: bool) -> str:
-    """The points of a group in one line."""
-    points, array = submission.points, submission.array
-    first_index, first = points[0].index, points[0].values
+def describe_trials(submission: Submission, is_sweep: bool) -> str:
+    """The trials of a group in one line."""
+    trials, array = submission.trials, submission.array
+    first_index, first = trials[0].index, trials[0].values
     if is_sweep:
-        axes = {key: dict.fromkeys(shown_value(point.values[key]) for point in points) for key in first}
+        axes = {key: dict.fromkeys(shown_value(trial.values[key]) for trial in trials) for key in first}
         differs = " x ".join(f"{key}={','.join(texts)}" for key, texts in axes.items())
     elif isinstance(seed := first.get("seed"), int):
         differs = f"seed is {seed - first_index} + the index"
     else:
         differs = "SLURM_ARRAY_TASK_ID is the index"
     limit = "" if array is None or array.limit is None else f"; at most {array.limit:,} at once"
-    if not limit and not points[0].plan.is_job:
+    if not limit and not trials[0].plan.is_job:
         limit = "; one after another, --array %N runs N at once"
-    return f"{plural(len(points), 'run')}: {differs}{limit}"
+    return f"{plural(len(trials), 'run')}: {differs}{limit}"
 
 
-def _job_of(point: PlannedPoint) -> dict[str, str]:
-    """The parts of a point's job by name, as shown to the user."""
-    plan = point.plan
+def _job_of(trial: PlannedTrial) -> dict[str, str]:
+    """The parts of a trial's job by name, as shown to the user."""
+    plan = trial.plan
     options = backend_named(plan.backend).job_options(plan)
     script = {f"--{name}": "".join(option_argv({name: value})) for name, value in options.items()}
     # Not part of the script: agents set the variables and the network.
-    launch = point.config.launch.model_dump(mode="json", exclude={"env", "network"})
+    launch = trial.config.launch.model_dump(mode="json", exclude={"env", "network"})
     return {
         **script,
         "device": f"device {plan.device}",

@@ -1,4 +1,4 @@
-"""The runs that one command asks for, with their configs: one, or the points of a sweep or an array."""
+"""The runs that one command asks for, with their configs: one, or the trials of a sweep or an array."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainkit.config.schema import is_known
 from trainkit.errors import ConfigError, UsageError
 from trainkit.formats import shown_value
 from trainkit.launch.config_request import ConfigRequest
-from trainkit.plan.sweep import MAX_POINTS, key_without_seed, sweep_points
+from trainkit.plan.sweep import MAX_TRIALS, key_without_seed, sweep_trials
 from trainkit.plan.workload import Workload
 from trainkit.scheduler import array_indices, array_spec
 
@@ -45,9 +45,9 @@ def parse_array(text: str) -> ArraySpec:
             f"--array {text}: {limit!r} is not a number of concurrent tasks", hint="for example --array 0-9%4"
         )
     indices = array_indices(spec) if spec or not percent else []
-    if len(indices) > MAX_POINTS:
+    if len(indices) > MAX_TRIALS:
         raise UsageError(
-            f"--array {text}: {len(indices):,} tasks; the maximum is {MAX_POINTS:,}",
+            f"--array {text}: {len(indices):,} tasks; the maximum is {MAX_TRIALS:,}",
             hint="for example --array 0-9",
         )
     if len(set(indices)) < len(indices):
@@ -58,7 +58,7 @@ def parse_array(text: str) -> ArraySpec:
 
 
 @dataclass(frozen=True)
-class LoadedPoint:
+class LoadedTrial:
     """One run to plan, with its config or the problems of that."""
 
     index: int
@@ -68,42 +68,42 @@ class LoadedPoint:
     loaded: LoadedConfig | ConfigError
 
 
-def group_points(
+def group_trials(
     request: ConfigRequest, workload: Workload, sweeps: Sequence[str], array: str | None
-) -> tuple[ArraySpec | None, Iterator[LoadedPoint]]:
-    """The array, None for a run, and the config of every point; a group can have 100,000 points.
+) -> tuple[ArraySpec | None, Iterator[LoadedTrial]]:
+    """The array, None for a run, and the config of every trial; a group can have 100,000 trials.
 
-    A COMMAND may contain swept keys. Without --sweep the points of an array get consecutive seeds, unless
+    A COMMAND may contain swept keys. Without --sweep the trials of an array get consecutive seeds, unless
     they run a COMMAND. Raises UsageError for invalid options, and ConfigError for an invalid config.
     """
     spec = None if array is None else parse_array(array)
     if sweeps:
         if spec is not None and spec.indices:
             raise UsageError(
-                f"--array {array}: --sweep numbers its points itself",
+                f"--array {array}: --sweep numbers its trials itself",
                 hint="with --sweep, --array only sets a limit, as in --array %4",
             )
-        found = sweep_points(sweeps, workload.argv)
+        found = sweep_trials(sweeps, workload.argv)
         limit = None if spec is None else spec.limit
         return ArraySpec(tuple(range(len(found))), limit), swept(request, found)
     loaded = request.load_to_plan(workload)
     if spec is None:
-        return None, iter([LoadedPoint(0, {}, loaded)])
+        return None, iter([LoadedTrial(0, {}, loaded)])
     if not spec.indices:
         raise UsageError(
             f"--array {array} limits how many tasks run at once, but names no tasks",
             hint="for example --array 0-9%4",
         )
     if workload.is_command:
-        return spec, (LoadedPoint(index, {}, loaded) for index in spec.indices)
+        return spec, (LoadedTrial(index, {}, loaded) for index in spec.indices)
     seeds = ((index, loaded.config.seed + index) for index in spec.indices)
     return spec, (
-        LoadedPoint(index, {"seed": seed}, _with_seed(loaded, seed, "--array")) for index, seed in seeds
+        LoadedTrial(index, {"seed": seed}, _with_seed(loaded, seed, "--array")) for index, seed in seeds
     )
 
 
-def swept(request: ConfigRequest, found: Sequence[dict[str, object]]) -> Iterator[LoadedPoint]:
-    """The config of each point of a sweep; points that differ only in the seed are loaded once."""
+def swept(request: ConfigRequest, found: Sequence[dict[str, object]]) -> Iterator[LoadedTrial]:
+    """The config of each trial of a sweep; trials that differ only in the seed are loaded once."""
     loaded: dict[str, LoadedConfig] = {}
     for index, values in enumerate(found):
         key = key_without_seed(values)
@@ -111,7 +111,7 @@ def swept(request: ConfigRequest, found: Sequence[dict[str, object]]) -> Iterato
             if key in loaded:
                 seed = values["seed"]
                 own = _with_seed(loaded[key], seed, f"--sweep seed={shown_value(seed)}")
-                yield LoadedPoint(index, values, own)
+                yield LoadedTrial(index, values, own)
                 continue
             flags = {
                 key: (f"--sweep {key}={shown_value(value)}", value)
@@ -119,9 +119,9 @@ def swept(request: ConfigRequest, found: Sequence[dict[str, object]]) -> Iterato
                 if is_known(tuple(key.split(".")))  # others are only in the command
             }
             loaded[key] = replace(request, flags={**request.flags, **flags}).load()
-            yield LoadedPoint(index, values, loaded[key])
+            yield LoadedTrial(index, values, loaded[key])
         except ConfigError as error:
-            yield LoadedPoint(index, values, error)
+            yield LoadedTrial(index, values, error)
 
 
 def _with_seed(loaded: LoadedConfig, seed: object, origin: str) -> LoadedConfig | ConfigError:

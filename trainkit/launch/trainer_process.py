@@ -42,7 +42,7 @@ def find_code_problems(loaded: LoadedConfig, folder: Path) -> list[Problem]:
         sections = {"model", "data", "parallel"}
     else:
         return []
-    # The points of a sweep mostly share these values. A module is searched for by its name alone.
+    # The trials of a sweep mostly share these values. A module is searched for by its name alone.
     values = config.model_dump_json(by_alias=True, include=sections)
     path = folder / file.rpartition(":")[0]
     modified_ns = path.stat().st_mtime_ns if path.is_file() else 0

@@ -36,14 +36,14 @@ def look_at(run: RunDir, warn: Callable[[str], None]) -> tuple[RunHistory, RunSt
     history = RunHistory(run)
     status = read_status(history, record, job.alive, datetime.now(timezone.utc), job.job)
     if record.newest is None and (found := group_of(run)) is not None:
-        status = _as_point(status, *found, warn)
+        status = _as_trial(status, *found, warn)
     return history, status, job.job
 
 
-def _as_point(status: RunStatus, group: RunGroup, index: int, warn: Callable[[str], None]) -> RunStatus:
+def _as_trial(status: RunStatus, group: RunGroup, index: int, warn: Callable[[str], None]) -> RunStatus:
     """The status of a run that has not started, as its group knows it."""
-    seen, point, plan = query_group(group, warn), group.point(index), PlanRecord(group.record.plan)
-    known = next(one for one in seen.points if one.index == point.index)
+    seen, trial, plan = query_group(group, warn), group.trial(index), PlanRecord(group.record.plan)
+    known = next(one for one in seen.trials if one.index == trial.index)
     place = replace(
         status.place,
         cluster=group.record.elsewhere,

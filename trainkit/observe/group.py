@@ -38,13 +38,13 @@ from trainkit.run.events import (
     with_divergence,
 )
 from trainkit.run.files import LEFT_OUT, OPTIONAL, Record, read_object, seconds_between, to_json
-from trainkit.run.group import WAITS_FOR_ROOM, Point, RunGroup
+from trainkit.run.group import WAITS_FOR_ROOM, RunGroup, Trial
 from trainkit.run.history import Attempt, PlanRecord, attempts_of
 from trainkit.run.record import AttemptRecord, attempt_of, is_alive
 from trainkit.run.trial import as_numbers
 from trainkit.scheduler import JobInfo, JobState, on_cluster
 
-POINTS_PER_TASK = 100
+TRIALS_PER_TASK = 100
 NOT_CREATED = AttemptRecord()
 IN_END = ("val_loss", "loss")
 """The metrics of which end.json has the best result, or the last one."""
@@ -78,14 +78,14 @@ def state_counts(states: Mapping[str, int]) -> str:
 
 
 @dataclass(frozen=True)
-class PointFiles:
-    """The content of a point's files."""
+class TrialFiles:
+    """The content of a trial's files."""
 
-    point: Point
+    trial: Trial
     job_id: str | None
     """The job of its newest attempt; None when unknown."""
     entry: AttemptRecord = NOT_CREATED
-    """Its newest attempt in job.json; of number 0 while the point has no folder."""
+    """Its newest attempt in job.json; of number 0 while the trial has no folder."""
     end: AttemptEnd | None = None
     seen: Attempt | None = None
     """What the `STATE_EVENTS` of that attempt say, unless it is over."""
@@ -103,8 +103,8 @@ class PointFiles:
 
 
 @dataclass(frozen=True)
-class PointStatus:
-    """One point at one moment."""
+class TrialStatus:
+    """One trial at one moment."""
 
     index: int
     values: dict[str, object]
@@ -145,7 +145,7 @@ class PointStatus:
 
     def __str__(self) -> str:
         own = {key: masked_value(value, key) for key, value in self.written.items()}
-        return f"point {self.index}" + (f" ({shown(own)})" if own else "")
+        return f"trial {self.index}" + (f" ({shown(own)})" if own else "")
 
 
 @dataclass(frozen=True)
@@ -157,19 +157,19 @@ class GroupStatus:
     job_id: str | None
     array: str
     keys: list[str]
-    """The config keys in which its points differ."""
+    """The config keys in which its trials differ."""
     num_nodes: int | None
     workers_per_node: int | None
     age_s: float | None
     """Seconds since it was submitted."""
-    points: list[PointStatus]
+    trials: list[TrialStatus]
     ranking: Ranking = field(default=LOSS, metadata=LEFT_OUT)
     """What decides which of them is the best."""
 
     @property
     def states(self) -> dict[str, int]:
-        """The number of points in each state, most urgent first."""
-        return count_states(point.state for point in self.points)
+        """The number of trials in each state, most urgent first."""
+        return count_states(trial.state for trial in self.trials)
 
     @property
     def is_active(self) -> bool:
@@ -177,32 +177,32 @@ class GroupStatus:
         return any(state in ACTIVE_STATES for state in self.states)
 
     @property
-    def best(self) -> PointStatus | None:
-        """The point with the best result; None without any."""
-        found = [point for point in self.points if point.best is not None]
-        return min(found, key=lambda point: self.ranking.order(point.score), default=None)
+    def best(self) -> TrialStatus | None:
+        """The trial with the best result; None without any."""
+        found = [trial for trial in self.trials if trial.best is not None]
+        return min(found, key=lambda trial: self.ranking.order(trial.score), default=None)
 
     @property
-    def shown_points(self) -> list[PointStatus]:
-        """The points of a table in a notebook, in their order."""
+    def shown_trials(self) -> list[TrialStatus]:
+        """The trials of a table in a notebook, in their order."""
         return sorted(most_relevant(self, MAX_ROWS), key=attrgetter("index"))
 
     def columns(self) -> list[Column]:
-        """What a notebook shows of its `shown_points`."""
-        points, keys = self.shown_points, self.keys[:MAX_KEYS]
-        texts = [point.texts(keys) for point in points]
+        """What a notebook shows of its `shown_trials`."""
+        trials, keys = self.shown_trials, self.keys[:MAX_KEYS]
+        texts = [trial.texts(keys) for trial in trials]
         return [
-            ("run", [point.index for point in points]),
+            ("run", [trial.index for trial in trials]),
             *((key, [own[at] for own in texts]) for at, key in enumerate(keys)),
-            ("state", [point.state for point in points]),
-            (self.ranking.label, [None if one.score is None else f"{one.score:.4g}" for one in points]),
-            ("reason", [point.problem or None for point in points]),
+            ("state", [trial.state for trial in trials]),
+            (self.ranking.label, [None if one.score is None else f"{one.score:.4g}" for one in trials]),
+            ("reason", [trial.problem or None for trial in trials]),
         ]
 
     def summary(self) -> str:
         """Its name and states in a line, and how much of it `columns` leaves out."""
         parts = [f"{self.name}: {state_counts(self.states) or 'no runs'}"]
-        for whole, limit, word in ((self.points, MAX_ROWS, "runs"), (self.keys, MAX_KEYS, "keys")):
+        for whole, limit, word in ((self.trials, MAX_ROWS, "runs"), (self.keys, MAX_KEYS, "keys")):
             if len(whole) > limit:
                 parts.append(f"{limit} of {len(whole):,} {word} are shown")
         return "; ".join(parts)
@@ -215,56 +215,56 @@ class GroupStatus:
 
     def to_dict(self) -> dict[str, object]:
         own = to_json(self)
-        points = own.pop("points")
+        trials = own.pop("trials")
         ranking, best = to_json(self.ranking), to_json(self.best)
         return {
             **own,
-            "num_points": len(points),
+            "num_points": len(trials),
             "states": self.states,
             **ranking,
             "best": best,
-            "points": points,
+            "points": trials,
         }
 
 
 class GroupFiles:
-    """The files of a group's points, read once; `status` adds what Slurm knows."""
+    """The files of a group's trials, read once; `status` adds what Slurm knows."""
 
     def __init__(self, group: RunGroup, metric: str | None = None) -> None:
-        """`metric` is what ranks the points, if that is asked for; UsageError if no point has logged it."""
+        """`metric` is what ranks the trials, if that is asked for; UsageError if no trial has logged it."""
         self.group = group
         rankings = candidates(metric, _configured(group))
         read = [ranking for ranking in rankings if metric is not None or ranking.metric not in IN_END]
-        self.points = _read_points(group, read)
-        found = [item for files in self.points for item in files.results.items()]
+        self.trials = _read_trials(group, read)
+        found = [item for files in self.trials for item in files.results.items()]
         known = {name for name, result in found if result is not None or metric is not None}
         self.ranking = next((ranking for ranking in rankings if ranking.metric in known), LOSS)
         if metric is not None and metric not in known:
             raise UnknownMetricError(metric, [group.run(index) for index in group.created()])
         self._elsewhere: dict[str | None, str | None] = {}
-        """By cluster name: thousands of points are on the same one."""
+        """By cluster name: thousands of trials are on the same one."""
         self.jobs = {
-            files.point.index: on_cluster(files.job_id, self._cluster(files))
-            for files in self.points
+            files.trial.index: on_cluster(files.job_id, self._cluster(files))
+            for files in self.trials
             if files.job_id is not None
         }
-        """The job of each point for Slurm's commands, by its index."""
+        """The job of each trial for Slurm's commands, by its index."""
 
     @property
     def open_ids(self) -> list[str]:
         """The jobs whose state in Slurm is needed."""
         return [
-            self.jobs[files.point.index]
-            for files in self.points
+            self.jobs[files.trial.index]
+            for files in self.trials
             if files.job_id is not None and not files.is_over and not self._is_here(files)
         ]
 
-    def _is_here(self, files: PointFiles) -> bool:
-        """Whether the newest attempt of a point has a supervisor without Slurm, or will have."""
+    def _is_here(self, files: TrialFiles) -> bool:
+        """Whether the newest attempt of a trial has a supervisor without Slurm, or will have."""
         return files.entry.backend is None if files.entry.attempt else self.group.record.process is not None
 
-    def _cluster(self, files: PointFiles) -> str | None:
-        """The cluster of the job of a point, if Slurm's commands have to name it here."""
+    def _cluster(self, files: TrialFiles) -> str | None:
+        """The cluster of the job of a trial, if Slurm's commands have to name it here."""
         record = files.entry if files.entry.attempt else self.group.record
         if record.cluster not in self._elsewhere:
             self._elsewhere[record.cluster] = record.elsewhere
@@ -272,8 +272,8 @@ class GroupFiles:
 
     @property
     def is_over(self) -> bool:
-        """Whether all points have ended and none will restart."""
-        return all(files.is_over for files in self.points)
+        """Whether all trials have ended and none will restart."""
+        return all(files.is_over for files in self.trials)
 
     def status(self, jobs: Mapping[str, JobInfo] | None, now: datetime) -> GroupStatus:
         """The group's status; `jobs` is None when Slurm cannot be queried."""
@@ -287,39 +287,39 @@ class GroupFiles:
             num_nodes=plan.count("num_nodes"),
             workers_per_node=plan.count("workers_per_node"),
             age_s=seconds_between(record.submitted_at, now),
-            points=[
-                PointStatus(
-                    files.point.index,
-                    as_numbers(files.point.values),
+            trials=[
+                TrialStatus(
+                    files.trial.index,
+                    as_numbers(files.trial.values),
                     *self._state(files, jobs),
                     job_id=files.job_id,
                     best=files.results.get(self.ranking.metric),
                     diverged_since=files.diverged_since,
-                    run_dir=self.group.folder(files.point.index),
+                    run_dir=self.group.folder(files.trial.index),
                     cluster=self._cluster(files),
                     step=files.end.step if files.end is not None and files.is_over else files.step,
                     age_s=seconds_between(files.entry.submitted_at, now),
-                    written=files.point.values,
+                    written=files.trial.values,
                 )
-                for files in self.points
+                for files in self.trials
             ],
             ranking=self.ranking,
         )
 
-    def _state(self, files: PointFiles, jobs: Mapping[str, JobInfo] | None) -> tuple[str, str | None]:
+    def _state(self, files: TrialFiles, jobs: Mapping[str, JobInfo] | None) -> tuple[str, str | None]:
         state, reason = self._state_of_job(files, jobs)
         return state, with_divergence(reason, files.diverged_since)
 
-    def _state_of_job(self, files: PointFiles, jobs: Mapping[str, JobInfo] | None) -> tuple[str, str | None]:
+    def _state_of_job(self, files: TrialFiles, jobs: Mapping[str, JobInfo] | None) -> tuple[str, str | None]:
         if files.end is not None and files.is_over:
             return files.end.state or "unknown", files.end.reason
         if self._is_here(files):
             return self._state_here(files)
-        if files.job_id is None and self.group.part_of(files.point.index) is None and self.group.job_id:
+        if files.job_id is None and self.group.part_of(files.trial.index) is None and self.group.job_id:
             return ("cancelled", None) if self.group.record.cancelled_at else ("pending", WAITS_FOR_ROOM)
         if files.job_id is None:
             return "unknown", "unknown whether it was submitted"
-        name = self.jobs[files.point.index]
+        name = self.jobs[files.trial.index]
         job = None if jobs is None else jobs.get(name)
         # Without one, its cluster does not answer.
         alive = None if job is None else job.state is not JobState.UNKNOWN and not job.state.is_terminal
@@ -330,8 +330,8 @@ class GroupFiles:
             return attempt_state(AttemptRecord(attempt=1), None, alive, job, Attempt(1), False)
         return attempt_state(files.entry, files.end, alive, job, files.seen or Attempt(0), files.has_metrics)
 
-    def _state_here(self, files: PointFiles) -> tuple[str, str | None]:
-        record, run = self.group.record, self.group.run(files.point.index)
+    def _state_here(self, files: TrialFiles) -> tuple[str, str | None]:
+        record, run = self.group.record, self.group.run(files.trial.index)
         if files.entry.attempt:
             alive, seen = is_alive(run, files.entry), files.seen or Attempt(0)
             return attempt_state(files.entry, files.end, alive, None, seen, files.has_metrics)
@@ -350,42 +350,42 @@ class GroupFiles:
 
 
 def _configured(group: RunGroup) -> Ranking | None:
-    """The ranking that the configs of all points ask for."""
+    """The ranking that the configs of all trials ask for."""
     own = Record(group.record.config).record("checkpoint")
     common = {BEST_METRIC: own.text("best_metric"), BEST_MODE: own.text("best_mode")}
-    others = (point.config for point in group.points.values() if not point.config.keys().isdisjoint(common))
+    others = (trial.config for trial in group.trials.values() if not trial.config.keys().isdisjoint(common))
     return config_ranking([common, *({**common, **config} for config in others)])
 
 
-def _read_points(group: RunGroup, rankings: Sequence[Ranking]) -> list[PointFiles]:
-    """Read the files of all points; `rankings` are those whose results their metrics.jsonl has to give."""
-    points = group.points
+def _read_trials(group: RunGroup, rankings: Sequence[Ranking]) -> list[TrialFiles]:
+    """Read the files of all trials; `rankings` are those whose results their metrics.jsonl has to give."""
+    trials = group.trials
     created = group.created()
-    found = {index: PointFiles(point, group.task_id(index)) for index, point in points.items()}
-    shares = [created[first : first + POINTS_PER_TASK] for first in range(0, len(created), POINTS_PER_TASK)]
+    found = {index: TrialFiles(trial, group.task_id(index)) for index, trial in trials.items()}
+    shares = [created[first : first + TRIALS_PER_TASK] for first in range(0, len(created), TRIALS_PER_TASK)]
     from concurrent.futures import ThreadPoolExecutor  # slow to load, and most runs are in no group
 
     with ThreadPoolExecutor(NUM_READERS) as readers:
         for share in readers.map(lambda share: [_read(group, index, rankings) for index in share], shares):
-            found |= {files.point.index: files for files in share}
+            found |= {files.trial.index: files for files in share}
     return list(found.values())
 
 
-def _read(group: RunGroup, index: int, rankings: Sequence[Ranking]) -> PointFiles:
-    # By text and with no more than the newest attempt: there may be ten thousand points.
+def _read(group: RunGroup, index: int, rankings: Sequence[Ranking]) -> TrialFiles:
+    # By text and with no more than the newest attempt: there may be ten thousand trials.
     folder = group.folder(index)
     attempts = read_object(f"{folder}/job.json").get("attempts")
     entry = attempt_of(attempts[-1]) if isinstance(attempts, list) and attempts else None
     entry, end = entry or NOT_CREATED, read_newest_end(folder)
     job_id = entry.job_id or group.task_id(index)
     best = None if end is None or end.resumes else end.best
-    # One file that cannot be read must not hide the other points.
+    # One file that cannot be read must not hide the other trials.
     since = None
     if best is not None:  # its validations had not diverged when it ended, or there would be none
         with suppress(OSError):
             since = diverged_in(f"{folder}/metrics.jsonl", "loss")
     results = {} if best is None else {best.metric: None if since is not None else best}
-    files = PointFiles(group.points[index], job_id, entry, end, results=results, diverged_since=since)
+    files = TrialFiles(group.trials[index], job_id, entry, end, results=results, diverged_since=since)
     if not entry.attempt or (best is not None and not rankings):
         return files
     run = group.run(index)
@@ -411,18 +411,18 @@ def _read(group: RunGroup, index: int, rankings: Sequence[Ranking]) -> PointFile
     return files
 
 
-def most_relevant(status: GroupStatus, count: int) -> list[PointStatus]:
-    """The `count` most relevant points: by state, failures first, then by result."""
+def most_relevant(status: GroupStatus, count: int) -> list[TrialStatus]:
+    """The `count` most relevant trials: by state, failures first, then by result."""
 
-    def key(point: PointStatus) -> tuple[int, tuple[bool, float], int]:
-        state = ORDER.index(point.state) if point.state in ORDER else 0
-        return state, status.ranking.order(point.score), point.index
+    def key(trial: TrialStatus) -> tuple[int, tuple[bool, float], int]:
+        state = ORDER.index(trial.state) if trial.state in ORDER else 0
+        return state, status.ranking.order(trial.score), trial.index
 
-    return sorted(status.points, key=key)[:count]
+    return sorted(status.trials, key=key)[:count]
 
 
-FIGURES = ("point", "state", "step", "age")
-"""What a table of points can be sorted by, next to the keys and the metric that ranks them."""
+FIGURES = ("trial", "state", "step", "age")
+"""What a table of trials can be sorted by, next to the keys and the metric that ranks them."""
 
 
 def column_of(name: str, keys: Sequence[str], figures: Iterable[str] = FIGURES) -> str | None:
@@ -431,20 +431,20 @@ def column_of(name: str, keys: Sequence[str], figures: Iterable[str] = FIGURES) 
     return columns.get(name) or {short.lower(): column for short, column in columns.items()}.get(name.lower())
 
 
-def sorted_points(status: GroupStatus, column: str | None) -> list[PointStatus]:
-    """The points by one of their columns, the smallest first; for None by their results, the best first.
+def sorted_trials(status: GroupStatus, column: str | None) -> list[TrialStatus]:
+    """The trials by one of their columns, the smallest first; for None by their results, the best first.
 
     A key is the column of its name, also where a figure is called so.
     """
     if column is None:
-        return sorted(status.points, key=lambda point: status.ranking.order(point.score))
+        return sorted(status.trials, key=lambda trial: status.ranking.order(trial.score))
 
-    def value(point: PointStatus) -> object:
-        state = ORDER.index(point.state) if point.state in ORDER else 0
-        figures = zip(FIGURES, (point.index, state, point.step, point.age_s), strict=True)
-        return {**dict(figures), **point.values}.get(column)
+    def value(trial: TrialStatus) -> object:
+        state = ORDER.index(trial.state) if trial.state in ORDER else 0
+        figures = zip(FIGURES, (trial.index, state, trial.step, trial.age_s), strict=True)
+        return {**dict(figures), **trial.values}.get(column)
 
-    return sorted(status.points, key=lambda point: value_order(value(point)))
+    return sorted(status.trials, key=lambda trial: value_order(value(trial)))
 
 
 def value_order(value: Any) -> tuple[bool, bool, float, str]:

@@ -34,7 +34,7 @@ def asked_of(run: RunDir, plan: PlanRecord | None = None, config: FlatConfig | N
         return config | {key: value for key, value in own.items() if not is_known(tuple(key.split(".")))}
     if is_function(plan):  # the parameters of a function may be named like keys
         return config | own
-    # A point of a sweep has the command of its group, filled in with its values.
+    # A trial of a sweep has the command of its group, filled in with its values.
     typed = Record(read_object(run.provenance_file)).texts("argv") if own else []
     words = typed[typed.index("--") + 1 :] if "--" in typed else command
     return {**own, **config, COMMAND: join(words)}

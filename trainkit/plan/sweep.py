@@ -14,10 +14,10 @@ from trainkit.config.yamlfile import VARIABLES, parse_value
 from trainkit.errors import UsageError
 from trainkit.formats import shown_value
 
-MAX_POINTS = 100_000
-"""More points are a typo: no known Slurm accepts larger arrays."""
+MAX_TRIALS = 100_000
+"""More trials are a typo: no known Slurm accepts larger arrays."""
 NOT_SWEPT = {
-    "name": "every point has the name of its group",
+    "name": "every trial has the name of its group",
     "config_version": "it is the version of the file format",
 }
 
@@ -126,7 +126,7 @@ def names_key(command: Sequence[str], key: str) -> bool:
 
 
 def filled_in(command: Sequence[str], values: Mapping[str, object]) -> tuple[str, ...]:
-    """The command of a point: ``{key}`` becomes the value of a swept key, anything else stays."""
+    """The command of a trial: ``{key}`` becomes the value of a swept key, anything else stays."""
     words = []
     for word in command:
         for key, value in values.items():
@@ -135,10 +135,10 @@ def filled_in(command: Sequence[str], values: Mapping[str, object]) -> tuple[str
     return tuple(words)
 
 
-def sweep_points(texts: Sequence[str], command: Sequence[str] = ()) -> list[dict[str, object]]:
+def sweep_trials(texts: Sequence[str], command: Sequence[str] = ()) -> list[dict[str, object]]:
     """The values by key of every combination of all ``--sweep``; the last key varies fastest.
 
-    Raises UsageError, also for a key that appears twice and for more than `MAX_POINTS` combinations.
+    Raises UsageError, also for a key that appears twice and for more than `MAX_TRIALS` combinations.
     """
     axes = [parse_axis(text, command) for text in texts]
     keys = [key for key, _ in axes]
@@ -146,14 +146,14 @@ def sweep_points(texts: Sequence[str], command: Sequence[str] = ()) -> list[dict
     if twice is not None:
         raise UsageError(f"--sweep {twice} appears twice", hint="list all of its values in one --sweep")
     count = math.prod(len(values) for _, values in axes)
-    if count > MAX_POINTS:
-        raise UsageError(f"{count:,} combinations; the maximum is {MAX_POINTS:,}", hint="sweep fewer values")
+    if count > MAX_TRIALS:
+        raise UsageError(f"{count:,} combinations; the maximum is {MAX_TRIALS:,}", hint="sweep fewer values")
     combinations = itertools.product(*(values for _, values in axes))
     return [dict(zip(keys, values, strict=True)) for values in combinations]
 
 
 def key_without_seed(values: Mapping[str, object]) -> str:
-    """The values of a point as text; points with the same text differ only in the seed."""
+    """The values of a trial as text; trials with the same text differ only in the seed."""
     return json.dumps({key: value for key, value in values.items() if key != "seed"})
 
 

@@ -1,8 +1,8 @@
-"""A group is a folder of runs, the points of a sweep: one Slurm array, or one process on this machine.
+"""A group is a folder of runs, the trials of a sweep: one Slurm array, or one process on this machine.
 
 ``sweep.json submit.sbatch provenance.json code/ logs/INDEX.log`` and one run folder ``INDEX/`` per
-point. A point's folder is created when it starts or, on Slurm, when a command needs it, so that submitting
-ten thousand points takes no longer than submitting ten.
+trial. A trial's folder is created when it starts or, on Slurm, when a command needs it, so that submitting
+ten thousand trials takes no longer than submitting ten.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from trainkit.trust import read_trusted
 
 GROUP_VERSION = 1
 WAITS_FOR_ROOM = "Slurm takes no more jobs of this user at once; those of the group submit it as they end"
-"""Why a point is `RunGroup.left`."""
+"""Why a trial is `RunGroup.left`."""
 
 
 @dataclass(frozen=True)
-class Point:
+class Trial:
     """One run of a group, as `sweep.json` describes it."""
 
     index: int = -1
@@ -62,16 +62,16 @@ class Part:
     """An array of a group: the only one, unless Slurm does not take so large a one, or as many jobs."""
 
     last: int = -1
-    """The index of its last point; its first one follows that of the part before."""
+    """The index of its last trial; its first one follows that of the part before."""
     offset: int = 0
-    """The index of a point is that of its task and this: no task may have a number above Slurm's limit."""
+    """The index of a trial is that of its task and this: no task may have a number above Slurm's limit."""
     job_id: str | None = None
     """The id of the array; None before it is known."""
 
 
 @dataclass(frozen=True)
 class GroupRecord(HasCluster):
-    """The content of `sweep.json` without its points."""
+    """The content of `sweep.json` without its trials."""
 
     version: int = GROUP_VERSION
     name: str = ""
@@ -83,7 +83,7 @@ class GroupRecord(HasCluster):
     array: str = ""
     """What `--array` of sbatch gets."""
     keys: list[str] = field(default_factory=list)
-    """The config keys in which its points differ."""
+    """The config keys in which its trials differ."""
     code: CodeCopy | None = None
     """The copy of the code of all runs; None if they use the files in place."""
     config: dict[str, object] = field(default_factory=dict)
@@ -91,7 +91,7 @@ class GroupRecord(HasCluster):
     process: ProcessId | None = field(default=None, metadata=OPTIONAL)
     """The process that starts its runs on this machine; None on Slurm."""
     parts: list[Part] = field(default_factory=list, metadata=OPTIONAL)
-    """Its arrays on Slurm, in the order of their points; none on this machine."""
+    """Its arrays on Slurm, in the order of their trials; none on this machine."""
     submitted_at: str | None = field(default=None, metadata=OPTIONAL)
     cancelled_at: str | None = field(default=None, metadata=OPTIONAL)
     folder: str | None = field(default=None, metadata=OPTIONAL)
@@ -100,13 +100,13 @@ class GroupRecord(HasCluster):
     more: dict[str, object] = field(default_factory=dict)
     """What another version recorded."""
 
-    def to_dict(self, points: Iterable[Point]) -> dict[str, object]:
+    def to_dict(self, trials: Iterable[Trial]) -> dict[str, object]:
         """The JSON of sweep.json."""
         own: dict[str, object] = {}
         for key, value in to_json(self).items():
             own[key] = value
             if key == "plan":
-                own["points"] = to_json(list(points))
+                own["points"] = to_json(list(trials))
         return own
 
 
@@ -130,21 +130,21 @@ class RunGroup(RunFolder):
         return self.logs_dir / f"{f'{offset}+' if offset else ''}{index}.log"
 
     def script_of(self, part: Part) -> Path:
-        """The batch script of a part; parts whose tasks are numbered like their points share one."""
+        """The batch script of a part; parts whose tasks are numbered like their trials share one."""
         return self.path / f"submit-{part.offset}.sbatch" if part.offset else self.script_file
 
     def folder(self, index: int) -> str:
-        """The folder of a point, which may not exist yet."""
+        """The folder of a trial, which may not exist yet."""
         return f"{self.path}/{index}"
 
     def run(self, index: int) -> RunDir:
-        """The run of a point."""
+        """The run of a trial."""
         return RunDir(self.folder(index))
 
     def created(self) -> list[int]:
-        """The points whose folder exists."""
+        """The trials whose folder exists."""
         names = (path.name for path in self.path.iterdir())
-        return [int(name) for name in names if is_index(name) and int(name) in self.points]
+        return [int(name) for name in names if is_index(name) and int(name) in self.trials]
 
     def exists(self) -> bool:
         """True when this folder contains a group."""
@@ -159,12 +159,12 @@ class RunGroup(RunFolder):
         return self._content[0]
 
     @property
-    def points(self) -> dict[int, Point]:
-        """The points by index; raises as `record` does."""
+    def trials(self) -> dict[int, Trial]:
+        """The trials by index; raises as `record` does."""
         return self._content[1]
 
     @cached_property
-    def _content(self) -> tuple[GroupRecord, dict[int, Point]]:
+    def _content(self) -> tuple[GroupRecord, dict[int, Trial]]:
         try:
             content = read_json(self.sweep_file)
         except (OSError, ValueError) as error:
@@ -173,8 +173,8 @@ class RunGroup(RunFolder):
             ) from error
         values = content.pop("points", None) if isinstance(content, dict) else None
         is_list = isinstance(values, list) and all(isinstance(value, dict) for value in values)
-        points = [read_record(Point, value) for value in values or ()] if is_list else [Point()]
-        if any(point.index < 0 for point in points):
+        trials = [read_record(Trial, value) for value in values or ()] if is_list else [Trial()]
+        if any(trial.index < 0 for trial in trials):
             message = f"{self.shown}/sweep.json was not written by trainkit"
             raise UsageError(message, hint="name one of its runs by its folder")
         record = read_record(GroupRecord, content)
@@ -184,19 +184,19 @@ class RunGroup(RunFolder):
                 f"{self.shown}/sweep.json has version {record.version}; this trainkit knows {GROUP_VERSION}",
                 hint="use the trainkit that submitted it, or a newer one",
             )
-        return record, {point.index: point for point in points}
+        return record, {trial.index: trial for trial in trials}
 
     def read_again(self) -> None:
-        """Have `record` and `points` read `sweep.json` again, which another process may have written."""
+        """Have `record` and `trials` read `sweep.json` again, which another process may have written."""
         self.__dict__.pop("_content", None)
 
     def update(self, **changes: Any) -> None:
         """Write changed values into `sweep.json`; other changes since it was read are kept."""
         with file_lock(self.path / ".lock"):
             self.read_again()
-            record, points = replace(self.record, **changes), self.points
-            write_json(self.sweep_file, record.to_dict(points.values()))
-        self.__dict__["_content"] = record, points
+            record, trials = replace(self.record, **changes), self.trials
+            write_json(self.sweep_file, record.to_dict(trials.values()))
+        self.__dict__["_content"] = record, trials
 
     @property
     def name(self) -> str:
@@ -224,18 +224,18 @@ class RunGroup(RunFolder):
         """The id of the whole array; None before it is known."""
         return self.record.job_id
 
-    def point(self, index: int) -> Point:
-        """The point of an index; UsageError when there is none."""
-        if index not in self.points:
-            indices = sorted(self.points)
+    def trial(self, index: int) -> Trial:
+        """The trial of an index; UsageError when there is none."""
+        if index not in self.trials:
+            indices = sorted(self.trials)
             raise UsageError(
-                f"{self.shown} has no point {index}", hint=f"its points are {indices[0]} to {indices[-1]}"
+                f"{self.shown} has no trial {index}", hint=f"its trials are {indices[0]} to {indices[-1]}"
             )
-        return self.points[index]
+        return self.trials[index]
 
     @property
     def parts(self) -> list[Part]:
-        """Its arrays on Slurm, by the indices of their last points; none before it is submitted."""
+        """Its arrays on Slurm, by the indices of their last trials; none before it is submitted."""
         whole = [] if self.job_id is None else [Part(sys.maxsize, job_id=self.job_id)]
         return self.record.parts or whole
 
@@ -251,24 +251,24 @@ class RunGroup(RunFolder):
 
     @property
     def left(self) -> list[int]:
-        """The points that no array has yet, since the cluster takes no more of this user's jobs at once."""
+        """The trials that no array has yet, since the cluster takes no more of this user's jobs at once."""
         last = self.parts[-1].last if self.parts else -1
-        return sorted(index for index in self.points if index > last)
+        return sorted(index for index in self.trials if index > last)
 
     def part_of(self, index: int) -> Part | None:
-        """The array of a point; None if it is `left`."""
+        """The array of a trial; None if it is `left`."""
         parts = self.parts
         found = bisect_left(parts, index, key=lambda part: part.last)
         return parts[found] if found < len(parts) else None
 
     def task_id(self, index: int) -> str | None:
-        """The job id of a point's task in its array."""
+        """The job id of a trial's task in its array."""
         part = self.part_of(index)
         return None if part is None or part.job_id is None else f"{part.job_id}_{index - part.offset}"
 
 
 def group_of(run: RunDir) -> tuple[RunGroup, int] | None:
-    """The group and the index of a run that is a point of one, whether its folder exists or not."""
+    """The group and the index of a run that is a trial of one, whether its folder exists or not."""
     group = RunGroup(run.path.parent)
     if not is_index(run.name) or not group.exists():
         return None
@@ -276,7 +276,7 @@ def group_of(run: RunDir) -> tuple[RunGroup, int] | None:
 
 
 def is_index(text: str) -> bool:
-    """Whether a folder of a group has the name of a point's run."""
+    """Whether a folder of a group has the name of a trial's run."""
     return text.isascii() and text.isdigit() and str(int(text)) == text
 
 
@@ -290,7 +290,7 @@ def create_task_run(run: RunDir, job_id: str | None = None) -> RunDir:
 
 
 def task_run(group: RunGroup, index: int, job_id: str | None = None) -> RunDir:
-    """The run of a point, after creating its folder if that does not exist yet.
+    """The run of a trial, after creating its folder if that does not exist yet.
 
     `job_id` is the id of its task, by default derived from the group's sweep.json.
     Raises UsageError when the group has no such task, was not submitted, or cannot be written.
@@ -298,7 +298,7 @@ def task_run(group: RunGroup, index: int, job_id: str | None = None) -> RunDir:
     run = group.run(index)
     if run.exists():
         return run
-    point = group.point(index)
+    trial = group.trial(index)
     if (process := group.record.process) is not None:
         path, starts, hint = group.word, "start one after another", "status {}` shows them"
         if process.alive() is False:
@@ -323,19 +323,19 @@ def task_run(group: RunGroup, index: int, job_id: str | None = None) -> RunDir:
             f"cannot tell whether {group.shown} was submitted: its sweep.json has no job id",
             hint="`squeue --me` lists your jobs",
         )
-    create_point_run(group, point, job_id)
+    create_trial_run(group, trial, job_id)
     return run
 
 
-def create_point_run(group: RunGroup, point: Point, job_id: str | None = None) -> None:
-    """Create the folder of a point's run; `job_id` is its task on Slurm, None without an attempt.
+def create_trial_run(group: RunGroup, trial: Trial, job_id: str | None = None) -> None:
+    """Create the folder of a trial's run; `job_id` is its task on Slurm, None without an attempt.
 
     Under a temporary name at first: no reader sees a part of it. Raises UsageError when it cannot be written.
     """
-    run, stage = group.run(point.index), None
+    run, stage = group.run(trial.index), None
     try:
-        stage = RunDir(tempfile.mkdtemp(prefix=f".{point.index}.", dir=group.path))
-        _fill(stage, group, point, job_id)
+        stage = RunDir(tempfile.mkdtemp(prefix=f".{trial.index}.", dir=group.path))
+        _fill(stage, group, trial, job_id)
         stage.path.rename(run.path)
     except BaseException as error:
         if stage is not None:
@@ -349,25 +349,25 @@ def create_point_run(group: RunGroup, point: Point, job_id: str | None = None) -
             ) from error
 
 
-def _fill(stage: RunDir, group: RunGroup, point: Point, job_id: str | None) -> None:
+def _fill(stage: RunDir, group: RunGroup, trial: Trial, job_id: str | None) -> None:
     record = group.record
-    config, plan = point_texts(group, point)
+    config, plan = trial_texts(group, trial)
     stage.checkpoints_dir.mkdir(mode=0o700)
     shutil.copyfile(group.provenance_file, stage.provenance_file)
     for shared in ("code", "stdin"):
         if (group.path / shared).exists():
             (stage.path / shared).symlink_to(Path(os.pardir, shared))
-    name = f"{group.name}/{point.index}"
+    name = f"{group.name}/{trial.index}"
     if job_id is None:
         write_atomic(stage.config_file, config)
         write_atomic(stage.plan_file, plan)
         create_job(stage, backend=record.backend, name=name, cwd=record.cwd, code=record.code)
         return
-    attempt, part = open_attempt(stage, config, plan), group.part_of(point.index) or Part()
+    attempt, part = open_attempt(stage, config, plan), group.part_of(trial.index) or Part()
     for copy in (attempt.script_file, stage.script_file):
         write_atomic(copy, read_trusted(group.script_of(part)))
     # Slurm writes the output of the task there from its first line on.
-    log = group.log_file(point.index - part.offset, part.offset).name
+    log = group.log_file(trial.index - part.offset, part.offset).name
     attempt.supervisor_log.symlink_to(Path(*[os.pardir] * 4, group.logs_dir.name, log))
     entry = AttemptRecord(
         attempt.number,
@@ -377,16 +377,16 @@ def _fill(stage: RunDir, group: RunGroup, point: Point, job_id: str | None) -> N
         backend=record.backend,
         reason="submit",
         cancelled_at=record.cancelled_at or None,
-        folder=group.folder(point.index),
+        folder=group.folder(trial.index),
         inode=stage.path.stat().st_ino,
     )
     create_job(stage, entry, backend=record.backend, name=name, cwd=record.cwd, code=record.code)
     log_event(stage, attempt.number, "submitted", job_id=job_id, reason="submit")
 
 
-def point_texts(group: RunGroup, point: Point) -> tuple[str, str]:
-    """The config.yaml and plan.json with which the run of a point starts."""
+def trial_texts(group: RunGroup, trial: Trial) -> tuple[str, str]:
+    """The config.yaml and plan.json with which the run of a trial starts."""
     from trainkit.config.yamlfile import dump  # slow to import
 
-    config, plan = changed(group.record.config, point.config), changed(group.record.plan, point.plan)
+    config, plan = changed(group.record.config, trial.config), changed(group.record.plan, trial.plan)
     return dump(config), json.dumps(plan, indent=2, ensure_ascii=False) + "\n"

@@ -278,8 +278,8 @@ def obsolete(
     return [checkpoint for checkpoint in ordered[:-keep_last] if checkpoint.step != best_step]
 
 
-def point_best_at(checkpoint: Checkpoint) -> None:
-    """Point the link `best` at this checkpoint."""
+def trial_best_at(checkpoint: Checkpoint) -> None:
+    """Trial the link `best` at this checkpoint."""
     link = checkpoint.path.with_name(BEST_LINK)
     staged = checkpoint.path.with_name(f".{BEST_LINK}-{os.getpid()}")
     staged.unlink(missing_ok=True)
@@ -288,7 +288,7 @@ def point_best_at(checkpoint: Checkpoint) -> None:
 
 
 def best_step(checkpoints_dir: Path) -> int | None:
-    """The step of the checkpoint that the link `best` points at; None without one."""
+    """The step of the checkpoint that the link `best` trials at; None without one."""
     link = checkpoints_dir / BEST_LINK
     if not link.is_symlink():
         return None

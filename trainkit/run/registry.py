@@ -142,7 +142,7 @@ def one_run(found: RunDir | RunGroup, text: str) -> RunDir:
     """The run that `find_run_or_group` found for `text`; raises UsageError for a whole group."""
     if isinstance(found, RunDir):
         return found
-    indices = sorted(found.points)
+    indices = sorted(found.trials)
     first = next(iter(indices), None)
     hint = "its sweep.json has none: restore that file"
     if first is not None:
@@ -221,8 +221,8 @@ def find_to_read(text: str, *, to_change: bool = False, acts: bool = False) -> R
 
 
 def _run_of(group: RunGroup, index: int) -> RunDir:
-    """The run of a point; raises UsageError if the group has no such point."""
-    return group.run(group.point(index).index)
+    """The run of a trial; raises UsageError if the group has no such trial."""
+    return group.run(group.trial(index).index)
 
 
 def _matching_job(job_id: str, cluster: str, *, on_all_clusters: bool) -> list[RunDir | RunGroup]:
@@ -231,7 +231,7 @@ def _matching_job(job_id: str, cluster: str, *, on_all_clusters: bool) -> list[R
     Any `cluster` is meant if it is empty.
     """
     matches, seen = list[RunDir | RunGroup](), set[str | None]()
-    # A point that was restarted individually is also registered as a run, later than its group.
+    # A trial that was restarted individually is also registered as a run, later than its group.
     for item in iter_known_runs():
         clusters = _clusters_of_job(item, job_id, cluster)
         if clusters - seen:
@@ -302,7 +302,7 @@ def _path_hint(path: Path) -> str:
 
 
 def _name_hint(text: str, known: Sequence[str]) -> str:
-    """The name of a run that was probably meant; ``sweep_1`` and ``sweep[1]`` are points of a group."""
+    """The name of a run that was probably meant; ``sweep_1`` and ``sweep[1]`` are trials of a group."""
     point = re.fullmatch(r"(.+?)[_:.\[](\d+)\]?", text)
     if point is not None and point[1] in known:
         return f"did you mean {point[1]}/{point[2]}? {LIST_HINT}"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from trainkit.errors import UsageError
 from trainkit.run.files import changed, to_json
-from trainkit.run.group import Point, RunGroup, group_of, point_texts
+from trainkit.run.group import RunGroup, Trial, group_of, trial_texts
 from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.shipped import files_of, take_parts
 from trainkit.trust import read_trusted
@@ -59,10 +59,10 @@ def submitted_hash(config_text: str, plan: Mapping[str, object]) -> str:
 
 
 def submitted_group_hash(
-    config: Mapping[str, object], plan: Mapping[str, object], points: Iterable[Point]
+    config: Mapping[str, object], plan: Mapping[str, object], trials: Iterable[Trial]
 ) -> str:
     """The hash of what the runs of a group are made from."""
-    return _hash([config, plan, to_json(list(points))])
+    return _hash([config, plan, to_json(list(trials))])
 
 
 def _hash(value: object) -> str:
@@ -111,7 +111,7 @@ def _expected_of_task(named: str, folder: Path) -> str:
     assert found is not None
     group, index = found
     require_submitted_group(group)
-    config_text, plan_text = point_texts(group, group.point(index))
+    config_text, plan_text = trial_texts(group, group.trial(index))
     return submitted_hash(config_text, json.loads(plan_text))
 
 
@@ -120,5 +120,5 @@ def require_submitted_group(group: RunGroup) -> None:
     named = os.environ.get(SUBMITTED_VARIABLE)
     if named is not None and ":" not in named:
         record = group.record
-        if submitted_group_hash(record.config, record.plan, group.points.values()) != named:
+        if submitted_group_hash(record.config, record.plan, group.trials.values()) != named:
             raise NotSubmitted(group.sweep_file)

@@ -40,7 +40,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+", re.IGNORECASE)
 
 
 @runtime_checkable
-class Trial(Protocol):
+class SweeperTrial(Protocol):
     """What a sweeper asks for: a trial of Optuna, or a job of Hydra. Its values are its `params`."""
 
     @property
@@ -72,15 +72,15 @@ def values_of(run: RunDir) -> dict[str, object]:
     found = group_of(run)
     if found is None:
         return read_object(run.values_file)
-    point = found[0].points.get(found[1])
-    return {} if point is None else point.values
+    trial = found[0].trials.get(found[1])
+    return {} if trial is None else trial.values
 
 
 def trial_values(arguments: Mapping[str, object]) -> dict[str, object]:
-    """What JSON can have of the arguments of a call: a value each, and one for each part of a mapping.
+    """Convert the arguments of a call to values of JSON, one for each argument and each item of a mapping.
 
-    The parts of ``config`` are ``config.lr`` and so on, those of a `Trial` have their own names. What looks
-    like a secret is masked, and what is no plain value is its shortened `repr`.
+    An item of ``config`` is named ``config.lr``; an item of a `SweeperTrial` keeps its own name. A value that
+    looks like a secret is masked, and a value that JSON cannot represent becomes its shortened `repr`.
     """
     found: dict[str, object] = {}
     for name, value in _named(arguments):
@@ -108,16 +108,16 @@ def group_values(trials: Sequence[Mapping[str, object]]) -> list[dict[str, objec
 
 
 def _named(arguments: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    """The arguments by name, and the values of a `Trial` in its place."""
+    """The arguments by name, and the values of a `SweeperTrial` in its place."""
     for name, value in arguments.items():
         params = _params(value)
         yield from [(name, value)] if params is None else params.items()
 
 
 def _params(value: object) -> Mapping[str, object] | None:
-    """The values of a `Trial`; None of what is none, such as a module of parameters, or cannot be asked."""
+    """Return the values of a `SweeperTrial`, or None for any other object, such as a module of parameters."""
     try:
-        params = value.params if isinstance(value, Trial) else None
+        params = value.params if isinstance(value, SweeperTrial) else None
         return dict(params) if isinstance(params, Mapping) else None
     except Exception:  # whatever the user's object raises
         return None

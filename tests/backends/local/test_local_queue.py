@@ -182,7 +182,7 @@ def test_a_run_of_a_group_that_ends_while_it_is_looked_at_is_not_started_again(
 
     monkeypatch.setattr(local_group, "_is_active", ends)
     monkeypatch.setattr(local_group, "backend_named", Mock(side_effect=AssertionError("started again")))
-    local_group.run_points(group)
+    local_group.run_trials(group)
     assert run.attempt_numbers() == [1]
 
 

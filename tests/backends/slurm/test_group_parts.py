@@ -39,7 +39,7 @@ class Slurm:
         self.jobs: dict[str, str] = {}
         """Tokens of the arrays by job id."""
         self.tasks: Counter[int] = Counter()
-        """How often the job of a point was accepted."""
+        """How often the job of a trial was accepted."""
         self._death = death
 
     def submit(self, script: Path, *, token: str, extra_argv: Sequence[str], **more: Any) -> str:
@@ -78,8 +78,8 @@ def connect(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def group_of(folder: Path, count: int, **record: Any) -> RunGroup:
-    points = {index: {"seed": index} for index in range(count)}
-    return make_group(folder, points, job_id=None, command=("true",), **record)
+    trials = {index: {"seed": index} for index in range(count)}
+    return make_group(folder, trials, job_id=None, command=("true",), **record)
 
 
 @pytest.mark.parametrize(

@@ -180,7 +180,7 @@ def test_ctrl_c_while_it_starts(is_here: bool, tmp_path: Path, monkeypatch: pyte
     def start_group(group: object) -> str:
         raise KeyboardInterrupt
 
-    group, cancelled = SimpleNamespace(path=tmp_path, points={}, exists=lambda: True), list[object]()
+    group, cancelled = SimpleNamespace(path=tmp_path, trials={}, exists=lambda: True), list[object]()
     made = SimpleNamespace(folder=tmp_path, kind="layouts")
     planned: Any = SimpleNamespace(plan=SimpleNamespace(is_here=is_here), create=lambda *args: made)
     for name, value in {
@@ -256,14 +256,14 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def started(group: RunGroup, index: int) -> RunDir:
-    """The run of a point, as its task makes it."""
+    """The run of a trial, as its task makes it."""
     run = group.run(index)
     create_task_run(run, f"77_{index}")
     return run
 
 
 def ended(group: RunGroup, index: int, step_s: float, **end: Any) -> None:
-    """A run of a point that is over."""
+    """A run of a trial that is over."""
     source = RunDir(group.path.parent / f"made-{index}")
     train_made_up(source, step_s=step_s)
     run = started(group, index)
@@ -279,7 +279,7 @@ def test_the_layouts_are_one_array(place: Path, capsys: pytest.CaptureFixture[st
     group = RunGroup(place / "out")
     assert (group.name, group.job_id, group.record.keys) == ("small-layouts", "77", ["layout"])
     assert "#SBATCH --array=0-3%3\n" in group.script_file.read_text()
-    layouts = [point.values["layout"] for point in group.points.values()]
+    layouts = [trial.values["layout"] for trial in group.trials.values()]
     assert layouts == ["dp_shard=2", "dp_replicate=2", "tp=2", "pp=2"]
     assert [(item.name, item.run) for item in read_bench(group.path).runs] == [
         (layout, str(index)) for index, layout in enumerate(layouts)

@@ -16,9 +16,9 @@ from trainkit.capabilities.bench.measure import (
     by_speed,
     keep_needed,
     measured,
-    point_row,
     row_of,
     trace_exposed_comm_s,
+    trial_row,
 )
 from trainkit.capabilities.bench.run_bench import Bench, BenchRun, read_bench
 from trainkit.capabilities.bench.summary import (
@@ -42,7 +42,7 @@ def bench(tmp_path: Path) -> Bench:
 
 
 def point_of(bench: Bench, item: BenchRun, status: str = "finished", failure: str = "") -> Row:
-    return point_row([row_of(bench, item, status, failure)[0]])
+    return trial_row([row_of(bench, item, status, failure)[0]])
 
 
 def test_medians_leave_out_the_warm_up_and_the_profiled_steps(bench: Bench) -> None:
@@ -128,14 +128,14 @@ def test_a_point_is_the_median_of_its_repeats_with_their_range(tmp_path: Path) -
     bench = made_up_bench(tmp_path / "repeated", repeats=3)
     for item, step_s in zip(bench.runs, (0.5, 0.4, 0.25, 0.8, 1.0, 0.2), strict=True):
         train_made_up(bench.run_dir(item), step_s=step_s)
-    points = [[row_of(bench, item, "finished", "")[0] for item in runs] for runs in bench.points]
-    (first, _), (second, _) = by_speed(points)
-    assert [row["step_s"] for row in points[0]] == [0.5, 0.25, 1.0]  # one round after another
+    trials = [[row_of(bench, item, "finished", "")[0] for item in runs] for runs in bench.trials]
+    (first, _), (second, _) = by_speed(trials)
+    assert [row["step_s"] for row in trials[0]] == [0.5, 0.25, 1.0]  # one round after another
     assert (first["layout"], first["tokens_per_s"]) == ("tp=2", 2560.0)
     assert (first["tokens_per_s_min"], first["tokens_per_s_max"]) == (1280.0, 5120.0)
     assert (second["step_s"], second["repeats"], second["steps"]) == (0.5, 3, 15)
     assert second["run"] == "0 2 4"
-    fastest = find_fastest(bench, by_speed(points))
+    fastest = find_fastest(bench, by_speed(trials))
     assert fastest.is_clear is False
     assert str(fastest) == (
         "tp=2: 2,560 tokens/s, 25.0% more than dp_shard=2, which is within the spread of the repeats"
@@ -147,7 +147,7 @@ def test_a_repeat_that_failed_marks_its_point(bench: Bench) -> None:
     for item, state in zip(bench.runs, ("finished", "failed"), strict=True):
         train_made_up(bench.run_dir(item), 10 if state == "finished" else 1)
         rows.append(row_of(bench, item, state, "no memory" if state == "failed" else "")[0])
-    row = point_row(rows)
+    row = trial_row(rows)
     assert (row["status"], row["verdict"], row["repeats"]) == ("failed (1 of 2)", "no memory", 1)
     assert (row["tokens_per_s"], row["tokens_per_s_min"]) == (2048.0, None)
 
@@ -189,8 +189,8 @@ def rows(tmp_path: Path) -> list[Row]:
     bench = made_up_bench(tmp_path / "bench")
     train_made_up(bench.run_dir(bench.runs[0]))
     return [
-        point_row([row_of(bench, bench.runs[0], "finished", "")[0]]),
-        point_row([row_of(bench, bench.runs[1], "failed", "no memory")[0]]),
+        trial_row([row_of(bench, bench.runs[0], "finished", "")[0]]),
+        trial_row([row_of(bench, bench.runs[1], "failed", "no memory")[0]]),
     ]
 
 

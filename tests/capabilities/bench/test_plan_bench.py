@@ -6,7 +6,7 @@ import pytest
 
 from trainkit.capabilities.bench import plan_bench
 from trainkit.capabilities.bench.plan_bench import (
-    BenchPoint,
+    BenchTrial,
     PlannedBench,
     bench_values,
     plan_layouts,
@@ -135,13 +135,13 @@ def planned(folder: Path, ranks: int, layouts: tuple[str, ...] = (), *settings: 
     return found
 
 
-def asked(folder: Path, text: str, ranks: int = 4, *settings: str) -> BenchPoint:
-    [point] = planned(folder, ranks, (text,), *settings).points
-    return point
+def asked(folder: Path, text: str, ranks: int = 4, *settings: str) -> BenchTrial:
+    [trial] = planned(folder, ranks, (text,), *settings).trials
+    return trial
 
 
 def names(found: PlannedBench) -> list[str]:
-    return [point.name for point in found.points]
+    return [trial.name for trial in found.trials]
 
 
 def test_every_way_to_split_four_processes(tmp_path: Path) -> None:
@@ -173,11 +173,11 @@ def test_what_is_not_possible_has_a_reason(tmp_path: Path) -> None:
 
 def test_the_samples_of_a_step_are_the_same_on_every_layout(tmp_path: Path) -> None:
     for ranks in (2, 4, 8):
-        for point in planned(tmp_path, ranks).points:
-            assert point.plan.batch.global_batch_size == point.settings["train.global_batch_size"] == 16
-            assert point.plan.batch.device_batch_size == point.settings["train.device_batch_size"]
+        for trial in planned(tmp_path, ranks).trials:
+            assert trial.plan.batch.global_batch_size == trial.settings["train.global_batch_size"] == 16
+            assert trial.plan.batch.device_batch_size == trial.settings["train.device_batch_size"]
             if ranks < 8:
-                assert (point.plan.batch.device_batch_size, point.notes) == (4, ())
+                assert (trial.plan.batch.device_batch_size, trial.notes) == (4, ())
 
 
 @pytest.mark.parametrize(
@@ -193,9 +193,9 @@ def test_the_samples_of_a_step_are_the_same_on_every_layout(tmp_path: Path) -> N
 def test_the_batch_is_adapted_to_the_layout(
     text: str, ranks: int, settings: tuple[str, ...], batch: tuple[int, int | None], note: str, tmp_path: Path
 ) -> None:
-    point = asked(tmp_path, text, ranks, *settings)
-    assert (point.plan.batch.device_batch_size, point.plan.batch.pp_microbatches) == batch
-    assert point.notes == ((f"{note} to fit this layout",) if note else ())
+    trial = asked(tmp_path, text, ranks, *settings)
+    assert (trial.plan.batch.device_batch_size, trial.plan.batch.pp_microbatches) == batch
+    assert trial.notes == ((f"{note} to fit this layout",) if note else ())
 
 
 def test_what_is_left_out_is_what_a_config_would_take(tmp_path: Path) -> None:

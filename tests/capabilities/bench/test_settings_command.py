@@ -164,7 +164,7 @@ def test_on_slurm_the_rounds_are_one_array(tmp_path: Path, sbatch: Sbatch) -> No
     assert submit("--sweep", f"{BATCH}=2,4", "--repeats", "2") == 0
     group = RunGroup(tmp_path / "out")
     assert group.record.array == "0-3%1"
-    assert [point.values for point in group.points.values()] == [
+    assert [trial.values for trial in group.trials.values()] == [
         {BATCH: 2, "repeat": 1},
         {BATCH: 4, "repeat": 1},
         {BATCH: 2, "repeat": 2},
@@ -181,7 +181,7 @@ def test_points_that_need_different_jobs_are_refused(
 ) -> None:
     for more in ((), ("--dry-run",)):
         assert submit(*SIZES, *more) == 2
-        assert f"point 1 ({BATCH}=2, {GPUS}=2) needs a different job than point 0" in capsys.readouterr().err
+        assert f"trial 1 ({BATCH}=2, {GPUS}=2) needs a different job than trial 0" in capsys.readouterr().err
     assert (sbatch.taken, (tmp_path / "out").exists()) == ([], False)
 
 

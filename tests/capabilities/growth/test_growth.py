@@ -16,7 +16,7 @@ from trainkit.cluster.model import Cluster
 from trainkit.cluster.target import Target
 from trainkit.config import load_config
 from trainkit.errors import TrainkitError
-from trainkit.job.decision import Departure
+from trainkit.job.decision import PlannedStop
 from trainkit.plan.facts import Facts
 from trainkit.plan.launch import LaunchPlan, SlurmRequest
 from trainkit.plan.make_plan import with_parts
@@ -99,7 +99,7 @@ class Played:
             record = {"time": time, "attempt": number, "step": round(share * last_step)}
             append_jsonl(run.metrics_file, record)
 
-    def after(self, seconds: float) -> Departure | None:
+    def after(self, seconds: float) -> PlannedStop | None:
         self.now_s += seconds
         return self.watch.poll()
 
@@ -125,7 +125,7 @@ def test_slurm_is_asked_every_half_hour_about_the_nodes_that_the_run_lacks(playe
     played.waits = {6: SlurmRefused("busy"), 2: 0.0}
     # 10 hours are left; the start-up took 62 s.
     grows = "grows to 4 nodes: 4 nodes are free: 5h00m instead of 10h00m to go, and 3m02s for the restart"
-    assert played.after(4) == Departure("grow", grows)
+    assert played.after(4) == PlannedStop("grow", grows)
     assert len(played.asked) == 4
     assert played.decisions() == [(None, "does not grow: 4 nodes would be free in 59m59s"), (4, grows)]
 

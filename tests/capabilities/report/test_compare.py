@@ -15,7 +15,7 @@ from trainkit.backends import jobs
 from trainkit.capabilities.report.curves import curves
 from trainkit.cli.main import main
 from trainkit.config import RunConfig
-from trainkit.observe.group import GroupStatus, PointStatus, sorted_points
+from trainkit.observe.group import GroupStatus, TrialStatus, sorted_trials
 from trainkit.run.files import write_json
 from trainkit.run.rundir import RunDir
 
@@ -58,11 +58,11 @@ def test_a_parameter_may_be_called_like_a_figure(place: Path, capsys: pytest.Cap
     assert [row["values.loss"] for row in rows] == ["1", "2", "3"]
     assert all("." in row["loss"] for row in rows)
     points = [
-        PointStatus(index, {"step": value}, "finished", None, None, None, "", step=index)
+        TrialStatus(index, {"step": value}, "finished", None, None, None, "", step=index)
         for index, value in enumerate([3, 1, 2])
     ]
     status = GroupStatus("odd", str(group.path), None, "", ["step"], None, None, None, points)
-    assert [point.index for point in sorted_points(status, "step")] == [1, 2, 0]
+    assert [point.index for point in sorted_trials(status, "step")] == [1, 2, 0]
 
 
 def test_a_group_stands_for_its_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,10 +27,10 @@ def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunGroup:
     """Two learning rates with three seeds each."""
     monkeypatch.chdir(tmp_path)
     group = made_up_sweep(tmp_path / "mine", {LR: [1e-4, 1e-2], "seed": [0, 1, 2]})
-    for index, point in group.points.items():
+    for index, trial in group.trials.items():
         config = group.run(index).config_file
-        text = config.read_text().replace("seed: 0\n", f"seed: {point.values['seed']}\n")
-        config.write_text(text.replace("lr: 0.0003\n", f"lr: {point.values[LR]}\n"))
+        text = config.read_text().replace("seed: 0\n", f"seed: {trial.values['seed']}\n")
+        config.write_text(text.replace("lr: 0.0003\n", f"lr: {trial.values[LR]}\n"))
     return group
 
 
@@ -214,8 +214,8 @@ def test_the_mean_ends_where_a_run_has_diverged(sweep: RunGroup) -> None:
 def test_a_key_that_is_named_as_a_column_stays_one(sweep: RunGroup) -> None:
     """A COMMAND may have `--sweep lr=…` and log `lr`."""
     sweep_json = json.loads((sweep.path / "sweep.json").read_text())
-    for point in sweep_json["points"]:
-        point["values"] = {"grad_norm": f"m{point['index'] % 2}", "step": 10 * point["index"]}
+    for trial in sweep_json["points"]:
+        trial["values"] = {"grad_norm": f"m{trial['index'] % 2}", "step": 10 * trial["index"]}
     (sweep.path / "sweep.json").write_text(json.dumps(sweep_json))
     table = curves("mine/0", "mine/1", metrics=["grad_norm"])
     assert {"config.grad_norm", "config.step", "grad_norm", "step"} < set(table)

@@ -13,7 +13,7 @@ from trainkit.cli.main import main
 
 @pytest.fixture(autouse=True)
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a sweep of three points, and a Slurm that cannot be queried."""
+    """A folder with a sweep of three trials, and a Slurm that cannot be queried."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(jobs, "query_jobs_or_warn", lambda ids, warn: None)
     made_up_sweep(tmp_path / "mine", {"optimizer.lr": [1e-4, 3e-4, 1e-3]}, failed=2)
@@ -50,7 +50,7 @@ def test_runs_of_a_bench_are_compared_by_their_measured_speed(
     assert main(["report", "runs/two", "--json"]) == 0
     value = json.loads(capsys.readouterr().out)
     assert value["objective"]["name"] == "tokens_per_s"
-    assert [(point["values"], point["result"]) for point in value["points"]] == [
+    assert [(trial["values"], trial["result"]) for trial in value["points"]] == [
         ({"layout": "tp=2", "repeat": 2}, 5120.0),
         ({"layout": "tp=2", "repeat": 1}, 4096.0),
         ({"layout": "dp_shard=2", "repeat": 2}, 2560.0),

@@ -47,7 +47,7 @@ def test_points_that_have_not_started_are_pending_not_failed(tmp_path: Path) -> 
     record["job_id"] = None
     write_json(group.sweep_file, record)
     report = report_of(RunGroup(group.path))
-    assert next((point.index, point.state, point.step) for point in report.points) == (2, "unknown", None)
+    assert next((trial.index, trial.state, trial.step) for trial in report.trials) == (2, "unknown", None)
     text = render_sweep(report)
     assert text.count('<tr><td class="n">') == 3
 
@@ -65,9 +65,9 @@ def test_the_page_names_the_best_and_is_escaped(tmp_path: Path) -> None:
 def test_numbers_that_are_written_as_text_are_in_their_order(tmp_path: Path) -> None:
     group = made_up_sweep(tmp_path / "mine", {"lr": ["0.1", "0.01", "1e-3"]})
     report = report_of(group)
-    values = {point.index: (point.values["lr"], point.texts(["lr"])) for point in report.points}
+    values = {trial.index: (trial.values["lr"], trial.texts(["lr"])) for trial in report.trials}
     assert values == {0: (0.1, ["0.1"]), 1: (0.01, ["0.01"]), 2: (0.001, ["1e-3"])}
-    assert {point["values"]["lr"] for point in to_json(report)["points"]} == {0.1, 0.01, 0.001}
+    assert {trial["values"]["lr"] for trial in report.to_dict()["points"]} == {0.1, 0.01, 0.001}
     text = render_sweep(report)
     assert "<td>1e-3<td>" in text
     [chart] = _key_charts(report, ["lr"])
@@ -117,14 +117,14 @@ def test_a_secret_is_masked_by_the_name_of_its_key(tmp_path: Path) -> None:
     assert "hunter2" not in text
     assert "<td>***<td>" in text
     assert "<td>launch.env.API_KEY<td>***" in text
-    for point in report.points:
-        assert point.texts(["api_key"]) == ["***"]
-        assert str(point) == f"point {point.index} (api_key=***)"
+    for trial in report.trials:
+        assert trial.texts(["api_key"]) == ["***"]
+        assert str(trial) == f"trial {trial.index} (api_key=***)"
 
 
 def test_a_failure_comes_with_the_next_command(tmp_path: Path) -> None:
     report = report_of(made_up_sweep(tmp_path / "mine", {"seed": [1, 2]}, failed=0))
-    assert f"trainkit diagnose {report.points[0].run_dir}</code>" in render_sweep(report)
+    assert f"trainkit diagnose {report.trials[0].run_dir}</code>" in render_sweep(report)
     assert "curves" not in to_json(report)["best"]
 
 
@@ -163,9 +163,9 @@ def test_of_a_long_curve_records_from_all_parts_are_read(tmp_path: Path) -> None
 def test_what_is_read_of_a_point_does_not_grow_with_its_curve(tmp_path: Path) -> None:
     whole = report_of(made_up_sweep(tmp_path / "short", {"seed": [1]}, num_steps=200))
     sampled = report_of(made_up_sweep(tmp_path / "long", {"seed": [1]}, num_steps=20_000))
-    assert RunDir(sampled.points[0].run_dir).metrics_file.stat().st_size > 2_000_000
+    assert RunDir(sampled.trials[0].run_dir).metrics_file.stat().st_size > 2_000_000
     assert len(sampled.curves[0].points("loss")) <= 2 * MAX_BUCKETS
-    assert sampled.points[0].step == 20_000
+    assert sampled.trials[0].step == 20_000
     assert len(whole.curves[0].points("loss")) == 200
 
 

@@ -9,7 +9,7 @@ from tests.support.runs import make_attempt
 from trainkit.capabilities.slow_ranks import slow_hosts
 from trainkit.capabilities.slow_ranks.policy import SlowRanksPlan
 from trainkit.capabilities.slow_ranks.slow_hosts import SlowHostWatch
-from trainkit.job.decision import Departure
+from trainkit.job.decision import PlannedStop
 from trainkit.plan.launch import LaunchPlan, SlurmRequest
 from trainkit.run.events import log_event
 from trainkit.run.files import read_json
@@ -33,7 +33,7 @@ class Played:
         number = self.attempt.number if attempt is None else attempt
         log_event(self.attempt.run, number, name, **({"rank": rank, "host": host} if rank else {}), **SLOW)
 
-    def after(self, seconds: float) -> Departure | None:
+    def after(self, seconds: float) -> PlannedStop | None:
         self.now_s += seconds
         return self.watch.poll()
 
@@ -47,7 +47,7 @@ def test_a_rank_that_stays_slow_makes_its_host_be_left(spare: Played) -> None:
     spare.event("slow_rank", 5, "b")
     assert spare.after(10) is None
     assert spare.after(299) is None
-    assert spare.after(2) == Departure(
+    assert spare.after(2) == PlannedStop(
         "slow_host", "restarts without b: rank 5 slow since step 1200 (compute)", "b"
     )
 

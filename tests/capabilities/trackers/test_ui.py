@@ -21,7 +21,7 @@ from trainkit.cli.main import main
 from trainkit.extras import install_line
 from trainkit.run.events import StepRecord
 from trainkit.run.files import append_jsonl, write_json
-from trainkit.run.group import GroupRecord, Point, RunGroup
+from trainkit.run.group import GroupRecord, RunGroup, Trial
 from trainkit.run.rundir import RunDir
 
 
@@ -107,14 +107,14 @@ NAMES: dict[str, tuple[list[dict[str, object]], list[str]]] = {
     "a secret": ([{"api_key": "sk-0123456789abcdefghij"}], ["api_key=***"]),
     "some have none": ([{}, {"x": None}], ["0", "x=null"]),
 }
-"""Kind of values -> those of each point, and the names of their runs."""
+"""Kind of values -> those of each trial, and the names of their runs."""
 
 
 @pytest.mark.parametrize("kind", NAMES)
 def test_any_values_are_names(tmp_path: Path, kind: str) -> None:
     values, names = NAMES[kind]
     write_json(
-        tmp_path / "sweep.json", GroupRecord(name="mine").to_dict(map(Point, range(len(values)), values))
+        tmp_path / "sweep.json", GroupRecord(name="mine").to_dict(map(Trial, range(len(values)), values))
     )
     folder = command.link_runs(RunGroup(tmp_path), tmp_path)
     assert sorted(link.name for link in folder.iterdir()) == names
@@ -268,7 +268,7 @@ def test_the_scripts_of_a_group_are_shown(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_mlflow_of_a_group_that_has_not_started(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    write_json(tmp_path / "sweep.json", GroupRecord(name="mine").to_dict([Point(0)]))
+    write_json(tmp_path / "sweep.json", GroupRecord(name="mine").to_dict([Trial(0)]))
     assert main(["ui", str(tmp_path), "--tool", "mlflow"]) == 2
     assert "none of its runs has started" in capfd.readouterr().err
 

@@ -271,8 +271,8 @@ def test_a_sweep_is_one_line_and_opens(folder: Path) -> None:
         await shows(pilot, "30 pending")
         await pilot.press("enter")
         await shows(pilot, "small: 30 runs: 30 pending")
-        heading = next(line for line in screen_text(app).splitlines() if line.startswith(" POINT"))
-        assert heading.split() == ["POINT", "STATE", "LR", "LAST", "LOSS", "REASON"]
+        heading = next(line for line in screen_text(app).splitlines() if line.startswith(" TRIAL"))
+        assert heading.split() == ["TRIAL", "STATE", "LR", "LAST", "LOSS", "REASON"]
         await pilot.press("ctrl+end")
         await shows(pilot, " 29     pending")
         await pilot.press("enter")

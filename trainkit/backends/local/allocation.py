@@ -119,7 +119,7 @@ class LocalAttemptWatch(AttemptWatch):
             self.kill_after_grace()
         if observed.stop_signal in (None, RESTART_SIGNAL):
             # One to end the run overrides one to restart it, and both what the supervisor itself wants.
-            observed.stop_signal, observed.departure = received.name, None
+            observed.stop_signal, observed.planned_stop = received.name, None
         self._follow()
         try:
             fields = {"time": self.received_at or utc_now(), "signal": received.name}

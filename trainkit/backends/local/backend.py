@@ -106,7 +106,7 @@ class LocalBackend(Backend):
             raise TrainkitError(message, hint=f"its output: {group.process_log.read_text(errors='replace')}")
         except BaseException:
             child.kill()
-            if before is None and not any(group.run(index).path.exists() for index in group.points):
+            if before is None and not any(group.run(index).path.exists() for index in group.trials):
                 shutil.rmtree(group.path, ignore_errors=True)
             raise
 
@@ -115,9 +115,9 @@ class LocalBackend(Backend):
         now = ("--now",) if new.now or new.foreground else ()
         options = ("--attempt", str(attempt.number), *now)
         argv = module_argv("trainkit.job.supervisor", str(attempt.run.path), *options)
-        point = group_of(attempt.run)
+        trial = group_of(attempt.run)
         environ = {SUBMITTED_VARIABLE: submitted_hash(new.config_text, json.loads(new.plan_text))}
-        environ |= {} if point is None else {"SLURM_ARRAY_TASK_ID": str(point[1])}
+        environ |= {} if trial is None else {"SLURM_ARRAY_TASK_ID": str(trial[1])}
         if new.foreground and os.isatty(0):
             from trainkit.job.rank_env import TERMINAL_VARIABLE  # which a dry run does not need
 

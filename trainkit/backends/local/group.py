@@ -20,7 +20,7 @@ from trainkit.locks import LockBusy, acquire_lock
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.end import read_newest_end
 from trainkit.run.files import utc_now
-from trainkit.run.group import RunGroup, create_point_run
+from trainkit.run.group import RunGroup, create_trial_run
 from trainkit.run.process import ProcessId
 from trainkit.run.record import JobRecord, is_alive, read_job
 from trainkit.run.rundir import RunDir, run_lock
@@ -29,10 +29,10 @@ from trainkit.trust import read_trusted
 POLL_S = 0.5
 
 
-def run_points(group: RunGroup) -> None:
+def run_trials(group: RunGroup) -> None:
     """Start the runs of a group in their order, until all have ended; a run that fails does not end it."""
     began, running = utc_now(), list[RunDir]()
-    for index in sorted(group.points):
+    for index in sorted(group.trials):
         while len(running := [run for run in running if _is_active(run)]) >= group.limit:
             time.sleep(POLL_S)
         run = group.run(index)
@@ -62,7 +62,7 @@ def _start(group: RunGroup, index: int, began: str) -> None:
     """Start the next attempt of a run that is left, with the config and plan that it has, or had last."""
     run = group.run(index)
     if not run.config_file.is_file():
-        create_point_run(group, group.point(index))
+        create_trial_run(group, group.trial(index))
     with run_lock(run):
         job, is_active = _read_active(run)
         if is_active:
@@ -89,7 +89,7 @@ def main() -> int:
         print(f"error: {busy}", flush=True)
         return EXIT_FAILED
     group.update(process=ProcessId.of(os.getpid()))  # the command that started it waits for this
-    run_points(group)
+    run_trials(group)
     return EXIT_OK
 
 

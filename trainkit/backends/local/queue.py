@@ -178,6 +178,6 @@ def _trouble(run: RunDir) -> str:
 def _runs(folder: Path) -> Iterator[RunDir]:
     group = RunGroup(folder)
     if group.exists():
-        yield from map(group.run, group.points)
+        yield from map(group.run, group.trials)
     else:
         yield RunDir(folder)

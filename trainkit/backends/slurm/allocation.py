@@ -49,9 +49,9 @@ from trainkit.job.attempt_end import (
 from trainkit.job.decision import (
     RESTART_SIGNAL,
     Decision,
-    Departure,
     Observed,
     Outcome,
+    PlannedStop,
     RestartOptions,
     decide_no_start,
     decide_stranded,
@@ -132,7 +132,7 @@ class SlurmAllocation(Allocation):
             log_line(f"cannot remove the record of this start: {error}")
 
     def end(self) -> None:
-        """Submit more of the group of this run, if it has points for which Slurm had no room."""
+        """Submit more of the group of this run, if it has trials for which Slurm had no room."""
         run = self.run
         try:
             if (group := group_of(run)) is not None and group[0].left:
@@ -270,27 +270,27 @@ class SlurmAllocation(Allocation):
         # Slurm forwards messages along a tree, and the step waits a minute for a lost host in it.
         self.step_may_still_run |= bool(lost)
         cause: str | None = self._cause(plan, stop, was_signalled=was_signalled, lost=bool(lost))
-        departure = observed.departure
-        is_unexplained = cause is None and departure is None and not (lost or observed.hangs)
+        planned_stop = observed.planned_stop
+        is_unexplained = cause is None and planned_stop is None and not (lost or observed.hangs)
         if is_unexplained and (stop or sent) and (host := self._drained_host()):
             stop = stop or sent
-            departure, cause = Departure("preempted", f"{host} is drained"), "preempted"
-        elif departure is not None and (self.job is None or cause == "asked"):
-            cause = departure.cause
+            planned_stop, cause = PlannedStop("preempted", f"{host} is drained"), "preempted"
+        elif planned_stop is not None and (self.job is None or cause == "asked"):
+            cause = planned_stop.cause
         outcome = outcome_of(
             attempt,
             plan,
             replace(observed, stop_signal=stop),
             cause=cause,
-            departure=departure,
+            planned_stop=planned_stop,
             lost_nodes=lost,
             launch_error=error,
             failure=failure,
             had_failed=before.first_failed_node is not None,
         )
         self.bad.update(lost)
-        if observed.departure is not None and observed.departure.host is not None:
-            self.bad.add(observed.departure.host)
+        if observed.planned_stop is not None and observed.planned_stop.host is not None:
+            self.bad.add(observed.planned_stop.host)
         return outcome
 
     def _find_notice(

@@ -19,7 +19,7 @@ from trainkit.errors import EXIT_OK, EXIT_STOPPED, TrainkitError
 from trainkit.job import processes
 from trainkit.job.allocation import SIGNAL_RECORD_S, AttemptWatch
 from trainkit.job.attempt import Attempt
-from trainkit.job.decision import RESTART_SIGNAL, Departure
+from trainkit.job.decision import RESTART_SIGNAL, PlannedStop
 from trainkit.job.failure.launcher_report import (
     first_task_exit,
     node_of_killed_task,
@@ -160,11 +160,11 @@ class SlurmAttemptWatch(AttemptWatch):
         """Have the ranks save and exit for good, once the jobs of the run have taken their total time."""
         is_running = self.observed.stop_signal is None and SRUN in self.running
         if is_running and time.monotonic() >= self._until_s:
-            self.leave(Departure("timeout", "the jobs of the run have taken their total time"))
+            self.leave(PlannedStop("timeout", "the jobs of the run have taken their total time"))
 
-    def leave(self, departure: Departure) -> None:
+    def leave(self, planned_stop: PlannedStop) -> None:
         if signal_of_ranks(self.attempt) is None:
-            super().leave(departure)
+            super().leave(planned_stop)
 
     def _end_after_failure(self) -> None:
         """End the step when a rank or an agent has failed: its peers may wait for it forever."""

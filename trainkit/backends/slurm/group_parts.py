@@ -32,14 +32,14 @@ DEFAULT_MAX_ARRAY_SIZE = 1001
 LOCK = ".parts.lock"
 RETRY_S = 2.0
 TASK = "${SLURM_ARRAY_TASK_ID:?}"
-"""How the batch script of a group names the folder of a point."""
+"""How the batch script of a group names the folder of a trial."""
 _MAX_TASKS = re.compile(r"(?:^|,)max_array_tasks=(?P<count>\d+)")
 _NO_ROOM = re.compile(r"(?:QOS|Assoc)\w*Submit\w*Limit|MaxJobCount|job submit limit")
 """In what sbatch prints when a user, an account or the cluster has as many jobs as it may have."""
 
 
 def next_part(left: Sequence[int], size: int, max_size: int) -> tuple[int, list[int]]:
-    """The offset and the points of the next array, of at most `size` of the points that are left.
+    """The offset and the trials of the next array, of at most `size` of the trials that are left.
 
     The number of a task must be below `max_size`, Slurm's MaxArraySize.
     """
@@ -54,9 +54,9 @@ def submit_parts(
     size: int | None = None,
     patience_s: float = 0.0,
 ) -> int:
-    """Submit the points that no array has, until none is left or Slurm takes no more; returns their number.
+    """Submit the trials that no array has, until none is left or Slurm takes no more; returns their number.
 
-    The first array has at most `size` points, and one for which Slurm has no room is halved. While there is
+    The first array has at most `size` trials, and one for which Slurm has no room is halved. While there is
     none for a single one, it is tried again for `patience_s`: where all jobs of a group end at once, the
     others find that this one submits, and make room. Does nothing while another process submits, and for a
     cancelled group.
@@ -164,7 +164,7 @@ def _note_job(group: RunGroup, known: Sequence[Part], part: Part, job: str) -> N
 def recover_parts(group: RunGroup) -> None:
     """Look up the array whose submission was never acknowledged, by its token. Raises SlurmUnreachable.
 
-    If Slurm does not know it and no point of it has begun, its points are left to be submitted. Does nothing
+    If Slurm does not know it and no trial of it has begun, its trials are left to be submitted. Does nothing
     while another process submits it.
     """
     if group.record.process is not None or (group.parts and group.parts[-1].job_id is not None):
@@ -189,5 +189,5 @@ def _recover_last(group: RunGroup) -> None:
     first = known[-1].last if known else -1
     if job is not None:
         _note_job(group, known, part, job)
-    elif record.parts and not any(group.run(i).path.exists() for i in group.points if first < i <= part.last):
+    elif record.parts and not any(group.run(i).path.exists() for i in group.trials if first < i <= part.last):
         group.update(parts=known)

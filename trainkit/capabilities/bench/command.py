@@ -37,7 +37,7 @@ from trainkit.formats import short_keys, shown_value, table
 from trainkit.launch.config_request import ConfigRequest
 from trainkit.launch.create import create_submission, start_group
 from trainkit.launch.submission import Submission
-from trainkit.launch.sweep import group_points
+from trainkit.launch.sweep import group_trials
 from trainkit.plan.workload import TRAINER
 from trainkit.run.group import RunGroup
 from trainkit.run.owner import refuse_place
@@ -85,7 +85,7 @@ def _columns(own: Mapping[str, str]) -> str:
 
 
 def _bench_options(what: str, folder: str) -> Callable[[options.Function], options.Function]:
-    """The options of every bench; `what` names its points, `folder` the default folder."""
+    """The options of every bench; `what` names its trials, `folder` the default folder."""
     count = click.IntRange(min=1)
     repeats = f"Run all {what} N times, one round after another, to see how much they vary."
     at_once = "Maximum runs in parallel; default: 1, so that none disturbs another."
@@ -161,17 +161,17 @@ def layouts(request: ConfigRequest | None, layouts: tuple[str, ...], **typed: An
 def settings(request: ConfigRequest | None, sweeps: tuple[str, ...], **typed: Any) -> int:
     """Run CONFIG with every value of --sweep for a few steps each; write summary.csv and plots.
 
-    Any config key can be swept, except those that a bench sets itself, such as train.steps. Points that
+    Any config key can be swept, except those that a bench sets itself, such as train.steps. Trials that
     cannot run are listed with the reason, and the others run.
 
-    On this machine the points run one after another, and Ctrl-C ends the bench. On Slurm they are one
+    On this machine the trials run one after another, and Ctrl-C ends the bench. On Slurm they are one
     array; --follow, or --collect DIR later, writes the summary. Exits with 1 if nothing was measured.
     """
 
     def plan(planned: PlannedBench, config: ConfigRequest) -> None:
         if not sweeps:
             raise UsageError("no --sweep", hint="for example --sweep train.device_batch_size=4,8,16")
-        plan_settings(planned, group_points(config, TRAINER, sweeps, None)[1])
+        plan_settings(planned, group_trials(config, TRAINER, sweeps, None)[1])
 
     return _bench("settings", plan, request, **typed)
 
@@ -213,16 +213,16 @@ def _bench(
 
 
 def _describe(planned: PlannedBench) -> None:
-    """Print the changes to the config, the points that run, and those that do not."""
+    """Print the changes to the config, the trials that run, and those that do not."""
     facts = [("bench", change.sentence) for change in planned.changes]
-    count, repeats = len(planned.points), planned.repeats
+    count, repeats = len(planned.trials), planned.repeats
     what = planned.kind if planned.kind == "layouts" else "points"
     times = "" if repeats == 1 else f", {repeats} times each"
-    sizes = sorted({item.plan.world_size for item in planned.points})
+    sizes = sorted({item.plan.world_size for item in planned.trials})
     processes = f"{' or '.join(map(str, sizes))} process{'es' if sizes != [1] else ''}"
     facts.append((what, f"{count} {what if count > 1 else what[:-1]} of {processes}{times}"))
     facts.append(("steps", planned.length.text))
-    facts += [("adapted", f"{item.name}: {note}") for item in planned.points for note in item.notes]
+    facts += [("adapted", f"{item.name}: {note}") for item in planned.trials for note in item.notes]
     facts += [("not possible", f"{name}: {reason}") for name, reason in planned.impossible.items()]
     if planned.left_out:
         facts.append(("left out", f"{len(planned.left_out)} more possible layouts; --layout runs them"))
@@ -231,16 +231,16 @@ def _describe(planned: PlannedBench) -> None:
 
 
 def _list(planned: PlannedBench, as_json: bool) -> None:
-    """Print the points that would run."""
+    """Print the trials that would run."""
     if as_json:
         echo_json(planned.to_dict())
         return
-    keys = list(planned.points[0].values)
+    keys = list(planned.trials[0].values)
     rows = [[*(key.upper() for key in short_keys(keys)), "BATCH", "MICROBATCHES", "ACCUMULATION"]]
-    for point in planned.points:
-        batch = point.plan.batch
+    for trial in planned.trials:
+        batch = trial.plan.batch
         microbatches = "-" if batch.pp_microbatches is None else str(batch.pp_microbatches)
-        values = [shown_value(value) for value in point.values.values()]
+        values = [shown_value(value) for value in trial.values.values()]
         rows.append([*values, str(batch.device_batch_size), microbatches, str(batch.accumulation_steps)])
     click.echo(table(rows, fit=terminal_width(), num_keys=len(keys)))
 

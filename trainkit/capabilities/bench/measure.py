@@ -87,7 +87,7 @@ MEASURED = (
     "exposed_comm_s",
     "loss",
 )
-"""The columns of a run of which the row of a point has the median over its repeats."""
+"""The columns of a run of which the row of a trial has the median over its repeats."""
 
 
 def row_of(bench: Bench, item: BenchRun, status: str, failure: str) -> tuple[Row, str]:
@@ -109,8 +109,8 @@ def row_of(bench: Bench, item: BenchRun, status: str, failure: str) -> tuple[Row
     return row, missing
 
 
-def point_row(rows: Sequence[Row]) -> Row:
-    """The row of a point: medians and range over the rows of its runs.
+def trial_row(rows: Sequence[Row]) -> Row:
+    """The row of a trial: medians and range over the rows of its runs.
 
     Its state is that of a run that did not finish, if any.
     """
@@ -198,10 +198,10 @@ def speed(row: Row) -> float | None:
     return value
 
 
-def by_speed(points: Iterable[Sequence[Row]]) -> list[tuple[Row, Sequence[Row]]]:
-    """Sort points, given as the rows of their runs, by speed: finished ones first, the fastest on top.
+def by_speed(trials: Iterable[Sequence[Row]]) -> list[tuple[Row, Sequence[Row]]]:
+    """Sort trials, given as the rows of their runs, by speed: finished ones first, the fastest on top.
 
-    Returns the row of each point with those of its runs.
+    Returns the row of each trial with those of its runs.
     """
-    made = [(point_row(rows), rows) for rows in points]
+    made = [(trial_row(rows), rows) for rows in trials]
     return sorted(made, key=lambda item: (item[0]["status"] != FINISHED, -(speed(item[0]) or 0.0)))

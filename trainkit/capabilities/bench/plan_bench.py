@@ -1,4 +1,4 @@
-"""Plans a bench: a sweep of layouts, or of any keys, whose points run for a few steps each."""
+"""Plans a bench: a sweep of layouts, or of any keys, whose trials run for a few steps each."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from trainkit.capabilities.bench.run_bench import (
     BenchLength,
     BenchRun,
     Kind,
-    point_name,
     profiled_ranks,
+    trial_name,
 )
 from trainkit.capabilities.layouts.choices import LONG_SEQUENCE, enumerate_layouts
 from trainkit.capabilities.report.sweep_report import REPEAT
@@ -24,8 +24,8 @@ from trainkit.config import LoadedConfig, RunConfig
 from trainkit.config.load import Change, Values, short_training, with_changes, with_values
 from trainkit.errors import ConfigError, Problem, UsageError
 from trainkit.launch.plan_run import Gatherer, plan_run
-from trainkit.launch.submission import PlannedPoint, Submission, checked
-from trainkit.launch.sweep import ArraySpec, LoadedPoint
+from trainkit.launch.submission import PlannedTrial, Submission, checked
+from trainkit.launch.sweep import ArraySpec, LoadedTrial
 from trainkit.plan.batch import GLOBAL, MICROBATCHES, BatchRequest, batch_changes, make_batch
 from trainkit.plan.facts import Facts
 from trainkit.plan.launch import LaunchPlan, Layout
@@ -41,17 +41,17 @@ MAX_LAYOUTS = 16
 
 
 @dataclass(frozen=True)
-class BenchPoint(PlannedPoint):
-    """One point of a bench before its first run; its values are the layout, or those of the swept keys."""
+class BenchTrial(PlannedTrial):
+    """One trial of a bench before its first run; its values are the layout, or those of the swept keys."""
 
     settings: Mapping[str, object]
-    """The values in the config that make it this point, by dotted key."""
+    """The values in the config that make it this trial, by dotted key."""
     notes: tuple[str, ...]
     """The values adapted to the layout, one sentence each."""
 
     @property
     def name(self) -> str:
-        return point_name(self.values)
+        return trial_name(self.values)
 
     def run(self, index: int, repeat: int) -> BenchRun:
         layout, batch = self.plan.layout, self.plan.batch
@@ -62,7 +62,7 @@ class BenchPoint(PlannedPoint):
 
 @dataclass
 class PlannedBench:
-    """A bench before its first run: the points that can run, and why others cannot."""
+    """A bench before its first run: the trials that can run, and why others cannot."""
 
     kind: Kind
     config: str
@@ -72,17 +72,17 @@ class PlannedBench:
     keep_name: bool
     """Keep the config's name."""
     gatherer: Gatherer = field(default_factory=Gatherer)
-    points: list[BenchPoint] = field(default_factory=list)
+    trials: list[BenchTrial] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
     """The changes to the config for all runs."""
     errors: dict[str, ConfigError] = field(default_factory=dict)
-    """Name of a point that cannot run -> why."""
+    """Name of a trial that cannot run -> why."""
     left_out: list[str] = field(default_factory=list)
     """Names of possible layouts beyond the maximum."""
 
     @property
     def impossible(self) -> dict[str, str]:
-        """Name of an impossible point -> reason."""
+        """Name of an impossible trial -> reason."""
         return {name: error.problems[0].sentence for name, error in self.errors.items()}
 
     def add_layout(
@@ -98,10 +98,10 @@ class PlannedBench:
         Raises ConfigError if it is not possible.
         """
         name = layout_name(layout, {key: item for key, item in typed.items() if key not in DEGREES})
-        if name in (point.name for point in self.points):
+        if name in (trial.name for trial in self.trials):
             raise UsageError(f"two --layout are the same: {name}", hint="remove one of them")
         settings, notes = layout_settings(loaded.config, layout, ranks, shape, typed)
-        if not typed and len(self.points) == MAX_LAYOUTS:
+        if not typed and len(self.trials) == MAX_LAYOUTS:
             self.left_out.append(name)
             return
         self.add({LAYOUT: name}, settings, with_values(loaded, settings, f"layout {name}"), notes)
@@ -113,15 +113,15 @@ class PlannedBench:
         loaded: LoadedConfig,
         notes: tuple[str, ...] = (),
     ) -> None:
-        """Plan a point; raises ConfigError if it cannot run."""
+        """Plan a trial; raises ConfigError if it cannot run."""
         config, plan, changes = self._shortened(loaded, values)
-        self.points.append(BenchPoint(len(self.points), values, config, plan, settings, notes))
+        self.trials.append(BenchTrial(len(self.trials), values, config, plan, settings, notes))
         self.changes = self.changes or changes
 
     def _shortened(
         self, loaded: LoadedConfig, values: Mapping[str, object]
     ) -> tuple[RunConfig, LaunchPlan, list[Change]]:
-        """The config and plan of a point, and what a bench changes in it."""
+        """The config and plan of a trial, and what a bench changes in it."""
         own = bench_values(loaded.config, self.kind, self.length, self.keep_name)
         if self.kind == "settings":
             _refuse_set_by_bench(values, {**own, **profiler_values(self.length, 1)})
@@ -140,46 +140,46 @@ class PlannedBench:
 
     @property
     def name(self) -> str:
-        return self.points[0].config.name
+        return self.trials[0].config.name
 
     @property
     def plan(self) -> LaunchPlan:
-        """The plan of the first point."""
-        return self.points[0].plan
+        """The plan of the first trial."""
+        return self.trials[0].plan
 
     def submission(self, at_once: int) -> Submission:
         """The runs as one array; raises UsageError if they need different jobs.
 
-        Raises the ConfigError of the first point if none can run.
+        Raises the ConfigError of the first trial if none can run.
 
-        All points once, then all of them again for each further repeat: what disturbs the machine for a while
-        thus disturbs several points, not one.
+        All trials once, then all of them again for each further repeat: what disturbs the machine for a while
+        thus disturbs several trials, not one.
         """
-        if not self.points:
+        if not self.trials:
             raise next(iter(self.errors.values()))
-        runs: list[PlannedPoint] = []
-        for index, (repeat, point) in enumerate(self.order):
-            values = {**point.values, REPEAT: repeat} if self.repeats > 1 else point.values
-            runs.append(replace(point, index=index, values=values))
+        runs: list[PlannedTrial] = []
+        for index, (repeat, trial) in enumerate(self.order):
+            values = {**trial.values, REPEAT: repeat} if self.repeats > 1 else trial.values
+            runs.append(replace(trial, index=index, values=values))
         return checked(runs, (), ArraySpec(tuple(range(len(runs))), at_once))
 
     @property
-    def order(self) -> list[tuple[int, BenchPoint]]:
-        """(repeat, point) of every run."""
-        return list(product(range(1, self.repeats + 1), self.points))
+    def order(self) -> list[tuple[int, BenchTrial]]:
+        """(repeat, trial) of every run."""
+        return list(product(range(1, self.repeats + 1), self.trials))
 
     def to_dict(self) -> dict[str, object]:
-        """The points that would run, and those that would not, as a JSON object."""
-        points = [
+        """The trials that would run, and those that would not, as a JSON object."""
+        trials = [
             {
                 **({LAYOUT: item.name} if self.kind == "layouts" else {}),
                 "values": dict(item.settings),
                 "notes": list(item.notes),
             }
-            for item in self.points
+            for item in self.trials
         ]
         return {
-            "layouts" if self.kind == "layouts" else "points": points,
+            "layouts" if self.kind == "layouts" else "points": trials,
             "repeats": self.repeats,
             "impossible": self.impossible,
             "left_out": self.left_out,
@@ -195,9 +195,9 @@ class PlannedBench:
             device=self.plan.device,
             length=self.length,
             repeats=self.repeats,
-            keys=list(self.points[0].values),
+            keys=list(self.trials[0].values),
             changes=list(map(asdict, self.changes)),
-            runs=[point.run(index, repeat) for index, (repeat, point) in enumerate(self.order)],
+            runs=[trial.run(index, repeat) for index, (repeat, trial) in enumerate(self.order)],
             impossible=self.impossible,
             left_out=self.left_out,
         )
@@ -234,18 +234,18 @@ def profiler_values(length: BenchLength, world_size: int) -> Values:
     return {f"profiler.{key}": (value, "measures exposed communication") for key, value in values.items()}
 
 
-def plan_settings(planned: PlannedBench, points: Iterable[LoadedPoint]) -> None:
-    """Plan the run of every point of a sweep; points that cannot run are listed with the reason.
+def plan_settings(planned: PlannedBench, trials: Iterable[LoadedTrial]) -> None:
+    """Plan the run of every trial of a sweep; trials that cannot run are listed with the reason.
 
     Raises UsageError for a key that a bench sets.
     """
-    for point in points:
+    for trial in trials:
         try:
-            if isinstance(point.loaded, ConfigError):
-                raise point.loaded
-            planned.add(point.values, point.values, point.loaded)
+            if isinstance(trial.loaded, ConfigError):
+                raise trial.loaded
+            planned.add(trial.values, trial.values, trial.loaded)
         except ConfigError as error:
-            planned.errors[point_name(point.values)] = error
+            planned.errors[trial_name(trial.values)] = error
 
 
 def plan_layouts(planned: PlannedBench, loaded: LoadedConfig, layouts: Sequence[str]) -> None:
@@ -323,7 +323,7 @@ def _refuse_set_by_bench(values: Mapping[str, object], own: Values) -> None:
     for key in values:
         if key in ("launch", "launch.backend", "launch.cluster"):
             raise UsageError(
-                f"--sweep {key}: all points of a bench run in one place", hint="run one bench for each"
+                f"--sweep {key}: all trials of a bench run in one place", hint="run one bench for each"
             )
         for name, (_, why) in own.items():
             if name == key or name.startswith(f"{key}."):

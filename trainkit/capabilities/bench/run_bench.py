@@ -14,7 +14,7 @@ from trainkit.backends.jobs import query_jobs_or_warn, utc_clock
 from trainkit.backends.slurm.group_parts import recover_parts
 from trainkit.errors import UsageError
 from trainkit.formats import shown
-from trainkit.observe.group import GroupFiles, PointStatus, count_states, state_counts
+from trainkit.observe.group import GroupFiles, TrialStatus, count_states, state_counts
 from trainkit.run.end import read_newest_end
 from trainkit.run.files import LEFT_OUT, read_json, read_record, to_json, write_json
 from trainkit.run.group import RunGroup
@@ -74,17 +74,17 @@ BENCH_VERSION = 2
 SUMMARY_FILE = "summary.csv"
 PLOTS_FOLDER = "plots"
 LAYOUT = "layout"
-"""The key by which points of a bench of layouts differ."""
+"""The key by which trials of a bench of layouts differ."""
 
 
 @dataclass(frozen=True)
 class BenchRun:
-    """One run of a bench: a point, measured once."""
+    """One run of a bench: a trial, measured once."""
 
     run: str
     """Its folder, relative to that of the bench."""
     values: dict[str, object]
-    """What is special about its point: the layout, or the values of the swept keys."""
+    """What is special about its trial: the layout, or the values of the swept keys."""
     repeat: int
     """From 1 on."""
     degrees: dict[str, int]
@@ -94,11 +94,11 @@ class BenchRun:
 
     @property
     def name(self) -> str:
-        return point_name(self.values)
+        return trial_name(self.values)
 
 
-def point_name(values: Mapping[str, object]) -> str:
-    """The name of a point: the layout, else its values."""
+def trial_name(values: Mapping[str, object]) -> str:
+    """The name of a trial: the layout, else its values."""
     return str(values[LAYOUT]) if values.keys() == {LAYOUT} else shown(values)
 
 
@@ -117,7 +117,7 @@ class Bench:
     """The keys of the values of every run."""
     changes: list[dict[str, object]]
     runs: list[BenchRun]
-    """All points once, then all of them again for each further repeat."""
+    """All trials once, then all of them again for each further repeat."""
     impossible: dict[str, str]
     left_out: list[str]
     folder: Path = field(default=Path(), metadata=LEFT_OUT)
@@ -130,9 +130,9 @@ class Bench:
         return RunDir(self.folder / item.run)
 
     @property
-    def points(self) -> list[list[BenchRun]]:
-        num_points = len(self.runs) // self.repeats
-        return [self.runs[first::num_points] for first in range(num_points)]
+    def trials(self) -> list[list[BenchRun]]:
+        num_trials = len(self.runs) // self.repeats
+        return [self.runs[first::num_trials] for first in range(num_trials)]
 
     @property
     def summary_file(self) -> Path:
@@ -159,7 +159,7 @@ def read_bench(folder: Path) -> Bench:
             raise ValueError(f"it has version {version}; this trainkit supports {BENCH_VERSION}")
         bench = replace(read_record(Bench, record, strict=True), folder=folder.absolute())
         group = bench.group
-        folders = [group.folder(index) for index in group.points]
+        folders = [group.folder(index) for index in group.trials]
         if [str(bench.folder / item.run) for item in bench.runs] != folders:
             raise ValueError("its runs are not those of sweep.json")
         if bench.repeats < 1 or any(item.values.keys() != set(bench.keys) for item in bench.runs):
@@ -179,7 +179,7 @@ ENDED = {FINISHED, "failed", "stopped", "cancelled", "died"}
 """Final states: a run of a bench is not restarted."""
 
 
-def look_at_runs(bench: Bench, warn: Callable[[str], None]) -> list[PointStatus]:
+def look_at_runs(bench: Bench, warn: Callable[[str], None]) -> list[TrialStatus]:
     """The status of the runs of a bench, with the first failure of each that has one as its reason.
 
     Looks up an array that Slurm has not acknowledged. Removes what the runs that have ended saved: a bench is
@@ -187,30 +187,30 @@ def look_at_runs(bench: Bench, warn: Callable[[str], None]) -> list[PointStatus]
     """
     recover_parts(bench.group)
     files = GroupFiles(bench.group)
-    points = []
-    for point in files.status(query_jobs_or_warn(files.open_ids, warn), utc_clock()).points:
-        run = RunDir(point.run_dir)
-        if point.state in ENDED:
+    trials = []
+    for trial in files.status(query_jobs_or_warn(files.open_ids, warn), utc_clock()).trials:
+        run = RunDir(trial.run_dir)
+        if trial.state in ENDED:
             remove_all(run.checkpoints_dir)
         end = read_newest_end(run.path)
-        failure = end.verdict.line if end is not None and end.verdict else point.reason
-        points.append(replace(point, reason=None if point.state == FINISHED else failure))
-    return points
+        failure = end.verdict.line if end is not None and end.verdict else trial.reason
+        trials.append(replace(trial, reason=None if trial.state == FINISHED else failure))
+    return trials
 
 
 def wait_for_runs(
-    bench: Bench, log_line: Callable[[str], None], end_line: Callable[[Bench, PointStatus], str]
+    bench: Bench, log_line: Callable[[str], None], end_line: Callable[[Bench, TrialStatus], str]
 ) -> None:
     """Wait until all runs of a bench have ended; log an `end_line` of each, and their states on changes."""
     logged, known = "", set[int]()
     while True:
-        points = look_at_runs(bench, log_line)
-        states = count_states(point.state for point in points)
-        ended = [point for point in points if point.state in ENDED - {"died"}]
-        for point in ended:
-            if point.index not in known:
-                log_line(end_line(bench, point))
-        known = {point.index for point in ended}
+        trials = look_at_runs(bench, log_line)
+        states = count_states(trial.state for trial in trials)
+        ended = [trial for trial in trials if trial.state in ENDED - {"died"}]
+        for trial in ended:
+            if trial.index not in known:
+                log_line(end_line(bench, trial))
+        known = {trial.index for trial in ended}
         text = state_counts(states)
         if text != logged:
             log_line(text)

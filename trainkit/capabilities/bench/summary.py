@@ -1,4 +1,4 @@
-"""The summary of a bench: summary.csv, a table for the terminal, and the fastest point."""
+"""The summary of a bench: summary.csv, a table for the terminal, and the fastest trial."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from trainkit.capabilities.bench.run_bench import (
     LAYOUT,
     Bench,
     look_at_runs,
-    point_name,
+    trial_name,
 )
 from trainkit.extras import install_line
 from trainkit.folders import ensure_folder
 from trainkit.formats import cell, short_keys, shown_value, table
-from trainkit.observe.group import PointStatus
+from trainkit.observe.group import TrialStatus
 from trainkit.run.events import training_curve
 from trainkit.run.files import write_atomic
 
 
 @dataclass(frozen=True)
 class Fastest:
-    """The fastest of several points that finished."""
+    """The fastest of several trials that finished."""
 
     name: str
     speed: float
@@ -46,14 +46,14 @@ class Fastest:
         return text if self.is_clear else f"{text}, which is within the spread of the repeats"
 
 
-def end_line(bench: Bench, point: PointStatus) -> str:
+def end_line(bench: Bench, trial: TrialStatus) -> str:
     """One line about a run that has ended."""
-    item = bench.runs[point.index]
+    item = bench.runs[trial.index]
     row = measured(training_curve(bench.run_dir(item)), bench.length.measured)
     which = f"{item.name} (repeat {item.repeat})" if bench.repeats > 1 else item.name
-    start = f"{point.index + 1}/{len(bench.runs)}  {which}:"
-    if point.state != FINISHED or row["step_s"] is None:
-        return f"{start} {point.state}{f': {point.reason}' if point.reason else ''}"
+    start = f"{trial.index + 1}/{len(bench.runs)}  {which}:"
+    if trial.state != FINISHED or row["step_s"] is None:
+        return f"{start} {trial.state}{f': {trial.reason}' if trial.reason else ''}"
     speed = "" if row["tokens_per_s"] is None else f"{row['tokens_per_s']:,.0f} tokens/s, "
     return f"{start} {speed}{row['step_s']:.4f} s per step"
 
@@ -61,18 +61,18 @@ def end_line(bench: Bench, point: PointStatus) -> str:
 def write_summary(bench: Bench, warn: Callable[[str], None]) -> tuple[list[Row], Fastest | None, int]:
     """Write summary.csv from the measurements so far.
 
-    Returns its rows, the fastest point unless fewer than two have finished, and how many runs have not ended.
+    Returns its rows, the fastest trial unless fewer than two have finished, and how many runs have not ended.
     """
     by_run: dict[str, Row] = {}
     found = look_at_runs(bench, warn)
-    for item, point in zip(bench.runs, found, strict=True):
-        by_run[item.run], missing = row_of(bench, item, point.state, point.reason or "")
-        if missing and point.state == FINISHED:
+    for item, trial in zip(bench.runs, found, strict=True):
+        by_run[item.run], missing = row_of(bench, item, trial.state, trial.reason or "")
+        if missing and trial.state == FINISHED:
             warn(f"{item.name}: no exposed_comm_s: {missing}")
-    points = by_speed([by_run[item.run] for item in runs] for runs in bench.points)
-    rows = [row for row, _ in points]
+    trials = by_speed([by_run[item.run] for item in runs] for runs in bench.trials)
+    rows = [row for row, _ in trials]
     write_atomic(bench.summary_file, csv_text(bench.keys, rows))
-    return rows, find_fastest(bench, points), sum(point.state not in ENDED for point in found)
+    return rows, find_fastest(bench, trials), sum(trial.state not in ENDED for trial in found)
 
 
 def measured_speeds(bench: Bench) -> dict[int, float | None]:
@@ -83,9 +83,9 @@ def measured_speeds(bench: Bench) -> dict[int, float | None]:
     }
 
 
-def find_fastest(bench: Bench, points: Sequence[tuple[Row, Sequence[Row]]]) -> Fastest | None:
-    """The first of sorted points, compared with the second."""
-    finished = [(row, runs) for row, runs in points if row["status"] == FINISHED and speed(row)]
+def find_fastest(bench: Bench, trials: Sequence[tuple[Row, Sequence[Row]]]) -> Fastest | None:
+    """The first of sorted trials, compared with the second."""
+    finished = [(row, runs) for row, runs in trials if row["status"] == FINISHED and speed(row)]
     if len(finished) < 2:
         return None
     (first, its_runs), (second, other_runs) = finished[:2]
@@ -98,8 +98,8 @@ def find_fastest(bench: Bench, points: Sequence[tuple[Row, Sequence[Row]]]) -> F
 
 
 def row_name(keys: Sequence[str], row: Row) -> str:
-    """The name of the point of a row."""
-    return point_name({key: row[key] for key in keys})
+    """The name of the trial of a row."""
+    return trial_name({key: row[key] for key in keys})
 
 
 LAYOUT_COLUMN = {LAYOUT: "as --layout takes it: degrees above 1 and other requested keys"}
@@ -174,7 +174,7 @@ def _cell(value: object) -> str:
 
 
 def summary_table(keys: Sequence[str], rows: Sequence[Row], fit: int | None = None) -> str:
-    """One line per point, and below them the failures."""
+    """One line per trial, and below them the failures."""
     swept = [key.rpartition(".")[2] for key in keys]
     columns = [
         item

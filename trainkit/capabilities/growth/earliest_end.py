@@ -432,7 +432,7 @@ def _is_alike(run: RunDir, config: RunConfig) -> bool:
 
 def _earlier_runs() -> Iterator[RunDir]:
     for known in iter_known_runs():
-        yield from map(known.run, known.points) if isinstance(known, RunGroup) else (known,)
+        yield from map(known.run, known.trials) if isinstance(known, RunGroup) else (known,)
 
 
 # Act.

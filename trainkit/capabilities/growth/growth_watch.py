@@ -16,7 +16,7 @@ from trainkit.capability import Watch
 from trainkit.errors import TrainkitError
 from trainkit.formats import duration, plural
 from trainkit.job.attempt_end import previous_ends
-from trainkit.job.decision import Departure, restarts_limit
+from trainkit.job.decision import PlannedStop, restarts_limit
 from trainkit.job.processes import log_line
 from trainkit.plan.launch import LaunchPlan, option_argv, with_excluded
 from trainkit.run.events import log_event
@@ -98,7 +98,7 @@ class GrowthWatch(Watch):
         self._larger = sorted((size for size in map(int, plan.sizes) if size > plan.num_nodes), reverse=True)
         self._asked_s = time.monotonic()
 
-    def poll(self) -> Departure | None:
+    def poll(self) -> PlannedStop | None:
         """The growth that is decided, if it is time to ask; None where the run stays. Raises OSError."""
         now_s = time.monotonic()
         if not self._larger or now_s < self._asked_s + ASK_EVERY_S:
@@ -108,7 +108,7 @@ class GrowthWatch(Watch):
         found = self._ask()
         log_event(run, number, "growth", num_nodes=found.num_nodes, reason=found.sentence)
         if found.num_nodes is not None:
-            return Departure("grow", found.sentence)
+            return PlannedStop("grow", found.sentence)
         log_line(f"attempt {number}: {found.sentence}")
         return None
 

@@ -12,7 +12,7 @@ from trainkit.cli.options import PATH, json_option, run_argument
 from trainkit.cli.output import echo_result
 from trainkit.errors import UsageError
 from trainkit.observe.current import look_at, query_group
-from trainkit.run.files import to_json, write_atomic
+from trainkit.run.files import write_atomic
 from trainkit.run.registry import find_run_or_group
 from trainkit.run.rundir import RunDir
 from trainkit.shipped import measured_speeds
@@ -44,7 +44,7 @@ def command(run_name: str, out: Path | None, as_json: bool) -> None:
         folder, page, value = found.path, render_report(report), report.to_dict()
     else:
         runs = read_sweep(found, query_group(found, warn), now, measured_speeds(found.path))
-        folder, page, value = found.path, render_sweep(runs), to_json(runs)
+        folder, page, value = found.path, render_sweep(runs), runs.to_dict()
     file = folder / REPORT_FILE if out is None else out.absolute()
     try:
         write_atomic(file, page)

@@ -34,7 +34,7 @@ def _runs_of(name: str) -> list[RunDir]:
     found = find_run_or_group(name)
     if isinstance(found, RunDir):
         return [found]
-    return [run for index in sorted(found.points) if (run := found.run(index)).exists()]
+    return [run for index in sorted(found.trials) if (run := found.run(index)).exists()]
 
 
 def short_names(runs: Sequence[RunDir]) -> list[str]:

@@ -41,7 +41,7 @@ from trainkit.observe.group import (
     FAILED,
     ORDER,
     GroupStatus,
-    PointStatus,
+    TrialStatus,
     count_states,
     state_counts,
 )
@@ -59,6 +59,7 @@ from trainkit.run.files import (
     read_object,
     reversed_lines,
     sampled_lines,
+    to_json,
 )
 from trainkit.run.group import RunGroup
 from trainkit.run.history import (
@@ -96,7 +97,7 @@ REPETITIONS = (SEED, REPEAT)
 
 @dataclass(frozen=True)
 class Objective:
-    """The figure that the points are compared by."""
+    """The figure that the trials are compared by."""
 
     name: str
     label: str
@@ -104,7 +105,7 @@ class Objective:
 
 
 SPEED = Objective("tokens_per_s", "tokens per second", False)
-"""How the points of a bench are compared."""
+"""How the trials of a bench are compared."""
 
 
 def objective_of(ranking: Ranking) -> Objective:
@@ -114,7 +115,7 @@ def objective_of(ranking: Ranking) -> Objective:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PointReport(PointStatus):
+class TrialReport(TrialStatus):
     """What one run did; None where a value is unknown."""
 
     job_id: str | None = field(metadata=LEFT_OUT)
@@ -141,26 +142,30 @@ class SweepReport:
     run_dir: str
     keys: list[str]
     objective: Objective
-    points: list[PointReport]
+    trials: list[TrialReport]
     """Failures first, then by result."""
     states: dict[str, int]
-    best: PointReport | None
+    best: TrialReport | None
     is_cuda: bool
     worker_hours: float | None
     curves: dict[int, Thinned] = field(metadata=LEFT_OUT)
-    """The curves that are drawn, by the index of their point."""
+    """The curves that are drawn, by the index of their trial."""
     config: FlatConfig = field(metadata=LEFT_OUT)
     provenance: dict[str, object] = field(metadata=LEFT_OUT)
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the report as a JSON object; its trials have the key `points`, as in sweep.json."""
+        return {"points" if key == "trials" else key: value for key, value in to_json(self).items()}
 
     @property
     def has_speed(self) -> bool:
         """Whether the speed of any run is known."""
-        return any(point.tokens_per_s is not None for point in self.points)
+        return any(trial.tokens_per_s is not None for trial in self.trials)
 
     @property
     def counts_samples(self) -> bool:
         """Whether the speeds of its runs are samples per second."""
-        known = [point.counts_samples for point in self.points if point.tokens_per_s is not None]
+        known = [trial.counts_samples for trial in self.trials if trial.tokens_per_s is not None]
         return bool(known) and all(known)
 
 
@@ -169,60 +174,60 @@ def read_sweep(
 ) -> SweepReport:
     """Read the report of a sweep; `now`, in seconds since the epoch, ends attempts that still run.
 
-    `speeds` are those that a bench has measured, by the index of a point: points are compared by them.
+    `speeds` are those that a bench has measured, by the index of a trial: trials are compared by them.
     """
     record, plan = group.record, PlanRecord(group.record.plan)
     objective = objective_of(status.ranking) if speeds is None else SPEED
 
-    def read(point: PointStatus) -> PointReport:
-        size = group.points[point.index].plan.get("world_size", plan.count("world_size"))
-        return _read_point(point, size if isinstance(size, int) else None, now, speeds)
+    def read(trial: TrialStatus) -> TrialReport:
+        size = group.trials[trial.index].plan.get("world_size", plan.count("world_size"))
+        return _read_trial(trial, size if isinstance(size, int) else None, now, speeds)
 
     with ThreadPoolExecutor(NUM_READERS) as readers:
-        found = list(readers.map(read, status.points))
-    points = sorted(found, key=lambda point: _order(point, objective))
-    known_hours = [point.worker_hours for point in found if point.worker_hours is not None]
-    results = [point for point in points if point.result is not None]
+        found = list(readers.map(read, status.trials))
+    trials = sorted(found, key=lambda trial: _order(trial, objective))
+    known_hours = [trial.worker_hours for trial in found if trial.worker_hours is not None]
+    results = [trial for trial in trials if trial.result is not None]
     return SweepReport(
         name=status.name,
         run_dir=status.run_dir,
         keys=status.keys,
         objective=objective,
-        points=points,
-        states=count_states(point.state for point in found),
-        best=min(results, key=lambda point: _rank(point, objective), default=None),
+        trials=trials,
+        states=count_states(trial.state for trial in found),
+        best=min(results, key=lambda trial: _rank(trial, objective), default=None),
         is_cuda=plan.text("device") == "cuda",
         worker_hours=sum(known_hours) if known_hours else None,
-        curves=_read_curves(points, status.keys, objective),
+        curves=_read_curves(trials, status.keys, objective),
         config=with_effect(dict(flatten(record.config)), plan),
         provenance=read_object(group.provenance_file),
     )
 
 
-def _order(point: PointReport, objective: Objective) -> tuple[bool, int, float, int]:
+def _order(trial: TrialReport, objective: Objective) -> tuple[bool, int, float, int]:
     """Failures first, then by result, then those without one."""
-    is_failed = point.state in FAILED
-    severity = ORDER.index(point.state) if point.state in ORDER else 0
+    is_failed = trial.state in FAILED
+    severity = ORDER.index(trial.state) if trial.state in ORDER else 0
     return (
         not is_failed,
-        severity if is_failed or point.result is None else 0,
-        _rank(point, objective),
-        point.index,
+        severity if is_failed or trial.result is None else 0,
+        _rank(trial, objective),
+        trial.index,
     )
 
 
-def _rank(point: PointReport, objective: Objective) -> float:
-    if point.result is None:
+def _rank(trial: TrialReport, objective: Objective) -> float:
+    if trial.result is None:
         return float("inf")
-    return point.result if objective.is_lowest_best else -point.result
+    return trial.result if objective.is_lowest_best else -trial.result
 
 
-def _read_point(
-    status: PointStatus,
+def _read_trial(
+    status: TrialStatus,
     world_size: int | None,
     now: float,
     measured: Mapping[int, float | None] | None,
-) -> PointReport:
+) -> TrialReport:
     run = RunDir(status.run_dir)
     records = sample_records(run.metrics_file)
     end = now if status.state in ACTIVE_STATES else timestamp(records[-1].time) if records else None
@@ -232,7 +237,7 @@ def _read_point(
     if measured is not None:
         tokens_per_s = measured[status.index]
     result = None if status.best is None else float(status.best.value)
-    return PointReport(
+    return TrialReport(
         **vars(status) | {"step": records[-1].step if records else None},
         result=result if measured is None else tokens_per_s,
         tokens_per_s=tokens_per_s,
@@ -255,35 +260,35 @@ def sample_records(path: Path) -> list[StepRecord]:
     return list(steps_of(parse_records(lines)))
 
 
-def _trials(
-    points: Sequence[PointReport], keys: Sequence[str], objective: Objective
-) -> list[list[PointReport]]:
-    """The points that differ in their repetitions alone, the trial with the best of them first."""
+def _repetitions(
+    trials: Sequence[TrialReport], keys: Sequence[str], objective: Objective
+) -> list[list[TrialReport]]:
+    """The trials that differ in their repetitions alone, the trial with the best of them first."""
     own = [key for key in keys if key not in REPETITIONS]
-    found: dict[str, list[PointReport]] = {}
-    for point in sorted(points, key=lambda point: (_rank(point, objective), point.index)):
-        same = repr([point.values.get(key) for key in own]) if keys else str(point.index)
-        found.setdefault(same, []).append(point)
+    found: dict[str, list[TrialReport]] = {}
+    for trial in sorted(trials, key=lambda trial: (_rank(trial, objective), trial.index)):
+        same = repr([trial.values.get(key) for key in own]) if keys else str(trial.index)
+        found.setdefault(same, []).append(trial)
     return list(found.values())
 
 
 def _read_curves(
-    points: Sequence[PointReport], keys: Sequence[str], objective: Objective
+    trials: Sequence[TrialReport], keys: Sequence[str], objective: Objective
 ) -> dict[int, Thinned]:
     """The curves of the best trials, each file read once; of very long ones, parts."""
-    started = [point for point in points if point.step is not None]
-    trials = _trials(started, keys, objective)[:MAX_LINES]
-    chosen = [point for trial in trials for point in trial][:MAX_DRAWN]
+    started = [trial for trial in trials if trial.step is not None]
+    lines = _repetitions(started, keys, objective)[:MAX_LINES]
+    chosen = [trial for line in lines for trial in line][:MAX_DRAWN]
     if not chosen:
         return {}
-    most = max(MIN_BUCKETS, min(MAX_BUCKETS, NUM_BUCKETS // len(trials)))
+    most = max(MIN_BUCKETS, min(MAX_BUCKETS, NUM_BUCKETS // len(lines)))
     most_bytes = CURVE_BYTES // len(chosen)
-    wanted = [Wanted(point.run_dir, point.kept, most, most_bytes) for point in chosen]
-    sizes = [RunDir(point.run_dir).metrics_file.stat().st_size for point in chosen]
+    wanted = [Wanted(trial.run_dir, trial.kept, most, most_bytes) for trial in chosen]
+    sizes = [RunDir(trial.run_dir).metrics_file.stat().st_size for trial in chosen]
     read = read_all(wanted, sum(min(size, most_bytes) for size in sizes))
-    found = {point.index: thinned for point, thinned in zip(chosen, read, strict=True)}
-    for trial in trials:
-        own = [found[point.index] for point in trial if point.index in found]
+    found = {trial.index: thinned for trial, thinned in zip(chosen, read, strict=True)}
+    for line in lines:
+        own = [found[trial.index] for trial in line if trial.index in found]
         for thinned in own:
             thinned.widen(max(one.width for one in own))  # their mean is taken bucket by bucket
     return found
@@ -293,15 +298,15 @@ def render_sweep(report: SweepReport) -> str:
     """The page of a sweep."""
     keys = [key for key in report.keys if key != REPEAT]
     curves, names = _curve_charts(report)
-    trials = _trials(report.points, report.keys, report.objective)
+    lines = _repetitions(report.trials, report.keys, report.objective)
     return render_page(
         TEMPLATE,
         title=report.name,
         report=report,
         verdict=_verdict(report),
-        points=report.points[:MAX_ROWS],
+        trials=report.trials[:MAX_ROWS],
         num_open=OPEN_ROWS,
-        num_hidden=max(0, len(report.points) - MAX_ROWS),
+        num_hidden=max(0, len(report.trials) - MAX_ROWS),
         failed=FAILED,
         quote=shlex.quote,
         curves=curves[:MAX_CHARTS],
@@ -310,39 +315,39 @@ def render_sweep(report: SweepReport) -> str:
         all_points=csv_command(
             report.run_dir, chain.from_iterable(own.names for own in report.curves.values())
         ),
-        has_means=any(len(trial) > 1 for trial in trials),
-        num_trials=len(trials),
+        has_means=any(len(line) > 1 for line in lines),
+        num_lines=len(lines),
         by_key=_key_charts(report, sorted(keys, key=SEED.__eq__)[:MAX_AXIS_KEYS]),
         max_lines=MAX_LINES,
         command=shlex.join(Record(report.provenance).texts("argv")),
     )
 
 
-def point_name(point: PointReport) -> str:
-    """The name of a point: its values, else its number."""
-    return shown(point.written) or f"point {point.index}"
+def trial_name(trial: TrialReport) -> str:
+    """The name of a trial: its values, else its number."""
+    return shown(trial.written) or f"trial {trial.index}"
 
 
 def _verdict(report: SweepReport) -> str:
-    text = f"{report.name}: {plural(len(report.points), 'run')}, {state_counts(report.states)}"
+    text = f"{report.name}: {plural(len(report.trials), 'run')}, {state_counts(report.states)}"
     if report.best is None or report.best.result is None:
         return f"{text}; no results yet."
     label = report.objective.label.capitalize()
-    return f"{text}. {label}: {result_figure(report.best.result)} with {point_name(report.best)}."
+    return f"{text}. {label}: {result_figure(report.best.result)} with {trial_name(report.best)}."
 
 
 def _curve_charts(report: SweepReport) -> tuple[list[Chart], list[Drawn]]:
     """A chart for each metric, with a line per trial, and the names of the lines."""
     keys = [key for key in report.keys if key not in REPETITIONS]
-    by_name = {f"point {index}": thinned for index, thinned in report.curves.items()}
+    by_name = {f"trial {index}": thinned for index, thinned in report.curves.items()}
     metrics = metric_order(dict.fromkeys(name for own in by_name.values() for name in own.names))
-    points = {point.index: point for point in report.points}
+    trials = {trial.index: trial for trial in report.trials}
     runs = []
     for index, own in report.curves.items():
-        values = {key: points[index].values.get(key) for key in keys}
-        runs.append(DrawnRun(f"point {index}", values, {name: own.means(name) for name in metrics}))
+        values = {key: trials[index].values.get(key) for key in keys}
+        runs.append(DrawnRun(f"trial {index}", values, {name: own.means(name) for name in metrics}))
     series = series_of(runs, keys, len(keys) < len(report.keys))
-    best = None if report.best is None else f"point {report.best.index}"
+    best = None if report.best is None else f"trial {report.best.index}"
     styles = []
     labels = labels_of(series, keys)
     for one, label, (color, kind) in zip(series, labels, _styles(series, keys), strict=True):
@@ -381,7 +386,7 @@ def _styles(series: Sequence[Series], keys: Sequence[str]) -> list[tuple[Color, 
 
 def _key_charts(report: SweepReport, keys: Sequence[str]) -> list[Chart]:
     """The results by each key; a run that has diverged has none, and is shown as such."""
-    known = [point for point in report.points if point.result is not None or point.diverged_since is not None]
+    known = [trial for trial in report.trials if trial.result is not None or trial.diverged_since is not None]
     best = None if report.best is None else report.best.index
     label = report.objective.label.capitalize()
     charts = [
@@ -389,8 +394,8 @@ def _key_charts(report: SweepReport, keys: Sequence[str]) -> list[Chart]:
             f"{label} by {key}",
             key,
             [
-                Dot(masked(point.values.get(key), key), point.result, point_name(point), point.index == best)
-                for point in known
+                Dot(masked(trial.values.get(key), key), trial.result, trial_name(trial), trial.index == best)
+                for trial in known
             ],
         )
         for key in keys

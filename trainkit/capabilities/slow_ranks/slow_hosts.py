@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from trainkit.capabilities.slow_ranks.policy import slow_ranks_plan
 from trainkit.capabilities.slow_ranks.shown import SLOWDOWN_EVENTS
 from trainkit.job.attempt_end import previous_ends
-from trainkit.job.decision import Departure, restarts_limit
+from trainkit.job.decision import PlannedStop, restarts_limit
 from trainkit.job.processes import log_line
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.events import events_of, read_events
@@ -40,7 +40,7 @@ class SlowHostWatch:
         self._since_s: dict[int, float] = {}
         """When the slow ranks were first seen to be so."""
 
-    def poll(self) -> Departure | None:
+    def poll(self) -> PlannedStop | None:
         """The host to continue without; None as long as there is none. Raises OSError."""
         for event in events_of(self._events.records(SLOWDOWN_EVENTS)):
             self._seen.add(event)
@@ -53,7 +53,7 @@ class SlowHostWatch:
             why = f"rank {event.rank} slow since step {event.count('since_step')} ({event.text('phase')})"
             limit = restarts_limit(list(previous_ends(self._attempt).values()), self._policy)
             if limit is None:
-                return Departure("slow_host", f"restarts without {event.host}: {why}", event.host)
+                return PlannedStop("slow_host", f"restarts without {event.host}: {why}", event.host)
             log_line(f"not restarting without {event.host} ({why}): {limit}")
             self._hosts = ()
         return None

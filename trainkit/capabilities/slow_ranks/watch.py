@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from trainkit.capabilities.slow_ranks.silence import SilenceWatch
 from trainkit.capabilities.slow_ranks.slow_hosts import SlowHostWatch
 from trainkit.capability import Watch
-from trainkit.job.decision import Departure
+from trainkit.job.decision import PlannedStop
 from trainkit.plan.launch import LaunchPlan
 from trainkit.run.rundir import AttemptDir
 
@@ -24,9 +24,9 @@ class RanksWatch(Watch):
         self._silence = SilenceWatch(attempt, plan) if is_inspected else None
         self._slow_hosts = None if hosts is None else SlowHostWatch(attempt, plan, hosts)
 
-    def poll(self) -> Departure | None:
+    def poll(self) -> PlannedStop | None:
         """Look at a silent command; the host to continue without. Raises OSError."""
-        departure = None if self._slow_hosts is None else self._slow_hosts.poll()
-        if departure is None and self._silence is not None:
+        planned_stop = None if self._slow_hosts is None else self._slow_hosts.poll()
+        if planned_stop is None and self._silence is not None:
             self._silence.poll()
-        return departure
+        return planned_stop

@@ -155,17 +155,17 @@ def _no_tensorboard(found: RunDir | RunGroup, runs: Sequence[RunDir]) -> UsageEr
 
 
 def link_runs(group: RunGroup, temporary: Path) -> Path:
-    """Make a folder of links to the TensorBoard files of a group's runs, named by the values of their points.
+    """Make a folder of links to the TensorBoard files of a group's runs, named by the values of their trials.
 
     A run that has not started yet is shown as soon as it has.
     """
-    folder, points = _new_folder(temporary), group.points
+    folder, trials = _new_folder(temporary), group.trials
     is_script = any(map(_is_script, map(group.run, group.created())))
-    keys = list(dict.fromkeys(key for point in points.values() for key in point.values))
+    keys = list(dict.fromkeys(key for trial in trials.values() for key in trial.values))
     short = dict(zip(keys, short_keys(keys), strict=True))
     names = set[str]()
-    for index, point in sorted(points.items()):
-        values = {short[key]: masked(value, key) for key, value in point.values.items()}
+    for index, trial in sorted(trials.items()):
+        values = {short[key]: masked(value, key) for key, value in trial.values.items()}
         # Of a name with a slash, TensorBoard would show a folder.
         name = re.sub(r"[/\0]", "_", shown(values)).lstrip(".")[:MAX_NAME] or str(index)
         name = name if name not in names else f"{index} {name}"

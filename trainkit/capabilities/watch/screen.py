@@ -30,11 +30,11 @@ from trainkit.capabilities.watch.run_view import RunView, read_view
 from trainkit.capabilities.watch.view_text import Size, charted, nodes_lines, notices_lines, view_lines
 from trainkit.cli.help import warn
 from trainkit.cli.output import replaced
-from trainkit.cli.status import MAX_ENDED_RUNS, points_rows, runs_rows
+from trainkit.cli.status import MAX_ENDED_RUNS, runs_rows, trial_rows
 from trainkit.control.cancel import cancel_run
 from trainkit.errors import EXIT_INTERRUPTED, EXIT_OK, TrainkitError
 from trainkit.observe.current import read_all, read_group
-from trainkit.observe.group import GroupStatus, PointStatus, most_relevant, state_counts
+from trainkit.observe.group import GroupStatus, TrialStatus, most_relevant, state_counts
 from trainkit.observe.logs import last_texts
 from trainkit.observe.status import RunStatus, read_status
 from trainkit.run.group import RunGroup
@@ -46,7 +46,7 @@ from trainkit.run.rundir import RunDir
 from trainkit.terminal import BAD, DIM, TITLE, state_style
 
 LOG_LINES = 200
-MAX_POINTS = 200
+MAX_TRIALS = 200
 MAX_SHARE = 0.05
 """Of a core, that reading may take: else it is done less often."""
 MAX_PROBLEM_LINES = 4
@@ -274,7 +274,7 @@ class ListScreen(ReadingScreen):
     def __init__(self, read: Callable[[], object], interval_s: float, poller: SlurmPoller) -> None:
         super().__init__(read, interval_s)
         self._poller = poller
-        self._runs: Sequence[RunStatus | GroupStatus | PointStatus] = []
+        self._runs: Sequence[RunStatus | GroupStatus | TrialStatus] = []
 
     def compose(self) -> ComposeResult:
         yield Static(id="title")
@@ -290,10 +290,10 @@ class ListScreen(ReadingScreen):
     def _listing(self) -> tuple[str, list[Sequence[str]]]:
         """The title, and the rows of the runs with their heading."""
         if isinstance(self.result, GroupStatus):  # failures first
-            count, points = len(self.result.points), most_relevant(self.result, MAX_POINTS)
-            self._runs, rows = points, points_rows(self.result, points)
+            count, trials = len(self.result.trials), most_relevant(self.result, MAX_TRIALS)
+            self._runs, rows = trials, trial_rows(self.result, trials)
             title = f"{self.result.name}: {count:,} runs: {state_counts(self.result.states)}"
-            num_hidden, what = count - len(points), ""
+            num_hidden, what = count - len(trials), ""
         else:
             runs, num_hidden = self.result
             runs.sort(key=lambda status: not status.is_active)

@@ -30,10 +30,10 @@ from trainkit.run.manifest import (
     FileSum,
     best_step,
     obsolete,
-    point_best_at,
     published,
     remove,
     seal,
+    trial_best_at,
 )
 from trainkit.run.rundir import MANIFEST_NAME, PARTIAL_SUFFIX, AttemptDir
 from trainkit.trainer.checkpoint.storage import HashingWriter
@@ -147,7 +147,7 @@ class CheckpointSaver:
         try:
             _sync_folder(target.parent)
             if request.is_best:
-                point_best_at(Checkpoint(target, request.step))
+                trial_best_at(Checkpoint(target, request.step))
             for old in obsolete(published(target.parent), self._keep_last, best_step(target.parent)):
                 remove(old.path)
         except OSError as error:
@@ -210,7 +210,7 @@ class CheckpointSaver:
         if not self._world.is_main:
             return
         try:
-            point_best_at(Checkpoint(self._run.checkpoint_dir(self.last_step), self.last_step))
+            trial_best_at(Checkpoint(self._run.checkpoint_dir(self.last_step), self.last_step))
         except OSError as error:
             log.error(f"cannot point `best` at step {self.last_step} ({error})")
 
