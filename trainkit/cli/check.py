@@ -1,4 +1,4 @@
-"""`trainkit check`: lists every problem of a config, and when its job would start; `trainkit schema`."""
+"""Implements `trainkit check`, which lists every problem of a config, and `trainkit schema`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ MAX_COLUMN_WIDTH = 40
 )
 @option(
     "--task-smoke",
-    "Try your own task too: a few samples forward and backward, on one and two ranks, on this machine's CPU.",
+    "Also run your own task on a few samples, forward and backward, on one and two ranks on "
+    "this machine's CPU.",
     name="smoke",
 )
 @options.of_capabilities("check")
@@ -128,9 +129,9 @@ def schema() -> None:
 
 
 def _waits(plan: LaunchPlan, config: RunConfig, cluster: Cluster, must: bool) -> StartEstimates | None:
-    """Slurm's estimate of the start time; None if Slurm does not answer, unless it `must`.
+    """Return Slurm's estimate of the start time, or None if Slurm does not answer.
 
-    Raises UsageError if Slurm would reject the job.
+    If `must` is True, a missing answer raises an error. Raises UsageError if Slurm would reject the job.
     """
     from trainkit.backend import backend_named
 
