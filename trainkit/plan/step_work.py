@@ -103,7 +103,7 @@ class StepWork:
 
     @property
     def shards(self) -> int:
-        """Return the number of ranks that shard parameters, gradients and optimizer state, besides tp and pp."""
+        """Return the number of ranks that shard parameters, gradients and optimizer state."""
         return self.layout.dp_shard * self.layout.cp
 
     @property

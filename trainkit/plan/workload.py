@@ -159,7 +159,7 @@ class Workload:
         return not self.is_command or (received == "SIGINT" and not self.has_launcher)
 
     def is_finished(self, *, was_stopped: bool, is_done: bool) -> bool:
-        """Return whether exit code 0 of all ranks ends the run; `is_done` is True for an existing done file."""
+        """Return whether exit code 0 of all ranks ends the run; `is_done` tells if the done file exists."""
         # A command often exits with 0 after a save, too.
         return not self.is_command or is_done or not was_stopped
 

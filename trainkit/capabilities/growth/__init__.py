@@ -1,4 +1,4 @@
-"""The number of nodes of a run: the one that is expected to finish first, and growth.
+"""Chooses the number of nodes of a run: the number that is expected to finish first, and growth.
 
 A run that grows, and has fewer nodes than it may have, returns to the queue when Slurm would start more.
 """
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GrowthPlan(Part):
-    """Whether a run grows."""
+    """The part of the plan for a run that grows."""
 
     CAPABILITY = "growth"
     grow: bool = True
 
 
 class Growth(Capability):
-    """The capability: what asks Slurm is imported only in a job."""
+    """The growth capability, which imports the code that asks Slurm only in a job."""
 
     name = "growth"
 
