@@ -60,7 +60,7 @@ def test_ctrl_c_saves_and_ends(desk):
     shown, words = process.communicate(timeout=120)
     assert process.returncode == 130
     assert "asked by SIGINT" in shown
-    assert "stopping; Ctrl-C again does not wait for a save" in words
+    assert "stopping after a save" in words
     assert read_json(run.attempt(1).end_file)["reason"] == "saved after SIGINT"
     assert not is_running(supervisor)
 
@@ -197,7 +197,7 @@ def test_a_folder_that_is_moved_or_deleted_is_not_made_again(desk, is_moved, is_
     assert process.returncode == 0, words
     assert shown.splitlines()[2:] == ["attempt 1 rank 0", "asked by SIGTERM"]
     reason = f"saved after SIGTERM: its folder was moved to {moved}"
-    assert f"stopped: {reason}\n`trainkit resume {moved}` continues it" in words
+    assert f"stopped: {reason}\n`trainkit resume {moved}` continues the run" in words
     assert read_json(moved / "attempts/001/end.json")["reason"] == reason
     assert f"its folder was moved to {moved}" in RunDir(moved).attempt(1).supervisor_log.read_text()
 

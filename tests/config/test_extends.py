@@ -54,7 +54,7 @@ def test_circle(tmp_path: Path) -> None:
     files = {"run.yaml": "seed: 1\nextends: a.yaml\n", "a.yaml": "extends: run.yaml\n"}
     assert message(tmp_path, files) == (
         "a.yaml:1: extends: run.yaml extends a.yaml extends run.yaml: this is circular\n"
-        "  hint: remove this one, or that of another of these files"
+        "  hint: remove `extends` from one of these files"
     )
 
 

@@ -138,15 +138,15 @@ def test_what_a_launcher_gets_must_not_depend_on_it() -> None:
             *("resources.nodes=1-2", "optimizer.lr_scale=linear"),
             workload=Workload(("train.py", "{lr}"), "lightning"),
         )
-    assert "is 1-2, with which the values that lightning gets would change" in error.value.render()
+    assert "is 1-2, but the values that lightning gets depend on the number" in error.value.render()
 
 
 def test_on_this_machine_there_are_as_many_as_one_asks_for() -> None:
     made = plan("resources.nodes=2-4", target=LOCAL)
     assert (made.num_nodes, made.sizes) == (4, {})
-    assert made.reasons["nodes"] == "4: the most of 2-4, which this machine simulates"
+    assert made.reasons["nodes"] == "4: the maximum of 2-4, which this machine simulates"
     made = plan("resources.nodes=1-3", "train.global_batch_size=4", target=LOCAL)
-    assert made.reasons["nodes"].startswith("2: the most of 1-3, which this machine simulates; not 3: train.")
+    assert made.reasons["nodes"].startswith("2: the maximum of 1-3, which this machine simulates; not 3: train.")
 
 
 def test_one_number_is_the_plan_that_it_always_was() -> None:

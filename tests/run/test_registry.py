@@ -231,9 +231,9 @@ def test_a_command_that_acts_takes_no_name_of_another_folder(tmp_path, monkeypat
             find_run(text, acts=True)
         assert caught.value.hint == f"type its folder to act on it: {run.path}"
         typed = as_typed(caught.value, ["cancel", text, "--now"])
-        assert typed.hint == f"`trainkit cancel {run.path} --now` acts on it"
+        assert typed.hint == f"`trainkit cancel {run.path} --now` acts on this run"
         typed = as_typed(caught.value, [text, "--note", text, text, "--", text])
-        assert typed.hint == f"`trainkit {text} --note {text} {run.path} -- {text}` acts on it"
+        assert typed.hint == f"`trainkit {text} --note {text} {run.path} -- {text}` acts on this run"
     for text in (str(run.path), "local-exp"):
         assert find_run(text, acts=True).path == run.path
     with pytest.raises(UsageError, match="unknown run 'exq'"):

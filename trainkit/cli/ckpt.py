@@ -53,7 +53,7 @@ def ls(run_name: str, as_json: bool) -> None:
 
 @command.command(epilog=examples("trainkit ckpt verify last", "trainkit ckpt verify last --json"))
 @run_argument
-@option("Verify only the checkpoint of this step.", "Only the checkpoint of this step.", type=INDEX)
+@option("--step N", "Verify only the checkpoint of this step.", type=INDEX)
 @json_option
 def verify(run_name: str, step: int | None, as_json: bool) -> int:
     """Compare every file of RUN's published checkpoints with its hash; exit code 1 if a file differs.

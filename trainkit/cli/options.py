@@ -318,8 +318,7 @@ job_options = combined(
 )
 """The options of a Slurm job, except the option for the copy of the code."""
 gpu_type_option = option(
-    "GPU type, or several such as h100,a100; the job gets any one of them.",
-    "GPU type, or several such as h100,a100, of which any one will do.",
+    "--gpu-type TYPE", "GPU type, or several such as h100,a100; the job gets any one of them."
 )
 slurm_options = combined(
     job_options,

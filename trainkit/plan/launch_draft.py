@@ -124,7 +124,7 @@ class LaunchDraft:
         if found:
             has, it = ("has", "it") if len(found) == 1 else ("have", "them")
             yield (
-                f"{', '.join(found)} {has} no effect on a COMMAND or function, unless the code reads {it} in "
+                f"{', '.join(found)} {has} no effect on a COMMAND or function that does not read {it} from "
                 "config.yaml in $TRAINKIT_JOB_RUN_DIR"
             )
 

@@ -60,7 +60,7 @@ class TorchBuild:
         if self.cuda is None and self.hip is None:
             message = f"the run uses GPUs, but {name} was built without CUDA"
         elif cuda is not None and driver is not None and driver[0] < cuda[0]:
-            message = f"{name} needs a driver for CUDA {cuda[0]}, but it supports only CUDA {_dotted(driver)}"
+            message = f"{name} needs a driver for CUDA {cuda[0]}, and has one for {_dotted(driver)}"
         elif capability is not None and capability < oldest:
             message = f"{name} has no kernels for the GPU {gpu} (compute capability {_dotted(capability)})"
         else:

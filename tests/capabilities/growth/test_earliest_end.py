@@ -387,7 +387,7 @@ def test_the_speed_is_that_of_earlier_runs(
         (replace(FACTS, target=LOCAL), "", "only Slurm knows when more or fewer nodes are free"),
         (FACTS, "echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1", "connect failure"),
         (FACTS, "/bin/sleep 60", "did not answer within"),
-        (FACTS, REFUSES, "none is known to finish"),
+        (FACTS, REFUSES, "no request is known to finish"),
         (
             replace(FACTS, target=Target("sbatch", "", Cluster("west", error="sinfo did not answer"))),
             "",
@@ -418,7 +418,7 @@ def test_without_any_limit_nothing_tells_how_long_it_takes(
     cluster = replace(WEST, partitions=(replace(WEST.partitions[0], max_time_s=None),))
     facts = replace(FACTS, target=Target("sbatch", "", cluster))
     choice = choose(monkeypatch, "device=cpu", "resources.time=null", facts=facts)[2]
-    assert (choice.taken, choice.reason.partition(":")[0]) == (None, "nothing tells how long the run takes")
+    assert (choice.taken, choice.reason.partition(":")[0]) == (None, "the duration of the run is unknown")
 
 
 def test_what_slurm_has_not_answered_in_time_does_not_count(

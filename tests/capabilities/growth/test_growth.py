@@ -142,7 +142,7 @@ def test_without_a_step_a_size_or_a_restart_left_nobody_asks(
     tmp_path: Path, played: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert played.after(ASK_EVERY_S + 1) is None
-    assert played.decisions() == [(None, "does not grow: it is not known how long the rest takes")]
+    assert played.decisions() == [(None, "does not grow: the remaining time is unknown")]
     most = replace(played.plan, num_nodes=8, sizes={"2": {}, "4": {}})
     played.watch = GrowthWatch(played.attempt, most, ["a"], num_good=1)
     assert played.after(ASK_EVERY_S + 1) is None
