@@ -155,8 +155,8 @@ def write_text_file(project: Path) -> None:
 def unpack_run(source: Path, project: Path, host: str = HOST) -> Path:
     """Make one recorded run in the runs/ of a project folder, as if it had been started on `host`.
 
-    JSON files are recorded with fewer line breaks than trainkit writes. left_out.json describes all files that
-    are not in git: empty folders, links, second copies, texts as changes of the same file of another run, and
+    JSON files are recorded with fewer line breaks than trainkit writes. left_out.json describes what is
+    not in git: empty folders, links, second copies, texts as changes of the same file of another run, and
     files of which only the size is recorded, filled with zeros here.
     """
     run = project / "runs" / source.name

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from difflib import SequenceMatcher
 
-WIDTH = 110
+WIDTH = 130
 
 
 def filled_json(value: object, indent: int = 0) -> str:
