@@ -193,7 +193,7 @@ class Reader:
 
 
 class Recorder:
-    """Records the images, histograms and texts that a rank logs; this base class, for ranks above 0, does not.
+    """Records the images, histograms and texts that a rank logs; this base class records nothing (ranks > 0).
 
     `step` defaults to the step of the training. The methods raise UsageError for values that cannot be
     recorded.
@@ -363,7 +363,7 @@ class Capability:
         return {}
 
     def advice(self, attempt: AttemptDir, host: str | None, lasting: Sequence[Event]) -> Mapping[str, str]:
-        """Return values for the advice of a diagnosis by placeholder; `host` is the first host that failed."""
+        """Return values for the advice of a diagnosis by placeholder; `host` is the first one that failed."""
         return {}
 
     def report(self, history: RunHistory) -> Mapping[str, object]:

@@ -49,7 +49,7 @@ class Shipped(NamedTuple):
     follows: str = ""
     """The key of plan.json after which the part is written; a second key is for plans without the first."""
     keys: Mapping[str, tuple[str, Any]] = {}
-    """Key of plan.json -> `WHOLE`, or the field of the part and the key's value without a part (or `LEFT_OUT`)."""
+    """Key of plan.json -> `WHOLE`, or the part's field and the key's value without a part (or `LEFT_OUT`)."""
     within: tuple[str, ...] = ()
     """The fields of its part if they are stored at the end of the record `follows`, which every plan has."""
     commands: Mapping[str, str] = {}
