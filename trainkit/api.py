@@ -71,7 +71,7 @@ else:
     Value = TypeVar("Value", covariant=True)
 
 Config = str | Path | Mapping[str, Any] | None
-"""The path of a config file, the name of a shipped config, or its sections as a dictionary or ``DictConfig``."""
+"""A config file, the name of a shipped config, or sections as a dictionary or OmegaConf's ``DictConfig``."""
 After: TypeAlias = "str | Path | Run | Iterable[str | Path | Run]"
 """The runs and groups that must finish first, given by their names, folders or objects."""
 POLL_S = 0.2
@@ -564,7 +564,7 @@ def _curve(run: RunDir) -> str | None:
 
 
 def _axes(values: Mapping[str, Iterable[object]], *, of_function: bool) -> dict[str, list[object]]:
-    """Return the values of each key of a sweep as lists; raises UsageError for a key without a list of values."""
+    """Return the list of values of each key of a sweep; raises UsageError for a key without one."""
     from trainkit.plan.sweep import MAX_TRIALS, refuse_axis
 
     if not isinstance(values, Mapping):
@@ -665,7 +665,7 @@ def _given(
 
 
 def _config_of(work: Callable[..., object] | Config, config: Config, argv: Sequence[str]) -> Config:
-    """Return the config from the arguments of `submit`; raises UsageError unless there is one thing to run."""
+    """Return the config from the arguments of `submit`; raises UsageError unless one thing is to run."""
     if work is not None and argv:
         what, hint = "function", "leave one of them out"
         if not callable(work):
@@ -911,8 +911,7 @@ def _start(
         warn_caller(text.strip().removeprefix("warning: "))
     backend_named(submission.plan.backend).require_reachable(submission.plan)
     with nullcontext() if given.function is None else by_value(given.function):
-        pickles = {index: dumps(call) for index, call in calls.items()}  # may fail, so before any folder
-        exists
+        pickles = {index: dumps(call) for index, call in calls.items()}  # raises before any folder exists
     if values:
         pairs = zip(submission.trials, values, strict=True)
         own = [replace(trial, values=_without_leaks(one, trial.config.secrets)) for trial, one in pairs]
